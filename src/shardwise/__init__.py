@@ -1,0 +1,59 @@
+"""shardwise: split large language models across devices, run exactly that split, and hold plan and run together.
+
+    from shardwise import Cluster, Layout, Workload, estimate, train
+
+Importing this package imports nothing else: each name below comes from its room when it is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardwise.api import TrainResult, train
+    from shardwise.cluster import Cluster
+    from shardwise.errors import UserError
+    from shardwise.layout import Layout, Workload
+    from shardwise.model import ModelConfig
+    from shardwise.predict import estimate
+    from shardwise.report import StepReport, compare
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Cluster",
+    "Layout",
+    "ModelConfig",
+    "StepReport",
+    "TrainResult",
+    "UserError",
+    "Workload",
+    "__version__",
+    "compare",
+    "estimate",
+    "train",
+]
+
+_HOMES = {
+    "Cluster": "cluster",
+    "Layout": "layout",
+    "ModelConfig": "model",
+    "StepReport": "report",
+    "TrainResult": "api",
+    "UserError": "errors",
+    "Workload": "layout",
+    "compare": "report",
+    "estimate": "predict",
+    "train": "api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

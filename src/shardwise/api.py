@@ -1,0 +1,342 @@
+"""`train`: from a model, a layout and a text to a run directory, by starting one process a rank.
+
+Everything that can be known beforehand is checked before anything is written or started, and without torch. What a run
+is made of is decided here once, for the command line, for Python and for `torchrun`:
+
+1. `configure` checks the request and gives a `TrainConfig`;
+2. `with_corpus` turns the text into tokens, once, beside the run: `<out>/../corpora/`;
+3. `train` starts the ranks; `train_as_rank` is one rank that torchrun has started.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.errors import UserError
+from shardwise.layout import Layout, Workload, check_runnable
+from shardwise.model import ModelConfig
+from shardwise.model.catalog import resolve
+from shardwise.report.run_directory import RunDirectory, next_free
+from shardwise.report.step_report import StepReport
+from shardwise.runtime.config import OptimizerConfig, TrainConfig
+from shardwise.runtime.launch import INTERRUPTED, RANK_FAILED, USER_MISTAKE, RunFailed, launch, say
+
+if TYPE_CHECKING:
+    from shardwise.cluster import Cluster
+
+RUNS = Path("runs")
+
+_GIVEN = {"model", "layout", "workload", "data", "out", "corpus", "steps", "optimizer"}
+_OPTIONS = [field.name for field in fields(TrainConfig) if field.name not in _GIVEN]
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """A finished run. out: its directory. summary: what the trainer wrote to result.json."""
+
+    out: Path
+    summary: dict[str, Any]
+
+    @property
+    def losses(self) -> list[float]:
+        """Training loss of each step, nats a token."""
+        events = (event for _, event in RunDirectory.open(self.out).events())
+        return [float(event["loss"]) for event in events if "loss" in event]
+
+    @property
+    def report(self) -> StepReport:
+        """The measured step report. Raises `UserError` when the run made none (`report=True`)."""
+        return StepReport.read(RunDirectory(self.out).report("measured"))
+
+    @property
+    def predicted(self) -> StepReport:
+        """What was predicted for the same run. Raises `UserError` when the run made no reports (`report=True`)."""
+        return StepReport.read(RunDirectory(self.out).report("predicted"))
+
+    @classmethod
+    def read(cls, out: Path) -> TrainResult:
+        """The result of a run directory. Raises `UserError` when the run did not finish."""
+        try:
+            return cls(out, json.loads((out / "result.json").read_text()))
+        except OSError as error:
+            raise UserError(f"the run in {out} has no result: {error.strerror}") from None
+        except ValueError:
+            raise UserError(f"{out / 'result.json'} is damaged") from None
+
+
+def train(
+    model: ModelConfig | str,
+    layout: Layout | str,
+    workload: Workload,
+    data: str | Path,
+    *,
+    steps: int = 100,
+    out: Path | str | None = None,
+    vocab: int | None = None,
+    optimizer: OptimizerConfig | None = None,
+    port: int = 0,
+    progress: Callable[[str], None] = say,
+    rank0_stdout: int | None = None,
+    **options: Any,
+) -> TrainResult:
+    """Train `model` on `data` in `layout.ranks` local processes, and return when they have ended.
+
+    model: a `ModelConfig`, a name of the catalog, or the path of a config.json. layout: a `Layout` or its text.
+    data: a file, a folder, JSONL, Parquet, a saved dataset, or "stdlib". out: the run directory, new or empty; None
+    takes the next free `runs/<model>-N`. vocab: replaces the model's vocabulary. port: where the ranks meet; 0 needs
+    none. progress: gets lines about the preparation. rank0_stdout: file descriptor for rank 0's progress.
+    options: further fields of `TrainConfig` (tokenizer, seed, validate_every, report, device, threads, ...).
+    Raises `UserError` for what cannot be run, `RunFailed` when a rank dies; no process is left in either case.
+    """
+    if under_torchrun():
+        raise UserError("torchrun has started this process as one rank: use torchrun -m shardwise train")
+    config = configure(model, layout, workload, data, steps, out, vocab=vocab, optimizer=optimizer, **options)
+    check_unused(Path(config.out))
+    config = with_corpus(config, progress)
+    lines: list[str] = []
+    with _claimed(Path(config.out)) as folder, tempfile.TemporaryDirectory(prefix="shardwise-") as temporary:
+        file = Path(temporary, "config.json")
+        config.write(file)
+        code = launch(
+            [sys.executable, "-m", "shardwise.runtime.worker", str(file)],
+            config.layout.ranks,
+            port=port,
+            threads=config.threads,
+            loopback=config.device == "cpu",
+            rank0_stdout=rank0_stdout,
+            echo=lines.append,
+        )
+        _raise_for(code, "; ".join(lines))
+        _predict(config, nodes=1)
+    return TrainResult.read(folder)
+
+
+def train_as_rank(config: Callable[[], TrainConfig]) -> int:
+    """Train as the rank that torchrun has started. config: as `configure` gives it, with every rank the same `out`.
+
+    Returns the exit code; what failed has been written to standard error. Leave by `worker.leave(code)`.
+    """
+    from shardwise.runtime.worker import guarded
+
+    first = os.environ["RANK"] == "0"
+    prepared: list[TrainConfig] = []
+
+    def prepare() -> TrainConfig:
+        asked = config()
+        ranks = int(os.environ["WORLD_SIZE"])
+        check_runnable(asked.layout, asked.model, asked.workload, ranks)
+        if first:
+            check_unused(Path(asked.out))
+        prepared.append(with_corpus(asked, say if first else lambda line: None))
+        return prepared[0]
+
+    code = guarded(prepare)
+    if code == 0 and first:
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+        _predict(prepared[0], nodes=max(1, prepared[0].layout.ranks // local))
+    return code
+
+
+def under_torchrun() -> bool:
+    """Whether torchrun, or something that speaks its environment, has started this process as one rank."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def configure(
+    model: ModelConfig | str,
+    layout: Layout | str,
+    workload: Workload,
+    data: str | Path,
+    steps: int = 100,
+    out: Path | str | None = None,
+    *,
+    vocab: int | None = None,
+    optimizer: OptimizerConfig | None = None,
+    **options: Any,
+) -> TrainConfig:
+    """Check a request without torch, within milliseconds, writing nothing. Arguments as for `train`.
+
+    Raises `UserError` for the first thing that is wrong. The configuration has no corpus yet.
+    """
+    _check_options(options)
+    model = resolve(model) if isinstance(model, str) else model
+    if vocab is not None:
+        model = model.replace(vocab=vocab)
+    layout = Layout.parse(layout) if isinstance(layout, str) else layout
+    if not workload.batch:
+        raise UserError("training needs a sequence length and a batch (--seq and --batch)")
+    check_runnable(layout, model, workload)
+    if options.get("tokenizer") is not None:
+        options["tokenizer"] = str(options["tokenizer"])
+    config = TrainConfig(
+        model=model,
+        layout=layout,
+        workload=workload,
+        data=str(data),
+        out=str(out) if out is not None else str(next_free(RUNS / _file_name(model.name))),
+        corpus="",
+        steps=steps,
+        optimizer=optimizer or OptimizerConfig(),
+        **options,
+    )
+    _check_numbers(config)
+    _check_inputs(config)
+    return config
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    for name in options:
+        if name not in _OPTIONS:
+            near = difflib.get_close_matches(name, _OPTIONS, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"known options: {', '.join(_OPTIONS)}"
+            raise UserError(f"train has no option {name!r}; {hint}")
+
+
+def _check_numbers(config: TrainConfig) -> None:
+    """What argparse and dataclasses let through."""
+    chosen = config.optimizer
+    bounds: list[tuple[str, float, float]] = [
+        ("warmup", chosen.warmup, 0),
+        ("weight decay", chosen.weight_decay, 0),
+        ("clip", chosen.clip, 0),
+        ("validate_every", config.validate_every, 0),
+        ("validate_batches", config.validate_batches, 1),
+        ("threads", config.threads, 1),
+        ("seed", config.seed, 0),
+    ]
+    for name, value, least in bounds:
+        if not least <= value < math.inf:
+            raise UserError(f"{name} must be at least {least:g}, not {value!r}")
+    for name, value in (("lr", chosen.lr), ("hang", config.hang)):
+        if not 0 < value < math.inf:
+            raise UserError(f"{name} must be a positive number, not {value!r}")
+
+
+def _check_inputs(config: TrainConfig) -> None:
+    from shardwise.data.sources import open_source
+
+    open_source(config.data, config.text_field)
+    if config.tokenizer is not None:
+        from shardwise.data.tokenizer import tokenizer_file
+
+        tokenizer_file(Path(config.tokenizer))
+    if find_spec("torch") is None:
+        raise UserError("training needs torch: pip install 'shardwise[train]'")
+
+
+def _file_name(name: str) -> str:
+    return re.sub(r"[^\w.-]+", "-", name).strip(".-") or "model"
+
+
+def check_unused(out: Path) -> None:
+    """Raise `UserError` when a run in `out` would lie among other files."""
+    if out.is_dir():
+        if any(out.iterdir()):
+            raise UserError(f"{out} is not empty; nothing was overwritten: choose another --out")
+    elif out.exists() or out.is_symlink():
+        raise UserError(f"{out} is not a folder; nothing was overwritten: choose another --out")
+
+
+@contextmanager
+def _claimed(out: Path) -> Iterator[Path]:
+    """The run's folder, which is gone again when nothing was put into it."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make the run directory {out}: {error.strerror}; choose another --out") from None
+    try:
+        yield out
+    finally:
+        with suppress(OSError):
+            out.rmdir()
+
+
+def with_corpus(config: TrainConfig, progress: Callable[[str], None]) -> TrainConfig:
+    """The configuration with its text prepared, in `corpora/` beside the run directory, where the next run finds it.
+
+    Processes that ask together wait for the first one. Raises `UserError` for unusable text, a tokenizer with more
+    tokens than the model has rows, and text that does not fill one sequence.
+    """
+    from shardwise.data import Sampler, prepare
+
+    corpora = Path(config.out).absolute().parent / "corpora"
+    with _lock(corpora):
+        corpus = prepare(
+            config.data,
+            corpora,
+            tokenizer=None if config.tokenizer is None else Path(config.tokenizer),
+            vocab=config.model.vocab,
+            text_field=config.text_field,
+            progress=progress,
+        )
+    if corpus.vocab_size > config.model.vocab:
+        raise UserError(
+            f"the tokenizer has {corpus.vocab_size} tokens, but {config.model.name} has a vocabulary of "
+            f"{config.model.vocab}; add --vocab {corpus.vocab_size}, or leave --tokenizer out to train one that fits"
+        )
+    for split in ("train", "validation"):
+        try:
+            Sampler(corpus.tokens(split), config.workload.seq, config.seed)
+        except UserError as error:
+            raise UserError(f"{config.data}, {split} part: {error}") from None
+    return replace(config, corpus=str(corpus.path))
+
+
+@contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    import fcntl
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / ".lock").open("w")
+    except OSError as error:
+        raise UserError(f"cannot write to {folder}: {error.strerror}; choose another --out") from None
+    with file:
+        # Some network file systems have no locks: then the same text is merely prepared more than once.
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _raise_for(code: int, line: str) -> None:
+    if code == USER_MISTAKE:
+        raise UserError(line)
+    if code == RANK_FAILED:
+        raise RunFailed(line)
+    if code == INTERRUPTED:
+        raise KeyboardInterrupt(line)
+    if code:
+        say(line)
+        raise SystemExit(code)
+
+
+def _predict(config: TrainConfig, nodes: int) -> None:
+    """Lay the prediction beside what a run has measured: the runtime itself knows no predictions."""
+    if config.report:
+        from shardwise.predict import estimate
+
+        report = estimate(config.model, config.layout, config.workload, _cluster(config, nodes))
+        report.write(RunDirectory(Path(config.out)).report("predicted"))
+
+
+def _cluster(config: TrainConfig, nodes: int) -> Cluster:
+    """What the run ran on, as far as that is known without torch."""
+    from shardwise.cluster import Cluster, Device, Link
+
+    per_node = config.layout.ranks // nodes
+    if config.device == "cpu":
+        return replace(Cluster.parse(f"{per_node}xcpu"), nodes=nodes)
+    gpu = Device("GPU", "cuda", None, None)
+    return Cluster(nodes, per_node, gpu, Link(None, None), Link(None, None))

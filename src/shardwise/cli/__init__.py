@@ -1,0 +1,1 @@
+"""The command line: one thin file a command, each importing only what it needs."""

@@ -1,0 +1,49 @@
+"""Two step reports against each other: every row of the ledger, every class of bytes.
+
+A and B are report files, or run directories, which stand for their measured report. A run directory alone is compared
+with itself: what was predicted for it with what was measured. The exit code is 1 when the ledgers differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from shardwise.cli.output import print_json, show
+from shardwise.errors import UserError
+from shardwise.report import StepReport, compare
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("a", metavar="A", type=Path, help="a report file, or a run directory")
+    parser.add_argument("b", metavar="B", type=Path, nargs="?", help="another one; left out if A is a run directory")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.b is None:
+        if args.a.is_file():
+            raise UserError(f"{args.a} is one report; name the report or run directory to compare it with")
+        a, b = _of_run(args.a, "predicted"), _of_run(args.a, "measured")
+    else:
+        a, b = _report(args.a), _report(args.b)
+    outcome = compare(a, b)
+    if args.json:
+        print_json(outcome.to_json())
+    else:
+        from shardwise.report.tables import comparison_tables
+
+        show(comparison_tables(outcome))
+    return 0 if outcome.equal_ledger else 1
+
+
+def _report(path: Path) -> StepReport:
+    return _of_run(path, "measured") if path.is_dir() else StepReport.read(path)
+
+
+def _of_run(path: Path, name: str) -> StepReport:
+    if not path.is_dir():
+        raise UserError(f"no such report or run directory: {path}")
+    file = path / "reports" / f"{name}.json"
+    if not file.is_file():
+        raise UserError(f"{path} has no {name} report; `shardwise train --report` makes one")
+    return StepReport.read(file)

@@ -1,0 +1,116 @@
+"""What one training step of a layout holds on every rank, and moves between them, in closed form.
+
+With --zero-table N,...: bytes a GPU of ZeRO stages 0 to 3 on N GPUs, for MODEL or for --params parameters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+from shardwise.cli.models import add_model, model_of
+from shardwise.cli.output import print_json, show
+from shardwise.errors import UserError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser, optional=True)
+    parser.add_argument("--layout", metavar="TEXT", help="how it is split, such as tp=8,dp=8,zero=1")
+    parser.add_argument("--cluster", metavar="TEXT", help="[NODESx]GPUSxDEVICE, such as 8x8xH100, or a TOML file")
+    parser.add_argument("--seq", type=int, metavar="N", help="tokens a sequence")
+    parser.add_argument("--batch", type=int, metavar="N", help="sequences a step, over all ranks")
+    parser.add_argument("--isolate-documents", action="store_true", help="packed documents do not see each other")
+    parser.add_argument("--zero-table", metavar="N,...", help="numbers of GPUs for the table of ZeRO stages")
+    parser.add_argument("--params", metavar="P", help="parameters for --zero-table: 7e9, 7B, 350M")
+
+
+def run(args: argparse.Namespace) -> int:
+    return _zero_table(args) if args.zero_table or args.params else _step(args)
+
+
+def _step(args: argparse.Namespace) -> int:
+    missing = [f"--{name}" for name in ("layout", "cluster", "seq", "batch") if getattr(args, name) is None]
+    if args.model is None or missing:
+        raise UserError(f"estimate needs {', '.join(missing if args.model else ['MODEL', *missing])}")
+
+    from shardwise.cluster import Cluster
+    from shardwise.layout import Layout, Workload
+    from shardwise.predict import estimate
+
+    model, layout, cluster = model_of(args), Layout.parse(args.layout), Cluster.parse(args.cluster)
+    if args.seq < 1 or args.batch < 1:
+        raise UserError("--seq and --batch must be positive integers")
+    workload = Workload(seq=args.seq, batch=args.batch, isolate_documents=args.isolate_documents)
+    report = estimate(model, layout, workload, cluster)
+    if args.json:
+        print_json(report.to_json())
+        return 0
+
+    from shardwise.model.parameters import count
+    from shardwise.report.tables import ledger_table, memory_table
+    from shardwise.report.units import format_count
+
+    show(
+        f"{model.name}: {format_count(count(model))} parameters, layout {layout} on {cluster}, "
+        f"{args.batch} sequences of {args.seq} tokens a step\n",
+        memory_table(report, capacity=cluster.memory_per_device),
+        ledger_table(report),
+        *report.notes,
+    )
+    return 0
+
+
+def _zero_table(args: argparse.Namespace) -> int:
+    if not args.zero_table:
+        raise UserError("--params needs the numbers of GPUs: add --zero-table 1,2,4,8,16")
+    if (args.params is None) == (args.model is None):
+        raise UserError("--zero-table needs either MODEL or --params")
+
+    from shardwise.model.parameters import count
+    from shardwise.predict import zero_table
+
+    params = parameters_of(args.params) if args.params else float(count(model_of(args)))
+    table = zero_table(params, gpus_of(args.zero_table))
+    if args.json:
+        gigabytes = {str(stage): {str(n): held / 1e9 for n, held in row.items()} for stage, row in table.items()}
+        print_json({"params": params, "gigabytes_per_gpu": gigabytes})
+    else:
+        _print_zero_table(params, table)
+    return 0
+
+
+def parameters_of(text: str) -> float:
+    """A number of parameters: 7e9, 7B, 350M. Raises `UserError`."""
+    digits, scale = text.strip(), 1.0
+    if digits[-1:].upper() in ("K", "M", "B", "T"):
+        digits, scale = digits[:-1], {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}[digits[-1].upper()]
+    try:
+        params = float(digits) * scale
+    except ValueError:
+        params = math.nan
+    if not 1 <= params < math.inf:
+        raise UserError(f"--params {text}: give a number of parameters, such as 7e9 or 7B")
+    return params
+
+
+def gpus_of(text: str) -> list[int]:
+    """Numbers of GPUs: 1,2,4. Raises `UserError`."""
+    try:
+        gpus = [int(word) for word in text.split(",")]
+    except ValueError:
+        gpus = []
+    if not gpus or min(gpus) < 1:
+        raise UserError(f"--zero-table {text}: give numbers of GPUs, such as 1,2,4,8,16")
+    return gpus
+
+
+def _print_zero_table(params: float, table: dict[int, dict[int, float]]) -> None:
+    from shardwise.report.units import format_bytes, format_count
+
+    gpus = list(next(iter(table.values())))
+    rows = [["ZeRO stage", *(f"{n} GPU{'s' * (n > 1)}" for n in gpus)]]
+    rows += [[str(stage), *(format_bytes(row[n]) for n in gpus)] for stage, row in table.items()]
+    width = max(len(cell) for row in rows for cell in row)
+    print(f"{format_count(params)} parameters: bytes on each GPU for weights, gradients and optimizer (GB = 1e9 bytes)")
+    for row in rows:
+        print("  ".join(cell.rjust(width) for cell in row))

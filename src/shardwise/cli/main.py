@@ -1,0 +1,110 @@
+"""`shardwise COMMAND ...`: finds the command, and turns every way it can end into one line and an exit code.
+
+0 success, 1 a dead rank or a defect, 2 a user's mistake, 130 interrupted. Results go to standard output, everything
+else to standard error.
+
+A command is a module of this room named like it, with `add_arguments(parser)` and `run(args) -> exit code`; its
+docstring is its help.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import sys
+import traceback
+from contextlib import suppress
+from importlib import import_module
+from typing import NoReturn
+
+from shardwise.errors import UserError
+
+COMMANDS = {
+    "estimate": "bytes by class and the ledger of one training step, before anything runs",
+    "train": "train a model, split over processes, on text",
+    "compare": "two step reports against each other, or one run's prediction against its measurement",
+    "demo": "the tour: predict, train on four processes, compare, one page",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are `UserError`s."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (see {self.prog} --help)")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command line. Returns its exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal that cannot show a bar should show a question mark, not an exception.
+        with suppress(AttributeError):
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+    try:
+        code = _dispatch(argv)
+        sys.stdout.flush()
+        return code
+    except SystemExit as leaving:
+        return leaving.code if isinstance(leaving.code, int) else 0
+    except UserError as error:
+        return _fail(str(error), 2)
+    except KeyboardInterrupt as error:
+        return _fail(str(error) or "interrupted", 130)
+    except BrokenPipeError:
+        # Whoever read us has left; the interpreter must not complain about it either when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception as error:
+        return _unexpected(error, "--traceback" in argv)
+
+
+def _fail(line: str, code: int) -> int:
+    print(f"shardwise: error: {' '.join(line.split())}", file=sys.stderr)
+    return code
+
+
+def _unexpected(error: Exception, show: bool) -> int:
+    from shardwise.runtime.launch import RunFailed
+
+    if isinstance(error, RunFailed):
+        return _fail(str(error), 1)
+    if show:
+        traceback.print_exc()
+    return _fail(f"{type(error).__name__}: {error}; this is a bug in shardwise, --traceback shows where", 1)
+
+
+def _dispatch(argv: list[str]) -> int:
+    while argv and argv[0] == "--traceback":
+        argv = argv[1:]
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        _help()
+        return 0 if argv else 2
+    if argv[0] == "--version":
+        from shardwise import __version__
+
+        print(f"shardwise {__version__}")
+        return 0
+    name, *rest = argv
+    if name not in COMMANDS:
+        raise UserError(f"unknown {'option' if name.startswith('-') else 'command'} {name!r}; {_nearest(name)}")
+    command = import_module(f"shardwise.cli.{name}")
+    parser = Parser(prog=f"shardwise {name}", description=command.__doc__, allow_abbrev=False)
+    command.add_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.add_argument("--traceback", action="store_true", help="show where an unexpected error came from")
+    return command.run(parser.parse_args(rest))
+
+
+def _nearest(name: str) -> str:
+    near = difflib.get_close_matches(name, COMMANDS, n=1)
+    return f"did you mean {near[0]}?" if near else f"commands: {', '.join(COMMANDS)}"
+
+
+def _help() -> None:
+    print("usage: shardwise [--version] [--traceback] COMMAND ...\n")
+    print("Split large language models across devices: plan the split, run it, hold the two against each other.\n")
+    for name, summary in COMMANDS.items():
+        print(f"  {name:<10} {summary}")
+    print("\nshardwise COMMAND --help tells more. Every command takes --json.")

@@ -1,0 +1,80 @@
+"""The MODEL argument and its `--set`, for every command that takes a model."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+from typing import Any, get_args
+
+from shardwise.errors import UserError
+from shardwise.model import ModelConfig
+from shardwise.model.catalog import resolve
+from shardwise.model.config import Activation, Bias, Norm, Positions
+
+
+def add_model(parser: argparse.ArgumentParser, optional: bool = False) -> None:
+    """Add MODEL and --set."""
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        nargs="?" if optional else None,
+        help="a name of the catalog (llama-3-70b), a config.json, or the folder that holds one",
+    )
+    parser.add_argument(
+        "--set", metavar="FIELD=VALUE,...", action="append", default=[], help="change the model, such as layers=2"
+    )
+
+
+def model_of(args: argparse.Namespace) -> ModelConfig:
+    """The model that the arguments describe. Raises `UserError`."""
+    return change(resolve(args.model), ",".join(args.set))
+
+
+def change(model: ModelConfig, text: str) -> ModelConfig:
+    """A model with the fields in `text` (`layers=2,vocab=1000`) replaced; derived fields follow unless named."""
+    fields = {field.name: field for field in dataclasses.fields(ModelConfig)}
+    changes: dict[str, Any] = {}
+    for word in filter(None, (word.strip() for word in text.split(","))):
+        name, equals, value = (part.strip() for part in word.partition("="))
+        if name not in fields:
+            near = difflib.get_close_matches(name, fields, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"fields: {', '.join(fields)}"
+            raise UserError(f"--set {word}: a model has no field {name!r}; {hint}")
+        if not equals or not value:
+            raise UserError(f"--set {word}: {name} needs a value, such as {name}={getattr(model, name)}")
+        changes[name] = _value(word, str(fields[name].type), value)
+    if not changes:
+        return model
+    changes.setdefault("published_params", None)
+    if model.kv_heads == model.heads and "heads" in changes:
+        changes.setdefault("kv_heads", 0)
+    if model.q_width == model.hidden and changes.keys() & {"hidden", "heads"}:
+        changes.setdefault("head_dim", 0)
+    return model.replace(**changes)
+
+
+# A dataclass checks no types: the words that a field may have are checked here.
+_WORDS = {
+    "Norm": get_args(Norm),
+    "Positions": get_args(Positions),
+    "Activation": get_args(Activation),
+    "Bias": get_args(Bias),
+    "bool": ("true", "false"),
+}
+
+
+def _value(word: str, kind: str, value: str) -> Any:
+    if kind in _WORDS:
+        if value.lower() not in _WORDS[kind]:
+            raise UserError(f"--set {word}: choose one of {', '.join(_WORDS[kind])}")
+        return value.lower() == "true" if kind == "bool" else value.lower()
+    if kind == "str":
+        return value
+    convert = {"int": int, "float": float, "float | None": float}.get(kind)
+    if convert is None:
+        raise UserError(f"--set {word}: this field has parts of its own; change it in a config.json")
+    try:
+        return convert(value)
+    except ValueError:
+        raise UserError(f"--set {word}: {value!r} is not {'an integer' if convert is int else 'a number'}") from None

@@ -1,0 +1,185 @@
+"""What a model runs on: equal nodes of equal devices, with one kind of link inside a node and one between nodes."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.cluster import catalog
+from shardwise.cluster.device import Device, Link
+from shardwise.errors import UserError
+
+_TEXT = re.compile(r"(?:(\d+)x)?(\d+)x(\D.*)", re.IGNORECASE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """`nodes` nodes with `devices_per_node` devices each.
+
+    Ranks fill node after node: rank r is on node r // devices_per_node.
+    """
+
+    nodes: int
+    devices_per_node: int
+    device: Device
+    intra: Link
+    inter: Link
+
+    def __post_init__(self) -> None:
+        for what in ("nodes", "devices_per_node"):
+            value = getattr(self, what)
+            if type(value) is not int or value < 1:
+                raise UserError(f"a cluster's {what} must be a positive integer, not {value!r}")
+
+    @property
+    def devices(self) -> int:
+        """How many devices there are, which is the largest number of ranks."""
+        return self.nodes * self.devices_per_node
+
+    @property
+    def memory_per_device(self) -> int | None:
+        """Bytes that each rank has when all devices are used: the ranks on a CPU share their machine's memory."""
+        total = self.device.memory_bytes
+        return total // self.devices_per_node if total is not None and self.device.kind == "cpu" else total
+
+    def link(self, rank: int, other: int) -> Link:
+        """The link between two ranks."""
+        same = rank // self.devices_per_node == other // self.devices_per_node
+        return self.intra if same else self.inter
+
+    def __str__(self) -> str:
+        """The text form, `[NODESx]GPUSxDEVICE`.
+
+        `parse` reads it back when device and links are the catalog's; what a file described otherwise is not in it.
+        """
+        nodes = f"{self.nodes}x" if self.nodes > 1 else ""
+        return f"{nodes}{self.devices_per_node}x{self.device.name}"
+
+    @classmethod
+    def parse(cls, text: str) -> Cluster:
+        """Read `[NODESx]GPUSxDEVICE` (8xH100 is one node, 8x8xH100 eight, 4xcpu this machine), or a TOML file.
+
+        The file:
+
+            nodes = 2                  # 1 if left out
+            devices_per_node = 8
+            device = "H100"            # from the catalog, with its usual links; or a table:
+            # [device]
+            # name = "MyGPU"
+            # kind = "cuda"            # or "cpu"
+            # memory_bytes = 80e9
+            # memory_bandwidth = 2e12  # bytes/s
+            # peak_flops = { bfloat16 = 300e12 }
+            [intra]                    # links: these figures, else the catalog's, else not known
+            alpha = 3e-6               # seconds
+            bandwidth = 200e9          # bytes/s, one direction
+            [inter]
+            bandwidth = 25e9
+
+        Raises `UserError` in one line for a text that is neither, an unknown device, or a field that is wrong.
+        """
+        text = text.strip()
+        if text.lower().endswith(".toml"):
+            return _from_toml(Path(text))
+        match = _TEXT.fullmatch(text)
+        if not match:
+            known = any(text.lower() == name.lower() for name in catalog.names())
+            hint = f"write 1x{text} for one device" if known else "write [NODESx]GPUSxDEVICE, such as 8xH100 or 4xcpu"
+            raise UserError(f"cluster {text!r} is not understood; {hint}, or the path of a .toml file")
+        entry = catalog.lookup(match[3])
+        return cls(_count(match[1] or "1", text), _count(match[2], text), entry.device, entry.intra, entry.inter)
+
+
+def _count(digits: str, text: str) -> int:
+    # More digits than any cluster has: int() itself refuses very long ones with an error of its own.
+    if len(digits) > 9 or int(digits) < 1:
+        raise UserError(f"cluster {text!r}: the counts must lie between 1 and 999999999")
+    return int(digits)
+
+
+def _from_toml(path: Path) -> Cluster:
+    import tomllib
+
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read cluster file {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(f"cluster file {path} is not valid TOML: {error}") from None
+    try:
+        return _from_table(data)
+    except UserError as error:
+        raise UserError(f"cluster file {path}: {error}") from None
+
+
+def _from_table(data: dict[str, Any]) -> Cluster:
+    _only(data, "", "nodes", "devices_per_node", "device", "intra", "inter")
+    if "device" not in data or "devices_per_node" not in data:
+        raise UserError(f"{'device' if 'device' not in data else 'devices_per_node'} is missing")
+    if isinstance(data["device"], str):
+        entry = catalog.lookup(data["device"])
+        device, intra, inter = entry.device, entry.intra, entry.inter
+    else:
+        device, intra, inter = _device(_table(data, "device")), Link(None, None), Link(None, None)
+    return Cluster(
+        data.get("nodes", 1),
+        data["devices_per_node"],
+        device,
+        _link(data, "intra", intra),
+        _link(data, "inter", inter),
+    )
+
+
+def _device(table: dict[str, Any]) -> Device:
+    _only(table, "device.", "name", "kind", "memory_bytes", "memory_bandwidth", "peak_flops", "source")
+    name = table.get("name")
+    if not isinstance(name, str) or not name[:1].isalpha() or not name.isprintable():
+        raise UserError(f"device.name must be a text that starts with a letter, not {name!r}")
+    if name.lower() in (known.lower() for known in catalog.names()):
+        raise UserError(f'device.name {name!r} is in the catalog; write device = "{name}", or choose another name')
+    memory = _number(table, "device.", "memory_bytes")
+    peaks = _table(table, "peak_flops") if "peak_flops" in table else {}
+    return Device(
+        name=name,
+        kind=table.get("kind", "cuda"),
+        memory_bytes=None if memory is None else int(memory),
+        memory_bandwidth=_number(table, "device.", "memory_bandwidth"),
+        peak_flops={d: v for d in peaks if (v := _number(peaks, "device.peak_flops.", d)) is not None},
+        source=str(table.get("source", "the cluster file")),
+    )
+
+
+def _link(data: dict[str, Any], name: str, usual: Link) -> Link:
+    if name not in data:
+        return usual
+    table = _table(data, name)
+    _only(table, f"{name}.", "alpha", "bandwidth", "source")
+    alpha, bandwidth = _number(table, f"{name}.", "alpha"), _number(table, f"{name}.", "bandwidth")
+    source = str(table.get("source", "the cluster file"))
+    if usual.source and (alpha is None or bandwidth is None):
+        source = f"{source}; the rest: {usual.source}"
+    return Link(usual.alpha if alpha is None else alpha, usual.bandwidth if bandwidth is None else bandwidth, source)
+
+
+def _only(table: dict[str, Any], prefix: str, *known: str) -> None:
+    for field in table:
+        if field not in known:
+            raise UserError(f"unknown field {prefix}{field}; known are {', '.join(prefix + k for k in known)}")
+
+
+def _table(data: dict[str, Any], field: str) -> dict[str, Any]:
+    value = data[field]
+    if not isinstance(value, dict):
+        raise UserError(f"{field} must be a table, not {value!r}")
+    return value
+
+
+def _number(table: dict[str, Any], prefix: str, field: str) -> float | None:
+    """A number of a TOML table, None where it is not given."""
+    value = table.get(field)
+    # bool is an int to Python; nan and inf are numbers to TOML.
+    if value is not None and (type(value) not in (int, float) or not abs(value) < float("inf")):
+        raise UserError(f"{prefix}{field} must be a finite number, not {value!r}")
+    return value

@@ -1,0 +1,293 @@
+"""A prepared corpus: text as memory-mapped tokens, in a folder that is either whole or does not exist.
+
+    OUT/corpus-FINGERPRINT/
+        train.bin, validation.bin   token ids, uint16 or uint32, little endian, documents end with the end-of-text token
+        tokenizer.json              the tokenizer that made them
+        corpus.json                 counts, dtype, ids, source, fingerprint
+
+The fingerprint covers the settings and the names, sizes and times of the source's files: what was prepared once is
+found again, and changed text goes to a folder of another name, since a running training may still map the old one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardwise.data.sources import Source, open_source
+from shardwise.data.splits import SPLITS, Split, SplitFiles
+from shardwise.data.tokenizer import (
+    SAMPLE_BYTES,
+    end_of_text,
+    load,
+    pieces,
+    sample,
+    tokenizer_file,
+    train,
+    vocabulary_size,
+)
+from shardwise.errors import UserError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+FORMAT = 1
+Progress = Callable[[str], None]
+
+_PIECE = 1 << 18
+"""Characters that are encoded as one text at most: longer documents are cut after a line, to bound memory."""
+_BATCH = 1 << 20
+"""Characters that are encoded together."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A corpus on disk, opened.
+
+    token_counts, document_counts: by split; a single document, which both splits share, counts as train's.
+    dtype: "<u2" or "<u4". eos: id of the token that ends every document. vocab_size: highest token id plus one.
+    text_bytes: UTF-8 bytes that were encoded. source: as it was given.
+    """
+
+    path: Path
+    source: str
+    fingerprint: str
+    dtype: str
+    eos: int
+    vocab_size: int
+    text_bytes: int
+    token_counts: dict[str, int]
+    document_counts: dict[str, int]
+
+    @classmethod
+    def open(cls, path: Path) -> Corpus:
+        """Open the folder of a prepared corpus. Raises `UserError` when it is missing, unfinished or damaged."""
+        path = Path(path)
+        try:
+            data = json.loads((path / "corpus.json").read_text())
+            if data.pop("format") != FORMAT:
+                raise UserError(f"{path} was prepared by another version of shardwise; prepare the text again")
+            corpus = cls(path=path, **data)
+            expected = {split: corpus.token_counts[split] * np.dtype(corpus.dtype).itemsize for split in SPLITS}
+        except FileNotFoundError:
+            raise UserError(f"{path} is not a prepared corpus: it has no corpus.json; prepare the text first") from None
+        except OSError as error:
+            raise UserError(f"cannot read {path / 'corpus.json'}: {error.strerror}") from None
+        except UserError:
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise UserError(f"{path / 'corpus.json'} is damaged; delete {path} and prepare the text again") from None
+        for split, size in expected.items():
+            file = path / f"{split}.bin"
+            found = file.stat().st_size if file.is_file() else 0
+            if found != size:
+                raise UserError(f"{file} has {found} bytes instead of {size}; delete {path} and prepare the text again")
+        return corpus
+
+    def tokens(self, split: Split) -> np.memmap:
+        """All token ids of a split, memory-mapped and read-only: [token_counts[split]], uint16 or uint32."""
+        return np.memmap(self.path / f"{split}.bin", dtype=self.dtype, mode="r")
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that made the tokens."""
+        return load(self.path / "tokenizer.json")
+
+    def unigram_entropy(self, split: Split = "validation") -> float:
+        """Entropy of the split's own token frequencies, in nats a token.
+
+        No model that ignores context has a lower loss on this text: a lower loss means that context was learned.
+        """
+        tokens = self.tokens(split)
+        counts = np.zeros(self.vocab_size, np.int64)
+        for start in range(0, len(tokens), _BATCH):
+            counts += np.bincount(tokens[start : start + _BATCH], minlength=self.vocab_size)
+        p = counts[counts > 0] / len(tokens)
+        return float(-(p * np.log(p)).sum())
+
+
+def prepare(
+    source: str,
+    out: Path,
+    *,
+    tokenizer: Path | None,
+    vocab: int,
+    validation_fraction: float = 0.05,
+    max_bytes: int | None = None,
+    text_field: str = "text",
+    progress: Progress | None = None,
+) -> Corpus:
+    """Turn text into a corpus in a folder of its own below `out`, or open the one that is there already.
+
+    source: see `sources`. tokenizer: a `tokenizer.json`; None trains byte-level BPE of `vocab` tokens on the text.
+    validation_fraction: share of the documents, chosen by a hash of their index, that is held out; both splits get at
+    least one, and a single document gives its last tokens instead. max_bytes: UTF-8 bytes after which the text is cut.
+    progress: called with a line of text now and then.
+    Raises `UserError` for unusable settings, source, tokenizer or folder.
+    """
+    say = progress or (lambda line: None)
+    if not 0 < validation_fraction < 1:
+        raise UserError(f"a validation fraction of {validation_fraction} is not possible; give one between 0 and 1")
+    if max_bytes is not None and max_bytes < 1:
+        raise UserError(f"a limit of {max_bytes} bytes leaves no text; give at least 1, or no limit")
+    material = open_source(source, text_field)
+    settings = {"validation_fraction": validation_fraction, "max_bytes": max_bytes, "text_field": text_field}
+    fingerprint = _fingerprint(material, settings, tokenizer, vocab)
+    try:
+        name, found = _place(Path(out), fingerprint, say)
+        if found is not None:
+            return found
+        made = _Preparation(material, max_bytes, validation_fraction, say)
+        return _publish(Path(out), name, lambda folder: made.write(folder, tokenizer, vocab, fingerprint))
+    except OSError as error:
+        raise UserError(f"cannot write the corpus to {out}: {error.strerror or error}") from None
+
+
+def _fingerprint(source: Source, settings: dict[str, Any], tokenizer: Path | None, vocab: int) -> str:
+    files = [[file.name, file.size, file.mtime_ns] for file in source.files]
+    encoder: int | str = vocab
+    if tokenizer is not None:
+        encoder = hashlib.sha256(tokenizer_file(tokenizer).read_bytes()).hexdigest()
+    covered = json.dumps([FORMAT, source.kind, settings, encoder, files])
+    return hashlib.sha256(covered.encode()).hexdigest()
+
+
+def _place(out: Path, fingerprint: str, say: Progress) -> tuple[str, Corpus | None]:
+    """The name of the corpus below `out`, and the corpus when it is there and whole.
+
+    A damaged folder is left alone, since somebody may map it, and the next free name is used.
+    """
+    name, number = f"corpus-{fingerprint[:12]}", 1
+    while True:
+        candidate = name if number == 1 else f"{name}-{number}"
+        if not (out / candidate).exists():
+            return candidate, None
+        try:
+            corpus = Corpus.open(out / candidate)
+            if corpus.fingerprint == fingerprint:
+                say(f"the text is prepared already: {out / candidate}")
+                return candidate, corpus
+        except UserError as error:
+            say(f"not used: {error}")
+        number += 1
+
+
+def _publish(out: Path, name: str, write: Callable[[Path], None]) -> Corpus:
+    """Let `write` fill a hidden folder and give it its name when it is complete."""
+    out.mkdir(parents=True, exist_ok=True)
+    partial = out / f".partial-{name}-{secrets.token_hex(4)}"
+    partial.mkdir()
+    try:
+        write(partial)
+        try:
+            partial.rename(out / name)
+        except OSError:
+            # Another process may have finished the same corpus meanwhile: then its folder is as good as this one.
+            if not (out / name / "corpus.json").is_file():
+                raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return Corpus.open(out / name)
+
+
+class _Preparation:
+    """One run through the text: tokenizer, encoding, splits."""
+
+    def __init__(self, source: Source, max_bytes: int | None, validation_fraction: float, say: Progress) -> None:
+        self.source, self.max_bytes, self.fraction, self.say = source, max_bytes, validation_fraction, say
+        self.size = min(source.size, max_bytes or source.size)
+        self.text_bytes = 0
+        self.skipped = 0
+
+    def write(self, folder: Path, tokenizer_path: Path | None, vocab: int, fingerprint: str) -> None:
+        """Fill `folder`, `corpus.json` last."""
+        if tokenizer_path is None:
+            tokenizer, name = self._train(vocab), "the trained tokenizer"
+        else:
+            tokenizer, name = load(tokenizer_path), str(tokenizer_path)
+        eos, vocab_size = end_of_text(tokenizer, name), vocabulary_size(tokenizer)
+        dtype = "<u2" if vocab_size <= 1 << 16 else "<u4"
+        (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True))
+        with SplitFiles(folder, dtype, self.fraction) as files:
+            for index, ids in self._encoded(tokenizer, eos):
+                files.add(index, ids)
+            files.finish()
+        if self.skipped:
+            self.say(f"skipped {self.skipped} files that are not UTF-8 text")
+        tokens, documents = files.tokens, files.documents
+        self.say(f"{sum(tokens.values()):,} tokens in {sum(documents.values()):,} documents")
+        corpus = Corpus(
+            folder, self.source.name, fingerprint, dtype, eos, vocab_size, self.text_bytes, tokens, documents
+        )
+        data = {"format": FORMAT, **asdict(corpus)}
+        del data["path"]
+        (folder / "corpus.json").write_text(json.dumps(data, indent=1) + "\n")
+
+    def _train(self, vocab: int) -> Tokenizer:
+        sampled = f", a sample of at most {SAMPLE_BYTES / 1e6:.0f} MB" if self.size > SAMPLE_BYTES else ""
+        self.say(f"training a tokenizer of {vocab} tokens on {self.size / 1e6:.1f} MB{sampled}")
+        tokenizer = train(sample(self._texts(), self.size), vocab)
+        made = vocabulary_size(tokenizer)
+        if made < vocab:
+            self.say(f"the text is too little for {vocab} tokens: the tokenizer has {made}")
+        return tokenizer
+
+    def _texts(self, on_skip: Callable[[str, str], None] | None = None) -> Iterator[str]:
+        """The documents, the last one cut so that all together have at most max_bytes."""
+        left = self.max_bytes
+        for text in self.source.documents(on_skip):
+            if left is None:
+                yield text
+                continue
+            data = text.encode()
+            if len(data) >= left:
+                # A character that the limit cuts through is dropped.
+                yield data[:left].decode(errors="ignore")
+                return
+            yield text
+            left -= len(data)
+
+    def _pieces(self) -> Iterator[tuple[int, str, bool]]:
+        """Document index, piece, and whether the piece is the document's last."""
+        self.text_bytes = self.skipped = 0
+
+        def skip(name: str, reason: str) -> None:
+            self.skipped += 1
+
+        reported = 0
+        for index, text in enumerate(self._texts(skip)):
+            parts = list(pieces(text, _PIECE))
+            for number, part in enumerate(parts, 1):
+                yield index, part, number == len(parts)
+                self.text_bytes += len(part.encode())
+                if self.text_bytes - reported > self.size / 10:
+                    reported = self.text_bytes
+                    self.say(f"encoded {reported / 1e6:.1f} MB of {self.size / 1e6:.1f} MB")
+
+    def _encoded(self, tokenizer: Tokenizer, eos: int) -> Iterator[tuple[int, list[int]]]:
+        """Document index and token ids, in order; a long document comes in several parts."""
+        encode = getattr(tokenizer, "encode_batch_fast", tokenizer.encode_batch)
+        for batch in _batches(self._pieces()):
+            texts = [piece for _, piece, _ in batch]
+            for (index, _, last), encoding in zip(batch, encode(texts, add_special_tokens=False), strict=True):
+                yield index, [*encoding.ids, eos] if last else encoding.ids
+
+
+def _batches(parts: Iterable[tuple[int, str, bool]]) -> Iterator[list[tuple[int, str, bool]]]:
+    batch: list[tuple[int, str, bool]] = []
+    held = 0
+    for part in parts:
+        batch.append(part)
+        held += len(part[1])
+        if held >= _BATCH:
+            yield batch
+            batch, held = [], 0
+    if batch:
+        yield batch

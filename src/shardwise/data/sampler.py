@@ -1,0 +1,116 @@
+"""Which window of tokens is sample i: a pure function of (seed, i), for every i, at any number of ranks.
+
+Resuming a run, or changing how many ranks share a batch, therefore never changes what is learned from, or in which
+order, and no shuffled array is stored: an epoch's order is a keyed permutation evaluated where it is needed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from shardwise.data.hashing import splitmix64
+from shardwise.errors import UserError
+
+_ROUNDS = 6
+
+
+def permute(positions: ArrayLike, epochs: ArrayLike, size: int, seed: int) -> NDArray[np.int64]:
+    """Where the permutation of range(size) that belongs to (seed, epoch) sends each position.
+
+    positions, epochs: integers of one shape, 0 <= position < size. Returns int64 of that shape.
+
+    A Feistel network over the smallest even number of bits that covers `size`; what falls outside is sent through
+    again until it falls inside (cycle walking, Black and Rogaway 2002), less than four passes on average.
+    """
+    shape = np.shape(positions)
+    values = np.array(positions, np.uint64).reshape(-1)
+    half = np.uint64(max(1, -(-(size - 1).bit_length() // 2)))
+    keys = _round_keys(np.array(epochs, np.uint64).reshape(-1), seed)
+    todo = np.arange(values.size)
+    while todo.size:
+        values[todo] = _feistel(values[todo], half, [key[todo] for key in keys])
+        todo = todo[values[todo] >= size]
+    return values.astype(np.int64).reshape(shape)
+
+
+def _round_keys(epochs: NDArray[np.uint64], seed: int) -> list[NDArray[np.uint64]]:
+    base = splitmix64(splitmix64(np.array([seed % 2**64], np.uint64)) ^ epochs)
+    return [splitmix64(base + np.uint64(number)) for number in range(_ROUNDS)]
+
+
+def _feistel(x: NDArray[np.uint64], half: np.uint64, keys: list[NDArray[np.uint64]]) -> NDArray[np.uint64]:
+    """A bijection of the integers of 2 * half bits, elementwise; each key has x's shape."""
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    left, right = x >> half, x & mask
+    for key in keys:
+        left, right = right, left ^ (splitmix64(right ^ key) & mask)
+    return (left << half) | right
+
+
+def documents(tokens: NDArray[Any], eos: int) -> NDArray[np.int64]:
+    """Number the documents within each window, from 0; an end-of-text token belongs to the document that it ends.
+
+    tokens: [..., seq]. Returns int64 of that shape, constant inside a document.
+    """
+    ends = np.asarray(tokens) == eos
+    ids = np.zeros(ends.shape, np.int64)
+    np.cumsum(ends[..., :-1], axis=-1, out=ids[..., 1:])
+    return ids
+
+
+def positions(document_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Positions that restart at 0 with each document. document_ids: [..., seq], as `documents` gives; same shape."""
+    index = np.broadcast_to(np.arange(document_ids.shape[-1]), document_ids.shape)
+    starts = np.zeros(document_ids.shape, np.int64)
+    changed = document_ids[..., 1:] != document_ids[..., :-1]
+    starts[..., 1:] = np.where(changed, index[..., 1:], 0)
+    return index - np.maximum.accumulate(starts, axis=-1)
+
+
+class Sampler:
+    """Windows of seq + 1 tokens, one every seq tokens, in an order that (seed, global index) alone decides.
+
+    tokens: [n] integers, usually `Corpus.tokens(split)`. Sample i lies in epoch i // windows, each of which visits
+    every window once in an order of its own. The last (n - 1) % seq tokens are never visited.
+    eos: when given, batches carry document ids and positions that restart with each document.
+    Raises `UserError` when the tokens do not fill one window.
+    """
+
+    def __init__(self, tokens: NDArray[Any], seq: int, seed: int, *, eos: int | None = None) -> None:
+        if seq < 1:
+            raise UserError(f"a sequence length of {seq} is not possible; give at least 1")
+        self.windows = (len(tokens) - 1) // seq
+        """Windows of one epoch."""
+        if self.windows < 1:
+            raise UserError(
+                f"{len(tokens)} tokens are too few for one window of {seq} + 1: shorten the sequence or add text"
+            )
+        self.tokens, self.seq, self.seed, self.eos = tokens, seq, seed, eos
+
+    def window(self, indices: ArrayLike) -> NDArray[np.int64]:
+        """The window, in 0 .. windows - 1, that each global sample index >= 0 falls on; int64 of the same shape."""
+        index = np.asarray(indices, np.int64)
+        if index.size and index.min() < 0:
+            raise IndexError(f"global sample indices start at 0, got {index.min()}")
+        return permute(index % self.windows, index // self.windows, self.windows, self.seed)
+
+    def __getitem__(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Inputs [seq] and targets [seq], the inputs one token on, of a global sample index >= 0; any index exists."""
+        batch = self.batch([index])
+        return batch["inputs"][0], batch["targets"][0]
+
+    def batch(self, indices: ArrayLike) -> dict[str, NDArray[np.int64]]:
+        """Samples stacked in the order of `indices` [n]: inputs and targets, each int64 [n, seq].
+
+        With `eos`, also documents and positions of the inputs, each int64 [n, seq].
+        """
+        starts = self.window(indices) * self.seq
+        tokens = np.asarray(self.tokens[starts[:, None] + np.arange(self.seq + 1)], np.int64)
+        batch = {"inputs": tokens[:, :-1].copy(), "targets": tokens[:, 1:].copy()}
+        if self.eos is not None:
+            batch["documents"] = documents(batch["inputs"], self.eos)
+            batch["positions"] = positions(batch["documents"])
+        return batch

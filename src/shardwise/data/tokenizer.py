@@ -1,0 +1,125 @@
+"""The tokenizer of a corpus: a given `tokenizer.json`, or byte-level BPE trained on the text itself.
+
+Every document ends with the end-of-text token, and no text, whatever it spells, encodes to that token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardwise.data.extras import require
+from shardwise.data.hashing import uniform
+from shardwise.errors import UserError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+END_OF_TEXT = "<|endoftext|>"
+KNOWN_ENDS = (
+    END_OF_TEXT,  # GPT-2, GPT-NeoX, Qwen
+    "<|end_of_text|>",  # Llama 3
+    "</s>",  # Llama 2, Mistral, BLOOM
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",  # DeepSeek, whose bars and underscores are not ASCII
+    "<eos>",  # Gemma
+    "[EOS]",
+    "<|eos|>",
+    "<|im_end|>",
+    "<|eot_id|>",
+)
+
+SAMPLE_BYTES = 16_000_000
+"""Text that a tokenizer is trained on at most: about 3 s on one core, measured, at 0.17 s a megabyte."""
+_SAMPLE_PIECE = 1 << 14
+
+_BYTES = 256
+
+
+def tokenizer_file(path: Path) -> Path:
+    """The `tokenizer.json` that a path means, which may be a folder's. Raises `UserError` when there is none."""
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        raise UserError(f"no tokenizer at {file}; give a tokenizer.json, or none to train one on the text")
+    return file
+
+
+def load(path: Path) -> Tokenizer:
+    """Load a `tokenizer.json`, or the one in a folder. Raises `UserError` when it is missing or damaged.
+
+    Truncation and padding that the file asks for are switched off, and special tokens spelled out in text are text.
+    """
+    tokenizers = require("tokenizers", "train", "tokenizing text")
+    path = tokenizer_file(path)
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception for every defect of the file
+        reason = (str(error).splitlines() or ["unknown format"])[0]
+        raise UserError(f"{path} is not a tokenizer.json of the tokenizers library: {reason}") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def train(texts: Iterable[str], vocab: int) -> Tokenizer:
+    """Train byte-level BPE of `vocab` tokens, `<|endoftext|>` and the 256 bytes among them.
+
+    The same texts in the same order give the same tokenizer. Little text gives fewer tokens than asked.
+    Raises `UserError` when `vocab` cannot hold the bytes.
+    """
+    tokenizers = require("tokenizers", "train", "training a tokenizer")
+    if vocab <= _BYTES:
+        raise UserError(f"a vocabulary of {vocab} is too small: byte-level BPE needs at least {_BYTES + 1} tokens")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def end_of_text(tokenizer: Tokenizer, name: str = "the tokenizer") -> int:
+    """The id of the token that ends a document: the first of `KNOWN_ENDS` there is. Raises `UserError` without one."""
+    for token in KNOWN_ENDS:
+        number = tokenizer.token_to_id(token)
+        if number is not None:
+            return number
+    raise UserError(f"{name} has no end-of-text token; shardwise knows {', '.join(KNOWN_ENDS)}: add one of them")
+
+
+def vocabulary_size(tokenizer: Tokenizer) -> int:
+    """Rows that an embedding of its tokens needs: the highest id plus one, counting ids that no token has."""
+    return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+
+def pieces(text: str, size: int) -> Iterator[str]:
+    """Cut text into pieces of at most `size` characters, after a line's end where there is one."""
+    start = 0
+    while start < len(text):
+        end = start + size
+        if end < len(text):
+            end = text.rfind("\n", start, end) + 1 or end
+        yield text[start:end]
+        start = end
+
+
+def sample(documents: Iterable[str], available: int, limit: int = SAMPLE_BYTES) -> Iterator[str]:
+    """Pieces of the documents, spread over all of them by a hash of their place, of about `limit` bytes together.
+
+    available: bytes of text there are, or an estimate of it. With no more than `limit`, everything is taken.
+    """
+    share, taken = limit / max(available, 1), 0
+    for index, text in enumerate(documents):
+        for number, piece in enumerate(pieces(text, _SAMPLE_PIECE)):
+            if uniform("tokenizer sample", index, number) < share:
+                yield piece
+                taken += len(piece.encode())
+                if taken >= limit:
+                    return

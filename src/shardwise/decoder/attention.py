@@ -1,0 +1,141 @@
+"""Causal self-attention: projections, rotary embedding, and the core that turns q, k, v into its output."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.decoder.modules import Batch, Dropout, Linear, Linears, RMSNorm
+from shardwise.model import ModelConfig
+
+
+class _Rotate(torch.autograd.Function):
+    """Rotation of pairs (i, i + D/2) by the angles of the tables; the backward turns the other way. Saves nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.tables = cos, sin
+        return _Rotate._turn(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.tables
+        return _Rotate._turn(grads[0], cos, -sin), None, None
+
+    @staticmethod
+    def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        half = cos.shape[-1]
+        out = torch.empty_like(x)
+        first, second = x[..., :half], x[..., half : 2 * half]
+        torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
+        torch.mul(second, cos, out=out[..., half : 2 * half]).addcmul_(first, sin)
+        if 2 * half < x.shape[-1]:
+            out[..., 2 * half :] = x[..., 2 * half :]
+        return out
+
+
+class Rope(nn.Module):
+    """Rotary position embedding (Su et al. 2021) on x [B, S, H, D], with Llama-3's frequency scaling.
+
+    `tables(positions)` gives (cos, sin), each [B, S, 1, rotated/2] in compute precision.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self._inverse = self._inverse_frequencies(config)
+
+    @staticmethod
+    def _inverse_frequencies(config: ModelConfig) -> Tensor:
+        rotated = int(config.head_dim * config.rotary_fraction)
+        exponent = torch.arange(0, rotated, 2, dtype=torch.float64, device="cpu") / rotated
+        inverse = config.rope_theta**-exponent
+        if scaling := config.rope_scaling:
+            wavelength = 2 * math.pi / inverse
+            low = scaling.original_max_positions / scaling.low_freq_factor
+            high = scaling.original_max_positions / scaling.high_freq_factor
+            smooth = (scaling.original_max_positions / wavelength - scaling.low_freq_factor) / (
+                scaling.high_freq_factor - scaling.low_freq_factor
+            )
+            between = (1 - smooth) * inverse / scaling.factor + smooth * inverse
+            inverse = torch.where(wavelength > low, inverse / scaling.factor, inverse)
+            inverse = torch.where((wavelength <= low) & (wavelength >= high), between, inverse)
+        return inverse
+
+    def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        angles = positions.double()[..., None] * self._inverse.to(positions.device)
+        return angles.cos().to(dtype).unsqueeze(2), angles.sin().to(dtype).unsqueeze(2)
+
+    def forward(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+        out: Tensor = _Rotate.apply(x, *tables)  # type: ignore[no-untyped-call]
+        return out
+
+
+class CoreAttention(nn.Module):
+    """softmax(q k^T / sqrt(D)) v, causal. q: [B, S, H, D]; k, v: [B, S, K, D] with K dividing H; returns q's shape.
+
+    kind: "sdpa" (fused, saves its inputs, output and log-sum-exp) or "math" (explicit, saves the probabilities).
+    first_head: global index of the first head at hand, and `heads` the number of all heads, for dropout's counters.
+    """
+
+    def __init__(self, config: ModelConfig, site: str) -> None:
+        super().__init__()
+        self.kind = "sdpa"
+        self.heads, self.first_head = config.heads, 0
+        self.dropout = Dropout(config.attention_dropout, f"{site}.probabilities")
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        mask = batch.mask(q.dtype)
+        if self.kind == "sdpa":
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
+            )
+        else:
+            out = self._math(q, k, v, mask, batch)
+        return out.transpose(1, 2)
+
+    def _math(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, batch: Batch) -> Tensor:
+        b, h, s, d = q.shape
+        kv = k.shape[1]
+        # Query heads of one key/value head become rows of one product: k and v need no copies.
+        rows = (q * d**-0.5).reshape(b, kv, h // kv * s, d)
+        scores = torch.matmul(rows, k.transpose(2, 3)).view(b, h, s, s)
+        if mask is None:
+            lowest = torch.finfo(q.dtype).min
+            mask = batch.shared("triangle", lambda: torch.full((s, s), lowest, dtype=q.dtype, device=q.device).triu_(1))
+        probabilities = torch.softmax(scores + mask, -1)
+        if self.dropout.drop and batch.dropout_key is not None:
+            heads = torch.arange(self.first_head, self.first_head + h, device=q.device)
+            counter = batch.index[:, None, :] * self.heads + heads[None, :, None]
+            probabilities = self.dropout(probabilities, counter, batch.dropout_key)
+        return torch.matmul(probabilities.view(b, kv, h // kv * s, s), v).reshape(b, h, s, d)
+
+
+class Attention(nn.Module):
+    """Multi-head attention with optional grouped key/value heads, biases, head norms and rotary embedding."""
+
+    def __init__(self, config: ModelConfig, name: str) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        widths = {"q": config.q_width, "k": config.kv_width, "v": config.kv_width}
+        self.qkv = Linears(config.hidden, widths, bias=config.bias != "none")
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.rope = Rope(config) if config.positions == "rope" else None
+        self.core = CoreAttention(config, name)
+        self.out = Linear(config.q_width, config.hidden, bias=config.bias == "all")
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in self.qkv(x))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rope is not None:
+            rope, dtype = self.rope, q.dtype
+            tables = batch.shared("rope", lambda: rope.tables(batch.positions, dtype))
+            q, k = self.rope(q, tables), self.rope(k, tables)
+        return self.out(self.core(q, k, v, batch).flatten(2))

@@ -1,0 +1,213 @@
+"""The building blocks that both decoders share. Plain PyTorch; every weight may be any slice of the whole.
+
+Widths and head counts are inferred from the weights at hand, never from the configuration, so that a decoder whose
+weights were cut computes its share. What autograd saves is chosen with care (`predict/activations.py` counts it):
+tensors stay [batch, seq, heads, head_dim] until attention, norms save their input and one number a row, dropout and
+rotary embedding save nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.decoder import random
+
+
+@dataclass
+class Batch:
+    """What a micro-batch tells the decoder. B sequences of S tokens.
+
+    ids: [B, S] token ids. positions: [B, S] position of each token in its document. index: [B, S] global index of each
+    token in the run, by which dropout is keyed. documents: [B, S] document of each token, where packed documents must
+    not attend to each other; None for plain causal attention. stream_positions, stream_index: the same for the tokens
+    of the residual stream at hand. dropout_key: random key of this training step; None switches dropout off.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    index: Tensor
+    documents: Tensor | None
+    stream_positions: Tensor
+    stream_index: Tensor
+    dropout_key: int | None = None
+    _shared: dict[str, Any] = field(default_factory=dict)
+
+    def shared(self, name: str, make: Callable[[], Any]) -> Any:
+        """What every block needs alike (mask, rotary tables): made by the first that asks."""
+        if name not in self._shared:
+            self._shared[name] = make()
+        return self._shared[name]
+
+    def fresh(self) -> Batch:
+        """The same batch without what its blocks share, which lives as long as the copy."""
+        return replace(self, _shared={})
+
+    def mask(self, dtype: torch.dtype) -> Tensor | None:
+        """Additive mask [B, 1, S, S] in `dtype`, or None where plain causal attention will do."""
+        documents = self.documents
+        return None if documents is None else self.shared("mask", lambda: causal_mask(documents, dtype))
+
+
+def causal_mask(documents: Tensor, dtype: torch.dtype) -> Tensor:
+    """Additive causal mask that also keeps packed documents apart. documents: [B, S] ids; returns [B, 1, S, S]."""
+    allowed = (documents[:, :, None] == documents[:, None, :]).tril_()
+    mask = torch.zeros(allowed.shape, dtype=dtype, device=documents.device)
+    return mask.masked_fill_(allowed.logical_not_(), torch.finfo(dtype).min).unsqueeze(1)
+
+
+class Linear(nn.Module):
+    """y = x W^T + b. weight: [out, in]; bias: [out] or None."""
+
+    def __init__(self, inp: int, out: int, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out, inp))
+        self.bias = nn.Parameter(torch.empty(out)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class Linears(nn.Module):
+    """Several linear maps of one input, kept apart by name: query, key and value; gate and up."""
+
+    def __init__(self, inp: int, outs: dict[str, int], bias: bool) -> None:
+        super().__init__()
+        for name, out in outs.items():
+            self.add_module(name, Linear(inp, out, bias))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(linear(x) for linear in self.children())
+
+
+class Lookup(nn.Module):
+    """Rows of a table. weight: [vocab, hidden]; ids [B, S] -> [B, S, hidden]."""
+
+    def __init__(self, vocab: int, hidden: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab, hidden))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.weight)
+
+
+class TiedLinear(nn.Module):
+    """A linear map whose weight is a lookup's table (the tied output head). Owns no parameter."""
+
+    def __init__(self, lookup: Lookup) -> None:
+        super().__init__()
+        self._lookup = [lookup]  # in a list, so that the table is not registered twice
+        self._leaf: list[Tensor] = []
+
+    @property
+    def weight(self) -> Tensor:
+        return self._leaf[0] if self._leaf else self._lookup[0].weight
+
+    bias = None
+
+    def use(self, leaf: Tensor) -> None:
+        """Read the table through another leaf on the same memory, which then receives this map's gradient."""
+        self._leaf = [leaf]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Saves (x, 1/rms, weight): the built-in decomposes on CPU and saves several copies of x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.float() if x.dtype == torch.bfloat16 else x
+        rstd = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, rstd, weight)
+        normed = wide.mul(rstd)
+        return normed.mul_(weight) if wide is x else normed.to(x.dtype).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, rstd, weight = ctx.saved_tensors
+        (dy,) = grads
+        wide = x.float() if x.dtype == torch.bfloat16 else x
+        normed = wide.mul(rstd)
+        dw = torch.einsum("...d,...d->d", dy.to(wide.dtype), normed)
+        dn = dy.to(wide.dtype) * weight
+        inner = (dn * normed).mean(-1, keepdim=True)
+        dx = dn.addcmul_(normed, inner, value=-1).mul_(rstd)
+        return dx.to(x.dtype), dw.to(weight.dtype), None
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dim (Zhang and Sennrich 2019); statistics in fp32 for bf16 inputs."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
+        return out
+
+
+class LayerNorm(nn.Module):
+    """(x - mean) / std * weight + bias over the last dim."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+        self.bias = nn.Parameter(torch.empty(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+DROPOUT_CHUNK = 1 << 15
+"""Elements whose mask is drawn at a time: the hash works on 64-bit counters, which would dwarf the activations."""
+
+
+class _Dropout(torch.autograd.Function):
+    """x * mask / (1 - p), the mask drawn again in backward: nothing is saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, counter: Tensor, key: int, drop: float) -> Tensor:
+        ctx.counter, ctx.key, ctx.drop = counter, key, drop
+        return _Dropout._masked(x, counter, key, drop)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _Dropout._masked(grads[0], ctx.counter, ctx.key, ctx.drop), None, None, None
+
+    @staticmethod
+    def _masked(x: Tensor, counter: Tensor, key: int, drop: float) -> Tensor:
+        width = x.shape[-1]
+        out = x.mul(1 / (1 - drop))
+        rows, firsts = out.view(-1, width), counter.expand(x.shape[:-1]).reshape(-1) * width
+        columns = torch.arange(width, device=x.device)
+        step = max(1, DROPOUT_CHUNK // width)
+        for a in range(0, len(rows), step):
+            rows[a : a + step].mul_(random.keep_mask(key, firsts[a : a + step, None] + columns, drop))
+        return out
+
+
+class Dropout(nn.Module):
+    """Dropout whose mask is a function of (step, site, global index).
+
+    forward: x [..., width], counter [...]: one number for each row, unique within the step.
+    """
+
+    def __init__(self, drop: float, site: str) -> None:
+        super().__init__()
+        self.drop, self.site = drop, site
+
+    def forward(self, x: Tensor, counter: Tensor, step_key: int | None) -> Tensor:
+        if self.drop == 0.0 or step_key is None:
+            return x
+        out: Tensor = _Dropout.apply(x, counter, random.key(step_key, self.site), self.drop)  # type: ignore[no-untyped-call]
+        return out

@@ -1,0 +1,9 @@
+"""How a model is split: `Layout`, `Workload`, the rank grid, the placement of every tensor, and the `UnitPlan`."""
+
+from shardwise.layout.grid import Grid
+from shardwise.layout.layout import Layout
+from shardwise.layout.legality import check, check_runnable
+from shardwise.layout.units import UnitPlan, unit_plan
+from shardwise.layout.workload import Workload
+
+__all__ = ["Grid", "Layout", "UnitPlan", "Workload", "check", "check_runnable", "unit_plan"]

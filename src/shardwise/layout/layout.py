@@ -1,0 +1,197 @@
+"""`Layout`: how a model is split over ranks, as one line of text that is the same everywhere.
+
+`dp=2,tp=2,zero=3,sp` on the command line, in TOML, in reports and in checkpoints parses to the same frozen object, and
+`str(layout)` gives its canonical text: what differs from the defaults, in the table's order. A layout that contradicts
+itself fails here; whether it suits a model is `legality.py`'s question.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, fields
+from typing import Any
+
+from shardwise.errors import LayoutError
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "cpkind": ("ring", "ulysses"),
+    "schedule": (
+        "naive", "gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-h2", "zb-v", "dualpipe-v",
+    ),
+    "recompute": ("none", "selective", "full", "input"),
+    "attention": ("sdpa", "math"),
+    "offload": ("none", "cpu", "nvme"),
+    "compile": ("off", "block"),
+    "precision": ("bf16", "fp32", "fp64"),
+    "grads": ("bf16", "fp32"),
+}  # fmt: skip
+
+AXES = ("pp", "dp", "cp", "tp")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to split a model. Fields and defaults are the keys of the layout text; `shard=0` means dp x cp.
+
+    Raises `LayoutError` when the values contradict each other, whatever the model.
+    """
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+    zero: int = 0
+    shard: int = 0
+    hpz: int = 0
+    sp: bool = False
+    cpkind: str = "ring"
+    schedule: str = "1f1b"
+    virtual: int = 1
+    stages: tuple[int, ...] = ()
+    micro: int = 1
+    recompute: str = "none"
+    attention: str = "sdpa"
+    offload: str = "none"
+    compile: str = "off"
+    precision: str = "bf16"
+    grads: str = "bf16"
+    order: str = "pp-dp-cp-tp"
+
+    def __post_init__(self) -> None:
+        for key in ("dp", "tp", "pp", "cp", "ep", "etp", "virtual", "micro"):
+            value = getattr(self, key)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise LayoutError(f"layout: {key} must be a positive integer, not {value!r}")
+        if self.zero not in (0, 1, 2, 3):
+            raise LayoutError(f"layout: zero must be 0, 1, 2 or 3, not {self.zero!r}")
+        for key, allowed in CHOICES.items():
+            if getattr(self, key) not in allowed:
+                raise LayoutError(f"layout: {key}={getattr(self, key)} is not one of {', '.join(allowed)}")
+        self._check_order()
+        self._check_shard()
+        if self.sp and self.tp == 1:
+            raise LayoutError("layout: sp splits sequences over the tp ranks and needs tp of at least 2")
+        if self.stages and (len(self.stages) != self.pp * self.virtual or min(self.stages) < 1):
+            raise LayoutError(
+                f"layout: stages={'/'.join(map(str, self.stages))} must name pp x virtual = {self.pp * self.virtual} "
+                "positive layer counts"
+            )
+        if self.virtual > 1 and self.pp == 1:
+            raise LayoutError("layout: virtual stages need pp of at least 2")
+        if (self.dp * self.cp * self.tp) % (self.ep * self.etp):
+            raise LayoutError(f"layout: ep x etp = {self.ep * self.etp} must divide dp x cp x tp")
+
+    def _check_order(self) -> None:
+        if sorted(self.order.split("-")) != sorted(AXES):
+            raise LayoutError(f"layout: order must name {', '.join(AXES)} once each, such as pp-dp-cp-tp")
+
+    def _check_shard(self) -> None:
+        data = self.dp * self.cp
+        if self.shard:
+            if self.shard < 2 or data % self.shard:
+                valid = ", ".join(str(n) for n in _divisors(data) if n > 1) or "none (dp x cp is 1)"
+                raise LayoutError(f"layout: shard={self.shard} does not divide dp x cp = {data}; valid: {valid}")
+            if self.zero == 0:
+                raise LayoutError("layout: shard needs zero of at least 1; add zero=1, 2 or 3")
+            if self.shard == data:
+                object.__setattr__(self, "shard", 0)
+        if self.hpz and (self.zero < 3 or data % self.hpz):
+            raise LayoutError(f"layout: hpz={self.hpz} needs zero=3 and must divide dp x cp = {data}")
+
+    @property
+    def ranks(self) -> int:
+        return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks among which gradients are summed: dp x cp."""
+        return self.dp * self.cp
+
+    @property
+    def shard_ranks(self) -> int:
+        """Size of the group over which ZeRO shards; 1 at stage 0."""
+        return (self.shard or self.data_ranks) if self.zero else 1
+
+    @property
+    def replicate_ranks(self) -> int:
+        """How many groups hold the same shard, and sum their gradients by an all-reduce (HSDP)."""
+        return self.data_ranks // self.shard_ranks
+
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage in effect: a shard group of one rank shards nothing."""
+        return self.zero if self.shard_ranks > 1 else 0
+
+    @property
+    def dtype(self) -> str:
+        """torch's name of the compute precision."""
+        return {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}[self.precision]
+
+    def __str__(self) -> str:
+        """Canonical text; the empty layout is `dp=1`."""
+        words = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value == field.default:
+                continue
+            if value is True:
+                words.append(field.name)
+            elif field.name == "stages":
+                words.append(f"stages={'/'.join(map(str, value))}")
+            else:
+                words.append(f"{field.name}={value}")
+        return ",".join(words) or "dp=1"
+
+    @classmethod
+    def parse(cls, text: str) -> Layout:
+        """Read a layout text. Raises `LayoutError` with the reason and the nearest legal value."""
+        known = {field.name: field for field in fields(cls)}
+        values: dict[str, Any] = {}
+        for word in filter(None, (word.strip() for word in text.split(","))):
+            key, has_value, value = (part.strip() for part in word.partition("="))
+            if key not in known:
+                near = difflib.get_close_matches(key, known, n=1)
+                hint = f"; did you mean {near[0]}?" if near else f"; known keys: {', '.join(known)}"
+                raise LayoutError(f"layout {text!r}: unknown key {key!r}{hint}")
+            if key in values:
+                raise LayoutError(f"layout {text!r}: {key} is given twice")
+            values[key] = _value(text, key, value if has_value else None)
+        return cls(**values)
+
+
+def _value(text: str, key: str, value: str | None) -> Any:
+    if key == "sp":
+        if value in (None, "true", "1"):
+            return True
+        if value in ("false", "0"):
+            return False
+        raise LayoutError(f"layout {text!r}: sp stands alone, or is sp=true or sp=false")
+    if not value:
+        raise LayoutError(f"layout {text!r}: {key} needs a value, such as {key}={_example(key)}")
+    if key in CHOICES:
+        if value not in CHOICES[key]:
+            near = difflib.get_close_matches(value, CHOICES[key], n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise LayoutError(f"layout {text!r}: {key}={value} is unknown; {hint}choices: {', '.join(CHOICES[key])}")
+        return value
+    if key == "order":
+        return value
+    try:
+        if key == "stages":
+            return tuple(int(n) for n in value.split("/"))
+        number = int(value)
+    except ValueError:
+        raise LayoutError(f"layout {text!r}: {key} needs an integer, not {value!r}") from None
+    if number < 0:
+        raise LayoutError(f"layout {text!r}: {key} must not be negative")
+    return number
+
+
+def _example(key: str) -> str:
+    return CHOICES[key][0] if key in CHOICES else {"stages": "16/16", "order": "pp-dp-cp-tp"}.get(key, "2")
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]

@@ -1,0 +1,95 @@
+"""Whether a layout suits a model and a workload (`check`), and whether it can run here and now (`check_runnable`).
+
+Two questions: what no machine could do, and what this runtime does not do yet. Each refusal is one line with the reason
+and the nearest legal values.
+"""
+
+from __future__ import annotations
+
+from shardwise.errors import LayoutError
+from shardwise.layout.layout import Layout
+from shardwise.layout.workload import Workload
+from shardwise.model import ModelConfig
+
+
+def valid_tp(model: ModelConfig, limit: int = 1024) -> list[int]:
+    """Tensor-parallel degrees that divide the query heads and divide, or are divided by, the key/value heads."""
+    return [
+        t
+        for t in range(1, min(model.heads, limit) + 1)
+        if model.heads % t == 0 and (model.kv_heads % t == 0 or t % model.kv_heads == 0)
+    ]
+
+
+def check(layout: Layout, model: ModelConfig, workload: Workload | None = None, ranks: int | None = None) -> None:
+    """Raise `LayoutError` when `layout` cannot split `model`, `workload` or a cluster of `ranks` devices."""
+    if layout.tp not in valid_tp(model):
+        raise LayoutError(
+            f"tp={layout.tp} does not suit {model.name}: it must divide its {model.heads} heads and divide, or be a "
+            f"multiple of, its {model.kv_heads} key/value heads; valid tp: {', '.join(map(str, valid_tp(model)))}"
+        )
+    chunks = layout.pp * layout.virtual
+    if chunks > model.layers:
+        raise LayoutError(f"pp x virtual = {chunks} stages for {model.layers} layers; at most {model.layers}")
+    if layout.stages and sum(layout.stages) != model.layers:
+        raise LayoutError(f"stages={'/'.join(map(str, layout.stages))} adds up to {sum(layout.stages)} layers, "
+                          f"but {model.name} has {model.layers}")  # fmt: skip
+    if layout.ep > 1 and (model.experts is None or model.experts.count % layout.ep):
+        count = f"its {model.experts.count} experts" if model.experts else "a model without experts"
+        raise LayoutError(f"ep={layout.ep} does not divide {count}")
+    if model.attention_dropout and layout.attention == "sdpa":
+        raise LayoutError(
+            f"{model.name} drops attention probabilities, which needs attention=math (the fused kernel's mask cannot be "
+            "keyed by global index); add attention=math or set attention_dropout to 0"
+        )
+    if ranks is not None and layout.ranks != ranks:
+        raise LayoutError(
+            f"layout {layout} needs dp x tp x pp x cp = {layout.ranks} ranks, but there are {ranks}; {_nearest(layout, ranks)}"
+        )
+    if workload is not None and workload.batch:
+        workload.micro_batches(layout)
+        _check_sequence(layout, model, workload)
+
+
+def _nearest(layout: Layout, ranks: int) -> str:
+    rest = layout.tp * layout.pp * layout.cp
+    if ranks % rest == 0:
+        return f"dp={ranks // rest} would use them all"
+    return f"tp x pp x cp = {rest} would have to divide {ranks}"
+
+
+def _check_sequence(layout: Layout, model: ModelConfig, workload: Workload) -> None:
+    if workload.seq > model.max_positions and model.positions == "learned":
+        raise LayoutError(
+            f"sequences of {workload.seq} tokens exceed the {model.max_positions} learned positions of {model.name}; "
+            f"use at most {model.max_positions}"
+        )
+    pieces = layout.cp * (layout.tp if layout.sp else 1)
+    if workload.seq % pieces:
+        below, above = workload.seq // pieces * pieces, (workload.seq // pieces + 1) * pieces
+        nearest = f"{below} or {above}" if below else str(above)
+        raise LayoutError(
+            f"sequence length {workload.seq} cannot be cut into {'cp x tp' if layout.cp > 1 else 'tp'} = {pieces} equal "
+            f"pieces; nearest that can: {nearest}"
+        )
+
+
+def unsupported(layout: Layout) -> list[str]:
+    """The words of `layout` that are understood and priced, but not runnable here yet."""
+    words = [
+        f"{key}={getattr(layout, key)}" for key in ("pp", "cp", "ep", "etp", "virtual") if getattr(layout, key) > 1
+    ]
+    if layout.hpz:
+        words.append(f"hpz={layout.hpz}")
+    words += [f"{key}={getattr(layout, key)}" for key, off in (("offload", "none"), ("compile", "off"))
+              if getattr(layout, key) != off]  # fmt: skip
+    return words
+
+
+def check_runnable(layout: Layout, model: ModelConfig, workload: Workload, ranks: int | None = None) -> None:
+    """Raise `LayoutError` when the runtime cannot run `layout` yet, or when `check` refuses it."""
+    check(layout, model, workload, ranks)
+    if words := unsupported(layout):
+        raise LayoutError(f"not runnable here yet: {', '.join(words)} (`shardwise estimate` prices what it can)")
+    if reason := model.why_not_runnable():
+        raise LayoutError(f"{model.name}: {reason}")

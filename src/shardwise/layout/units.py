@@ -1,0 +1,276 @@
+"""`UnitPlan`: the units that are gathered, reduced and freed together, and when. Planner and runtime both follow it.
+
+A unit is one flat buffer: every local (tensor-parallel) parameter of one part of the decoder, end to end. Inside it,
+parameters are ordered by what must happen to their gradients, so that each treatment is one contiguous span:
+
+    [ split over tp | gradient summed over kv replicas | gradient summed over tp | replicated ]
+
+A ZeRO shard is interval `r` of the flat buffer cut into `shard_ranks` equal pieces, the last ones padded.
+
+At stage 3 units live in *slots*: units take two buffers in turn (even, odd), so at most two are resident, the one in
+use and the one prefetched; a tied weight has a slot of its own and stays for the whole micro-batch. A unit's weights
+therefore always appear at the same address, and a unit that is still in its slot is not gathered again. The same two
+slots, in gradient form, take the full gradients on their way to a reduce-scatter.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from shardwise.layout.grid import Grid
+from shardwise.layout.layout import Layout
+from shardwise.layout.placement import Placed, place
+from shardwise.layout.workload import Workload
+from shardwise.model import ModelConfig
+from shardwise.model.parameters import part_parameters, parts
+
+Backend = Literal["gloo", "nccl"]
+Phase = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Elements [start, stop) of a unit's flat buffer that are treated alike."""
+
+    start: int
+    stop: int
+    replicas: int
+    decay: bool
+
+    def within(self, start: int, stop: int) -> Span | None:
+        """The part of this span inside [start, stop), relative to `start`; None when they do not meet."""
+        a, b = max(self.start, start), min(self.stop, stop)
+        return Span(a - start, b - start, self.replicas, self.decay) if a < b else None
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One flat buffer: `name` is the part it holds, or "tied" for the tied embedding.
+
+    placed: its parameters in flat order; slot: the slot it lives in at stage 3 ("even", "odd", "tied").
+    """
+
+    name: str
+    placed: tuple[Placed, ...]
+    slot: str
+    shard_ranks: int
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Start of each parameter in the flat buffer."""
+        starts, at = [], 0
+        for p in self.placed:
+            starts.append(at)
+            at += p.numel
+        return tuple(starts)
+
+    @cached_property
+    def numel(self) -> int:
+        return sum(p.numel for p in self.placed)
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of one rank's interval, padding included."""
+        return -(-self.numel // self.shard_ranks)
+
+    @property
+    def padded(self) -> int:
+        return self.shard_numel * self.shard_ranks
+
+    @cached_property
+    def spans(self) -> tuple[Span, ...]:
+        """The flat buffer cut by (replicas, decay), neighbours joined."""
+        spans: list[Span] = []
+        for start, p in zip(self.offsets, self.placed, strict=True):
+            key = (p.replicas, p.parameter.decay)
+            if spans and (spans[-1].replicas, spans[-1].decay) == key:
+                spans[-1] = Span(spans[-1].start, start + p.numel, *key)
+            else:
+                spans.append(Span(start, start + p.numel, *key))
+        return tuple(spans)
+
+    def grad_sum(self, axis: Literal["kv", "tp"]) -> tuple[int, int]:
+        """The span [start, stop) of gradients to be summed over `axis`; empty (equal ends) when there is none."""
+        inside = [(o, o + p.numel) for o, p in zip(self.offsets, self.placed, strict=True) if p.grad_sum == axis]
+        return (inside[0][0], inside[-1][1]) if inside else (0, 0)
+
+
+@dataclass(frozen=True)
+class Use:
+    """One visit of a part in a micro-batch. `gathers`: units to be gathered for it, not being resident already."""
+
+    phase: Phase
+    kind: Literal["forward", "recompute", "backward"]
+    part: str
+    gathers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """All units of one rank's share of `model` under `layout`."""
+
+    model: ModelConfig
+    layout: Layout
+    workload: Workload
+    tp_rank: int
+    backend: Backend
+    pp_rank: int = 0
+
+    @cached_property
+    def parts(self) -> list[str]:
+        """The parts that this pipeline stage holds; all of them without a pipeline."""
+        whole = parts(self.model)
+        if self.layout.pp == 1:
+            return whole
+        p, layers = self.layout.pp, self.model.layers
+        sizes = self.layout.stages or tuple(layers // p + (i < layers % p) for i in range(p))
+        first = sum(sizes[: self.pp_rank])
+        held = whole[1 + first : 1 + first + sizes[self.pp_rank]]
+        return [*whole[: self.pp_rank == 0], *held, *(whole[-1:] if self.pp_rank == p - 1 else [])]
+
+    @cached_property
+    def units(self) -> tuple[Unit, ...]:
+        """Embedding, each block, final norm + head; a tied embedding comes first, alone."""
+        found = []
+        for index, part in enumerate(self.parts):
+            placed = [place(p, self.model, self.layout, self.tp_rank) for p in part_parameters(self.model, part)]
+            tied = [p for p in placed if self.model.tied and p.name == "embedding.tokens.weight"]
+            rest = [p for p in placed if p not in tied]
+            if part == "head" and self.model.tied and "embedding" not in self.parts:
+                # the last pipeline stage holds a copy of the table for its head
+                table = part_parameters(self.model, "embedding")[0]
+                tied = [place(table, self.model, self.layout, self.tp_rank)]
+            if tied:
+                found.append(self._unit("tied", tied, "tied"))
+            if rest:
+                found.append(self._unit(part, rest, "odd" if index % 2 else "even"))
+        return tuple(found)
+
+    def _unit(self, name: str, placed: list[Placed], slot: str) -> Unit:
+        rank = {"none": 0, "kv": 1, "tp": 2}
+
+        def order(p: Placed) -> tuple[int, int, bool]:
+            replicated_alone = p.replicas == self.layout.tp > 1 and p.grad_sum == "none"
+            return (3 if replicated_alone else rank[p.grad_sum], p.replicas, not p.parameter.decay)
+
+        return Unit(name, tuple(sorted(placed, key=order)), slot, self.layout.shard_ranks)
+
+    @cached_property
+    def by_name(self) -> dict[str, Unit]:
+        return {unit.name: unit for unit in self.units}
+
+    def units_of(self, part: str) -> list[Unit]:
+        """The units whose weights `part` reads."""
+        names = [part]
+        if self.model.tied and part in ("embedding", "head"):
+            names.insert(0, "tied")
+        return [self.by_name[name] for name in names if name in self.by_name]
+
+    def finished_after(self, part: str) -> list[Unit]:
+        """The units whose gradients are complete once `part`'s backward is over."""
+        names = [part]
+        if self.model.tied and part == "embedding":
+            names.append("tied")
+        return [self.by_name[name] for name in names if name in self.by_name]
+
+    @property
+    def micro_batches(self) -> int:
+        return self.workload.micro_batches(self.layout)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one micro-batch that this rank attends with: micro x seq / cp."""
+        return self.layout.micro * self.workload.seq // self.layout.cp
+
+    @property
+    def stream_tokens(self) -> int:
+        """Tokens of its residual stream: a tp-th of them under sequence parallelism."""
+        return self.tokens // self.layout.tp if self.layout.sp else self.tokens
+
+    @property
+    def first_block(self) -> str | None:
+        """The first block of this rank's parts."""
+        return next((part for part in self.parts if part.startswith("blocks.")), None)
+
+    @property
+    def grad_dtype(self) -> str:
+        """dtype of the gradient accumulators. More than one bf16 micro-batch is summed in fp32."""
+        if self.layout.precision == "bf16" and self.layout.grads == "bf16" and self.micro_batches == 1:
+            return "bfloat16"
+        return "float64" if self.layout.precision == "fp64" else "float32"
+
+    @property
+    def stages_gradients(self) -> bool:
+        """Whether full gradients pass through the two gradient slots on their way into the accumulators."""
+        return self.layout.stage >= 2 or self.grad_dtype != self.layout.dtype
+
+    @property
+    def wire_dtype(self) -> str:
+        """dtype in which gradients cross the data axes."""
+        return self.layout.dtype if self.layout.stage >= 2 else self.grad_dtype
+
+    @cached_property
+    def slots(self) -> dict[str, int]:
+        """Elements of each slot: the largest unit that lives in it."""
+        sizes: dict[str, int] = {}
+        for unit in self.units:
+            sizes[unit.slot] = max(sizes.get(unit.slot, 0), unit.padded)
+        return sizes
+
+    @property
+    def scratch(self) -> int:
+        """Elements of the buffer in which a reduce-scatter receives the peers' pieces, in `wire_dtype`.
+
+        gloo's own reduce-scatter is slower than its all-reduce, so there it is an all-to-all and a local sum in rank
+        order (in fp32 for bf16 pieces). NCCL's needs none.
+        """
+        if self.layout.stage == 0 or self.backend == "nccl":
+            return 0
+        return max(unit.padded for unit in self.units)
+
+    def uses(self) -> list[Use]:
+        """Every visit of one micro-batch in order, without the gathers."""
+        forward = [Use("forward", "forward", part) for part in self.parts]
+        blocks = [part for part in self.parts if part.startswith("blocks.")]
+        backward = [Use("backward", "backward", "head")] if "head" in self.parts else []
+        for index in reversed(range(len(blocks))):
+            if self.layout.recompute == "input":
+                backward += [Use("backward", "recompute", part) for part in blocks[:index]]
+            backward.append(Use("backward", "backward", blocks[index]))
+        if "embedding" in self.parts:
+            backward.append(Use("backward", "backward", "embedding"))
+        return forward + backward
+
+    def gathering_uses(self) -> Iterator[list[Use]]:
+        """For each micro-batch of a step, its uses with the units that stage 3 gathers for each.
+
+        Residency decides: a slot remembers its unit until another one takes it. The optimizer step, which precedes
+        the first micro-batch, empties all slots. The embedding's backward reads no weight.
+        """
+        resident: dict[str, str] = {}
+        for _ in range(self.micro_batches):
+            step = []
+            for use in self.uses():
+                gathers = []
+                for unit in [] if (use.kind, use.part) == ("backward", "embedding") else self.units_of(use.part):
+                    if resident.get(unit.slot) != unit.name:
+                        resident[unit.slot] = unit.name
+                        gathers.append(unit.name)
+                step.append(Use(use.phase, use.kind, use.part, tuple(gathers)))
+            yield step
+
+    def gather_counts(self) -> Counter[tuple[str, str]]:
+        """(phase, unit) -> gathers in one step of stage 3."""
+        return Counter((use.phase, name) for uses in self.gathering_uses() for use in uses for name in use.gathers)
+
+
+def unit_plan(
+    model: ModelConfig, layout: Layout, workload: Workload, *, rank: int = 0, backend: Backend = "gloo"
+) -> UnitPlan:
+    """The plan of `rank`. Shapes are equal on all ranks; only which rows and heads a rank holds differs."""
+    at = Grid.of(layout, model).coordinates(rank)
+    return UnitPlan(model, layout, workload, at["tp"], backend, at["pp"])

@@ -1,0 +1,50 @@
+"""`Workload`: what is asked of the model, apart from how it is split."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shardwise.errors import UserError
+from shardwise.layout.layout import Layout
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A training step: `batch` sequences of `seq` tokens over all ranks. Or serving: prompt, output and concurrency.
+
+    isolate_documents: documents packed into one sequence do not attend to each other.
+    """
+
+    seq: int = 0
+    batch: int = 0
+    isolate_documents: bool = False
+    prompt: int = 0
+    output: int = 0
+    concurrency: int = 0
+
+    def __post_init__(self) -> None:
+        for key in ("seq", "batch", "prompt", "output", "concurrency"):
+            value = getattr(self, key)
+            if not isinstance(value, int) or value < 0:
+                raise UserError(f"workload: {key} must be a positive integer, not {value!r}")
+        if (self.seq > 0) != (self.batch > 0):
+            raise UserError("workload: a training step needs both a sequence length and a batch (--seq and --batch)")
+
+    def micro_batches(self, layout: Layout) -> int:
+        """Micro-batches that each data-parallel rank runs in one step (gradient accumulation at pp=1).
+
+        Raises `UserError` naming the nearest batches that divide when `batch` does not.
+        """
+        each = layout.dp * layout.micro
+        if self.batch < 1 or self.batch % each:
+            below, above = self.batch // each * each, (self.batch // each + 1) * each
+            nearest = f"{below} or {above}" if below else str(above)
+            raise UserError(
+                f"batch {self.batch} cannot be divided among dp x micro = {layout.dp} x {layout.micro}; "
+                f"nearest that can: {nearest}"
+            )
+        return self.batch // each
+
+    def to_json(self) -> dict[str, Any]:
+        return {key: value for key, value in asdict(self).items() if value}

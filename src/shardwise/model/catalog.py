@@ -1,0 +1,259 @@
+"""Well-known models by name, each with the parameter count that its authors or its published weights state.
+
+Shapes come from the papers and `config.json` files named beside them. A test counts every entry's parameters: an
+integer in `published_params` is exact, a float is a rounded figure.
+"""
+
+from __future__ import annotations
+
+import difflib
+from functools import cache
+from pathlib import Path
+
+from shardwise.errors import UserError
+from shardwise.model.config import Experts, LatentAttention, ModelConfig, RopeScaling
+
+
+def catalog() -> dict[str, ModelConfig]:
+    """Name -> model, in reading order."""
+    return dict(_catalog())
+
+
+def get(name: str) -> ModelConfig:
+    """The model of that name, in any case. Raises `UserError` with the nearest names when there is none."""
+    found = _catalog().get(name.strip().lower())
+    if found is None:
+        raise UserError(f"no model {name!r} in the catalog; {_nearest(name)}")
+    return found
+
+
+def resolve(text: str) -> ModelConfig:
+    """A catalog name, else the path of a `config.json` or of the folder that holds one.
+
+    The catalog goes first; write `./gpt2` for a folder of that name. Raises `UserError` when it is neither.
+    """
+    if found := _catalog().get(text.strip().lower()):
+        return found
+    if not text.strip() or not Path(text).exists():
+        raise UserError(
+            f"no model {text!r}: neither in the catalog nor a config.json or a folder with one; {_nearest(text)}"
+        )
+    from shardwise.model.huggingface import from_huggingface
+
+    return from_huggingface(text)
+
+
+def _nearest(name: str) -> str:
+    # A name from a model hub, owner/name, is most often meant by its second half.
+    near = difflib.get_close_matches(name.strip().lower().rsplit("/", 1)[-1], _catalog(), n=3, cutoff=0.5)
+    return f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(_catalog())}"
+
+
+@cache
+def _catalog() -> dict[str, ModelConfig]:
+    models = [*_small(), *_gpts(), *_llamas(), *_mistrals(), *_qwens(), _deepseek_v3()]
+    return {model.name: model for model in models}
+
+
+def _small() -> list[ModelConfig]:
+    """Ours, to train on a laptop."""
+    return [
+        ModelConfig("tiny-llama", 2048, 128, layers=4, heads=8, ffn=352, max_positions=512, kv_heads=4),
+        _gpt("tiny-gpt", 2048, 128, 4, 8, 512, None),
+    ]
+
+
+def _gpt(
+    name: str,
+    vocab: int,
+    hidden: int,
+    layers: int,
+    heads: int,
+    positions: int,
+    published: float | None,
+    dropout: float = 0.0,
+) -> ModelConfig:
+    """GPT-2's shape: LayerNorm, learned positions, tanh GELU of width 4, biases everywhere, tied embedding."""
+    return ModelConfig(
+        name=name,
+        vocab=vocab,
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        ffn=4 * hidden,
+        max_positions=positions,
+        norm="layernorm",
+        positions="learned",
+        activation="gelu_tanh",
+        gated=False,
+        bias="all",
+        tied=True,
+        dropout=dropout,
+        attention_dropout=dropout,
+        published_params=published,
+    )
+
+
+def _gpts() -> list[ModelConfig]:
+    # GPT-2: huggingface.co/openai-community/gpt2{,-medium,-large,-xl}, config.json; counts are of the weights.
+    sizes = {
+        "gpt2": (768, 12, 12, 124_439_808),
+        "gpt2-medium": (1024, 24, 16, 354_823_168),
+        "gpt2-large": (1280, 36, 20, 774_030_080),
+        "gpt2-xl": (1600, 48, 25, 1_557_611_200),
+    }
+    models = [_gpt(name, 50257, h, n, a, 1024, p, dropout=0.1) for name, (h, n, a, p) in sizes.items()]
+    # Brown et al. 2020, table 2.1. The paper states no dropout.
+    models.append(_gpt("gpt3-175b", 50257, 12288, 96, 96, 2048, 175.0e9))
+    # Korthikanti et al. 2022, table 3 (shapes); counts as stated there (22B) and, to one digit more, for the same
+    # shapes in Narayanan et al. 2021, tables 1 and 2. Megatron-LM's dropout of 0.1 is part of their memory formulas.
+    megatron = {
+        "megatron-22b": (6144, 48, 64, 22e9),
+        "megatron-175b": (12288, 96, 96, 174.6e9),
+        "megatron-530b": (20480, 105, 128, 529.6e9),
+        "megatron-1t": (25600, 128, 160, 1008.0e9),
+    }
+    models += [_gpt(name, 51200, h, n, a, 2048, p, dropout=0.1) for name, (h, n, a, p) in megatron.items()]
+    # Smith et al. 2022, section 2.2; GPT-2's vocabulary, padded by Megatron-LM for tensor parallelism of 8.
+    models.append(_gpt("mt-nlg-530b", 51200, 20480, 105, 128, 2048, 530e9, dropout=0.1))
+    # Black et al. 2022, section 2 and huggingface.co/EleutherAI/gpt-neox-20b, config.json.
+    neox = _gpt("gpt-neox-20b", 50432, 6144, 44, 64, 2048, 20_554_567_680)
+    models.append(neox.replace(positions="rope", rotary_fraction=0.25, parallel_residual=True, tied=False))
+    # Le Scao et al. 2022, table 3; the count is of huggingface.co/bigscience/bloom.
+    bloom = _gpt("bloom-176b", 250880, 14336, 70, 112, 2048, 176_247_271_424)
+    models.append(bloom.replace(positions="alibi", embedding_norm=True))
+    return models
+
+
+def _llamas() -> list[ModelConfig]:
+    # huggingface.co/meta-llama, config.json of the base models; counts are of the weights.
+    llama2 = {
+        "llama-2-7b": (4096, 32, 32, 32, 11008, 6_738_415_616),
+        "llama-2-13b": (5120, 40, 40, 40, 13824, 13_015_864_320),
+        "llama-2-70b": (8192, 80, 64, 8, 28672, 68_976_648_192),
+    }
+    models = [
+        ModelConfig(name, 32000, h, n, a, f, 4096, kv_heads=kv, published_params=p)
+        for name, (h, n, a, kv, f, p) in llama2.items()
+    ]
+    llama3 = {
+        "llama-3-8b": (4096, 32, 32, 8, 14336, 8_030_261_248),
+        "llama-3-70b": (8192, 80, 64, 8, 28672, 70_553_706_496),
+        "llama-3-405b": (16384, 126, 128, 8, 53248, 405_853_388_800),
+        "llama-3.1-8b": (4096, 32, 32, 8, 14336, 8_030_261_248),
+        "llama-3.1-70b": (8192, 80, 64, 8, 28672, 70_553_706_496),
+        "llama-3.2-1b": (2048, 16, 32, 8, 8192, 1_235_814_400),
+        "llama-3.2-3b": (3072, 28, 24, 8, 8192, 3_212_749_824),
+    }
+    for name, (h, n, a, kv, f, p) in llama3.items():
+        small = name.startswith("llama-3.2")
+        # The 405B came with release 3.1, which stretched the rotary angles; 3.2 ties its embedding as well.
+        stretched = small or name.startswith("llama-3.1") or name == "llama-3-405b"
+        models.append(
+            ModelConfig(
+                name,
+                128256,
+                h,
+                n,
+                a,
+                f,
+                max_positions=131072 if stretched else 8192,
+                kv_heads=kv,
+                rope_theta=500000.0,
+                rope_scaling=RopeScaling(32.0 if small else 8.0, 1.0, 4.0, 8192) if stretched else None,
+                tied=small,
+                published_params=p,
+            )
+        )
+    return models
+
+
+def _mistrals() -> list[ModelConfig]:
+    # huggingface.co/mistralai: Mistral-7B-v0.3 (v0.1 has a sliding window, which no decoder here computes) and
+    # Mixtral-8x7B-v0.1, config.json; counts are of the weights.
+    mistral = ModelConfig(
+        "mistral-7b", 32768, 4096, 32, 32, 14336, 32768, kv_heads=8, rope_theta=1e6, published_params=7_248_023_552
+    )
+    mixtral = mistral.replace(
+        name="mixtral-8x7b", vocab=32000, experts=Experts(count=8, active=2, ffn=14336), published_params=46_702_792_704
+    )
+    return [mistral, mixtral]
+
+
+def _qwens() -> list[ModelConfig]:
+    # huggingface.co/Qwen, config.json of the base models; counts are of the weights, tied ones once (the hub's own
+    # figures for Qwen3 0.6B and 1.7B count the tied head again).
+    qwen25 = {
+        "qwen2.5-0.5b": (151936, 896, 24, 14, 2, 4864, 32768, True, 1e-6, 494_032_768),
+        "qwen2.5-1.5b": (151936, 1536, 28, 12, 2, 8960, 131072, True, 1e-6, 1_543_714_304),
+        "qwen2.5-3b": (151936, 2048, 36, 16, 2, 11008, 32768, True, 1e-6, 3_085_938_688),
+        "qwen2.5-7b": (152064, 3584, 28, 28, 4, 18944, 131072, False, 1e-6, 7_615_616_512),
+        "qwen2.5-14b": (152064, 5120, 48, 40, 8, 13824, 131072, False, 1e-5, 14_770_033_664),
+        "qwen2.5-32b": (152064, 5120, 64, 40, 8, 27648, 131072, False, 1e-5, 32_763_876_352),
+        "qwen2.5-72b": (152064, 8192, 80, 64, 8, 29568, 131072, False, 1e-5, 72_706_203_648),
+    }
+    models = [
+        ModelConfig(
+            name,
+            vocab,
+            h,
+            n,
+            a,
+            f,
+            positions,
+            kv_heads=kv,
+            norm_eps=eps,
+            rope_theta=1e6,
+            bias="qkv",
+            tied=tied,
+            published_params=p,
+        )
+        for name, (vocab, h, n, a, kv, f, positions, tied, eps, p) in qwen25.items()
+    ]
+    qwen3 = {
+        "qwen3-0.6b": (1024, 28, 16, 3072, True, 596_049_920),
+        "qwen3-1.7b": (2048, 28, 16, 6144, True, 1_720_574_976),
+        "qwen3-4b": (2560, 36, 32, 9728, True, 4_022_468_096),
+        "qwen3-8b": (4096, 36, 32, 12288, False, 8_190_735_360),
+        "qwen3-14b": (5120, 40, 40, 17408, False, 14_768_307_200),
+        "qwen3-32b": (5120, 64, 64, 25600, False, 32_762_123_264),
+    }
+    models += [
+        ModelConfig(
+            name,
+            151936,
+            h,
+            n,
+            a,
+            f,
+            40960,
+            kv_heads=8,
+            head_dim=128,
+            norm_eps=1e-6,
+            rope_theta=1e6,
+            qk_norm=True,
+            tied=tied,
+            published_params=p,
+        )
+        for name, (h, n, a, f, tied, p) in qwen3.items()
+    ]
+    return models
+
+
+def _deepseek_v3() -> ModelConfig:
+    # huggingface.co/deepseek-ai/DeepSeek-V3, config.json; the count is of the main model's weights, without the
+    # multi-token-prediction module. Its rotary angles are stretched in a way (YaRN) that changes no shape.
+    return ModelConfig(
+        name="deepseek-v3",
+        vocab=129280,
+        hidden=7168,
+        layers=61,
+        heads=128,
+        ffn=18432,
+        max_positions=163840,
+        head_dim=192,
+        norm_eps=1e-6,
+        experts=Experts(count=256, active=8, ffn=2048, shared=1, dense_layers=3, router_bias=True),
+        latent_attention=LatentAttention(1536, 512, nope_head_dim=128, rope_head_dim=64, v_head_dim=128),
+        published_params=671_026_419_200,
+    )

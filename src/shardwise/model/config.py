@@ -1,0 +1,169 @@
+"""What a model is: the few numbers that fix every parameter's shape and the mathematics of a decoder.
+
+`ModelConfig` is the only description of a model in shardwise. It comes from a Hugging Face `config.json`
+(`huggingface.py`), from the catalog (`catalog.py`) or from its constructor, and everything else is derived from it:
+parameters (`parameters.py`), the decoder, the placement of tensors, the predictions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from shardwise.errors import UserError
+
+Norm = Literal["rmsnorm", "layernorm"]
+Positions = Literal["rope", "learned", "alibi"]
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+Bias = Literal["none", "qkv", "all"]
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama-3's frequency-dependent stretching of the rotary angles (the `llama3` rope type)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Mixture-of-experts feed-forward: `count` routed experts of width `ffn`, `active` of them for each token."""
+
+    count: int
+    active: int
+    ffn: int
+    shared: int = 0
+    dense_layers: int = 0
+    """Leading layers that keep the dense feed-forward (DeepSeek-V3 has 3)."""
+    router_bias: bool = False
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """DeepSeek's multi-head latent attention: the ranks of its low-rank projections and its head widths."""
+
+    q_rank: int
+    kv_rank: int
+    nope_head_dim: int
+    rope_head_dim: int
+    v_head_dim: int
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only language model.
+
+    Widths are in elements. `decoder` is derived: RMSNorm models run on the Llama-style decoder, LayerNorm models on
+    the GPT-style one. Raises `UserError` when the numbers contradict each other.
+    """
+
+    name: str
+    vocab: int
+    hidden: int
+    layers: int
+    heads: int
+    ffn: int
+    max_positions: int
+    kv_heads: int = 0
+    """0 means as many as `heads` (no grouped-query attention)."""
+    head_dim: int = 0
+    """0 means hidden / heads."""
+    norm: Norm = "rmsnorm"
+    norm_eps: float = 1e-5
+    positions: Positions = "rope"
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    rotary_fraction: float = 1.0
+    """Share of each head's width that is rotated (GPT-NeoX: 0.25)."""
+    activation: Activation = "silu"
+    gated: bool = True
+    bias: Bias = "none"
+    qk_norm: bool = False
+    tied: bool = False
+    parallel_residual: bool = False
+    embedding_norm: bool = False
+    """A LayerNorm directly after the embedding (BLOOM)."""
+    dropout: float = 0.0
+    attention_dropout: float = 0.0
+    experts: Experts | None = None
+    latent_attention: LatentAttention | None = None
+    published_params: float | None = None
+    """The parameter count that the model's authors state, for comparison only."""
+
+    def __post_init__(self) -> None:
+        if not self.kv_heads:
+            object.__setattr__(self, "kv_heads", self.heads)
+        for field in ("vocab", "hidden", "layers", "heads", "ffn", "max_positions", "kv_heads"):
+            value = getattr(self, field)
+            if not isinstance(value, int) or value < 1:
+                raise UserError(f"model {self.name!r}: {field} must be a positive integer, not {value!r}")
+        if not self.head_dim:
+            if self.hidden % self.heads:
+                raise UserError(
+                    f"model {self.name!r}: hidden={self.hidden} is not divisible by heads={self.heads}; give head_dim"
+                )
+            object.__setattr__(self, "head_dim", self.hidden // self.heads)
+        if self.heads % self.kv_heads:
+            raise UserError(
+                f"model {self.name!r}: heads={self.heads} is not a multiple of kv_heads={self.kv_heads}"
+            )
+        for field in ("dropout", "attention_dropout"):
+            if not 0.0 <= getattr(self, field) < 1.0:
+                raise UserError(f"model {self.name!r}: {field} must lie in [0, 1), not {getattr(self, field)!r}")
+        if self.positions == "rope" and int(self.head_dim * self.rotary_fraction) % 2:
+            raise UserError(f"model {self.name!r}: the rotated part of head_dim={self.head_dim} must be even")
+
+    @property
+    def decoder(self) -> Literal["llama", "gpt"]:
+        """Which of the two decoders computes this model."""
+        return "llama" if self.norm == "rmsnorm" else "gpt"
+
+    @property
+    def q_width(self) -> int:
+        """Width of all query heads together."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Width of all key (or value) heads together."""
+        return self.kv_heads * self.head_dim
+
+    def why_not_runnable(self) -> str | None:
+        """The reason why no decoder here computes this model, or None when one does."""
+        if self.experts:
+            return "mixture-of-experts feed-forward is counted but not runnable here yet"
+        if self.latent_attention:
+            return "latent attention is counted but not runnable here yet"
+        if self.positions == "alibi":
+            return "ALiBi positions are counted but not runnable here"
+        if self.norm == "layernorm" and self.gated:
+            return "LayerNorm with a gated feed-forward has no decoder here"
+        if self.embedding_norm:
+            return "a norm after the embedding is counted but not runnable here"
+        if self.norm == "layernorm" and self.activation == "silu":
+            return "LayerNorm with SiLU has no decoder here"
+        llama = self.gated and self.positions == "rope" and self.bias != "all" and self.activation == "silu"
+        if self.norm == "rmsnorm" and (self.parallel_residual or not llama):
+            return "RMSNorm runs only with RoPE, SwiGLU, sequential residuals and biases on query, key and value alone"
+        return None
+
+    def replace(self, **changes: Any) -> ModelConfig:
+        """A copy with some fields changed; derived fields (`kv_heads`, `head_dim`) are kept unless named."""
+        return replace(self, **changes)
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dictionary that `from_json` reads back."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> ModelConfig:
+        """The inverse of `to_json`. Raises `UserError` on unknown or missing fields."""
+        nested = {"rope_scaling": RopeScaling, "experts": Experts, "latent_attention": LatentAttention}
+        fields = {k: nested[k](**v) if k in nested and v is not None else v for k, v in data.items()}
+        try:
+            return cls(**fields)
+        except TypeError as error:
+            raise UserError(f"not a shardwise model description: {error}") from None

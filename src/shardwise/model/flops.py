@@ -1,0 +1,83 @@
+"""How many floating-point operations a model costs. A multiply-add counts as two; all figures are exact integers.
+
+Counted are matrix products and the two products of attention. Norms, activations, softmax, biases, rotary positions
+and the lookup of embeddings are left out, as in the papers that the figures are compared with.
+"""
+
+from __future__ import annotations
+
+import math
+
+from shardwise.errors import UserError
+from shardwise.model.config import ModelConfig
+from shardwise.model.parameters import block_kinds, part_parameters
+
+
+def matmul_parameters(config: ModelConfig) -> int:
+    """Matrix elements that one token is multiplied with.
+
+    Projections, feed-forward (of the experts, the router and those that are active) and output head; a tied head
+    counts, since it multiplies although it stores nothing. The embedding does not: it is looked up.
+    """
+    total = config.vocab * config.hidden
+    for index, times in block_kinds(config).items():
+        matrices = [p for p in part_parameters(config, f"blocks.{index}") if len(p.shape) == 2]
+        block = sum(p.numel for p in matrices)
+        if config.experts and index >= config.experts.dense_layers:
+            routed = sum(p.numel for p in matrices if ".experts." in p.name)
+            block -= routed - routed // config.experts.count * config.experts.active
+        total += times * block
+    return total
+
+
+def attention_flops_per_token(config: ModelConfig, seq: int, causal: bool = False) -> int:
+    """Forward FLOPs of the products QKᵀ and PV for one token of a sequence of `seq` tokens, all layers.
+
+    4 · layers · heads · head_dim · seq when every token attends to `seq` tokens (what PaLM and Megatron-LM count);
+    with `causal`, each token attends to itself and those before it, (seq + 1) / 2 on average. Latent attention is
+    counted with its expanded heads, as it is trained.
+    """
+    if seq < 1:
+        raise UserError(f"a sequence must have at least one token, not {seq}")
+    latent = config.latent_attention
+    if latent:
+        widths = config.heads * (latent.nope_head_dim + latent.rope_head_dim + latent.v_head_dim)
+    else:
+        widths = 2 * config.q_width
+    return config.layers * widths * (seq + 1 if causal else 2 * seq)
+
+
+def forward_flops_per_token(config: ModelConfig, seq: int, causal: bool = False) -> int:
+    """FLOPs of one forward pass, for one token of a sequence of `seq`: 2 for each matrix element, and attention."""
+    return 2 * matmul_parameters(config) + attention_flops_per_token(config, seq, causal)
+
+
+def training_flops_per_token(config: ModelConfig, seq: int, causal: bool = False) -> int:
+    """Model FLOPs of a forward and a backward pass, for one token of a sequence of `seq`. For MFU.
+
+    Backward costs twice the forward: a gradient of inputs and one of weights. Recomputation is not counted. This is
+    6N + 12LHQT of PaLM (Chowdhery et al. 2022, appendix B) with N the matrices of `matmul_parameters`, and
+    72 B s l h² (1 + s / 6h + V / 12lh) of Megatron-LM (Narayanan et al. 2021, section 5.1, without recomputation).
+    """
+    return 3 * forward_flops_per_token(config, seq, causal)
+
+
+def forward_flops_per_sequence(config: ModelConfig, seq: int, causal: bool = False) -> int:
+    """FLOPs of one forward pass over a sequence of `seq` tokens."""
+    return seq * forward_flops_per_token(config, seq, causal)
+
+
+def training_flops_per_sequence(config: ModelConfig, seq: int, causal: bool = False) -> int:
+    """Model FLOPs of a forward and a backward pass over a sequence of `seq` tokens."""
+    return seq * training_flops_per_token(config, seq, causal)
+
+
+def rule_of_thumb(parameters: float, tokens: float) -> float:
+    """6ND: FLOPs of training N parameters on D tokens, without attention (Kaplan et al. 2020, section 2.1).
+
+    Raises `UserError` for negative or infinite figures.
+    """
+    for what, value in (("parameters", parameters), ("tokens", tokens)):
+        if not math.isfinite(value) or value < 0:
+            raise UserError(f"the number of {what} must be finite and not negative, not {value}")
+    return 6 * parameters * tokens

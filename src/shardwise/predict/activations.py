@@ -1,0 +1,128 @@
+"""What autograd saves for backward, tensor by tensor, in bytes: the closed form that a measured step must equal.
+
+T tokens a micro-batch on this rank, T' of them in the residual stream (T / tp under sequence parallelism), e bytes an
+element, a = max(e, 4) bytes of a statistic. Widths are this rank's share. Korthikanti et al. 2022 count the same for an
+unfused GPT layer in fp16 (34 sbh + 5 a s^2 b); here attention is fused unless `attention=math`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwise.layout.placement import kv_heads_held, width_held
+from shardwise.layout.units import UnitPlan
+from shardwise.report.step_report import DTYPE_BYTES
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The numbers from which every activation of a rank follows: token counts, local widths, bytes an element."""
+
+    tokens: int
+    stream: int
+    seq: int
+    hidden: int
+    q: int
+    kv: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    element: int
+
+    @property
+    def statistic(self) -> int:
+        return max(self.element, 4)
+
+    @classmethod
+    def of(cls, plan: UnitPlan) -> Sizes:
+        model, tp = plan.model, plan.layout.tp
+        kv_heads = kv_heads_held(model, tp)
+        return cls(
+            tokens=plan.tokens,
+            stream=plan.stream_tokens,
+            seq=plan.workload.seq // plan.layout.cp,
+            hidden=model.hidden,
+            q=model.q_width // tp,
+            kv=kv_heads * model.head_dim,
+            heads=model.heads // tp,
+            kv_heads=kv_heads,
+            ffn=width_held(model.ffn, tp),
+            vocab=width_held(model.vocab, tp),
+            element=DTYPE_BYTES[plan.layout.dtype],
+        )
+
+
+Items = dict[str, int]
+
+
+def block_items(plan: UnitPlan, s: Sizes) -> Items:
+    """Everything that one block saves without recomputing the whole block, its input included: name -> bytes."""
+    items = {"input": s.stream * s.hidden * s.element}
+    items |= _norm(plan, s, "attention norm")
+    if plan.model.qk_norm:
+        items["queries and keys before their norm"] = s.tokens * (s.q + s.kv) * s.element
+        items["head norm statistics"] = s.tokens * (s.heads + s.kv_heads) * s.statistic
+    items["queries"] = s.tokens * s.q * s.element
+    items["keys and values"] = 2 * s.tokens * s.kv * s.element
+    items |= _attention_core(plan, s)
+    items["attention output"] = s.tokens * s.q * s.element
+    if not plan.model.parallel_residual:
+        items["residual"] = s.stream * s.hidden * s.element
+    items |= _norm(plan, s, "feed-forward norm")
+    inner = s.tokens * s.ffn * s.element
+    names = ("gate", "up", "silu", "product") if plan.model.gated else ("up", "gelu")
+    return items | dict.fromkeys(names, inner)
+
+
+def _norm(plan: UnitPlan, s: Sizes, name: str) -> Items:
+    # RMSNorm keeps one number a token in fp32; LayerNorm keeps two, in the precision of its weights.
+    statistics = s.statistic if plan.model.norm == "rmsnorm" else 2 * s.element
+    return {f"{name} statistics": s.stream * statistics, f"{name} output": s.stream * s.hidden * s.element}
+
+
+def _attention_core(plan: UnitPlan, s: Sizes) -> Items:
+    if plan.layout.recompute == "selective":
+        return {}
+    if plan.layout.attention == "sdpa":
+        return {"log-sum-exp": s.tokens * s.heads * s.statistic}
+    square = s.tokens * s.heads * s.seq * s.element
+    copies = {"probabilities": square}
+    return copies | ({"dropped probabilities": square} if plan.model.attention_dropout else {})
+
+
+def saved_items(plan: UnitPlan, s: Sizes, part: str) -> Items:
+    """What `part` leaves saved at the end of the forward pass."""
+    if part == "embedding":
+        positions = {"position ids": s.stream * 8} if plan.model.positions == "learned" else {}
+        return {"token ids": s.tokens * 8} | positions
+    if part == "head":
+        return {
+            "input": s.stream * s.hidden * s.element,
+            **_norm(plan, s, "final norm"),
+            "logits": s.tokens * s.vocab * s.element,
+            "log-sum-exp of the loss": s.tokens * s.statistic,
+            "targets": s.tokens * 8,
+        }
+    if plan.layout.recompute == "full":
+        return {"input": s.stream * s.hidden * s.element}
+    if plan.layout.recompute == "input":
+        return {"input": s.stream * s.hidden * s.element} if part == plan.first_block else {}
+    return block_items(plan, s)
+
+
+def mask_bytes(plan: UnitPlan, s: Sizes) -> int:
+    """The additive mask that keeps packed documents apart: one a micro-batch, [micro, 1, S, S]."""
+    return s.tokens * s.seq * s.element if plan.workload.isolate_documents else 0
+
+
+def saved_mask(plan: UnitPlan, s: Sizes) -> int:
+    """The mask is saved once, when the fused kernel saves its inputs."""
+    saves = plan.layout.attention == "sdpa" and plan.layout.recompute == "none"
+    return mask_bytes(plan, s) if saves else 0
+
+
+def saved_bytes(plan: UnitPlan) -> int:
+    """Bytes saved for backward at the end of one micro-batch's forward pass."""
+    s = Sizes.of(plan)
+    return sum(sum(saved_items(plan, s, part).values()) for part in plan.parts) + saved_mask(plan, s)

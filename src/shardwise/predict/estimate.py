@@ -1,0 +1,93 @@
+"""`estimate`: model, layout, workload and cluster in, `StepReport` out, without torch and in milliseconds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shardwise.cluster import Cluster
+from shardwise.errors import LayoutError, UserError
+from shardwise.layout import Grid, Layout, UnitPlan, Workload, check, unit_plan
+from shardwise.layout.units import Backend
+from shardwise.model import ModelConfig
+from shardwise.predict.ledger import predict_ledger
+from shardwise.predict.memory import predict_bytes
+from shardwise.report.step_report import Bytes, Role, StepReport
+
+
+def estimate(model: ModelConfig, layout: Layout, workload: Workload, cluster: Cluster | None = None) -> StepReport:
+    """Predict one steady training step: bytes by class and ledger of every rank role, for rank 0's tensor-parallel slice,
+    whose shapes all ranks share. `time` is None: nothing prices it yet.
+
+    cluster: where it would run; None means local processes on the CPU, over gloo. What a layout asks for that is not
+    priced yet is said in the report's `notes`. Raises `LayoutError` when the layout does not suit the model, the
+    workload or the number of devices, and `UserError` for a workload without sequences.
+    """
+    if not workload.batch:
+        raise UserError("estimate needs a training workload: give a sequence length and a batch (--seq and --batch)")
+    check(layout, model, workload, cluster.devices if cluster else None)
+    _refuse_unpriced(layout, model)
+    backend: Backend = "nccl" if cluster and cluster.device.kind == "cuda" else "gloo"
+    roles = [_role(model, layout, workload, backend, stage) for stage in range(layout.pp)]
+    return StepReport(
+        source="predicted",
+        model=model.to_json(),
+        layout=str(layout),
+        workload=workload.to_json(),
+        cluster=str(cluster) if cluster else f"{layout.ranks}xCPU",
+        roles=tuple(roles),
+        notes=tuple(_notes(model, layout, backend)),
+    )
+
+
+def _role(model: ModelConfig, layout: Layout, workload: Workload, backend: Backend, stage: int) -> Role:
+    grid = Grid.of(layout, model)
+    first = grid.rank(pp=stage, dp=0, cp=0, tp=0)
+    ranks = sorted(grid.group("dp_cp_tp", first))
+    plan = unit_plan(model, layout, workload, rank=first, backend=backend)
+    name = "all" if layout.pp == 1 else f"stage {stage}"
+    return Role(name, tuple(ranks), _on_device(plan, stage), predict_ledger(plan))
+
+
+def _on_device(plan: UnitPlan, stage: int) -> Bytes:
+    layout, held = plan.layout, predict_bytes(plan)
+    if layout.pp > 1:
+        flying = {"naive": 1, "gpipe": plan.micro_batches, "1f1b": min(plan.micro_batches, layout.pp - stage)}
+        held = replace(held, saved=held.saved * flying[layout.schedule])
+    return held if layout.offload == "none" else replace(held, optimizer=0)
+
+
+def _refuse_unpriced(layout: Layout, model: ModelConfig) -> None:
+    if reason := model.why_not_runnable():
+        raise UserError(f"{model.name} cannot be estimated yet: {reason}")
+    if layout.pp > 1 and (layout.virtual > 1 or layout.schedule not in ("naive", "gpipe", "1f1b")):
+        raise LayoutError(
+            f"estimate does not price schedule={layout.schedule}, virtual={layout.virtual} yet; naive, gpipe and 1f1b it does"
+        )
+
+
+def _notes(model: ModelConfig, layout: Layout, backend: Backend) -> list[str]:
+    """What the figures assume or leave out, a sentence each."""
+    notes = []
+    if backend == "nccl":
+        notes.append("saved activations are those of the eager CPU path; CUDA kernels may save a little differently")
+    if layout.pp > 1:
+        notes.append(
+            "pipeline: the sends between stages are not in the ledger; activations are times the micro-batches in flight"
+        )
+    if layout.cp > 1:
+        notes.append(f"context parallel: the exchange of keys and values ({layout.cpkind}) is not in the ledger")
+    if layout.offload != "none":
+        notes.append(
+            f"offload={layout.offload}: optimizer state is left out of the device; its traffic is not in the ledger"
+        )
+    if layout.hpz:
+        notes.append(f"hpz={layout.hpz}: the secondary copy of the parameters is not counted")
+    if layout.compile != "off":
+        notes.append("compile=block: saved activations are those of eager blocks; the compiler may keep fewer")
+    if layout.recompute == "selective" and layout.attention == "sdpa":
+        notes.append("recompute=selective under attention=sdpa frees only the log-sum-exp of the fused kernel")
+    if layout.grads == "bf16" and layout.precision == "bf16":
+        notes.append("grads=bf16 holds with one micro-batch a step; more are summed in fp32, and counted so")
+    if layout.ep > 1 or layout.etp > 1:
+        notes.append("expert parallel is not priced: this model has no experts")
+    return notes

@@ -1,0 +1,75 @@
+"""Bytes that a rank holds in one training step, by class, in closed form; and the peak.
+
+Parameters, gradients, optimizer state, communication buffers and saved activations are exact (a test holds each to a
+measured step). The peak adds what is transient at the worst moment; it is held to 5%.
+"""
+
+from __future__ import annotations
+
+from shardwise.layout.units import UnitPlan
+from shardwise.predict.activations import saved_bytes
+from shardwise.predict.peak import peak_beyond_held
+from shardwise.report.step_report import DTYPE_BYTES, Bytes
+
+OPTIMIZER_BYTES = {"bf16": 12, "fp32": 8, "fp64": 16}
+"""AdamW's bytes an element: two moments, and for bf16 weights an fp32 master."""
+
+
+def predict_bytes(plan: UnitPlan) -> Bytes:
+    """Bytes by class of `plan`'s rank; the classes add up to the peak."""
+    saved = saved_bytes(plan)
+    return Bytes(
+        parameters=parameter_bytes(plan),
+        gradients=gradient_bytes(plan),
+        optimizer=optimizer_bytes(plan),
+        saved=saved,
+        comm=comm_bytes(plan),
+        other=max(0, peak_beyond_held(plan) - saved),
+    )
+
+
+def parameter_bytes(plan: UnitPlan) -> int:
+    """Weights in compute precision: whole, or one interval of each unit at stage 3."""
+    sharded = plan.layout.stage == 3
+    elements = sum(unit.shard_numel if sharded else unit.padded for unit in plan.units)
+    return elements * DTYPE_BYTES[plan.layout.dtype]
+
+
+def gradient_bytes(plan: UnitPlan) -> int:
+    """Gradient accumulators: whole, or one interval of each unit from stage 2 on."""
+    sharded = plan.layout.stage >= 2
+    elements = sum(unit.shard_numel if sharded else unit.padded for unit in plan.units)
+    return elements * DTYPE_BYTES[plan.grad_dtype]
+
+
+def optimizer_bytes(plan: UnitPlan) -> int:
+    """Moments and master weights of the interval that this rank updates."""
+    return sum(unit.shard_numel for unit in plan.units) * OPTIMIZER_BYTES[plan.layout.precision]
+
+
+def comm_bytes(plan: UnitPlan) -> int:
+    """The engine's slots for gathered weights and for gradients on their way, and the scratch of reduce-scatters."""
+    copies = (plan.layout.stage == 3) + plan.stages_gradients
+    slots = copies * sum(plan.slots.values()) * DTYPE_BYTES[plan.layout.dtype]
+    return slots + plan.scratch * DTYPE_BYTES[plan.wire_dtype]
+
+
+def zero_table(params: float, ranks: list[int], gradient_bytes: int = 2) -> dict[int, dict[int, float]]:
+    """Bytes a GPU of mixed-precision AdamW training states at ZeRO stage 0 to 3, activations aside.
+
+    stage -> number of GPUs -> bytes, with 2 bytes a weight, `gradient_bytes` a gradient and 12 of optimizer state
+    (Rajbhandari et al. 2020, figure 1): 16P; 4P + 12P/N; 2P + 14P/N; 16P/N.
+    """
+    weight, grad, optimizer = 2, gradient_bytes, OPTIMIZER_BYTES["bf16"]
+    table: dict[int, dict[int, float]] = {}
+    for stage in range(4):
+        table[stage] = {
+            n: params
+            * (
+                weight / (n if stage >= 3 else 1)
+                + grad / (n if stage >= 2 else 1)
+                + optimizer / (n if stage >= 1 else 1)
+            )
+            for n in ranks
+        }
+    return table

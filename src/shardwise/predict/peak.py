@@ -1,0 +1,126 @@
+"""The most bytes alive beyond parameters, gradients, optimizer state and communication buffers.
+
+Walks the moments of a micro-batch at which something large is transient, and takes the largest: the loss, the head's
+backward, the backward of each block (after its recomputation where there is one), the embedding's backward, the
+optimizer. What each moment holds follows from the order in which autograd makes and frees tensors in the decoder.
+"""
+
+from __future__ import annotations
+
+from shardwise.layout.units import UnitPlan
+from shardwise.predict.activations import Sizes, block_items, mask_bytes, saved_bytes, saved_items, saved_mask
+
+LOSS_CHUNK = 1 << 20
+"""Elements that the loss works on at a time (`runtime/loss.py`)."""
+
+DROPOUT_CHUNK = 1 << 15
+"""Elements whose dropout mask is drawn at a time (`decoder/modules.py`)."""
+
+
+def peak_beyond_held(plan: UnitPlan) -> int:
+    """Saved activations, inputs and transients at the worst moment of a step, in bytes."""
+    s = Sizes.of(plan)
+    saved = saved_bytes(plan)
+    moments = [
+        saved + _loss(s),
+        saved + _head_backward(plan, s),
+        *_block_backwards(plan, s),
+        _embedding_backward(plan, s),
+        _optimizer(plan),
+    ]
+    return max(moments) + inputs(plan, s)
+
+
+def inputs(plan: UnitPlan, s: Sizes) -> int:
+    """What the batch brings, beyond the tensors counted as saved: int64 vectors of every micro-batch of the step, and
+    what the blocks of the current one share (rotary tables, masks)."""
+    model, seen = plan.model, plan.tokens * 8
+    vectors = seen * (3 if model.positions == "rope" else 2)  # ids, targets, positions
+    if model.dropout or model.attention_dropout:
+        vectors += s.stream * 8 if plan.layout.sp else seen
+        vectors += seen if plan.layout.sp and model.attention_dropout else 0
+    if model.positions == "learned":
+        vectors += s.stream * 8
+    if plan.workload.isolate_documents:
+        vectors += seen
+    saved = seen * (1 if plan.layout.tp > 1 else 2) + (s.stream * 8 if model.positions == "learned" else 0)
+    rotated = int(model.head_dim * model.rotary_fraction) if model.positions == "rope" else 0
+    shared = s.tokens * rotated * s.element + mask_bytes(plan, s) - saved_mask(plan, s)
+    if plan.layout.attention == "math" and not plan.workload.isolate_documents:
+        shared += s.seq * s.seq * s.element
+    return vectors * plan.micro_batches - saved + shared
+
+
+def _loss(s: Sizes) -> int:
+    rows = max(1, min(s.tokens, LOSS_CHUNK // s.vocab))
+    return rows * s.vocab * max(4, s.element)
+
+
+def _head_backward(plan: UnitPlan, s: Sizes) -> int:
+    """Gradient of the head's input, and of its weight before it is added up; under sp its reduction comes first."""
+    full = s.tokens * s.hidden * s.element
+    if plan.layout.sp:
+        return _scatter(plan, s)
+    return full + s.vocab * s.hidden * s.element
+
+
+def _scatter(plan: UnitPlan, s: Sizes) -> int:
+    """A reduce-scatter of activations on gloo: partial sums, the same in pieces, the peers' pieces; sum and result."""
+    full = s.tokens * s.hidden * s.element
+    pieces = 1 if plan.layout.micro == 1 else 2
+    return (pieces + 1) * full + s.stream * s.hidden * (s.element + max(4, s.element))
+
+
+def _dropout(plan: UnitPlan, elements: int) -> int:
+    """The hash of a chunk of a mask: counters and three copies of 8 bytes each."""
+    return 4 * 8 * min(elements, DROPOUT_CHUNK)
+
+
+def _block_backwards(plan: UnitPlan, s: Sizes) -> list[int]:
+    blocks = [part for part in plan.parts if part.startswith("blocks.")]
+    if not blocks:
+        return []
+    before = sum(sum(saved_items(plan, s, part).values()) for part in plan.parts if part != "head")
+    before += saved_mask(plan, s)
+    own = sum(block_items(plan, s).values())
+    stream = s.stream * s.hidden * s.element
+    recomputed = 0
+    if plan.layout.recompute in ("full", "input"):
+        recomputed = own - stream + 2 * stream  # its input is saved already; its output and that output's gradient
+        if plan.layout.recompute == "input" and len(blocks) > 1:
+            recomputed += stream  # the recomputed input of the last block
+    return [before + recomputed + stream + transient for transient in (_mlp_backward(plan, s), _core_backward(plan, s))]
+
+
+def _mlp_backward(plan: UnitPlan, s: Sizes) -> int:
+    inner = s.tokens * s.ffn * s.element
+    weight = s.ffn * s.hidden * s.element
+    full = s.tokens * s.hidden * s.element if plan.layout.sp else 0
+    branches = 2 * inner if plan.model.gated else inner
+    backward = max(branches, inner + weight) + full
+    if plan.model.dropout:
+        backward = max(backward, s.stream * s.hidden * s.element + _dropout(plan, s.stream * s.hidden))
+    return max(backward, _scatter(plan, s)) if plan.layout.sp else backward
+
+
+def _core_backward(plan: UnitPlan, s: Sizes) -> int:
+    """Explicit attention: the gradients of probabilities and scores, when the feed-forward's tensors are gone."""
+    if plan.layout.attention == "sdpa":
+        return 0
+    square = s.tokens * s.heads * s.seq * s.element
+    names = ("gate", "up", "silu", "product") if plan.model.gated else ("up", "gelu")
+    freed = len(names) * s.tokens * s.ffn * s.element + 2 * s.stream * s.hidden * s.element
+    again = square if plan.layout.recompute == "selective" else 0
+    return 2 * square + again - freed
+
+
+def _embedding_backward(plan: UnitPlan, s: Sizes) -> int:
+    stream = s.tokens * s.hidden * s.element
+    return stream + s.vocab * s.hidden * s.element
+
+
+def _optimizer(plan: UnitPlan) -> int:
+    """bf16 gradients become fp32 one unit at a time."""
+    if plan.grad_dtype != "bfloat16":
+        return 0
+    return max(unit.shard_numel for unit in plan.units) * 4

@@ -1,0 +1,244 @@
+"""Two step reports against each other, rank by rank: every row of the ledger, every class of bytes.
+
+By convention `a` is the prediction and `b` what was observed; any two reports may be compared.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from shardwise.errors import UserError
+from shardwise.report.step_report import DTYPE_BYTES, Bytes, LedgerRow, Role, StepReport
+from shardwise.report.units import format_ranks
+
+EXACT_CLASSES = ("parameters", "gradients", "optimizer", "saved", "comm")
+"""The classes that a prediction must meet to the byte."""
+
+PEAK_TOLERANCE = 0.05
+"""How far the predicted peak may lie from the observed one, as a share of the observed one."""
+
+
+class LedgerKey(NamedTuple):
+    """What makes two ledger rows the same kind of collective: all of `LedgerRow` but the count."""
+
+    phase: str
+    op: str
+    axes: str
+    unit: str
+    dtype: str
+    elements: int
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of the full tensor of one call."""
+        return self.elements * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class RolePair:
+    """Ranks that have one role in `a` and one in `b`."""
+
+    role: str
+    ranks: tuple[int, ...]
+    a: Role
+    b: Role
+
+
+@dataclass(frozen=True)
+class ComparedRow:
+    """One kind of collective on the ranks of one role pair; a count is 0 on the side that lacks it."""
+
+    role: str
+    key: LedgerKey
+    count_a: int
+    count_b: int
+
+    @property
+    def equal(self) -> bool:
+        return self.count_a == self.count_b
+
+    def to_json(self) -> dict[str, Any]:
+        counts = {"count_a": self.count_a, "count_b": self.count_b, "equal": self.equal}
+        return {"role": self.role, **self.key._asdict(), **counts}
+
+
+@dataclass(frozen=True)
+class ComparedBytes:
+    """Bytes of one class, or of their sum ("peak"), on each rank of one role pair."""
+
+    role: str
+    byte_class: str
+    a: int
+    b: int
+
+    @property
+    def equal(self) -> bool:
+        return self.a == self.b
+
+    @property
+    def relative(self) -> float:
+        """(a - b) / b; infinite when only b is zero."""
+        if self.a == self.b:
+            return 0.0
+        return (self.a - self.b) / self.b if self.b else math.inf
+
+    @property
+    def accepted(self) -> bool | None:
+        """Whether the row meets its rule: exact classes to the byte, the peak within 5%. None: the rest has no rule."""
+        if self.byte_class in EXACT_CLASSES:
+            return self.equal
+        return abs(self.relative) <= PEAK_TOLERANCE if self.byte_class == "peak" else None
+
+    def to_json(self) -> dict[str, Any]:
+        relative = self.relative if math.isfinite(self.relative) else None
+        return {"role": self.role, "class": self.byte_class, "a": self.a, "b": self.b, "equal": self.equal} | {
+            "relative": relative
+        }
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The outcome of `compare`.
+
+    pairs: the ranks that both reports know, split as finely as either report splits them. rows: ledger rows of each
+    pair, in `a`'s order. bytes: the six classes and the peak of each pair. ranks_only_a, ranks_only_b: ranks that
+    one report lacks. differences: in which settings (model, layout, workload, cluster) the reports differ, a text each.
+    """
+
+    a: StepReport
+    b: StepReport
+    pairs: tuple[RolePair, ...]
+    rows: tuple[ComparedRow, ...]
+    bytes: tuple[ComparedBytes, ...]
+    ranks_only_a: tuple[int, ...]
+    ranks_only_b: tuple[int, ...]
+    differences: tuple[str, ...]
+
+    @property
+    def same_ranks(self) -> bool:
+        """Both reports know the same ranks, and at least one."""
+        return bool(self.pairs) and not self.ranks_only_a and not self.ranks_only_b
+
+    @property
+    def equal_ledger(self) -> bool:
+        """Every row of every rank has the same count on both sides."""
+        return self.same_ranks and all(row.equal for row in self.rows)
+
+    @property
+    def exact_classes_equal(self) -> bool:
+        """Every rank holds the same bytes in every class of `EXACT_CLASSES`."""
+        return self.same_ranks and all(row.equal for row in self.bytes if row.byte_class in EXACT_CLASSES)
+
+    @property
+    def peak_error(self) -> float:
+        """The largest |a - b| / b of any rank's peak; infinite when the reports share no rank."""
+        return max((abs(row.relative) for row in self.bytes if row.byte_class == "peak"), default=math.inf)
+
+    @property
+    def labels(self) -> tuple[str, str]:
+        """Names of the two sides for column heads: their sources, with A and B where these are the same."""
+        if self.a.source != self.b.source:
+            return self.a.source, self.b.source
+        return f"A ({self.a.source})", f"B ({self.b.source})"
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dictionary; an infinite relative difference is null."""
+        pairs = [{"role": p.role, "ranks": list(p.ranks), "role_a": p.a.role, "role_b": p.b.role} for p in self.pairs]
+        return {
+            "a": _heading(self.a),
+            "b": _heading(self.b),
+            "equal_ledger": self.equal_ledger,
+            "exact_classes_equal": self.exact_classes_equal,
+            "peak_error": self.peak_error if math.isfinite(self.peak_error) else None,
+            "differences": list(self.differences),
+            "ranks_only_a": list(self.ranks_only_a),
+            "ranks_only_b": list(self.ranks_only_b),
+            "roles": pairs,
+            "rows": [row.to_json() for row in self.rows],
+            "bytes": [row.to_json() for row in self.bytes],
+        }
+
+
+def compare(a: StepReport, b: StepReport) -> Comparison:
+    """Compare two reports. Raises `UserError` when one of them gives a rank to two roles."""
+    roles_a, roles_b = _role_of_rank(a), _role_of_rank(b)
+    pairs = tuple(_pairs(roles_a, roles_b))
+    return Comparison(
+        a=a,
+        b=b,
+        pairs=pairs,
+        rows=tuple(row for pair in pairs for row in _ledger_rows(pair)),
+        bytes=tuple(row for pair in pairs for row in _byte_rows(pair)),
+        ranks_only_a=tuple(sorted(roles_a.keys() - roles_b.keys())),
+        ranks_only_b=tuple(sorted(roles_b.keys() - roles_a.keys())),
+        differences=tuple(_differences(a, b)),
+    )
+
+
+def _role_of_rank(report: StepReport) -> dict[int, Role]:
+    roles = {rank: role for role in report.roles for rank in role.ranks}
+    if len(roles) != sum(len(role.ranks) for role in report.roles):
+        raise UserError(f"damaged StepReport ({report.source}): a rank belongs to more than one role")
+    return roles
+
+
+def _pairs(roles_a: dict[int, Role], roles_b: dict[int, Role]) -> Iterator[RolePair]:
+    """One pass over the ranks; what follows costs one step a pair, however many ranks share it."""
+    ranks_of: dict[tuple[int, int], list[int]] = {}
+    for rank in sorted(roles_a.keys() & roles_b.keys()):
+        ranks_of.setdefault((id(roles_a[rank]), id(roles_b[rank])), []).append(rank)
+    taken: set[str] = set()
+    for ranks in map(tuple, ranks_of.values()):
+        a, b = roles_a[ranks[0]], roles_b[ranks[0]]
+        names = [role.role for role in (a, b) if len(role.ranks) == len(ranks) and role.role not in taken]
+        name = names[0] if names else format_ranks(ranks)
+        taken.add(name)
+        yield RolePair(name, ranks, a, b)
+
+
+def _ledger_rows(pair: RolePair) -> Iterator[ComparedRow]:
+    a, b = _counts(pair.a.ledger), _counts(pair.b.ledger)
+    for key in a | b:
+        yield ComparedRow(pair.role, key, a.get(key, 0), b.get(key, 0))
+
+
+def _counts(ledger: tuple[LedgerRow, ...]) -> dict[LedgerKey, int]:
+    counts: dict[LedgerKey, int] = {}
+    for row in ledger:
+        key = LedgerKey(row.phase, row.op, row.axes, row.unit, row.dtype, row.elements)
+        counts[key] = counts.get(key, 0) + row.count
+    return counts
+
+
+def _byte_rows(pair: RolePair) -> Iterator[ComparedBytes]:
+    a, b = asdict(pair.a.bytes), asdict(pair.b.bytes)
+    for name in Bytes.__dataclass_fields__:
+        yield ComparedBytes(pair.role, name, a[name], b[name])
+    yield ComparedBytes(pair.role, "peak", pair.a.peak_bytes, pair.b.peak_bytes)
+
+
+def _heading(report: StepReport) -> dict[str, Any]:
+    return {
+        "source": report.source,
+        "model": report.model,
+        "layout": report.layout,
+        "workload": report.workload,
+        "cluster": report.cluster,
+        "time": report.time,
+    }
+
+
+def _differences(a: StepReport, b: StepReport) -> Iterator[str]:
+    for name in ("model", "layout", "workload", "cluster"):
+        # A report read from a file has lists where one built in memory may have tuples: compare their JSON.
+        x, y = (json.loads(json.dumps(getattr(report, name), default=str)) for report in (a, b))
+        if isinstance(x, dict) and isinstance(y, dict):
+            changed = [k for k in x | y if x.get(k) != y.get(k)]
+            if changed:
+                yield f"{name}: " + ", ".join(f"{k} {x.get(k)!r} / {y.get(k)!r}" for k in changed)
+        elif x != y:
+            yield f"{name}: {x or 'none'} / {y or 'none'}"

@@ -1,0 +1,283 @@
+"""SVG building blocks: stacked bars with their legend and scale, and a standalone picture of memory by class.
+
+Inside a page the figures stretch with their container while their text keeps its size: positions along x are
+percentages. Classes and colours come from `palette.py`; a page that embeds a figure brings `figure_css()` and
+`hatches()` once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardwise.report.page.markup import Markup, element, number
+from shardwise.report.page.palette import BYTE_CLASSES, KINDS, figure_css
+from shardwise.report.step_report import Bytes
+from shardwise.report.units import format_bytes
+
+ROW, BAR_TOP, BAR_HEIGHT = 38, 7, 24
+"""Height of a bar's row, and where the bar lies in it, in pixels."""
+
+CUT = 4.0
+"""Bars are cut, visibly, at this multiple of a capacity, so that what fits remains readable beside what does not."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A part of a bar. kind: a key of `palette.KINDS`. value: its length in the chart's unit."""
+
+    kind: str
+    value: float
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One stacked bar: its name, a second line of smaller text, its segments from left to right."""
+
+    label: str
+    detail: str
+    segments: tuple[Segment, ...]
+
+    @property
+    def total(self) -> float:
+        return sum(segment.value for segment in self.segments)
+
+
+def memory_bar(label: str, detail: str, held: Bytes) -> Bar:
+    """A bar of the six classes of bytes."""
+    return Bar(label, detail, tuple(Segment(name, getattr(held, name)) for name in BYTE_CLASSES))
+
+
+def ticks(limit: float, unit: float = 1.0, about: int = 5) -> list[float]:
+    """Round positions from 0 to `limit`: 1, 2 or 5 times a power of ten, counted in `unit`s."""
+    if limit <= 0:
+        return [0.0]
+    rough = limit / unit / about
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = unit * power * next(m for m in (1, 2, 5, 10) if m * power >= rough * 0.999)
+    return [step * i for i in range(int(limit / step * 1.000001) + 1)]
+
+
+def byte_ticks(limit: float, binary: bool = False) -> list[float]:
+    """`ticks` at round numbers of kB, MB, GB, ... or of KiB, MiB, GiB, ..."""
+    base = 1024.0 if binary else 1000.0
+    return ticks(limit, base ** max(0, int(math.log(max(limit, 1), base))))
+
+
+def tick_label(text: str) -> str:
+    """A scale's label without zeros behind the point: "20.0 MB" is "20 MB"."""
+    head, _, unit = text.partition(" ")
+    return f"{head.rstrip('0').rstrip('.') if '.' in head else head} {unit}".rstrip()
+
+
+def hatches() -> Markup:
+    """The pattern definitions that bars refer to; once a document."""
+    patterns = [
+        element(
+            "pattern",
+            element("path", d=kind.hatch, class_="hatch"),
+            id=f"hatch-{name}",
+            width=8,
+            height=8,
+            patternUnits="userSpaceOnUse",
+        )
+        for name, kind in KINDS.items()
+        if kind.hatch
+    ]
+    return element("defs", *patterns)
+
+
+def swatch(kind: str) -> Markup:
+    """A legend's sample of one kind, 22 by 16 pixels."""
+    look = KINDS[kind]
+    if not look.letter:
+        line = element("line", x1=0, x2=22, y1=8, y2=8, class_=f"curve l-{kind}")
+        dot = element("circle", cx=11, cy=8, r=3.5, class_=f"dot k-{kind}") if look.dotted else None
+        return element("svg", line, dot, width=22, height=16, aria_hidden="true")
+    return element("svg", *_area(kind, "0", "22", 0, 16, "11"), width=22, height=16, aria_hidden="true")
+
+
+def legend(kinds: Mapping[str, str] | Sequence[str]) -> Markup:
+    """An HTML list of samples with their names; a mapping gives names of its own."""
+    names = kinds if isinstance(kinds, Mapping) else {kind: KINDS[kind].label for kind in kinds}
+    items = [element("li", swatch(kind), " ", name) for kind, name in names.items()]
+    return element("ul", *items, class_="legend")
+
+
+def bar_svg(
+    bar: Bar, limit: float, describe: Callable[[float], str], marks: Sequence[float], capacity: float | None = None
+) -> Markup:
+    """One stretching bar on a scale from 0 to `limit`, over grid lines at `marks` and a dashed line at `capacity`."""
+    parts: list[Markup] = [_rule(mark / limit, "gridline") for mark in marks]
+    parts += _segments(bar, limit, describe)
+    if bar.total > limit:
+        parts.append(_torn_edge())
+    if capacity is not None and capacity <= limit:
+        parts += [_rule(capacity / limit, kind) for kind in ("under", "limit")]
+    label = f"{bar.label} {bar.detail}: {describe(bar.total)}"
+    return element("svg", *parts, class_="bar", width="100%", height=ROW, role="img", aria_label=label)
+
+
+def axis_svg(limit: float, describe: Callable[[float], str], marks: Sequence[float]) -> Markup:
+    """The stretching scale below the bars. Every second label gives way on narrow screens."""
+    labels = []
+    for i, mark in enumerate(marks):
+        share = mark / limit
+        anchor = "start" if share < 0.02 else "end" if share > 0.96 else "middle"
+        name = "muted sparse" if i % 2 else "muted"
+        labels.append(
+            element("text", tick_label(describe(mark)), x=percent(share), y=13, text_anchor=anchor, class_=name)
+        )
+    return element("svg", *labels, class_="axis", width="100%", height=18, aria_hidden="true")
+
+
+def memory_svg(
+    groups: Sequence[Sequence[Bar]], title: str, capacity: tuple[str, float] | None = None, binary: bool = False
+) -> str:
+    """A standalone SVG file: horizontal bars of memory by class, groups apart, with an optional named capacity line.
+
+    It brings its own background and follows the viewer's colour scheme, so it can stand on a light or dark page.
+    Bars far beyond the capacity are cut at `CUT` times it, with a torn edge; their totals are always written out.
+    """
+    bars = [bar for group in groups for bar in group]
+    limit = scale(bars, capacity[1] if capacity else None)
+    box = _Plot(left=150, top=98, width=610, height=ROW * len(bars) + _GAP * (len(groups) - 1))
+    parts = [element("text", title, x=24, y=34, class_="ink title"), *_legend_row(bars, 24, 52)]
+    parts += _scale_lines(box, limit, binary)
+    y = box.top
+    for group in groups:
+        for bar in group:
+            parts += _labelled_bar(bar, limit, binary, box, y)
+            y += ROW
+        y += _GAP
+    if capacity and capacity[1] <= limit:
+        parts += _capacity_line(box, capacity[0], capacity[1] / limit)
+    width, height = 880, box.top + box.height + 34
+    style = element("style", Markup(figure_css() + ".title{font-size:17px;font-weight:650}.small{font-size:11px}"))
+    background = element("rect", x=0.5, y=0.5, width=width - 1, height=height - 1, rx=10, class_="surface")
+    totals = "; ".join(f"{bar.label} {bar.detail}: {format_bytes(bar.total, binary)}" for bar in bars)
+    return element(
+        "svg",
+        style,
+        hatches(),
+        background,
+        *parts,
+        xmlns="http://www.w3.org/2000/svg",
+        viewBox=f"0 0 {width} {height}",
+        width=width,
+        height=height,
+        role="img",
+        aria_label=f"{title}. {totals}",
+    )
+
+
+def scale(bars: Sequence[Bar], capacity: float | None) -> float:
+    """The right end of a chart's scale: the longest bar, or `CUT` capacities when a bar is longer than that."""
+    longest = max((bar.total for bar in bars), default=0.0)
+    if capacity is None:
+        return longest * 1.02 or 1.0
+    return min(max(longest, capacity) * 1.02, CUT * capacity) or 1.0
+
+
+def percent(share: float) -> str:
+    """An SVG length: 0.25 is 25%."""
+    return number(100.0 * share) + "%"
+
+
+def _rule(share: float, kind: str) -> Markup:
+    return element("line", x1=percent(share), x2=percent(share), y1=0, y2="100%", class_=kind)
+
+
+def _area(kind: str, x: str, width: str, y: float, height: float, letter_at: str | None) -> Iterator[Markup]:
+    """A coloured, hatched rectangle, with its letter where there is room."""
+    box = {"x": x, "width": width, "y": y, "height": height}
+    yield element("rect", **box, class_=f"seg k-{kind}")
+    if KINDS[kind].hatch:
+        yield element("rect", **box, fill=f"url(#hatch-{kind})")
+    if letter_at is not None:
+        yield element(
+            "text",
+            KINDS[kind].letter,
+            x=letter_at,
+            y=y + height / 2 + 4,
+            text_anchor="middle",
+            class_=f"letter on-{kind}",
+        )
+
+
+def _segments(bar: Bar, limit: float, describe: Callable[[float], str]) -> list[Markup]:
+    parts, at = [], 0.0
+    for segment in bar.segments:
+        share = min(segment.value / limit, 1.0 - at)
+        if share <= 0:
+            continue
+        letter = percent(at + share / 2) if share > 0.05 else None
+        text = element("title", f"{KINDS[segment.kind].label}: {describe(segment.value)}")
+        parts.append(element("g", text, *_area(segment.kind, percent(at), percent(share), BAR_TOP, BAR_HEIGHT, letter)))
+        at += share
+    return parts
+
+
+def _torn_edge() -> Markup:
+    """A zigzag at the right end: the bar goes on."""
+    edge = element("path", d="M-8,5 l6,5 l-6,5 l6,5 l-6,5 l6,5 l-3,3 H8 V5 Z", class_="torn")
+    return element("svg", edge, x="100%", overflow="visible")
+
+
+def used_kinds(bars: Sequence[Bar]) -> list[str]:
+    """The kinds that some bar shows, in the palette's order."""
+    used = {segment.kind for bar in bars for segment in bar.segments if segment.value > 0}
+    return [kind for kind in KINDS if kind in used]
+
+
+_GAP = 16
+
+
+@dataclass(frozen=True)
+class _Plot:
+    """Where the bars of a standalone picture lie, in pixels."""
+
+    left: float
+    top: float
+    width: float
+    height: float
+
+
+def _legend_row(bars: Sequence[Bar], x: float, y: float) -> Iterator[Markup]:
+    for kind in used_kinds(bars):
+        label = KINDS[kind].label
+        yield element("svg", *_area(kind, "0", "22", 0, 16, "11"), x=x, y=y, width=22, height=16)
+        yield element("text", label, x=x + 28, y=y + 12, class_="muted")
+        x += 28 + 7.2 * len(label) + 18
+
+
+def _scale_lines(box: _Plot, limit: float, binary: bool) -> Iterator[Markup]:
+    bottom = box.top + box.height
+    for mark in byte_ticks(limit, binary):
+        x = box.left + box.width * mark / limit
+        yield element("line", x1=x, x2=x, y1=box.top - 8, y2=bottom, class_="gridline")
+        text = tick_label(format_bytes(mark, binary))
+        yield element("text", text, x=x, y=bottom + 16, text_anchor="middle", class_="muted")
+
+
+def _capacity_line(box: _Plot, name: str, share: float) -> Iterator[Markup]:
+    x = box.left + box.width * share
+    for kind in ("under", "limit"):
+        yield element("line", x1=x, x2=x, y1=box.top - 8, y2=box.top + box.height, class_=kind)
+    yield element("text", name, x=x + 6, y=box.top - 11, class_="bad")
+
+
+def _labelled_bar(bar: Bar, limit: float, binary: bool, box: _Plot, y: float) -> Iterator[Markup]:
+    def describe(value: float) -> str:
+        return format_bytes(value, binary)
+
+    x = box.left - 12
+    yield element("text", bar.label, x=x, y=y + (16 if bar.detail else 23), text_anchor="end", class_="ink")
+    if bar.detail:
+        yield element("text", bar.detail, x=x, y=y + 30, text_anchor="end", class_="muted small")
+    cut = bar.total > limit
+    inside = [*_segments(bar, limit, describe), _torn_edge() if cut else None]
+    yield element("svg", *inside, x=box.left, y=y, width=box.width, height=ROW, overflow="visible")
+    end = box.left + box.width * min(bar.total / limit, 1.0)
+    yield element("text", describe(bar.total), x=end + (12 if cut else 8), y=y + 23, class_="ink")

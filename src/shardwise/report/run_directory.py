@@ -1,0 +1,207 @@
+"""What a run leaves on disk, and how it is read back.
+
+    <run>/run.json            configuration, layout, workload, status
+    <run>/events.jsonl        one JSON object a line, only ever appended to
+    <run>/reports/*.json      step reports
+    <run>/checkpoints/step-N  written by the checkpoint code
+
+One process writes a run; any number may read it meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from shardwise.errors import UserError
+from shardwise.report.strict_json import strict
+
+_STEP = re.compile(r"step-(\d+)", re.ASCII)
+
+
+class RunDirectory:
+    """A run on disk. Make one with `create` or `open`; close it, or use it in a `with` block, after appending."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._events: BinaryIO | None = None
+
+    @classmethod
+    def create(cls, path: Path | str, run: Mapping[str, Any], resume: bool = False) -> RunDirectory:
+        """Start a run with the contents of its run.json; missing parents are made.
+
+        resume: continue a run that is there already, keeping its run.json but for the fields that `run` gives.
+        Raises `UserError` when `path` holds anything and `resume` is off, and when it cannot be written.
+        """
+        path = Path(path)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            here = cls(path)
+            if any(path.iterdir()):
+                if not here._file.exists():
+                    raise UserError(f"{path} is not empty and holds no run: choose another --out")
+                if not resume:
+                    raise UserError(
+                        f"{path} already holds a run; nothing was overwritten: choose another --out, or pass --resume"
+                    )
+                here.update(**run)
+            else:
+                here._write(dict(run))
+            here.reports.mkdir(exist_ok=True)
+            here.checkpoints.mkdir(exist_ok=True)
+        except OSError as error:
+            reason = (
+                "it is not a directory" if isinstance(error, (FileExistsError, NotADirectoryError)) else error.strerror
+            )
+            raise UserError(f"cannot make run directory {path}: {reason}; choose another --out") from None
+        return here
+
+    @classmethod
+    def open(cls, path: Path | str) -> RunDirectory:
+        """A run that exists. Raises `UserError` when `path` holds none."""
+        here = cls(Path(path))
+        if not here._file.is_file():
+            raise UserError(f"{path} holds no run: it has no run.json")
+        return here
+
+    @property
+    def run(self) -> dict[str, Any]:
+        """The contents of run.json. Raises `UserError` when it is damaged."""
+        try:
+            data = json.loads(self._file.read_bytes())
+        except OSError as error:
+            raise UserError(f"cannot read {self._file}: {error.strerror}") from None
+        except ValueError:
+            data = None
+        if not isinstance(data, dict):
+            raise UserError(f"{self._file} is damaged: it is not a JSON object")
+        return data
+
+    def update(self, **fields: Any) -> None:
+        """Replace fields of run.json (`status="finished"`), whole or not at all."""
+        try:
+            self._write(self.run | fields)
+        except OSError as error:
+            raise UserError(f"cannot write {self._file}: {error.strerror}") from None
+
+    @property
+    def reports(self) -> Path:
+        """The directory of the run's step reports."""
+        return self.path / "reports"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The directory of the run's checkpoints."""
+        return self.path / "checkpoints"
+
+    def report(self, name: str) -> Path:
+        """Where the report of this name ("predicted", "measured") lies."""
+        return self.reports / f"{name}.json"
+
+    def checkpoint(self, step: int) -> Path:
+        """Where the checkpoint of this step lies, or will lie."""
+        return self.checkpoints / f"step-{step}"
+
+    def checkpoint_steps(self) -> list[int]:
+        """Steps that have a checkpoint directory, ascending; whether each is complete, its manifest says."""
+        found = self.checkpoints.iterdir() if self.checkpoints.is_dir() else ()
+        return sorted(int(match[1]) for path in found if (match := _STEP.fullmatch(path.name)) and path.is_dir())
+
+    @property
+    def events_path(self) -> Path:
+        return self.path / "events.jsonl"
+
+    def append(self, event: Mapping[str, Any]) -> None:
+        """Append one event and hand it to the operating system. JSON has no NaN: it is written as the text "NaN",
+        and infinities as "Infinity" and "-Infinity", which `float` reads back."""
+        line = json.dumps(strict(dict(event)), allow_nan=False, separators=(",", ":")) + "\n"
+        try:
+            if self._events is None:
+                self._events = self._open_events()
+            self._events.write(line.encode())
+            self._events.flush()
+        except OSError as error:
+            raise UserError(f"cannot write {self.events_path}: {error.strerror}") from None
+
+    def events(self, after: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
+        """(cursor, event) of each whole event after a cursor; pass the last cursor to see only what came since.
+
+        A last line that is still being written, or was torn by a crash, is left out. Raises `UserError` when another
+        line is damaged, or the cursor lies beyond the file.
+        """
+        if not self.events_path.exists() and after == 0:
+            return
+        try:
+            with self.events_path.open("rb") as file:
+                if after > os.fstat(file.fileno()).st_size:
+                    raise UserError(f"{self.events_path} is shorter than the cursor {after}: read it from the start")
+                file.seek(after)
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        return
+                    after += len(line)
+                    yield after, self._event(line, after)
+        except OSError as error:
+            raise UserError(f"cannot read {self.events_path}: {error.strerror}") from None
+
+    def close(self) -> None:
+        if self._events is not None:
+            # What cannot be written now could not be written before: `append` said so.
+            with contextlib.suppress(OSError):
+                self._events.close()
+            self._events = None
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def _file(self) -> Path:
+        return self.path / "run.json"
+
+    def _write(self, data: dict[str, Any]) -> None:
+        partial = self.path / "run.json.partial"
+        with partial.open("w") as file:
+            file.write(json.dumps(strict(data), indent=1, allow_nan=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(self._file)
+
+    def _open_events(self) -> BinaryIO:
+        """The file at its end. A line torn by a crash is cut off first: it would damage the next one."""
+        file = self.events_path.open("ab+")
+        file.seek(0)
+        content = file.read()
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):
+            file.truncate(whole)
+        return file
+
+    def _event(self, line: bytes, end: int) -> dict[str, Any]:
+        try:
+            event = json.loads(line)
+        except ValueError:
+            event = None
+        if not isinstance(event, dict):
+            raise UserError(f"{self.events_path} is damaged: the line that ends at byte {end} is not a JSON object")
+        return event
+
+
+def next_free(base: Path | str) -> Path:
+    """The next unused directory of a series: runs/demo gives runs/demo-1, then runs/demo-2, above all that exist."""
+    base = Path(base)
+    pattern = re.compile(re.escape(base.name) + r"-(\d+)", re.ASCII)
+    try:
+        taken = [int(m[1]) for p in base.parent.iterdir() if (m := pattern.fullmatch(p.name))]
+    except FileNotFoundError:
+        taken = []
+    except OSError as error:
+        raise UserError(f"cannot list {base.parent}: {error.strerror}") from None
+    return base.with_name(f"{base.name}-{max(taken, default=0) + 1}")

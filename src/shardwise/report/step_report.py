@@ -1,0 +1,200 @@
+"""`StepReport`: what one training step holds and moves, on every rank role.
+
+Predictions, dry runs and real runs return the same object, so that any two of them can be compared row by row.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from shardwise.errors import UserError
+from shardwise.report.strict_json import strict
+from shardwise.report.units import format_ranks
+
+SCHEMA_VERSION = 1
+
+Source = Literal["predicted", "dry-run", "measured"]
+Phase = Literal["forward", "backward", "optimizer", "loss", "prefill", "decode"]
+
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "uint8": 1, "bool": 1}
+
+
+@dataclass(frozen=True, order=True)
+class LedgerRow:
+    """One kind of logical collective of one steady training step.
+
+    phase: the phase of the step that consumes the result. op: torch's name without `_tensor` (all_reduce,
+    all_gather_into, reduce_scatter, broadcast, ...). axes: the mesh axes it spans, joined by "_" (dp, shard,
+    replicate, tp, kv, shard_tp, ...). unit: the unit it serves (blocks.3) or the reason (loss, tokens, grad-norm).
+    dtype: torch's name without "torch.". elements: elements of the padded full tensor. count: how often per step.
+    """
+
+    phase: Phase
+    op: str
+    axes: str
+    unit: str
+    dtype: str
+    elements: int
+    count: int
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of the full tensor times count: the n of the cost formulas, not what crosses a wire."""
+        return self.elements * DTYPE_BYTES[self.dtype] * self.count
+
+
+@dataclass(frozen=True)
+class TransportRow:
+    """How a transport realised the ledger row with index `row`.
+
+    All figures are sums over the row's count in one step. time_s: from issue to completion, waiting for slower ranks
+    included; wait_s: how long the rank stood still for it.
+    bytes_sent and steps are None where the transport does not tell.
+    """
+
+    row: int
+    algorithm: str
+    bytes_sent: int | None
+    steps: int | None
+    time_s: float | None
+    wait_s: float | None
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Bytes that a rank holds, by class.
+
+    parameters: weights in compute precision. gradients: gradient accumulators. optimizer: master weights and moments.
+    saved: tensors saved for backward at the end of a micro-batch's forward pass, each storage once, parameters
+    excluded. comm: buffers of the engine that gathers and reductions pass through. other: the rest of the peak
+    (transient results, inputs, tables).
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    saved: int = 0
+    comm: int = 0
+    other: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer + self.saved + self.comm + self.other
+
+    def to_json(self) -> dict[str, int]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Role:
+    """Ranks whose bytes and ledger are equal. `peak_bytes` is the sum of the classes."""
+
+    role: str
+    ranks: tuple[int, ...]
+    bytes: Bytes
+    ledger: tuple[LedgerRow, ...]
+    transport: tuple[TransportRow, ...] = ()
+    timeline: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.bytes.total
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One steady training step (or one token of generation), on all ranks.
+
+    model, layout, workload, cluster: their texts or JSON descriptions. time: seconds of one step, None when nobody
+    priced or measured it. notes: what the figures leave out, a sentence each.
+    """
+
+    source: Source
+    model: dict[str, Any]
+    layout: str
+    workload: dict[str, Any]
+    cluster: str
+    roles: tuple[Role, ...]
+    time: float | None = None
+    notes: tuple[str, ...] = ()
+    schema_version: int = field(default=SCHEMA_VERSION)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dictionary, with `peak_bytes` written out for each role."""
+        data = asdict(self)
+        for role, out in zip(self.roles, data["roles"], strict=True):
+            out["peak_bytes"] = role.peak_bytes
+        return data
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> StepReport:
+        """The inverse of `to_json`. Raises `UserError` when the text is not a report of this schema version."""
+        if not isinstance(data, dict) or data.get("schema_version") != SCHEMA_VERSION:
+            version = data.get("schema_version") if isinstance(data, dict) else None
+            raise UserError(f"not a StepReport of schema version {SCHEMA_VERSION} (found {version!r})")
+        try:
+            fields = dict(data)
+            fields["roles"] = tuple(_role(r) for r in data["roles"])
+            fields["notes"] = tuple(data.get("notes", ()))
+            return cls(**fields)
+        except (KeyError, TypeError) as error:
+            raise UserError(f"damaged StepReport: {error}") from None
+
+    def write(self, path: Path) -> None:
+        """Write as JSON, whole or not at all. Raises `UserError` when the file cannot be written."""
+        text = json.dumps(strict(self.to_json()), indent=1, allow_nan=False) + "\n"
+        try:
+            partial = path.with_name(path.name + ".partial")
+            partial.write_text(text)
+            partial.replace(path)
+        except OSError as error:
+            raise UserError(f"cannot write report {path}: {error.strerror}") from None
+
+    @classmethod
+    def read(cls, path: Path) -> StepReport:
+        """Read a report file. Raises `UserError` naming the file when it is missing or damaged."""
+        try:
+            return cls.from_json(json.loads(path.read_text()))
+        except OSError as error:
+            raise UserError(f"cannot read report {path}: {error.strerror}") from None
+        except (UserError, json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise UserError(f"{path}: {error}") from None
+
+
+def _role(data: dict[str, Any]) -> Role:
+    return Role(
+        role=data["role"],
+        ranks=tuple(data["ranks"]),
+        bytes=Bytes(**data["bytes"]),
+        ledger=tuple(_ledger_row(row) for row in data["ledger"]),
+        transport=tuple(TransportRow(**row) for row in data.get("transport", ())),
+        timeline=tuple(data.get("timeline", ())),
+    )
+
+
+def _ledger_row(data: dict[str, Any]) -> LedgerRow:
+    row = LedgerRow(**data)
+    if row.dtype not in DTYPE_BYTES or not isinstance(row.elements, int) or not isinstance(row.count, int):
+        raise TypeError(f"ledger row {data}")
+    return row
+
+
+def merge_roles(per_rank: dict[int, Role]) -> tuple[Role, ...]:
+    """Join ranks with equal bytes and ledger into one role each, keeping the lowest rank's transport and timeline.
+
+    per_rank: rank -> its own role. The roles come out in the order of their lowest rank.
+    """
+    groups: dict[Any, list[int]] = {}
+    for rank in sorted(per_rank):
+        role = per_rank[rank]
+        groups.setdefault((role.bytes, role.ledger), []).append(rank)
+    merged = []
+    for ranks in groups.values():
+        first = per_rank[ranks[0]]
+        merged.append(replace(first, ranks=tuple(ranks)))
+    if len(merged) == 1:
+        return (replace(merged[0], role="all"),)
+    return tuple(replace(role, role=format_ranks(role.ranks)) for role in merged)

@@ -1,0 +1,248 @@
+"""What a terminal shows of a step report: `rich` renderables, built when they are asked for.
+
+Ledgers join identical blocks into one line. Byte figures are in GB = 1e9 bytes, or in GiB = 2**30 bytes with
+`binary=True`; the tables say which.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from shardwise.report.compare import PEAK_TOLERANCE, ComparedBytes, ComparedRow, Comparison
+from shardwise.report.grouping import compared_ledgers, group_compared, group_ledger, ledgers
+from shardwise.report.page.palette import BYTE_CLASSES
+from shardwise.report.step_report import Bytes, LedgerRow, Role, StepReport
+from shardwise.report.transport import transport_lines
+from shardwise.report.units import byte_note, format_bytes, format_ranks, format_role, format_share, format_time
+
+if TYPE_CHECKING:
+    from rich.console import Group, RenderableType
+    from rich.table import Table
+    from rich.text import Text
+
+ZeroTable = Mapping[int, Mapping[int, Bytes]]
+"""ZeRO stage -> number of GPUs -> what each GPU holds."""
+
+_BAR = 28
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
+
+
+def memory_table(report: StepReport, binary: bool = False, capacity: int | None = None) -> Table:
+    """Bytes by class of each role, with bars on one scale; `capacity` is the bytes of one device's memory."""
+    table = _table(f"memory per rank ({byte_note(binary)})")
+    _columns(table, ("role", "class"), ("bytes", "share"))
+    table.add_column("", min_width=_BAR)
+    longest = max((role.peak_bytes for role in report.roles), default=0)
+    for role in report.roles:
+        _add_role_memory(table, role, longest, binary, capacity)
+    return table
+
+
+def _add_role_memory(table: Table, role: Role, longest: int, binary: bool, capacity: int | None) -> None:
+    peak = role.peak_bytes
+    name = _text(format_role(role.role, role.ranks))
+    for field, kind in BYTE_CLASSES.items():
+        held = getattr(role.bytes, field)
+        share = format_share(held / peak) if peak else "0%"
+        table.add_row(name, kind.label, format_bytes(held, binary), share, _bar(held, longest, kind.light))
+        name = _text("")
+    if capacity is None:
+        table.add_row("", _text("peak", "bold"), _text(format_bytes(peak, binary), "bold"), "", "", end_section=True)
+        return
+    verdict = _text(
+        f"{format_share(peak / capacity)} of {format_bytes(capacity, binary)}",
+        "green" if peak <= capacity else "bold red",
+    )
+    mark = _mark(peak <= capacity, "fits", "does not fit")
+    table.add_row("", _text("peak", "bold"), _text(format_bytes(peak, binary), "bold"), mark, verdict, end_section=True)
+
+
+def ledger_table(report: StepReport, binary: bool = False) -> Group:
+    """The ledger of one step, one table for ranks that share it, identical blocks joined, with payload bytes."""
+    from rich.console import Group
+
+    return Group(*_apart([_ledger(ranks, rows, binary) for ranks, rows in ledgers(report)]))
+
+
+def _ledger(ranks: tuple[int, ...], rows: tuple[LedgerRow, ...], binary: bool) -> Table:
+    table = _table(f"ledger of one step, {format_ranks(ranks)}")
+    _columns(table, ("operation", "axes", "unit"), ("elements", "count", "payload"))
+    phase = ""
+    for group in group_ledger(rows):
+        row = group.rows[0]
+        phase = _head_line(table, phase, row.phase)
+        payload = sum(member.payload_bytes for member in group.rows)
+        cells = (f" {row.op}", row.axes, group.label, _size(row.elements, row.dtype), str(row.count))
+        table.add_row(*map(_text, cells), format_bytes(payload, binary))
+    calls, payload = sum(row.count for row in rows), sum(row.payload_bytes for row in rows)
+    table.add_row(_text("all", "bold"), "", "", "", str(calls), format_bytes(payload, binary))
+    return table
+
+
+def transport_table(report: StepReport, binary: bool = False) -> Group:
+    """Time and waiting of each kind of collective, one table for the lowest rank of each role that recorded any."""
+    from rich.console import Group
+
+    return Group(*_apart([_transport(role, binary) for role in report.roles if role.transport]))
+
+
+def _transport(role: Role, binary: bool) -> Table:
+    table = _table(f"communication of one step, rank {min(role.ranks)}")
+    _columns(table, ("operation", "axes", "unit"), ("calls", "payload", "time", "waited"))
+    phase = ""
+    for line in transport_lines(role):
+        phase = _head_line(table, phase, line.phase)
+        times = ("" if s is None else format_time(s) for s in (line.time_s, line.wait_s))
+        cells = (f" {line.op}", line.axes, line.label, str(line.calls), format_bytes(line.payload_bytes, binary))
+        table.add_row(*map(_text, (*cells, *times)))
+    return table
+
+
+def comparison_tables(comparison: Comparison, binary: bool = False) -> Group:
+    """Both reports side by side: what differs in their settings, bytes by class, ledgers, and a closing verdict."""
+    from rich.console import Group
+
+    parts: list[RenderableType] = [_text(f"different {text}", "yellow") for text in comparison.differences]
+    for ranks, report in ((comparison.ranks_only_a, comparison.b), (comparison.ranks_only_b, comparison.a)):
+        if ranks:
+            parts.append(_text(f"✗ the {report.source} report lacks {format_ranks(ranks)}", "bold red"))
+    parts.append(_compared_memory(comparison, binary))
+    parts += [_compared_ledger(comparison, ranks, rows) for ranks, rows in compared_ledgers(comparison)]
+    return Group(*_apart([*parts, verdict(comparison)]))
+
+
+def _compared_memory(comparison: Comparison, binary: bool) -> Table:
+    table = _table(f"memory per rank ({byte_note(binary)})")
+    _columns(table, ("role", "class"), (*comparison.labels, "difference", ""))
+    ranks_of = {pair.role: pair.ranks for pair in comparison.pairs}
+    shown = ""
+    for row in comparison.bytes:
+        name = "" if row.role == shown else format_role(row.role, ranks_of[row.role])
+        shown = row.role
+        label = BYTE_CLASSES[row.byte_class].label if row.byte_class in BYTE_CLASSES else row.byte_class
+        sides = (format_bytes(row.a, binary), format_bytes(row.b, binary))
+        peak = row.byte_class == "peak"
+        table.add_row(_text(name), label, *sides, difference(row, binary), _byte_mark(row), end_section=peak)
+    return table
+
+
+def difference(row: ComparedBytes, binary: bool = False) -> str:
+    """ "equal", or by how much side a exceeds side b, in bytes and as a share of b."""
+    if row.equal:
+        return "equal"
+    share = f" ({format_share(row.relative, signed=True)})" if math.isfinite(row.relative) else ""
+    return f"{'+' if row.a > row.b else ''}{format_bytes(row.a - row.b, binary)}{share}"
+
+
+def _byte_mark(row: ComparedBytes) -> Text:
+    return _text("") if row.accepted is None else _mark(row.accepted)
+
+
+def _compared_ledger(comparison: Comparison, ranks: tuple[int, ...], rows: tuple[ComparedRow, ...]) -> Table:
+    equal = sum(row.equal for row in rows)
+    table = _table(f"ledger of one step, {format_ranks(ranks)}: {equal} of {len(rows)} rows equal")
+    _columns(table, ("operation", "axes", "unit"), ("elements", *comparison.labels, ""))
+    phase = ""
+    for group in group_compared(rows):
+        row = group.rows[0]
+        phase = _head_line(table, phase, row.key.phase)
+        cells = (f" {row.key.op}", row.key.axes, group.label, _size(row.key.elements, row.key.dtype))
+        style = "" if row.equal else "bold red"
+        counts = (_text(str(row.count_a), style), _text(str(row.count_b), style))
+        table.add_row(*map(_text, cells), *counts, _mark(row.equal))
+    return table
+
+
+def verdict(comparison: Comparison) -> Text:
+    """One line: are all ledger rows equal, the exact classes equal, and how far apart the peaks."""
+    from rich.text import Text
+
+    rows = f"ledger: {sum(row.equal for row in comparison.rows)} of {len(comparison.rows)} rows equal"
+    error = comparison.peak_error
+    apart = f"peak {format_share(error)} apart" if math.isfinite(error) else "no peak to compare"
+    marks = (
+        _mark(comparison.equal_ledger, rows, rows),
+        _mark(comparison.exact_classes_equal, "bytes by class equal", "bytes by class differ"),
+        _mark(error <= PEAK_TOLERANCE, f"peak within {format_share(error)}", apart),
+    )
+    return Text("   ").join(marks)
+
+
+def zero_table(cells: ZeroTable, title: str, binary: bool = False, capacity: int | None = None) -> Table:
+    """Bytes on each GPU: a row for each ZeRO stage, a column for each number of GPUs; ✓ where `capacity` suffices."""
+    limit = f", ✓ fits in {format_bytes(capacity, binary)}" if capacity is not None else ""
+    table = _table(f"{title} ({byte_note(binary)}{limit})")
+    table.add_column("ZeRO stage")
+    gpus = gpu_counts(cells)
+    for count in gpus:
+        table.add_column(f"{count} GPU{'s' * (count != 1)}", justify="right")
+    for stage, row in cells.items():
+        table.add_row(str(stage), *(_zero_cell(row.get(count), binary, capacity) for count in gpus))
+    return table
+
+
+def gpu_counts(cells: ZeroTable) -> list[int]:
+    """All numbers of GPUs of a ZeRO table, ascending."""
+    return sorted({count for row in cells.values() for count in row})
+
+
+def _zero_cell(held: Bytes | None, binary: bool, capacity: int | None) -> Text:
+    if held is None:
+        return _text("")
+    text = format_bytes(held.total, binary)
+    return _text(text) if capacity is None else _mark(held.total <= capacity, text, text)
+
+
+def _table(title: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    # Two spaces between columns: a compared ledger then fits a terminal of 80.
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    table.title, table.title_justify = _text(title, "bold"), "left"
+    return table
+
+
+def _apart(parts: Sequence[RenderableType]) -> list[RenderableType]:
+    """With an empty line between each two."""
+    return [piece for i, part in enumerate(parts) for piece in (([_text("")] if i else []) + [part])]
+
+
+def _columns(table: Table, left: Sequence[str], right: Sequence[str]) -> None:
+    for name in left:
+        table.add_column(name, overflow="fold")
+    for name in right:
+        table.add_column(name, justify="right", overflow="fold")
+
+
+def _head_line(table: Table, shown: str, name: str) -> str:
+    """A line of its own for a phase, when it is not the one already `shown`."""
+    if name != shown:
+        table.add_row(_text(name, "bold"))
+    return name
+
+
+def _size(elements: int, dtype: str) -> str:
+    """786,944 bf16: short names, as people write them."""
+    return f"{elements:,} {dtype.replace('bfloat', 'bf').replace('float', 'f').replace('int', 'i')}"
+
+
+def _text(value: str, style: str = "") -> Text:
+    """Plain text: names from reports must not be read as rich markup."""
+    from rich.text import Text
+
+    return Text(value, style)
+
+
+def _mark(good: bool, yes: str = "", no: str = "") -> Text:
+    text = f"✓ {yes}" if good else f"✗ {no}"
+    return _text(text.rstrip(), "green" if good else "bold red")
+
+
+def _bar(value: int, longest: int, colour: str) -> Text:
+    """A bar of at most `_BAR` characters, in steps of an eighth of one."""
+    steps = round(8 * _BAR * value / longest) if longest else 0
+    steps = max(steps, 1) if value else 0
+    return _text(_EIGHTHS[8] * (steps // 8) + _EIGHTHS[steps % 8].strip(), colour)

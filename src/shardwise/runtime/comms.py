@@ -1,0 +1,233 @@
+"""Every collective of the runtime goes through `Comms`, which writes the ledger and measures time.
+
+A ledger entry is the *logical* collective: phase, operation, mesh axes, unit or reason, dtype, elements of the padded
+full tensor. How it is realised is the transport's business: on gloo a reduce-scatter is an all-to-all and a local sum
+in rank order, because gloo's own is slower than its all-reduce and sums bf16 in bf16.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.layout import Grid
+from shardwise.report.step_report import LedgerRow, Phase, TransportRow
+
+Key = tuple[str, str, str, str, str, int]
+
+
+@dataclass
+class Timing:
+    """Seconds over all entries of one ledger row, and how it was realised."""
+
+    algorithm: str
+    count: int = 0
+    time: float = 0.0
+    wait: float = 0.0
+
+
+class Pending:
+    """A collective under way. `wait` returns when its result may be read; waiting twice is allowed."""
+
+    def __init__(
+        self, works: list[Any], finish: Callable[[], object] | None, timing: Timing | None, issued: float
+    ) -> None:
+        self._works, self._finish, self._timing, self._issued = works, finish, timing, issued
+        self._done = False
+
+    def wait(self) -> None:
+        if self._done:
+            return
+        started = time.perf_counter()
+        for work in self._works:
+            work.wait()
+        if self._finish is not None:
+            self._finish()
+        if self._timing is not None:
+            ended = time.perf_counter()
+            self._timing.time += ended - self._issued
+            self._timing.wait += ended - started
+        self._done = True
+        self._works, self._finish = [], None
+
+
+DONE = Pending([], None, None, 0.0)
+
+
+class Comms:
+    """The process groups of one rank's grid position, and the ledger of what passed through them.
+
+    axes: group names as `Grid.group` takes them; only those with more than one rank get a process group, and a
+    collective over one rank does nothing and leaves no entry. Raises what torch.distributed raises when a peer is lost.
+    """
+
+    def __init__(self, grid: Grid, rank: int, axes: tuple[str, ...], *, timeout: float, overlap: bool = True) -> None:
+        self.grid, self.rank, self.overlap = grid, rank, overlap
+        self.backend = dist.get_backend()
+        self.phase: Phase = "forward"
+        self.timings: dict[Key, Timing] = {}
+        self._recording = False
+        self._last: str | None = None
+        self._groups: dict[str, dist.ProcessGroup] = {}
+        by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        for name in axes:
+            ranks = grid.group(name, rank)
+            if len(ranks) == 1:
+                continue
+            if ranks not in by_ranks:
+                by_ranks[ranks] = self._make_group(ranks, timeout)
+            self._groups[name] = by_ranks[ranks]
+
+    def _make_group(self, ranks: tuple[int, ...], timeout: float) -> dist.ProcessGroup:
+        if len(ranks) == dist.get_world_size() and list(ranks) == sorted(ranks):
+            assert dist.group.WORLD is not None
+            return dist.group.WORLD
+        group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout), use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)
+        return group
+
+    # -- the ledger
+
+    def start_recording(self) -> None:
+        """Forget earlier entries; what follows is one step."""
+        self.timings = {}
+        self._recording = True
+
+    def stop_recording(self) -> None:
+        self._recording = False
+
+    @contextmanager
+    def in_phase(self, phase: Phase) -> Iterator[None]:
+        before, self.phase = self.phase, phase
+        try:
+            yield
+        finally:
+            self.phase = before
+
+    def ledger(self) -> tuple[LedgerRow, ...]:
+        """The recorded rows, sorted."""
+        return tuple(sorted(LedgerRow(*key, count=timing.count) for key, timing in self.timings.items()))  # type: ignore[arg-type]
+
+    def transport(self) -> tuple[TransportRow, ...]:
+        """How each ledger row was realised here, and how long it took and kept the rank waiting."""
+        keys = sorted(self.timings)
+        return tuple(
+            TransportRow(i, t.algorithm, None, None, t.time, t.wait)
+            for i, t in enumerate(self.timings[k] for k in keys)
+        )
+
+    @property
+    def last(self) -> str | None:
+        """The latest collective in words, for the message of a rank that lost a peer."""
+        return self._last
+
+    def _record(self, op: str, axes: str, unit: str, full: Tensor, elements: int, algorithm: str) -> Timing | None:
+        self._last = f"{op} over {self.grid.axes_name(axes)} for {unit} in {self.phase}"
+        if not self._recording:
+            return None
+        key = (self.phase, op, self.grid.axes_name(axes), unit, str(full.dtype).removeprefix("torch."), elements)
+        timing = self.timings.setdefault(key, Timing(algorithm))
+        timing.count += 1
+        return timing
+
+    def _issue(
+        self, start: Callable[[], Any], timing: Timing | None, later: bool, finish: Callable[[], object] | None = None
+    ) -> Pending:
+        issued = time.perf_counter()
+        pending = Pending([start()], finish, timing, issued)
+        if not (later and self.overlap):
+            pending.wait()
+        return pending
+
+    # -- the collectives
+
+    def size(self, axes: str) -> int:
+        return self.grid.size(axes)
+
+    def index(self, axes: str) -> int:
+        """This rank's place in its group over `axes`."""
+        return self.grid.group(axes, self.rank).index(self.rank)
+
+    def all_reduce(
+        self, tensor: Tensor, axes: str, unit: str, *, maximum: bool = False, later: bool = False
+    ) -> Pending:
+        """Sum (or maximum) over the group, in place. With `later` the result is ready after `wait()`."""
+        if axes not in self._groups:
+            return DONE
+        timing = self._record("all_reduce", axes, unit, tensor, tensor.numel(), self.backend)
+        op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
+        return self._issue(lambda: dist.all_reduce(tensor, op, self._groups[axes], async_op=True), timing, later)
+
+    def all_gather(self, out: Tensor, piece: Tensor, axes: str, unit: str, *, later: bool = False) -> Pending:
+        """Concatenate every rank's flat `piece` into `out` in group order. `piece` may be its place within `out`."""
+        if axes not in self._groups:
+            if out.data_ptr() != piece.data_ptr():
+                out.copy_(piece.view_as(out))
+            return DONE
+        timing = self._record("all_gather_into", axes, unit, out, out.numel(), self.backend)
+        group = self._groups[axes]
+        return self._issue(
+            lambda: dist.all_gather_single(out.view(-1), piece.reshape(-1), group, async_op=True), timing, later
+        )
+
+    def reduce_scatter(
+        self,
+        full: Tensor,
+        axes: str,
+        unit: str,
+        finish: Callable[[Tensor], object],
+        *,
+        scratch: Tensor | None = None,
+        later: bool = False,
+    ) -> Pending:
+        """Sum `full` over the group and hand this rank its piece: `finish(piece)`, in `full`'s dtype or wider.
+
+        full: flat, its size divisible by the group's. scratch: as many elements as `full`, where peers' pieces are
+        received on gloo. The piece is only valid during `finish`.
+        """
+        group = self._groups[axes]
+        ranks = self.size(axes)
+        piece = full.numel() // ranks
+        if self.backend == "nccl":
+            timing = self._record("reduce_scatter", axes, unit, full, full.numel(), "nccl")
+            out = full.view(ranks, piece)[self.index(axes)]
+            return self._issue(
+                lambda: dist.reduce_scatter_single(out, full, group=group, async_op=True),
+                timing, later, lambda: finish(out),
+            )  # fmt: skip
+        timing = self._record("reduce_scatter", axes, unit, full, full.numel(), "all-to-all, sum in rank order")
+        received = torch.empty_like(full) if scratch is None else scratch[: full.numel()]
+        wide = torch.float32 if full.dtype == torch.bfloat16 else full.dtype
+        return self._issue(
+            lambda: dist.all_to_all_single(received, full, group=group, async_op=True),
+            timing, later, lambda: finish(received.view(ranks, piece).sum(0, dtype=wide)),
+        )  # fmt: skip
+
+    # -- along a dim of activations
+
+    def gather_dim(self, x: Tensor, dim: int, axes: str, unit: str) -> Tensor:
+        """All-gather local shards along `dim`: [.., n/ranks, ..] -> [.., n, ..]."""
+        ranks = self.size(axes)
+        out = x.new_empty((ranks, *x.shape))
+        self.all_gather(out, x.contiguous(), axes, unit)
+        if prod(x.shape[:dim]) == 1:
+            return out.view(*x.shape[:dim], ranks * x.shape[dim], *x.shape[dim + 1 :])
+        return out.movedim(0, dim).reshape(*x.shape[:dim], ranks * x.shape[dim], *x.shape[dim + 1 :])
+
+    def reduce_scatter_dim(self, x: Tensor, dim: int, axes: str, unit: str) -> Tensor:
+        """Sum over the group and keep this rank's piece along `dim`: [.., n, ..] -> [.., n/ranks, ..]."""
+        ranks = self.size(axes)
+        shape = (*x.shape[:dim], x.shape[dim] // ranks, *x.shape[dim + 1 :])
+        pieces = x.unflatten(dim, (ranks, -1)).movedim(dim, 0).contiguous()
+        out = x.new_empty(shape)
+        self.reduce_scatter(pieces.view(-1), axes, unit, out.view(-1).copy_)
+        return out

@@ -1,0 +1,101 @@
+"""`TrainConfig`: everything that a training run needs, as one JSON file that every rank reads. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import UserError
+from shardwise.layout import Layout, Workload
+from shardwise.model import ModelConfig
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW (Loshchilov and Hutter 2019) with linear warm-up, cosine decay to `final_share`, and norm clipping.
+
+    clip=0 switches clipping off. weight_decay touches matrices only.
+    """
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    warmup: int = 10
+    final_share: float = 0.1
+    clip: float = 1.0
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One training run.
+
+    data: a source (file, folder, JSONL, Parquet, saved dataset, or "stdlib"); tokenizer: a `tokenizer.json`, or None to
+    train a byte-level BPE of the model's vocabulary on the data. corpus: folder of the prepared tokens. out: the run
+    directory. validate_every: steps between validations (0: only at the end), each over `validate_batches` global
+    batches. report: measure one steady step and write its StepReport. overlap: communicate while computing; off gives
+    the same bits. matmul: torch's float32 matrix-product precision. hang: seconds without progress in a collective
+    after which a rank gives up.
+    """
+
+    model: ModelConfig
+    layout: Layout
+    workload: Workload
+    data: str
+    out: str
+    corpus: str
+    steps: int = 100
+    tokenizer: str | None = None
+    text_field: str = "text"
+    seed: int = 0
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    validate_every: int = 0
+    validate_batches: int = 4
+    report: bool = False
+    tensorboard: bool = True
+    device: str = "cpu"
+    threads: int = 1
+    matmul: str = "highest"
+    overlap: bool = True
+    hang: float = 600.0
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise UserError(f"steps must be a positive integer, not {self.steps}")
+        if self.device not in ("cpu", "cuda"):
+            raise UserError(f"device must be cpu or cuda, not {self.device!r}")
+        if self.matmul not in ("highest", "high", "medium"):
+            raise UserError(f"matmul must be highest, high or medium, not {self.matmul!r}")
+
+    def to_json(self) -> dict[str, Any]:
+        data = {f.name: getattr(self, f.name) for f in fields(self)}
+        data.update(
+            model=self.model.to_json(),
+            layout=str(self.layout),
+            workload=self.workload.to_json(),
+            optimizer=asdict(self.optimizer),
+        )
+        return data
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> TrainConfig:
+        data = dict(data)
+        optimizer = dict(data.pop("optimizer", {}))
+        if "betas" in optimizer:
+            optimizer["betas"] = tuple(optimizer["betas"])
+        return cls(
+            model=ModelConfig.from_json(data.pop("model")),
+            layout=Layout.parse(data.pop("layout")),
+            workload=Workload(**data.pop("workload")),
+            optimizer=OptimizerConfig(**optimizer),
+            **data,
+        )
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(self.to_json(), indent=1) + "\n")
+
+    @classmethod
+    def read(cls, path: Path) -> TrainConfig:
+        return cls.from_json(json.loads(path.read_text()))

@@ -1,0 +1,313 @@
+"""The ZeRO engine: flat buffers, and what moves through them when, for every stage with one piece of code.
+
+Each unit of the `UnitPlan` is one flat buffer whose views are the decoder's parameters; each gradient lives at a fixed
+address too, as a view that autograd adds into. What differs between stages is which of those buffers are whole and
+which are one rank's interval:
+
+    stage   parameters            gradients          optimizer    communication of a unit
+    0       whole                 whole              whole        all-reduce after the last micro-batch
+    1       whole                 whole              interval     reduce-scatter after the last; all-gather of parameters
+    2       whole                 interval           interval     reduce-scatter after each;    all-gather of parameters
+    3       interval (+ slots)    interval           interval     gather for each use;  reduce-scatter after each
+
+At stage 3 a unit's weights always appear in the same slot, so a weight that autograd saved is right again as soon as
+the unit is gathered for its backward; `visit` follows the plan's list of uses and checks each step against it, and the
+collective that fills a slot is issued one use ahead when nothing in use lies there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.decoder import Decoder
+from shardwise.decoder.modules import TiedLinear
+from shardwise.layout.placement import Placed
+from shardwise.layout.units import Unit, UnitPlan, Use
+from shardwise.model.parameters import Parameter
+from shardwise.runtime.comms import Comms, Pending
+
+Values = Callable[[Parameter, Tensor], Tensor]
+"""(parameter, row-major global positions) -> float64 values: where initial weights come from."""
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+class FlatUnit:
+    """The buffers of one unit on one rank.
+
+    whole: the flat buffer that parameters are views of, padded (a slot at stage 3). interval: this rank's ZeRO
+    interval of it, the same memory as `whole` below stage 3. grads: the accumulator, whole or interval by stage.
+    staging: the full gradient in compute precision that autograd adds into, where that is not the accumulator.
+    """
+
+    def __init__(self, unit: Unit, plan: UnitPlan, slots: Slots, shard_index: int, device: torch.device) -> None:
+        self.unit, self.plan = unit, plan
+        stage, n = plan.layout.stage, unit.shard_numel
+        dtype = torch_dtype(plan.layout.dtype)
+        self.start, self.stop = shard_index * n, (shard_index + 1) * n
+        if stage == 3:
+            self.whole = slots.weights[unit.slot][: unit.padded]
+            self.interval = torch.zeros(n, dtype=dtype, device=device)
+        else:
+            self.whole = torch.zeros(unit.padded, dtype=dtype, device=device)
+            self.interval = self.whole[self.start : self.stop]
+        elements = n if stage >= 2 else unit.padded
+        self.grads = torch.zeros(elements, dtype=torch_dtype(plan.grad_dtype), device=device)
+        self.staging = slots.grads[unit.slot][: unit.padded] if plan.stages_gradients else None
+        self.fresh = True
+
+    @property
+    def grads_interval(self) -> Tensor:
+        """The accumulated gradient of this rank's interval."""
+        return self.grads if self.plan.layout.stage >= 2 else self.grads[self.start : self.stop]
+
+    def fill(self, values: Values) -> Tensor:
+        """Set the parameters from global values; returns the interval's values in float64 (for master weights)."""
+        own = torch.zeros(self.stop - self.start, dtype=torch.float64, device=self.interval.device)
+        for start, placed in zip(self.unit.offsets, self.unit.placed, strict=True):
+            a, b = max(start, self.start), min(start + placed.numel, self.stop)
+            if a < b:
+                own[a - self.start : b - self.start] = local_values(placed, a - start, b - start, values, own.device)
+            if self.plan.layout.stage in (1, 2):
+                every = local_values(placed, 0, placed.numel, values, own.device)
+                self.whole[start : start + placed.numel].copy_(every)
+        self.interval.copy_(own)
+        return own
+
+    def add_gradients(self, piece: Tensor) -> None:
+        """Accumulate one micro-batch's gradient; the first of a step overwrites."""
+        if self.fresh:
+            self.grads.copy_(piece)
+        else:
+            self.grads.add_(piece)
+        self.fresh = False
+
+
+def local_values(placed: Placed, start: int, stop: int, values: Values, device: torch.device) -> Tensor:
+    """Values of elements [start, stop) of a parameter's local flat tensor; zero where it is padding."""
+    local = torch.arange(start, stop, device=device)
+    if placed.dim is None:
+        return values(placed.parameter, local)
+    columns = placed.shape[1] if len(placed.shape) == 2 else 1
+    row, column = local // columns, local % columns
+    if placed.dim == 0:
+        row = row + placed.start
+        valid = row < placed.stop
+    else:
+        column = column + placed.start
+        valid = column < placed.stop
+    global_columns = placed.parameter.shape[1] if len(placed.shape) == 2 else 1
+    index = row * global_columns + column
+    out = torch.zeros(len(local), dtype=torch.float64, device=device)
+    out[valid] = values(placed.parameter, index[valid])
+    return out
+
+
+class Slots:
+    """The shared buffers: weight slots (stage 3), gradient slots, and the scratch of reduce-scatters."""
+
+    def __init__(self, plan: UnitPlan, device: torch.device) -> None:
+        dtype = torch_dtype(plan.layout.dtype)
+
+        def make(wanted: bool) -> dict[str, Tensor]:
+            return {k: torch.zeros(n, dtype=dtype, device=device) for k, n in plan.slots.items()} if wanted else {}
+
+        self.weights = make(plan.layout.stage == 3)
+        self.grads = make(plan.stages_gradients)
+        self.scratch = torch.zeros(plan.scratch, dtype=torch_dtype(plan.wire_dtype), device=device)
+
+
+class Engine:
+    """Binds a decoder (built on the meta device) to flat buffers and moves them as the plan says.
+
+    A training step is: `begin_step`, then for every micro-batch `begin_micro_batch`, its visits (`visit` before a part
+    computes, `finish_backward` after its backward), then `finish_step`; the optimizer then reads `FlatUnit.interval`
+    and `grads_interval`, and `publish` makes the new parameters known.
+    """
+
+    def __init__(self, decoder: Decoder, plan: UnitPlan, comms: Comms, device: torch.device) -> None:
+        self.decoder, self.plan, self.comms = decoder, plan, comms
+        self.stage = plan.layout.stage
+        self.slots = Slots(plan, device)
+        shard_index = comms.index("shard") if plan.layout.shard_ranks > 1 else 0
+        self.units = {u.name: FlatUnit(u, plan, self.slots, shard_index, device) for u in plan.units}
+        self._gathers: dict[str, Pending] = {}
+        self._reductions: dict[str, Pending] = {}
+        self._uses: list[Use] = []
+        self._at = 0
+        self._last_micro_batch = True
+        self._bind()
+
+    def _bind(self) -> None:
+        """Replace the decoder's parameters by views of the flat buffers, with gradients as views too."""
+        modules = dict(self.decoder.named_modules())
+        for flat in self.units.values():
+            grads = flat.staging if flat.staging is not None else flat.grads
+            for start, placed in zip(flat.unit.offsets, flat.unit.placed, strict=True):
+                module, _, leaf = placed.name.rpartition(".")
+                span = slice(start, start + placed.numel)
+                _set(modules[module], leaf, flat.whole[span].view(placed.shape), grads[span].view(placed.shape))
+                if flat.unit.name == "tied":
+                    _bind_tied(self.decoder, flat.whole[span].view(placed.shape), grads[span].view(placed.shape))
+
+    # -- following the plan
+
+    def begin_step(self) -> None:
+        """A training step starts: accumulators are empty, and at stage 3 nothing is resident."""
+        for flat in self.units.values():
+            flat.fresh = True
+            if flat.staging is None:
+                flat.grads.zero_()
+        self._micro_batches = list(self.plan.gathering_uses())
+        self._index = -1
+
+    def begin_micro_batch(self) -> None:
+        self._index += 1
+        self._last_micro_batch = self._index == len(self._micro_batches) - 1
+        self._uses, self._at = self._micro_batches[self._index], 0
+
+    def begin_evaluation(self) -> None:
+        """A forward pass without backward; stage 3 gathers every unit once."""
+        self._uses = [
+            Use("forward", "forward", p, tuple(u.name for u in self.plan.units_of(p))) for p in self.plan.parts
+        ]
+        self._at = 0
+        self._gathers.clear()
+
+    def visit(self, kind: str, part: str) -> None:
+        """`part` is about to compute: its weights are made resident, and the next use's are sent for."""
+        use = self._uses[self._at]
+        assert (use.kind, use.part) == (kind, part), f"the plan says {use}, the program {kind} {part}"
+        self._at += 1
+        self.comms.phase = use.phase
+        if kind == "backward":
+            self._zero_staging(part)
+        if self.stage < 3:
+            return
+        self._gather(use)
+        for name in use.gathers:
+            self._gathers.pop(name).wait()
+        if self._at < len(self._uses):
+            following = self._uses[self._at]
+            in_use = {unit.slot for unit in self.plan.units_of(part)}
+            if not in_use & {self.units[name].unit.slot for name in following.gathers}:
+                with self.comms.in_phase(following.phase):
+                    self._gather(following)
+
+    def _gather(self, use: Use) -> None:
+        for name in use.gathers:
+            if name not in self._gathers:
+                flat = self.units[name]
+                self._gathers[name] = self.comms.all_gather(flat.whole, flat.interval, "shard", name, later=True)
+
+    def _zero_staging(self, part: str) -> None:
+        """The gradient slots that `part`'s backward adds into are emptied once their last user has left."""
+        if not self.plan.stages_gradients:
+            return
+        for unit in self.plan.units_of(part):
+            if unit.name == "tied" and part == "embedding":
+                continue  # holds the head's share already
+            for name, pending in self._reductions.items():
+                if self.units[name].unit.slot == unit.slot:
+                    pending.wait()
+            staging = self.units[unit.name].staging
+            assert staging is not None
+            staging.zero_()
+
+    def finish_backward(self, part: str) -> None:
+        """`part`'s backward is over: its complete gradients start on their way."""
+        for unit in self.plan.finished_after(part):
+            flat = self.units[unit.name]
+            if self.stage >= 2:
+                assert flat.staging is not None
+                self._sum_over_tensor_ranks(flat, flat.staging)
+                self._reduce_scatter(flat, flat.staging, flat.add_gradients)
+                continue
+            if flat.staging is not None:
+                flat.add_gradients(flat.staging)
+            if self._last_micro_batch:
+                self._sum_over_tensor_ranks(flat, flat.grads)
+                if self.stage == 1:
+                    self._reduce_scatter(flat, flat.grads, flat.grads_interval.copy_)
+                else:
+                    self._reductions[unit.name] = self.comms.all_reduce(flat.grads, "data", unit.name, later=True)
+
+    def _sum_over_tensor_ranks(self, flat: FlatUnit, grads: Tensor) -> None:
+        """Gradients of replicated weights that each tensor-parallel rank saw only in part."""
+        for axis in ("kv", "tp"):
+            start, stop = flat.unit.grad_sum(axis)  # type: ignore[arg-type]
+            if start < stop:
+                self.comms.all_reduce(grads[start:stop], axis, flat.unit.name)
+
+    def _reduce_scatter(self, flat: FlatUnit, grads: Tensor, finish: Callable[[Tensor], object]) -> None:
+        for pending in self._reductions.values():
+            pending.wait()  # one scratch buffer: the previous reduction must have left it
+        self._reductions[flat.unit.name] = self.comms.reduce_scatter(
+            grads, "shard", flat.unit.name, finish,
+            scratch=self.slots.scratch if len(self.slots.scratch) else None, later=True,
+        )  # fmt: skip
+
+    def finish_step(self) -> None:
+        """All backwards are over: wait for the reductions, and sum over replicas of the shard group (HSDP)."""
+        for pending in self._reductions.values():
+            pending.wait()
+        self._reductions.clear()
+        if self.plan.layout.replicate_ranks > 1 and self.stage:
+            with self.comms.in_phase("backward"):
+                pendings = [
+                    self.comms.all_reduce(flat.grads_interval, "replicate", name, later=True)
+                    for name, flat in self.units.items()
+                ]
+            for pending in pendings:
+                pending.wait()
+
+    def publish(self) -> None:
+        """After the optimizer: stages 1 and 2 gather the new parameters, stage 3 forgets what is resident."""
+        self._gathers.clear()
+        if self.stage in (1, 2):
+            with self.comms.in_phase("optimizer"):
+                pendings = [
+                    self.comms.all_gather(flat.whole, flat.interval, "shard", name, later=True)
+                    for name, flat in self.units.items()
+                ]
+            for pending in pendings:
+                pending.wait()
+
+    # -- what it holds
+
+    def storages(self) -> dict[str, list[Tensor]]:
+        """Class of bytes -> the tensors whose storages belong to it, for the memory report."""
+        flats = list(self.units.values())
+        weights = [flat.interval if self.stage == 3 else flat.whole for flat in flats]
+        comm = [*self.slots.weights.values(), *self.slots.grads.values(), self.slots.scratch]
+        return {"parameters": weights, "gradients": [flat.grads for flat in flats], "comm": comm}
+
+
+def _leaf(weight: Tensor, grad: Tensor) -> nn.Parameter:
+    """A parameter on the memory of `weight`, with a version counter of its own.
+
+    Autograd would otherwise refuse a weight that was gathered again between its forward and its backward, though the
+    slot then holds the same values as before.
+    """
+    own = torch.empty(0, dtype=weight.dtype, device=weight.device)
+    own.set_(weight.untyped_storage(), weight.storage_offset(), weight.shape, weight.stride())
+    parameter = nn.Parameter(own, requires_grad=True)
+    parameter.grad = grad.detach()
+    return parameter
+
+
+def _set(module: nn.Module, leaf: str, weight: Tensor, grad: Tensor) -> None:
+    module._parameters[leaf] = _leaf(weight, grad)
+
+
+def _bind_tied(decoder: Decoder, weight: Tensor, grad: Tensor) -> None:
+    """A second leaf on the same memory for the head: each use then adds its gradient as soon as it has it."""
+    out = decoder.head.out
+    assert isinstance(out, TiedLinear)
+    out.use(_leaf(weight, grad))

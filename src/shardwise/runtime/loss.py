@@ -1,0 +1,74 @@
+"""Cross-entropy over a vocabulary that may be cut over tp ranks: the summed loss of the valid tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.runtime.comms import Comms
+
+IGNORED = -100
+_CHUNK = 1 << 20
+
+
+def _rows_a_chunk(columns: int) -> int:
+    return max(1, _CHUNK // max(1, columns))
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Saves the logits, the log-sum-exp of each token and the targets; the backward overwrites the logits.
+
+    Works through a few rows at a time, so that no second copy of the logits exists in any precision.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, start: int, stop: int, comms: Comms) -> Tensor:
+        rows = logits.detach().view(-1, logits.shape[-1])
+        rows[:, stop - start :] = torch.finfo(logits.dtype).min  # columns that only pad the vocabulary
+        flat = targets.reshape(-1)
+        wide = torch.float32 if logits.dtype == torch.bfloat16 else logits.dtype
+        top = rows.amax(-1).to(wide)
+        comms.all_reduce(top, "tp", "cross-entropy", maximum=True)
+        sums = torch.empty(2, len(flat), dtype=wide, device=logits.device)
+        step = _rows_a_chunk(rows.shape[1])
+        for a in range(0, len(flat), step):
+            torch.sum((rows[a : a + step] - top[a : a + step, None]).exp_(), -1, out=sums[0, a : a + step])
+        local, inside = _local(flat, start, stop)
+        torch.mul(rows.gather(1, local[:, None])[:, 0], inside, out=sums[1])
+        comms.all_reduce(sums, "tp", "cross-entropy")
+        lse = top.add_(sums[0].log())
+        ctx.start, ctx.stop = start, stop
+        ctx.save_for_backward(rows, lse, targets)
+        return torch.where(flat == IGNORED, 0.0, lse - sums[1]).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        rows, lse, targets = ctx.saved_tensors
+        flat = targets.reshape(-1)
+        scale = torch.where(flat == IGNORED, 0.0, grads[0].to(lse.dtype))
+        local, inside = _local(flat, ctx.start, ctx.stop)
+        step = _rows_a_chunk(rows.shape[1])
+        for a in range(0, len(flat), step):
+            part = slice(a, a + step)
+            softmax = (rows[part] - lse[part, None]).exp_()
+            softmax.scatter_add_(1, local[part, None], -inside[part, None].to(softmax.dtype))
+            rows[part] = softmax.mul_(scale[part, None])
+        return rows.view(*targets.shape, -1), None, None, None, None
+
+
+def _local(targets: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """(column of each target among the local ones, 0 elsewhere; whether it is local)."""
+    inside = (targets >= start) & (targets < stop)
+    return torch.where(inside, targets - start, 0), inside
+
+
+def summed_cross_entropy(logits: Tensor, targets: Tensor, start: int, stop: int, comms: Comms) -> Tensor:
+    """Sum over tokens of -log p(target).
+
+    logits: [B, S, columns], those of vocabulary ids [start, stop), further columns being padding; overwritten by
+    backward. targets: [B, S], `IGNORED` where a token does not count. Returns a scalar in fp32 (fp64 for fp64 logits).
+    """
+    out: Tensor = _CrossEntropy.apply(logits, targets, start, stop, comms)  # type: ignore[no-untyped-call]
+    return out

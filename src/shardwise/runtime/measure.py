@@ -1,0 +1,124 @@
+"""Measuring one step: which storages are alive, by class, and the most that ever were.
+
+On CPU every storage is followed from the operation that made it to its end, by a dispatch mode and weak references, and
+what autograd saves is seen through saved-tensor hooks. Memory that an operator takes and returns inside itself is not
+seen. On CUDA the allocator tells the peak.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from shardwise.report.step_report import Bytes, Role
+from shardwise.runtime.step import Program
+
+
+class _Storages(TorchDispatchMode):
+    """Follows storages that appear while the mode is on. `known`: storages to leave out."""
+
+    def __init__(self, known: set[int]) -> None:
+        super().__init__()
+        self._seen: dict[int, Any] = {}
+        self._known = known
+        self.live = 0
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for leaf in tree_leaves((args, kwargs)):
+            self._add(leaf)
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            self._add(leaf)
+        return out
+
+    def _add(self, value: Any) -> None:
+        if not isinstance(value, Tensor) or value.device.type == "meta":
+            return
+        storage = value.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._seen or storage.data_ptr() in self._known or not size:
+            return
+
+        def gone(_: Any, key: int = key, size: int = size) -> None:
+            if self._seen.pop(key, None) is not None:
+                self.live -= size
+
+        self._seen[key] = weakref.ref(storage, gone)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+
+class Measurement:
+    """Context manager around one `program.step`: afterwards `role` gives ledger, bytes by class and transport times."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self._classes = {
+            **program.engine.storages(),
+            "optimizer": program.optimizer.owned(),
+        }
+        self._known = {t.untyped_storage().data_ptr() for tensors in self._classes.values() for t in tensors}
+        self._saved: dict[int, int] = {}
+        self.saved = 0
+        self._storages = _Storages(self._known)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved)
+        self._in_backward = False
+
+    def __enter__(self) -> Measurement:
+        program = self.program
+        program.comms.start_recording()
+        self._begin, self._visit = program.engine.begin_micro_batch, program.engine.visit
+
+        def begin() -> None:
+            self._saved, self._in_backward = {}, False
+            self._begin()
+
+        def visit(kind: str, part: str) -> None:
+            # The first backward visit ends the forward pass: what is saved now is the class `saved`.
+            if kind == "backward" and not self._in_backward:
+                self._in_backward = True
+                self.saved = max(self.saved, sum(self._saved.values()))
+            self._visit(kind, part)
+
+        program.engine.begin_micro_batch, program.engine.visit = begin, visit  # type: ignore[method-assign]
+        if program.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        self._storages.__enter__()
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.__exit__(*error)
+        self._storages.__exit__(*error)
+        program = self.program
+        program.engine.begin_micro_batch, program.engine.visit = self._begin, self._visit  # type: ignore[method-assign]
+        program.comms.stop_recording()
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if not self._in_backward and storage.data_ptr() not in self._known:
+            self._saved[storage._cdata] = storage.nbytes()
+        return tensor
+
+    def role(self, rank: int) -> Role:
+        """The measured role of this rank alone."""
+        sizes = {name: _unique_bytes(tensors) for name, tensors in self._classes.items()}
+        held = sum(sizes.values())
+        if self.program.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated()
+        else:
+            peak = held + self._storages.peak
+        bytes_ = Bytes(**sizes, saved=self.saved, other=peak - held - self.saved)
+        comms = self.program.comms
+        return Role(f"rank {rank}", (rank,), bytes_, comms.ledger(), comms.transport())
+
+
+def _unique_bytes(tensors: list[Tensor]) -> int:
+    """Bytes of the distinct storages behind `tensors`."""
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())

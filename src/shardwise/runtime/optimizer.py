@@ -1,0 +1,112 @@
+"""AdamW over flat intervals, with a gradient norm that counts every parameter of the whole model once.
+
+Each rank updates the interval that it owns. Weight decay and replication are spans of the interval, so the update is a
+handful of fused calls, whatever the number of parameters. bf16 weights have fp32 masters here.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from shardwise.layout.units import Span
+from shardwise.runtime.comms import Comms
+from shardwise.runtime.config import OptimizerConfig
+from shardwise.runtime.engine import Engine, FlatUnit, Values
+
+
+def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
+    """Learning rate of `step` (from 0): linear warm-up over `warmup` steps, then a cosine down to `final_share`."""
+    if step < config.warmup:
+        return config.lr * (step + 1) / config.warmup
+    progress = (step - config.warmup) / max(1, steps - config.warmup)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    return config.lr * (config.final_share + (1 - config.final_share) * cosine)
+
+
+class _State:
+    """Optimizer state of one unit's interval: master weights (the parameters themselves unless bf16) and moments."""
+
+    def __init__(self, flat: FlatUnit, values: Values) -> None:
+        initial = flat.fill(values)
+        self.flat = flat
+        low = flat.interval.dtype == torch.bfloat16
+        self.master = initial.float() if low else flat.interval
+        self.first = torch.zeros_like(self.master)
+        self.second = torch.zeros_like(self.master)
+        inside = (span.within(flat.start, flat.stop) for span in flat.unit.spans)
+        self.spans: list[Span] = [span for span in inside if span is not None]
+
+    def owned(self) -> list[Tensor]:
+        masters = [] if self.master is self.flat.interval else [self.master]
+        return [*masters, self.first, self.second]
+
+
+class Optimizer:
+    """AdamW for everything that `engine` holds. Creating it sets the parameters to `values`."""
+
+    def __init__(self, engine: Engine, comms: Comms, config: OptimizerConfig, values: Values) -> None:
+        self.engine, self.comms, self.config = engine, comms, config
+        self.states = [_State(flat, values) for flat in engine.units.values()]
+        self.steps = 0
+
+    def step(self, lr: float) -> float:
+        """Clip and update; returns the global gradient norm before clipping (L2, over the whole model)."""
+        with self.comms.in_phase("optimizer"):
+            norm = self._norm()
+        if self.config.clip:
+            # torch.nn.utils.clip_grad_norm_'s own coefficient
+            coefficient = min(1.0, self.config.clip / (norm + 1e-6))
+            if coefficient < 1.0:
+                for state in self.states:
+                    state.flat.grads_interval.mul_(coefficient)
+        self.steps += 1
+        for state in self.states:
+            self._update(state, lr)
+        return norm
+
+    def _norm(self) -> float:
+        """Each value counts once: replicas over tp share it, intervals over the shard group add up."""
+        total = torch.zeros(1, dtype=torch.float64, device=self.states[0].master.device)
+        for state in self.states:
+            grads = state.flat.grads_interval
+            wide = torch.float32 if grads.dtype == torch.bfloat16 else grads.dtype
+            for span in state.spans:
+                part = torch.linalg.vector_norm(grads[span.start : span.stop], dtype=wide).double()
+                total += part * part / span.replicas
+        self.comms.all_reduce(total, "shard_tp", "gradient norm")
+        return math.sqrt(total.item())
+
+    def _update(self, state: _State, lr: float) -> None:
+        config = self.config
+        grads = state.flat.grads_interval
+        if grads.dtype != state.master.dtype:
+            grads = grads.to(state.master.dtype)
+        for decay in (True, False):
+            spans = [slice(s.start, s.stop) for s in state.spans if s.decay == decay]
+            if not spans:
+                continue
+            step = torch.tensor(float(self.steps), device=grads.device)
+            torch._fused_adamw_(
+                [state.master[s] for s in spans],
+                [grads[s] for s in spans],
+                [state.first[s] for s in spans],
+                [state.second[s] for s in spans],
+                [],
+                [step] * len(spans),
+                lr=lr,
+                beta1=config.betas[0],
+                beta2=config.betas[1],
+                weight_decay=config.weight_decay if decay else 0.0,
+                eps=config.eps,
+                amsgrad=False,
+                maximize=False,
+            )
+        if state.master is not state.flat.interval:
+            state.flat.interval.copy_(state.master)
+
+    def owned(self) -> list[Tensor]:
+        """The tensors that count as optimizer state."""
+        return [tensor for state in self.states for tensor in state.owned()]

@@ -1,0 +1,49 @@
+"""Recompute: run a piece of the decoder without saving, and again when its backward comes (Chen et al. 2016).
+
+`none` saves everything, `selective` recomputes the attention core, `full` each block, `input` all blocks from the
+first one's input: memory of one block at a quadratic cost. Dropout draws the same masks again by its counters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.decoder import Batch, Decoder
+
+
+class _Recompute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        ctx.run = run
+        ctx.save_for_backward(*inputs)
+        return run(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+        with torch.enable_grad():
+            out = ctx.run(*inputs)
+        torch.autograd.backward(out, grads)
+        return (None, *(x.grad for x in inputs))
+
+
+def recompute(run: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """`run(*inputs)`, saving only the inputs; parameters that `run` uses get their gradients as usual."""
+    out: Tensor = _Recompute.apply(run, *inputs)  # type: ignore[no-untyped-call]
+    return out
+
+
+def recompute_attention_cores(decoder: Decoder) -> None:
+    """recompute=selective: give every attention core a forward that saves q, k and v alone."""
+    for block in decoder.blocks:
+        core = block.attention.core  # type: ignore[union-attr]
+        plain = core.forward
+
+        def forward(q: Tensor, k: Tensor, v: Tensor, batch: Batch, plain: Any = plain) -> Tensor:
+            return recompute(lambda q, k, v: plain(q, k, v, batch), q, k, v)
+
+        core.forward = forward  # type: ignore[union-attr,method-assign]

@@ -1,0 +1,68 @@
+"""What rank 0 writes and shows while training: run directory, TensorBoard, and a line of progress."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from shardwise.report.run_directory import RunDirectory
+from shardwise.report.step_report import StepReport
+from shardwise.runtime.config import TrainConfig
+
+
+class Record:
+    """The run directory of one run, and its progress on standard output.
+
+    Raises `UserError` when the directory cannot be made or is in use.
+    """
+
+    def __init__(self, config: TrainConfig, ranks: int) -> None:
+        self.config = config
+        self.directory = RunDirectory.create(
+            config.out, {"config": config.to_json(), "ranks": ranks, "status": "running", "started": time.time()}
+        )
+        self._board = self._tensorboard() if config.tensorboard else None
+        self._live = sys.stdout.isatty()
+        self._shown = 0.0
+        self._first = True
+
+    def _tensorboard(self) -> Any:
+        from torch.utils.tensorboard import SummaryWriter
+
+        return SummaryWriter(str(Path(self.config.out) / "tensorboard"))  # type: ignore[no-untyped-call]
+
+    def step(self, **event: Any) -> None:
+        """One training step: numbers by name, `step` and `loss` among them."""
+        self.directory.append({"time": time.time(), **event})
+        if self._board:
+            for name in ("loss", "grad_norm", "lr", "tokens_per_s", "mfu"):
+                self._board.add_scalar(f"train/{name}", event[name], event["step"])
+        last = event["step"] == self.config.steps
+        # On a terminal one line is rewritten; elsewhere a line every few seconds.
+        if self._live or last or self._first or time.monotonic() - self._shown > 5:
+            line = (
+                f"step {event['step']:>4}/{self.config.steps}  loss {event['loss']:.4f}  "
+                f"{event['tokens_per_s']:,.0f} tokens/s  MFU {event['mfu']:.1%}"
+            )
+            print(f"\r{line}   " if self._live else line, end="" if self._live and not last else "\n", flush=True)
+            self._shown, self._first = time.monotonic(), False
+
+    def validation(self, step: int, loss: float, entropy: float) -> None:
+        self.directory.append({"time": time.time(), "step": step, "validation_loss": loss, "unigram_entropy": entropy})
+        if self._board:
+            self._board.add_scalar("validation/loss", loss, step)
+        start = "\r" if self._live else ""
+        print(f"{start}step {step:>4}  validation loss {loss:.4f} (unigram entropy {entropy:.4f})", flush=True)
+
+    def report(self, report: StepReport) -> None:
+        report.write(self.directory.report("measured"))
+
+    def finish(self, result: dict[str, Any]) -> None:
+        (self.directory.path / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+        self.directory.update(status="finished", finished=time.time())
+        if self._board:
+            self._board.close()
+        self.directory.close()

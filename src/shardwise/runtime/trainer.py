@@ -1,0 +1,212 @@
+"""The training loop of one rank: set up, step, validate, measure, and write the run directory (rank 0)."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.data import Corpus, Sampler
+from shardwise.decoder import random
+from shardwise.decoder.initial import initial_values
+from shardwise.errors import UserError
+from shardwise.layout import Grid, check_runnable, unit_plan
+from shardwise.model.flops import training_flops_per_token
+from shardwise.report.step_report import StepReport, merge_roles
+from shardwise.runtime.batches import Batches
+from shardwise.runtime.config import TrainConfig
+from shardwise.runtime.engine import torch_dtype
+from shardwise.runtime.hardware import matmul_rate
+from shardwise.runtime.measure import Measurement
+from shardwise.runtime.optimizer import learning_rate
+from shardwise.runtime.record import Record
+from shardwise.runtime.setup import make_comms
+from shardwise.runtime.step import Program
+
+MEASURED_STEP = 2
+"""The step whose report is taken: the first two fill caches."""
+
+
+def train(config: TrainConfig) -> dict[str, Any]:
+    """Train as the rank that the environment names (RANK, WORLD_SIZE, LOCAL_RANK); every rank returns the result.
+
+    Raises `UserError` for a layout that does not fit the number of processes, and whatever torch.distributed raises
+    when a peer is lost, with the step as its attribute `step`.
+    """
+    device = _device(config)
+    _join(config, device)
+    try:
+        return _Run(config, device).train()
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _device(config: TrainConfig) -> torch.device:
+    torch.set_num_threads(config.threads)
+    torch.set_float32_matmul_precision(config.matmul)
+    if config.device == "cpu":
+        return torch.device("cpu")
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if torch.cuda.device_count() <= local:
+        raise UserError(f"--device cuda needs a GPU for each local rank; found {torch.cuda.device_count()}")
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)
+
+
+def _join(config: TrainConfig, device: torch.device) -> None:
+    # gloo looks for a name of the host first and says so on every rank when there is none
+    warnings.filterwarnings("ignore", message=".*barrier.*device.*")
+    try:
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            init_method=os.environ.get("SHARDWISE_RENDEZVOUS", "env://"),
+            rank=int(os.environ["RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
+            timeout=timedelta(seconds=config.hang),
+        )
+    except (dist.DistNetworkError, RuntimeError) as error:
+        if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
+            port = os.environ.get("MASTER_PORT", "?")
+            raise UserError(f"port {port} is in use: choose another (MASTER_PORT, or --port)") from None
+        raise
+
+
+class _Run:
+    def __init__(self, config: TrainConfig, device: torch.device) -> None:
+        self.config, self.device = config, device
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        layout, model = config.layout, config.model
+        check_runnable(layout, model, config.workload, self.world)
+        self.comms = make_comms(layout, model, self.rank, timeout=config.hang, overlap=config.overlap)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        plan = unit_plan(model, layout, config.workload, rank=self.rank, backend=backend)  # type: ignore[arg-type]
+        self.program = Program(
+            plan, self.comms, config.optimizer, lambda p, index: initial_values(p, index, config.seed), device
+        )
+        corpus = Corpus.open(Path(config.corpus))
+        data_rank = Grid.of(layout, model).coordinates(self.rank)["dp"]
+        eos = corpus.eos if config.workload.isolate_documents else None
+        self.batches = {
+            split: Batches(
+                plan, Sampler(corpus.tokens(split), config.workload.seq, config.seed, eos=eos), data_rank, device
+            )
+            for split in ("train", "validation")
+        }
+        self.entropy = corpus.unigram_entropy("validation")
+        self.record = Record(config, self.world) if self.rank == 0 else None
+
+    def train(self) -> dict[str, Any]:
+        config = self.config
+        peak = matmul_rate(self.device, torch_dtype(config.layout.dtype))
+        flops = training_flops_per_token(config.model, config.workload.seq)
+        tokens = config.workload.batch * config.workload.seq
+        times: list[float] = []
+        losses: list[float] = []
+        measured = min(MEASURED_STEP, config.steps - 1) if config.report else -1
+        roles = None
+        first = self._validate(0)
+        for step in range(config.steps):
+            started = time.perf_counter()
+            measurement = Measurement(self.program) if step == measured else None
+            loss, norm = self._step(step, measurement)
+            elapsed = time.perf_counter() - started
+            losses.append(loss)
+            if measurement is not None:
+                roles = self._gather(measurement.role(self.rank))
+            elif step > 0 or config.steps == 1:
+                times.append(elapsed)
+            if self.record:
+                self.record.step(
+                    step=step + 1, loss=loss, grad_norm=norm, lr=learning_rate(config.optimizer, step, config.steps),
+                    seconds=elapsed, tokens_per_s=tokens / elapsed, mfu=flops * tokens / elapsed / peak,
+                )  # fmt: skip
+            if config.validate_every and (step + 1) % config.validate_every == 0 and step + 1 < config.steps:
+                self._validate(step + 1)
+        last = self._validate(config.steps)
+        seconds = statistics.median(times) if times else None
+        if roles is not None and self.record:
+            self.record.report(self._report(roles, seconds))
+        result = {
+            "steps": config.steps,
+            "ranks": self.world,
+            "layout": str(config.layout),
+            "loss": losses[-1],
+            "validation_loss": last,
+            "first_validation_loss": first,
+            "unigram_entropy": self.entropy,
+            "median_step_s": seconds,
+            "tokens_per_s": tokens / seconds if seconds else None,
+            "mfu": flops * tokens / seconds / peak if seconds else None,
+            "matmul_flops_per_s": peak,
+        }
+        if self.record:
+            self.record.finish(result)
+        dist.barrier()
+        return result
+
+    def _step(self, step: int, measurement: Measurement | None) -> tuple[float, float]:
+        config, batch = self.config, self.config.workload.batch
+        key = random.key(config.seed, "dropout", step)
+        around: AbstractContextManager[Any] = measurement or nullcontext()
+        try:
+            micro_batches = self.batches["train"].step(step * batch, batch, key)
+            with around:
+                loss, norm, _ = self.program.step(micro_batches, learning_rate(config.optimizer, step, config.steps))
+        except RuntimeError as error:
+            raise self._named(error, step) from error
+        return loss, norm
+
+    def _named(self, error: RuntimeError, step: int) -> RuntimeError:
+        """The error with its step, and with the collective when a peer was lost in it."""
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        lost = any(word in str(error) for word in ("gloo", "Connection", "Timed out", "NCCL", "ProcessGroup"))
+        if lost and self.comms.last:
+            text = f"lost a peer in {self.comms.last} ({text})"
+        named = RuntimeError(text)
+        named.step = step + 1  # type: ignore[attr-defined]
+        return named
+
+    def _validate(self, step: int) -> float:
+        """Mean loss a token over `validate_batches` global batches of held-out text, the same ones every time."""
+        layout, count = self.config.layout, self.config.workload.batch
+        each = layout.dp * layout.micro
+        total, tokens = 0.0, 0
+        for start in range(0, self.config.validate_batches * count, each):
+            for batch, targets in self.batches["validation"].step(start, each, None):
+                loss, valid = self.program.evaluate(batch, targets)
+                total, tokens = total + loss, tokens + valid
+        mean = total / max(1, tokens)
+        if self.record:
+            self.record.validation(step, mean, self.entropy)
+        return mean
+
+    def _gather(self, role: Any) -> dict[int, Any] | None:
+        """Every rank's own role, on rank 0."""
+        roles: list[Any] | None = [None] * self.world if self.rank == 0 else None
+        dist.gather_object(role, roles)
+        return dict(enumerate(roles)) if roles is not None else None
+
+    def _report(self, roles: dict[int, Any], seconds: float | None) -> StepReport:
+        config = self.config
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
+        nodes = self.world // local
+        name = "CPU" if self.device.type == "cpu" else "GPU"
+        return StepReport(
+            source="measured",
+            model=config.model.to_json(),
+            layout=str(config.layout),
+            workload=config.workload.to_json(),
+            cluster=f"{nodes}x{local}x{name}" if nodes > 1 else f"{local}x{name}",
+            roles=merge_roles(roles),
+            time=seconds,
+            notes=("time is the median step's, without the measured one; transport times are the measured step's",),
+        )

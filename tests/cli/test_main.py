@@ -1,0 +1,363 @@
+"""The command line: results on standard output, one line for every mistake, exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import shardwise
+from shardwise.cli.estimate import parameters_of
+from shardwise.cli.main import COMMANDS, main
+from shardwise.cli.models import change
+from shardwise.errors import UserError
+from shardwise.model import catalog
+from shardwise.report import Bytes, LedgerRow, Role, StepReport
+from shardwise.runtime.launch import RunFailed
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(shardwise.__file__).parents[1]), "COLUMNS": "200"}
+
+
+@pytest.fixture
+def command(capsys):
+    """Run a command line in this process: (exit code, standard output, standard error)."""
+
+    def run(*argv: object) -> tuple[int, str, str]:
+        code = main([str(word) for word in argv])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+@pytest.fixture
+def text(tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text("some words to learn from\n" * 100)
+    return file
+
+
+@pytest.fixture(autouse=True)
+def outside_torchrun(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def mistake(outcome: tuple[int, str, str], *words: str) -> None:
+    """Exit code 2, nothing on standard output, one line with all `words` on standard error."""
+    code, out, err = outcome
+    assert (code, out) == (2, "")
+    assert err.startswith("shardwise: error: ") and err.count("\n") == 1 and err.endswith("\n"), err
+    assert all(word in err for word in words), err
+
+
+def report(source: str = "predicted", count: int = 4) -> StepReport:
+    row = LedgerRow("backward", "all_reduce", "dp", "blocks.0", "float32", 1000, count)
+    role = Role("all", (0, 1), Bytes(parameters=8_000, gradients=4_000), (row,))
+    return StepReport(source, {"name": "small"}, "dp=2", {"seq": 8, "batch": 2}, "2xCPU", (role,), notes=("a note",))
+
+
+def test_version_and_help(command):
+    assert command("--version") == (0, f"shardwise {shardwise.__version__}\n", "")
+    code, out, err = command("--help")
+    assert (code, err) == (0, "") and all(name in out for name in COMMANDS)
+    assert command() == (2, out, "")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help_and_json(command, name):
+    code, out, _ = command(name, "--help")
+    assert code == 0 and "--json" in out and "--traceback" in out
+
+
+def test_unknown_words(command):
+    mistake(command("estimte"), "unknown command 'estimte'", "did you mean estimate?")
+    mistake(command("xyz"), "unknown command 'xyz'", "estimate, train, compare")
+    mistake(command("--verbose"), "unknown option '--verbose'")
+    mistake(command("compare", "a", "b", "--jsn"), "--jsn", "shardwise compare --help")
+    mistake(command("train", "gpt2", "--se", "8"), "see shardwise train --help")
+
+
+def test_an_unexpected_error_is_called_a_bug(command, monkeypatch):
+    def broken(*_: object) -> None:
+        raise RuntimeError("first line\nsecond line")
+
+    monkeypatch.setattr("shardwise.cli.compare.compare", broken)
+    report().write(Path("a.json"))
+    code, out, err = command("compare", "a.json", "a.json")
+    assert (code, out) == (1, "") and err.count("\n") == 1
+    assert "RuntimeError: first line second line; this is a bug in shardwise, --traceback shows where" in err
+    for argv in (("--traceback", "compare", "a.json", "a.json"), ("compare", "a.json", "a.json", "--traceback")):
+        code, _, err = command(*argv)
+        assert code == 1 and err.startswith("Traceback") and "in broken" in err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (KeyboardInterrupt(), 130, "shardwise: error: interrupted\n"),
+        (KeyboardInterrupt("stopped by SIGINT"), 130, "shardwise: error: stopped by SIGINT\n"),
+        (RunFailed("rank 2 was killed by SIGKILL"), 1, "shardwise: error: rank 2 was killed by SIGKILL\n"),
+        (SystemExit(143), 143, ""),
+    ],
+)
+def test_how_a_run_can_end(command, monkeypatch, text, error, code, line):
+    def ends(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("shardwise.api.train", ends)
+    assert command("train", "gpt2", "--data", text, "--seq", 8, "--batch", 2) == (code, "", line)
+
+
+def test_a_reader_that_leaves_is_no_error():
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "-m", "shardwise", "--help"], stdout=writing, stderr=subprocess.PIPE, env=ENVIRONMENT
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_a_terminal_without_these_characters_gets_question_marks(tmp_path):
+    report().write(tmp_path / "a.json")
+    done = subprocess.run(
+        [sys.executable, "-m", "shardwise", "compare", "a.json", "a.json"],
+        capture_output=True,
+        cwd=tmp_path,
+        env={**ENVIRONMENT, "PYTHONIOENCODING": "ascii"},
+    )
+    assert (done.returncode, done.stderr) == (0, b"") and b"all_reduce" in done.stdout
+
+
+class TestEstimate:
+    FULL = ("estimate", "gpt2", "--layout", "dp=2", "--cluster", "8xH100", "--seq", "64", "--batch", "8")
+
+    @pytest.fixture
+    def predicted(self, monkeypatch):
+        """The arguments of the last call of `estimate`, which returns `report()`."""
+        calls: list[tuple] = []
+
+        def estimate(*args: object) -> StepReport:
+            calls.append(args)
+            return report()
+
+        monkeypatch.setattr("shardwise.predict.estimate", estimate, raising=False)
+        return calls
+
+    def test_json_is_the_report_itself(self, command, predicted):
+        code, out, err = command(*self.FULL, "--isolate-documents", "--set", "layers=2,vocab=1000", "--json")
+        assert (code, err) == (0, "")
+        assert StepReport.from_json(json.loads(out)) == report()
+        model, layout, workload, cluster = predicted[-1]
+        assert (model.layers, model.vocab, str(layout), str(cluster)) == (2, 1000, "dp=2", "8xH100-80GB-SXM")
+        assert (workload.seq, workload.batch, workload.isolate_documents) == (64, 8, True)
+
+    def test_the_page_has_memory_ledger_and_notes(self, command, predicted):
+        code, out, err = command(*self.FULL)
+        assert (code, err) == (0, "")
+        assert all(word in out for word in ("8.00 kB", "12.0 kB", "fits", "all_reduce", "16.0 kB", "a note"))
+
+    @pytest.mark.parametrize("left_out", ["--layout", "--cluster", "--seq", "--batch"])
+    def test_what_is_missing_is_named(self, command, left_out):
+        at = self.FULL.index(left_out)
+        mistake(command(*self.FULL[:at], *self.FULL[at + 2 :]), f"estimate needs {left_out} ".strip())
+
+    def test_wrong_values(self, command):
+        def with_(option: str, value: str) -> tuple[int, str, str]:
+            at = self.FULL.index(option) + 1
+            return command(*self.FULL[:at], value, *self.FULL[at + 1 :])
+
+        mistake(with_("estimate", "gpt-2"), "gpt-2", "did you mean gpt2")
+        mistake(with_("--layout", "pd=2"), "unknown key 'pd'")
+        mistake(with_("--layout", "zero=4"), "zero must be 0, 1, 2 or 3")
+        mistake(with_("--cluster", "8xH10"), "H10")
+        mistake(with_("--seq", "many"), "--seq", "many")
+        mistake(with_("--batch", "0"), "--batch")
+        mistake(command("estimate"), "MODEL", "--layout")
+
+    def test_zero_table_of_the_paper(self, command):
+        code, out, err = command("estimate", "--params", "7e9", "--zero-table", "1,2,4,8,16", "--json")
+        assert (code, err) == (0, "")
+        table = json.loads(out)["gigabytes_per_gpu"]
+        assert {stage: row["8"] for stage, row in table.items()} == {"0": 112, "1": 38.5, "2": 26.25, "3": 14}
+        assert list(table["3"]) == ["1", "2", "4", "8", "16"]
+
+    def test_zero_table_in_words(self, command, monkeypatch):
+        monkeypatch.setattr(
+            "shardwise.predict.zero_table",
+            lambda params, ranks: {stage: {n: params * (16 - stage) / n for n in ranks} for stage in range(4)},
+            raising=False,
+        )
+        code, out, err = command("estimate", "gpt2", "--zero-table", "1,8")
+        assert (code, err) == (0, "") and "124M parameters" in out
+        assert out.splitlines()[-4].split() == ["0", "1.99", "GB", "249", "MB"]
+
+    def test_zero_table_mistakes(self, command):
+        mistake(command("estimate", "--params", "7e9"), "--zero-table")
+        mistake(command("estimate", "--zero-table", "8"), "MODEL or --params")
+        mistake(command("estimate", "gpt2", "--params", "7e9", "--zero-table", "8"), "MODEL or --params")
+        for numbers in ("0", "a", "1,,2", "-4"):
+            mistake(command("estimate", "--params", "7e9", f"--zero-table={numbers}"), "--zero-table")
+        for params in ("many", "nan", "-1", "inf", "0", "7X"):
+            mistake(command("estimate", f"--params={params}", "--zero-table", "8"), "--params")
+
+    @pytest.mark.parametrize(("text", "params"), [("7e9", 7e9), ("7B", 7e9), ("350m", 350e6), ("1.5T", 1.5e12)])
+    def test_numbers_of_parameters(self, text, params):
+        assert parameters_of(text) == params
+
+
+class TestSet:
+    def test_derived_fields_follow(self):
+        model = change(catalog.get("gpt2"), "hidden=64,heads=4,ffn=256")
+        assert (model.head_dim, model.kv_heads, model.published_params) == (16, 4, None)
+        llama = change(catalog.get("llama-3-8b"), "heads=16")
+        assert (llama.heads, llama.kv_heads, llama.head_dim) == (16, 8, 256)
+        assert change(catalog.get("qwen3-0.6b"), "hidden=512").head_dim == 128
+
+    def test_kinds_of_values(self):
+        model = change(catalog.get("gpt2"), "tied=false, norm_eps=1e-6,activation=gelu,dropout=0")
+        assert (model.tied, model.norm_eps, model.activation, model.dropout) == (False, 1e-6, "gelu", 0.0)
+
+    def test_nothing_changes_nothing(self):
+        assert change(catalog.get("gpt2"), "") is catalog.get("gpt2")
+
+    @pytest.mark.parametrize(
+        ("text", "words"),
+        [
+            ("layer=2", "did you mean layers?"),
+            ("layers", "layers needs a value, such as layers=12"),
+            ("layers=two", "'two' is not an integer"),
+            ("layers=0", "layers must be a positive integer"),
+            ("norm=batch", "choose one of rmsnorm, layernorm"),
+            ("tied=maybe", "choose one of true, false"),
+            ("experts=8", "config.json"),
+            ("dropout=much", "'much' is not a number"),
+        ],
+    )
+    def test_mistakes(self, text, words):
+        with pytest.raises(UserError) as caught:
+            change(catalog.get("gpt2"), text)
+        assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+class TestCompare:
+    @pytest.fixture
+    def run(self, tmp_path):
+        folder = tmp_path / "run"
+        (folder / "reports").mkdir(parents=True)
+        report().write(folder / "reports" / "predicted.json")
+        report("measured").write(folder / "reports" / "measured.json")
+        report("measured", count=5).write(tmp_path / "other.json")
+        return folder
+
+    def test_a_run_with_itself(self, command, run):
+        code, out, err = command("compare", run)
+        assert (code, err) == (0, "") and "1 of 1 rows equal" in out and "predicted" in out and "measured" in out
+
+    def test_json(self, command, run):
+        code, out, err = command("compare", run, "--json")
+        assert (code, err, json.loads(out)["equal_ledger"]) == (0, "", True)
+
+    def test_a_different_ledger_is_exit_code_1(self, command, run):
+        code, out, err = command("compare", run, "other.json", "--json")
+        assert (code, err) == (1, "")
+        assert [(row["count_a"], row["count_b"]) for row in json.loads(out)["rows"]] == [(4, 5)]
+        assert command("compare", "other.json", run)[0] == 1
+        assert command("compare", run, run)[0] == 0
+
+    def test_mistakes(self, command, run):
+        mistake(command("compare"), "A", "--help")
+        mistake(command("compare", "nothing"), "no such report or run directory: nothing")
+        mistake(command("compare", "nothing", run), "cannot read report nothing")
+        mistake(command("compare", "other.json"), "is one report")
+        (run / "reports" / "predicted.json").unlink()
+        mistake(command("compare", run), "no predicted report", "--report")
+        Path("damaged.json").write_text("{")
+        mistake(command("compare", "damaged.json", run), "damaged.json")
+
+
+class TestTrain:
+    @pytest.fixture
+    def small(self, text):
+        shape = "vocab=300,hidden=16,layers=1,heads=2,ffn=32,attention_dropout=0"
+        words = ["train", "gpt2", "--set", shape, "--data", text, "--seq", 8, "--batch", 4, "--layout", "dp=2"]
+        return [*words, "--out", "run"]
+
+    @pytest.fixture
+    def no_ranks(self, monkeypatch):
+        """Whatever starts ranks fails the test."""
+
+        def started(*_: object, **__: object) -> int:
+            raise AssertionError("ranks were started")
+
+        monkeypatch.setattr("shardwise.api.launch", started)
+
+    def test_options_reach_the_configuration(self, command, monkeypatch, small):
+        asked: dict = {}
+
+        def train(**request: object) -> None:
+            asked.update(request)
+            raise UserError("enough")
+
+        monkeypatch.setattr("shardwise.api.train", train)
+        mistake(command(*small, "--lr", "0.5", "--no-overlap", "--port", 1234, "--threads", 2, "--json"), "enough")
+        assert (asked["optimizer"].lr, asked["optimizer"].clip) == (0.5, 1.0)
+        assert (asked["overlap"], asked["tensorboard"], asked["report"]) == (False, True, False)
+        assert (asked["port"], asked["threads"], asked["rank0_stdout"]) == (1234, 2, 2)
+        assert asked["model"].vocab == 300 and "seed" not in asked
+
+    def test_mistakes_are_found_before_anything_is_written(self, command, small, no_ranks, tmp_path):
+        before = sorted(tmp_path.rglob("*"))
+        Path("taken").mkdir()
+        Path("taken/thing").touch()
+
+        def with_(option: str, value: object) -> tuple[int, str, str]:
+            if option not in small:
+                return command(*small, f"{option}={value}")
+            at = small.index(option) + 1
+            return command(*small[:at], value, *small[at + 1 :])
+
+        mistake(with_("train", "gtp2"), "did you mean gpt2")
+        mistake(with_("--layout", "dp=3"), "batch 4 cannot be divided", "nearest that can: 3 or 6")
+        mistake(with_("--layout", "tp=3"), "valid tp: 1, 2")
+        mistake(with_("--layout", "pp=2"), "stages for 1 layers")
+        mistake(with_("--layout", "compile=block"), "not runnable here yet: compile=block")
+        mistake(with_("--layout", "dq=3"), "unknown key 'dq'")
+        mistake(with_("--data", "missing.txt"), "no such file or folder: missing.txt")
+        mistake(with_("--seq", 0), "--seq and --batch")
+        mistake(with_("--seq", 5000), "1024 learned positions")
+        mistake(with_("--steps", 0), "steps must be a positive integer")
+        mistake(with_("--lr", "nan"), "lr must be a positive number")
+        mistake(with_("--clip", -1), "clip must be at least 0")
+        mistake(with_("--threads", 0), "threads must be at least 1")
+        mistake(with_("--device", "tpu"), "--device")
+        mistake(with_("--tokenizer", "missing.json"), "no tokenizer at missing.json")
+        mistake(with_("--out", "taken"), "taken is not empty; nothing was overwritten")
+        mistake(with_("--out", "text.txt"), "is not a folder")
+        empty = tmp_path / "empty.txt"
+        empty.touch()
+        mistake(with_("--data", empty), "empty.txt is empty")
+        (tmp_path / "config.json").write_text('{"model_type": "llama", "telepathy": true}')
+        mistake(with_("train", tmp_path / "config.json"), "config.json")
+        after = sorted(path for path in tmp_path.rglob("*") if path.name not in ("taken", "thing"))
+        assert after == sorted([*before, empty, tmp_path / "config.json"])
+
+    def test_binary_data_starts_no_ranks(self, command, small, no_ranks):
+        Path("text.txt").write_bytes(b"\0\1\2" * 100)
+        code, out, err = command(*small)
+        assert (code, out) == (2, "")
+        assert "text.txt is binary" in err.splitlines()[-1] and "Traceback" not in err
+        assert not Path("run").exists()
+
+    def test_under_torchrun_the_run_directory_is_named(self, command, small, no_ranks, monkeypatch):
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        at = small.index("--out")
+        mistake(command(*small[:at]), "under torchrun", "--out")
+        mistake(command(*small, "--port", 1234), "leave --port out")

@@ -1,0 +1,228 @@
+import json
+import os
+
+import numpy as np
+import pytest
+
+from shardwise.data import corpus as corpus_module
+from shardwise.data.corpus import Corpus, prepare
+from shardwise.errors import UserError
+
+tokenizers = pytest.importorskip("tokenizers")
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """A folder of 40 short documents."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for i in range(40):
+        (folder / f"{i:02d}.txt").write_text(f"document {i} of a small corpus\n" * (1 + i % 5))
+    return folder
+
+
+def make(source, out, **options):
+    return prepare(str(source), out, **{"tokenizer": None, "vocab": 300, **options})
+
+
+def documents(corpus, split):
+    """The texts that a split's tokens spell."""
+    ids = corpus.tokens(split).tolist()
+    assert ids[-1] == corpus.eos
+    ends = [i for i, token in enumerate(ids) if token == corpus.eos]
+    starts = [0, *(end + 1 for end in ends[:-1])]
+    return [corpus.tokenizer().decode(ids[start:end]) for start, end in zip(starts, ends, strict=True)]
+
+
+def lines_of(source, out, **options):
+    lines = []
+    corpus = make(source, out, progress=lines.append, **options)
+    return corpus, lines
+
+
+def test_the_splits_hold_every_document_once_and_whole(texts, tmp_path):
+    corpus = make(texts, tmp_path / "out", validation_fraction=0.25)
+    train, validation = documents(corpus, "train"), documents(corpus, "validation")
+    assert sorted(train + validation) == sorted(path.read_text() for path in texts.iterdir())
+    assert corpus.document_counts == {"train": len(train), "validation": len(validation)}
+    assert 2 <= len(validation) <= 20
+    assert corpus.token_counts == {split: len(corpus.tokens(split)) for split in ("train", "validation")}
+    assert corpus.text_bytes == sum(path.stat().st_size for path in texts.iterdir())
+    assert corpus.dtype == "<u2" and corpus.tokens("train").dtype == np.uint16
+    assert isinstance(corpus.tokens("train"), np.memmap) and not corpus.tokens("train").flags.writeable
+
+
+@pytest.mark.parametrize("fraction", [1e-9, 1 - 1e-9])
+def test_neither_split_is_empty(texts, tmp_path, fraction):
+    corpus = make(texts, tmp_path / "out", validation_fraction=fraction)
+    assert sorted(corpus.document_counts.values()) == [1, 39]
+    assert sorted(documents(corpus, "train") + documents(corpus, "validation")) == sorted(
+        path.read_text() for path in texts.iterdir()
+    )
+
+
+@pytest.mark.parametrize("fraction", [1e-9, 0.25, 1 - 1e-9])
+def test_a_single_document_gives_its_last_tokens(tmp_path, fraction):
+    file = tmp_path / "a.txt"
+    file.write_text("one long text of many words\n" * 200)
+    corpus = make(file, tmp_path / "out", validation_fraction=fraction)
+    train, validation = corpus.tokens("train").tolist(), corpus.tokens("validation").tolist()
+    assert len(validation) == min(max(round(fraction * len(train + validation)), 1), len(train + validation) - 1)
+    assert (train + validation)[-1] == corpus.eos and (train + validation).count(corpus.eos) == 1
+    assert corpus.tokenizer().decode((train + validation)[:-1]) == file.read_text()
+
+
+def test_long_documents_are_encoded_in_pieces_without_loss(texts, tmp_path, monkeypatch):
+    whole = make(texts, tmp_path / "whole")
+    monkeypatch.setattr(corpus_module, "_PIECE", 40)
+    monkeypatch.setattr(corpus_module, "_BATCH", 100)
+    pieces = make(texts, tmp_path / "pieces")
+    for split in ("train", "validation"):
+        assert documents(pieces, split) == documents(whole, split)
+
+
+def test_the_same_text_is_prepared_once(texts, tmp_path):
+    first = make(texts, tmp_path / "out")
+    before = {path: path.stat().st_mtime_ns for path in first.path.iterdir()}
+    again, lines = lines_of(texts, tmp_path / "out")
+    assert again == first and lines == [f"the text is prepared already: {first.path}"]
+    assert before == {path: path.stat().st_mtime_ns for path in first.path.iterdir()}
+
+
+def test_preparing_twice_gives_the_same_bytes(texts, tmp_path):
+    one, two = make(texts, tmp_path / "one"), make(texts, tmp_path / "two")
+    for name in ("train.bin", "validation.bin", "tokenizer.json", "corpus.json"):
+        assert (one.path / name).read_bytes() == (two.path / name).read_bytes()
+
+
+def test_changed_text_or_settings_go_to_another_folder(texts, tmp_path):
+    out = tmp_path / "out"
+    folders = [make(texts, out).path]
+    mapped = Corpus.open(folders[0]).tokens("train")
+    copy = np.array(mapped)
+    folders.append(make(texts, out, vocab=301).path)
+    folders.append(make(texts, out, validation_fraction=0.3).path)
+    folders.append(make(texts, out, max_bytes=500).path)
+    folders.append(make(texts, out, tokenizer=folders[0] / "tokenizer.json").path)
+    os.utime(texts / "00.txt", ns=(1, 1))
+    folders.append(make(texts, out).path)
+    (texts / "00.txt").write_text("changed")
+    folders.append(make(texts, out).path)
+    assert len(set(folders)) == len(folders) == len(list(out.iterdir()))
+    assert (mapped == copy).all()
+
+
+def test_an_interrupted_preparation_leaves_nothing(texts, tmp_path, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(corpus_module.SplitFiles, "finish", interrupt)
+        make(texts, tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
+    assert make(texts, tmp_path / "out").document_counts["train"] > 0
+
+
+def test_an_unfinished_or_damaged_corpus_is_refused_and_made_anew_beside_it(texts, tmp_path):
+    corpus = make(texts, tmp_path / "out")
+    content = (corpus.path / "train.bin").read_bytes()
+    (corpus.path / "train.bin").write_bytes(content[:-1])
+    with pytest.raises(UserError, match=f"train.bin has {len(content) - 1} bytes instead of {len(content)}"):
+        Corpus.open(corpus.path)
+    second = make(texts, tmp_path / "out")
+    assert second.path != corpus.path and (second.path / "train.bin").read_bytes() == content
+    assert (corpus.path / "train.bin").read_bytes() == content[:-1]
+    (second.path / "corpus.json").unlink()
+    with pytest.raises(UserError, match="it has no"):
+        Corpus.open(second.path)
+    assert make(texts, tmp_path / "out").path not in (corpus.path, second.path)
+
+
+@pytest.mark.parametrize("change", [{"format": 0}, {"dtype": "words"}, {"token_counts": {}}, {"extra": 1}])
+def test_a_wrong_description_is_refused(texts, tmp_path, change):
+    path = make(texts, tmp_path / "out").path / "corpus.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(UserError, match="prepare the text again"):
+        Corpus.open(path.parent)
+    path.write_text("[")
+    with pytest.raises(UserError, match="is damaged"):
+        Corpus.open(path.parent)
+
+
+def test_a_limit_cuts_the_text_between_characters(tmp_path):
+    file = tmp_path / "a.txt"
+    file.write_text("äöü" * 100)
+    corpus = make(file, tmp_path / "out", max_bytes=33)
+    ids = np.concatenate([corpus.tokens("train"), corpus.tokens("validation")]).tolist()
+    assert corpus.tokenizer().decode(ids[:-1]) == ("äöü" * 6)[:16]
+    assert corpus.text_bytes == 32
+
+
+def test_large_ids_take_four_bytes(tmp_path):
+    vocabulary = {"<unk>": 0, "a": 65_535, "b": 65_536, "</s>": 2}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "t.json"))
+    (tmp_path / "a.txt").write_text("a b c a")
+    corpus = make(tmp_path / "a.txt", tmp_path / "out", tokenizer=tmp_path / "t.json")
+    assert corpus.tokens("train").tolist() == [65_535, 65_536, 0, 65_535] and corpus.tokens("train").dtype == np.uint32
+    assert corpus.tokens("validation").tolist() == [2] == [corpus.eos]
+    assert corpus.vocab_size == 65_537
+
+
+def test_unigram_entropy_is_that_of_the_split_itself(tmp_path):
+    vocabulary = {"<unk>": 0, "a": 1, "b": 2, "</s>": 3}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "t.json"))
+    (tmp_path / "a.txt").write_text("a " * 8 + "a a a a b b c")
+    corpus = make(tmp_path / "a.txt", tmp_path / "out", tokenizer=tmp_path / "t.json", validation_fraction=0.5)
+    assert corpus.tokens("validation").tolist() == [1, 1, 1, 1, 2, 2, 0, 3]
+    expected = 0.5 * np.log(2) + 0.25 * np.log(4) + 2 * 0.125 * np.log(8)
+    assert corpus.unigram_entropy() == pytest.approx(expected, abs=1e-12)
+    assert corpus.unigram_entropy("train") == pytest.approx(0, abs=1e-12)
+
+
+def test_a_folder_that_holds_its_own_corpus_is_prepared_once(texts):
+    first, (second, lines) = make(texts, texts / "out"), lines_of(texts, texts / "out")
+    assert second == first and lines == [f"the text is prepared already: {first.path}"]
+
+
+def test_progress_and_what_was_skipped(texts, tmp_path):
+    (texts / "x.bin").write_bytes(b"\0")
+    _, lines = lines_of(texts, tmp_path / "out", vocab=5000)
+    assert "training a tokenizer of 5000 tokens" in lines[0]
+    assert any("the text is too little for 5000 tokens" in line for line in lines)
+    assert "skipped 1 files that are not UTF-8 text" in lines
+    assert lines[-1].endswith("in 40 documents")
+
+
+def test_a_bad_record_is_reported_while_the_tokenizer_trains(tmp_path):
+    (tmp_path / "r.jsonl").write_text('{"text": "fine"}\n{"text": \n')
+    with pytest.raises(UserError, match=r"r\.jsonl, line 2 is not JSON"):
+        make(tmp_path / "r.jsonl", tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"validation_fraction": 0.0}, "between 0 and 1"),
+        ({"validation_fraction": 1.0}, "between 0 and 1"),
+        ({"max_bytes": 0}, "at least 1"),
+        ({"vocab": 10}, "at least 257"),
+    ],
+)
+def test_impossible_settings_are_refused(texts, tmp_path, options, reason):
+    with pytest.raises(UserError, match=reason):
+        make(texts, tmp_path / "out", **options)
+
+
+def test_unusable_folders_and_tokenizers_are_refused(texts, tmp_path):
+    with pytest.raises(UserError, match="cannot write the corpus to"):
+        make(texts, texts / "00.txt")
+    with pytest.raises(UserError, match="no tokenizer at"):
+        make(texts, tmp_path / "out", tokenizer=tmp_path / "none.json")
+    (tmp_path / "a.txt").write_text("ä")
+    with pytest.raises(UserError, match="no tokens"):
+        make(tmp_path / "a.txt", tmp_path / "out", max_bytes=1)

@@ -1,0 +1,168 @@
+"""What must hold of a trained case: the design's rules 1 to 3, each as a function that asserts."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import fields, replace
+from functools import lru_cache
+
+from harness.jobs import RankOutcome
+from harness.pool import run_ranks
+from harness.reference import Case, Outcome, reference
+from torch import Tensor
+
+from shardwise.layout import Layout, unit_plan
+from shardwise.layout.placement import Placed, place
+from shardwise.model.parameters import parameters
+from shardwise.predict.ledger import predict_ledger
+from shardwise.predict.memory import predict_bytes
+from shardwise.report.step_report import Bytes
+
+EXACT = ("parameters", "gradients", "optimizer", "comm", "saved")
+PEAK_TOLERANCE = 0.05
+TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4}
+NOISE = {"fp64": 1e-6, "fp32": 1e-3}
+"""Share of all gradients below which one parameter's is compared with that share instead: some are zero but for
+rounding (the key bias of attention), and fp32 rounds at 1e-7."""
+
+
+def judge(case: Case) -> Outcome:
+    """The one-device run a case is compared with: in its own precision, for bf16 in fp32."""
+    return reference(replace(case, precision="fp32") if case.precision == "bf16" else case)
+
+
+def train(case: Case, layout: Layout, *, overlap: bool = True, against: Outcome | None = None) -> list[RankOutcome]:
+    """Train on the pool of ranks; one outcome a rank."""
+    return run_ranks("harness.jobs:train", layout.ranks, (case, layout, against or judge(case), overlap))
+
+
+def _total(tensors: dict[str, Tensor]) -> float:
+    return sum(float(t.double().square().sum()) for t in tensors.values()) ** 0.5
+
+
+def _distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    return _total({name: a[name].double() - b[name].double() for name in b})
+
+
+def assert_parity(case: Case, layout: Layout, ranks: list[RankOutcome], against: Outcome | None = None) -> None:
+    """Rule 2. A parameter's error is summed over every rank that holds a piece of it, replicas included."""
+    expected = against or judge(case)
+    assert all(rank.losses == ranks[0].losses for rank in ranks), "the loss differs between ranks"
+    assert all(rank.norms == ranks[0].norms for rank in ranks), "the gradient norm differs between ranks"
+    assert_covered(case, layout, ranks)
+    if case.precision == "bf16":
+        _assert_bf16_parity(case, layout, ranks, expected)
+        return
+    tolerance = TOLERANCE[case.precision]
+    everything = _total(expected.first_grads)
+    for name, gradient in expected.first_grads.items():
+        error = sum(rank.grad_errors.get(name, 0.0) for rank in ranks) ** 0.5
+        bound = tolerance * max(float(gradient.norm()), NOISE[case.precision] * everything)
+        assert error <= bound, f"gradient of {name}: off by {error:.2e}, allowed {bound:.2e}"
+    for mine, theirs in zip(ranks[0].losses, expected.losses, strict=True):
+        assert abs(mine - theirs) <= tolerance * max(1.0, abs(theirs)), (ranks[0].losses, expected.losses)
+    for mine, theirs in zip(ranks[0].norms, expected.norms, strict=True):
+        assert abs(mine - theirs) <= tolerance * theirs, (ranks[0].norms, expected.norms)
+    scale = _total(expected.final)
+    for name, value in expected.final.items():
+        error = sum(rank.final_errors.get(name, 0.0) for rank in ranks) ** 0.5
+        # Adam divides rounding noise by its own size: in fp32 only all parameters together have a meaningful bound.
+        norm = float(value.norm()) if case.precision == "fp64" else scale
+        assert error <= tolerance * norm, f"{name} after the last step: off by {error:.2e} of {norm:.2e}"
+
+
+@lru_cache(maxsize=16)
+def _one_device_bf16(case: Case) -> tuple[float, float, float, float]:
+    """How far one device in bf16 is from fp32: (losses, norms, first gradients, parameters), each as one number."""
+    low, high = reference(case), reference(replace(case, precision="fp32"))
+    return (
+        _spread(low.losses, high.losses),
+        _spread(low.norms, high.norms),
+        _distance(low.first_grads, high.first_grads),
+        _distance(low.final, high.final),
+    )
+
+
+def _spread(a: list[float], b: list[float]) -> float:
+    return sum((x - y) ** 2 for x, y in zip(a, b, strict=True)) ** 0.5
+
+
+def _assert_bf16_parity(case: Case, layout: Layout, ranks: list[RankOutcome], expected: Outcome) -> None:
+    copies = _copies(layout)
+    mine = (
+        _spread(ranks[0].losses, expected.losses),
+        _spread(ranks[0].norms, expected.norms),
+        _joint_error([rank.grad_errors for rank in ranks], copies, case),
+        _joint_error([rank.final_errors for rank in ranks], copies, case),
+    )
+    names = ("losses", "norms", "gradients", "parameters")
+    for name, error, one_device in zip(names, mine, _one_device_bf16(case), strict=True):
+        assert error <= 2 * one_device, f"{name}: {error:.2e} from fp32, one device {one_device:.2e}"
+
+
+def _copies(layout: Layout) -> int:
+    """How many data ranks hold each interval."""
+    return layout.data_ranks // layout.shard_ranks
+
+
+def _joint_error(errors: list[dict[str, float]], copies: int, case: Case) -> float:
+    # Replicas over tp are counted as often as they are held: that only tightens the bound.
+    return (sum(sum(rank.values()) for rank in errors) / copies) ** 0.5
+
+
+def _boxes(case: Case, layout: Layout) -> dict[str, list[Placed]]:
+    return {p.name: [place(p, case.model, layout, tp) for tp in range(layout.tp)] for p in parameters(case.model)}
+
+
+def assert_covered(case: Case, layout: Layout, ranks: list[RankOutcome]) -> None:
+    """The intervals that were compared make up every local tensor of every parameter, without a hole."""
+    held: dict[tuple, set[tuple[int, int]]] = defaultdict(set)
+    for rank in ranks:
+        for name, dim, start, stop, a, b in rank.pieces:
+            held[name, dim, start, stop].add((a, b))
+    for name, boxes in _boxes(case, layout).items():
+        for box in boxes:
+            reached = 0
+            for a, b in sorted(held[name, box.dim, box.start, box.stop]):
+                assert a <= reached, f"{name}: nothing holds [{reached}, {a}) of {box}"
+                reached = max(reached, b)
+            assert reached == box.numel, f"{name}: nothing holds [{reached}, {box.numel}) of {box}"
+
+
+def assert_replicas_equal(ranks: list[RankOutcome]) -> None:
+    """Ranks that hold the same interval of the same box hold the same bits."""
+    found: dict[tuple, dict[str, int]] = defaultdict(dict)
+    for index, rank in enumerate(ranks):
+        for piece, digest in rank.pieces.items():
+            found[piece].setdefault(digest, index)
+    for piece, digests in found.items():
+        assert len(digests) == 1, f"{piece}: ranks {sorted(digests.values())} differ"
+
+
+def assert_ledger(case: Case, layout: Layout, ranks: list[RankOutcome]) -> None:
+    """Rule 1, on every rank."""
+    for index, rank in enumerate(ranks):
+        predicted = set(predict_ledger(unit_plan(case.model, layout, case.workload, rank=index)))
+        observed = set(rank.role.ledger)
+        assert len(observed) == len(rank.role.ledger)
+        assert predicted == observed, (
+            f"rank {index}: predicted only {sorted(predicted - observed)}, observed only {sorted(observed - predicted)}"
+        )
+
+
+def assert_memory(case: Case, layout: Layout, ranks: list[RankOutcome]) -> None:
+    """Rule 3, on every rank."""
+    for index, rank in enumerate(ranks):
+        predicted = predict_bytes(unit_plan(case.model, layout, case.workload, rank=index))
+        observed = rank.role.bytes
+        for name in EXACT:
+            assert getattr(predicted, name) == getattr(observed, name), (index, name, predicted, observed)
+        assert abs(peak_error(predicted, observed)) <= PEAK_TOLERANCE, (index, predicted, observed)
+
+
+def peak_error(predicted: Bytes, observed: Bytes) -> float:
+    """Relative error of the predicted peak."""
+    return predicted.total / observed.total - 1
+
+
+assert {field.name for field in fields(Bytes)} == {*EXACT, "other"}

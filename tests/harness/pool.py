@@ -1,0 +1,119 @@
+"""One helper that runs a function on n ranks. Ranks are kept alive between tests: starting one costs an import of torch.
+
+A job that exceeds its time limit kills the whole pool, which the next job starts anew; no process outlives the tests.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+LIMIT = 180.0
+
+
+class RankFailed(AssertionError):
+    """A rank raised; the message holds its traceback."""
+
+
+def _serve(pipe: Connection, index: int) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    import torch
+
+    torch.set_num_threads(1)
+    import torch.distributed as dist
+
+    while True:
+        try:
+            job = pipe.recv()
+        except EOFError:
+            return
+        target, world, store, payload = job
+        try:
+            module, _, function = target.partition(":")
+            dist.init_process_group("gloo", init_method=f"file://{store}", rank=index, world_size=world)
+            try:
+                result = getattr(importlib.import_module(module), function)(index, payload)
+            finally:
+                dist.destroy_process_group()
+            pipe.send((True, result))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+
+
+class Pool:
+    """Up to `size` ranks; `run` uses the first `world` of them."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._workers: list[tuple[Any, Connection]] = []
+        atexit.register(self.close)
+
+    def _grow(self, count: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed", "shardwise.runtime.step", "shardwise.runtime.measure"])
+        while len(self._workers) < count:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, len(self._workers)), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+
+    def run(self, target: str, world: int, payload: Any = None, limit: float = LIMIT) -> list[Any]:
+        """Call `module:function(rank, payload)` on `world` ranks inside a gloo process group; results by rank.
+
+        Raises `RankFailed` with the first failing rank's traceback, or when the time limit passes.
+        """
+        self._grow(world)
+        folder = tempfile.mkdtemp(prefix="ranks-")
+        store = str(Path(folder) / "store")
+        for _, pipe in self._workers[:world]:
+            pipe.send((target, world, store, payload))
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        deadline = time.monotonic() + limit
+        waiting = {pipe: rank for rank, (_, pipe) in enumerate(self._workers[:world])}
+        while waiting and time.monotonic() < deadline:
+            # After a first failure the others are likely to wait for a lost peer: give them a moment, no more.
+            for ready in wait(list(waiting), timeout=0.5):
+                rank = waiting.pop(ready)  # type: ignore[arg-type]
+                try:
+                    fine, value = ready.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    fine, value = False, "the process died"
+                (results if fine else failures)[rank] = value
+            if failures:
+                deadline = min(deadline, time.monotonic() + 3)
+                if not waiting:
+                    break
+        if waiting or failures:
+            self.close()
+        if failures:
+            rank = min(failures)
+            raise RankFailed(f"rank {rank} of {world} (failed: {sorted(failures)}, silent: {sorted(waiting.values())}):\n{failures[rank]}")
+        if waiting:
+            raise RankFailed(f"ranks {sorted(waiting.values())} of {world} did not answer within {limit:.0f} s")
+        return [results[rank] for rank in range(world)]
+
+    def close(self) -> None:
+        for process, pipe in self._workers:
+            pipe.close()
+            process.kill()
+        for process, _ in self._workers:
+            process.join()
+        self._workers = []
+
+
+_pool = Pool(8)
+
+
+def run_ranks(target: str, world: int, payload: Any = None, limit: float = LIMIT) -> list[Any]:
+    """Run `module:function(rank, payload)` on the shared pool."""
+    return _pool.run(target, world, payload, limit)

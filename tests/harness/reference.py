@@ -1,0 +1,142 @@
+"""The judge: the same decoder on one device, in a plain training loop with torch's own optimizer and loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise.decoder import Batch, Decoder, random
+from shardwise.decoder.initial import initial_values
+from shardwise.layout import Workload
+from shardwise.model import ModelConfig
+from shardwise.model.parameters import Parameter, parameters
+from shardwise.runtime.config import OptimizerConfig
+from shardwise.runtime.optimizer import learning_rate
+
+STEPS = 5
+SEED = 11
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained, apart from how it is split. precision: "fp64", "fp32" or "bf16"."""
+
+    model: ModelConfig
+    workload: Workload
+    precision: str = "fp64"
+    attention: str = "sdpa"
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-2, warmup=2, clip=0.5)
+    ignore: str = "some"
+    """Which targets do not count: "none", "some" (uneven between sequences), "most" (whole sequences are empty)."""
+
+
+def dtype_of(precision: str) -> torch.dtype:
+    return {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+
+
+def values(parameter: Parameter, index: Tensor) -> Tensor:
+    """Initial weights with every bias and norm weight away from 0 and 1, so that a mistake there shows."""
+    plain = initial_values(parameter, index, SEED)
+    if parameter.init == "normal":
+        return plain * 3
+    return plain + 0.3 * random.normal(random.key(SEED, parameter.name, "jitter"), index)
+
+
+def step_key(step: int) -> int:
+    return random.key(SEED, "dropout", step)
+
+
+def global_batch(case: Case, step: int) -> dict[str, Tensor]:
+    """All sequences of a step: ids, targets, index, positions, documents; each [batch, seq]."""
+    w = case.workload
+    generator = torch.Generator().manual_seed(1000 + step)
+    tokens = torch.randint(case.model.vocab, (w.batch, w.seq + 1), generator=generator)
+    targets = tokens[:, 1:].clone()
+    drop = torch.rand(w.batch, w.seq, generator=generator)
+    if case.ignore == "some":
+        targets[drop < torch.linspace(0, 0.9, w.batch)[:, None]] = -100
+    elif case.ignore == "most":
+        targets[1:] = -100
+        targets[0, w.seq // 2 :] = -100
+    index = torch.arange(step * w.batch * w.seq, (step + 1) * w.batch * w.seq).view(w.batch, w.seq)
+    documents = torch.cumsum(torch.rand(w.batch, w.seq, generator=generator) < 0.15, 1)
+    positions = torch.arange(w.seq).expand(w.batch, w.seq).contiguous()
+    if w.isolate_documents:
+        first = torch.stack([torch.searchsorted(row, row) for row in documents])
+        positions = positions - first
+    return {
+        "ids": tokens[:, :-1].contiguous(),
+        "targets": targets,
+        "index": index,
+        "positions": positions,
+        "documents": documents,
+    }
+
+
+def make_batch(case: Case, rows: dict[str, Tensor], step: int) -> Batch:
+    documents = rows["documents"] if case.workload.isolate_documents else None
+    return Batch(
+        rows["ids"], rows["positions"], rows["index"], documents, rows["positions"], rows["index"], step_key(step)
+    )
+
+
+@dataclass
+class Outcome:
+    """losses, norms: one a step; first_grads: step 0, unclipped; final: parameters after the last step."""
+
+    losses: list[float]
+    norms: list[float]
+    first_grads: dict[str, Tensor]
+    final: dict[str, Tensor]
+
+
+@lru_cache(maxsize=64)
+def reference(case: Case) -> Outcome:
+    """Train `STEPS` steps on one device."""
+    dtype = dtype_of(case.precision)
+    decoder = Decoder(case.model)
+    table = {p.name: p for p in parameters(case.model)}
+    named = dict(decoder.named_parameters())
+    assert {n: tuple(p.shape) for n, p in named.items()} == {n: p.shape for n, p in table.items()}
+    for name, tensor in named.items():
+        spec = table[name]
+        tensor.data = values(spec, torch.arange(spec.numel)).view(spec.shape).to(dtype)
+    for block in decoder.blocks:
+        block.attention.core.kind = case.attention
+    master = {n: p.detach().float().clone() for n, p in named.items()} if case.precision == "bf16" else named
+    config = case.optimizer
+    groups = [
+        {"params": [master[n] for n in named if table[n].decay], "weight_decay": config.weight_decay},
+        {"params": [master[n] for n in named if not table[n].decay], "weight_decay": 0.0},
+    ]
+    adam = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, foreach=False)
+    outcome = Outcome([], [], {}, {})
+    for step in range(STEPS):
+        rows = global_batch(case, step)
+        logits = decoder(make_batch(case, rows, step))
+        wide = logits.float() if dtype == torch.bfloat16 else logits
+        valid = (rows["targets"] != -100).sum()
+        loss = F.cross_entropy(wide.flatten(0, 1), rows["targets"].flatten(), reduction="sum") / valid.clamp(min=1)
+        for tensor in named.values():
+            tensor.grad = None
+        loss.backward()
+        if step == 0:
+            outcome.first_grads = {n: p.grad.double().clone() for n, p in named.items()}
+        if master is not named:
+            for name, tensor in named.items():
+                master[name].grad = tensor.grad.float()
+        norm = torch.nn.utils.clip_grad_norm_(list(master.values()), config.clip or float("inf"))
+        for group in adam.param_groups:
+            group["lr"] = learning_rate(config, step, STEPS)
+        adam.step()
+        if master is not named:
+            for name, tensor in named.items():
+                tensor.data.copy_(master[name])
+        outcome.losses.append(loss.item())
+        outcome.norms.append(float(norm))
+    outcome.final = {n: p.detach().double().clone() for n, p in master.items()}
+    return outcome

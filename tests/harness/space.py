@@ -1,0 +1,194 @@
+"""The layout space: cases are drawn from it by rule, none is written down by hand.
+
+`all_cases` is a deterministic selection that covers every pair of choices that can occur together; `sample` draws a few
+of them by a seed, so that a working day's tests see another part of the space than the day before.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import dataclass, replace
+from datetime import date
+from functools import cache
+from itertools import combinations
+from typing import Any
+
+from harness.reference import Case
+
+from shardwise.errors import UserError
+from shardwise.layout import Layout, Workload, check_runnable
+from shardwise.model import ModelConfig
+from shardwise.model.config import RopeScaling
+
+GENERATOR_SEED = 7
+POOL = 4000
+LEAST = 160
+EIGHT_RANKS = 14
+SAMPLE = 32
+SEQ = 12
+
+# Every vocabulary and most widths are odd or prime: whatever a layout divides by leaves a remainder somewhere.
+_LLAMA = ModelConfig("llama", vocab=53, hidden=32, layers=2, heads=4, kv_heads=2, ffn=44, max_positions=64)
+_GPT2 = ModelConfig(
+    "gpt2", vocab=53, hidden=24, layers=2, heads=4, ffn=47, max_positions=16, norm="layernorm", positions="learned",
+    activation="gelu_tanh", gated=False, bias="all", tied=True, dropout=0.1,
+)  # fmt: skip
+MODELS: dict[str, ModelConfig] = {
+    model.name: model
+    for model in (
+        _LLAMA,
+        _LLAMA.replace(
+            name="mqa", hidden=24, heads=6, head_dim=6, kv_heads=1, ffn=43,
+            rope_scaling=RopeScaling(4.0, 1.0, 4.0, 16),
+        ),
+        _LLAMA.replace(name="prime", hidden=29, heads=3, head_dim=8, kv_heads=3, ffn=41, vocab=59),
+        _LLAMA.replace(name="qwen2", hidden=26, heads=6, head_dim=6, kv_heads=3, ffn=45, bias="qkv"),
+        _LLAMA.replace(name="qwen3", hidden=24, heads=4, head_dim=8, kv_heads=2, ffn=47, qk_norm=True, tied=True),
+        _GPT2,
+        _GPT2.replace(name="gpt2-drop", heads=6, kv_heads=6, head_dim=4, attention_dropout=0.2),
+        _GPT2.replace(
+            name="neox", heads=6, kv_heads=6, head_dim=8, hidden=48, ffn=61, positions="rope", rotary_fraction=0.25,
+            activation="gelu", tied=False, parallel_residual=True, dropout=0.0,
+        ),
+    )
+}  # fmt: skip
+
+CHOICES: dict[str, list[Any]] = {
+    "model": list(MODELS),
+    "dp": [1, 2, 3, 4, 6, 8],
+    "tp": [1, 2, 3, 4, 6],
+    "zero": [0, 1, 2, 3, 3],
+    "shard": [0, 0, 2, 3],
+    "sp": [False, True],
+    "recompute": ["none", "selective", "full", "input"],
+    "attention": ["sdpa", "math"],
+    "micro": [1, 2],
+    "accumulate": [1, 2, 3],
+    "documents": [False, True],
+    "precision": ["fp64"] * 7 + ["fp32", "bf16", "bf16-fp32"],
+    "order": ["pp-dp-cp-tp", "pp-tp-cp-dp"],
+    "ignore": ["some", "some", "none", "most"],
+}
+WORLDS = (1, 2, 3, 4, 6, 8)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One point of the space: what is trained, and how it is split. `choices` are the values it was drawn with."""
+
+    id: str
+    case: Case
+    layout: Layout
+    choices: tuple[tuple[str, Any], ...]
+
+    def __getitem__(self, name: str) -> Any:
+        return dict(self.choices)[name]
+
+
+def point(**choices: Any) -> Point:
+    """Build a point from values of `CHOICES`; missing ones are the first choice. Raises `UserError` if illegal."""
+    chosen = {name: choices.get(name, values[0]) for name, values in CHOICES.items()}
+    model = MODELS[chosen["model"]]
+    precision, _, grads = chosen["precision"].partition("-")
+    layout = Layout(
+        **{key: chosen[key] for key in ("dp", "tp", "zero", "shard", "sp", "recompute", "attention", "micro", "order")},
+        precision=precision,
+        grads=grads or "bf16",
+    )
+    batch = layout.dp * layout.micro * chosen["accumulate"]
+    workload = Workload(seq=choices.get("seq", SEQ), batch=batch, isolate_documents=chosen["documents"])
+    check_runnable(layout, model, workload)
+    words = [chosen["model"], str(layout), f"x{chosen['accumulate']}"]
+    words += ["documents"] * chosen["documents"] + [f"ignore-{chosen['ignore']}"] * (chosen["ignore"] != "some")
+    case = Case(model, workload, precision, layout.attention, ignore=chosen["ignore"])
+    return Point(":".join(words), case, layout, tuple(chosen.items()))
+
+
+def _draw(generator: random.Random) -> Point | None:
+    """A random point; None when the draw is illegal, means the same as a simpler one, or needs another world."""
+    chosen = {name: generator.choice(values) for name, values in CHOICES.items()}
+    dp, tp = chosen["dp"], chosen["tp"]
+    pointless = (
+        dp * tp not in WORLDS
+        or (chosen["zero"] and dp == 1)
+        or chosen["shard"] == dp
+        or (chosen["order"] != CHOICES["order"][0] and 1 in (dp, tp))
+        or (chosen["precision"] == "bf16-fp32" and chosen["accumulate"] > 1)
+    )
+    if pointless:
+        return None
+    try:
+        return point(**chosen)
+    except UserError:
+        return None
+
+
+def _pairs(point: Point) -> set[tuple[Any, Any]]:
+    return set(combinations(point.choices, 2))
+
+
+@cache
+def all_cases() -> tuple[Point, ...]:
+    """At least `LEAST` points that cover every pair of choices seen in a large draw; at most a tenth on 8 ranks."""
+    generator = random.Random(GENERATOR_SEED)
+    drawn: dict[str, Point] = {}
+    while len(drawn) < POOL:
+        if found := _draw(generator):
+            drawn[found.id] = found
+    numbers: dict[tuple[Any, Any], int] = {}
+    masks = {p.id: sum(1 << numbers.setdefault(pair, len(numbers)) for pair in _pairs(p)) for p in drawn.values()}
+    chosen: list[Point] = []
+    missing = (1 << len(numbers)) - 1
+    eight = [p for p in drawn.values() if p.layout.ranks == 8]
+    rest = [p for p in drawn.values() if p.layout.ranks < 8]
+    for pool, enough in ((eight, EIGHT_RANKS), (rest, None)):
+        while enough is None or len(chosen) < enough:
+            best = max(pool, key=lambda p: (masks[p.id] & missing).bit_count())
+            if enough is None and not masks[best.id] & missing:
+                break
+            missing &= ~masks[best.id]
+            chosen.append(best)
+            pool.remove(best)
+    chosen += rest[: max(0, LEAST - len(chosen))]
+    return tuple(sorted(chosen, key=lambda p: (p.layout.ranks, p.id)))
+
+
+def seed() -> int:
+    """SHARDWISE_SEED, else today's date as a number."""
+    return int(os.environ.get("SHARDWISE_SEED") or date.today().strftime("%Y%m%d"))
+
+
+def _features(point: Point) -> set[tuple[str, Any]]:
+    wanted = ("zero", "sp", "recompute", "attention", "precision", "model", "accumulate", "documents", "ignore")
+    found = {(name, point[name]) for name in wanted} | {("ranks", point.layout.ranks)}
+    return found | {("hsdp", point.layout.replicate_ranks > 1 and point.layout.zero > 0)}
+
+
+def sample(seed: int, count: int = SAMPLE) -> tuple[Point, ...]:
+    """`count` of `all_cases`: every stratum first (stage, sp, recompute, model, precision, world, ...), then at random.
+
+    One point has 8 ranks.
+    """
+    generator = random.Random(seed)
+    left = list(all_cases())
+    generator.shuffle(left)
+    missing = set().union(*map(_features, left))
+    chosen: list[Point] = []
+    while len(chosen) < count:
+        best = max(left, key=lambda p: len(_features(p) & missing))
+        missing -= _features(best)
+        chosen.append(best)
+        left.remove(best)
+        if best.layout.ranks == 8:
+            left = [p for p in left if p.layout.ranks < 8]
+    return tuple(sorted(chosen, key=lambda p: (p.layout.ranks, p.id)))
+
+
+def selected() -> tuple[Point, ...]:
+    """What the tests run: every case with SHARDWISE_ALL=1, else today's sample."""
+    return all_cases() if os.environ.get("SHARDWISE_ALL") == "1" else sample(seed())
+
+
+def with_precision(case: Case, precision: str) -> Case:
+    return replace(case, precision=precision)

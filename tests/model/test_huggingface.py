@@ -1,0 +1,520 @@
+"""Reading and writing `config.json`: real files, every refusal by name, round trips."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.errors import UserError
+from shardwise.model import ModelConfig
+from shardwise.model.catalog import catalog, get
+from shardwise.model.config import RopeScaling
+from shardwise.model.huggingface import from_huggingface, to_huggingface
+from shardwise.model.parameters import count
+
+# As published beside the weights, written by many versions of transformers.
+LLAMA_31_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.43.0.dev0",
+    "use_cache": True,
+    "vocab_size": 128256,
+}
+MISTRAL_7B_V03 = {
+    "architectures": ["MistralForCausalLM"],
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mistral",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "vocab_size": 32768,
+}
+QWEN25_05B = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 24,
+    "model_type": "qwen2",
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "use_mrope": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+# Written by transformers 5.
+QWEN3_06B = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "dtype": "bfloat16",
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "layer_types": ["full_attention"] * 28,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 28,
+    "model_type": "qwen3",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "pad_token_id": None,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"},
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "transformers_version": "5.23.0",
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+GPT2 = {
+    "activation_function": "gelu_new",
+    "architectures": ["GPT2LMHeadModel"],
+    "attn_pdrop": 0.1,
+    "bos_token_id": 50256,
+    "embd_pdrop": 0.1,
+    "layer_norm_epsilon": 1e-05,
+    "model_type": "gpt2",
+    "n_ctx": 1024,
+    "n_embd": 768,
+    "n_head": 12,
+    "n_layer": 12,
+    "n_positions": 1024,
+    "resid_pdrop": 0.1,
+    "summary_activation": None,
+    "summary_first_dropout": 0.1,
+    "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+    "vocab_size": 50257,
+}
+NEOX_20B = {
+    "architectures": ["GPTNeoXForCausalLM"],
+    "attention_probs_dropout_prob": 0,
+    "hidden_act": "gelu_fast",
+    "hidden_dropout_prob": 0,
+    "hidden_size": 6144,
+    "intermediate_size": 24576,
+    "layer_norm_eps": 1e-05,
+    "max_position_embeddings": 2048,
+    "model_type": "gpt_neox",
+    "num_attention_heads": 64,
+    "num_hidden_layers": 44,
+    "rotary_emb_base": 10000,
+    "rotary_pct": 0.25,
+    "tie_word_embeddings": False,
+    "vocab_size": 50432,
+}
+MIXTRAL = {
+    "architectures": ["MixtralForCausalLM"],
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mixtral",
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.02,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "vocab_size": 32000,
+}
+DEEPSEEK_V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+    "aux_loss_alpha": 0.001,
+    "ep_size": 1,
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "model_type": "deepseek_v3",
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "quantization_config": {"quant_method": "fp8"},
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096},
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "seq_aux": True,
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+BLOOM = {
+    "apply_residual_connection_post_layernorm": False,
+    "architectures": ["BloomForCausalLM"],
+    "attention_dropout": 0.0,
+    "attention_softmax_in_fp32": True,
+    "bias_dropout_fusion": True,
+    "hidden_dropout": 0.0,
+    "layer_norm_epsilon": 1e-05,
+    "masked_softmax_fusion": True,
+    "model_type": "bloom",
+    "n_embed": 14336,
+    "n_inner": None,
+    "n_layer": 70,
+    "num_attention_heads": 112,
+    "offset_alibi": 100,
+    "pretraining_tp": 4,
+    "seq_length": 2048,
+    "skip_bias_add": True,
+    "skip_bias_add_qkv": False,
+    "unk_token_id": 0,
+    "vocab_size": 250880,
+}
+PUBLISHED = {
+    "llama-3.1-8b": LLAMA_31_8B,
+    "mistral-7b": MISTRAL_7B_V03,
+    "qwen2.5-0.5b": QWEN25_05B,
+    "qwen3-0.6b": QWEN3_06B,
+    "gpt2": GPT2,
+    "gpt-neox-20b": NEOX_20B,
+    "mixtral-8x7b": MIXTRAL,
+    "deepseek-v3": DEEPSEEK_V3,
+    "bloom-176b": BLOOM,
+}
+
+
+def refusal(data, **changes) -> str:
+    """The one line with which the changed config is refused."""
+    with pytest.raises(UserError) as caught:
+        from_huggingface(data | changes)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_config_is_the_catalog_entry(name):
+    expected = get(name)
+    read = from_huggingface(PUBLISHED[name], name=name)
+    assert read == expected.replace(published_params=None)
+    assert count(read) == expected.published_params
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+@given(field=st.text(min_size=1).filter(str.isprintable), value=st.none() | st.booleans() | st.integers())
+def test_unknown_field_is_refused_by_name(name, field, value):
+    field = f"new_{field}"
+    assert f"field {field} is not known" in refusal(PUBLISHED[name], **{field: value})
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**64), 2**64) | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(data=st.data(), name=st.sampled_from(list(PUBLISHED)), value=JSON)
+def test_any_value_is_read_or_refused_in_one_line(data, name, value):
+    field = data.draw(st.sampled_from(sorted(PUBLISHED[name])))
+    try:
+        config = from_huggingface(PUBLISHED[name] | {field: value})
+    except UserError as error:
+        assert "\n" not in str(error)
+    else:
+        assert isinstance(config, ModelConfig)
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        ("llama-3.1-8b", "hidden_act", "gelu"),
+        ("llama-3.1-8b", "attention_bias", True),
+        ("llama-3.1-8b", "mlp_bias", True),
+        ("llama-3.1-8b", "sliding_window", 4096),
+        ("llama-3.1-8b", "partial_rotary_factor", 0.5),
+        ("llama-3.1-8b", "quantization_config", {"quant_method": "fp8"}),
+        ("llama-3.1-8b", "architectures", ["LlamaForSequenceClassification"]),
+        ("llama-3.1-8b", "is_encoder_decoder", True),
+        ("llama-3.1-8b", "pruned_heads", {"0": [1]}),
+        ("llama-3.1-8b", "num_key_value_heads", 0),
+        ("llama-3.1-8b", "rms_norm_eps", 0),
+        ("llama-3.1-8b", "vocab_size", "32000"),
+        ("llama-3.1-8b", "vocab_size", True),
+        ("llama-3.1-8b", "hidden_size", 4096.0),
+        ("llama-3.1-8b", "tie_word_embeddings", "no"),
+        ("mistral-7b", "sliding_window", 4096),
+        ("qwen3-0.6b", "attention_bias", True),
+        ("qwen3-0.6b", "layer_types", ["full_attention"] * 27),
+        ("qwen3-0.6b", "layer_types", ["linear_attention"] * 28),
+        ("gpt2", "scale_attn_weights", False),
+        ("gpt2", "scale_attn_by_inverse_layer_idx", True),
+        ("gpt2", "reorder_and_upcast_attn", True),
+        ("gpt2", "add_cross_attention", True),
+        ("gpt2", "activation_function", "relu"),
+        ("gpt2", "embd_pdrop", 0.2),
+        ("gpt2", "n_ctx", 512),
+        ("gpt-neox-20b", "attention_bias", False),
+        ("gpt-neox-20b", "rotary_pct", 1.5),
+        ("deepseek-v3", "moe_layer_freq", 2),
+        ("deepseek-v3", "q_lora_rank", None),
+        ("mixtral-8x7b", "num_experts_per_tok", 9),
+        ("bloom-176b", "apply_residual_connection_post_layernorm", True),
+    ],
+)
+def test_value_that_changes_the_mathematics_is_refused_by_name(name, field, value):
+    assert field in refusal(PUBLISHED[name], **{field: value})
+
+
+@pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn", "longrope", "mrope"])
+@pytest.mark.parametrize("table", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("key", ["type", "rope_type"])
+def test_other_rope_types_are_refused(kind, table, key):
+    assert f"rope type {kind!r}" in refusal(MISTRAL_7B_V03, **{table: {key: kind, "factor": 2.0}})
+
+
+def test_rope_scaling_and_rope_parameters_mean_the_same():
+    old = LLAMA_31_8B
+    new = {k: v for k, v in old.items() if k not in ("rope_scaling", "rope_theta")}
+    new["rope_parameters"] = old["rope_scaling"] | {"rope_theta": old["rope_theta"]}
+    assert from_huggingface(new) == from_huggingface(old)
+    assert from_huggingface(old).rope_scaling == RopeScaling(8.0, 1.0, 4.0, 8192)
+
+
+def test_rope_that_contradicts_itself_is_refused():
+    assert "rope_theta" in refusal(QWEN3_06B, rope_theta=10000.0)
+    assert "factor" in refusal(LLAMA_31_8B, rope_parameters=LLAMA_31_8B["rope_scaling"] | {"factor": 4.0})
+    assert "rotary_pct" in refusal(NEOX_20B, partial_rotary_factor=0.5)
+
+
+def test_frequency_factors_in_the_wrong_order_are_refused():
+    table = LLAMA_31_8B["rope_scaling"] | {"high_freq_factor": 1.0}
+    assert "high_freq_factor" in refusal(LLAMA_31_8B, rope_scaling=table)
+
+
+def test_unknown_field_inside_rope_parameters_is_refused_by_name():
+    table = {"rope_type": "default", "mrope_section": [1]}
+    assert "rope_parameters.mrope_section" in refusal(MISTRAL_7B_V03, rope_parameters=table)
+
+
+def test_gpt_neox_of_transformers_5_rotates_a_quarter():
+    new = {k: v for k, v in NEOX_20B.items() if not k.startswith("rotary")}
+    table = {"partial_rotary_factor": 0.25, "rope_theta": 10000.0, "rope_type": "default"}
+    assert from_huggingface(new | {"rope_parameters": table}) == from_huggingface(NEOX_20B)
+    assert from_huggingface(new) == from_huggingface(NEOX_20B)
+
+
+def test_window_is_refused_only_where_it_hides_something():
+    assert "sliding_window=4096" in refusal({k: v for k, v in MISTRAL_7B_V03.items() if k != "sliding_window"})
+    wide = MISTRAL_7B_V03 | {"sliding_window": 32768}
+    assert from_huggingface(wide) == from_huggingface(MISTRAL_7B_V03)
+    used = QWEN25_05B | {"use_sliding_window": True, "sliding_window": 4096}
+    assert from_huggingface(used) == from_huggingface(QWEN25_05B), "windows start after the last layer"
+    assert "sliding_window" in refusal(used, max_window_layers=23)
+    assert "sliding_window" in refusal(QWEN3_06B, layer_types=["full_attention"] * 27 + ["sliding_attention"])
+
+
+def test_defaults_of_the_family_fill_what_older_files_leave_out():
+    bare = {
+        "vocab_size": 100,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+    }
+    llama = from_huggingface(bare | {"model_type": "llama"})
+    assert (llama.kv_heads, llama.max_positions, llama.norm_eps, llama.tied) == (8, 2048, 1e-6, False)
+    qwen3 = from_huggingface(bare | {"model_type": "qwen3", "num_key_value_heads": 4})
+    assert (qwen3.head_dim, qwen3.rope_theta, qwen3.qk_norm) == (128, 10000.0, True)
+    neox = from_huggingface(bare | {"model_type": "gpt_neox"})
+    assert (neox.rotary_fraction, neox.activation, neox.parallel_residual) == (0.25, "gelu", True)
+    gpt2 = {"model_type": "gpt2", "vocab_size": 100, "n_embd": 64, "n_layer": 2, "n_head": 8}
+    gpt = from_huggingface(gpt2)
+    assert (gpt.ffn, gpt.tied, gpt.dropout, gpt.attention_dropout, gpt.max_positions) == (256, True, 0.1, 0.1, 1024)
+
+
+@pytest.mark.parametrize("field", ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"])
+def test_missing_required_field_is_named(field):
+    assert f"{field} is missing" in refusal({k: v for k, v in LLAMA_31_8B.items() if k != field})
+    assert f"{field} is missing" in refusal(LLAMA_31_8B, **{field: None})
+
+
+def test_other_model_types_are_refused_with_those_that_are_read():
+    assert "'t5'" in refusal({}, model_type="t5")
+    assert "llama" in refusal({})
+    assert "model_type" in refusal({}, model_type=["llama"])
+
+
+def test_file_and_folder_are_read_under_the_folders_name(tmp_path):
+    folder = tmp_path / "my-model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(GPT2))
+    for source in (folder, str(folder), folder / "config.json"):
+        assert from_huggingface(source) == get("gpt2").replace(name="my-model", published_params=None)
+    assert from_huggingface(folder, name="other").name == "other"
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff\xfe\x00", b"", b"[" * 100_000, b'["llama"]', b"3"])
+def test_files_that_are_no_config_are_refused_by_path(tmp_path, content):
+    path = tmp_path / "config.json"
+    path.write_bytes(content)
+    for source in (path, tmp_path):
+        with pytest.raises(UserError, match=r"config\.json") as caught:
+            from_huggingface(source)
+        assert "\n" not in str(caught.value)
+
+
+def test_missing_file_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"cannot read .*none\.json: No such file"):
+        from_huggingface(tmp_path / "none.json")
+    with pytest.raises(UserError, match=r"cannot read .*config\.json: No such file"):
+        from_huggingface(tmp_path)
+
+
+SIZES = st.integers(1, 2**40)
+RATES = st.floats(0, 0.99)
+POSITIVE = st.floats(1e-300, 1e300)
+
+
+@st.composite
+def llamas(draw):
+    kv_heads, groups = draw(st.integers(1, 16)), draw(st.integers(1, 8))
+    bias = draw(st.sampled_from(["none", "qkv"]))
+    low, high = st.floats(1e-300, 1.0), st.floats(2.0, 1e300)
+    scaling = st.builds(RopeScaling, POSITIVE, low, high, SIZES)
+    return ModelConfig(
+        name=draw(st.text(min_size=1)),
+        vocab=draw(SIZES),
+        hidden=draw(SIZES),
+        layers=draw(st.integers(1, 200)),
+        heads=kv_heads * groups,
+        ffn=draw(SIZES),
+        max_positions=draw(SIZES),
+        kv_heads=kv_heads,
+        head_dim=2 * draw(st.integers(1, 1024)),
+        norm_eps=draw(POSITIVE),
+        rope_theta=draw(POSITIVE),
+        rope_scaling=draw(st.none() | scaling),
+        bias=bias,
+        qk_norm=bias == "none" and draw(st.booleans()),
+        tied=draw(st.booleans()),
+        attention_dropout=draw(RATES),
+    )
+
+
+@st.composite
+def gpts(draw):
+    heads, head_dim = draw(st.integers(1, 128)), 4 * draw(st.integers(1, 256))
+    rope = draw(st.booleans())
+    return ModelConfig(
+        name=draw(st.text(min_size=1)),
+        vocab=draw(SIZES),
+        hidden=heads * head_dim,
+        layers=draw(SIZES),
+        heads=heads,
+        ffn=draw(SIZES),
+        max_positions=draw(SIZES),
+        norm="layernorm",
+        norm_eps=draw(POSITIVE),
+        positions="rope" if rope else "learned",
+        rope_theta=draw(POSITIVE) if rope else 10000.0,
+        rotary_fraction=draw(st.sampled_from([0.5, 1.0])) if rope else 1.0,
+        activation=draw(st.sampled_from(["gelu", "gelu_tanh"])),
+        gated=False,
+        bias="all",
+        tied=draw(st.booleans()),
+        parallel_residual=rope and draw(st.booleans()),
+        dropout=draw(RATES),
+        attention_dropout=draw(RATES),
+    )
+
+
+@given(config=llamas() | gpts())
+def test_round_trip(config):
+    written = json.loads(json.dumps(to_huggingface(config)))
+    assert from_huggingface(written) == config
+
+
+@pytest.mark.parametrize("config", catalog().values(), ids=catalog())
+def test_every_runnable_model_of_the_catalog_is_written_and_every_other_refused(config):
+    if reason := config.why_not_runnable():
+        with pytest.raises(UserError, match=config.name) as caught:
+            to_huggingface(config)
+        assert reason in str(caught.value)
+    else:
+        assert from_huggingface(to_huggingface(config)) == config.replace(published_params=None)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("tiny-llama", {"dropout": 0.1}, "dropout"),
+        ("tiny-llama", {"activation": "gelu"}, "activation"),
+        ("tiny-llama", {"qk_norm": True, "bias": "qkv"}, "norms together with biases"),
+        ("tiny-llama", {"rotary_fraction": 0.5}, "partly rotated"),
+        ("tiny-gpt", {"bias": "none"}, "without biases"),
+        ("tiny-gpt", {"kv_heads": 2}, "grouped"),
+        ("tiny-gpt", {"head_dim": 32}, "head_dim"),
+        ("tiny-gpt", {"parallel_residual": True}, "parallel residual"),
+        ("tiny-gpt", {"embedding_norm": True}, "after the embedding"),
+    ],
+)
+def test_model_that_no_family_computes_is_not_written(name, changes, reason):
+    with pytest.raises(UserError, match=reason):
+        to_huggingface(get(name).replace(**changes))

@@ -1,0 +1,77 @@
+"""Numbers as people read them."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.report.units import format_bytes, format_count, format_ranks, format_share, format_spans, format_time
+
+
+@pytest.mark.parametrize(
+    ("n", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1.00 kB"),
+        (80_000_000_000, "80.0 GB"),
+        (999_499, "999 kB"),
+        (999_500, "1.00 MB"),
+        (1_130_000_000_000, "1.13 TB"),
+        (-700_000, "-700 kB"),
+    ],
+)
+def test_bytes(n, text):
+    assert format_bytes(n) == text
+
+
+def test_binary_bytes():
+    assert [format_bytes(n, binary=True) for n in (1023, 1024, 80 * 2**30)] == ["1023 B", "1.00 KiB", "80.0 GiB"]
+
+
+@given(st.integers(min_value=1, max_value=10**20), st.booleans())
+def test_bytes_are_right_to_three_digits(n, binary):
+    number, unit = format_bytes(n, binary).split()
+    powers = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"] if binary else ["B", "kB", "MB", "GB", "TB", "PB", "EB"]
+    assert float(number) * (1024 if binary else 1000) ** powers.index(unit) == pytest.approx(n, rel=0.0051)
+
+
+def test_counts():
+    assert [format_count(n) for n in (12, 12_345, 7e9, 1.2e12)] == ["12", "12.3k", "7.00B", "1.20T"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0.00 s"),
+        (3e-9, "3.00 ns"),
+        (9e-5, "90.0 µs"),
+        (0.412, "412 ms"),
+        (0.9999, "1.00 s"),
+        (59.9, "59.9 s"),
+        (59.96, "1 min 00 s"),
+        (125, "2 min 05 s"),
+        (3 * 3600 + 720, "3 h 12 min"),
+        (50 * 3600, "2 d 02 h"),
+        (-0.5, "-500 ms"),
+    ],
+)
+def test_time(seconds, text):
+    assert format_time(seconds) == text
+
+
+def test_shares_never_round_a_difference_away():
+    assert [format_share(x) for x in (0, 1e-9, 0.0123, -0.5, 12.5)] == ["0%", "<0.01%", "1.23%", "-50.0%", "1,250%"]
+    assert format_share(0.0123, signed=True) == "+1.23%"
+
+
+@given(st.sets(st.integers(0, 60), min_size=1))
+def test_spans_name_exactly_their_numbers(numbers):
+    found = set()
+    for span in format_spans(tuple(sorted(numbers))).split(","):
+        first, _, last = span.partition("-")
+        found |= set(range(int(first), int(last or first) + 1))
+    assert found == numbers
+
+
+def test_ranks():
+    assert [format_ranks((3,)), format_ranks((0, 1, 2, 8))] == ["rank 3", "ranks 0-2,8"]

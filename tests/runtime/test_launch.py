@@ -1,0 +1,264 @@
+"""The launcher with small commands in place of training: who failed first is named, and nobody is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+import shardwise
+from shardwise.errors import UserError
+from shardwise.runtime.launch import Failure, launch
+
+SOURCES = str(Path(shardwise.__file__).parents[1])
+
+PRELUDE = """
+import json, os, signal, sys, time
+from pathlib import Path
+from shardwise.runtime.launch import Failure, die_with_parent
+die_with_parent()
+rank, here = int(os.environ["RANK"]), Path(os.environ["TEST_FOLDER"])
+(here / f"pid-{rank}").write_text(str(os.getpid()))
+def fail(kind, message, step=None, code=1):
+    Failure(kind, rank, step, message).write(Path(os.environ["SHARDWISE_ERROR_FILE"]))
+    sys.exit(code)
+def all_started():
+    while len(list(here.glob("pid-*"))) < int(os.environ["WORLD_SIZE"]):
+        time.sleep(0.01)
+"""
+
+
+def command(body: str) -> list[str]:
+    return [sys.executable, "-c", PRELUDE + textwrap.dedent(body)]
+
+
+class Launched:
+    """What came of a launch: exit code, lines, and the processes that it started."""
+
+    def __init__(self, folder: Path, body: str, ranks: int, **options) -> None:
+        env = {"TEST_FOLDER": str(folder), "PYTHONPATH": SOURCES}
+        self.lines: list[str] = []
+        self.code = launch(command(body), ranks, env=env, echo=self.lines.append, **options)
+        assert [rank for rank in alive(folder) if rank < 10] == []
+        # What a rank had started is not the launcher's child: it was killed too, but nobody waits for its last moment.
+        assert wait_until(lambda: not alive(folder), 5)
+
+
+def alive(folder: Path) -> list[int]:
+    """Ranks of the folder whose process still runs (a zombie that init has not reaped yet does not run)."""
+    running = []
+    for file in folder.glob("pid-*"):
+        try:
+            state = Path(f"/proc/{file.read_text()}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if state != "Z":
+            running.append(int(file.name.removeprefix("pid-")))
+    return running
+
+
+def wait_until(condition, seconds: float = 30.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_ranks_find_their_place_in_the_environment(tmp_path):
+    done = Launched(
+        tmp_path,
+        """
+        names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME",
+                 "SHARDWISE_RENDEZVOUS", "SHARDWISE_PARENT"]
+        (here / f"env-{rank}").write_text(json.dumps({name: os.environ.get(name) for name in names}))
+        """,
+        3,
+        threads=2,
+    )
+    assert (done.code, done.lines) == (0, [])
+    found = [json.loads((tmp_path / f"env-{rank}").read_text()) for rank in range(3)]
+    for rank, env in enumerate(found):
+        assert (env["RANK"], env["LOCAL_RANK"]) == (str(rank), str(rank))
+        assert (env["WORLD_SIZE"], env["LOCAL_WORLD_SIZE"]) == ("3", "3")
+        assert (env["OMP_NUM_THREADS"], env["GLOO_SOCKET_IFNAME"]) == ("2", "lo")
+        assert env["SHARDWISE_PARENT"] == str(os.getpid())
+    assert len({env["SHARDWISE_RENDEZVOUS"] for env in found}) == 1
+    store = found[0]["SHARDWISE_RENDEZVOUS"]
+    assert store.startswith("file:///") and not Path(store.removeprefix("file://")).parent.exists()
+
+
+def test_output_of_rank_0_passes_and_the_others_are_logged(tmp_path, capfd):
+    logs = tmp_path / "logs"
+    assert Launched(tmp_path, "print(f'hello from {rank}') if rank < 2 else None", 3, logs=logs).code == 0
+    assert capfd.readouterr().out == "hello from 0\n"
+    assert {file.name: file.read_text() for file in logs.iterdir()} == {"rank-1.log": "hello from 1\n"}
+
+
+def test_a_killed_rank_is_named_although_others_report_broken_connections(tmp_path):
+    done = Launched(
+        tmp_path,
+        """
+        all_started()
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        other = int((here / "pid-2").read_text())
+        while "Z" not in Path(f"/proc/{other}/stat").read_text().rpartition(")")[2].split()[0]:
+            time.sleep(0.005)
+        fail("error", "RuntimeError: connection closed by peer", step=7)
+        """,
+        4,
+    )
+    assert (done.code, done.lines) == (1, ["rank 2 was killed by SIGKILL; the other 3 were stopped"])
+
+
+def test_an_exception_on_one_rank_stops_a_rank_that_hangs(tmp_path):
+    done = Launched(
+        tmp_path,
+        """
+        all_started()
+        if rank == 1:
+            fail("error", "ZeroDivisionError: division by zero", step=3)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(600)
+        """,
+        2,
+    )
+    expected = "rank 1 failed at step 3: ZeroDivisionError: division by zero; the other rank was stopped"
+    assert (done.code, done.lines) == (1, [expected])
+
+
+def test_a_rank_that_dies_speechless_is_quoted_from_its_log(tmp_path):
+    done = Launched(tmp_path, "all_started(); sys.exit('no such thing') if rank else time.sleep(600)", 2)
+    assert (done.code, done.lines) == (1, ["rank 1 exited with code 1: no such thing; the other rank was stopped"])
+
+
+def test_a_single_rank_has_no_others(tmp_path):
+    assert Launched(tmp_path, "sys.exit(7)", 1).lines == ["rank 0 exited with code 7"]
+
+
+def test_a_mistake_that_every_rank_reports_is_told_once(tmp_path):
+    done = Launched(tmp_path, "fail('user', 'the data is empty; give more', code=2)", 3)
+    assert (done.code, done.lines) == (2, ["the data is empty; give more"])
+
+
+def test_the_rank_that_reported_first_is_the_cause(tmp_path):
+    done = Launched(
+        tmp_path,
+        """
+        all_started()
+        if rank == 1:
+            Failure("user", 1, None, "the cause").write(here / "told")
+            Failure("user", 1, None, "the cause").write(Path(os.environ["SHARDWISE_ERROR_FILE"]))
+            time.sleep(0.2)
+            sys.exit(2)
+        while not (here / "told").exists():
+            time.sleep(0.005)
+        time.sleep(0.05)
+        fail("error", "a consequence")
+        """,
+        2,
+    )
+    assert (done.code, done.lines) == (2, ["the cause"])
+
+
+def test_children_of_a_rank_do_not_survive_it(tmp_path):
+    body = """
+    if os.fork() == 0:
+        (here / f"pid-{10 + rank}").write_text(str(os.getpid()))
+        time.sleep(600)
+    while len(list(here.glob("pid-1?"))) < 2:
+        time.sleep(0.01)
+    sys.exit(rank)
+    """
+    assert Launched(tmp_path, body, 2).code == 1
+
+
+def test_a_port_in_use_is_refused_before_anything_starts(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match=r"port \d+ cannot be used"):
+        Launched(tmp_path, "", 2, port=taken.getsockname()[1])
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_port_that_does_not_exist_is_refused(tmp_path):
+    with pytest.raises(UserError, match="port 70000 does not exist"):
+        Launched(tmp_path, "", 2, port=70000)
+
+
+def test_a_free_port_is_handed_to_the_ranks(tmp_path):
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+    body = """
+    (here / "env").write_text(" ".join(os.environ[n] for n in ("SHARDWISE_RENDEZVOUS", "MASTER_ADDR", "MASTER_PORT")))
+    """
+    assert Launched(tmp_path, body, 1, port=port).code == 0
+    assert (tmp_path / "env").read_text() == f"env:// 127.0.0.1 {port}"
+
+
+LAUNCHER = """
+import signal, sys
+from shardwise.runtime.launch import launch
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.exit(launch([sys.executable, "-c", sys.argv[1]], 3))
+"""
+
+
+def start_launcher(folder: Path, body: str) -> subprocess.Popen[str]:
+    """A launcher in a process of its own, with all of its ranks running."""
+    env = {**os.environ, "PYTHONPATH": SOURCES, "TEST_FOLDER": str(folder)}
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, command(body)[-1]], env=env, stderr=subprocess.PIPE, text=True
+    )
+    assert wait_until(lambda: len(list(folder.glob("ready-*"))) == 3), "the ranks did not start"
+    return launcher
+
+
+SLEEP = "(here / f'ready-{rank}').touch(); time.sleep(600)"
+
+
+def test_no_rank_survives_a_launcher_that_is_killed(tmp_path):
+    launcher = start_launcher(tmp_path, SLEEP)
+    assert sorted(alive(tmp_path)) == [0, 1, 2]
+    launcher.kill()
+    launcher.communicate()
+    assert wait_until(lambda: not alive(tmp_path), 10)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("deaf", [False, True], ids=["obeying", "deaf"])
+def test_signals_end_the_launcher_and_all_ranks(tmp_path, number, deaf):
+    ignore = "[signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM)]; " if deaf else ""
+    launcher = start_launcher(tmp_path, ignore + SLEEP)
+    launcher.send_signal(number)
+    _, errors = launcher.communicate(timeout=30)
+    assert launcher.returncode == 128 + number
+    assert alive(tmp_path) == []
+    assert errors.splitlines()[-1] == f"stopped by {signal.Signals(number).name}: all 3 ranks have ended"
+
+
+def test_signal_handlers_are_put_back(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    Launched(tmp_path, "", 1)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_torn_report_counts_as_none(tmp_path):
+    file = tmp_path / "report.json"
+    Failure("error", 1, 2, "three").write(file)
+    assert Failure.read(file) == Failure("error", 1, 2, "three", Failure.read(file).time)
+    file.write_text(file.read_text()[:-5])
+    assert Failure.read(file) is None
+
+
+def test_a_command_that_does_not_exist_leaves_nothing(tmp_path):
+    with pytest.raises(OSError):
+        launch([str(tmp_path / "missing")], 2, logs=tmp_path / "logs")

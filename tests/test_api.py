@@ -1,0 +1,236 @@
+"""`train` around a stand-in for the ranks: what is checked, prepared, handed to them, and returned."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+import shardwise
+from shardwise import ModelConfig, UserError, Workload, api
+from shardwise.data import Corpus
+from shardwise.report import StepReport
+from shardwise.runtime.config import TrainConfig
+from shardwise.runtime.launch import RunFailed
+
+MODEL = ModelConfig("small/model", vocab=300, hidden=16, layers=1, heads=2, ffn=32, max_positions=64)
+WORKLOAD = Workload(seq=8, batch=4)
+TOKENIZER = (
+    '{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0, "b": 500, "<|endoftext|>": 1}, "merges": []},'
+    '"added_tokens": [{"id": 1, "content": "<|endoftext|>", "single_word": false, "lstrip": false, "rstrip": false,'
+    '"normalized": false, "special": true}]}'
+)
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    Path("text").mkdir()
+    for number in range(8):
+        Path("text", f"{number}.txt").write_text(f"document {number} has some words to learn from\n" * 40)
+
+
+class Ranks:
+    """Stands in for the launcher: reads what ranks would read, and ends as told."""
+
+    def __init__(self) -> None:
+        self.code, self.line = 0, ""
+        self.configs: list[TrainConfig] = []
+        self.options: list[dict] = []
+
+    def __call__(self, command: list[str], ranks: int, *, echo, **options) -> int:
+        assert command[1:3] == ["-m", "shardwise.runtime.worker"]
+        config = TrainConfig.read(Path(command[3]))
+        self.configs.append(config)
+        self.options.append({"ranks": ranks, **options})
+        if self.code:
+            echo(self.line)
+            return self.code
+        out = Path(config.out)
+        (out / "reports").mkdir(parents=True)
+        (out / "run.json").write_text("{}")
+        (out / "result.json").write_text(json.dumps({"steps": config.steps}))
+        events = [{"step": 1, "loss": 5.5}, {"validation_loss": 5.0}, {"step": 2, "loss": 4.5}]
+        (out / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+        return 0
+
+
+@pytest.fixture
+def ranks(monkeypatch) -> Ranks:
+    stand_in = Ranks()
+    monkeypatch.setattr(api, "launch", stand_in)
+    return stand_in
+
+
+def train(**changes):
+    lines: list[str] = []
+    request = {"model": MODEL, "layout": "dp=2", "workload": WORKLOAD, "data": "text", "steps": 2, **changes}
+    return shardwise.train(**request, progress=lines.append)
+
+
+def test_a_run_from_text_to_result(ranks):
+    result = train(report=True, seed=3, threads=2, device="cpu")
+    assert result.out == Path("runs/small-model-1")
+    assert result.summary == {"steps": 2} and result.losses == [5.5, 4.5]
+    (config,) = ranks.configs
+    assert (config.seed, config.report, config.out, config.model) == (3, True, str(result.out), MODEL)
+    assert ranks.options[0] == {"ranks": 2, "port": 0, "threads": 2, "loopback": True, "rank0_stdout": None}
+    corpus = Corpus.open(Path(config.corpus))
+    assert corpus.path.parent == Path("runs/corpora").resolve() and corpus.vocab_size <= 300
+    assert result.predicted.source == "predicted" and result.predicted.cluster == "2xCPU"
+    with pytest.raises(UserError, match="measured"):
+        _ = result.report
+
+
+def test_the_next_run_gets_the_next_name_and_the_same_corpus(ranks):
+    first, second = train(), train(seed=1)
+    assert (first.out.name, second.out.name) == ("small-model-1", "small-model-2")
+    assert ranks.configs[0].corpus == ranks.configs[1].corpus
+    assert not (second.out / "reports/predicted.json").exists()
+
+
+def test_a_predicted_report_is_the_estimate(ranks):
+    config = train(report=True, layout="dp=2,zero=3", out="here")
+    expected = shardwise.estimate(MODEL, shardwise.Layout(dp=2, zero=3), WORKLOAD)
+    assert StepReport.read(config.out / "reports/predicted.json") == StepReport.from_json(expected.to_json())
+
+
+@pytest.mark.parametrize(("code", "error"), [(2, UserError), (1, RunFailed), (130, KeyboardInterrupt)])
+def test_how_ranks_end_is_raised(ranks, code, error):
+    ranks.code, ranks.line = code, "what happened"
+    with pytest.raises(error, match="what happened"):
+        train(out="here")
+    assert not Path("here").exists(), "an empty run directory was left"
+
+
+def test_a_termination_ends_the_program(ranks):
+    ranks.code = 128 + signal.SIGTERM
+    with pytest.raises(SystemExit) as caught:
+        train()
+    assert caught.value.code == 143
+
+
+def test_what_is_there_is_not_overwritten(ranks):
+    Path("here").mkdir()
+    assert train(out="here").out == Path("here")
+    with pytest.raises(UserError, match="here is not empty; nothing was overwritten"):
+        train(out="here")
+    assert len(ranks.configs) == 1
+
+
+def test_a_folder_that_cannot_be_made(ranks):
+    with pytest.raises(UserError, match=r"choose another --out"):
+        train(out="text/0.txt/run")
+
+
+def test_vocabulary_follows_when_asked(ranks):
+    train(vocab=280)
+    assert ranks.configs[0].model.vocab == 280
+    assert Corpus.open(Path(ranks.configs[0].corpus)).vocab_size <= 280
+    with pytest.raises(UserError, match="at least 257"):
+        train(vocab=100)
+
+
+def test_a_tokenizer_larger_than_the_model(ranks):
+    Path("tokenizer.json").write_text(TOKENIZER)
+    with pytest.raises(UserError, match=r"the tokenizer has 501 tokens.*vocabulary of 300; add --vocab 501"):
+        train(tokenizer=Path("tokenizer.json"))
+    train(tokenizer=Path("tokenizer.json"), vocab=501)
+    assert ranks.configs[0].tokenizer == "tokenizer.json"
+
+
+def test_text_that_does_not_fill_a_sequence(ranks):
+    Path("short.txt").write_text("a few words")
+    with pytest.raises(UserError, match=r"short.txt, (train|validation) part: .*shorten the sequence"):
+        train(data="short.txt", workload=Workload(seq=60, batch=4))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"sed": 1}, "train has no option 'sed'; did you mean seed?"),
+        ({"workload": Workload()}, "needs a sequence length and a batch"),
+        ({"layout": "dp=3"}, "nearest that can: 3 or 6"),
+        ({"model": "gpt-2"}, "did you mean gpt2"),
+        ({"matmul": "medum"}, "matmul must be"),
+        ({"validate_batches": 0}, "validate_batches must be at least 1"),
+        ({"hang": 0.0}, "hang must be a positive number"),
+        ({"optimizer": shardwise.runtime.config.OptimizerConfig(lr=float("inf"))}, "lr must be a positive number"),
+    ],
+)
+def test_mistakes(ranks, changes, words):
+    with pytest.raises(UserError) as caught:
+        train(**changes)
+    assert words in str(caught.value)
+    assert not ranks.configs and not Path("runs").exists()
+
+
+def test_torch_is_asked_for_by_name(ranks, monkeypatch):
+    monkeypatch.setattr(api, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"pip install 'shardwise\[train\]'"):
+        train()
+
+
+def test_inside_torchrun_no_ranks_are_started(ranks, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="torchrun -m shardwise train"):
+        train()
+
+
+def test_preparing_together_prepares_once(monkeypatch):
+    """Ranks of one host that torchrun started ask at the same time."""
+    config = api.configure(MODEL, "dp=2", WORKLOAD, "text", out="here")
+    lines: list[str] = []
+    corpora: list[str] = []
+    asking = [
+        threading.Thread(target=lambda: corpora.append(api.with_corpus(config, lines.append).corpus)) for _ in range(4)
+    ]
+    for thread in asking:
+        thread.start()
+    for thread in asking:
+        thread.join()
+    assert len(corpora) == 4 and len(set(corpora)) == 1
+    assert sum("training a tokenizer" in line for line in lines) == 1
+    assert sum("prepared already" in line for line in lines) == 3
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_of_torchrun(monkeypatch, rank):
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    trained: list[TrainConfig] = []
+
+    def guarded(configuration) -> int:
+        trained.append(configuration())
+        Path(trained[0].out, "reports").mkdir(parents=True)
+        return 0
+
+    monkeypatch.setattr("shardwise.runtime.worker.guarded", guarded)
+    asked = api.configure(MODEL, "dp=2", WORKLOAD, "text", out="here", report=True)
+    assert api.train_as_rank(lambda: asked) == 0
+    assert trained[0].corpus
+    assert Path("here/reports/predicted.json").exists() == (rank == 0)
+
+
+def test_a_rank_of_torchrun_checks_the_number_of_ranks(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.delenv("SHARDWISE_ERROR_FILE", raising=False)
+    asked = api.configure(MODEL, "dp=2", WORKLOAD, "text", out="here")
+    assert api.train_as_rank(lambda: asked) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("shardwise: error: layout dp=2 needs") and "there are 3" in err and err.count("\n") == 1
+
+
+def test_an_unfinished_run_has_no_result(tmp_path):
+    with pytest.raises(UserError, match="has no result"):
+        api.TrainResult.read(tmp_path)
+    (tmp_path / "result.json").write_text("{")
+    with pytest.raises(UserError, match="damaged"):
+        api.TrainResult.read(tmp_path)

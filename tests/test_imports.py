@@ -1,0 +1,184 @@
+"""The direction of imports between rooms, what a command may load, and the decoder's silence about parallelism."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import shardwise
+
+PACKAGE = Path(shardwise.__file__).parent
+
+FLOORS = {
+    "errors": 0,
+    "model": 1,
+    "cluster": 1,
+    "report": 1,
+    "data": 1,
+    "schedule": 2,
+    "decoder": 2,
+    "layout": 3,
+    "predict": 4,
+    "checkpoint": 4,
+    "export": 4,
+    "runtime": 5,
+    "studio": 5,
+    "serving": 6,
+    "api": 7,
+    "__init__": 8,
+    "demo": 9,
+    "cli": 10,
+    "__main__": 11,
+}
+"""Room -> floor. A room imports itself and lower floors, but for `NEVER`. `__init__` is `from shardwise import ...`."""
+
+NEVER = {("runtime", "predict"), ("studio", "decoder"), ("layout", "decoder")}
+NEVER |= {("decoder", other) for other in ("cluster", "report", "data")}
+"""Lower floors that a room must not import all the same. The runtime does not know the predictions it is held against;
+layouts and the page need no torch; a decoder is its model in plain PyTorch."""
+
+TORCH_ROOMS = {"decoder", "runtime", "serving"}
+HEAVY = {"numpy", "torch", "rich", "tokenizers", "pyarrow", "datasets"}
+
+
+def modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of every import in a file, those inside functions included."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}:{node.lineno}: write imports in full"
+            yield node.lineno, node.module or ""
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def rooms_imported(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, room) of every import of ours; a name that is no room is one of the package itself."""
+    for line, name in imported(path):
+        head, _, rest = name.partition(".")
+        if head == "shardwise" and rest:
+            room = rest.split(".")[0]
+            yield line, room if (PACKAGE / room).is_dir() or (PACKAGE / f"{room}.py").is_file() else "__init__"
+
+
+def refused(room: str, other: str) -> bool:
+    return room != other and (FLOORS[other] >= FLOORS[room] or (room, other) in NEVER)
+
+
+def test_every_room_has_a_floor():
+    assert {room_of(path) for path in modules()} <= FLOORS.keys()
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_lower_rooms_never_import_higher_ones(path):
+    room = room_of(path)
+    wrong = [f"line {line}: {room} imports {other}" for line, other in rooms_imported(path) if refused(room, other)]
+    assert not wrong
+
+
+def test_the_rule_can_fail():
+    assert refused("layout", "runtime") and refused("model", "report") and refused("runtime", "predict")
+    assert refused("report", "layout") and refused("runtime", "cli") and refused("decoder", "report")
+    assert not refused("cli", "model") and not refused("predict", "layout") and not refused("runtime", "decoder")
+
+
+def test_only_the_torch_rooms_import_torch():
+    wrong = [
+        f"{path.relative_to(PACKAGE)}:{line}"
+        for path in modules()
+        if room_of(path) not in TORCH_ROOMS
+        for line, name in imported(path)
+        if name.partition(".")[0] == "torch"
+    ]
+    assert not wrong
+
+
+PARALLELISM = re.compile(
+    r"\b(ranks?|world(_size)?|all_?(reduce|gather|to_all)|reduce_?scatter|process_?groups?|shard(s|ed|ing)?|mesh|"
+    r"(data|tensor|sequence|context|pipeline|expert)[ _-]?parallel(ism)?|distributed|collectives?|zero[123]|"
+    r"fsdp|ddp|dtensor|nccl|gloo)\b",
+    re.IGNORECASE,
+)
+
+
+def test_the_decoder_has_no_word_about_parallelism():
+    found = [
+        f"{path.name}:{number}: {match[0]}"
+        for path in sorted((PACKAGE / "decoder").glob("*.py"))
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        # "shardwise.model" is a name, not a word.
+        for match in PARALLELISM.finditer(line.replace("shardwise", ""))
+    ]
+    assert not found
+    for word in ("rank", "Tensor-parallel", "all_gather", "torch.distributed", "sharded"):
+        assert PARALLELISM.search(word)
+
+
+def loaded_by(code: str) -> set[str]:
+    """The heavy packages that a fresh interpreter has loaded after `code`."""
+    source = f"import sys\n{code}\nimport json\nprint(json.dumps(sorted(sys.modules)), file=sys.stderr)"
+    done = subprocess.run(
+        [sys.executable, "-c", source],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PYTHONPATH": str(PACKAGE.parent), "PATH": ""},
+    )
+    return {name.partition(".")[0] for name in json.loads(done.stderr.splitlines()[-1])} & HEAVY
+
+
+COMMAND = "from shardwise.cli.main import main\nassert main({argv!r}) == 0"
+ESTIMATE = ["estimate", "llama-3-70b", "--layout", "tp=8,dp=8,zero=1", "--cluster", "8x8xH100"]
+ESTIMATE += ["--seq", "8192", "--batch", "512", "--json"]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import shardwise",
+        "from shardwise import ModelConfig, Cluster, Layout, Workload, StepReport, compare, UserError, estimate, train",
+        "from shardwise import api, cluster, data, layout, model, predict, report",
+        "import shardwise.runtime.launch, shardwise.runtime.config, shardwise.runtime.worker",
+        COMMAND.format(argv=ESTIMATE),
+        COMMAND.format(argv=["estimate", "--params", "7e9", "--zero-table", "1,2,4,8,16", "--json"]),
+        COMMAND.format(argv=["--help"]),
+        "from shardwise.cli.main import main\nassert main(['train', 'gpt2', '--help']) == 0",
+    ],
+    ids=["package", "names", "rooms", "launcher", "estimate", "zero-table", "help", "train-help"],
+)
+def test_nothing_heavy_is_loaded(code):
+    assert loaded_by(code) == set()
+
+
+def test_loaded_packages_are_seen():
+    assert "numpy" in loaded_by("import numpy")
+
+
+def test_every_public_name_exists():
+    for name in shardwise.__all__:
+        assert getattr(shardwise, name) is not None
+    assert set(shardwise.__all__) <= set(dir(shardwise))
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = shardwise.nothing
+
+
+def test_the_version_is_the_distribution_s():
+    import tomllib
+
+    project = PACKAGE.parents[1] / "pyproject.toml"
+    assert tomllib.loads(project.read_text())["project"]["version"] == shardwise.__version__
