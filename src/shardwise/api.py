@@ -216,6 +216,8 @@ def _check_numbers(config: TrainConfig) -> None:
         ("threads", config.threads, 1),
         ("seed", config.seed, 0),
     ]
+    if config.max_bytes is not None:
+        bounds.append(("max_bytes", config.max_bytes, 1))
     for name, value, least in bounds:
         if not least <= value < math.inf:
             raise UserError(f"{name} must be at least {least:g}, not {value!r}")
@@ -278,6 +280,7 @@ def with_corpus(config: TrainConfig, progress: Callable[[str], None]) -> TrainCo
             corpora,
             tokenizer=None if config.tokenizer is None else Path(config.tokenizer),
             vocab=config.model.vocab,
+            max_bytes=config.max_bytes,
             text_field=config.text_field,
             progress=progress,
         )

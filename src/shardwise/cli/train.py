@@ -26,6 +26,7 @@ def _what(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--layout", default="dp=1", metavar="TEXT", help="how it is split, such as dp=2,tp=2,zero=3,sp")
     group.add_argument("--data", required=True, metavar="SOURCE", help="file, folder, saved dataset, or stdlib")
     group.add_argument("--text-field", metavar="NAME", help="field that holds the text of JSONL, Parquet, datasets")
+    group.add_argument("--max-bytes", type=int, metavar="N", help="use no more than the first N bytes of text")
     group.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json; left out, one is trained on the text")
     group.add_argument("--vocab", type=int, metavar="N", help="vocabulary in place of the model's")
     group.add_argument("--seq", type=int, required=True, metavar="N", help="tokens a sequence")
@@ -60,6 +61,7 @@ def _run(parser: argparse.ArgumentParser) -> None:
 
 _PLAIN = (
     "text_field",
+    "max_bytes",
     "tokenizer",
     "vocab",
     "seed",

@@ -39,12 +39,13 @@ def check(layout: Layout, model: ModelConfig, workload: Workload | None = None, 
         raise LayoutError(f"ep={layout.ep} does not divide {count}")
     if model.attention_dropout and layout.attention == "sdpa":
         raise LayoutError(
-            f"{model.name} drops attention probabilities, which needs attention=math (the fused kernel's mask cannot be "
-            "keyed by global index); add attention=math or set attention_dropout to 0"
+            f"{model.name} drops attention probabilities, which needs attention=math (the fused kernel's mask cannot "
+            "be keyed by global index); add attention=math or set attention_dropout to 0"
         )
     if ranks is not None and layout.ranks != ranks:
         raise LayoutError(
-            f"layout {layout} needs dp x tp x pp x cp = {layout.ranks} ranks, but there are {ranks}; {_nearest(layout, ranks)}"
+            f"layout {layout} needs dp x tp x pp x cp = {layout.ranks} ranks, but there are {ranks}; "
+            f"{_nearest(layout, ranks)}"
         )
     if workload is not None and workload.batch:
         workload.micro_batches(layout)
@@ -69,8 +70,8 @@ def _check_sequence(layout: Layout, model: ModelConfig, workload: Workload) -> N
         below, above = workload.seq // pieces * pieces, (workload.seq // pieces + 1) * pieces
         nearest = f"{below} or {above}" if below else str(above)
         raise LayoutError(
-            f"sequence length {workload.seq} cannot be cut into {'cp x tp' if layout.cp > 1 else 'tp'} = {pieces} equal "
-            f"pieces; nearest that can: {nearest}"
+            f"sequence length {workload.seq} cannot be cut into {'cp x tp' if layout.cp > 1 else 'tp'} = {pieces} "
+            f"equal pieces; nearest that can: {nearest}"
         )
 
 

@@ -64,7 +64,7 @@ class Placed:
 
 
 def kind_of(name: str) -> Kind:
-    """The table's entry for a parameter: by module for weights; biases follow, but a row-parallel bias is replicated."""
+    """The table's entry for a parameter: by module; a bias follows its weight, but a row-parallel one is replicated."""
     module, _, leaf = name.rpartition(".")
     if module.startswith("blocks."):
         module = module.split(".", 2)[2]

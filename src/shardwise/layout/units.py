@@ -7,10 +7,12 @@ parameters are ordered by what must happen to their gradients, so that each trea
 
 A ZeRO shard is interval `r` of the flat buffer cut into `shard_ranks` equal pieces, the last ones padded.
 
-At stage 3 units live in *slots*: units take two buffers in turn (even, odd), so at most two are resident, the one in
-use and the one prefetched; a tied weight has a slot of its own and stays for the whole micro-batch. A unit's weights
-therefore always appear at the same address, and a unit that is still in its slot is not gathered again. The same two
-slots, in gradient form, take the full gradients on their way to a reduce-scatter.
+At stage 3 units live in *slots*, two buffers that they take in turn, so at most two are resident: the one in use and
+the one prefetched. The large edges of the model, embedding and head, share the outer slot; blocks alternate between
+inner and outer, and the last one is inner, so that the head can be fetched while it computes. A tied weight has a slot
+of its own and stays for the whole micro-batch. A unit's weights therefore always appear at the same address, and a unit
+that is still in its slot is not gathered again. The same slots, in gradient form, take the full gradients on their way
+to a reduce-scatter.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ class Span:
 class Unit:
     """One flat buffer: `name` is the part it holds, or "tied" for the tied embedding.
 
-    placed: its parameters in flat order; slot: the slot it lives in at stage 3 ("even", "odd", "tied").
+    placed: its parameters in flat order; slot: where it lives at stage 3 ("outer", "inner", "tied").
     """
 
     name: str
@@ -136,7 +138,7 @@ class UnitPlan:
     def units(self) -> tuple[Unit, ...]:
         """Embedding, each block, final norm + head; a tied embedding comes first, alone."""
         found = []
-        for index, part in enumerate(self.parts):
+        for part in self.parts:
             placed = [place(p, self.model, self.layout, self.tp_rank) for p in part_parameters(self.model, part)]
             tied = [p for p in placed if self.model.tied and p.name == "embedding.tokens.weight"]
             rest = [p for p in placed if p not in tied]
@@ -147,8 +149,14 @@ class UnitPlan:
             if tied:
                 found.append(self._unit("tied", tied, "tied"))
             if rest:
-                found.append(self._unit(part, rest, "odd" if index % 2 else "even"))
+                found.append(self._unit(part, rest, self._slot(part)))
         return tuple(found)
+
+    def _slot(self, part: str) -> str:
+        blocks = [name for name in self.parts if name.startswith("blocks.")]
+        if part not in blocks:
+            return "outer"
+        return "inner" if part == blocks[-1] or blocks.index(part) % 2 == 0 else "outer"
 
     def _unit(self, name: str, placed: list[Placed], slot: str) -> Unit:
         rank = {"none": 0, "kv": 1, "tp": 2}

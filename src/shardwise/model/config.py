@@ -107,9 +107,7 @@ class ModelConfig:
                 )
             object.__setattr__(self, "head_dim", self.hidden // self.heads)
         if self.heads % self.kv_heads:
-            raise UserError(
-                f"model {self.name!r}: heads={self.heads} is not a multiple of kv_heads={self.kv_heads}"
-            )
+            raise UserError(f"model {self.name!r}: heads={self.heads} is not a multiple of kv_heads={self.kv_heads}")
         for field in ("dropout", "attention_dropout"):
             if not 0.0 <= getattr(self, field) < 1.0:
                 raise UserError(f"model {self.name!r}: {field} must lie in [0, 1), not {getattr(self, field)!r}")

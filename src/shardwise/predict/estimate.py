@@ -15,8 +15,8 @@ from shardwise.report.step_report import Bytes, Role, StepReport
 
 
 def estimate(model: ModelConfig, layout: Layout, workload: Workload, cluster: Cluster | None = None) -> StepReport:
-    """Predict one steady training step: bytes by class and ledger of every rank role, for rank 0's tensor-parallel slice,
-    whose shapes all ranks share. `time` is None: nothing prices it yet.
+    """Predict one steady training step: bytes by class and ledger of every rank role. `time` is None: nothing prices
+    it yet.
 
     cluster: where it would run; None means local processes on the CPU, over gloo. What a layout asks for that is not
     priced yet is said in the report's `notes`. Raises `LayoutError` when the layout does not suit the model, the
@@ -61,7 +61,8 @@ def _refuse_unpriced(layout: Layout, model: ModelConfig) -> None:
         raise UserError(f"{model.name} cannot be estimated yet: {reason}")
     if layout.pp > 1 and (layout.virtual > 1 or layout.schedule not in ("naive", "gpipe", "1f1b")):
         raise LayoutError(
-            f"estimate does not price schedule={layout.schedule}, virtual={layout.virtual} yet; naive, gpipe and 1f1b it does"
+            f"estimate does not price schedule={layout.schedule}, virtual={layout.virtual} yet; "
+            "it prices naive, gpipe and 1f1b with virtual=1"
         )
 
 
@@ -72,7 +73,8 @@ def _notes(model: ModelConfig, layout: Layout, backend: Backend) -> list[str]:
         notes.append("saved activations are those of the eager CPU path; CUDA kernels may save a little differently")
     if layout.pp > 1:
         notes.append(
-            "pipeline: the sends between stages are not in the ledger; activations are times the micro-batches in flight"
+            "pipeline: the sends between stages are not in the ledger; activations are those of one micro-batch times "
+            "the micro-batches in flight"
         )
     if layout.cp > 1:
         notes.append(f"context parallel: the exchange of keys and values ({layout.cpkind}) is not in the ledger")

@@ -8,13 +8,8 @@ optimizer. What each moment holds follows from the order in which autograd makes
 from __future__ import annotations
 
 from shardwise.layout.units import UnitPlan
+from shardwise.model.chunking import DROPOUT_CHUNK, LOSS_CHUNK
 from shardwise.predict.activations import Sizes, block_items, mask_bytes, saved_bytes, saved_items, saved_mask
-
-LOSS_CHUNK = 1 << 20
-"""Elements that the loss works on at a time (`runtime/loss.py`)."""
-
-DROPOUT_CHUNK = 1 << 15
-"""Elements whose dropout mask is drawn at a time (`decoder/modules.py`)."""
 
 
 def peak_beyond_held(plan: UnitPlan) -> int:

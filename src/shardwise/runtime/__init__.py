@@ -1,1 +1,1 @@
-"""Doing it: the runtime that executes a `Layout` on `torch.distributed`. Its modules import torch; this file does not."""
+"""Doing it: the runtime that executes a `Layout` on `torch.distributed`. Modules import torch, this file does not."""

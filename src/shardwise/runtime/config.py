@@ -32,12 +32,12 @@ class OptimizerConfig:
 class TrainConfig:
     """One training run.
 
-    data: a source (file, folder, JSONL, Parquet, saved dataset, or "stdlib"); tokenizer: a `tokenizer.json`, or None to
-    train a byte-level BPE of the model's vocabulary on the data. corpus: folder of the prepared tokens. out: the run
-    directory. validate_every: steps between validations (0: only at the end), each over `validate_batches` global
-    batches. report: measure one steady step and write its StepReport. overlap: communicate while computing; off gives
-    the same bits. matmul: torch's float32 matrix-product precision. hang: seconds without progress in a collective
-    after which a rank gives up.
+    data: a source (file, folder, JSONL, Parquet, saved dataset, or "stdlib"). max_bytes: UTF-8 bytes after which its
+    text is cut. tokenizer: a `tokenizer.json`, or None to train a byte-level BPE of the model's vocabulary on the data.
+    corpus: folder of the prepared tokens. out: the run directory. validate_every: steps between validations (0: only at
+    the end), each over `validate_batches` global batches. report: measure one steady step and write its StepReport.
+    overlap: communicate while computing; off gives the same bits. matmul: torch's float32 matrix-product precision.
+    hang: seconds without progress in a collective after which a rank gives up.
     """
 
     model: ModelConfig
@@ -49,6 +49,7 @@ class TrainConfig:
     steps: int = 100
     tokenizer: str | None = None
     text_field: str = "text"
+    max_bytes: int | None = None
     seed: int = 0
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     validate_every: int = 0

@@ -6,9 +6,9 @@ which are one rank's interval:
 
     stage   parameters            gradients          optimizer    communication of a unit
     0       whole                 whole              whole        all-reduce after the last micro-batch
-    1       whole                 whole              interval     reduce-scatter after the last; all-gather of parameters
-    2       whole                 interval           interval     reduce-scatter after each;    all-gather of parameters
-    3       interval (+ slots)    interval           interval     gather for each use;  reduce-scatter after each
+    1       whole                 whole              interval     reduce-scatter after the last, gather of parameters
+    2       whole                 interval           interval     reduce-scatter after each, gather of parameters
+    3       interval (+ slots)    interval           interval     gather for each use, reduce-scatter after each
 
 At stage 3 a unit's weights always appear in the same slot, so a weight that autograd saved is right again as soon as
 the unit is gathered for its backward; `visit` follows the plan's list of uses and checks each step against it, and the

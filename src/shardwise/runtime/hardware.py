@@ -18,7 +18,7 @@ def matmul_rate(device: torch.device, dtype: torch.dtype, seconds: float = 0.25)
     a = torch.rand(size, size, device=device).to(dtype)
     out = a @ a
     dist.barrier()
-    times = []
+    times: list[float] = []
     deadline = time.perf_counter() + seconds
     while time.perf_counter() < deadline or len(times) < 3:
         _settle(device)

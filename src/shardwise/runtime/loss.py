@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.model.chunking import LOSS_CHUNK
 from shardwise.runtime.comms import Comms
 
 IGNORED = -100
-_CHUNK = 1 << 20
 
 
 def _rows_a_chunk(columns: int) -> int:
-    return max(1, _CHUNK // max(1, columns))
+    return max(1, LOSS_CHUNK // max(1, columns))
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from shardwise.decoder import Batch, Decoder
+from shardwise.decoder.attention import CoreAttention
+from shardwise.decoder.modules import swap_forward
 
 
 class _Recompute(torch.autograd.Function):
@@ -39,11 +41,10 @@ def recompute(run: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
 
 def recompute_attention_cores(decoder: Decoder) -> None:
     """recompute=selective: give every attention core a forward that saves q, k and v alone."""
-    for block in decoder.blocks:
-        core = block.attention.core  # type: ignore[union-attr]
+    for core in (module for module in decoder.modules() if isinstance(module, CoreAttention)):
         plain = core.forward
 
         def forward(q: Tensor, k: Tensor, v: Tensor, batch: Batch, plain: Any = plain) -> Tensor:
             return recompute(lambda q, k, v: plain(q, k, v, batch), q, k, v)
 
-        core.forward = forward  # type: ignore[union-attr,method-assign]
+        swap_forward(core, forward)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.decoder import Batch, Decoder
+from shardwise.decoder.attention import CoreAttention
 from shardwise.layout.units import UnitPlan
 from shardwise.runtime.comms import Comms
 from shardwise.runtime.config import OptimizerConfig
@@ -96,8 +97,8 @@ class Program:
             self.decoder = Decoder(plan.model)
         self.plan, self.comms, self.device = plan, comms, device
         apply_tensor_parallel(self.decoder, plan, comms)
-        for block in self.decoder.blocks:
-            block.attention.core.kind = plan.layout.attention  # type: ignore[union-attr]
+        for core in (module for module in self.decoder.modules() if isinstance(module, CoreAttention)):
+            core.kind = plan.layout.attention
         if plan.layout.recompute == "selective":
             recompute_attention_cores(self.decoder)
         self.engine = Engine(self.decoder, plan, comms, device)

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.decoder import Decoder
-from shardwise.decoder.attention import Attention, CoreAttention
-from shardwise.decoder.modules import Linear, Linears, Lookup, TiedLinear
+from shardwise.decoder.attention import Attention
+from shardwise.decoder.modules import Linear, Linears, Lookup, TiedLinear, swap_forward
 from shardwise.layout.placement import kind_of, place
 from shardwise.layout.units import UnitPlan
 from shardwise.runtime.comms import Comms, Pending
@@ -119,7 +119,7 @@ class _VocabLookup(torch.autograd.Function):
         return None, None, dw, None, None
 
 
-def _column(site: Site, maps: list[Linear] | list[TiedLinear]) -> Callable[[Tensor], tuple[Tensor, ...]]:
+def _column(site: Site, maps: list[Any]) -> Callable[[Tensor], tuple[Tensor, ...]]:
     def forward(x: Tensor) -> tuple[Tensor, ...]:
         out: tuple[Tensor, ...] = _Column.apply(site, x, len(maps), *(m.weight for m in maps), *(m.bias for m in maps))  # type: ignore[no-untyped-call]
         return out
@@ -147,18 +147,16 @@ def apply_tensor_parallel(decoder: Decoder, plan: UnitPlan, comms: Comms) -> Non
 
 def _parallelise(module: nn.Module, name: str, site: Site, plan: UnitPlan) -> None:
     if isinstance(module, Linears):
-        module.forward = _column(site, list(module.children()))  # type: ignore[method-assign,arg-type]
+        swap_forward(module, _column(site, list(module.children())))
     elif isinstance(module, Linear | TiedLinear) and kind_of(f"{name}.weight") == "vocab":
-        column = _column(site, [module])  # type: ignore[list-item]
-        module.forward = lambda x: column(x)[0]  # type: ignore[method-assign]
+        column = _column(site, [module])
+        swap_forward(module, lambda x: column(x)[0])
     elif isinstance(module, Linear) and kind_of(f"{name}.weight") == "row":
-        module.forward = _row(site, module)  # type: ignore[method-assign]
+        swap_forward(module, _row(site, module))
     elif isinstance(module, Lookup):
-        start, stop = vocabulary_range(plan)
-        module.forward = _lookup(site, module, start, stop)  # type: ignore[method-assign]
+        swap_forward(module, _lookup(site, module, *vocabulary_range(plan)))
     elif isinstance(module, Attention):
-        core: CoreAttention = module.core
-        core.first_head = plan.tp_rank * (plan.model.heads // plan.layout.tp)
+        module.core.first_head = plan.tp_rank * (plan.model.heads // plan.layout.tp)
 
 
 def vocabulary_range(plan: UnitPlan) -> tuple[int, int]:
