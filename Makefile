@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 SHARDWISE_SAMPLE ?= $(shell date +%Y%m%d)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all mutation lint clean
+.PHONY: help demo test test-all mutation lint figures clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,6 +33,10 @@ lint: $(VENV)/.test  ## ruff and mypy
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+
+figures: $(VENV)/.test  ## draw the README's picture again, and print the table that it quotes
+	@$(BIN)/python docs/figures.py
+	@$(BIN)/python docs/figures.py --numbers
 
 clean:  ## remove what was built or cached, .venv included; runs/ stays
 	@rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -136,6 +136,13 @@ def test_vocabulary_follows_when_asked(ranks):
         train(vocab=100)
 
 
+def test_only_the_beginning_of_a_text_is_used_when_asked(ranks):
+    train(max_bytes=2000)
+    train()
+    limited, whole = (Corpus.open(Path(config.corpus)).text_bytes for config in ranks.configs)
+    assert limited == 2000 < whole
+
+
 def test_a_tokenizer_larger_than_the_model(ranks):
     Path("tokenizer.json").write_text(TOKENIZER)
     with pytest.raises(UserError, match=r"the tokenizer has 501 tokens.*vocabulary of 300; add --vocab 501"):
@@ -160,6 +167,7 @@ def test_text_that_does_not_fill_a_sequence(ranks):
         ({"matmul": "medum"}, "matmul must be"),
         ({"validate_batches": 0}, "validate_batches must be at least 1"),
         ({"hang": 0.0}, "hang must be a positive number"),
+        ({"max_bytes": 0}, "max_bytes must be at least 1"),
         ({"optimizer": shardwise.runtime.config.OptimizerConfig(lr=float("inf"))}, "lr must be a positive number"),
     ],
 )

@@ -31,7 +31,7 @@ from shardwise.model.catalog import resolve
 from shardwise.report.run_directory import RunDirectory, next_free
 from shardwise.report.step_report import StepReport
 from shardwise.runtime.config import OptimizerConfig, TrainConfig
-from shardwise.runtime.launch import INTERRUPTED, RANK_FAILED, USER_MISTAKE, RunFailed, launch, say
+from shardwise.runtime.launch import INTERRUPTED, RANK_FAILED, USER_MISTAKE, RunFailed, check_port, launch, say
 
 if TYPE_CHECKING:
     from shardwise.cluster import Cluster
@@ -104,6 +104,8 @@ def train(
         raise UserError("torchrun has started this process as one rank: use torchrun -m shardwise train")
     config = configure(model, layout, workload, data, steps, out, vocab=vocab, optimizer=optimizer, **options)
     check_unused(Path(config.out))
+    if port:
+        check_port(port)
     config = with_corpus(config, progress)
     lines: list[str] = []
     with _claimed(Path(config.out)) as folder, tempfile.TemporaryDirectory(prefix="shardwise-") as temporary:

@@ -82,7 +82,7 @@ def test_transport_sums_blocks():
 
 
 def test_zero_table_has_stages_as_rows_and_gpus_as_columns():
-    cells = {stage: {8: Bytes(10**9 * (100 - 30 * stage)), 64: Bytes(10**9 * (90 - 30 * stage))} for stage in range(4)}
+    cells = {stage: {8: 1e9 * (100 - 30 * stage), 64: 1e9 * (90 - 30 * stage)} for stage in range(4)}
     text = shown(zero_table(cells, "seven billion", capacity=40 * 10**9))
     assert "8 GPUs" in text and "64 GPUs" in text
     assert line_with(text, "100 GB").count("✗") == 2

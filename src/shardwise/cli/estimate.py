@@ -75,7 +75,11 @@ def _zero_table(args: argparse.Namespace) -> int:
         gigabytes = {str(stage): {str(n): held / 1e9 for n, held in row.items()} for stage, row in table.items()}
         print_json({"params": params, "gigabytes_per_gpu": gigabytes})
     else:
-        _print_zero_table(params, table)
+        from shardwise.report import tables
+        from shardwise.report.units import format_count
+
+        title = f"{format_count(params)} parameters: weights, gradients and optimizer state on each GPU"
+        show(tables.zero_table(table, title))
     return 0
 
 
@@ -102,15 +106,3 @@ def gpus_of(text: str) -> list[int]:
     if not gpus or min(gpus) < 1:
         raise UserError(f"--zero-table {text}: give numbers of GPUs, such as 1,2,4,8,16")
     return gpus
-
-
-def _print_zero_table(params: float, table: dict[int, dict[int, float]]) -> None:
-    from shardwise.report.units import format_bytes, format_count
-
-    gpus = list(next(iter(table.values())))
-    rows = [["ZeRO stage", *(f"{n} GPU{'s' * (n > 1)}" for n in gpus)]]
-    rows += [[str(stage), *(format_bytes(row[n]) for n in gpus)] for stage, row in table.items()]
-    width = max(len(cell) for row in rows for cell in row)
-    print(f"{format_count(params)} parameters: bytes on each GPU for weights, gradients and optimizer (GB = 1e9 bytes)")
-    for row in rows:
-        print("  ".join(cell.rjust(width) for cell in row))

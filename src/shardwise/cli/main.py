@@ -24,6 +24,7 @@ COMMANDS = {
     "estimate": "bytes by class and the ledger of one training step, before anything runs",
     "train": "train a model, split over processes, on text",
     "compare": "two step reports against each other, or one run's prediction against its measurement",
+    "checkpoint": "inspect, verify, reshard or diff the checkpoints of runs",
     "demo": "the tour: predict, train on four processes, compare, one page",
 }
 

@@ -32,7 +32,10 @@ def model_of(args: argparse.Namespace) -> ModelConfig:
 
 
 def change(model: ModelConfig, text: str) -> ModelConfig:
-    """A model with the fields in `text` (`layers=2,vocab=1000`) replaced; derived fields follow unless named."""
+    """A model with the fields in `text` (`layers=2,vocab=1000`) replaced; derived fields follow unless named.
+
+    Raises `UserError` for a field that a model does not have, and a value that the field cannot have.
+    """
     fields = {field.name: field for field in dataclasses.fields(ModelConfig)}
     changes: dict[str, Any] = {}
     for word in filter(None, (word.strip() for word in text.split(","))):

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.decoder import random
-from shardwise.model.chunking import DROPOUT_CHUNK
+from shardwise.model.chunking import dropout_chunk
 
 
 @dataclass
@@ -192,7 +192,7 @@ class _Dropout(torch.autograd.Function):
         out = x.mul(1 / (1 - drop))
         rows, firsts = out.view(-1, width), counter.expand(x.shape[:-1]).reshape(-1) * width
         columns = torch.arange(width, device=x.device)
-        step = max(1, DROPOUT_CHUNK // width)
+        step = max(1, dropout_chunk(x.numel()) // width)
         for a in range(0, len(rows), step):
             rows[a : a + step].mul_(random.keep_mask(key, firsts[a : a + step, None] + columns, drop))
         return out

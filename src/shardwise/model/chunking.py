@@ -1,10 +1,17 @@
 """How many elements the memory-hungry operations work on at a time.
 
-Known to those who compute (decoder, runtime) and to those who count memory (predict), so it lives below both.
+Known to those who compute (decoder, runtime) and to those who count memory (predict), so it lives below both. Small
+tensors are taken whole; large ones in at most 64 pieces, whose transients then stay far below the tensor itself.
 """
 
-LOSS_CHUNK = 1 << 20
-"""Logits that the cross-entropy turns into wide probabilities at a time."""
+PIECES = 64
 
-DROPOUT_CHUNK = 1 << 15
-"""Elements whose dropout mask is drawn at a time: the hash works on 64-bit counters, which dwarf the activations."""
+
+def loss_chunk(logits: int) -> int:
+    """Of so many logits, those that the cross-entropy turns into wide probabilities at a time."""
+    return max(1 << 20, logits // PIECES)
+
+
+def dropout_chunk(elements: int) -> int:
+    """Of so many elements, those whose mask is drawn at a time: the hash works on 64-bit counters, which dwarf them."""
+    return max(1 << 15, elements // PIECES)

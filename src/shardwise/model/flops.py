@@ -35,7 +35,7 @@ def attention_flops_per_token(config: ModelConfig, seq: int, causal: bool = Fals
 
     4 · layers · heads · head_dim · seq when every token attends to `seq` tokens (what PaLM and Megatron-LM count);
     with `causal`, each token attends to itself and those before it, (seq + 1) / 2 on average. Latent attention is
-    counted with its expanded heads, as it is trained.
+    counted with its expanded heads, as it is trained. Raises `UserError` for a sequence without tokens.
     """
     if seq < 1:
         raise UserError(f"a sequence must have at least one token, not {seq}")

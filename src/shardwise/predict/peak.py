@@ -8,7 +8,7 @@ optimizer. What each moment holds follows from the order in which autograd makes
 from __future__ import annotations
 
 from shardwise.layout.units import UnitPlan
-from shardwise.model.chunking import DROPOUT_CHUNK, LOSS_CHUNK
+from shardwise.model.chunking import dropout_chunk, loss_chunk
 from shardwise.predict.activations import Sizes, block_items, mask_bytes, saved_bytes, saved_items, saved_mask
 
 
@@ -47,7 +47,7 @@ def inputs(plan: UnitPlan, s: Sizes) -> int:
 
 
 def _loss(s: Sizes) -> int:
-    rows = max(1, min(s.tokens, LOSS_CHUNK // s.vocab))
+    rows = max(1, min(s.tokens, loss_chunk(s.tokens * s.vocab) // s.vocab))
     return rows * s.vocab * max(4, s.element)
 
 
@@ -68,7 +68,7 @@ def _scatter(plan: UnitPlan, s: Sizes) -> int:
 
 def _dropout(plan: UnitPlan, elements: int) -> int:
     """The hash of a chunk of a mask: counters and three copies of 8 bytes each."""
-    return 4 * 8 * min(elements, DROPOUT_CHUNK)
+    return 4 * 8 * min(elements, dropout_chunk(elements))
 
 
 def _block_backwards(plan: UnitPlan, s: Sizes) -> list[int]:

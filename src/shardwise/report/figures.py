@@ -249,7 +249,7 @@ def _legend_row(bars: Sequence[Bar], x: float, y: float) -> Iterator[Markup]:
         label = KINDS[kind].label
         yield element("svg", *_area(kind, "0", "22", 0, 16, "11"), x=x, y=y, width=22, height=16)
         yield element("text", label, x=x + 28, y=y + 12, class_="muted")
-        x += 28 + 7.2 * len(label) + 18
+        x += 28 + 6.8 * len(label) + 14
 
 
 def _scale_lines(box: _Plot, limit: float, binary: bool) -> Iterator[Markup]:

@@ -83,7 +83,7 @@ class RunDirectory:
         return data
 
     def update(self, **fields: Any) -> None:
-        """Replace fields of run.json (`status="finished"`), whole or not at all."""
+        """Replace fields of run.json (`status="finished"`), whole or not at all. Raises `UserError` if it cannot."""
         try:
             self._write(self.run | fields)
         except OSError as error:
@@ -118,7 +118,7 @@ class RunDirectory:
 
     def append(self, event: Mapping[str, Any]) -> None:
         """Append one event and hand it to the operating system. JSON has no NaN: it is written as the text "NaN",
-        and infinities as "Infinity" and "-Infinity", which `float` reads back."""
+        and infinities as "Infinity" and "-Infinity", which `float` reads back. Raises `UserError` if it cannot."""
         line = json.dumps(strict(dict(event)), allow_nan=False, separators=(",", ":")) + "\n"
         try:
             if self._events is None:
@@ -195,7 +195,10 @@ class RunDirectory:
 
 
 def next_free(base: Path | str) -> Path:
-    """The next unused directory of a series: runs/demo gives runs/demo-1, then runs/demo-2, above all that exist."""
+    """The next unused directory of a series: runs/demo gives runs/demo-1, then runs/demo-2, above all that exist.
+
+    Raises `UserError` when the parent directory cannot be listed.
+    """
     base = Path(base)
     pattern = re.compile(re.escape(base.name) + r"-(\d+)", re.ASCII)
     try:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from shardwise.report.compare import PEAK_TOLERANCE, ComparedBytes, ComparedRow, Comparison
 from shardwise.report.grouping import compared_ledgers, group_compared, group_ledger, ledgers
 from shardwise.report.page.palette import BYTE_CLASSES
-from shardwise.report.step_report import Bytes, LedgerRow, Role, StepReport
+from shardwise.report.step_report import LedgerRow, Role, StepReport
 from shardwise.report.transport import transport_lines
 from shardwise.report.units import byte_note, format_bytes, format_ranks, format_role, format_share, format_time
 
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from rich.console import Group, RenderableType
     from rich.table import Table
     from rich.text import Text
-
-ZeroTable = Mapping[int, Mapping[int, Bytes]]
-"""ZeRO stage -> number of GPUs -> what each GPU holds."""
 
 _BAR = 28
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
@@ -170,38 +167,46 @@ def verdict(comparison: Comparison) -> Text:
     return Text("   ").join(marks)
 
 
-def zero_table(cells: ZeroTable, title: str, binary: bool = False, capacity: int | None = None) -> Table:
-    """Bytes on each GPU: a row for each ZeRO stage, a column for each number of GPUs; ✓ where `capacity` suffices."""
+def zero_table(
+    cells: Mapping[int, Mapping[int, float]], title: str, binary: bool = False, capacity: int | None = None
+) -> Group:
+    """Bytes on each GPU: a row for each ZeRO stage, a column for each number of GPUs; ✓ where `capacity` suffices.
+
+    cells: stage -> number of GPUs -> bytes.
+    """
+    from rich.console import Group
+
     limit = f", ✓ fits in {format_bytes(capacity, binary)}" if capacity is not None else ""
-    table = _table(f"{title} ({byte_note(binary)}{limit})")
+    table = _table()
     table.add_column("ZeRO stage")
     gpus = gpu_counts(cells)
     for count in gpus:
         table.add_column(f"{count} GPU{'s' * (count != 1)}", justify="right")
     for stage, row in cells.items():
         table.add_row(str(stage), *(_zero_cell(row.get(count), binary, capacity) for count in gpus))
-    return table
+    # The table is narrow, and its own title would be folded to its width.
+    return Group(_text(f"{title} ({byte_note(binary)}{limit})", "bold"), table)
 
 
-def gpu_counts(cells: ZeroTable) -> list[int]:
+def gpu_counts(cells: Mapping[int, Mapping[int, object]]) -> list[int]:
     """All numbers of GPUs of a ZeRO table, ascending."""
     return sorted({count for row in cells.values() for count in row})
 
 
-def _zero_cell(held: Bytes | None, binary: bool, capacity: int | None) -> Text:
+def _zero_cell(held: float | None, binary: bool, capacity: int | None) -> Text:
     if held is None:
         return _text("")
-    text = format_bytes(held.total, binary)
-    return _text(text) if capacity is None else _mark(held.total <= capacity, text, text)
+    text = format_bytes(held, binary)
+    return _text(text) if capacity is None else _mark(held <= capacity, text, text)
 
 
-def _table(title: str) -> Table:
+def _table(title: str = "") -> Table:
     from rich import box
     from rich.table import Table
 
     # Two spaces between columns: a compared ledger then fits a terminal of 80.
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    table.title, table.title_justify = _text(title, "bold"), "left"
+    table.title, table.title_justify = _text(title, "bold") if title else None, "left"
     return table
 
 

@@ -72,7 +72,7 @@ class Comms:
 
     def __init__(self, grid: Grid, rank: int, axes: tuple[str, ...], *, timeout: float, overlap: bool = True) -> None:
         self.grid, self.rank, self.overlap = grid, rank, overlap
-        self.backend = dist.get_backend()
+        self.backend: str = dist.get_backend()
         self.phase: Phase = "forward"
         self.timings: dict[Key, Timing] = {}
         self._recording = False
@@ -211,6 +211,10 @@ class Comms:
             lambda: dist.all_to_all_single(received, full, group=group, async_op=True),
             timing, later, lambda: finish(received.view(ranks, piece).sum(0, dtype=wide)),
         )  # fmt: skip
+
+    def read(self, scalar: Tensor) -> float:
+        """The number in a tensor of one element, on the host. The one place where the program looks at data."""
+        return float(scalar.item())
 
     # -- along a dim of activations
 

@@ -103,10 +103,8 @@ def local_values(placed: Placed, start: int, stop: int, values: Values, device: 
         column = column + placed.start
         valid = column < placed.stop
     global_columns = placed.parameter.shape[1] if len(placed.shape) == 2 else 1
-    index = row * global_columns + column
-    out = torch.zeros(len(local), dtype=torch.float64, device=device)
-    out[valid] = values(placed.parameter, index[valid])
-    return out
+    index = (row * global_columns + column).clamp_(max=placed.parameter.numel - 1)
+    return torch.where(valid, values(placed.parameter, index), 0.0)
 
 
 class Slots:

@@ -113,7 +113,7 @@ def launch(
     Raises `UserError` when the port is in use.
     """
     if port:
-        _check_port(port)
+        check_port(port)
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder, _signals() as received:
         crew = _Crew(command, ranks, Path(folder), logs or Path(folder), received)
         shared = {
@@ -137,14 +137,16 @@ def launch(
             crew.stop()
 
 
-def _check_port(port: int) -> None:
+def check_port(port: int) -> None:
+    """Raise `UserError` when ranks cannot meet at `port` of this host."""
     if not 0 < port < 1 << 16:
         raise UserError(f"port {port} does not exist; choose one between 1024 and 65535, or none")
     try:
         socket.create_server(("", port)).close()
     except OSError as error:
         raise UserError(
-            f"port {port} cannot be used ({error.strerror}); choose another one, or leave --port out: none is needed"
+            f"port {port} cannot be used ({os.strerror(error.errno or 0)}); choose another one, or leave --port out: "
+            "none is needed"
         ) from None
 
 

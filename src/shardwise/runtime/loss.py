@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.model.chunking import LOSS_CHUNK
+from shardwise.model.chunking import loss_chunk
 from shardwise.runtime.comms import Comms
 
 IGNORED = -100
 
 
-def _rows_a_chunk(columns: int) -> int:
-    return max(1, LOSS_CHUNK // max(1, columns))
+def _rows_a_chunk(rows: Tensor) -> int:
+    return max(1, loss_chunk(rows.numel()) // max(1, rows.shape[1]))
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -32,7 +32,7 @@ class _CrossEntropy(torch.autograd.Function):
         top = rows.amax(-1).to(wide)
         comms.all_reduce(top, "tp", "cross-entropy", maximum=True)
         sums = torch.empty(2, len(flat), dtype=wide, device=logits.device)
-        step = _rows_a_chunk(rows.shape[1])
+        step = _rows_a_chunk(rows)
         for a in range(0, len(flat), step):
             torch.sum((rows[a : a + step] - top[a : a + step, None]).exp_(), -1, out=sums[0, a : a + step])
         local, inside = _local(flat, start, stop)
@@ -49,7 +49,7 @@ class _CrossEntropy(torch.autograd.Function):
         flat = targets.reshape(-1)
         scale = torch.where(flat == IGNORED, 0.0, grads[0].to(lse.dtype))
         local, inside = _local(flat, ctx.start, ctx.stop)
-        step = _rows_a_chunk(rows.shape[1])
+        step = _rows_a_chunk(rows)
         for a in range(0, len(flat), step):
             part = slice(a, a + step)
             softmax = (rows[part] - lse[part, None]).exp_()

@@ -42,7 +42,7 @@ class _Storages(TorchDispatchMode):
             return
         storage = value.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
-        if key in self._seen or storage.data_ptr() in self._known or not size:
+        if key in self._seen or key in self._known or not size:
             return
 
         def gone(_: Any, key: int = key, size: int = size) -> None:
@@ -63,7 +63,7 @@ class Measurement:
             **program.engine.storages(),
             "optimizer": program.optimizer.owned(),
         }
-        self._known = {t.untyped_storage().data_ptr() for tensors in self._classes.values() for t in tensors}
+        self._known = {t.untyped_storage()._cdata for tensors in self._classes.values() for t in tensors}
         self._saved: dict[int, int] = {}
         self.saved = 0
         self._storages = _Storages(self._known)
@@ -102,7 +102,7 @@ class Measurement:
 
     def _pack(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if not self._in_backward and storage.data_ptr() not in self._known:
+        if not self._in_backward and storage._cdata not in self._known:
             self._saved[storage._cdata] = storage.nbytes()
         return tensor
 

@@ -77,7 +77,7 @@ class Optimizer:
                 part = torch.linalg.vector_norm(grads[span.start : span.stop], dtype=wide).double()
                 total += part * part / span.replicas
         self.comms.all_reduce(total, "shard_tp", "gradient norm")
-        return math.sqrt(total.item())
+        return math.sqrt(self.comms.read(total))
 
     def _update(self, state: _State, lr: float) -> None:
         config = self.config

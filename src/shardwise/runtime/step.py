@@ -125,7 +125,7 @@ class Program:
         self.engine.publish()
         with self.comms.in_phase("loss"):
             self.comms.all_reduce(total, "data", "loss")
-        return total.item() / max(1, tokens), norm, tokens
+        return self.comms.read(total) / max(1, tokens), norm, tokens
 
     def evaluate(self, batch: Batch, targets: Tensor) -> tuple[float, int]:
         """(summed loss, valid tokens) of one micro-batch on every data rank, summed over them; nothing is trained."""
@@ -141,7 +141,7 @@ class Program:
             with self.comms.in_phase("loss"):
                 loss = summed_cross_entropy(x, targets, *self.vocabulary, self.comms).double()
                 self.comms.all_reduce(loss, "data", "loss")
-        return loss.item(), tokens
+        return self.comms.read(loss), tokens
 
     def _count_valid(self, targets: list[Tensor]) -> int:
         count = torch.zeros(1, dtype=torch.int64, device=self.device)
@@ -149,7 +149,7 @@ class Program:
             count += (each != IGNORED).sum()
         with self.comms.in_phase("loss"):
             self.comms.all_reduce(count, "data", "valid tokens")
-        return int(count.item())
+        return int(self.comms.read(count))
 
     def _train(self, batch: Batch, targets: Tensor, tokens: int) -> Tensor:
         logits = self._forward(batch)

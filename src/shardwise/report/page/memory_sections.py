@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from shardwise.report.compare import Comparison
 from shardwise.report.figures import (
@@ -13,7 +12,8 @@ from shardwise.report.page.bar_figure import byte_figure
 from shardwise.report.page.document import Cell, Section, check, table
 from shardwise.report.page.markup import Markup, element, join
 from shardwise.report.page.palette import BYTE_CLASSES
-from shardwise.report.tables import ZeroTable, difference, gpu_counts
+from shardwise.report.step_report import Bytes
+from shardwise.report.tables import difference, gpu_counts
 from shardwise.report.units import (
     byte_note,
     format_bytes,
@@ -56,7 +56,9 @@ def _memory_table(comparison: Comparison, binary: bool) -> Markup:
     return table("Memory by role and class", heads, rows, (2, 3, 4, 5))
 
 
-def zero_section(model: str, cells: ZeroTable, capacity: int | None = None, binary: bool = False) -> Section:
+def zero_section(
+    model: str, cells: Mapping[int, Mapping[int, Bytes]], capacity: int | None = None, binary: bool = False
+) -> Section:
     """Memory of a model under ZeRO stages and numbers of GPUs (stage -> GPUs -> `Bytes` of each GPU)."""
     gpus = gpu_counts(cells)
     groups = [
@@ -73,7 +75,7 @@ def zero_section(model: str, cells: ZeroTable, capacity: int | None = None, bina
     return Section(f"{model} under ZeRO", body, lead)
 
 
-def _zero_cell(row: Mapping[int, Any], count: int, capacity: int | None, binary: bool) -> object:
+def _zero_cell(row: Mapping[int, Bytes], count: int, capacity: int | None, binary: bool) -> object:
     if count not in row:
         return ""
     total = row[count].total

@@ -1,0 +1,178 @@
+"""Checkpoints: what one holds, whether it is whole, as another layout, and against another one.
+
+A checkpoint is a folder with a manifest.json. A run directory, or its folder of checkpoints, stands for its newest one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.cli.output import print_json, show
+
+if TYPE_CHECKING:
+    from shardwise.checkpoint import Checkpoint, TensorDifference
+    from shardwise.checkpoint.manifest import Manifest
+
+_SHOWN = 20
+"""Lines of a table of differences; --json has them all."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+
+    def action(name: str, text: str) -> argparse.ArgumentParser:
+        added = actions.add_parser(name, help=text, description=text, allow_abbrev=False)
+        # Left out, they must not overwrite what stands before the action.
+        for flag in ("--json", "--traceback"):
+            added.add_argument(flag, action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        return added
+
+    inspect = action("inspect", "what a checkpoint holds")
+    inspect.add_argument("checkpoint", metavar="CHECKPOINT", type=Path)
+    inspect.add_argument("--tensors", action="store_true", help="list every tensor")
+    verify = action("verify", "read all of a checkpoint and check every checksum")
+    verify.add_argument("checkpoint", metavar="CHECKPOINT", type=Path)
+    reshard = action("reshard", "write a checkpoint as another layout would have")
+    reshard.add_argument("checkpoint", metavar="CHECKPOINT", type=Path)
+    reshard.add_argument("--layout", required=True, metavar="LAYOUT", help="such as tp=2,dp=2,zero=1")
+    reshard.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="the new checkpoint's folder")
+    diff = action("diff", "two checkpoints tensor by tensor; the exit code is 1 when they differ")
+    diff.add_argument("a", metavar="A", type=Path)
+    diff.add_argument("b", metavar="B", type=Path)
+
+
+def run(args: argparse.Namespace) -> int:
+    return {"inspect": _inspect, "verify": _verify, "reshard": _reshard, "diff": _diff}[args.action](args)
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from shardwise.checkpoint import find
+
+    checkpoint = find(args.checkpoint)
+    if args.json:
+        print_json({**_summary(checkpoint), "tensors": _tensors(checkpoint)})
+        return 0
+    from rich.table import Table
+
+    from shardwise.report.units import format_bytes
+
+    table = Table("file", "bytes", "pieces", box=None, pad_edge=False)
+    for part in checkpoint.manifest.parts:
+        table.add_row(part.name, format_bytes(part.nbytes), str(len(part.pieces)))
+    show(*_lines(checkpoint), "", table)
+    if args.tensors:
+        tensors = Table("tensor", "shape", "dtype", box=None, pad_edge=False)
+        for name, spec in checkpoint.tensors.items():
+            tensors.add_row(_plain(name), " x ".join(map(str, spec.shape)), spec.dtype)
+        show("", tensors)
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from shardwise.checkpoint import find
+
+    checkpoint = find(args.checkpoint)
+    checkpoint.verify()
+    if args.json:
+        print_json({**_summary(checkpoint), "whole": True})
+    else:
+        show(*_lines(checkpoint), "", "every checksum is right")
+    return 0
+
+
+def _reshard(args: argparse.Namespace) -> int:
+    from shardwise.layout import Layout
+
+    layout = Layout.parse(args.layout)
+    from shardwise.checkpoint import find, reshard
+
+    manifest = reshard(find(args.checkpoint), args.out, layout)
+    if args.json:
+        print_json({"checkpoint": str(args.out), "layout": str(layout), **_counts(manifest)})
+    else:
+        from shardwise.report.units import format_bytes
+
+        count = len(manifest.parts)
+        files = f"{count} file{'s' * (count != 1)}, {format_bytes(manifest.nbytes)}"
+        show(f"wrote {args.out}: step {manifest.step} under {layout}, {files}")
+    return 0
+
+
+def _diff(args: argparse.Namespace) -> int:
+    from shardwise.checkpoint import diff, find
+
+    a, b = find(args.a), find(args.b)
+    found = diff(a, b)
+    if args.json:
+        differences = [
+            {"tensor": d.tensor, "what": d.what, "elements": d.elements, "largest": _number(d.largest)} for d in found
+        ]
+        print_json({"a": str(a.folder), "b": str(b.folder), "equal": not found, "differences": differences})
+    elif found:
+        show(_differences(found))
+        count = len({*a.tensors, *b.tensors})
+        show("", f"{len(found)} of {count} tensors differ" + ("; --json lists them" if len(found) > _SHOWN else ""))
+    else:
+        show(f"equal bit by bit: {len(a.tensors)} tensors")
+    return 1 if found else 0
+
+
+def _differences(found: list[TensorDifference]) -> Any:
+    from rich.table import Table
+
+    table = Table("tensor", "differs in", "elements", "largest difference", box=None, pad_edge=False)
+    for d in found[:_SHOWN]:
+        elements = "" if d.elements is None else f"{d.elements:,}"
+        table.add_row(_plain(d.tensor), _plain(d.what), elements, "" if d.largest is None else f"{d.largest:.3g}")
+    return table
+
+
+def _number(value: float | None) -> float | str | None:
+    return value if value is None or math.isfinite(value) else str(value)
+
+
+def _counts(manifest: Manifest) -> dict[str, Any]:
+    return {"step": manifest.step, "files": len(manifest.parts), "bytes": manifest.nbytes}
+
+
+def _summary(checkpoint: Checkpoint) -> dict[str, Any]:
+    manifest = checkpoint.manifest
+    files = [{"name": part.name, "bytes": part.nbytes, "pieces": len(part.pieces)} for part in manifest.parts]
+    return {
+        "checkpoint": str(checkpoint.folder), "step": manifest.step, "samples": manifest.samples,
+        "seed": manifest.seed, "optimizer_steps": manifest.optimizer_steps, "bytes": manifest.nbytes, "files": files,
+        "about": manifest.about,
+    }  # fmt: skip
+
+
+def _tensors(checkpoint: Checkpoint) -> dict[str, Any]:
+    return {name: {"shape": spec.shape, "dtype": spec.dtype} for name, spec in checkpoint.tensors.items()}
+
+
+def _lines(checkpoint: Checkpoint) -> list[str]:
+    """The checkpoint in a few lines: one for it, one for its run, one for each kind of tensor."""
+    from shardwise.report.units import format_bytes, format_count
+
+    manifest = checkpoint.manifest
+    model = manifest.about.get("model")
+    name = model.get("name") if isinstance(model, dict) else None
+    lines = [
+        f"{checkpoint.folder}: step {manifest.step}, {manifest.samples:,} samples seen, seed {manifest.seed}",
+        _plain(f"{name or 'model unknown'}, written under {manifest.about.get('layout', 'an unknown layout')}"),
+    ]
+    kinds: dict[str, list[Any]] = {}
+    for tensor, spec in checkpoint.tensors.items():
+        kinds.setdefault(tensor.partition("/")[0], []).append(spec)
+    for kind, specs in kinds.items():
+        dtypes = ", ".join(sorted({spec.dtype for spec in specs}))
+        elements, size = sum(spec.numel for spec in specs), sum(spec.nbytes for spec in specs)
+        lines.append(f"{kind}: {len(specs)} tensors, {format_count(elements)} elements, {dtypes}, {format_bytes(size)}")
+    return lines
+
+
+def _plain(text: str) -> str:
+    """Text from a file without what would steer a terminal."""
+    return "".join(c if c.isprintable() else "?" for c in str(text))

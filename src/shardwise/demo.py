@@ -1,0 +1,147 @@
+"""The tour: a large model predicted, a small one trained on four processes, both reports compared, one page.
+
+What the tour is made of; `cli/demo.py` shows it in order. It trains on Python's own library, which is everywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwise.api import RUNS, TrainResult, check_unused, train
+from shardwise.cluster import Cluster
+from shardwise.layout import Layout, Workload
+from shardwise.model.catalog import get
+from shardwise.model.parameters import count
+from shardwise.predict import estimate
+from shardwise.report import Bytes, Comparison, compare
+from shardwise.report.run_directory import RunDirectory, next_free
+from shardwise.runtime.config import OptimizerConfig
+
+LARGE = "llama-3-70b"
+LARGE_SEQ = 8192
+CLUSTERS = ("8xH100", "8x8xH100")
+
+SMALL = "tiny-llama"
+# All sequences of a rank go through in one micro-batch: with four processes on two cores, every collective waits for
+# its slowest rank, so a step costs little more with many tokens than with few. fp32, since many CPUs have no bf16.
+LAYOUT = "dp=2,tp=2,zero=3,sp,micro=8,precision=fp32"
+WORKLOAD = Workload(seq=128, batch=16)
+STEPS = 150
+VALIDATE_EVERY = 25
+OPTIMIZER = OptimizerConfig(lr=5e-3)
+TEXT_BYTES = 4_000_000
+
+
+def zero_memory() -> dict[int, dict[int, Bytes]]:
+    """ZeRO stage -> number of GPUs -> bytes on each GPU, for `LARGE` with one sequence a GPU and full recompute."""
+    table: dict[int, dict[int, Bytes]] = {}
+    for stage in range(4):
+        for text in CLUSTERS:
+            cluster = Cluster.parse(text)
+            gpus = cluster.devices
+            report = estimate(
+                get(LARGE),
+                Layout(dp=gpus, zero=stage, recompute="full"),
+                Workload(seq=LARGE_SEQ, batch=gpus),
+                cluster,
+            )
+            table.setdefault(stage, {})[gpus] = report.roles[0].bytes
+    return table
+
+
+def capacity() -> int | None:
+    """Bytes of memory of one GPU of `CLUSTERS`."""
+    return Cluster.parse(CLUSTERS[0]).memory_per_device
+
+
+def large_title() -> str:
+    """What `zero_memory` holds for."""
+    return f"{LARGE}, a sequence of {LARGE_SEQ:,} tokens on each GPU, bf16, recompute=full"
+
+
+def run_directory(out: Path | None) -> Path:
+    """Where the tour goes: `out`, or the next free runs/demo-N. Raises `UserError` when something is there."""
+    out = out or next_free(RUNS / "demo")
+    check_unused(out)
+    return out
+
+
+@dataclass(frozen=True)
+class Tour:
+    """A finished training run with its prediction beside it."""
+
+    result: TrainResult
+    comparison: Comparison
+
+    @property
+    def validation_loss(self) -> float:
+        """The loss on held-out text at the end, nats a token."""
+        return self.result.summary["validation_loss"]
+
+    @property
+    def unigram_entropy(self) -> float:
+        """The entropy of the validation text's token frequencies, nats a token."""
+        return self.result.summary["unigram_entropy"]
+
+    @property
+    def failures(self) -> list[str]:
+        """What the tour should have shown and did not, a sentence each."""
+        loss, entropy = self.validation_loss, self.unigram_entropy
+        checks = [
+            (self.comparison.equal_ledger, "the measured ledger differs from the predicted one"),
+            (self.comparison.exact_classes_equal, "the measured bytes by class differ from the predicted ones"),
+            (loss < entropy, f"the validation loss {loss:.3f} is not below the unigram entropy {entropy:.3f}"),
+        ]
+        return [sentence for holds, sentence in checks if not holds]
+
+    def write_page(self) -> Path:
+        """Write report.html into the run directory. Raises `UserError` when it cannot be written."""
+        from shardwise.report import html
+
+        summary, events = self.result.summary, [event for _, event in RunDirectory.open(self.result.out).events()]
+        predicted, measured, entropy = self.comparison.a, self.comparison.b, self.unigram_entropy
+        facts = {
+            "Parameters": html.parameters_fact(count(get(SMALL))),
+            "Text": f"{TEXT_BYTES / 1e6:.0f} MB of Python's own library",
+            "Speed": f"{summary['tokens_per_s']:,.0f} tokens/s, {summary['mfu']:.1%} of the measured matrix products",
+        }
+        path = self.result.out / "report.html"
+        html.write_html(
+            path,
+            "A small Llama on four processes",
+            [
+                html.summary_section([*html.comparison_cards(self.comparison), html.loss_card(events, entropy)]),
+                html.run_section(measured, facts),
+                html.loss_section(events, entropy),
+                html.memory_section(self.comparison),
+                html.ledger_section(self.comparison),
+                html.transport_section(measured),
+                html.zero_section(LARGE, zero_memory(), capacity()),
+                html.notes_section(predicted, measured),
+            ],
+            "What was predicted before the run beside what the run measured.",
+        )
+        return path
+
+
+def learn(out: Path, rank0_stdout: int | None = None) -> Tour:
+    """Train `SMALL` on four processes into `out`. rank0_stdout: file descriptor that gets the progress.
+
+    Raises what `train` raises.
+    """
+    result = train(
+        SMALL,
+        LAYOUT,
+        WORKLOAD,
+        "stdlib",
+        steps=STEPS,
+        out=out,
+        optimizer=OPTIMIZER,
+        rank0_stdout=rank0_stdout,
+        max_bytes=TEXT_BYTES,
+        validate_every=VALIDATE_EVERY,
+        report=True,
+        tensorboard=False,
+    )
+    return Tour(result, compare(result.predicted, result.report))

@@ -1,0 +1,93 @@
+"""A step without devices: the very runtime on fake tensors and a fake process group, at any world size.
+
+What it returns is not predicted but observed: the ledger that the program wrote, the storages that it made. Nothing is
+computed and nothing is sent, so a step of 16,384 ranks takes seconds on a laptop. Activations are those of the eager
+CPU path, whatever device the cluster has.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from typing import Any
+
+from shardwise.cluster import Cluster
+from shardwise.errors import UserError
+from shardwise.layout import Layout, Workload, check_runnable
+from shardwise.layout.units import Backend, UnitPlan, unit_plan
+from shardwise.model import ModelConfig
+from shardwise.report.step_report import Role, StepReport
+
+
+def dry_run(model: ModelConfig, layout: Layout, workload: Workload, cluster: Cluster | None = None) -> StepReport:
+    """Observe one step of rank 0, whose shapes all ranks share, in a process of its own.
+
+    Raises `LayoutError` for what the runtime cannot run, `UserError` when the process fails.
+    """
+    check_runnable(layout, model, workload, cluster.devices if cluster else None)
+    backend: Backend = "nccl" if cluster and cluster.device.kind == "cuda" else "gloo"
+    plan = unit_plan(model, layout, workload, backend=backend)
+    role = _in_process(_observe, plan)
+    return StepReport(
+        source="dry-run",
+        model=model.to_json(),
+        layout=str(layout),
+        workload=workload.to_json(),
+        cluster=str(cluster) if cluster else f"{layout.ranks}xCPU",
+        roles=(Role("all", tuple(range(layout.ranks)), role.bytes, role.ledger),),
+        notes=("activations and the rest of the peak are those of the eager CPU path",),
+    )
+
+
+def _in_process(function: Callable[[UnitPlan], Role], plan: UnitPlan) -> Role:
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1) as pool:
+        try:
+            return pool.apply(function, (plan,))
+        except RuntimeError as error:
+            raise UserError(f"the dry run failed: {str(error).splitlines()[0]}") from error
+
+
+def _observe(plan: UnitPlan) -> Role:
+    import torch
+    import torch.distributed as dist
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from shardwise.runtime.config import OptimizerConfig
+    from shardwise.runtime.measure import Measurement
+    from shardwise.runtime.setup import make_comms
+    from shardwise.runtime.step import Program
+
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    dist.init_process_group("fake", rank=0, world_size=plan.layout.ranks, store=FakeStore())  # type: ignore[no-untyped-call]
+    comms = make_comms(plan.layout, plan.model, 0, timeout=60.0)
+    comms.backend = plan.backend
+    comms.read = lambda scalar: 1.0  # type: ignore[method-assign]  # fake tensors hold no numbers
+    with FakeTensorMode():
+        program = Program(plan, comms, OptimizerConfig(), _no_values, torch.device("cpu"))
+        with Measurement(program) as measurement:
+            program.step([_micro_batch(plan) for _ in range(plan.micro_batches)], 1e-3)
+        role = measurement.role(0)
+    dist.destroy_process_group()
+    return role
+
+
+def _no_values(parameter: Any, index: Any) -> Any:
+    return index.double()
+
+
+def _micro_batch(plan: UnitPlan) -> Any:
+    import torch
+
+    from shardwise.decoder import Batch
+    from shardwise.runtime.setup import stream_view
+
+    def vector() -> torch.Tensor:
+        return torch.zeros(plan.layout.micro, plan.workload.seq, dtype=torch.int64)
+
+    positions, index = vector(), vector()
+    documents = vector() if plan.workload.isolate_documents else None
+    batch = Batch(vector(), positions, index, documents, positions, index, 0)
+    return stream_view(batch, plan.layout, plan.tp_rank), vector()

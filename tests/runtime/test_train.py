@@ -1,0 +1,156 @@
+"""Whole runs, as a user starts them: real ranks, real text, a run directory at the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from shardwise.report import compare
+from shardwise.report.step_report import StepReport
+
+LIMIT = 120
+LAYOUT = "dp=2,tp=2,zero=3,sp,precision=fp32"
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of text with some structure: numbers counted out in words."""
+    folder = tmp_path_factory.mktemp("text")
+    words = "zero one two three four five six seven eight nine".split()
+    for part in range(20):
+        lines = (" ".join(words[int(d)] for d in str(n)) for n in range(part * 400, part * 400 + 400))
+        (folder / f"{part}.txt").write_text("\n".join(lines))
+    return folder
+
+
+def command(text: Path, out: Path, *more: str, layout: str = LAYOUT, steps: int = 6) -> list[str]:
+    return [
+        *("train", "tiny-llama", "--vocab", "300", "--layout", layout, "--data", str(text)),
+        *("--seq", "32", "--batch", "4", "--steps", str(steps), "--out", str(out), "--no-tensorboard"),
+        *("--set", "layers=2,hidden=64,ffn=96", "--validate-batches", "1", *more),
+    ]
+
+
+def environment(**more: str) -> dict[str, str]:
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return {**clean, "OMP_NUM_THREADS": "1", **more}
+
+
+def shardwise(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "shardwise", *args], capture_output=True, text=True, timeout=LIMIT, env=environment()
+    )
+
+
+def losses(out: Path) -> list[tuple]:
+    events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    return [(e.get("loss"), e.get("grad_norm"), e.get("validation_loss")) for e in events]
+
+
+def test_four_ranks_learn_and_hold_the_prediction(text: Path, tmp_path: Path) -> None:
+    done = shardwise(*command(text, tmp_path / "run", "--report", "--json", steps=12))
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["validation_loss"] < result["first_validation_loss"] - 0.3
+    predicted, measured = (StepReport.read(tmp_path / f"run/reports/{n}.json") for n in ("predicted", "measured"))
+    comparison = compare(predicted, measured)
+    assert comparison.equal_ledger and comparison.exact_classes_equal
+    rows = [row for role in measured.roles for row in role.transport]
+    assert rows and all(row.time_s is not None and row.time_s >= row.wait_s >= 0 for row in rows)
+    assert shardwise("compare", str(tmp_path / "run")).returncode == 0
+
+
+def test_two_torchrun_agents_train_the_run_of_four_local_ranks_bitwise(text: Path, tmp_path: Path) -> None:
+    local = shardwise(*command(text, tmp_path / "local"))
+    assert local.returncode == 0, local.stderr
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    agents = [
+        subprocess.Popen(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"),
+                *("--node-rank", str(node), "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"),
+                *("--rdzv-id", "two-agents", "-m", "shardwise", *command(text, tmp_path / "agents")),
+            ],
+            env=environment(GLOO_SOCKET_IFNAME="lo"),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for node in range(2)
+    ]
+    try:
+        outputs = [agent.communicate(timeout=LIMIT)[0] for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert [agent.returncode for agent in agents] == [0, 0], outputs
+    assert losses(tmp_path / "local") == losses(tmp_path / "agents")
+
+
+def test_communication_without_overlap_gives_the_same_bits(text: Path, tmp_path: Path) -> None:
+    for name, more in (("on", []), ("off", ["--no-overlap"])):
+        assert shardwise(*command(text, tmp_path / name, *more)).returncode == 0
+    assert losses(tmp_path / "on") == losses(tmp_path / "off")
+
+
+def workers_of(launcher: int) -> list[int]:
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    return [int(pid) for pid in children]
+
+
+def test_a_killed_rank_ends_the_run_with_one_line(text: Path, tmp_path: Path) -> None:
+    run = subprocess.Popen(
+        [sys.executable, "-m", "shardwise", *command(text, tmp_path / "run", steps=100_000)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    )
+    try:
+        events = tmp_path / "run" / "events.jsonl"
+        deadline = time.monotonic() + LIMIT
+        while not (events.exists() and events.read_text().count('"grad_norm"') >= 2):
+            assert run.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        ranks = workers_of(run.pid)
+        assert len(ranks) == 4
+        os.kill(ranks[2], signal.SIGKILL)
+        started = time.monotonic()
+        _, errors = run.communicate(timeout=LIMIT)
+    finally:
+        run.kill()
+    assert time.monotonic() - started < 20
+    assert run.returncode == 1
+    lines = [line for line in errors.splitlines() if "error" in line]
+    assert len(lines) == 1 and "rank 2" in lines[0] and "SIGKILL" in lines[0], errors
+    assert "Traceback" not in errors
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+
+
+def test_a_port_in_use_is_said_in_one_line(text: Path, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        done = shardwise(*command(text, tmp_path / "run", "--port", port))
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1 and port in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_second_run_overwrites_nothing(text: Path, tmp_path: Path) -> None:
+    assert shardwise(*command(text, tmp_path / "run", layout="precision=fp32")).returncode == 0
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    again = shardwise(*command(text, tmp_path / "run", layout="precision=fp32"))
+    assert again.returncode == 2 and "overwritten" in again.stderr
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before

@@ -1,0 +1,92 @@
+"""The README's program, commands and figures: they run, and they are what the code gives."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PROGRAMS = {"shardwise": ["-m", "shardwise"], "torchrun": ["-m", "torch.distributed.run"]}
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+def run(*arguments: str, cwd: Path) -> str:
+    """Standard output of a Python process in an empty place, which must succeed."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def figures() -> dict:
+    return runpy.run_path(str(ROOT / "docs" / "figures.py"))
+
+
+def test_the_first_use_is_ten_lines_that_run(tmp_path):
+    (program,) = blocks("python")
+    assert len(program.splitlines()) <= 10
+    out = run("-c", program, cwd=tmp_path)
+    assert "ledger equal: True  bytes equal: True" in out
+    first, last = map(float, re.search(r"loss (\S+) -> (\S+) in runs/small-1", out).groups())
+    assert last < first
+
+
+def test_the_commands_run_in_the_order_given(tmp_path):
+    commands = [shlex.split(line) for block in blocks("sh") for line in block.replace("\\\n", "").splitlines()]
+    assert {command[0] for command in commands} == PROGRAMS.keys()
+    said = [run(*PROGRAMS[name], *arguments, cwd=tmp_path) for name, *arguments in commands]
+    assert any("14.0 GB" in out for out in said), "the ZeRO table of 7B"
+    assert any("bytes by class equal" in out and "✗" not in out for out in said), "the comparison"
+    assert (tmp_path / "runs/first/result.json").is_file() and (tmp_path / "runs/second/result.json").is_file()
+
+
+def test_the_table_is_what_its_script_prints(figures):
+    assert f"\n\n{figures['numbers']()}\n\n" in README
+
+
+def test_the_picture_is_what_its_script_draws(figures):
+    assert f"]({figures['PICTURE'].relative_to(ROOT)})" in README
+    assert figures["PICTURE"].read_text(encoding="utf-8") == figures["picture"](), "make figures"
+
+
+def test_every_target_and_file_that_is_named_exists():
+    targets = set(re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"\bmake ([a-z-]+)", README))
+    assert named and named <= targets
+    for link in re.findall(r"\]\(([^)]+)\)", README):
+        assert (ROOT / link).is_file(), link
+
+
+def test_what_is_said_not_to_run_is_refused():
+    from shardwise import Layout
+    from shardwise.layout.legality import unsupported
+
+    (keys,) = re.findall(r"their keys \(([^)]+)\)", README)
+    examples = {"offload": "offload=cpu", "compile": "compile=block", "virtual": "pp=2,virtual=2"}
+    examples |= {"hpz": "dp=2,zero=3,hpz=2", "ep": "dp=2,ep=2", "etp": "tp=2,etp=2"}
+    for key in re.findall(r"`(\w+)`", keys):
+        assert any(word.startswith(f"{key}=") for word in unsupported(Layout.parse(examples.get(key, f"{key}=2")))), key
+
+
+def test_every_layout_key_that_runs_is_explained():
+    from dataclasses import fields
+
+    from shardwise import Layout
+
+    explained = set(re.findall(r"`(\w+)[=`]", README))
+    of_the_pipeline_or_context = {"schedule", "stages", "cpkind"}
+    assert {field.name for field in fields(Layout)} - of_the_pipeline_or_context <= explained
