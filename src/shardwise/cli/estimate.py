@@ -1,5 +1,7 @@
 """What one training step of a layout holds on every rank, and moves between them, in closed form.
 
+With --dry-run the same is observed instead: the runtime itself, on fake tensors and a fake process group.
+
 With --zero-table N,...: bytes a GPU of ZeRO stages 0 to 3 on N GPUs, for MODEL or for --params parameters.
 """
 
@@ -20,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seq", type=int, metavar="N", help="tokens a sequence")
     parser.add_argument("--batch", type=int, metavar="N", help="sequences a step, over all ranks")
     parser.add_argument("--isolate-documents", action="store_true", help="packed documents do not see each other")
+    parser.add_argument("--dry-run", action="store_true", help="run the runtime itself on fake tensors; needs torch")
     parser.add_argument("--zero-table", metavar="N,...", help="numbers of GPUs for the table of ZeRO stages")
     parser.add_argument("--params", metavar="P", help="parameters for --zero-table: 7e9, 7B, 350M")
 
@@ -41,7 +44,12 @@ def _step(args: argparse.Namespace) -> int:
     if args.seq < 1 or args.batch < 1:
         raise UserError("--seq and --batch must be positive integers")
     workload = Workload(seq=args.seq, batch=args.batch, isolate_documents=args.isolate_documents)
-    report = estimate(model, layout, workload, cluster)
+    if args.dry_run:
+        from shardwise.runtime.dryrun import dry_run
+
+        report = dry_run(model, layout, workload, cluster)
+    else:
+        report = estimate(model, layout, workload, cluster)
     if args.json:
         print_json(report.to_json())
         return 0

@@ -52,11 +52,18 @@ def _loss(s: Sizes) -> int:
 
 
 def _head_backward(plan: UnitPlan, s: Sizes) -> int:
-    """Gradient of the head's input, and of its weight before it is added up; under sp its reduction comes first."""
+    return _column_backward(plan, s, s.vocab * s.hidden * s.element)
+
+
+def _column_backward(plan: UnitPlan, s: Sizes, weights: int) -> int:
+    """A column-parallel backward: the gradient of its input, then those of its weights before they are added up.
+
+    Under sp the input's gradient is scattered first, and the input gathered again for the weights'.
+    """
     full = s.tokens * s.hidden * s.element
-    if plan.layout.sp:
-        return _scatter(plan, s)
-    return full + s.vocab * s.hidden * s.element
+    if not plan.layout.sp:
+        return full + weights
+    return max(_scatter(plan, s), full + s.stream * s.hidden * s.element + weights)
 
 
 def _scatter(plan: UnitPlan, s: Sizes) -> int:
@@ -88,14 +95,21 @@ def _block_backwards(plan: UnitPlan, s: Sizes) -> list[int]:
 
 
 def _mlp_backward(plan: UnitPlan, s: Sizes) -> int:
+    """The product's and the activation's backward, or the projections' that follow, when what they saved is gone."""
     inner = s.tokens * s.ffn * s.element
     weight = s.ffn * s.hidden * s.element
-    full = s.tokens * s.hidden * s.element if plan.layout.sp else 0
-    branches = 2 * inner if plan.model.gated else inner
-    backward = max(branches, inner + weight) + full
+    stream = s.stream * s.hidden * s.element
+    gathered = s.tokens * s.hidden * s.element if plan.layout.sp else 0
+    branches = 2 if plan.model.gated else 1
+    transients = [
+        branches * inner + gathered,
+        inner + weight + gathered,
+        _column_backward(plan, s, branches * weight) - branches * inner,
+        _scatter(plan, s) if plan.layout.sp else 0,
+    ]
     if plan.model.dropout:
-        backward = max(backward, s.stream * s.hidden * s.element + _dropout(plan, s.stream * s.hidden))
-    return max(backward, _scatter(plan, s)) if plan.layout.sp else backward
+        transients.append(stream + _dropout(plan, s.stream * s.hidden))
+    return max(transients)
 
 
 def _core_backward(plan: UnitPlan, s: Sizes) -> int:
