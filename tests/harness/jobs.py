@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness.reference import STEPS, Case, Outcome, dtype_of, global_batch, make_batch, values
 
+from harness.reference import STEPS, Case, Outcome, global_batch, make_batch, values
 from shardwise.layout import Grid, Layout, unit_plan
 from shardwise.report import Role
 from shardwise.runtime.engine import FlatUnit, local_values
@@ -23,7 +24,8 @@ from shardwise.runtime.step import Program
 class RankOutcome:
     """grad_errors, final_errors: parameter -> squared distance to the reference over the rank's interval.
 
-    pieces: (parameter, global box, interval) -> hash of its bytes, by which replicas are compared.
+    pieces: (parameter, global box, interval) -> hash of its bytes, by which replicas are compared. seconds: the fastest
+    step that was not measured.
     """
 
     losses: list[float]
@@ -32,6 +34,7 @@ class RankOutcome:
     final_errors: dict[str, float]
     pieces: dict[tuple, str]
     role: Role
+    seconds: float = float("inf")
 
 
 def _errors(flat: FlatUnit, mine: torch.Tensor, reference: dict[str, torch.Tensor]) -> dict[str, float]:
@@ -56,13 +59,18 @@ def _pieces(flat: FlatUnit, mine: torch.Tensor) -> dict[tuple, str]:
     return pieces
 
 
-def train(rank: int, payload: tuple[Case, Layout, Outcome, bool]) -> RankOutcome:
-    """Train `STEPS` steps; the last one is measured."""
-    case, layout, reference, overlap = payload
+def build(case: Case, layout: Layout, rank: int, overlap: bool = True) -> Program:
+    """The program of `rank`, with the initial weights that the reference has."""
     torch.set_float32_matmul_precision("highest")
     comms = make_comms(layout, case.model, rank, timeout=120.0, overlap=overlap)
     plan = unit_plan(case.model, layout, case.workload, rank=rank)
-    program = Program(plan, comms, case.optimizer, values, torch.device("cpu"))
+    return Program(plan, comms, case.optimizer, values, torch.device("cpu"))
+
+
+def train(rank: int, payload: tuple[Case, Layout, Outcome, bool]) -> RankOutcome:
+    """Train `STEPS` steps; the last one is measured."""
+    case, layout, reference, overlap = payload
+    program = build(case, layout, rank, overlap)
     outcome = RankOutcome([], [], {}, {}, {}, None)  # type: ignore[arg-type]
     plain_step = program.optimizer.step
 
@@ -80,7 +88,9 @@ def train(rank: int, payload: tuple[Case, Layout, Outcome, bool]) -> RankOutcome
                 loss, norm, _ = program.step(micro_batches(case, layout, rank, step), lr)
             outcome.role = measurement.role(rank)
         else:
-            loss, norm, _ = program.step(micro_batches(case, layout, rank, step), lr)
+            batches, started = micro_batches(case, layout, rank, step), time.perf_counter()
+            loss, norm, _ = program.step(batches, lr)
+            outcome.seconds = min(outcome.seconds, time.perf_counter() - started)
         outcome.losses.append(loss)
         outcome.norms.append(norm)
     for state in program.optimizer.states:
@@ -99,8 +109,7 @@ def micro_batches(case: Case, layout: Layout, rank: int, step: int) -> list[tupl
     for start in range(data * share, (data + 1) * share, layout.micro):
         rows = {name: tensor[start : start + layout.micro].clone() for name, tensor in every.items()}
         batch = make_batch(case, rows, step)
-        result.append((stream_view(batch, layout, Grid.of(layout, case.model).coordinates(rank)["tp"]), rows["targets"]))
+        result.append(
+            (stream_view(batch, layout, Grid.of(layout, case.model).coordinates(rank)["tp"]), rows["targets"])
+        )
     return result
-
-
-assert dtype_of  # re-exported for tests

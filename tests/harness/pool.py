@@ -1,4 +1,4 @@
-"""One helper that runs a function on n ranks. Ranks are kept alive between tests: starting one costs an import of torch.
+"""One helper that runs a function on n ranks. Ranks live on between tests: starting one costs an import of torch.
 
 A job that exceeds its time limit kills the whole pool, which the next job starts anew; no process outlives the tests.
 """
@@ -16,7 +16,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-LIMIT = 180.0
+LIMIT = float(os.environ.get("SHARDWISE_TEST_LIMIT", "180"))
+"""Seconds that a job may take."""
 
 
 class RankFailed(AssertionError):
@@ -58,7 +59,9 @@ class Pool:
 
     def _grow(self, count: int) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "shardwise.runtime.step", "shardwise.runtime.measure"])
+        context.set_forkserver_preload(
+            ["torch", "torch.distributed", "shardwise.runtime.step", "shardwise.runtime.measure"]
+        )
         while len(self._workers) < count:
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, len(self._workers)), daemon=True)
@@ -97,7 +100,8 @@ class Pool:
             self.close()
         if failures:
             rank = min(failures)
-            raise RankFailed(f"rank {rank} of {world} (failed: {sorted(failures)}, silent: {sorted(waiting.values())}):\n{failures[rank]}")
+            which = f"rank {rank} of {world} (failed: {sorted(failures)}, silent: {sorted(waiting.values())})"
+            raise RankFailed(f"{which}:\n{failures[rank]}")
         if waiting:
             raise RankFailed(f"ranks {sorted(waiting.values())} of {world} did not answer within {limit:.0f} s")
         return [results[rank] for rank in range(world)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
@@ -29,9 +29,11 @@ class Case:
     workload: Workload
     precision: str = "fp64"
     attention: str = "sdpa"
-    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-2, warmup=2, clip=0.5)
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-2, warmup=2, clip=0.5))
     ignore: str = "some"
     """Which targets do not count: "none", "some" (uneven between sequences), "most" (whole sequences are empty)."""
+    data: int = 1000
+    """Seed of the tokens."""
 
 
 def dtype_of(precision: str) -> torch.dtype:
@@ -53,7 +55,7 @@ def step_key(step: int) -> int:
 def global_batch(case: Case, step: int) -> dict[str, Tensor]:
     """All sequences of a step: ids, targets, index, positions, documents; each [batch, seq]."""
     w = case.workload
-    generator = torch.Generator().manual_seed(1000 + step)
+    generator = torch.Generator().manual_seed(case.data + step)
     tokens = torch.randint(case.model.vocab, (w.batch, w.seq + 1), generator=generator)
     targets = tokens[:, 1:].clone()
     drop = torch.rand(w.batch, w.seq, generator=generator)
@@ -94,7 +96,7 @@ class Outcome:
     final: dict[str, Tensor]
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def reference(case: Case) -> Outcome:
     """Train `STEPS` steps on one device."""
     dtype = dtype_of(case.precision)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import os
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import date
 from functools import cache
 from itertools import combinations
 from typing import Any
 
 from harness.reference import Case
-
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload, check_runnable
 from shardwise.model import ModelConfig
@@ -165,13 +164,13 @@ def _features(point: Point) -> set[tuple[str, Any]]:
     return found | {("hsdp", point.layout.replicate_ranks > 1 and point.layout.zero > 0)}
 
 
-def sample(seed: int, count: int = SAMPLE) -> tuple[Point, ...]:
+def sample(seed: int, count: int = SAMPLE, most_ranks: int = max(WORLDS)) -> tuple[Point, ...]:
     """`count` of `all_cases`: every stratum first (stage, sp, recompute, model, precision, world, ...), then at random.
 
-    One point has 8 ranks.
+    At most one point has 8 ranks.
     """
     generator = random.Random(seed)
-    left = list(all_cases())
+    left = [p for p in all_cases() if p.layout.ranks <= most_ranks]
     generator.shuffle(left)
     missing = set().union(*map(_features, left))
     chosen: list[Point] = []
@@ -188,7 +187,3 @@ def sample(seed: int, count: int = SAMPLE) -> tuple[Point, ...]:
 def selected() -> tuple[Point, ...]:
     """What the tests run: every case with SHARDWISE_ALL=1, else today's sample."""
     return all_cases() if os.environ.get("SHARDWISE_ALL") == "1" else sample(seed())
-
-
-def with_precision(case: Case, precision: str) -> Case:
-    return replace(case, precision=precision)

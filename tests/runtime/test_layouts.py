@@ -6,6 +6,7 @@ A sample by the day's seed; every case with SHARDWISE_ALL=1; SHARDWISE_SEED repe
 from __future__ import annotations
 
 import pytest
+
 from harness.checks import assert_ledger, assert_memory, assert_parity, assert_replicas_equal, train
 from harness.space import CHOICES, WORLDS, Point, all_cases, sample, selected
 

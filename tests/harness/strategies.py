@@ -1,0 +1,91 @@
+"""hypothesis strategies: models, and layouts that suit them."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from shardwise.layout import Layout, Workload
+from shardwise.layout.layout import CHOICES
+from shardwise.layout.legality import valid_tp
+from shardwise.model import ModelConfig
+
+ORDERS = ("pp-dp-cp-tp", "dp-pp-cp-tp", "tp-cp-dp-pp", "cp-tp-pp-dp")
+
+
+@st.composite
+def models(draw: st.DrawFn) -> ModelConfig:
+    """Small runnable decoders of both kinds; nothing needs to divide anything but heads."""
+    kv_heads = draw(st.sampled_from([1, 2, 3, 4]))
+    shared = {
+        "name": "random",
+        "vocab": draw(st.integers(2, 40)),
+        "hidden": draw(st.integers(2, 24)),
+        "layers": draw(st.integers(1, 4)),
+        "heads": kv_heads * draw(st.integers(1, 4)),
+        "kv_heads": kv_heads,
+        "head_dim": draw(st.sampled_from([2, 4, 6])),
+        "ffn": draw(st.integers(1, 40)),
+        "max_positions": 64,
+        "tied": draw(st.booleans()),
+    }
+    if draw(st.booleans()):
+        return ModelConfig(**shared, qk_norm=draw(st.booleans()), bias=draw(st.sampled_from(["none", "qkv"])))
+    return ModelConfig(
+        **shared,
+        norm="layernorm",
+        positions=draw(st.sampled_from(["rope", "learned"])),
+        activation="gelu",
+        gated=False,
+        bias="all",
+        parallel_residual=draw(st.booleans()),
+    )
+
+
+@st.composite
+def layouts(draw: st.DrawFn, model: ModelConfig) -> Layout:
+    """Runnable layouts of up to 64 ranks."""
+    dp, tp = draw(st.integers(1, 8)), draw(st.sampled_from([t for t in valid_tp(model) if t <= 8]))
+    zero = draw(st.integers(0, 3))
+    divisors = [n for n in range(2, dp) if dp % n == 0]
+    return Layout(
+        dp=dp,
+        tp=tp,
+        zero=zero,
+        shard=draw(st.sampled_from([0, *divisors])) if zero else 0,
+        sp=draw(st.booleans()) if tp > 1 else False,
+        micro=draw(st.integers(1, 3)),
+        order=draw(st.sampled_from(ORDERS)),
+        **{key: draw(st.sampled_from(CHOICES[key])) for key in ("recompute", "attention", "precision", "grads")},
+    )
+
+
+@st.composite
+def split_models(draw: st.DrawFn) -> tuple[ModelConfig, Layout, Workload]:
+    """A model, a layout that can run it, and a workload that both accept."""
+    model = draw(models())
+    layout = draw(layouts(model))
+    batch = layout.dp * layout.micro * draw(st.integers(1, 3))
+    workload = Workload(seq=layout.tp * draw(st.integers(1, 3)), batch=batch, isolate_documents=draw(st.booleans()))
+    return model, layout, workload
+
+
+@st.composite
+def any_layouts(draw: st.DrawFn) -> Layout:
+    """Layouts that contradict nothing, whatever the model; runnable here or not."""
+    dp, tp, pp, cp = (draw(st.sampled_from([1, 2, 3, 4, 6, 8])) for _ in range(4))
+    virtual = draw(st.integers(1, 3)) if pp > 1 else 1
+    zero = draw(st.integers(0, 3))
+    data = dp * cp
+    divisors = [n for n in range(2, data + 1) if data % n == 0]
+    etp = draw(st.sampled_from([n for n in (1, 2, 4) if (data * tp) % n == 0]))
+    return Layout(
+        dp=dp, tp=tp, pp=pp, cp=cp, virtual=virtual, zero=zero, etp=etp,
+        ep=draw(st.sampled_from([n for n in (1, 2, 3, 4) if (data * tp) % (n * etp) == 0])),
+        shard=draw(st.sampled_from([0, *divisors])) if zero else 0,
+        hpz=draw(st.sampled_from([0, *divisors])) if zero == 3 else 0,
+        sp=draw(st.booleans()) if tp > 1 else False,
+        stages=draw(st.sampled_from([(), tuple(draw(st.integers(1, 30)) for _ in range(pp * virtual))])),
+        micro=draw(st.integers(1, 8)),
+        order=draw(st.sampled_from(ORDERS)),
+        **{key: draw(st.sampled_from(values)) for key, values in CHOICES.items()},
+    )  # fmt: skip

@@ -1,0 +1,188 @@
+"""What ranks run for the tests of single traps: pieces of the runtime, looked at from inside."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from harness.jobs import RankOutcome, build, micro_batches, train
+from harness.reference import Case, Outcome, dtype_of, global_batch, make_batch, values
+from shardwise.decoder import Decoder
+from shardwise.layout import Layout
+from shardwise.layout.placement import width_held
+from shardwise.model import ModelConfig
+from shardwise.model.parameters import parameters
+from shardwise.runtime.loss import summed_cross_entropy
+from shardwise.runtime.setup import make_comms
+
+Boundary = dict[str, tuple[Tensor, Tensor | None]]
+"""Module -> (its output, that output's gradient), of one micro-batch."""
+
+
+def cross_entropy(rank: int, payload: tuple[Layout, ModelConfig, Tensor, Tensor, int]) -> tuple[float, Tensor]:
+    """Summed loss, and the gradient of this rank's columns. Padding columns start as large as logits get.
+
+    The last of the payload: how many logits the loss works on at a time.
+    """
+    layout, model, logits, targets, chunk = payload
+    with patch("shardwise.runtime.loss.loss_chunk", lambda _: chunk):
+        return _cross_entropy(rank, layout, model, logits, targets)
+
+
+def _cross_entropy(
+    rank: int, layout: Layout, model: ModelConfig, logits: Tensor, targets: Tensor
+) -> tuple[float, Tensor]:
+    comms = make_comms(layout, model, rank, timeout=60.0)
+    width = width_held(model.vocab, layout.tp)
+    start, stop = min(rank * width, model.vocab), min((rank + 1) * width, model.vocab)
+    local = torch.full((*logits.shape[:-1], width), 1e4, dtype=logits.dtype)
+    local[..., : stop - start] = logits[..., start:stop]
+    local.requires_grad_()
+    loss = summed_cross_entropy(local * 1, targets, start, stop, comms)
+    loss.backward()
+    assert local.grad is not None
+    return loss.item(), local.grad[..., : stop - start].clone()
+
+
+def boundaries(rank: int, payload: tuple[Case, Layout]) -> Boundary:
+    """Every boundary of the first micro-batch of a step."""
+    case, layout = payload
+    program = build(case, layout, rank)
+    found = _watch(program.decoder)
+    program.step(micro_batches(case, layout, rank, 0), 1e-3)
+    return found
+
+
+def plain_boundaries(case: Case) -> Boundary:
+    """The same of the whole decoder on one device (no rank)."""
+    decoder = Decoder(case.model)
+    for spec in parameters(case.model):
+        tensor = decoder.get_parameter(spec.name)
+        tensor.data = values(spec, torch.arange(spec.numel)).view(spec.shape).to(dtype_of(case.precision))
+    for block in decoder.blocks:
+        block.attention.core.kind = case.attention
+    found = _watch(decoder)
+    rows = global_batch(case, 0)
+    logits = decoder(make_batch(case, rows, 0))
+    valid = (rows["targets"] != -100).sum()
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), rows["targets"].flatten(), reduction="sum") / valid
+    loss.backward()
+    return found
+
+
+def _watch(decoder: nn.Module) -> Boundary:
+    found: Boundary = {}
+
+    def keep(name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, __: Any, output: Any) -> None:
+            outputs = output if isinstance(output, tuple) else (output,)
+            for index, y in enumerate(outputs):
+                key = f"{name}[{index}]" if isinstance(output, tuple) else name
+                found[key] = (y.detach().clone(), None)
+                if y.requires_grad:
+                    y.register_hook(lambda g, key=key: found.update({key: (found[key][0], g.detach().clone())}))
+
+        return hook
+
+    for name, module in decoder.named_modules():
+        if name:
+            module.register_forward_hook(keep(name))
+    return found
+
+
+def initial(rank: int, payload: tuple[Case, Layout]) -> list[tuple[str, int | None, int, int, Tensor]]:
+    """Every parameter as the decoder first sees it (below stage 3): (name, dim, start, stop, local tensor)."""
+    case, layout = payload
+    program = build(case, layout, rank)
+    return [
+        (p.name, p.dim, p.start, p.stop, program.decoder.get_parameter(p.name).detach().clone())
+        for unit in program.plan.units
+        for p in unit.placed
+    ]
+
+
+def tiny_gradients(rank: int, payload: tuple[Case, Layout, int, float]) -> list[tuple[str, float, float]]:
+    """A step whose micro-batches leave given gradients: 1 once, then `count` times `tiny`.
+
+    Returns (unit, smallest, largest) of the accumulated gradients of this rank's interval. Drives the engine as the
+    program does, with constants in place of what autograd adds.
+    """
+    case, layout, count, tiny = payload
+    program = build(case, layout, rank)
+    engine, plan = program.engine, program.plan
+    engine.begin_step()
+    for index in range(count + 1):
+        engine.begin_micro_batch()
+        for use in plan.uses():
+            engine.visit(use.kind, use.part)
+            if use.kind == "backward":
+                for unit in plan.finished_after(use.part):
+                    flat = engine.units[unit.name]
+                    into = flat.staging if flat.staging is not None else flat.grads
+                    into.add_(1.0 if index == 0 else tiny)
+                engine.finish_backward(use.part)
+    engine.finish_step()
+    return [(n, float(f.grads_interval.min()), float(f.grads_interval.max())) for n, f in engine.units.items()]
+
+
+def small_pieces(rank: int, payload: Layout) -> Tensor:
+    """bf16 reduce-scatter: the first rank gives 256, the others 1 (which bf16 addition would lose)."""
+    from harness.space import MODELS
+
+    comms = make_comms(payload, MODELS["llama"], rank, timeout=60.0)
+    full = torch.full((payload.dp * 3,), 256.0 if rank == 0 else 1.0, dtype=torch.bfloat16)
+    out: list[Tensor] = []
+    comms.reduce_scatter(full, "data", "test", lambda piece: out.append(piece.clone())).wait()
+    return out[0]
+
+
+def delayed(rank: int, payload: tuple[Case, Layout, Outcome, int]) -> RankOutcome:
+    """`train`, overlapping, while collectives start as late as they may and ranks dawdle."""
+    case, layout, reference, seed = payload
+    with _late_collectives(seed, rank):
+        return train(rank, (case, layout, reference, True))
+
+
+class _Late:
+    """Starts its collective when it is waited for: the last moment at which its buffers may still be needed."""
+
+    def __init__(self, start: Callable[[], Any]) -> None:
+        self.start = start
+
+    def wait(self) -> None:
+        self.start().wait()
+
+
+@contextmanager
+def _late_collectives(seed: int, rank: int) -> Iterator[None]:
+    # All ranks must agree which collectives are late: they draw from equal generators, one draw a call.
+    shared, own = random.Random(seed), random.Random(seed * 100 + rank)
+    names = ("all_reduce", "all_gather_single", "all_to_all_single")
+    originals = {name: getattr(dist, name) for name in names}
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(own.random() * 2e-3)
+            if not kwargs.get("async_op"):
+                return original(*args, **kwargs)
+            if shared.random() < 0.5:
+                return _Late(lambda: original(*args, **kwargs))
+            return original(*args, **kwargs)
+
+        return call
+
+    for name, original in originals.items():
+        setattr(dist, name, wrap(original))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+from hypothesis import given
+
+from harness.strategies import any_layouts
+from shardwise.errors import LayoutError
+from shardwise.layout import Layout
+
+
+@given(any_layouts())
+def test_text_and_layout_are_the_same(layout: Layout) -> None:
+    assert Layout.parse(str(layout)) == layout
+    assert str(Layout.parse(str(layout))) == str(layout)
+
+
+@given(any_layouts())
+def test_canonical_text_names_what_differs_from_the_defaults_in_order(layout: Layout) -> None:
+    keys = [word.partition("=")[0] for word in str(layout).split(",")]
+    order = [field.name for field in fields(Layout)]
+    assert keys == sorted(keys, key=order.index)
+    differing = [field.name for field in fields(Layout) if getattr(layout, field.name) != field.default]
+    assert keys == (differing or ["dp"])
+
+
+@pytest.mark.parametrize(
+    ("text", "canonical"),
+    [
+        ("", "dp=1"),
+        ("dp=1,zero=0", "dp=1"),
+        (" tp=2 , dp = 4 ", "dp=4,tp=2"),
+        ("tp=2,sp=true", "tp=2,sp"),
+        ("tp=2,sp=false", "tp=2"),
+        ("dp=4,zero=3,shard=4", "dp=4,zero=3"),
+        ("dp=4,zero=3,shard=2", "dp=4,zero=3,shard=2"),
+        ("dp=2,tp=2,pp=2,zero=1,sp,schedule=1f1b,micro=1,recompute=full", "dp=2,tp=2,pp=2,zero=1,sp,recompute=full"),
+        ("pp=4,stages=21/20/20/19", "pp=4,stages=21/20/20/19"),
+    ],
+)  # fmt: skip
+def test_canonical_text(text: str, canonical: str) -> None:
+    assert str(Layout.parse(text)) == canonical
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("zeor=2", "did you mean zero"),
+        ("frobnicate=2", "known keys: dp, tp"),
+        ("dp=2,dp=4", "dp is given twice"),
+        ("dp", "dp needs a value, such as dp=2"),
+        ("dp=two", "dp needs an integer, not 'two'"),
+        ("dp=-2", "dp must not be negative"),
+        ("dp=0", "dp must be a positive integer, not 0"),
+        ("zero=4", "zero must be 0, 1, 2 or 3"),
+        ("recompute=ful", "did you mean full"),
+        ("recompute=", "such as recompute=none"),
+        ("sp", "needs tp of at least 2"),
+        ("tp=2,sp=2", "sp stands alone"),
+        ("dp=6,zero=1,shard=4", "shard=4 does not divide dp x cp = 6; valid: 2, 3, 6"),
+        ("tp=2,zero=1,shard=2", "valid: none"),
+        ("dp=4,shard=2", "shard needs zero of at least 1"),
+        ("dp=4,zero=2,hpz=2", "hpz=2 needs zero=3"),
+        ("pp=2,stages=4/0", "positive layer counts"),
+        ("pp=2,stages=4", "must name pp x virtual = 2"),
+        ("virtual=2", "virtual stages need pp"),
+        ("dp=2,ep=3", "must divide dp x cp x tp"),
+        ("order=dp-tp", "order must name"),
+    ],
+)
+def test_a_mistake_is_one_line_that_says_what_to_do(text: str, message: str) -> None:
+    with pytest.raises(LayoutError) as caught:
+        Layout.parse(text)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@given(any_layouts())
+def test_data_ranks_are_shards_times_replicas(layout: Layout) -> None:
+    assert layout.shard_ranks * layout.replicate_ranks == layout.data_ranks == layout.dp * layout.cp
+    assert layout.ranks == layout.data_ranks * layout.tp * layout.pp
+    assert layout.stage == (layout.zero if layout.shard_ranks > 1 else 0)

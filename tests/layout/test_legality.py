@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+
+from harness.strategies import split_models
+from shardwise.errors import LayoutError, UserError
+from shardwise.layout import Layout, Workload, check, check_runnable
+from shardwise.layout.legality import valid_tp
+from shardwise.model import ModelConfig
+from shardwise.model.config import Experts
+
+LLAMA = ModelConfig("llama", vocab=53, hidden=32, layers=4, heads=8, kv_heads=2, ffn=44, max_positions=64)
+GPT = ModelConfig(
+    "gpt", vocab=53, hidden=32, layers=4, heads=6, ffn=44, max_positions=64, head_dim=4, norm="layernorm",
+    positions="learned", activation="gelu", gated=False, bias="all",
+)  # fmt: skip
+EXPERTS = LLAMA.replace(experts=Experts(count=8, active=2, ffn=16))
+
+
+@given(split_models())
+def test_what_is_legal_and_runnable_is_accepted(split: tuple[ModelConfig, Layout, Workload]) -> None:
+    model, layout, workload = split
+    check_runnable(layout, model, workload, layout.ranks)
+
+
+def test_valid_tp_divides_heads_and_suits_key_value_heads() -> None:
+    assert valid_tp(LLAMA) == [1, 2, 4, 8]
+    assert valid_tp(GPT) == [1, 2, 3, 6]
+    assert valid_tp(LLAMA.replace(heads=6, kv_heads=2)) == [1, 2, 6]
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "workload", "message"),
+    [
+        (LLAMA, "tp=3", None, "valid tp: 1, 2, 4, 8"),
+        (LLAMA, "pp=8", None, "8 stages for 4 layers; at most 4"),
+        (LLAMA, "pp=2,stages=3/2", None, "adds up to 5 layers"),
+        (LLAMA, "dp=2,ep=2", None, "a model without experts"),
+        (EXPERTS, "dp=3,ep=3", None, "ep=3 does not divide its 8 experts"),
+        (GPT.replace(attention_dropout=0.1), "tp=2", None, "add attention=math"),
+        (LLAMA, "dp=4,micro=2", Workload(8, 12), "nearest that can: 8 or 16"),
+        (LLAMA, "dp=4", Workload(8, 3), "nearest that can: 4"),
+        (GPT, "dp=1", Workload(65, 1), "use at most 64"),
+        (LLAMA, "tp=4,sp", Workload(10, 1), "nearest that can: 8 or 12"),
+        (LLAMA, "tp=4,sp", Workload(3, 1), "nearest that can: 4"),
+    ],
+)
+def test_refusals_name_the_nearest_legal_values(
+    model: ModelConfig, layout: str, workload: Workload | None, message: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        check(Layout.parse(layout), model, workload)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks", "message"),
+    [("dp=2,tp=2", 8, "dp=4 would use them all"), ("dp=2,tp=4", 6, "= 4 would have to divide 6")],
+)
+def test_the_number_of_devices_must_fit(layout: str, ranks: int, message: str) -> None:
+    check(Layout.parse(layout), LLAMA, ranks=Layout.parse(layout).ranks)
+    with pytest.raises(LayoutError, match=message):
+        check(Layout.parse(layout), LLAMA, ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    "word", ["pp=2", "cp=2", "ep=2", "etp=2", "pp=2,virtual=2", "offload=cpu", "compile=block", "zero=3,hpz=2"]
+)
+def test_legal_is_not_runnable(word: str) -> None:
+    layout = Layout.parse(f"dp=2,{word}")
+    model = EXPERTS if word == "ep=2" else LLAMA
+    check(layout, model, Workload(8, 2))
+    with pytest.raises(LayoutError, match=f"not runnable here yet: .*{word.split(',')[-1]}"):
+        check_runnable(layout, model, Workload(8, 2))
+
+
+def test_a_model_without_a_decoder_is_refused() -> None:
+    with pytest.raises(LayoutError, match="mixture-of-experts"):
+        check_runnable(Layout(), EXPERTS, Workload(8, 1))

@@ -1,0 +1,140 @@
+"""Closed forms of memory, against the figures that the literature gives."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+
+from harness.strategies import split_models
+from shardwise.layout import Layout, UnitPlan, Workload, unit_plan
+from shardwise.model import ModelConfig
+from shardwise.model.parameters import count
+from shardwise.predict.activations import Sizes, block_items, saved_bytes, saved_items
+from shardwise.predict.memory import (
+    comm_bytes,
+    gradient_bytes,
+    optimizer_bytes,
+    parameter_bytes,
+    predict_bytes,
+    zero_table,
+)
+
+GB = 1e9
+MODEL = ModelConfig("m", vocab=64, hidden=32, layers=3, heads=4, kv_heads=2, ffn=48, max_positions=64)
+
+
+# -- training states: the published table
+
+
+def test_16_bytes_a_parameter() -> None:
+    """7B: 14 GB of weights, 14 of gradients, 84 of optimizer state: 112 GB."""
+    assert zero_table(7e9, [1])[0][1] == 112 * GB
+    plan = unit_plan(MODEL, Layout(), Workload(16, 1))
+    parts = parameter_bytes(plan), gradient_bytes(plan), optimizer_bytes(plan)
+    assert parts == (2 * count(MODEL), 2 * count(MODEL), 12 * count(MODEL))
+
+
+def test_18_bytes_with_fp32_gradients() -> None:
+    assert zero_table(7e9, [1], gradient_bytes=4)[0][1] == 126 * GB
+    plan = unit_plan(MODEL, Layout.parse("grads=fp32"), Workload(16, 1))
+    assert parameter_bytes(plan) + gradient_bytes(plan) + optimizer_bytes(plan) == 18 * count(MODEL)
+
+
+def test_bf16_gradients_need_one_micro_batch() -> None:
+    """With more, the accumulator is fp32, and counted."""
+    plan = unit_plan(MODEL, Layout(), Workload(16, 2))
+    assert gradient_bytes(plan) == 4 * count(MODEL)
+
+
+def test_7b_on_8_gpus() -> None:
+    table = zero_table(7e9, [8])
+    assert {stage: row[8] / GB for stage, row in table.items()} == pytest.approx({0: 112, 1: 38.5, 2: 26.25, 3: 14})
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, 8, 16])
+def test_the_formulas_of_the_stages(n: int) -> None:
+    """16P; 4P + 12P/N; 2P + 14P/N; 16P/N. 2P + 14P/N is stage 2, not stage 1."""
+    p = 7e9
+    table = zero_table(p, [n])
+    expected = {0: 16 * p, 1: 4 * p + 12 * p / n, 2: 2 * p + 14 * p / n, 3: 16 * p / n}
+    assert {stage: row[n] for stage, row in table.items()} == pytest.approx(expected)
+
+
+def test_175b() -> None:
+    """700 GB of weights and gradients, 2.1 TB of Adam states, 2.8 TB: at least 35 GPUs of 80 GB."""
+    table = zero_table(175e9, [1, 34, 35])
+    assert table[0][1] == 2800 * GB
+    assert table[3][35] <= 80 * GB < table[3][34]
+
+
+def test_other_published_sizes() -> None:
+    assert zero_table(10e9, [1])[0][1] == 160 * GB
+    assert zero_table(70e9, [1])[0][1] == pytest.approx(1.12e12)
+    assert zero_table(1.5e9, [1])[0][1] == 24 * GB
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_a_plan_holds_what_the_table_says_up_to_padding(zero: int, n: int) -> None:
+    plan = unit_plan(MODEL, Layout(dp=n, zero=zero), Workload(16, n))
+    held = parameter_bytes(plan) + gradient_bytes(plan) + optimizer_bytes(plan)
+    expected = zero_table(count(MODEL), [n])[zero][n]
+    assert expected <= held <= expected + 16 * n * len(plan.units)
+
+
+@given(split_models())
+def test_classes_add_up_and_none_is_negative(split: tuple[ModelConfig, Layout, Workload]) -> None:
+    held = predict_bytes(UnitPlan(*split, 0, "gloo"))
+    parts = held.to_json().values()
+    assert all(part >= 0 for part in parts) and held.total == sum(parts)
+
+
+@given(split_models())
+def test_higher_stages_hold_no_more_training_state(split: tuple[ModelConfig, Layout, Workload]) -> None:
+    model, layout, workload = split
+    plans = [UnitPlan(model, Layout(dp=layout.dp, tp=layout.tp, zero=z), workload, 0, "gloo") for z in range(4)]
+    plans = [plan for plan in plans if workload.batch % layout.dp == 0]
+    states = [optimizer_bytes(p) + parameter_bytes(p) + gradient_bytes(p) for p in plans]
+    padding = 20 * layout.dp * 10
+    assert all(b <= a + padding for a, b in pairwise(states))
+    assert comm_bytes(plans[0]) >= 0
+
+
+# -- saved activations of a Llama-style block: the table of the reference
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32", "fp64"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_saved_activations_of_a_llama_block(precision: str, recompute: str) -> None:
+    """none: T[e(6d + 2k + 4f) + a(h + 2)]; selective: the same without T a h; full: T e d."""
+    layout = Layout.parse(f"precision={precision},recompute={recompute},micro=2")
+    plan = unit_plan(MODEL, layout, Workload(16, 2))
+    tokens, d, f, h, k = 32, MODEL.hidden, MODEL.ffn, MODEL.heads, MODEL.kv_width
+    e = {"bf16": 2, "fp32": 4, "fp64": 8}[precision]
+    a = max(e, 4)
+    none = tokens * (e * (6 * d + 2 * k + 4 * f) + a * (h + 2))
+    expected = {"none": none, "selective": none - tokens * a * h, "full": tokens * e * d}[recompute]
+    assert sum(saved_items(plan, Sizes.of(plan), "blocks.1").values()) == expected
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_unfused_attention_keeps_its_probabilities(tp: int) -> None:
+    plans = [unit_plan(MODEL, Layout.parse(f"tp={tp},attention={kind}"), Workload(16, 1)) for kind in ("math", "sdpa")]
+    math, sdpa = (sum(block_items(plan, Sizes.of(plan)).values()) for plan in plans)
+    heads = MODEL.heads // tp
+    assert math - sdpa == 2 * heads * 16 * 16 - 4 * heads * 16
+
+
+def test_sequence_parallelism_divides_everything_by_tp() -> None:
+    """Korthikanti et al.: with sp nothing is left whole. Gathered inputs are gathered again, so not saved either."""
+    whole = unit_plan(MODEL, Layout(), Workload(16, 1))
+    split = unit_plan(MODEL, Layout.parse("tp=2,sp"), Workload(16, 1))
+    a, b = (sum(block_items(plan, Sizes.of(plan)).values()) for plan in (whole, split))
+    assert a == 2 * b
+
+
+def test_a_mask_is_saved_once_whatever_the_number_of_blocks() -> None:
+    packed, plain = (unit_plan(MODEL, Layout(), Workload(16, 1, docs)) for docs in (True, False))
+    assert saved_bytes(packed) - saved_bytes(plain) == 16 * 16 * 2

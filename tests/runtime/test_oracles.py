@@ -1,0 +1,48 @@
+"""torch's own sharding as second oracles: FSDP2 and DTensor tensor parallelism train the same model alike."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from harness.checks import assert_parity, train
+from harness.pool import run_ranks
+from harness.space import MODELS, SEQ, Point, point
+from shardwise.layout import Layout, Workload
+
+FSDP = (
+    point(model="llama", dp=2, zero=3),
+    point(model="gpt2", dp=2, zero=3, recompute="full", attention="math"),
+    point(model="neox", dp=2, zero=2, documents=True),
+    point(model="qwen2", dp=2, zero=3, precision="fp32"),
+)
+TENSOR = (
+    point(model="llama", tp=2, micro=2),
+    point(model="llama", tp=2, sp=True, micro=2, precision="fp32"),
+    point(model="neox", tp=2, accumulate=2, attention="math", documents=True),
+)
+
+
+@pytest.mark.parametrize("point", FSDP, ids=lambda p: p.id)
+def test_fsdp2_agrees(point: Point) -> None:
+    oracle = run_ranks("harness.oracles:fsdp", 2, point.case)[0]
+    assert_parity(point.case, point.layout, train(point.case, point.layout, against=oracle), oracle)
+
+
+@pytest.mark.parametrize("point", TENSOR, ids=lambda p: p.id)
+def test_dtensor_agrees(point: Point) -> None:
+    # DTensor's row-parallel style cannot cut an odd width.
+    model = point.case.model
+    case = replace(point.case, model=model.replace(ffn=model.ffn + model.ffn % 2))
+    oracle = run_ranks("harness.oracles:tensor_parallel", 2, case)[0]
+    assert_parity(case, point.layout, train(case, point.layout, against=oracle), oracle)
+
+
+def test_the_oracle_would_notice_other_data() -> None:
+    case = point(model="llama", dp=2, zero=3).case
+    oracle = run_ranks("harness.oracles:fsdp", 2, case)[0]
+    other = Layout.parse("tp=2,micro=2,precision=fp64")
+    shuffled = type(case)(MODELS["llama"], Workload(SEQ, 2), "fp64", ignore="none")
+    with pytest.raises(AssertionError, match="gradient of"):
+        assert_parity(shuffled, other, train(shuffled, other, against=oracle), oracle)

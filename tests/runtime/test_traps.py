@@ -1,0 +1,429 @@
+"""The traps of parallel training that give wrong numbers in silence, one section each, numbered as in tests/mutation.
+
+Each test is an ordinary case of the harness, chosen so that the mistake would show, with an assertion that it could.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from harness.checks import assert_ledger, assert_parity, assert_replicas_equal, judge, train
+from harness.jobs import RankOutcome
+from harness.pool import run_ranks
+from harness.reference import Case, reference, values
+from harness.space import MODELS, SEQ, Point, point
+from harness.trap_jobs import plain_boundaries
+from shardwise.layout import Layout, Workload, unit_plan
+from shardwise.layout.placement import kind_of, kv_heads_held, width_held
+from shardwise.model.parameters import parameters
+
+
+def holds(case: Case, layout: Layout) -> list[RankOutcome]:
+    """Train; parity with one device, replicas alike, ledger as predicted."""
+    ranks = train(case, layout)
+    assert_parity(case, layout, ranks)
+    assert_replicas_equal(ranks)
+    assert_ledger(case, layout, ranks)
+    return ranks
+
+
+def points(*changes: dict) -> list[Point]:
+    return [point(**change) for change in changes]
+
+
+# -- 2: a tied embedding under ZeRO-3, with a vocabulary that the ranks do not divide
+
+
+@pytest.mark.parametrize(
+    "point",
+    points(
+        {"model": "gpt2", "dp": 3, "zero": 3},
+        {"model": "qwen3", "dp": 2, "tp": 2, "zero": 3, "sp": True, "accumulate": 2},
+    ),
+    ids=lambda p: p.id,
+)
+def test_trap_02_every_row_of_a_tied_embedding_changes(point: Point) -> None:
+    table = next(p for p in parameters(point.case.model) if p.name == "embedding.tokens.weight")
+    assert point.case.model.tied and table.shape[0] % point.layout.ranks
+    before = values(table, torch.arange(table.numel)).view(table.shape)
+    assert (reference(point.case).final[table.name] != before).all(dim=1).all()
+    holds(point.case, point.layout)
+
+
+# -- 3: the gradient norm counts every parameter once, and clipping binds
+
+
+@pytest.mark.parametrize(
+    "point",
+    points(
+        {"model": "mqa", "tp": 3},
+        {"model": "llama", "tp": 4, "sp": True},
+        {"model": "qwen3", "dp": 2, "tp": 2, "zero": 3},
+        {"model": "gpt2", "dp": 2, "tp": 2, "zero": 2, "sp": True},
+        {"model": "neox", "dp": 4, "zero": 1, "shard": 2},
+    ),
+    ids=lambda p: p.id,
+)
+def test_trap_03_the_gradient_norm_counts_each_value_once_and_binds(point: Point) -> None:
+    case = replace(point.case, optimizer=replace(point.case.optimizer, clip=0.05))
+    assert min(reference(case).norms) > 2 * case.optimizer.clip
+    unclipped = reference(replace(case, optimizer=replace(case.optimizer, clip=0.0)))
+    ranks = holds(case, point.layout)
+    assert max(abs(a - b) for a, b in zip(ranks[0].losses, unclipped.losses, strict=True)) > 1e-4
+
+
+# -- 4: unequal numbers of valid tokens, down to none on a rank
+
+
+@pytest.mark.parametrize(
+    "point",
+    points(
+        {"model": "llama", "dp": 4, "ignore": "most"},
+        {"model": "neox", "dp": 3, "zero": 2, "ignore": "most", "accumulate": 2},
+        {"model": "llama", "dp": 2, "tp": 2, "sp": True, "zero": 3, "ignore": "some"},
+    ),
+    ids=lambda p: p.id,
+)
+def test_trap_04_the_loss_is_divided_by_all_valid_tokens(point: Point) -> None:
+    ranks = holds(point.case, point.layout)
+    assert all(math.isfinite(loss) for rank in ranks for loss in rank.losses)
+
+
+# -- 5: the logged loss on two-dimensional grids
+
+
+@pytest.mark.parametrize("order", ["pp-dp-cp-tp", "pp-tp-cp-dp"])
+@pytest.mark.parametrize(("dp", "tp", "sp"), [(2, 2, False), (2, 2, True), (3, 2, True)])
+def test_trap_05_every_rank_logs_the_global_loss(dp: int, tp: int, sp: bool, order: str) -> None:
+    chosen = point(model="llama", dp=dp, tp=tp, sp=sp, zero=1, order=order, accumulate=2)
+    expected = reference(chosen.case).losses
+    assert all(abs(a - b) > 1e-6 for a, b in pairwise(expected))
+    for rank in train(chosen.case, chosen.layout):
+        assert rank.losses == pytest.approx(expected, rel=1e-12)
+
+
+# -- 9: vocabulary-parallel cross-entropy
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["ordinary", "huge", "one shard far below", "one token far above"])
+def test_trap_09_vocabulary_parallel_cross_entropy(tp: int, kind: str) -> None:
+    model = MODELS["neox"]
+    generator = torch.Generator().manual_seed(tp)
+    width = width_held(model.vocab, tp)
+    assert tp == 1 or width * tp > model.vocab, "the last shard must be padded"
+    edges = [0, model.vocab - 1, *(k * width for k in range(1, tp)), *(k * width - 1 for k in range(1, tp))]
+    targets = torch.tensor([[*edges, -100, 7], [*reversed(edges), -100, -100]])
+    logits = torch.randn(*targets.shape, model.vocab, dtype=torch.float64, generator=generator)
+    if kind == "huge":
+        logits = logits.sign() * 1e4
+    elif kind == "one shard far below":
+        logits[..., :width] -= 1e4
+    elif kind == "one token far above":
+        logits[..., model.vocab // 2] += 1e4
+    expected = logits.clone().requires_grad_()
+    loss = F.cross_entropy(expected.flatten(0, 1), targets.flatten(), reduction="sum")
+    loss.backward()
+    pieces = 2 * width if kind == "ordinary" else 1 << 20
+    results = run_ranks("harness.trap_jobs:cross_entropy", tp, (Layout(tp=tp), model, logits, targets, pieces))
+    for mine, _ in results:
+        assert mine == pytest.approx(loss.item(), rel=1e-12)
+    gradient = torch.cat([piece for _, piece in results], -1)
+    torch.testing.assert_close(gradient, expected.grad, rtol=1e-12, atol=1e-14)
+
+
+# -- 10: replicated, sharded or partial: the label of every boundary, checked against one device
+
+
+BOUNDARIES = points(
+    {"model": "llama", "tp": 2, "micro": 2},
+    {"model": "llama", "tp": 2, "sp": True, "micro": 2},
+    {"model": "mqa", "tp": 3, "sp": True, "attention": "math"},
+    {"model": "gpt2", "tp": 2},
+    {"model": "neox", "tp": 3, "sp": True},
+    {"model": "qwen3", "tp": 4},
+)
+
+
+def _sharded(key: str, point: Point) -> tuple[int, int] | None:
+    """(dim, width) along which the boundary `key` is cut over tp; None where every rank has all of it."""
+    model, tp = point.case.model, point.layout.tp
+    module, _, index = key.partition("[")
+    if module == "head.out" or module == "head":
+        return 2, model.vocab
+    if module.endswith("attention.core"):
+        return 2, model.heads
+    linears = {"attention.qkv": ("attention.qkv.q", "attention.qkv.k", "attention.qkv.v"),
+               "mlp.gate_up": ("mlp.gate_up.gate", "mlp.gate_up.up"), "mlp.up": ("mlp.up.up",)}  # fmt: skip
+    for name, parts in linears.items():
+        if module.endswith(f".{name}"):
+            part = parts[int(index.rstrip("]"))]
+            if kind_of(f"blocks.0.{part}.weight") == "kv":
+                return (2, model.kv_width) if model.kv_heads >= tp else None
+            return 2, model.q_width if part.endswith(".q") else model.ffn
+    return (1, SEQ) if point.layout.sp else None
+
+
+def _assemble(pieces: list[Tensor], cut: tuple[int, int] | None) -> Tensor:
+    if cut is not None:
+        return torch.cat(pieces, cut[0]).narrow(cut[0], 0, cut[1])
+    assert all(torch.equal(piece, pieces[0]) for piece in pieces), "called replicated, but ranks differ"
+    return pieces[0]
+
+
+def _compared(point: Point) -> list[str]:
+    wanted = ("embedding", "attention_norm", "attention.qkv", "attention.core", "attention.out", "attention",
+              "mlp_norm", "mlp.gate_up", "mlp.up", "mlp.down", "mlp", "head.norm", "head", "blocks.0",
+              "blocks.1")  # fmt: skip
+    keys = plain_boundaries(point.case)
+    replicated_kv = point.case.model.kv_heads < point.layout.tp
+
+    def chosen(key: str) -> bool:
+        module = key.partition("[")[0]
+        if replicated_kv and module.endswith("attention.qkv") and not key.endswith("[0]"):
+            return False  # each rank holds one of several heads: no cut, no copy
+        return any(module == name or module.endswith(f".{name}") for name in wanted)
+
+    return [key for key in keys if chosen(key)]
+
+
+@pytest.mark.parametrize("point", BOUNDARIES, ids=lambda p: p.id)
+def test_trap_10_no_boundary_is_a_partial_sum_in_disguise(point: Point) -> None:
+    whole = plain_boundaries(point.case)
+    ranks = run_ranks("harness.trap_jobs:boundaries", point.layout.ranks, (point.case, point.layout))
+    keys = _compared(point)
+    assert len(keys) >= 20
+    gradients = 0
+    for key in keys:
+        cut = _sharded(key, point)
+        expected, gradient = whole[key]
+        torch.testing.assert_close(
+            _assemble([r[key][0] for r in ranks], cut), expected, rtol=1e-10, atol=1e-12, msg=key
+        )
+        if gradient is not None and all(r[key][1] is not None for r in ranks):
+            mine = _assemble([r[key][1] for r in ranks], cut)
+            torch.testing.assert_close(mine, gradient, rtol=1e-9, atol=1e-12, msg=f"gradient of {key}")
+            gradients += 1
+    assert gradients >= 15
+
+
+# -- 11: replicated weights that each rank uses for its own share
+
+
+@pytest.mark.parametrize(
+    "point",
+    points(
+        {"model": "qwen3", "tp": 2},
+        {"model": "qwen3", "tp": 4, "sp": True},
+        {"model": "gpt2", "tp": 2, "sp": True, "zero": 1, "dp": 2},
+        {"model": "neox", "tp": 3, "sp": True},
+    ),
+    ids=lambda p: p.id,
+)
+def test_trap_11_norm_weights_are_summed_over_tensor_ranks(point: Point) -> None:
+    ranks = holds(point.case, point.layout)
+    plan = unit_plan(point.case.model, point.layout, point.case.workload)
+    summed = {p.name for unit in plan.units for p in unit.placed if p.grad_sum == "tp"}
+    assert summed and all("norm" in name or name.endswith("bias") or "positions" in name for name in summed)
+    for name in summed:
+        assert all(any(piece[0] == name for piece in rank.pieces) for rank in ranks) or point.layout.zero
+
+
+# -- 12: the bias of a row-parallel map is added once
+
+
+@pytest.mark.parametrize("sp", [False, True])
+@pytest.mark.parametrize("tp", [2, 3, 6])
+def test_trap_12_a_row_parallel_bias_is_added_once(tp: int, sp: bool) -> None:
+    chosen = point(model="neox", tp=tp, sp=sp)
+    for spec in parameters(chosen.case.model):
+        if spec.name.endswith(("out.bias", "down.bias")):
+            assert values(spec, torch.arange(spec.numel)).abs().min() > 0
+    holds(chosen.case, chosen.layout)
+
+
+# -- 13: dropout depends on the global index, not on who draws it
+
+
+@pytest.mark.parametrize(
+    "point",
+    points(
+        {"model": "gpt2-drop", "attention": "math", "dp": 2, "recompute": "full"},
+        {"model": "gpt2-drop", "attention": "math", "tp": 2, "recompute": "selective"},
+        {"model": "gpt2-drop", "attention": "math", "tp": 3, "sp": True, "recompute": "input"},
+        {"model": "gpt2-drop", "attention": "math", "dp": 2, "tp": 2, "sp": True, "zero": 3, "accumulate": 2},
+        {"model": "gpt2", "dp": 2, "tp": 2, "sp": True, "recompute": "full"},
+    ),
+    ids=lambda p: p.id,
+)
+def test_trap_13_dropout_is_the_same_under_every_layout(point: Point) -> None:
+    off = replace(point.case, model=point.case.model.replace(dropout=0.0, attention_dropout=0.0))
+    assert abs(reference(off).losses[0] - reference(point.case).losses[0]) > 1e-3
+    holds(point.case, point.layout)
+
+
+# -- 14: initial weights depend on the global index
+
+
+@pytest.mark.parametrize(
+    "point",
+    points({"model": "qwen2", "tp": 3}, {"model": "gpt2", "dp": 2, "tp": 2, "zero": 2}, {"model": "mqa", "tp": 6}),
+    ids=lambda p: p.id,
+)
+def test_trap_14_every_layout_starts_from_the_same_weights(point: Point) -> None:
+    table = {p.name: p for p in parameters(point.case.model)}
+    seen: dict[str, Tensor] = {name: torch.zeros(p.shape, dtype=torch.bool) for name, p in table.items()}
+    for rank in run_ranks("harness.trap_jobs:initial", point.layout.ranks, (point.case, point.layout)):
+        for name, dim, start, stop, local in rank:
+            whole = values(table[name], torch.arange(table[name].numel)).view(table[name].shape)
+            if dim is None:
+                assert torch.equal(local, whole), name
+                seen[name][:] = True
+                continue
+            held = stop - start
+            assert torch.equal(local.narrow(dim, 0, held), whole.narrow(dim, start, held)), name
+            assert not local.narrow(dim, held, local.shape[dim] - held).any(), f"padding of {name}"
+            seen[name].narrow(dim, start, held)[:] = True
+    assert all(mask.all() for mask in seen.values())
+
+
+def test_trap_14_no_two_parameters_start_alike() -> None:
+    drawn = [values(p, torch.arange(64)) for p in parameters(MODELS["llama"]) if p.numel >= 64]
+    assert all(not torch.equal(a, b) for i, a in enumerate(drawn) for b in drawn[:i])
+
+
+# -- 15: gradient accumulation
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_trap_15_three_micro_batches_equal_one(zero: int) -> None:
+    model = MODELS["qwen2"]
+    case = Case(model, Workload(SEQ, 6), "fp64")
+    one, three = (Layout(dp=2, zero=zero, micro=micro, precision="fp64") for micro in (3, 1))
+    assert (case.workload.micro_batches(one), case.workload.micro_batches(three)) == (1, 3)
+    holds(case, one)
+    ledger = holds(case, three)[0].role.ledger
+    counts = {row.count for row in ledger if row.op == "reduce_scatter"}
+    assert counts == {0: set(), 1: {1}, 2: {3}, 3: {3}}[zero]
+    blocks = [row for row in ledger if row.phase == "backward" and row.unit == "blocks.0"]
+    if zero == 0:
+        assert [(row.op, row.count) for row in blocks] == [("all_reduce", 1)]
+    if zero == 3:
+        # The last block is still in its slot when its backward starts, the first when the next micro-batch comes to it.
+        gathers = {(row.unit, row.phase): row.count for row in ledger if row.op == "all_gather_into"}
+        assert gathers["blocks.0", "forward"] == 1 and gathers["blocks.0", "backward"] == 3
+        assert gathers["blocks.1", "forward"] == 3 and ("blocks.1", "backward") not in gathers
+
+
+# -- 16: small bf16 gradients
+
+
+TINY = 2.0**-9
+"""1 + 2^-9 is 1 in bf16."""
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_trap_16_a_thousand_tiny_gradients_do_not_vanish(zero: int) -> None:
+    count = 1024
+    model = MODELS["llama"].replace(vocab=5, hidden=8, heads=2, head_dim=4, kv_heads=1, ffn=6)
+    layout = Layout(dp=2, zero=zero)
+    case = Case(model, Workload(2, 2 * (count + 1)), "bf16")
+    for rank in run_ranks("harness.trap_jobs:tiny_gradients", 2, (case, layout, count, TINY)):
+        for unit, smallest, largest in rank:
+            expected = 2 * (1 + count * TINY)
+            assert smallest == largest == expected, unit
+
+
+def test_trap_16_ranks_are_summed_in_fp32() -> None:
+    for piece in run_ranks("harness.trap_jobs:small_pieces", 4, Layout(dp=4)):
+        assert piece.dtype == torch.float32
+        assert piece.tolist() == [259.0] * 3
+
+
+# -- 19: races between communication and computation
+
+
+@pytest.mark.parametrize(
+    "point",
+    points(
+        {"model": "qwen3", "dp": 2, "zero": 3, "accumulate": 2},
+        {"model": "llama", "dp": 2, "zero": 2, "accumulate": 3},
+        {"model": "gpt2", "dp": 2, "tp": 2, "zero": 3, "sp": True, "recompute": "input", "accumulate": 2},
+        {"model": "llama", "dp": 3, "zero": 1, "accumulate": 2},
+        {"model": "mqa", "dp": 4, "zero": 3, "shard": 2, "recompute": "full"},
+        {"model": "neox", "dp": 2, "tp": 2, "accumulate": 2},
+        {"model": "llama", "dp": 2, "zero": 0, "precision": "bf16", "accumulate": 2},
+    ),
+    ids=lambda p: p.id,
+)
+def test_trap_19_overlap_changes_no_bit(point: Point) -> None:
+    # Embedding and head share a slot, and meet where one micro-batch follows another.
+    case, layout = replace(point.case, model=point.case.model.replace(layers=3)), point.layout
+    plain = train(case, layout, overlap=False)
+    if case.precision == "fp64":
+        assert_parity(case, layout, plain)
+    runs = [train(case, layout)]
+    runs += [run_ranks("harness.trap_jobs:delayed", layout.ranks, (case, layout, judge(case), seed)) for seed in (1, 2)]
+    for run in runs:
+        for one, other in zip(plain, run, strict=True):
+            assert (one.losses, one.norms, one.pieces) == (other.losses, other.norms, other.pieces)
+
+
+# -- 20: uneven shards, and ranks that hold nothing
+
+
+@pytest.mark.parametrize(
+    "layout", ["tp=6", "tp=6,sp", "dp=6,zero=3", "dp=3,tp=2,zero=2,sp", "dp=2,tp=3,zero=3"], ids=str
+)
+@pytest.mark.parametrize("name", ["mqa", "gpt2-drop"])
+def test_trap_20_fewer_rows_than_ranks(name: str, layout: str) -> None:
+    model = MODELS[name].replace(vocab=5, ffn=5, hidden=7)
+    split = Layout.parse(f"{layout},attention=math,precision=fp64")
+    if split.tp == 6:
+        assert width_held(5, 6) * 5 >= 5, "the last rank holds no row"
+    holds(Case(model, Workload(SEQ, split.dp), "fp64", "math"), split)
+
+
+# -- 23: replicated key/value heads
+
+
+@pytest.mark.parametrize(
+    "point",
+    points(
+        {"model": "mqa", "tp": 2},
+        {"model": "mqa", "tp": 6, "sp": True},
+        {"model": "llama", "tp": 4, "accumulate": 2},
+        {"model": "qwen2", "tp": 6, "attention": "math"},
+        {"model": "mqa", "dp": 2, "tp": 3, "zero": 2, "accumulate": 2},
+        {"model": "qwen3", "dp": 2, "tp": 4, "zero": 3},
+    ),
+    ids=lambda p: p.id,
+)
+def test_trap_23_replicated_heads_are_summed_once(point: Point) -> None:
+    model, layout = point.case.model, point.layout
+    assert layout.tp > model.kv_heads and kv_heads_held(model, layout.tp) == 1
+    ledger = holds(point.case, layout)[0].role.ledger
+    once = point.case.workload.micro_batches(layout) if layout.stage >= 2 else 1
+    axes = {row.axes for row in ledger if row.phase == "backward" and row.op == "all_reduce" and row.unit == "blocks.1"}
+    assert "kv" in axes
+    assert {row.count for row in ledger if row.axes == "kv"} == {once}
+
+
+# -- 24: weights that autograd saved, in a buffer that is used again
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full", "input"])
+@pytest.mark.parametrize(("name", "tp"), [("llama", 1), ("gpt2", 1), ("qwen3", 2)])
+def test_trap_24_gathered_weights_are_not_stale(name: str, tp: int, recompute: str) -> None:
+    chosen = point(model=name, dp=2, tp=tp, zero=3, recompute=recompute, accumulate=2)
+    case = replace(chosen.case, model=chosen.case.model.replace(layers=5))
+    plan = unit_plan(case.model, chosen.layout, case.workload)
+    assert max(sum(unit.slot == slot for unit in plan.units) for slot in plan.slots) >= 3, "slots must be used again"
+    holds(case, chosen.layout)
