@@ -5,8 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
-# The layouts that `make test` samples rotate with the date; give SHARDWISE_SAMPLE to repeat another day's.
-SHARDWISE_SAMPLE ?= $(shell date +%Y%m%d)
+# The layouts that `make test` samples rotate with the date; give SHARDWISE_SEED to repeat another day's.
+SHARDWISE_SEED ?= $(shell date +%Y%m%d)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all mutation lint figures clean
@@ -20,8 +20,8 @@ demo: $(VENV)/.train  ## the tour: predict, train on four processes, compare, on
 test test-all mutation: export OMP_NUM_THREADS := 1
 
 test: $(VENV)/.test  ## all tests, with a sample of layouts that rotates with the date
-	@echo "layouts are sampled with the seed SHARDWISE_SAMPLE=$(SHARDWISE_SAMPLE)"
-	@SHARDWISE_SAMPLE=$(SHARDWISE_SAMPLE) $(BIN)/python -m pytest -q
+	@echo "layouts are sampled with the seed SHARDWISE_SEED=$(SHARDWISE_SEED)"
+	@SHARDWISE_SEED=$(SHARDWISE_SEED) $(BIN)/python -m pytest -q
 
 test-all: $(VENV)/.test  ## all tests, with every generated layout
 	@SHARDWISE_ALL=1 $(BIN)/python -m pytest -q

@@ -3,7 +3,7 @@
 Everything that can be known beforehand is checked before anything is written or started, and without torch. What a run
 is made of is decided here once, for the command line, for Python and for `torchrun`:
 
-1. `configure` checks the request and gives a `TrainConfig`;
+1. `configure` checks the request and gives a `TrainConfig`; `configure_resumed` does so for a run that goes on;
 2. `with_corpus` turns the text into tokens, once, beside the run: `<out>/../corpora/`;
 3. `train` starts the ranks; `train_as_rank` is one rank that torchrun has started.
 """
@@ -53,7 +53,9 @@ class TrainResult:
     def losses(self) -> list[float]:
         """Training loss of each step, nats a token."""
         events = (event for _, event in RunDirectory.open(self.out).events())
-        return [float(event["loss"]) for event in events if "loss" in event]
+        # A run that was resumed may have done a step twice: the later one counts.
+        by_step = {event["step"]: float(event["loss"]) for event in events if "loss" in event}
+        return [by_step[step] for step in sorted(by_step)]
 
     @property
     def report(self) -> StepReport:
@@ -100,10 +102,34 @@ def train(
     options: further fields of `TrainConfig` (tokenizer, seed, validate_every, report, device, threads, ...).
     Raises `UserError` for what cannot be run, `RunFailed` when a rank dies; no process is left in either case.
     """
+    config = configure(model, layout, workload, data, steps, out, vocab=vocab, optimizer=optimizer, **options)
+    return run(config, port=port, progress=progress, rank0_stdout=rank0_stdout)
+
+
+def resume(
+    checkpoint: Path | str,
+    *,
+    out: Path | str | None = None,
+    port: int = 0,
+    progress: Callable[[str], None] = say,
+    rank0_stdout: int | None = None,
+    **changes: Any,
+) -> TrainResult:
+    """Go on from a checkpoint, or from a run's newest one, under the same layout or any other.
+
+    Arguments as for `configure_resumed` and `train`; raises what they raise.
+    """
+    config = configure_resumed(checkpoint, out, **changes)
+    return run(config, port=port, progress=progress, rank0_stdout=rank0_stdout)
+
+
+def run(
+    config: TrainConfig, *, port: int = 0, progress: Callable[[str], None] = say, rank0_stdout: int | None = None
+) -> TrainResult:
+    """Start the ranks of a configuration and wait for them. Raises as `train` does."""
     if under_torchrun():
         raise UserError("torchrun has started this process as one rank: use torchrun -m shardwise train")
-    config = configure(model, layout, workload, data, steps, out, vocab=vocab, optimizer=optimizer, **options)
-    check_unused(Path(config.out))
+    _check_out(config)
     if port:
         check_port(port)
     config = with_corpus(config, progress)
@@ -140,7 +166,7 @@ def train_as_rank(config: Callable[[], TrainConfig]) -> int:
         ranks = int(os.environ["WORLD_SIZE"])
         check_runnable(asked.layout, asked.model, asked.workload, ranks)
         if first:
-            check_unused(Path(asked.out))
+            _check_out(asked)
         prepared.append(with_corpus(asked, say if first else lambda line: None))
         return prepared[0]
 
@@ -198,6 +224,34 @@ def configure(
     return config
 
 
+def configure_resumed(checkpoint: Path | str, out: Path | str | None = None, **changes: Any) -> TrainConfig:
+    """The configuration of a run that goes on from a checkpoint, or from a run's newest one.
+
+    out: the run directory; None goes on in the checkpoint's own. changes: `layout`, `workload`, `data`, `steps` and
+    further fields of `TrainConfig` that shall differ; the rest is as it was. Raises `UserError` when there is no whole
+    checkpoint, or the changes cannot be run.
+    """
+    from shardwise.checkpoint import find
+
+    path = Path(checkpoint)
+    found = find(path)
+    before = dict(found.manifest.about)
+    try:
+        config = TrainConfig.from_json(before)
+    except (KeyError, TypeError, UserError):
+        raise UserError(f"{found.folder} does not say how its run was configured; start a new run") from None
+    if out is None:
+        if found.folder.parent.name != "checkpoints":
+            raise UserError(f"{found.folder} lies in no run: say where the new one shall be with --out")
+        out = found.folder.parent.parent
+    asked = {name: getattr(config, name) for name in _OPTIONS} | {"optimizer": config.optimizer}
+    asked |= {"data": config.data, "steps": config.steps, "layout": config.layout, "workload": config.workload}
+    asked |= changes | {"resume": str(found.folder)}
+    if asked["steps"] <= found.manifest.step:
+        raise UserError(f"{found.folder} has done {found.manifest.step} steps already: ask for more with --steps")
+    return configure(config.model, out=out, **asked)
+
+
 def _check_options(options: dict[str, Any]) -> None:
     for name in options:
         if name not in _OPTIONS:
@@ -216,6 +270,8 @@ def _check_numbers(config: TrainConfig) -> None:
         ("validate_every", config.validate_every, 0),
         ("validate_batches", config.validate_batches, 1),
         ("threads", config.threads, 1),
+        ("save_every", config.save_every, 0),
+        ("keep_last", config.keep_last, 0),
         ("seed", config.seed, 0),
     ]
     if config.max_bytes is not None:
@@ -242,6 +298,13 @@ def _check_inputs(config: TrainConfig) -> None:
 
 def _file_name(name: str) -> str:
     return re.sub(r"[^\w.-]+", "-", name).strip(".-") or "model"
+
+
+def _check_out(config: TrainConfig) -> None:
+    """A run that goes on lies among its own files; any other one needs a folder of its own."""
+    out = Path(config.out)
+    if not (config.resume and out.resolve() in Path(config.resume).resolve().parents):
+        check_unused(out)
 
 
 def check_unused(out: Path) -> None:

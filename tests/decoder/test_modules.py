@@ -90,10 +90,10 @@ def test_both_attention_kernels_are_the_textbooks(kv_heads: int, documents: bool
 def test_dropout_and_its_gradient(drop: float) -> None:
     layer, x = Dropout(drop, "site"), double(4, 6)
     counter = torch.arange(4)
-    assert torch.autograd.gradcheck(lambda x: layer(x, counter, 5), x)
-    assert torch.equal(layer(x, counter, None), x), "off in evaluation"
+    assert torch.autograd.gradcheck(lambda x: layer(x, lambda: counter, 5), x)
+    assert torch.equal(layer(x, lambda: counter, None), x), "off in evaluation"
     wide = torch.ones(1000, 64, dtype=torch.float64)
-    out = layer(wide, torch.arange(1000), 5)
+    out = layer(wide, lambda: torch.arange(1000), 5)
     assert set(out.unique().tolist()) == {0.0, 1 / (1 - drop)}
     assert (out == 0).double().mean().item() == pytest.approx(drop, abs=0.01)
     assert out.mean().item() == pytest.approx(1, abs=0.02)
@@ -101,13 +101,13 @@ def test_dropout_and_its_gradient(drop: float) -> None:
 
 def test_dropout_knows_neither_order_nor_neighbours() -> None:
     layer, x = Dropout(0.5, "site"), torch.ones(64, 16)
-    whole = layer(x, torch.arange(64), 5)
+    whole = layer(x, lambda: torch.arange(64), 5)
     rows = torch.tensor([63, 3, 17])
-    large = layer(torch.ones(5000, 16), torch.arange(5000), 5)
+    large = layer(torch.ones(5000, 16), lambda: torch.arange(5000), 5)
     assert torch.equal(large[:64], whole), "however many pieces it is drawn in"
-    assert torch.equal(layer(x[rows], rows, 5), whole[rows])
-    assert not torch.equal(layer(x, torch.arange(64), 6), whole), "another step"
-    assert not torch.equal(Dropout(0.5, "elsewhere")(x, torch.arange(64), 5), whole), "another site"
+    assert torch.equal(layer(x[rows], lambda: rows, 5), whole[rows])
+    assert not torch.equal(layer(x, lambda: torch.arange(64), 6), whole), "another step"
+    assert not torch.equal(Dropout(0.5, "elsewhere")(x, lambda: torch.arange(64), 5), whole), "another site"
 
 
 def test_recompute_changes_nothing() -> None:

@@ -208,7 +208,7 @@ LAUNCHER = """
 import signal, sys
 from shardwise.runtime.launch import launch
 signal.signal(signal.SIGINT, signal.default_int_handler)
-sys.exit(launch([sys.executable, "-c", sys.argv[1]], 3))
+sys.exit(launch([sys.executable, "-c", sys.argv[1]], 3, patience=1.0))
 """
 
 

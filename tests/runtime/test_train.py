@@ -24,7 +24,7 @@ LAYOUT = "dp=2,tp=2,zero=3,sp,precision=fp32"
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of text with some structure: numbers counted out in words."""
     folder = tmp_path_factory.mktemp("text")
-    words = "zero one two three four five six seven eight nine".split()
+    words = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
     for part in range(20):
         lines = (" ".join(words[int(d)] for d in str(n)) for n in range(part * 400, part * 400 + 400))
         (folder / f"{part}.txt").write_text("\n".join(lines))

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.models import add_model, model_of
 from shardwise.cli.output import print_json
 from shardwise.errors import UserError
 
+if TYPE_CHECKING:
+    from shardwise.runtime.config import TrainConfig
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model(parser)
+    add_model(parser, optional=True)
     _what(parser)
     _optimizer(parser)
     _run(parser)
@@ -23,16 +26,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _what(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what is trained on what")
-    group.add_argument("--layout", default="dp=1", metavar="TEXT", help="how it is split, such as dp=2,tp=2,zero=3,sp")
-    group.add_argument("--data", required=True, metavar="SOURCE", help="file, folder, saved dataset, or stdlib")
+    group.add_argument("--layout", metavar="TEXT", help="how it is split, such as dp=2,tp=2,zero=3,sp (dp=1)")
+    group.add_argument("--data", metavar="SOURCE", help="file, folder, saved dataset, or stdlib")
     group.add_argument("--text-field", metavar="NAME", help="field that holds the text of JSONL, Parquet, datasets")
     group.add_argument("--max-bytes", type=int, metavar="N", help="use no more than the first N bytes of text")
     group.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json; left out, one is trained on the text")
     group.add_argument("--vocab", type=int, metavar="N", help="vocabulary in place of the model's")
-    group.add_argument("--seq", type=int, required=True, metavar="N", help="tokens a sequence")
-    group.add_argument("--batch", type=int, required=True, metavar="N", help="sequences a step, over all ranks")
+    group.add_argument("--seq", type=int, metavar="N", help="tokens a sequence")
+    group.add_argument("--batch", type=int, metavar="N", help="sequences a step, over all ranks")
     group.add_argument("--isolate-documents", action="store_true", help="packed documents do not see each other")
-    group.add_argument("--steps", type=int, default=100, metavar="N", help="optimizer steps (100)")
+    group.add_argument("--steps", type=int, metavar="N", help="optimizer steps (100)")
 
 
 def _optimizer(parser: argparse.ArgumentParser) -> None:
@@ -49,6 +52,10 @@ def _run(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--seed", type=int, metavar="N", help="of weights, dropout and the order of the text (0)")
     group.add_argument("--validate-every", type=int, metavar="N", help="steps between validations (0: at the end)")
     group.add_argument("--validate-batches", type=int, metavar="N", help="batches of each validation (4)")
+    group.add_argument("--save-every", type=int, metavar="N", help="steps between checkpoints (0: at the end)")
+    group.add_argument("--keep-last", type=int, metavar="N", help="checkpoints to keep, 0 for all (3)")
+    group.add_argument("--save-async", action="store_true", help="go on training while a checkpoint is written")
+    group.add_argument("--resume", type=Path, metavar="DIR", help="go on from a run or a checkpoint, as it was set up")
     group.add_argument("--report", action="store_true", help="measure a step, and lay its prediction beside it")
     group.add_argument("--no-tensorboard", action="store_true", help="write no TensorBoard files")
     group.add_argument("--device", choices=("cpu", "cuda"), help="where ranks compute (cpu)")
@@ -67,6 +74,8 @@ _PLAIN = (
     "seed",
     "validate_every",
     "validate_batches",
+    "save_every",
+    "keep_last",
     "device",
     "threads",
     "matmul",
@@ -75,20 +84,29 @@ _PLAIN = (
 
 
 def run(args: argparse.Namespace) -> int:
-    from shardwise.api import configure, train, train_as_rank, under_torchrun
+    from shardwise.api import configure, configure_resumed, resume, train, train_as_rank, under_torchrun
+
+    def config() -> TrainConfig:
+        if args.resume is not None:
+            return configure_resumed(args.resume, **_changes(args))
+        return configure(**_request(args))
 
     if under_torchrun():
         from shardwise.runtime.worker import leave
 
-        if args.port or args.out is None:
+        if args.port or (args.out is None and args.resume is None):
             raise UserError(
                 "under torchrun its own rendezvous counts: leave --port out"
                 if args.port
                 else "under torchrun every rank must know the run directory: add --out DIR"
             )
-        leave(train_as_rank(lambda: configure(**_request(args))))
+        leave(train_as_rank(config))
     # With --json nothing but the result may reach standard output: progress goes where errors go.
-    result = train(**_request(args), port=args.port, rank0_stdout=2 if args.json else None)
+    started: dict[str, Any] = {"port": args.port, "rank0_stdout": 2 if args.json else None}
+    if args.resume is not None:
+        result = resume(args.resume, **_changes(args), **started)
+    else:
+        result = train(**_request(args), **started)
     if args.json:
         print_json({"out": str(result.out), **result.summary})
     else:
@@ -96,28 +114,49 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+_OPTIMIZER = ("lr", "warmup", "weight_decay", "clip")
+
+
+def _given(args: argparse.Namespace) -> dict[str, Any]:
+    """The options that were given, by the names of `TrainConfig`: what was not given keeps its value there."""
+    names = [*_PLAIN, "data", "steps", "layout", "out"]
+    options = {name: value for name in names if (value := getattr(args, name)) is not None}
+    for name, off in (("report", False), ("save_async", False)):
+        if getattr(args, name) is not off:
+            options[name] = True
+    for name, flag in (("tensorboard", args.no_tensorboard), ("overlap", args.no_overlap)):
+        if flag:
+            options[name] = False
+    return options
+
+
 def _request(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of `configure`: what was not given keeps its default there."""
+    """The arguments of `configure` for a new run."""
     from shardwise.layout import Workload
     from shardwise.runtime.config import OptimizerConfig
 
+    missing = [f"--{name}" for name in ("data", "seq", "batch") if getattr(args, name) is None]
+    if args.model is None or missing:
+        raise UserError(f"train needs {', '.join(missing if args.model else ['MODEL', *missing])}, or --resume DIR")
     if args.seq < 1 or args.batch < 1:
         raise UserError("--seq and --batch must be positive integers")
-    chosen = {name: getattr(args, name) for name in ("lr", "warmup", "weight_decay", "clip")}
-    options = {name: value for name in _PLAIN if (value := getattr(args, name)) is not None}
+    chosen = {name: value for name in _OPTIMIZER if (value := getattr(args, name)) is not None}
     return {
+        "layout": "dp=1",
+        **_given(args),
         "model": model_of(args),
-        "layout": args.layout,
         "workload": Workload(seq=args.seq, batch=args.batch, isolate_documents=args.isolate_documents),
-        "data": args.data,
-        "steps": args.steps,
-        "out": args.out,
-        "optimizer": OptimizerConfig(**{name: value for name, value in chosen.items() if value is not None}),
-        "report": args.report,
-        "tensorboard": not args.no_tensorboard,
-        "overlap": not args.no_overlap,
-        **options,
+        "optimizer": OptimizerConfig(**chosen),
     }
+
+
+def _changes(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of `configure_resumed`: a resumed run has its model, text and sequence length already."""
+    fixed = [f"--{name}" for name in ("vocab", "seq", "batch", *_OPTIMIZER) if getattr(args, name) is not None]
+    if args.model is not None or args.set or fixed or args.isolate_documents:
+        named = ", ".join(["MODEL"] * (args.model is not None) + ["--set"] * bool(args.set) + fixed)
+        raise UserError(f"a resumed run keeps what it trains and how: leave out {named or '--isolate-documents'}")
+    return _given(args)
 
 
 def _where(out: Path) -> None:
@@ -125,6 +164,7 @@ def _where(out: Path) -> None:
     known = {
         "events.jsonl": "every step",
         "result.json": "the result",
+        "checkpoints": f"see: shardwise checkpoint inspect {out}; to go on: shardwise train --resume {out} --steps N",
         "reports": f"predicted and measured step, see: shardwise compare {out}",
         "tensorboard": f"see: tensorboard --logdir {out}",
     }

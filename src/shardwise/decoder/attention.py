@@ -104,16 +104,20 @@ class CoreAttention(nn.Module):
         kv = k.shape[1]
         # Query heads of one key/value head become rows of one product: k and v need no copies.
         rows = (q * d**-0.5).reshape(b, kv, h // kv * s, d)
-        scores = torch.matmul(rows, k.transpose(2, 3)).view(b, h, s, s)
         if mask is None:
             lowest = torch.finfo(q.dtype).min
             mask = batch.shared("triangle", lambda: torch.full((s, s), lowest, dtype=q.dtype, device=q.device).triu_(1))
-        probabilities = torch.softmax(scores + mask, -1)
+        scores = torch.matmul(rows, k.transpose(2, 3)).view(b, h, s, s).add_(mask)
+        probabilities = torch.softmax(scores, -1)
+        del scores
         if self.dropout.drop and batch.dropout_key is not None:
-            heads = torch.arange(self.first_head, self.first_head + h, device=q.device)
-            counter = batch.index[:, None, :] * self.heads + heads[None, :, None]
-            probabilities = self.dropout(probabilities, counter, batch.dropout_key)
+            probabilities = self.dropout(probabilities, lambda: self._rows(batch, h), batch.dropout_key)
         return torch.matmul(probabilities.view(b, kv, h // kv * s, s), v).reshape(b, h, s, d)
+
+    def _rows(self, batch: Batch, heads: int) -> Tensor:
+        """[B, H, S]: a number for each row of probabilities, the same whoever computes the head."""
+        mine = torch.arange(self.first_head, self.first_head + heads, device=batch.index.device)
+        return batch.index[:, None, :] * self.heads + mine[None, :, None]
 
 
 class Attention(nn.Module):

@@ -129,22 +129,21 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.float() if x.dtype == torch.bfloat16 else x
-        rstd = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+        wide = torch.float32 if x.dtype == torch.bfloat16 else x.dtype
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
+        rstd = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, rstd, weight)
-        normed = wide.mul(rstd)
-        return normed.mul_(weight) if wide is x else normed.to(x.dtype).mul_(weight)
+        return (x * rstd).to(x.dtype).mul_(weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         x, rstd, weight = ctx.saved_tensors
-        (dy,) = grads
-        wide = x.float() if x.dtype == torch.bfloat16 else x
-        normed = wide.mul(rstd)
-        dw = torch.einsum("...d,...d->d", dy.to(wide.dtype), normed)
-        dn = dy.to(wide.dtype) * weight
-        inner = (dn * normed).mean(-1, keepdim=True)
-        dx = dn.addcmul_(normed, inner, value=-1).mul_(rstd)
+        normed = x * rstd
+        dy, scale = grads[0].to(normed.dtype), weight.to(normed.dtype)
+        product = dy * normed
+        dw = product.flatten(0, -2).sum(0)
+        inner = (product @ scale).div_(x.shape[-1]).unsqueeze_(-1)
+        dx = torch.mul(dy, scale, out=product).addcmul_(normed, inner, value=-1).mul_(rstd)
         return dx.to(x.dtype), dw.to(weight.dtype), None
 
 
@@ -178,7 +177,7 @@ class _Dropout(torch.autograd.Function):
     """x * mask / (1 - p), the mask drawn again in backward: nothing is saved."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, counter: Tensor, key: int, drop: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, counter: Callable[[], Tensor], key: int, drop: float) -> Tensor:
         ctx.counter, ctx.key, ctx.drop = counter, key, drop
         return _Dropout._masked(x, counter, key, drop)
 
@@ -187,10 +186,10 @@ class _Dropout(torch.autograd.Function):
         return _Dropout._masked(grads[0], ctx.counter, ctx.key, ctx.drop), None, None, None
 
     @staticmethod
-    def _masked(x: Tensor, counter: Tensor, key: int, drop: float) -> Tensor:
+    def _masked(x: Tensor, counter: Callable[[], Tensor], key: int, drop: float) -> Tensor:
         width = x.shape[-1]
         out = x.mul(1 / (1 - drop))
-        rows, firsts = out.view(-1, width), counter.expand(x.shape[:-1]).reshape(-1) * width
+        rows, firsts = out.view(-1, width), counter().expand(x.shape[:-1]).reshape(-1) * width
         columns = torch.arange(width, device=x.device)
         step = max(1, dropout_chunk(x.numel()) // width)
         for a in range(0, len(rows), step):
@@ -201,14 +200,15 @@ class _Dropout(torch.autograd.Function):
 class Dropout(nn.Module):
     """Dropout whose mask is a function of (step, site, global index).
 
-    forward: x [..., width], counter [...]: one number for each row, unique within the step.
+    forward: x [..., width], counter() [...]: one number for each row, unique within the step; asked for again in
+    backward, so that it need not be kept.
     """
 
     def __init__(self, drop: float, site: str) -> None:
         super().__init__()
         self.drop, self.site = drop, site
 
-    def forward(self, x: Tensor, counter: Tensor, step_key: int | None) -> Tensor:
+    def forward(self, x: Tensor, counter: Callable[[], Tensor], step_key: int | None) -> Tensor:
         if self.drop == 0.0 or step_key is None:
             return x
         out: Tensor = _Dropout.apply(x, counter, random.key(step_key, self.site), self.drop)  # type: ignore[no-untyped-call]

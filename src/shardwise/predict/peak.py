@@ -19,6 +19,7 @@ def peak_beyond_held(plan: UnitPlan) -> int:
     moments = [
         saved + _loss(s),
         saved + _head_backward(plan, s),
+        saved - s.tokens * s.vocab * s.element + _final_norm_backward(plan, s),
         *_block_backwards(plan, s),
         _embedding_backward(plan, s),
         _optimizer(plan),
@@ -55,6 +56,10 @@ def _head_backward(plan: UnitPlan, s: Sizes) -> int:
     return _column_backward(plan, s, s.vocab * s.hidden * s.element)
 
 
+def _final_norm_backward(plan: UnitPlan, s: Sizes) -> int:
+    return s.stream * s.hidden * s.element + _norm_backward(s, s.stream * s.hidden, plan)
+
+
 def _column_backward(plan: UnitPlan, s: Sizes, weights: int) -> int:
     """A column-parallel backward: the gradient of its input, then those of its weights before they are added up.
 
@@ -74,8 +79,8 @@ def _scatter(plan: UnitPlan, s: Sizes) -> int:
 
 
 def _dropout(plan: UnitPlan, elements: int) -> int:
-    """The hash of a chunk of a mask: counters and three copies of 8 bytes each."""
-    return 4 * 8 * min(elements, dropout_chunk(elements))
+    """The hash of a chunk of a mask: counters and two copies of 8 bytes each."""
+    return 3 * 8 * min(elements, dropout_chunk(elements))
 
 
 def _block_backwards(plan: UnitPlan, s: Sizes) -> list[int]:
@@ -91,7 +96,26 @@ def _block_backwards(plan: UnitPlan, s: Sizes) -> list[int]:
         recomputed = own - stream + 2 * stream  # its input is saved already; its output and that output's gradient
         if plan.layout.recompute == "input" and len(blocks) > 1:
             recomputed += stream  # the recomputed input of the last block
-    return [before + recomputed + stream + transient for transient in (_mlp_backward(plan, s), _core_backward(plan, s))]
+    moments = [
+        _mlp_backward(plan, s),
+        _norm_backward(s, s.stream * s.hidden, plan) - _mlp_items(plan, s),
+        _core_backward(plan, s),
+        _head_norms_backward(plan, s),
+    ]
+    return [before + recomputed + stream + transient for transient in moments]
+
+
+def _mlp_items(plan: UnitPlan, s: Sizes) -> int:
+    """What the feed-forward part has saved, and its backward has freed."""
+    names = ("gate", "up", "silu", "product") if plan.model.gated else ("up", "gelu")
+    return len(names) * s.tokens * s.ffn * s.element + s.stream * s.hidden * s.element
+
+
+def _norm_backward(s: Sizes, elements: int, plan: UnitPlan) -> int:
+    """RMSNorm's backward: normed input and its product with the gradient; for bf16 in fp32, the gradient's copy too."""
+    if plan.model.norm != "rmsnorm":
+        return elements * s.element
+    return elements * (3 * 4 + 2 if s.element == 2 else 2 * s.element)
 
 
 def _mlp_backward(plan: UnitPlan, s: Sizes) -> int:
@@ -117,10 +141,22 @@ def _core_backward(plan: UnitPlan, s: Sizes) -> int:
     if plan.layout.attention == "sdpa":
         return 0
     square = s.tokens * s.heads * s.seq * s.element
-    names = ("gate", "up", "silu", "product") if plan.model.gated else ("up", "gelu")
-    freed = len(names) * s.tokens * s.ffn * s.element + 2 * s.stream * s.hidden * s.element
-    again = square if plan.layout.recompute == "selective" else 0
-    return 2 * square + again - freed
+    dropped = bool(plan.model.attention_dropout)
+    selective = plan.layout.recompute == "selective"
+    copies = 3 if selective else (1 if dropped else 2)
+    # Recomputed alone, the core lays out its inputs and output anew beside those that were saved.
+    again = 2 * s.tokens * (s.q + s.kv) * s.element if selective else 0
+    hashed = _dropout(plan, s.tokens * s.heads * s.seq) + 2 * 8 * s.tokens * s.heads if dropped else 0
+    return copies * square + again + hashed - _mlp_items(plan, s) - s.stream * s.hidden * s.element
+
+
+def _head_norms_backward(plan: UnitPlan, s: Sizes) -> int:
+    """The norms of queries and keys, when feed-forward and attention core are gone."""
+    if not plan.model.qk_norm:
+        return 0
+    grads = s.tokens * (s.q + 2 * s.kv) * s.element
+    gone = _mlp_items(plan, s) + s.tokens * (2 * s.q + 2 * s.kv) * s.element
+    return grads + _norm_backward(s, s.tokens * s.q, plan) - gone
 
 
 def _embedding_backward(plan: UnitPlan, s: Sizes) -> int:

@@ -39,9 +39,15 @@ class Pending:
     """A collective under way. `wait` returns when its result may be read; waiting twice is allowed."""
 
     def __init__(
-        self, works: list[Any], finish: Callable[[], object] | None, timing: Timing | None, issued: float
+        self,
+        works: list[Any],
+        finish: Callable[[], object] | None,
+        timing: Timing | None,
+        issued: float,
+        settle: float = 0.0,
     ) -> None:
         self._works, self._finish, self._timing, self._issued = works, finish, timing, issued
+        self._settle = settle
         self._done = False
 
     def wait(self) -> None:
@@ -58,6 +64,8 @@ class Pending:
             self._timing.wait += ended - started
         self._done = True
         self._works, self._finish = [], None
+        if self._settle:
+            time.sleep(self._settle)
 
 
 DONE = Pending([], None, None, 0.0)
@@ -75,6 +83,9 @@ class Comms:
         self.backend: str = dist.get_backend()
         self.phase: Phase = "forward"
         self.timings: dict[Key, Timing] = {}
+        self.settle = 0.0
+        """Seconds to stand still after each wait: gloo's thread holds on to a collective's buffers a moment longer than
+        its result takes to arrive, and who measures memory wants to see them go."""
         self._recording = False
         self._last: str | None = None
         self._groups: dict[str, dist.ProcessGroup] = {}
@@ -143,7 +154,7 @@ class Comms:
         self, start: Callable[[], Any], timing: Timing | None, later: bool, finish: Callable[[], object] | None = None
     ) -> Pending:
         issued = time.perf_counter()
-        pending = Pending([start()], finish, timing, issued)
+        pending = Pending([start()], finish, timing, issued, self.settle)
         if not (later and self.overlap):
             pending.wait()
         return pending

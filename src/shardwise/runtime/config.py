@@ -36,6 +36,8 @@ class TrainConfig:
     text is cut. tokenizer: a `tokenizer.json`, or None to train a byte-level BPE of the model's vocabulary on the data.
     corpus: folder of the prepared tokens. out: the run directory. validate_every: steps between validations (0: only at
     the end), each over `validate_batches` global batches. report: measure one steady step and write its StepReport.
+    save_every: steps between checkpoints (0: only at the end), of which the newest `keep_last` are kept (0: all);
+    save_async: training goes on while one is written. resume: the checkpoint, or the run, to go on from.
     overlap: communicate while computing; off gives the same bits. matmul: torch's float32 matrix-product precision.
     hang: seconds without progress in a collective after which a rank gives up.
     """
@@ -55,6 +57,10 @@ class TrainConfig:
     validate_every: int = 0
     validate_batches: int = 4
     report: bool = False
+    save_every: int = 0
+    keep_last: int = 3
+    save_async: bool = False
+    resume: str | None = None
     tensorboard: bool = True
     device: str = "cpu"
     threads: int = 1

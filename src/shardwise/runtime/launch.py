@@ -33,6 +33,8 @@ from shardwise.errors import UserError
 
 GRACE = 1.0
 """Seconds that the other ranks get to report what they saw, after one has failed."""
+ORDERLY = 300.0
+"""Seconds that ranks get to save and end after a signal."""
 LAST_WORDS = 1.0
 """Seconds between SIGTERM and SIGKILL."""
 _POLL = 0.02
@@ -101,6 +103,7 @@ def launch(
     env: dict[str, str] | None = None,
     logs: Path | None = None,
     rank0_stdout: int | None = None,
+    patience: float = ORDERLY,
     echo: Callable[[str], None] = say,
 ) -> int:
     """Run `command` as `ranks` local processes until all have ended; the exit code is 0 when all ended with 0.
@@ -108,14 +111,15 @@ def launch(
     port: of 127.0.0.1, where the ranks meet; 0 lets them meet in a file. threads: of each rank's matrix products.
     loopback: have gloo talk over `lo`. env: added to the environment. logs: folder that gets the output of every rank
     but 0, whose output passes through; None keeps it for the last line of a rank that dies speechless only.
-    rank0_stdout: file descriptor for rank 0's standard output. echo: gets the one line that tells why a run failed.
+    rank0_stdout: file descriptor for rank 0's standard output. patience: seconds that ranks get to end in order after a
+    signal; a second signal ends it. echo: gets the one line that tells why a run failed.
     Returns 2 when a rank reports a user's mistake, 1 when a rank dies, 130, 143 or 129 after SIGINT, SIGTERM or SIGHUP.
     Raises `UserError` when the port is in use.
     """
     if port:
         check_port(port)
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder, _signals() as received:
-        crew = _Crew(command, ranks, Path(folder), logs or Path(folder), received)
+        crew = _Crew(command, ranks, Path(folder), logs or Path(folder), received, patience)
         shared = {
             **(env or {}),
             "WORLD_SIZE": str(ranks),
@@ -228,6 +232,7 @@ class _Crew:
     folder: Path
     logs: Path
     received: list[int]
+    patience: float
     ranks: list[_Rank] = field(default_factory=list)
 
     def start(self, shared: dict[str, str], rank0_stdout: int | None) -> None:
@@ -267,7 +272,7 @@ class _Crew:
         number = self.received[0]
         for rank in self.ranks:
             rank.send(number)
-        self._wait(LAST_WORDS)
+        self._wait(self.patience)
         self.stop()
         echo(f"stopped by {signal.Signals(number).name}: all {self.size} ranks have ended")
         return 128 + number

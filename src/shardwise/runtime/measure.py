@@ -18,6 +18,9 @@ from torch.utils._pytree import tree_leaves
 from shardwise.report.step_report import Bytes, Role
 from shardwise.runtime.step import Program
 
+SETTLE = 1e-3
+"""Seconds that a measured step on CPU stands still after each collective, so that its buffers are gone."""
+
 
 class _Storages(TorchDispatchMode):
     """Follows storages that appear while the mode is on. `known`: storages to leave out."""
@@ -89,6 +92,8 @@ class Measurement:
         program.engine.begin_micro_batch, program.engine.visit = begin, visit  # type: ignore[method-assign]
         if program.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
+        else:
+            program.comms.settle = SETTLE
         self._storages.__enter__()
         self._hooks.__enter__()
         return self
@@ -99,6 +104,7 @@ class Measurement:
         program = self.program
         program.engine.begin_micro_batch, program.engine.visit = self._begin, self._visit  # type: ignore[method-assign]
         program.comms.stop_recording()
+        program.comms.settle = 0.0
 
     def _pack(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()

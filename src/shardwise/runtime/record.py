@@ -19,11 +19,13 @@ class Record:
     Raises `UserError` when the directory cannot be made or is in use.
     """
 
-    def __init__(self, config: TrainConfig, ranks: int) -> None:
+    def __init__(self, config: TrainConfig, ranks: int, done: int = 0) -> None:
         self.config = config
-        self.directory = RunDirectory.create(
-            config.out, {"config": config.to_json(), "ranks": ranks, "status": "running", "started": time.time()}
-        )
+        about = {"config": config.to_json(), "ranks": ranks, "status": "running", "started": time.time()}
+        here = bool(config.resume) and (Path(config.out) / "run.json").exists()
+        self.directory = RunDirectory.create(config.out, about, resume=here)
+        if config.resume:
+            self.directory.append({"time": time.time(), "resumed": done, "from": config.resume})
         self._board = self._tensorboard() if config.tensorboard else None
         self._live = sys.stdout.isatty()
         self._shown = 0.0
@@ -56,6 +58,11 @@ class Record:
             self._board.add_scalar("validation/loss", loss, step)
         start = "\r" if self._live else ""
         print(f"{start}step {step:>4}  validation loss {loss:.4f} (unigram entropy {entropy:.4f})", flush=True)
+
+    def warn(self, text: str, step: int) -> None:
+        """Something that a person should know and that does not end the run."""
+        self.directory.append({"time": time.time(), "step": step, "warning": text})
+        print(f"shardwise: warning: {text}", file=sys.stderr, flush=True)
 
     def report(self, report: StepReport) -> None:
         report.write(self.directory.report("measured"))

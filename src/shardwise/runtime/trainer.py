@@ -14,14 +14,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise.checkpoint import find
 from shardwise.data import Corpus, Sampler
 from shardwise.decoder import random
 from shardwise.decoder.initial import initial_values
 from shardwise.errors import UserError
 from shardwise.layout import Grid, check_runnable, unit_plan
 from shardwise.model.flops import training_flops_per_token
+from shardwise.report.run_directory import RunDirectory
 from shardwise.report.step_report import StepReport, merge_roles
 from shardwise.runtime.batches import Batches
+from shardwise.runtime.checkpointing import Position, Saver, restore
 from shardwise.runtime.config import TrainConfig
 from shardwise.runtime.engine import torch_dtype
 from shardwise.runtime.hardware import matmul_rate
@@ -30,6 +33,7 @@ from shardwise.runtime.optimizer import learning_rate
 from shardwise.runtime.record import Record
 from shardwise.runtime.setup import make_comms
 from shardwise.runtime.step import Program
+from shardwise.runtime.stop import Stopped, StopRequest
 
 MEASURED_STEP = 2
 """The step whose report is taken: the first two fill caches."""
@@ -95,58 +99,96 @@ class _Run:
         corpus = Corpus.open(Path(config.corpus))
         data_rank = Grid.of(layout, model).coordinates(self.rank)["dp"]
         eos = corpus.eos if config.workload.isolate_documents else None
-        self.batches = {
-            split: Batches(
-                plan, Sampler(corpus.tokens(split), config.workload.seq, config.seed, eos=eos), data_rank, device
-            )
+        samplers = {
+            split: Sampler(corpus.tokens(split), config.workload.seq, config.seed, eos=eos)
             for split in ("train", "validation")
         }
+        self.batches = {split: Batches(plan, sampler, data_rank, device) for split, sampler in samplers.items()}
         self.entropy = corpus.unigram_entropy("validation")
-        self.record = Record(config, self.world) if self.rank == 0 else None
+        self.at = Position(0, 0, 0)
+        if config.resume:
+            self.at = restore(self.program, find(Path(config.resume)))
+            if self.at.step >= config.steps:
+                raise UserError(f"{config.resume} has done {self.at.step} steps already: ask for more with --steps")
+        self.record = Record(config, self.world, self.at.step) if self.rank == 0 else None
+        self.saver = Saver(
+            self.program, RunDirectory(Path(config.out)).checkpoints,
+            seed=config.seed, about=config.to_json(), keep=config.keep_last, later=config.save_async,
+            timeout=config.hang,
+        )  # fmt: skip
+        self.stop = StopRequest(self.rank)
+        self.times: list[float] = []
 
     def train(self) -> dict[str, Any]:
         config = self.config
-        peak = matmul_rate(self.device, torch_dtype(config.layout.dtype))
-        flops = training_flops_per_token(config.model, config.workload.seq)
-        tokens = config.workload.batch * config.workload.seq
-        times: list[float] = []
-        losses: list[float] = []
-        measured = min(MEASURED_STEP, config.steps - 1) if config.report else -1
-        roles = None
-        first = self._validate(0)
-        for step in range(config.steps):
+        self.peak = matmul_rate(self.device, torch_dtype(config.layout.dtype))
+        first_step = self.at.step
+        measured = min(first_step + MEASURED_STEP, config.steps - 1) if config.report else -1
+        roles, loss = None, float("nan")
+        first = self._validate(first_step)
+        for step in range(first_step, config.steps):
+            if self.stop.agreed(step):
+                break
             started = time.perf_counter()
             measurement = Measurement(self.program) if step == measured else None
             loss, norm = self._step(step, measurement)
             elapsed = time.perf_counter() - started
-            losses.append(loss)
             if measurement is not None:
                 roles = self._gather(measurement.role(self.rank))
-            elif step > 0 or config.steps == 1:
-                times.append(elapsed)
-            if self.record:
-                self.record.step(
-                    step=step + 1, loss=loss, grad_norm=norm, lr=learning_rate(config.optimizer, step, config.steps),
-                    seconds=elapsed, tokens_per_s=tokens / elapsed, mfu=flops * tokens / elapsed / peak,
-                )  # fmt: skip
+            elif step > first_step or config.steps == 1:
+                self.times.append(elapsed)
+            self._tell(step, loss, norm, elapsed)
             if config.validate_every and (step + 1) % config.validate_every == 0 and step + 1 < config.steps:
                 self._validate(step + 1)
-        last = self._validate(config.steps)
-        seconds = statistics.median(times) if times else None
+            if config.save_every and (step + 1) % config.save_every == 0 and step + 1 < config.steps:
+                self._save(last=False)
+        self._save(last=True)
+        if self.stop.asked:
+            raise Stopped(self.at.step, config.out)
+        return self._finish(first, self._validate(config.steps), loss, roles)
+
+    def _tell(self, step: int, loss: float, norm: float, elapsed: float) -> None:
+        if self.record:
+            rate = self.config.workload.batch * self.config.workload.seq / elapsed
+            self.record.step(
+                step=step + 1, loss=loss, grad_norm=norm, seconds=elapsed, tokens_per_s=rate, mfu=self._mfu(rate),
+                lr=learning_rate(self.config.optimizer, step, self.config.steps),
+            )  # fmt: skip
+
+    def _mfu(self, tokens_per_s: float) -> float:
+        """Model FLOPs utilisation against the measured rate of this machine's matrix products."""
+        return training_flops_per_token(self.config.model, self.config.workload.seq) * tokens_per_s / self.peak
+
+    def _save(self, last: bool) -> None:
+        """A checkpoint that cannot be written is said and does not end a run that goes on; the last one must be."""
+        try:
+            self.saver.save(self.at)
+            if last:
+                self.saver.finish()
+        except UserError as error:
+            if last:
+                raise
+            if self.record:
+                self.record.warn(str(error), self.at.step)
+
+    def _finish(self, first: float, last: float, loss: float, roles: dict[int, Any] | None) -> dict[str, Any]:
+        config = self.config
+        seconds = statistics.median(self.times) if self.times else None
+        rate = config.workload.batch * config.workload.seq / seconds if seconds else None
         if roles is not None and self.record:
             self.record.report(self._report(roles, seconds))
         result = {
             "steps": config.steps,
             "ranks": self.world,
             "layout": str(config.layout),
-            "loss": losses[-1],
+            "loss": loss,
             "validation_loss": last,
             "first_validation_loss": first,
             "unigram_entropy": self.entropy,
             "median_step_s": seconds,
-            "tokens_per_s": tokens / seconds if seconds else None,
-            "mfu": flops * tokens / seconds / peak if seconds else None,
-            "matmul_flops_per_s": peak,
+            "tokens_per_s": rate,
+            "mfu": self._mfu(rate) if rate else None,
+            "matmul_flops_per_s": self.peak,
         }
         if self.record:
             self.record.finish(result)
@@ -158,11 +200,12 @@ class _Run:
         key = random.key(config.seed, "dropout", step)
         around: AbstractContextManager[Any] = measurement or nullcontext()
         try:
-            micro_batches = self.batches["train"].step(step * batch, batch, key)
+            micro_batches = self.batches["train"].step(self.at.samples, batch, key)
             with around:
                 loss, norm, _ = self.program.step(micro_batches, learning_rate(config.optimizer, step, config.steps))
         except RuntimeError as error:
             raise self._named(error, step) from error
+        self.at = Position(step + 1, self.at.samples + batch, self.program.optimizer.steps)
         return loss, norm
 
     def _named(self, error: RuntimeError, step: int) -> RuntimeError:

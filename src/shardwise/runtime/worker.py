@@ -44,9 +44,14 @@ def guarded(configuration: Callable[[], TrainConfig]) -> int:
         config = configuration()
         out = Path(config.out)
 
+        from shardwise.runtime.stop import Stopped
         from shardwise.runtime.trainer import train
 
-        train(config)
+        try:
+            train(config)
+        except Stopped as stopped:
+            if _rank() == 0:
+                say(str(stopped))
         return 0
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -1,0 +1,18 @@
+"""State on disk that knows no layout: safetensors files and a manifest of global names, boxes and intervals.
+
+A run saves under one layout and goes on under any other. `writes` and `needs` say what a rank holds, `write_part` and
+`commit` put it on the disk, `Checkpoint.read` gets any piece of it back.
+"""
+
+from shardwise.checkpoint.folder import find, keep_last, latest
+from shardwise.checkpoint.geometry import Piece
+from shardwise.checkpoint.manifest import Manifest, PartRecord, TensorSpec
+from shardwise.checkpoint.pieces import Held, needs, writes
+from shardwise.checkpoint.reader import Checkpoint
+from shardwise.checkpoint.resharding import TensorDifference, diff, model_of, reshard, shapes
+from shardwise.checkpoint.writer import Entry, PartWriter, commit, write_part
+
+__all__ = [
+    "Checkpoint", "Entry", "Held", "Manifest", "PartRecord", "PartWriter", "Piece", "TensorDifference", "TensorSpec",
+    "commit", "diff", "find", "keep_last", "latest", "model_of", "needs", "reshard", "shapes", "write_part", "writes",
+]  # fmt: skip

@@ -1,0 +1,93 @@
+"""A run's checkpoints: `step-N` folders, of which the newest whole one counts."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from shardwise.checkpoint.manifest import NAME
+from shardwise.checkpoint.reader import Checkpoint
+from shardwise.checkpoint.writer import sync_folder
+from shardwise.errors import UserError
+
+_STEP = re.compile(r"step-([0-9]{1,15})", re.ASCII)
+
+
+def steps(folder: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of everything named like a checkpoint, whole or not, ascending."""
+    try:
+        found = [(int(m[1]), path) for path in folder.iterdir() if (m := _STEP.fullmatch(path.name)) and path.is_dir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise UserError(f"cannot list {folder}: {error.strerror}") from None
+    return sorted(found)
+
+
+def latest(folder: Path, warn: Callable[[str], object] = lambda line: None) -> Checkpoint | None:
+    """The newest whole checkpoint in a run's folder of checkpoints; None when there is none.
+
+    warn: called with a line for each newer one that has a manifest and cannot be opened all the same.
+    """
+    for _, path in reversed(steps(folder)):
+        try:
+            return Checkpoint.open(path)
+        except UserError as error:
+            if (path / NAME).exists():
+                warn(f"{error}; an earlier one is used")
+    return None
+
+
+def find(path: Path) -> Checkpoint:
+    """The checkpoint that a path names: its own folder, or a run, or a run's checkpoints, for the newest one there.
+
+    Raises `UserError` when there is none, or the newest one is damaged: whoever names a run wants to know that.
+    """
+    if not path.is_dir():
+        raise UserError(f"no such folder: {path}")
+    if not (path / NAME).exists():
+        for folder in (path, path / "checkpoints"):
+            if found := steps(folder):
+                whole = [step for _, step in found if (step / NAME).exists()]
+                if not whole:
+                    raise UserError(f"{folder} holds no whole checkpoint")
+                return Checkpoint.open(whole[-1])
+    return Checkpoint.open(path)
+
+
+def keep_last(folder: Path, count: int) -> list[Path]:
+    """Remove all whole checkpoints but the `count` newest, and what saves that were cut off left behind before the
+    newest whole one. Returns what was removed.
+
+    A folder with a manifest that cannot be opened is left for a person to look at.
+    """
+    if count < 1:
+        raise UserError(f"at least 1 checkpoint must be kept, not {count}")
+    whole, partial = [], []
+    for _, path in steps(folder):
+        try:
+            Checkpoint.open(path)
+        except UserError:
+            if not (path / NAME).exists():
+                partial.append(path)
+        else:
+            whole.append(path)
+            # Those after the newest whole one may be being written right now.
+            abandoned = list(partial)
+    removed = [*whole[:-count], *abandoned] if whole else []
+    for path in removed:
+        _remove(path)
+    return removed
+
+
+def _remove(path: Path) -> None:
+    """Its manifest first: what a kill leaves of it is no checkpoint."""
+    try:
+        if (path / NAME).exists():
+            (path / NAME).unlink()
+            sync_folder(path)
+        shutil.rmtree(path)
+    except OSError as error:
+        raise UserError(f"cannot remove {path}: {error.strerror}") from None

@@ -1,0 +1,94 @@
+"""What a rank holds of every parameter under a layout: the pieces it writes, and the pieces it needs to go on.
+
+A rank's flat unit (`layout/units.py`) is cut by ZeRO into equal intervals, padded at the end; inside it lie the local
+parameters end to end, each a box of its global tensor, perhaps with padding rows or columns. What one element is on
+disk follows from both, and padding is never there.
+
+Ranks that hold the same share the work: an interval that data ranks replicate is written by each of them in equal
+parts; of tensor-parallel ranks that hold the same values, the first one writes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardwise.checkpoint.geometry import Piece, copy, full
+from shardwise.layout import Grid, Layout, UnitPlan, Workload, unit_plan
+from shardwise.layout.placement import Placed
+from shardwise.layout.units import Unit
+from shardwise.model import ModelConfig
+
+
+@dataclass(frozen=True)
+class Held:
+    """Elements [start, stop) of a unit's flat buffer: a run of one parameter's local elements, padding included.
+
+    local: them as a piece of the local tensor's box, which reaches beyond the global tensor where it is padded.
+    stored: the same without padding, as on disk; it may be empty. name, shape: of the global parameter.
+    """
+
+    unit: str
+    start: int
+    stop: int
+    name: str
+    shape: tuple[int, ...]
+    local: Piece
+    stored: Piece
+
+    def without_padding(self, values: np.ndarray) -> np.ndarray:
+        """The elements of `stored` out of those of `local` (a view where there is no padding among them)."""
+        if self.stored.numel == self.local.numel:
+            return values
+        if self.local.box[1:] == self.stored.box[1:]:
+            # Padding rows lie behind all others.
+            return values[: self.stored.numel]
+        out = np.empty(self.stored.numel, values.dtype)
+        copy(out, self.stored, values, self.local)
+        return out
+
+
+def needs(model: ModelConfig, layout: Layout, rank: int) -> tuple[Held, ...]:
+    """All that `rank` must load: its ZeRO interval of every unit, which at stage 0 is the whole unit."""
+    plan, at = _plan(model, layout, rank)
+    found: list[Held] = []
+    for unit in plan.units:
+        start = at["shard"] * unit.shard_numel
+        found += _held(unit, start, start + unit.shard_numel)
+    return tuple(found)
+
+
+def writes(model: ModelConfig, layout: Layout, rank: int) -> tuple[Held, ...]:
+    """What `rank` writes: over all ranks, every element of every parameter once."""
+    plan, at = _plan(model, layout, rank)
+    found: list[Held] = []
+    for unit in plan.units:
+        share = -(-unit.shard_numel // layout.replicate_ranks)
+        end = (at["shard"] + 1) * unit.shard_numel
+        start = at["shard"] * unit.shard_numel + at["replicate"] * share
+        # Under a pipeline the last stage has a copy of a tied embedding, which the first one writes.
+        runs = _held(
+            unit, start, min(start + share, end),
+            lambda p: p.parameter.part in plan.parts and at["tp"] % p.replicas == 0,
+        )  # fmt: skip
+        found += (held for held in runs if held.stored.numel)
+    return tuple(found)
+
+
+def _plan(model: ModelConfig, layout: Layout, rank: int) -> tuple[UnitPlan, dict[str, int]]:
+    return unit_plan(model, layout, Workload(), rank=rank), Grid.of(layout, model).coordinates(rank)
+
+
+def _held(unit: Unit, start: int, stop: int, wanted: Callable[[Placed], bool] = lambda p: True) -> Iterator[Held]:
+    """The runs of the `wanted` parameters within [start, stop) of the unit's flat buffer."""
+    for offset, placed in zip(unit.offsets, unit.placed, strict=True):
+        a, b = max(start, offset), min(stop, offset + placed.numel)
+        if a < b and wanted(placed):
+            padded, box = list(full(placed.shape)), list(full(placed.parameter.shape))
+            if placed.dim is not None:
+                padded[placed.dim] = (placed.start, placed.start + placed.shape[placed.dim])
+                box[placed.dim] = (placed.start, placed.stop)
+            local = Piece(tuple(padded), a - offset, b - offset)
+            yield Held(unit.name, a, b, placed.name, placed.parameter.shape, local, local.inside(tuple(box)))

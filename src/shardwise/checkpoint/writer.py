@@ -1,0 +1,237 @@
+"""Writing a checkpoint: every rank its own part file, then one of them the manifest.
+
+The order makes a kill harmless at any moment: part files are complete on the disk before the manifest that names them
+appears, under names that no earlier checkpoint in the same folder uses; the manifest appears by a rename. A folder
+without a manifest is no checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+
+from shardwise.checkpoint.dtypes import CODES, numpy_dtype, raw
+from shardwise.checkpoint.geometry import Piece, full
+from shardwise.checkpoint.manifest import BLOCK, NAME, PART_NAME, Manifest, Part, PartRecord, StoredPiece, TensorSpec
+from shardwise.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A piece that a rank is going to write. tensor: its stored name, such as `model/head.norm.weight`."""
+
+    tensor: str
+    spec: TensorSpec
+    piece: Piece
+
+    @property
+    def nbytes(self) -> int:
+        return self.piece.numel * self.spec.itemsize
+
+    @property
+    def key(self) -> str:
+        """The name inside the file: the tensor's own when all of it is here."""
+        if self.piece == Piece.whole(full(self.spec.shape)):
+            return self.tensor
+        box = ",".join(f"{start}:{stop}" for start, stop in self.piece.box)
+        return f"{self.tensor}[{box}][{self.piece.first}:{self.piece.last}]"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.spec.shape if self.key == self.tensor else (self.piece.numel,)
+
+
+class PartWriter:
+    """One part file, a valid safetensors file, written from its start to its end.
+
+    Call `write` with the elements of all entries in order, in chunks that do not cross from one entry into the next,
+    then `finish`. In a `with` block, an error or a missing `finish` removes the file. Raises `UserError` when the
+    folder cannot be written.
+    """
+
+    def __init__(self, folder: Path, rank: int, entries: Sequence[Entry]) -> None:
+        self.entries = [entry for entry in entries if entry.piece.numel]
+        header = _header(self.entries)
+        self._left = iter(self.entries)
+        self._entry: Entry | None = None
+        self._at = 0
+        self._sums: list[list[int]] = []
+        self._finished = False
+        with _plainly(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            self.path, self._file = _create(folder, rank)
+        self._header, self._header_crc32 = len(header), zlib.crc32(header)
+        try:
+            self._put(memoryview(header))
+        except BaseException:
+            self.abandon()
+            raise
+
+    def write(self, values: np.ndarray) -> None:
+        """The next elements of the entry at hand: a contiguous array of its dtype (`uint16` for bfloat16)."""
+        if not values.size:
+            return
+        if self._entry is None or self._at == self._entry.nbytes:
+            self._entry, self._at = next(self._left), 0
+            self._sums.append([])
+        assert values.dtype == numpy_dtype(self._entry.spec.dtype), (self._entry.tensor, values.dtype)
+        assert values.flags.c_contiguous
+        data = raw(values)
+        assert self._at + len(data) <= self._entry.nbytes, f"a chunk crosses the end of {self._entry.key}"
+        sums = self._sums[-1]
+        while len(data):
+            # Summing and writing take turns on what the processor's cache still holds.
+            block = data[: BLOCK - self._at % BLOCK]
+            if self._at % BLOCK:
+                sums[-1] = zlib.crc32(block, sums[-1])
+            else:
+                sums.append(zlib.crc32(block))
+            self._put(block)
+            self._at += len(block)
+            data = data[len(block) :]
+
+    def finish(self) -> PartRecord:
+        """Wait until the file is on the disk, and tell what it holds."""
+        complete = self._entry is None or self._at == self._entry.nbytes
+        assert complete and next(self._left, None) is None, f"{self.path} lacks elements"
+        with _plainly(self.path):
+            size = self._file.tell()
+            os.fsync(self._file.fileno())
+            self._file.close()
+        self._finished = True
+        stored, at = [], self._header
+        for entry, sums in zip(self.entries, self._sums, strict=True):
+            stored.append(StoredPiece(entry.tensor, entry.piece, at, tuple(sums)))
+            at += entry.nbytes
+        part = Part(self.path.name, size, self._header, self._header_crc32, tuple(stored))
+        return PartRecord(part, {entry.tensor: entry.spec for entry in self.entries})
+
+    def abandon(self) -> None:
+        """Remove the file."""
+        with suppress(OSError):
+            self._file.close()
+        with suppress(OSError):
+            self.path.unlink()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._finished:
+            self.abandon()
+
+    def _put(self, data: memoryview) -> None:
+        with _plainly(self.path):
+            while len(data):
+                data = data[self._file.write(data) :]
+
+
+def write_part(folder: Path, rank: int, entries: Sequence[Entry], arrays: Iterable[np.ndarray]) -> PartRecord:
+    """Write one rank's part: `arrays` are the elements of the entries in their order, taken one at a time.
+
+    Returns the record for `Manifest.of`, once the file is on the disk. Raises `UserError` when it cannot be written;
+    nothing is left of it then, and earlier checkpoints are untouched.
+    """
+    with PartWriter(folder, rank, entries) as writer:
+        for array in arrays:
+            writer.write(array)
+        return writer.finish()
+
+
+def commit(folder: Path, manifest: Manifest) -> None:
+    """Make a checkpoint of a folder in which all parts have been written: its manifest appears, whole.
+
+    Parts that an earlier attempt left in the folder are removed. Raises `UserError` when the manifest cannot be
+    written, or the parts are not what it says.
+    """
+    manifest.check()
+    check_files(folder, manifest)
+    path, partial = folder / NAME, folder / f"{NAME}.partial"
+    with _plainly(path):
+        sync_folder(folder)
+        try:
+            with partial.open("wb") as file:
+                file.write(manifest.to_bytes())
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+        except BaseException:
+            with suppress(OSError):
+                partial.unlink()
+            raise
+        sync_folder(folder)
+        sync_folder(folder.absolute().parent)
+    known = {part.name for part in manifest.parts}
+    with suppress(OSError):
+        for other in folder.iterdir():
+            if PART_NAME.fullmatch(other.name) and other.name not in known:
+                other.unlink()
+
+
+def check_files(folder: Path, manifest: Manifest) -> None:
+    """Raise `UserError` naming the first part file that is missing or not as long as the manifest says."""
+    for part in manifest.parts:
+        path = folder / part.name
+        try:
+            size = path.stat().st_size if path.is_file() else -1
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {error.strerror}") from None
+        if size < 0:
+            raise UserError(f"{path} is missing: the checkpoint is not whole")
+        if size != part.nbytes:
+            raise UserError(f"{path} has {size} bytes, not {part.nbytes}: the checkpoint is damaged")
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _create(folder: Path, rank: int) -> tuple[Path, FileIO]:
+    """(path, open file) of a new part; a file that an earlier attempt left may belong to a checkpoint still."""
+    attempt = 1
+    while True:
+        path = folder / (f"rank-{rank:05d}.{attempt}.safetensors" if attempt > 1 else f"rank-{rank:05d}.safetensors")
+        try:
+            return path, open(path, "xb", buffering=0)
+        except FileExistsError:
+            attempt += 1
+
+
+def _header(entries: Sequence[Entry]) -> bytes:
+    """Length and JSON header of a safetensors file, padded with spaces to a multiple of eight bytes."""
+    content: dict[str, object] = {"__metadata__": {"format": "pt", "written_by": "shardwise"}}
+    at = 0
+    for entry in entries:
+        content[entry.key] = {
+            "dtype": CODES[entry.spec.dtype], "shape": entry.shape, "data_offsets": (at, at + entry.nbytes),
+        }  # fmt: skip
+        at += entry.nbytes
+    assert len(content) == len(entries) + 1, "a piece is written twice"
+    text = json.dumps(content, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+@contextmanager
+def _plainly(path: Path) -> Iterator[None]:
+    """The operating system's errors as one line."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"cannot write checkpoint {path}: {error.strerror}; earlier checkpoints are untouched"
+        ) from None

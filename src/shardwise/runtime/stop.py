@@ -1,0 +1,54 @@
+"""Ending early and in order: a signal to any rank stops all of them after the same step.
+
+SIGTERM and SIGINT are noted, not obeyed at once. The rank that was told writes "stop after step n" into the job's
+store, and every rank looks there before each step. Ranks cannot be more than a step apart, since each step has a
+collective over all of them at its end, so a step two ahead is one that nobody has begun.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+
+import torch.distributed as dist
+
+_KEY = "shardwise/stop-before"
+_AHEAD = 2
+
+
+class Stopped(Exception):
+    """No error: the run was told to end. step: steps done, all of them saved. out: its run directory."""
+
+    def __init__(self, step: int, out: str) -> None:
+        super().__init__(f"stopped after step {step}; go on with: shardwise train --resume {out}")
+        self.step, self.out = step, out
+
+
+class StopRequest:
+    """Whether this job was told to stop. Installs signal handlers where it may (the main thread)."""
+
+    def __init__(self, rank: int) -> None:
+        self.asked = False
+        self._noted = False
+        self._told = False
+        self._store = dist.distributed_c10d._get_default_store()
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._noted:
+            raise KeyboardInterrupt  # a second signal means it
+        self._noted = True
+
+    def agreed(self, step: int) -> bool:
+        """Called by every rank before `step`: whether all end here."""
+        if self._noted and not self._told:
+            self._told = True
+            # The first to write wins: a store has no other way to agree.
+            self._store.compare_set(_KEY, "", str(step + _AHEAD))
+        if not self._store.check([_KEY]):
+            return False
+        self.asked = True
+        return step >= int(self._store.get(_KEY))

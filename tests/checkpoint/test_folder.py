@@ -1,0 +1,100 @@
+"""Which checkpoint of a run counts, and which go."""
+
+from __future__ import annotations
+
+import pytest
+from simulated import LLAMA, save, state_of
+
+from shardwise.checkpoint import find, keep_last, latest
+from shardwise.checkpoint.manifest import NAME
+from shardwise.errors import UserError
+
+SMALL = LLAMA.replace(hidden=8, heads=2, kv_heads=2, head_dim=4, layers=1, ffn=6, vocab=11)
+STATE = state_of(SMALL, kinds=("model",))
+
+
+def make(folder, *steps: int) -> None:
+    for step in steps:
+        save(folder / f"step-{step}", SMALL, "tp=2", STATE, step=step)
+
+
+def break_off(folder, step: int) -> None:
+    """A save that was killed before its manifest."""
+    make(folder, step)
+    (folder / f"step-{step}" / NAME).unlink()
+
+
+def names(folder) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_the_newest_whole_one_counts(tmp_path):
+    assert latest(tmp_path) is None and latest(tmp_path / "nowhere") is None
+    make(tmp_path, 2, 10, 9)
+    break_off(tmp_path, 11)
+    (tmp_path / "step-12").touch()
+    (tmp_path / "step-x").mkdir()
+    warnings: list[str] = []
+    assert latest(tmp_path, warnings.append).manifest.step == 10
+    assert not warnings
+    (tmp_path / "step-10" / "rank-00001.safetensors").unlink()
+    assert latest(tmp_path, warnings.append).manifest.step == 9
+    assert len(warnings) == 1 and "step-10" in warnings[0]
+
+
+def test_keeping_the_last(tmp_path):
+    make(tmp_path, 1, 2, 4, 6)
+    break_off(tmp_path, 3)
+    break_off(tmp_path, 7)
+    (tmp_path / "notes").mkdir()
+    removed = keep_last(tmp_path, 2)
+    assert {path.name for path in removed} == {"step-1", "step-2", "step-3"}
+    assert names(tmp_path) == {"step-4", "step-6", "step-7", "notes"}
+    assert keep_last(tmp_path, 2) == []
+
+
+def test_the_last_good_one_is_never_removed(tmp_path):
+    break_off(tmp_path, 1)
+    assert keep_last(tmp_path, 1) == [] and names(tmp_path) == {"step-1"}
+    make(tmp_path, 2, 3, 4)
+    for step in (3, 4):  # damaged, not abandoned: for a person to look at
+        (tmp_path / f"step-{step}" / "rank-00000.safetensors").write_bytes(b"")
+    assert {path.name for path in keep_last(tmp_path, 1)} == {"step-1"}
+    assert names(tmp_path) == {"step-2", "step-3", "step-4"}
+    with pytest.raises(UserError, match="at least 1"):
+        keep_last(tmp_path, 0)
+
+
+def test_a_checkpoint_being_removed_is_none(tmp_path, monkeypatch):
+    """Its manifest goes first: a kill in the middle leaves what the next time removes."""
+    import shutil
+
+    make(tmp_path, 1, 2)
+
+    def killed(path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(shutil, "rmtree", killed)
+        keep_last(tmp_path, 1)
+    assert not (tmp_path / "step-1" / NAME).exists() and (tmp_path / "step-1").exists()
+    assert {path.name for path in keep_last(tmp_path, 1)} == {"step-1"}
+
+
+def test_find(tmp_path):
+    run = tmp_path / "run"
+    make(run / "checkpoints", 1, 2)
+    for path in (run, run / "checkpoints", run / "checkpoints" / "step-2"):
+        assert find(path).folder == run / "checkpoints" / "step-2"
+    assert find(run / "checkpoints" / "step-1").manifest.step == 1
+    with pytest.raises(UserError, match="no such folder"):
+        find(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="holds no checkpoint"):
+        find(tmp_path)
+    (run / "checkpoints" / "step-2" / "rank-00001.safetensors").write_bytes(b"")
+    with pytest.raises(UserError, match=r"step-2/rank-00001\.safetensors has 0 bytes"):
+        find(run)
+    for step in (1, 2):
+        (run / "checkpoints" / f"step-{step}" / NAME).unlink()
+    with pytest.raises(UserError, match="holds no whole checkpoint"):
+        find(run)
