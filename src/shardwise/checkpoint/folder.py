@@ -16,7 +16,10 @@ _STEP = re.compile(r"step-([0-9]{1,15})", re.ASCII)
 
 
 def steps(folder: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of everything named like a checkpoint, whole or not, ascending."""
+    """(step, folder) of everything named like a checkpoint, whole or not, ascending.
+
+    Raises `UserError` when the folder cannot be listed.
+    """
     try:
         found = [(int(m[1]), path) for path in folder.iterdir() if (m := _STEP.fullmatch(path.name)) and path.is_dir()]
     except (FileNotFoundError, NotADirectoryError):
@@ -61,7 +64,8 @@ def keep_last(folder: Path, count: int) -> list[Path]:
     """Remove all whole checkpoints but the `count` newest, and what saves that were cut off left behind before the
     newest whole one. Returns what was removed.
 
-    A folder with a manifest that cannot be opened is left for a person to look at.
+    A folder with a manifest that cannot be opened is left for a person to look at. Raises `UserError` when `count` is
+    below 1, and when a folder cannot be removed.
     """
     if count < 1:
         raise UserError(f"at least 1 checkpoint must be kept, not {count}")

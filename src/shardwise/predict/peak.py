@@ -112,7 +112,7 @@ def _mlp_items(plan: UnitPlan, s: Sizes) -> int:
 
 
 def _norm_backward(s: Sizes, elements: int, plan: UnitPlan) -> int:
-    """RMSNorm's backward: normed input and its product with the gradient; for bf16 in fp32, the gradient's copy too."""
+    """RMSNorm's backward: normed input, its product with the gradient; for bf16 in fp32, with a copy of that."""
     if plan.model.norm != "rmsnorm":
         return elements * s.element
     return elements * (3 * 4 + 2 if s.element == 2 else 2 * s.element)
