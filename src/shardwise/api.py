@@ -206,6 +206,8 @@ def configure(
     if not workload.batch:
         raise UserError("training needs a sequence length and a batch (--seq and --batch)")
     check_runnable(layout, model, workload)
+    if options.get("weights") is not None and options.get("resume") is None:
+        options |= _starting_from(Path(options["weights"]), model, options.get("tokenizer"))
     if options.get("tokenizer") is not None:
         options["tokenizer"] = str(options["tokenizer"])
     config = TrainConfig(
@@ -250,6 +252,17 @@ def configure_resumed(checkpoint: Path | str, out: Path | str | None = None, **c
     if asked["steps"] <= found.manifest.step:
         raise UserError(f"{found.folder} has done {found.manifest.step} steps already: ask for more with --steps")
     return configure(config.model, out=out, **asked)
+
+
+def _starting_from(folder: Path, model: ModelConfig, tokenizer: Path | str | None) -> dict[str, str]:
+    """The options `weights` and `tokenizer`: weights mean nothing for tokens that another tokenizer has made."""
+    from shardwise.checkpoint.huggingface import open_weights
+
+    open_weights(folder, model)
+    tokenizer = Path(tokenizer) if tokenizer is not None else folder / "tokenizer.json"
+    if not tokenizer.exists():
+        raise UserError(f"there is no {tokenizer}: name the weights' own tokenizer.json with --tokenizer")
+    return {"weights": str(folder), "tokenizer": str(tokenizer)}
 
 
 def _check_options(options: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.api import RUNS, TrainResult, check_unused, train
+from shardwise.api import RUNS, TrainResult, check_unused, resume, train
 from shardwise.cluster import Cluster
 from shardwise.layout import Layout, Workload
 from shardwise.model.catalog import get
@@ -31,6 +31,12 @@ STEPS = 150
 VALIDATE_EVERY = 25
 OPTIMIZER = OptimizerConfig(lr=5e-3)
 TEXT_BYTES = 4_000_000
+
+ELSEWHERE = ("tp=2,micro=8,precision=fp32", "dp=4,zero=1,micro=4,precision=fp32")
+"""Layouts under which the run goes on from its checkpoint."""
+MORE_STEPS = 10
+SAME_LOSS = 1e-3
+"""Nats a token: a checkpoint that was read rightly gives the same validation loss, but for rounding."""
 
 
 def zero_memory() -> dict[int, dict[int, Bytes]]:
@@ -68,11 +74,41 @@ def run_directory(out: Path | None) -> Path:
 
 
 @dataclass(frozen=True)
+class Continuation:
+    """The run, gone on from its checkpoint under another layout. Losses in nats a token, of the validation text."""
+
+    layout: str
+    before: float
+    resumed: float
+    after: float
+    steps: int
+
+    @property
+    def failures(self) -> list[str]:
+        """What it should have shown and did not."""
+        if abs(self.resumed - self.before) < SAME_LOSS:
+            return []
+        return [f"the checkpoint has validation loss {self.before:.4f}, but {self.resumed:.4f} under {self.layout}"]
+
+
+@dataclass(frozen=True)
 class Tour:
     """A finished training run with its prediction beside it."""
 
     result: TrainResult
     comparison: Comparison
+
+    def go_on(self, layout: str, rank0_stdout: int | None = None) -> Continuation:
+        """Resume the checkpoint under another layout, in a run of its own beside. Raises what `resume` raises."""
+        out = next_free(self.result.out.with_name(f"{self.result.out.name}-resumed"))
+        steps = STEPS + MORE_STEPS
+        again = resume(
+            self.result.out, out=out, layout=layout, steps=steps, report=False, rank0_stdout=rank0_stdout,
+            progress=lambda line: None,
+        ).summary  # fmt: skip
+        return Continuation(
+            layout, self.validation_loss, again["first_validation_loss"], again["validation_loss"], MORE_STEPS
+        )
 
     @property
     def validation_loss(self) -> float:

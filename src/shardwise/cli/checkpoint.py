@@ -1,4 +1,4 @@
-"""Checkpoints: what one holds, whether it is whole, as another layout, and against another one.
+"""Checkpoints: what one holds, whether it is whole, as another layout, against another one, for Hugging Face.
 
 A checkpoint is a folder with a manifest.json. A run directory, or its folder of checkpoints, stands for its newest one.
 """
@@ -42,10 +42,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     diff = action("diff", "two checkpoints tensor by tensor; the exit code is 1 when they differ")
     diff.add_argument("a", metavar="A", type=Path)
     diff.add_argument("b", metavar="B", type=Path)
+    export = action("export", "write the weights as a Hugging Face folder, which transformers loads")
+    export.add_argument("checkpoint", metavar="CHECKPOINT", type=Path)
+    export.add_argument("--to", required=True, type=Path, metavar="FOLDER", help="the new folder")
+    export.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of every tensor (bfloat16)")
 
 
 def run(args: argparse.Namespace) -> int:
-    return {"inspect": _inspect, "verify": _verify, "reshard": _reshard, "diff": _diff}[args.action](args)
+    actions = {"inspect": _inspect, "verify": _verify, "reshard": _reshard, "diff": _diff, "export": _export}
+    return actions[args.action](args)
 
 
 def _inspect(args: argparse.Namespace) -> int:
@@ -118,6 +123,25 @@ def _diff(args: argparse.Namespace) -> int:
     else:
         show(f"equal bit by bit: {len(a.tensors)} tensors")
     return 1 if found else 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    from shardwise.checkpoint import find
+    from shardwise.checkpoint.huggingface import export
+
+    checkpoint = find(args.checkpoint)
+    made = export(checkpoint, args.to, args.dtype)
+    if args.json:
+        print_json({
+            "folder": str(made.folder), "step": checkpoint.manifest.step, "dtype": args.dtype,
+            "files": list(made.files), "tensors": made.tensors, "bytes": made.nbytes,
+        })  # fmt: skip
+    else:
+        from shardwise.report.units import format_bytes
+
+        what = f"{made.tensors} tensors in {args.dtype}, {format_bytes(made.nbytes)}"
+        show(f"wrote {made.folder}: the weights of step {checkpoint.manifest.step}, {what}")
+    return 0
 
 
 def _differences(found: list[TensorDifference]) -> Any:

@@ -1,13 +1,15 @@
 """The tour: predict, train a small model on four processes, compare both to the byte, and one page that shows it.
 
-Takes one to three minutes on two cores. The exit code is 0 when the ledgers are equal, the bytes by class are equal and
-the validation loss is below the unigram entropy of the validation text.
+Takes one to three minutes on two cores. The exit code is 0 when the ledgers are equal, the bytes by class are equal,
+the validation loss is below the unigram entropy of the validation text, and the checkpoint has the same loss under the
+layouts that it goes on under.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +18,7 @@ from shardwise.cli.output import print_json, show
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from shardwise.demo import Tour
+    from shardwise.demo import Continuation, Tour
     from shardwise.report import Bytes
 
 
@@ -32,15 +34,29 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         # Nothing but the result may reach standard output: progress goes where errors go.
         tour = demo.learn(out, rank0_stdout=2)
-        print_json(_json(tour, demo.zero_memory(), tour.write_page()))
-        return 1 if tour.failures else 0
+        further = [tour.go_on(layout, rank0_stdout=2) for layout in demo.ELSEWHERE]
+        failures = [*tour.failures, *(sentence for each in further for sentence in each.failures)]
+        print_json(_json(tour, further, failures, demo.zero_memory(), tour.write_page()))
+        return 1 if failures else 0
     show(f"1. What {demo.LARGE} would hold on each GPU under ZeRO, in closed form\n", _zero_table(), "")
     show(f"2. {demo.SMALL} learns from Python's own library on four processes: {demo.LAYOUT}\n")
     tour = demo.learn(out)
     show("\n3. What was predicted for that run, and what it measured\n", *_outcome(tour))
-    show(f"\n4. All of it on one page: {tour.write_page()}\n")
-    show(*(f"failed: {sentence}" for sentence in tour.failures), f"took {time.monotonic() - started:.0f} s")
-    return 1 if tour.failures else 0
+    show("\n4. The checkpoint of that run knows no layout: it goes on under others\n")
+    further = [tour.go_on(layout) for layout in demo.ELSEWHERE]
+    show("", *(_gone_on(each) for each in further))
+    show(f"\n5. All of it on one page: {tour.write_page()}\n")
+    failures = [*tour.failures, *(sentence for each in further for sentence in each.failures)]
+    show(*(f"failed: {sentence}" for sentence in failures), f"took {time.monotonic() - started:.0f} s")
+    return 1 if failures else 0
+
+
+def _gone_on(each: Continuation) -> str:
+    mark = "✗" if each.failures else "✓"
+    return (
+        f"{mark} {each.layout}: validation loss {each.before:.4f} when saved, {each.resumed:.4f} when resumed, "
+        f"{each.after:.4f} after {each.steps} more steps"
+    )
 
 
 def _zero_table() -> RenderableType:
@@ -63,7 +79,9 @@ def _outcome(tour: Tour) -> tuple[RenderableType, ...]:
     return comparison_tables(tour.comparison), f"{'✓' if below else '✗'} {loss}"
 
 
-def _json(tour: Tour, zero: dict[int, dict[int, Bytes]], page: Path) -> dict[str, Any]:
+def _json(
+    tour: Tour, further: list[Continuation], failures: list[str], zero: dict[int, dict[int, Bytes]], page: Path
+) -> dict[str, Any]:
     from shardwise import demo
 
     return {
@@ -72,5 +90,6 @@ def _json(tour: Tour, zero: dict[int, dict[int, Bytes]], page: Path) -> dict[str
         "zero": {"title": demo.large_title(), "capacity": demo.capacity(), "bytes_per_gpu": _totals(zero)},
         "training": tour.result.summary,
         "comparison": tour.comparison.to_json(),
-        "failures": tour.failures,
+        "resumed": [asdict(each) for each in further],
+        "failures": failures,
     }

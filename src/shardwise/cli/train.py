@@ -55,6 +55,7 @@ def _run(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--save-every", type=int, metavar="N", help="steps between checkpoints (0: at the end)")
     group.add_argument("--keep-last", type=int, metavar="N", help="checkpoints to keep, 0 for all (3)")
     group.add_argument("--save-async", action="store_true", help="go on training while a checkpoint is written")
+    group.add_argument("--weights", metavar="DIR", help="start from a Hugging Face folder's weights, and its tokenizer")
     group.add_argument("--resume", type=Path, metavar="DIR", help="go on from a run or a checkpoint, as it was set up")
     group.add_argument("--report", action="store_true", help="measure a step, and lay its prediction beside it")
     group.add_argument("--no-tensorboard", action="store_true", help="write no TensorBoard files")
@@ -70,6 +71,7 @@ _PLAIN = (
     "text_field",
     "max_bytes",
     "tokenizer",
+    "weights",
     "vocab",
     "seed",
     "validate_every",
@@ -135,6 +137,8 @@ def _request(args: argparse.Namespace) -> dict[str, Any]:
     from shardwise.layout import Workload
     from shardwise.runtime.config import OptimizerConfig
 
+    if args.model is None and args.weights is not None:
+        args.model = str(Path(args.weights).absolute())
     missing = [f"--{name}" for name in ("data", "seq", "batch") if getattr(args, name) is None]
     if args.model is None or missing:
         raise UserError(f"train needs {', '.join(missing if args.model else ['MODEL', *missing])}, or --resume DIR")
@@ -152,7 +156,7 @@ def _request(args: argparse.Namespace) -> dict[str, Any]:
 
 def _changes(args: argparse.Namespace) -> dict[str, Any]:
     """The arguments of `configure_resumed`: a resumed run has its model, text and sequence length already."""
-    fixed = [f"--{name}" for name in ("vocab", "seq", "batch", *_OPTIMIZER) if getattr(args, name) is not None]
+    fixed = [f"--{name}" for name in ("weights", "vocab", "seq", "batch", *_OPTIMIZER) if getattr(args, name) is not None]
     if args.model is not None or args.set or fixed or args.isolate_documents:
         named = ", ".join(["MODEL"] * (args.model is not None) + ["--set"] * bool(args.set) + fixed)
         raise UserError(f"a resumed run keeps what it trains and how: leave out {named or '--isolate-documents'}")

@@ -7,6 +7,7 @@ import statistics
 import time
 import warnings
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.checkpoint import find
+from shardwise.checkpoint.huggingface import open_weights
 from shardwise.data import Corpus, Sampler
 from shardwise.decoder import random
 from shardwise.decoder.initial import initial_values
@@ -22,9 +24,9 @@ from shardwise.errors import UserError
 from shardwise.layout import Grid, check_runnable, unit_plan
 from shardwise.model.flops import training_flops_per_token
 from shardwise.report.run_directory import RunDirectory
-from shardwise.report.step_report import StepReport, merge_roles
+from shardwise.report.step_report import Role, StepReport, merge_roles
 from shardwise.runtime.batches import Batches
-from shardwise.runtime.checkpointing import Position, Saver, restore
+from shardwise.runtime.checkpointing import Position, Saver, restore, start_from
 from shardwise.runtime.config import TrainConfig
 from shardwise.runtime.engine import torch_dtype
 from shardwise.runtime.hardware import matmul_rate
@@ -110,6 +112,8 @@ class _Run:
             self.at = restore(self.program, find(Path(config.resume)))
             if self.at.step >= config.steps:
                 raise UserError(f"{config.resume} has done {self.at.step} steps already: ask for more with --steps")
+        elif config.weights:
+            start_from(self.program, open_weights(config.weights, config.model))
         self.record = Record(config, self.world, self.at.step) if self.rank == 0 else None
         self.saver = Saver(
             self.program, RunDirectory(Path(config.out)).checkpoints,
@@ -117,35 +121,54 @@ class _Run:
             timeout=config.hang,
         )  # fmt: skip
         self.stop = StopRequest(self.rank)
+        self.first_step = self.at.step
         self.times: list[float] = []
+        self.role: Role | None = None
+        """What the measured step saw on this rank, while its times are still to come."""
+        self.roles: dict[int, Role] | None = None
 
     def train(self) -> dict[str, Any]:
         config = self.config
         self.peak = matmul_rate(self.device, torch_dtype(config.layout.dtype))
-        first_step = self.at.step
-        measured = min(first_step + MEASURED_STEP, config.steps - 1) if config.report else -1
-        roles, loss = None, float("nan")
-        first = self._validate(first_step)
-        for step in range(first_step, config.steps):
+        start, loss = self.at.step, float("nan")
+        measured = max(start, min(start + MEASURED_STEP, config.steps - 2)) if config.report else -1
+        first = self._validate(start)
+        for step in range(start, config.steps):
             if self.stop.agreed(step):
                 break
-            started = time.perf_counter()
-            measurement = Measurement(self.program) if step == measured else None
-            loss, norm = self._step(step, measurement)
-            elapsed = time.perf_counter() - started
-            if measurement is not None:
-                roles = self._gather(measurement.role(self.rank))
-            elif step > first_step or config.steps == 1:
-                self.times.append(elapsed)
-            self._tell(step, loss, norm, elapsed)
-            if config.validate_every and (step + 1) % config.validate_every == 0 and step + 1 < config.steps:
+            loss = self._observed(step, measure=step == measured)
+            if step + 1 == config.steps:
+                break
+            if config.validate_every and (step + 1) % config.validate_every == 0:
                 self._validate(step + 1)
-            if config.save_every and (step + 1) % config.save_every == 0 and step + 1 < config.steps:
+            if config.save_every and (step + 1) % config.save_every == 0:
                 self._save(last=False)
+        if self.role is not None:  # no step was left after the measured one
+            self.roles, self.role = self._gather(self.role), None
         self._save(last=True)
         if self.stop.asked:
             raise Stopped(self.at.step, config.out)
-        return self._finish(first, self._validate(config.steps), loss, roles)
+        return self._finish(first, self._validate(config.steps), loss)
+
+    def _observed(self, step: int, measure: bool) -> float:
+        """One training step with its times. Looking at every storage slows a step down, so the one after a measured
+        step, undisturbed but for its clock, gives the times of the collectives."""
+        started = time.perf_counter()
+        measurement = Measurement(self.program) if measure else None
+        timed = self.role is not None
+        if timed:
+            self.comms.start_recording()
+        loss, norm = self._step(step, measurement)
+        elapsed = time.perf_counter() - started
+        if measurement is not None:
+            self.role = measurement.role(self.rank)
+        elif step > self.first_step or self.config.steps == 1:
+            self.times.append(elapsed)
+        if timed and self.role is not None:
+            self.comms.stop_recording()
+            self.roles, self.role = self._gather(replace(self.role, transport=self.comms.transport())), None
+        self._tell(step, loss, norm, elapsed)
+        return loss
 
     def _tell(self, step: int, loss: float, norm: float, elapsed: float) -> None:
         if self.record:
@@ -171,12 +194,12 @@ class _Run:
             if self.record:
                 self.record.warn(str(error), self.at.step)
 
-    def _finish(self, first: float, last: float, loss: float, roles: dict[int, Any] | None) -> dict[str, Any]:
+    def _finish(self, first: float, last: float, loss: float) -> dict[str, Any]:
         config = self.config
         seconds = statistics.median(self.times) if self.times else None
         rate = config.workload.batch * config.workload.seq / seconds if seconds else None
-        if roles is not None and self.record:
-            self.record.report(self._report(roles, seconds))
+        if self.roles is not None and self.record:
+            self.record.report(self._report(self.roles, seconds))
         result = {
             "steps": config.steps,
             "ranks": self.world,
@@ -232,13 +255,13 @@ class _Run:
             self.record.validation(step, mean, self.entropy)
         return mean
 
-    def _gather(self, role: Any) -> dict[int, Any] | None:
+    def _gather(self, role: Role) -> dict[int, Role] | None:
         """Every rank's own role, on rank 0."""
         roles: list[Any] | None = [None] * self.world if self.rank == 0 else None
         dist.gather_object(role, roles)
         return dict(enumerate(roles)) if roles is not None else None
 
-    def _report(self, roles: dict[int, Any], seconds: float | None) -> StepReport:
+    def _report(self, roles: dict[int, Role], seconds: float | None) -> StepReport:
         config = self.config
         local = int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
         nodes = self.world // local
@@ -251,5 +274,5 @@ class _Run:
             cluster=f"{nodes}x{local}x{name}" if nodes > 1 else f"{local}x{name}",
             roles=merge_roles(roles),
             time=seconds,
-            notes=("time is the median step's, without the measured one; transport times are the measured step's",),
+            notes=("time is the median step's; the times of the collectives are those of one undisturbed step",),
         )
