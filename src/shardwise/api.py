@@ -15,9 +15,7 @@ import json
 import math
 import os
 import re
-import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
@@ -25,20 +23,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import UserError
-from shardwise.layout import Layout, Workload, check_runnable
+from shardwise.layout import Layout, Workload, check_runnable, fewer_ranks
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import resolve
-from shardwise.report.run_directory import RunDirectory, next_free
+from shardwise.report.run_directory import RunDirectory, next_free, occupied
 from shardwise.report.step_report import StepReport
 from shardwise.runtime.config import OptimizerConfig, TrainConfig
-from shardwise.runtime.launch import INTERRUPTED, RANK_FAILED, USER_MISTAKE, RunFailed, check_port, launch, say
+from shardwise.runtime.launch import INTERRUPTED, RANK_FAILED, USER_MISTAKE, RunFailed, check_port, say
+from shardwise.runtime.restart import WORKER, begun_by_this_job, continued, torchrun_restarts, until_done
 
 if TYPE_CHECKING:
     from shardwise.cluster import Cluster
 
 RUNS = Path("runs")
 
-_GIVEN = {"model", "layout", "workload", "data", "out", "corpus", "steps", "optimizer"}
+_GIVEN = {"model", "layout", "workload", "data", "out", "corpus", "steps", "optimizer", "restart"}
 _OPTIONS = [field.name for field in fields(TrainConfig) if field.name not in _GIVEN]
 
 
@@ -89,6 +88,8 @@ def train(
     vocab: int | None = None,
     optimizer: OptimizerConfig | None = None,
     port: int = 0,
+    restarts: int = 0,
+    elastic: bool = False,
     progress: Callable[[str], None] = say,
     rank0_stdout: int | None = None,
     **options: Any,
@@ -98,12 +99,14 @@ def train(
     model: a `ModelConfig`, a name of the catalog, or the path of a config.json. layout: a `Layout` or its text.
     data: a file, a folder, JSONL, Parquet, a saved dataset, or "stdlib". out: the run directory, new or empty; None
     takes the next free `runs/<model>-N`. vocab: replaces the model's vocabulary. port: where the ranks meet; 0 needs
-    none. progress: gets lines about the preparation. rank0_stdout: file descriptor for rank 0's progress.
+    none. restarts: how often a run whose rank died or got stuck is started again, from its newest checkpoint; elastic:
+    without the ranks that were killed, when dp can shrink. progress: gets lines about the preparation and restarts.
+    rank0_stdout: file descriptor for rank 0's progress.
     options: further fields of `TrainConfig` (tokenizer, seed, validate_every, report, device, threads, ...).
     Raises `UserError` for what cannot be run, `RunFailed` when a rank dies; no process is left in either case.
     """
     config = configure(model, layout, workload, data, steps, out, vocab=vocab, optimizer=optimizer, **options)
-    return run(config, port=port, progress=progress, rank0_stdout=rank0_stdout)
+    return run(config, port=port, restarts=restarts, elastic=elastic, progress=progress, rank0_stdout=rank0_stdout)
 
 
 def resume(
@@ -111,6 +114,8 @@ def resume(
     *,
     out: Path | str | None = None,
     port: int = 0,
+    restarts: int = 0,
+    elastic: bool = False,
     progress: Callable[[str], None] = say,
     rank0_stdout: int | None = None,
     **changes: Any,
@@ -120,41 +125,54 @@ def resume(
     Arguments as for `configure_resumed` and `train`; raises what they raise.
     """
     config = configure_resumed(checkpoint, out, **changes)
-    return run(config, port=port, progress=progress, rank0_stdout=rank0_stdout)
+    return run(config, port=port, restarts=restarts, elastic=elastic, progress=progress, rank0_stdout=rank0_stdout)
 
 
 def run(
-    config: TrainConfig, *, port: int = 0, progress: Callable[[str], None] = say, rank0_stdout: int | None = None
+    config: TrainConfig,
+    *,
+    port: int = 0,
+    restarts: int = 0,
+    elastic: bool = False,
+    progress: Callable[[str], None] = say,
+    rank0_stdout: int | None = None,
+    worker: Sequence[str] = WORKER,
 ) -> TrainResult:
-    """Start the ranks of a configuration and wait for them. Raises as `train` does."""
+    """Start the ranks of a configuration and wait for them. worker: the command of a rank, before its configuration.
+
+    Raises as `train` does.
+    """
     if under_torchrun():
         raise UserError("torchrun has started this process as one rank: use torchrun -m shardwise train")
+    if restarts < 0:
+        raise UserError(f"restarts must be at least 0, not {restarts}")
+    if elastic and not restarts:
+        raise UserError("an elastic run shrinks when it is started again: allow that with --restarts N")
     _check_out(config)
     if port:
         check_port(port)
     config = with_corpus(config, progress)
-    lines: list[str] = []
-    with _claimed(Path(config.out)) as folder, tempfile.TemporaryDirectory(prefix="shardwise-") as temporary:
-        file = Path(temporary, "config.json")
-        config.write(file)
-        code = launch(
-            [sys.executable, "-m", "shardwise.runtime.worker", str(file)],
-            config.layout.ranks,
+    with _claimed(Path(config.out)) as folder:
+        ending, config = until_done(
+            config,
+            restarts=restarts,
+            elastic=elastic,
             port=port,
-            threads=config.threads,
-            loopback=config.device == "cpu",
             rank0_stdout=rank0_stdout,
-            echo=lines.append,
+            progress=progress,
+            worker=worker,
         )
-        _raise_for(code, "; ".join(lines))
+        _raise_for(ending.code, ending.line)
         _predict(config, nodes=1)
     return TrainResult.read(folder)
 
 
-def train_as_rank(config: Callable[[], TrainConfig]) -> int:
+def train_as_rank(config: Callable[[], TrainConfig], *, elastic: bool = False) -> int:
     """Train as the rank that torchrun has started. config: as `configure` gives it, with every rank the same `out`.
 
-    Returns the exit code; what failed has been written to standard error. Leave by `worker.leave(code)`.
+    When torchrun has started its workers again, the run goes on from its newest good checkpoint; elastic: with as many
+    ranks as there are then, if dp can shrink to them. Returns the exit code; what failed has been written to standard
+    error. Leave by `worker.leave(code)`.
     """
     from shardwise.runtime.worker import guarded
 
@@ -163,11 +181,18 @@ def train_as_rank(config: Callable[[], TrainConfig]) -> int:
 
     def prepare() -> TrainConfig:
         asked = config()
-        ranks = int(os.environ["WORLD_SIZE"])
-        check_runnable(asked.layout, asked.model, asked.workload, ranks)
-        if first:
+        tell = say if first else lambda line: None
+        ranks, restarts = int(os.environ["WORLD_SIZE"]), torchrun_restarts()
+        if restarts and begun_by_this_job(asked):
+            asked = continued(asked, restarts, tell)
+            tell(f"restart {restarts} {'from ' + asked.resume if asked.resume else 'from the beginning'}")
+        elif first:
             _check_out(asked)
-        prepared.append(with_corpus(asked, say if first else lambda line: None))
+        if elastic and ranks < asked.layout.ranks:
+            smaller = fewer_ranks(asked.layout, asked.model, asked.workload, ranks)
+            asked = replace(asked, layout=smaller or asked.layout)
+        check_runnable(asked.layout, asked.model, asked.workload, ranks)
+        prepared.append(with_corpus(asked, tell))
         return prepared[0]
 
     code = guarded(prepare)
@@ -235,6 +260,8 @@ def configure_resumed(checkpoint: Path | str, out: Path | str | None = None, **c
     """
     from shardwise.checkpoint import find
 
+    if changes.get("weights") is not None:
+        raise UserError("a resumed run goes on from its checkpoint: leave the weights out")
     path = Path(checkpoint)
     found = find(path)
     before = dict(found.manifest.about)
@@ -259,9 +286,10 @@ def _starting_from(folder: Path, model: ModelConfig, tokenizer: Path | str | Non
     from shardwise.checkpoint.huggingface import open_weights
 
     open_weights(folder, model)
-    tokenizer = Path(tokenizer) if tokenizer is not None else folder / "tokenizer.json"
-    if not tokenizer.exists():
-        raise UserError(f"there is no {tokenizer}: name the weights' own tokenizer.json with --tokenizer")
+    if tokenizer is None:
+        tokenizer = folder / "tokenizer.json"
+        if not tokenizer.exists():
+            raise UserError(f"there is no {tokenizer}: name the weights' own tokenizer.json with --tokenizer")
     return {"weights": str(folder), "tokenizer": str(tokenizer)}
 
 
@@ -315,15 +343,25 @@ def _file_name(name: str) -> str:
 
 def _check_out(config: TrainConfig) -> None:
     """A run that goes on lies among its own files; any other one needs a folder of its own."""
+    from shardwise.checkpoint import Checkpoint, latest
+
     out = Path(config.out)
     if not (config.resume and out.resolve() in Path(config.resume).resolve().parents):
         check_unused(out)
+        return
+    # Two branches in one folder: whoever asked for the newest checkpoint would get one or the other.
+    newest, mine = latest(out / "checkpoints"), Checkpoint.open(config.resume)
+    if newest and newest.manifest.step > mine.manifest.step:
+        raise UserError(
+            f"{out} has gone on to step {newest.manifest.step}: to go on from step {mine.manifest.step} give the new "
+            "run a directory of its own with --out"
+        )
 
 
 def check_unused(out: Path) -> None:
     """Raise `UserError` when a run in `out` would lie among other files."""
     if out.is_dir():
-        if any(out.iterdir()):
+        if occupied(out):
             raise UserError(f"{out} is not empty; nothing was overwritten: choose another --out")
     elif out.exists() or out.is_symlink():
         raise UserError(f"{out} is not a folder; nothing was overwritten: choose another --out")

@@ -45,7 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     export = action("export", "write the weights as a Hugging Face folder, which transformers loads")
     export.add_argument("checkpoint", metavar="CHECKPOINT", type=Path)
     export.add_argument("--to", required=True, type=Path, metavar="FOLDER", help="the new folder")
-    export.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of every tensor (bfloat16)")
+    export.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of every tensor (bfloat16)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -141,6 +143,8 @@ def _export(args: argparse.Namespace) -> int:
 
         what = f"{made.tensors} tensors in {args.dtype}, {format_bytes(made.nbytes)}"
         show(f"wrote {made.folder}: the weights of step {checkpoint.manifest.step}, {what}")
+        if "tokenizer.json" not in made.files:
+            show("without a tokenizer: the run's own is no longer where it was")
     return 0
 
 

@@ -65,6 +65,9 @@ def _run(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--no-overlap", action="store_true", help="do not communicate while computing; same bits")
     group.add_argument("--port", type=int, default=0, metavar="N", help="where the ranks meet; left out, a file serves")
     group.add_argument("--hang", type=float, metavar="S", help="seconds without progress after which to give up (600)")
+    group.add_argument("--restarts", type=int, default=0, metavar="N", help="go on from the last checkpoint after a "
+                       "rank died or got stuck, at most N times (0)")  # fmt: skip
+    group.add_argument("--elastic", action="store_true", help="restart without ranks that were killed: dp shrinks")
 
 
 _PLAIN = (
@@ -96,15 +99,20 @@ def run(args: argparse.Namespace) -> int:
     if under_torchrun():
         from shardwise.runtime.worker import leave
 
-        if args.port or (args.out is None and args.resume is None):
-            raise UserError(
-                "under torchrun its own rendezvous counts: leave --port out"
-                if args.port
-                else "under torchrun every rank must know the run directory: add --out DIR"
-            )
-        leave(train_as_rank(config))
+        if args.port:
+            raise UserError("under torchrun its own rendezvous counts: leave --port out")
+        if args.restarts:
+            raise UserError("torchrun starts ranks again itself: leave --restarts out, give torchrun --max-restarts N")
+        if args.out is None and args.resume is None:
+            raise UserError("under torchrun every rank must know the run directory: add --out DIR")
+        leave(train_as_rank(config, elastic=args.elastic))
     # With --json nothing but the result may reach standard output: progress goes where errors go.
-    started: dict[str, Any] = {"port": args.port, "rank0_stdout": 2 if args.json else None}
+    started: dict[str, Any] = {
+        "port": args.port,
+        "restarts": args.restarts,
+        "elastic": args.elastic,
+        "rank0_stdout": 2 if args.json else None,
+    }
     if args.resume is not None:
         result = resume(args.resume, **_changes(args), **started)
     else:
@@ -156,7 +164,7 @@ def _request(args: argparse.Namespace) -> dict[str, Any]:
 
 def _changes(args: argparse.Namespace) -> dict[str, Any]:
     """The arguments of `configure_resumed`: a resumed run has its model, text and sequence length already."""
-    fixed = [f"--{name}" for name in ("weights", "vocab", "seq", "batch", *_OPTIMIZER) if getattr(args, name) is not None]
+    fixed = [f"--{name}" for name in ("vocab", "seq", "batch", *_OPTIMIZER) if getattr(args, name) is not None]
     if args.model is not None or args.set or fixed or args.isolate_documents:
         named = ", ".join(["MODEL"] * (args.model is not None) + ["--set"] * bool(args.set) + fixed)
         raise UserError(f"a resumed run keeps what it trains and how: leave out {named or '--isolate-documents'}")

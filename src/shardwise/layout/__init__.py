@@ -2,8 +2,8 @@
 
 from shardwise.layout.grid import Grid
 from shardwise.layout.layout import Layout
-from shardwise.layout.legality import check, check_runnable
+from shardwise.layout.legality import check, check_runnable, fewer_ranks
 from shardwise.layout.units import UnitPlan, unit_plan
 from shardwise.layout.workload import Workload
 
-__all__ = ["Grid", "Layout", "UnitPlan", "Workload", "check", "check_runnable", "unit_plan"]
+__all__ = ["Grid", "Layout", "UnitPlan", "Workload", "check", "check_runnable", "fewer_ranks", "unit_plan"]

@@ -6,7 +6,9 @@ and the nearest legal values.
 
 from __future__ import annotations
 
-from shardwise.errors import LayoutError
+from dataclasses import replace
+
+from shardwise.errors import LayoutError, UserError
 from shardwise.layout.layout import Layout
 from shardwise.layout.workload import Workload
 from shardwise.model import ModelConfig
@@ -73,6 +75,23 @@ def _check_sequence(layout: Layout, model: ModelConfig, workload: Workload) -> N
             f"sequence length {workload.seq} cannot be cut into {'cp x tp' if layout.cp > 1 else 'tp'} = {pieces} "
             f"equal pieces; nearest that can: {nearest}"
         )
+
+
+def fewer_ranks(layout: Layout, model: ModelConfig, workload: Workload, ranks: int) -> Layout | None:
+    """The layout with the largest smaller dp that runs on at most `ranks`, all else as it was; None when there is none.
+
+    A shard group that the smaller dp cannot be cut into shrinks with it.
+    """
+    for dp in range(min(layout.dp - 1, ranks // (layout.ranks // layout.dp)), 0, -1):
+        data = dp * layout.cp
+        shard = max((n for n in range(2, min(layout.shard, data) + 1) if data % n == 0), default=0)
+        try:
+            smaller = replace(layout, dp=dp, shard=shard)
+            check_runnable(smaller, model, workload)
+        except UserError:
+            continue
+        return smaller
+    return None
 
 
 def unsupported(layout: Layout) -> list[str]:

@@ -3,6 +3,7 @@
     <run>/run.json            configuration, layout, workload, status
     <run>/events.jsonl        one JSON object a line, only ever appended to
     <run>/reports/*.json      step reports
+    <run>/errors/*.txt        tracebacks of ranks that failed
     <run>/checkpoints/step-N  written by the checkpoint code
 
 One process writes a run; any number may read it meanwhile.
@@ -21,6 +22,8 @@ from typing import Any, BinaryIO
 from shardwise.errors import UserError
 from shardwise.report.strict_json import strict
 
+ERRORS = "errors"
+"""Folder of a run in which ranks that failed leave their tracebacks."""
 _STEP = re.compile(r"step-(\d+)", re.ASCII)
 
 
@@ -42,7 +45,7 @@ class RunDirectory:
         try:
             path.mkdir(parents=True, exist_ok=True)
             here = cls(path)
-            if any(path.iterdir()):
+            if occupied(path):
                 if not here._file.exists():
                     raise UserError(f"{path} is not empty and holds no run: choose another --out")
                 if not resume:
@@ -192,6 +195,11 @@ class RunDirectory:
         if not isinstance(event, dict):
             raise UserError(f"{self.events_path} is damaged: the line that ends at byte {end} is not a JSON object")
         return event
+
+
+def occupied(path: Path) -> bool:
+    """Whether a folder holds anything but the tracebacks of a run that failed before it began."""
+    return any(entry.name != ERRORS for entry in path.iterdir())
 
 
 def next_free(base: Path | str) -> Path:

@@ -7,10 +7,12 @@ asynchronous save never meets the training's collectives; rank 0 writes the mani
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -23,6 +25,7 @@ from shardwise.checkpoint import (
     Held,
     Manifest,
     PartRecord,
+    Piece,
     TensorSpec,
     commit,
     keep_last,
@@ -31,7 +34,9 @@ from shardwise.checkpoint import (
     write_part,
     writes,
 )
+from shardwise.checkpoint.manifest import NAME as MANIFEST
 from shardwise.errors import UserError
+from shardwise.runtime.pulse import Pulse
 from shardwise.runtime.step import Program
 
 KINDS = ("model", "first", "second")
@@ -51,8 +56,9 @@ class Saver:
     """Writes a program's checkpoints into `folder`/step-N. Every rank of the job makes one.
 
     keep: whole checkpoints to keep, 0 for all. later: training goes on while a copy of the state is being written; at
-    most one save is under way. seed, about: as in `Manifest`. Errors of a save under way are raised by the next `save`
-    or by `finish`: `UserError` for what the disk refuses.
+    most one save is under way. seed, about: as in `Manifest`. timeout: seconds that ranks wait for each other. pulse:
+    where a save under way gives signs of life. Errors of a save under way are raised by the next `save` or by `finish`,
+    on every rank alike: `UserError` for what the disk refuses, and nothing is left of that checkpoint then.
     """
 
     def __init__(
@@ -65,9 +71,11 @@ class Saver:
         keep: int,
         later: bool,
         timeout: float,
+        pulse: Pulse | None = None,
     ) -> None:
         self.program, self.folder, self.seed, self.about = program, folder, seed, about
         self.keep, self.later = keep, later
+        self.pulse = (pulse or Pulse()) if later else program.comms.pulse
         self.rank = dist.get_rank()
         plan = program.plan
         self.writes = writes(plan.model, plan.layout, self.rank)
@@ -89,8 +97,10 @@ class Saver:
     def finish(self) -> None:
         """Wait for the save under way; raises what went wrong in it."""
         if self._thread is not None:
+            self.program.comms.pulse.await_save()
             self._thread.join()
             self._thread = None
+            self.program.comms.pulse.work()
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -100,6 +110,8 @@ class Saver:
             self._write(*args)
         except BaseException as error:
             self._error = error
+        finally:
+            self.pulse.idle()
 
     def _entries(self) -> tuple[list[Entry], list[Tensor]]:
         """What this rank writes, and the runs of its state that hold it, padding included."""
@@ -117,20 +129,45 @@ class Saver:
 
     def _write(self, position: Position, entries: list[Entry], tensors: list[Tensor]) -> None:
         folder = self.folder / f"step-{position.step}"
-        held = [*self.writes] * len(KINDS)
-        arrays = (_array(h, tensor) for h, tensor in zip(held, tensors, strict=True))
+        self.pulse.step(position.step)
+        self.pulse.work("the save of its part")
         outcome: PartRecord | str
         try:
-            outcome = write_part(folder, self.rank, entries, arrays)
+            outcome = write_part(folder, self.rank, entries, self._arrays(tensors))
         except UserError as error:
             outcome = str(error)
         # Whoever failed must say so: the others wait for its record.
         outcomes: list[Any] | None = [None] * dist.get_world_size() if self.rank == 0 else None
-        dist.gather_object(outcome, outcomes, group=self._control)
+        self._together("the gather of the saved parts", dist.gather_object, outcome, outcomes)
+        self.pulse.work("the save of the manifest")
         verdict = [self._commit(folder, outcomes, position) if outcomes is not None else None]
-        dist.broadcast_object_list(verdict, src=0, group=self._control)
+        self._together("the broadcast that all is saved", dist.broadcast_object_list, verdict, 0)
         if verdict[0] is not None:
+            self._clear(folder, outcome)
             raise UserError(verdict[0])
+
+    def _arrays(self, tensors: list[Tensor]) -> Iterator[np.ndarray]:
+        for held, tensor in zip([*self.writes] * len(KINDS), tensors, strict=True):
+            self.pulse.work(f"the save of {held.name}")
+            yield _array(held, tensor)
+
+    def _together(self, words: str, collective: Callable[..., object], *args: Any) -> None:
+        """A collective of the saving ranks. Raises `RuntimeError` in words when a peer is lost in it."""
+        self.pulse.wait(words)
+        try:
+            collective(*args, group=self._control)
+        except RuntimeError as error:
+            text = str(error).splitlines()[0]
+            raise RuntimeError(f"lost a peer in {words} ({text})") from error
+        self.pulse.work()
+
+    def _clear(self, folder: Path, outcome: PartRecord | str) -> None:
+        """Remove this rank's part of a checkpoint that never came to be: the disk may be full as it is."""
+        if isinstance(outcome, PartRecord) and not (folder / MANIFEST).exists():
+            with suppress(OSError):
+                (folder / outcome.part.name).unlink()
+            with suppress(OSError):
+                folder.rmdir()
 
     def _commit(self, folder: Path, outcomes: list[PartRecord | str], position: Position) -> str | None:
         """Write the manifest when every rank has written its part; what went wrong otherwise."""
@@ -157,24 +194,44 @@ def _array(held: Held, tensor: Tensor) -> np.ndarray:
     return np.ascontiguousarray(held.without_padding(tensor.detach().cpu().numpy()))
 
 
+class Stored(Protocol):
+    """What weights are read from: a checkpoint, or another's folder with the same face."""
+
+    def require(self, shapes: Mapping[str, tuple[int, ...]]) -> None: ...
+
+    def read(self, tensor: str, piece: Piece | None = None, dtype: str | None = None) -> np.ndarray: ...
+
+
 def restore(program: Program, checkpoint: Checkpoint) -> Position:
     """Set weights, moments and the update count from a checkpoint, reading only what this rank holds.
 
     Raises `UserError` when it is of another model, or damaged.
     """
+    _fill(program, checkpoint, KINDS)
+    manifest = checkpoint.manifest
+    program.optimizer.steps = manifest.optimizer_steps
+    return Position(manifest.step, manifest.samples, manifest.optimizer_steps)
+
+
+def start_from(program: Program, weights: Stored) -> None:
+    """Set the weights of a program that has made no step, reading only what this rank holds. Raises as `restore`."""
+    _fill(program, weights, ("model",))
+
+
+def _fill(program: Program, source: Stored, kinds: Sequence[str]) -> None:
     plan = program.plan
-    checkpoint.require(shapes(plan.model, KINDS))
+    source.require(shapes(plan.model, kinds))
     states = {state.flat.unit.name: state for state in program.optimizer.states}
     for held in needs(plan.model, plan.layout, dist.get_rank()):
         state = states[held.unit]
-        for kind, target in (("model", state.master), ("first", state.first), ("second", state.second)):
+        targets = {"model": state.master, "first": state.first, "second": state.second}
+        for kind in kinds:
+            target = targets[kind]
             dtype = str(target.dtype).removeprefix("torch.")
-            values = checkpoint.read(f"{kind}/{held.name}", held.local, dtype)
+            program.comms.pulse.work(f"the reading of {held.name}")
+            values = source.read(f"{kind}/{held.name}", held.local, dtype)
             target[held.start - state.flat.start : held.stop - state.flat.start].copy_(torch.from_numpy(values))
     for state in program.optimizer.states:
         if state.master is not state.flat.interval:
             state.flat.interval.copy_(state.master)
-    manifest = checkpoint.manifest
-    program.optimizer.steps = manifest.optimizer_steps
     program.engine.publish()
-    return Position(manifest.step, manifest.samples, manifest.optimizer_steps)

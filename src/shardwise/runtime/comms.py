@@ -21,6 +21,7 @@ from torch import Tensor
 
 from shardwise.layout import Grid
 from shardwise.report.step_report import LedgerRow, Phase, TransportRow
+from shardwise.runtime.pulse import Pulse
 
 Key = tuple[str, str, str, str, str, int]
 
@@ -45,17 +46,23 @@ class Pending:
         timing: Timing | None,
         issued: float,
         settle: float = 0.0,
+        pulse: Pulse | None = None,
+        words: str | None = None,
     ) -> None:
         self._works, self._finish, self._timing, self._issued = works, finish, timing, issued
-        self._settle = settle
+        self._settle, self._pulse, self._words = settle, pulse, words
         self._done = False
 
     def wait(self) -> None:
         if self._done:
             return
         started = time.perf_counter()
+        if self._pulse is not None:
+            self._pulse.wait(self._words)
         for work in self._works:
             work.wait()
+        if self._pulse is not None:
+            self._pulse.work()
         if self._finish is not None:
             self._finish()
         if self._timing is not None:
@@ -75,11 +82,22 @@ class Comms:
     """The process groups of one rank's grid position, and the ledger of what passed through them.
 
     axes: group names as `Grid.group` takes them; only those with more than one rank get a process group, and a
-    collective over one rank does nothing and leaves no entry. Raises what torch.distributed raises when a peer is lost.
+    collective over one rank does nothing and leaves no entry. pulse: where signs of life go. Raises what
+    torch.distributed raises when a peer is lost.
     """
 
-    def __init__(self, grid: Grid, rank: int, axes: tuple[str, ...], *, timeout: float, overlap: bool = True) -> None:
+    def __init__(
+        self,
+        grid: Grid,
+        rank: int,
+        axes: tuple[str, ...],
+        *,
+        timeout: float,
+        overlap: bool = True,
+        pulse: Pulse | None = None,
+    ) -> None:
         self.grid, self.rank, self.overlap = grid, rank, overlap
+        self.pulse = pulse or Pulse()
         self.backend: str = dist.get_backend()
         self.phase: Phase = "forward"
         self.timings: dict[Key, Timing] = {}
@@ -143,6 +161,7 @@ class Comms:
 
     def _record(self, op: str, axes: str, unit: str, full: Tensor, elements: int, algorithm: str) -> Timing | None:
         self._last = f"{op} over {self.grid.axes_name(axes)} for {unit} in {self.phase}"
+        self.pulse.collective(self._last)
         if not self._recording:
             return None
         key = (self.phase, op, self.grid.axes_name(axes), unit, str(full.dtype).removeprefix("torch."), elements)
@@ -154,7 +173,7 @@ class Comms:
         self, start: Callable[[], Any], timing: Timing | None, later: bool, finish: Callable[[], object] | None = None
     ) -> Pending:
         issued = time.perf_counter()
-        pending = Pending([start()], finish, timing, issued, self.settle)
+        pending = Pending([start()], finish, timing, issued, self.settle, self.pulse, self._last)
         if not (later and self.overlap):
             pending.wait()
         return pending
@@ -225,7 +244,13 @@ class Comms:
 
     def read(self, scalar: Tensor) -> float:
         """The number in a tensor of one element, on the host. The one place where the program looks at data."""
-        return float(scalar.item())
+        if self.backend != "nccl" or not self._last:
+            return float(scalar.item())
+        # On a GPU collectives are only queued: this is where the host waits for them.
+        self.pulse.wait()
+        value = float(scalar.item())
+        self.pulse.work()
+        return value
 
     # -- along a dim of activations
 

@@ -37,9 +37,11 @@ class TrainConfig:
     corpus: folder of the prepared tokens. out: the run directory. validate_every: steps between validations (0: only at
     the end), each over `validate_batches` global batches. report: measure one steady step and write its StepReport.
     save_every: steps between checkpoints (0: only at the end), of which the newest `keep_last` are kept (0: all);
-    save_async: training goes on while one is written. resume: the checkpoint, or the run, to go on from.
+    save_async: training goes on while one is written. weights: a Hugging Face folder to start from. resume: the
+    checkpoint, or the run, to go on from; `weights` then counts no more.
+    restart: how many times the run has been started again after a failure, in its own directory.
     overlap: communicate while computing; off gives the same bits. matmul: torch's float32 matrix-product precision.
-    hang: seconds without progress in a collective after which a rank gives up.
+    hang: seconds without progress, in a collective or outside, after which a rank counts as stuck and the run ends.
     """
 
     model: ModelConfig
@@ -60,7 +62,9 @@ class TrainConfig:
     save_every: int = 0
     keep_last: int = 3
     save_async: bool = False
+    weights: str | None = None
     resume: str | None = None
+    restart: int = 0
     tensorboard: bool = True
     device: str = "cpu"
     threads: int = 1

@@ -184,6 +184,7 @@ class Engine:
         assert (use.kind, use.part) == (kind, part), f"the plan says {use}, the program {kind} {part}"
         self._at += 1
         self.comms.phase = use.phase
+        self.comms.pulse.work(f"{kind} of {part}")
         if kind == "backward":
             self._zero_staging(part)
         if self.stage < 3:

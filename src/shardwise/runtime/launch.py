@@ -5,6 +5,8 @@ It knows nothing about training: a command line goes in, an exit code comes out.
 - `RANK`, `LOCAL_RANK`, `WORLD_SIZE`, `LOCAL_WORLD_SIZE`, `OMP_NUM_THREADS` as torch's own launcher sets them;
 - `SHARDWISE_RENDEZVOUS`: the `init_method` of the process group, a file unless a port was asked for;
 - `SHARDWISE_ERROR_FILE`: where a rank that fails writes its `Failure` before it exits;
+- `SHARDWISE_PULSE`: the file of its signs of life (`pulse.py`), by which the launcher finds a rank that is stuck;
+- `SHARDWISE_STACK`: where it writes where it stands when SIGUSR1 asks it to; made by the rank when it can;
 - `SHARDWISE_PARENT`: the launcher's process id, for `die_with_parent`.
 
 Imports no torch.
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import mmap
 import os
 import signal
 import socket
@@ -24,12 +27,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import Literal
+from typing import Any, Literal
 
 from shardwise.errors import UserError
+from shardwise.runtime import pulse
 
 GRACE = 1.0
 """Seconds that the other ranks get to report what they saw, after one has failed."""
@@ -38,6 +42,7 @@ ORDERLY = 300.0
 LAST_WORDS = 1.0
 """Seconds between SIGTERM and SIGKILL."""
 _POLL = 0.02
+_LOOK = 0.25
 
 USER_MISTAKE = 2
 RANK_FAILED = 1
@@ -93,7 +98,29 @@ def die_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def launch(
+@dataclass(frozen=True)
+class Ending:
+    """How a launch ended. code: 0 when all ranks ended with 0; 2 when one reports a user's mistake, 1 when one dies or
+    is stuck, 130, 143 or 129 after SIGINT, SIGTERM or SIGHUP. line: why, on one line, empty when all is well. lost:
+    ranks that were killed from outside. stuck, stack: the rank that made no progress, and where its threads stood.
+    """
+
+    code: int
+    line: str = ""
+    lost: tuple[int, ...] = ()
+    stuck: int | None = None
+    stack: str = ""
+
+
+def launch(command: list[str], ranks: int, *, echo: Callable[[str], None] = say, **options: Any) -> int:
+    """`supervise`, with the line handed to `echo` if there is one. Returns the exit code."""
+    ending = supervise(command, ranks, **options)
+    if ending.line:
+        echo(ending.line)
+    return ending.code
+
+
+def supervise(
     command: list[str],
     ranks: int,
     *,
@@ -104,22 +131,21 @@ def launch(
     logs: Path | None = None,
     rank0_stdout: int | None = None,
     patience: float = ORDERLY,
-    echo: Callable[[str], None] = say,
-) -> int:
-    """Run `command` as `ranks` local processes until all have ended; the exit code is 0 when all ended with 0.
+    hang: float | None = None,
+) -> Ending:
+    """Run `command` as `ranks` local processes until all have ended, or one has failed and the others were stopped.
 
     port: of 127.0.0.1, where the ranks meet; 0 lets them meet in a file. threads: of each rank's matrix products.
     loopback: have gloo talk over `lo`. env: added to the environment. logs: folder that gets the output of every rank
     but 0, whose output passes through; None keeps it for the last line of a rank that dies speechless only.
     rank0_stdout: file descriptor for rank 0's standard output. patience: seconds that ranks get to end in order after a
-    signal; a second signal ends it. echo: gets the one line that tells why a run failed.
-    Returns 2 when a rank reports a user's mistake, 1 when a rank dies, 130, 143 or 129 after SIGINT, SIGTERM or SIGHUP.
-    Raises `UserError` when the port is in use.
+    signal; a second signal ends it. hang: seconds without a sign of life after which a rank counts as stuck; None for
+    ranks that give none. Raises `UserError` when the port is in use.
     """
     if port:
         check_port(port)
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder, _signals() as received:
-        crew = _Crew(command, ranks, Path(folder), logs or Path(folder), received, patience)
+        crew = _Crew(command, ranks, Path(folder), logs or Path(folder), received, patience, hang)
         shared = {
             **(env or {}),
             "WORLD_SIZE": str(ranks),
@@ -136,7 +162,7 @@ def launch(
             shared["GLOO_SOCKET_IFNAME"] = "lo"
         try:
             crew.start(shared, rank0_stdout)
-            return crew.watch(echo)
+            return crew.watch()
         finally:
             crew.stop()
 
@@ -183,6 +209,8 @@ class _Rank:
     process: subprocess.Popen[bytes]
     error_file: Path
     log: Path | None
+    stack_file: Path
+    pulse: mmap.mmap
     last_alive: float
     code: int | None = None
 
@@ -209,9 +237,22 @@ class _Rank:
         if self.code >= 0:
             return f"exited with code {self.code}"
         try:
-            return f"was killed by {signal.Signals(-self.code).name}"
+            name = signal.Signals(-self.code).name
+            hint = " (a file that it reads was cut short, or shared memory is full)" if name == "SIGBUS" else ""
+            return f"was killed by {name}{hint}"
         except ValueError:
             return f"was killed by signal {-self.code}"
+
+    def stack(self) -> str:
+        """Where its threads stand, when it can still tell: Python's fault handler needs no lock for that."""
+        if not self.stack_file.exists():
+            return ""
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(self.process.pid, signal.SIGUSR1)
+        time.sleep(0.2)
+        with suppress(OSError):
+            return self.stack_file.read_text(errors="replace")
+        return ""
 
     def last_words(self) -> str:
         """The last line of its output, when that was caught."""
@@ -233,13 +274,23 @@ class _Crew:
     logs: Path
     received: list[int]
     patience: float
+    hang: float | None
     ranks: list[_Rank] = field(default_factory=list)
+    looked: float = 0.0
 
     def start(self, shared: dict[str, str], rank0_stdout: int | None) -> None:
         self.logs.mkdir(parents=True, exist_ok=True)
         for rank in range(self.size):
             error_file = self.folder / f"rank-{rank}.json"
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "SHARDWISE_ERROR_FILE": str(error_file)}
+            pulse_file, stack_file = self.folder / f"pulse-{rank}", self.folder / f"stack-{rank}"
+            own = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "SHARDWISE_ERROR_FILE": str(error_file),
+                "SHARDWISE_PULSE": str(pulse_file),
+                "SHARDWISE_STACK": str(stack_file),
+            }
+            memory = pulse.create(pulse_file)
             log = self.logs / f"rank-{rank}.log" if rank else None
             with open(log or os.devnull, "wb") as output:
                 process = subprocess.Popen(
@@ -250,32 +301,64 @@ class _Crew:
                     stderr=output if log else None,
                     start_new_session=True,
                 )
-            self.ranks.append(_Rank(rank, process, error_file, log, time.time()))
+            self.ranks.append(_Rank(rank, process, error_file, log, stack_file, memory, time.time()))
 
-    def watch(self, echo: Callable[[str], None]) -> int:
-        """Wait for the end, good or bad; a bad one is told to `echo` after the others have stopped."""
+    def watch(self) -> Ending:
+        """Wait for the end, good or bad; of a bad one, until nobody runs any more."""
+        started = time.monotonic()
         while not self.received:
             codes = self._codes()
             if any(codes):
                 self._wait(GRACE)
-                break
+                return self._failed()
             if None not in codes:
-                return 0
+                return Ending(0)
+            if stuck := self._stuck(started):
+                return self._hung(*stuck)
             time.sleep(_POLL)
-        if self.received:
-            return self._interrupted(echo)
-        cause = self._cause()
-        self.stop()
-        return self._tell(*cause, echo)
+        return self._interrupted()
 
-    def _interrupted(self, echo: Callable[[str], None]) -> int:
+    def _interrupted(self) -> Ending:
+        """The ranks get SIGTERM whatever the signal was: until they listen, it ends them without a word."""
         number = self.received[0]
         for rank in self.ranks:
-            rank.send(number)
-        self._wait(self.patience)
+            rank.send(signal.SIGTERM)
+        started, deadline = time.monotonic(), time.monotonic() + self.patience
+        while None in self._codes() and time.monotonic() < deadline and len(self.received) == 1:
+            if stuck := self._stuck(started):
+                hung = self._hung(*stuck)
+                return replace(hung, code=128 + number, line=f"stopped, without saving: {hung.line}")
+            time.sleep(_POLL)
         self.stop()
-        echo(f"stopped by {signal.Signals(number).name}: all {self.size} ranks have ended")
-        return 128 + number
+        reports = [report for rank in self.ranks if (report := Failure.read(rank.error_file))]
+        if mistake := next((report for report in reports if report.kind == "user"), None):
+            return Ending(USER_MISTAKE, mistake.message)
+        line = f"stopped by {signal.Signals(number).name}: all {self.size} ranks have ended"
+        return Ending(128 + number, line)
+
+    def _stuck(self, started: float) -> tuple[int, str] | None:
+        """(rank, line about it) when one makes no progress."""
+        now = time.monotonic()
+        if self.hang is None or now - self.looked < _LOOK:
+            return None
+        self.looked = now
+        signs = self._signs()
+        if verdict := pulse.stuck(signs, self.hang, now):
+            return verdict
+        if now - started > pulse.STARTING + self.hang:
+            for rank, (training, _) in signs.items():
+                if not training.time:
+                    return rank, f"rank {rank} has not begun to train within {now - started:.0f} s of its start"
+        return None
+
+    def _signs(self) -> dict[int, tuple[pulse.Sign, pulse.Sign]]:
+        """Of those that run."""
+        return {rank.rank: pulse.signs_in(rank.pulse) for rank in self.ranks if rank.code is None}
+
+    def _hung(self, number: int, line: str) -> Ending:
+        stack = self.ranks[number].stack()
+        self.stop()
+        return Ending(RANK_FAILED, line + self._others(), stuck=number, stack=stack)
 
     def _codes(self) -> list[int | None]:
         """Exit codes, None of those that run."""
@@ -302,19 +385,27 @@ class _Crew:
         _, _, rank, report = min(failed, key=lambda entry: entry[:2])
         return rank, report
 
-    def _tell(self, rank: _Rank, report: Failure | None, echo: Callable[[str], None]) -> int:
+    def _failed(self) -> Ending:
+        """Stop the others, and say who failed first, where, and who waited for it."""
+        rank, report = self._cause()
+        lost = tuple(each.rank for each in self.ranks if each.code is not None and each.code < 0)
+        signs = {each.rank: pulse.signs_in(each.pulse) for each in self.ranks}
+        self.stop()
         if report and report.kind == "user":
-            echo(report.message)
-            return USER_MISTAKE
+            return Ending(USER_MISTAKE, report.message)
+        sign = signs[rank.rank][pulse.TRAINING]
         if report:
-            at = "" if report.step is None else f" at step {report.step}"
-            what = f"rank {rank.rank} failed{at}: {report.message}"
+            step = "" if report.step is None else f" at step {report.step}"
+            # A rank that lost a peer says itself in which collective.
+            place, words = sign.place if sign.state == pulse.WORKING else step, report.message
+            what = f"rank {rank.rank} failed{place}: {words}"
         else:
             words = rank.last_words()
-            what = f"rank {rank.rank} {rank.ending}" + (f": {words}" if words else "")
-        others = {1: "", 2: "; the other rank was stopped"}.get(self.size, f"; the other {self.size - 1} were stopped")
-        echo(what + others)
-        return RANK_FAILED
+            what = f"rank {rank.rank} {rank.ending}{sign.place}" + (f": {words}" if words else "")
+        return Ending(RANK_FAILED, what + pulse.waiters(signs, rank.rank) + self._others(), lost)
+
+    def _others(self) -> str:
+        return {1: "", 2: "; the other rank was stopped"}.get(self.size, f"; the other {self.size - 1} were stopped")
 
     def stop(self) -> None:
         """End whatever still runs, reap everything, drop empty logs. May be called again."""

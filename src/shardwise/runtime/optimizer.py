@@ -54,6 +54,7 @@ class Optimizer:
 
     def step(self, lr: float) -> float:
         """Clip and update; returns the global gradient norm before clipping (L2, over the whole model)."""
+        self.comms.pulse.work("the optimizer")
         with self.comms.in_phase("optimizer"):
             norm = self._norm()
         if self.config.clip:
@@ -81,6 +82,7 @@ class Optimizer:
 
     def _update(self, state: _State, lr: float) -> None:
         config = self.config
+        self.comms.pulse.work(f"the optimizer for {state.flat.unit.name}")
         grads = state.flat.grads_interval
         if grads.dtype != state.master.dtype:
             grads = grads.to(state.master.dtype)

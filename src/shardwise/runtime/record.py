@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from shardwise.errors import UserError
 from shardwise.report.run_directory import RunDirectory
 from shardwise.report.step_report import StepReport
 from shardwise.runtime.config import TrainConfig
@@ -22,11 +25,14 @@ class Record:
     def __init__(self, config: TrainConfig, ranks: int, done: int = 0) -> None:
         self.config = config
         about = {"config": config.to_json(), "ranks": ranks, "status": "running", "started": time.time()}
-        here = bool(config.resume) and (Path(config.out) / "run.json").exists()
+        if job := os.environ.get("TORCHELASTIC_RUN_ID"):
+            about["job"] = job
+        here = bool(config.resume or config.restart) and (Path(config.out) / "run.json").exists()
         self.directory = RunDirectory.create(config.out, about, resume=here)
+        self.loss = self._last_loss(done) if here else float("nan")
         if config.resume:
             self.directory.append({"time": time.time(), "resumed": done, "from": config.resume})
-        self._board = self._tensorboard() if config.tensorboard else None
+        self._board: Any = self._tensorboard() if config.tensorboard else None
         self._live = sys.stdout.isatty()
         self._shown = 0.0
         self._first = True
@@ -39,9 +45,8 @@ class Record:
     def step(self, **event: Any) -> None:
         """One training step: numbers by name, `step` and `loss` among them."""
         self.directory.append({"time": time.time(), **event})
-        if self._board:
-            for name in ("loss", "grad_norm", "lr", "tokens_per_s", "mfu"):
-                self._board.add_scalar(f"train/{name}", event[name], event["step"])
+        names = ("loss", "grad_norm", "lr", "tokens_per_s", "mfu")
+        self._draw(event["step"], {f"train/{name}": event[name] for name in names})
         last = event["step"] == self.config.steps
         # On a terminal one line is rewritten; elsewhere a line every few seconds.
         if self._live or last or self._first or time.monotonic() - self._shown > 5:
@@ -54,8 +59,7 @@ class Record:
 
     def validation(self, step: int, loss: float, entropy: float) -> None:
         self.directory.append({"time": time.time(), "step": step, "validation_loss": loss, "unigram_entropy": entropy})
-        if self._board:
-            self._board.add_scalar("validation/loss", loss, step)
+        self._draw(step, {"validation/loss": loss})
         start = "\r" if self._live else ""
         print(f"{start}step {step:>4}  validation loss {loss:.4f} (unigram entropy {entropy:.4f})", flush=True)
 
@@ -64,12 +68,33 @@ class Record:
         self.directory.append({"time": time.time(), "step": step, "warning": text})
         print(f"shardwise: warning: {text}", file=sys.stderr, flush=True)
 
+    def _draw(self, step: int, scalars: dict[str, float]) -> None:
+        """To TensorBoard, which a run does not depend on."""
+        if self._board is None:
+            return
+        try:
+            for name, value in scalars.items():
+                self._board.add_scalar(name, value, step)
+        except OSError as error:
+            self._board = None
+            self.warn(f"no more TensorBoard files: {error.strerror}", step)
+
+    def _last_loss(self, step: int) -> float:
+        """The loss of a step that the run has done before."""
+        losses = [e["loss"] for _, e in self.directory.events() if e.get("step") == step and "loss" in e]
+        return float(losses[-1]) if losses else float("nan")
+
     def report(self, report: StepReport) -> None:
         report.write(self.directory.report("measured"))
 
     def finish(self, result: dict[str, Any]) -> None:
-        (self.directory.path / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+        path = self.directory.path / "result.json"
+        try:
+            path.write_text(json.dumps(result, indent=1) + "\n")
+        except OSError as error:
+            raise UserError(f"cannot write {path}: {error.strerror}; its checkpoints are whole") from None
         self.directory.update(status="finished", finished=time.time())
         if self._board:
-            self._board.close()
+            with suppress(OSError):
+                self._board.close()
         self.directory.close()

@@ -10,14 +10,17 @@ from shardwise.decoder import Batch
 from shardwise.layout import Grid, Layout
 from shardwise.model import ModelConfig
 from shardwise.runtime.comms import Comms
+from shardwise.runtime.pulse import Pulse
 
 AXES = ("data", "shard", "replicate", "tp", "kv", "shard_tp")
 """Every group over which the runtime communicates."""
 
 
-def make_comms(layout: Layout, model: ModelConfig, rank: int, *, timeout: float, overlap: bool = True) -> Comms:
+def make_comms(
+    layout: Layout, model: ModelConfig, rank: int, *, timeout: float, overlap: bool = True, pulse: Pulse | None = None
+) -> Comms:
     """The process groups of `rank`; every rank of the job must call this. timeout: seconds."""
-    return Comms(Grid.of(layout, model), rank, AXES, timeout=timeout, overlap=overlap)
+    return Comms(Grid.of(layout, model), rank, AXES, timeout=timeout, overlap=overlap, pulse=pulse)
 
 
 def stream_view(batch: Batch, layout: Layout, tp_rank: int) -> Batch:

@@ -7,6 +7,7 @@ collective over all of them at its end, so a step two ahead is one that nobody h
 
 from __future__ import annotations
 
+import shlex
 import signal
 import threading
 from types import FrameType
@@ -21,7 +22,7 @@ class Stopped(Exception):
     """No error: the run was told to end. step: steps done, all of them saved. out: its run directory."""
 
     def __init__(self, step: int, out: str) -> None:
-        super().__init__(f"stopped after step {step}; go on with: shardwise train --resume {out}")
+        super().__init__(f"stopped after step {step}; go on with: shardwise train --resume {shlex.quote(out)}")
         self.step, self.out = step, out
 
 

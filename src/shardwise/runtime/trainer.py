@@ -6,6 +6,7 @@ import os
 import statistics
 import time
 import warnings
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from shardwise.checkpoint import find
 from shardwise.checkpoint.huggingface import open_weights
@@ -23,13 +25,16 @@ from shardwise.decoder.initial import initial_values
 from shardwise.errors import UserError
 from shardwise.layout import Grid, check_runnable, unit_plan
 from shardwise.model.flops import training_flops_per_token
+from shardwise.model.parameters import Parameter
 from shardwise.report.run_directory import RunDirectory
 from shardwise.report.step_report import Role, StepReport, merge_roles
+from shardwise.runtime import pulse
 from shardwise.runtime.batches import Batches
 from shardwise.runtime.checkpointing import Position, Saver, restore, start_from
 from shardwise.runtime.config import TrainConfig
 from shardwise.runtime.engine import torch_dtype
 from shardwise.runtime.hardware import matmul_rate
+from shardwise.runtime.launch import RANK_FAILED, say
 from shardwise.runtime.measure import Measurement
 from shardwise.runtime.optimizer import learning_rate
 from shardwise.runtime.record import Record
@@ -48,9 +53,12 @@ def train(config: TrainConfig) -> dict[str, Any]:
     when a peer is lost, with the step as its attribute `step`.
     """
     device = _device(config)
+    memory = pulse.from_environment()
     _join(config, device)
+    if not pulse.watched():
+        pulse.watch_over(memory, dist.get_rank(), config.hang, _give_up)
     try:
-        return _Run(config, device).train()
+        return _Run(config, device, memory).train()
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -71,13 +79,14 @@ def _device(config: TrainConfig) -> torch.device:
 def _join(config: TrainConfig, device: torch.device) -> None:
     # gloo looks for a name of the host first and says so on every rank when there is none
     warnings.filterwarnings("ignore", message=".*barrier.*device.*")
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     try:
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            init_method=os.environ.get("SHARDWISE_RENDEZVOUS", "env://"),
-            rank=int(os.environ["RANK"]),
-            world_size=int(os.environ["WORLD_SIZE"]),
-            timeout=timedelta(seconds=config.hang),
+            store=_meet(rank, world),
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=config.hang + pulse.MARGIN),
         )
     except (dist.DistNetworkError, RuntimeError) as error:
         if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
@@ -86,18 +95,42 @@ def _join(config: TrainConfig, device: torch.device) -> None:
         raise
 
 
+def _meet(rank: int, world: int) -> dist.Store:
+    """The job's store, once all ranks are there: starting takes longer than what is a hang in training."""
+    limit = timedelta(seconds=pulse.STARTING)
+    where = os.environ.get("SHARDWISE_RENDEZVOUS", "env://")
+    store, _, _ = next(dist.rendezvous(where, rank, world, timeout=limit))
+    store.set(f"shardwise/here/{rank}", "")
+    keys = [f"shardwise/here/{each}" for each in range(world)]
+    try:
+        store.wait(keys, limit)
+    except RuntimeError:
+        late = [each for each, key in enumerate(keys) if not store.check([key])]
+        if not late:
+            raise
+        ranks = pulse.ranks_in_words(late)
+        raise RuntimeError(f"{ranks} did not start within {pulse.STARTING:.0f} s") from None
+    return dist.PrefixStore("shardwise", store)
+
+
+def _give_up(line: str) -> None:
+    say(f"shardwise: error: {line}")
+    os._exit(RANK_FAILED)
+
+
 class _Run:
-    def __init__(self, config: TrainConfig, device: torch.device) -> None:
+    def __init__(self, config: TrainConfig, device: torch.device, memory: pulse.Memory) -> None:
+        self.pulse = pulse.Pulse(memory)
+        self.pulse.work("its preparation")
         self.config, self.device = config, device
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         layout, model = config.layout, config.model
         check_runnable(layout, model, config.workload, self.world)
-        self.comms = make_comms(layout, model, self.rank, timeout=config.hang, overlap=config.overlap)
+        timeout = config.hang + pulse.MARGIN
+        self.comms = make_comms(layout, model, self.rank, timeout=timeout, overlap=config.overlap, pulse=self.pulse)
         backend = "nccl" if device.type == "cuda" else "gloo"
         plan = unit_plan(model, layout, config.workload, rank=self.rank, backend=backend)  # type: ignore[arg-type]
-        self.program = Program(
-            plan, self.comms, config.optimizer, lambda p, index: initial_values(p, index, config.seed), device
-        )
+        self.program = Program(plan, self.comms, config.optimizer, self._initial_values, device)
         corpus = Corpus.open(Path(config.corpus))
         data_rank = Grid.of(layout, model).coordinates(self.rank)["dp"]
         eos = corpus.eos if config.workload.isolate_documents else None
@@ -110,7 +143,8 @@ class _Run:
         self.at = Position(0, 0, 0)
         if config.resume:
             self.at = restore(self.program, find(Path(config.resume)))
-            if self.at.step >= config.steps:
+            # A run that died after its last step has only its end to do again.
+            if self.at.step > config.steps or (self.at.step == config.steps and not config.restart):
                 raise UserError(f"{config.resume} has done {self.at.step} steps already: ask for more with --steps")
         elif config.weights:
             start_from(self.program, open_weights(config.weights, config.model))
@@ -118,7 +152,7 @@ class _Run:
         self.saver = Saver(
             self.program, RunDirectory(Path(config.out)).checkpoints,
             seed=config.seed, about=config.to_json(), keep=config.keep_last, later=config.save_async,
-            timeout=config.hang,
+            timeout=timeout, pulse=pulse.Pulse(memory, pulse.SAVING),
         )  # fmt: skip
         self.stop = StopRequest(self.rank)
         self.first_step = self.at.step
@@ -127,10 +161,15 @@ class _Run:
         """What the measured step saw on this rank, while its times are still to come."""
         self.roles: dict[int, Role] | None = None
 
+    def _initial_values(self, parameter: Parameter, index: Tensor) -> Tensor:
+        self.pulse.work(f"the initial values of {parameter.name}")
+        return initial_values(parameter, index, self.config.seed)
+
     def train(self) -> dict[str, Any]:
         config = self.config
+        self.pulse.work("its preparation")
         self.peak = matmul_rate(self.device, torch_dtype(config.layout.dtype))
-        start, loss = self.at.step, float("nan")
+        start, loss = self.at.step, self.record.loss if self.record else float("nan")
         measured = max(start, min(start + MEASURED_STEP, config.steps - 2)) if config.report else -1
         first = self._validate(start)
         for step in range(start, config.steps):
@@ -184,13 +223,17 @@ class _Run:
 
     def _save(self, last: bool) -> None:
         """A checkpoint that cannot be written is said and does not end a run that goes on; the last one must be."""
-        try:
+        self._tried(self.saver.finish)  # the one before may still be under way
+        if last:
             self.saver.save(self.at)
-            if last:
-                self.saver.finish()
+            self.saver.finish()
+        else:
+            self._tried(lambda: self.saver.save(self.at))
+
+    def _tried(self, saving: Callable[[], None]) -> None:
+        try:
+            saving()
         except UserError as error:
-            if last:
-                raise
             if self.record:
                 self.record.warn(str(error), self.at.step)
 
@@ -215,11 +258,15 @@ class _Run:
         }
         if self.record:
             self.record.finish(result)
+        self.pulse.collective("the last barrier")
+        self.pulse.wait()
         dist.barrier()
+        self.pulse.work("its end")
         return result
 
     def _step(self, step: int, measurement: Measurement | None) -> tuple[float, float]:
         config, batch = self.config, self.config.workload.batch
+        self.pulse.step(step + 1)
         key = random.key(config.seed, "dropout", step)
         around: AbstractContextManager[Any] = measurement or nullcontext()
         try:
@@ -258,7 +305,10 @@ class _Run:
     def _gather(self, role: Role) -> dict[int, Role] | None:
         """Every rank's own role, on rank 0."""
         roles: list[Any] | None = [None] * self.world if self.rank == 0 else None
+        self.pulse.collective("the gather of the measurements")
+        self.pulse.wait()
         dist.gather_object(role, roles)
+        self.pulse.work()
         return dict(enumerate(roles)) if roles is not None else None
 
     def _report(self, roles: dict[int, Role], seconds: float | None) -> StepReport:

@@ -5,7 +5,9 @@ torch is imported only after the process is bound to its launcher's life.
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.errors import UserError
+from shardwise.report.run_directory import ERRORS
 from shardwise.runtime.launch import INTERRUPTED, RANK_FAILED, USER_MISTAKE, Failure, die_with_parent, say
 
 if TYPE_CHECKING:
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
 def main(argv: list[str]) -> int:
     """Train as the rank that the environment names. Returns the exit code."""
     die_with_parent()
+    _tell_where_on_request()
     return guarded(lambda: _read(argv))
 
 
@@ -65,6 +69,13 @@ def guarded(configuration: Callable[[], TrainConfig]) -> int:
         return RANK_FAILED
 
 
+def _tell_where_on_request() -> None:
+    """SIGUSR1 writes where every thread stands, even when one holds Python's lock."""
+    if path := os.environ.get("SHARDWISE_STACK"):
+        # The file must stay open as long as the process lives.
+        faulthandler.register(signal.SIGUSR1, file=open(path, "w"), all_threads=True)  # noqa: SIM115
+
+
 def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
@@ -88,8 +99,8 @@ def _report(failure: Failure) -> None:
 def _keep_traceback(out: Path) -> None:
     # A run directory that cannot be written must not hide the failure that is being reported.
     with suppress(OSError):
-        (out / "errors").mkdir(parents=True, exist_ok=True)
-        (out / "errors" / f"rank-{_rank()}.txt").write_text(traceback.format_exc())
+        (out / ERRORS).mkdir(parents=True, exist_ok=True)
+        (out / ERRORS / f"rank-{_rank()}.txt").write_text(traceback.format_exc())
 
 
 def leave(code: int) -> None:

@@ -1,0 +1,223 @@
+"""Writing a checkpoint's weights as a Hugging Face folder that `transformers` loads, one band of a tensor at a time.
+
+The run's tokenizer comes along where it is still where the run had it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardwise.checkpoint.dtypes import CODES, bits, numpy_dtype, raw
+from shardwise.checkpoint.geometry import Piece
+from shardwise.checkpoint.huggingface.names import Place, places
+from shardwise.checkpoint.huggingface.weights import INDEX, SINGLE
+from shardwise.checkpoint.reader import Checkpoint
+from shardwise.checkpoint.resharding import model_of
+from shardwise.checkpoint.writer import sync_folder
+from shardwise.errors import UserError
+from shardwise.model.config import ModelConfig
+from shardwise.model.huggingface import to_huggingface
+from shardwise.model.parameters import parameters
+
+BAND = 64 << 20
+"""Bytes of a tensor that are in memory at once. A transposed tensor is read again for each band of it."""
+
+MAX_SHARD_BYTES = 5_000_000_000
+"""Bytes of tensors in one file, as transformers writes them."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written: the folder, its files, tensors, and the bytes of all tensors."""
+
+    folder: Path
+    files: tuple[str, ...]
+    tensors: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """A tensor to write. parts: (stored name, rows, where they lie) of the parameters that it consists of."""
+
+    name: str
+    shape: tuple[int, ...]
+    parts: list[tuple[str, int, Place]]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * numpy_dtype(self.dtype).itemsize
+
+
+def export(
+    checkpoint: Checkpoint,
+    folder: Path | str,
+    dtype: str = "bfloat16",
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: Callable[[int], object] = lambda done: None,
+) -> Exported:
+    """Write a checkpoint's weights to a new folder: config.json, and one safetensors file or several with an index.
+
+    dtype: "bfloat16" or "float32", of every tensor. max_shard_bytes: of tensors in one file; a larger tensor has one of
+    its own. `progress` is called with the bytes written so far. Raises `UserError` when no family of Hugging Face
+    computes the model, the folder is in use or cannot be written, or the checkpoint is damaged; nothing of it is left.
+    """
+    folder = Path(folder)
+    if dtype not in ("bfloat16", "float32"):
+        raise UserError(f"dtype must be bfloat16 or float32, not {dtype!r}")
+    if max_shard_bytes < 1:
+        raise UserError(f"max_shard_bytes must be a positive integer, not {max_shard_bytes}")
+    model = model_of(checkpoint)
+    config = to_huggingface(model) | {"torch_dtype": dtype}
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} is in use; nothing was overwritten: choose another folder")
+    shards = _shards(_tensors(model, dtype), max_shard_bytes)
+    output = _Output(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _write_shards(output, checkpoint, shards, progress)
+        if tokenizer := _tokenizer(checkpoint):
+            output.write("tokenizer.json", [tokenizer.read_bytes()])
+            # Without it transformers takes the family's own class, which splits text in the family's own way.
+            output.write_json("tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+        output.write_json("config.json", config)
+        sync_folder(folder)
+    except BaseException as error:
+        output.remove()
+        if isinstance(error, OSError):
+            raise UserError(f"cannot write to {folder}: {error.strerror}") from None
+        raise
+    return Exported(folder, tuple(output.files), sum(map(len, shards)), _nbytes(shards))
+
+
+class _Output:
+    """A folder that files are written to: `files` are those that were made here."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.files = folder, list[str]()
+
+    def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> None:
+        """Make a file, complete on the disk when this returns. One that is there already is an `OSError`."""
+        with (self.folder / name).open("xb") as file:
+            self.files.append(name)
+            for chunk in chunks:
+                file.write(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def write_json(self, name: str, content: dict[str, Any]) -> None:
+        self.write(name, [(json.dumps(content, indent=2) + "\n").encode()])
+
+    def remove(self) -> None:
+        for name in self.files:
+            with suppress(OSError):
+                (self.folder / name).unlink()
+        with suppress(OSError):
+            self.folder.rmdir()
+
+
+def _tokenizer(checkpoint: Checkpoint) -> Path | None:
+    """The tokenizer with which the run's text was made into tokens, if it is still there."""
+    corpus = checkpoint.manifest.about.get("corpus")
+    path = Path(corpus, "tokenizer.json") if isinstance(corpus, str) and corpus else None
+    try:
+        return path if path and path.is_file() else None
+    except (OSError, ValueError):
+        return None
+
+
+def _tensors(model: ModelConfig, dtype: str) -> list[_Tensor]:
+    """What to write, in the model's order."""
+    found: dict[str, _Tensor] = {}
+    where = places(model)
+    for p in parameters(model):
+        place = where[p.name]
+        tensor = found.setdefault(place.tensor, _Tensor(place.tensor, place.shape, [], dtype))
+        tensor.parts.append((f"model/{p.name}", p.shape[0], place))
+    return list(found.values())
+
+
+def _shards(tensors: list[_Tensor], limit: int) -> list[list[_Tensor]]:
+    shards: list[list[_Tensor]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if shards[-1] and size + tensor.nbytes > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += tensor.nbytes
+    return shards
+
+
+def _nbytes(shards: list[list[_Tensor]]) -> int:
+    return sum(tensor.nbytes for shard in shards for tensor in shard)
+
+
+def _write_shards(
+    output: _Output, checkpoint: Checkpoint, shards: list[list[_Tensor]], progress: Callable[[int], object]
+) -> None:
+    count, done = len(shards), 0
+
+    def contents(tensors: list[_Tensor]) -> Iterator[bytes | memoryview]:
+        nonlocal done
+        yield _header(tensors)
+        for tensor in tensors:
+            for band in _bands(checkpoint, tensor):
+                yield raw(band)
+                done += band.nbytes
+                progress(done)
+
+    owners: dict[str, str] = {}
+    for i, tensors in enumerate(shards):
+        name = SINGLE if count == 1 else f"model-{i + 1:05d}-of-{count:05d}.safetensors"
+        output.write(name, contents(tensors))
+        owners |= {tensor.name: name for tensor in tensors}
+    if count > 1:
+        content = {"metadata": {"total_size": _nbytes(shards)}, "weight_map": dict(sorted(owners.items()))}
+        output.write_json(INDEX, content)
+
+
+def _header(tensors: list[_Tensor]) -> bytes:
+    """Length and JSON header of a safetensors file, padded with spaces to a multiple of eight bytes."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for tensor in tensors:
+        offsets = (at, at := at + tensor.nbytes)
+        header[tensor.name] = {"dtype": CODES[tensor.dtype], "shape": tensor.shape, "data_offsets": offsets}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _bands(checkpoint: Checkpoint, tensor: _Tensor) -> Iterator[np.ndarray]:
+    """A tensor's elements in order, some rows at a time."""
+    rows, *columns = tensor.shape
+    width = columns[0] if columns else 1
+    step = max(1, BAND // (width * numpy_dtype(tensor.dtype).itemsize))
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
+        values = np.empty((stop - start, width), numpy_dtype(tensor.dtype))
+        for stored, count, place in tensor.parts:
+            runs = list(place.held(*((0, width) if place.transposed else (start, stop)), count))
+            if not runs:
+                continue
+            # One read for all of them: each reads whole blocks.
+            top, bottom = runs[0][0], runs[-1][0] + runs[-1][2]
+            box = ((top, bottom), (start, stop) if place.transposed else (0, width))[: len(tensor.shape)]
+            read = bits(checkpoint.read(stored, Piece.whole(box), tensor.dtype)).reshape(bottom - top, -1)
+            for row, theirs, run in runs:
+                if place.transposed:
+                    bits(values)[:, theirs : theirs + run] = read[row - top : row - top + run].T
+                else:
+                    bits(values)[theirs - start : theirs - start + run] = read[row - top : row - top + run]
+        yield values

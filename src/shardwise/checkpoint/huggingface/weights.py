@@ -1,0 +1,212 @@
+"""Reading a Hugging Face folder as if it were a checkpoint of ours with weights alone.
+
+Names, shapes and lengths are checked when it is opened; elements are read when they are asked for, and only those.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardwise.checkpoint.dtypes import bits, convert, numpy_dtype
+from shardwise.checkpoint.geometry import Piece, copy, full, shared
+from shardwise.checkpoint.huggingface.names import Family, Place, family, places
+from shardwise.checkpoint.huggingface.tensor_file import FileTensor, tensors_of
+from shardwise.checkpoint.manifest import TensorSpec
+from shardwise.errors import UserError
+from shardwise.model import ModelConfig
+from shardwise.model.huggingface import from_huggingface
+from shardwise.model.parameters import parameters
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+_MAY_DIFFER = {"name", "published_params", "dropout", "attention_dropout"}
+"""Fields of a model that say nothing about what its weights mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A parameter in a file, and how it lies there."""
+
+    place: Place
+    file: FileTensor
+
+
+class HuggingFaceWeights:
+    """The weights in a folder: `model` is what they are of, `read` gets them. Names are `model/<parameter>`."""
+
+    def __init__(self, folder: Path, model: ModelConfig, stored: dict[str, _Stored], twin: FileTensor | None) -> None:
+        self.folder, self.model = folder, model
+        self._stored = {f"model/{name}": each for name, each in stored.items()}
+        self._shapes = {f"model/{p.name}": p.shape for p in parameters(model)}
+        self._twin = twin
+
+    @classmethod
+    def open(cls, folder: Path | str) -> HuggingFaceWeights:
+        """The weights in a folder with a config.json and safetensors files, one or several with an index.
+
+        Raises `UserError` naming file and tensor when the model does not run here, and when a tensor is missing, not
+        known, of another shape than the model's, or not whole.
+        """
+        folder = Path(folder)
+        if not folder.is_dir():
+            raise UserError(f"no such folder: {folder}")
+        model = from_huggingface(folder)
+        if reason := model.why_not_runnable():
+            raise UserError(f"{folder}: {reason}")
+        names, wanted = family(model), places(model)
+        found = _with_trunk(_tensors(folder), names)
+        twin = found.get(names.head) if model.tied else None
+        if model.tied and names.embedding not in found and twin is not None:
+            found[names.embedding], twin = twin, None
+        stored = {}
+        for name, place in wanted.items():
+            if place.tensor not in found:
+                raise UserError(f"{_where(folder)} lacks {place.tensor}, which the model of its config.json has")
+            stored[name] = _Stored(place, _checked(found[place.tensor], place.shape))
+        known = {place.tensor for place in wanted.values()} | ({names.head} if model.tied else set())
+        for name, tensor in found.items():
+            if name not in known and not names.ignored.fullmatch(name):
+                raise UserError(f"{tensor.path} has {tensor.name}, which the model of its config.json lacks")
+        if twin is not None:
+            _checked(twin, wanted["embedding.tokens.weight"].shape)
+        return cls(folder, model, stored, twin)
+
+    @property
+    def tensors(self) -> dict[str, TensorSpec]:
+        """Stored name -> the parameter's shape, and the dtype that it has in its file."""
+        return {name: TensorSpec(self._shapes[name], each.file.spec.dtype) for name, each in self._stored.items()}
+
+    def require(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise `UserError` unless these are exactly the tensors that are here (stored name -> shape)."""
+        for name, shape in shapes.items():
+            if name not in self._shapes:
+                raise UserError(f"{self.folder} is of another model: it has no {name}")
+            if self._shapes[name] != tuple(shape):
+                file = self._stored[name].file
+                raise UserError(
+                    f"{file.path} is of another model: {file.name} gives {name} the shape {self._shapes[name]}, "
+                    f"not {tuple(shape)}"
+                )
+        if extra := next((name for name in self._shapes if name not in shapes), None):
+            file = self._stored[extra].file
+            raise UserError(f"{file.path} is of another model: it has {file.name}, which this one lacks")
+
+    def require_model(self, model: ModelConfig) -> None:
+        """Raise `UserError` naming the first field in which `model` computes something else with these weights."""
+        may_differ = _MAY_DIFFER | ({"max_positions"} if model.positions == "rope" else set())
+        for field in fields(ModelConfig):
+            ours, theirs = getattr(model, field.name), getattr(self.model, field.name)
+            if field.name not in may_differ and ours != theirs:
+                raise UserError(
+                    f"{self.folder} is of another model than {model.name}: its {field.name} is {theirs}, not {ours}"
+                )
+
+    def read(
+        self, tensor: str, piece: Piece | None = None, dtype: str | None = None, out: np.ndarray | None = None
+    ) -> np.ndarray:
+        """The elements of a piece of a parameter (of all of it, left out), as `Checkpoint.read` gives them.
+
+        Raises `UserError` naming file and tensor when they cannot be read, and when the embedding and the head of a
+        tied model, both of which may be stored, are not the same there.
+        """
+        if tensor not in self._stored:
+            raise UserError(f"{self.folder} has no tensor {tensor}")
+        stored, shape = self._stored[tensor], self._shapes[tensor]
+        piece = Piece.whole(full(shape)) if piece is None else piece
+        dtype = dtype or stored.file.spec.dtype
+        if out is None:
+            out = np.zeros(piece.numel, numpy_dtype(dtype))
+        assert out.dtype == numpy_dtype(dtype) and out.shape == (piece.numel,)
+        _read(stored.place, stored.file, shape, piece, dtype, out)
+        if self._twin is not None and stored.file.name == self._embedding:
+            other = out.copy()
+            _read(stored.place, self._twin, shape, piece, dtype, other)
+            if not np.array_equal(bits(out), bits(other)):
+                raise UserError(
+                    f"{self._twin.path}: {self._twin.name} differs from {stored.file.name}, but config.json says "
+                    "that they are one: set tie_word_embeddings to false there"
+                )
+        return out
+
+    @property
+    def _embedding(self) -> str:
+        return self._stored["model/embedding.tokens.weight"].file.name
+
+
+def open_weights(folder: Path | str, model: ModelConfig) -> HuggingFaceWeights:
+    """The weights in a folder, for this model. Raises `UserError` as `HuggingFaceWeights.open`, and when the model of
+    the folder's config.json is another one; dropout may differ, and the length that rotary positions allow."""
+    weights = HuggingFaceWeights.open(folder)
+    weights.require_model(model)
+    return weights
+
+
+def _read(place: Place, file: FileTensor, shape: tuple[int, ...], piece: Piece, dtype: str, out: np.ndarray) -> None:
+    """Copy what `piece` has of a parameter from its file to `out`."""
+    for a, b, c, d in shared(piece, Piece.whole(full(shape))):
+        if len(shape) == 1:
+            a, b, c, d = c, d, 0, 1
+        for row, theirs, count in place.runs(a, b):
+            turned = place.transposed
+            inside = (c, d, theirs, theirs + count) if turned else (theirs, theirs + count, c, d)
+            for first, matrix in file.bands(*inside):
+                if turned:
+                    box = ((row, row + count), (first, first + len(matrix)))
+                else:
+                    at = row + first - theirs
+                    box = ((at, at + len(matrix)), (c, d))
+                values = np.ascontiguousarray(matrix.T if turned else matrix).reshape(-1)
+                values = convert(values, file.spec.dtype, dtype)
+                copy(bits(out), piece, bits(values), Piece.whole(box[: len(shape)]))
+
+
+def _tensors(folder: Path) -> dict[str, FileTensor]:
+    """Every tensor of the folder's files, by the name in them."""
+    if (folder / SINGLE).exists():
+        return tensors_of(folder / SINGLE)
+    path = folder / INDEX
+    try:
+        content: Any = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise UserError(
+            f"{folder} has neither {SINGLE} nor {INDEX}; save the model with transformers' save_pretrained"
+        ) from None
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise UserError(f"{path} is not valid JSON") from None
+    listed = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(listed, dict) or not all(isinstance(n, str) and Path(n).name == n for n in listed.values()):
+        raise UserError(f"{path} has no weight_map from tensors to files beside it")
+    files = {name: tensors_of(folder / name) for name in dict.fromkeys(listed.values())}
+    for tensor, name in listed.items():
+        if tensor not in files[name]:
+            raise UserError(f"{folder / name} lacks {tensor}, which {path} says it has")
+    return {tensor: files[name][tensor] for tensor, name in listed.items()}
+
+
+def _with_trunk(found: dict[str, FileTensor], names: Family) -> dict[str, FileTensor]:
+    """The same by the names of the whole model: a base model's lack the prefix of all but the head."""
+    if names.embedding in found or names.embedding.removeprefix(names.trunk) not in found:
+        return found
+    return {name if name == names.head else names.trunk + name: tensor for name, tensor in found.items()}
+
+
+def _checked(tensor: FileTensor, shape: tuple[int, ...]) -> FileTensor:
+    if tensor.spec.shape != shape:
+        raise UserError(f"{tensor.path}: {tensor.name} has shape {tensor.spec.shape}, not the model's {shape}")
+    try:
+        numpy_dtype(tensor.spec.dtype)
+    except UserError:
+        raise UserError(f"{tensor.path}: {tensor.name} has dtype {tensor.spec.dtype}, which is not read here") from None
+    return tensor
+
+
+def _where(folder: Path) -> Path:
+    return folder / (SINGLE if (folder / SINGLE).exists() else INDEX)

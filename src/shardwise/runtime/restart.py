@@ -1,0 +1,133 @@
+"""Runs that survive: started again from their last good checkpoint, after a rank has died or got stuck.
+
+`until_done` does so around the launcher. Under torchrun, which starts the ranks again itself, each rank asks
+`continued` where its run stands. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from shardwise.errors import UserError
+from shardwise.layout import fewer_ranks
+from shardwise.report.run_directory import ERRORS, RunDirectory
+from shardwise.runtime.config import TrainConfig
+from shardwise.runtime.launch import RANK_FAILED, USER_MISTAKE, Ending, supervise
+
+WORKER = (sys.executable, "-m", "shardwise.runtime.worker")
+"""The command of a rank, before the path of its configuration."""
+
+
+def until_done(
+    config: TrainConfig,
+    *,
+    restarts: int,
+    elastic: bool,
+    port: int,
+    rank0_stdout: int | None,
+    progress: Callable[[str], None],
+    worker: Sequence[str] = WORKER,
+) -> tuple[Ending, TrainConfig]:
+    """Run the ranks of a configuration, again after a rank died or got stuck, at most `restarts` times.
+
+    elastic: without as many ranks as were killed, when dp can shrink. progress: gets a line for each restart. worker:
+    the command of a rank. Returns how the last attempt ended, and its configuration.
+    """
+    asked = config
+    for attempt in range(restarts + 1):
+        with TemporaryDirectory(prefix="shardwise-") as temporary:
+            file = Path(temporary, "config.json")
+            config.write(file)
+            ending = supervise(
+                [*worker, str(file)],
+                config.layout.ranks,
+                port=port,
+                threads=config.threads,
+                loopback=config.device == "cpu",
+                rank0_stdout=rank0_stdout,
+                hang=config.hang,
+            )
+        ending = _with_stack(ending, Path(config.out))
+        if ending.code != RANK_FAILED or attempt == restarts:
+            break
+        smaller = None
+        if elastic and ending.lost:
+            left = config.layout.ranks - len(ending.lost)
+            smaller = fewer_ranks(config.layout, config.model, config.workload, left)
+        again = continued(replace(config, resume=asked.resume, layout=smaller or config.layout), attempt + 1, progress)
+        _tell(again, ending, restarts, smaller is not None, elastic, progress)
+        config = again
+    _close(Path(config.out), ending)
+    return ending, config
+
+
+def continued(config: TrainConfig, restart: int, warn: Callable[[str], object]) -> TrainConfig:
+    """The configuration with which a run goes on after a failure: from its newest good checkpoint, or as it began."""
+    from shardwise.checkpoint import latest
+
+    found = latest(Path(config.out) / "checkpoints", warn)
+    return replace(config, restart=restart, resume=str(found.folder) if found else config.resume)
+
+
+def torchrun_restarts() -> int:
+    """How many times torchrun has started its workers again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def begun_by_this_job(config: TrainConfig) -> bool:
+    """Whether the run in the configuration's directory is one that this torchrun job has begun, with the same words."""
+    try:
+        run = RunDirectory.open(config.out).run
+    except UserError:
+        return False
+    if run.get("job") != os.environ.get("TORCHELASTIC_RUN_ID"):
+        return False
+    changes = ("resume", "restart", "layout", "corpus")
+    before, now = run.get("config"), json.loads(json.dumps(config.to_json()))
+    return isinstance(before, dict) and all(before.get(key) == now[key] for key in now if key not in changes)
+
+
+def _tell(
+    again: TrainConfig, ending: Ending, restarts: int, shrunk: bool, elastic: bool, progress: Callable[[str], None]
+) -> None:
+    """Say what comes now and why, and note it in the run's events."""
+    where = f"from {again.resume}" if again.resume else "from the beginning, for there is no checkpoint yet"
+    how = ""
+    if shrunk:
+        how = f", on {again.layout.ranks} ranks as {again.layout}"
+    elif elastic and ending.lost:
+        how = ", on as many ranks as before, for dp cannot shrink"
+    progress(f"restart {again.restart} of {restarts} {where}{how}: {ending.line}")
+    if (Path(again.out) / "run.json").exists():
+        event = {"restart": again.restart, "from": again.resume, "layout": str(again.layout), "because": ending.line}
+        with RunDirectory.open(again.out) as run:
+            run.append({"time": time.time(), **event})
+
+
+def _with_stack(ending: Ending, out: Path) -> Ending:
+    """Keep where a stuck rank stood beside the tracebacks of others, and name the file."""
+    if not ending.stack:
+        return ending
+    file = out / ERRORS / f"rank-{ending.stuck}.txt"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(ending.stack)
+    except OSError:
+        return ending
+    return replace(ending, line=f"{ending.line}; where it stood: {file}")
+
+
+def _close(out: Path, ending: Ending) -> None:
+    """Let the run's directory say how a run ended that did not finish."""
+    if ending.code:
+        # What cannot be written here could not be written before, and that has been said.
+        with suppress(UserError):
+            RunDirectory.open(out).update(status="failed" if ending.code <= USER_MISTAKE else "stopped")

@@ -1,0 +1,123 @@
+"""Hugging Face folders with random weights, as `transformers` writes them, and what a rank does with one for a test."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.checkpoint.huggingface import open_weights
+from shardwise.decoder import Batch
+from shardwise.layout import Grid, Layout, Workload, unit_plan
+from shardwise.model import ModelConfig
+from shardwise.runtime.checkpointing import Position, Saver, start_from
+from shardwise.runtime.config import OptimizerConfig
+from shardwise.runtime.loss import IGNORED
+from shardwise.runtime.setup import make_comms, stream_view
+from shardwise.runtime.step import Program
+
+SIZES = {"vocab_size": 53, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+LLAMA = {**SIZES, "num_key_value_heads": 2, "intermediate_size": 42, "max_position_embeddings": 64}
+NEOX = {**SIZES, "intermediate_size": 42, "max_position_embeddings": 64, "hidden_act": "gelu"}
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+GPT2 = {
+    "vocab_size": 53, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 64, "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+}  # fmt: skip
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", LLAMA),
+    "llama3": ("llama", {**LLAMA, "rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    "mistral": ("mistral", {**LLAMA, "head_dim": 8, "sliding_window": None}),
+    "qwen2": ("qwen2", LLAMA),
+    "qwen3": ("qwen3", {**LLAMA, "head_dim": 10, "tie_word_embeddings": True}),
+    "gpt2": ("gpt2", GPT2),
+    "gpt_neox": ("gpt_neox", {**NEOX, "rotary_pct": 0.67}),
+    "gpt_neox_sequential": (
+        "gpt_neox",
+        {**NEOX, "rotary_pct": 0.34, "use_parallel_residual": False, "tie_word_embeddings": True},
+    ),
+}
+SEQ, BATCH, STEPS = 12, 4, 20
+
+
+def pretrained(name: str, **changes: Any) -> Any:
+    """A model of the family with random weights, biases and norms among them; changes: to its configuration."""
+    import transformers
+
+    kind, fields = FAMILIES[name]
+    config = transformers.AutoConfig.for_model(kind, bos_token_id=None, eos_token_id=None, **fields | changes)
+    torch.manual_seed(7)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for tensor in model.parameters():
+            tensor.add_(torch.randn_like(tensor), alpha=0.2)
+    return model
+
+
+def tokens(seed: int, batch: int = BATCH) -> Tensor:
+    """[batch, SEQ + 1] token ids."""
+    return torch.randint(SIZES["vocab_size"], (batch, SEQ + 1), generator=torch.Generator().manual_seed(seed))
+
+
+@dataclass
+class RankResult:
+    """logits before and after training, [BATCH, SEQ, local vocabulary]; vocabulary: the rank's [start, stop)."""
+
+    before: Tensor
+    after: Tensor
+    vocabulary: tuple[int, int]
+
+
+def load_train_save(rank: int, payload: tuple[Path, ModelConfig, Layout, Path]) -> RankResult:
+    """Start from a folder, train `STEPS` steps and save step-N in the last folder."""
+    source, model, layout, out = payload
+    torch.set_float32_matmul_precision("highest")
+    comms = make_comms(layout, model, rank, timeout=60.0)
+    plan = unit_plan(model, layout, Workload(seq=SEQ, batch=BATCH), rank=rank)
+    program = Program(plan, comms, OptimizerConfig(lr=1e-2), _nothing, torch.device("cpu"))
+    start_from(program, open_weights(source, model))
+    at = Grid.of(layout, model).coordinates(rank)
+    before = _logits(program, at["tp"])
+    for step in range(STEPS):
+        rows = tokens(step).chunk(layout.dp)[at["dp"]]
+        program.step([_micro_batch(row, layout, at["tp"]) for row in rows.split(layout.micro)], 1e-2)
+    saver = Saver(
+        program, out, seed=0, about={"model": model.to_json(), "layout": str(layout)}, keep=0, later=False, timeout=60
+    )
+    saver.save(Position(STEPS, STEPS * BATCH, program.optimizer.steps))
+    start = program.vocabulary[0]
+    after = _logits(program, at["tp"])
+    dist.barrier()
+    return RankResult(before, after, (start, min(start + after.shape[-1], model.vocab)))
+
+
+def _nothing(parameter: Any, index: Tensor) -> Tensor:
+    """Initial weights that no test could mistake for those of a folder."""
+    return torch.full(index.shape, torch.nan, dtype=torch.float64)
+
+
+def _micro_batch(rows: Tensor, layout: Layout, tp: int) -> tuple[Batch, Tensor]:
+    positions = torch.arange(SEQ).expand(len(rows), SEQ).contiguous()
+    batch = Batch(rows[:, :-1].contiguous(), positions, positions, None, positions, positions)
+    assert IGNORED not in rows
+    return stream_view(batch, layout, tp), rows[:, 1:].contiguous()
+
+
+def _logits(program: Program, tp: int) -> Tensor:
+    """This rank's logits for the tokens of `STEPS`, which no step trains on."""
+    batch, _ = _micro_batch(tokens(STEPS), program.plan.layout, tp)
+    with torch.no_grad():
+        program.engine.begin_evaluation()
+        x = None
+        for name, part in program.decoder.parts():
+            program.engine.visit("forward", name)
+            x = part(x, batch)
+    assert x is not None
+    return x.clone()

@@ -1,0 +1,86 @@
+"""What ranks run for the tests of resuming: train on sampled text, save, go on from a checkpoint of any layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from harness.jobs import build
+from harness.reference import SEED, Case, step_key
+from shardwise.checkpoint import Checkpoint
+from shardwise.data import Sampler
+from shardwise.layout import Grid, Layout
+from shardwise.runtime.batches import Batches
+from shardwise.runtime.checkpointing import Position, Saver, restore
+from shardwise.runtime.optimizer import learning_rate
+
+TOKENS = 5000
+STEPS = 8
+
+
+@dataclass
+class Trained:
+    """losses: one a step. samples: the global indices that this rank's data rank took, in its order, one list a step."""
+
+    losses: list[float] = field(default_factory=list)
+    samples: list[list[int]] = field(default_factory=list)
+
+
+def straight(rank: int, payload: tuple[Case, Layout, str | None, int]) -> Trained:
+    """Train `STEPS` steps. Payload: case, layout, folder of checkpoints or None, and the step after which to save."""
+    case, layout, folder, save_at = payload
+    runner = _Runner(case, layout, rank)
+    runner.train(save_at)
+    if folder is not None:
+        runner.save(folder)
+    runner.train(STEPS)
+    return runner.trained
+
+
+def go_on(rank: int, payload: tuple[Case, Layout, list[tuple[str, str | None]], int]) -> list[Trained]:
+    """For each (checkpoint, folder): load it, save it again into `folder` if there is one, and train up to a step."""
+    case, layout, sources, until = payload
+    found = []
+    for source, folder in sources:
+        runner = _Runner(case, layout, rank)
+        runner.at = restore(runner.program, Checkpoint.open(source))
+        if folder is not None:
+            runner.save(folder)
+        runner.train(until)
+        found.append(runner.trained)
+    return found
+
+
+class _Runner:
+    """What the trainer does, without processes, files of text, and a run directory."""
+
+    def __init__(self, case: Case, layout: Layout, rank: int) -> None:
+        self.case, self.trained, self.at = case, Trained(), Position(0, 0, 0)
+        self.program = build(case, layout, rank)
+        tokens = np.random.default_rng(3).integers(case.model.vocab, size=TOKENS).astype(np.uint16)
+        sampler = Sampler(tokens, case.workload.seq, SEED)
+        plain = sampler.batch
+
+        def noted(indices: np.ndarray) -> dict[str, np.ndarray]:
+            self.trained.samples[-1] += indices.tolist()
+            return plain(indices)
+
+        sampler.batch = noted  # type: ignore[method-assign, assignment]
+        data_rank = Grid.of(layout, case.model).coordinates(rank)["dp"]
+        self.batches = Batches(self.program.plan, sampler, data_rank, torch.device("cpu"))
+
+    def train(self, until: int) -> None:
+        count = self.case.workload.batch
+        for step in range(self.at.step, until):
+            self.trained.samples.append([])
+            batches = self.batches.step(self.at.samples, count, step_key(step))
+            loss, _, _ = self.program.step(batches, learning_rate(self.case.optimizer, step, STEPS))
+            self.trained.losses.append(loss)
+            self.at = Position(step + 1, self.at.samples + count, self.program.optimizer.steps)
+
+    def save(self, folder: str) -> None:
+        saver = Saver(self.program, Path(folder), seed=SEED, about={}, keep=0, later=False, timeout=60.0)
+        saver.save(self.at)

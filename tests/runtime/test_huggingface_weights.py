@@ -1,0 +1,190 @@
+"""Weights from Hugging Face folders and back, with `transformers` as the judge: what it wrote gives its logits under
+four layouts, and what is exported after training is, bit by bit, what it then loads."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from harness.huggingface import FAMILIES, STEPS, pretrained, tokens
+from harness.pool import run_ranks
+from shardwise.checkpoint import Checkpoint
+from shardwise.checkpoint.huggingface import export
+from shardwise.layout import Layout
+from shardwise.model.huggingface import from_huggingface
+from shardwise.model.parameters import parameters
+
+LAYOUTS = {
+    "dp=1,precision=fp32": "single",
+    "tp=2,precision=fp32": "indexed",
+    "dp=2,zero=3,precision=fp32": "indexed",
+    "dp=2,tp=2,zero=1,sp,precision=fp32": "single",
+}
+"""Layout -> which of a model's folders is read under it."""
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """A model, and where it lies in one file and in several."""
+    model, root = pretrained(request.param), tmp_path_factory.mktemp(request.param)
+    model.save_pretrained(root / "single")
+    model.save_pretrained(root / "indexed", max_shard_size="10KB")
+    assert len(list((root / "indexed").glob("model-*.safetensors"))) > 2
+    return model, root
+
+
+@pytest.mark.parametrize("text", LAYOUTS)
+def test_logits_training_and_export(folders: tuple[Any, Path], text: str, tmp_path: Path) -> None:
+    theirs, root = folders
+    source, layout = root / LAYOUTS[text], Layout.parse(text)
+    model = from_huggingface(source)
+    ranks = run_ranks("harness.huggingface:load_train_save", layout.ranks, (source, model, layout, tmp_path))
+    assert _distance(ranks, "before", theirs) < 1e-5
+
+    checkpoint = Checkpoint.open(tmp_path / f"step-{STEPS}")
+    export(checkpoint, tmp_path / "out", dtype="float32", max_shard_bytes=10_000 if "tp=2" in text else 10**9)
+    import transformers
+
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    expected = _ours(again)
+    assert expected.keys() == {p.name for p in parameters(model)}
+    moved = 0
+    before = _ours(theirs)
+    for name, tensor in expected.items():
+        saved = checkpoint.read(f"model/{name}", dtype="float32").reshape(checkpoint.tensors[f"model/{name}"].shape)
+        assert np.array_equal(tensor.numpy().view(np.uint32), saved.view(np.uint32)), name
+        moved += not torch.equal(tensor, before[name])
+    assert moved == len(expected), "training must have moved every tensor"
+    assert _distance(ranks, "after", again) < 1e-5
+
+
+def _distance(ranks: list[Any], when: str, model: Any) -> float:
+    """The largest difference of any rank's logits from the model's own; NaN counts as infinite."""
+    with torch.no_grad():
+        whole = model(tokens(STEPS)[:, :-1]).logits
+    assert whole.std() > 0.3
+    worst = 0.0
+    for rank in ranks:
+        start, stop = rank.vocabulary
+        apart = (getattr(rank, when)[..., : stop - start] - whole[..., start:stop]).abs().nan_to_num(torch.inf)
+        worst = max(worst, float(apart.max()))
+    assert {i for rank in ranks for i in range(*rank.vocabulary)} == set(range(whole.shape[-1]))
+    return worst
+
+
+def _ours(model: Any) -> dict[str, Tensor]:
+    """A model of transformers under our names, through its modules and torch alone."""
+    config = model.config
+    gpt2, neox = config.model_type == "gpt2", config.model_type == "gpt_neox"
+    trunk = model.transformer if gpt2 else model.gpt_neox if neox else model.model
+    found: dict[str, Tensor] = {}
+
+    def put(name: str, module: Any, turn: bool = False) -> None:
+        for leaf, tensor in module.named_parameters():
+            found[f"{name}.{leaf}"] = tensor.detach().T if turn and leaf == "weight" else tensor.detach()
+
+    put("embedding.tokens", trunk.wte if gpt2 else trunk.embed_in if neox else trunk.embed_tokens)
+    if gpt2:
+        found["embedding.positions"] = trunk.wpe.weight.detach()
+    for i, layer in enumerate(trunk.h if gpt2 else trunk.layers):
+        at = f"blocks.{i}"
+        if gpt2:
+            names = {"attention_norm": layer.ln_1, "mlp_norm": layer.ln_2}
+            turned = {"attention.out": layer.attn.c_proj, "mlp.up.up": layer.mlp.c_fc, "mlp.down": layer.mlp.c_proj}
+            for name, module in turned.items():
+                put(f"{at}.{name}", module, turn=True)
+            for leaf, fused in layer.attn.c_attn.named_parameters():
+                for part, tensor in zip("qkv", fused.detach().split(config.n_embd, dim=-1), strict=True):
+                    found[f"{at}.attention.qkv.{part}.{leaf}"] = tensor.t()
+        elif neox:
+            attention, mlp = layer.attention, layer.mlp
+            names = {
+                "attention_norm": layer.input_layernorm, "mlp_norm": layer.post_attention_layernorm,
+                "attention.out": attention.dense, "mlp.up.up": mlp.dense_h_to_4h, "mlp.down": mlp.dense_4h_to_h,
+            }  # fmt: skip
+            for leaf, fused in attention.query_key_value.named_parameters():
+                heads = fused.detach().unflatten(0, (config.num_attention_heads, 3, -1))
+                for index, part in enumerate("qkv"):
+                    found[f"{at}.attention.qkv.{part}.{leaf}"] = heads[:, index].flatten(0, 1)
+        else:
+            attention, mlp = layer.self_attn, layer.mlp
+            names = {
+                "attention_norm": layer.input_layernorm, "mlp_norm": layer.post_attention_layernorm,
+                "attention.qkv.q": attention.q_proj, "attention.qkv.k": attention.k_proj,
+                "attention.qkv.v": attention.v_proj, "attention.out": attention.o_proj, "mlp.down": mlp.down_proj,
+                "mlp.gate_up.gate": mlp.gate_proj, "mlp.gate_up.up": mlp.up_proj,
+            }  # fmt: skip
+            if config.model_type == "qwen3":
+                names |= {"attention.q_norm": attention.q_norm, "attention.k_norm": attention.k_norm}
+        for name, module in names.items():
+            put(f"{at}.{name}", module)
+    put("head.norm", trunk.ln_f if gpt2 else trunk.final_layer_norm if neox else trunk.norm)
+    if not config.tie_word_embeddings:
+        put("head.out", model.get_output_embeddings())
+    return {name: tensor.contiguous() for name, tensor in found.items()}
+
+
+def _shardwise(*args: object) -> subprocess.CompletedProcess[str]:
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return subprocess.run(
+        [sys.executable, "-m", "shardwise", *map(str, args)], capture_output=True, text=True, timeout=120,
+        env={**clean, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def test_commands_from_a_folder_to_a_folder(tmp_path: Path) -> None:
+    import transformers
+
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(f"line {n} holds {n * n}" for n in range(4000)))
+    folder, run, out = tmp_path / "start", tmp_path / "run", tmp_path / "out"
+    pretrained("llama", vocab_size=300).save_pretrained(folder)
+    train = ("train", "--weights", folder, "--data", text, "--seq", 16, "--batch", 4, "--no-tensorboard", "--steps")
+    refused = _shardwise(*train, 2, "--out", run)
+    assert refused.returncode == 2 and "tokenizer.json" in refused.stderr, refused.stderr
+    assert refused.stderr.count("\n") == 1 and not run.exists()
+
+    tokenizer = tokenizers.ByteLevelBPETokenizer()
+    tokenizer.train([str(text)], vocab_size=300, special_tokens=["<|endoftext|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    layout = ("--layout", "tp=2,precision=fp32", "--validate-batches", "1", "--out", run)
+    done = _shardwise(*train, 2, *layout, "--json")
+    assert done.returncode == 0, done.stderr
+    again = _shardwise("train", "--resume", run, "--steps", "3", "--json")
+    assert again.returncode == 0, again.stderr
+
+    made = _shardwise("checkpoint", "export", run, "--to", out, "--json")
+    assert made.returncode == 0, made.stderr
+    assert json.loads(made.stdout)["step"] == 3
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert model.dtype == torch.bfloat16 and model.config.vocab_size == 300
+    saved = Checkpoint.open(run / "checkpoints" / "step-3").read("model/head.norm.weight", dtype="bfloat16")
+    assert np.array_equal(model.model.norm.weight.detach().view(torch.uint16).numpy(), saved)
+    words = transformers.AutoTokenizer.from_pretrained(out)("line 77 holds 5929").input_ids
+    assert words == tokenizer.encode("line 77 holds 5929").ids
+
+    # So small a step changes no bit: what comes out is what went in, and nothing that the seed has drawn.
+    still = _shardwise(*train, 1, *layout[:-1], tmp_path / "still", "--lr", "1e-30")
+    assert still.returncode == 0, still.stderr
+    same = _shardwise("checkpoint", "export", tmp_path / "still", "--to", tmp_path / "same", "--dtype", "float32")
+    assert same.returncode == 0, same.stderr
+    before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "same"))
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+    twice = _shardwise("checkpoint", "export", run, "--to", out)
+    assert twice.returncode == 2 and "nothing was overwritten" in twice.stderr
+    other = _shardwise("train", "tiny-llama", *train[1:], 1, "--out", tmp_path / "x")
+    assert other.returncode == 2 and "its vocab is 300, not 2048" in other.stderr
+    late = _shardwise("train", "--resume", run, "--weights", folder, "--steps", "9")
+    assert late.returncode == 2 and "leave the weights out" in late.stderr

@@ -1,0 +1,103 @@
+"""Save under one layout, go on under another: all ordered pairs of twelve layouts, a sample of them in `make test`.
+
+Every layout trains undisturbed once and saves on the way; under every other one its checkpoint is loaded, saved again,
+and trained on. One model has what layouts stumble over: a tied embedding, key/value heads that tp=4 replicates, a
+prime vocabulary, hidden size and MLP width, and dropout.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from harness.pool import run_ranks
+from harness.reference import Case
+from harness.resume_jobs import STEPS, Trained
+from harness.space import seed
+from shardwise.checkpoint import Checkpoint, diff
+from shardwise.layout import Layout, Workload
+from shardwise.model import ModelConfig
+
+MODEL = ModelConfig(
+    "resumed", vocab=59, hidden=29, layers=2, heads=4, kv_heads=2, head_dim=6, ffn=41, max_positions=16, tied=True,
+    qk_norm=True, dropout=0.1,
+)  # fmt: skip
+CASE = Case(MODEL, Workload(seq=12, batch=24))
+LAYOUTS = (
+    "dp=1", "dp=2,micro=2", "dp=3,zero=1", "dp=4,zero=2", "dp=3,zero=3", "dp=4,zero=3,shard=2", "dp=6,zero=2,shard=3",
+    "tp=2", "tp=4,sp", "dp=2,tp=2,zero=3,sp", "dp=2,tp=4,zero=1", "dp=3,tp=2,zero=3,order=pp-tp-cp-dp,recompute=full",
+)  # fmt: skip
+SAVED = 3
+PAIRS = 10
+SECONDS_A_PAIR = 30.0
+
+
+def layout(text: str) -> Layout:
+    return Layout.parse(f"{text},precision=fp64")
+
+
+def chosen() -> dict[str, list[str]]:
+    """Layout to load under -> layouts to load from: a seeded sample with two equal pairs, or all pairs."""
+    if os.environ.get("SHARDWISE_ALL") == "1":
+        pairs = list(product(LAYOUTS, LAYOUTS))
+    else:
+        generator = random.Random(seed())
+        pairs = [(text, text) for text in generator.sample(LAYOUTS, 2)]
+        # Few layouts in many pairs: each one that is saved from is trained once for it.
+        some = generator.sample(LAYOUTS, 4)
+        pairs += generator.sample([pair for pair in product(some, some) if pair[0] != pair[1]], PAIRS - 2)
+    return {to: sorted({a for a, b in pairs if b == to}) for to in LAYOUTS if any(b == to for _, b in pairs)}
+
+
+def all_samples(ranks: list[Trained], parsed: Layout) -> list[list[int]]:
+    """The global indices of each step, over all data ranks. Every tensor-parallel rank took the same as its peers."""
+    return [
+        sorted(i for rank in ranks for i in rank.samples[step])[:: parsed.tp] for step in range(len(ranks[0].samples))
+    ]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[Trained]]]:
+    """Layout -> (its checkpoint after `SAVED` steps, its whole run), made when first asked for."""
+    folder = tmp_path_factory.mktemp("saved")
+
+    class Runs(dict[str, tuple[Path, list[Trained]]]):
+        def __missing__(self, text: str) -> tuple[Path, list[Trained]]:
+            parsed, own = layout(text), folder / str(LAYOUTS.index(text))
+            ranks = run_ranks("harness.resume_jobs:straight", parsed.ranks, (CASE, parsed, str(own), SAVED))
+            self[text] = own / f"step-{SAVED}", ranks
+            return self[text]
+
+    return Runs()
+
+
+@pytest.mark.parametrize("to", chosen())
+def test_a_run_goes_on_under_any_layout(to: str, undisturbed: dict, tmp_path: Path) -> None:
+    sources = chosen()[to]
+    parsed, found = layout(to), [undisturbed[text] for text in sources]
+    targets = [(str(path), str(tmp_path / str(i))) for i, (path, _) in enumerate(found)]
+    limit = 60 + SECONDS_A_PAIR * len(sources)
+    resumed = run_ranks("harness.resume_jobs:go_on", parsed.ranks, (CASE, parsed, targets, STEPS), limit)
+    for index, (text, (path, before)) in enumerate(zip(sources, found, strict=True)):
+        again = Checkpoint.open(tmp_path / str(index) / f"step-{SAVED}")
+        assert diff(Checkpoint.open(path), again) == [], (text, to)
+        ranks = [rank[index] for rank in resumed]
+        expected = before[0].losses[SAVED:]
+        assert len(expected) == STEPS - SAVED == 5
+        for rank in ranks:
+            if text == to:
+                assert rank.losses == expected
+            assert rank.losses == pytest.approx(expected, rel=1e-9, abs=0), (text, to)
+        assert all_samples(ranks, parsed) == all_samples(before, layout(text))[SAVED:]
+
+
+def test_the_layouts_have_what_they_are_to_be_tried_with() -> None:
+    parsed = [layout(text) for text in LAYOUTS]
+    assert len(set(map(str, parsed))) == 12
+    assert any(p.tp > MODEL.kv_heads for p in parsed) and MODEL.tied
+    assert {p.stage for p in parsed} == {0, 1, 2, 3} and any(p.replicate_ranks > 1 and p.stage for p in parsed)
+    assert all(MODEL.vocab % n and MODEL.hidden % n and MODEL.ffn % n for n in range(2, 9))
