@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from shardwise.decoder import Batch, Decoder
 from shardwise.decoder.initial import initial_values
+from shardwise.decoder.modules import Linear, Lookup
 from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import parameters
@@ -75,7 +76,12 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def adamw(module: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(module.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    # One fused call cannot mix DTensors with plain tensors: a group for each kind.
+    kinds: dict[type, list[Tensor]] = {}
+    for parameter in module.parameters():
+        kinds.setdefault(type(parameter.data), []).append(parameter)
+    groups = [{"params": params} for params in kinds.values()]
+    return torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
 
 def data_share(setting: Setting) -> slice:
@@ -164,6 +170,20 @@ def fsdp1(setting: Setting) -> Contender:
     return Contender(_loop(setting, wrapped, adamw(wrapped), data_share(setting), False), "FSDP1")
 
 
+def _use_torch_modules(decoder: nn.Module) -> None:
+    """DTensor's styles know nn.Linear and nn.Embedding alone: the same weights in those."""
+    for module in list(decoder.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, Linear):
+                linear = nn.Linear(child.weight.shape[1], child.weight.shape[0], bias=child.bias is not None)
+                linear.weight, linear.bias = child.weight, child.bias
+                setattr(module, name, linear)
+            elif isinstance(child, Lookup):
+                embedding = nn.Embedding(*child.weight.shape)
+                embedding.weight = child.weight
+                setattr(module, name, embedding)
+
+
 def tensor_parallel(setting: Setting) -> Contender:
     """DTensor tensor parallel by torch's own styles, sums as all-reduces."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -175,6 +195,7 @@ def tensor_parallel(setting: Setting) -> Contender:
     )
 
     decoder = plain_decoder(setting)
+    _use_torch_modules(decoder)
     mesh = init_device_mesh("cpu", (setting.ranks,))
     plan: dict[str, Any] = {"embedding.tokens": RowwiseParallel(input_layouts=Replicate())}
     for i in range(setting.model.layers):

@@ -265,6 +265,7 @@ def configure_resumed(checkpoint: Path | str, out: Path | str | None = None, **c
     path = Path(checkpoint)
     found = find(path)
     before = dict(found.manifest.about)
+    before.pop("imported", None)
     try:
         config = TrainConfig.from_json(before)
     except (KeyError, TypeError, UserError):

@@ -1,8 +1,8 @@
 """A rank that gets into trouble on purpose: `python faulty_worker.py FAULT CONFIG.json`, a worker for the launcher.
 
-FAULT is JSON: what goes wrong ("hang", "freeze", "raise", "kill", "file limit"), on which rank, at which step (from 1),
-where ("forward", "backward", "optimizer", "save", "data"), and `once`, a file: what is in it has happened already, and
-is not done again after a restart. The program itself knows nothing of this.
+FAULT is JSON. what: what goes wrong, a key of `TROUBLES` or "file limit". rank, step (from 1), where: whose, and when.
+once: a file; while it exists, trouble has come already and does not come again (again: it does). pids: a folder in
+which each rank leaves its process id. The program itself knows nothing of all this.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import signal
 import sys
 import time
@@ -17,35 +18,47 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+Fault = dict[str, Any]
 
-def main(fault: dict[str, Any], argv: list[str]) -> int:
+
+def main(fault: Fault, argv: list[str]) -> int:
     from shardwise.decoder import attention
     from shardwise.runtime import batches, checkpointing, engine, optimizer, pulse, worker
 
-    if int(os.environ["RANK"]) == fault["rank"]:
-        if fault["what"] == "file limit":
-            resource.setrlimit(resource.RLIMIT_FSIZE, (fault["bytes"], fault["bytes"]))
-        else:
-            now = [0]
-            _before(pulse.Pulse, "step", lambda self, number: now.__setitem__(0, number))
-            owner, name = {
-                "data": (batches.Batches, "step"),
-                "forward": (attention.Attention, "forward"),
-                "backward": (engine.Engine, "finish_backward"),
-                "optimizer": (optimizer.Optimizer, "_update"),
-                "save": (checkpointing, "write_part"),
-            }[fault["where"]]
+    (Path(fault["pids"]) / str(os.getpid())).touch()
+    if int(os.environ["RANK"]) != fault["rank"]:
+        return worker.main(argv)
+    if fault["what"] == "file limit":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (fault["bytes"], fault["bytes"]))
+        return worker.main(argv)
+    step = 0
 
-            def trouble(*args: Any) -> None:
-                if now[0] == fault["step"] and not Path(fault["once"]).exists():
-                    Path(fault["once"]).write_text(str(time.time()))
-                    _TROUBLES[fault["what"]]()
+    def note(_: Any, number: int) -> None:
+        nonlocal step
+        step = number
 
-            _before(owner, name, trouble)
+    def trouble(*_: Any) -> None:
+        once = Path(fault["once"])
+        if step == fault["step"] and (fault.get("again") or not once.exists()):
+            once.write_text(str(time.time()))
+            if fault.get("unlink"):
+                shutil.rmtree(fault["folder"])
+            TROUBLES[fault["what"]](fault, argv)
+
+    before(pulse.Pulse, "step", note)
+    places: dict[str, tuple[Any, str]] = {
+        "data": (batches.Batches, "step"),
+        "forward": (attention.Attention, "forward"),
+        "backward": (engine.Engine, "finish_backward"),
+        "optimizer": (optimizer.Optimizer, "_update"),
+        "save": (checkpointing, "write_part"),
+    }
+    before(*places[fault["where"]], trouble)
     return worker.main(argv)
 
 
-def _before(owner: Any, name: str, act: Callable[..., object]) -> None:
+def before(owner: Any, name: str, act: Callable[..., object]) -> None:
+    """Have `act` called with the arguments of each call of `owner.name`, before it."""
     original = getattr(owner, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -55,15 +68,31 @@ def _before(owner: Any, name: str, act: Callable[..., object]) -> None:
     setattr(owner, name, call)
 
 
-def _raise() -> None:
+def _raise(fault: Fault, argv: list[str]) -> None:
     raise ZeroDivisionError("on purpose")
 
 
-_TROUBLES: dict[str, Callable[[], object]] = {
-    "hang": lambda: time.sleep(3600),
-    "freeze": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+def _damage(fault: Fault, argv: list[str]) -> None:
+    """The newest checkpoint loses a part, and the rank its life."""
+    folder = Path(json.loads(Path(argv[0]).read_text())["out"]) / "checkpoints"
+    newest = max(folder.iterdir(), key=lambda path: int(path.name.removeprefix("step-")))
+    next(newest.glob("*.safetensors")).unlink()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _truncate(fault: Fault, argv: list[str]) -> None:
+    for file in Path(fault["folder"]).rglob("*.bin"):
+        os.truncate(file, 0)
+
+
+TROUBLES: dict[str, Callable[[Fault, list[str]], object]] = {
+    "hang": lambda fault, argv: time.sleep(3600),
+    "freeze": lambda fault, argv: os.kill(os.getpid(), signal.SIGSTOP),
+    "kill": lambda fault, argv: os.kill(os.getpid(), signal.SIGKILL),
     "raise": _raise,
+    "damage": _damage,
+    "unlink": lambda fault, argv: shutil.rmtree(fault["folder"]),
+    "truncate": _truncate,
 }
 
 

@@ -23,7 +23,7 @@ STEPS = 8
 
 @dataclass
 class Trained:
-    """losses: one a step. samples: the global indices that this rank's data rank took, in its order, one list a step."""
+    """losses: one a step. samples: for each step, the global indices that this rank's data rank took, in order."""
 
     losses: list[float] = field(default_factory=list)
     samples: list[list[int]] = field(default_factory=list)

@@ -6,7 +6,7 @@ from hypothesis import given
 from harness.strategies import split_models
 from shardwise.errors import LayoutError, UserError
 from shardwise.layout import Layout, Workload, check, check_runnable
-from shardwise.layout.legality import valid_tp
+from shardwise.layout.legality import fewer_ranks, valid_tp
 from shardwise.model import ModelConfig
 from shardwise.model.config import Experts
 
@@ -79,3 +79,24 @@ def test_legal_is_not_runnable(word: str) -> None:
 def test_a_model_without_a_decoder_is_refused() -> None:
     with pytest.raises(LayoutError, match="mixture-of-experts"):
         check_runnable(Layout(), EXPERTS, Workload(8, 1))
+
+
+@pytest.mark.parametrize(
+    ("text", "batch", "ranks", "expected"),
+    [
+        ("dp=4,zero=3", 12, 3, "dp=3,zero=3"),
+        ("dp=4,zero=3", 8, 3, "dp=2,zero=3"),  # 8 sequences are not divided by 3
+        ("dp=4,tp=2,zero=1", 12, 7, "dp=3,tp=2,zero=1"),
+        ("dp=4,tp=2,zero=1", 12, 5, "dp=2,tp=2,zero=1"),
+        ("dp=6,zero=3,shard=3", 12, 5, "dp=4,zero=3,shard=2"),
+        ("dp=6,zero=3,shard=2", 6, 5, "dp=3,zero=3"),
+        ("dp=2,micro=2", 4, 1, "micro=2"),
+        ("dp=2,tp=2", 4, 1, None),
+        ("tp=2", 4, 1, None),
+    ],
+)
+def test_fewer_ranks(text: str, batch: int, ranks: int, expected: str | None) -> None:
+    model = ModelConfig("small", vocab=32, hidden=8, layers=1, heads=2, ffn=16, max_positions=16)
+    found = fewer_ranks(Layout.parse(text), model, Workload(seq=4, batch=batch), ranks)
+    assert (str(found) if found else None) == (str(Layout.parse(expected)) if expected else None)
+    assert found is None or found.ranks <= ranks

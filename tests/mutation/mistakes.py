@@ -22,6 +22,7 @@ TESTS = "tests/runtime/test_traps.py"
 ENGINE, UNITS, STEP, LOSS = "runtime/engine.py", "layout/units.py", "runtime/step.py", "runtime/loss.py"
 OPTIMIZER, TENSOR, PLACEMENT = "runtime/optimizer.py", "runtime/tensor_parallel.py", "layout/placement.py"
 COMMS, ATTENTION, MODULES, SETUP = "runtime/comms.py", "decoder/attention.py", "decoder/modules.py", "runtime/setup.py"
+CHECKPOINTING = "runtime/checkpointing.py"
 
 MISTAKES = (
     Mistake(2, "a tied weight is reduced before the embedding's share is in", UNITS,
@@ -102,6 +103,27 @@ MISTAKES = (
             "min((index + 1) * width, size)", "(index + 1) * width", "trap_20"),
     Mistake(20, "the rest of a division is dropped", PLACEMENT,
             "return -(-width // tp)", "return max(1, width // tp)", "trap_20"),
+    Mistake(21, "padding shifts what comes after it", "checkpoint/geometry.py",
+            "return Piece(box, _before(self.box, self.first, box), _before(self.box, self.last, box))",
+            "return Piece(box, self.first, min(self.last, volume(box)))", "trap_21"),
+    Mistake(21, "a weight cut by columns is taken for one cut by rows", "checkpoint/geometry.py",
+            "[:, c - left : d - left]", "[:, : d - c]", "trap_21"),
+    Mistake(21, "every tp rank saves its rows as the first ones", "checkpoint/pieces.py",
+            "box[placed.dim] = (placed.start, placed.stop)", "box[placed.dim] = (0, placed.stop - placed.start)",
+            "trap_21"),
+    Mistake(21, "each weight is loaded from the start of its unit", CHECKPOINTING,
+            "target[held.start - state.flat.start : held.stop - state.flat.start].copy_",
+            "target[: held.stop - held.start].copy_", "trap_21"),
+    Mistake(22, "a resumed run begins its text again", CHECKPOINTING,
+            "return Position(manifest.step, manifest.samples,", "return Position(manifest.step, 0,", "trap_22"),
+    Mistake(22, "samples are dealt out in turn", "runtime/batches.py",
+            "for at in range(start, start + share, micro)]",
+            "for at in range(first + self.data_rank, first + count, micro * self.plan.layout.dp)]", "trap_22"),
+    Mistake(22, "a resumed optimizer counts its updates from zero", CHECKPOINTING,
+            "program.optimizer.steps = manifest.optimizer_steps", "program.optimizer.steps = 0", "trap_22"),
+    Mistake(22, "a resumed run has lost its second moments", CHECKPOINTING,
+            '"second": state.second}\n        for kind in kinds:',
+            '"second": state.second.clone()}\n        for kind in kinds:', "trap_22"),
     Mistake(23, "replicated heads keep the gradients of their own queries", PLACEMENT,
             '"kv" if replicas > 1 else "none"', '"none"', "trap_23"),
     Mistake(23, "replicas of a head are not neighbours", PLACEMENT,

@@ -1,4 +1,4 @@
-"""Checkpoints: what one holds, whether it is whole, as another layout, against another one, for Hugging Face.
+"""Checkpoints: what one holds, whether it is whole, as another layout, against another one, for and from others.
 
 A checkpoint is a folder with a manifest.json. A run directory, or its folder of checkpoints, stands for its newest one.
 """
@@ -48,10 +48,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     export.add_argument(
         "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of every tensor (bfloat16)"
     )
+    _import_arguments(action("import", "another trainer's checkpoint (FSDP2, DeepSpeed) as one of shardwise's"))
+
+
+def _import_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="what the other trainer wrote")
+    parser.add_argument("--format", choices=("auto", "dcp", "deepspeed"), default="auto", help="whose it is (auto)")
+    parser.add_argument(
+        "--model", required=True, metavar="MODEL", help="a name of the catalog, a config.json, a folder"
+    )
+    parser.add_argument("--set", metavar="FIELD=VALUE,...", action="append", default=[], help="change the model")
+    parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="the new checkpoint's folder")
+    parser.add_argument("--weights-only", action="store_true", help="leave the optimizer's state out")
+    group = parser.add_argument_group("for train --resume", "what the other trainer's checkpoint does not say")
+    group.add_argument("--data", metavar="SOURCE", help="file, folder, saved dataset, or stdlib")
+    group.add_argument("--tokenizer", metavar="FILE", help="the model's tokenizer.json")
+    group.add_argument("--seq", type=int, metavar="N", help="tokens a sequence")
+    group.add_argument("--batch", type=int, metavar="N", help="sequences a step (DeepSpeed's own)")
 
 
 def run(args: argparse.Namespace) -> int:
-    actions = {"inspect": _inspect, "verify": _verify, "reshard": _reshard, "diff": _diff, "export": _export}
+    actions = {
+        "inspect": _inspect, "verify": _verify, "reshard": _reshard, "diff": _diff, "export": _export,
+        "import": _import,
+    }  # fmt: skip
     return actions[args.action](args)
 
 
@@ -105,6 +125,36 @@ def _reshard(args: argparse.Namespace) -> int:
         count = len(manifest.parts)
         files = f"{count} file{'s' * (count != 1)}, {format_bytes(manifest.nbytes)}"
         show(f"wrote {args.out}: step {manifest.step} under {layout}, {files}")
+    return 0
+
+
+def _import(args: argparse.Namespace) -> int:
+    from shardwise.checkpoint.foreign import Continuation, import_checkpoint
+    from shardwise.cli.models import model_of
+    from shardwise.errors import UserError
+
+    given = {name: getattr(args, name) for name in ("data", "tokenizer", "seq")}
+    missing = [f"--{name}" for name, value in given.items() if value is None]
+    run = None
+    if len(missing) < len(given) or args.batch is not None:
+        if missing:
+            raise UserError(f"for train --resume the new checkpoint needs {', '.join(missing)} as well")
+        run = Continuation(**given, batch=args.batch)
+    manifest = import_checkpoint(
+        args.folder, args.out, model_of(args), format=args.format, weights_only=args.weights_only, run=run
+    )
+    if args.json:
+        about = manifest.about
+        print_json({"checkpoint": str(args.out), "imported": about["imported"], **_counts(manifest)})
+        return 0
+    from shardwise.report.units import format_bytes
+
+    size = format_bytes(manifest.nbytes)
+    show(f"wrote {args.out}: {len(manifest.tensors)} tensors after {manifest.step} steps, {size}")
+    if run is not None:
+        show(f"to go on: shardwise train --resume {args.out} --layout LAYOUT --steps N --out RUN")
+    else:
+        show(f"its weights for train --weights: shardwise checkpoint export {args.out} --to FOLDER")
     return 0
 
 

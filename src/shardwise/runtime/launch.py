@@ -345,10 +345,11 @@ class _Crew:
         signs = self._signs()
         if verdict := pulse.stuck(signs, self.hang, now):
             return verdict
-        if now - started > pulse.STARTING + self.hang:
-            for rank, (training, _) in signs.items():
-                if not training.time:
-                    return rank, f"rank {rank} has not begun to train within {now - started:.0f} s of its start"
+        for rank, (training, _) in signs.items():
+            since = now - max(started, training.time)
+            if training.state == pulse.IDLE and since > pulse.STARTING + self.hang:
+                what = "ended" if training.time else "begun to train"
+                return rank, f"rank {rank} has not {what} for {since:.0f} s"
         return None
 
     def _signs(self) -> dict[int, tuple[pulse.Sign, pulse.Sign]]:

@@ -25,7 +25,7 @@ IDLE, WORKING, WAITING, SAVE_AWAITED = range(4)
 """Nothing to do; at work; in a collective that others must join; waiting for the rank's own save."""
 
 STARTING = 120.0
-"""Seconds that ranks get to start and to meet."""
+"""Seconds that ranks get to start and to meet, and in the end to leave."""
 MARGIN = 3.0
 """Seconds beyond the limit that collectives wait by themselves: whoever watches knows better whom to name."""
 
@@ -59,7 +59,8 @@ class Sign:
         words = f" at step {self.step}" if self.step else ""
         if self.state == WAITING:
             return f"{words} in {self.after}"
-        return f"{words} in {self.doing}" + (f", after {self.after}" if self.after else "")
+        words += f" in {self.doing}" if self.doing else ""
+        return words + (f", after {self.after}" if self.after else "")
 
 
 class Pulse:

@@ -58,10 +58,14 @@ def train(config: TrainConfig) -> dict[str, Any]:
     if not pulse.watched():
         pulse.watch_over(memory, dist.get_rank(), config.hang, _give_up)
     try:
-        return _Run(config, device, memory).train()
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        result = _Run(config, device, memory).train()
+    except Stopped:
+        dist.destroy_process_group()
+        raise
+    # After a failure the groups stay as they are until the process ends: peers that see them go would report that
+    # first, and taking them down may itself wait for a peer.
+    dist.destroy_process_group()
+    return result
 
 
 def _device(config: TrainConfig) -> torch.device:
@@ -186,6 +190,7 @@ class _Run:
             self.roles, self.role = self._gather(self.role), None
         self._save(last=True)
         if self.stop.asked:
+            self.pulse.idle()
             raise Stopped(self.at.step, config.out)
         return self._finish(first, self._validate(config.steps), loss)
 
@@ -261,7 +266,7 @@ class _Run:
         self.pulse.collective("the last barrier")
         self.pulse.wait()
         dist.barrier()
-        self.pulse.work("its end")
+        self.pulse.idle()
         return result
 
     def _step(self, step: int, measurement: Measurement | None) -> tuple[float, float]:

@@ -1,0 +1,255 @@
+"""From another trainer's state to a checkpoint of ours: find each parameter, and write it and its moments, one by one.
+
+Names are our decoder's or Hugging Face's, behind whatever prefix. A moment lies as its weight does, so that what is
+transposed or fused there is cut the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardwise.checkpoint.dtypes import bits
+from shardwise.checkpoint.foreign.detect import open_foreign
+from shardwise.checkpoint.foreign.state import SETTINGS, ForeignState, ForeignTensor, dtype_name, quoted
+from shardwise.checkpoint.geometry import Piece, full
+from shardwise.checkpoint.huggingface.names import Place, family, places
+from shardwise.checkpoint.manifest import Manifest, TensorSpec
+from shardwise.checkpoint.writer import Entry, PartWriter, commit
+from shardwise.errors import UserError
+from shardwise.model import ModelConfig
+from shardwise.model.parameters import parameters
+
+MOMENTS = ("first", "second")
+LIVE_HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What `train --resume` must know of a run and another trainer's checkpoint does not say.
+
+    data, tokenizer: as for `train`. seq: tokens a sequence. batch: sequences a step; None takes the other run's.
+    """
+
+    data: str
+    tokenizer: str
+    seq: int
+    batch: int | None = None
+
+
+def import_checkpoint(
+    folder: Path | str,
+    out: Path | str,
+    model: ModelConfig,
+    *,
+    format: str = "auto",
+    weights_only: bool = False,
+    run: Continuation | None = None,
+    progress: Callable[[int], object] = lambda done: None,
+) -> Manifest:
+    """Write another trainer's checkpoint of `model` as one of ours to a new folder; one tensor is in memory at a time.
+
+    format: "dcp", "deepspeed" or "auto". weights_only: leave AdamW's state out, also where there is one. run: how the
+    training goes on; without it the weights can be exported or resharded, but `train --resume` lacks its data.
+    `progress` is called with the bytes written so far. Raises `UserError` when the folder is damaged or of another
+    format, its tensors are not those of the model, or `out` is in use or cannot be written; nothing is left then.
+    """
+    folder, out = Path(folder), Path(out)
+    if reason := model.why_not_runnable():
+        raise UserError(f"{model.name}: {reason}")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} is in use; nothing was overwritten: choose another folder")
+    state = open_foreign(folder, format, weights_only=weights_only)
+    held = bool(state.tensors.get("first")) and not weights_only
+    if held and state.steps is None:
+        raise UserError(f"{state.folder} does not say how many steps its optimizer has made")
+    if run is not None and not held:
+        raise UserError(f"{state.folder} has no optimizer state to go on from: leave data, seq and tokenizer out")
+    found = {kind: _locate(state, kind, model) for kind in ("model", *(MOMENTS if held else ()))}
+    about = _about(state, model, found["model"], run)
+    steps = (state.steps or 0) if held else 0
+    batch = about["workload"]["batch"] if run is not None else state.batch
+    samples = state.samples if state.samples is not None else steps * (batch or 0)
+    new = not out.exists()
+    try:
+        record = _write(out, model, found, progress)
+        manifest = Manifest.of([record], step=steps, samples=samples, seed=0, optimizer_steps=steps, about=about)
+        commit(out, manifest)
+    except BaseException:
+        if new:
+            with suppress(OSError):
+                out.rmdir()
+        raise
+    return manifest
+
+
+# Which tensor is which parameter.
+
+Found = dict[str, tuple[ForeignTensor, Place]]
+
+
+def _locate(state: ForeignState, kind: str, model: ModelConfig) -> Found:
+    """Parameter -> the tensor that holds it, and where in it."""
+    tensors = state.tensors[kind]
+    ours = {p.name: Place(p.name, p.shape, 0, p.shape[0], p.shape[0]) for p in parameters(model)}
+    for wanted in (ours, _live(places(model), tensors)):
+        anchor = wanted["embedding.tokens.weight"].tensor
+        prefixes = [name.removesuffix(anchor) for name in tensors if name.endswith(anchor)]
+        prefixes = [prefix for prefix in prefixes if not prefix or prefix.endswith(".")]
+        if len(prefixes) > 1:
+            raise UserError(f"{state.folder} holds {len(prefixes)} models, under {', '.join(map(repr, prefixes))}")
+        if prefixes:
+            break
+    else:
+        example = quoted(next(iter(tensors), "nothing"))
+        raise UserError(
+            f"{state.folder} has {example}, but neither embedding.tokens.weight (shardwise) nor "
+            f"{anchor} (Hugging Face): it is of another model, or under other names"
+        )
+    found: Found = {}
+    for name, place in wanted.items():
+        key = prefixes[0] + place.tensor
+        if key not in tensors:
+            raise UserError(f"{state.folder} has no {key}{_what(kind)}, which {model.name} has")
+        found[name] = (_checked(tensors[key], place), place)
+    _refuse_more(state, kind, model, prefixes[0], wanted)
+    return found
+
+
+def _live(wanted: dict[str, Place], tensors: Mapping[str, ForeignTensor]) -> dict[str, Place]:
+    """Hugging Face's places, the head as a live model has it: transformers 5 knows one name for it, its files two."""
+    head = wanted.get("head.out.weight")
+    if head is None or any(name.endswith(head.tensor) for name in tensors):
+        return wanted
+    return wanted | {"head.out.weight": replace(head, tensor=LIVE_HEAD)}
+
+
+def _what(kind: str) -> str:
+    return {"model": "", "first": ".exp_avg", "second": ".exp_avg_sq"}[kind]
+
+
+def _checked(tensor: ForeignTensor, place: Place) -> ForeignTensor:
+    expected = place.shape
+    if tensor.shape != expected if tensor.shape is not None else tensor.numel != int(np.prod(expected)):
+        shape = tensor.shape if tensor.shape is not None else f"{tensor.numel} elements"
+        raise UserError(f"{tensor.where} has shape {shape}, not the model's {expected}")
+    dtype_name(tensor.dtype, tensor.where)
+    return tensor
+
+
+def _refuse_more(state: ForeignState, kind: str, model: ModelConfig, prefix: str, wanted: dict[str, Place]) -> None:
+    """A tensor of the model that nobody asks for means that it is another model."""
+    known, names = {place.tensor for place in wanted.values()}, family(model)
+    heads = (names.head, LIVE_HEAD)
+    roots = {name.partition(".")[0] for name in (*known, *heads)}
+    for key in state.tensors[kind]:
+        name = key.removeprefix(prefix)
+        if not key.startswith(prefix) or name in known or name.partition(".")[0] not in roots:
+            continue
+        if names.ignored.fullmatch(name):
+            continue
+        if model.tied and name in heads:
+            if kind == "model":
+                _same(state.tensors[kind][key], state.tensors[kind][prefix + wanted["embedding.tokens.weight"].tensor])
+            continue
+        raise UserError(f"{state.folder} has {quoted(key)}, which {model.name} lacks")
+
+
+def _same(head: ForeignTensor, embedding: ForeignTensor) -> None:
+    if head.numel != embedding.numel or not np.array_equal(bits(head.load()), bits(embedding.load())):
+        raise UserError(f"{head.where} differs from the embedding, but in the model they are one: set tied=false")
+
+
+# Writing.
+
+
+def _write(out: Path, model: ModelConfig, found: dict[str, Found], progress: Callable[[int], object]) -> Any:
+    entries = [
+        Entry(f"{kind}/{p.name}", TensorSpec(p.shape, place[p.name][0].dtype), Piece.whole(full(p.shape)))
+        for kind, place in found.items()
+        for p in parameters(model)
+    ]
+    done = 0
+    with PartWriter(out, 0, entries) as writer:
+        for values in _values(model, found):
+            writer.write(values)
+            progress(done := done + values.nbytes)
+        return writer.finish()
+
+
+def _values(model: ModelConfig, found: dict[str, Found]) -> Iterator[np.ndarray]:
+    """The elements of every parameter, in the order of the entries."""
+
+    # A fused tensor holds several parameters, and its bias comes between them.
+    @lru_cache(maxsize=2)
+    def load(kind: str, name: str) -> np.ndarray:
+        tensor = next(tensor for tensor, place in found[kind].values() if place.tensor == name)
+        return tensor.load()
+
+    for kind, parts in found.items():
+        for p in parameters(model):
+            tensor, place = parts[p.name]
+            values = tensor.load() if place.shape == p.shape else load(kind, place.tensor)
+            yield _cut(values, place, p.shape)
+
+
+def _cut(values: np.ndarray, place: Place, shape: tuple[int, ...]) -> np.ndarray:
+    """A parameter's elements out of the tensor that holds it."""
+    if place.run == place.stride and place.shape == shape and not place.transposed:
+        return np.ascontiguousarray(values)
+    matrix = bits(values).reshape(place.shape)
+    matrix = matrix.T if place.transposed else matrix
+    out = np.empty(shape, matrix.dtype)
+    for row, theirs, count in place.runs(0, shape[0]):
+        out[row : row + count] = matrix[theirs : theirs + count]
+    return out.reshape(-1).view(values.dtype)
+
+
+# What is known of the run.
+
+
+def _about(state: ForeignState, model: ModelConfig, found: Found, run: Continuation | None) -> dict[str, Any]:
+    """As `TrainConfig` writes it where the run can go on; else the model, and where it came from."""
+    precision = {"float64": "fp64", "float32": "fp32"}.get(found["embedding.tokens.weight"][0].dtype)
+    about: dict[str, Any] = {
+        "model": model.to_json(),
+        # One file holds everything, as one rank would have written it.
+        "layout": "dp=1" + (f",precision={precision}" if precision else ""),
+        "imported": {**state.about, "folder": state.folder.name, "optimizer": state.groups},
+    }
+    if run is None:
+        return about
+    batch = run.batch or state.batch
+    if not batch:
+        raise UserError(f"{state.folder} does not say how many sequences a step has: give batch as well")
+    return about | {
+        "workload": {"seq": run.seq, "batch": batch},
+        "data": run.data,
+        "tokenizer": run.tokenizer,
+        "out": "",
+        "corpus": "",
+        "steps": max(1, state.steps or 0),
+        # The other trainer's schedule is unknown: its learning rate stays as it is.
+        "optimizer": {**_optimizer(state), "warmup": 0, "final_share": 1.0},
+    }
+
+
+def _optimizer(state: ForeignState) -> dict[str, Any]:
+    """The settings that all parameter groups share; weight decay is that of the groups that have one."""
+    shared: dict[str, Any] = {}
+    for name in SETTINGS:
+        values = [group[name] for group in state.groups if name in group]
+        distinct = [value for i, value in enumerate(values) if value not in values[:i]]
+        if name == "weight_decay" and len(distinct) > 1:
+            distinct = [value for value in distinct if value]
+        if len(distinct) != 1:
+            listed = ", ".join(map(str, distinct)) or "none"
+            raise UserError(f"{state.folder}: its parameter groups have {listed} as {name}, and here there is one")
+        shared[name] = distinct[0]
+    return shared

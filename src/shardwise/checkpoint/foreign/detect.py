@@ -1,0 +1,62 @@
+"""Which trainer wrote a folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from shardwise.checkpoint.foreign.state import ForeignState
+from shardwise.errors import UserError
+
+FORMATS = ("dcp", "deepspeed")
+"""torch.distributed.checkpoint (FSDP2), and DeepSpeed's ZeRO-1/2/3 and universal checkpoints."""
+
+
+def open_foreign(folder: Path | str, format: str = "auto", *, weights_only: bool = False) -> ForeignState:
+    """The state in a folder. format: one of `FORMATS`, or "auto" to look what it is. weights_only: leave the
+    optimizer out.
+
+    Only names and shapes are read. Raises `UserError` when it is of no format that is read here, or damaged.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(f"no such folder: {folder}")
+    if format not in (*FORMATS, "auto"):
+        raise UserError(f"unknown format {format!r}; choose auto or one of {', '.join(FORMATS)}")
+    _refuse_megatron(folder)
+    if format == "auto":
+        format = _detect(folder)
+    if format == "dcp":
+        from shardwise.checkpoint.foreign import dcp
+
+        return dcp.read(folder, weights_only)
+    from shardwise.checkpoint.foreign import deepspeed
+
+    return deepspeed.read(folder, weights_only)
+
+
+def _detect(folder: Path) -> str:
+    from shardwise.checkpoint.foreign import deepspeed
+
+    if (folder / ".metadata").exists():
+        return "dcp"
+    if deepspeed.is_one(folder):
+        return "deepspeed"
+    raise UserError(
+        f"{folder} holds neither .metadata (torch.distributed.checkpoint) nor DeepSpeed's *_optim_states.pt or zero/ "
+        "(ZeRO, universal); Hugging Face folders are read by train --weights"
+    )
+
+
+def _refuse_megatron(folder: Path) -> None:
+    """Megatron-LM needs CUDA for every training step: none of its checkpoints can be made where shardwise is tested."""
+    try:
+        content = json.loads((folder / "metadata.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        content = None
+    torch_dist = isinstance(content, dict) and "sharded_backend" in content
+    if torch_dist or (folder / "latest_checkpointed_iteration.txt").exists():
+        raise UserError(
+            f"{folder} is a Megatron-LM checkpoint, which shardwise does not read: convert it to a Hugging Face folder "
+            "with Megatron Bridge, for train --weights"
+        )

@@ -1,0 +1,103 @@
+"""What a reader of another trainer's checkpoint finds: tensors by that trainer's names, and what it says of its run."""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardwise.checkpoint.dtypes import numpy_dtype
+from shardwise.errors import UserError
+
+_QUOTER = reprlib.Repr()
+_QUOTER.maxstring = _QUOTER.maxother = 120
+
+SETTINGS = ("lr", "betas", "eps", "weight_decay")
+"""What is taken from AdamW's parameter groups, by torch's names."""
+
+
+@dataclass(frozen=True)
+class ForeignTensor:
+    """A tensor that is not read yet. shape: None where the file holds its elements in a row and nobody says more.
+
+    dtype: torch's name. load: reads all elements, as a vector (`uint16` for bfloat16). where: for messages.
+    """
+
+    shape: tuple[int, ...] | None
+    dtype: str
+    numel: int
+    load: Callable[[], np.ndarray]
+    where: str
+
+
+@dataclass
+class ForeignState:
+    """Another trainer's checkpoint.
+
+    tensors: kind ("model", "first", "second") -> name -> tensor. steps: updates made, None when it does not say.
+    samples, batch: sequences seen, and in one step. groups: the settings of AdamW's parameter groups. about: plain
+    facts about where it came from.
+    """
+
+    folder: Path
+    tensors: dict[str, dict[str, ForeignTensor]]
+    steps: int | None = None
+    samples: int | None = None
+    batch: int | None = None
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    about: dict[str, Any] = field(default_factory=dict)
+
+
+def quoted(value: Any) -> str:
+    """A name out of a file, for a message: in quotes, and not longer than a line."""
+    return _QUOTER.repr(value)
+
+
+def dtype_name(dtype: Any, where: str) -> str:
+    """torch's name of a dtype. Raises `UserError` for one that checkpoints do not store."""
+    name = str(dtype).removeprefix("torch.")
+    try:
+        numpy_dtype(name)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+    return name
+
+
+def one_step(steps: dict[str, Any], folder: Path) -> int | None:
+    """The update count that all parameters share. Raises `UserError` when they do not, or it is none."""
+    found: dict[int, str] = {}
+    for name, value in steps.items():
+        number = float(value)
+        if not (0 <= number < 1 << 48 and number == int(number)):
+            raise UserError(f"{folder}: the optimizer's step of {name} is {number}, which is no number of steps")
+        found.setdefault(int(number), name)
+    if len(found) > 1:
+        (a, first), (b, second), *_ = found.items()
+        raise UserError(f"{folder}: {first} has made {a} optimizer steps and {second} {b}; here all make the same")
+    return next(iter(found), None)
+
+
+def settings(group: Any) -> dict[str, Any]:
+    """Learning rate, betas, epsilon and weight decay of a parameter group, those of them that are plain numbers."""
+    if not isinstance(group, dict):
+        return {}
+    # A scheduler keeps the peak beside what it makes of it.
+    values = {"lr": group.get("initial_lr", group.get("lr"))}
+    values |= {name: group.get(name) for name in SETTINGS[1:]}
+    return {name: plain for name, value in values.items() if (plain := _plain(value)) is not None}
+
+
+def _plain(value: Any) -> float | list[float] | None:
+    if isinstance(value, (tuple, list)) and len(value) == 2:
+        pair = [_plain(v) for v in value]
+        return [v for v in pair if isinstance(v, float)] if None not in pair else None
+    if hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
+        value = value.item()
+    if type(value) not in (int, float) or not math.isfinite(value):
+        return None
+    return float(value)

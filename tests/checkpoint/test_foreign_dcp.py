@@ -1,0 +1,366 @@
+"""torch.distributed.checkpoint folders: what FSDP2 and transformers saved goes on here; damaged ones are refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import shutil
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+from harness.foreign_jobs import SAVED, STEPS, Going, adamw, rows_of
+from harness.huggingface import FAMILIES, pretrained, tokens
+from harness.pool import run_ranks
+from harness.reference import Case, global_batch
+from shardwise.checkpoint import Checkpoint
+from shardwise.checkpoint.foreign import Continuation, import_checkpoint
+from shardwise.checkpoint.huggingface.names import places
+from shardwise.cli.main import main
+from shardwise.errors import UserError
+from shardwise.layout import Layout, Workload
+from shardwise.model import ModelConfig
+from shardwise.model.huggingface import from_huggingface
+from shardwise.model.parameters import parameters
+from shardwise.runtime.config import OptimizerConfig
+from shardwise.runtime.optimizer import learning_rate
+
+LAYOUTS = ["precision=fp64", "dp=4,zero=3,precision=fp64", "dp=2,tp=2,zero=1,sp,precision=fp64", "tp=4,precision=fp64"]
+LLAMA = ModelConfig(
+    "small-llama", vocab=37, hidden=20, layers=2, heads=4, kv_heads=2, head_dim=6, ffn=29, max_positions=16
+)
+GPT = ModelConfig(
+    "small-gpt", vocab=37, hidden=20, layers=2, heads=4, ffn=31, max_positions=16, norm="layernorm",
+    positions="learned", activation="gelu_tanh", gated=False, bias="all", tied=True,
+)  # fmt: skip
+WORKLOAD = Workload(seq=8, batch=4)
+CASES = {2: Case(LLAMA, WORKLOAD), 4: Case(GPT, WORKLOAD)}
+"""Ranks of FSDP2 -> what they train: on two under Hugging Face's names, on four under ours, flattened."""
+
+
+@pytest.fixture(scope="module")
+def fsdp(tmp_path_factory):
+    """ranks -> (what FSDP2 saved, its folder, the folder of the imported checkpoint)."""
+    found = {}
+    for ranks, case in CASES.items():
+        folder, out = tmp_path_factory.mktemp("fsdp") / "saved", tmp_path_factory.mktemp("fsdp") / "imported"
+        theirs = {name: place.tensor for name, place in places(LLAMA).items()}
+        names = theirs if ranks == 2 else {p.name: p.name for p in parameters(GPT)}
+        saved = run_ranks("harness.foreign_jobs:fsdp", ranks, (case, str(folder), names, ranks == 4))[0]
+        import_checkpoint(folder, out, case.model)
+        found[ranks] = saved, folder, out
+    return found
+
+
+@pytest.mark.parametrize("ranks", CASES)
+def test_an_imported_checkpoint_holds_what_fsdp2_held_bit_by_bit(fsdp, ranks):
+    saved, _, out = fsdp[ranks]
+    checkpoint = Checkpoint.open(out)
+    checkpoint.verify()
+    assert checkpoint.manifest.step == checkpoint.manifest.optimizer_steps == SAVED
+    assert {*checkpoint.tensors} == {*saved.held}
+    for name, tensor in saved.held.items():
+        assert checkpoint.tensors[name].dtype == "float64"
+        assert checkpoint.read(name).tobytes() == tensor.numpy().tobytes(), name
+    assert checkpoint.manifest.about["imported"]["ranks"] == ranks
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("ranks", CASES)
+def test_training_goes_on_from_fsdp2_under_any_layout(fsdp, ranks, layout):
+    saved, _, out = fsdp[ranks]
+    case, layout = CASES[ranks], Layout.parse(layout)
+    rows = [global_batch(case, step) for step in range(SAVED, STEPS)]
+    lrs = [learning_rate(case.optimizer, step, STEPS) for step in range(SAVED, STEPS)]
+    going = Going(str(out), saved.held, rows, lrs)
+    for ((apart, losses),) in run_ranks("harness.foreign_jobs:go_on", layout.ranks, (case, layout, [going])):
+        assert apart == 0.0
+        assert losses == pytest.approx(saved.losses[SAVED:], rel=1e-9, abs=0)
+
+
+# Hugging Face's models, transposed, fused and tied tensors among them.
+
+
+def _train_theirs(family: str, folder: Path) -> tuple[Case, list[float]]:
+    """Train transformers' model in one process, save it after `SAVED` steps; the losses of the steps after that."""
+    model = pretrained(family).double()
+    described = folder.parent / f"{family}.json"
+    described.write_text(model.config.to_json_string(use_diff=False))
+    case = Case(from_huggingface(described), Workload(seq=12, batch=4), optimizer=OptimizerConfig(lr=1e-2, clip=0.0))
+    named = dict(model.named_parameters())
+    adam = adamw(case, named, {name: p.ndim > 1 for name, p in named.items()})
+    losses = []
+    for step in range(STEPS):
+        rows = tokens(step)
+        logits = model(input_ids=rows[:, :-1]).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+        adam.zero_grad()
+        loss.backward()
+        adam.step()
+        losses.append(loss.item())
+        if step + 1 == SAVED:
+            weights, optimizer = get_state_dict(model, adam)
+            dcp.save({"app": {"model": weights, "optim": optimizer}}, checkpoint_id=folder, no_dist=True)
+    return case, losses[SAVED:]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", ["llama3", "qwen2", "qwen3", "gpt2", "gpt_neox", "gpt_neox_sequential"])
+def test_a_model_of_transformers_goes_on_as_transformers_would(family, tmp_path):
+    assert family in FAMILIES
+    case, expected = _train_theirs(family, tmp_path / "saved")
+    import_checkpoint(tmp_path / "saved", tmp_path / "out", case.model)
+    checkpoint, layout = Checkpoint.open(tmp_path / "out"), Layout.parse("tp=2,precision=fp64")
+    held = {name: torch.from_numpy(checkpoint.read(name)).view(spec.shape) for name, spec in checkpoint.tensors.items()}
+    going = Going(str(tmp_path / "out"), held, [rows_of(tokens(step)) for step in range(SAVED, STEPS)], [1e-2] * 3)
+    ((apart, losses),) = run_ranks("harness.foreign_jobs:go_on", 2, (case, layout, [going]))[0]
+    assert apart == 0.0
+    # transformers has its norms' statistics and rotary angles in fp32.
+    assert losses == pytest.approx(expected, rel=2e-5)
+
+
+# What is refused, each in one line. One small model in one process serves all of these.
+
+SMALL = ModelConfig("small", vocab=11, hidden=8, layers=1, heads=2, ffn=12, max_positions=8)
+
+
+def _state(model: ModelConfig = SMALL, steps: int = 2) -> dict:
+    generator = torch.Generator().manual_seed(1)
+    weights = {p.name: torch.randn(p.shape, generator=generator) for p in parameters(model)}
+    state = {
+        name: {"exp_avg": tensor + 1, "exp_avg_sq": tensor.square(), "step": torch.tensor(float(steps))}
+        for name, tensor in weights.items()
+    }
+    groups = [{"params": list(weights), "lr": 1e-3, "betas": (0.8, 0.9), "eps": 1e-7, "weight_decay": 0.2}]
+    return {"model": weights, "optim": {"state": state, "param_groups": groups}}
+
+
+def _save(state: dict, folder: Path) -> Path:
+    # torch warns that nobody else saves with it.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    return _save(_state(), tmp_path_factory.mktemp("small") / "saved")
+
+
+@pytest.fixture
+def copied(small, tmp_path):
+    return Path(shutil.copytree(small, tmp_path / "copy"))
+
+
+def _refused(folder: Path, out: Path, model: ModelConfig = SMALL, **options) -> str:
+    with pytest.raises(UserError) as error:
+        import_checkpoint(folder, out, model, **options)
+    assert not out.exists()
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_weights_alone_can_be_imported_whatever_the_optimizer(tmp_path):
+    state = _state()
+    state["optim"]["state"] = {str(i): entry for i, entry in enumerate(state["optim"]["state"].values())}
+    folder = _save(state, tmp_path / "saved")
+    assert "by number" in _refused(folder, tmp_path / "out")
+    manifest = import_checkpoint(folder, tmp_path / "out", SMALL, weights_only=True)
+    assert manifest.step == manifest.optimizer_steps == 0
+    assert {*manifest.tensors} == {f"model/{p.name}" for p in parameters(SMALL)}
+    expected = state["model"]["head.norm.weight"].numpy()
+    assert np.array_equal(Checkpoint.open(tmp_path / "out").read("model/head.norm.weight"), expected)
+
+
+def test_a_checkpoint_without_optimizer_gives_weights(tmp_path):
+    folder = _save(_state()["model"], tmp_path / "saved")
+    assert {*import_checkpoint(folder, tmp_path / "out", SMALL).tensors} == {
+        f"model/{p.name}" for p in parameters(SMALL)
+    }
+
+
+def test_bfloat16_is_kept(tmp_path):
+    state = {"net": {name: tensor.bfloat16() for name, tensor in _state()["model"].items()}}
+    import_checkpoint(_save(state, tmp_path / "saved"), tmp_path / "out", SMALL)
+    checkpoint = Checkpoint.open(tmp_path / "out")
+    assert {spec.dtype for spec in checkpoint.tensors.values()} == {"bfloat16"}
+    expected = state["net"]["head.out.weight"].float().reshape(-1).numpy()
+    assert np.array_equal(checkpoint.read("model/head.out.weight", dtype="float32"), expected)
+
+
+def _without(key):
+    def change(state):
+        del state["optim"]["state"][key]["exp_avg_sq"]
+
+    return change
+
+
+def _set(key, name, value):
+    def change(state):
+        state["optim"]["state"][key][name] = value
+
+    return change
+
+
+def _more(name, tensor):
+    def change(state):
+        state["model"][name] = tensor
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (_without("head.norm.weight"), "has no optim.state.head.norm.weight.exp_avg_sq"),
+        (_set("head.norm.weight", "step", torch.tensor(7.0)), "7"),
+        (_set("head.norm.weight", "step", torch.tensor(1.5)), "no number of steps"),
+        (_set("head.norm.weight", "momentum_buffer", torch.zeros(8)), "which AdamW has not"),
+        (_set("head.norm.weight", "exp_avg", torch.zeros(9)), "has shape (9,)"),
+        (_more("head.extra", torch.zeros(2)), "which small lacks"),
+        (_more("head.norm.weight", torch.zeros(8, dtype=torch.int32)), "int32"),
+        (lambda state: state.update(ema=state["model"]), "2 models"),
+        (lambda state: state["model"].pop("head.norm.weight"), "has no model.head.norm.weight"),
+        (lambda state: state["model"].pop("embedding.tokens.weight"), "nor model.embed_tokens.weight"),
+    ],
+)
+def test_what_is_not_the_models_adamw_state_is_refused(change, words, tmp_path):
+    state = _state()
+    change(state)
+    assert words in _refused(_save(state, tmp_path / "saved"), tmp_path / "out")
+
+
+def test_a_stored_head_must_be_the_tied_embedding(tmp_path):
+    tied = SMALL.replace(tied=True)
+    state = _state(tied)["model"]
+    state = {places(tied)[name].tensor: tensor for name, tensor in state.items()}
+    same = state | {"lm_head.weight": state["model.embed_tokens.weight"].clone()}
+    import_checkpoint(_save(same, tmp_path / "same"), tmp_path / "fine", tied)
+    other = state | {"lm_head.weight": state["model.embed_tokens.weight"] + 1}
+    assert "tied=false" in _refused(_save(other, tmp_path / "other"), tmp_path / "out", tied)
+
+
+def test_another_model_is_refused(small, tmp_path):
+    assert "shape" in _refused(small, tmp_path / "out", SMALL.replace(vocab=12))
+    assert "blocks.1" in _refused(small, tmp_path / "out", SMALL.replace(layers=2))
+    assert "bias" in _refused(small, tmp_path / "out", SMALL.replace(bias="qkv"))
+
+
+class _Trap:
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def test_a_pickle_that_names_anything_else_is_refused_and_does_nothing(copied, tmp_path):
+    (copied / ".metadata").write_bytes(pickle.dumps(_Trap(str(tmp_path / "made"))))
+    assert "posix.mkdir" in _refused(copied, tmp_path / "out")
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_saved_object_that_names_anything_else_is_refused_and_does_nothing(tmp_path):
+    state = _state()
+    state["optim"]["param_groups"][0]["lr"] = _Trap(str(tmp_path / "made"))
+    assert "posix.mkdir" in _refused(_save(state, tmp_path / "saved"), tmp_path / "out")
+    assert not (tmp_path / "made").exists()
+
+
+def test_damaged_folders_are_refused_in_one_line(copied, tmp_path):
+    (part,) = copied.glob("*.distcp")
+    data = part.read_bytes()
+    part.write_bytes(data[: len(data) // 2])
+    assert part.name in _refused(copied, tmp_path / "out")
+    part.unlink()
+    assert "missing" in _refused(copied, tmp_path / "out")
+    (copied / ".metadata").unlink()
+    assert "neither .metadata" in _refused(copied, tmp_path / "out")
+    assert "no whole torch.distributed.checkpoint" in _refused(copied, tmp_path / "out", format="dcp")
+    assert "no such folder" in _refused(tmp_path / "nowhere", tmp_path / "out")
+    (copied / ".metadata").write_bytes(b"\x80\x04N.")
+    assert "not the metadata" in _refused(copied, tmp_path / "out")
+
+
+def test_the_index_cannot_lead_out_of_the_folder(copied, tmp_path):
+    (part,) = copied.glob("*.distcp")
+    outside = b"../" + b"x" * (len(part.name) - 3)
+    path = copied / ".metadata"
+    path.write_bytes(path.read_bytes().replace(part.name.encode(), outside))
+    assert "no file of this folder" in _refused(copied, tmp_path / "out")
+
+
+def test_mutated_indexes_are_refused_or_read_and_never_raise_anything_else(copied, tmp_path):
+    path, chance = copied / ".metadata", random.Random(5)
+    data = path.read_bytes()
+    refused = 0
+    for attempt in range(400):
+        changed = bytearray(data)
+        for _ in range(chance.choice((1, 1, 3))):
+            changed[chance.randrange(len(changed))] = chance.randrange(256)
+        path.write_bytes(changed[: chance.randrange(len(changed))] if attempt % 10 == 0 else changed)
+        try:
+            import_checkpoint(copied, tmp_path / "out", SMALL)
+        except UserError as error:
+            refused += 1
+            assert "\n" not in str(error)
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+    assert refused > 200
+
+
+@pytest.mark.parametrize("name, text", [("metadata.json", '{"sharded_backend": "torch_dist"}'),
+                                        ("latest_checkpointed_iteration.txt", "10")])  # fmt: skip
+def test_megatron_checkpoints_are_named_as_not_supported(copied, tmp_path, name, text):
+    (copied / name).write_text(text)
+    assert "Megatron-LM" in _refused(copied, tmp_path / "out")
+
+
+def test_a_folder_in_use_is_left_alone(small, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(UserError, match="in use"):
+        import_checkpoint(small, tmp_path, SMALL)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+# The command, and what it gives to train --resume.
+
+
+def _model_arguments() -> list[str]:
+    return ["--model", "tiny-llama", "--set", "vocab=11,hidden=8,layers=1,heads=2,kv_heads=2,ffn=12,max_positions=8"]
+
+
+def test_the_command_imports(small, tmp_path, capsys):
+    arguments = ["checkpoint", "import", str(small), "--out", str(tmp_path / "out"), *_model_arguments(), "--json"]
+    assert main(arguments) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["step"] == 2 and told["imported"]["format"] == "dcp"
+    assert told["imported"]["optimizer"] == [{"lr": 1e-3, "betas": [0.8, 0.9], "eps": 1e-7, "weight_decay": 0.2}]
+    assert main(["checkpoint", "verify", str(tmp_path / "out")]) == 0
+    assert main([*arguments[:4], str(tmp_path / "other"), *_model_arguments(), "--data", "stdlib"]) == 2
+    assert "--tokenizer, --seq" in capsys.readouterr().err
+
+
+def test_a_resumed_run_takes_the_other_optimizers_settings(small, tmp_path):
+    from shardwise.api import configure_resumed
+
+    tokenizer = tmp_path / "tokenizer.json"
+    tokenizer.write_text("{}")
+    run = Continuation(data="stdlib", tokenizer=str(tokenizer), seq=8, batch=4)
+    manifest = import_checkpoint(small, tmp_path / "out", SMALL, run=run)
+    assert manifest.samples == 8
+    config = configure_resumed(tmp_path / "out", tmp_path / "run", layout="dp=2,precision=fp32", steps=5)
+    optimizer = config.optimizer
+    assert (optimizer.lr, optimizer.betas, optimizer.eps, optimizer.weight_decay) == (1e-3, (0.8, 0.9), 1e-7, 0.2)
+    assert [learning_rate(optimizer, step, 5) for step in (2, 3, 4)] == pytest.approx([1e-3] * 3)
+    assert config.model == SMALL and config.workload == Workload(seq=8, batch=4)
+    with pytest.raises(UserError, match="does not say how its run was configured"):
+        import_checkpoint(small, tmp_path / "bare", SMALL)
+        configure_resumed(tmp_path / "bare", tmp_path / "run", steps=5)

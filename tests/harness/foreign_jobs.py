@@ -1,0 +1,152 @@
+"""What ranks run for the tests of other trainers' checkpoints: FSDP2 that saves, and our own training that goes on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from harness.jobs import _errors, build
+from harness.oracles import _decoder, _whole
+from harness.reference import Case, global_batch, make_batch
+from shardwise.checkpoint import Checkpoint
+from shardwise.layout import Grid, Layout
+from shardwise.model.parameters import parameters
+from shardwise.runtime.checkpointing import restore
+from shardwise.runtime.optimizer import learning_rate
+from shardwise.runtime.setup import stream_view
+
+SAVED, STEPS = 3, 6
+"""Steps before the checkpoint, and steps in all."""
+
+
+@dataclass
+class Saved:
+    """losses: one a step. held: `model/`, `first/` and `second/` + our parameter's name -> whole tensor when saved."""
+
+    losses: list[float]
+    held: dict[str, Tensor]
+
+
+def fsdp(rank: int, payload: tuple[Case, str, dict[str, str], bool]) -> Saved:
+    """Train under FSDP2 and save after `SAVED` steps. Payload: case, folder, our parameter names -> the saved ones, and
+    whether the optimizer's state is flattened."""
+    case, folder, names, flat = payload
+    world = dist.get_world_size()
+    decoder = _decoder(case)
+    mesh = init_device_mesh("cpu", (world,))
+    for block in decoder.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(decoder, mesh=mesh)
+    named = dict(decoder.named_parameters())
+    adam = adamw(case, named)
+    share = case.workload.batch // world
+    saved = Saved([], {})
+    for step in range(STEPS):
+        every = global_batch(case, step)
+        mine = {name: tensor[rank * share : (rank + 1) * share] for name, tensor in every.items()}
+        valid = (every["targets"] != -100).sum()
+        logits = decoder(make_batch(case, mine, step))
+        loss = F.cross_entropy(logits.flatten(0, 1), mine["targets"].flatten(), reduction="sum") / valid
+        adam.zero_grad()
+        # FSDP2 averages gradients over ranks.
+        (loss * world).backward()
+        torch.nn.utils.clip_grad_norm_(list(named.values()), case.optimizer.clip)
+        for group in adam.param_groups:
+            group["lr"] = learning_rate(case.optimizer, step, STEPS)
+        adam.step()
+        loss = loss.detach().clone()
+        dist.all_reduce(loss)
+        saved.losses.append(loss.item())
+        if step + 1 == SAVED:
+            saved.held = held(named, adam)
+            dcp.save(_renamed(decoder, adam, names, flat), checkpoint_id=folder)
+    return saved
+
+
+def adamw(case: Case, named: dict[str, Any], decays: dict[str, bool] | None = None) -> torch.optim.AdamW:
+    """torch's AdamW as a case describes it. decays: parameter -> whether it decays, by default as ours do."""
+    config = case.optimizer
+    decays = decays or {p.name: p.decay for p in parameters(case.model)}
+    groups = [
+        {"params": [p for n, p in named.items() if decays[n] is decay], "weight_decay": config.weight_decay * decay}
+        for decay in (True, False)
+    ]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, foreach=False)
+
+
+def held(named: dict[str, Any], adam: torch.optim.AdamW) -> dict[str, Tensor]:
+    """Weights and moments, whole."""
+    found = {}
+    for name, parameter in named.items():
+        state = adam.state[parameter]
+        kinds = {"model": parameter.detach(), "first": state["exp_avg"], "second": state["exp_avg_sq"]}
+        found |= {f"{kind}/{name}": _whole(tensor) for kind, tensor in kinds.items()}
+    return found
+
+
+def _renamed(decoder: Any, adam: Any, names: dict[str, str], flat: bool) -> dict[str, Any]:
+    """What a training script would save: flat as torchtitan does, else in two parts."""
+    model, optimizer = get_state_dict(decoder, adam, options=StateDictOptions(flatten_optimizer_state_dict=flat))
+    model = {names[name]: tensor for name, tensor in model.items()}
+    if flat:
+        assert all(names[name] == name for name in names), "flat keys are renamed by nobody"
+        return {**model, "optimizer": optimizer, "train_state": torch.tensor([SAVED])}
+    optimizer["state"] = {names[name]: entry for name, entry in optimizer["state"].items()}
+    return {"model": model, "optim": optimizer}
+
+
+@dataclass(frozen=True)
+class Going:
+    """What a rank goes on from. held: as `Saved.held`. rows, lrs: the next steps' sequences, and learning rates."""
+
+    folder: str
+    held: dict[str, Tensor]
+    rows: list[dict[str, Tensor]]
+    lrs: list[float]
+
+
+def go_on(rank: int, payload: tuple[Case, Layout, list[Going]]) -> list[tuple[float, list[float]]]:
+    """For each: (the squared distance of all that this rank has loaded from what it should be, losses of the steps)."""
+    case, layout, sources = payload
+    at = Grid.of(layout, case.model).coordinates(rank)
+    share = case.workload.batch // layout.dp
+    found = []
+    for source in sources:
+        program = build(case, layout, rank)
+        position = restore(program, Checkpoint.open(source.folder))
+        apart = 0.0
+        for kind in ("model", "first", "second"):
+            reference = {n.partition("/")[2]: t for n, t in source.held.items() if n.startswith(f"{kind}/")}
+            for state in program.optimizer.states:
+                mine = {"model": state.master, "first": state.first, "second": state.second}[kind]
+                apart += sum(_errors(state.flat, mine, reference).values())
+        losses = []
+        for step, (rows, lr) in enumerate(zip(source.rows, source.lrs, strict=True), position.step):
+            batches = []
+            for start in range(at["dp"] * share, (at["dp"] + 1) * share, layout.micro):
+                part = {name: tensor[start : start + layout.micro].clone() for name, tensor in rows.items()}
+                batches.append((stream_view(make_batch(case, part, step), layout, at["tp"]), part["targets"]))
+            losses.append(program.step(batches, lr)[0])
+        found.append((apart, losses))
+    return found
+
+
+def rows_of(tokens: Tensor) -> dict[str, Tensor]:
+    """A step of sequences, [batch, seq + 1] token ids, as `global_batch` gives it."""
+    batch, seq = tokens.shape[0], tokens.shape[1] - 1
+    return {
+        "ids": tokens[:, :-1].contiguous(),
+        "targets": tokens[:, 1:].contiguous(),
+        "index": torch.arange(batch * seq).view(batch, seq),
+        "positions": torch.arange(seq).expand(batch, seq).contiguous(),
+        "documents": torch.zeros(batch, seq, dtype=torch.int64),
+    }

@@ -1,0 +1,508 @@
+"""Runs that survive: ranks killed at any moment, hangs made on purpose, signals, and disks that refuse.
+
+Runs are real ones, as a user starts them. `harness/faulty_worker.py` stands in for a rank that gets into trouble.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.space import seed
+from shardwise import api
+from shardwise.checkpoint import Checkpoint, diff, latest
+from shardwise.errors import UserError
+from shardwise.layout import Workload
+from shardwise.model import ModelConfig
+from shardwise.runtime.launch import RunFailed
+
+LIMIT = 150
+HANG = 3.0
+FOUR = "dp=2,tp=2,zero=3,sp,precision=fp32"
+TWO = "dp=2,zero=3,precision=fp32"
+ONE = "precision=fp32"
+STEPS = 8
+MODEL = {"vocab": 300, "hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 96, "max_positions": 64}
+WORKER = str(Path(__file__).parents[1] / "harness" / "faulty_worker.py")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for run directories, which share one prepared text."""
+    folder = tmp_path_factory.mktemp("runs")
+    words = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+    (folder / "text").mkdir()
+    for part in range(10):
+        lines = (" ".join(words[int(d)] for d in str(n)) for n in range(part * 400, part * 400 + 400))
+        (folder / "text" / f"{part}.txt").write_text("\n".join(lines))
+    return folder
+
+
+@dataclass
+class Attempt:
+    """A run that has ended. result: None when it failed with `error`. lines: what it said on the way."""
+
+    out: Path
+    result: api.TrainResult | None
+    error: BaseException | None
+    lines: list[str]
+    alive: list[int]
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.out / "events.jsonl").read_text().splitlines()]
+
+    @property
+    def restarts(self) -> list[dict[str, Any]]:
+        return [event for event in self.events if "restart" in event]
+
+
+def run(runs: Path, layout: str, fault: dict[str, Any] | None = None, **options: Any) -> Attempt:
+    """Train in this process's own launcher, with one rank that gets into trouble."""
+    out = runs / f"run-{len(list(runs.iterdir()))}"
+    once, pids = out.with_name(f"{out.name}-happened"), out.with_name(f"{out.name}-pids")
+    pids.mkdir()
+    given = {"what": "hang", "rank": -1, "where": "forward", "step": 5} | (fault or {})
+    command = [sys.executable, WORKER, json.dumps(given | {"once": str(once), "pids": str(pids)})]
+    launched = {name: options.pop(name) for name in ("restarts", "elastic") if name in options}
+    settings = {"save_every": 2, "hang": HANG, "validate_batches": 1, "tensorboard": False} | options
+    config = api.configure(
+        ModelConfig("small", **MODEL), layout, Workload(seq=32, batch=4), runs / "text", settings.pop("steps", STEPS),
+        out, **settings,
+    )  # fmt: skip
+    lines: list[str] = []
+    result, error = None, None
+    with open(os.devnull, "w") as null:
+        try:
+            result = api.run(
+                config, progress=lines.append, rank0_stdout=null.fileno(), worker=command, **launched
+            )  # fmt: skip
+        except (UserError, RunFailed) as failed:
+            error = failed
+    alive = [int(file.name) for file in pids.iterdir() if Path("/proc", file.name).exists()]
+    return Attempt(out, result, error, lines, alive)
+
+
+@cache
+def undisturbed(runs: Path, layout: str, **options: Any) -> list[float]:
+    done = run(runs, layout, **options)
+    assert done.result is not None, done.error
+    assert len(done.result.losses) == options.get("steps", STEPS)
+    return done.result.losses
+
+
+def happened(attempt: Attempt) -> float:
+    """When the trouble began."""
+    return float(attempt.out.with_name(f"{attempt.out.name}-happened").read_text())
+
+
+# -- hangs made on purpose
+
+
+@pytest.mark.parametrize(
+    ("layout", "rank", "what", "where", "named", "more"),
+    [
+        (FOUR, 2, "hang", "forward", "in forward of blocks.0, after all_gather_into over", {}),
+        (TWO, 1, "hang", "backward", "in backward of head, after", {}),
+        (TWO, 0, "hang", "optimizer", "in the optimizer, after all_reduce over dp for gradient norm in optimizer", {}),
+        (TWO, 1, "hang", "save", "in the save of its part, after all_reduce over dp for loss", {}),
+        (TWO, 0, "hang", "save", "in the save of its part, after the broadcast", {"save_async": True}),
+        (TWO, 1, "freeze", "backward", "in backward of head, after", {}),
+        (ONE, 0, "hang", "data", "in the next batch", {}),
+    ],
+)
+def test_a_hang_is_found_and_named_and_the_run_ends_as_if_nothing_had_happened(
+    runs: Path, layout: str, rank: int, what: str, where: str, named: str, more: dict[str, Any]
+) -> None:
+    done = run(runs, layout, {"what": what, "rank": rank, "where": where, "step": 6}, restarts=2, **more)
+    assert done.result is not None and not done.alive, (done.error, done.alive)
+    assert done.result.losses == undisturbed(runs, layout)
+    (restart,) = done.restarts
+    line = restart["because"]
+    assert re.match(rf"rank {rank} made no progress for \d s at step 6 {named}", line), line
+    others = set(range(4 if layout == FOUR else 2 if layout == TWO else 1)) - {rank}
+    waiting = line.partition(";")[2]
+    assert all(re.search(rf"\b{other}\b[^;]* waited for it in ", waiting) for other in others), line
+    assert restart["from"] == str(done.out / "checkpoints" / "step-4")
+    # The issue's own bound: the limit plus five seconds, from the first moment of the hang to the end of all ranks.
+    assert restart["time"] - happened(done) < HANG + 5
+    if what == "hang":
+        assert "trouble" in (done.out / "errors" / f"rank-{rank}.txt").read_text()
+
+
+def test_without_restarts_a_hang_is_one_line(runs: Path) -> None:
+    done = run(runs, TWO, {"what": "hang", "rank": 0, "where": "forward", "step": 2})
+    assert isinstance(done.error, RunFailed) and not done.alive
+    assert str(done.error).startswith("rank 0 made no progress for 3 s at step 2 in forward of blocks.0")
+    assert "rank 1 waited for it in" in str(done.error) and "\n" not in str(done.error)
+    assert json.loads((done.out / "run.json").read_text())["status"] == "failed"
+
+
+# -- a rank that dies, or raises
+
+
+@pytest.mark.parametrize(
+    ("what", "where", "words"),
+    [("kill", "optimizer", "was killed by SIGKILL"), ("raise", "backward", "failed")],
+)
+def test_who_failed_is_named_with_step_collective_and_peers(runs: Path, what: str, where: str, words: str) -> None:
+    done = run(runs, TWO, {"what": what, "rank": 1, "where": where, "step": 5}, restarts=1)
+    assert done.result is not None and not done.alive
+    assert done.result.losses == undisturbed(runs, TWO)
+    (restart,) = done.restarts
+    assert re.match(rf"rank 1 {words} at step 5 in .*, after \w+ over dp for .* in ", restart["because"])
+    assert "; rank 0 waited for it in " in restart["because"]
+    assert done.lines[-1] == f"restart 1 of 1 from {done.out}/checkpoints/step-4: {restart['because']}"
+
+
+def test_before_the_first_checkpoint_a_run_begins_again(runs: Path) -> None:
+    done = run(runs, TWO, {"what": "kill", "rank": 1, "where": "forward", "step": 1}, restarts=1, save_every=0)
+    assert done.result is not None and done.result.losses == undisturbed(runs, TWO)
+    assert "from the beginning, for there is no checkpoint yet" in done.lines[-1]
+
+
+def test_restarts_are_used_up(runs: Path) -> None:
+    done = run(runs, ONE, {"what": "raise", "rank": 0, "where": "forward", "step": 3, "again": True}, restarts=1)
+    assert isinstance(done.error, RunFailed) and "ZeroDivisionError: on purpose" in str(done.error)
+    assert [event["restart"] for event in done.restarts] == [1]
+
+
+def test_a_damaged_checkpoint_is_passed_over(runs: Path) -> None:
+    """The newest checkpoint loses a file at the moment of the failure."""
+    done = run(
+        runs, ONE, {"what": "damage", "rank": 0, "where": "forward", "step": 7}, restarts=1, steps=8
+    )  # fmt: skip
+    assert done.result is not None and done.result.losses == undisturbed(runs, ONE)
+    assert any("is missing" in line and "an earlier one is used" in line for line in done.lines)
+    assert done.restarts[0]["from"].endswith("step-4")
+
+
+# -- fewer ranks
+
+
+def test_an_elastic_run_goes_on_without_the_rank_that_was_killed(runs: Path) -> None:
+    layout = "dp=4,zero=3,shard=2,precision=fp64"
+    fault = {"what": "kill", "rank": 3, "where": "forward", "step": 6}
+    done = run(runs, layout, fault, restarts=1, elastic=True)
+    assert done.result is not None, done.error
+    assert done.restarts[0]["layout"] == "dp=2,zero=3,precision=fp64"
+    assert "on 2 ranks as dp=2,zero=3,precision=fp64: rank 3 was killed" in done.lines[-1]
+    assert done.result.losses == pytest.approx(undisturbed(runs, layout), rel=1e-9, abs=0)
+    assert done.result.losses[:4] == undisturbed(runs, layout)[:4]
+
+
+def test_a_run_that_cannot_shrink_says_so(runs: Path) -> None:
+    fault = {"what": "kill", "rank": 0, "where": "forward", "step": 6}
+    done = run(runs, ONE, fault, restarts=1, elastic=True)
+    assert done.result is not None and done.result.losses == undisturbed(runs, ONE)
+    assert "on as many ranks as before, for dp cannot shrink" in done.lines[-1]
+
+
+def test_elastic_needs_restarts(runs: Path) -> None:
+    done = run(runs, ONE, elastic=True)
+    assert isinstance(done.error, UserError) and "--restarts" in str(done.error)
+
+
+# -- a process of its own: kills at random moments, signals, torchrun
+
+
+def command(runs: Path, out: Path, layout: str, steps: int, *more: str) -> list[str]:
+    return [
+        *("train", "tiny-llama", "--vocab", "300", "--layout", layout, "--data", str(runs / "text")),
+        *("--seq", "32", "--batch", "4", "--steps", str(steps), "--out", str(out), "--no-tensorboard"),
+        *("--set", "layers=2,hidden=64,ffn=96", "--validate-batches", "1", *more),
+    ]
+
+
+def environment() -> dict[str, str]:
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return {**clean, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+class Process:
+    """A training that runs on its own; killed at the end of its `with` block at the latest."""
+
+    def __init__(self, arguments: list[str], out: Path, *launcher: str) -> None:
+        self.out = out
+        self._process = subprocess.Popen(
+            [sys.executable, *launcher, "-m", "shardwise", *arguments],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(), start_new_session=True,
+        )  # fmt: skip
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def send(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def workers(self) -> list[int]:
+        pid = self._process.pid
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+    def end(self) -> tuple[int, str]:
+        """(exit code, output)"""
+        output, _ = self._process.communicate(timeout=LIMIT)
+        return self._process.returncode, output
+
+    def wait_for(self, condition: Callable[[], Any], pause: float = 0.01) -> None:
+        deadline = time.monotonic() + LIMIT
+        while not condition():
+            assert self._process.poll() is None, self._process.communicate()[0]
+            assert time.monotonic() < deadline, "waited in vain"
+            time.sleep(pause)
+
+    def logged(self) -> list[int]:
+        """Steps in the order in which they were done."""
+        path = self.out / "events.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        found = []
+        for line in lines:
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue  # being written
+            if "loss" in event:
+                found.append(event["step"])
+        return found
+
+
+def manifests(out: Path) -> dict[int, bool]:
+    """Step -> whether its checkpoint has its manifest, of all folders that there are."""
+    folder = out / "checkpoints"
+    found = list(folder.iterdir()) if folder.is_dir() else []
+    return {int(path.name.removeprefix("step-")): (path / "manifest.json").exists() for path in found}
+
+
+def losses(out: Path) -> dict[int, float]:
+    events = map(json.loads, (out / "events.jsonl").read_text().splitlines())
+    return {event["step"]: event["loss"] for event in events if "loss" in event}
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_kills_at_random_moments_lose_no_more_than_the_steps_since_the_last_save(runs: Path, mode: str) -> None:
+    kills = 20 if os.environ.get("SHARDWISE_ALL") == "1" else 2
+    generator = random.Random(f"{seed()} {mode}")
+    every, steps, out = 2, 7 * kills + 8, runs / f"killed-{mode}"
+    arguments = command(runs, out, FOUR, steps, "--save-every", str(every), "--keep-last", "0")
+    arguments += ["--restarts", str(kills)] + ["--save-async"] * (mode == "async")
+    whole: list[int] = []
+    last: list[int] = []
+    saving = 0
+    with Process(arguments, out) as training:
+        for kill in range(kills):
+            done = len(training.logged())
+            wanted = done + generator.randint(1, 5)
+            training.wait_for(lambda wanted=wanted: len(training.logged()) >= wanted)
+            ranks = training.workers()
+            assert len(ranks) == 4
+            if kill % 4 != 3:
+                training.wait_for(lambda: not all(manifests(out).values()), pause=0.0)
+            else:
+                time.sleep(generator.uniform(0, 0.2))
+            before = manifests(out)
+            for pid in generator.choice([ranks, [generator.choice(ranks)]]):
+                os.kill(pid, signal.SIGKILL)
+            saving += not all(before.values())
+            whole.append(max((step for step, there in before.items() if there), default=0))
+            last.append(training.logged()[-1])
+            training.wait_for(lambda kill=kill: restarted(out) > kill)
+            if found := latest(out / "checkpoints", warn=pytest.fail):
+                found.verify()
+        code, output = training.end()
+    assert code == 0, output
+    events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    restarts = [event for event in events if "restart" in event]
+    assert len(restarts) == kills
+    for event, good, reached in zip(restarts, whole, last, strict=True):
+        resumed = int(event["from"].rpartition("-")[2]) if event["from"] else 0
+        assert resumed >= good, "a checkpoint that was whole has been lost"
+        # While one save is under way in the background, the run may reach the next.
+        assert reached - resumed <= every * (1 if mode == "sync" else 2), (event, reached)
+    assert saving >= kills * 15 / 40
+    plain = runs / f"unkilled-{mode}"
+    if mode == "sync" or not (runs / "unkilled-sync").exists():
+        with Process(command(runs, plain, FOUR, steps), plain) as training:
+            assert training.end()[0] == 0
+    else:
+        plain = runs / "unkilled-sync"
+    assert losses(out) == losses(plain)
+    newest = latest(out / "checkpoints", warn=pytest.fail)
+    assert newest is not None and newest.manifest.step == steps
+    assert diff(newest, Checkpoint.open(plain / "checkpoints" / f"step-{steps}")) == []
+
+
+def restarted(out: Path) -> int:
+    path = out / "events.jsonl"
+    return path.read_text().count('"restart"') if path.exists() else 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_says_how_to_go_on(runs: Path, number: signal.Signals) -> None:
+    out = runs / f"stopped by {number.name}"
+    with Process(command(runs, out, TWO, 30), out) as training:
+        training.wait_for(lambda: len(training.logged()) >= 3)
+        ranks = training.workers()
+        training.send(number)
+        code, output = training.end()
+    assert code == 128 + number and "Traceback" not in output, output
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+    reached = training.logged()[-1]
+    found = latest(out / "checkpoints", warn=pytest.fail)
+    assert found is not None and 3 <= found.manifest.step == reached < 30
+    found.verify()
+    words = re.search(rf"stopped after step {reached}; go on with: shardwise (train .*)", output)
+    assert words and json.loads((out / "run.json").read_text())["status"] == "stopped"
+    with Process(shlex.split(words[1]), out) as training:
+        code, output = training.end()
+    assert code == 0, output
+    plain = runs / "unstopped"
+    if not plain.exists():
+        with Process(command(runs, plain, TWO, 30), plain) as training:
+            assert training.end()[0] == 0
+    assert losses(out) == losses(plain)
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
+
+
+def test_torchrun_starts_again_from_the_last_checkpoint(runs: Path) -> None:
+    out = runs / "torchrun"
+    with Process(command(runs, out, TWO, 30, "--save-every", "2"), out, *TORCHRUN) as training:
+        training.wait_for(lambda: len(training.logged()) >= 5)
+        victims = [pid for pid in training.workers() if b"shardwise" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        assert len(victims) == 2
+        os.kill(victims[1], signal.SIGKILL)
+        code, output = training.end()
+    assert code == 0, output
+    events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    (resumed,) = [event["resumed"] for event in events if "resumed" in event]
+    assert resumed >= 4 and resumed % 2 == 0
+    plain = runs / "unstopped"
+    if not plain.exists():
+        with Process(command(runs, plain, TWO, 30), plain) as training:
+            assert training.end()[0] == 0
+    assert losses(out) == losses(plain)
+
+
+def test_torchrun_starting_again_does_not_go_on_with_another_run(runs: Path) -> None:
+    """The first attempt is refused because the folder is in use; the second must not take that run for its own."""
+    out = runs / "foreign"
+    with Process(command(runs, out, TWO, 4), out) as training:
+        assert training.end()[0] == 0
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    with Process(command(runs, out, TWO, 4), out, *TORCHRUN) as training:
+        code, output = training.end()
+    assert code != 0 and "nothing was overwritten" in output
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+
+
+# -- disks that refuse, files that vanish
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["sync", "async"])
+def test_a_save_that_fails_is_a_warning_and_the_last_one_an_error(runs: Path, later: bool, capfd: Any) -> None:
+    """A limit on the size of files stands in for a full disk: one rank's part does not fit."""
+    done = run(runs, TWO, {"what": "file limit", "rank": 1, "bytes": 50_000}, save_async=later, steps=5)
+    assert isinstance(done.error, UserError) and not done.alive
+    assert re.fullmatch(r"cannot write checkpoint .*/step-5/rank-00001\S*: File too large; .*", str(done.error))
+    warnings = [event["warning"] for event in done.events if "warning" in event]
+    assert [re.search(r"step-\d", text)[0] for text in warnings] == ["step-2", "step-4"]  # type: ignore[index]
+    assert all("File too large; earlier checkpoints are untouched" in text for text in warnings)
+    assert not list((done.out / "checkpoints").iterdir()), "parts of others were left on a full disk"
+    assert [event["loss"] for event in done.events if "loss" in event] == undisturbed(runs, TWO, steps=5)
+
+
+def in_namespace(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a shell script where it may mount; skips the test where that is not possible."""
+    if shutil.which("unshare") is None or subprocess.run(["unshare", "-Urm", "true"], capture_output=True).returncode:
+        pytest.skip("mounting needs user namespaces")
+    return subprocess.run(
+        ["unshare", "-Urm", "sh", "-c", script], cwd=folder, capture_output=True, text=True, timeout=LIMIT,
+        env=environment(),
+    )  # fmt: skip
+
+
+def test_a_full_disk(runs: Path) -> None:
+    """A disk with room for two checkpoints."""
+    disk = runs / "disk"
+    disk.mkdir()
+    train = shlex.join([sys.executable, "-m", "shardwise"])
+    arguments = shlex.join(command(runs, disk / "run", TWO, 8, "--save-every", "2", "--keep-last", "0"))
+    done = in_namespace(
+        f"mount -t tmpfs -o size=3m tmpfs {disk} && {train} {arguments}; echo code $?; "
+        f"{train} checkpoint verify {disk}/run; echo verified $?; ls {disk}/run/checkpoints",
+        runs,
+    )
+    assert "code 2" in done.stdout and "verified 0" in done.stdout, (done.stdout, done.stderr)
+    assert "No space left on device" in done.stderr and "Traceback" not in done.stderr
+    assert "shardwise: warning: cannot write checkpoint" in done.stderr
+    assert re.findall(r"^step-\d$", done.stdout, re.M) == ["step-2", "step-4"]
+
+
+def test_a_folder_that_becomes_read_only(runs: Path) -> None:
+    """Mounted read-only after the first checkpoint, as a file system does that has seen an error."""
+    out = runs / "read-only"
+    train = shlex.join([sys.executable, "-m", "shardwise"])
+    arguments = shlex.join(command(runs, out, TWO, 60, "--save-every", "2"))
+    done = in_namespace(
+        f"{train} {arguments} & until test -e {out}/checkpoints/step-2/manifest.json; do sleep 0.02; done; "
+        f"mount --bind {out}/checkpoints {out}/checkpoints && mount -o remount,bind,ro {out}/checkpoints && wait $!; "
+        f"echo code $?; {train} checkpoint verify {out}; echo verified $?",
+        runs,
+    )
+    assert "code 2" in done.stdout and "verified 0" in done.stdout, (done.stdout, done.stderr)
+    assert "Read-only file system" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_prepared_text_that_vanishes(runs: Path) -> None:
+    """A run has it mapped and goes on without its name; one that must start again says what is missing."""
+    corpora, kept = runs / "corpora", runs / "corpora-kept"
+    fault = {"what": "kill", "rank": 0, "where": "forward", "step": 6}
+    for gone, restarts in (({"what": "unlink", "rank": 0, "step": 3}, 0), (fault | {"unlink": True}, 1)):
+        run(runs, ONE, steps=1)
+        shutil.copytree(corpora, kept)
+        try:
+            done = run(runs, ONE, {"where": "forward", "folder": str(corpora)} | gone, restarts=restarts)
+        finally:
+            shutil.rmtree(corpora, ignore_errors=True)
+            kept.rename(corpora)
+        if not restarts:
+            assert done.result is not None and done.result.losses == undisturbed(runs, ONE)
+        else:
+            assert isinstance(done.error, UserError) and str(corpora) in str(done.error) and not done.alive
+            found = latest(done.out / "checkpoints", warn=pytest.fail)
+            assert found is not None and found.manifest.step == 4
+
+
+def test_prepared_text_that_is_cut_short(runs: Path) -> None:
+    corpora, kept = runs / "corpora", runs / "corpora-kept"
+    run(runs, ONE, steps=1)
+    shutil.copytree(corpora, kept)
+    try:
+        done = run(runs, ONE, {"what": "truncate", "rank": 0, "step": 6, "where": "data", "folder": str(corpora)})
+    finally:
+        shutil.rmtree(corpora, ignore_errors=True)
+        kept.rename(corpora)
+    assert isinstance(done.error, RunFailed)
+    assert "rank 0 was killed by SIGBUS (a file that it reads was cut short" in str(done.error)
+    found = latest(done.out / "checkpoints", warn=pytest.fail)
+    assert found is not None and found.manifest.step == 4
