@@ -183,9 +183,9 @@ def train_as_rank(config: Callable[[], TrainConfig], *, elastic: bool = False) -
         asked = config()
         tell = say if first else lambda line: None
         ranks, restarts = int(os.environ["WORLD_SIZE"]), torchrun_restarts()
-        if restarts and begun_by_this_job(asked):
-            asked = continued(asked, restarts, tell)
-            tell(f"restart {restarts} {'from ' + asked.resume if asked.resume else 'from the beginning'}")
+        if begun_by_this_job(asked):
+            asked = continued(asked, max(1, restarts), tell)
+            tell(f"restart {'from ' + asked.resume if asked.resume else 'from the beginning'}")
         elif first:
             _check_out(asked)
         if elastic and ranks < asked.layout.ranks:

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import Any
 
 import pytest
 
+import shardwise
 from harness.space import seed
 from shardwise import api
 from shardwise.checkpoint import Checkpoint, diff, latest
@@ -38,6 +40,7 @@ TWO = "dp=2,zero=3,precision=fp32"
 ONE = "precision=fp32"
 STEPS = 8
 MODEL = {"vocab": 300, "hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 96, "max_positions": 64}
+SOURCES = str(Path(shardwise.__file__).parents[1])
 WORKER = str(Path(__file__).parents[1] / "harness" / "faulty_worker.py")
 
 
@@ -231,7 +234,7 @@ def command(runs: Path, out: Path, layout: str, steps: int, *more: str) -> list[
 
 def environment() -> dict[str, str]:
     clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    return {**clean, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return {**clean, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": SOURCES}
 
 
 class Process:
@@ -435,10 +438,16 @@ def in_namespace(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run a shell script where it may mount; skips the test where that is not possible."""
     if shutil.which("unshare") is None or subprocess.run(["unshare", "-Urm", "true"], capture_output=True).returncode:
         pytest.skip("mounting needs user namespaces")
-    return subprocess.run(
-        ["unshare", "-Urm", "sh", "-c", script], cwd=folder, capture_output=True, text=True, timeout=LIMIT,
-        env=environment(),
+    process = subprocess.Popen(
+        ["unshare", "-Urm", "sh", "-c", script], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=environment(), start_new_session=True,
     )  # fmt: skip
+    try:
+        output, errors = process.communicate(timeout=LIMIT)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 
 def test_a_full_disk(runs: Path) -> None:
@@ -464,7 +473,7 @@ def test_a_folder_that_becomes_read_only(runs: Path) -> None:
     train = shlex.join([sys.executable, "-m", "shardwise"])
     arguments = shlex.join(command(runs, out, TWO, 60, "--save-every", "2"))
     done = in_namespace(
-        f"{train} {arguments} & until test -e {out}/checkpoints/step-2/manifest.json; do sleep 0.02; done; "
+        f"{train} {arguments} & until test -e {out}/checkpoints/step-2/manifest.json || ! kill -0 $!; do sleep 0.02; done; "
         f"mount --bind {out}/checkpoints {out}/checkpoints && mount -o remount,bind,ro {out}/checkpoints && wait $!; "
         f"echo code $?; {train} checkpoint verify {out}; echo verified $?",
         runs,

@@ -145,7 +145,7 @@ class ModelConfig:
             return "LayerNorm with SiLU has no decoder here"
         llama = self.gated and self.positions == "rope" and self.bias != "all" and self.activation == "silu"
         if self.norm == "rmsnorm" and (self.parallel_residual or not llama):
-            return "RMSNorm runs only with RoPE, a gated SiLU activation, sequential residuals and no biases but q, k, v"
+            return "RMSNorm runs only with RoPE, a gated SiLU activation, sequential residuals and at most qkv biases"
         return None
 
     def replace(self, **changes: Any) -> ModelConfig:

@@ -61,9 +61,12 @@ def say(line: str) -> None:
 
 @dataclass(frozen=True)
 class Failure:
-    """How a rank says why it fails. step: the training step, if it had begun one. time: seconds since the epoch."""
+    """How a rank says why it fails. kind: a user's mistake, a consequence of another rank's end, or anything else.
 
-    kind: Literal["user", "error"]
+    step: the training step, if it had begun one. time: seconds since the epoch.
+    """
+
+    kind: Literal["user", "peer", "error"]
     rank: int
     step: int | None
     message: str
@@ -82,6 +85,12 @@ class Failure:
             return cls(**json.loads(path.read_text()))
         except (OSError, ValueError, TypeError):
             return None
+
+
+def lost_a_peer(error: BaseException) -> bool:
+    """Whether an error tells that another rank has gone, or keeps this one waiting."""
+    words = ("lost a peer", "gloo", "Connection", "Timed out", "NCCL", "ProcessGroup")
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 
 def die_with_parent() -> None:
@@ -376,14 +385,16 @@ class _Crew:
     def _cause(self) -> tuple[_Rank, Failure | None]:
         """The rank that failed first, and its report.
 
-        A rank that lost its peers reports later than the one they lost was last seen alive.
+        A process that is killed loses its connections a moment before it is seen to be dead: so whoever has lost a peer
+        is the cause only when there is no other.
         """
         failed = []
         for rank in self.ranks:
             report = Failure.read(rank.error_file)
             if report or rank.code:
-                failed.append((report.time if report else rank.last_alive, rank.rank, rank, report))
-        _, _, rank, report = min(failed, key=lambda entry: entry[:2])
+                late = report is not None and report.kind == "peer"
+                failed.append((late, report.time if report else rank.last_alive, rank.rank, rank, report))
+        *_, rank, report = min(failed, key=lambda entry: entry[:3])
         return rank, report
 
     def _failed(self) -> Ending:

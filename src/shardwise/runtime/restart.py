@@ -88,7 +88,9 @@ def begun_by_this_job(config: TrainConfig) -> bool:
         run = RunDirectory.open(config.out).run
     except UserError:
         return False
-    if run.get("job") != os.environ.get("TORCHELASTIC_RUN_ID"):
+    job = os.environ.get("TORCHELASTIC_RUN_ID")
+    # An agent whose own workers did not fail counts no restart; without a name of its own a job is known by that alone.
+    if run.get("job") != job or (job in (None, "none") and not torchrun_restarts()):
         return False
     changes = ("resume", "restart", "layout", "corpus")
     before, now = run.get("config"), json.loads(json.dumps(config.to_json()))

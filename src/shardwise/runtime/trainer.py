@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import statistics
 import time
 import warnings
@@ -34,8 +36,9 @@ from shardwise.runtime.checkpointing import Position, Saver, restore, start_from
 from shardwise.runtime.config import TrainConfig
 from shardwise.runtime.engine import torch_dtype
 from shardwise.runtime.hardware import matmul_rate
-from shardwise.runtime.launch import RANK_FAILED, say
+from shardwise.runtime.launch import RANK_FAILED, lost_a_peer, say
 from shardwise.runtime.measure import Measurement
+from shardwise.runtime.meeting import meet
 from shardwise.runtime.optimizer import learning_rate
 from shardwise.runtime.record import Record
 from shardwise.runtime.setup import make_comms
@@ -54,7 +57,7 @@ def train(config: TrainConfig) -> dict[str, Any]:
     """
     device = _device(config)
     memory = pulse.from_environment()
-    _join(config, device)
+    config = _join(config, device)
     if not pulse.watched():
         pulse.watch_over(memory, dist.get_rank(), config.hang, _give_up)
     try:
@@ -80,14 +83,18 @@ def _device(config: TrainConfig) -> torch.device:
     return torch.device("cuda", local)
 
 
-def _join(config: TrainConfig, device: torch.device) -> None:
+def _join(config: TrainConfig, device: torch.device) -> TrainConfig:
+    """Meet the other ranks; returns the configuration as all of them have it."""
     # gloo looks for a name of the host first and says so on every rank when there is none
     warnings.filterwarnings("ignore", message=".*barrier.*device.*")
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     try:
+        # Where the run begins, all must know alike: under torchrun only rank 0's agent may know that it is a restart.
+        store, words = meet(rank, world, json.dumps([config.resume, config.restart]), pulse.STARTING)
+        resume, restart = json.loads(words)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            store=_meet(rank, world),
+            store=store,
             rank=rank,
             world_size=world,
             timeout=timedelta(seconds=config.hang + pulse.MARGIN),
@@ -97,24 +104,7 @@ def _join(config: TrainConfig, device: torch.device) -> None:
             port = os.environ.get("MASTER_PORT", "?")
             raise UserError(f"port {port} is in use: choose another (MASTER_PORT, or --port)") from None
         raise
-
-
-def _meet(rank: int, world: int) -> dist.Store:
-    """The job's store, once all ranks are there: starting takes longer than what is a hang in training."""
-    limit = timedelta(seconds=pulse.STARTING)
-    where = os.environ.get("SHARDWISE_RENDEZVOUS", "env://")
-    store, _, _ = next(dist.rendezvous(where, rank, world, timeout=limit))
-    store.set(f"shardwise/here/{rank}", "")
-    keys = [f"shardwise/here/{each}" for each in range(world)]
-    try:
-        store.wait(keys, limit)
-    except RuntimeError:
-        late = [each for each, key in enumerate(keys) if not store.check([key])]
-        if not late:
-            raise
-        ranks = pulse.ranks_in_words(late)
-        raise RuntimeError(f"{ranks} did not start within {pulse.STARTING:.0f} s") from None
-    return dist.PrefixStore("shardwise", store)
+    return replace(config, resume=resume, restart=restart)
 
 
 def _give_up(line: str) -> None:
@@ -286,9 +276,10 @@ class _Run:
     def _named(self, error: RuntimeError, step: int) -> RuntimeError:
         """The error with its step, and with the collective when a peer was lost in it."""
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
-        lost = any(word in str(error) for word in ("gloo", "Connection", "Timed out", "NCCL", "ProcessGroup"))
-        if lost and self.comms.last:
-            text = f"lost a peer in {self.comms.last} ({text})"
+        if lost_a_peer(error) and self.comms.last:
+            # Of what gloo says only the reason: it begins with its source file and ends with advice.
+            reason = re.sub(r"^\[\S+\] ", "", text).partition(". ")[0]
+            text = f"lost a peer in {self.comms.last} ({reason})"
         named = RuntimeError(text)
         named.step = step + 1  # type: ignore[attr-defined]
         return named

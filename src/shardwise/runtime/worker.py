@@ -13,11 +13,11 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from shardwise.errors import UserError
 from shardwise.report.run_directory import ERRORS
-from shardwise.runtime.launch import INTERRUPTED, RANK_FAILED, USER_MISTAKE, Failure, die_with_parent, say
+from shardwise.runtime.launch import INTERRUPTED, RANK_FAILED, USER_MISTAKE, Failure, die_with_parent, lost_a_peer, say
 
 if TYPE_CHECKING:
     from shardwise.runtime.config import TrainConfig
@@ -63,7 +63,8 @@ def guarded(configuration: Callable[[], TrainConfig]) -> int:
         _report(Failure("user", _rank(), None, str(error)))
         return USER_MISTAKE
     except BaseException as error:
-        _report(Failure("error", _rank(), getattr(error, "step", None), _one_line(error)))
+        kind: Literal["peer", "error"] = "peer" if lost_a_peer(error) else "error"
+        _report(Failure(kind, _rank(), getattr(error, "step", None), _one_line(error)))
         if out is not None:
             _keep_traceback(out)
         return RANK_FAILED

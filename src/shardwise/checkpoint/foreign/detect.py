@@ -49,7 +49,7 @@ def _detect(folder: Path) -> str:
 
 
 def _refuse_megatron(folder: Path) -> None:
-    """Megatron-LM needs CUDA for every training step: none of its checkpoints can be made where shardwise is tested."""
+    """megatron-core 0.16 neither trains nor saves without CUDA: none can be made where shardwise is tested."""
     try:
         content = json.loads((folder / "metadata.json").read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -57,6 +57,6 @@ def _refuse_megatron(folder: Path) -> None:
     torch_dist = isinstance(content, dict) and "sharded_backend" in content
     if torch_dist or (folder / "latest_checkpointed_iteration.txt").exists():
         raise UserError(
-            f"{folder} is a Megatron-LM checkpoint, which shardwise does not read: convert it to a Hugging Face folder "
-            "with Megatron Bridge, for train --weights"
+            f"{folder} is a Megatron-LM checkpoint, which shardwise does not read: export it as a Hugging Face folder, "
+            "for train --weights"
         )
