@@ -32,7 +32,7 @@ from shardwise.runtime.config import OptimizerConfig
 from shardwise.runtime.setup import make_comms, stream_view
 from shardwise.runtime.step import Program
 
-MODEL = ModelConfig("bench", vocab=4096, hidden=384, layers=6, heads=6, kv_heads=6, ffn=1024, max_positions=2048)
+MODEL = ModelConfig("bench", vocab=2048, hidden=256, layers=4, heads=4, kv_heads=4, ffn=704, max_positions=512)
 SEQ, BATCH = 256, 8
 CONTENDERS = ("plain", "async", "sync", "plain again")
 

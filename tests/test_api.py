@@ -14,7 +14,7 @@ from shardwise import ModelConfig, UserError, Workload, api
 from shardwise.data import Corpus
 from shardwise.report import StepReport
 from shardwise.runtime.config import TrainConfig
-from shardwise.runtime.launch import RunFailed
+from shardwise.runtime.launch import Ending, RunFailed
 
 MODEL = ModelConfig("small/model", vocab=300, hidden=16, layers=1, heads=2, ffn=32, max_positions=64)
 WORKLOAD = Workload(seq=8, batch=4)
@@ -43,27 +43,26 @@ class Ranks:
         self.configs: list[TrainConfig] = []
         self.options: list[dict] = []
 
-    def __call__(self, command: list[str], ranks: int, *, echo, **options) -> int:
+    def __call__(self, command: list[str], ranks: int, **options) -> Ending:
         assert command[1:3] == ["-m", "shardwise.runtime.worker"]
         config = TrainConfig.read(Path(command[3]))
         self.configs.append(config)
         self.options.append({"ranks": ranks, **options})
         if self.code:
-            echo(self.line)
-            return self.code
+            return Ending(self.code, self.line)
         out = Path(config.out)
         (out / "reports").mkdir(parents=True)
         (out / "run.json").write_text("{}")
         (out / "result.json").write_text(json.dumps({"steps": config.steps}))
         events = [{"step": 1, "loss": 5.5}, {"validation_loss": 5.0}, {"step": 2, "loss": 4.5}]
         (out / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-        return 0
+        return Ending(0)
 
 
 @pytest.fixture
 def ranks(monkeypatch) -> Ranks:
     stand_in = Ranks()
-    monkeypatch.setattr(api, "launch", stand_in)
+    monkeypatch.setattr("shardwise.runtime.restart.supervise", stand_in)
     return stand_in
 
 
@@ -79,7 +78,8 @@ def test_a_run_from_text_to_result(ranks):
     assert result.summary == {"steps": 2} and result.losses == [5.5, 4.5]
     (config,) = ranks.configs
     assert (config.seed, config.report, config.out, config.model) == (3, True, str(result.out), MODEL)
-    assert ranks.options[0] == {"ranks": 2, "port": 0, "threads": 2, "loopback": True, "rank0_stdout": None}
+    asked = {"ranks": 2, "port": 0, "threads": 2, "loopback": True, "rank0_stdout": None, "hang": config.hang}
+    assert ranks.options[0] == asked
     corpus = Corpus.open(Path(config.corpus))
     assert corpus.path.parent == Path("runs/corpora").resolve() and corpus.vocab_size <= 300
     assert result.predicted.source == "predicted" and result.predicted.cluster == "2xCPU"

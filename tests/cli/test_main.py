@@ -296,7 +296,7 @@ class TestTrain:
         def started(*_: object, **__: object) -> int:
             raise AssertionError("ranks were started")
 
-        monkeypatch.setattr("shardwise.api.launch", started)
+        monkeypatch.setattr("shardwise.runtime.restart.supervise", started)
 
     def test_options_reach_the_configuration(self, command, monkeypatch, small):
         asked: dict = {}

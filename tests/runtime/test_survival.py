@@ -418,6 +418,37 @@ def test_torchrun_starting_again_does_not_go_on_with_another_run(runs: Path) -> 
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
 
 
+def test_torchrun_hears_of_a_hang_from_the_rank_itself(runs: Path) -> None:
+    out = runs / "hung"
+    settings = {"hang": HANG, "validate_batches": 1, "tensorboard": False}
+    config = api.configure(
+        ModelConfig("small", **MODEL), TWO, Workload(seq=32, batch=4), runs / "text", STEPS, out, **settings
+    )
+    api.with_corpus(config, lambda line: None).write(runs / "hung.json")
+    (runs / "hung-pids").mkdir()
+    fault = {"what": "hang", "rank": 1, "where": "optimizer", "step": 3}
+    fault |= {"once": str(runs / "hung-happened"), "pids": str(runs / "hung-pids")}
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", WORKER),
+            *(json.dumps(fault), str(runs / "hung.json")),
+        ],
+        capture_output=True, text=True, timeout=LIMIT, env=environment(),
+    )  # fmt: skip
+    assert done.returncode
+    assert "rank 1 made no progress for 3 s at step 3 in the optimizer, after all_reduce over dp" in done.stderr
+    assert not any(Path("/proc", file.name).exists() for file in (runs / "hung-pids").iterdir())
+
+
+def test_an_older_checkpoint_starts_a_run_of_its_own(runs: Path) -> None:
+    done = run(runs, ONE)
+    older = done.out / "checkpoints" / "step-4"
+    with pytest.raises(UserError, match=r"has gone on to step 8.*--out"):
+        api.resume(older)
+    branch = api.resume(older, out=runs / "branch", rank0_stdout=2, progress=lambda line: None)
+    assert branch.losses == undisturbed(runs, ONE)[4:]
+
+
 # -- disks that refuse, files that vanish
 
 
@@ -473,7 +504,8 @@ def test_a_folder_that_becomes_read_only(runs: Path) -> None:
     train = shlex.join([sys.executable, "-m", "shardwise"])
     arguments = shlex.join(command(runs, out, TWO, 60, "--save-every", "2"))
     done = in_namespace(
-        f"{train} {arguments} & until test -e {out}/checkpoints/step-2/manifest.json || ! kill -0 $!; do sleep 0.02; done; "
+        f"{train} {arguments} & "
+        f"until test -e {out}/checkpoints/step-2/manifest.json || ! kill -0 $!; do sleep 0.02; done; "
         f"mount --bind {out}/checkpoints {out}/checkpoints && mount -o remount,bind,ro {out}/checkpoints && wait $!; "
         f"echo code $?; {train} checkpoint verify {out}; echo verified $?",
         runs,

@@ -36,6 +36,7 @@ from shardwise.checkpoint import (
 )
 from shardwise.checkpoint.manifest import NAME as MANIFEST
 from shardwise.errors import UserError
+from shardwise.runtime.launch import reason
 from shardwise.runtime.pulse import Pulse
 from shardwise.runtime.step import Program
 
@@ -157,17 +158,19 @@ class Saver:
         try:
             collective(*args, group=self._control)
         except RuntimeError as error:
-            text = str(error).splitlines()[0]
-            raise RuntimeError(f"lost a peer in {words} ({text})") from error
+            raise RuntimeError(f"lost a peer in {words} ({reason(error)})") from error
         self.pulse.work()
 
     def _clear(self, folder: Path, outcome: PartRecord | str) -> None:
         """Remove this rank's part of a checkpoint that never came to be: the disk may be full as it is."""
-        if isinstance(outcome, PartRecord) and not (folder / MANIFEST).exists():
+        if (folder / MANIFEST).exists():
+            return
+        if isinstance(outcome, PartRecord):
             with suppress(OSError):
                 (folder / outcome.part.name).unlink()
-            with suppress(OSError):
-                folder.rmdir()
+        # Whoever comes last finds it empty.
+        with suppress(OSError):
+            folder.rmdir()
 
     def _commit(self, folder: Path, outcomes: list[PartRecord | str], position: Position) -> str | None:
         """Write the manifest when every rank has written its part; what went wrong otherwise."""

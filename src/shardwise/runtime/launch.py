@@ -18,6 +18,7 @@ import ctypes
 import json
 import mmap
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -91,6 +92,12 @@ def lost_a_peer(error: BaseException) -> bool:
     """Whether an error tells that another rank has gone, or keeps this one waiting."""
     words = ("lost a peer", "gloo", "Connection", "Timed out", "NCCL", "ProcessGroup")
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+
+
+def reason(error: BaseException) -> str:
+    """The first line of an error; of what gloo says only the reason, without its source file and its advice."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return re.sub(r"\[\S+\.cc:\d+\] ", "", lines[0]).partition(". This is typically")[0]
 
 
 def die_with_parent() -> None:

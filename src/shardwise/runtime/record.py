@@ -30,7 +30,7 @@ class Record:
         here = bool(config.resume or config.restart) and (Path(config.out) / "run.json").exists()
         self.directory = RunDirectory.create(config.out, about, resume=here)
         self.loss = self._last_loss(done) if here else float("nan")
-        if config.resume:
+        if config.resume or config.restart:
             self.directory.append({"time": time.time(), "resumed": done, "from": config.resume})
         self._board: Any = self._tensorboard() if config.tensorboard else None
         self._live = sys.stdout.isatty()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import statistics
 import time
 import warnings
@@ -36,7 +35,7 @@ from shardwise.runtime.checkpointing import Position, Saver, restore, start_from
 from shardwise.runtime.config import TrainConfig
 from shardwise.runtime.engine import torch_dtype
 from shardwise.runtime.hardware import matmul_rate
-from shardwise.runtime.launch import RANK_FAILED, lost_a_peer, say
+from shardwise.runtime.launch import RANK_FAILED, lost_a_peer, reason, say
 from shardwise.runtime.measure import Measurement
 from shardwise.runtime.meeting import meet
 from shardwise.runtime.optimizer import learning_rate
@@ -275,11 +274,9 @@ class _Run:
 
     def _named(self, error: RuntimeError, step: int) -> RuntimeError:
         """The error with its step, and with the collective when a peer was lost in it."""
-        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        text = reason(error)
         if lost_a_peer(error) and self.comms.last:
-            # Of what gloo says only the reason: it begins with its source file and ends with advice.
-            reason = re.sub(r"^\[\S+\] ", "", text).partition(". ")[0]
-            text = f"lost a peer in {self.comms.last} ({reason})"
+            text = f"lost a peer in {self.comms.last} ({text})"
         named = RuntimeError(text)
         named.step = step + 1  # type: ignore[attr-defined]
         return named

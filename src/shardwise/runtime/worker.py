@@ -17,7 +17,16 @@ from typing import TYPE_CHECKING, Literal
 
 from shardwise.errors import UserError
 from shardwise.report.run_directory import ERRORS
-from shardwise.runtime.launch import INTERRUPTED, RANK_FAILED, USER_MISTAKE, Failure, die_with_parent, lost_a_peer, say
+from shardwise.runtime.launch import (
+    INTERRUPTED,
+    RANK_FAILED,
+    USER_MISTAKE,
+    Failure,
+    die_with_parent,
+    lost_a_peer,
+    reason,
+    say,
+)
 
 if TYPE_CHECKING:
     from shardwise.runtime.config import TrainConfig
@@ -82,8 +91,7 @@ def _rank() -> int:
 
 
 def _one_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
+    return f"{type(error).__name__}: {reason(error)}" if str(error).strip() else type(error).__name__
 
 
 def _report(failure: Failure) -> None:
