@@ -153,6 +153,7 @@ class Tour:
                 html.memory_section(self.comparison),
                 html.ledger_section(self.comparison),
                 html.transport_section(measured),
+                html.timeline_section(measured),
                 html.zero_section(LARGE, zero_memory(), capacity()),
                 html.notes_section(predicted, measured),
             ],

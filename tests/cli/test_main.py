@@ -327,7 +327,7 @@ class TestTrain:
         mistake(with_("--layout", "dp=3"), "batch 4 cannot be divided", "nearest that can: 3 or 6")
         mistake(with_("--layout", "tp=3"), "valid tp: 1, 2")
         mistake(with_("--layout", "pp=2"), "stages for 1 layers")
-        mistake(with_("--layout", "compile=block"), "not runnable here yet: compile=block")
+        mistake(with_("--layout", "dp=1,offload=cpu"), "not runnable here yet: offload=cpu")
         mistake(with_("--layout", "dq=3"), "unknown key 'dq'")
         mistake(with_("--data", "missing.txt"), "no such file or folder: missing.txt")
         mistake(with_("--seq", 0), "--seq and --batch")

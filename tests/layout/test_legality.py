@@ -66,7 +66,7 @@ def test_the_number_of_devices_must_fit(layout: str, ranks: int, message: str) -
 
 
 @pytest.mark.parametrize(
-    "word", ["pp=2", "cp=2", "ep=2", "etp=2", "pp=2,virtual=2", "offload=cpu", "compile=block", "zero=3,hpz=2"]
+    "word", ["pp=2", "cp=2", "ep=2", "etp=2", "pp=2,virtual=2", "offload=cpu", "zero=3,hpz=2"]
 )
 def test_legal_is_not_runnable(word: str) -> None:
     layout = Layout.parse(f"dp=2,{word}")

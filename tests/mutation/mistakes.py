@@ -20,7 +20,8 @@ class Mistake:
 TESTS = "tests/runtime/test_traps.py"
 
 ENGINE, UNITS, STEP, LOSS = "runtime/engine.py", "layout/units.py", "runtime/step.py", "runtime/loss.py"
-OPTIMIZER, TENSOR, PLACEMENT = "runtime/optimizer.py", "runtime/tensor_parallel.py", "layout/placement.py"
+OPTIMIZER, LINEAR, PLACEMENT = "runtime/optimizer.py", "runtime/linear.py", "layout/placement.py"
+GRADIENTS = "runtime/gradients.py"
 COMMS, ATTENTION, MODULES, SETUP = "runtime/comms.py", "decoder/attention.py", "decoder/modules.py", "runtime/setup.py"
 CHECKPOINTING = "runtime/checkpointing.py"
 
@@ -29,6 +30,8 @@ MISTAKES = (
             'if self.model.tied and part == "embedding":', 'if self.model.tied and part == "head":', "trap_02"),
     Mistake(2, "the head's share of a tied gradient is wiped out", ENGINE,
             'if unit.name == "tied" and part == "embedding":', "if False:", "trap_02"),
+    Mistake(2, "the embedding's rows overwrite the head's share", GRADIENTS,
+            "if self.empty:\n            self.view.zero_()", "if True:\n            self.view.zero_()", "trap_02"),
     Mistake(2, "rows beyond the last whole shard are left out", UNITS,
             "return -(-self.numel // self.shard_ranks)", "return self.numel // self.shard_ranks", "trap_02"),
     Mistake(3, "the norm counts replicas as often as they are held", OPTIMIZER,
@@ -55,19 +58,19 @@ MISTAKES = (
             "(targets < stop)", "(targets <= stop)", "trap_09"),
     Mistake(9, "columns that pad the vocabulary take part", LOSS,
             "rows[:, stop - start :] = torch.finfo(logits.dtype).min", "pass", "trap_09"),
-    Mistake(10, "a row-parallel output stays a partial sum", TENSOR,
+    Mistake(10, "a row-parallel output stays a partial sum", LINEAR,
             'self.comms.all_reduce(x, "tp", self.unit)\n', "pass\n", "trap_10"),
-    Mistake(10, "a column-parallel input's gradient stays a partial sum", TENSOR,
-            'return x, self.comms.all_reduce(x, "tp", self.unit, later=True)', "return x, None", "trap_10"),
+    Mistake(10, "a column-parallel input's gradient stays a partial sum", LINEAR,
+            'return x, self.comms.all_reduce(x, "tp", self.unit, later=True)', "return x, DONE", "trap_10"),
     Mistake(11, "norm weights under sequence parallelism keep their own gradients", PLACEMENT,
             "partial = layout.sp or any(", "partial = any(", "trap_11"),
     Mistake(11, "norms of heads keep the gradients of their own heads", PLACEMENT,
             "layout.sp or any(name in parameter.name for name in USED_BY_SHARDED_HEADS)", "layout.sp", "trap_11"),
     Mistake(11, "partial gradients are not summed over tp", ENGINE,
             'for axis in ("kv", "tp"):', 'for axis in ("kv",):', "trap_11"),
-    Mistake(12, "a row-parallel bias is added on every rank", TENSOR,
-            "y = site.reduce(F.linear(x, weight))\n        return y if bias is None else y.add_(bias)",
-            "return site.reduce(F.linear(x, weight, bias))", "trap_12"),
+    Mistake(12, "a row-parallel bias is added on every rank", LINEAR,
+            "y = site.reduce(F.linear(x, weight))\n        return y if module.bias is None else y.add_(module.bias)",
+            "return site.reduce(F.linear(x, weight, module.bias))", "trap_12"),
     Mistake(13, "every tp rank drops as if it held the first heads", ATTENTION,
             "torch.arange(self.first_head, self.first_head + h", "torch.arange(0, h", "trap_13"),
     Mistake(13, "every slice of a sequence drops like the first", SETUP,
@@ -83,7 +86,9 @@ MISTAKES = (
             "if self._last_micro_batch:", "if True:", "trap_15"),
     Mistake(15, "a micro-batch's gradient replaces the ones before", ENGINE,
             "self.fresh = False", "self.fresh = True", "trap_15"),
-    Mistake(15, "gradients of the step before stay in", ENGINE, "flat.grads.zero_()", "pass", "trap_15"),
+    Mistake(15, "gradients of the step before stay in", ENGINE, "flat.empty_grads()", "pass", "trap_15"),
+    Mistake(15, "a later product overwrites what a place holds", GRADIENTS,
+            "self.view.addmm_(a, b)", "torch.mm(a, b, out=self.view)", "trap_15"),
     Mistake(16, "bf16 micro-batches are summed in bf16", UNITS,
             ' and self.micro_batches == 1:\n            return "bfloat16"', ':\n            return "bfloat16"',
             "trap_16"),
@@ -137,5 +142,5 @@ MISTAKES = (
     Mistake(24, "a unit passes for resident when another has taken its slot", UNITS,
             "resident[unit.slot] = unit.name", "resident.setdefault(unit.slot, unit.name)", "trap_24"),
     Mistake(24, "a gradient slot keeps an earlier block's gradients", ENGINE,
-            "staging.zero_()", "pass", "trap_24"),
+            "self.units[unit.name].empty_grads()", "pass", "trap_24"),
 )  # fmt: skip

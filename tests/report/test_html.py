@@ -11,6 +11,7 @@ from report_strategies import reports
 
 from shardwise.errors import UserError
 from shardwise.report import Bytes, LedgerRow, Role, StepReport, TransportRow, compare
+from shardwise.report.exposure import STREAMS
 from shardwise.report.html import (
     Card,
     Section,
@@ -24,6 +25,7 @@ from shardwise.report.html import (
     parameters_fact,
     run_section,
     summary_section,
+    timeline_section,
     transport_section,
     write_html,
     zero_section,
@@ -32,6 +34,22 @@ from shardwise.report.page.markup import element
 from shardwise.report.units import format_bytes
 
 HOSTILE = "</title><script>alert('x')</script><b a=\"1\">&amp;\x00\ud800"
+
+
+def event(name: str, stream: str, start_s: float, duration_s: float, **args: object) -> dict[str, object]:
+    return {"name": name, "stream": stream, "start_s": start_s, "duration_s": duration_s, "args": args}
+
+
+TIMELINE = (
+    event("forward blocks.0", "compute", 0.0, 0.061),
+    event("backward blocks.0", "compute", 0.073, 0.042),
+    event("recompute blocks.0", "compute", 0.115, 0.021),
+    event("optimizer step", "compute", 0.136, 0.017),
+    event("loss", "compute", 0.153, 0.019),
+    event("gather", "communication", 0.03, 0.043, op="all_gather_into", axes="shard", bytes=98_765),
+    event("sum", "communication", 0.172, 0.014, op="all_reduce", axes="tp", bytes=12),
+    event("for gather", "waiting", 0.061, 0.012),
+)
 
 
 def sample() -> tuple[StepReport, StepReport]:
@@ -50,7 +68,7 @@ def sample() -> tuple[StepReport, StepReport]:
         (Role("all", (0, 1, 2, 3), held, ledger),),
         notes=("The interpreter is not counted.",),
     )
-    seen = Role("all", (0, 1, 2, 3), replace(held, other=6_777_777), ledger, carried)
+    seen = Role("all", (0, 1, 2, 3), replace(held, other=6_777_777), ledger, carried, TIMELINE)
     return predicted, replace(predicted, source="measured", roles=(seen,), time=0.25)
 
 
@@ -76,6 +94,7 @@ def whole_page() -> str:
         memory_section(comparison),
         ledger_section(comparison),
         transport_section(measured),
+        timeline_section(measured),
         zero_section("Llama-3-70B", zero_cells(), 80 * 10**9),
         notes_section(predicted, measured),
         subtitle="dp=2,tp=2",
@@ -156,10 +175,43 @@ def test_figures_tell_classes_apart_without_colour():
     assert all(f'id="hatch-{name}"' in source for name in ("gradients", "optimizer", "saved", "comm", "other"))
 
 
+def test_a_timeline_is_drawn_with_its_shares():
+    source = html_report("x", timeline_section(sample()[1]))
+    text = Page(source).text
+    # The step takes 186 ms: 160 of them computing, 12 and 14 exposed, 31 of the gather's 43 hidden.
+    for figure in ("186 ms", "26.0 ms", "14.0%", "31.0 ms", "43.0 ms", "98.8 kB", "61.0 ms", "86.0%", "0%"):
+        assert figure in text, figure
+    letters = {letter for _, letter in re.findall(r'class="letter on-(\w+)">(\w)<', source)}
+    assert letters == {"F", "B", "A", "U", "L", "H", "W"}
+    assert "forward blocks.0: 61.0 ms" in text and "for gather: 12.0 ms" in text
+
+
+def test_a_report_without_timeline_says_so_and_many_roles_are_counted():
+    predicted, measured = sample()
+    assert "No timeline was recorded." in Page(html_report("x", timeline_section(predicted))).text
+    many = tuple(replace(measured.roles[0], role=f"r{i}", ranks=(i,)) for i in range(9))
+    text = Page(html_report("x", timeline_section(replace(measured, roles=many)))).text
+    assert "rank 3" in text and "rank 4" not in text and "5 more are in the report." in text
+
+
+def test_a_long_timeline_is_drawn_coarsely_and_keeps_its_shares():
+    # 6,000 spans of 1 ms, forward and backward in turn, then nothing for as long.
+    moves = [event(("forward", "backward")[i // 2000 % 2], "compute", i * 1e-3, 1e-3) for i in range(6000)]
+    moves.append(event("for x", "waiting", 6.0, 6.0))
+    _, measured = sample()
+    role = replace(measured.roles[0], timeline=tuple(moves))
+    source = html_report("x", timeline_section(replace(measured, roles=(role,))))
+    drawn = re.findall(r'<rect x="([\d.]+)%" width="([\d.]+)%"[^>]*k-(forward|backward)"', source)
+    assert [kind for _, _, kind in drawn] == ["forward", "backward", "forward"]
+    assert sum(float(width) for _, width, _ in drawn) == pytest.approx(50, abs=0.2)
+    assert "4.00 s" in Page(source).text and "50.0%" in Page(source).text
+
+
 def test_hostile_text_stays_text():
     predicted, _ = sample()
     rows = (replace(predicted.roles[0].ledger[0], unit=HOSTILE, op=HOSTILE, axes=HOSTILE),)
-    role = Role(HOSTILE, (0,), Bytes(1), rows, (TransportRow(0, HOSTILE, None, None, 0.1, 0.1),))
+    moves = tuple(event(HOSTILE, stream, 0.0, 1.0, op=HOSTILE, axes=HOSTILE) for stream in STREAMS)
+    role = Role(HOSTILE, (0,), Bytes(1), rows, (TransportRow(0, HOSTILE, None, None, 0.1, 0.1),), moves)
     nasty = StepReport(
         "measured", {"name": HOSTILE, HOSTILE: 1}, HOSTILE, {HOSTILE: HOSTILE}, HOSTILE, (role,), 1.0, (HOSTILE,)
     )
@@ -172,6 +224,7 @@ def test_hostile_text_stays_text():
             memory_section(comparison),
             ledger_section(comparison),
             transport_section(nasty),
+            timeline_section(nasty),
             zero_section(HOSTILE, zero_cells()),
             notes_section(nasty),
             Section(HOSTILE, element("p", HOSTILE)),
@@ -192,6 +245,7 @@ def test_any_two_reports_make_a_page(a, b, binary):
         memory_section(comparison, binary),
         ledger_section(comparison, binary),
         transport_section(b, binary),
+        timeline_section(b, binary),
         notes_section(a, b),
     ]
     assert Page(html_report("x", *sections)).text.startswith("x")

@@ -105,3 +105,18 @@ def test_any_reports_can_be_shown(a, b, binary, width):
         comparison_tables(compare(a, b)),
     ):
         assert shown(table, width) is not None
+
+
+def test_a_timeline_shows_where_the_step_went():
+    moves = (
+        {"name": "f", "stream": "compute", "start_s": 0.0, "duration_s": 0.08},
+        {"name": "g", "stream": "communication", "start_s": 0.05, "duration_s": 0.04},
+    )
+    timed = report("measured")
+    timed = replace(timed, roles=(replace(timed.roles[0], timeline=moves),))
+    text = shown(comparison_tables(compare(report(), timed)))
+    line = line_with(text, "measured", "90.0 ms")
+    assert line.split()[1:] == ["0", "90.0", "ms", "88.9%", "44.4%", "33.3%", "11.1%", "0%"]
+    assert "from its timeline" not in shown(comparison_tables(compare(report(), report("measured"))))
+    (found,) = compare(report(), timed).to_json()["exposures"]
+    assert (found["side"], found["rank"], found["exposed_s"]) == ("b", 0, 0.01)

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import assume, given
@@ -48,6 +49,33 @@ def test_every_event_once_in_order_with_integer_ids(r):
         assert sorted(e["name"] for e in mine) == sorted(e["name"] for e in role.timeline)
         assert [e["ts"] for e in mine] == sorted(e["ts"] for e in mine)
         assert all(isinstance(e["tid"], int) and e["dur"] >= 0 for e in mine)
+
+
+@given(reports())
+def test_a_thread_draws_one_event_after_another(r):
+    assume(any(role.timeline for role in r.roles))
+    trace = trace_events(r)
+    named = {(e["pid"], e["tid"]): e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
+    by_thread = {}
+    for e in complete(trace):
+        by_thread.setdefault((e["pid"], e["tid"]), []).append(e)
+    assert by_thread.keys() == named.keys()
+    for thread, mine in by_thread.items():
+        assert {named[thread].rstrip(" 0123456789")} == {e["cat"] for e in mine}
+        for one, two in pairwise(mine):
+            assert one["ts"] + one["dur"] <= two["ts"] + 1e-3
+
+
+def test_overlapping_collectives_have_lanes_of_their_own():
+    together = [event(n, "communication", start, 0.5) for n, start in (("a", 0.0), ("b", 0.25), ("c", 0.5))]
+    trace = trace_events(report([*together, event()]))
+    threads = {e["tid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
+    assert {e["name"]: threads[e["tid"]] for e in complete(trace)} == {
+        "a": "communication",
+        "b": "communication 2",
+        "c": "communication",
+        "f": "compute",
+    }
 
 
 def test_file_is_strict_json(tmp_path):

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.report import compare
+from shardwise.report.exposure import exposures
 from shardwise.report.step_report import StepReport
 
 LIMIT = 120
@@ -65,7 +66,25 @@ def test_four_ranks_learn_and_hold_the_prediction(text: Path, tmp_path: Path) ->
     assert comparison.equal_ledger and comparison.exact_classes_equal
     rows = [row for role in measured.roles for row in role.transport]
     assert rows and all(row.time_s is not None and row.time_s >= row.wait_s >= 0 for row in rows)
-    assert shardwise("compare", str(tmp_path / "run")).returncode == 0
+    assert all(role.timeline for role in measured.roles)
+    shown = [line for line in done.stderr.splitlines() if line.startswith("communication: ")]
+    assert len(shown) == 1 and shown[0].endswith("exposed (rank 0)")
+    assert result["communication"] == exposures(measured)[0][1].to_json()
+    trace = json.loads((tmp_path / "run/reports/trace.json").read_text())
+    drawn = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert len(drawn) == sum(len(role.timeline) for role in measured.roles)
+    compared = shardwise("compare", str(tmp_path / "run"))
+    assert compared.returncode == 0 and "exposed" in compared.stdout
+
+
+def test_a_run_too_short_for_a_timeline_has_a_report_without(text: Path, tmp_path: Path) -> None:
+    done = shardwise(*command(text, tmp_path / "run", "--report", layout="dp=2,precision=fp32", steps=1))
+    assert done.returncode == 0, done.stderr
+    measured = StepReport.read(tmp_path / "run/reports/measured.json")
+    assert measured.roles[0].ledger and not measured.roles[0].timeline
+    assert "communication: " not in done.stdout and not (tmp_path / "run/reports/trace.json").exists()
+    assert json.loads((tmp_path / "run/result.json").read_text())["communication"] is None
+    assert "from its timeline" not in shardwise("compare", str(tmp_path / "run")).stdout
 
 
 def test_two_torchrun_agents_train_the_run_of_four_local_ranks_bitwise(text: Path, tmp_path: Path) -> None:
@@ -99,8 +118,12 @@ def test_two_torchrun_agents_train_the_run_of_four_local_ranks_bitwise(text: Pat
 
 def test_communication_without_overlap_gives_the_same_bits(text: Path, tmp_path: Path) -> None:
     for name, more in (("on", []), ("off", ["--no-overlap"])):
-        assert shardwise(*command(text, tmp_path / name, *more)).returncode == 0
+        assert shardwise(*command(text, tmp_path / name, "--report", *more)).returncode == 0
     assert losses(tmp_path / "on") == losses(tmp_path / "off")
+    on, off = (json.loads((tmp_path / name / "result.json").read_text())["communication"] for name in ("on", "off"))
+    assert on["hidden_s"] > 0 == off["hidden_s"]
+    said = [" ".join(StepReport.read(tmp_path / f"{name}/reports/measured.json").notes) for name in ("on", "off")]
+    assert ["--no-overlap" in notes for notes in said] == [False, True]
 
 
 def workers_of(launcher: int) -> list[int]:

@@ -38,6 +38,13 @@ class _Rotate(torch.autograd.Function):
         return out
 
 
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """What `_Rotate` computes, as a compiler wants it: nothing written in place, and a backward of its own making."""
+    half = cos.shape[-1]
+    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
+
+
 class Rope(nn.Module):
     """Rotary position embedding (Su et al. 2021) on x [B, S, H, D], with Llama-3's frequency scaling.
 
@@ -66,11 +73,18 @@ class Rope(nn.Module):
             inverse = torch.where((wavelength <= low) & (wavelength >= high), between, inverse)
         return inverse
 
+    def shared(self, batch: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The tables of a batch's positions, made once for all blocks."""
+        tables: tuple[Tensor, Tensor] = batch.shared("rope", lambda: self.tables(batch.positions, dtype))
+        return tables
+
     def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         angles = positions.double()[..., None] * self._inverse.to(positions.device)
         return angles.cos().to(dtype).unsqueeze(2), angles.sin().to(dtype).unsqueeze(2)
 
     def forward(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+        if torch.compiler.is_compiling():
+            return _rotated(x, *tables)
         out: Tensor = _Rotate.apply(x, *tables)  # type: ignore[no-untyped-call]
         return out
 
@@ -88,30 +102,39 @@ class CoreAttention(nn.Module):
         self.heads, self.first_head = config.heads, 0
         self.dropout = Dropout(config.attention_dropout, f"{site}.probabilities")
 
+    def mask(self, batch: Batch, dtype: torch.dtype) -> Tensor | None:
+        """What is added to the scores: [B, 1, S, S], [S, S], or None where the kernel knows plain causal attention."""
+        mask = batch.mask(dtype)
+        if mask is not None or self.kind == "sdpa":
+            return mask
+        s, device = batch.positions.shape[1], batch.positions.device
+        lowest = torch.finfo(dtype).min
+        triangle: Tensor = batch.shared(
+            "triangle", lambda: torch.full((s, s), lowest, dtype=dtype, device=device).triu_(1)
+        )
+        return triangle
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        mask = batch.mask(q.dtype)
+        mask = self.mask(batch, q.dtype)
         if self.kind == "sdpa":
             out = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
             )
         else:
+            assert mask is not None
             out = self._math(q, k, v, mask, batch)
         return out.transpose(1, 2)
 
-    def _math(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, batch: Batch) -> Tensor:
+    def _math(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, batch: Batch) -> Tensor:
         b, h, s, d = q.shape
         kv = k.shape[1]
         # Query heads of one key/value head become rows of one product: k and v need no copies.
         rows = (q * d**-0.5).reshape(b, kv, h // kv * s, d)
-        if mask is None:
-            lowest = torch.finfo(q.dtype).min
-            mask = batch.shared("triangle", lambda: torch.full((s, s), lowest, dtype=q.dtype, device=q.device).triu_(1))
         scores = torch.matmul(rows, k.transpose(2, 3)).view(b, h, s, s).add_(mask)
         probabilities = torch.softmax(scores, -1)
         del scores
-        if self.dropout.drop and batch.dropout_key is not None:
-            probabilities = self.dropout(probabilities, lambda: self._rows(batch, h), batch.dropout_key)
+        probabilities = self.dropout.of_batch(probabilities, lambda: self._rows(batch, h), batch)
         return torch.matmul(probabilities.view(b, kv, h // kv * s, s), v).reshape(b, h, s, d)
 
     def _rows(self, batch: Batch, heads: int) -> Tensor:
@@ -134,12 +157,17 @@ class Attention(nn.Module):
         self.core = CoreAttention(config, name)
         self.out = Linear(config.q_width, config.hidden, bias=config.bias == "all")
 
+    def share(self, batch: Batch, dtype: torch.dtype) -> None:
+        """Make what all blocks take from `batch` alike, before one of them asks for it."""
+        self.core.mask(batch, dtype)
+        if self.rope is not None:
+            self.rope.shared(batch, dtype)
+
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in self.qkv(x))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:
-            rope, dtype = self.rope, q.dtype
-            tables = batch.shared("rope", lambda: rope.tables(batch.positions, dtype))
+            tables = self.rope.shared(batch, q.dtype)
             q, k = self.rope(q, tables), self.rope(k, tables)
         return self.out(self.core(q, k, v, batch).flatten(2))

@@ -32,7 +32,7 @@ class Embedding(nn.Module):
         y = self.tokens(batch.ids)
         if self.positions is not None:
             y = y + nn.functional.embedding(batch.stream_positions, self.positions)
-        return self.dropout(y, lambda: batch.stream_index, batch.dropout_key)
+        return self.dropout.of_batch(y, lambda: batch.stream_index, batch)
 
 
 class Head(nn.Module):

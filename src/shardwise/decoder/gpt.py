@@ -40,6 +40,6 @@ class GPTBlock(nn.Module):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         y = self.attention(self.attention_norm(x), batch)
-        after = x + self.attention_dropout(y, lambda: batch.stream_index, batch.dropout_key)
+        after = x + self.attention_dropout.of_batch(y, lambda: batch.stream_index, batch)
         y = self.mlp(self.mlp_norm(x if self.parallel_residual else after))
-        return after + self.mlp_dropout(y, lambda: batch.stream_index, batch.dropout_key)
+        return after + self.mlp_dropout.of_batch(y, lambda: batch.stream_index, batch)

@@ -37,6 +37,6 @@ class LlamaBlock(nn.Module):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         y = self.attention(self.attention_norm(x), batch)
-        x = x + self.attention_dropout(y, lambda: batch.stream_index, batch.dropout_key)
+        x = x + self.attention_dropout.of_batch(y, lambda: batch.stream_index, batch)
         y = self.mlp(self.mlp_norm(x))
-        return x + self.mlp_dropout(y, lambda: batch.stream_index, batch.dropout_key)
+        return x + self.mlp_dropout.of_batch(y, lambda: batch.stream_index, batch)

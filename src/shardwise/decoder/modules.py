@@ -147,6 +147,13 @@ class _RMSNorm(torch.autograd.Function):
         return dx.to(x.dtype), dw.to(weight.dtype), None
 
 
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """What `_RMSNorm` computes, for a compiler that fuses it and finds its backward."""
+    wide = x.float() if x.dtype == torch.bfloat16 else x
+    rstd = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return (wide * rstd).to(x.dtype) * weight
+
+
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last dim (Zhang and Sennrich 2019); statistics in fp32 for bf16 inputs."""
 
@@ -156,6 +163,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return _rms_norm(x, self.weight, self.eps)
         out: Tensor = _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
         return out
 
@@ -213,3 +222,7 @@ class Dropout(nn.Module):
             return x
         out: Tensor = _Dropout.apply(x, counter, random.key(step_key, self.site), self.drop)  # type: ignore[no-untyped-call]
         return out
+
+    def of_batch(self, x: Tensor, counter: Callable[[], Tensor], batch: Batch) -> Tensor:
+        """The same with the key of `batch`, which is another one every step: compiled code must not look at it."""
+        return self(x, counter, batch.dropout_key)

@@ -101,8 +101,8 @@ def unsupported(layout: Layout) -> list[str]:
     ]
     if layout.hpz:
         words.append(f"hpz={layout.hpz}")
-    words += [f"{key}={getattr(layout, key)}" for key, off in (("offload", "none"), ("compile", "off"))
-              if getattr(layout, key) != off]  # fmt: skip
+    if layout.offload != "none":
+        words.append(f"offload={layout.offload}")
     return words
 
 

@@ -15,3 +15,9 @@ def loss_chunk(logits: int) -> int:
 def dropout_chunk(elements: int) -> int:
     """Of so many elements, those whose mask is drawn at a time: the hash works on 64-bit counters, which dwarf them."""
     return max(1 << 15, elements // PIECES)
+
+
+def optimizer_chunk(elements: int) -> int:
+    """Of so many elements of an interval, those that the optimizer converts and updates at a time, where gradients or
+    weights are not in the precision of the masters."""
+    return max(1 << 17, elements // PIECES)

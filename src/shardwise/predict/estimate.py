@@ -85,7 +85,10 @@ def _notes(model: ModelConfig, layout: Layout, backend: Backend) -> list[str]:
     if layout.hpz:
         notes.append(f"hpz={layout.hpz}: the secondary copy of the parameters is not counted")
     if layout.compile != "off":
-        notes.append("compile=block: saved activations are those of eager blocks; the compiler may keep fewer")
+        notes.append(
+            "compile=block: saved activations and the rest of the peak are those of eager blocks; the compiler chooses "
+            "anew what to keep and what to compute again, and mostly keeps less"
+        )
     if layout.recompute == "selective" and layout.attention == "sdpa":
         notes.append("recompute=selective under attention=sdpa frees only the log-sum-exp of the fused kernel")
     if layout.grads == "bf16" and layout.precision == "bf16":

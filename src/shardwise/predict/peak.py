@@ -8,7 +8,7 @@ optimizer. What each moment holds follows from the order in which autograd makes
 from __future__ import annotations
 
 from shardwise.layout.units import UnitPlan
-from shardwise.model.chunking import dropout_chunk, loss_chunk
+from shardwise.model.chunking import dropout_chunk, loss_chunk, optimizer_chunk
 from shardwise.predict.activations import Sizes, block_items, mask_bytes, saved_bytes, saved_items, saved_mask
 
 
@@ -53,22 +53,20 @@ def _loss(s: Sizes) -> int:
 
 
 def _head_backward(plan: UnitPlan, s: Sizes) -> int:
-    return _column_backward(plan, s, s.vocab * s.hidden * s.element)
+    return _column_backward(plan, s)
 
 
 def _final_norm_backward(plan: UnitPlan, s: Sizes) -> int:
     return s.stream * s.hidden * s.element + _norm_backward(s, s.stream * s.hidden, plan)
 
 
-def _column_backward(plan: UnitPlan, s: Sizes, weights: int) -> int:
-    """A column-parallel backward: the gradient of its input, then those of its weights before they are added up.
+def _column_backward(plan: UnitPlan, s: Sizes) -> int:
+    """A column-parallel backward: the gradient of its input; those of its weights are added where they stay.
 
     Under sp the input's gradient is scattered first, and the input gathered again for the weights'.
     """
     full = s.tokens * s.hidden * s.element
-    if not plan.layout.sp:
-        return full + weights
-    return max(_scatter(plan, s), full + s.stream * s.hidden * s.element + weights)
+    return max(_scatter(plan, s), full + s.stream * s.hidden * s.element) if plan.layout.sp else full
 
 
 def _scatter(plan: UnitPlan, s: Sizes) -> int:
@@ -121,14 +119,12 @@ def _norm_backward(s: Sizes, elements: int, plan: UnitPlan) -> int:
 def _mlp_backward(plan: UnitPlan, s: Sizes) -> int:
     """The product's and the activation's backward, or the projections' that follow, when what they saved is gone."""
     inner = s.tokens * s.ffn * s.element
-    weight = s.ffn * s.hidden * s.element
     stream = s.stream * s.hidden * s.element
     gathered = s.tokens * s.hidden * s.element if plan.layout.sp else 0
     branches = 2 if plan.model.gated else 1
     transients = [
         branches * inner + gathered,
-        inner + weight + gathered,
-        _column_backward(plan, s, branches * weight) - branches * inner,
+        _column_backward(plan, s) - branches * inner,
         _scatter(plan, s) if plan.layout.sp else 0,
     ]
     if plan.model.dropout:
@@ -160,12 +156,12 @@ def _head_norms_backward(plan: UnitPlan, s: Sizes) -> int:
 
 
 def _embedding_backward(plan: UnitPlan, s: Sizes) -> int:
-    stream = s.tokens * s.hidden * s.element
-    return stream + s.vocab * s.hidden * s.element
+    """The gradient of the rows looked up, and a copy without the ids that other ranks hold."""
+    return s.tokens * s.hidden * s.element * (2 if plan.layout.tp > 1 else 1)
 
 
 def _optimizer(plan: UnitPlan) -> int:
-    """bf16 gradients become fp32 one unit at a time."""
+    """bf16 gradients become fp32 one chunk at a time."""
     if plan.grad_dtype != "bfloat16":
         return 0
-    return max(unit.shard_numel for unit in plan.units) * 4
+    return max(min(unit.shard_numel, optimizer_chunk(unit.shard_numel)) for unit in plan.units) * 4

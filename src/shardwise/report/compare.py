@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from shardwise.errors import UserError
+from shardwise.report.exposure import Exposure, exposures
 from shardwise.report.step_report import DTYPE_BYTES, Bytes, LedgerRow, Role, StepReport
 from shardwise.report.units import format_ranks
 
@@ -145,6 +146,12 @@ class Comparison:
             return self.a.source, self.b.source
         return f"A ({self.a.source})", f"B ({self.b.source})"
 
+    @property
+    def exposures(self) -> tuple[tuple[str, int, Exposure], ...]:
+        """(side, lowest rank, figures) of each role of either side ("a", "b") that has a timeline."""
+        sides = (("a", self.a), ("b", self.b))
+        return tuple((side, rank, found) for side, report in sides for rank, found in exposures(report))
+
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dictionary; an infinite relative difference is null."""
         pairs = [{"role": p.role, "ranks": list(p.ranks), "role_a": p.a.role, "role_b": p.b.role} for p in self.pairs]
@@ -160,6 +167,7 @@ class Comparison:
             "roles": pairs,
             "rows": [row.to_json() for row in self.rows],
             "bytes": [row.to_json() for row in self.bytes],
+            "exposures": [{"side": side, "rank": rank} | found.to_json() for side, rank, found in self.exposures],
         }
 
 

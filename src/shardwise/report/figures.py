@@ -95,7 +95,7 @@ def swatch(kind: str) -> Markup:
         line = element("line", x1=0, x2=22, y1=8, y2=8, class_=f"curve l-{kind}")
         dot = element("circle", cx=11, cy=8, r=3.5, class_=f"dot k-{kind}") if look.dotted else None
         return element("svg", line, dot, width=22, height=16, aria_hidden="true")
-    return element("svg", *_area(kind, "0", "22", 0, 16, "11"), width=22, height=16, aria_hidden="true")
+    return element("svg", *area(kind, "0", "22", 0, 16, "11"), width=22, height=16, aria_hidden="true")
 
 
 def legend(kinds: Mapping[str, str] | Sequence[str]) -> Markup:
@@ -189,7 +189,7 @@ def _rule(share: float, kind: str) -> Markup:
     return element("line", x1=percent(share), x2=percent(share), y1=0, y2="100%", class_=kind)
 
 
-def _area(kind: str, x: str, width: str, y: float, height: float, letter_at: str | None) -> Iterator[Markup]:
+def area(kind: str, x: str, width: str, y: float, height: float, letter_at: str | None) -> Iterator[Markup]:
     """A coloured, hatched rectangle, with its letter where there is room."""
     box = {"x": x, "width": width, "y": y, "height": height}
     yield element("rect", **box, class_=f"seg k-{kind}")
@@ -214,7 +214,7 @@ def _segments(bar: Bar, limit: float, describe: Callable[[float], str]) -> list[
             continue
         letter = percent(at + share / 2) if share > 0.05 else None
         text = element("title", f"{KINDS[segment.kind].label}: {describe(segment.value)}")
-        parts.append(element("g", text, *_area(segment.kind, percent(at), percent(share), BAR_TOP, BAR_HEIGHT, letter)))
+        parts.append(element("g", text, *area(segment.kind, percent(at), percent(share), BAR_TOP, BAR_HEIGHT, letter)))
         at += share
     return parts
 
@@ -247,7 +247,7 @@ class _Plot:
 def _legend_row(bars: Sequence[Bar], x: float, y: float) -> Iterator[Markup]:
     for kind in used_kinds(bars):
         label = KINDS[kind].label
-        yield element("svg", *_area(kind, "0", "22", 0, 16, "11"), x=x, y=y, width=22, height=16)
+        yield element("svg", *area(kind, "0", "22", 0, 16, "11"), x=x, y=y, width=22, height=16)
         yield element("text", label, x=x + 28, y=y + 12, class_="muted")
         x += 28 + 6.8 * len(label) + 14
 

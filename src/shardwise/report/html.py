@@ -17,6 +17,7 @@ from shardwise.report.page.run_sections import (
     run_section,
     summary_section,
 )
+from shardwise.report.page.timeline_section import timeline_section
 from shardwise.report.page.traffic_sections import ledger_section, transport_section
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "parameters_fact",
     "run_section",
     "summary_section",
+    "timeline_section",
     "transport_section",
     "write_html",
     "zero_section",

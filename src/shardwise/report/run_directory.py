@@ -2,7 +2,8 @@
 
     <run>/run.json            configuration, layout, workload, status
     <run>/events.jsonl        one JSON object a line, only ever appended to
-    <run>/reports/*.json      step reports
+    <run>/reports/*.json      step reports: predicted, measured
+    <run>/reports/trace.json  the measured report's timelines, for ui.perfetto.dev
     <run>/errors/*.txt        tracebacks of ranks that failed
     <run>/checkpoints/step-N  written by the checkpoint code
 
@@ -105,6 +106,11 @@ class RunDirectory:
     def report(self, name: str) -> Path:
         """Where the report of this name ("predicted", "measured") lies."""
         return self.reports / f"{name}.json"
+
+    @property
+    def trace(self) -> Path:
+        """Where the trace of the measured report's timelines lies."""
+        return self.reports / "trace.json"
 
     def checkpoint(self, step: int) -> Path:
         """Where the checkpoint of this step lies, or will lie."""

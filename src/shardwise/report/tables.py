@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from shardwise.report.compare import PEAK_TOLERANCE, ComparedBytes, ComparedRow, Comparison
+from shardwise.report.exposure import Exposure
 from shardwise.report.grouping import compared_ledgers, group_compared, group_ledger, ledgers
 from shardwise.report.page.palette import BYTE_CLASSES
 from shardwise.report.step_report import LedgerRow, Role, StepReport
@@ -97,8 +98,20 @@ def _transport(role: Role, binary: bool) -> Table:
     return table
 
 
+def exposure_table(found: Sequence[tuple[str, int, Exposure]]) -> Table:
+    """Where the time of a step went, a line for each (name of the report, rank, figures); shares are of the step."""
+    table = _table("time of one step, from its timeline: step = computed + exposed + idle")
+    _columns(table, ("report", "rank"), ("step", "computed", "communicated", "hidden", "exposed", "idle"))
+    for name, rank, figures in found:
+        parts = (figures.compute, figures.communication, figures.hidden, figures.exposed, figures.idle)
+        shares = (format_share(figures.share(part)) for part in parts)
+        table.add_row(_text(name), str(rank), format_time(figures.step / 1e9), *shares)
+    return table
+
+
 def comparison_tables(comparison: Comparison, binary: bool = False) -> Group:
-    """Both reports side by side: what differs in their settings, bytes by class, ledgers, and a closing verdict."""
+    """Both reports side by side: what differs in their settings, bytes by class, ledgers, where the time of a step went
+    if a timeline tells, and a closing verdict."""
     from rich.console import Group
 
     parts: list[RenderableType] = [_text(f"different {text}", "yellow") for text in comparison.differences]
@@ -107,6 +120,9 @@ def comparison_tables(comparison: Comparison, binary: bool = False) -> Group:
             parts.append(_text(f"✗ the {report.source} report lacks {format_ranks(ranks)}", "bold red"))
     parts.append(_compared_memory(comparison, binary))
     parts += [_compared_ledger(comparison, ranks, rows) for ranks, rows in compared_ledgers(comparison)]
+    if found := comparison.exposures:
+        names = dict(zip(("a", "b"), comparison.labels, strict=True))
+        parts.append(exposure_table([(names[side], rank, figures) for side, rank, figures in found]))
     return Group(*_apart([*parts, verdict(comparison)]))
 
 

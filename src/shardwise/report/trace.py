@@ -1,17 +1,18 @@
 """A report's timelines as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-Format: "Trace Event Format", complete events (ph X) in microseconds. A process is a rank, a thread one of its streams.
+Format: "Trace Event Format", complete events (ph X) in microseconds. A process is a rank, a thread one of its streams;
+where spans of a stream overlap, the stream has several threads, since viewers draw a thread's spans one after another.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from shardwise.errors import UserError
+from shardwise.report.exposure import Span, spans
 from shardwise.report.step_report import Role, StepReport
 from shardwise.report.strict_json import strict
 from shardwise.report.units import format_ranks
@@ -44,31 +45,30 @@ def _role_events(role: Role) -> Iterator[dict[str, Any]]:
     shared = f" (as {format_ranks(role.ranks)})" if len(role.ranks) > 1 else ""
     yield _name("process_name", rank, 0, f"rank {rank}{shared}")
     yield {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}}
-    events = [_complete(role, index, event) for index, event in enumerate(role.timeline)]
-    # Viewers want integers as thread ids: streams are numbered as they first appear, and named.
-    threads = {stream: tid for tid, stream in enumerate(dict.fromkeys(stream for stream, _ in events))}
-    for stream, tid in threads.items():
-        yield _name("thread_name", rank, tid, stream)
-    for stream, event in sorted(events, key=lambda pair: pair[1]["ts"]):
-        yield event | {"pid": rank, "tid": threads[stream]}
+    # Viewers want integers as thread ids: they are given out as streams, and further lanes of them, first appear.
+    threads: dict[str, int] = {}
+    for lane, span in _lanes(spans(role)):
+        if lane not in threads:
+            threads[lane] = len(threads)
+            yield _name("thread_name", rank, threads[lane], lane)
+        yield _complete(span) | {"pid": rank, "tid": threads[lane]}
 
 
-def _complete(role: Role, index: int, event: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """(stream, the event without process and thread)."""
-    place = f"timeline event {index} of role {role.role!r}"
-    try:
-        name, stream = str(event["name"]), str(event["stream"])
-        start, duration = float(event["start_s"]), float(event["duration_s"])
-    except KeyError as error:
-        raise UserError(f"{place}: {error.args[0]} is missing") from None
-    except (TypeError, ValueError):
-        raise UserError(f"{place}: start_s and duration_s must be numbers of seconds") from None
-    if not (math.isfinite(start) and math.isfinite(duration) and duration >= 0):
-        raise UserError(f"{place}: start_s={start} and duration_s={duration} are no span of time")
-    out = {"ph": "X", "name": name, "cat": stream, "ts": round(start * 1e6, 3), "dur": round(duration * 1e6, 3)}
-    if event.get("args"):
-        out["args"] = strict(event["args"])
-    return stream, out
+def _lanes(timeline: tuple[Span, ...]) -> Iterator[tuple[str, Span]]:
+    """(lane, span) by start: the stream's name, with a number where an earlier span of the stream still goes on."""
+    busy: dict[str, list[int]] = {}
+    for span in sorted(timeline, key=lambda span: (span.start, span.stop)):
+        ends = busy.setdefault(span.stream, [])
+        free = next((i for i, end in enumerate(ends) if end <= span.start), len(ends))
+        ends[free : free + 1] = [span.stop]
+        yield span.stream if free == 0 else f"{span.stream} {free + 1}", span
+
+
+def _complete(span: Span) -> dict[str, Any]:
+    """The event without process and thread."""
+    out: dict[str, Any] = {"ph": "X", "name": span.name, "cat": span.stream}
+    out |= {"ts": span.start / 1000, "dur": (span.stop - span.start) / 1000}
+    return out | ({"args": strict(span.args)} if span.args else {})
 
 
 def _name(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:

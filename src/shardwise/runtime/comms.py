@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,9 @@ from shardwise.layout import Grid
 from shardwise.report.step_report import LedgerRow, Phase, TransportRow
 from shardwise.runtime.pulse import Pulse
 
+if TYPE_CHECKING:
+    from shardwise.runtime.timeline import Flight, Timeline
+
 Key = tuple[str, str, str, str, str, int]
 
 
@@ -30,6 +33,7 @@ Key = tuple[str, str, str, str, str, int]
 class Timing:
     """Seconds over all entries of one ledger row, and how it was realised."""
 
+    key: Key
     algorithm: str
     count: int = 0
     time: float = 0.0
@@ -48,10 +52,13 @@ class Pending:
         settle: float = 0.0,
         pulse: Pulse | None = None,
         words: str | None = None,
+        flight: Flight | None = None,
     ) -> None:
         self._works, self._finish, self._timing, self._issued = works, finish, timing, issued
-        self._settle, self._pulse, self._words = settle, pulse, words
+        self._settle, self._pulse, self._words, self._flight = settle, pulse, words, flight
         self._done = False
+        if flight is not None:
+            flight.follow(works)
 
     def wait(self) -> None:
         if self._done:
@@ -59,8 +66,12 @@ class Pending:
         started = time.perf_counter()
         if self._pulse is not None:
             self._pulse.wait(self._words)
+        if self._flight is not None:
+            self._flight.awaited()
         for work in self._works:
             work.wait()
+        if self._flight is not None:
+            self._flight.arrived()
         if self._pulse is not None:
             self._pulse.work()
         if self._finish is not None:
@@ -104,6 +115,8 @@ class Comms:
         self.settle = 0.0
         """Seconds to stand still after each wait: gloo's thread holds on to a collective's buffers a moment longer than
         its result takes to arrive, and who measures memory wants to see them go."""
+        self.timeline: Timeline | None = None
+        """Who wants to see each collective go and come, in a recorded step."""
         self._recording = False
         self._last: str | None = None
         self._groups: dict[str, dist.ProcessGroup] = {}
@@ -165,16 +178,18 @@ class Comms:
         if not self._recording:
             return None
         key = (self.phase, op, self.grid.axes_name(axes), unit, str(full.dtype).removeprefix("torch."), elements)
-        timing = self.timings.setdefault(key, Timing(algorithm))
+        timing = self.timings.setdefault(key, Timing(key, algorithm))
         timing.count += 1
         return timing
 
     def _issue(
         self, start: Callable[[], Any], timing: Timing | None, later: bool, finish: Callable[[], object] | None = None
     ) -> Pending:
+        at_once = not (later and self.overlap)
+        flight = None if self.timeline is None or timing is None else self.timeline.issue(timing.key, at_once)
         issued = time.perf_counter()
-        pending = Pending([start()], finish, timing, issued, self.settle, self.pulse, self._last)
-        if not (later and self.overlap):
+        pending = Pending([start()], finish, timing, issued, self.settle, self.pulse, self._last, flight)
+        if at_once:
             pending.wait()
         return pending
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from shardwise.cluster import Cluster
@@ -27,7 +28,7 @@ def dry_run(model: ModelConfig, layout: Layout, workload: Workload, cluster: Clu
     """
     check_runnable(layout, model, workload, cluster.devices if cluster else None)
     backend: Backend = "nccl" if cluster and cluster.device.kind == "cuda" else "gloo"
-    plan = unit_plan(model, layout, workload, backend=backend)
+    plan = unit_plan(model, replace(layout, compile="off"), workload, backend=backend)
     role = _in_process(_observe, plan)
     return StepReport(
         source="dry-run",
@@ -36,8 +37,15 @@ def dry_run(model: ModelConfig, layout: Layout, workload: Workload, cluster: Clu
         workload=workload.to_json(),
         cluster=str(cluster) if cluster else f"{layout.ranks}xCPU",
         roles=(Role("all", tuple(range(layout.ranks)), role.bytes, role.ledger),),
-        notes=("activations and the rest of the peak are those of the eager CPU path",),
+        notes=_notes(layout),
     )
+
+
+def _notes(layout: Layout) -> tuple[str, ...]:
+    notes = ("activations and the rest of the peak are those of the eager CPU path",)
+    if layout.compile == "off":
+        return notes
+    return *notes, f"compile={layout.compile}: nothing is computed here, and the blocks ran without being compiled"
 
 
 def _in_process(function: Callable[[UnitPlan], Role], plan: UnitPlan) -> Role:

@@ -17,7 +17,7 @@ collective that fills a slot is issued one use ahead when nothing in use lies th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from shardwise.layout.placement import Placed
 from shardwise.layout.units import Unit, UnitPlan, Use
 from shardwise.model.parameters import Parameter
 from shardwise.runtime.comms import Comms, Pending
+from shardwise.runtime.gradients import Place, give_place
 
 Values = Callable[[Parameter, Tensor], Tensor]
 """(parameter, row-major global positions) -> float64 values: where initial weights come from."""
@@ -61,6 +62,8 @@ class FlatUnit:
         self.grads = torch.zeros(elements, dtype=torch_dtype(plan.grad_dtype), device=device)
         self.staging = slots.grads[unit.slot][: unit.padded] if plan.stages_gradients else None
         self.fresh = True
+        self.places: list[Place] = []
+        self._added_to: list[Tensor] = []
 
     @property
     def grads_interval(self) -> Tensor:
@@ -79,6 +82,31 @@ class FlatUnit:
                 self.whole[start : start + placed.numel].copy_(every)
         self.interval.copy_(own)
         return own
+
+    @property
+    def full_grads(self) -> Tensor:
+        """The whole unit's gradients, where backward adds them up."""
+        return self.grads if self.staging is None else self.staging
+
+    def divide(self, overwrites: Callable[[Placed], bool]) -> list[Place]:
+        """A place for each parameter's gradient. Those which are not overwritten, and the padding, must be emptied."""
+        grads, self.places, self._added_to = self.full_grads, [], []
+        at = 0  # start of the span of gradients that autograd adds to
+        for start, placed in zip(self.unit.offsets, self.unit.placed, strict=True):
+            stop = start + placed.numel
+            self.places.append(Place(grads[start:stop].view(placed.shape)))
+            if overwrites(placed):
+                self._added_to += [grads[at:start]] if at < start else []
+                at = stop
+        self._added_to += [grads[at:]] if at < len(grads) else []
+        return self.places
+
+    def empty_grads(self) -> None:
+        """Forget what backward has added up."""
+        for place in self.places:
+            place.empty = True
+        for span in self._added_to:
+            span.zero_()
 
     def add_gradients(self, piece: Tensor) -> None:
         """Accumulate one micro-batch's gradient; the first of a step overwrites."""
@@ -127,9 +155,18 @@ class Engine:
     A training step is: `begin_step`, then for every micro-batch `begin_micro_batch`, its visits (`visit` before a part
     computes, `finish_backward` after its backward), then `finish_step`; the optimizer then reads `FlatUnit.interval`
     and `grads_interval`, and `publish` makes the new parameters known.
+
+    overwriting: modules that add their weights' gradients into the places themselves, which then need no zeroing.
     """
 
-    def __init__(self, decoder: Decoder, plan: UnitPlan, comms: Comms, device: torch.device) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        plan: UnitPlan,
+        comms: Comms,
+        device: torch.device,
+        overwriting: Collection[nn.Module] = (),
+    ) -> None:
         self.decoder, self.plan, self.comms = decoder, plan, comms
         self.stage = plan.layout.stage
         self.slots = Slots(plan, device)
@@ -140,19 +177,27 @@ class Engine:
         self._uses: list[Use] = []
         self._at = 0
         self._last_micro_batch = True
-        self._bind()
+        self._bind(overwriting)
 
-    def _bind(self) -> None:
+    def _bind(self, overwriting: Collection[nn.Module]) -> None:
         """Replace the decoder's parameters by views of the flat buffers, with gradients as views too."""
         modules = dict(self.decoder.named_modules())
+
+        def owner(placed: Placed) -> tuple[nn.Module, str]:
+            module, _, leaf = placed.name.rpartition(".")
+            return modules[module], leaf
+
         for flat in self.units.values():
-            grads = flat.staging if flat.staging is not None else flat.grads
-            for start, placed in zip(flat.unit.offsets, flat.unit.placed, strict=True):
-                module, _, leaf = placed.name.rpartition(".")
-                span = slice(start, start + placed.numel)
-                _set(modules[module], leaf, flat.whole[span].view(placed.shape), grads[span].view(placed.shape))
+            places = flat.divide(lambda placed: owner(placed)[0] in overwriting)
+            for start, placed, place in zip(flat.unit.offsets, flat.unit.placed, places, strict=True):
+                weight = flat.whole[start : start + placed.numel].view(placed.shape)
+                module, leaf = owner(placed)
+                module._parameters[leaf] = _leaf(weight, place)
                 if flat.unit.name == "tied":
-                    _bind_tied(self.decoder, flat.whole[span].view(placed.shape), grads[span].view(placed.shape))
+                    # A second leaf on the same memory: the head adds its gradient as soon as it has it.
+                    out = self.decoder.head.out
+                    assert isinstance(out, TiedLinear)
+                    out.use(_leaf(weight, place))
 
     # -- following the plan
 
@@ -161,7 +206,7 @@ class Engine:
         for flat in self.units.values():
             flat.fresh = True
             if flat.staging is None:
-                flat.grads.zero_()
+                flat.empty_grads()
         self._micro_batches = list(self.plan.gathering_uses())
         self._index = -1
 
@@ -186,7 +231,7 @@ class Engine:
         self.comms.phase = use.phase
         self.comms.pulse.work(f"{kind} of {part}")
         if kind == "backward":
-            self._zero_staging(part)
+            self._empty_staging(part)
         if self.stage < 3:
             return
         self._gather(use)
@@ -205,7 +250,7 @@ class Engine:
                 flat = self.units[name]
                 self._gathers[name] = self.comms.all_gather(flat.whole, flat.interval, "shard", name, later=True)
 
-    def _zero_staging(self, part: str) -> None:
+    def _empty_staging(self, part: str) -> None:
         """The gradient slots that `part`'s backward adds into are emptied once their last user has left."""
         if not self.plan.stages_gradients:
             return
@@ -215,9 +260,7 @@ class Engine:
             for name, pending in self._reductions.items():
                 if self.units[name].unit.slot == unit.slot:
                     pending.wait()
-            staging = self.units[unit.name].staging
-            assert staging is not None
-            staging.zero_()
+            self.units[unit.name].empty_grads()
 
     def finish_backward(self, part: str) -> None:
         """`part`'s backward is over: its complete gradients start on their way."""
@@ -288,7 +331,7 @@ class Engine:
         return {"parameters": weights, "gradients": [flat.grads for flat in flats], "comm": comm}
 
 
-def _leaf(weight: Tensor, grad: Tensor) -> nn.Parameter:
+def _leaf(weight: Tensor, place: Place) -> nn.Parameter:
     """A parameter on the memory of `weight`, with a version counter of its own.
 
     Autograd would otherwise refuse a weight that was gathered again between its forward and its backward, though the
@@ -297,16 +340,5 @@ def _leaf(weight: Tensor, grad: Tensor) -> nn.Parameter:
     own = torch.empty(0, dtype=weight.dtype, device=weight.device)
     own.set_(weight.untyped_storage(), weight.storage_offset(), weight.shape, weight.stride())
     parameter = nn.Parameter(own, requires_grad=True)
-    parameter.grad = grad.detach()
+    give_place(parameter, place)
     return parameter
-
-
-def _set(module: nn.Module, leaf: str, weight: Tensor, grad: Tensor) -> None:
-    module._parameters[leaf] = _leaf(weight, grad)
-
-
-def _bind_tied(decoder: Decoder, weight: Tensor, grad: Tensor) -> None:
-    """A second leaf on the same memory for the head: each use then adds its gradient as soon as it has it."""
-    out = decoder.head.out
-    assert isinstance(out, TiedLinear)
-    out.use(_leaf(weight, grad))

@@ -25,12 +25,19 @@ SETTLE = 1e-3
 class _Storages(TorchDispatchMode):
     """Follows storages that appear while the mode is on. `known`: storages to leave out."""
 
+    supports_higher_order_operators = True  # as compiled graphs contain
+
     def __init__(self, known: set[int]) -> None:
         super().__init__()
         self._seen: dict[int, Any] = {}
         self._known = known
         self.live = 0
         self.peak = 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled blocks stay compiled under this mode; what they make and free inside themselves is not seen."""
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for leaf in tree_leaves((args, kwargs)):

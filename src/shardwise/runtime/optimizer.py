@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shardwise.layout.units import Span
+from shardwise.model.chunking import optimizer_chunk
 from shardwise.runtime.comms import Comms
 from shardwise.runtime.config import OptimizerConfig
 from shardwise.runtime.engine import Engine, FlatUnit, Values
@@ -57,15 +58,13 @@ class Optimizer:
         self.comms.pulse.work("the optimizer")
         with self.comms.in_phase("optimizer"):
             norm = self._norm()
+        coefficient = 1.0
         if self.config.clip:
             # torch.nn.utils.clip_grad_norm_'s own coefficient
             coefficient = min(1.0, self.config.clip / (norm + 1e-6))
-            if coefficient < 1.0:
-                for state in self.states:
-                    state.flat.grads_interval.mul_(coefficient)
         self.steps += 1
         for state in self.states:
-            self._update(state, lr)
+            self._update(state, lr, coefficient)
         return norm
 
     def _norm(self) -> float:
@@ -80,34 +79,38 @@ class Optimizer:
         self.comms.all_reduce(total, "shard_tp", "gradient norm")
         return math.sqrt(self.comms.read(total))
 
-    def _update(self, state: _State, lr: float) -> None:
-        config = self.config
+    def _update(self, state: _State, lr: float, coefficient: float) -> None:
+        """One fused call a chunk: low-precision gradients and weights are converted while the cache holds them."""
         self.comms.pulse.work(f"the optimizer for {state.flat.unit.name}")
-        grads = state.flat.grads_interval
-        if grads.dtype != state.master.dtype:
-            grads = grads.to(state.master.dtype)
-        for decay in (True, False):
-            spans = [slice(s.start, s.stop) for s in state.spans if s.decay == decay]
-            if not spans:
-                continue
-            step = torch.tensor(float(self.steps), device=grads.device)
-            torch._fused_adamw_(
-                [state.master[s] for s in spans],
-                [grads[s] for s in spans],
-                [state.first[s] for s in spans],
-                [state.second[s] for s in spans],
-                [],
-                [step] * len(spans),
-                lr=lr,
-                beta1=config.betas[0],
-                beta2=config.betas[1],
-                weight_decay=config.weight_decay if decay else 0.0,
-                eps=config.eps,
-                amsgrad=False,
-                maximize=False,
-            )
-        if state.master is not state.flat.interval:
-            state.flat.interval.copy_(state.master)
+        grads, weights = state.flat.grads_interval, state.flat.interval
+        low = grads.dtype != state.master.dtype or state.master is not weights
+        for span in state.spans:
+            step = optimizer_chunk(len(weights)) if low else span.stop - span.start
+            for start in range(span.start, span.stop, step):
+                chunk = slice(start, min(start + step, span.stop))
+                own = grads[chunk].to(state.master.dtype)
+                if coefficient < 1.0:
+                    own.mul_(coefficient)
+                self._adamw(state, chunk, own, lr, span.decay)
+                if low:
+                    weights[chunk].copy_(state.master[chunk])
+
+    def _adamw(self, state: _State, chunk: slice, grads: Tensor, lr: float, decay: bool) -> None:
+        torch._fused_adamw_(
+            [state.master[chunk]],
+            [grads],
+            [state.first[chunk]],
+            [state.second[chunk]],
+            [],
+            [torch.tensor(float(self.steps), device=grads.device)],
+            lr=lr,
+            beta1=self.config.betas[0],
+            beta2=self.config.betas[1],
+            weight_decay=self.config.weight_decay if decay else 0.0,
+            eps=self.config.eps,
+            amsgrad=False,
+            maximize=False,
+        )
 
     def owned(self) -> list[Tensor]:
         """The tensors that count as optimizer state."""

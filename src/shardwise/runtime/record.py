@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import UserError
+from shardwise.report.exposure import Exposure, exposures
 from shardwise.report.run_directory import RunDirectory
 from shardwise.report.step_report import StepReport
+from shardwise.report.trace import write_trace
 from shardwise.runtime.config import TrainConfig
 
 
@@ -84,8 +86,17 @@ class Record:
         losses = [e["loss"] for _, e in self.directory.events() if e.get("step") == step and "loss" in e]
         return float(losses[-1]) if losses else float("nan")
 
-    def report(self, report: StepReport) -> None:
+    def report(self, report: StepReport) -> Exposure | None:
+        """Write the report, and the trace of its timelines if it has any; show and return the first one's figures."""
         report.write(self.directory.report("measured"))
+        found = exposures(report)
+        if not found:
+            return None
+        write_trace(report, self.directory.trace)
+        rank, figures = found[0]
+        if figures.kinds:
+            print(figures.sentence(rank), flush=True)
+        return figures
 
     def finish(self, result: dict[str, Any]) -> None:
         path = self.directory.path / "result.json"

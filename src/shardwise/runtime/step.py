@@ -96,17 +96,23 @@ class Program:
         with torch.device("meta"):
             self.decoder = Decoder(plan.model)
         self.plan, self.comms, self.device = plan, comms, device
-        apply_tensor_parallel(self.decoder, plan, comms)
+        overwriting = apply_tensor_parallel(self.decoder, plan, comms)
         for core in (module for module in self.decoder.modules() if isinstance(module, CoreAttention)):
             core.kind = plan.layout.attention
         if plan.layout.recompute == "selective":
             recompute_attention_cores(self.decoder)
-        self.engine = Engine(self.decoder, plan, comms, device)
+        self.engine = Engine(self.decoder, plan, comms, device, overwriting)
         self.optimizer = Optimizer(self.engine, comms, optimizer, values)
         with comms.in_phase("optimizer"):
             self.engine.publish()
         self.vocabulary = vocabulary_range(plan)
         self.blocks = [(n, m) for n, m in self.decoder.parts() if n.startswith("blocks.")]
+        self.compile_seconds = 0.0
+        if plan.layout.compile == "block":
+            from shardwise.runtime.compiling import compile_blocks  # brings in the compiler, which takes seconds
+
+            comms.pulse.work("the compilation of the blocks")
+            self.compile_seconds = compile_blocks(self.decoder, plan, device)
 
     def step(self, micro_batches: list[tuple[Batch, Tensor]], lr: float) -> tuple[float, float, int]:
         """Train on one global batch. micro_batches: this rank's (batch, targets [B, S]).

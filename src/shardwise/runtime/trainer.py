@@ -27,6 +27,7 @@ from shardwise.errors import UserError
 from shardwise.layout import Grid, check_runnable, unit_plan
 from shardwise.model.flops import training_flops_per_token
 from shardwise.model.parameters import Parameter
+from shardwise.report.exposure import Exposure
 from shardwise.report.run_directory import RunDirectory
 from shardwise.report.step_report import Role, StepReport, merge_roles
 from shardwise.runtime import pulse
@@ -35,6 +36,7 @@ from shardwise.runtime.checkpointing import Position, Saver, restore, start_from
 from shardwise.runtime.config import TrainConfig
 from shardwise.runtime.engine import torch_dtype
 from shardwise.runtime.hardware import matmul_rate
+from shardwise.runtime.heap import keep_freed_memory
 from shardwise.runtime.launch import RANK_FAILED, lost_a_peer, reason, say
 from shardwise.runtime.measure import Measurement
 from shardwise.runtime.meeting import meet
@@ -43,14 +45,19 @@ from shardwise.runtime.record import Record
 from shardwise.runtime.setup import make_comms
 from shardwise.runtime.step import Program
 from shardwise.runtime.stop import Stopped, StopRequest
+from shardwise.runtime.timeline import Event, Timeline
 
 MEASURED_STEP = 2
-"""The step whose report is taken: the first two fill caches."""
+"""The step whose report is taken: the first two fill caches. Its timeline is the next step's."""
+
+_NOTES = ("time is the median step's; timelines and the collectives' times are those of one undisturbed step",)
+_NO_OVERLAP = "nothing was computed while communicating (--no-overlap): times are a diagnosis, not the layout's"
 
 
 def train(config: TrainConfig) -> dict[str, Any]:
     """Train as the rank that the environment names (RANK, WORLD_SIZE, LOCAL_RANK); every rank returns the result.
 
+    What the step report says of communication is in rank 0's result alone.
     Raises `UserError` for a layout that does not fit the number of processes, and whatever torch.distributed raises
     when a peer is lost, with the step as its attribute `step`.
     """
@@ -74,6 +81,7 @@ def _device(config: TrainConfig) -> torch.device:
     torch.set_num_threads(config.threads)
     torch.set_float32_matmul_precision(config.matmul)
     if config.device == "cpu":
+        keep_freed_memory()
         return torch.device("cpu")
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if torch.cuda.device_count() <= local:
@@ -176,7 +184,7 @@ class _Run:
             if config.save_every and (step + 1) % config.save_every == 0:
                 self._save(last=False)
         if self.role is not None:  # no step was left after the measured one
-            self.roles, self.role = self._gather(self.role), None
+            self.roles, self.role = self._gather(self.role, ()), None
         self._save(last=True)
         if self.stop.asked:
             self.pulse.idle()
@@ -185,21 +193,19 @@ class _Run:
 
     def _observed(self, step: int, measure: bool) -> float:
         """One training step with its times. Looking at every storage slows a step down, so the one after a measured
-        step, undisturbed but for its clock, gives the times of the collectives."""
+        step, undisturbed but for its clock, gives the timeline and the times of the collectives."""
         started = time.perf_counter()
         measurement = Measurement(self.program) if measure else None
-        timed = self.role is not None
-        if timed:
-            self.comms.start_recording()
-        loss, norm = self._step(step, measurement)
+        timeline = Timeline(self.program) if self.role is not None else None
+        loss, norm = self._step(step, measurement or timeline or nullcontext())
         elapsed = time.perf_counter() - started
         if measurement is not None:
             self.role = measurement.role(self.rank)
         elif step > self.first_step or self.config.steps == 1:
             self.times.append(elapsed)
-        if timed and self.role is not None:
-            self.comms.stop_recording()
-            self.roles, self.role = self._gather(replace(self.role, transport=self.comms.transport())), None
+        if timeline is not None and self.role is not None:
+            role = replace(self.role, transport=timeline.transport())
+            self.roles, self.role = self._gather(role, timeline.events()), None
         self._tell(step, loss, norm, elapsed)
         return loss
 
@@ -235,8 +241,9 @@ class _Run:
         config = self.config
         seconds = statistics.median(self.times) if self.times else None
         rate = config.workload.batch * config.workload.seq / seconds if seconds else None
+        seen: Exposure | None = None
         if self.roles is not None and self.record:
-            self.record.report(self._report(self.roles, seconds))
+            seen = self.record.report(self._report(self.roles, seconds))
         result = {
             "steps": config.steps,
             "ranks": self.world,
@@ -249,6 +256,7 @@ class _Run:
             "tokens_per_s": rate,
             "mfu": self._mfu(rate) if rate else None,
             "matmul_flops_per_s": self.peak,
+            "communication": seen.to_json() if seen else None,
         }
         if self.record:
             self.record.finish(result)
@@ -258,11 +266,10 @@ class _Run:
         self.pulse.idle()
         return result
 
-    def _step(self, step: int, measurement: Measurement | None) -> tuple[float, float]:
+    def _step(self, step: int, around: AbstractContextManager[Any]) -> tuple[float, float]:
         config, batch = self.config, self.config.workload.batch
         self.pulse.step(step + 1)
         key = random.key(config.seed, "dropout", step)
-        around: AbstractContextManager[Any] = measurement or nullcontext()
         try:
             micro_batches = self.batches["train"].step(self.at.samples, batch, key)
             with around:
@@ -295,14 +302,24 @@ class _Run:
             self.record.validation(step, mean, self.entropy)
         return mean
 
-    def _gather(self, role: Role) -> dict[int, Role] | None:
-        """Every rank's own role, on rank 0."""
-        roles: list[Any] | None = [None] * self.world if self.rank == 0 else None
+    def _gather(self, role: Role, timeline: tuple[Event, ...]) -> dict[int, Role] | None:
+        """Every rank's own role, on rank 0. Timelines are long: only the first of several equal ranks sends its own."""
         self.pulse.collective("the gather of the measurements")
         self.pulse.wait()
-        dist.gather_object(role, roles)
+        roles = self._on_rank_0(role)
+        leaders: list[Any] = [{r.ranks[0] for r in merge_roles(roles)} if roles else None]
+        dist.broadcast_object_list(leaders, src=0)
+        timelines = self._on_rank_0(timeline if self.rank in leaders[0] else ())
         self.pulse.work()
-        return dict(enumerate(roles)) if roles is not None else None
+        if roles is None or timelines is None:
+            return None
+        return {rank: replace(roles[rank], timeline=timelines[rank]) for rank in roles}
+
+    def _on_rank_0(self, value: Any) -> dict[int, Any] | None:
+        """The value of every rank, by rank."""
+        values: list[Any] | None = [None] * self.world if self.rank == 0 else None
+        dist.gather_object(value, values)
+        return dict(enumerate(values)) if values is not None else None
 
     def _report(self, roles: dict[int, Role], seconds: float | None) -> StepReport:
         config = self.config
@@ -317,5 +334,5 @@ class _Run:
             cluster=f"{nodes}x{local}x{name}" if nodes > 1 else f"{local}x{name}",
             roles=merge_roles(roles),
             time=seconds,
-            notes=("time is the median step's; the times of the collectives are those of one undisturbed step",),
+            notes=_NOTES if config.overlap else (*_NOTES, _NO_OVERLAP),
         )

@@ -34,6 +34,11 @@ BYTE_CLASSES = {
 KINDS = BYTE_CLASSES | {
     "waited": Kind("stood still for it", "W", "#d55e00", "#f08445", "M0,0 L8,8 M0,8 L8,0"),
     "hidden": Kind("hidden behind computation", "H", "#56b4e9", "#56b4e9", "M0,4 H8"),
+    "forward": Kind("forward", "F", "#0072b2", "#56a8e0", white_letter=True),
+    "backward": Kind("backward", "B", "#e69f00", "#efb13a", "M-2,2 L2,-2 M0,8 L8,0 M6,10 L10,6"),
+    "recompute": Kind("forward again", "A", "#cc79a7", "#dd93bb", "M4,0 V8"),
+    "update": Kind("optimizer", "U", "#009e73", "#2fbd94", "M2,2 h1.6 M6,6 h1.6"),
+    "rest": Kind("loss and the rest", "L", "#9aa0a8", "#868c95", "M-2,6 L2,10 M0,0 L8,8 M6,-2 L10,2"),
     "train": Kind("training loss", "", "#0072b2", "#56a8e0"),
     "validation": Kind("validation loss", "", "#d55e00", "#f08445", dotted=True),
 }

@@ -1,0 +1,156 @@
+"""compile=block: every decoder block goes through torch.compile, once for all blocks.
+
+One compiled function serves all blocks: their weights are its inputs, so blocks of equal shape differ in data alone.
+What it cannot hold stays eager and splits it in pieces: the linear maps of tensor parallelism, which communicate, and
+dropout, whose masks are hashes of counters that change every step. A block without either is one graph.
+
+Blocks are compiled when the program is built, on zeros: what is missing for it is said before any step, and no step's
+time has compilation in it. Importing this module brings in the compiler, which takes seconds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.exc import TorchDynamoException
+from torch.utils.checkpoint import checkpoint
+
+from shardwise.decoder import Batch, Decoder
+from shardwise.decoder.attention import CoreAttention
+from shardwise.decoder.modules import Dropout, Linear, Linears, swap_forward
+from shardwise.errors import UserError
+from shardwise.layout.units import UnitPlan
+from shardwise.runtime.setup import stream_view
+
+Block = Any
+"""A block of either decoder."""
+
+
+def compile_blocks(decoder: Decoder, plan: UnitPlan, device: torch.device) -> float:
+    """Compile the blocks of a decoder whose parameters are bound to memory; returns the seconds that it took.
+
+    Under tensor parallelism all ranks must call this together: a block is run once, collectives included. Raises
+    `UserError` where torch.compile lacks a compiler, or fails.
+    """
+    started = time.perf_counter()
+    check_compiler(device)
+    whole = True
+    for module in decoder.blocks.modules():
+        if _stays_eager(module, plan):
+            _leave_eager(module)
+            whole = False
+        elif isinstance(module, CoreAttention) and plan.layout.recompute == "selective":
+            swap_forward(module, MethodType(_recomputed_core, module))
+    # isolated: a process may hold several programs, and their compilations would count as one another's
+    compiled = torch.compile(  # type: ignore[call-overload]
+        type(decoder.blocks[0]).forward, fullgraph=whole, dynamic=False, isolate_recompiles=True
+    )
+    for block in decoder.blocks:
+        swap_forward(block, _calling(compiled, block))
+    try:
+        _run_once(decoder.blocks[0], plan, device)
+    except TorchDynamoException as error:
+        raise UserError(
+            f"compile=block: torch.compile failed: {_first_line(error)}; leave compile=block out to train without it"
+        ) from error
+    return time.perf_counter() - started
+
+
+def check_compiler(device: torch.device) -> None:
+    """Raise `UserError` where torch.compile's own backend has nothing to compile with on `device`."""
+    if torch.compiler.get_default_backend() != "inductor":
+        return
+    if device.type == "cuda":
+        from torch.utils._triton import has_triton
+
+        if not has_triton():
+            raise UserError(
+                "compile=block needs Triton and a GPU that it supports (compute capability 7.0 or newer): "
+                "pip install triton, or leave compile=block out"
+            )
+        return
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        raise UserError(
+            "compile=block needs a C++ compiler: install g++ (Debian, Ubuntu: apt-get install g++), or name another "
+            "one in the environment variable CXX, or leave compile=block out"
+        ) from None
+
+
+def _first_line(error: BaseException) -> str:
+    """What a compiler complained about, or the error's own first line."""
+    inner = getattr(error, "inner_exception", None) or error
+    lines = [line.strip() for line in str(inner).splitlines() if line.strip()]
+    return next((line for line in lines if "error:" in line.lower()), lines[0] if lines else type(inner).__name__)
+
+
+def _stays_eager(module: nn.Module, plan: UnitPlan) -> bool:
+    if isinstance(module, Dropout):
+        return module.drop > 0
+    if isinstance(module, CoreAttention):
+        return module.dropout.drop > 0
+    # under tensor parallelism every linear map that is called has a forward of its own, which communicates
+    return plan.layout.tp > 1 and isinstance(module, Linear | Linears) and "forward" in module.__dict__
+
+
+def _leave_eager(module: nn.Module) -> None:
+    # Bound methods of one function each: the compiler would take a function for each block as a reason to compile it.
+    if isinstance(module, Dropout):
+        module.__dict__["of_batch"] = MethodType(_eager_dropout, module)
+    else:
+        module.__dict__["eager_forward"] = module.forward
+        swap_forward(module, MethodType(_eager_forward, module))
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _eager_forward(module: Any, *inputs: Any) -> Any:
+    return module.eager_forward(*inputs)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _eager_dropout(dropout: Dropout, x: Tensor, counter: Callable[[], Tensor], batch: Batch) -> Tensor:
+    return Dropout.of_batch(dropout, x, counter, batch)
+
+
+def _recomputed_core(core: CoreAttention, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+    """recompute=selective as the compiler knows it: `recompute.py`'s runs a backward of its own, which it cannot."""
+    out: Tensor = checkpoint(CoreAttention.forward, core, q, k, v, batch, use_reentrant=False, preserve_rng_state=False)
+    return out
+
+
+def _calling(compiled: Callable[[Block, Tensor, Batch], Tensor], block: Block) -> Callable[[Tensor, Batch], Tensor]:
+    """`compiled` with all that it distinguishes made equal: what blocks share is there, and no gradient is none."""
+
+    def forward(x: Tensor, batch: Batch) -> Tensor:
+        block.attention.share(batch, x.dtype)
+        return compiled(block, x if torch.is_grad_enabled() else x.detach(), batch)
+
+    return forward
+
+
+def _run_once(block: Block, plan: UnitPlan, device: torch.device) -> None:
+    """Forward without and with gradients, and backward, on zeros; accumulated gradients stay as they are where autograd
+    adds them up, and elsewhere every step forgets them before it begins."""
+
+    def vector() -> Tensor:
+        return torch.zeros(plan.layout.micro, plan.workload.seq, dtype=torch.int64, device=device)
+
+    documents = vector() if plan.workload.isolate_documents else None
+    batch = Batch(vector(), vector(), vector(), documents, vector(), vector(), dropout_key=0)
+    batch = stream_view(batch, plan.layout, plan.tp_rank)
+    weights = list(block.parameters())
+    x = torch.zeros(*batch.stream_index.shape, plan.model.hidden, dtype=weights[0].dtype, device=device)
+    with torch.no_grad():
+        block(x, batch)
+    x.requires_grad_()
+    y = block(x, batch)
+    torch.autograd.grad(y, [x, *weights], torch.zeros_like(y), allow_unused=True)

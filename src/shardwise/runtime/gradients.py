@@ -1,0 +1,55 @@
+"""Where gradients are added up: the same memory all through a run, and the matrix product writes into it.
+
+Autograd would make a tensor for each weight's gradient and then add it into a buffer that was zeroed before. A `Place`
+saves the tensor, the zeroing and the addition: the first product of a step overwrites, later ones accumulate.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class Place:
+    """A view of a flat gradient buffer, for one parameter. `empty`: nothing has been added yet, whatever it holds."""
+
+    __slots__ = ("empty", "view")
+
+    def __init__(self, view: Tensor) -> None:
+        self.view, self.empty = view, True
+
+    def add_product(self, a: Tensor, b: Tensor) -> None:
+        """Add a @ b. a: [rows, n]; b: [n, columns]; the view: [rows, columns]."""
+        if self.empty:
+            torch.mm(a, b, out=self.view)
+        else:
+            self.view.addmm_(a, b)
+        self.empty = False
+
+    def add_sum(self, rows: Tensor) -> None:
+        """Add the sum of `rows` [n, *view's shape] over their first dim."""
+        if self.empty:
+            torch.sum(rows, 0, out=self.view)
+        else:
+            self.view.add_(rows.sum(0))
+        self.empty = False
+
+    def add_rows(self, index: Tensor, rows: Tensor) -> None:
+        """Add each of `rows` [n, columns] to the row that `index` [n] names."""
+        if self.empty:
+            self.view.zero_()
+        self.view.index_add_(0, index, rows)
+        self.empty = False
+
+
+def place_of(parameter: nn.Parameter | Tensor) -> Place:
+    """The place that `give_place` gave to a parameter."""
+    place = parameter.place  # type: ignore[union-attr]
+    assert isinstance(place, Place)
+    return place
+
+
+def give_place(parameter: Tensor, place: Place) -> None:
+    """Let `parameter`'s gradient be added up in `place`, where its `grad` is a view of."""
+    parameter.grad = place.view
+    parameter.place = place  # type: ignore[attr-defined]

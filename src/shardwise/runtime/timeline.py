@@ -1,0 +1,238 @@
+"""The timeline of one step: what a rank computes when, which collectives are under way meanwhile, when it stands still.
+
+Three streams (`report/exposure.py` has their names). "compute" and "waiting" divide the step between them: the rank
+either works on a part of the step or stands still for a collective, which is seen where the program visits a part and
+where it waits. "communication" holds every collective from its issue to its completion, which gloo's own thread tells.
+A collective that is waited for at once has the rank stand still from its issue on.
+
+On CPU the clock is the host's. On CUDA it is the device's: host code runs ahead there, and events in the streams tell
+when their turn came. Compute spans then include gaps in which the device had nothing to do.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.report.exposure import COMMUNICATION, COMPUTE, WAITING
+from shardwise.report.step_report import DTYPE_BYTES, TransportRow
+from shardwise.runtime.comms import Key
+
+if TYPE_CHECKING:
+    from shardwise.runtime.step import Program
+
+Event = dict[str, Any]
+
+
+class _HostClock:
+    """Moments are nanoseconds of the monotonic clock."""
+
+    def now(self) -> int:
+        return time.perf_counter_ns()
+
+    def between(self, start: int, moment: int) -> int:
+        """Nanoseconds."""
+        return moment - start
+
+
+class _DeviceClock:
+    """Moments are CUDA events in the stream that is current where `now` is called; read them when all have happened.
+
+    Not tried on a device yet: what it rests on is what torch documents. A collective's future runs its callbacks in a
+    stream that waits for the collective, so an event recorded there happens at the collective's completion; and
+    waiting for a work lets the current stream wait, so events on either side of it enclose the time that it stood.
+    """
+
+    def now(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(self, start: torch.cuda.Event, moment: torch.cuda.Event) -> int:
+        """Nanoseconds."""
+        moment.synchronize()
+        return round(start.elapsed_time(moment) * 1e6)
+
+
+@dataclass
+class Flight:
+    """One collective under way; `Comms` and `Pending` tell it what happens. Moments are those of the timeline's clock.
+
+    issued, waited, back: when it was issued, when the rank began to stand still for it, and went on. done: when it was
+    complete, as the transport tells, in whichever thread; None from a transport that does not.
+    """
+
+    timeline: Timeline
+    key: Key
+    issued: Any
+    waited: Any = None
+    back: Any = None
+    done: Any = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.key[1]} {self.key[3]}"
+
+    def follow(self, works: list[Any]) -> None:
+        """Have the moment noted at which the last of `works` is complete."""
+        for work in works:
+            if hasattr(work, "get_future"):
+                work.get_future().add_done_callback(self._complete)
+
+    def _complete(self, _: Any) -> None:
+        self.done = self.timeline.now()
+
+    def awaited(self) -> None:
+        """The rank stands still for it from now on, if it does not already."""
+        if self.waited is None:
+            self.waited = self.timeline.mark(WAITING, f"for {self.name}")
+
+    def arrived(self) -> None:
+        """The rank goes on with what it did."""
+        self.back = self.timeline.resume()
+
+    def times(self, end: int) -> tuple[int, int, int]:
+        """(issued, done, how long the rank stood still before it was done) in nanoseconds; end: of the step."""
+        read = self.timeline.since_start
+        issued, back = read(self.issued), end if self.back is None else read(self.back)
+        # The thread that tells may come late: what has been waited for is complete.
+        done = max(issued, back if self.done is None else min(read(self.done), back))
+        return issued, done, 0 if self.waited is None else max(0, done - read(self.waited))
+
+
+class Timeline:
+    """Context manager around one `program.step`: afterwards `events` are its timeline.
+
+    Entering it waits for the other ranks, so that all begin about together; times count from there. It also records the
+    ledger, and `transport` gives its rows' times.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._clock: Any = _DeviceClock() if program.device.type == "cuda" else _HostClock()
+        self._marks: list[tuple[Any, str, str]] = []
+        self._flights: list[Flight] = []
+        self._replaced: list[tuple[Any, str, Any]] = []
+        self._doing = "start of the step"
+
+    def __enter__(self) -> Timeline:
+        comms = self._program.comms
+        comms.pulse.collective("the barrier before a recorded step")
+        comms.pulse.wait()
+        dist.barrier()
+        comms.pulse.work()
+        self._watch()
+        comms.start_recording()
+        comms.timeline = self
+        self.resume()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._end = self.now()
+        comms = self._program.comms
+        comms.timeline = None
+        comms.stop_recording()
+        for owner, name, before in reversed(self._replaced):
+            delattr(owner, name)
+            if before is not None:
+                setattr(owner, name, before)
+        self._replaced = []
+
+    # -- what happens
+
+    def now(self) -> Any:
+        """A moment of the clock."""
+        return self._clock.now()
+
+    def since_start(self, moment: Any) -> int:
+        """Nanoseconds from the start of the step."""
+        return int(self._clock.between(self._marks[0][0], moment))
+
+    def mark(self, stream: str, name: str) -> Any:
+        """From now on the rank does this; returns the moment."""
+        moment = self.now()
+        self._marks.append((moment, stream, name))
+        return moment
+
+    def resume(self) -> Any:
+        """From now on the rank computes what it last computed; returns the moment."""
+        return self.mark(COMPUTE, self._doing)
+
+    def issue(self, key: Key, at_once: bool) -> Flight:
+        """A collective is about to be issued. at_once: the rank will stand still until it is complete."""
+        flight = Flight(self, key, None)
+        if at_once:
+            flight.awaited()
+        flight.issued = flight.waited if at_once else self.now()
+        self._flights.append(flight)
+        return flight
+
+    def _watch(self) -> None:
+        """Note what is computed, where the program says so."""
+        program = self._program
+        engine = program.engine
+        self._note(engine, "begin_step", lambda: "start of the step")
+        self._note(engine, "visit", lambda kind, part: f"{kind} {part}")
+        self._note(engine, "finish_step", lambda: "end of backward")
+        self._note(program.optimizer, "step", lambda lr: "optimizer step")
+        self._note(engine, "publish", lambda: "optimizer's new parameters")
+        self._note(program.comms, "in_phase", lambda phase: "loss" if phase == "loss" else None)
+
+    def _note(self, owner: Any, method: str, what: Callable[..., str | None]) -> None:
+        plain = getattr(owner, method)
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            doing = what(*args, **kwargs)
+            if doing is not None:
+                self._doing = doing
+                self.resume()
+            return plain(*args, **kwargs)
+
+        self._replaced.append((owner, method, vars(owner).get(method)))
+        setattr(owner, method, noted)
+
+    # -- what was seen
+
+    def events(self) -> tuple[Event, ...]:
+        """The timeline, as `Role.timeline` holds it: stream by stream, each in order."""
+        end = self.since_start(self._end)
+        starts = [self.since_start(moment) for moment, _, _ in self._marks]
+        own = [
+            _event(name, stream, start, stop)
+            for (_, stream, name), start, stop in zip(self._marks, starts, [*starts[1:], end], strict=True)
+            if start < stop
+        ]
+        compute, waiting = ([event for event in own if event["stream"] == stream] for stream in (COMPUTE, WAITING))
+        return (*compute, *(self._collective(flight, end) for flight in self._flights), *waiting)
+
+    def _collective(self, flight: Flight, end: int) -> Event:
+        phase, op, axes, unit, dtype, elements = flight.key
+        issued, done, _ = flight.times(end)
+        about = {"op": op, "axes": axes, "unit": unit, "phase": phase, "bytes": elements * DTYPE_BYTES[dtype]}
+        return _event(flight.name, COMMUNICATION, issued, done) | {"args": about}
+
+    def transport(self) -> tuple[TransportRow, ...]:
+        """The transport rows of the step's ledger, timed to the collectives' completion, whenever they were waited for.
+
+        What a rank does with a result, such as the sum of a reduce-scatter over gloo, counts as its computation.
+        """
+        end = self.since_start(self._end)
+        comms = self._program.comms
+        sums = {key: [0, 0] for key in sorted(comms.timings)}
+        for flight in self._flights:
+            issued, done, still = flight.times(end)
+            sums[flight.key][0] += done - issued
+            sums[flight.key][1] += still
+        return tuple(
+            TransportRow(i, comms.timings[key].algorithm, None, None, total / 1e9, still / 1e9)
+            for i, (key, (total, still)) in enumerate(sums.items())
+        )
+
+
+def _event(name: str, stream: str, start: int, stop: int) -> Event:
+    return {"name": name, "stream": stream, "start_s": start / 1e9, "duration_s": (stop - start) / 1e9}

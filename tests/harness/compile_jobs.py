@@ -1,0 +1,62 @@
+"""What a rank runs for a test of compile=block: train a case, count compilations, and look where gradients ended up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from harness import jobs
+from harness.reference import Case, Outcome
+from shardwise.layout import Layout
+from shardwise.runtime.step import Program
+
+
+@dataclass
+class Compiled:
+    """outcome: as `jobs.train` returns it. graphs: how many were compiled, None under inductor itself.
+
+    strays: parameters whose gradient is not in the engine's memory after training.
+    """
+
+    outcome: jobs.RankOutcome
+    graphs: int | None
+    strays: list[str]
+
+
+def train(rank: int, payload: tuple[Case, Layout, Outcome, str]) -> Compiled:
+    """Train with one of torch's backends: "inductor", or one that traces and differentiates alike but generates no
+    code."""
+    case, layout, reference, name = payload
+    graphs = 0
+    compile_graph = torch._dynamo.lookup_backend(name)
+
+    def counted(*graph: Any, **options: Any) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return compile_graph(*graph, **options)
+
+    programs: list[Program] = []
+    build = jobs.build
+
+    def kept(*arguments: Any) -> Program:
+        programs.append(build(*arguments))
+        return programs[-1]
+
+    inductor = name == "inductor"
+    torch.compiler.set_default_backend(name if inductor else counted)
+    jobs.build = kept
+    try:
+        outcome = jobs.train(rank, (case, layout, reference, True))
+    finally:
+        torch.compiler.set_default_backend(None)
+        jobs.build = build
+    return Compiled(outcome, None if inductor else graphs, _strays(programs[0]))
+
+
+def _strays(program: Program) -> list[str]:
+    held = program.engine.storages()
+    memory = {t.untyped_storage()._cdata for name in ("gradients", "comm") for t in held[name]}
+    named = program.decoder.named_parameters()
+    return [n for n, p in named if p.grad is None or p.grad.untyped_storage()._cdata not in memory]

@@ -1,0 +1,123 @@
+"""What ranks run for the tests of timelines: training whose last step but one is recorded, over slow collectives."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from harness.jobs import _pieces, build, micro_batches
+from harness.reference import STEPS, Case
+from shardwise.layout import Layout
+from shardwise.report import LedgerRow, TransportRow
+from shardwise.report.exposure import Span, spans
+from shardwise.report.step_report import Bytes, Role
+from shardwise.runtime.optimizer import learning_rate
+from shardwise.runtime.step import Program
+from shardwise.runtime.timeline import Timeline
+
+RECORDED = STEPS - 2
+DELAY = 2e-3
+"""Seconds by which each collective completes late."""
+
+
+@dataclass
+class Recorded:
+    """One rank's run. ledger, transport, timeline: of the recorded step. left: what recording has left behind."""
+
+    losses: list[float]
+    pieces: dict[tuple, str]
+    ledger: tuple[LedgerRow, ...]
+    transport: tuple[TransportRow, ...]
+    timeline: tuple[Span, ...]
+    left: list[str]
+
+
+def record(rank: int, payload: tuple[Case, Layout, bool]) -> Recorded:
+    """Train with or without overlap; the step `RECORDED` is recorded."""
+    case, layout, overlap = payload
+    program = build(case, layout, rank, overlap)
+    out = Recorded([], {}, (), (), (), [])
+    with _slow_collectives():
+        for step in range(STEPS):
+            batches, lr = micro_batches(case, layout, rank, step), learning_rate(case.optimizer, step, STEPS)
+            if step == RECORDED:
+                before = _attributes(program)
+                with Timeline(program) as timeline:
+                    loss, _, _ = program.step(batches, lr)
+                out.left = sorted(_attributes(program) ^ before)
+                out.ledger, out.transport = program.comms.ledger(), timeline.transport()
+            else:
+                loss, _, _ = program.step(batches, lr)
+            out.losses.append(loss)
+    # Read only now: a later step must not have come into it.
+    out.timeline = spans(Role("", (rank,), Bytes(), (), (), timeline.events()))
+    for state in program.optimizer.states:
+        out.pieces |= _pieces(state.flat, state.master)
+    dist.barrier()
+    return out
+
+
+def fail(rank: int, case: Case) -> list[str]:
+    """Record a step that raises; what is left of the recording."""
+    layout = Layout(precision=case.precision)
+    program = build(case, layout, rank)
+    program.step(micro_batches(case, layout, rank, 0), 1e-3)
+    before = _attributes(program)
+    with suppress(ZeroDivisionError), Timeline(program):
+        program.engine.visit = lambda kind, part: 1 // 0  # type: ignore[method-assign]
+        program.step(micro_batches(case, layout, rank, 1), 1e-3)
+    return sorted(_attributes(program) ^ before)
+
+
+def _attributes(program: Program) -> set[str]:
+    """What the objects that a timeline watches carry themselves, methods put in front of their own among it."""
+    owners = {"engine": program.engine, "optimizer": program.optimizer, "comms": program.comms}
+    found = {f"{name}.{attribute}" for name, owner in owners.items() for attribute in vars(owner)}
+    return found | {f"timeline: {program.comms.timeline}"}
+
+
+class _Slow:
+    """A collective that completes `DELAY` later than it does."""
+
+    def __init__(self, work: Any) -> None:
+        self.future: torch.futures.Future[None] = torch.futures.Future()
+        threading.Thread(target=self._complete, args=(work,)).start()
+
+    def _complete(self, work: Any) -> None:
+        time.sleep(DELAY)
+        work.wait()
+        self.future.set_result(None)
+
+    def wait(self) -> None:
+        self.future.wait()
+
+    def get_future(self) -> torch.futures.Future[None]:
+        return self.future
+
+
+@contextmanager
+def _slow_collectives() -> Iterator[None]:
+    names = ("all_reduce", "all_gather_single", "all_to_all_single")
+    originals = {name: getattr(dist, name) for name in names}
+
+    def slow(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            work = original(*args, **kwargs)
+            return _Slow(work) if kwargs.get("async_op") else work
+
+        return call
+
+    for name, original in originals.items():
+        setattr(dist, name, slow(original))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)

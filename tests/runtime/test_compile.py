@@ -1,0 +1,160 @@
+"""compile=block: generated layouts with their blocks compiled, held against one device that compiles nothing.
+
+Most cases are traced, differentiated and cut into graphs as ever, by a backend that generates no code: that takes a
+second where a C++ compiler takes twenty. A few go through inductor itself. SHARDWISE_ALL=1 runs all of both.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sysconfig
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.checks import assert_ledger, assert_parity, assert_replicas_equal, judge
+from harness.compile_jobs import Compiled
+from harness.pool import run_ranks
+from harness.reference import Case
+from harness.space import MODELS, Point, all_cases, point, sample, seed
+from shardwise.errors import UserError
+from shardwise.layout import Layout, Workload, unit_plan
+from shardwise.predict import estimate
+from shardwise.predict.memory import predict_bytes
+
+ALL = os.environ.get("SHARDWISE_ALL") == "1"
+TRACED = "aot_eager_decomp_partition"
+RANKS = 2
+LIMIT = 400.0
+
+INDUCTOR = (
+    point(model="llama", dp=2, zero=3, precision="fp32"),
+    point(model="gpt2", recompute="full", documents=True),
+    point(model="qwen3", tp=2, sp=True, micro=2, recompute="selective", attention="math"),
+    point(model="mqa", precision="bf16", accumulate=2),
+)
+
+
+def compiled(layout: Layout) -> Layout:
+    return replace(layout, compile="block")
+
+
+def train(case: Case, layout: Layout, backend: str) -> list[Compiled]:
+    payload = (case, compiled(layout), judge(case), backend)
+    return run_ranks("harness.compile_jobs:train", layout.ranks, payload, limit=LIMIT)
+
+
+def assert_all(point: Point, ranks: list[Compiled]) -> None:
+    outcomes, layout = [rank.outcome for rank in ranks], compiled(point.layout)
+    assert_parity(point.case, layout, outcomes)
+    assert_replicas_equal(outcomes)
+    assert_ledger(point.case, layout, outcomes)
+    for index, rank in enumerate(ranks):
+        assert not rank.strays, "gradients that autograd put elsewhere"
+        predicted = predict_bytes(unit_plan(point.case.model, layout, point.case.workload, rank=index))
+        for name in ("parameters", "gradients", "optimizer", "comm"):
+            assert getattr(predicted, name) == getattr(rank.outcome.role.bytes, name), (index, name)
+
+
+def traced() -> tuple[Point, ...]:
+    few = sample(seed(), count=4, most_ranks=RANKS)
+    return tuple(p for p in all_cases() if p.layout.ranks <= RANKS) if ALL else few
+
+
+@pytest.mark.parametrize("point", traced(), ids=lambda p: p.id)
+def test_generated_layouts(point: Point) -> None:
+    assert_all(point, train(point.case, point.layout, TRACED))
+
+
+def missing() -> str | None:
+    """What inductor lacks here to compile for the CPU."""
+    import torch
+
+    from shardwise.runtime.compiling import check_compiler
+
+    try:
+        check_compiler(torch.device("cpu"))
+    except UserError as error:
+        return str(error)
+    headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    return None if headers.exists() else f"no C++ headers of Python at {headers}"
+
+
+@pytest.mark.parametrize("point", INDUCTOR if ALL else random.Random(seed()).sample(INDUCTOR, 1), ids=lambda p: p.id)
+def test_inductor(point: Point) -> None:
+    if reason := missing():
+        pytest.skip(reason)
+    assert_all(point, train(point.case, point.layout, "inductor"))
+
+
+DEEP = MODELS["llama"].replace(layers=12)
+WITHOUT_AND_WITH_GRADIENTS = 2
+
+
+@pytest.mark.parametrize(
+    ("layout", "pieces"),
+    [
+        # norm | maps | heads and core | map | residual and norm | maps | activation | map | residual
+        ("tp=2,sp", 5),
+        ("dp=2,zero=3,recompute=selective,attention=math", 1),
+        ("recompute=full", 1),
+        ("recompute=selective", 1),
+    ],
+)
+def test_blocks_are_compiled_once_for_all(layout: str, pieces: int) -> None:
+    split = Layout.parse(f"{layout},precision=fp64")
+    case = Case(DEEP, Workload(12, 2), "fp64", split.attention)
+    for rank in train(case, split, TRACED):
+        assert rank.graphs == WITHOUT_AND_WITH_GRADIENTS * pieces
+
+
+def test_the_measured_step_is_the_compiled_one_and_saves_no_weights() -> None:
+    # Few tokens on wide maps: one weight that was saved as a copy would outweigh all activations.
+    model = MODELS["llama"].replace(hidden=64, head_dim=16, ffn=512)
+    layout = Layout.parse("dp=2,zero=3,precision=fp64")
+    case = Case(model, Workload(4, 2), "fp64")
+    predicted = estimate(model, layout, case.workload).roles[0].bytes.saved
+    assert predicted < 64 * 512 * 8
+    for rank in train(case, layout, TRACED):
+        assert 0 < rank.outcome.role.bytes.saved < predicted
+
+
+def test_without_a_compiler_one_line_says_what_to_do() -> None:
+    import torch
+    import torch._inductor.config as inductor
+
+    from shardwise.runtime.compiling import check_compiler
+
+    with inductor.patch({"cpp.cxx": (None, "/no/such/compiler")}), pytest.raises(UserError) as caught:
+        check_compiler(torch.device("cpu"))
+    assert "install g++" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_failing_compiler_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("command failed\nx.cpp:1:10: fatal error: Python.h: No such file or directory\nnote")
+
+    import torch
+
+    from shardwise.decoder import Decoder
+    from shardwise.runtime.compiling import compile_blocks
+
+    monkeypatch.setattr("torch._dynamo.backends.registry._default_backend", broken)
+    plan = unit_plan(MODELS["llama"], Layout.parse("precision=fp32,compile=block"), Workload(4, 1))
+    with pytest.raises(UserError) as caught:
+        compile_blocks(Decoder(plan.model), plan, torch.device("cpu"))
+    assert "x.cpp:1:10: fatal error: Python.h" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_estimate_and_dry_run_say_what_they_assume() -> None:
+    from shardwise.runtime.dryrun import dry_run
+
+    model, layout, workload = MODELS["llama"], Layout.parse("dp=2,zero=3,compile=block"), Workload(12, 2)
+    predicted, observed = estimate(model, layout, workload), dry_run(model, layout, workload)
+    assert any(note.startswith("compile=block: saved activations") for note in predicted.notes)
+    assert any("without being compiled" in note for note in observed.notes)
+    assert predicted.roles[0].ledger == observed.roles[0].ledger
+    assert observed.layout == "dp=2,zero=3,compile=block"
