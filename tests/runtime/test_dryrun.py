@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import random
+
 import pytest
 
+from harness.space import seed
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout, Workload
 from shardwise.model.catalog import get
@@ -11,17 +15,41 @@ from shardwise.predict import estimate
 from shardwise.report import compare
 from shardwise.runtime.dryrun import dry_run
 
-CASES = [
+TWO = [
     ("llama-3-70b", "dp=128,tp=8,zero=3,sp", 4096, 128),
+    ("llama-3-70b", "dp=2048,tp=8,zero=3,sp", 4096, 2048),
+]
+"""1,024 and 16,384 ranks."""
+
+REST = [
+    ("llama-2-7b", "dp=512", 1024, 512),
     ("llama-3-8b", "dp=64,tp=2,zero=1,micro=2,recompute=full", 2048, 256),
     ("qwen3-0.6b", "dp=16,tp=16,zero=2,sp,grads=fp32", 1024, 32),
+    ("qwen2.5-7b", "dp=96,tp=4,zero=3,sp,recompute=selective,attention=math", 512, 96),
+    ("mistral-7b", "dp=40,shard=8,zero=2,recompute=full", 1024, 80),
+    ("tiny-llama", "tp=2,sp,precision=fp64,recompute=input", 64, 4),
+    ("llama-3.2-1b", "dp=1000,zero=1,precision=fp32", 256, 2000),
     ("tiny-gpt", "dp=1024,shard=8,zero=3,recompute=input,precision=fp32", 128, 1024),
     ("tiny-gpt", "dp=4,tp=4,attention=math,recompute=selective", 128, 8),
-    ("llama-2-7b", "dp=512", 1024, 512),
+    ("tiny-gpt", "tp=4,sp,precision=fp32", 64, 3),
+    ("gpt2-xl", "dp=256,zero=2,grads=fp32,attention=math", 64, 512),
+    ("gpt2", "dp=6,tp=4,zero=1,sp,attention=math", 64, 12),
+    ("gpt-neox-20b", "dp=128,tp=8,zero=3", 1024, 128),
+    ("gpt2-medium", "dp=3,tp=2,precision=fp32,recompute=full,attention=math", 64, 9),
 ]
+"""Every stage with both decoders, sampled when not all are asked for."""
 
 
-@pytest.mark.parametrize(("model", "layout", "seq", "batch"), CASES, ids=[f"{c[0]}:{c[1]}" for c in CASES])
+def cases() -> list[tuple[str, str, int, int]]:
+    return TWO + (REST if os.environ.get("SHARDWISE_ALL") == "1" else random.Random(seed()).sample(REST, 4))
+
+
+def test_the_cases_span_stages_and_decoders() -> None:
+    seen = {(get(name).decoder, Layout.parse(layout).stage) for name, layout, _, _ in TWO + REST}
+    assert len(TWO + REST) >= 16 and seen == {(d, z) for d in ("llama", "gpt") for z in range(4)}
+
+
+@pytest.mark.parametrize(("model", "layout", "seq", "batch"), cases(), ids=[f"{c[0]}:{c[1]}" for c in cases()])
 def test_observed_at_scale_equals_the_closed_form(model: str, layout: str, seq: int, batch: int) -> None:
     asked = get(model), Layout.parse(layout), Workload(seq=seq, batch=batch)
     observed = dry_run(*asked)
