@@ -9,15 +9,15 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 SHARDWISE_SEED ?= $(shell date +%Y%m%d)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all mutation lint figures clean
+.PHONY: help demo test test-all mutation lint figures bench bench-scaling bench-gpu clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.train  ## the tour: predict, train on four processes, compare, one page
 	@$(BIN)/python -m shardwise demo
 
-test test-all mutation: export OMP_NUM_THREADS := 1
+test test-all mutation bench bench-scaling: export OMP_NUM_THREADS := 1
 
 test: $(VENV)/.test  ## all tests, with a sample of layouts that rotates with the date
 	@echo "layouts are sampled with the seed SHARDWISE_SEED=$(SHARDWISE_SEED)"
@@ -38,6 +38,17 @@ figures: $(VENV)/.test  ## draw the README's picture again, and print the table 
 	@$(BIN)/python docs/figures.py
 	@$(BIN)/python docs/figures.py --numbers
 
+bench: $(VENV)/.bench  ## steps, saves and reshards beside what a user would pick instead: about an hour on two cores
+	@$(BIN)/python benchmarks/train_step.py --json benchmarks/results/train_step.json
+	@$(BIN)/python benchmarks/save_async.py --json benchmarks/results/save_async.json
+	@$(BIN)/python benchmarks/reshard.py
+
+bench-scaling: $(VENV)/.train  ## throughput on 1, 2 and 4 ranks against the ideal, and the predicted curve beyond
+	@$(BIN)/python benchmarks/scaling.py --json benchmarks/results/scaling.json
+
+bench-gpu: $(VENV)/.train  ## one CUDA device: speed and memory beside FSDP2 and torch.compile; tiny on CPU without one
+	@$(BIN)/python benchmarks/gpu.py
+
 clean:  ## remove what was built or cached, .venv included; runs/ stays
 	@rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -prune -exec rm -rf {} + -o -name '*.egg-info' -prune -exec rm -rf {} +
@@ -50,4 +61,8 @@ $(BIN)/python:
 $(VENV)/.train $(VENV)/.test: $(VENV)/.%: pyproject.toml | $(BIN)/python
 	@echo "installing shardwise[$*] into $(VENV)"
 	@$(PIP) install --editable '.[$*]'
+	@touch $@
+
+$(VENV)/.bench: $(VENV)/.test
+	@$(PIP) install deepspeed==0.19.8 || echo "DeepSpeed could not be installed: its rows are left out"
 	@touch $@

@@ -6,7 +6,12 @@ All train `shardwise.decoder.Decoder` from the same seed with fused AdamW, one p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import importlib.util
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +22,7 @@ from torch import Tensor, nn
 
 from shardwise.decoder import Batch, Decoder
 from shardwise.decoder.initial import initial_values
-from shardwise.decoder.modules import Linear, Lookup
+from shardwise.decoder.modules import Linear, Lookup, RMSNorm
 from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import parameters
@@ -28,14 +33,21 @@ from shardwise.runtime.step import Program
 SEED = 0
 LR = 1e-3
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+BUCKET = 5_000_000
+"""Elements of DeepSpeed's buckets. Its default, 500 million, is allocated whatever the model's size."""
+
+
+class Unavailable(Exception):
+    """A peer that cannot run here. The message is one line: why, and what to do."""
 
 
 @dataclass
 class Contender:
-    """step(index) trains one global batch; `describe` says what it is."""
+    """step(index) trains one global batch and returns its mean loss over this rank's share (or the whole batch)."""
 
-    step: Callable[[int], None]
+    step: Callable[[int], float]
     describe: str
+    close: Callable[[], object] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -89,15 +101,19 @@ def data_share(setting: Setting) -> slice:
     return slice(dist.get_rank() * each, (dist.get_rank() + 1) * each)
 
 
-def _loop(setting: Setting, module: nn.Module, optimizer: Any, share: slice, autocast: bool) -> Callable[[int], None]:
-    def step(index: int) -> None:
+def _loop(setting: Setting, module: nn.Module, share: slice, autocast: bool, parallel_loss: bool = False) -> Any:
+    """The training step that every tutorial shows."""
+    optimizer = adamw(module)
+
+    def step(index: int) -> float:
         ids, targets = tokens(setting, index, share)
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            logits = module(plain_batch(ids))
-            loss = loss_of(logits, targets)
-        loss.backward()
+        with _loss_parallel() if parallel_loss else nullcontext():
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = loss_of(module(plain_batch(ids)), targets)
+            loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        return float(loss.detach())
 
     return step
 
@@ -112,29 +128,26 @@ def shardwise(setting: Setting, layout: str) -> Contender:
     program = Program(plan, comms, config, lambda p, i: initial_values(p, i, SEED), torch.device("cpu"))
     share = data_share(setting) if parsed.dp > 1 else slice(None)
 
-    def step(index: int) -> None:
+    def step(index: int) -> float:
         ids, targets = tokens(setting, index, share)
         pairs = [
             (stream_view(plain_batch(i.contiguous()), parsed, plan.tp_rank), t.contiguous())
             for i, t in zip(ids.split(parsed.micro), targets.split(parsed.micro), strict=True)
         ]
-        program.step(pairs, LR)
+        return program.step(pairs, LR)[0]
 
     return Contender(step, f"shardwise {layout}")
 
 
 def plain(setting: Setting) -> Contender:
-    """One device, no wrapper."""
-    decoder = plain_decoder(setting)
-    step = _loop(setting, decoder, adamw(decoder), slice(None), setting.precision == "bf16")
-    return Contender(step, "plain loop")
+    """One device, no wrapper; bf16 by autocast."""
+    return Contender(_loop(setting, plain_decoder(setting), slice(None), setting.precision == "bf16"), "plain loop")
 
 
 def ddp(setting: Setting) -> Contender:
     """torch.nn.parallel.DistributedDataParallel; bf16 by autocast, gradients as bucket views."""
     decoder = nn.parallel.DistributedDataParallel(plain_decoder(setting), gradient_as_bucket_view=True)
-    step = _loop(setting, decoder, adamw(decoder), data_share(setting), setting.precision == "bf16")
-    return Contender(step, "DDP")
+    return Contender(_loop(setting, decoder, data_share(setting), setting.precision == "bf16"), "DDP")
 
 
 def fsdp2(setting: Setting) -> Contender:
@@ -147,13 +160,11 @@ def fsdp2(setting: Setting) -> Contender:
     for block in decoder.blocks:
         fully_shard(block, mp_policy=policy)
     fully_shard(decoder, mp_policy=policy)
-    return Contender(_loop(setting, decoder, adamw(decoder), data_share(setting), False), "FSDP2")
+    return Contender(_loop(setting, decoder, data_share(setting), False), "FSDP2")
 
 
 def fsdp1(setting: Setting) -> Contender:
-    """torch.distributed.fsdp.FullyShardedDataParallel, one unit a block."""
-    import functools
-
+    """torch.distributed.fsdp.FullyShardedDataParallel, one unit a block; bf16 by its own policy."""
     from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
     from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
@@ -167,43 +178,145 @@ def fsdp1(setting: Setting) -> Contender:
         device_id=torch.device("cpu"),
         use_orig_params=True,
     )
-    return Contender(_loop(setting, wrapped, adamw(wrapped), data_share(setting), False), "FSDP1")
+    return Contender(_loop(setting, wrapped, data_share(setting), False), "FSDP1")
 
 
-def _use_torch_modules(decoder: nn.Module) -> None:
-    """DTensor's styles know nn.Linear and nn.Embedding alone: the same weights in those."""
+def deepspeed(setting: Setting, stage: int) -> Contender:
+    """DeepSpeed ZeRO on its CPU accelerator, with torch's fused AdamW and no clipping; bf16 by its own config."""
+    if importlib.util.find_spec("deepspeed") is None:
+        raise Unavailable("deepspeed is not installed; `pip install deepspeed` adds its rows")
+    initialize = _deepspeed_initialize(setting.ranks)
+    decoder = plain_decoder(setting)
+    zero = {"stage": stage, "reduce_bucket_size": BUCKET, "allgather_bucket_size": BUCKET}
+    if stage == 3:
+        zero["stage3_prefetch_bucket_size"] = BUCKET
+    config = {
+        "train_micro_batch_size_per_gpu": setting.batch // setting.ranks,
+        "gradient_clipping": 0,
+        "bf16": {"enabled": setting.precision == "bf16"},
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+    }
+    linear = _OwnLinear()
+    with linear.theirs():
+        engine = initialize(model=decoder, optimizer=adamw(decoder), config=config, dist_init_required=False)[0]
+    share = data_share(setting)
+
+    def step(index: int) -> float:
+        ids, targets = tokens(setting, index, share)
+        with linear.theirs():
+            loss = loss_of(engine(plain_batch(ids)), targets)
+            engine.backward(loss)
+            engine.step()
+        return float(loss.detach())
+
+    return Contender(step, f"DeepSpeed ZeRO-{stage}", engine.destroy)
+
+
+def _deepspeed_initialize(ranks: int) -> Callable[..., Any]:
+    """`deepspeed.initialize`, silent, on the process group at hand."""
+    rank = str(dist.get_rank())
+    os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": rank, "LOCAL_RANK": rank, "LOCAL_SIZE": str(ranks)}
+    os.environ |= {"WORLD_SIZE": str(ranks)}
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    import deepspeed
+    from deepspeed.utils import logger
+
+    logger.setLevel(logging.ERROR)
+    # A shared-memory all-reduce for inference, which training never calls, would be compiled on the spot.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed("gloo", verbose=False)
+    initialize: Callable[..., Any] = deepspeed.initialize
+    return initialize
+
+
+class _OwnLinear:
+    """DeepSpeed's ZeRO-3 replaces `torch.nn.functional.linear` for good: it keeps that, and nobody else gets it."""
+
+    def __init__(self) -> None:
+        self._linear = F.linear
+
+    @contextmanager
+    def theirs(self) -> Iterator[None]:
+        everyone = F.linear
+        F.linear = self._linear
+        try:
+            yield
+        finally:
+            self._linear, F.linear = F.linear, everyone
+
+
+def _use_torch_modules(decoder: nn.Module, norms: bool) -> None:
+    """DTensor's styles know torch's own modules alone: the same weights in those."""
     for module in list(decoder.modules()):
         for name, child in list(module.named_children()):
+            new: Any
             if isinstance(child, Linear):
-                linear = nn.Linear(child.weight.shape[1], child.weight.shape[0], bias=child.bias is not None)
-                linear.weight, linear.bias = child.weight, child.bias
-                setattr(module, name, linear)
+                new = nn.Linear(child.weight.shape[1], child.weight.shape[0], bias=child.bias is not None)
+                new.bias = child.bias
             elif isinstance(child, Lookup):
-                embedding = nn.Embedding(*child.weight.shape)
-                embedding.weight = child.weight
-                setattr(module, name, embedding)
+                new = nn.Embedding(*child.weight.shape)
+            elif isinstance(child, RMSNorm) and norms:
+                new = nn.RMSNorm(child.weight.shape[0], eps=child.eps)
+            else:
+                continue
+            new.weight = child.weight
+            setattr(module, name, new)
 
 
-def tensor_parallel(setting: Setting) -> Contender:
-    """DTensor tensor parallel by torch's own styles, sums as all-reduces."""
+def _loss_parallel() -> Any:
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    return loss_parallel()
+
+
+def tensor_parallel(setting: Setting, sequence: bool) -> Contender:
+    """DTensor tensor parallel by torch's own styles, with its vocabulary-parallel loss.
+
+    sequence: the residual stream is sharded along the sequence, norms are `SequenceParallel`; else sums are
+    all-reduces.
+    """
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
+        PrepareModuleInput,
         RowwiseParallel,
+        SequenceParallel,
         parallelize_module,
     )
 
     decoder = plain_decoder(setting)
-    _use_torch_modules(decoder)
+    _use_torch_modules(decoder, norms=sequence)
     mesh = init_device_mesh("cpu", (setting.ranks,))
-    plan: dict[str, Any] = {"embedding.tokens": RowwiseParallel(input_layouts=Replicate())}
+    stream = Shard(1) if sequence else Replicate()
+    plan: dict[str, Any] = {"embedding.tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream)}
     for i in range(setting.model.layers):
         block = f"blocks.{i}"
         plan |= {f"{block}.attention.qkv.{n}": ColwiseParallel() for n in "qkv"}
         plan |= {f"{block}.mlp.gate_up.{n}": ColwiseParallel() for n in ("gate", "up")}
-        plan |= {f"{block}.attention.out": RowwiseParallel(), f"{block}.mlp.down": RowwiseParallel()}
-    plan["head.out"] = ColwiseParallel(output_layouts=Replicate())
+        plan |= {f"{block}.{n}": RowwiseParallel(output_layouts=stream) for n in ("attention.out", "mlp.down")}
+        if sequence:
+            plan |= {f"{block}.{n}_norm": SequenceParallel() for n in ("attention", "mlp")}
+            for part, more in (("attention", (None,)), ("mlp", ())):  # attention also takes the batch
+                plan[f"{block}.{part}"] = PrepareModuleInput(
+                    input_layouts=(stream, *more), desired_input_layouts=(Replicate(), *more)
+                )
+    if sequence:
+        plan["head.norm"] = SequenceParallel()
+    plan["head.out"] = ColwiseParallel(input_layouts=stream, output_layouts=Shard(-1), use_local_output=False)
     parallelize_module(decoder, mesh, plan)
-    step = _loop(setting, decoder, adamw(decoder), slice(None), setting.precision == "bf16")
-    return Contender(step, "DTensor tensor parallel")
+    step = _loop(setting, decoder, slice(None), setting.precision == "bf16", parallel_loss=True)
+    return Contender(step, "DTensor TP + SP" if sequence else "DTensor TP")
+
+
+PEERS: dict[str, Callable[[Setting], Contender]] = {
+    "plain": plain,
+    "ddp": ddp,
+    "fsdp2": fsdp2,
+    "fsdp1": fsdp1,
+    **{f"deepspeed{stage}": functools.partial(deepspeed, stage=stage) for stage in (1, 2, 3)},
+    "tensor_parallel": functools.partial(tensor_parallel, sequence=False),
+    "sequence_parallel": functools.partial(tensor_parallel, sequence=True),
+}
+"""Name -> what builds it. Raises `Unavailable` where it cannot run."""

@@ -14,7 +14,7 @@ from shardwise import ModelConfig, UserError, Workload, api
 from shardwise.data import Corpus
 from shardwise.report import StepReport
 from shardwise.runtime.config import TrainConfig
-from shardwise.runtime.launch import Ending, RunFailed
+from shardwise.runtime.job.launch import Ending, RunFailed
 
 MODEL = ModelConfig("small/model", vocab=300, hidden=16, layers=1, heads=2, ffn=32, max_positions=64)
 WORKLOAD = Workload(seq=8, batch=4)
@@ -44,7 +44,7 @@ class Ranks:
         self.options: list[dict] = []
 
     def __call__(self, command: list[str], ranks: int, **options) -> Ending:
-        assert command[1:3] == ["-m", "shardwise.runtime.worker"]
+        assert command[1:3] == ["-m", "shardwise.runtime.job.worker"]
         config = TrainConfig.read(Path(command[3]))
         self.configs.append(config)
         self.options.append({"ranks": ranks, **options})
@@ -62,7 +62,7 @@ class Ranks:
 @pytest.fixture
 def ranks(monkeypatch) -> Ranks:
     stand_in = Ranks()
-    monkeypatch.setattr("shardwise.runtime.restart.supervise", stand_in)
+    monkeypatch.setattr("shardwise.runtime.job.restart.supervise", stand_in)
     return stand_in
 
 
@@ -219,7 +219,7 @@ def test_a_rank_of_torchrun(monkeypatch, rank):
         Path(trained[0].out, "reports").mkdir(parents=True)
         return 0
 
-    monkeypatch.setattr("shardwise.runtime.worker.guarded", guarded)
+    monkeypatch.setattr("shardwise.runtime.job.worker.guarded", guarded)
     asked = api.configure(MODEL, "dp=2", WORKLOAD, "text", out="here", report=True)
     assert api.train_as_rank(lambda: asked) == 0
     assert trained[0].corpus

@@ -71,7 +71,7 @@ def test_a_short_tour(short, capsys):
     assert main(["demo"]) == 1
     out = capsys.readouterr().out
     for words in (
-        "40.6 GB",
+        "39.9 GB",
         "rows equal",
         "bytes by class equal",
         "not below the unigram entropy",

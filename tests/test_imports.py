@@ -159,7 +159,7 @@ ESTIMATE += ["--seq", "8192", "--batch", "512", "--json"]
         "import shardwise",
         "from shardwise import ModelConfig, Cluster, Layout, Workload, StepReport, compare, UserError, estimate, train",
         "from shardwise import api, cluster, data, layout, model, predict, report",
-        "import shardwise.runtime.launch, shardwise.runtime.config, shardwise.runtime.worker",
+        "import shardwise.runtime.job.launch, shardwise.runtime.config, shardwise.runtime.job.worker",
         COMMAND.format(argv=ESTIMATE),
         COMMAND.format(argv=["estimate", "--params", "7e9", "--zero-table", "1,2,4,8,16", "--json"]),
         COMMAND.format(argv=["--help"]),

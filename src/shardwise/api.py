@@ -29,8 +29,8 @@ from shardwise.model.catalog import resolve
 from shardwise.report.run_directory import RunDirectory, next_free, occupied
 from shardwise.report.step_report import StepReport
 from shardwise.runtime.config import OptimizerConfig, TrainConfig
-from shardwise.runtime.launch import INTERRUPTED, RANK_FAILED, USER_MISTAKE, RunFailed, check_port, say
-from shardwise.runtime.restart import WORKER, begun_by_this_job, continued, torchrun_restarts, until_done
+from shardwise.runtime.job.launch import INTERRUPTED, RANK_FAILED, USER_MISTAKE, RunFailed, check_port, say
+from shardwise.runtime.job.restart import WORKER, begun_by_this_job, continued, torchrun_restarts, until_done
 
 if TYPE_CHECKING:
     from shardwise.cluster import Cluster
@@ -174,7 +174,7 @@ def train_as_rank(config: Callable[[], TrainConfig], *, elastic: bool = False) -
     ranks as there are then, if dp can shrink to them. Returns the exit code; what failed has been written to standard
     error. Leave by `worker.leave(code)`.
     """
-    from shardwise.runtime.worker import guarded
+    from shardwise.runtime.job.worker import guarded
 
     first = os.environ["RANK"] == "0"
     prepared: list[TrainConfig] = []

@@ -17,7 +17,7 @@ from shardwise.cli.models import change
 from shardwise.errors import UserError
 from shardwise.model import catalog
 from shardwise.report import Bytes, LedgerRow, Role, StepReport
-from shardwise.runtime.launch import RunFailed
+from shardwise.runtime.job.launch import RunFailed
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(shardwise.__file__).parents[1]), "COLUMNS": "200"}
 
@@ -296,7 +296,7 @@ class TestTrain:
         def started(*_: object, **__: object) -> int:
             raise AssertionError("ranks were started")
 
-        monkeypatch.setattr("shardwise.runtime.restart.supervise", started)
+        monkeypatch.setattr("shardwise.runtime.job.restart.supervise", started)
 
     def test_options_reach_the_configuration(self, command, monkeypatch, small):
         asked: dict = {}

@@ -23,7 +23,8 @@ Fault = dict[str, Any]
 
 def main(fault: Fault, argv: list[str]) -> int:
     from shardwise.decoder import attention
-    from shardwise.runtime import batches, checkpointing, engine, optimizer, pulse, worker
+    from shardwise.runtime import batches, checkpointing, engine, optimizer
+    from shardwise.runtime.job import pulse, worker
 
     (Path(fault["pids"]) / str(os.getpid())).touch()
     if int(os.environ["RANK"]) != fault["rank"]:
@@ -97,6 +98,6 @@ TROUBLES: dict[str, Callable[[Fault, list[str]], object]] = {
 
 
 if __name__ == "__main__":
-    from shardwise.runtime.worker import leave
+    from shardwise.runtime.job.worker import leave
 
     leave(main(json.loads(sys.argv[1]), sys.argv[2:]))

@@ -16,14 +16,14 @@ import pytest
 
 import shardwise
 from shardwise.errors import UserError
-from shardwise.runtime.launch import Failure, launch
+from shardwise.runtime.job.launch import Failure, launch
 
 SOURCES = str(Path(shardwise.__file__).parents[1])
 
 PRELUDE = """
 import json, os, signal, sys, time
 from pathlib import Path
-from shardwise.runtime.launch import Failure, die_with_parent
+from shardwise.runtime.job.launch import Failure, die_with_parent
 die_with_parent()
 rank, here = int(os.environ["RANK"]), Path(os.environ["TEST_FOLDER"])
 (here / f"pid-{rank}").write_text(str(os.getpid()))
@@ -206,7 +206,7 @@ def test_a_free_port_is_handed_to_the_ranks(tmp_path):
 
 LAUNCHER = """
 import signal, sys
-from shardwise.runtime.launch import launch
+from shardwise.runtime.job.launch import launch
 signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.exit(launch([sys.executable, "-c", sys.argv[1]], 3, patience=1.0))
 """

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from shardwise.runtime import pulse
-from shardwise.runtime.pulse import IDLE, SAVE_AWAITED, WAITING, WORKING, Pulse, Sign, signs_in, stuck
+from shardwise.runtime.job import pulse
+from shardwise.runtime.job.pulse import IDLE, SAVE_AWAITED, WAITING, WORKING, Pulse, Sign, signs_in, stuck
 
 NOTHING = Sign(0.0, 0, IDLE, "", "")
 

@@ -31,7 +31,7 @@ from shardwise.checkpoint import Checkpoint, diff, latest
 from shardwise.errors import UserError
 from shardwise.layout import Workload
 from shardwise.model import ModelConfig
-from shardwise.runtime.launch import RunFailed
+from shardwise.runtime.job.launch import RunFailed
 
 LIMIT = 150
 HANG = 3.0
@@ -358,10 +358,14 @@ def restarted(out: Path) -> int:
     return path.read_text().count('"restart"') if path.exists() else 0
 
 
+LONG = 300
+"""Steps of a run that is still at work when somebody has looked at its first ones, however busy the machine."""
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_and_says_how_to_go_on(runs: Path, number: signal.Signals) -> None:
     out = runs / f"stopped by {number.name}"
-    with Process(command(runs, out, TWO, 30), out) as training:
+    with Process(command(runs, out, TWO, LONG), out) as training:
         training.wait_for(lambda: len(training.logged()) >= 3)
         ranks = training.workers()
         training.send(number)
@@ -370,7 +374,7 @@ def test_a_signal_saves_and_says_how_to_go_on(runs: Path, number: signal.Signals
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
     reached = training.logged()[-1]
     found = latest(out / "checkpoints", warn=pytest.fail)
-    assert found is not None and 3 <= found.manifest.step == reached < 30
+    assert found is not None and 3 <= found.manifest.step == reached < LONG
     found.verify()
     words = re.search(rf"stopped after step {reached}; go on with: shardwise (train .*)", output)
     assert words and json.loads((out / "run.json").read_text())["status"] == "stopped"
@@ -379,7 +383,7 @@ def test_a_signal_saves_and_says_how_to_go_on(runs: Path, number: signal.Signals
     assert code == 0, output
     plain = runs / "unstopped"
     if not plain.exists():
-        with Process(command(runs, plain, TWO, 30), plain) as training:
+        with Process(command(runs, plain, TWO, LONG), plain) as training:
             assert training.end()[0] == 0
     assert losses(out) == losses(plain)
 
@@ -389,8 +393,8 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 def test_torchrun_starts_again_from_the_last_checkpoint(runs: Path) -> None:
     out = runs / "torchrun"
-    with Process(command(runs, out, TWO, 30, "--save-every", "2"), out, *TORCHRUN) as training:
-        training.wait_for(lambda: len(training.logged()) >= 5)
+    with Process(command(runs, out, TWO, LONG, "--save-every", "10"), out, *TORCHRUN) as training:
+        training.wait_for(lambda: len(training.logged()) >= 15)
         victims = [pid for pid in training.workers() if b"shardwise" in Path(f"/proc/{pid}/cmdline").read_bytes()]
         assert len(victims) == 2
         os.kill(victims[1], signal.SIGKILL)
@@ -398,10 +402,10 @@ def test_torchrun_starts_again_from_the_last_checkpoint(runs: Path) -> None:
     assert code == 0, output
     events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
     (resumed,) = [event["resumed"] for event in events if "resumed" in event]
-    assert resumed >= 4 and resumed % 2 == 0
+    assert resumed >= 10 and resumed % 10 == 0
     plain = runs / "unstopped"
     if not plain.exists():
-        with Process(command(runs, plain, TWO, 30), plain) as training:
+        with Process(command(runs, plain, TWO, LONG), plain) as training:
             assert training.end()[0] == 0
     assert losses(out) == losses(plain)
 

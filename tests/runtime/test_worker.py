@@ -14,7 +14,7 @@ import shardwise
 from shardwise.layout import Layout, Workload
 from shardwise.model import ModelConfig
 from shardwise.runtime.config import TrainConfig
-from shardwise.runtime.launch import launch
+from shardwise.runtime.job.launch import launch
 
 SOURCES = str(Path(shardwise.__file__).parents[1])
 
@@ -27,7 +27,7 @@ def train(config):
 stand_in = types.ModuleType("shardwise.runtime.trainer")
 stand_in.train = train
 sys.modules["shardwise.runtime.trainer"] = stand_in
-from shardwise.runtime.worker import leave, main
+from shardwise.runtime.job.worker import leave, main
 leave(main(sys.argv[1:]))
 """
 

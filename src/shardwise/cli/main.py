@@ -25,6 +25,7 @@ COMMANDS = {
     "train": "train a model, split over processes, on text",
     "compare": "two step reports against each other, or one run's prediction against its measurement",
     "checkpoint": "inspect, verify, reshard or diff the checkpoints of runs",
+    "collective": "algorithms of collectives: show, verify, price",
     "demo": "the tour: predict, train on four processes, compare, one page",
 }
 
@@ -67,7 +68,7 @@ def _fail(line: str, code: int) -> int:
 
 
 def _unexpected(error: Exception, show: bool) -> int:
-    from shardwise.runtime.launch import RunFailed
+    from shardwise.runtime.job.launch import RunFailed
 
     if isinstance(error, RunFailed):
         return _fail(str(error), 1)

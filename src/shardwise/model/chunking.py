@@ -9,7 +9,7 @@ PIECES = 64
 
 def loss_chunk(logits: int) -> int:
     """Of so many logits, those that the cross-entropy turns into wide probabilities at a time."""
-    return max(1 << 20, logits // PIECES)
+    return max(1 << 18, logits // PIECES)
 
 
 def dropout_chunk(elements: int) -> int:

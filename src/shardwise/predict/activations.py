@@ -101,7 +101,8 @@ def saved_items(plan: UnitPlan, s: Sizes, part: str) -> Items:
             "input": s.stream * s.hidden * s.element,
             **_norm(plan, s, "final norm"),
             "logits": s.tokens * s.vocab * s.element,
-            "log-sum-exp of the loss": s.tokens * s.statistic,
+            # of the columns at hand, too, where others have the rest
+            "log-sum-exp of the loss": s.tokens * s.statistic * (2 if plan.layout.tp > 1 else 1),
             "targets": s.tokens * 8,
         }
     if plan.layout.recompute == "full":

@@ -48,8 +48,9 @@ def inputs(plan: UnitPlan, s: Sizes) -> int:
 
 
 def _loss(s: Sizes) -> int:
+    """Log-probabilities of a chunk; bf16 logits are first converted."""
     rows = max(1, min(s.tokens, loss_chunk(s.tokens * s.vocab) // s.vocab))
-    return rows * s.vocab * max(4, s.element)
+    return rows * s.vocab * (2 * 4 if s.element == 2 else s.element)
 
 
 def _head_backward(plan: UnitPlan, s: Sizes) -> int:
@@ -70,10 +71,12 @@ def _column_backward(plan: UnitPlan, s: Sizes) -> int:
 
 
 def _scatter(plan: UnitPlan, s: Sizes) -> int:
-    """A reduce-scatter of activations on gloo: partial sums, the same in pieces, the peers' pieces; sum and result."""
+    """A reduce-scatter of activations on gloo: partial sums, the same in pieces, the peers' pieces;
+    the result, and for bf16 its sum in fp32."""
     full = s.tokens * s.hidden * s.element
     pieces = 1 if plan.layout.micro == 1 else 2
-    return (pieces + 1) * full + s.stream * s.hidden * (s.element + max(4, s.element))
+    wide = 4 if s.element == 2 else 0
+    return (pieces + 1) * full + s.stream * s.hidden * (s.element + wide)
 
 
 def _dropout(plan: UnitPlan, elements: int) -> int:

@@ -36,8 +36,8 @@ from shardwise.checkpoint import (
 )
 from shardwise.checkpoint.manifest import NAME as MANIFEST
 from shardwise.errors import UserError
-from shardwise.runtime.launch import reason
-from shardwise.runtime.pulse import Pulse
+from shardwise.runtime.job.launch import reason
+from shardwise.runtime.job.pulse import Pulse
 from shardwise.runtime.step import Program
 
 KINDS = ("model", "first", "second")

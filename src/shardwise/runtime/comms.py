@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shardwise.layout import Grid
 from shardwise.report.step_report import LedgerRow, Phase, TransportRow
-from shardwise.runtime.pulse import Pulse
+from shardwise.runtime.job.pulse import Pulse
 
 if TYPE_CHECKING:
     from shardwise.runtime.timeline import Flight, Timeline
@@ -254,7 +254,7 @@ class Comms:
         wide = torch.float32 if full.dtype == torch.bfloat16 else full.dtype
         return self._issue(
             lambda: dist.all_to_all_single(received, full, group=group, async_op=True),
-            timing, later, lambda: finish(received.view(ranks, piece).sum(0, dtype=wide)),
+            timing, later, lambda: finish(_summed(received.view(ranks, piece), wide)),
         )  # fmt: skip
 
     def read(self, scalar: Tensor) -> float:
@@ -286,3 +286,14 @@ class Comms:
         out = x.new_empty(shape)
         self.reduce_scatter(pieces.view(-1), axes, unit, out.view(-1).copy_)
         return out
+
+
+def _summed(pieces: Tensor, wide: torch.dtype) -> Tensor:
+    """Sum of the rows in their order, in `wide`; the first row is overwritten where that is its dtype.
+
+    Row by row is twice as fast as torch.sum over a first dim of a few rows.
+    """
+    total = pieces[0].to(wide)
+    for piece in pieces[1:]:
+        total.add_(piece)
+    return total

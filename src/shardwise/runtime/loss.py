@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,14 +14,16 @@ from shardwise.runtime.comms import Comms
 IGNORED = -100
 
 
-def _rows_a_chunk(rows: Tensor) -> int:
-    return max(1, loss_chunk(rows.numel()) // max(1, rows.shape[1]))
+def _chunks(rows: Tensor) -> Iterator[slice]:
+    step = max(1, loss_chunk(rows.numel()) // max(1, rows.shape[1]))
+    return (slice(a, a + step) for a in range(0, len(rows), step))
 
 
 class _CrossEntropy(torch.autograd.Function):
     """Saves the logits, the log-sum-exp of each token and the targets; the backward overwrites the logits.
 
-    Works through a few rows at a time, so that no second copy of the logits exists in any precision.
+    Works through a few rows at a time, which the cache holds from one operation to the next, and no second copy of the
+    logits exists in any precision. The sums start from this rank's own maxima and are scaled to those of all.
     """
 
     @staticmethod
@@ -29,32 +32,36 @@ class _CrossEntropy(torch.autograd.Function):
         rows[:, stop - start :] = torch.finfo(logits.dtype).min  # columns that only pad the vocabulary
         flat = targets.reshape(-1)
         wide = torch.float32 if logits.dtype == torch.bfloat16 else logits.dtype
-        top = rows.amax(-1).to(wide)
-        comms.all_reduce(top, "tp", "cross-entropy", maximum=True)
+        own = torch.empty(len(flat), dtype=wide, device=logits.device)
         sums = torch.empty(2, len(flat), dtype=wide, device=logits.device)
-        step = _rows_a_chunk(rows)
-        for a in range(0, len(flat), step):
-            torch.sum((rows[a : a + step] - top[a : a + step, None]).exp_(), -1, out=sums[0, a : a + step])
+        for part in _chunks(rows):
+            torch.amax(rows[part].to(wide), -1, out=own[part])
+            # The largest log-probability is -log(sum exp(x - max)); torch's softmax has the fastest exponential.
+            torch.amax(torch.log_softmax(rows[part], -1, dtype=wide), -1, out=sums[0, part])
+        own_lse = own - sums[0]
+        top = own.clone()
+        comms.all_reduce(top, "tp", "cross-entropy", maximum=True)
+        torch.exp(own_lse - top, out=sums[0])
         local, inside = _local(flat, start, stop)
         torch.mul(rows.gather(1, local[:, None])[:, 0], inside, out=sums[1])
         comms.all_reduce(sums, "tp", "cross-entropy")
         lse = top.add_(sums[0].log())
         ctx.start, ctx.stop = start, stop
-        ctx.save_for_backward(rows, lse, targets)
+        ctx.save_for_backward(rows, lse, targets, own_lse if comms.size("tp") > 1 else None)
         return torch.where(flat == IGNORED, 0.0, lse - sums[1]).sum()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        rows, lse, targets = ctx.saved_tensors
+        rows, lse, targets, own_lse = ctx.saved_tensors
         flat = targets.reshape(-1)
         scale = torch.where(flat == IGNORED, 0.0, grads[0].to(lse.dtype))
+        # Softmax over the columns at hand is that over all of them but for a factor a row.
+        factor = scale.clone() if own_lse is None else scale * (own_lse - lse).exp_()
         local, inside = _local(flat, ctx.start, ctx.stop)
-        step = _rows_a_chunk(rows)
-        for a in range(0, len(flat), step):
-            part = slice(a, a + step)
-            softmax = (rows[part] - lse[part, None]).exp_()
-            softmax.scatter_add_(1, local[part, None], -inside[part, None].to(softmax.dtype))
-            rows[part] = softmax.mul_(scale[part, None])
+        there = scale.mul_(inside).neg_()[:, None]
+        for part in _chunks(rows):
+            softmax = torch.softmax(rows[part], -1, dtype=lse.dtype).mul_(factor[part, None])
+            rows[part] = softmax.scatter_add_(1, local[part, None], there[part])
         return rows.view(*targets.shape, -1), None, None, None, None
 
 

@@ -10,7 +10,7 @@ from shardwise.decoder import Batch
 from shardwise.layout import Grid, Layout
 from shardwise.model import ModelConfig
 from shardwise.runtime.comms import Comms
-from shardwise.runtime.pulse import Pulse
+from shardwise.runtime.job.pulse import Pulse
 
 AXES = ("data", "shard", "replicate", "tp", "kv", "shard_tp")
 """Every group over which the runtime communicates."""

@@ -1,4 +1,4 @@
-"""One rank's process: `python -m shardwise.runtime.worker CONFIG.json` trains, or says in one line why it cannot.
+"""One rank's process: `python -m shardwise.runtime.job.worker CONFIG.json` trains, or says in one line why it cannot.
 
 torch is imported only after the process is bound to its launcher's life.
 """
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 from shardwise.errors import UserError
 from shardwise.report.run_directory import ERRORS
-from shardwise.runtime.launch import (
+from shardwise.runtime.job.launch import (
     INTERRUPTED,
     RANK_FAILED,
     USER_MISTAKE,
@@ -43,7 +43,7 @@ def _read(argv: list[str]) -> TrainConfig:
     from shardwise.runtime.config import TrainConfig
 
     if len(argv) != 1:
-        raise UserError("usage: python -m shardwise.runtime.worker CONFIG.json")
+        raise UserError("usage: python -m shardwise.runtime.job.worker CONFIG.json")
     try:
         return TrainConfig.read(Path(argv[0]))
     except OSError as error:
@@ -57,7 +57,7 @@ def guarded(configuration: Callable[[], TrainConfig]) -> int:
         config = configuration()
         out = Path(config.out)
 
-        from shardwise.runtime.stop import Stopped
+        from shardwise.runtime.job.stop import Stopped
         from shardwise.runtime.trainer import train
 
         try:

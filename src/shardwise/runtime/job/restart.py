@@ -20,9 +20,9 @@ from shardwise.errors import UserError
 from shardwise.layout import fewer_ranks
 from shardwise.report.run_directory import ERRORS, RunDirectory
 from shardwise.runtime.config import TrainConfig
-from shardwise.runtime.launch import RANK_FAILED, USER_MISTAKE, Ending, supervise
+from shardwise.runtime.job.launch import RANK_FAILED, USER_MISTAKE, Ending, supervise
 
-WORKER = (sys.executable, "-m", "shardwise.runtime.worker")
+WORKER = (sys.executable, "-m", "shardwise.runtime.job.worker")
 """The command of a rank, before the path of its configuration."""
 
 

@@ -15,7 +15,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from shardwise.runtime.pulse import ranks_in_words
+from shardwise.runtime.job.pulse import ranks_in_words
 
 _PAUSE = 0.01
 

@@ -34,7 +34,7 @@ from types import FrameType
 from typing import Any, Literal
 
 from shardwise.errors import UserError
-from shardwise.runtime import pulse
+from shardwise.runtime.job import pulse
 
 GRACE = 1.0
 """Seconds that the other ranks get to report what they saw, after one has failed."""

@@ -1,0 +1,265 @@
+"""Collectives as data: which algorithms there are, what each does round by round, whether it is right, what it costs.
+
+COLLECTIVE is a name such as all-reduce, ALGORITHM one such as ring; `list` has them all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.cli.output import print_json, show
+from shardwise.errors import UserError
+
+if TYPE_CHECKING:
+    from shardwise.schedule import Algorithm
+    from shardwise.schedule.choose import Choice, Pricer
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{suffix}": base**power
+    for power, prefix in enumerate("KMGT", 1)
+    for suffix, base in (("B", 1000), ("", 1000), ("IB", 1024))
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+
+    def action(name: str, text: str) -> argparse.ArgumentParser:
+        added = actions.add_parser(name, help=text, description=text, allow_abbrev=False)
+        # Left out, they must not overwrite what stands before the action.
+        for flag in ("--json", "--traceback"):
+            added.add_argument(flag, action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        return added
+
+    action("list", "all collectives and their algorithms")
+    rounds = action("show", "every round of an algorithm: who sends what to whom, and what each rank then holds")
+    _add_algorithm(rounds)
+    rounds.add_argument("--ranks", type=int, required=True, metavar="P")
+    rounds.add_argument("--elements", type=int, metavar="N", help="elements of the buffer; left out, one a chunk")
+    for option, text in (
+        ("root", "the rank with the data, or the result (broadcast, scatter, gather, reduce)"),
+        ("segments", "pieces of a pipeline (chain, double-tree)"),
+        ("node", "ranks of a node (hierarchical)"),
+    ):
+        rounds.add_argument(f"--{option}", type=int, metavar="N", help=text)
+    rounds.add_argument("--frames", type=Path, metavar="FILE", help="write the rounds as JSON for a page")
+    verify = action("verify", "prove algorithms right for numbers of ranks; the exit code is 1 where one is wrong")
+    _add_algorithm(verify, optional=True)
+    verify.add_argument("--all", action="store_true", help="every algorithm")
+    verify.add_argument("--ranks", default="1-16", metavar="P,...", help="numbers of ranks: 8, 1-64 or 2,4,8")
+    cost = action("cost", "every algorithm of a collective on a cluster, cheapest first, and where that changes")
+    cost.add_argument("collective", metavar="COLLECTIVE")
+    cost.add_argument("--bytes", required=True, metavar="SIZE", help="of the full tensor: 4096, 64MB, 1GiB")
+    cost.add_argument("--ranks", type=int, required=True, metavar="P")
+    cost.add_argument("--cluster", required=True, metavar="TEXT", help="such as 8x8xH100, or a TOML file")
+    cost.add_argument("--nics", type=int, metavar="N", help="NICs of a node; left out, one for each device")
+
+
+def _add_algorithm(parser: argparse.ArgumentParser, optional: bool = False) -> None:
+    parser.add_argument("collective", metavar="COLLECTIVE", nargs="?" if optional else None)
+    parser.add_argument("algorithm", metavar="ALGORITHM", nargs="?" if optional else None)
+
+
+def run(args: argparse.Namespace) -> int:
+    return {"list": _list, "show": _show, "verify": _verify, "cost": _cost}[args.action](args)
+
+
+def _list(args: argparse.Namespace) -> int:
+    from shardwise.schedule import algorithms
+    from shardwise.schedule.collectives import COLLECTIVES
+
+    found = algorithms()
+    if args.json:
+        fields = ("collective", "name", "summary", "natural", "source", "reads", "options")
+        print_json([{name: getattr(algorithm, name) for name in fields} for algorithm in found])
+        return 0
+
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for heading in ("", "made for", "options", "what it does", "source"):
+        table.add_column(heading)
+    for collective, meaning in COLLECTIVES.items():
+        table.add_row(collective, "", "", meaning)
+        for a in found:
+            if a.collective == collective:
+                table.add_row(f"  {a.name}", a.natural, ", ".join(a.options), a.summary, a.source)
+    show(table)
+    return 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    from shardwise.schedule import build
+    from shardwise.schedule.show import describe, frames
+
+    given = {name: value for name in ("root", "segments", "node") if (value := getattr(args, name)) is not None}
+    schedule = build(args.collective, args.algorithm, args.ranks, **given)
+    elements = schedule.chunks if args.elements is None else args.elements
+    if elements < 0:
+        raise UserError(f"--elements must not be negative, got {elements}")
+    if args.frames:
+        try:
+            args.frames.write_text(json.dumps(frames(schedule, elements)) + "\n")
+        except OSError as error:
+            raise UserError(f"cannot write frames to {args.frames}: {error.strerror}") from None
+    if args.json:
+        print_json(frames(schedule, elements))
+    else:
+        for line in describe(schedule, elements):
+            print(line)
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    ranks = ranks_of(args.ranks)
+    chosen = _chosen(args)
+    results: list[dict[str, Any]] = []
+    for algorithm in chosen:
+        results.append(_verified(algorithm, [p for p in ranks if not algorithm.most or p <= algorithm.most]))
+        if not args.json:
+            _print_verified(results[-1])
+    wrong = [result for result in results if result["findings"]]
+    if args.json:
+        print_json(results)
+    else:
+        print(f"{len(results) - len(wrong)} of {len(results)} algorithms are right on {args.ranks} ranks")
+    return 1 if wrong else 0
+
+
+def _chosen(args: argparse.Namespace) -> list[Algorithm]:
+    from shardwise.schedule import algorithms, find
+
+    if args.all and args.collective:
+        raise UserError("verify takes either --all or names")
+    if not args.all and not args.collective:
+        raise UserError("verify needs COLLECTIVE [ALGORITHM], or --all")
+    return [find(args.collective, args.algorithm)] if args.algorithm else algorithms(args.collective)
+
+
+def _verified(algorithm: Algorithm, ranks: list[int]) -> dict[str, Any]:
+    """The findings of one algorithm over numbers of ranks; on a terminal, with a line that says how far it is."""
+    from shardwise.schedule import build
+    from shardwise.schedule.verify import verify
+
+    name = f"{algorithm.collective} {algorithm.name}"
+    findings = []
+    for p in ranks:
+        if sys.stderr.isatty():
+            print(f"\r\033[K{name}: {p} ranks", end="", file=sys.stderr, flush=True)
+        findings += [
+            {"ranks": p, "rank": found.rank, "chunk": found.chunk, "round": found.round, "text": str(found)}
+            for found in verify(build(algorithm.collective, algorithm.name, p))
+        ]
+    if sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr, flush=True)
+    return {"collective": algorithm.collective, "algorithm": algorithm.name, "ranks": ranks, "findings": findings}
+
+
+def _print_verified(result: dict[str, Any]) -> None:
+    name, checked = f"{result['collective']} {result['algorithm']}", len(result["ranks"])
+    if not result["findings"]:
+        print(f"✓ {name}: right on {checked} number{'s' if checked != 1 else ''} of ranks", flush=True)
+    for found in result["findings"]:
+        print(f"✗ {name} on {_ranks(found['ranks'])}: {found['text']}", flush=True)
+
+
+def _cost(args: argparse.Namespace) -> int:
+    from shardwise.cluster import Cluster
+    from shardwise.schedule.choose import pricer
+
+    nbytes, cluster = bytes_of(args.bytes), Cluster.parse(args.cluster)
+    if args.ranks < 1:
+        raise UserError(f"--ranks must be a positive integer, not {args.ranks}")
+    prices = pricer(args.collective, args.ranks, cluster, args.nics)
+    ranked = prices.ranked(nbytes)
+    changes = prices.crossovers(1 << 8, 1 << 34)
+    if not args.json:
+        _print_cost(ranked, prices, nbytes, str(cluster))
+        names = ", ".join(f"{c.algorithm} from {_size(c.nbytes)}" for c in changes)
+        show("needed: the part of a term that no algorithm can do without", f"\ncheapest: {names}")
+        show(*(f"note: {note}" for note in prices.network.notes))
+        return 0
+    print_json(
+        {
+            "collective": prices.collective,
+            "bytes": nbytes,
+            "ranks": args.ranks,
+            "cluster": str(cluster),
+            "nics": prices.network.nics,
+            "algorithms": [_priced(choice) for choice in ranked],
+            "crossovers": [{"bytes": c.nbytes, "algorithm": c.algorithm} for c in changes],
+            "notes": list(prices.network.notes),
+        }
+    )
+    return 0
+
+
+def _priced(choice: Choice) -> dict[str, Any]:
+    price = choice.price
+    terms = {"alpha_s": price.alpha, "beta_s": price.beta, "gamma_s": price.gamma}
+    bounds = dict(zip(("alpha_s", "beta_s", "gamma_s"), choice.bounds, strict=True))
+    return {
+        "algorithm": choice.name,
+        "options": dict(choice.options),
+        "seconds": price.seconds,
+        **terms,
+        "steps": price.steps,
+        "bytes_sent": price.bytes_sent,
+        "lower_bounds": bounds,
+        "fractions": choice.fractions,
+    }
+
+
+def _print_cost(ranked: list[Choice], prices: Pricer, nbytes: int, cluster: str) -> None:
+    from rich.table import Table
+
+    from shardwise.report.units import format_bytes, format_share, format_time
+
+    table = Table(title=f"{prices.collective} of {_size(nbytes)} on {_ranks(prices.network.ranks)} of {cluster}")
+    table.title_justify, table.box, table.pad_edge = "left", None, False
+    terms = ("α", "β", "γ")  # noqa: RUF001
+    for heading in ("", "algorithm", "time", *terms, *(f"{term} needed" for term in terms), "steps", "sent"):
+        table.add_column(heading, justify="left" if heading in ("", "algorithm") else "right")
+    for place, choice in enumerate(ranked):
+        price = choice.price
+        options = "".join(f" {name}={value}" for name, value in choice.options.items())
+        shares = ("-" if part is None else format_share(part) for part in choice.fractions.values())
+        times = map(format_time, (price.seconds, price.alpha, price.beta, price.gamma))
+        mark = "✓" if place == 0 else ""
+        table.add_row(mark, choice.name + options, *times, *shares, str(price.steps), format_bytes(price.bytes_sent))
+    show(table)
+
+
+def _size(nbytes: int) -> str:
+    from shardwise.report.units import format_bytes
+
+    return format_bytes(nbytes)
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
+
+
+def ranks_of(text: str) -> list[int]:
+    """Numbers of ranks: "8", "1-64", "2,4,8-12"; ascending, each once. Raises `UserError`."""
+    found: set[int] = set()
+    for word in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,5})(?:-(\d{1,5}))?\s*", word)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+        if not 1 <= first <= last:
+            raise UserError(f"--ranks {text}: give numbers of ranks, such as 8, 1-64 or 2,4,8")
+        found.update(range(first, last + 1))
+    return sorted(found)
+
+
+def bytes_of(text: str) -> int:
+    """A number of bytes: 4096, 64MB, 1.5GiB; kB, MB, GB and TB are powers of 1000. Raises `UserError`."""
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,9})?)\s*([A-Za-z]*)\s*", text)
+    if not match or match[2].upper() not in _UNITS:
+        raise UserError(f"--bytes {text}: give a size, such as 4096, 64MB or 1GiB")
+    return round(float(match[1]) * _UNITS[match[2].upper()])

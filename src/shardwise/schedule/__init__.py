@@ -1,0 +1,20 @@
+"""In which order: collectives as rounds of transfers, lowered to one `Program` of per-rank actions.
+
+The same description is verified (`verify`), priced on a cluster (`price`, `choose`), shown (`show`, `frames`), and
+lowered to what a rank does (`lower`). `docs/collectives.md` explains it.
+"""
+
+from shardwise.schedule.algorithms import Algorithm, algorithms, build, collective_name, find
+from shardwise.schedule.comm import CommSchedule, Draft, Round, Stage
+
+__all__ = [
+    "Algorithm",
+    "CommSchedule",
+    "Draft",
+    "Round",
+    "Stage",
+    "algorithms",
+    "build",
+    "collective_name",
+    "find",
+]

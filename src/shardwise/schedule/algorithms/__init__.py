@@ -1,0 +1,23 @@
+"""The algorithms, a file for each family, and the registry that `build` reads.
+
+To add one: write a function of the number of ranks that returns a `Draft`, decorate it with `algorithm`, and run
+`shardwise collective verify` on it. `docs/collectives.md` has an example.
+"""
+
+from shardwise.schedule.algorithms import all_gather, all_reduce, all_to_all, broadcast, gather, reduce_scatter
+from shardwise.schedule.algorithms.registry import Algorithm, algorithm, algorithms, build, collective_name, find
+
+__all__ = [
+    "Algorithm",
+    "algorithm",
+    "algorithms",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "build",
+    "collective_name",
+    "find",
+    "gather",
+    "reduce_scatter",
+]

@@ -1,0 +1,71 @@
+"""All-gather: every rank's piece on every rank."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from shardwise.schedule.algorithms.patterns import (
+    around,
+    distances,
+    doubling,
+    fold_in,
+    fold_out,
+    node_rings,
+    power_below,
+    read_all,
+    simple_ring,
+)
+from shardwise.schedule.algorithms.registry import PAIRS, algorithm
+from shardwise.schedule.comm import Draft, Stage
+
+
+@algorithm("all-gather", "ring", "each rank hands on the piece that it was handed", source="Chan et al. 2007")
+def ring(p: int) -> Draft:
+    return Draft(p, simple_ring(p, reduce=False))
+
+
+@algorithm(
+    "all-gather",
+    "recursive-doubling",
+    "pairs at distance 1, 2, 4, ... swap all that they have",
+    natural="powers of two",
+    source="Thakur, Rabenseifner, Gropp 2005",
+)
+def recursive_doubling(p: int) -> Draft:
+    q = power_below(p)
+    return Draft(p, [*fold_in(p, q, np.arange(q, p), reduce=False), *doubling(q, p), *fold_out(p, q, count=p)])
+
+
+@algorithm(
+    "all-gather",
+    "bruck",
+    "the first pieces of each rank to the rank 1, 2, 4, ... before it",
+    source="Bruck et al. 1997",
+)
+def bruck(p: int) -> Draft:
+    v = np.arange(p)
+    return Draft(p, [Stage.once(around(v, (v - d) % p, v, min(d, p - d), p), "all-gather") for d in distances(p)])
+
+
+@algorithm(
+    "all-gather",
+    "hierarchical",
+    "across nodes, each rank on its own NIC, then inside nodes",
+    natural="multiples of a node",
+    source="Cho et al. 2019",
+)
+def hierarchical(p: int, node: int = 0) -> Draft:
+    return Draft(p, node_rings(p, node, reduce=False))
+
+
+@algorithm(
+    "all-gather",
+    "one-shot",
+    "each rank reads all others' pieces",
+    natural="one node",
+    source="TensorRT-LLM custom all-reduce",
+    reads=True,
+    most=PAIRS,
+)
+def one_shot(p: int) -> Draft:
+    return Draft(p, read_all(p, reduce=False))

@@ -1,0 +1,162 @@
+"""All-reduce: the sum of all ranks' data on every rank, with the same bits on every rank."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from shardwise.schedule.algorithms.patterns import (
+    distances,
+    doubling,
+    first_rounds,
+    fold_in,
+    fold_out,
+    halving,
+    node_rings,
+    nodes_of,
+    pipelined,
+    power_below,
+    read_all,
+    ring_pass,
+    simple_ring,
+    tree_down,
+    tree_up,
+    two_colours,
+    two_trees,
+)
+from shardwise.schedule.algorithms.registry import PAIRS, algorithm
+from shardwise.schedule.comm import Draft, Round, Stage
+
+_THAKUR = "Thakur, Rabenseifner, Gropp 2005"
+
+
+@algorithm("all-reduce", "ring", "reduce-scatter around a ring, then all-gather", source="Patarasuk and Yuan 2009")
+def ring(p: int) -> Draft:
+    return Draft(p, [*simple_ring(p, reduce=True), *simple_ring(p, reduce=False)])
+
+
+@algorithm("all-reduce", "tree", "up a binomial tree, and down again", source="Chan et al. 2007")
+def tree(p: int) -> Draft:
+    return Draft(1, [*tree_up(p), *tree_down(p)])
+
+
+@algorithm(
+    "all-reduce",
+    "double-tree",
+    "half of the segments up and down one binary tree, half another one",
+    source="Sanders, Speck, Träff 2009",
+)
+def double_tree(p: int, segments: int = 8) -> Draft:
+    """Every rank has two children in one tree at most, so that it sends and receives one segment a round: edges of one
+    colour are due in even rounds, those of the other in odd ones."""
+    half = (segments + 1) // 2
+    trees = two_trees(p)
+    src, dst = (np.concatenate(ends) for ends in zip(*trees, strict=True))
+    colours = np.split(two_colours(src, dst), 2)
+    start = np.concatenate([first_rounds(*tree, colour) for tree, colour in zip(trees, colours, strict=True)])
+    first = np.repeat([0, half], p - 1)
+    up, down = (pipelined(src, dst, start, first, half, period=2, up=up) for up in (True, False))
+    return Draft(2 * half, [*up, *down])
+
+
+@algorithm(
+    "all-reduce",
+    "recursive-doubling",
+    "pairs at distance 1, 2, 4, ... swap and add whole buffers (butterfly)",
+    natural="powers of two",
+    source=_THAKUR,
+)
+def recursive_doubling(p: int) -> Draft:
+    """Both of a pair add the same two sums, so addition being commutative is enough for equal bits."""
+    q = power_below(p)
+    v = np.arange(q)
+    swaps = [Stage.once(Round.of(v, v ^ d, 0, reduce=True), "exchange") for d in distances(q)]
+    return Draft(1, [*fold_in(p, q), *swaps, *fold_out(p, q)])
+
+
+@algorithm(
+    "all-reduce",
+    "rabenseifner",
+    "reduce-scatter by recursive halving, all-gather by doubling",
+    natural="powers of two",
+    source=_THAKUR,
+)
+def rabenseifner(p: int) -> Draft:
+    q = power_below(p)
+    return Draft(q, [*fold_in(p, q, count=q), *halving(q, q), *doubling(q, q), *fold_out(p, q, count=q)])
+
+
+@algorithm(
+    "all-reduce",
+    "hierarchical",
+    "reduce-scatter inside nodes, all-reduce across them, all-gather inside",
+    natural="multiples of a node",
+    source="Mikami et al. 2018; Cho et al. 2019",
+)
+def hierarchical(p: int, node: int = 0) -> Draft:
+    return Draft(p, [*node_rings(p, node, reduce=True), *node_rings(p, node, reduce=False)])
+
+
+@algorithm(
+    "all-reduce",
+    "hierarchical-masters",
+    "up a tree to each node's master, a ring of the masters, down again",
+    natural="multiples of a node",
+    source="Jia et al. 2018",
+)
+def hierarchical_masters(p: int, node: int = 0) -> Draft:
+    """The master is the first rank of its node. One NIC of a node works; the other ranks wait for their master."""
+    g, nodes = nodes_of(p, node)
+    members = np.arange(p).reshape(nodes, g)
+    masters = members[:, 0]
+    ring = nodes, masters, np.arange(nodes), np.roll(masters, -1)
+    stages = [
+        *tree_up(g, members=members, chunks=nodes),
+        *ring_pass(*ring, reduce=True),
+        *ring_pass(*ring, reduce=False),
+        *tree_down(g, members=members, chunks=nodes),
+    ]
+    return Draft(nodes, stages)
+
+
+@algorithm(
+    "all-reduce",
+    "one-shot",
+    "each rank reads all others' buffers and adds them in rank order",
+    natural="one node",
+    source="TensorRT-LLM custom all-reduce",
+    reads=True,
+    most=PAIRS,
+)
+def one_shot(p: int) -> Draft:
+    """Into a buffer of its own, since the others read this one; in rank order, so that all ranks get the same bits."""
+    dst, src = np.divmod(np.arange(p * p), p)
+    everything = Round.of(src, dst, 0, to=1, reduce=src > 0)
+    return Draft(1, [Stage.once(everything, "read and add")], regions=("data", "out"), result="out")
+
+
+@algorithm(
+    "all-reduce",
+    "two-shot",
+    "each rank reads and adds all others' parts of one piece, then reads the other pieces",
+    natural="one node",
+    source="TensorRT-LLM custom all-reduce",
+    reads=True,
+    most=PAIRS,
+)
+def two_shot(p: int) -> Draft:
+    return Draft(p, [*read_all(p, reduce=True), *read_all(p, reduce=False)])
+
+
+@algorithm(
+    "all-reduce",
+    "central-server",
+    "all send to rank 0, which adds and sends back: for contrast",
+    source="Li et al. 2014 (parameter server)",
+)
+def central_server(p: int) -> Draft:
+    """All traffic passes the server's one port: 2 (p - 1) buffers."""
+    others = np.arange(1, p)
+    if p == 1:
+        return Draft(1, [])
+    up, down = Round.of(others, 0, 0, reduce=True), Round.of(0, others, 0)
+    return Draft(1, [Stage.once(up, "push"), Stage.once(down, "pull")])

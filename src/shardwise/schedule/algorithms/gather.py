@@ -1,0 +1,29 @@
+"""Scatter and gather: a piece of one rank's data for every rank, and back."""
+
+from __future__ import annotations
+
+from shardwise.schedule.algorithms.patterns import around, tree_edges
+from shardwise.schedule.algorithms.registry import algorithm
+from shardwise.schedule.comm import Draft, Stage
+
+
+def scatter_down(p: int, root: int = 0) -> list[Stage]:
+    """Down a binomial tree, to every child the pieces of all ranks below it."""
+    return [
+        Stage.once(around((up + root) % p, (down + root) % p, down + root, below, p), "scatter")
+        for up, down, below in tree_edges(p)
+    ]
+
+
+@algorithm("scatter", "binomial", "pieces down a binomial tree, halved at every level", source="Chan et al. 2007")
+def scatter(p: int, root: int = 0) -> Draft:
+    return Draft(p, scatter_down(p, root))
+
+
+@algorithm("gather", "binomial", "pieces up a binomial tree, doubled at every level", source="Chan et al. 2007")
+def gather(p: int, root: int = 0) -> Draft:
+    stages = [
+        Stage.once(around((down + root) % p, (up + root) % p, down + root, below, p), "gather")
+        for up, down, below in reversed(tree_edges(p))
+    ]
+    return Draft(p, stages)

@@ -1,0 +1,80 @@
+"""Reduce-scatter: the sum of all ranks' data, a piece for every rank. In place: other pieces are left half summed."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from shardwise.schedule.algorithms.patterns import (
+    fold_in,
+    fold_out,
+    halving,
+    node_rings,
+    power_below,
+    read_all,
+    simple_ring,
+)
+from shardwise.schedule.algorithms.registry import PAIRS, algorithm
+from shardwise.schedule.comm import Draft, Round, Stage
+
+
+@algorithm(
+    "reduce-scatter",
+    "ring",
+    "each rank adds its part to the piece that it was handed, and hands it on",
+    source="Patarasuk and Yuan 2009",
+)
+def ring(p: int) -> Draft:
+    return Draft(p, simple_ring(p, reduce=True))
+
+
+@algorithm(
+    "reduce-scatter",
+    "halving",
+    "pairs at distance p/2, p/4, ... swap the half that the other one keeps",
+    natural="powers of two",
+    source="Thakur, Rabenseifner, Gropp 2005",
+)
+def recursive_halving(p: int) -> Draft:
+    q = power_below(p)
+    return Draft(p, [*fold_in(p, q, count=p), *halving(q, p), *fold_out(p, q, np.arange(q, p))])
+
+
+@algorithm(
+    "reduce-scatter",
+    "pairwise",
+    "in round k to the rank k + 1 further on, its piece",
+    source="Thakur, Rabenseifner, Gropp 2005",
+)
+def pairwise(p: int) -> Draft:
+    """Every piece goes straight to its rank, which adds it; what a rank sends it has never changed."""
+    v = np.arange(p)
+
+    def shift(k: int) -> Round:
+        other = (v + k) % p
+        return Round.of(v, other, other, reduce=True)
+
+    return Draft(p, Stage.each(range(1, p), shift, "reduce-scatter"))
+
+
+@algorithm(
+    "reduce-scatter",
+    "hierarchical",
+    "inside nodes, then across them, each rank on its own NIC",
+    natural="multiples of a node",
+    source="Cho et al. 2019",
+)
+def hierarchical(p: int, node: int = 0) -> Draft:
+    return Draft(p, node_rings(p, node, reduce=True))
+
+
+@algorithm(
+    "reduce-scatter",
+    "one-shot",
+    "each rank reads and adds all others' parts of its piece",
+    natural="one node",
+    source="TensorRT-LLM custom all-reduce",
+    reads=True,
+    most=PAIRS,
+)
+def one_shot(p: int) -> Draft:
+    return Draft(p, read_all(p, reduce=True))

@@ -1,0 +1,225 @@
+"""`CommSchedule`: a collective as data, rounds of transfers between ranks over chunks of their memory.
+
+Every rank has the same memory: a row of chunks, divided in *regions* of `chunks` chunks each. Region "data" is the
+caller's buffer, others are there where an algorithm cannot work in place. A schedule knows chunks, not elements: one
+object serves every size, and `bounds` says where the chunks of a buffer of n elements begin.
+
+Inside a round all transfers happen at once: every one reads what its chunk held before the round. Where several
+arrive in one chunk they are applied in the order of the rows. Transfers from one rank to another one in the same round
+travel as one message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Ints = NDArray[np.int64]
+Region = Literal["data", "out", "scratch", "spare"]
+
+
+@dataclass(frozen=True, eq=False)
+class Round:
+    """Transfers that happen at the same time, one a row; every field has shape (rows,).
+
+    Rank `src` sends chunks chunk, chunk + stride, ... of its memory, `count` of them, to chunks to, to + stride, ... of
+    rank `dst`, where they are copied, or added to what is there (`reduce`). With src equal to dst it is a local copy or
+    addition.
+    """
+
+    src: Ints
+    dst: Ints
+    chunk: Ints
+    to: Ints
+    count: Ints
+    stride: Ints
+    reduce: NDArray[np.bool_]
+
+    @classmethod
+    def of(
+        cls,
+        src: ArrayLike,
+        dst: ArrayLike,
+        chunk: ArrayLike,
+        *,
+        to: ArrayLike | None = None,
+        count: ArrayLike = 1,
+        stride: ArrayLike = 1,
+        reduce: ArrayLike = False,
+    ) -> Round:
+        """Rows from arrays and scalars, broadcast against each other; `to` is `chunk` unless given.
+
+        Rows whose count is not positive are left out, so that authors may clip ranges at the last chunk.
+        """
+        columns = np.broadcast_arrays(src, dst, chunk, chunk if to is None else to, count, stride, reduce)
+        rows: list[NDArray[Any]] = [np.atleast_1d(column).ravel() for column in columns]
+        keep = rows[4] > 0
+        kinds: list[Any] = [np.int64] * 6 + [np.bool_]
+        return cls(*(row[keep].astype(kind) for row, kind in zip(rows, kinds, strict=True)))
+
+    @classmethod
+    def join(cls, *parts: Round) -> Round:
+        """The rows of all parts, in that order, as one round."""
+        return cls(*(np.concatenate(columns) for columns in zip(*(part.columns for part in parts), strict=True)))
+
+    @property
+    def columns(self) -> tuple[NDArray[Any], ...]:
+        """src, dst, chunk, to, count, stride, reduce."""
+        return self.src, self.dst, self.chunk, self.to, self.count, self.stride, self.reduce
+
+    def __len__(self) -> int:
+        return len(self.src)
+
+    def take(self, rows: ArrayLike) -> Round:
+        """The rows with these indices, or where this mask is true."""
+        index = np.asarray(rows)
+        return Round(*(column[index] for column in self.columns))
+
+    def contiguous(self) -> Round:
+        """The same transfers with every row a span: rows with a stride are cut into rows of one chunk."""
+        if not ((self.stride > 1) & (self.count > 1)).any():
+            return self
+        cut = self.take(np.repeat(np.arange(len(self)), self.count))
+        within = self._within() * cut.stride
+        return Round.of(cut.src, cut.dst, cut.chunk + within, to=cut.to + within, reduce=cut.reduce)
+
+    def _within(self) -> Ints:
+        """0, 1, ... count - 1 of each row, end to end."""
+        ends = np.cumsum(self.count)
+        return np.arange(ends[-1]) - np.repeat(ends - self.count, self.count)
+
+    def cells(self, width: int) -> tuple[Ints, Ints, NDArray[np.bool_]]:
+        """Chunk by chunk, in row order: index of the chunk read, of the one written, and whether it is added.
+
+        The index of chunk c of rank r is r * width + c, where `width` is the number of chunks in a rank's memory.
+        """
+        source, target = self.src * width + self.chunk, self.dst * width + self.to
+        if not len(self) or self.count.max() == 1:
+            return source, target, self.reduce
+        within = self._within() * np.repeat(self.stride, self.count)
+        return (
+            np.repeat(source, self.count) + within,
+            np.repeat(target, self.count) + within,
+            np.repeat(self.reduce, self.count),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """`repeat` rounds between the same pairs of ranks with equally many chunks each: only *which* chunks move differs.
+
+    make: k -> the k-th round, made when it is asked for, so that a schedule of 16,384 ranks stays small. A price needs
+    one of the rounds only.
+    """
+
+    make: Callable[[int], Round]
+    repeat: int = 1
+    label: str = ""
+
+    @classmethod
+    def once(cls, round: Round, label: str = "") -> Stage:
+        """A stage of one given round."""
+        return cls(lambda k: round, 1, label)
+
+    @classmethod
+    def each(cls, values: Iterable[int], make: Callable[[int], Round], label: str = "") -> list[Stage]:
+        """Stages of one round each, `make` of each value: rounds between different pairs."""
+        return [cls(lambda _, value=value: make(value), 1, label) for value in values]  # type: ignore[misc]
+
+    def rounds(self) -> Iterator[Round]:
+        """The rounds in order."""
+        return map(self.make, range(self.repeat))
+
+
+@dataclass(frozen=True, eq=False)
+class Draft:
+    """What the author of an algorithm writes down: the stages, and the memory that they work on.
+
+    chunks: how many the data is cut into. regions: a rank's memory, `chunks` chunks each. result: the region where the
+    result lies.
+    """
+
+    chunks: int
+    stages: Sequence[Stage]
+    regions: tuple[Region, ...] = ("data",)
+    result: Region = "data"
+
+
+@dataclass(frozen=True, eq=False)
+class CommSchedule:
+    """One algorithm of one collective for a number of ranks, as `build` gives it.
+
+    chunks, regions, result: see `Draft`. reads: ranks read their peers' memory instead of being sent messages, so that
+    a round costs each of them one latency, however many peers it reads from. root: the rank that a collective of one to
+    all, or all to one, has. options: what the algorithm was built with besides, such as segments.
+    """
+
+    collective: str
+    algorithm: str
+    ranks: int
+    chunks: int
+    stages: tuple[Stage, ...]
+    regions: tuple[Region, ...] = ("data",)
+    result: Region = "data"
+    reads: bool = False
+    root: int = 0
+    options: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Such as "all-reduce ring"."""
+        return f"{self.collective} {self.algorithm}"
+
+    @property
+    def width(self) -> int:
+        """Chunks in a rank's memory, all regions together."""
+        return self.chunks * len(self.regions)
+
+    @cached_property
+    def steps(self) -> int:
+        """How many rounds there are."""
+        return sum(stage.repeat for stage in self.stages)
+
+    def rounds(self) -> Iterator[Round]:
+        """All rounds in order, each made when it is asked for."""
+        for stage in self.stages:
+            yield from stage.rounds()
+
+    def labels(self) -> Iterator[str]:
+        """The label of each round's stage, in order."""
+        for stage in self.stages:
+            yield from [stage.label] * stage.repeat
+
+    def region(self, name: Region) -> int:
+        """The first chunk of a region."""
+        return self.regions.index(name) * self.chunks
+
+    def place(self, chunk: int) -> str:
+        """A chunk of a rank's memory as people name it: "chunk 2", "chunk 2 of out"."""
+        region, within = self.regions[chunk // self.chunks], chunk % self.chunks
+        return f"chunk {within}" if region == "data" else f"chunk {within} of {region}"
+
+    def data_elements(self, elements: int) -> int:
+        """Elements of a region that carries n elements: n, but in an all-to-all, whose blocks are equal, padded up."""
+        equal = self.collective == "all-to-all"
+        return -(-elements // self.chunks) * self.chunks if equal else elements
+
+    def bounds(self, elements: int) -> Ints:
+        """Where the chunks of a rank's memory begin and end, in elements; shape (width + 1,).
+
+        Chunk i of a region is [floor(i n / chunks), floor((i + 1) n / chunks)): sizes differ by one element at most,
+        and are zero for some where there are more chunks than elements.
+        """
+        n = self.data_elements(elements)
+        cut = np.arange(self.chunks + 1, dtype=np.int64) * n // self.chunks
+        starts = (np.arange(len(self.regions), dtype=np.int64)[:, None] * n + cut[:-1]).ravel()
+        return np.append(starts, n * len(self.regions))
+
+    def with_rounds(self, rounds: Sequence[Round]) -> CommSchedule:
+        """The same collective by other rounds."""
+        return replace(self, stages=tuple(Stage.once(round) for round in rounds))

@@ -1,0 +1,141 @@
+"""`Network`: a group of ranks on a cluster, in the terms of the α-β-γ model.
+
+A message of n bytes takes α + n β, adding n bytes takes n γ. Every rank has one port to send and one to receive, which
+work at the same time (single-ported, full duplex). α and β are those of the link inside a node or between nodes. Ranks
+that talk across nodes in the same round share their node's NICs: together they move at most NICs / β bytes a second
+each way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from shardwise.cluster import Cluster, Link
+from shardwise.errors import UserError
+from shardwise.schedule.comm import Ints
+
+NCCL_NET_ALPHA = 2.7e-6
+"""Seconds a step between nodes, where a cluster does not say: NCCL, src/graph/tuning.cc, hwLat, NET, ring, LL."""
+
+ADDITION_TRAFFIC = 3
+"""Bytes through memory for each byte added: two operands are read, one sum is written."""
+
+
+class Tier(NamedTuple):
+    """One kind of link. alpha: seconds a message; beta: seconds a byte."""
+
+    alpha: float
+    beta: float
+
+
+@dataclass(frozen=True, eq=False)
+class Network:
+    """A group of ranks and what connects them.
+
+    node: the node of each rank, shape (ranks,). intra, inter: links inside a node and between nodes. gamma: seconds for
+    each byte added. nics: NICs of a node, each with the bandwidth of `inter`. sharing: groups like this one that use a
+    node's NICs at the same time. notes: what was assumed, a sentence each.
+    """
+
+    node: Ints
+    intra: Tier
+    inter: Tier
+    gamma: float
+    nics: int = 1
+    sharing: int = 1
+    notes: tuple[str, ...] = field(default=())
+
+    @classmethod
+    def flat(cls, ranks: int, alpha: float, beta: float, gamma: float = 0.0) -> Network:
+        """All ranks behind equal links: seconds a message, seconds a byte sent, seconds a byte added."""
+        tier = Tier(alpha, beta)
+        return cls(np.zeros(ranks, dtype=np.int64), tier, tier, gamma)
+
+    @classmethod
+    def of(cls, cluster: Cluster, ranks: int | Sequence[int], nics: int | None = None, sharing: int = 1) -> Network:
+        """A group on a cluster: its first `ranks` devices, or those listed, in the group's order.
+
+        nics: NICs of a node; left out one for each device, since a cluster's bandwidth between nodes is one device's.
+        γ is three bytes of the device's memory traffic; where that is not known, additions count as free (see `notes`).
+        Raises `UserError` for ranks that the cluster lacks, and where a link that is needed has no α or bandwidth.
+        """
+        devices = np.arange(ranks) if isinstance(ranks, int) else np.asarray(ranks, dtype=np.int64)
+        if not len(devices) or devices.min() < 0 or len(np.unique(devices)) < len(devices):
+            raise UserError(f"a group needs one rank or more, each of them once, not {ranks!r}")
+        if devices.max() >= cluster.devices:
+            raise UserError(f"{devices.max() + 1} ranks do not fit {cluster}, which has {cluster.devices} devices")
+        if nics is not None and nics < 1:
+            raise UserError(f"a node needs at least one NIC, not {nics}")
+        node = devices // cluster.devices_per_node
+        notes: list[str] = []
+        spread = len(np.unique(node)) > 1
+        inside = len(np.unique(node)) < len(node)
+        inter = _tier(cluster, cluster.inter, "between nodes", "inter", notes) if spread else None
+        intra = _tier(cluster, cluster.intra, "inside a node", "intra", notes) if inside else inter or Tier(0.0, 0.0)
+        bandwidth = cluster.device.memory_bandwidth
+        if bandwidth is None:
+            notes.append(f"{cluster.device.name}: memory bandwidth not known, so additions count as free")
+        return cls(
+            node=node,
+            intra=intra,
+            inter=inter or intra,
+            gamma=ADDITION_TRAFFIC / bandwidth if bandwidth else 0.0,
+            nics=nics or cluster.devices_per_node,
+            sharing=sharing,
+            notes=tuple(notes),
+        )
+
+    @property
+    def ranks(self) -> int:
+        return len(self.node)
+
+    @property
+    def nodes(self) -> int:
+        return len(np.unique(self.node))
+
+    @property
+    def per_node(self) -> int | None:
+        """Ranks of a node where every node has equally many that follow each other in the group; else None."""
+        g, rest = divmod(self.ranks, self.nodes)
+        filled = not rest and bool((self.node.reshape(self.nodes, g) == self.node[::g, None]).all())
+        return g if filled and len(np.unique(self.node[::g])) == self.nodes else None
+
+    def message(self, src: int, dst: int, nbytes: float) -> float:
+        """Seconds that one message takes when nothing else is under way."""
+        alpha, beta = self.intra if self.node[src] == self.node[dst] else self.inter
+        return alpha + nbytes * beta
+
+
+@dataclass(frozen=True)
+class NetworkClock:
+    """A network as the engine's clock: seconds by elements of `element_bytes` bytes. NICs are not shared in it."""
+
+    network: Network
+    element_bytes: float = 1
+
+    def message(self, src: int, dst: int, elements: int) -> float:
+        return self.network.message(src, dst, elements * self.element_bytes)
+
+    def addition(self, elements: int) -> float:
+        return elements * self.element_bytes * self.network.gamma
+
+
+def _tier(cluster: Cluster, link: Link, where: str, field: str, notes: list[str]) -> Tier:
+    alpha = link.alpha
+    if link.bandwidth is None:
+        what = "latency and bandwidth" if alpha is None else "bandwidth"
+        raise UserError(
+            f"{cluster}: the {what} of the link {where} is not known; give [{field}] alpha and bandwidth in a TOML file"
+        )
+    if alpha is None and field == "inter" and cluster.device.kind == "cuda":
+        alpha = NCCL_NET_ALPHA
+        notes.append(
+            f"latency between nodes taken as {alpha * 1e6:.1f} µs (NCCL tuning.cc, NET, ring, LL): not measured"
+        )
+    if alpha is None:
+        raise UserError(f"{cluster}: the latency of the link {where} is not known; give [{field}] alpha in a TOML file")
+    return Tier(alpha, 1 / link.bandwidth)

@@ -1,0 +1,147 @@
+"""What a schedule takes on a network: its α, β and γ terms, exact in the α-β-γ model, for any size at once.
+
+A round takes as long as its busiest port, then its largest addition. For a given network both are linear in the bytes,
+so a schedule is reduced once to a `Profile`: for each kind of round the lines (α seconds, β seconds a byte) that some
+size makes the longest. Rounds with equal lines are one, and of a `Stage` only one round is looked at, which is what
+makes 16,384 ranks cheap. Chunks count as equal parts of the buffer; one that is larger by an element, because the size
+does not divide, is priced as the others.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.schedule.comm import CommSchedule, Round
+from shardwise.schedule.network import Network
+
+_Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Price:
+    """Seconds of one collective. alpha, beta, gamma: the terms whose sum it is: latency, bytes sent, bytes added.
+
+    steps: rounds in which anything is sent. bytes_sent: bytes that the rank sends which sends most.
+    """
+
+    alpha: float
+    beta: float
+    gamma: float
+    steps: int
+    bytes_sent: int
+
+    @property
+    def seconds(self) -> float:
+        return self.alpha + self.beta + self.gamma
+
+
+class Line(NamedTuple):
+    """A port's time in a round: alpha seconds, and beta seconds for each byte of the collective's buffer."""
+
+    alpha: float
+    beta: float
+
+
+class Load(NamedTuple):
+    """One kind of round: the lines of its busiest ports, and the seconds of additions for each byte of the buffer."""
+
+    lines: tuple[Line, ...]
+    gamma: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """All rounds of a schedule on a network, by kind. steps: rounds with messages. sent: bytes that the busiest rank
+    sends, as a multiple of the buffer's."""
+
+    loads: tuple[tuple[Load, int], ...]
+    steps: int
+    sent: float
+
+    def at(self, nbytes: float) -> Price:
+        """The price for a buffer of `nbytes` bytes (the full tensor, the n of the cost formulas)."""
+        alpha = beta = gamma = 0.0
+        for load, times in self.loads:
+            line = max(load.lines, key=lambda line: line.alpha + line.beta * nbytes)
+            alpha += times * line.alpha
+            beta += times * line.beta * nbytes
+            gamma += times * load.gamma * nbytes
+        return Price(alpha, beta, gamma, self.steps, round(self.sent * nbytes))
+
+
+def profile(schedule: CommSchedule, network: Network) -> Profile:
+    """The schedule's rounds on a network of as many ranks."""
+    assert schedule.ranks == network.ranks, f"{schedule.ranks} ranks on a network of {network.ranks}"
+    loads: Counter[Load] = Counter()
+    sent = np.zeros(schedule.ranks)
+    steps = 0
+    for stage in schedule.stages:
+        load, parts = _load(stage.make(0), schedule, network)
+        loads[load] += stage.repeat
+        sent += stage.repeat * parts
+        steps += stage.repeat if parts.any() else 0
+    return Profile(tuple(loads.items()), steps, float(sent.max(initial=0.0)))
+
+
+def price(schedule: CommSchedule, network: Network, nbytes: float) -> Price:
+    """What the schedule takes on a buffer of `nbytes` bytes."""
+    return profile(schedule, network).at(nbytes)
+
+
+def _load(round: Round, schedule: CommSchedule, network: Network) -> tuple[Load, _Floats]:
+    """The kind of a round, and the part of the buffer that each rank sends in it."""
+    p, part = schedule.ranks, round.count / schedule.chunks
+    away = round.src != round.dst
+    src, dst, sizes = _messages(round.src[away], round.dst[away], part[away], p)
+    across = network.node[src] != network.node[dst]
+    alphas = np.where(across, network.inter.alpha, network.intra.alpha)
+    lines: set[Line] = set()
+    for port in (src, dst):
+        alpha = np.zeros(p)
+        (np.maximum if schedule.reads else np.add).at(alpha, port, alphas)
+        lines |= _longest(alpha, _port_seconds(port, sizes, across, network))
+    added = np.bincount(round.dst[round.reduce], part[round.reduce], p)
+    sent = np.bincount(src, sizes, p).astype(np.float64)
+    return Load(tuple(sorted(_front(lines))), float(added.max()) * network.gamma), sent
+
+
+def _messages(src: NDArray, dst: NDArray, part: _Floats, p: int) -> tuple[NDArray, NDArray, _Floats]:
+    """Rows joined to messages, one for each pair of ranks."""
+    if not len(src) or np.bincount(src).max() == 1:
+        return src, dst, part.astype(np.float64)
+    pairs, which = np.unique(src * p + dst, return_inverse=True)
+    return pairs // p, pairs % p, np.bincount(which, part).astype(np.float64)
+
+
+def _port_seconds(port: NDArray, sizes: _Floats, across: NDArray[np.bool_], network: Network) -> _Floats:
+    """β seconds of each rank's port, for each byte of the buffer: inside the node, then through its NIC, or its share
+    of the node's NICs where those are the bottleneck."""
+    p = network.ranks
+    inside = np.bincount(port[~across], sizes[~across], p) * network.intra.beta
+    if not across.any():
+        return inside.astype(np.float64)
+    outside = np.bincount(port[across], sizes[across], p)
+    of_node = np.bincount(network.node, outside)[network.node] * (network.sharing / network.nics)
+    return inside + np.where(outside > 0, np.maximum(outside, of_node), 0.0) * network.inter.beta
+
+
+def _longest(alpha: _Floats, beta: _Floats) -> set[Line]:
+    """For each latency that occurs, the port with most bytes."""
+    values, which = np.unique(alpha, return_inverse=True)
+    most = np.zeros(len(values))
+    np.maximum.at(most, which, beta)
+    return {Line(float(a), float(b)) for a, b in zip(values, most, strict=True)}
+
+
+def _front(lines: set[Line]) -> list[Line]:
+    """The lines that no other one is above everywhere."""
+    kept: list[Line] = []
+    for line in sorted(lines, reverse=True):
+        if not kept or line.beta > max(other.beta for other in kept):
+            kept.append(line)
+    return kept

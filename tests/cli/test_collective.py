@@ -1,0 +1,130 @@
+"""`shardwise collective`: list, show, verify, cost."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import shardwise
+from shardwise.cli.collective import bytes_of, ranks_of
+from shardwise.cli.main import main
+from shardwise.errors import UserError
+from shardwise.schedule import Draft, Round, Stage, algorithms, find
+
+
+@pytest.fixture
+def collective(capsys):
+    """Run `shardwise collective ...`: (exit code, standard output, standard error)."""
+
+    def run(*argv: object) -> tuple[int, str, str]:
+        code = main(["collective", *map(str, argv)])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+def test_list_has_every_algorithm(collective):
+    code, out, _ = collective("list")
+    assert code == 0 and all(a.name in out and a.collective in out for a in algorithms())
+    code, out, _ = collective("list", "--json")
+    assert code == 0 and len(json.loads(out)) == len(algorithms())
+
+
+def test_show_prints_rounds_and_writes_frames(collective, tmp_path):
+    file = tmp_path / "frames.json"
+    code, out, _ = collective("show", "all-reduce", "ring", "--ranks", 4, "--elements", 10, "--frames", file)
+    assert code == 0 and "round 5: all-gather" in out and "rank 0 → rank 1: copy chunk 2 (2 elements)" in out
+    code, printed, _ = collective("show", "all-reduce", "ring", "--ranks", 4, "--elements", 10, "--json")
+    assert code == 0 and json.loads(printed) == json.loads(file.read_text())
+
+
+def test_show_takes_the_algorithm_s_options(collective):
+    _, out, _ = collective("show", "broadcast", "chain", "--ranks", 3, "--root", 2, "--segments", 2)
+    assert "rank 2 → rank 0: copy chunk 0" in out and "segments 2" in out
+    _, out, _ = collective("show", "all_gather", "hierarchical", "--ranks", 6, "--node", 3, "--json")
+    assert json.loads(out)["options"] == {"node": 3}
+
+
+def test_verify_says_what_is_right(collective):
+    code, out, _ = collective("verify", "--all", "--ranks", "1-3,5")
+    assert code == 0 and out.count("✓") == len(algorithms()) and "right on 4 numbers of ranks" in out
+    code, out, _ = collective("verify", "all-to-all", "--ranks", 4, "--json")
+    assert code == 0 and [r["algorithm"] for r in json.loads(out)] == ["pairwise", "bruck"]
+
+
+def test_verify_ends_with_1_where_something_is_wrong(collective, monkeypatch):
+    found = find("reduce", "binomial")
+
+    def wrong(p: int, root: int) -> Draft:
+        return Draft(1, [Stage.once(Round.of(0, p - 1, 0, reduce=True))])
+
+    monkeypatch.setitem(found.__dict__, "draft", wrong)
+    code, out, _ = collective("verify", "reduce", "binomial", "--ranks", "3")
+    assert code == 1 and "✗ reduce binomial on 3 ranks: rank 0, chunk 0" in out and "0 of 1" in out
+
+
+def test_cost_marks_the_cheapest_and_tells_crossovers(collective):
+    argv = ("cost", "all-reduce", "--bytes", "64MB", "--ranks", 64, "--cluster", "8x8xH100")
+    code, out, _ = collective(*argv)
+    assert code == 0 and "✓  hierarchical node=8" in out and "cheapest: recursive-doubling from 256 B" in out
+    assert "NCCL" in out
+    code, out, _ = collective(*argv, "--json")
+    data = json.loads(out)
+    first = data["algorithms"][0]
+    assert code == 0 and first["algorithm"] == "hierarchical" == data["crossovers"][-1]["algorithm"]
+    assert first["seconds"] == pytest.approx(first["alpha_s"] + first["beta_s"] + first["gamma_s"])
+    assert data["bytes"] == 64_000_000 and data["nics"] == 8
+    _, out, _ = collective(*argv, "--json", "--nics", 1)
+    assert json.loads(out)["algorithms"][0]["seconds"] > first["seconds"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["show", "all-reduce", "rign", "--ranks", "4"], "did you mean ring"),
+        (["show", "all-reduce", "ring", "--ranks", "0"], "positive integer"),
+        (["show", "all-reduce", "ring", "--ranks", "4", "--elements", "-1"], "--elements must not be negative"),
+        (["show", "all-reduce", "ring", "--ranks", "4", "--root", "1"], "no option 'root'"),
+        (["show", "all-reduce", "ring", "--ranks", "2", "--frames", "/nowhere/f.json"], "cannot write frames"),
+        (["verify"], "--all"),
+        (["verify", "all-reduce", "--all"], "either --all or names"),
+        (["verify", "--all", "--ranks", "8-2"], "give numbers of ranks"),
+        (["cost", "all-reduce", "--bytes", "much", "--ranks", "4", "--cluster", "4xH100"], "give a size"),
+        (["cost", "all-reduce", "--bytes", "1", "--ranks", "9", "--cluster", "4xH100"], "do not fit"),
+        (["cost", "all-reduce", "--bytes", "1", "--ranks", "0", "--cluster", "4xH100"], "positive integer"),
+        (["cost", "all-reduce", "--bytes", "1", "--ranks", "4", "--cluster", "4xcpu"], "is not known"),
+        (["cost", "all-reduce", "--bytes", "1", "--ranks", "4", "--cluster", "4xH100", "--nics", "0"], "one NIC"),
+    ],
+)
+def test_mistakes_are_one_line(collective, argv, words):
+    code, out, err = collective(*argv)
+    assert (code, out) == (2, "") and words in err and err.count("\n") == 1
+
+
+def test_torch_is_not_loaded():
+    run = "import sys\nfrom shardwise.cli.main import main\nmain(['collective', 'list'])"
+    code = f"{run}\nsys.exit('torch' in sys.modules or 'numpy' not in sys.modules)"
+    environment = {"PYTHONPATH": str(Path(shardwise.__file__).parents[1]), "PATH": ""}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True).returncode == 0
+
+
+def test_sizes_and_ranks_are_read():
+    assert [bytes_of(text) for text in ("4096", "64MB", "1.5KiB", "2 gb", "1k")] == [
+        4096,
+        64 * 10**6,
+        1536,
+        2 * 10**9,
+        1000,
+    ]
+    assert ranks_of("8") == [8] and ranks_of("2, 4,1-3") == [1, 2, 3, 4]
+    for text in ("", "0", "-4", "1-", "a"):
+        with pytest.raises(UserError):
+            ranks_of(text)
+    for text in ("", "MB", "-1", "1XB", "1e400"):
+        with pytest.raises(UserError):
+            bytes_of(text)
