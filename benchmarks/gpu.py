@@ -280,6 +280,9 @@ def _child(pipe: Any, function: Callable[..., dict[str, Any]], arguments: tuple[
         memory = isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
         line = shorten(f"{type(error).__name__}: {error}", 160, placeholder=" ...")
         pipe.send({"failure": "out of memory" if memory else line})
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def alone(function: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:

@@ -43,11 +43,15 @@ class Unavailable(Exception):
 
 @dataclass
 class Contender:
-    """step(index) trains one global batch and returns its mean loss over this rank's share (or the whole batch)."""
+    """step(index) trains one global batch and returns its mean loss over this rank's share (or the whole batch).
+
+    keeps_memory: whether the process keeps what it frees while this one trains.
+    """
 
     step: Callable[[int], float]
     describe: str
     close: Callable[[], object] = lambda: None
+    keeps_memory: bool = False
 
 
 @dataclass(frozen=True)
@@ -136,7 +140,7 @@ def shardwise(setting: Setting, layout: str) -> Contender:
         ]
         return program.step(pairs, LR)[0]
 
-    return Contender(step, f"shardwise {layout}")
+    return Contender(step, f"shardwise {layout}", keeps_memory=True)
 
 
 def plain(setting: Setting) -> Contender:

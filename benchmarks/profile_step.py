@@ -26,6 +26,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from train_step import MODEL
 
+from shardwise.layout import Layout
+from shardwise.runtime.heap import keep_freed_memory
+
 KINDS = {
     "matrix products": ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm"),
     "attention": ("scaled_dot_product",),
@@ -42,6 +45,7 @@ def rank_main(rank: int, job: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("medium")
     dist.init_process_group("gloo", init_method=f"file://{job['store']}", rank=rank, world_size=job["ranks"])
+    keep_freed_memory(not job["plain"])
     tokens, ranks = job["tokens"], job["ranks"]
     seq = 512 if tokens > 512 else tokens // ranks
     setting = peers.Setting(MODEL, seq, tokens // seq, job["precision"], ranks)
@@ -94,8 +98,6 @@ def main() -> None:
     parser.add_argument("--plain", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    from shardwise.layout import Layout
-
     ranks = 1 if args.plain else Layout.parse(args.layout).ranks
     with tempfile.TemporaryDirectory() as folder:
         job = vars(args) | {"store": f"{folder}/store", "out": f"{folder}/out", "ranks": ranks}

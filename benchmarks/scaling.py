@@ -22,17 +22,24 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import peers
+import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import train_step
 
+from shardwise.cluster import Cluster, Device, Link
 from shardwise.errors import UserError
+from shardwise.layout import Layout, Workload, unit_plan
+from shardwise.predict.step_time import step_time
+from shardwise.runtime.heap import keep_freed_memory
 
+PREDICTED = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 STRATEGIES = ("zero=0", "zero=1", "zero=2", "zero=3", "tp", "tp,sp")
 SEQ = 256
 
@@ -63,12 +70,37 @@ def cases(ranks: list[int], tokens: int) -> list[Case]:
     ]
 
 
-def predicted(single_step_s: float, tokens: int, precision: str) -> list[str]:
-    """Lines of the predicted curve up to 16,384 ranks, from the measured seconds of a single-rank step of `tokens`.
+def predicted(seconds: float, tokens: int, precision: str, link: dict[str, float]) -> Iterator[dict[str, Any]]:
+    """Weak scaling beyond the machine: the share of the ideal of each strategy at `PREDICTED` ranks.
 
-    There is no time model to ask yet, so there are none; what it predicts is printed below the measurements.
+    seconds: a single rank's step of `tokens` tokens, measured. link: alpha and bandwidth between two ranks, measured.
+    The curve is that of ranks as fast as this one, each behind a link like that: what splitting adds is priced by
+    `shardwise.predict.step_time`, with everything hidden that can be (`best`) and with nothing hidden (`worst`).
     """
-    return []
+    for ranks in PREDICTED:
+        one = Link(link["alpha"], link["bandwidth"], "measured in this run")
+        cluster = Cluster(ranks, 1, Device("this CPU", "cpu", None, None), one, one)
+        for strategy in STRATEGIES:
+            tp = min(ranks, train_step.MODEL.heads) if strategy.startswith("tp") else 1
+            words = [f"dp={ranks // tp}", f"tp={tp}", f"micro={tp * tokens // SEQ}", f"precision={precision}"]
+            words += [f"zero={min(int(strategy[-1]), ranks - 1)}"] if strategy.startswith("zero") else []
+            words += ["sp"] if strategy.endswith("sp") and tp > 1 else []
+            layout = Layout.parse(",".join(words))
+            plan = unit_plan(train_step.MODEL, layout, Workload(SEQ, ranks * tokens // SEQ))
+            time = step_time(plan, seconds, cluster)
+            yield {"strategy": strategy, "precision": precision, "ranks": ranks, "layout": str(layout),
+                   "best": seconds / time.low, "worst": seconds / time.high}  # fmt: skip
+
+
+def show_predicted(rows: list[dict[str, Any]], link: dict[str, float], precision: str) -> None:
+    print(
+        f"\npredicted share of the ideal, weak, {precision}: nothing hidden to everything hidden; links of "
+        f"{link['alpha'] * 1e6:.0f} us and {link['bandwidth'] / 1e9:.2f} GB/s, as measured between two ranks"
+    )
+    print("".join([f"{'ranks':>8}", *(f"{strategy:>16}" for strategy in STRATEGIES)]))
+    for ranks in PREDICTED:
+        cells = [f"{row['worst']:.0%} to {row['best']:.0%}" for row in rows if row["ranks"] == ranks]
+        print("".join([f"{ranks:>8,}", *(f"{cell:>16}" for cell in cells)]))
 
 
 # -- in every rank
@@ -76,6 +108,7 @@ def predicted(single_step_s: float, tokens: int, precision: str) -> list[str]:
 
 def rank_main(rank: int, job: dict[str, Any]) -> None:
     train_step.join(rank, job["processes"], job)
+    keep_freed_memory()
     results = []
     for precision in job["precision"]:
         rows = []
@@ -84,12 +117,30 @@ def rank_main(rank: int, job: dict[str, Any]) -> None:
             if rank == 0:
                 print(describe(rows[-1]), flush=True)
         results += rows
-        if rank == 0:
-            single = statistics.median(s for row in rows for s in row["cases"]["single"]["seconds"])
-            print("".join(f"{line}\n" for line in predicted(single, job["tokens"], precision)), end="", flush=True)
+    link = measure_link()
     if rank == 0:
-        Path(job["folder"], "out").write_text(json.dumps(results))
+        Path(job["folder"], "out").write_text(json.dumps({"results": results, "link": link}))
     dist.destroy_process_group()
+
+
+def measure_link(times: int = 15) -> dict[str, float]:
+    """Seconds a message and bytes/s between ranks 0 and 1, from their all-reduces of 1 KB and 16 MB.
+
+    On two ranks an all-reduce of n bytes takes 2 alpha + n / bandwidth. Every rank must call this.
+    """
+    group = dist.new_group([0, 1])
+    medians = []
+    for elements in (256, 4 << 20):
+        tensor, seconds = torch.zeros(elements), []
+        for _ in range(times if dist.get_rank() < 2 else 0):
+            dist.barrier(group)
+            started = time.perf_counter()
+            dist.all_reduce(tensor, group=group)
+            seconds.append(time.perf_counter() - started)
+        medians.append(statistics.median(seconds) if seconds else 0.0)
+    dist.barrier()
+    small, large = medians
+    return {"alpha": small / 2, "bandwidth": 4 * (4 << 20) / (large - small)} if large else {}
 
 
 def measure(strategy: str, precision: str, job: dict[str, Any]) -> dict[str, Any]:
@@ -179,9 +230,23 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         job = vars(args) | {"folder": folder, "processes": processes, "cores": cores}
         mp.spawn(rank_main, (job,), nprocs=processes)
-        results = json.loads(Path(folder, "out").read_text())
+        found = json.loads(Path(folder, "out").read_text())
+    results, link, curve = found["results"], found["link"], []
+    for precision in args.precision:
+        mine = [result for result in results if result["precision"] == precision]
+        seconds = statistics.median(s for result in mine for s in result["cases"]["single"]["seconds"])
+        curve += list(predicted(seconds, args.tokens, precision, link))
+        show_predicted([row for row in curve if row["precision"] == precision], link, precision)
     if args.json:
-        about |= {"rounds": args.rounds, "matmul": args.matmul, "seq": SEQ, "tokens": args.tokens, "results": results}
+        about |= {
+            "rounds": args.rounds,
+            "matmul": args.matmul,
+            "seq": SEQ,
+            "tokens": args.tokens,
+            "results": results,
+            "link": link,
+            "predicted": curve,
+        }
         train_step.write_json(args.json, about)
 
 

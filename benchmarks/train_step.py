@@ -10,6 +10,9 @@ milliseconds a step, the ratio of speeds (median, lowest, highest of the ratios 
 tensor bytes a rank. Rank count 1 compares one process with a plain training loop, and prints which share of the
 matrix-product peak, measured in the same run, the step's model FLOPs (causal attention) make up.
 
+Before each timed step the same contender makes one that is not timed. shardwise keeps the memory that it frees, as it
+does in training; for the others glibc returns it, as it does by itself, unless `--alike` lets all keep it.
+
 A step's seconds run from the first rank's start to the last rank's end; CPU seconds are the process's, all threads,
 averaged over ranks. The peak is taken in steps that are not timed, on a contender built afresh under `LiveBytes`.
 """
@@ -46,6 +49,7 @@ from shardwise.errors import UserError
 from shardwise.model import ModelConfig
 from shardwise.model.flops import training_flops_per_sequence
 from shardwise.model.parameters import count
+from shardwise.runtime.heap import keep_freed_memory
 from shardwise.runtime.measure import _Storages
 
 MODEL = ModelConfig("bench", vocab=4096, hidden=384, layers=6, heads=4, kv_heads=4, ffn=1024, max_positions=2048)
@@ -178,7 +182,7 @@ def attempt(action: Callable[[], Any]) -> tuple[Any, str]:
     return (None, reasons[0]) if reasons else (result, "")
 
 
-def measure(setting: peers.Setting, names: list[str], rounds: int) -> dict[str, Any]:
+def measure(setting: peers.Setting, names: list[str], rounds: int, alike: bool = False) -> dict[str, Any]:
     """Name -> {describe, seconds and cpu_seconds of each round, peak_bytes, loss} or {describe, reason}."""
     results: dict[str, Any] = {}
     contenders: dict[str, peers.Contender] = {}
@@ -192,6 +196,8 @@ def measure(setting: peers.Setting, names: list[str], rounds: int) -> dict[str, 
     losses = {}
     for index in range(WARM, WARM + rounds):
         for name in list(contenders) if index % 2 else reversed(list(contenders)):
+            keep_freed_memory(alike or contenders[name].keeps_memory)
+            contenders[name].step(index + rounds)  # not timed: it finds memory and caches as another left them
             dist.barrier()
             started, used = time.perf_counter(), time.process_time()
             losses[name] = contenders[name].step(index)
@@ -228,11 +234,14 @@ def over_ranks(clock: list[tuple[float, float, float]]) -> dict[str, list[float]
     }
 
 
-def matmul_peak(precision: str, n: int = 1536) -> float:
-    """FLOP/s of the best of several square matrix products of the precision, one thread."""
+def matmul_peak(precision: str, n: int = 768, times: int = 200) -> float:
+    """FLOP/s of the best of many square matrix products of the precision, one thread.
+
+    Small enough for some to run undisturbed on a busy machine; larger ones are no faster.
+    """
     a, b = (torch.randn(n, n, dtype=peers.DTYPES[precision]) for _ in range(2))
     best = float("inf")
-    for _ in range(12):
+    for _ in range(times):
         started = time.perf_counter()
         torch.mm(a, b)
         best = min(best, time.perf_counter() - started)
@@ -273,8 +282,10 @@ def run_setting(setting: peers.Setting, job: dict[str, Any], say: bool) -> dict[
     for ours in dict.fromkeys(ours for ours, _ in job["pairs"]):
         names = [ours, *(peer for mine, peer in job["pairs"] if mine == ours)]
         flops = training_flops_per_sequence(MODEL, setting.seq, causal=True) * setting.batch
-        peak = matmul_peak(setting.precision) if setting.ranks == 1 else None
-        found = measure(setting, names, job["rounds"])
+        peak = matmul_peak(setting.precision) if setting.ranks == 1 else 0.0
+        found = measure(setting, names, job["rounds"], job["alike"])
+        if peak:
+            peak = max(peak, matmul_peak(setting.precision))  # before and after: the machine may have been busy
         for name, contender in found.items():
             key = f"shardwise:{name}" if name == ours else name
             if peak and "seconds" in contender:
@@ -397,6 +408,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--matmul", choices=("highest", "high", "medium"), default="medium",
                         help="float32 matrix-product precision for everyone")  # fmt: skip
+    parser.add_argument("--alike", action="store_true", help="let the peers keep the memory they free, too")
     parser.add_argument("--pairs", nargs="+", metavar="WORD", help="only pairs with a contender whose name contains it")
     parser.add_argument("--quick", action="store_true", help="1 and 2 ranks, 512 tokens, fp32, 3 rounds")
     parser.add_argument("--json", type=Path, help="write raw times, rows, machine and date here")

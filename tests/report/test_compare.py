@@ -42,6 +42,18 @@ def test_how_ranks_are_split_into_roles_does_not_matter(r, random):
     assert len({pair.role for pair in found.pairs}) == len(found.pairs)
 
 
+def test_what_compiled_blocks_save_is_the_compilers_choice():
+    other = replace(HELD, saved=1, other=0)
+    for a, b, free in (("predicted", "measured", True), ("predicted", "dry-run", False)):
+        found = compare(
+            *(report(role(0, held=h), source=s, layout="compile=block") for h, s in ((HELD, a), (other, b)))
+        )
+        assert found.exact_classes_equal == free
+        rules = {row.byte_class: row.accepted for row in found.bytes}
+        assert rules["parameters"] is True and rules["saved"] is (None if free else False)
+        assert rules["peak"] is (None if free else False)
+
+
 @given(reports(), reports(world=4))
 def test_verdict_agrees_with_a_comparison_rank_by_rank(a, b):
     def per_rank(r):

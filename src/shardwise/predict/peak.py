@@ -164,7 +164,8 @@ def _embedding_backward(plan: UnitPlan, s: Sizes) -> int:
 
 
 def _optimizer(plan: UnitPlan) -> int:
-    """bf16 gradients become fp32 one chunk at a time."""
+    """bf16 gradients become fp32 one chunk at a time; on CUDA, where a launch costs more than a pass, one unit."""
     if plan.grad_dtype != "bfloat16":
         return 0
-    return max(min(unit.shard_numel, optimizer_chunk(unit.shard_numel)) for unit in plan.units) * 4
+    largest = max(unit.shard_numel for unit in plan.units)
+    return 4 * (largest if plan.backend == "nccl" else min(largest, optimizer_chunk(largest)))

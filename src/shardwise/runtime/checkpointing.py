@@ -91,7 +91,7 @@ class Saver:
         if not self.later:
             self._write(position, entries, tensors)
             return
-        copies = [tensor.clone() for tensor in tensors]
+        copies = [tensor.to("cpu", copy=True) for tensor in tensors]
         self._thread = threading.Thread(target=self._guarded, args=(position, entries, copies), name="save")
         self._thread.start()
 

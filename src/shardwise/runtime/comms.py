@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,10 +23,27 @@ from shardwise.layout import Grid
 from shardwise.report.step_report import LedgerRow, Phase, TransportRow
 from shardwise.runtime.job.pulse import Pulse
 
-if TYPE_CHECKING:
-    from shardwise.runtime.timeline import Flight, Timeline
-
 Key = tuple[str, str, str, str, str, int]
+
+
+class Flight(Protocol):
+    """Told what happens to one collective under way."""
+
+    def follow(self, works: list[Any]) -> None:
+        """It has been issued, as these works."""
+
+    def awaited(self) -> None:
+        """The rank stands still for it from now on."""
+
+    def arrived(self) -> None:
+        """The rank goes on."""
+
+
+class Observer(Protocol):
+    """Told of every collective of a recorded step."""
+
+    def issue(self, key: Key, at_once: bool) -> Flight:
+        """A collective is about to be issued; at_once: the rank will wait for it without doing anything else first."""
 
 
 @dataclass
@@ -115,7 +132,7 @@ class Comms:
         self.settle = 0.0
         """Seconds to stand still after each wait: gloo's thread holds on to a collective's buffers a moment longer than
         its result takes to arrive, and who measures memory wants to see them go."""
-        self.timeline: Timeline | None = None
+        self.timeline: Observer | None = None
         """Who wants to see each collective go and come, in a recorded step."""
         self._recording = False
         self._last: str | None = None

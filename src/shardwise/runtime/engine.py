@@ -34,6 +34,10 @@ Values = Callable[[Parameter, Tensor], Tensor]
 """(parameter, row-major global positions) -> float64 values: where initial weights come from."""
 
 
+FILLED = 1 << 24
+"""Elements whose initial values are drawn at a time: their counters are 64-bit numbers, several for each."""
+
+
 def torch_dtype(name: str) -> torch.dtype:
     dtype: torch.dtype = getattr(torch, name)
     return dtype
@@ -74,12 +78,16 @@ class FlatUnit:
         """Set the parameters from global values; returns the interval's values in float64 (for master weights)."""
         own = torch.zeros(self.stop - self.start, dtype=torch.float64, device=self.interval.device)
         for start, placed in zip(self.unit.offsets, self.unit.placed, strict=True):
-            a, b = max(start, self.start), min(start + placed.numel, self.stop)
-            if a < b:
-                own[a - self.start : b - self.start] = local_values(placed, a - start, b - start, values, own.device)
-            if self.plan.layout.stage in (1, 2):
-                every = local_values(placed, 0, placed.numel, values, own.device)
-                self.whole[start : start + placed.numel].copy_(every)
+            for first in range(0, placed.numel, FILLED):
+                last = min(first + FILLED, placed.numel)
+                a, b = max(start + first, self.start), min(start + last, self.stop)
+                if a < b:
+                    own[a - self.start : b - self.start] = local_values(
+                        placed, a - start, b - start, values, own.device
+                    )
+                if self.plan.layout.stage in (1, 2):
+                    every = local_values(placed, first, last, values, own.device)
+                    self.whole[start + first : start + last].copy_(every)
         self.interval.copy_(own)
         return own
 

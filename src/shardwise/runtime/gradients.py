@@ -38,7 +38,11 @@ class Place:
         """Add each of `rows` [n, columns] to the row that `index` [n] names."""
         if self.empty:
             self.view.zero_()
-        self.view.index_add_(0, index, rows)
+        if self.view.is_cuda:
+            # index_add_ there adds atomically: in any order, and rounding each time
+            self.view.index_put_((index,), rows, accumulate=True)
+        else:
+            self.view.index_add_(0, index, rows)
         self.empty = False
 
 

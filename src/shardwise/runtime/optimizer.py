@@ -52,6 +52,7 @@ class Optimizer:
         self.engine, self.comms, self.config = engine, comms, config
         self.states = [_State(flat, values) for flat in engine.units.values()]
         self.steps = 0
+        self._step = torch.zeros((), device=self.states[0].master.device)
 
     def step(self, lr: float) -> float:
         """Clip and update; returns the global gradient norm before clipping (L2, over the whole model)."""
@@ -63,6 +64,7 @@ class Optimizer:
             # torch.nn.utils.clip_grad_norm_'s own coefficient
             coefficient = min(1.0, self.config.clip / (norm + 1e-6))
         self.steps += 1
+        self._step.fill_(self.steps)
         for state in self.states:
             self._update(state, lr, coefficient)
         return norm
@@ -85,7 +87,7 @@ class Optimizer:
         grads, weights = state.flat.grads_interval, state.flat.interval
         low = grads.dtype != state.master.dtype or state.master is not weights
         for span in state.spans:
-            step = optimizer_chunk(len(weights)) if low else span.stop - span.start
+            step = optimizer_chunk(len(weights)) if low and not weights.is_cuda else span.stop - span.start
             for start in range(span.start, span.stop, step):
                 chunk = slice(start, min(start + step, span.stop))
                 own = grads[chunk].to(state.master.dtype)
@@ -102,7 +104,7 @@ class Optimizer:
             [state.first[chunk]],
             [state.second[chunk]],
             [],
-            [torch.tensor(float(self.steps), device=grads.device)],
+            [self._step],
             lr=lr,
             beta1=self.config.betas[0],
             beta2=self.config.betas[1],

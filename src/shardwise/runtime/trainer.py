@@ -51,6 +51,7 @@ MEASURED_STEP = 2
 """The step whose report is taken: the first two fill caches. Its timeline is the next step's."""
 
 _NOTES = ("time is the median step's; timelines and the collectives' times are those of one undisturbed step",)
+_COMPILED = "compile=block: on CPU, what compiled blocks make and free inside themselves is not seen"
 _NO_OVERLAP = "nothing was computed while communicating (--no-overlap): times are a diagnosis, not the layout's"
 
 
@@ -131,7 +132,9 @@ class _Run:
         self.comms = make_comms(layout, model, self.rank, timeout=timeout, overlap=config.overlap, pulse=self.pulse)
         backend = "nccl" if device.type == "cuda" else "gloo"
         plan = unit_plan(model, layout, config.workload, rank=self.rank, backend=backend)  # type: ignore[arg-type]
+        self._say_compiling("compiling the blocks ...")
         self.program = Program(plan, self.comms, config.optimizer, self._initial_values, device)
+        self._say_compiling(f"compiled the blocks in {self.program.compile_seconds:.0f} s")
         corpus = Corpus.open(Path(config.corpus))
         data_rank = Grid.of(layout, model).coordinates(self.rank)["dp"]
         eos = corpus.eos if config.workload.isolate_documents else None
@@ -161,6 +164,10 @@ class _Run:
         self.role: Role | None = None
         """What the measured step saw on this rank, while its times are still to come."""
         self.roles: dict[int, Role] | None = None
+
+    def _say_compiling(self, words: str) -> None:
+        if self.config.layout.compile != "off" and self.rank == 0:
+            print(words, flush=True)
 
     def _initial_values(self, parameter: Parameter, index: Tensor) -> Tensor:
         self.pulse.work(f"the initial values of {parameter.name}")
@@ -256,6 +263,7 @@ class _Run:
             "tokens_per_s": rate,
             "mfu": self._mfu(rate) if rate else None,
             "matmul_flops_per_s": self.peak,
+            "compile_s": self.program.compile_seconds,
             "communication": seen.to_json() if seen else None,
         }
         if self.record:
@@ -334,5 +342,9 @@ class _Run:
             cluster=f"{nodes}x{local}x{name}" if nodes > 1 else f"{local}x{name}",
             roles=merge_roles(roles),
             time=seconds,
-            notes=_NOTES if config.overlap else (*_NOTES, _NO_OVERLAP),
+            notes=(
+                *_NOTES,
+                *([] if config.overlap else [_NO_OVERLAP]),
+                *([_COMPILED] if config.layout.compile != "off" else []),
+            ),
         )
