@@ -245,6 +245,8 @@ class Process:
         self._process = subprocess.Popen(
             [sys.executable, *launcher, "-m", "shardwise", *arguments],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(), start_new_session=True,
+            # A shell that runs the tests in its background has them ignore SIGINT, and their children inherit that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )  # fmt: skip
 
     def __enter__(self) -> Process:
@@ -358,7 +360,7 @@ def restarted(out: Path) -> int:
     return path.read_text().count('"restart"') if path.exists() else 0
 
 
-LONG = 300
+LONG = 60
 """Steps of a run that is still at work when somebody has looked at its first ones, however busy the machine."""
 
 
