@@ -10,6 +10,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise.cli.actions import actions
 from shardwise.cli.output import print_json, show
 
 if TYPE_CHECKING:
@@ -21,15 +22,7 @@ _SHOWN = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-
-    def action(name: str, text: str) -> argparse.ArgumentParser:
-        added = actions.add_parser(name, help=text, description=text, allow_abbrev=False)
-        # Left out, they must not overwrite what stands before the action.
-        for flag in ("--json", "--traceback"):
-            added.add_argument(flag, action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-        return added
-
+    action = actions(parser)
     inspect = action("inspect", "what a checkpoint holds")
     inspect.add_argument("checkpoint", metavar="CHECKPOINT", type=Path)
     inspect.add_argument("--tensors", action="store_true", help="list every tensor")

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise.cli.actions import actions
 from shardwise.cli.output import print_json, show
 from shardwise.errors import UserError
 
@@ -27,15 +28,7 @@ _UNITS = {"": 1, "B": 1} | {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-
-    def action(name: str, text: str) -> argparse.ArgumentParser:
-        added = actions.add_parser(name, help=text, description=text, allow_abbrev=False)
-        # Left out, they must not overwrite what stands before the action.
-        for flag in ("--json", "--traceback"):
-            added.add_argument(flag, action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-        return added
-
+    action = actions(parser)
     action("list", "all collectives and their algorithms")
     rounds = action("show", "every round of an algorithm: who sends what to whom, and what each rank then holds")
     _add_algorithm(rounds)
