@@ -5,7 +5,6 @@ Whatever is read is checked: a block that does not match its checksum is never h
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from io import FileIO
@@ -16,6 +15,7 @@ import numpy as np
 from shardwise.checkpoint.dtypes import bits, convert, numpy_dtype, raw
 from shardwise.checkpoint.geometry import Piece, copy, full, shared
 from shardwise.checkpoint.manifest import BLOCK, Manifest, Part, StoredPiece, TensorSpec
+from shardwise.checkpoint.reading import read_exactly
 from shardwise.checkpoint.writer import check_files
 from shardwise.errors import UserError
 
@@ -142,11 +142,4 @@ def _opened(path: Path) -> FileIO:
 
 
 def _read_exactly(handle: int, data: memoryview, offset: int, path: Path) -> None:
-    while len(data):
-        try:
-            got = os.preadv(handle, [data], offset)
-        except OSError as error:
-            raise UserError(f"cannot read {path}: {error.strerror}") from None
-        if not got:
-            raise UserError(f"{path} is cut short: the checkpoint is damaged")
-        data, offset = data[got:], offset + got
+    read_exactly(handle, data, offset, str(path), f"{path} is cut short: the checkpoint is damaged")

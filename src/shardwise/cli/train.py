@@ -178,6 +178,7 @@ def _where(out: Path) -> None:
         "result.json": "the result",
         "checkpoints": f"see: shardwise checkpoint inspect {out}; to go on: shardwise train --resume {out} --steps N",
         "reports": f"predicted and measured step, see: shardwise compare {out}",
+        "reports/trace.json": "a step's timeline: open it in ui.perfetto.dev",
         "tensorboard": f"see: tensorboard --logdir {out}",
     }
     print(f"the run lies in {out}")

@@ -15,6 +15,7 @@ import numpy as np
 
 from shardwise.checkpoint.dtypes import CODES, numpy_dtype, raw
 from shardwise.checkpoint.manifest import TensorSpec
+from shardwise.checkpoint.reading import read_exactly
 from shardwise.errors import UserError
 
 BAND = 16 << 20
@@ -61,15 +62,9 @@ class FileTensor:
 
     def _fill(self, handle: int, values: np.ndarray, first: int) -> None:
         """Read elements [first, first + size) of the tensor."""
-        data, offset = raw(values), self.offset + first * values.itemsize
-        while len(data):
-            try:
-                got = os.preadv(handle, [data], offset)
-            except OSError as error:
-                raise UserError(f"cannot read {self.name} of {self.path}: {error.strerror}") from None
-            if not got:
-                raise UserError(f"{self.path} is cut short: {self.name} is not whole")
-            data, offset = data[got:], offset + got
+        short = f"{self.path} is cut short: {self.name} is not whole"
+        offset = self.offset + first * values.itemsize
+        read_exactly(handle, raw(values), offset, f"{self.name} of {self.path}", short)
 
 
 def tensors_of(path: Path) -> dict[str, FileTensor]:
