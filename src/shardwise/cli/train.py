@@ -185,4 +185,4 @@ def _where(out: Path) -> None:
     for name, what in known.items():
         path = out / name
         if path.is_file() or (path.is_dir() and any(path.iterdir())):
-            print(f"  {name:<14}{what}")
+            print(f"  {name:<20}{what}")
