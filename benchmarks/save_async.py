@@ -29,6 +29,7 @@ from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.model import ModelConfig
 from shardwise.runtime.checkpointing import Position, Saver
 from shardwise.runtime.config import OptimizerConfig
+from shardwise.runtime.heap import keep_freed_memory
 from shardwise.runtime.setup import make_comms, stream_view
 from shardwise.runtime.step import Program
 
@@ -38,6 +39,7 @@ CONTENDERS = ("plain", "async", "sync", "plain again")
 
 
 def rank_main(rank: int, job: dict[str, Any]) -> None:
+    keep_freed_memory()  # as the trainer does
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("medium")
     layout = Layout.parse(job["layout"])
