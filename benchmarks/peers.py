@@ -122,12 +122,12 @@ def _loop(setting: Setting, module: nn.Module, share: slice, autocast: bool, par
     return step
 
 
-def shardwise(setting: Setting, layout: str) -> Contender:
+def shardwise(setting: Setting, layout: str, transport: str = "gloo") -> Contender:
     """This project's runtime under a layout text."""
     parsed = Layout.parse(f"{layout},precision={setting.precision}")
     workload = Workload(seq=setting.seq, batch=setting.batch)
-    comms = make_comms(parsed, setting.model, dist.get_rank(), timeout=300)
-    plan = unit_plan(setting.model, parsed, workload, rank=dist.get_rank())
+    comms = make_comms(parsed, setting.model, dist.get_rank(), timeout=300, transport=transport)
+    plan = unit_plan(setting.model, parsed, workload, rank=dist.get_rank(), backend=comms.backend)
     config = OptimizerConfig(lr=LR, clip=0.0)
     program = Program(plan, comms, config, lambda p, i: initial_values(p, i, SEED), torch.device("cpu"))
     share = data_share(setting) if parsed.dp > 1 else slice(None)
@@ -140,7 +140,7 @@ def shardwise(setting: Setting, layout: str) -> Contender:
         ]
         return program.step(pairs, LR)[0]
 
-    return Contender(step, f"shardwise {layout}", keeps_memory=True)
+    return Contender(step, f"shardwise {layout}{', shared memory' if transport == 'shared' else ''}", keeps_memory=True)
 
 
 def plain(setting: Setting) -> Contender:

@@ -69,8 +69,12 @@ PAIRS: list[tuple[str, str]] = [
     ("zero=3", "deepspeed3"),
     ("tp", "tensor_parallel"),
     ("tp,sp", "sequence_parallel"),
+    ("zero=0 shared", "ddp"),
+    ("zero=3 shared", "fsdp2"),
+    ("tp shared", "tensor_parallel"),
 ]
-"""(ours, the peer it is compared with). `single` is for one rank, all others for two and more."""
+"""(ours, the peer it is compared with). `single` is for one rank, all others for two and more. Peers and ours
+communicate over gloo, ours called `shared` through the memory that the ranks share."""
 
 
 # -- contenders
@@ -89,7 +93,8 @@ def layout_of(what: str, ranks: int, batch: int) -> str:
 def build(name: str, setting: peers.Setting) -> peers.Contender:
     if name in peers.PEERS:
         return peers.PEERS[name](setting)
-    return peers.shardwise(setting, layout_of(name, setting.ranks, setting.batch))
+    what, _, transport = name.partition(" ")
+    return peers.shardwise(setting, layout_of(what, setting.ranks, setting.batch), transport or "gloo")
 
 
 def setting_of(tokens: int, precision: str, ranks: int) -> peers.Setting:

@@ -34,6 +34,7 @@ from shardwise.runtime.job.restart import WORKER, begun_by_this_job, continued, 
 
 if TYPE_CHECKING:
     from shardwise.cluster import Cluster
+    from shardwise.layout.units import Backend
 
 RUNS = Path("runs")
 
@@ -447,8 +448,12 @@ def _predict(config: TrainConfig, nodes: int) -> None:
     if config.report:
         from shardwise.predict import estimate
 
-        report = estimate(config.model, config.layout, config.workload, _cluster(config, nodes))
-        report.write(RunDirectory(Path(config.out)).report("predicted"))
+        directory = RunDirectory(Path(config.out))
+        measured = StepReport.read(directory.report("measured"))
+        used = {row.algorithm for role in measured.roles for row in role.transport}
+        backend: Backend | None = "gloo" if config.device == "cpu" and "shared" not in used else None
+        report = estimate(config.model, config.layout, config.workload, _cluster(config, nodes), backend)
+        report.write(directory.report("predicted"))
 
 
 def _cluster(config: TrainConfig, nodes: int) -> Cluster:

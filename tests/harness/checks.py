@@ -11,7 +11,7 @@ from torch import Tensor
 from harness.jobs import RankOutcome
 from harness.pool import run_ranks
 from harness.reference import Case, Outcome, reference
-from shardwise.layout import Layout, unit_plan
+from shardwise.layout import Layout, UnitPlan, unit_plan
 from shardwise.layout.placement import Placed, place
 from shardwise.model.parameters import parameters
 from shardwise.predict.ledger import predict_ledger
@@ -32,9 +32,11 @@ def judge(case: Case) -> Outcome:
     return reference(replace(case, precision="fp32") if case.precision == "bf16" else case)
 
 
-def train(case: Case, layout: Layout, *, overlap: bool = True, against: Outcome | None = None) -> list[RankOutcome]:
+def train(
+    case: Case, layout: Layout, *, overlap: bool = True, against: Outcome | None = None, transport: str = "shared"
+) -> list[RankOutcome]:
     """Train on the pool of ranks; one outcome a rank."""
-    return run_ranks("harness.jobs:train", layout.ranks, (case, layout, against or judge(case), overlap))
+    return run_ranks("harness.jobs:train", layout.ranks, (case, layout, against or judge(case), overlap, transport))
 
 
 def _total(tensors: dict[str, Tensor]) -> float:
@@ -161,10 +163,14 @@ def assert_replicas_equal(ranks: list[RankOutcome]) -> None:
         assert len(digests) == 1, f"{piece}: ranks {sorted(digests.values())} differ"
 
 
+def _plan(case: Case, layout: Layout, index: int, outcome: RankOutcome) -> UnitPlan:
+    return unit_plan(case.model, layout, case.workload, rank=index, backend=outcome.backend)
+
+
 def assert_ledger(case: Case, layout: Layout, ranks: list[RankOutcome]) -> None:
     """Rule 1, on every rank."""
     for index, rank in enumerate(ranks):
-        predicted = set(predict_ledger(unit_plan(case.model, layout, case.workload, rank=index)))
+        predicted = set(predict_ledger(_plan(case, layout, index, rank)))
         observed = set(rank.role.ledger)
         assert len(observed) == len(rank.role.ledger)
         assert predicted == observed, (
@@ -175,7 +181,7 @@ def assert_ledger(case: Case, layout: Layout, ranks: list[RankOutcome]) -> None:
 def assert_memory(case: Case, layout: Layout, ranks: list[RankOutcome]) -> None:
     """Rule 3, on every rank."""
     for index, rank in enumerate(ranks):
-        predicted = predict_bytes(unit_plan(case.model, layout, case.workload, rank=index))
+        predicted = predict_bytes(_plan(case, layout, index, rank))
         observed = rank.role.bytes
         for name in EXACT:
             assert getattr(predicted, name) == getattr(observed, name), (index, name, predicted, observed)
@@ -187,4 +193,4 @@ def peak_error(predicted: Bytes, observed: Bytes) -> float:
     return predicted.total / observed.total - 1
 
 
-assert {field.name for field in fields(Bytes)} == {*EXACT, "other"}
+assert {field.name for field in fields(Bytes)} == {*EXACT, "other", "absent"}

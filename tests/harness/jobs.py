@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from harness.reference import STEPS, Case, Outcome, global_batch, make_batch, values
 from shardwise.layout import Grid, Layout, unit_plan
+from shardwise.layout.units import Backend
 from shardwise.report import Role
 from shardwise.runtime.engine import FlatUnit, local_values
 from shardwise.runtime.measure import Measurement
@@ -34,6 +35,7 @@ class RankOutcome:
     final_errors: dict[str, float]
     pieces: dict[tuple, str]
     role: Role
+    backend: Backend
     seconds: float = float("inf")
 
 
@@ -59,19 +61,19 @@ def _pieces(flat: FlatUnit, mine: torch.Tensor) -> dict[tuple, str]:
     return pieces
 
 
-def build(case: Case, layout: Layout, rank: int, overlap: bool = True) -> Program:
+def build(case: Case, layout: Layout, rank: int, overlap: bool = True, transport: str = "shared") -> Program:
     """The program of `rank`, with the initial weights that the reference has."""
     torch.set_float32_matmul_precision("highest")
-    comms = make_comms(layout, case.model, rank, timeout=120.0, overlap=overlap)
-    plan = unit_plan(case.model, layout, case.workload, rank=rank)
+    comms = make_comms(layout, case.model, rank, timeout=120.0, overlap=overlap, transport=transport)
+    plan = unit_plan(case.model, layout, case.workload, rank=rank, backend=comms.backend)
     return Program(plan, comms, case.optimizer, values, torch.device("cpu"))
 
 
-def train(rank: int, payload: tuple[Case, Layout, Outcome, bool]) -> RankOutcome:
+def train(rank: int, payload: tuple[Case, Layout, Outcome, bool, str]) -> RankOutcome:
     """Train `STEPS` steps; the last one is measured."""
-    case, layout, reference, overlap = payload
-    program = build(case, layout, rank, overlap)
-    outcome = RankOutcome([], [], {}, {}, {}, None)  # type: ignore[arg-type]
+    case, layout, reference, overlap, transport = payload
+    program = build(case, layout, rank, overlap, transport)
+    outcome = RankOutcome([], [], {}, {}, {}, None, program.plan.backend)  # type: ignore[arg-type]
     plain_step = program.optimizer.step
 
     def keep_gradients(lr: float) -> float:

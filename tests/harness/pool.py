@@ -54,7 +54,7 @@ class Pool:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._workers: list[tuple[Any, Connection]] = []
+        self.workers: list[tuple[Any, Connection]] = []
         atexit.register(self.close)
 
     def _grow(self, count: int) -> None:
@@ -62,12 +62,12 @@ class Pool:
         context.set_forkserver_preload(
             ["torch", "torch.distributed", "shardwise.runtime.step", "shardwise.runtime.measure"]
         )
-        while len(self._workers) < count:
+        while len(self.workers) < count:
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, len(self._workers)), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, len(self.workers)), daemon=True)
             process.start()
             theirs.close()
-            self._workers.append((process, ours))
+            self.workers.append((process, ours))
 
     def run(self, target: str, world: int, payload: Any = None, limit: float = LIMIT) -> list[Any]:
         """Call `module:function(rank, payload)` on `world` ranks inside a gloo process group; results by rank.
@@ -77,12 +77,12 @@ class Pool:
         self._grow(world)
         folder = tempfile.mkdtemp(prefix="ranks-")
         store = str(Path(folder) / "store")
-        for _, pipe in self._workers[:world]:
+        for _, pipe in self.workers[:world]:
             pipe.send((target, world, store, payload))
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
         deadline = time.monotonic() + limit
-        waiting = {pipe: rank for rank, (_, pipe) in enumerate(self._workers[:world])}
+        waiting = {pipe: rank for rank, (_, pipe) in enumerate(self.workers[:world])}
         while waiting and time.monotonic() < deadline:
             # After a first failure the others are likely to wait for a lost peer: give them a moment, no more.
             for ready in wait(list(waiting), timeout=0.5):
@@ -107,12 +107,12 @@ class Pool:
         return [results[rank] for rank in range(world)]
 
     def close(self) -> None:
-        for process, pipe in self._workers:
+        for process, pipe in self.workers:
             pipe.close()
             process.kill()
-        for process, _ in self._workers:
+        for process, _ in self.workers:
             process.join()
-        self._workers = []
+        self.workers = []
 
 
 _pool = Pool(8)

@@ -42,7 +42,7 @@ class Recorded:
 def record(rank: int, payload: tuple[Case, Layout, bool]) -> Recorded:
     """Train with or without overlap; the step `RECORDED` is recorded."""
     case, layout, overlap = payload
-    program = build(case, layout, rank, overlap)
+    program = build(case, layout, rank, overlap, "gloo")
     out = Recorded([], {}, (), (), (), [])
     with _slow_collectives():
         for step in range(STEPS):

@@ -148,7 +148,7 @@ def delayed(rank: int, payload: tuple[Case, Layout, Outcome, int]) -> RankOutcom
     """`train`, overlapping, while collectives start as late as they may and ranks dawdle."""
     case, layout, reference, seed = payload
     with _late_collectives(seed, rank):
-        return train(rank, (case, layout, reference, True))
+        return train(rank, (case, layout, reference, True, "gloo"))
 
 
 class _Late:

@@ -52,7 +52,7 @@ def _ranks(args: Any) -> tuple[int, ...]:
 def watch(rank: int, payload: tuple[Case, Layout, bool]) -> tuple[tuple[LedgerRow, ...], Seen]:
     """The runtime's own ledger of the second step, and what the witness saw. With `smuggle`, one collective more."""
     case, layout, smuggle = payload
-    program = build(case, layout, rank)
+    program = build(case, layout, rank, transport="gloo")
     program.step(micro_batches(case, layout, rank, 0), 1e-3)
     finish = program.engine.finish_step
 

@@ -12,6 +12,7 @@ from shardwise.layout import Layout, UnitPlan, Workload, unit_plan
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import count
 from shardwise.predict.activations import Sizes, block_items, saved_bytes, saved_items
+from shardwise.predict.buffers import held_through_step
 from shardwise.predict.memory import (
     comm_bytes,
     gradient_bytes,
@@ -20,6 +21,7 @@ from shardwise.predict.memory import (
     predict_bytes,
     zero_table,
 )
+from shardwise.report.step_report import DTYPE_BYTES
 
 GB = 1e9
 MODEL = ModelConfig("m", vocab=64, hidden=32, layers=3, heads=4, kv_heads=2, ffn=48, max_positions=64)
@@ -81,14 +83,30 @@ def test_a_plan_holds_what_the_table_says_up_to_padding(zero: int, n: int) -> No
     plan = unit_plan(MODEL, Layout(dp=n, zero=zero), Workload(16, n))
     held = parameter_bytes(plan) + gradient_bytes(plan) + optimizer_bytes(plan)
     expected = zero_table(count(MODEL), [n])[zero][n]
+    if zero == 3:  # gathers are rounded from the fp32 weights: no bf16 copy of the interval
+        expected -= 2 * count(MODEL) / n
     assert expected <= held <= expected + 16 * n * len(plan.units)
 
 
 @given(split_models())
 def test_classes_add_up_and_none_is_negative(split: tuple[ModelConfig, Layout, Workload]) -> None:
     held = predict_bytes(UnitPlan(*split, 0, "gloo"))
-    parts = held.to_json().values()
-    assert all(part >= 0 for part in parts) and held.total == sum(parts)
+    parts = held.to_json()
+    assert all(part >= 0 for part in parts.values()) and not (held.other and held.absent)
+    assert held.total == sum(parts.values()) - 2 * parts["absent"] >= held.parameters + held.optimizer + held.saved
+
+
+@given(split_models())
+def test_gradients_come_while_activations_go(split: tuple[ModelConfig, Layout, Workload]) -> None:
+    """No accumulator is there at the first loss, all of them at the end, when nothing is on its way any more."""
+    plan = UnitPlan(*split, 0, "gloo")
+    moments = list(held_through_step(plan))
+    assert (moments[0].when, moments[0].total) == ("loss", 0)
+    assert (moments[-1].when, moments[-1].total) == ("optimizer", gradient_bytes(plan))
+    assert all(b.gradients >= a.gradients for a, b in pairwise(moments))
+    # One reduction runs behind one part's backward: two units are staged at once, and a tied weight.
+    e = DTYPE_BYTES[plan.layout.dtype] * plan.stages_gradients + DTYPE_BYTES[plan.wire_dtype]
+    assert max(moment.comm for moment in moments) <= 3 * e * max(unit.padded for unit in plan.units)
 
 
 @given(split_models())

@@ -1,6 +1,7 @@
 """`StepReport`: what is written is what is read; what is damaged is named."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -27,9 +28,17 @@ def test_file_round_trip(tmp_path_factory, report):
 
 
 @given(held)
-def test_peak_is_the_sum_of_the_classes(held):
+def test_peak_is_what_of_the_classes_is_there_at_once(held):
     role = Role("all", (0,), held, ())
     assert role.peak_bytes == sum(held.to_json().values())
+    assert replace(role, bytes=replace(held, absent=held.total)).peak_bytes == 0
+
+
+@given(st.integers(0, 10**12), st.integers(0, 10**12), st.integers(0, 10**12))
+def test_classes_of_a_peak_add_up_to_it(peak, gradients, saved):
+    held = Bytes.of(peak, gradients=gradients, saved=saved)
+    assert (held.total, held.gradients, held.saved) == (peak, gradients, saved)
+    assert min(held.other, held.absent) == 0
 
 
 def test_peak_is_written_out():

@@ -62,6 +62,8 @@ def _run(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--device", choices=("cpu", "cuda"), help="where ranks compute (cpu)")
     group.add_argument("--threads", type=int, metavar="N", help="threads of each rank's matrix products (1)")
     group.add_argument("--matmul", choices=("highest", "high", "medium"), help="fp32 product precision (highest)")
+    group.add_argument("--transport", choices=("auto", "shared", "gloo"), help="what carries collectives between CPU "
+                       "ranks: shared memory on one host, or gloo; auto prefers the first (auto)")  # fmt: skip
     group.add_argument("--no-overlap", action="store_true", help="do not communicate while computing; same bits")
     group.add_argument("--port", type=int, default=0, metavar="N", help="where the ranks meet; left out, a file serves")
     group.add_argument("--hang", type=float, metavar="S", help="seconds without progress after which to give up (600)")
@@ -84,6 +86,7 @@ _PLAIN = (
     "device",
     "threads",
     "matmul",
+    "transport",
     "hang",
 )
 

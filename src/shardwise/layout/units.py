@@ -11,8 +11,7 @@ At stage 3 units live in *slots*, two buffers that they take in turn, so at most
 the one prefetched. The large edges of the model, embedding and head, share the outer slot; blocks alternate between
 inner and outer, and the last one is inner, so that the head can be fetched while it computes. A tied weight has a slot
 of its own and stays for the whole micro-batch. A unit's weights therefore always appear at the same address, and a unit
-that is still in its slot is not gathered again. The same slots, in gradient form, take the full gradients on their way
-to a reduce-scatter.
+that is still in its slot is not gathered again.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from shardwise.cluster import Cluster
 from shardwise.layout.grid import Grid
 from shardwise.layout.layout import Layout
 from shardwise.layout.placement import Placed, place
@@ -30,7 +30,8 @@ from shardwise.layout.workload import Workload
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import part_parameters, parts
 
-Backend = Literal["gloo", "nccl"]
+Backend = Literal["gloo", "nccl", "shared"]
+"""What carries the collectives: gloo, NCCL, or the memory that processes of one host share."""
 Phase = Literal["forward", "backward"]
 
 
@@ -205,6 +206,11 @@ class UnitPlan:
         return next((part for part in self.parts if part.startswith("blocks.")), None)
 
     @property
+    def master_dtype(self) -> str:
+        """dtype in which the optimizer updates weights."""
+        return "float64" if self.layout.precision == "fp64" else "float32"
+
+    @property
     def grad_dtype(self) -> str:
         """dtype of the gradient accumulators. More than one bf16 micro-batch is summed in fp32."""
         if self.layout.precision == "bf16" and self.layout.grads == "bf16" and self.micro_batches == 1:
@@ -213,7 +219,7 @@ class UnitPlan:
 
     @property
     def stages_gradients(self) -> bool:
-        """Whether full gradients pass through the two gradient slots on their way into the accumulators."""
+        """Whether full gradients are staged, in compute precision, on their way into the accumulators."""
         return self.layout.stage >= 2 or self.grad_dtype != self.layout.dtype
 
     @property
@@ -231,12 +237,12 @@ class UnitPlan:
 
     @property
     def scratch(self) -> int:
-        """Elements of the buffer in which a reduce-scatter receives the peers' pieces, in `wire_dtype`.
+        """Most elements of the buffer in which a reduce-scatter receives the peers' pieces, in `wire_dtype`.
 
         gloo's own reduce-scatter is slower than its all-reduce, so there it is an all-to-all and a local sum in rank
         order (in fp32 for bf16 pieces). NCCL's needs none.
         """
-        if self.layout.stage == 0 or self.backend == "nccl":
+        if self.layout.stage == 0 or self.backend != "gloo":
             return 0
         return max(unit.padded for unit in self.units)
 
@@ -276,8 +282,15 @@ class UnitPlan:
         return Counter((use.phase, name) for uses in self.gathering_uses() for use in uses for name in use.gathers)
 
 
+def usual_backend(cluster: Cluster | None) -> Backend:
+    """What carries the collectives on a cluster; None: processes of this machine."""
+    if cluster is not None and cluster.device.kind == "cuda":
+        return "nccl"
+    return "shared" if cluster is None or cluster.nodes == 1 else "gloo"
+
+
 def unit_plan(
-    model: ModelConfig, layout: Layout, workload: Workload, *, rank: int = 0, backend: Backend = "gloo"
+    model: ModelConfig, layout: Layout, workload: Workload, *, rank: int = 0, backend: Backend = "shared"
 ) -> UnitPlan:
     """The plan of `rank`. Shapes are equal on all ranks; only which rows and heads a rank holds differs."""
     at = Grid.of(layout, model).coordinates(rank)

@@ -7,18 +7,25 @@ from dataclasses import replace
 from shardwise.cluster import Cluster
 from shardwise.errors import LayoutError, UserError
 from shardwise.layout import Grid, Layout, UnitPlan, Workload, check, unit_plan
-from shardwise.layout.units import Backend
+from shardwise.layout.units import Backend, usual_backend
 from shardwise.model import ModelConfig
 from shardwise.predict.ledger import predict_ledger
 from shardwise.predict.memory import predict_bytes
 from shardwise.report.step_report import Bytes, Role, StepReport
 
 
-def estimate(model: ModelConfig, layout: Layout, workload: Workload, cluster: Cluster | None = None) -> StepReport:
+def estimate(
+    model: ModelConfig,
+    layout: Layout,
+    workload: Workload,
+    cluster: Cluster | None = None,
+    backend: Backend | None = None,
+) -> StepReport:
     """Predict one steady training step: bytes by class and ledger of every rank role. `time` is None: nothing prices
     it yet.
 
-    cluster: where it would run; None means local processes on the CPU, over gloo. What a layout asks for that is not
+    cluster: where it would run; None means local processes on the CPU. backend: what carries the collectives; None
+    means what the runtime would choose there (`usual_backend`). What a layout asks for that is not
     priced yet is said in the report's `notes`. Raises `LayoutError` when the layout does not suit the model, the
     workload or the number of devices, and `UserError` for a workload without sequences.
     """
@@ -26,7 +33,7 @@ def estimate(model: ModelConfig, layout: Layout, workload: Workload, cluster: Cl
         raise UserError("estimate needs a training workload: give a sequence length and a batch (--seq and --batch)")
     check(layout, model, workload, cluster.devices if cluster else None)
     _refuse_unpriced(layout, model)
-    backend: Backend = "nccl" if cluster and cluster.device.kind == "cuda" else "gloo"
+    backend = backend or usual_backend(cluster)
     roles = [_role(model, layout, workload, backend, stage) for stage in range(layout.pp)]
     return StepReport(
         source="predicted",

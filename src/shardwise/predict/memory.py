@@ -1,5 +1,7 @@
 """Bytes that a rank holds in one training step, by class, in closed form; and the peak.
 
+A class is the most that is there of it at one time; the peak is less than their sum, since gradients come as saved
+activations go (`predict/buffers.py`).
 Parameters, gradients, optimizer state, communication buffers and saved activations are exact (a test holds each to a
 measured step). The peak adds what is transient at the worst moment; it is held to 5%.
 """
@@ -8,7 +10,8 @@ from __future__ import annotations
 
 from shardwise.layout.units import UnitPlan
 from shardwise.predict.activations import saved_bytes
-from shardwise.predict.peak import peak_beyond_held
+from shardwise.predict.buffers import held_through_step
+from shardwise.predict.peak import peak_beyond_lasting
 from shardwise.report.step_report import DTYPE_BYTES, Bytes
 
 OPTIMIZER_BYTES = {"bf16": 12, "fp32": 8, "fp64": 16}
@@ -16,42 +19,43 @@ OPTIMIZER_BYTES = {"bf16": 12, "fp32": 8, "fp64": 16}
 
 
 def predict_bytes(plan: UnitPlan) -> Bytes:
-    """Bytes by class of `plan`'s rank; the classes add up to the peak."""
-    saved = saved_bytes(plan)
-    return Bytes(
-        parameters=parameter_bytes(plan),
-        gradients=gradient_bytes(plan),
-        optimizer=optimizer_bytes(plan),
-        saved=saved,
-        comm=comm_bytes(plan),
-        other=max(0, peak_beyond_held(plan) - saved),
-    )
+    """Bytes by class of `plan`'s rank, and what they add up to at the peak."""
+    lasting = {"parameters": parameter_bytes(plan), "optimizer": optimizer_bytes(plan)}
+    return Bytes.of(
+        sum(lasting.values()) + _weight_slots(plan) + peak_beyond_lasting(plan),
+        **lasting, gradients=gradient_bytes(plan), comm=comm_bytes(plan), saved=saved_bytes(plan),
+    )  # fmt: skip
 
 
 def parameter_bytes(plan: UnitPlan) -> int:
-    """Weights in compute precision: whole, or one interval of each unit at stage 3."""
-    sharded = plan.layout.stage == 3
-    elements = sum(unit.shard_numel if sharded else unit.padded for unit in plan.units)
-    return elements * DTYPE_BYTES[plan.layout.dtype]
+    """Weights: whole, in compute precision; at stage 3 one interval of each unit in the optimizer's precision, which is
+    what gathers of bf16 weights are rounded from."""
+    if plan.layout.stage == 3:
+        return sum(unit.shard_numel for unit in plan.units) * DTYPE_BYTES[plan.master_dtype]
+    return sum(unit.padded for unit in plan.units) * DTYPE_BYTES[plan.layout.dtype]
 
 
 def gradient_bytes(plan: UnitPlan) -> int:
-    """Gradient accumulators: whole, or one interval of each unit from stage 2 on."""
+    """Gradient accumulators when all are there: whole, or one interval of each unit from stage 2 on."""
     sharded = plan.layout.stage >= 2
     elements = sum(unit.shard_numel if sharded else unit.padded for unit in plan.units)
     return elements * DTYPE_BYTES[plan.grad_dtype]
 
 
 def optimizer_bytes(plan: UnitPlan) -> int:
-    """Moments and master weights of the interval that this rank updates."""
-    return sum(unit.shard_numel for unit in plan.units) * OPTIMIZER_BYTES[plan.layout.precision]
+    """Moments of the interval that this rank updates, and its master weights where parameters are not these."""
+    masters = DTYPE_BYTES[plan.master_dtype] if plan.layout.stage == 3 and plan.layout.dtype != plan.master_dtype else 0
+    return sum(unit.shard_numel for unit in plan.units) * (OPTIMIZER_BYTES[plan.layout.precision] - masters)
+
+
+def _weight_slots(plan: UnitPlan) -> int:
+    return (plan.layout.stage == 3) * sum(plan.slots.values()) * DTYPE_BYTES[plan.layout.dtype]
 
 
 def comm_bytes(plan: UnitPlan) -> int:
-    """The engine's slots for gathered weights and for gradients on their way, and the scratch of reduce-scatters."""
-    copies = (plan.layout.stage == 3) + plan.stages_gradients
-    slots = copies * sum(plan.slots.values()) * DTYPE_BYTES[plan.layout.dtype]
-    return slots + plan.scratch * DTYPE_BYTES[plan.wire_dtype]
+    """The slots of gathered weights, and the most that full gradients on their way and the scratch of their reductions
+    take at one time."""
+    return _weight_slots(plan) + max(held.comm for held in held_through_step(plan))
 
 
 def zero_table(params: float, ranks: list[int], gradient_bytes: int = 2) -> dict[int, dict[int, float]]:

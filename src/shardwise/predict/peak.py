@@ -1,8 +1,9 @@
-"""The most bytes alive beyond parameters, gradients, optimizer state and communication buffers.
+"""The most bytes alive at one time beyond what is held all through a step.
 
-Walks the moments of a micro-batch at which something large is transient, and takes the largest: the loss, the head's
-backward, the backward of each block (after its recomputation where there is one), the embedding's backward, the
-optimizer. What each moment holds follows from the order in which autograd makes and frees tensors in the decoder.
+Walks the moments of a micro-batch at which something large is transient or a buffer comes in, and takes the largest:
+the loss, the head's backward, the backward of each block (after its recomputation where there is one), the embedding's
+backward, the end of each reduction, the optimizer. What each moment holds follows from the order in which autograd
+makes and frees tensors in the decoder, and the engine its buffers.
 """
 
 from __future__ import annotations
@@ -10,21 +11,33 @@ from __future__ import annotations
 from shardwise.layout.units import UnitPlan
 from shardwise.model.chunking import dropout_chunk, loss_chunk, optimizer_chunk
 from shardwise.predict.activations import Sizes, block_items, mask_bytes, saved_bytes, saved_items, saved_mask
+from shardwise.predict.buffers import When, held_through_step
 
 
-def peak_beyond_held(plan: UnitPlan) -> int:
-    """Saved activations, inputs and transients at the worst moment of a step, in bytes."""
+def peak_beyond_lasting(plan: UnitPlan) -> int:
+    """Saved activations, inputs, transients, gradients and their buffers at the worst moment of a step, in bytes."""
     s = Sizes.of(plan)
-    saved = saved_bytes(plan)
-    moments = [
-        saved + _loss(s),
-        saved + _head_backward(plan, s),
-        saved - s.tokens * s.vocab * s.element + _final_norm_backward(plan, s),
-        *_block_backwards(plan, s),
-        _embedding_backward(plan, s),
-        _optimizer(plan),
-    ]
-    return max(moments) + inputs(plan, s)
+    beside = {("loss", ""): saved_bytes(plan) + _loss(s), ("optimizer", ""): _optimizer(plan)} | _backwards(plan, s)
+    return max(held.total + beside[held.when, held.part] for held in held_through_step(plan)) + inputs(plan, s)
+
+
+def _backwards(plan: UnitPlan, s: Sizes) -> dict[tuple[When, str], int]:
+    """Activations in each part's backward, and after it: then those that earlier parts saved, and one's gradient."""
+    recompute = plan.layout.recompute in ("full", "input")
+    stream = s.stream * s.hidden * s.element
+    blocks, saved = _block_backward(plan, s), saved_mask(plan, s)
+    moments: dict[tuple[When, str], int] = {}
+    for part in plan.parts:
+        moments["reduction", part] = saved + stream * (3 if recompute and part.startswith("blocks.") else 1)
+        saved += sum(saved_items(plan, s, part).values())
+        if part == "embedding":
+            moments["backward", part] = _embedding_backward(plan, s)
+        elif part == "head":
+            logits = s.tokens * s.vocab * s.element
+            moments["backward", part] = saved + max(_column_backward(plan, s), _final_norm_backward(plan, s) - logits)
+        else:
+            moments["backward", part] = saved + blocks + _recomputed_from_input(plan, s, part)
+    return moments
 
 
 def inputs(plan: UnitPlan, s: Sizes) -> int:
@@ -53,10 +66,6 @@ def _loss(s: Sizes) -> int:
     return rows * s.vocab * (2 * 4 if s.element == 2 else s.element)
 
 
-def _head_backward(plan: UnitPlan, s: Sizes) -> int:
-    return _column_backward(plan, s)
-
-
 def _final_norm_backward(plan: UnitPlan, s: Sizes) -> int:
     return s.stream * s.hidden * s.element + _norm_backward(s, s.stream * s.hidden, plan)
 
@@ -71,12 +80,12 @@ def _column_backward(plan: UnitPlan, s: Sizes) -> int:
 
 
 def _scatter(plan: UnitPlan, s: Sizes) -> int:
-    """A reduce-scatter of activations on gloo: partial sums, the same in pieces, the peers' pieces;
-    the result, and for bf16 its sum in fp32."""
+    """A reduce-scatter of activations: partial sums, the same in pieces, on gloo the peers' pieces; the result, and for
+    bf16 its sum in fp32."""
     full = s.tokens * s.hidden * s.element
-    pieces = 1 if plan.layout.micro == 1 else 2
+    copies = (1 if plan.layout.micro == 1 else 2) + (plan.backend == "gloo")
     wide = 4 if s.element == 2 else 0
-    return (pieces + 1) * full + s.stream * s.hidden * (s.element + wide)
+    return copies * full + s.stream * s.hidden * (s.element + wide)
 
 
 def _dropout(plan: UnitPlan, elements: int) -> int:
@@ -84,26 +93,28 @@ def _dropout(plan: UnitPlan, elements: int) -> int:
     return 3 * 8 * min(elements, dropout_chunk(elements))
 
 
-def _block_backwards(plan: UnitPlan, s: Sizes) -> list[int]:
-    blocks = [part for part in plan.parts if part.startswith("blocks.")]
-    if not blocks:
-        return []
-    before = sum(sum(saved_items(plan, s, part).values()) for part in plan.parts if part != "head")
-    before += saved_mask(plan, s)
-    own = sum(block_items(plan, s).values())
+def _block_backward(plan: UnitPlan, s: Sizes) -> int:
+    """A block's backward beside what is saved: what it has computed again, its output's gradient, and transients."""
     stream = s.stream * s.hidden * s.element
     recomputed = 0
     if plan.layout.recompute in ("full", "input"):
-        recomputed = own - stream + 2 * stream  # its input is saved already; its output and that output's gradient
-        if plan.layout.recompute == "input" and len(blocks) > 1:
-            recomputed += stream  # the recomputed input of the last block
-    moments = [
+        # its output, too; but its input is saved already
+        recomputed = sum(block_items(plan, s).values())
+    return recomputed + stream + max(
         _mlp_backward(plan, s),
         _norm_backward(s, s.stream * s.hidden, plan) - _mlp_items(plan, s),
         _core_backward(plan, s),
         _head_norms_backward(plan, s),
-    ]
-    return [before + recomputed + stream + transient for transient in moments]
+    )  # fmt: skip
+
+
+def _recomputed_from_input(plan: UnitPlan, s: Sizes, part: str) -> int:
+    """Computing all blocks again from the first one's input: a later block's input is nobody's saved tensor, and the
+    gradient of the last one's output stays until the first one's backward is over."""
+    if plan.layout.recompute != "input":
+        return 0
+    last = [each for each in plan.parts if each.startswith("blocks.")][-1]
+    return ((part != plan.first_block) + (part != last)) * s.stream * s.hidden * s.element
 
 
 def _mlp_items(plan: UnitPlan, s: Sizes) -> int:

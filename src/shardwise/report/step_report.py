@@ -65,12 +65,13 @@ class TransportRow:
 
 @dataclass(frozen=True)
 class Bytes:
-    """Bytes that a rank holds, by class.
+    """Bytes that a rank holds, by class: the most of each class at one time within a step.
 
     parameters: weights in compute precision. gradients: gradient accumulators. optimizer: master weights and moments.
     saved: tensors saved for backward at the end of a micro-batch's forward pass, each storage once, parameters
     excluded. comm: buffers of the engine that gathers and reductions pass through. other: the rest of the peak
-    (transient results, inputs, tables).
+    (transient results, inputs, tables). absent: what of these is not there at the peak, since classes reach their most
+    at different times (gradients when backward ends, saved tensors when it begins). total: the peak.
     """
 
     parameters: int = 0
@@ -79,10 +80,18 @@ class Bytes:
     saved: int = 0
     comm: int = 0
     other: int = 0
+    absent: int = 0
+
+    @classmethod
+    def of(cls, peak: int, **classes: int) -> Bytes:
+        """The classes by name, with `other` or `absent` such that the total is `peak`."""
+        rest = peak - sum(classes.values())
+        return cls(**classes, other=max(0, rest), absent=max(0, -rest))
 
     @property
     def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer + self.saved + self.comm + self.other
+        held = self.parameters + self.gradients + self.optimizer + self.saved + self.comm + self.other
+        return held - self.absent
 
     def to_json(self) -> dict[str, int]:
         return asdict(self)
@@ -90,7 +99,7 @@ class Bytes:
 
 @dataclass(frozen=True)
 class Role:
-    """Ranks whose bytes and ledger are equal. `peak_bytes` is the sum of the classes."""
+    """Ranks whose bytes and ledger are equal. `peak_bytes` is what the classes take together at the worst moment."""
 
     role: str
     ranks: tuple[int, ...]

@@ -13,15 +13,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.layout import Grid
+from shardwise.layout.units import Backend
 from shardwise.report.step_report import LedgerRow, Phase, TransportRow
 from shardwise.runtime.job.pulse import Pulse
+from shardwise.runtime.transport import SharedTransport
 
 Key = tuple[str, str, str, str, str, int]
 
@@ -110,8 +112,9 @@ class Comms:
     """The process groups of one rank's grid position, and the ledger of what passed through them.
 
     axes: group names as `Grid.group` takes them; only those with more than one rank get a process group, and a
-    collective over one rank does nothing and leaves no entry. pulse: where signs of life go. Raises what
-    torch.distributed raises when a peer is lost.
+    collective over one rank does nothing and leaves no entry. shared: all ranks are processes of one host and read each
+    other's memory; else torch.distributed's backend carries everything. pulse: where signs of life go.
+    Raises what torch.distributed raises when a peer is lost; `OSError`, on every rank, where memory cannot be shared.
     """
 
     def __init__(
@@ -122,11 +125,12 @@ class Comms:
         *,
         timeout: float,
         overlap: bool = True,
+        shared: bool = False,
         pulse: Pulse | None = None,
     ) -> None:
         self.grid, self.rank, self.overlap = grid, rank, overlap
         self.pulse = pulse or Pulse()
-        self.backend: str = dist.get_backend()
+        self.backend = cast(Backend, "shared" if shared else dist.get_backend())
         self.phase: Phase = "forward"
         self.timings: dict[Key, Timing] = {}
         self.settle = 0.0
@@ -137,14 +141,25 @@ class Comms:
         self._recording = False
         self._last: str | None = None
         self._groups: dict[str, dist.ProcessGroup] = {}
+        self._shared: dict[str, SharedTransport] = {}
         by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        transports: dict[tuple[int, ...], SharedTransport] = {}
+        if shared:
+            # All ranks of the job meet first: either memory can be shared in every group, or it is in none.
+            assert dist.group.WORLD is not None
+            world = tuple(range(dist.get_world_size()))
+            by_ranks[world], transports[world] = dist.group.WORLD, SharedTransport(dist.group.WORLD, timeout)
         for name in axes:
             ranks = grid.group(name, rank)
             if len(ranks) == 1:
                 continue
             if ranks not in by_ranks:
                 by_ranks[ranks] = self._make_group(ranks, timeout)
+                if shared:
+                    transports[ranks] = SharedTransport(by_ranks[ranks], timeout)
             self._groups[name] = by_ranks[ranks]
+            if shared:
+                self._shared[name] = transports[ranks]
 
     def _make_group(self, ranks: tuple[int, ...], timeout: float) -> dist.ProcessGroup:
         if len(ranks) == dist.get_world_size() and list(ranks) == sorted(ranks):
@@ -153,6 +168,16 @@ class Comms:
         group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout), use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup)
         return group
+
+    def close(self) -> None:
+        """Give back what was shared with other ranks."""
+        for transport in {id(found): found for found in self._shared.values()}.values():
+            transport.close()
+
+    def empty(self, elements: int, dtype: torch.dtype, axes: str) -> Tensor | None:
+        """A flat, zeroed buffer that the group over `axes` can read where it is; None where nothing is shared."""
+        transport = self._shared.get(axes)
+        return None if transport is None else transport.empty(elements, dtype)
 
     # -- the ledger
 
@@ -226,6 +251,9 @@ class Comms:
         if axes not in self._groups:
             return DONE
         timing = self._record("all_reduce", axes, unit, tensor, tensor.numel(), self.backend)
+        if axes in self._shared:
+            transport = self._shared[axes]
+            return self._issue(lambda: transport.all_reduce(tensor, maximum=maximum), timing, later)
         op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
         return self._issue(lambda: dist.all_reduce(tensor, op, self._groups[axes], async_op=True), timing, later)
 
@@ -236,6 +264,9 @@ class Comms:
                 out.copy_(piece.view_as(out))
             return DONE
         timing = self._record("all_gather_into", axes, unit, out, out.numel(), self.backend)
+        if axes in self._shared:
+            transport = self._shared[axes]
+            return self._issue(lambda: transport.all_gather(out, piece), timing, later)
         group = self._groups[axes]
         return self._issue(
             lambda: dist.all_gather_single(out.view(-1), piece.reshape(-1), group, async_op=True), timing, later
@@ -254,21 +285,26 @@ class Comms:
         """Sum `full` over the group and hand this rank its piece: `finish(piece)`, in `full`'s dtype or wider.
 
         full: flat, its size divisible by the group's. scratch: as many elements as `full`, where peers' pieces are
-        received on gloo. The piece is only valid during `finish`.
+        received on gloo. The piece is only valid during `finish`, and may lie in its place within `full`.
         """
         group = self._groups[axes]
         ranks = self.size(axes)
         piece = full.numel() // ranks
-        if self.backend == "nccl":
-            timing = self._record("reduce_scatter", axes, unit, full, full.numel(), "nccl")
+        wide = torch.float32 if full.dtype == torch.bfloat16 else full.dtype
+        if axes in self._shared:
+            timing = self._record("reduce_scatter", axes, unit, full, full.numel(), self.backend)
+            reduction = self._shared[axes].reduction(full, wide)
+            return self._issue(reduction.start, timing, later, lambda: finish(reduction.piece))
+        if self.backend != "gloo":
+            # NCCL, which sums bf16 in bf16; or a dry run of shared memory, which holds what that would.
+            timing = self._record("reduce_scatter", axes, unit, full, full.numel(), self.backend)
             out = full.view(ranks, piece)[self.index(axes)]
             return self._issue(
                 lambda: dist.reduce_scatter_single(out, full, group=group, async_op=True),
-                timing, later, lambda: finish(out),
+                timing, later, lambda: finish(out if self.backend == "nccl" else out.to(wide)),
             )  # fmt: skip
         timing = self._record("reduce_scatter", axes, unit, full, full.numel(), "all-to-all, sum in rank order")
         received = torch.empty_like(full) if scratch is None else scratch[: full.numel()]
-        wide = torch.float32 if full.dtype == torch.bfloat16 else full.dtype
         return self._issue(
             lambda: dist.all_to_all_single(received, full, group=group, async_op=True),
             timing, later, lambda: finish(_summed(received.view(ranks, piece), wide)),

@@ -40,7 +40,9 @@ class TrainConfig:
     save_async: training goes on while one is written. weights: a Hugging Face folder to start from. resume: the
     checkpoint, or the run, to go on from; `weights` then counts no more.
     restart: how many times the run has been started again after a failure, in its own directory.
-    overlap: communicate while computing; off gives the same bits. matmul: torch's float32 matrix-product precision.
+    overlap: communicate while computing; off gives the same bits. transport: what carries collectives between CPU
+    ranks: shared (memory, on one host), gloo, or auto, which prefers the first.
+    matmul: torch's float32 matrix-product precision.
     hang: seconds without progress, in a collective or outside, after which a rank counts as stuck and the run ends.
     """
 
@@ -70,6 +72,7 @@ class TrainConfig:
     threads: int = 1
     matmul: str = "highest"
     overlap: bool = True
+    transport: str = "auto"
     hang: float = 600.0
 
     def __post_init__(self) -> None:
@@ -77,6 +80,8 @@ class TrainConfig:
             raise UserError(f"steps must be a positive integer, not {self.steps}")
         if self.device not in ("cpu", "cuda"):
             raise UserError(f"device must be cpu or cuda, not {self.device!r}")
+        if self.transport not in ("auto", "shared", "gloo"):
+            raise UserError(f"transport must be auto, shared or gloo, not {self.transport!r}")
         if self.matmul not in ("highest", "high", "medium"):
             raise UserError(f"matmul must be highest, high or medium, not {self.matmul!r}")
 

@@ -16,7 +16,7 @@ from typing import Any
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload, check_runnable
-from shardwise.layout.units import Backend, UnitPlan, unit_plan
+from shardwise.layout.units import UnitPlan, unit_plan, usual_backend
 from shardwise.model import ModelConfig
 from shardwise.report.step_report import Role, StepReport
 
@@ -27,8 +27,7 @@ def dry_run(model: ModelConfig, layout: Layout, workload: Workload, cluster: Clu
     Raises `LayoutError` for what the runtime cannot run, `UserError` when the process fails.
     """
     check_runnable(layout, model, workload, cluster.devices if cluster else None)
-    backend: Backend = "nccl" if cluster and cluster.device.kind == "cuda" else "gloo"
-    plan = unit_plan(model, replace(layout, compile="off"), workload, backend=backend)
+    plan = unit_plan(model, replace(layout, compile="off"), workload, backend=usual_backend(cluster))
     role = _in_process(_observe, plan)
     return StepReport(
         source="dry-run",

@@ -13,11 +13,15 @@ which are one rank's interval:
 At stage 3 a unit's weights always appear in the same slot, so a weight that autograd saved is right again as soon as
 the unit is gathered for its backward; `visit` follows the plan's list of uses and checks each step against it, and the
 collective that fills a slot is issued one use ahead when nothing in use lies there.
+
+Nothing is held before it is needed: an accumulator comes with its unit's first gradient of a step and goes when the
+optimizer has read it; full gradients on their way, and the scratch of their reduction, go when the sum is in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +31,7 @@ from shardwise.decoder.modules import TiedLinear
 from shardwise.layout.placement import Placed
 from shardwise.layout.units import Unit, UnitPlan, Use
 from shardwise.model.parameters import Parameter
+from shardwise.runtime.buffers import Buffer, Tally
 from shardwise.runtime.comms import Comms, Pending
 from shardwise.runtime.gradients import Place, give_place
 
@@ -47,35 +52,41 @@ class FlatUnit:
     """The buffers of one unit on one rank.
 
     whole: the flat buffer that parameters are views of, padded (a slot at stage 3). interval: this rank's ZeRO
-    interval of it, the same memory as `whole` below stage 3. grads: the accumulator, whole or interval by stage.
+    interval of it, the same memory as `whole` below stage 3; at stage 3 it is in the optimizer's precision (fp32 for
+    bf16), and each gather sends it rounded. grads: the accumulator, whole or interval by stage.
     staging: the full gradient in compute precision that autograd adds into, where that is not the accumulator.
     """
 
-    def __init__(self, unit: Unit, plan: UnitPlan, slots: Slots, shard_index: int, device: torch.device) -> None:
+    def __init__(
+        self, unit: Unit, plan: UnitPlan, slots: dict[str, Buffer], shard_index: int, device: torch.device, tally: Tally
+    ) -> None:
         self.unit, self.plan = unit, plan
         stage, n = plan.layout.stage, unit.shard_numel
         dtype = torch_dtype(plan.layout.dtype)
         self.start, self.stop = shard_index * n, (shard_index + 1) * n
         if stage == 3:
-            self.whole = slots.weights[unit.slot][: unit.padded]
-            self.interval = torch.zeros(n, dtype=dtype, device=device)
+            self.whole = slots[unit.slot].tensor[: unit.padded]
+            self.interval = torch.zeros(n, dtype=torch_dtype(plan.master_dtype), device=device)
         else:
             self.whole = torch.zeros(unit.padded, dtype=dtype, device=device)
             self.interval = self.whole[self.start : self.stop]
         elements = n if stage >= 2 else unit.padded
-        self.grads = torch.zeros(elements, dtype=torch_dtype(plan.grad_dtype), device=device)
-        self.staging = slots.grads[unit.slot][: unit.padded] if plan.stages_gradients else None
-        self.fresh = True
+        self.grads = Buffer("gradients", elements, torch_dtype(plan.grad_dtype), device, tally)
+        self.staging = Buffer("comm", unit.padded, dtype, device, tally) if plan.stages_gradients else None
         self.places: list[Place] = []
         self._added_to: list[Tensor] = []
 
     @property
     def grads_interval(self) -> Tensor:
         """The accumulated gradient of this rank's interval."""
-        return self.grads if self.plan.layout.stage >= 2 else self.grads[self.start : self.stop]
+        grads = self.grads.tensor
+        return grads if self.plan.layout.stage >= 2 else grads[self.start : self.stop]
 
     def fill(self, values: Values) -> Tensor:
-        """Set the parameters from global values; returns the interval's values in float64 (for master weights)."""
+        """Set the parameters from global values; returns the interval's values in the optimizer's precision.
+
+        Weights are those values rounded, as they will be after every update.
+        """
         own = torch.zeros(self.stop - self.start, dtype=torch.float64, device=self.interval.device)
         for start, placed in zip(self.unit.offsets, self.unit.placed, strict=True):
             for first in range(0, placed.numel, FILLED):
@@ -87,18 +98,25 @@ class FlatUnit:
                     )
                 if self.plan.layout.stage in (1, 2):
                     every = local_values(placed, first, last, values, own.device)
-                    self.whole[start + first : start + last].copy_(every)
+                    self.whole[start + first : start + last].copy_(every.to(torch_dtype(self.plan.master_dtype)))
+        own = own.to(torch_dtype(self.plan.master_dtype))
         self.interval.copy_(own)
         return own
 
+    def piece(self) -> Tensor:
+        """This rank's piece of a gather into `whole`: the interval, or its place there, where it has been rounded."""
+        if self.interval.dtype == self.whole.dtype:
+            return self.interval
+        return self.whole[self.start : self.stop].copy_(self.interval)
+
     @property
-    def full_grads(self) -> Tensor:
+    def full_grads(self) -> Buffer:
         """The whole unit's gradients, where backward adds them up."""
         return self.grads if self.staging is None else self.staging
 
     def divide(self, overwrites: Callable[[Placed], bool]) -> list[Place]:
         """A place for each parameter's gradient. Those which are not overwritten, and the padding, must be emptied."""
-        grads, self.places, self._added_to = self.full_grads, [], []
+        grads, self.places, self._added_to = self.full_grads.take(), [], []
         at = 0  # start of the span of gradients that autograd adds to
         for start, placed in zip(self.unit.offsets, self.unit.placed, strict=True):
             stop = start + placed.numel
@@ -107,22 +125,23 @@ class FlatUnit:
                 self._added_to += [grads[at:start]] if at < start else []
                 at = stop
         self._added_to += [grads[at:]] if at < len(grads) else []
+        self.full_grads.free()
         return self.places
 
-    def empty_grads(self) -> None:
-        """Forget what backward has added up."""
+    def make_room(self) -> None:
+        """Memory for what backward is about to add up, with nothing in it."""
+        self.full_grads.take()
         for place in self.places:
             place.empty = True
         for span in self._added_to:
             span.zero_()
 
     def add_gradients(self, piece: Tensor) -> None:
-        """Accumulate one micro-batch's gradient; the first of a step overwrites."""
-        if self.fresh:
-            self.grads.copy_(piece)
+        """Accumulate one micro-batch's gradient."""
+        if self.grads.held:
+            self.grads.tensor.add_(piece)
         else:
-            self.grads.add_(piece)
-        self.fresh = False
+            self.grads.take().copy_(piece)
 
 
 def local_values(placed: Placed, start: int, stop: int, values: Values, device: torch.device) -> Tensor:
@@ -141,20 +160,6 @@ def local_values(placed: Placed, start: int, stop: int, values: Values, device: 
     global_columns = placed.parameter.shape[1] if len(placed.shape) == 2 else 1
     index = (row * global_columns + column).clamp_(max=placed.parameter.numel - 1)
     return torch.where(valid, values(placed.parameter, index), 0.0)
-
-
-class Slots:
-    """The shared buffers: weight slots (stage 3), gradient slots, and the scratch of reduce-scatters."""
-
-    def __init__(self, plan: UnitPlan, device: torch.device) -> None:
-        dtype = torch_dtype(plan.layout.dtype)
-
-        def make(wanted: bool) -> dict[str, Tensor]:
-            return {k: torch.zeros(n, dtype=dtype, device=device) for k, n in plan.slots.items()} if wanted else {}
-
-        self.weights = make(plan.layout.stage == 3)
-        self.grads = make(plan.stages_gradients)
-        self.scratch = torch.zeros(plan.scratch, dtype=torch_dtype(plan.wire_dtype), device=device)
 
 
 class Engine:
@@ -177,15 +182,25 @@ class Engine:
     ) -> None:
         self.decoder, self.plan, self.comms = decoder, plan, comms
         self.stage = plan.layout.stage
-        self.slots = Slots(plan, device)
+        self.tally = Tally()
+        self._slots = self._make_slots(device)
+        self._scratch = Buffer("comm", plan.scratch, torch_dtype(plan.wire_dtype), device, self.tally)
         shard_index = comms.index("shard") if plan.layout.shard_ranks > 1 else 0
-        self.units = {u.name: FlatUnit(u, plan, self.slots, shard_index, device) for u in plan.units}
+        self.units = {u.name: FlatUnit(u, plan, self._slots, shard_index, device, self.tally) for u in plan.units}
         self._gathers: dict[str, Pending] = {}
         self._reductions: dict[str, Pending] = {}
         self._uses: list[Use] = []
         self._at = 0
         self._last_micro_batch = True
         self._bind(overwriting)
+
+    def _make_slots(self, device: torch.device) -> dict[str, Buffer]:
+        """The buffers that gathered weights take in turn at stage 3."""
+        slots = {}
+        for name, elements in self.plan.slots.items() if self.stage == 3 else ():
+            slots[name] = Buffer("comm", elements, torch_dtype(self.plan.layout.dtype), device, self.tally)
+            slots[name].take().zero_()
+        return slots
 
     def _bind(self, overwriting: Collection[nn.Module]) -> None:
         """Replace the decoder's parameters by views of the flat buffers, with gradients as views too."""
@@ -210,11 +225,7 @@ class Engine:
     # -- following the plan
 
     def begin_step(self) -> None:
-        """A training step starts: accumulators are empty, and at stage 3 nothing is resident."""
-        for flat in self.units.values():
-            flat.fresh = True
-            if flat.staging is None:
-                flat.empty_grads()
+        """A training step starts: the optimizer has forgotten the gradients, and at stage 3 nothing is resident."""
         self._micro_batches = list(self.plan.gathering_uses())
         self._index = -1
 
@@ -239,7 +250,7 @@ class Engine:
         self.comms.phase = use.phase
         self.comms.pulse.work(f"{kind} of {part}")
         if kind == "backward":
-            self._empty_staging(part)
+            self._make_room(part)
         if self.stage < 3:
             return
         self._gather(use)
@@ -256,19 +267,26 @@ class Engine:
         for name in use.gathers:
             if name not in self._gathers:
                 flat = self.units[name]
-                self._gathers[name] = self.comms.all_gather(flat.whole, flat.interval, "shard", name, later=True)
+                self._gathers[name] = self.comms.all_gather(flat.whole, flat.piece(), "shard", name, later=True)
 
-    def _empty_staging(self, part: str) -> None:
-        """The gradient slots that `part`'s backward adds into are emptied once their last user has left."""
-        if not self.plan.stages_gradients:
-            return
+    @contextmanager
+    def trying(self, part: str) -> Iterator[None]:
+        """Outside of steps: `part` may compute backward, too, and what it adds to gradients is forgotten."""
+        self._make_room(part)
+        yield
+        for unit in self.plan.units_of(part):
+            self.units[unit.name].full_grads.free()
+
+    def _make_room(self, part: str) -> None:
+        """Memory for the full gradients that `part`'s backward adds up, where there is none yet."""
         for unit in self.plan.units_of(part):
             if unit.name == "tied" and part == "embedding":
                 continue  # holds the head's share already
-            for name, pending in self._reductions.items():
-                if self.units[name].unit.slot == unit.slot:
-                    pending.wait()
-            self.units[unit.name].empty_grads()
+            flat = self.units[unit.name]
+            if flat.staging is not None and unit.name in self._reductions:
+                self._reductions[unit.name].wait()
+            if flat.staging is not None or not flat.grads.held:
+                flat.make_room()
 
     def finish_backward(self, part: str) -> None:
         """`part`'s backward is over: its complete gradients start on their way."""
@@ -276,17 +294,19 @@ class Engine:
             flat = self.units[unit.name]
             if self.stage >= 2:
                 assert flat.staging is not None
-                self._sum_over_tensor_ranks(flat, flat.staging)
+                self._sum_over_tensor_ranks(flat, flat.staging.tensor)
                 self._reduce_scatter(flat, flat.staging, flat.add_gradients)
                 continue
             if flat.staging is not None:
-                flat.add_gradients(flat.staging)
+                flat.add_gradients(flat.staging.tensor)
+                flat.staging.free()
             if self._last_micro_batch:
-                self._sum_over_tensor_ranks(flat, flat.grads)
+                grads = flat.grads.tensor
+                self._sum_over_tensor_ranks(flat, grads)
                 if self.stage == 1:
                     self._reduce_scatter(flat, flat.grads, flat.grads_interval.copy_)
                 else:
-                    self._reductions[unit.name] = self.comms.all_reduce(flat.grads, "data", unit.name, later=True)
+                    self._reductions[unit.name] = self.comms.all_reduce(grads, "data", unit.name, later=True)
 
     def _sum_over_tensor_ranks(self, flat: FlatUnit, grads: Tensor) -> None:
         """Gradients of replicated weights that each tensor-parallel rank saw only in part."""
@@ -295,13 +315,22 @@ class Engine:
             if start < stop:
                 self.comms.all_reduce(grads[start:stop], axis, flat.unit.name)
 
-    def _reduce_scatter(self, flat: FlatUnit, grads: Tensor, finish: Callable[[Tensor], object]) -> None:
+    def _reduce_scatter(self, flat: FlatUnit, full: Buffer, add: Callable[[Tensor], object]) -> None:
+        """Send a unit's full gradients on their way: `add` gets this rank's piece of the sum. A full gradient that is
+        staged is then done with, and its memory goes."""
         for pending in self._reductions.values():
             pending.wait()  # one scratch buffer: the previous reduction must have left it
+        scratch = self._scratch.take(flat.unit.padded) if self.plan.scratch else None
+
+        def finish(piece: Tensor) -> None:
+            add(piece)
+            self._scratch.free()
+            if full is flat.staging:
+                full.free()
+
         self._reductions[flat.unit.name] = self.comms.reduce_scatter(
-            grads, "shard", flat.unit.name, finish,
-            scratch=self.slots.scratch if len(self.slots.scratch) else None, later=True,
-        )  # fmt: skip
+            full.tensor, "shard", flat.unit.name, finish, scratch=scratch, later=True
+        )
 
     def finish_step(self) -> None:
         """All backwards are over: wait for the reductions, and sum over replicas of the shard group (HSDP)."""
@@ -335,8 +364,13 @@ class Engine:
         """Class of bytes -> the tensors whose storages belong to it, for the memory report."""
         flats = list(self.units.values())
         weights = [flat.interval if self.stage == 3 else flat.whole for flat in flats]
-        comm = [*self.slots.weights.values(), *self.slots.grads.values(), self.slots.scratch]
-        return {"parameters": weights, "gradients": [flat.grads for flat in flats], "comm": comm}
+        staged = [flat.staging for flat in flats if flat.staging is not None]
+        comm = [*self._slots.values(), *staged, self._scratch]
+        return {
+            "parameters": weights,
+            "gradients": [flat.grads.tensor for flat in flats],
+            "comm": [buffer.tensor for buffer in comm],
+        }
 
 
 def _leaf(weight: Tensor, place: Place) -> nn.Parameter:

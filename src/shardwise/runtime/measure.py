@@ -1,5 +1,8 @@
 """Measuring one step: which storages are alive, by class, and the most that ever were.
 
+Parameters and optimizer state are there all the time. The engine's buffers come and go: their classes are the most that
+they take at one time, and the peak, the most of everything at one time, may be less than the sum of the classes.
+
 On CPU every storage is followed from the operation that made it to its end, by a dispatch mode and weak references, and
 what autograd saves is seen through saved-tensor hooks. Memory that an operator takes and returns inside itself is not
 seen. On CUDA the allocator tells the peak.
@@ -57,10 +60,14 @@ class _Storages(TorchDispatchMode):
 
         def gone(_: Any, key: int = key, size: int = size) -> None:
             if self._seen.pop(key, None) is not None:
-                self.live -= size
+                self.change(-size)
 
         self._seen[key] = weakref.ref(storage, gone)
-        self.live += size
+        self.change(size)
+
+    def change(self, difference: int) -> None:
+        """So many bytes more are alive."""
+        self.live += difference
         self.peak = max(self.peak, self.live)
 
 
@@ -69,11 +76,10 @@ class Measurement:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self._classes = {
-            **program.engine.storages(),
-            "optimizer": program.optimizer.owned(),
-        }
-        self._known = {t.untyped_storage()._cdata for tensors in self._classes.values() for t in tensors}
+        held = program.engine.storages()
+        self._lasting = {"parameters": held["parameters"], "optimizer": program.optimizer.owned()}
+        every = [*held.values(), *self._lasting.values()]
+        self._known = {t.untyped_storage()._cdata for tensors in every for t in tensors}
         self._saved: dict[int, int] = {}
         self.saved = 0
         self._storages = _Storages(self._known)
@@ -101,6 +107,10 @@ class Measurement:
             torch.cuda.reset_peak_memory_stats()
         else:
             program.comms.settle = SETTLE
+        tally = program.engine.tally
+        tally.restart()
+        tally.changed = self._storages.change
+        self._storages.change(tally.total)
         self._storages.__enter__()
         self._hooks.__enter__()
         return self
@@ -110,6 +120,7 @@ class Measurement:
         self._storages.__exit__(*error)
         program = self.program
         program.engine.begin_micro_batch, program.engine.visit = self._begin, self._visit  # type: ignore[method-assign]
+        program.engine.tally.changed = None
         program.comms.stop_recording()
         program.comms.settle = 0.0
 
@@ -121,13 +132,13 @@ class Measurement:
 
     def role(self, rank: int) -> Role:
         """The measured role of this rank alone."""
-        sizes = {name: _unique_bytes(tensors) for name, tensors in self._classes.items()}
-        held = sum(sizes.values())
+        lasting = {name: _unique_bytes(tensors) for name, tensors in self._lasting.items()}
         if self.program.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated()
         else:
-            peak = held + self._storages.peak
-        bytes_ = Bytes(**sizes, saved=self.saved, other=peak - held - self.saved)
+            peak = sum(lasting.values()) + self._storages.peak
+        most = self.program.engine.tally.most
+        bytes_ = Bytes.of(peak, **lasting, gradients=most["gradients"], comm=most["comm"], saved=self.saved)
         comms = self.program.comms
         return Role(f"rank {rank}", (rank,), bytes_, comms.ledger(), comms.transport())
 

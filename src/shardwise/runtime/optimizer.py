@@ -1,7 +1,8 @@
 """AdamW over flat intervals, with a gradient norm that counts every parameter of the whole model once.
 
 Each rank updates the interval that it owns. Weight decay and replication are spans of the interval, so the update is a
-handful of fused calls, whatever the number of parameters. bf16 weights have fp32 masters here.
+handful of fused calls, whatever the number of parameters. bf16 weights have fp32 masters: here, or, at stage 3, as the
+engine's own intervals.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
 
 
 class _State:
-    """Optimizer state of one unit's interval: master weights (the parameters themselves unless bf16) and moments."""
+    """Optimizer state of one unit's interval: moments, and master weights: the engine's own interval where it is in
+    that precision."""
 
     def __init__(self, flat: FlatUnit, values: Values) -> None:
         initial = flat.fill(values)
         self.flat = flat
-        low = flat.interval.dtype == torch.bfloat16
-        self.master = initial.float() if low else flat.interval
+        self.master = flat.interval if flat.interval.dtype == initial.dtype else initial
         self.first = torch.zeros_like(self.master)
         self.second = torch.zeros_like(self.master)
         inside = (span.within(flat.start, flat.stop) for span in flat.unit.spans)
@@ -55,7 +56,7 @@ class Optimizer:
         self._step = torch.zeros((), device=self.states[0].master.device)
 
     def step(self, lr: float) -> float:
-        """Clip and update; returns the global gradient norm before clipping (L2, over the whole model)."""
+        """Clip, update, and forget the gradients; returns their global norm before clipping (L2, over the model)."""
         self.comms.pulse.work("the optimizer")
         with self.comms.in_phase("optimizer"):
             norm = self._norm()
@@ -67,6 +68,7 @@ class Optimizer:
         self._step.fill_(self.steps)
         for state in self.states:
             self._update(state, lr, coefficient)
+            state.flat.grads.free()
         return norm
 
     def _norm(self) -> float:
@@ -85,7 +87,8 @@ class Optimizer:
         """One fused call a chunk: low-precision gradients and weights are converted while the cache holds them."""
         self.comms.pulse.work(f"the optimizer for {state.flat.unit.name}")
         grads, weights = state.flat.grads_interval, state.flat.interval
-        low = grads.dtype != state.master.dtype or state.master is not weights
+        apart = state.master is not weights
+        low = grads.dtype != state.master.dtype or apart
         for span in state.spans:
             step = optimizer_chunk(len(weights)) if low and not weights.is_cuda else span.stop - span.start
             for start in range(span.start, span.stop, step):
@@ -94,7 +97,7 @@ class Optimizer:
                 if coefficient < 1.0:
                     own.mul_(coefficient)
                 self._adamw(state, chunk, own, lr, span.decay)
-                if low:
+                if apart:
                     weights[chunk].copy_(state.master[chunk])
 
     def _adamw(self, state: _State, chunk: slice, grads: Tensor, lr: float, decay: bool) -> None:

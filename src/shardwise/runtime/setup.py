@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 
 from shardwise.decoder import Batch
+from shardwise.errors import UserError
 from shardwise.layout import Grid, Layout
 from shardwise.model import ModelConfig
 from shardwise.runtime.comms import Comms
@@ -16,11 +18,34 @@ AXES = ("data", "shard", "replicate", "tp", "kv", "shard_tp")
 """Every group over which the runtime communicates."""
 
 
+TRANSPORTS = ("auto", "shared", "gloo")
+"""auto: shared memory where all ranks are on one host that can, else gloo. GPUs always use NCCL."""
+
+
 def make_comms(
-    layout: Layout, model: ModelConfig, rank: int, *, timeout: float, overlap: bool = True, pulse: Pulse | None = None
+    layout: Layout,
+    model: ModelConfig,
+    rank: int,
+    *,
+    timeout: float,
+    overlap: bool = True,
+    transport: str = "auto",
+    pulse: Pulse | None = None,
 ) -> Comms:
-    """The process groups of `rank`; every rank of the job must call this. timeout: seconds."""
-    return Comms(Grid.of(layout, model), rank, AXES, timeout=timeout, overlap=overlap, pulse=pulse)
+    """The process groups of `rank`; every rank of the job must call this. timeout: seconds.
+
+    transport: one of `TRANSPORTS`. Raises `UserError` when it is "shared" and memory cannot be shared here.
+    """
+    grid = Grid.of(layout, model)
+    if transport != "gloo" and dist.get_backend() == "gloo" and dist.get_world_size() > 1:
+        try:
+            return Comms(grid, rank, AXES, timeout=timeout, overlap=overlap, shared=True, pulse=pulse)
+        except OSError as error:
+            if transport == "shared":
+                raise UserError(f"no shared memory: {error}; choose --transport gloo") from None
+            if rank == 0:
+                print(f"no shared memory: {error}; going on over gloo", flush=True)
+    return Comms(grid, rank, AXES, timeout=timeout, overlap=overlap, pulse=pulse)
 
 
 def stream_view(batch: Batch, layout: Layout, tp_rank: int) -> Batch:

@@ -78,6 +78,7 @@ class _RecomputeFromInput(torch.autograd.Function):
             with torch.enable_grad():
                 y = block(x, batch)
             torch.autograd.backward(y, grad)
+            del y
             program.engine.finish_backward(name)
             assert x.grad is not None
             grad = x.grad
@@ -112,7 +113,8 @@ class Program:
             from shardwise.runtime.compiling import compile_blocks  # brings in the compiler, which takes seconds
 
             comms.pulse.work("the compilation of the blocks")
-            self.compile_seconds = compile_blocks(self.decoder, plan, device)
+            with self.engine.trying(self.blocks[0][0]):
+                self.compile_seconds = compile_blocks(self.decoder, plan, device)
 
     def step(self, micro_batches: list[tuple[Batch, Tensor]], lr: float) -> tuple[float, float, int]:
         """Train on one global batch. micro_batches: this rank's (batch, targets [B, S]).

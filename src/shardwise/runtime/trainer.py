@@ -129,9 +129,11 @@ class _Run:
         layout, model = config.layout, config.model
         check_runnable(layout, model, config.workload, self.world)
         timeout = config.hang + pulse.MARGIN
-        self.comms = make_comms(layout, model, self.rank, timeout=timeout, overlap=config.overlap, pulse=self.pulse)
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        plan = unit_plan(model, layout, config.workload, rank=self.rank, backend=backend)  # type: ignore[arg-type]
+        self.comms = make_comms(
+            layout, model, self.rank,
+            timeout=timeout, overlap=config.overlap, transport=config.transport, pulse=self.pulse,
+        )  # fmt: skip
+        plan = unit_plan(model, layout, config.workload, rank=self.rank, backend=self.comms.backend)
         self._say_compiling("compiling the blocks ...")
         self.program = Program(plan, self.comms, config.optimizer, self._initial_values, device)
         self._say_compiling(f"compiled the blocks in {self.program.compile_seconds:.0f} s")

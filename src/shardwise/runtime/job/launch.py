@@ -90,7 +90,7 @@ class Failure:
 
 def lost_a_peer(error: BaseException) -> bool:
     """Whether an error tells that another rank has gone, or keeps this one waiting."""
-    words = ("lost a peer", "gloo", "Connection", "Timed out", "NCCL", "ProcessGroup")
+    words = ("lost a peer", "gloo", "Connection", "Timed out", "NCCL", "ProcessGroup", "has ended", "did not come")
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 

@@ -1,0 +1,98 @@
+"""What of the engine's buffers is there when, in bytes: accumulators and full gradients on their way to them.
+
+An accumulator comes with the first gradient of its unit and stays until the optimizer has read it. A full gradient that
+is staged, and the scratch of a reduce-scatter, stay until the next unit's gradients are complete, whose reduction waits
+for the one before: so communication runs behind one part's backward, and nothing is held for longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from shardwise.layout.units import Unit, UnitPlan
+from shardwise.report.step_report import DTYPE_BYTES
+
+When = Literal["loss", "backward", "reduction", "optimizer"]
+"""At the end of a forward pass; in a part's backward; after it, as the reduction before its own ends; at the end."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes at one moment. part: whose backward it is, or was just now. comm: without the slots of weights. arriving:
+    the sum that a reduction hands over, where that is not in its scratch."""
+
+    when: When
+    part: str
+    gradients: int
+    comm: int
+    arriving: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.gradients + self.comm + self.arriving
+
+
+class _Walk:
+    """The state of the buffers while one step's backwards are followed."""
+
+    def __init__(self, plan: UnitPlan) -> None:
+        self.plan, self.stage = plan, plan.layout.stage
+        self.accumulators: dict[str, int] = {}
+        self.staged: dict[str, int] = {}
+        self.flying: Unit | None = None
+
+    def now(self, when: When, part: str = "", arriving: int = 0) -> Held:
+        scratch = self.flying.padded * DTYPE_BYTES[self.plan.wire_dtype] if self.flying and self.plan.scratch else 0
+        return Held(when, part, sum(self.accumulators.values()), sum(self.staged.values()) + scratch, arriving)
+
+    def accumulate(self, unit: Unit) -> None:
+        elements = unit.shard_numel if self.stage >= 2 else unit.padded
+        self.accumulators[unit.name] = elements * DTYPE_BYTES[self.plan.grad_dtype]
+
+    def begin(self, part: str) -> Iterator[Held]:
+        for unit in self.plan.units_of(part):
+            if not self.plan.stages_gradients:
+                self.accumulate(unit)
+                continue
+            if self.flying is unit:
+                yield from self.land("backward", part)
+            self.staged[unit.name] = unit.padded * DTYPE_BYTES[self.plan.layout.dtype]
+
+    def finish(self, part: str, last: bool) -> Iterator[Held]:
+        for unit in self.plan.finished_after(part):
+            if self.stage < 2 and self.plan.stages_gradients:
+                self.accumulate(unit)
+                yield self.now("reduction", part)
+                del self.staged[unit.name]
+            if self.stage >= 2 or (self.stage == 1 and last):
+                yield from self.land("reduction", part)
+                self.flying = unit
+
+    def land(self, when: When, part: str = "") -> Iterator[Held]:
+        """The reduction under way ends."""
+        if self.flying is None:
+            return
+        if self.stage >= 2:
+            self.accumulate(self.flying)
+        wide = self.plan.wire_dtype == "bfloat16" and self.plan.backend != "nccl"
+        yield self.now(when, part, self.flying.shard_numel * DTYPE_BYTES["float32"] if wide else 0)
+        self.staged.pop(self.flying.name, None)
+        self.flying = None
+
+
+def held_through_step(plan: UnitPlan) -> Iterator[Held]:
+    """The buffers at every moment of a step at which they grow, in order.
+
+    From the second micro-batch on all find the same; so at most two are followed.
+    """
+    walk, count = _Walk(plan), min(plan.micro_batches, 2)
+    for index in range(count):
+        yield walk.now("loss")
+        for part in reversed(plan.parts):
+            yield from walk.begin(part)
+            yield walk.now("backward", part)
+            yield from walk.finish(part, index == count - 1)
+    yield from walk.land("optimizer")
+    yield walk.now("optimizer")

@@ -1,0 +1,71 @@
+"""Memory of the engine that is there only while something lies in it.
+
+A `Buffer` is a flat tensor whose storage is emptied and filled again, so views of it (parameters' gradients) stay valid
+all through a run. A `Tally` knows how many bytes of each class are there, and how many at most.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+class Tally:
+    """Bytes by class: `now`, and `most` at one time since `restart`. `changed`: told every difference, when set."""
+
+    def __init__(self) -> None:
+        self.now: Counter[str] = Counter()
+        self.most: Counter[str] = Counter()
+        self.changed: Callable[[int], object] | None = None
+
+    @property
+    def total(self) -> int:
+        return sum(self.now.values())
+
+    def add(self, kind: str, difference: int) -> None:
+        self.now[kind] += difference
+        self.most[kind] = max(self.most[kind], self.now[kind])
+        if self.changed is not None:
+            self.changed(difference)
+
+    def restart(self) -> None:
+        """Forget what was held before."""
+        self.most = Counter(self.now)
+
+
+class Buffer:
+    """A flat tensor without memory until `take`, and after `free`. `kind`: the class its bytes count in.
+
+    Views of it can only be made while it has memory.
+    """
+
+    def __init__(self, kind: str, elements: int, dtype: torch.dtype, device: torch.device, tally: Tally) -> None:
+        self.tensor = torch.empty(elements, dtype=dtype, device=device)
+        self._kind, self._tally, self._bytes = kind, tally, 0
+        self._storage().resize_(0)
+
+    def _storage(self) -> torch.UntypedStorage:
+        return self.tensor.untyped_storage()
+
+    @property
+    def held(self) -> bool:
+        return self._bytes > 0
+
+    def take(self, elements: int | None = None) -> Tensor:
+        """The tensor's first `elements` (all), with memory of undefined content for them alone."""
+        assert not self.held, "the buffer is in use"
+        count = self.tensor.numel() if elements is None else elements
+        self._bytes = count * self.tensor.element_size()
+        self._storage().resize_(self._bytes)
+        self._tally.add(self._kind, self._bytes)
+        return self.tensor[:count]
+
+    def free(self) -> None:
+        """Nobody needs what lies here any more; a buffer without memory stays so."""
+        if self.held:
+            self._storage().resize_(0)
+            self._tally.add(self._kind, -self._bytes)
+            self._bytes = 0

@@ -1,0 +1,260 @@
+"""Measuring collectives: every algorithm beside the backend's own, in one set of ranks, by turns.
+
+A time is that of calls that follow each other: a block of them, from the first rank's start to the last rank's end,
+over their number. In every round each contender has one block, after a call that is not counted; every second round
+goes the other way round, since what comes first may have it easier.
+
+`python -m shardwise.runtime.transport.bench JOB.json` is one rank of `shardwise collective bench`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.errors import UserError
+from shardwise.runtime.heap import keep_freed_memory
+from shardwise.runtime.job.launch import RANK_FAILED, USER_MISTAKE, Failure, die_with_parent, lost_a_peer, reason
+from shardwise.runtime.transport import SendTransport, shared_transport
+from shardwise.schedule import CommSchedule, build
+
+BLOCK = 0.01
+"""Seconds that a block of calls should take."""
+MOST_CALLS = 200
+DTYPE = torch.float32
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is measured. algorithms: (collective, algorithm). sizes: bytes of the full tensor. transports: "shared",
+    "sends". limit: seconds after which no new block starts. timeout: seconds that a rank waits for others. out: file
+    for the cells, written anew after each."""
+
+    algorithms: list[tuple[str, str]]
+    sizes: list[int]
+    transports: list[str]
+    rounds: int
+    limit: float
+    timeout: float
+    out: str
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One contender in one cell. algorithm: None for the backend's own. seconds: of a call, one figure a round."""
+
+    algorithm: str | None
+    transport: str
+    options: dict[str, int]
+    seconds: list[float]
+
+
+def whole_elements(nbytes: int, ranks: int) -> int:
+    """Elements of about `nbytes` bytes that divide by the ranks, as backends' own collectives need them."""
+    return max(1, nbytes // DTYPE.itemsize // ranks) * ranks
+
+
+def interleave(calls: Sequence[Call], rounds: int, go_on: Callable[[int], bool] = lambda round: True) -> list[Any]:
+    """Seconds of one call of each, a list with one figure for every round; every rank of the world must call it.
+
+    go_on: asked on rank 0 before each round.
+    """
+    counts = _rank_0s([_calls_in_a_block(call) for call in calls])
+    spans: list[list[tuple[float, float]]] = [[] for _ in calls]
+    for number in range(rounds):
+        if not _rank_0s([int(dist.get_rank() == 0 and go_on(number))])[0]:
+            break
+        for i in range(len(calls)) if number % 2 == 0 else reversed(range(len(calls))):
+            spans[i].append(_block(calls[i], counts[i]))
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, spans)
+    seconds = []
+    for i, count in enumerate(counts):
+        blocks = zip(*(theirs[i] for theirs in every), strict=True)
+        # perf_counter is the machine's monotonic clock, the same in all its processes.
+        seconds.append([(max(end for _, end in block) - min(start for start, _ in block)) / count for block in blocks])
+    return seconds
+
+
+def _calls_in_a_block(call: Call) -> int:
+    """Found by one call, after one that has everything compiled."""
+    call()
+    dist.barrier()
+    started = time.perf_counter()
+    call()
+    return max(1, min(MOST_CALLS, math.ceil(BLOCK / (time.perf_counter() - started))))
+
+
+def _block(call: Call, count: int) -> tuple[float, float]:
+    dist.barrier()
+    call()
+    started = time.perf_counter()
+    for _ in range(count):
+        call()
+    return started, time.perf_counter()
+
+
+def _rank_0s(numbers: list[int]) -> list[int]:
+    told = torch.tensor(numbers)
+    dist.broadcast(told, 0)
+    return told.tolist()
+
+
+def backends_own(collective: str, memory: Tensor, n: int) -> Call:
+    """torch.distributed's collective over the world, on a full tensor of n elements, a multiple of the ranks.
+
+    memory: 2 n elements or more, all of whose content is lost.
+    """
+    p, rank = dist.get_world_size(), dist.get_rank()
+    full, other = memory[:n], memory[n : 2 * n]
+    piece = other[: n // p]
+    pieces = list(full.chunk(p)) if rank == 0 else None
+    calls: dict[str, Call] = {
+        "broadcast": partial(dist.broadcast, full, 0),
+        "scatter": partial(dist.scatter, piece, pieces, 0),
+        "gather": partial(dist.gather, piece, pieces, 0),
+        "reduce": partial(dist.reduce, full, 0),
+        "all-gather": partial(dist.all_gather_single, full, piece),
+        "reduce-scatter": partial(dist.reduce_scatter_single, piece, full),
+        "all-reduce": partial(dist.all_reduce, full),
+        "all-to-all": partial(dist.all_to_all_single, other, full),
+    }
+    return calls[collective]
+
+
+class Bench:
+    """One rank of a job: its transports, and a memory for each, as large as any cell needs."""
+
+    def __init__(self, job: Job) -> None:
+        world = dist.group.WORLD
+        assert world is not None
+        self.job, self.started = job, time.monotonic()
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.schedules = [build(collective, name, self.ranks) for collective, name in job.algorithms]
+        regions = max(2, *(len(schedule.regions) for schedule in self.schedules))
+        most = regions * max(whole_elements(size, self.ranks) for size in job.sizes)
+        self.plain = torch.empty(most, dtype=DTYPE)
+        self.transports: dict[str, tuple[Any, Tensor]] = {}
+        if "shared" in job.transports:
+            self.transports["shared"] = self._shared(world, most)
+        if "sends" in job.transports:
+            self.transports["sends"] = SendTransport(world), self.plain
+        for memory in (self.plain, *(memory for _, memory in self.transports.values())):
+            memory.fill_(0)  # pages that nobody wrote yet are quick to read
+
+    def _shared(self, world: dist.ProcessGroup, elements: int) -> tuple[Any, Tensor]:
+        try:
+            transport = shared_transport(world, timeout=self.job.timeout)
+            return transport, transport.empty(elements, DTYPE)
+        except OSError as error:
+            raise UserError(f"--transport shared cannot be had: {error}; use --transport sends") from None
+
+    def run(self) -> None:
+        """Measure cell after cell until the time is over; rank 0 writes them."""
+        collectives = list(dict.fromkeys(schedule.collective for schedule in self.schedules))
+        wanted = [(collective, size) for collective in collectives for size in self.job.sizes]
+        cells: list[dict[str, Any]] = []
+        for number, (collective, size) in enumerate(wanted):
+            if not _rank_0s([int(number == 0 or self._in_time())])[0]:
+                break
+            n = whole_elements(size, self.ranks)
+            words = f"{collective}, {n * DTYPE.itemsize:,} bytes ({number + 1} of {len(wanted)})"
+            measured = self._cell(collective, n, words)
+            cells.append(
+                {"collective": collective, "bytes": n * DTYPE.itemsize, "rows": [asdict(row) for row in measured]}
+            )
+            if self.rank == 0:
+                partial_file = Path(self.job.out + ".partial")
+                partial_file.write_text(json.dumps({"wanted": len(wanted), "cells": cells}))
+                partial_file.replace(self.job.out)
+        if self.rank == 0 and sys.stderr.isatty():
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        for transport, _ in self.transports.values():
+            transport.close()
+
+    def _in_time(self) -> bool:
+        return time.monotonic() - self.started < self.job.limit
+
+    def _cell(self, collective: str, n: int, words: str) -> list[Measured]:
+        contenders: list[tuple[CommSchedule | None, str, Call]] = []
+        for name, (transport, memory) in self.transports.items():
+            for schedule in self.schedules:
+                if schedule.collective == collective:
+                    mine = memory[: int(schedule.bounds(n)[-1])]
+                    contenders.append((schedule, name, partial(transport.run, schedule, mine)))
+        contenders.append((None, dist.get_backend(), backends_own(collective, self.plain, n)))
+
+        def go_on(number: int) -> bool:
+            _progress(words, number, self.job.rounds)
+            return self._in_time() or number == 0
+
+        seconds = interleave([call for *_, call in contenders], self.job.rounds, go_on)
+        return [
+            Measured(schedule.algorithm if schedule else None, name, _options(schedule), mine)
+            for (schedule, name, _), mine in zip(contenders, seconds, strict=True)
+        ]
+
+
+def _options(schedule: CommSchedule | None) -> dict[str, int]:
+    """Those that have a value of their own: a node of 0 ranks stands for what the number of ranks suggests."""
+    return {name: value for name, value in schedule.options.items() if value} if schedule else {}
+
+
+def _progress(words: str, number: int, rounds: int) -> None:
+    """On a terminal a line that changes, elsewhere a line for each cell."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{words}: round {number + 1} of {rounds}", end="", file=sys.stderr, flush=True)
+    elif number == 0:
+        print(words, file=sys.stderr, flush=True)
+
+
+def main(argv: list[str]) -> int:
+    """One rank, as its launcher's environment says. Returns the exit code."""
+    die_with_parent()
+    rank = int(os.environ["RANK"])
+    try:
+        job = Job(**json.loads(Path(argv[0]).read_text()))
+        keep_freed_memory()  # as the trainer does
+        torch.set_num_threads(1)
+        dist.init_process_group(
+            "gloo",
+            init_method=os.environ["SHARDWISE_RENDEZVOUS"],
+            rank=rank,
+            world_size=int(os.environ["WORLD_SIZE"]),
+            timeout=timedelta(seconds=job.timeout),
+        )
+        bench = Bench(job)
+        bench.run()
+        dist.barrier()  # who leaves early must not be missed
+        bench.close()
+        return 0
+    except BaseException as error:
+        user = isinstance(error, UserError)
+        kind = "user" if user else "peer" if lost_a_peer(error) else "error"
+        words = reason(error) if user else f"{type(error).__name__}: {reason(error)}"
+        Failure(kind, rank, None, words).write(Path(os.environ["SHARDWISE_ERROR_FILE"]))  # type: ignore[arg-type]
+        return USER_MISTAKE if user else RANK_FAILED
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stderr.flush()
+    # Taking gloo down while peers do so, too, now and then aborts the process; nothing is left that needs it.
+    os._exit(code)

@@ -1,0 +1,82 @@
+"""A schedule's memory on one rank: made from what a user of the collective holds, and what he gets out of it.
+
+In terms of a full tensor of n elements, cut as `CommSchedule.bounds` says (chunks differ by an element where n does not
+divide):
+
+    broadcast, scatter       the root holds n elements, the others none   -> n elements; the rank's own piece
+    reduce, all-reduce       every rank holds n elements                  -> n elements, of a reduce on the root only
+    gather, all-gather       every rank holds its own piece               -> n elements, of a gather on the root only
+    reduce-scatter           every rank holds n elements                  -> the rank's own piece
+    all-to-all               every rank holds n elements                  -> p blocks of ceil(n / p), padded with zeros
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shardwise.errors import UserError
+from shardwise.schedule import CommSchedule
+from shardwise.schedule.collectives import inputs
+from shardwise.schedule.comm import Region
+
+
+def elements_of(schedule: CommSchedule, memory: Tensor) -> int:
+    """Elements of the full tensor (padded, of an all-to-all) that this memory is for.
+
+    Raises `UserError` for a memory that is not one contiguous row of the schedule's regions.
+    """
+    elements, rest = divmod(memory.numel(), len(schedule.regions))
+    if memory.dim() != 1 or not memory.is_contiguous() or rest or schedule.data_elements(elements) != elements:
+        raise UserError(
+            f"{schedule.name} needs a contiguous memory of one dim and {len(schedule.regions)} x n elements"
+            + (f", n a multiple of {schedule.chunks}" if schedule.collective == "all-to-all" else "")
+            + f"; this one has the shape {tuple(memory.shape)}"
+        )
+    return elements
+
+
+def held(schedule: CommSchedule, rank: int, elements: int) -> tuple[int, int]:
+    """[start, stop) of the full tensor of `elements` elements that a rank must bring."""
+    chunks = inputs(schedule)[rank].nonzero()[0]
+    if not len(chunks):
+        return 0, 0
+    bounds = schedule.bounds(elements)
+    return min(int(bounds[chunks[0]]), elements), min(int(bounds[chunks[-1] + 1]), elements)
+
+
+def lay_out(schedule: CommSchedule, rank: int, given: Tensor, elements: int) -> Tensor:
+    """A memory, shape (bounds(elements)[-1],), for a full tensor of `elements` elements, of the dtype and device given.
+
+    given: what the rank holds of it, see `held`, shape (stop - start,); of a rank that holds nothing any tensor, for
+    its dtype and device. What is no input is left undefined. Raises `UserError` for another size.
+    """
+    start, stop = held(schedule, rank, elements)
+    if stop > start and given.numel() != stop - start:
+        raise UserError(
+            f"{schedule.name} of {elements} elements: rank {rank} brings {stop - start} elements, not {given.numel()}"
+        )
+    memory = torch.empty(int(schedule.bounds(elements)[-1]), dtype=given.dtype, device=given.device)
+    if schedule.collective == "all-to-all":
+        memory[elements : schedule.data_elements(elements)] = 0
+    if stop > start:
+        memory[start:stop] = given.reshape(-1)
+    return memory
+
+
+def region(schedule: CommSchedule, memory: Tensor, name: Region) -> Tensor:
+    """One region of a memory, as a view."""
+    elements = elements_of(schedule, memory)
+    first = schedule.regions.index(name) * elements
+    return memory[first : first + elements]
+
+
+def result(schedule: CommSchedule, rank: int, memory: Tensor) -> Tensor | None:
+    """What the rank must hold in the end, as a view of its memory; None of a rank that gets nothing."""
+    full = region(schedule, memory, schedule.result)
+    if schedule.collective in ("reduce", "gather"):
+        return full if rank == schedule.root else None
+    if schedule.collective in ("scatter", "reduce-scatter"):
+        bounds = schedule.bounds(full.numel())
+        return full[int(bounds[rank]) : int(bounds[rank + 1])]
+    return full

@@ -1,0 +1,123 @@
+"""What ranks do in the tests of shared memory."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from harness.space import MODELS
+from shardwise.errors import UserError
+from shardwise.layout import Layout
+from shardwise.runtime.setup import make_comms
+from shardwise.runtime.transport import SharedTransport
+from shardwise.schedule import build
+
+TIMEOUT = 20.0
+
+
+def _world() -> SharedTransport:
+    assert dist.group.WORLD is not None
+    return SharedTransport(dist.group.WORLD, TIMEOUT)
+
+
+def _collectives(transport: SharedTransport, generator: random.Random) -> None:
+    """One of several collectives, small or large; the same one on every rank."""
+    n = generator.choice((1, 1000, 300_000))
+    kind = generator.randrange(4)
+    x = torch.full((n * transport.ranks,), 1.0)
+    if kind == 0:
+        transport.all_reduce(x).wait()
+        assert (x == transport.ranks).all()
+    elif kind == 1:
+        transport.all_gather(x, torch.full((n,), 1.0)).wait()
+    elif kind == 2:
+        reduction = transport.reduction(x, torch.float32).start()
+        reduction.wait()
+        assert (reduction.piece == transport.ranks).all()
+    else:
+        transport.run(build("all-reduce", generator.choice(("ring", "recursive-doubling", "tree")), transport.ranks), x)
+        assert (x == transport.ranks).all()
+
+
+def killed(rank: int, payload: tuple[int, float]) -> None:
+    """Collectives without end; the last rank is killed after so many seconds."""
+    number, after = payload
+    transport = _world()
+    dist.barrier()
+    if rank == transport.ranks - 1:
+        threading.Timer(after, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+    generator = random.Random(number)
+    while True:
+        _collectives(transport, generator)
+
+
+def healthy(rank: int, count: int) -> int:
+    transport = _world()
+    generator = random.Random(count)
+    for _ in range(count):
+        _collectives(transport, generator)
+    return len(transport.started)
+
+
+def late(rank: int, _: None) -> str:
+    """The last rank never comes to the second collective; what the first one says of it."""
+    transport = _world()
+    transport.patience.timeout = 0.5
+    x = torch.ones(10)
+    transport.all_reduce(x).wait()
+    if rank == transport.ranks - 1:
+        time.sleep(2)
+        return ""
+    try:
+        transport.all_reduce(x).wait()
+    except RuntimeError as error:
+        return str(error)
+    return "it came"
+
+
+@dataclass(frozen=True)
+class Said:
+    backend: str
+    problem: str
+    sum: float
+
+
+def limited(rank: int, payload: tuple[int, str]) -> Said:
+    """Comms where a file, and so a segment, may have at most so many bytes."""
+    most, transport = payload
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+    try:
+        comms = make_comms(Layout(dp=2), MODELS["llama"], rank, timeout=TIMEOUT, transport=transport)
+        x = torch.ones(40 << 20)
+        comms.all_reduce(x, "data", "test")
+        return Said(comms.backend, "", float(x.mean()))
+    except UserError as error:
+        return Said("", str(error), 0.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def open_files(rank: int, count: int) -> tuple[int, int]:
+    """Open files of this process before and after `count` transports have come and gone."""
+    import gc
+
+    _world()
+    gc.collect()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(count):
+        transport = _world()
+        transport.all_reduce(torch.ones(5)).wait()
+        del transport
+        gc.collect()
+        dist.barrier()
+    return before, len(list(Path("/proc/self/fd").iterdir()))

@@ -1,0 +1,57 @@
+"""Shared memory when things go wrong: ranks that die, do not come, or cannot have the memory."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from harness.pool import Pool, RankFailed, run_ranks
+from harness.shared_jobs import Said
+from harness.space import seed
+
+MEBIBYTE = 1 << 20
+
+
+def test_a_rank_killed_inside_collectives_is_named_and_nothing_is_left() -> None:
+    """At random moments, 20 with SHARDWISE_ALL=1: the others end with one line, and the next start works."""
+    generator = random.Random(seed())
+    pool = Pool(3)
+    try:
+        for number in range(20 if os.environ.get("SHARDWISE_ALL") == "1" else 3):
+            assert pool.run("harness.shared_jobs:healthy", 3, 20) == [0, 0, 0]
+            processes = [process.pid for process, _ in pool.workers]
+            with pytest.raises(RankFailed, match="RuntimeError: rank 2 has ended"):
+                pool.run("harness.shared_jobs:killed", 3, (number, generator.uniform(0.0, 0.15)), limit=30)
+            # Segments have no names: they are gone with the processes that mapped them.
+            assert not [pid for pid in processes if Path(f"/proc/{pid}").exists()]
+            assert not [path for path in Path("/dev/shm").iterdir() if "shardwise" in path.name]
+    finally:
+        pool.close()
+
+
+def test_a_rank_that_does_not_come_is_named_after_the_time_limit() -> None:
+    assert run_ranks("harness.shared_jobs:late", 2) == ["rank 1 did not come within 0.5 s", ""]
+
+
+def test_64_megabytes_are_enough_for_any_tensor() -> None:
+    """160 MB pass through segments that may have 64 MB at most."""
+    assert run_ranks("harness.shared_jobs:limited", 2, (64 * MEBIBYTE, "shared")) == [Said("shared", "", 2.0)] * 2
+
+
+def test_without_memory_to_share_gloo_carries_everything() -> None:
+    assert run_ranks("harness.shared_jobs:limited", 2, (MEBIBYTE // 2, "auto")) == [Said("gloo", "", 2.0)] * 2
+
+
+def test_who_asks_for_shared_memory_is_told_why_there_is_none() -> None:
+    for said in run_ranks("harness.shared_jobs:limited", 2, (MEBIBYTE // 2, "shared")):
+        assert said.problem == (
+            "no shared memory: rank 0 got no shared memory: File too large; choose --transport gloo"
+        )
+
+
+def test_transports_that_are_gone_leave_no_open_files() -> None:
+    for before, after in run_ranks("harness.shared_jobs:open_files", 2, 5):
+        assert after <= before

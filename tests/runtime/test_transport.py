@@ -1,0 +1,207 @@
+"""Schedules run by real processes give torch's own results, on every transport."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.pool import run_ranks
+from harness.space import seed
+from harness.transport_jobs import Case, Payload
+from shardwise.errors import UserError
+from shardwise.runtime.transport.buffers import held, lay_out, result
+from shardwise.runtime.transport.sends import Post, SendTransport, compile_steps
+from shardwise.schedule import Algorithm, algorithms, build
+from shardwise.schedule.collectives import REDUCING
+from shardwise.schedule.engine import play
+from shardwise.schedule.program import Action, lower
+
+RANKS = (2, 3, 4, 6, 8)
+DTYPES = ("int64", "float32", "bfloat16")
+REPLICATED = ("broadcast", "all-gather", "all-reduce")
+
+
+def sizes(p: int) -> tuple[int, ...]:
+    """Fewer elements than ranks, and sizes that do not divide."""
+    return tuple(dict.fromkeys((1, p - 1, 3 * p + 1, 20_011)))
+
+
+def options(algorithm: Algorithm, p: int, generator: random.Random) -> tuple[tuple[str, int], ...]:
+    """Values for some of its options."""
+    values = {"root": range(p), "segments": (1, 2, 3, 5), "node": [g for g in range(1, p + 1) if p % g == 0]}
+    return tuple(
+        (name, generator.choice(values[name]))
+        for name in algorithm.options
+        if name == "root" or generator.random() < 0.5
+    )
+
+
+def cases(p: int, transport: str) -> Iterator[Case]:
+    """Every algorithm, with one size and type that rotate with the date; with all of them where SHARDWISE_ALL is 1."""
+    everything = [(n, dtype) for n in sizes(p) for dtype in DTYPES]
+    generator = random.Random(f"{seed()} {p} {transport}")
+    for algorithm in algorithms():
+        chosen = everything if os.environ.get("SHARDWISE_ALL") == "1" else [generator.choice(everything)]
+        for n, dtype in chosen:
+            yield Case(algorithm.collective, algorithm.name, n, dtype, options(algorithm, p, generator))
+
+
+@pytest.fixture(params=["sends", "shared"])
+def transport(request):
+    if request.param == "shared":
+        try:
+            from shardwise.runtime.transport import shared_transport  # noqa: F401
+        except ImportError:
+            pytest.skip("there is no shared-memory transport yet")
+    return request.param
+
+
+@pytest.mark.parametrize("p", RANKS)
+def test_every_algorithm_gives_torch_s_result(transport, p):
+    check(p, Payload(transport, tuple(cases(p, transport)), repeat=2))
+
+
+def test_sends_as_devices_need_them_give_torch_s_result():
+    check(4, Payload("together", tuple(cases(4, "together"))))
+
+
+def test_a_plan_is_for_one_root_and_one_choice_of_options(transport):
+    chosen = [("broadcast", "binomial", (("root", root),)) for root in range(3)]
+    chosen += [("broadcast", "chain", (("root", 1), ("segments", segments))) for segments in (1, 2, 4)]
+    check(3, Payload(transport, tuple(Case(*names, 13, "int64", options) for *names, options in chosen)))
+
+
+def check(p: int, payload: Payload) -> None:
+    by_rank = run_ranks("harness.transport_jobs:compare", p, payload)
+    wrong = []
+    for case, outcomes in zip(payload.cases, zip(*by_rank, strict=True), strict=True):
+        wrong += [f"{case}, rank {r}: {outcome.problem}" for r, outcome in enumerate(outcomes) if outcome.problem]
+        digests = {outcome.digest for outcome in outcomes}
+        if case.collective in REPLICATED and len(digests) > 1:
+            wrong.append(f"{case}: the ranks' results differ")
+        assert digests != {""}, f"{case}: no rank has a result"
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_lost_peer_is_told(transport):
+    if transport == "shared":
+        pytest.skip("a rank that lives on without taking part is found by the time limit: see the transport's own test")
+    first, _ = run_ranks("harness.transport_jobs:lose_a_peer", 2, transport)
+    assert "onnection" in first and "no error" not in first
+
+
+def test_plans_are_kept_and_bounded():
+    for limits, most in (((5, 1 << 30), 5), ((100, 60), 100)):
+        same, plans, nbytes = run_ranks("harness.transport_jobs:keep_plans", 2, limits)[0]
+        assert same and plans <= most and (nbytes <= limits[1] or plans == 1)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data(), st.sampled_from(algorithms()), st.integers(1, 9), st.integers(0, 40))
+def test_buffers_of_any_size_hold_what_the_collective_promises(data, algorithm, p, n):
+    root = {"root": data.draw(st.integers(0, p - 1))} if "root" in algorithm.options else {}
+    schedule = build(algorithm.collective, algorithm.name, p, **root)
+    full = torch.arange(p * n).reshape(p, n) ** 2
+    given_ = [full[r, slice(*held(schedule, r, n))] for r in range(p)]
+    program = lower(schedule, n)
+    spare = torch.zeros(program.elements - int(schedule.bounds(n)[-1]), dtype=torch.int64)
+    memory = [torch.cat([lay_out(schedule, r, given_[r], n), spare]).numpy() for r in range(p)]
+    play(program, memory=memory)
+    for rank, values in enumerate(memory):
+        found = result(schedule, rank, torch.from_numpy(values[: int(schedule.bounds(n)[-1])]))
+        expected = promised(schedule.collective, full.numpy(), schedule.root, rank)
+        assert (found is None) == (expected is None)
+        assert found is None or np.array_equal(found.numpy(), expected)
+
+
+def promised(collective: str, full: np.ndarray, root: int, rank: int) -> np.ndarray | None:
+    """A rank's result, from the full tensors of all ranks, shape (p, n)."""
+    p, n = full.shape
+    cut = [i * n // p for i in range(p + 1)]
+    mine = slice(cut[rank], cut[rank + 1])
+    if collective in ("reduce", "gather") and rank != root:
+        return None
+    if collective in REDUCING:
+        return full.sum(0)[mine] if collective == "reduce-scatter" else full.sum(0)
+    if collective in ("gather", "all-gather"):
+        return np.concatenate([full[r, cut[r] : cut[r + 1]] for r in range(p)])
+    if collective == "all-to-all":
+        blocks = np.pad(full, ((0, 0), (0, -n % p))).reshape(p, p, -1)
+        return blocks[:, rank].ravel()
+    return full[root, mine] if collective == "scatter" else full[root]
+
+
+def test_only_messages_that_are_not_contiguous_are_packed():
+    def packed(collective: str, algorithm: str) -> int:
+        program = lower(build(collective, algorithm, 4), 8, 0)
+        base = int(build(collective, algorithm, 4).bounds(8)[-1])
+        steps, most = compile_steps(program.actions[0], base, program.elements)
+        assert (most > program.elements) == any(isinstance(step, Post) and step.pack for step in steps)
+        return most - program.elements
+
+    assert packed("all-reduce", "ring") == packed("reduce-scatter", "halving") == 0
+    # Bruck sends pieces 1 and 3, then 2 and 3: two spans of two elements on either side.
+    assert packed("all-to-all", "bruck") == 8
+
+
+def test_nothing_is_waited_for_before_it_is_needed():
+    actions = [
+        Action("recv", 1, ((0, 2),)),
+        Action("send", 1, ((2, 4),)),
+        Action("copy", -1, ((6, 7),), ((7, 8),)),
+        Action("reduce", -1, ((4, 6),), ((0, 2),), after=(0,)),
+    ]
+    steps, _ = compile_steps(actions, 8, 8)
+    assert [type(step).__name__ for step in steps] == ["Post", "Local", "Await", "Local", "Await"]
+    assert [step.actions for step in steps if type(step).__name__ == "Await"] == [(0,), (1,)]
+
+
+def test_what_is_staged_is_no_part_of_the_memory():
+    # Two elements arrive at the memory's end, and two behind it that are to be added.
+    steps, most = compile_steps([Action("recv", 1, ((6, 8), (8, 10)))], 8, 10)
+    assert steps[0].messages[0][3] == (10, 14) and most == 14
+    assert steps[1].unpack == (((6, 8), (10, 12)), ((8, 10), (12, 14)))
+
+
+def test_additions_keep_their_order():
+    actions = [Action("reduce", -1, ((0, 2),), ((at, at + 2),)) for at in (6, 2, 4)]
+    (step,), _ = compile_steps(actions, 8, 8)
+    assert [source for _, source in step.pairs] == [(6, 8), (2, 4), (4, 6)]
+
+
+class Group:
+    """As much of a process group as a mistake meets."""
+
+    def size(self) -> int:
+        return 2
+
+    def rank(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("collective", "ranks", "shape", "words"),
+    [
+        ("all-reduce", 3, (6,), "for 3 ranks, the group has 2"),
+        ("all-reduce", 2, (2, 3), r"shape \(2, 3\)"),
+        ("all-to-all", 2, (7,), "2 x n elements"),
+        ("all-to-all", 2, (6,), "n a multiple of 2"),
+    ],
+)
+def test_a_memory_that_does_not_fit_is_refused(collective, ranks, shape, words):
+    name = "ring" if collective == "all-reduce" else "pairwise"
+    with pytest.raises(UserError, match=words):
+        SendTransport(Group()).run(build(collective, name, ranks), torch.zeros(shape))
+
+
+def test_a_rank_must_bring_its_piece():
+    schedule = build("all-gather", "ring", 3)
+    with pytest.raises(UserError, match="of 10 elements: rank 1 brings 3 elements, not 4"):
+        lay_out(schedule, 1, torch.zeros(4), 10)
