@@ -59,6 +59,12 @@ class Timing:
     wait: float = 0.0
 
 
+class Waiting(Protocol):
+    """What can be waited for."""
+
+    def wait(self) -> None: ...
+
+
 class Pending:
     """A collective under way. `wait` returns when its result may be read; waiting twice is allowed."""
 
@@ -103,6 +109,18 @@ class Pending:
         self._works, self._finish = [], None
         if self._settle:
             time.sleep(self._settle)
+
+
+class Deferred:
+    """A collective that whoever waits for it does himself: nothing moves, and no time counts, before."""
+
+    def __init__(self, issue: Callable[[], Waiting]) -> None:
+        self._issue: Callable[[], Waiting] | None = issue
+
+    def wait(self) -> None:
+        if self._issue is not None:
+            issue, self._issue = self._issue, None
+            issue().wait()
 
 
 DONE = Pending([], None, None, 0.0)
@@ -174,11 +192,6 @@ class Comms:
         for transport in {id(found): found for found in self._shared.values()}.values():
             transport.close()
 
-    def empty(self, elements: int, dtype: torch.dtype, axes: str) -> Tensor | None:
-        """A flat, zeroed buffer that the group over `axes` can read where it is; None where nothing is shared."""
-        transport = self._shared.get(axes)
-        return None if transport is None else transport.empty(elements, dtype)
-
     # -- the ledger
 
     def start_recording(self) -> None:
@@ -225,15 +238,34 @@ class Comms:
         return timing
 
     def _issue(
-        self, start: Callable[[], Any], timing: Timing | None, later: bool, finish: Callable[[], object] | None = None
-    ) -> Pending:
+        self,
+        start: Callable[[], Any],
+        timing: Timing | None,
+        later: bool,
+        finish: Callable[[], object] | None = None,
+        deferred: bool = False,
+    ) -> Waiting:
+        """Start a collective, and wait for it unless it is wanted `later`. deferred: it is done by waiting for it."""
         at_once = not (later and self.overlap)
-        flight = None if self.timeline is None or timing is None else self.timeline.issue(timing.key, at_once)
-        issued = time.perf_counter()
-        pending = Pending([start()], finish, timing, issued, self.settle, self.pulse, self._last, flight)
+        if deferred and not at_once:
+            words = self._last
+            return Deferred(lambda: self._started(start, timing, True, finish, words))
+        pending = self._started(start, timing, at_once, finish, self._last)
         if at_once:
             pending.wait()
         return pending
+
+    def _started(
+        self,
+        start: Callable[[], Any],
+        timing: Timing | None,
+        at_once: bool,
+        finish: Callable[[], object] | None,
+        words: str | None,
+    ) -> Pending:
+        flight = None if self.timeline is None or timing is None else self.timeline.issue(timing.key, at_once)
+        issued = time.perf_counter()
+        return Pending([start()], finish, timing, issued, self.settle, self.pulse, words, flight)
 
     # -- the collectives
 
@@ -246,18 +278,18 @@ class Comms:
 
     def all_reduce(
         self, tensor: Tensor, axes: str, unit: str, *, maximum: bool = False, later: bool = False
-    ) -> Pending:
+    ) -> Waiting:
         """Sum (or maximum) over the group, in place. With `later` the result is ready after `wait()`."""
         if axes not in self._groups:
             return DONE
         timing = self._record("all_reduce", axes, unit, tensor, tensor.numel(), self.backend)
         if axes in self._shared:
             transport = self._shared[axes]
-            return self._issue(lambda: transport.all_reduce(tensor, maximum=maximum), timing, later)
+            return self._issue(lambda: transport.all_reduce(tensor, maximum=maximum), timing, later, deferred=True)
         op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
         return self._issue(lambda: dist.all_reduce(tensor, op, self._groups[axes], async_op=True), timing, later)
 
-    def all_gather(self, out: Tensor, piece: Tensor, axes: str, unit: str, *, later: bool = False) -> Pending:
+    def all_gather(self, out: Tensor, piece: Tensor, axes: str, unit: str, *, later: bool = False) -> Waiting:
         """Concatenate every rank's flat `piece` into `out` in group order. `piece` may be its place within `out`."""
         if axes not in self._groups:
             if out.data_ptr() != piece.data_ptr():
@@ -266,7 +298,7 @@ class Comms:
         timing = self._record("all_gather_into", axes, unit, out, out.numel(), self.backend)
         if axes in self._shared:
             transport = self._shared[axes]
-            return self._issue(lambda: transport.all_gather(out, piece), timing, later)
+            return self._issue(lambda: transport.all_gather(out, piece), timing, later, deferred=True)
         group = self._groups[axes]
         return self._issue(
             lambda: dist.all_gather_single(out.view(-1), piece.reshape(-1), group, async_op=True), timing, later
@@ -281,7 +313,7 @@ class Comms:
         *,
         scratch: Tensor | None = None,
         later: bool = False,
-    ) -> Pending:
+    ) -> Waiting:
         """Sum `full` over the group and hand this rank its piece: `finish(piece)`, in `full`'s dtype or wider.
 
         full: flat, its size divisible by the group's. scratch: as many elements as `full`, where peers' pieces are
@@ -294,7 +326,7 @@ class Comms:
         if axes in self._shared:
             timing = self._record("reduce_scatter", axes, unit, full, full.numel(), self.backend)
             reduction = self._shared[axes].reduction(full, wide)
-            return self._issue(reduction.start, timing, later, lambda: finish(reduction.piece))
+            return self._issue(reduction.start, timing, later, lambda: finish(reduction.piece), deferred=True)
         if self.backend != "gloo":
             # NCCL, which sums bf16 in bf16; or a dry run of shared memory, which holds what that would.
             timing = self._record("reduce_scatter", axes, unit, full, full.numel(), self.backend)

@@ -32,7 +32,7 @@ from shardwise.layout.placement import Placed
 from shardwise.layout.units import Unit, UnitPlan, Use
 from shardwise.model.parameters import Parameter
 from shardwise.runtime.buffers import Buffer, Tally
-from shardwise.runtime.comms import Comms, Pending
+from shardwise.runtime.comms import Comms, Waiting
 from shardwise.runtime.gradients import Place, give_place
 
 Values = Callable[[Parameter, Tensor], Tensor]
@@ -187,8 +187,8 @@ class Engine:
         self._scratch = Buffer("comm", plan.scratch, torch_dtype(plan.wire_dtype), device, self.tally)
         shard_index = comms.index("shard") if plan.layout.shard_ranks > 1 else 0
         self.units = {u.name: FlatUnit(u, plan, self._slots, shard_index, device, self.tally) for u in plan.units}
-        self._gathers: dict[str, Pending] = {}
-        self._reductions: dict[str, Pending] = {}
+        self._gathers: dict[str, Waiting] = {}
+        self._reductions: dict[str, Waiting] = {}
         self._uses: list[Use] = []
         self._at = 0
         self._last_micro_batch = True

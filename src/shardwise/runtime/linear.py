@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.decoder.modules import Linear, Lookup, TiedLinear
-from shardwise.runtime.comms import DONE, Comms, Pending
+from shardwise.runtime.comms import DONE, Comms, Waiting
 from shardwise.runtime.gradients import place_of
 
 SEQUENCE_DIM = 1
@@ -43,7 +43,7 @@ class Site:
         self.comms.all_reduce(x, "tp", self.unit)
         return x
 
-    def reduce_later(self, x: Tensor) -> tuple[Tensor, Pending]:
+    def reduce_later(self, x: Tensor) -> tuple[Tensor, Waiting]:
         """Like `reduce`, but an all-reduce may still be under way when this returns."""
         if self.sequence:
             return self.reduce(x), DONE
