@@ -1,4 +1,4 @@
-"""Collectives as data: which algorithms there are, what each does round by round, whether it is right, what it costs.
+"""Collectives as data: algorithms, what each does round by round, whether it is right, what it costs, what it takes.
 
 COLLECTIVE is a name such as all-reduce, ALGORITHM one such as ring; `list` has them all.
 """
@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise.cli import collective_bench
 from shardwise.cli.actions import actions
 from shardwise.cli.output import print_json, show
 from shardwise.errors import UserError
@@ -51,6 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cost.add_argument("--ranks", type=int, required=True, metavar="P")
     cost.add_argument("--cluster", required=True, metavar="TEXT", help="such as 8x8xH100, or a TOML file")
     cost.add_argument("--nics", type=int, metavar="N", help="NICs of a node; left out, one for each device")
+    bench = action("bench", "measure algorithms on processes of this host, beside the backend's own")
+    _add_algorithm(bench, optional=True)
+    collective_bench.add_arguments(bench)
 
 
 def _add_algorithm(parser: argparse.ArgumentParser, optional: bool = False) -> None:
@@ -59,7 +63,7 @@ def _add_algorithm(parser: argparse.ArgumentParser, optional: bool = False) -> N
 
 
 def run(args: argparse.Namespace) -> int:
-    return {"list": _list, "show": _show, "verify": _verify, "cost": _cost}[args.action](args)
+    return {"list": _list, "show": _show, "verify": _verify, "cost": _cost, "bench": _bench}[args.action](args)
 
 
 def _list(args: argparse.Namespace) -> int:
@@ -128,9 +132,9 @@ def _chosen(args: argparse.Namespace) -> list[Algorithm]:
     from shardwise.schedule import algorithms, find
 
     if args.all and args.collective:
-        raise UserError("verify takes either --all or names")
+        raise UserError(f"{args.action} takes either --all or names")
     if not args.all and not args.collective:
-        raise UserError("verify needs COLLECTIVE [ALGORITHM], or --all")
+        raise UserError(f"{args.action} needs COLLECTIVE [ALGORITHM], or --all")
     return [find(args.collective, args.algorithm)] if args.algorithm else algorithms(args.collective)
 
 
@@ -228,6 +232,11 @@ def _print_cost(ranked: list[Choice], prices: Pricer, nbytes: int, cluster: str)
     show(table)
 
 
+def _bench(args: argparse.Namespace) -> int:
+    chosen = [found for found in _chosen(args) if not found.most or args.ranks <= found.most]
+    return collective_bench.run(args, chosen, [bytes_of(word, "--sizes") for word in args.sizes.split(",")])
+
+
 def _size(nbytes: int) -> str:
     from shardwise.report.units import format_bytes
 
@@ -250,9 +259,9 @@ def ranks_of(text: str) -> list[int]:
     return sorted(found)
 
 
-def bytes_of(text: str) -> int:
+def bytes_of(text: str, option: str = "--bytes") -> int:
     """A number of bytes: 4096, 64MB, 1.5GiB; kB, MB, GB and TB are powers of 1000. Raises `UserError`."""
     match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,9})?)\s*([A-Za-z]*)\s*", text)
     if not match or match[2].upper() not in _UNITS:
-        raise UserError(f"--bytes {text}: give a size, such as 4096, 64MB or 1GiB")
+        raise UserError(f"{option} {text}: give a size, such as 4096, 64MB or 1GiB")
     return round(float(match[1]) * _UNITS[match[2].upper()])

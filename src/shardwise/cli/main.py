@@ -26,6 +26,7 @@ COMMANDS = {
     "compare": "two step reports against each other, or one run's prediction against its measurement",
     "checkpoint": "inspect, verify, reshard or diff the checkpoints of runs",
     "collective": "algorithms of collectives: show, verify, price",
+    "pipeline": "pipeline schedules: show, verify, simulate, bubble",
     "demo": "the tour: predict, train on four processes, compare, one page",
 }
 

@@ -11,7 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,15 +80,17 @@ def play(
     clock: Clock | None = None,
     memory: Sequence[Memory] | None = None,
     add: Add = np.add,
+    ports: Literal["rank", "pair"] = "rank",
 ) -> Played:
     """Run all ranks to the end, or until nothing can go on.
 
-    clock: what messages and additions take; without one, nothing. Each rank has one port to send and one to receive
-    (single-ported, full duplex), and a message holds both for its time. Messages that are ready never wait for others
-    than those at their two ports; what stands first in the ranks' lists goes first.
+    clock: what messages and additions take; without one, nothing.
+    ports: with "rank", each rank has one port to send and one to receive (single-ported, full duplex), and a message
+    holds both for its time; with "pair", it holds only the link between the two ranks, one each way. Messages that are
+    ready never wait for others than those at their ports; what stands first in the ranks' lists goes first.
     memory: an array of `program.elements` numbers for each rank, changed in place. add: (there, arriving) -> sum.
     """
-    player = _Player(program, clock, memory, add)
+    player = _Player(program, clock, memory, add, ports)
     player.run()
     return player.played()
 
@@ -97,21 +99,27 @@ Message = tuple[int, int, int, int]
 """Source rank and index of its send, destination rank and index of its receive."""
 
 
+Port = tuple[int, int]
+"""(source, -1) or (-1, destination) of a rank's own ports; (source, destination) of the link between two."""
+
+
 class _Player:
-    def __init__(self, program: Program, clock: Clock | None, memory: Sequence[Memory] | None, add: Add) -> None:
+    def __init__(
+        self, program: Program, clock: Clock | None, memory: Sequence[Memory] | None, add: Add, ports: str
+    ) -> None:
         ranks = program.ranks
+        self.paired = ports == "pair"
         self.actions, self.clock, self.memory, self.add = program.actions, clock, memory, add
         self.now = 0.0
         self.next = [0] * ranks
         self.done = [bytearray(len(mine)) for mine in program.actions]
         self.awaited: list[set[int]] = [set() for _ in range(ranks)]
         self.spans = [[(np.nan, np.nan)] * len(mine) for mine in program.actions]
-        self.busy = [0.0] * ranks
+        self.busy: defaultdict[tuple[int, str], float] = defaultdict(float)
         self.sends: defaultdict[tuple[int, int], deque[int]] = defaultdict(deque)
         self.receives: defaultdict[tuple[int, int], deque[int]] = defaultdict(deque)
-        self.sending, self.receiving = bytearray(ranks), bytearray(ranks)
-        self.leaving: list[set[Message]] = [set() for _ in range(ranks)]
-        self.coming: list[set[Message]] = [set() for _ in range(ranks)]
+        self.occupied: set[Port] = set()
+        self.wanting: defaultdict[Port, set[Message]] = defaultdict(set)
         self.candidates: set[Message] = set()
         self.events: list[tuple[float, int, tuple[tuple[int, int], ...]]] = []
         self.count = 0
@@ -127,14 +135,18 @@ class _Player:
                 self.complete(heappop(self.events)[2])
             self.settle()
 
+    def ports(self, src: int, dst: int) -> tuple[Port, ...]:
+        """What a message holds while it is under way."""
+        return ((src, dst),) if self.paired else ((src, -1), (-1, dst))
+
     def complete(self, ended: tuple[tuple[int, int], ...]) -> None:
         self.effect(ended)
         for rank, index in ended:
             self.done[rank][index] = 1
         if len(ended) == 2:
-            (src, _), (dst, _) = ended
-            self.sending[src] = self.receiving[dst] = 0
-            self.candidates |= self.leaving[src] | self.coming[dst]
+            for port in self.ports(ended[0][0], ended[1][0]):
+                self.occupied.discard(port)
+                self.candidates |= self.wanting[port]
         for rank, index in ended:
             awaited = self.awaited[rank]
             if index in awaited:
@@ -146,11 +158,12 @@ class _Player:
         """Start the messages whose ports are free, when all that happens at this time has happened."""
         for message in sorted(self.candidates, key=lambda m: (m[1] + m[3], m)):
             src, sent, dst, received = message
-            if self.sending[src] or self.receiving[dst]:
+            ports = self.ports(src, dst)
+            if not self.occupied.isdisjoint(ports):
                 continue
-            self.sending[src] = self.receiving[dst] = 1
-            self.leaving[src].discard(message)
-            self.coming[dst].discard(message)
+            self.occupied.update(ports)
+            for port in ports:
+                self.wanting[port].discard(message)
             elements = self.actions[src][sent].elements
             seconds = self.clock.message(src, dst, elements) if self.clock else 0.0
             self.end(self.now, self.now + seconds, ((src, sent), (dst, received)))
@@ -177,8 +190,8 @@ class _Player:
             seconds = action.seconds
             if action.kind == "reduce" and self.clock:
                 seconds = self.clock.addition(action.elements)
-            begin = max(self.now, self.busy[rank])
-            self.busy[rank] = begin + seconds
+            begin = max(self.now, self.busy[rank, action.stream])
+            self.busy[rank, action.stream] = begin + seconds
             self.end(begin, begin + seconds, ((rank, index),))
 
     def post(
@@ -201,8 +214,8 @@ class _Player:
                 f"({self.actions[src][sent].label})"
             )
         message = (src, sent, dst, received)
-        self.leaving[src].add(message)
-        self.coming[dst].add(message)
+        for port in self.ports(src, dst):
+            self.wanting[port].add(message)
         self.candidates.add(message)
 
     def end(self, begin: float, finish: float, which: tuple[tuple[int, int], ...]) -> None:

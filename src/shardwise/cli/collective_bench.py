@@ -1,0 +1,169 @@
+"""`shardwise collective bench`: starts the ranks, and lays what they measured beside what a cluster predicts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.cli.output import print_json, show
+from shardwise.errors import UserError
+
+if TYPE_CHECKING:
+    from shardwise.schedule import Algorithm
+    from shardwise.schedule.network import Network
+
+SIZES = "1KB,4KB,64KB,1MB,16MB,64MB"
+MOST_RANKS = 64
+_TIMEOUT = 60.0
+_PATIENCE = 5.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """All but the names of collective and algorithm."""
+    parser.add_argument("--all", action="store_true", help="every collective")
+    parser.add_argument("--ranks", type=int, required=True, metavar="P", help="processes to start on this host")
+    parser.add_argument("--transport", choices=("shared", "sends", "both"), default="both", help="(both)")
+    parser.add_argument("--sizes", default=SIZES, metavar="SIZE,...", help=f"of the full tensor ({SIZES})")
+    parser.add_argument("--rounds", type=int, default=7, metavar="N", help="how often each has its turn (7)")
+    parser.add_argument(
+        "--limit", type=float, default=600.0, metavar="SECONDS", help="start nothing new after it (600)"
+    )
+    parser.add_argument("--cluster", metavar="TEXT", help="predict for it, too: such as 2xA100, or a TOML file")
+
+
+def run(args: argparse.Namespace, algorithms: list[Algorithm], sizes: list[int]) -> int:
+    """Measure these algorithms at these sizes in bytes, and print it. Raises `UserError`, `RunFailed` when a rank dies,
+    and `KeyboardInterrupt`, with what was measured until then printed."""
+    _check(args)
+    network = _network(args)
+    found, failure = _measure(args, algorithms, sizes)
+    result = {
+        "ranks": args.ranks,
+        "dtype": "float32",
+        "rounds": args.rounds,
+        "machine": {"cores": len(_cores()), "cpu": platform.processor() or platform.machine()},
+        "cluster": args.cluster,
+        "notes": list(network.notes) if network else [],
+        "wanted": found["wanted"],
+        "cells": [_summed_up(cell, args.ranks, network) for cell in found["cells"]],
+    }
+    if args.json:
+        print_json(result)
+    else:
+        _print(result)
+    if failure is not None:
+        raise failure
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    if not 1 < args.ranks <= MOST_RANKS:
+        raise UserError(f"--ranks {args.ranks}: between 2 and {MOST_RANKS} can be measured on one host")
+    if args.rounds < 1:
+        raise UserError(f"--rounds must be a positive integer, not {args.rounds}")
+    if not args.limit > 0:
+        raise UserError(f"--limit must be a positive number of seconds, not {args.limit:g}")
+
+
+def _network(args: argparse.Namespace) -> Network | None:
+    if args.cluster is None:
+        return None
+    from shardwise.cluster import Cluster
+    from shardwise.schedule.network import Network
+
+    return Network.of(Cluster.parse(args.cluster), args.ranks)
+
+
+def _cores() -> set[int]:
+    import os
+
+    return os.sched_getaffinity(0)
+
+
+def _measure(
+    args: argparse.Namespace, algorithms: list[Algorithm], sizes: list[int]
+) -> tuple[dict[str, Any], BaseException | None]:
+    """(what the ranks wrote, how it ended if not well). Raises where there is nothing."""
+    from shardwise.runtime.job.launch import INTERRUPTED, USER_MISTAKE, RunFailed, supervise
+
+    with tempfile.TemporaryDirectory(prefix="shardwise-bench-") as folder:
+        out, file = Path(folder, "cells.json"), Path(folder, "job.json")
+        job = {
+            "algorithms": [(algorithm.collective, algorithm.name) for algorithm in algorithms],
+            "sizes": sizes,
+            "transports": ["shared", "sends"] if args.transport == "both" else [args.transport],
+            "rounds": args.rounds,
+            "limit": args.limit,
+            "timeout": _TIMEOUT,
+            "out": str(out),
+        }
+        file.write_text(json.dumps(job))
+        command = [sys.executable, "-m", "shardwise.runtime.transport.bench", str(file)]
+        ending = supervise(command, args.ranks, patience=_PATIENCE)
+        failure: BaseException | None = None
+        if ending.code == USER_MISTAKE:
+            failure = UserError(ending.line)
+        elif ending.code == INTERRUPTED:
+            failure = KeyboardInterrupt(ending.line)
+        elif ending.code:
+            failure = RunFailed(ending.line)
+        if not out.exists():
+            raise failure or RunFailed("the ranks measured nothing")
+        return json.loads(out.read_text()), failure
+
+
+def _summed_up(cell: dict[str, Any], ranks: int, network: Network | None) -> dict[str, Any]:
+    """A cell with medians, quartiles, bytes/s and predictions, quickest first."""
+    from shardwise.schedule import build
+    from shardwise.schedule.price import price
+
+    rows = []
+    for row in cell["rows"]:
+        seconds = row["seconds"]
+        low, median, high = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else seconds * 3
+        predicted = None
+        if network is not None and row["algorithm"]:
+            schedule = build(cell["collective"], row["algorithm"], ranks, **row["options"])
+            predicted = price(schedule, network, cell["bytes"]).seconds
+        figures = {"median_s": median, "quartiles_s": [low, high], "bytes_per_s": cell["bytes"] / median}
+        rows.append({**row, **figures, "predicted_s": predicted})
+    return {**cell, "rows": sorted(rows, key=lambda row: row["median_s"])}
+
+
+def _print(result: dict[str, Any]) -> None:
+    show(*(table for cell in result["cells"] for table in (_table(cell, result), "")))
+    done, wanted = len(result["cells"]), result["wanted"]
+    show("time: the median of calls that follow each other, with its quartiles; bytes/s: the full tensor's over it")
+    if done < wanted:
+        show(f"the time was over after {done} of {wanted} sizes: raise --limit, or leave sizes out")
+    show(*(f"note: {note}" for note in result["notes"]))
+
+
+def _table(cell: dict[str, Any], result: dict[str, Any]) -> Any:
+    from rich.table import Table
+
+    from shardwise.report.units import format_bytes, format_time
+
+    own = next(row for row in cell["rows"] if row["algorithm"] is None)
+    title = f"{cell['collective']} of {format_bytes(cell['bytes'])} on {result['ranks']} ranks"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    predicts = ["predicted", "measured / predicted"] if result["cluster"] else []
+    for heading in ("algorithm", "by", "time", "quartiles", "bytes/s", f"speed / {own['transport']}", *predicts):
+        table.add_column(heading, justify="left" if heading in ("algorithm", "by") else "right")
+    for row in cell["rows"]:
+        options = "".join(f" {name}={value}" for name, value in row["options"].items())
+        low, high = map(format_time, row["quartiles_s"])
+        cells = [(row["algorithm"] or "the backend's own") + options, row["transport"], format_time(row["median_s"])]
+        cells += [f"{low} to {high}", f"{format_bytes(row['bytes_per_s'])}/s"]
+        cells.append(f"{own['median_s'] / row['median_s']:.2f}")
+        if predicts:
+            known = row["predicted_s"]
+            cells += [format_time(known), f"{row['median_s'] / known:.2f}"] if known else ["-", "-"]
+        table.add_row(*cells)
+    return table

@@ -1,0 +1,118 @@
+"""`PipelineSchedule`: for each rank of a pipeline, the list of its actions; and where stages live.
+
+The model is cut into stages (chunks of consecutive layers), v of them on each of p ranks. `placement` says which rank
+has which: around the ranks again and again (`loop`), or down and up again (`vee`), where the first and the last stage
+meet on rank 0, and no message passes at the turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+from shardwise.schedule.pipeline.action import Action
+
+Reduce = Literal["step", "micro"]
+End = tuple[int, int]
+"""(stage, micro-batch)."""
+
+
+def loop(p: int, v: int) -> tuple[int, ...]:
+    """Stage -> rank: 0 1 2 0 1 2."""
+    return tuple(range(p)) * v
+
+
+def vee(p: int) -> tuple[int, ...]:
+    """Stage -> rank: 0 1 2 2 1 0."""
+    return (*range(p), *reversed(range(p)))
+
+
+@dataclass(frozen=True)
+class PipelineSchedule:
+    """What every rank does in one step.
+
+    name: the generator's. micro: micro-batches. placement: stage -> rank. actions: rank -> its list.
+    train: there is a backward pass. gather: parameters are gathered and freed by stage (ZeRO-3).
+    reduce: gradients are reduced once a step, or for each micro-batch. tied: the first and the last stage hold the same
+    table. ring: with n > 0, what the last stage makes of micro-batch k is the input of micro-batch k + n on the first
+    (decoding: n sequences in flight, one token after the other). options: what the generator was given besides.
+    """
+
+    name: str
+    micro: int
+    placement: tuple[int, ...]
+    actions: tuple[tuple[Action, ...], ...]
+    train: bool = True
+    gather: bool = False
+    reduce: Reduce = "step"
+    tied: bool = False
+    ring: int = 0
+    options: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> int:
+        return len(self.actions)
+
+    @property
+    def stages(self) -> int:
+        return len(self.placement)
+
+    @cached_property
+    def held(self) -> tuple[tuple[int, ...], ...]:
+        """Rank -> its stages, ascending."""
+        return tuple(
+            tuple(stage for stage, rank in enumerate(self.placement) if rank == mine) for mine in range(self.ranks)
+        )
+
+    @property
+    def virtual(self) -> int:
+        """Stages a rank: the most that one has."""
+        return max(map(len, self.held))
+
+    @property
+    def loss_rank(self) -> int:
+        """The rank of the last stage: not the last rank in a V."""
+        return self.placement[-1]
+
+    @property
+    def tied_ends(self) -> tuple[int, ...]:
+        """The ranks that hold a copy of the tied table and must add up its gradients: two, or none."""
+        first, last = self.placement[0], self.placement[-1]
+        return (first, last) if self.tied and self.train and first != last else ()
+
+    def tied_here(self, stage: int) -> bool:
+        """Whether this is the first stage and its rank has the last one, too: both use one copy of the table."""
+        return self.tied and stage == 0 and self.placement[0] == self.placement[-1]
+
+    def input_of(self, stage: int, micro: int) -> End | None:
+        """Whose output is the input of a forward; None where the step's data are."""
+        if stage:
+            return stage - 1, micro
+        return (self.stages - 1, micro - self.ring) if self.ring and micro >= self.ring else None
+
+    def output_of(self, stage: int, micro: int) -> End | None:
+        """Whose input the output of a forward is; None at the end."""
+        if stage + 1 < self.stages:
+            return stage + 1, micro
+        return (0, micro + self.ring) if self.ring and micro + self.ring < self.micro else None
+
+    def crosses(self, a: int, b: int) -> bool:
+        """Whether two stages are on different ranks."""
+        return self.placement[a] != self.placement[b]
+
+    def partner(self, action: Action) -> Action | None:
+        """The other end of a message, as it must stand in the peer's list; None where there is no such message."""
+        kind, stage, micro = action.kind, action.stage, action.micro
+        if kind == "SEND_F":
+            other, twin = self.output_of(stage, micro), "RECV_F"
+        elif kind == "RECV_F":
+            other, twin = self.input_of(stage, micro), "SEND_F"
+        elif kind == "SEND_B":
+            other, twin = ((stage - 1, micro) if stage else None), "RECV_B"
+        else:
+            other, twin = ((stage + 1, micro) if stage + 1 < self.stages else None), "SEND_B"
+        if other is None or not self.crosses(stage, other[0]):
+            return None
+        return Action(twin, *other, self.placement[stage])  # type: ignore[arg-type]

@@ -1,0 +1,79 @@
+"""`Stages`: which layers each stage of a pipeline has, and where the embedding and the head are.
+
+Stages are counted from the first layers of the model to the last, whichever rank has them
+(`PipelineSchedule.placement`). Data flows from stage to stage, so that the embedding is on the first and the head on
+the last; either may have no other layers (`stages=0/20/20/0`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwise.errors import UserError
+
+
+@dataclass(frozen=True)
+class Stages:
+    """layers: blocks of each stage. tied: the head's table is the embedding's."""
+
+    layers: tuple[int, ...]
+    tied: bool = False
+
+    def __post_init__(self) -> None:
+        inner = self.layers[1:-1]
+        if not self.layers or min(self.layers) < 0 or (inner and min(inner) == 0) or not sum(self.layers):
+            raise UserError(
+                f"stages={self}: every stage needs layers, but the first (with the embedding) and the last (with the "
+                "head), which may have 0"
+            )
+
+    @classmethod
+    def even(cls, layers: int, stages: int, tied: bool = False) -> Stages:
+        """As even as can be, the first stages with one more. Raises `UserError` for fewer layers than stages."""
+        if stages < 1 or layers < stages:
+            raise UserError(f"{layers} layers cannot make {stages} stages; give at most {layers} stages (p x v)")
+        return cls(tuple(layers // stages + (i < layers % stages) for i in range(stages)), tied)
+
+    @classmethod
+    def parse(cls, text: str, stages: int, layers: int | None = None, tied: bool = False) -> Stages:
+        """From 21/20/20/19: one number for each of `stages` stages, which add up to `layers` where these are known.
+
+        Raises `UserError` with what would be right.
+        """
+        words = text.split("/")
+        if not all(word.strip().isdecimal() and len(word) < 8 for word in words):
+            raise UserError(f"stages={text}: give layers for each stage, such as 21/20/20/19")
+        found = tuple(map(int, words))
+        if len(found) != stages:
+            raise UserError(f"stages={text}: give p x v = {stages} numbers of layers, not {len(found)}")
+        if layers is not None and sum(found) != layers:
+            example = cls.even(layers, stages)
+            raise UserError(f"stages={text}: the layers add up to {sum(found)}, not {layers}; such as stages={example}")
+        return cls(found, tied)
+
+    def __str__(self) -> str:
+        return "/".join(map(str, self.layers))
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def first(self, stage: int) -> int:
+        """The number of the first block of a stage."""
+        return sum(self.layers[:stage])
+
+    def parts(self, stage: int) -> list[str]:
+        """What a stage has: "embedding", "blocks.0", ..., "head", each on exactly one stage.
+
+        A tied table is held by both ends; `head` on the last stage then comes with a copy of it.
+        """
+        start = self.first(stage)
+        blocks = [f"blocks.{i}" for i in range(start, start + self.layers[stage])]
+        last = stage == len(self.layers) - 1
+        return ["embedding"] * (stage == 0) + blocks + ["head"] * last
+
+    def shares(self, embedding: float = 0, head: float = 0) -> tuple[float, ...]:
+        """What part of the model's work each stage does. embedding, head: their work in blocks."""
+        work: list[float] = list(self.layers)
+        work[0] += embedding
+        work[-1] += head
+        return tuple(each / sum(work) for each in work)

@@ -1,0 +1,205 @@
+"""The schedules of training: each says, for one rank, in which order it computes.
+
+p ranks, m micro-batches, v chunks a rank; stage `c * p + rank` is the c-th chunk of a rank where stages go round in a
+loop, `2p - 1 - rank` the second one in a V.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from functools import partial
+from itertools import count
+
+from shardwise.schedule.pipeline.action import Action
+from shardwise.schedule.pipeline.registry import Order, generator
+
+F, I, W, B = partial(Action, "F"), partial(Action, "I"), partial(Action, "W"), partial(Action, "B")  # noqa: E741
+
+
+def alternate(forwards: Order, backwards: Order, warmup: int, weights: Order | None = None, lag: int = 0) -> Order:
+    """`warmup` forwards, then one backward after each forward; each weight gradient `lag` backwards after its own."""
+    out, weights = forwards[:warmup], weights or []
+    for k, backward in enumerate(backwards):
+        out += forwards[warmup + k : warmup + k + 1]
+        out.append(backward)
+        if k >= lag:
+            out += weights[k - lag : k - lag + 1]
+    return out + weights[max(0, len(backwards) - lag) :]
+
+
+@generator("naive", "one micro-batch after the other, all the way and back", source="Huang et al. 2019, baseline")
+def naive(p: int, m: int, v: int, rank: int) -> Order:
+    return [do(rank, k) for k in range(m) for do in (F, B)]
+
+
+@generator("gpipe", "all forwards, then all backwards", source="Huang et al. 2019")
+def gpipe(p: int, m: int, v: int, rank: int) -> Order:
+    return [F(rank, k) for k in range(m)] + [B(rank, k) for k in range(m)]
+
+
+@generator(
+    "1f1b", "as soon as a backward can be done it is, one forward for one backward", source="Narayanan et al. 2019"
+)
+def one_f_one_b(p: int, m: int, v: int, rank: int, warmup: int = 0) -> Order:
+    """warmup: forwards of rank 0 before its first pair, at least p - 1; other ranks in proportion to their distance
+    from the last. More of them hide the latency of hops, at the price of as many more micro-batches held."""
+    mine = -(-warmup * (p - 1 - rank) // max(1, p - 1))
+    return alternate([F(rank, k) for k in range(m)], [B(rank, k) for k in range(m)], min(mine, m))
+
+
+def _looped(p: int, m: int, v: int) -> str:
+    if p < 2:
+        return "chunks go round between ranks: p of at least 2 (p=1 is 1f1b)"
+    return "" if v >= 2 else "it has several chunks a rank: v of at least 2 (v=1 is gpipe or 1f1b)"
+
+
+def _interleaved(p: int, m: int, v: int) -> str:
+    groups = max(1, m // p)
+    if (legal := _looped(p, m, v)) or m % groups == 0:
+        return legal
+    below = next(n for n in range(m, 0, -1) if n % max(1, n // p) == 0)
+    above = next(n for n in count(m) if n % max(1, n // p) == 0)
+    return f"micro-batches go in {groups} equal groups of at least p={p}, such as m={below} or m={above}"
+
+
+@generator(
+    "interleaved",
+    "1f1b over v chunks a rank, micro-batches in groups of p",
+    source="Narayanan et al. 2021",
+    rule=_interleaved,
+)
+def interleaved(p: int, m: int, v: int, rank: int) -> Order:
+    """Where p does not divide m, groups are larger, as torch's are: m // p equal ones."""
+    group = m // max(1, m // p)
+    steps = [(k // (group * v) * group + k % group, k // group % v) for k in range(m * v)]
+    forwards = [F(chunk * p + rank, micro) for micro, chunk in steps]
+    backwards = [B((v - 1 - chunk) * p + rank, micro) for micro, chunk in steps]
+    return alternate(forwards, backwards, min((v - 1) * group + 2 * (p - 1 - rank), m * v))
+
+
+@generator(
+    "breadth-first",
+    "each chunk does all micro-batches before the next one; backward likewise",
+    source="Lamy-Poirier 2022",
+    rule=_looped,
+)
+def breadth_first(p: int, m: int, v: int, rank: int) -> Order:
+    stages = range(rank, p * v, p)
+    return [F(s, k) for s in stages for k in range(m)] + [B(s, k) for s in reversed(stages) for k in reversed(range(m))]
+
+
+@generator("zb-h1", "1f1b with the weight gradients put off into the bubble, same memory", source="Qi et al. 2023")
+def zb_h1(p: int, m: int, v: int, rank: int) -> Order:
+    forwards, inputs, weights = ([do(rank, k) for k in range(m)] for do in (F, I, W))
+    return alternate(forwards, inputs, min(p - 1 - rank, m), weights, rank)
+
+
+@generator("zb-h2", "zb-h1 with twice the warm-up and memory, no bubble of its own", source="Qi et al. 2023")
+def zb_h2(p: int, m: int, v: int, rank: int) -> Order:
+    forwards, inputs, weights = ([do(rank, k) for k in range(m)] for do in (F, I, W))
+    return alternate(forwards, inputs, min(2 * (p - 1 - rank), m), weights, 2 * rank)
+
+
+def _vee(p: int, m: int, v: int) -> str:
+    if p < 2:
+        return "a V needs p of at least 2 (p=1 is 1f1b)"
+    return "" if v == 2 else "it has two chunks a rank, down and up again: v=2"
+
+
+class _Vee:
+    """The two chunks of a rank in a V: each call of `f`, `i`, `w`, `b` with chunk 0 or 1 is its next micro-batch."""
+
+    def __init__(self, p: int, rank: int) -> None:
+        self.stages = rank, 2 * p - 1 - rank
+        self.forward, self.backward, self.weight = ([count(), count()] for _ in range(3))
+
+    def f(self, chunk: int) -> Action:
+        return F(self.stages[chunk], next(self.forward[chunk]))
+
+    def i(self, chunk: int) -> Action:
+        return I(self.stages[chunk], next(self.backward[chunk]))
+
+    def b(self, chunk: int) -> Action:
+        return B(self.stages[chunk], next(self.backward[chunk]))
+
+    def w(self, chunk: int) -> Action:
+        return W(self.stages[chunk], next(self.weight[chunk]))
+
+
+@generator(
+    "zb-v",
+    "two chunks a rank in a V, no bubble of its own, memory of 1f1b",
+    source="Qi et al. 2024",
+    rule=_vee,
+    shape="vee",
+)
+def zb_v(p: int, m: int, v: int, rank: int) -> Order:
+    return [action for action in _zb_v(_Vee(p, rank), p, max(m, 2 * p - 1), rank) if action.micro < m]
+
+
+def _zb_v(do: _Vee, p: int, m: int, rank: int) -> Iterator[Action]:
+    """For at least 2p - 1 micro-batches; those that are too many are left out again."""
+    first = 2 * (p - rank) - 1
+    for _ in range(first):
+        yield do.f(0)
+    for _ in range(rank):
+        yield from (do.f(1), do.f(0))
+    for _ in range(p - rank):
+        yield from (do.f(1), do.i(1), do.w(1))
+    for k in range(m - p):
+        if first + rank + k < m:
+            yield do.f(0)
+        yield from (do.i(0), do.w(0), do.f(1), do.i(1), do.w(1))
+    for _ in range(rank):
+        yield from (do.i(0), do.i(1))
+    for _ in range(p - rank):
+        yield from (do.i(0), do.w(0))
+    yield from (do.w(1) for _ in range(rank))
+    yield from (do.w(0) for _ in range(rank))
+
+
+def _dualpipe(p: int, m: int, v: int) -> str:
+    return _vee(p, m, v) or ("" if m >= 2 * p else f"it needs as many micro-batches as stages: m of at least {2 * p}")
+
+
+@generator(
+    "dualpipe-v",
+    "two chunks a rank in a V, one's forward beside the other's backward",
+    source="DeepSeek-AI 2024, Qi et al. 2025",
+    rule=_dualpipe,
+    shape="vee",
+)
+def dualpipe_v(p: int, m: int, v: int, rank: int) -> Order:
+    return list(_dualpipe_v(_Vee(p, rank), p, m, rank))
+
+
+def _dualpipe_v(do: _Vee, p: int, m: int, rank: int) -> Iterator[Action]:
+    """The eight phases of DeepSeek's dualpipev.py."""
+    owed: deque[Action] = deque()
+
+    def split(chunk: int) -> Action:
+        action = do.i(chunk)
+        owed.append(W(action.stage, action.micro))
+        return action
+
+    def pair(forward: int) -> Action:
+        return Action("OVERLAP_F_B", parts=(do.f(forward), do.b(1 - forward)))
+
+    for _ in range(2 * (p - rank - 1)):
+        yield do.f(0)
+    for _ in range(rank + 1):
+        yield from (do.f(0), do.f(1))
+    for _ in range(p - rank - 1):
+        yield from (split(1), owed.popleft(), do.f(1))
+    for k in range(m - 2 * p + rank + 1):
+        # At the turn of the V the first pair has nothing to wait for: apart, its forward is passed on earlier.
+        yield from (do.f(0), do.b(1)) if k == 0 and rank == p - 1 else (pair(0),)
+        yield pair(1)
+    for _ in range(p - rank - 1):
+        yield from (do.b(1), pair(1))
+    for k in range(2 * (rank + 1)):
+        yield (do.b if k <= rank else split)(1 - k % 2)
+    for _ in range(p - rank - 1):
+        yield from (owed.popleft(), split(0))
+    yield from owed

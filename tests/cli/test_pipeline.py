@@ -1,0 +1,148 @@
+"""`shardwise pipeline`: list, show, verify, simulate, bubble."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import shardwise
+from shardwise.cli.main import main
+from shardwise.report.step_report import StepReport
+from shardwise.schedule.pipeline import generators
+
+
+@pytest.fixture
+def pipeline(capsys):
+    """Run `shardwise pipeline ...`: (exit code, standard output, standard error)."""
+
+    def run(*argv: object) -> tuple[int, str, str]:
+        code = main(["pipeline", *map(str, argv)])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+def test_list_has_every_schedule(pipeline):
+    code, out, _ = pipeline("list")
+    assert code == 0 and all(g.name in out for g in generators())
+    code, out, _ = pipeline("list", "--json")
+    assert code == 0 and [found["name"] for found in json.loads(out)] == [g.name for g in generators()]
+
+
+def test_show_draws_and_lists(pipeline):
+    code, out, _ = pipeline("show", "1f1b", "--ranks", 2, "--micro", 2)
+    assert code == 0 and "1f1b: 2 ranks, 2 micro-batches; 20 actions" in out
+    assert "rank 0  F0 F1 ·  ·  B0    ·  B1\nrank 1  ·  F0 B0    F1 B1    ·  ·" in out
+    assert "rank 0: 0RECV_B0 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B1 0B0 0B1 0REDUCE_GRAD 1SHARE_LOSS" in out
+    code, out, _ = pipeline("show", "dualpipe-v", "--ranks", 2, "--micro", 4, "--json")
+    assert code == 0 and json.loads(out)["placement"] == [0, 1, 1, 0]
+    code, out, _ = pipeline("show", "naive", "--ranks", 4, "--micro", 100)
+    assert code == 0 and "one unit each" not in out, "too long to draw"
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".csv"])
+def test_files_are_written_verified_and_simulated(pipeline, tmp_path, suffix):
+    file = tmp_path / f"mine{suffix}"
+    assert pipeline("show", "zb-v", "--ranks", 3, "--micro", 6, "--zero", 3, "--out", file)[0] == 0
+    code, out, _ = pipeline("verify", "--file", file)
+    assert code == 0 and "right, 1 case" in out
+    code, out, _ = pipeline("simulate", "--file", file, "--json")
+    assert code == 0 and json.loads(out)["micro"] == 6
+    file.write_text(file.read_text().replace("4SEND_F3", "4SEND_F2"))
+    code, out, _ = pipeline("verify", "--file", file)
+    assert code == 1 and "4SEND_F2" in out and "0 of 1" in out
+    code, out, err = pipeline("simulate", "--file", file)
+    assert code == 2 and "this schedule is wrong: rank 1" in err
+
+
+def test_a_csv_of_computations_is_completed(pipeline, tmp_path):
+    file = tmp_path / "torch.csv"
+    pipeline("show", "interleaved", "--ranks", 2, "--micro", 4, "--out", file, "--compute-only")
+    assert "SEND" not in file.read_text()
+    code, out, _ = pipeline("verify", "--file", file, "--zero", 3, "--tied", "--json")
+    assert code == 0 and json.loads(out)[0]["findings"] == []
+
+
+def test_verify_tells_how_many(pipeline):
+    code, out, _ = pipeline("verify", "--all", "--ranks", "1-3", "--micro", "1,4", "--zero", 2, "--tied")
+    assert code == 0 and out.count("✓") == len(generators()) and "11 of 11 are right" in out
+    code, out, _ = pipeline("verify", "zb-h1", "--ranks", "2", "--micro", "1-4", "--json")
+    assert code == 0 and json.loads(out) == [{"schedule": "zb-h1", "checked": 4, "findings": []}]
+    code, out, _ = pipeline("verify", "--all", "--ranks", "1", "--micro", "4")
+    assert code == 0 and "- zb-v: no case is legal" in out
+
+
+def test_simulate_prints_bubbles_and_writes_timelines(pipeline, tmp_path):
+    report, trace = tmp_path / "report.json", tmp_path / "trace.json"
+    argv = ["simulate", "gpipe", "--ranks", 4, "--micro", 8, "--times", "F=10ms,B=20ms"]
+    code, out, _ = pipeline(*argv, "--report", report, "--trace", trace)
+    assert code == 0 and "makespan 330 ms; bubble 37.5% over ideal, 27.3% of the total" in out
+    assert StepReport.read(report).time == pytest.approx(0.33)
+    assert json.loads(trace.read_text())["traceEvents"]
+    _, out, _ = pipeline(*argv, "--json", "--hop", "1ms", "--bytes", "1MB", "--bandwidth", "1GB")
+    assert json.loads(out)["makespan_s"] == pytest.approx(0.33 + 6 * 0.002)
+    _, out, _ = pipeline(*argv, "--json", "--recompute", "0.125")
+    data = json.loads(out)
+    assert data["makespan_s"] == pytest.approx(0.44) and data["by_rank"][0]["peak"]["held"] == 1.875
+    _, out, _ = pipeline(*argv, "--json", "--stages", "2/2/2/1", "--head", 1)
+    assert json.loads(out)["makespan_s"] == pytest.approx(0.33)
+    _, out, _ = pipeline(*argv, "--json", "--layers", 5)
+    assert json.loads(out)["by_rank"][0]["busy_s"] == pytest.approx(0.24 * 8 / 5)
+
+
+def test_bubble_prints_plots_and_finds_the_least_number(pipeline):
+    code, out, _ = pipeline("bubble", "gpipe", "interleaved", "--ranks", 4, "--want", "20%")
+    assert code == 0 and "75.0% / 42.9%" in out and "interleaved v=2" in out and "micro-batches" in out
+    # (p-1)/(m+p-1) is 20% at m = 12, and half the bubble at m = 6.
+    assert "gpipe: 20% of the total takes at least 12 micro-batches" in out
+    assert "interleaved v=2: 20% of the total takes at least 6 micro-batches" in out
+    code, out, _ = pipeline("bubble", "--ranks", 2, "--micro", "1-12", "--json", "--want", "0.1")
+    found = {entry["schedule"]: entry for entry in json.loads(out)}
+    assert code == 0 and "naive" not in found and found["1f1b"]["least_micro"] == 9
+    assert [point["micro"] for point in found["dualpipe-v"]["points"]] == list(range(4, 13))
+    _, out, _ = pipeline("bubble", "naive", "--ranks", 4, "--micro", "4", "--want", "50%")
+    assert "naive: 50% of the total is not reached with up to 4,096 micro-batches" in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["show", "1f2b", "--ranks", "4", "--micro", "8"], "did you mean 1f1b"),
+        (["show", "--ranks", "4", "--micro", "8"], "either SCHEDULE or --file"),
+        (["show", "1f1b", "--micro", "8"], "needs --ranks and --micro"),
+        (["show", "1f1b", "--ranks", "4", "--micro", "8", "--virtual", "2"], "v=1"),
+        (["show", "1f1b", "--ranks", "4", "--micro", "8", "--tokens", "2"], "no option 'tokens'"),
+        (["show", "1f1b", "--ranks", "4", "--micro", "8", "--compute-only"], "--out FILE.csv"),
+        (["show", "1f1b", "--ranks", "2", "--micro", "2", "--out", "/nowhere/f.csv"], "cannot write /nowhere/f.csv"),
+        (["show", "--file", "/nowhere/f.csv"], "cannot read schedule"),
+        (["verify"], "one of SCHEDULE, --all and --file"),
+        (["verify", "1f1b", "--all"], "one of SCHEDULE, --all and --file"),
+        (["verify", "1f1b", "--micro", "8-2"], "--micro 8-2: give numbers"),
+        (["verify", "zb-v", "--ranks", "1", "--micro", "4"], "p of at least 2"),
+        (["simulate", "gpipe", "--ranks", "2", "--micro", "2", "--times", "F=1"], "give F=20ms,I=20ms,W=20ms"),
+        (["simulate", "gpipe", "--ranks", "2", "--micro", "2", "--hop", "x"], "'x' is no time"),
+        (["simulate", "gpipe", "--ranks", "2", "--micro", "2", "--bytes", "1MB"], "go together"),
+        (["simulate", "gpipe", "--ranks", "2", "--micro", "2", "--stages", "1/2/3"], "p x v = 2"),
+        (["simulate", "gpipe", "--ranks", "2", "--micro", "2", "--head", "1"], "give --layers or --stages"),
+        (["simulate", "gpipe", "--ranks", "2", "--micro", "2", "--recompute", "2"], "0 to 1"),
+        (["simulate", "gpipe", "--ranks", "2", "--micro", "2", "--together", "0"], "--together"),
+        (["bubble", "--ranks", "0"], "--ranks must be a positive integer"),
+        (["bubble", "--ranks", "4", "--want", "200%"], "--want 200%"),
+        (["bubble", "zb-v", "--ranks", "1"], "p of at least 2"),
+    ],
+)
+def test_mistakes_are_one_line(pipeline, argv, words):
+    code, out, err = pipeline(*argv)
+    assert (code, out) == (2, "") and words in err and err.count("\n") == 1
+
+
+def test_nothing_heavy_is_loaded():
+    run = "import sys\nfrom shardwise.cli.main import main\nmain(['pipeline', 'list', '--json'])"
+    code = f"{run}\nsys.exit(bool({{'torch', 'rich'}} & set(sys.modules)))"
+    environment = {"PYTHONPATH": str(Path(shardwise.__file__).parents[1]), "PATH": ""}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True).returncode == 0

@@ -1,0 +1,109 @@
+"""Simulated bubbles and counted peaks against the table of the literature, exactly, where it holds."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from itertools import product
+
+import pytest
+
+from shardwise.schedule.pipeline import build, find
+from shardwise.schedule.pipeline.closed_forms import FORMS, Case, of_total, over_ideal
+from shardwise.schedule.pipeline.memory import peaks
+from shardwise.schedule.pipeline.simulate import simulate
+from shardwise.schedule.pipeline.times import Times
+
+GRID = [(p, m, v) for p in range(1, 6) for m in (1, 2, 3, 4, 5, 6, 8, 9, 11, 12) for v in (1, 2, 3)]
+TIMES = list(product((1, 2, 3), repeat=3))
+
+
+def cases(name: str):
+    """(p, m, v) that a schedule is for."""
+    return [case for case in GRID if not find(name).objection(*case)]
+
+
+def lost(name: str, schedule, f: float, i: float, w: float):
+    """The bubble that the formula is about, in whole numbers: a stage takes f, i, w."""
+    simulated = simulate(schedule, Times.equal(schedule.stages, f, i, w))
+    return max(simulated.own_idle if FORMS[name].own else simulated.idle)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_bubbles_are_the_formulas_where_these_hold_and_bounds_where_they_are(name):
+    form = FORMS[name]
+    exact = 0
+    for p, m, v in cases(name):
+        schedule = build(name, p, m, v)
+        for f, i, w in TIMES:
+            case = Case(p, m, v, f * v, i * v, w * v)
+            found = lost(name, schedule, f, i, w)
+            if form.exact(case):
+                exact += 1
+                assert found == form.bubble(case), case
+            elif form.below(case):
+                assert found >= form.bubble(case), case
+    assert exact >= 20
+
+
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        ("interleaved", (4, 2, 2, 1, 1, 1)),
+        ("zb-h1", (4, 8, 1, 1, 2, 2)),
+        ("zb-h2", (4, 8, 1, 1, 3, 2)),
+        ("zb-v", (4, 8, 2, 1, 2, 1)),
+        ("dualpipe-v", (4, 8, 2, 2, 1, 1)),
+    ],
+)
+def test_conditions_are_needed(name, case):
+    """Outside of them the formula is a bound only: it is exceeded."""
+    p, m, v, f, i, w = case
+    case = Case(p, m, v, f * v, i * v, w * v)
+    assert not FORMS[name].exact(case) and lost(name, build(name, p, m, v), f, i, w) > FORMS[name].bubble(case)
+
+
+def test_dualpipe_v_s_formula_is_an_upper_bound_where_f_is_less_than_i_and_too_little_where_it_is_more():
+    for p, m in ((2, 4), (3, 8), (4, 9)):
+        schedule = build("dualpipe-v", p, m, 2)
+        for f, i, w in TIMES:
+            if w > i:
+                continue
+            found = lost("dualpipe-v", schedule, f, i, w)
+            formula = FORMS["dualpipe-v"].bubble(Case(p, m, 2, 2 * f, 2 * i, 2 * w))
+            assert (found < formula) == (f < i) and (found > formula) == (f > i)
+
+
+@pytest.mark.parametrize("name", [name for name in FORMS if find(name).train])
+def test_peaks_are_the_formulas(name):
+    form = FORMS[name]
+    for p, m, v in cases(name):
+        schedule = build(name, p, m, v)
+        found = [Fraction(peak.both, schedule.virtual) for peak in peaks(schedule)]
+        wanted = [form.peak(p, m, schedule.virtual, rank) for rank in range(p)]
+        assert all(have <= most + 1e-9 for have, most in zip(found, wanted, strict=True))
+        if name == "dualpipe-v":
+            assert max(found) == wanted[0]
+        elif m >= form.full(p):
+            assert found == pytest.approx(wanted)
+
+
+def test_interleaved_s_first_rank_holds_what_the_table_says():
+    for p, v in product((2, 3, 4, 8), (2, 3, 4)):
+        assert FORMS["interleaved"].peak(p, 4 * p, v, 0) == (2 * (p - 1) + (v - 1) * p + 1) / v
+
+
+def test_both_definitions_of_the_bubble():
+    for p, m in product((1, 2, 4, 8), (1, 4, 16)):
+        for name in ("gpipe", "1f1b"):
+            simulated = simulate(build(name, p, m), Times.equal(p, 2, 3, 1))
+            assert simulated.bubble == pytest.approx(over_ideal(p, m))
+            assert simulated.bubble_of_total == pytest.approx(of_total(p, m))
+    naive = simulate(build("naive", 4, 5), Times.equal(4, 1, 1, 1))
+    assert naive.bubble_of_total == 3 / 4
+
+
+def test_zero_bubble_is_own_span():
+    """The makespan still has (p - 1)F, unless the ranks do not wait for each other between steps."""
+    for name, v in (("zb-h2", 1), ("zb-v", 2)):
+        simulated = simulate(build(name, 4, 12, v), Times.equal(4 * v, 1, 1, 1))
+        assert set(simulated.own_idle) == {0} and set(simulated.idle) == {3}
