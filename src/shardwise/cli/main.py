@@ -27,6 +27,8 @@ COMMANDS = {
     "checkpoint": "inspect, verify, reshard or diff the checkpoints of runs",
     "collective": "algorithms of collectives: show, verify, price",
     "pipeline": "pipeline schedules: show, verify, simulate, bubble",
+    "calibrate": "measure this host: a cluster file for predictions",
+    "validate": "predicted against published measurements, source by source",
     "demo": "the tour: predict, train on four processes, compare, one page",
 }
 

@@ -1,6 +1,6 @@
 """What it runs on: devices, the links between them, clusters. Imports nothing but the standard library."""
 
 from shardwise.cluster.cluster import Cluster
-from shardwise.cluster.device import Device, Link
+from shardwise.cluster.device import Device, Link, Speed
 
-__all__ = ["Cluster", "Device", "Link"]
+__all__ = ["Cluster", "Device", "Link", "Speed"]

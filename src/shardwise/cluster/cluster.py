@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.cluster import catalog
-from shardwise.cluster.device import Device, Link
+from shardwise.cluster.device import Device, Link, Speed
 from shardwise.errors import UserError
 
 _TEXT = re.compile(r"(?:(\d+)x)?(\d+)x(\D.*)", re.IGNORECASE | re.DOTALL)
@@ -77,6 +77,9 @@ class Cluster:
             bandwidth = 200e9          # bytes/s, one direction
             [inter]
             bandwidth = 25e9
+
+        A link may have what `shardwise calibrate network` measures, too (see `Link`): startup, copy_alpha, reads, and
+        speeds, a list of tables such as { bytes = 65536, bandwidth = 40e9, addition = 90e9, copy = 30e9 }.
 
         Raises `UserError` in one line for a text that is neither, an unknown device, or a field that is wrong.
         """
@@ -155,12 +158,38 @@ def _link(data: dict[str, Any], name: str, usual: Link) -> Link:
     if name not in data:
         return usual
     table = _table(data, name)
-    _only(table, f"{name}.", "alpha", "bandwidth", "source")
+    _only(table, f"{name}.", "alpha", "bandwidth", "startup", "copy_alpha", "reads", "speeds", "source")
     alpha, bandwidth = _number(table, f"{name}.", "alpha"), _number(table, f"{name}.", "bandwidth")
     source = str(table.get("source", "the cluster file"))
     if usual.source and (alpha is None or bandwidth is None):
         source = f"{source}; the rest: {usual.source}"
-    return Link(usual.alpha if alpha is None else alpha, usual.bandwidth if bandwidth is None else bandwidth, source)
+    reads = table.get("reads", False)
+    if type(reads) is not bool:
+        raise UserError(f"{name}.reads must be true or false, not {reads!r}")
+    return Link(
+        usual.alpha if alpha is None else alpha,
+        usual.bandwidth if bandwidth is None else bandwidth,
+        source,
+        _number(table, f"{name}.", "startup") or 0.0,
+        _number(table, f"{name}.", "copy_alpha") or 0.0,
+        reads,
+        _speeds(table, f"{name}.speeds"),
+    )
+
+
+def _speeds(table: dict[str, Any], where: str) -> tuple[Speed, ...]:
+    rows = table.get("speeds", [])
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise UserError(f"{where} must be a list of tables, not {rows!r}")
+    found = []
+    for row in rows:
+        fields = ("bytes", "bandwidth", "addition", "copy", "again")
+        _only(row, f"{where}.", *fields)
+        nbytes, *others = (_number(row, f"{where}.", field) for field in fields)
+        if nbytes is None:
+            raise UserError(f"{where}: bytes is missing")
+        found.append(Speed(nbytes, *others))
+    return tuple(found)
 
 
 def _only(table: dict[str, Any], prefix: str, *known: str) -> None:

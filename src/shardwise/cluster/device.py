@@ -19,15 +19,15 @@ class Device:
     """
 
     name: str
-    kind: Literal["cuda", "cpu"]
+    kind: Literal["cuda", "cpu", "tpu"]
     memory_bytes: int | None
     memory_bandwidth: float | None
     peak_flops: Mapping[str, float] = field(default_factory=dict, hash=False)
     source: str = ""
 
     def __post_init__(self) -> None:
-        if self.kind not in ("cuda", "cpu"):
-            raise UserError(f"device {self.name!r}: kind must be cuda or cpu, not {self.kind!r}")
+        if self.kind not in ("cuda", "cpu", "tpu"):
+            raise UserError(f"device {self.name!r}: kind must be cuda, cpu or tpu, not {self.kind!r}")
         figures = {"memory_bytes": self.memory_bytes, "memory_bandwidth": self.memory_bandwidth}
         figures |= {f"peak_flops.{dtype}": value for dtype, value in self.peak_flops.items()}
         for what, value in figures.items():
@@ -40,18 +40,55 @@ class Device:
 
 
 @dataclass(frozen=True)
+class Speed:
+    """How fast bytes go where a rank's memory in a collective is `nbytes` bytes large: in a core's cache, or not.
+
+    Each in bytes/s, None for what takes no time of its own: bandwidth, of what comes from another rank; addition, of
+    what is added, on top of its coming; copy, of what a rank copies within its own memory. again: of what has come
+    before and was not written since, as in a benchmark's repeated calls, which find it in their cache; None where that
+    is no faster.
+    """
+
+    nbytes: float
+    bandwidth: float | None
+    addition: float | None = None
+    copy: float | None = None
+    again: float | None = None
+
+    def __post_init__(self) -> None:
+        for what in ("nbytes", "bandwidth", "addition", "copy", "again"):
+            value = getattr(self, what)
+            if value is not None and not 0 < value < float("inf"):
+                raise UserError(f"a link's speed: {what} must be positive, not {value!r}")
+
+
+@dataclass(frozen=True)
 class Link:
     """What connects a device with another one, in one direction: a message of n bytes takes alpha + n / bandwidth.
 
     alpha: seconds a message; bandwidth: bytes/s a device. None where not known. source: where the figures are from.
+
+    What only a measurement tells: startup, seconds that a collective takes however few rounds it has; copy_alpha,
+    seconds more of a round in which a rank copies within its memory; reads, that ranks
+    read each other's memory in place of messages; speeds, by size, smallest first, in whose place `bandwidth` stands
+    only where one figure must do.
     """
 
     alpha: float | None
     bandwidth: float | None
     source: str = ""
+    startup: float = 0.0
+    copy_alpha: float = 0.0
+    reads: bool = False
+    speeds: tuple[Speed, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.alpha is not None and not 0 <= self.alpha < float("inf"):
-            raise UserError(f"a link's alpha must be finite and not negative, not {self.alpha!r}")
+        for what in ("alpha", "startup", "copy_alpha"):
+            value = getattr(self, what)
+            if value is not None and not 0 <= value < float("inf"):
+                raise UserError(f"a link's {what} must be finite and not negative, not {value!r}")
         if self.bandwidth is not None and not 0 < self.bandwidth < float("inf"):
             raise UserError(f"a link's bandwidth must be positive, not {self.bandwidth!r}")
+        sizes = [speed.nbytes for speed in self.speeds]
+        if sizes != sorted(set(sizes)):
+            raise UserError("a link's speeds must stand in the order of their sizes, each size once")

@@ -81,6 +81,7 @@ class Saver:
         plan = program.plan
         self.writes = writes(plan.model, plan.layout, self.rank)
         self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        self._copies: list[Tensor] = []
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -91,8 +92,11 @@ class Saver:
         if not self.later:
             self._write(position, entries, tensors)
             return
-        copies = [tensor.to("cpu", copy=True) for tensor in tensors]
-        self._thread = threading.Thread(target=self._guarded, args=(position, entries, copies), name="save")
+        # Kept from save to save: memory that is new costs more than what is copied into it.
+        self._copies = self._copies or [torch.empty_like(tensor, device="cpu") for tensor in tensors]
+        for copy, tensor in zip(self._copies, tensors, strict=True):
+            copy.copy_(tensor)
+        self._thread = threading.Thread(target=self._guarded, args=(position, entries, self._copies), name="save")
         self._thread.start()
 
     def finish(self) -> None:

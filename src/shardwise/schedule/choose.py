@@ -16,7 +16,7 @@ from shardwise.schedule.algorithms import Algorithm, algorithms, build, collecti
 from shardwise.schedule.closed_forms import Terms, lower_bounds
 from shardwise.schedule.comm import CommSchedule
 from shardwise.schedule.network import Network
-from shardwise.schedule.price import Price, Profile, profile
+from shardwise.schedule.price import Price, Profile, SizedProfile, profile
 
 MOST_SEGMENTS = 512
 RING = {
@@ -99,9 +99,10 @@ def cost(
     """What one collective of a ledger takes on these ranks: nothing on one rank.
 
     op: a ledger's name (all_reduce, all_gather_into, ...). nbytes: payload, the full tensor. algorithm: "best", the
-    cheapest that sends messages; a name; or "ring", which stands for `RING` in collectives without one. (One ring uses
-    one NIC of every node; a library's many rings come closer to "best" there.) sharing: how many such groups use a
-    node's NICs at the same time. Raises what `choose` raises, and `UserError` for an unknown algorithm.
+    cheapest that sends messages (on a cluster measured with ranks that read memory, the cheapest of all); a name; or
+    "ring", which stands for `RING` in collectives without one. (One ring uses one NIC of every node; a library's many
+    rings come closer to "best" there.) sharing: how many such groups use a node's NICs at the same time. Raises what
+    `choose` raises, and `UserError` for an unknown algorithm.
     """
     _, paid = pricer(op, ranks, cluster, sharing=sharing).pick(nbytes, algorithm)
     return Cost(paid.seconds, paid.bytes_sent, paid.steps)
@@ -160,7 +161,7 @@ class Pricer:
     def __init__(self, collective: str, network: Network) -> None:
         self.collective = collective_name(collective)
         self.network = network
-        self._profiles: dict[tuple[str, tuple[tuple[str, int], ...]], Profile] = {}
+        self._profiles: dict[tuple[str, tuple[tuple[str, int], ...]], Profile | SizedProfile] = {}
 
     @cached_property
     def candidates(self) -> list[Algorithm]:
@@ -239,7 +240,7 @@ class Pricer:
     def pick(self, nbytes: float, algorithm: str) -> tuple[str, Price]:
         """Name and price of "best", "ring" or a named algorithm: see `cost` of this module, and what it raises."""
         if algorithm == "best":
-            best = self.cheapest(nbytes, reads=False)
+            best = self.cheapest(nbytes, reads=self.network.reads)
             return best.name, best.price
         found = find(self.collective, RING.get(self.collective, "ring") if algorithm == "ring" else algorithm)
         return found.name, self._best(found, _checked(nbytes))[1]
@@ -269,7 +270,7 @@ class Pricer:
         low = 1 << max(0, min(int(best), MOST_SEGMENTS // 2).bit_length() - 1)
         return [low, 2 * low]
 
-    def _profile(self, algorithm: Algorithm, options: Mapping[str, int]) -> Profile:
+    def _profile(self, algorithm: Algorithm, options: Mapping[str, int]) -> Profile | SizedProfile:
         key = algorithm.name, tuple(options.items())
         if key not in self._profiles:
             self._profiles[key] = profile(self._build(algorithm, **options), self.network)

@@ -176,11 +176,15 @@ def lower_bounds(collective: str, network: Network, nbytes: float, reads: bool =
     the faster link's bandwidth, or what must pass a node's NICs. reads: for ranks that read each other's memory, which
     need no more than one step.
     """
+    if network.sizes:
+        around = network.near(nbytes)
+        found = [(share, lower_bounds(collective, network.sizes[i][1], nbytes, reads)) for i, share in around]
+        return Terms(*(sum(share * terms[k] for share, terms in found) for k in range(3)))
     p, nodes = network.ranks, network.nodes
     steps, sent, added = lower_bound(collective, p)
     steps = min(steps, 1) if reads else steps
     fastest = min(network.intra.alpha, network.inter.alpha)
-    alpha = steps * fastest + (network.inter.alpha - fastest if nodes > 1 else 0.0)
+    alpha = network.startup * (steps > 0) + steps * fastest + (network.inter.alpha - fastest if nodes > 1 else 0.0)
     port = sent * nbytes * (min(network.intra.beta, network.inter.beta) if nodes > 1 else network.intra.beta)
     nic = _through_a_node(collective, network) * nbytes * network.inter.beta * network.sharing / network.nics
     return Terms(alpha, max(port, nic), added * nbytes * network.gamma)
