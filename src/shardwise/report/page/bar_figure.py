@@ -34,7 +34,7 @@ def bar_figure(
     corner = element("span", class_="corner")
     scale_row = (corner, element("div", axis_svg(limit, describe, marks)), element("span"))
     parts = [legend(used_kinds(bars)), element("div", *rows[:-1], *scale_row, class_="bars")]
-    if any(bar.total > limit for bar in bars):
+    if any(bar.length > limit for bar in bars):
         text = f"Bars beyond {describe(limit)} are cut; their totals are beside them."
         parts.append(element("p", text, class_="note"))
     return element("figure", *parts)
