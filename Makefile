@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 SHARDWISE_SEED ?= $(shell date +%Y%m%d)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all mutation lint figures bench bench-scaling bench-gpu clean
+.PHONY: help demo test test-all mutation lint figures fit bench bench-scaling bench-gpu clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,6 +37,9 @@ lint: $(VENV)/.test  ## ruff and mypy
 figures: $(VENV)/.test  ## draw the README's picture again, and print the table that it quotes
 	@$(BIN)/python docs/figures.py
 	@$(BIN)/python docs/figures.py --numbers
+
+fit: $(VENV)/.test  ## fit the time model's constants: make fit TABLES="training.json serving.json"
+	@$(BIN)/python benchmarks/fit_constants.py $(TABLES) --cross --write
 
 bench: $(VENV)/.bench  ## steps, saves and reshards beside what a user would pick instead: about an hour on two cores
 	@$(BIN)/python benchmarks/train_step.py --json benchmarks/results/train_step.json

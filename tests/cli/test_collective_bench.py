@@ -104,7 +104,7 @@ def test_figures_are_summed_up(cluster):
     ],
 )
 def test_mistakes_are_told_before_anything_starts(bench, monkeypatch, argv, words):
-    monkeypatch.setattr(collective_bench, "_measure", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setattr(collective_bench, "measure", lambda *_: pytest.fail("ranks were started"))
     code, _, err = bench(*argv)
     assert code == 2 and words in err and err.count("\n") == 1
 

@@ -40,14 +40,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, algorithms: list[Algorithm], sizes: list[int]) -> int:
     """Measure these algorithms at these sizes in bytes, and print it. Raises `UserError`, `RunFailed` when a rank dies,
     and `KeyboardInterrupt`, with what was measured until then printed."""
-    _check(args)
+    check(args)
     network = _network(args)
-    found, failure = _measure(args, algorithms, sizes)
+    found, failure = measure(args, algorithms, sizes)
     result = {
         "ranks": args.ranks,
         "dtype": "float32",
         "rounds": args.rounds,
-        "machine": {"cores": len(_cores()), "cpu": platform.processor() or platform.machine()},
+        "machine": {"cores": len(cores()), "cpu": platform.processor() or platform.machine()},
         "cluster": args.cluster,
         "notes": list(network.notes) if network else [],
         "wanted": found["wanted"],
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace, algorithms: list[Algorithm], sizes: list[int])
     return 0
 
 
-def _check(args: argparse.Namespace) -> None:
+def check(args: argparse.Namespace) -> None:
     if not 1 < args.ranks <= MOST_RANKS:
         raise UserError(f"--ranks {args.ranks}: between 2 and {MOST_RANKS} can be measured on one host")
     if args.rounds < 1:
@@ -77,16 +77,16 @@ def _network(args: argparse.Namespace) -> Network | None:
     from shardwise.cluster import Cluster
     from shardwise.schedule.network import Network
 
-    return Network.of(Cluster.parse(args.cluster), args.ranks)
+    return Network.of(Cluster.parse(args.cluster), args.ranks, repeated=True)
 
 
-def _cores() -> set[int]:
+def cores() -> set[int]:
     import os
 
     return os.sched_getaffinity(0)
 
 
-def _measure(
+def measure(
     args: argparse.Namespace, algorithms: list[Algorithm], sizes: list[int]
 ) -> tuple[dict[str, Any], BaseException | None]:
     """(what the ranks wrote, how it ended if not well). Raises where there is nothing."""

@@ -92,9 +92,14 @@ class Peer:
         return not self._poll.poll(0)
 
     def map(self, serial: int) -> mmap.mmap:
-        """The segment that the peer made as its `serial`-th."""
+        """The segment that the peer made as its `serial`-th. Raises `RuntimeError` when the peer has ended meanwhile."""
         if serial not in self._maps:
-            self._maps[serial] = self._open(serial)
+            try:
+                self._maps[serial] = self._open(serial)
+            except OSError:
+                if self.lives():
+                    raise
+                raise RuntimeError(f"rank {self.rank} has ended") from None
         return self._maps[serial]
 
     def _open(self, serial: int) -> mmap.mmap:

@@ -1,0 +1,225 @@
+"""Fit what one kernel and one collective take on measured devices, and write it into the package.
+
+    python benchmarks/fit_kernels.py FOLDER
+
+FOLDER holds {a100,h100}_{gemm,attn,nccl}.parquet: kernel timings of ai-dynamo/aiconfigurator (Apache-2.0), commit
+095f58a51c4c. Written: predict/time/kernels.json and predict/time/surfaces.npz. Needs pyarrow; a minute on one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as parquet
+
+import shardwise.predict.time
+from shardwise.cluster import Cluster
+from shardwise.predict.time.kernels import Kernels
+from shardwise.schedule.choose import pricer
+
+HOME = Path(shardwise.predict.time.__file__).parent
+SOURCE = "ai-dynamo/aiconfigurator 095f58a51c4c (Apache-2.0), systems/data/{}_sxm: {}"
+TILES = [
+    (256, 128), (128, 256), (128, 128), (256, 64), (64, 256), (128, 64), (64, 128), (64, 64),
+    (32, 64), (64, 32), (32, 32), (16, 64),
+]  # fmt: skip
+MEASURED = {"A100": (312e12, 2.039e12, 108), "H100": (989e12, 3.35e12, 132)}
+"""Peak in 16 bits, bytes/s, multiprocessors."""
+ROWS = [
+    1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192, 16384, 32768,
+]  # fmt: skip
+"""Rows of the left matrix that the grid keeps, of those that were measured."""
+
+
+def columns(path: Path) -> dict[str, np.ndarray]:
+    return {name: np.array(values) for name, values in parquet.read_table(path).to_pydict().items()}
+
+
+def descend(loss: Callable[[np.ndarray], float], start: list[float], cap: int = 0) -> np.ndarray:
+    """Coordinate descent over factors; the first `cap` values stay at most 1."""
+    best, at, step = loss(np.array(start)), np.array(start), 0.25
+    while step > 0.02:
+        moved = False
+        for i in range(len(at)):
+            for factor in (1 + step, 1 / (1 + step)):
+                tried = at.copy()
+                tried[i] *= factor
+                if i < cap:
+                    tried[i] = min(tried[i], 1.0)
+                found = loss(tried)
+                if found < best - 1e-6:
+                    best, at, moved = found, tried, True
+        step = step if moved else step / 2
+    return at
+
+
+def weighted(seconds: np.ndarray) -> np.ndarray:
+    """Kernels of a millisecond count most: they are what a step is made of."""
+    return np.sqrt(np.clip(seconds, 0, 1e-3) / 1e-3) + 0.05
+
+
+def tile_form(device: str, p: np.ndarray) -> dict[str, Any]:
+    return {
+        "surface": device,
+        "tiles": [[*tile, round(float(e), 4)] for tile, e in zip(TILES, p[: len(TILES)], strict=True)],
+        "latency_s": float(p[12]),
+        "split_latency_s": float(p[13]),
+        "bandwidth_share": round(float(p[14]), 4),
+        "prologue_k": round(float(p[15]), 1),
+        "source": SOURCE.format(device.lower(), "gemm_perf.parquet, bfloat16; tiles and grid fitted here"),
+    }
+
+
+def modelled(form: dict[str, Any], device: str, m: np.ndarray, n: np.ndarray, k: np.ndarray) -> np.ndarray:
+    """The tile model without its grid: what `Kernels.matmul` computes before the residual."""
+    peak, bandwidth, sms = MEASURED[device]
+    flat = SimpleNamespace(
+        matmul=form, bandwidth=bandwidth, sms=sms, peak=lambda _: peak, plateau=lambda _: 1.0, value=lambda _: 1.0
+    )
+    kernels = Kernels.__new__(Kernels)
+    kernels.constants, kernels._shape = flat, form  # type: ignore[assignment]
+    kernels._grid = SimpleNamespace(at=lambda *_: 0.0)  # type: ignore[assignment]
+    return kernels.matmul(m, n, k)
+
+
+def products(folder: Path, device: str) -> tuple[np.ndarray, ...]:
+    data = columns(folder / f"{device.lower()}_gemm.parquet")
+    here = (data["gemm_dtype"] == "bfloat16") & np.isin(data["m"], ROWS)
+    shape = np.stack([data[name][here] for name in "mnk"], axis=1)
+    unique, which = np.unique(shape, axis=0, return_inverse=True)
+    seconds = np.zeros(len(unique))
+    # Measured more than once: the mean of the logarithms.
+    np.add.at(seconds, which.ravel(), np.log(data["latency"][here] * 1e-3))
+    seconds = np.exp(seconds / np.bincount(which.ravel()))
+    return (*unique.T.astype(float), seconds)
+
+
+def fit_matmul(folder: Path, device: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    m, n, k, seconds = products(folder, device)
+    start = [1, 1, 0.92, 0.85, 0.85, 0.75, 0.75, 0.6, 0.4, 0.4, 0.3, 0.3, 4e-6, 2e-6, 0.8, 64.0]
+    weight = weighted(seconds)
+
+    def loss(p: np.ndarray) -> float:
+        off = np.abs(np.log(modelled(tile_form(device, p), device, m, n, k) / seconds))
+        return float((weight * off).sum() / weight.sum())
+
+    form = tile_form(device, descend(loss, start, cap=len(TILES)))
+    residual = np.log(seconds / modelled(form, device, m, n, k))
+    axes = [np.unique(axis) for axis in (m, n, k)]
+    table = np.full([len(axis) for axis in axes], np.nan)
+    table[tuple(np.searchsorted(axis, at) for axis, at in zip(axes, (m, n, k), strict=True))] = residual
+    table = filled(table)
+    long = seconds > 1e-4
+    print(f"{device} products: {len(m)}, mean |error| of tiles alone {np.abs(residual[long]).mean():.3f} above 0.1 ms")
+    stored = {f"{device}.{name}": axis.astype(np.int32) for name, axis in zip("mnk", axes, strict=True)}
+    return form, stored | {f"{device}.residual": np.clip(np.round(table * 100), -127, 127).astype(np.int8)}
+
+
+def filled(table: np.ndarray) -> np.ndarray:
+    """Shapes that were not measured take the mean of their neighbours that were."""
+    while np.isnan(table).any():
+        padded = np.pad(table, 1, constant_values=np.nan)
+        near = [np.roll(padded, shift, axis)[1:-1, 1:-1, 1:-1] for axis in range(3) for shift in (1, -1)]
+        stack = np.stack(near)
+        known = ~np.isnan(stack)
+        mean = np.where(known.any(0), np.nansum(stack, 0) / np.maximum(known.sum(0), 1), np.nan)
+        table = np.where(np.isnan(table), mean, table)
+    return table
+
+
+def fit_attention(folder: Path, device: str) -> dict[str, Any]:
+    data = columns(folder / f"{device.lower()}_attn.parquet")
+    peak, bandwidth, _ = MEASURED[device]
+    forms: dict[str, Any] = {}
+    for width in np.unique(data["head_dim"]):
+        here = (data["head_dim"] == width) & (data["kv_cache_dtype"] == "bfloat16") & (data["isl"] >= 128)
+        if "window_size" in data:
+            here &= data["window_size"] == 0
+        # Multi-query heads are rare in what is predicted here, and have a kernel of their own.
+        here &= (data["num_key_value_heads"] * 16 >= data["num_heads"]) & (data["num_heads"] >= 4)
+        names = ("batch_size", "isl", "num_heads", "num_key_value_heads", "latency")
+        b, s, h, kv, ms = (data[name][here].astype(float) for name in names)
+        seconds = ms * 1e-3
+        flops, moved = 4 * b * h * width * s * (s + 1) / 2, 4 * b * s * width * (h + kv)
+        weight = weighted(seconds)
+
+        def form(p, flops=flops, moved=moved, s=s):
+            return p[3] + flops / (peak * p[0]) * (1 + p[1] / ((s + 1) / 2)) + moved / (bandwidth * p[2])
+
+        def loss(p, form=form, seconds=seconds, weight=weight):
+            return float((weight * np.abs(np.log(form(p) / seconds))).sum() / weight.sum())
+
+        p = descend(loss, [0.6, 200.0, 0.8, 6e-6])
+        long = seconds > 1e-4
+        off = np.abs(np.log(form(p) / seconds))[long].mean()
+        print(f"{device} attention, heads of {width}: {len(s)} timings, mean |error| {off:.3f} above 0.1 ms")
+        forms[str(width)] = dict(
+            zip(("efficiency", "short_tokens", "bandwidth_share", "latency_s"), map(float, p), strict=True)
+        )
+    return forms
+
+
+def fit_nccl(folder: Path, device: str) -> dict[str, Any]:
+    """ln(measured / price), the price on links of the bandwidth that the largest messages reach."""
+    data = columns(folder / f"{device.lower()}_nccl.parquet")
+    cluster = Cluster.parse(f"8x{device}")
+    share = bus_share(data, cluster)
+    cluster = replace(cluster, intra=replace(cluster.intra, bandwidth=cluster.intra.bandwidth * share))
+    half = data["nccl_dtype"] == "half"
+    sizes = np.unique(data["message_size"][half])
+    found: dict[str, Any] = {"sizes": sizes.tolist(), "link_share": round(share, 4)}
+    for op, ours in (("all_reduce",) * 2, ("all_gather",) * 2, ("reduce_scatter",) * 2, ("alltoall", "all_to_all")):
+        found[ours] = {}
+        for ranks in (2, 4, 8):
+            here = half & (data["op_name"] == op) & (data["num_gpus"] == ranks)
+            took = dict(zip(data["message_size"][here].tolist(), (data["latency"][here] * 1e-3).tolist(), strict=True))
+            prices = pricer(ours, ranks, cluster)
+            logs = [np.log(took[n] / prices.pick(float(n), "best")[1].seconds) for n in sizes.tolist()]
+            found[ours][str(ranks)] = [round(float(x), 3) for x in logs]
+    return found | {"source": SOURCE.format(device.lower(), "comm/nccl/nccl_perf.parquet, half")}
+
+
+def bus_share(data: dict[str, np.ndarray], cluster: Cluster) -> float:
+    here = (data["nccl_dtype"] == "half") & (data["op_name"] == "all_reduce") & (data["num_gpus"] == 8)
+    n = data["message_size"][here].max()
+    seconds = float(data["latency"][here & (data["message_size"] == n)][0]) * 1e-3
+    assert cluster.intra.bandwidth
+    return 2 * 7 / 8 * float(n) / seconds / cluster.intra.bandwidth
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args().folder
+    written: dict[str, Any] = {"matmul": {}, "attention": {}, "nccl": {}}
+    stored: dict[str, np.ndarray] = {}
+    for device in MEASURED:
+        written["matmul"][device], grid = fit_matmul(folder, device)
+        stored |= grid
+        written["attention"][device] = fit_attention(folder, device)
+        written["nccl"][device] = fit_nccl(folder, device)
+    _narrow(written["attention"])
+    np.savez_compressed(HOME / "surfaces.npz", **stored)
+    (HOME / "kernels.json").write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+
+
+def _narrow(forms: dict[str, Any]) -> None:
+    """Head widths measured on the H100 alone keep their ratio to its width of 128."""
+    wide, known = forms["H100"], forms["A100"]["128"]
+    for width, form in wide.items():
+        ratio = form["efficiency"] / wide["128"]["efficiency"]
+        forms["A100"].setdefault(width, {**known, "efficiency": known["efficiency"] * ratio})
+    for device in forms:
+        forms[device] = {w: {n: float(f"{v:.4g}") for n, v in f.items()} for w, f in forms[device].items()}
+        forms[device]["source"] = SOURCE.format(device.lower(), "context_attention_perf.parquet, causal, bfloat16")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+"""What this host can do, measured: figures for the cluster file that `--cluster FILE` of other commands reads.
+
+`network` runs collectives on processes of this host, fits the latency of a round, the speed of reading, adding and
+copying, and says how well that predicts sizes that the fit has not seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import shlex
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.cli import collective_bench
+from shardwise.cli.actions import actions
+from shardwise.cli.output import print_json, show
+from shardwise.errors import UserError
+
+if TYPE_CHECKING:
+    from shardwise.cluster import Cluster
+    from shardwise.schedule.fit import Accuracy, Figure, Fit, Sample
+
+SIZES = ",".join(f"{1 << k}KiB" for k in range(17))
+_NO_LIMIT = 1e9
+_BUSY = 1.2
+"""The middle round over the quickest one, from which on a host counts as busy: on a quiet one they are nearly equal."""
+_WITHIN = 0.1
+_TIMES = {"intra.alpha": "alpha", "startup": "startup", "local.alpha": "copy_alpha"}
+_SPEEDS = {"intra.beta": "bandwidth", "again": "again", "gamma": "addition", "local.beta": "copy"}
+"""Figures of a fit -> their names in the file."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    network = actions(parser)("network", "fit latency and speeds to collectives of this host's processes")
+    network.add_argument("--ranks", type=int, required=True, metavar="P", help="processes to start")
+    network.add_argument("--transport", choices=("shared", "sends"), default="shared", help="(shared)")
+    network.add_argument("--sizes", default=SIZES, metavar="SIZE,...", help="every second is held back (1KiB-64MiB)")
+    network.add_argument("--rounds", type=int, default=7, metavar="N", help="how often each has its turn (7)")
+    network.add_argument("--out", type=Path, metavar="FILE", help="cluster file to write, or to bring up to date")
+
+
+def run(args: argparse.Namespace) -> int:
+    from shardwise.schedule import algorithms
+    from shardwise.schedule.fit import accuracy, fit
+    from shardwise.schedule.network import Network
+
+    sizes = _sizes(args)
+    cluster = _cluster(args)
+    chosen = [found for found in algorithms() if not found.most or args.ranks <= found.most]
+    samples, spread = _measured(args, chosen, sizes)
+    held_back = set(sorted({sample.nbytes for sample in samples})[1::2])
+    found = fit([s for s in samples if s.nbytes not in held_back], reads=args.transport == "shared")
+    cluster = _with_link(cluster, found, args)
+    checked = accuracy([s for s in samples if s.nbytes in held_back], Network.of(cluster, args.ranks, repeated=True))
+    if args.out:
+        _write(args.out, cluster, found, _lines(args, checked, spread))
+    if args.json:
+        print_json({"samples": len(samples), "spread": spread, **_as_json(found, checked, held_back)})
+    else:
+        _print(found, checked)
+        show(_noise(spread))
+        if args.out:
+            print(f"written: --cluster {shlex.quote(str(args.out))}")
+    return 0
+
+
+def _sizes(args: argparse.Namespace) -> list[int]:
+    from shardwise.cli.collective import bytes_of
+
+    sizes = sorted({bytes_of(word, "--sizes") for word in args.sizes.split(",")})
+    if len(sizes) < 3:
+        raise UserError(f"--sizes {args.sizes}: give three sizes or more, since every second one is held back")
+    args.limit, args.cluster = _NO_LIMIT, None
+    collective_bench.check(args)
+    return sizes
+
+
+def _cluster(args: argparse.Namespace) -> Cluster:
+    """What is known before: the file's, or this host. Raises `UserError` where the file could not be written later."""
+    from shardwise.cluster import Cluster
+
+    if args.out and args.out.suffix != ".toml":
+        raise UserError(f"--out {args.out}: a cluster file's name ends in .toml")
+    if args.out and args.out.exists():
+        return Cluster.parse(str(args.out))
+    if args.out and not args.out.parent.is_dir():
+        raise UserError(f"--out {args.out}: there is no directory {args.out.parent}")
+    return Cluster.parse(f"{args.ranks}xcpu")
+
+
+def _measured(args: argparse.Namespace, chosen: list[Any], sizes: list[int]) -> tuple[list[Sample], float]:
+    """One sample for each algorithm and size, the lower quartile of its rounds, since what else runs on the host only
+    ever adds to them; and their usual spread, the middle round over the quickest one."""
+    from statistics import median, quantiles
+
+    from shardwise.schedule import build
+    from shardwise.schedule.fit import Sample
+
+    found, failure = collective_bench.measure(args, chosen, sizes)
+    if failure is not None:
+        raise failure
+    schedules: dict[tuple[str, str], Any] = {}
+    samples, spreads = [], []
+    for cell in found["cells"]:
+        for row in cell["rows"]:
+            if row["algorithm"]:
+                key = cell["collective"], row["algorithm"]
+                schedule = schedules.setdefault(key, build(*key, args.ranks, **row["options"]))
+                seconds = row["seconds"] * (1 if len(row["seconds"]) > 1 else 2)
+                samples.append(Sample(schedule, cell["bytes"], quantiles(seconds, n=4, method="inclusive")[0]))
+                spreads.append(median(seconds) / min(seconds))
+    return samples, median(spreads)
+
+
+def _with_link(cluster: Cluster, found: Fit, args: argparse.Namespace) -> Cluster:
+    from dataclasses import replace
+
+    command = f"shardwise calibrate network --ranks {args.ranks} --transport {args.transport} --rounds {args.rounds}"
+    link = found.link("intra", f"{command}, {date.today()}, {_cpu()}")
+    return replace(cluster, intra=link, devices_per_node=max(cluster.devices_per_node, args.ranks))
+
+
+def _cpu() -> str:
+    """The host's processor as Linux names it, and the cores that this process may use."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        name = platform.processor() or platform.machine()
+    return f"{name}, {len(collective_bench.cores())} cores"
+
+
+def _lines(args: argparse.Namespace, checked: Accuracy, spread: float) -> list[str]:
+    """The file's header."""
+    memory = "tensors that live in shared memory" if args.transport == "shared" else "gloo sends"
+    lines = [f"{args.ranks} ranks of one host, {memory}; {date.today()}, {_cpu()}"]
+    lines += [_verdict(checked), _noise(spread), "Behind figures: the interval of 80 of 100 resampled fits."]
+    return lines
+
+
+def _verdict(checked: Accuracy) -> str:
+    from shardwise.report.units import format_share
+
+    error, chosen = checked.median_error, checked.chosen_well(_WITHIN)
+    words = []
+    if error is not None:
+        words.append(f"median error {format_share(error)} above 64 KiB")
+    if chosen is not None:
+        words.append(
+            f"the predicted cheapest algorithm is the measured one, or within {format_share(_WITHIN)} of it, "
+            f"in {format_share(chosen)} of {len(checked.cells)} cells"
+        )
+    return f"Sizes held back: {'; '.join(words) or 'none that could be checked'}."
+
+
+def _noise(spread: float) -> str:
+    words = f"Of the rounds of a call, the middle one took {spread:.2f} times the quickest one."
+    return f"{words} Other programs were at work: measure again when none are." if spread > _BUSY else words
+
+
+def _write(file: Path, cluster: Cluster, found: Fit, header: list[str]) -> None:
+    from shardwise.cluster.writing import to_toml
+    from shardwise.report.units import format_time
+
+    times = [(name, found.constant[of]) for of, name in _TIMES.items() if of in found.constant]
+    remarks = {f"intra.{name}": _interval(figure, format_time) for name, figure in times}
+    for k in range(len(found.sizes)):
+        told = [(name, found.sized[of][k]) for of, name in _SPEEDS.items() if of in found.sized]
+        remarks[f"intra.speeds.{k}"] = "; ".join(f"{name} {_interval(figure, _speed, -1)}" for name, figure in told)
+    try:
+        file.write_text(to_toml(cluster, header, remarks), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {file}: {error.strerror}") from None
+
+
+def _interval(figure: Figure, words: Callable[[float], str], order: int = 1) -> str:
+    """From one end to the other; in the order -1 the ends change places, as those of speeds do."""
+    return " to ".join(dict.fromkeys(map(words, (figure.low, figure.high)[::order])))
+
+
+def _speed(seconds: float) -> str:
+    from shardwise.report.units import format_bytes
+
+    return f"{format_bytes(1 / seconds)}/s" if seconds else "free"
+
+
+def _print(found: Fit, checked: Accuracy) -> None:
+    from statistics import median
+
+    from rich.table import Table
+
+    from shardwise.report.units import format_bytes, format_share, format_time
+
+    figures = Table("figure", "memory of a rank", "value", "80% interval", box=None, pad_edge=False)
+    for of, name in _TIMES.items():
+        if figure := found.constant.get(of):
+            figures.add_row(name, "", format_time(figure.value), _interval(figure, format_time))
+    for of, name in _SPEEDS.items():
+        for nbytes, figure in zip(found.sizes, found.sized.get(of, ()), strict=of in found.sized):
+            memory = format_bytes(nbytes, binary=True)
+            figures.add_row(name, memory, _speed(figure.value), _interval(figure, _speed, -1))
+    held = Table("collective", "median error", "cells chosen well", box=None, pad_edge=False)
+    for collective in dict.fromkeys([*checked.errors, *(cell.collective for cell in checked.cells)]):
+        errors = checked.errors.get(collective)
+        cells = [cell for cell in checked.cells if cell.collective == collective]
+        well = sum(cell.behind <= _WITHIN for cell in cells)
+        held.add_row(
+            collective, format_share(median(errors)) if errors else "-", f"{well} of {len(cells)}" if cells else "-"
+        )
+    show(figures, "", "sizes held back:", held, "", _verdict(checked))
+
+
+def _as_json(found: Fit, checked: Accuracy, held_back: set[float]) -> dict[str, Any]:
+    return {
+        "figures": {name: figure._asdict() for name, figure in found.constant.items()},
+        "sizes": list(found.sizes),
+        "sized_figures": {name: [each._asdict() for each in row] for name, row in found.sized.items()},
+        "held_back": {
+            "sizes": sorted(held_back),
+            "median_error": checked.median_error,
+            "errors": checked.errors,
+            "chosen_well": checked.chosen_well(_WITHIN),
+            "cells": [cell._asdict() for cell in checked.cells],
+        },
+    }

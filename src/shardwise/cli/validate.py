@@ -1,0 +1,72 @@
+"""Score the time model on published measurements: predicted against measured, source by source.
+
+TABLE.json is a list of objects, one a measurement; without it, the project's own small table is scored.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardwise.cli.output import print_json, show
+
+if TYPE_CHECKING:
+    from shardwise.predict.scoreboard import Prediction, Score
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("tables", nargs="*", type=Path, metavar="TABLE.json", help="published measurements")
+    parser.add_argument("--rows", action="store_true", help="every row, not the missed ones alone")
+
+
+def run(args: argparse.Namespace) -> int:
+    from shardwise.predict.scoreboard import PUBLISHED, cases, predict, read, scores
+
+    rows = [row for table in args.tables or [PUBLISHED] for row in read(table)]
+    asked, skipped = cases(rows)
+    predictions, refused = predict(asked)
+    found = scores(predictions, [*skipped, *refused])
+    if args.json:
+        print_json([asdict(score) for score in found])
+        return 0
+    _print_scores(found)
+    _print_rows(predictions, args.rows)
+    for score in found:
+        for reason, count in score.skipped.items():
+            print(f"{score.source}: {count} row{'s' if count > 1 else ''} skipped: {reason}")
+    return 0
+
+
+def _print_scores(found: list[Score]) -> None:
+    from rich.table import Table
+
+    table = Table(title="predicted against measured", title_justify="left", box=None, pad_edge=False)
+    headings = ("source", "rows", "median error", "mean", "90th percentile", "bias", "in the 80% range", "its width")
+    for heading in (*headings, "skipped"):
+        table.add_column(heading, justify="left" if heading == "source" else "right")
+    for score in found:
+        figures = (
+            score.median_abs_error,
+            score.mean_abs_error,
+            score.p90_abs_error,
+            score.bias,
+            score.coverage,
+            score.mean_width,
+        )
+        shown = ("-" if figure is None else f"{100 * figure:.1f}%" for figure in figures)
+        table.add_row(score.source, str(score.rows), *shown, str(sum(score.skipped.values())))
+    show(table)
+
+
+def _print_rows(predictions: list[Prediction], every: bool) -> None:
+    from shardwise.predict.scoreboard import MISS, reason
+
+    listed = [one for one in predictions if every or abs(one.error) > MISS]
+    if not listed:
+        return
+    print(f"\n{'all rows' if every else f'rows off by more than {MISS:.0%}'}:")
+    for one in sorted(listed, key=lambda one: (one.case.source, -abs(one.error))):
+        why = reason(one) if abs(one.error) > MISS else ""
+        print(f"{one.case.source}: {100 * one.error:+.0f}%  {one.case.describe()}{f': {why}' if why else ''}")

@@ -1,0 +1,68 @@
+"""A cluster as the text of a TOML file, which `Cluster.parse` reads back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shardwise.cluster import catalog
+from shardwise.cluster.cluster import Cluster
+from shardwise.cluster.device import Device, Link, Speed
+
+
+def to_toml(cluster: Cluster, header: Sequence[str] = (), remarks: Mapping[str, str] | None = None) -> str:
+    """The file's text. header: lines of comment that stand first. remarks: a comment for a field, by its name, such as
+    "intra.alpha", or "intra.speeds.0" for the first row of a link's speeds."""
+    remarks = remarks or {}
+    lines = [*(f"# {line}" for line in header)]
+    lines += [f"nodes = {cluster.nodes}", f"devices_per_node = {cluster.devices_per_node}"]
+    usual = _usual(cluster.device)
+    lines += [f"device = {json.dumps(cluster.device.name)}"] if usual else _device(cluster.device)
+    for name, link in (("intra", cluster.intra), ("inter", cluster.inter)):
+        if not (usual and link == getattr(usual, name)) and link != Link(None, None):
+            lines += ["", f"[{name}]", *_link(link, f"{name}.", remarks)]
+    return "\n".join(lines) + "\n"
+
+
+def _usual(device: Device) -> Any:
+    """The catalog's entry of a device that is in it."""
+    known = {name.lower() for name in catalog.names()}
+    entry = catalog.lookup(device.name) if device.name.lower() in known else None
+    return entry if entry and entry.device == device else None
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def _device(device: Device) -> list[str]:
+    fields = ("name", "kind", "memory_bytes", "memory_bandwidth", "source")
+    given = [(name, getattr(device, name)) for name in fields]
+    peaks = ", ".join(f"{dtype} = {_value(flops)}" for dtype, flops in device.peak_flops.items())
+    lines = [f"{name} = {_value(value)}" for name, value in given if value is not None]
+    return ["", "[device]", *lines, *([f"peak_flops = {{ {peaks} }}"] if peaks else [])]
+
+
+def _link(link: Link, prefix: str, remarks: Mapping[str, str]) -> list[str]:
+    def line(name: str, text: str) -> str:
+        remark = remarks.get(prefix + name)
+        return f"{text}  # {remark}" if remark else text
+
+    fields = ("alpha", "bandwidth", "startup", "copy_alpha", "reads", "source")
+    given = [(name, getattr(link, name)) for name in fields]
+    # Most of what is zero, false or empty is so, too, when it is left out; an alpha would not be known.
+    kept = [(name, value) for name, value in given if value or (name, value) == ("alpha", 0.0)]
+    lines = [line(name, f"{name} = {_value(value)}") for name, value in kept]
+    if link.speeds:
+        rows = [line(f"speeds.{i}", f"    {_row(speed)},") for i, speed in enumerate(link.speeds)]
+        lines += ["speeds = [", *rows, "]"]
+    return lines
+
+
+def _row(speed: Speed) -> str:
+    names = ("bandwidth", "again", "addition", "copy")
+    given = [("bytes", speed.nbytes), *((name, getattr(speed, name)) for name in names)]
+    return "{ " + ", ".join(f"{name} = {_value(value)}" for name, value in given if value is not None) + " }"

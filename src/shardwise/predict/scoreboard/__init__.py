@@ -1,0 +1,24 @@
+"""The scoreboard: published measurements as questions, predicted, and held against what was measured."""
+
+from pathlib import Path
+
+from shardwise.predict.scoreboard.misses import reason
+from shardwise.predict.scoreboard.rows import Case, Skipped, cases, read
+from shardwise.predict.scoreboard.score import MISS, Prediction, Score, predict, scores
+
+PUBLISHED = Path(__file__).parent / "published.json"
+"""The project's own small table: a few rows of every source, each with its citation."""
+
+__all__ = [
+    "MISS",
+    "PUBLISHED",
+    "Case",
+    "Prediction",
+    "Score",
+    "Skipped",
+    "cases",
+    "predict",
+    "read",
+    "reason",
+    "scores",
+]

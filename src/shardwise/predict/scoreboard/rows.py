@@ -1,0 +1,168 @@
+"""Rows of published measurements: read, counted once, and turned into questions that the time model answers.
+
+A row is a JSON object; `docs/prediction.md` lists its keys, `configuration.py` understands them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from shardwise.cluster import Cluster
+from shardwise.errors import UserError
+from shardwise.model import ModelConfig
+from shardwise.predict.scoreboard.configuration import (
+    PRECISIONS,
+    Row,
+    cluster_of,
+    engine_of,
+    model_of,
+    split_of,
+    whole,
+)
+from shardwise.predict.time.serving import Serving
+from shardwise.predict.time.step import Split
+
+REQUESTS = {
+    (128, 128): 30000, (128, 2048): 3000, (128, 4096): 1500, (500, 2000): 3000, (1000, 1000): 3000, (1000, 2000): 1500,
+    (2048, 128): 3000, (2048, 2048): 1500, (5000, 500): 1500, (20000, 2000): 1000,
+}  # fmt: skip
+"""(prompt, output) -> requests of one benchmark: NVIDIA/TensorRT-LLM, docs/source/performance/perf-overview.md, the
+table under "Preparing a Dataset"."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row as a question. measured: seconds of a step, or output tokens/s of the whole deployment."""
+
+    row: Row
+    source: str
+    kind: str
+    model: ModelConfig
+    cluster: Cluster
+    engine: str
+    precision: str
+    measured: float
+    split: Split | None = None
+    serving: Serving | None = None
+    prompt: int = 0
+    output: int = 0
+    requests: int = 0
+    assumed: tuple[str, ...] = field(default=())
+
+    def describe(self) -> str:
+        """One line that says which row this is."""
+        head = f"{self.model.name} ({self.model.layers} x {self.model.hidden}), {self.cluster}, {self.precision}"
+        if self.split:
+            s = self.split
+            degrees = {"tp": s.tp, "pp": s.pp, "dp": s.dp, "cp": s.cp, "ep": s.ep, "virtual": s.virtual, "zero": s.zero}
+            words = [f"{key}={value}" for key, value in degrees.items() if value not in (0, 1)]
+            words += [f"micro={s.micro} x {s.micro_batches}", f"seq={s.seq}", f"recompute={s.recompute}"]
+            return f"{head}, {','.join(words)}"
+        assert self.serving
+        return f"{head}, tp={self.serving.tp},pp={self.serving.pp}, {self.prompt} tokens in, {self.output} out"
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A row that is not scored, and why."""
+
+    row: Row
+    source: str
+    reason: str
+
+
+def read(path: Path) -> list[Row]:
+    """The rows of a table. Raises `UserError` for a file that is not a JSON list of objects with a `source_id`."""
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON: {error}") from None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise UserError(f"{path} must be a JSON list of objects, one a measurement")
+    for number, row in enumerate(rows):
+        if not isinstance(row.get("source_id"), str):
+            raise UserError(f"{path}: row {number} has no source_id")
+    return rows
+
+
+def cases(rows: Sequence[Row]) -> tuple[list[Case], list[Skipped]]:
+    """Every row as a case, or the reason why it is none. Measurements of the same configuration by the same source
+    count once, as their median."""
+    made: list[Case] = []
+    skipped: list[Skipped] = []
+    for row in rows:
+        try:
+            made.append(case(row))
+        except UserError as error:
+            skipped.append(Skipped(row, row["source_id"], str(error)))
+    merged: dict[tuple[Any, ...], list[Case]] = {}
+    for one in made:
+        merged.setdefault(_identity(one), []).append(one)
+    for same in merged.values():
+        skipped += [Skipped(one.row, one.source, "duplicate of the same configuration") for one in same[1:]]
+    return [_median(same) for same in merged.values()], skipped
+
+
+def _identity(case: Case) -> tuple[Any, ...]:
+    row = case.row
+    keys = ("phase", "isl", "osl", "tp", "pp", "gpus", "gbs", "schedule", "techniques", "fsdp", "compile")
+    layout = [repr(row.get(key)) for key in keys]
+    return (case.source, repr(case.model), case.precision, repr(case.split), repr(case.cluster), *layout)
+
+
+def _median(same: list[Case]) -> Case:
+    ordered = sorted(case.measured for case in same)
+    middle = len(ordered) // 2
+    median = ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+    return replace(same[0], measured=median)
+
+
+def case(row: Row) -> Case:
+    """One row as a case. Raises `UserError` with the reason where it cannot be scored."""
+    assumed: list[str] = []
+    model = model_of(row, assumed)
+    cluster = cluster_of(row, assumed)
+    if row.get("phase") == "train":
+        return _training(row, model, cluster, assumed)
+    rate = row.get("tokens_per_s_total")
+    return _serving(row, model, cluster, _positive(rate, "tokens/s"), assumed)
+
+
+def _positive(measured: Any, what: str) -> float:
+    if type(measured) not in (int, float) or not 0 < measured < float("inf"):
+        raise UserError(f"no measured {what}")
+    return float(measured)
+
+
+def _serving(row: Row, model: ModelConfig, cluster: Cluster, rate: float, assumed: list[str]) -> Case:
+    prompt, output = whole(row, "isl", 0), whole(row, "osl", 0)
+    kind = "decode" if row.get("phase") == "decode" else "throughput"
+    if kind == "throughput" and not (prompt and output):
+        raise UserError("no prompt and output lengths")
+    requests = REQUESTS.get((prompt, output), 1500)
+    if kind == "throughput" and (prompt, output) not in REQUESTS:
+        assumed.append(f"number of requests not known: {requests}")
+    weights = PRECISIONS.get(str(row.get("precision")), "bfloat16")
+    name = "gpt-fast" if row.get("compile") else "tensorrt-llm"
+    # The tokens that gpt-fast makes after the prompt: generate.py, --max_new_tokens 200.
+    output = output or 200
+    cache = "bfloat16" if kind == "decode" else "float8_e4m3fn"
+    served = Serving(weights, cache, whole(row, "tp"), whole(row, "pp"))
+    return Case(
+        row, row["source_id"], kind, model, cluster, name, str(row.get("precision")), rate,
+        serving=served, prompt=prompt, output=output, requests=requests, assumed=tuple(assumed),
+    )  # fmt: skip
+
+
+def _training(row: Row, model: ModelConfig, cluster: Cluster, assumed: list[str]) -> Case:
+    seconds = _positive(row.get("iter_time_s"), "time of a step")
+    name = engine_of(row, assumed)
+    split = split_of(row, model, assumed)
+    precision = str(row.get("precision"))
+    return Case(row, row["source_id"], "train", model, cluster, name, precision, seconds, split, assumed=tuple(assumed))

@@ -1,0 +1,178 @@
+"""Predictions of published rows against what was measured: by source, never pooled."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from shardwise.errors import UserError
+from shardwise.predict.scoreboard.rows import Case, Skipped
+from shardwise.predict.time.constants import Constants, constants
+from shardwise.predict.time.profiles import engine
+from shardwise.predict.time.ranges import Range, time_range
+from shardwise.predict.time.serving import decode_step, throughput
+from shardwise.predict.time.step import Pricing, Split, training_step
+
+MISS = 0.25
+"""Rows that are off by more than this are listed."""
+
+_ARRAYS = ("micro", "micro_batches", "tp", "pp", "dp", "cp", "ep", "virtual", "shard")
+
+Adjust = Callable[[Constants], Constants]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What was predicted for a row: seconds, and tokens/s where that was measured, turned into seconds a token.
+
+    error: predicted over measured seconds, less one.
+    """
+
+    case: Case
+    seconds: float
+    measured: float
+    range: Range
+    parts: dict[str, float]
+
+    @property
+    def error(self) -> float:
+        return self.seconds / self.measured - 1
+
+    @property
+    def inside(self) -> bool:
+        return bool(self.range.low <= self.measured <= self.range.high)
+
+
+@dataclass(frozen=True)
+class Score:
+    """Errors of one source, as shares of what was measured."""
+
+    source: str
+    rows: int
+    median_abs_error: float | None
+    mean_abs_error: float | None
+    p90_abs_error: float | None
+    bias: float | None
+    coverage: float | None
+    mean_width: float | None
+    skipped: dict[str, int]
+
+
+def predict(cases: Sequence[Case], adjust: Adjust | None = None) -> tuple[list[Prediction], list[Skipped]]:
+    """Every case with its prediction; a case that the time model refuses becomes a skipped row with the reason.
+
+    adjust: changes the constants of a device before they are used (what a fit tries).
+    """
+    prices = _Prices(adjust)
+    found: list[Prediction] = []
+    refused: list[Skipped] = []
+    for group in _groups(cases):
+        try:
+            found += _trained(group, prices) if group[0].kind == "train" else _served(group, prices)
+        except UserError as error:
+            refused += [Skipped(case.row, case.source, str(error)) for case in group]
+    order = {id(case): place for place, case in enumerate(cases)}
+    return sorted(found, key=lambda prediction: order[id(prediction.case)]), refused
+
+
+class _Prices:
+    """A `Pricing` for each cluster, made once."""
+
+    def __init__(self, adjust: Adjust | None) -> None:
+        self._adjust = adjust or (lambda known: known)
+        self._made: dict[str, Pricing] = {}
+
+    def of(self, case: Case) -> Pricing:
+        key = repr(case.cluster)
+        if key not in self._made:
+            self._made[key] = Pricing(case.cluster, self._adjust(constants(case.cluster.device)))
+        return self._made[key]
+
+
+def _groups(cases: Iterable[Case]) -> list[list[Case]]:
+    """Cases that one call can price as arrays: they differ in degrees and counts only."""
+    groups: dict[tuple[Any, ...], list[Case]] = defaultdict(list)
+    for place, case in enumerate(cases):
+        split = case.split
+        if split is None:
+            groups[(place,)].append(case)
+            continue
+        switches = (split.seq, split.zero, split.sp, split.recompute, split.dtype)
+        groups[(case.source, repr(case.model), repr(case.cluster), case.engine, len(case.assumed), *switches)].append(
+            case
+        )
+    return list(groups.values())
+
+
+def _trained(group: list[Case], prices: _Prices) -> list[Prediction]:
+    splits = [case.split for case in group if case.split]
+    arrays: dict[str, Any] = {name: np.array([getattr(split, name) for split in splits]) for name in _ARRAYS}
+    pricing = prices.of(group[0])
+    step = training_step(group[0].model, replace(splits[0], **arrays), engine(group[0].engine), pricing)
+    shape = (len(group),)
+    parts = {name: np.broadcast_to(np.asarray(part, dtype=float), shape) for name, part in step.parts.items()}
+    around = time_range(parts, pricing.constants, len(group[0].assumed))
+    return [
+        Prediction(
+            case,
+            float(sum(part[i] for part in parts.values())),
+            case.measured,
+            Range(float(around.low[i]), float(around.high[i])),
+            {name: float(part[i]) for name, part in parts.items()},
+        )
+        for i, case in enumerate(group)
+    ]
+
+
+def _served(group: list[Case], prices: _Prices) -> list[Prediction]:
+    case = group[0]
+    serving, pricing, software = case.serving, prices.of(case), engine(case.engine)
+    assert serving
+    if case.kind == "decode":
+        tokens = 1.0
+        served = decode_step(case.model, serving, 1.0, case.prompt + case.output / 2, software, pricing)
+    else:
+        tokens = float(case.requests * case.output)
+        served = throughput(case.model, serving, case.prompt, case.output, case.requests, software, pricing)
+    parts = {name: float(part) / tokens for name, part in served.parts.items()}
+    around = time_range(parts, pricing.constants, len(case.assumed))
+    exact = Range(float(around.low), float(around.high))
+    return [Prediction(case, float(served.seconds) / tokens, 1 / case.measured, exact, parts)]
+
+
+def scores(predictions: Sequence[Prediction], skipped: Sequence[Skipped]) -> list[Score]:
+    """One `Score` for each source, in the order in which they appear."""
+    sources = dict.fromkeys([p.case.source for p in predictions] + [s.source for s in skipped])
+    return [
+        _score(
+            source,
+            [p for p in predictions if p.case.source == source],
+            Counter(s.reason for s in skipped if s.source == source),
+        )
+        for source in sources
+    ]
+
+
+def _score(source: str, predictions: list[Prediction], skipped: Counter[str]) -> Score:
+    if not predictions:
+        return Score(source, 0, None, None, None, None, None, None, dict(skipped))
+    errors = np.array([p.error for p in predictions])
+    off = np.abs(errors)
+    return Score(
+        source=source,
+        rows=len(predictions),
+        median_abs_error=float(np.median(off)),
+        mean_abs_error=float(off.mean()),
+        p90_abs_error=float(np.percentile(off, 90)),
+        bias=float(errors.mean()),
+        coverage=float(np.mean([p.inside for p in predictions])),
+        mean_width=float(np.mean([p.range.width for p in predictions])),
+        skipped=dict(skipped),
+    )
+
+
+__all__ = ["MISS", "Prediction", "Score", "Split", "predict", "scores"]

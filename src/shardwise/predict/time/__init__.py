@@ -1,0 +1,30 @@
+"""The time of a step, of a prefill and of a decode step, from measured kernels up. `docs/prediction.md` explains it."""
+
+from shardwise.predict.time.constants import Constants, constants, known_devices
+from shardwise.predict.time.kernels import Kernels
+from shardwise.predict.time.profiles import ENGINES, Engine, engine
+from shardwise.predict.time.ranges import Range, time_range
+from shardwise.predict.time.serving import ServedSeconds, Serving, capacity, decode_step, prefill, throughput
+from shardwise.predict.time.step import Pricing, Split, StepSeconds, training_step
+
+__all__ = [
+    "ENGINES",
+    "Constants",
+    "Engine",
+    "Kernels",
+    "Pricing",
+    "Range",
+    "ServedSeconds",
+    "Serving",
+    "Split",
+    "StepSeconds",
+    "capacity",
+    "constants",
+    "decode_step",
+    "engine",
+    "known_devices",
+    "prefill",
+    "throughput",
+    "time_range",
+    "training_step",
+]

@@ -1,0 +1,129 @@
+"""How long one kernel runs on a device: matrix products, attention, passes over memory.
+
+A matrix product is priced by the tiles that a library cuts it into, waves of them over the device's multiprocessors,
+and what a measured grid of shapes says on top of that (`surfaces.npz`). Where nothing was measured for a device, the
+tiles and the grid of its relative stand in, with the device's own peak, multiprocessors, and best measured throughput.
+
+Everything here takes numpy arrays as well as numbers for shapes, counts and bytes, and broadcasts them.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib import resources
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.predict.time.constants import Constants
+
+Num = Any
+"""A number, or an array of numbers."""
+
+SPLITS = (1, 2, 4, 8)
+"""Parts that the contracted dimension is cut into where there are too few tiles for the device."""
+
+WIDTH = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8_e4m3fn": 1.0, "int8": 1.0, "float4": 0.5, "int4": 0.5}
+"""Bytes an element of each data type."""
+
+
+class Kernels:
+    """The kernels of one device, from its constants."""
+
+    def __init__(self, constants: Constants) -> None:
+        self.constants = constants
+        self._shape = constants.matmul
+        self._grid = _surface(constants.matmul["surface"])
+
+    def matmul(self, m: Num, n: Num, k: Num, dtype: str = "bfloat16", batch: Num = 1.0) -> Num:
+        """Seconds of `batch` products [m, k] x [k, n] in one launch, inputs of `dtype`, output in 16 bits at least.
+
+        Source: tile quantisation as in NVIDIA, Matrix Multiplication Background User's Guide, sections 3 and 4;
+        efficiencies and grid fitted on measured products (`Constants.sources`).
+        """
+        return self._isolated(m, n, k, dtype, batch) / self.constants.value("sustained")
+
+    def _isolated(self, m: Num, n: Num, k: Num, dtype: str, batch: Num) -> Num:
+        """Seconds of a product that runs alone, as it was measured."""
+        m, n, k, batch = (np.asarray(x, dtype=float) for x in (m, n, k, batch))
+        peak = self.constants.peak(dtype) * self.constants.plateau(dtype)
+        tiled = self._tiles(m, n, k, peak, batch)
+        width = WIDTH[dtype]
+        traffic = batch * (width * (m * k + k * n) + max(width, 2.0) * m * n)
+        moved = traffic / (self.constants.bandwidth * self._shape["bandwidth_share"])
+        seconds = np.maximum(tiled, moved) + self._shape["latency_s"]
+        return seconds * np.exp(self._grid.at(m * np.where(batch > 1, np.sqrt(batch), 1.0), n, k))
+
+    def _tiles(self, m: Num, n: Num, k: Num, peak: float, batch: Num) -> Num:
+        sms, best = self.constants.sms, None
+        for rows, columns, efficiency in self._shape["tiles"]:
+            tiles = batch * np.ceil(m / rows) * np.ceil(n / columns)
+            one = 2.0 * rows * columns * sms / (peak * efficiency)
+            for split in SPLITS if np.all(batch == 1) else (1,):
+                seconds = np.ceil(tiles * split / sms) * one * (k / split + self._shape["prologue_k"])
+                if split > 1:
+                    seconds = seconds + split * 8.0 * m * n / self.constants.bandwidth + self._shape["split_latency_s"]
+                best = seconds if best is None else np.minimum(best, seconds)
+        return best
+
+    def attention(self, batch: Num, queries: Num, keys: Num, heads: Num, kv_heads: Num, head_dim: Num,
+                  causal: bool = True, dtype: str = "bfloat16", window: Num = 0) -> Num:  # fmt: skip
+        """Seconds of one fused attention forward: FlashAttention's products, its traffic, its start.
+
+        queries, keys: tokens of one sequence. A causal mask leaves half of the square where both are equal.
+        window: keys that a token sees at most, 0 for all. Latency, efficiency and the loss on short sequences are
+        fitted on measured kernels (`Constants.sources`).
+        """
+        form = self.constants.attention(head_dim)
+        seen = np.asarray(keys, dtype=float)
+        seen = np.minimum(seen, window) if np.any(window) else seen
+        pairs = queries * np.where(causal & (queries > 1) & (seen == keys), (seen + 1) / 2, seen)
+        flops = 4.0 * batch * heads * head_dim * pairs
+        peak = self.constants.peak("bfloat16") * form["efficiency"]
+        compute = flops / peak * (1 + form["short_tokens"] / seen)
+        moved = WIDTH[dtype] * 2.0 * batch * head_dim * (heads * queries + kv_heads * keys)
+        return compute + moved / (self.constants.bandwidth * form["bandwidth_share"]) + form["latency_s"]
+
+    def attention_backward(self, batch: Num, tokens: Num, heads: Num, kv_heads: Num, head_dim: Num,
+                           causal: bool = True, window: Num = 0) -> Num:  # fmt: skip
+        """Seconds of the fused backward: five products for the forward's two, at a lower share of the peak (Dao 2023,
+        FlashAttention-2, section 3 and figures 5 and 6)."""
+        forward = self.attention(batch, tokens, tokens, heads, kv_heads, head_dim, causal, window=window)
+        return forward * 2.5 * self.constants.value("attention_backward")
+
+    def pass_over(self, nbytes: Num) -> Num:
+        """Seconds of an element-wise or reducing kernel that moves `nbytes` bytes to and from memory."""
+        return nbytes / (self.constants.bandwidth * self.constants.value("stream")) + self._shape["latency_s"]
+
+
+class Surface:
+    """ln(measured / modelled seconds) over a grid of shapes, interpolated in the logarithms, the edge beyond it."""
+
+    def __init__(self, axes: list[NDArray], table: NDArray) -> None:
+        self.axes = [np.log(axis) for axis in axes]
+        self.table = table
+
+    def at(self, *shape: Num) -> NDArray:
+        """The residual at (m, n, k), each a number or an array."""
+        below, share = [], []
+        for axis, size in zip(self.axes, shape, strict=True):
+            at = np.clip(np.log(size), axis[0], axis[-1])
+            i = np.clip(np.searchsorted(axis, at) - 1, 0, len(axis) - 2)
+            below.append(i)
+            share.append((at - axis[i]) / (axis[i + 1] - axis[i]))
+        total: Num = 0.0
+        for corner in np.ndindex(2, 2, 2):
+            weight: Num = 1.0
+            for up, part in zip(corner, share, strict=True):
+                weight = weight * (part if up else 1 - part)
+            total = total + weight * self.table[tuple(i + up for i, up in zip(below, corner, strict=True))]
+        return total
+
+
+@lru_cache
+def _surface(name: str) -> Surface:
+    path = resources.files("shardwise.predict.time") / "surfaces.npz"
+    with path.open("rb") as file, np.load(file) as stored:
+        axes = [stored[f"{name}.{axis}"].astype(float) for axis in "mnk"]
+        return Surface(axes, stored[f"{name}.residual"].astype(np.float32) / 100)

@@ -1,0 +1,96 @@
+"""How long collectives take inside a step: the schedules' prices on links as fast as a library uses them.
+
+Prices come from `shardwise.schedule`. On top of them go what NCCL was measured to take over them (by collective, ranks
+and size, inside a node), and the share of a network that training runs reach between nodes (`devices.json`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.cluster import Cluster, Link
+from shardwise.predict.time.constants import Constants, nccl_table
+from shardwise.schedule.choose import pricer
+
+Num = Any
+
+_SIZES = 2.0 ** np.arange(8, 43)
+
+
+class Collectives:
+    """Seconds of collectives on one cluster; curves by size are kept for each group that is asked for."""
+
+    def __init__(self, cluster: Cluster, constants: Constants) -> None:
+        self.per_node = cluster.devices_per_node
+        self.base = constants.value("collective_s")
+        self._measured = nccl_table(constants.family)
+        self._cluster = _achieved(cluster, constants)
+        self._curve = cache(self._sampled)
+
+    def seconds(self, op: str, nbytes: Num, ranks: Num, stride: Num = 1) -> Num:
+        """Seconds of one collective on a full tensor of `nbytes` bytes over `ranks` devices that lie `stride` apart;
+        every device of a node is in one such group, and all work at once. Numbers or arrays."""
+        nbytes, ranks, stride = np.broadcast_arrays(np.asarray(nbytes, dtype=float), ranks, stride)
+        seconds = np.zeros(nbytes.shape)
+        for p, apart in {*zip(ranks.ravel().tolist(), stride.ravel().tolist(), strict=True)}:
+            if p > 1:
+                here = (ranks == p) & (stride == apart)
+                seconds[here] = _interpolate(nbytes[here], self._curve(op, int(p), int(apart)))
+        return seconds[()]
+
+    def hop(self, nbytes: Num, stride: Num) -> Num:
+        """Seconds that one message takes to a device `stride` ranks away."""
+        away = np.asarray(stride) >= self.per_node
+        intra, inter = self._cluster.intra, self._cluster.inter
+        across = inter if inter.bandwidth else intra
+        assert intra.bandwidth and across.bandwidth
+        wire = np.where(away, nbytes / across.bandwidth, nbytes / intra.bandwidth)
+        return wire + self.base
+
+    @property
+    def link_bandwidth(self) -> float:
+        """Bytes/s of the link inside a node, as collectives reach it."""
+        assert self._cluster.intra.bandwidth
+        return self._cluster.intra.bandwidth
+
+    def _sampled(self, op: str, ranks: int, stride: int) -> NDArray:
+        group = tuple(index * stride for index in range(ranks))
+        on_first = sum(1 for device in group if device < self.per_node)
+        sharing = max(1, self.per_node // on_first) if group[-1] >= self.per_node else 1
+        prices = pricer(op, group, self._cluster, sharing=sharing)
+        seconds = np.array([prices.pick(float(n), "best")[1].seconds for n in _SIZES])
+        if group[-1] >= self.per_node:
+            return seconds + self.base
+        return seconds * np.exp(_residual(self._measured, op, ranks))
+
+
+def _interpolate(nbytes: NDArray, seconds: NDArray) -> NDArray:
+    # A price is the least of lines in the size: straight between the samples but where the least changes.
+    return np.interp(nbytes, _SIZES, seconds)
+
+
+def _residual(measured: dict[str, Any], op: str, ranks: int) -> NDArray:
+    """ln(measured / price) at the sampled sizes, of the number of ranks that is nearest."""
+    table = measured[op.removesuffix("_into")]
+    nearest = min(table, key=lambda known: (abs(int(known) - ranks), int(known)))
+    return np.interp(np.log(_SIZES), np.log(measured["sizes"]), table[nearest])
+
+
+def _achieved(cluster: Cluster, constants: Constants) -> Cluster:
+    """The cluster with the bandwidth that collectives reach, and a latency where the catalog knows none."""
+    intra, inter = cluster.intra, cluster.inter
+    return replace(
+        cluster,
+        intra=_link(intra, constants.value("link_share"), constants.value("link_alpha_s")),
+        inter=_link(inter, constants.value("network_share"), constants.value("network_alpha_s")),
+    )
+
+
+def _link(link: Link, share: float, alpha: float) -> Link:
+    bandwidth = None if link.bandwidth is None else link.bandwidth * share
+    return replace(link, alpha=alpha if link.alpha is None else link.alpha, bandwidth=bandwidth)

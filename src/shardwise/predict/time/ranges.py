@@ -1,0 +1,59 @@
+"""How far a predicted time may be off: the 80% range, from what the time is made of.
+
+Every kind of part has a relative uncertainty (`devices.json`, `ranges`, fitted so that 80% of published rows fall
+inside); parts are taken as independent, and all share the error of what one set of constants cannot know. A device
+whose kernels were not measured, and facts that had to be assumed, widen the range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from shardwise.predict.time.constants import Constants, uncertainty
+
+Num = Any
+
+Z80 = 1.2816
+"""Standard deviations on each side that hold 80% of a normal distribution."""
+
+KIND = {
+    "matmul": "compute", "attention": "compute", "memory": "compute", "optimizer": "compute", "weights": "compute",
+    "host": "host", "bubble": "bubble",
+    "tensor": "network", "pipeline": "network", "data": "network", "experts": "experts",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Range:
+    """The 80% range of a time in seconds."""
+
+    low: Num
+    high: Num
+
+    @property
+    def width(self) -> Num:
+        """High over low, less one."""
+        return self.high / self.low - 1
+
+
+def time_range(parts: Mapping[str, Num], known: Constants, assumed: int = 0) -> Range:
+    """The range around the sum of `parts` (seconds by part, numbers or arrays), a factor up and down.
+
+    assumed: how many facts about the run were not known and had to be assumed.
+    """
+    seconds = sum(parts.values())
+    sigma = uncertainty()
+    of_kind: dict[str, Num] = {}
+    for name, part in parts.items():
+        kind = KIND[name.split(" ")[-1]]
+        of_kind[kind] = of_kind.get(kind, 0.0) + part
+    squared = sigma["common"] ** 2 + assumed * sigma["assumed"] ** 2
+    squared = squared + (sigma["borrowed"] ** 2 if known.notes else 0.0)
+    for kind, part in of_kind.items():
+        squared = squared + (sigma[kind] * part / seconds) ** 2
+    factor = np.exp(Z80 * np.sqrt(squared))
+    return Range(seconds / factor, seconds * factor)

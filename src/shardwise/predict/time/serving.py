@@ -1,0 +1,191 @@
+"""The time of serving: one decode step, one prefill, and the rate of a deployment that is never short of requests.
+
+`decode_step` and `prefill` take numbers or numpy arrays for the batch, the context and the degree `tp` (they
+broadcast). Weights and the cache may be narrower than 16 bits: `Serving` names their types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from shardwise.errors import UserError
+from shardwise.model import ModelConfig
+from shardwise.model.parameters import count_parts
+from shardwise.predict.time.kernels import WIDTH
+from shardwise.predict.time.profiles import Engine
+from shardwise.predict.time.step import Pricing
+
+Num = Any
+Parts = Mapping[str, Num]
+
+INT4_GROUP_BYTES = 4.0 / 32
+"""Bytes a weight of a scale and a zero in 16 bits for each group of 32 (gpt-fast, quantize.py, int4-g32)."""
+
+
+@dataclass(frozen=True)
+class Serving:
+    """How a model is served. weights, cache: torch's names of the types that are stored; tp: ranks that share a block;
+    pp: stages."""
+
+    weights: str = "bfloat16"
+    cache: str = "bfloat16"
+    tp: Num = 1
+    pp: Num = 1
+
+
+@dataclass(frozen=True)
+class ServedSeconds:
+    """Seconds, and where they go. `parts` adds up to `seconds`."""
+
+    seconds: Num
+    parts: Parts
+
+
+def decode_step(
+    model: ModelConfig, serving: Serving, batch: Num, context: Num, engine: Engine, pricing: Pricing
+) -> ServedSeconds:
+    """Seconds until each of `batch` sequences, of `context` tokens on average, has one more token."""
+    known = pricing.constants
+    parts: dict[str, Num] = {"weights": 0.0, "attention": 0.0, "memory": 0.0, "tensor": 0.0}
+    for wide, deep, copies in _products(model, serving, batch):
+        # A compiled engine reads all experts of a product in one kernel.
+        at_once, times = (wide * copies, 1.0) if engine.compiled else (wide, copies)
+        each = _product(batch, at_once, deep, serving.weights, engine, pricing)
+        parts["weights"] = parts["weights"] + model.layers * times * each
+    heads = model.vocab / (1 if engine.head_replicated else serving.tp)
+    parts["weights"] = parts["weights"] + _product(
+        batch, heads, model.hidden, _head_type(serving, engine), engine, pricing
+    )
+    cache = cache_bytes_per_token(model, serving) * np.maximum(context, 1.0) * batch / model.layers
+    reading = cache / (known.bandwidth * known.value("decode_attention")) + known.value("kernel_gap_s")
+    parts["attention"] = model.layers * reading
+    parts["memory"] = model.layers * _elementwise(model, serving, batch, engine, pricing)
+    parts["tensor"] = model.layers * 2 * _sum(batch * model.hidden * 2.0, serving.tp, engine, pricing)
+    parts["host"] = known.value("iteration_s") * (0.0 if engine.compiled else 1.0) + batch * engine.request_s
+    return ServedSeconds(sum(parts.values()), parts)
+
+
+def prefill(
+    model: ModelConfig, serving: Serving, batch: Num, prompt: Num, engine: Engine, pricing: Pricing
+) -> ServedSeconds:
+    """Seconds to read `batch` prompts of `prompt` tokens, up to their first new token."""
+    tokens = batch * prompt
+    parts: dict[str, Num] = {"weights": 0.0}
+    for wide, deep, copies in _products(model, serving, tokens):
+        parts["weights"] = parts["weights"] + model.layers * copies * pricing.kernels.matmul(
+            tokens, wide, deep, serving.weights
+        )
+    heads, kv = model.heads / serving.tp, np.maximum(model.kv_heads / serving.tp, 1)
+    parts["attention"] = model.layers * pricing.kernels.attention(batch, prompt, prompt, heads, kv, model.head_dim)
+    parts["memory"] = model.layers * _elementwise(model, serving, tokens, engine, pricing)
+    parts["tensor"] = model.layers * 2 * _sum(tokens * model.hidden * 2.0, serving.tp, engine, pricing)
+    parts["host"] = pricing.constants.value("iteration_s") + 0.0 * tokens
+    return ServedSeconds(sum(parts.values()), parts)
+
+
+def cache_bytes_per_token(model: ModelConfig, serving: Serving) -> Num:
+    """Bytes of keys and values that a rank of one stage keeps for a token, all layers of the model together."""
+    kv = np.maximum(model.kv_width / serving.tp, model.head_dim)
+    return 2.0 * model.layers * kv * WIDTH[serving.cache]
+
+
+def weight_bytes(model: ModelConfig, serving: Serving) -> Num:
+    """Bytes of weights of a rank: blocks in their type, embedding and head in 16 bits."""
+    total, blocks, _ = count_parts(model)
+    each = WIDTH[serving.weights] + (1.0 / 16 if serving.weights == "float4" else 0.0)
+    return (blocks * each + (total - blocks) * 2.0) / serving.tp / serving.pp
+
+
+def capacity(model: ModelConfig, serving: Serving, length: Num, engine: Engine, pricing: Pricing) -> Num:
+    """Sequences of `length` tokens whose cache fits beside the weights. Raises `UserError` where not even one does."""
+    memory = pricing.cluster.device.memory_bytes
+    assert memory
+    free = memory - weight_bytes(model, serving) - engine.reserve_bytes
+    fitting = np.floor(free * engine.cache_share / (cache_bytes_per_token(model, serving) / serving.pp * length))
+    if np.any(fitting < 1):
+        raise UserError(f"{model.name} with {length} tokens does not fit {pricing.cluster}: weights and one sequence")
+    return np.minimum(fitting, engine.most_sequences)
+
+
+def throughput(
+    model: ModelConfig, serving: Serving, prompt: int, output: int, requests: int, engine: Engine, pricing: Pricing
+) -> ServedSeconds:
+    """Seconds to serve `requests` equal requests that all wait at the start; output tokens/s are requests x output
+    over that.
+
+    As many as fit run at a time; equal lengths make them finish together, so they go in waves, of which the last is
+    smaller. A wave reads its prompts, then makes its tokens.
+    """
+    fitting = int(capacity(model, serving, prompt + output, engine, pricing))
+    waves, rest = divmod(requests, fitting)
+    parts: dict[str, float] = {}
+    for size, times in ((fitting, waves), (rest, 1)):
+        if size and times:
+            for name, seconds in _wave(model, serving, size, prompt, output, engine, pricing).items():
+                parts[name] = parts.get(name, 0.0) + times * float(seconds)
+    return ServedSeconds(sum(parts.values()), parts)
+
+
+def _wave(
+    model: ModelConfig, serving: Serving, size: int, prompt: int, output: int, engine: Engine, pricing: Pricing
+) -> Parts:
+    """Seconds of one wave by part. Stages of a pipeline work on a pp-th of it each, at the same time."""
+    stages = int(serving.pp)
+    group = max(1.0, size / stages)
+    chunk = min(group, max(1.0, engine.most_tokens / prompt))
+    read = prefill(model, serving, chunk, prompt, engine, pricing)
+    made = decode_step(model, serving, group, prompt + output / 2, engine, pricing)
+    parts = {f"prefill {name}": seconds * group / chunk for name, seconds in read.parts.items()}
+    return parts | {f"decode {name}": seconds * output for name, seconds in made.parts.items()}
+
+
+def _products(model: ModelConfig, serving: Serving, tokens: Num) -> list[tuple[Num, Num, Num]]:
+    """(output width, input width, how many) of a block's linear layers on one rank; of experts, those that are read."""
+    q, kv = model.q_width / serving.tp, np.maximum(model.kv_width / serving.tp, model.head_dim)
+    products: list[tuple[Num, Num, Num]] = [(q + 2 * kv, model.hidden, 1.0), (model.hidden, q, 1.0)]
+    branches = 2 if model.gated else 1
+    if not model.experts:
+        inner = model.ffn / serving.tp
+        return [*products, (branches * inner, model.hidden, 1.0), (model.hidden, inner, 1.0)]
+    experts = model.experts
+    inner = experts.ffn / serving.tp
+    # The expected number of different experts that this many tokens choose.
+    read = experts.count * (1 - (1 - experts.active / experts.count) ** np.maximum(tokens, 1.0))
+    return [*products, (branches * inner, model.hidden, read), (model.hidden, inner, read)]
+
+
+def _product(batch: Num, wide: Num, deep: Num, dtype: str, engine: Engine, pricing: Pricing) -> Num:
+    """Seconds of a linear layer on few tokens: reading its weights, or the product where that takes longer."""
+    known = pricing.constants
+    if not engine.compiled:
+        return pricing.kernels.matmul(batch, wide, deep, dtype)
+    each = WIDTH[dtype] + (INT4_GROUP_BYTES if dtype == "int4" else 0.0)
+    share = known.value(f"gemv_{dtype}")
+    launches = 2 if dtype == "int8" and engine.scales_apart else 1
+    return wide * deep * each / (known.bandwidth * share) + launches * known.value("kernel_gap_s")
+
+
+def _head_type(serving: Serving, engine: Engine) -> str:
+    return serving.weights if engine.head_quantised else "bfloat16"
+
+
+def _elementwise(model: ModelConfig, serving: Serving, tokens: Num, engine: Engine, pricing: Pricing) -> Num:
+    """Norms, rotation, cache update, activation of one block: bytes and kernels."""
+    moved = tokens * 2.0 * (8 * model.hidden + (3 * model.ffn + 4 * model.q_width) / serving.tp)
+    known = pricing.constants
+    return moved / (known.bandwidth * known.value("stream")) + engine.decode_kernels * known.value("kernel_gap_s")
+
+
+def _sum(nbytes: Num, tp: Num, engine: Engine, pricing: Pricing) -> Num:
+    """An all-reduce over tp; reading peers' buffers at once where the engine does so and the message is small."""
+    price = pricing.collectives.seconds("all_reduce", nbytes, tp)
+    if not engine.reads_peers:
+        return price
+    known, ranks = pricing.constants, np.asarray(tp)
+    link = pricing.collectives.link_bandwidth
+    read = known.value("read_s") + (ranks - 1) * (known.value("signal_s") + nbytes / link)
+    return np.where(ranks > 1, np.minimum(read, np.where(ranks > 1, price, read)), 0.0)

@@ -1,0 +1,36 @@
+"""`shardwise validate`: the table, the JSON, and tables that cannot be read."""
+
+import json
+
+from shardwise.cli.main import main
+
+KEYS = {
+    "source", "rows", "median_abs_error", "mean_abs_error", "p90_abs_error", "bias", "coverage", "mean_width",
+    "skipped",
+}  # fmt: skip
+
+
+def test_json_is_a_list_of_scores(capsys):
+    assert main(["validate", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found) >= 7
+    assert all(set(score) == KEYS for score in found)
+    assert all(score["rows"] and score["mean_abs_error"] < 0.25 for score in found)
+
+
+def test_skipped_rows_and_misses_are_said(capsys, tmp_path):
+    from shardwise.predict.scoreboard import PUBLISHED
+
+    rows = json.loads(PUBLISHED.read_text())
+    far = {**rows[0], "iter_time_s": 10 * rows[0]["iter_time_s"]}
+    unknown = {**rows[0], "gpu": "Abacus"}
+    (tmp_path / "table.json").write_text(json.dumps([far, unknown]))
+    assert main(["validate", str(tmp_path / "table.json")]) == 0
+    out = capsys.readouterr().out
+    assert "rows off by more than 25%" in out
+    assert "device Abacus is not in the catalog" in out
+
+
+def test_a_missing_table_is_one_line(capsys):
+    assert main(["validate", "none.json"]) == 2
+    assert "cannot read none.json" in capsys.readouterr().err

@@ -1,0 +1,43 @@
+"""The catalog's figures: all that must be there is, with a source, in bytes and in one direction."""
+
+import pytest
+
+from shardwise.cluster import Cluster
+from shardwise.cluster.accelerators import ACCELERATORS, ALIASES
+from shardwise.cluster.catalog import lookup
+
+WANTED = [
+    "A100-40GB", "A100-80GB", "H100-SXM", "H100-PCIe", "H200", "B200", "GB200-NVL72", "MI300X", "L4", "L40S",
+    "RTX-4090", "A10G", "TPU-v5p",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WANTED)
+def test_wanted_devices_are_known(name):
+    device = lookup(name).device
+    assert device.memory_bytes and device.memory_bandwidth and device.peak("bfloat16")
+
+
+@pytest.mark.parametrize("entry", ACCELERATORS.values(), ids=ACCELERATORS)
+def test_figures_have_sources_and_plausible_units(entry):
+    device = entry.device
+    assert device.source and entry.intra.source and entry.inter.source
+    assert 2e10 < device.memory_bytes < 4e11
+    assert 2e11 < device.memory_bandwidth < 1e13
+    # Bits taken for bytes, or both directions for one, would leave these bounds.
+    for link, most in ((entry.intra, 900e9), (entry.inter, 100e9)):
+        assert link.bandwidth is None or 1e9 < link.bandwidth <= most
+    assert device.peak("float16") == device.peak("bfloat16")
+    narrow = [device.peak(dtype) for dtype in ("bfloat16", "float8_e4m3fn", "float4") if device.peak(dtype)]
+    assert narrow == sorted(narrow)
+
+
+def test_aliases_lead_to_devices():
+    assert set(ALIASES.values()) <= set(ACCELERATORS)
+    assert not set(ALIASES) & set(ACCELERATORS)
+
+
+def test_a_rack_is_one_node():
+    rack = Cluster.parse("72xGB200")
+    assert rack.link(0, 71) == rack.intra
+    assert str(rack) == "72xGB200-NVL72"

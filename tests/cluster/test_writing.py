@@ -1,0 +1,65 @@
+"""Cluster files that are written are read back as they were; measured fields that are wrong are refused in one line."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.cluster import Cluster, Device, Link, Speed
+from shardwise.cluster.catalog import lookup
+from shardwise.cluster.writing import to_toml
+from shardwise.errors import UserError
+
+FIGURE = st.floats(1e-3, 1e15)
+SECONDS = st.floats(0, 10)
+TEXT = st.text(st.characters(exclude_categories=("Cs", "Cc")), max_size=20)
+SPEEDS = st.lists(st.builds(Speed, FIGURE, *[st.none() | FIGURE] * 4), max_size=3, unique_by=lambda s: s.nbytes)
+LINKS = st.builds(
+    lambda source, speeds, *others: Link(
+        *others[:2], source or "the cluster file", *others[2:], tuple(sorted(speeds, key=lambda speed: speed.nbytes))
+    ),
+    TEXT, SPEEDS, SECONDS, FIGURE, SECONDS, SECONDS, st.booleans(),
+)  # fmt: skip
+DEVICES = st.just(lookup("H100").device) | st.just(lookup("CPU").device) | st.builds(
+    lambda name, kind, memory, bandwidth, peaks, source: Device("X" + name, kind, memory, bandwidth, peaks, source),
+    st.sampled_from(["", "-1", " ü"]), st.sampled_from(["cuda", "cpu", "tpu"]), st.none() | st.integers(1, 10**15),
+    st.none() | FIGURE, st.dictionaries(st.sampled_from(["float32", "bfloat16"]), FIGURE), TEXT,
+)  # fmt: skip
+
+
+@given(st.builds(Cluster, st.integers(1, 99), st.integers(1, 99), DEVICES, LINKS, LINKS))
+@settings(deadline=None)
+def test_what_is_written_is_read_back(cluster):
+    text = to_toml(cluster, ["measured today"], {"intra.alpha": "1 to 2", "inter.speeds.0": "a remark"})
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "cluster.toml")
+        file.write_text(text, encoding="utf-8")
+        found = Cluster.parse(str(file))
+    assert found == cluster and found.device.peak_flops == cluster.device.peak_flops
+    assert text.startswith("# measured today\n") and text.count("# 1 to 2") == 1
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ("startup = -1.0", "startup must be finite and not negative"),
+        ('reads = "yes"', "intra.reads must be true or false"),
+        ("speeds = 3", "intra.speeds must be a list of tables"),
+        ("speeds = [3]", "intra.speeds must be a list of tables"),
+        ("speeds = [{ bandwidth = 1e9 }]", "intra.speeds: bytes is missing"),
+        ("speeds = [{ bytes = 1, speed = 2 }]", "unknown field intra.speeds.speed"),
+        ("speeds = [{ bytes = 1, copy = 0 }]", "copy must be positive"),
+        ("speeds = [{ bytes = 1, copy = nan }]", "intra.speeds.copy must be a finite number"),
+        ("speeds = [{ bytes = 2 }, { bytes = 1 }]", "in the order of their sizes"),
+    ],
+)
+def test_a_bad_file_gives_one_line(tmp_path, lines, words):
+    file = tmp_path / "cluster.toml"
+    file.write_text(f'devices_per_node = 2\ndevice = "CPU"\n[intra]\nalpha = 1e-6\nbandwidth = 1e9\n{lines}\n')
+    with pytest.raises(UserError, match=words) as caught:
+        Cluster.parse(str(file))
+    assert str(file) in str(caught.value) and "\n" not in str(caught.value)

@@ -1,0 +1,106 @@
+"""The scoreboard: rows are read, counted once or skipped with the reason; the project's own table as a regression."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.errors import UserError
+from shardwise.predict.scoreboard import PUBLISHED, cases, predict, read, scores
+
+ROWS = read(PUBLISHED)
+MOST = {
+    "korthikanti22": 0.04,
+    "llm-foundry": 0.10,
+    "bloom-chronicles": 0.12,
+    "vtrain-single": 0.20,
+    "megatron-bridge": 0.12,
+    "gpt-fast": 0.08,
+    "trtllm-v1.0": 0.15,
+}
+"""Source -> mean absolute error that its few rows here must stay below."""
+
+
+@pytest.fixture(scope="module")
+def scored():
+    asked, skipped = cases(ROWS)
+    predictions, refused = predict(asked)
+    return predictions, scores(predictions, [*skipped, *refused])
+
+
+def test_every_row_has_a_citation_and_is_scored(scored):
+    predictions, found = scored
+    assert all(row["source"] for row in ROWS)
+    assert len(predictions) == len(ROWS)
+    assert {score.source for score in found} == set(MOST)
+
+
+def test_own_table_stays_as_good(scored):
+    for score in scored[1]:
+        assert score.mean_abs_error < MOST[score.source], score
+
+
+def test_ranges_hold_most_rows(scored):
+    predictions, _ = scored
+    inside = sum(prediction.inside for prediction in predictions)
+    assert inside >= 0.6 * len(predictions)
+    assert all(prediction.range.low < prediction.seconds < prediction.range.high for prediction in predictions)
+
+
+def test_duplicates_count_once():
+    row = next(row for row in ROWS if row["source_id"] == "korthikanti22")
+    slower = {**row, "iter_time_s": 3 * row["iter_time_s"]}
+    asked, skipped = cases([row, slower])
+    assert len(asked) == 1
+    assert asked[0].measured == pytest.approx(2 * row["iter_time_s"])
+    assert [skip.reason for skip in skipped] == ["duplicate of the same configuration"]
+    other = {**row, "gbs": 2 * row["gbs"]}
+    assert len(cases([row, other])[0]) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"gpu": "Gaudi9"}, "device Gaudi9 is not in the catalog"),
+        ({"iter_time_s": None}, "no measured time"),
+        ({"gbs": 3, "mbs": 2}, "does not divide"),
+        ({"gpus": 7}, "but there are 7 GPUs"),
+        ({"hidden": None}, "hidden must be a positive integer"),
+    ],
+)
+def test_rows_that_cannot_be_scored_say_why(change, reason):
+    row = next(row for row in ROWS if row["source_id"] == "korthikanti22")
+    asked, skipped = cases([{**row, **change}])
+    assert not asked
+    assert reason in skipped[0].reason
+    score = scores([], skipped)[0]
+    assert (score.rows, score.mean_abs_error, sum(score.skipped.values())) == (0, None, 1)
+
+
+def test_tables_that_are_none(tmp_path):
+    for text, words in (
+        ("{", "is not JSON"),
+        ("{}", "must be a JSON list"),
+        ('[{"gpu": "H100"}]', "row 0 has no source_id"),
+    ):
+        (tmp_path / "table.json").write_text(text)
+        with pytest.raises(UserError, match=words):
+            read(tmp_path / "table.json")
+    with pytest.raises(UserError, match="cannot read"):
+        read(tmp_path / "none.json")
+
+
+@settings(deadline=None)
+@given(
+    st.dictionaries(
+        st.sampled_from(sorted({key for row in ROWS for key in row} - {"source_id"})),
+        st.none() | st.integers(-3, 10**9) | st.text(max_size=5) | st.booleans(),
+        max_size=4,
+    ),
+    st.sampled_from(ROWS),
+)
+def test_any_row_is_scored_or_skipped(changes, row):
+    asked, skipped = cases([{**row, **changes}])
+    assert len(asked) + len(skipped) == 1
+    json.dumps([skip.reason for skip in skipped])

@@ -1,0 +1,93 @@
+"""Kernels: measured products are reproduced, arrays agree with numbers, what is refused."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.cluster.catalog import lookup
+from shardwise.errors import UserError
+from shardwise.predict.time.constants import constants, known_devices
+from shardwise.predict.time.kernels import Kernels
+
+# ai-dynamo/aiconfigurator 095f58a51c4c, gemm_perf.parquet, bfloat16: device, m, n, k, milliseconds
+MEASURED = [
+    ("A100", 8192, 65536, 4096, 15.287540),
+    ("A100", 8192, 65536, 5120, 18.933968),
+    ("A100", 8192, 65536, 6144, 22.679799),
+    ("H100", 32768, 65536, 12288, 60.324042),
+    ("H100", 32768, 65536, 16384, 80.850132),
+]
+DEVICES = sorted(known_devices())
+SIZES = st.integers(1, 1 << 17)
+
+
+def kernels(name: str) -> Kernels:
+    return Kernels(constants(lookup(name).device))
+
+
+@pytest.mark.parametrize(("device", "m", "n", "k", "milliseconds"), MEASURED)
+def test_measured_products(device, m, n, k, milliseconds):
+    alone = kernels(device)._isolated(m, n, k, "bfloat16", 1.0)
+    assert float(alone) * 1e3 == pytest.approx(milliseconds, rel=0.02)
+
+
+@pytest.mark.parametrize("name", DEVICES)
+@settings(max_examples=20, deadline=None)
+@given(m=SIZES, n=SIZES, k=SIZES)
+def test_no_product_beats_the_device(name, m, n, k):
+    found = kernels(name)
+    known = found.constants
+    seconds = float(found.matmul(m, n, k))
+    assert np.isfinite(seconds)
+    assert seconds > 0.9 * 2 * m * n * k / known.peak("bfloat16") * known.value("sustained")
+
+
+@settings(max_examples=20, deadline=None)
+@given(shapes=st.lists(st.tuples(SIZES, SIZES, SIZES), min_size=2, max_size=8))
+def test_arrays_are_numbers(shapes):
+    found = kernels("A100")
+    m, n, k = (np.array(column) for column in zip(*shapes, strict=True))
+    one_by_one = [float(found.matmul(*shape)) for shape in shapes]
+    assert found.matmul(m, n, k) == pytest.approx(one_by_one, rel=1e-12)
+
+
+def test_waves_of_tiles():
+    # One row of tiles more than fills a wave takes as long as nearly two.
+    found = kernels("A100")
+    full, over = found._tiles(np.array([2304.0, 2560.0]), 1536.0, 8192.0, 312e12, np.asarray(1.0))
+    assert over / full > 1.2
+
+
+def test_attention_grows_with_the_square_of_the_sequence():
+    found = kernels("H100")
+    short, long = (float(found.attention(1, s, s, 32, 8, 128)) for s in (16384, 32768))
+    assert 3.5 < long / short < 4.2
+    whole = float(found.attention(1, 16384, 16384, 32, 8, 128, causal=False))
+    assert 1.8 < whole / short < 2.2
+
+
+def test_a_window_bounds_attention():
+    found = kernels("H100")
+    assert float(found.attention(1, 32768, 32768, 32, 8, 128, window=128)) < 0.1 * float(
+        found.attention(1, 32768, 32768, 32, 8, 128)
+    )
+
+
+def test_a_device_without_the_type_uses_a_wider_one():
+    found = kernels("A100").constants
+    assert found.peak("float8_e4m3fn") == found.peak("bfloat16")
+    with pytest.raises(UserError, match="computes nothing in complex64"):
+        found.peak("complex64")
+
+
+def test_every_constant_has_a_source():
+    for name in DEVICES:
+        known = constants(lookup(name).device)
+        assert set(known.values) <= set(known.sources)
+        assert all(known.sources.values())
+
+
+def test_a_device_without_constants_is_refused():
+    with pytest.raises(UserError, match="no constants of time for CPU"):
+        constants(lookup("cpu").device)

@@ -1,0 +1,74 @@
+"""Serving: what a decode step is made of, capacity, and deployments that do not fit."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from shardwise.cluster import Cluster
+from shardwise.errors import UserError
+from shardwise.model.catalog import get
+from shardwise.predict.time import Pricing, Serving, decode_step, engine, prefill, throughput
+from shardwise.predict.time.serving import cache_bytes_per_token, capacity, weight_bytes
+
+LLAMA, BIG = get("llama-3.1-8b"), get("llama-3.1-70b")
+FP8 = Serving("float8_e4m3fn", "float8_e4m3fn")
+H100 = Pricing(Cluster.parse("1xH100"))
+TRT, FAST = engine("tensorrt-llm"), engine("gpt-fast")
+
+
+def test_cache_and_weights_in_bytes():
+    assert cache_bytes_per_token(LLAMA, FP8) == 2 * 32 * 8 * 128
+    assert weight_bytes(LLAMA, Serving()) == pytest.approx(2 * 8_030_261_248, rel=1e-6)
+    assert weight_bytes(LLAMA, Serving(tp=2)) * 2 == weight_bytes(LLAMA, Serving())
+
+
+def test_one_sequence_reads_every_weight_once():
+    a100 = Pricing(Cluster.parse("1xA100"))
+    step = decode_step(LLAMA, Serving(), 1.0, 100.0, FAST, a100)
+    least = 2 * (8_030_261_248 - LLAMA.vocab * LLAMA.hidden) / a100.constants.bandwidth
+    assert least < float(step.seconds) < 2 * least
+    assert sum(step.parts.values()) == pytest.approx(float(step.seconds))
+
+
+def test_more_sequences_cost_less_each_and_arrays_are_numbers():
+    batch = np.array([1.0, 8.0, 64.0, 256.0])
+    together = decode_step(LLAMA, FP8, batch, 1000.0, TRT, H100).seconds
+    one_by_one = [float(decode_step(LLAMA, FP8, b, 1000.0, TRT, H100).seconds) for b in batch]
+    assert together == pytest.approx(one_by_one, rel=1e-9)
+    assert (np.diff(together / batch) < 0).all()
+
+
+def test_narrower_weights_decode_faster():
+    a100 = Pricing(Cluster.parse("1xA100"))
+    times = [
+        float(decode_step(LLAMA, Serving(dtype), 1.0, 100.0, FAST, a100).seconds)
+        for dtype in ("bfloat16", "int8", "int4")
+    ]
+    assert times[0] > times[1] > times[2]
+
+
+def test_prefill_grows_with_the_prompt():
+    short, long = (float(prefill(LLAMA, FP8, 1.0, p, TRT, H100).seconds) for p in (1024.0, 8192.0))
+    assert 5 < long / short < 12
+
+
+def test_capacity_and_what_does_not_fit():
+    assert capacity(LLAMA, FP8, 22000, TRT, H100) < capacity(LLAMA, FP8, 2000, TRT, H100) <= TRT.most_sequences
+    with pytest.raises(UserError, match="does not fit"):
+        capacity(BIG, Serving(), 4096, TRT, H100)
+
+
+def test_waves():
+    # Twice the requests take twice as long once they fill several waves.
+    known = replace(TRT, most_sequences=64)
+    once, twice = (float(throughput(LLAMA, FP8, 128, 128, 64 * n, known, H100).seconds) for n in (1, 2))
+    assert twice == pytest.approx(2 * once)
+    partly = float(throughput(LLAMA, FP8, 128, 128, 65, known, H100).seconds)
+    assert once < partly < twice
+
+
+def test_tensor_parallelism_pays_for_its_sums():
+    node = Pricing(Cluster.parse("8xA100"))
+    one, eight = (float(decode_step(BIG, Serving("int8", tp=tp), 1.0, 100.0, FAST, node).seconds) for tp in (1, 8))
+    assert one / 8 < eight < one / 3

@@ -1,0 +1,150 @@
+"""The time of a step: arrays agree with numbers, parts add up, what must not get faster does not."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.cluster import Cluster, Link
+from shardwise.errors import UserError
+from shardwise.layout import Layout, Workload
+from shardwise.model.catalog import get
+from shardwise.predict.time import ENGINES, Pricing, Split, engine, time_range, training_step
+
+GPT, LLAMA = get("megatron-22b"), get("llama-3-8b")
+POWERS = st.sampled_from([1, 2, 4, 8])
+
+
+def seconds(split: Split, name: str = "megatron-bridge", cluster: str = "8x8xH100", model=LLAMA) -> float:
+    return float(training_step(model, split, engine(name), Pricing(Cluster.parse(cluster))).seconds)
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    st.lists(st.tuples(POWERS, POWERS, POWERS, st.integers(1, 8), st.integers(1, 32)), min_size=2, max_size=6),
+    st.sampled_from(["none", "selective", "full"]),
+    st.sampled_from([0, 1, 3]),
+)
+def test_arrays_are_numbers(rows, recompute, zero):
+    tp, pp, dp, micro, count = (np.array(column) for column in zip(*rows, strict=True))
+    pricing = Pricing(Cluster.parse("64x8xA100"))
+    base = Split(2048, recompute=recompute, zero=zero)
+    arrays = replace(base, tp=tp, pp=pp, dp=dp, micro=micro, micro_batches=count, shard=dp)
+    together = training_step(GPT, arrays, engine("megatron-lm-2022"), pricing).seconds
+    for place, (t, p, d, m, n) in enumerate(rows):
+        alone = replace(base, tp=t, pp=p, dp=d, micro=m, micro_batches=n, shard=d)
+        one = training_step(GPT, alone, engine("megatron-lm-2022"), pricing).seconds
+        assert together[place] == pytest.approx(float(one), rel=1e-9)
+
+
+def test_many_candidates_are_each_priced_as_alone():
+    # Above 64 candidates, blocks are computed once for each combination of what they depend on.
+    random = np.random.default_rng(7)
+    tp, pp, dp, micro, count = (2 ** random.integers(0, most, 500) for most in (3, 3, 3, 3, 6))
+    pricing = Pricing(Cluster.parse("8x8xA100"))
+    base = Split(2048, recompute="selective", sp=True)
+    arrays = replace(base, tp=tp, pp=pp, dp=dp, micro=micro, micro_batches=count)
+    together = training_step(GPT, arrays, engine("megatron-lm-2022"), pricing)
+    for i in range(0, 500, 25):
+        alone = replace(base, tp=tp[i], pp=pp[i], dp=dp[i], micro=micro[i], micro_batches=count[i])
+        one = training_step(GPT, alone, engine("megatron-lm-2022"), pricing)
+        for name, part in one.parts.items():
+            assert np.broadcast_to(together.parts[name], 500)[i] == pytest.approx(float(part), rel=1e-9), name
+
+
+@pytest.mark.parametrize("name", sorted(ENGINES))
+def test_parts_add_up(name):
+    split = Split(4096, micro=1, micro_batches=8, tp=2, pp=2, dp=4, zero=1, shard=4, sp=True)
+    step = training_step(LLAMA, split, engine(name), Pricing(Cluster.parse("2x8xH100")))
+    assert sum(step.parts.values()) == pytest.approx(float(step.seconds))
+    assert all(float(part) >= 0 for part in step.parts.values())
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.floats(0.05, 1.0), POWERS, POWERS, st.sampled_from([0, 1, 3]))
+def test_a_slower_link_is_not_faster(share, tp, pp, zero):
+    cluster = Cluster.parse("4x8xH100")
+    slow = replace(
+        cluster,
+        intra=Link(cluster.intra.alpha, cluster.intra.bandwidth * share),
+        inter=Link(cluster.inter.alpha, cluster.inter.bandwidth * share),
+    )
+    split = Split(4096, micro_batches=8, tp=tp, pp=pp, dp=2, zero=zero, shard=2)
+    fast, slower = (
+        float(training_step(LLAMA, split, engine("megatron-lm-2022"), Pricing(on)).seconds) for on in (cluster, slow)
+    )
+    assert slower >= fast * (1 - 1e-9)
+
+
+def test_recompute_costs_time():
+    none, selective, full = (
+        seconds(Split(2048, micro_batches=4, tp=8, recompute=kind), "megatron-lm-2022", "8xA100", GPT)
+        for kind in ("none", "selective", "full")
+    )
+    assert none < selective < full
+    assert 1.2 < full / none < 1.45
+
+
+def test_the_bubble_of_1f1b():
+    # p - 1 micro-batches of m + p - 1, at equal stages: reference costs, (p - 1)(F + B).
+    model = LLAMA.replace(vocab=512)
+    step = training_step(
+        model, Split(4096, micro_batches=16, pp=4), engine("megatron-bridge"), Pricing(Cluster.parse("4xH100"))
+    )
+    busy = sum(float(part) for name, part in step.parts.items() if name in ("matmul", "attention", "memory"))
+    assert float(step.parts["bubble"]) == pytest.approx(busy * 3 / 16, rel=0.02)
+    chunked = training_step(
+        model,
+        Split(4096, micro_batches=16, pp=4, virtual=4),
+        engine("megatron-bridge"),
+        Pricing(Cluster.parse("4xH100")),
+    )
+    assert float(chunked.parts["bubble"]) == pytest.approx(float(step.parts["bubble"]) / 4, rel=0.02)
+
+
+def test_the_host_is_waited_for_where_nothing_is_captured():
+    tiny = LLAMA.replace(hidden=512, heads=8, kv_heads=8, head_dim=64, ffn=1024, vocab=512)
+    split, pricing = Split(256), Pricing(Cluster.parse("1xH100"))
+    assert float(training_step(tiny, split, engine("llm-foundry"), pricing).parts["host"]) > 0
+    assert float(training_step(tiny, split, engine("megatron-bridge"), pricing).parts["host"]) == 0
+
+
+def test_the_fused_softmax_needs_enough_heads():
+    # Two heads a rank do not fill a block of the fused kernel; sequences of a micro-batch make up for it.
+    pricing = Pricing(Cluster.parse("8xA100"))
+    model = GPT.replace(heads=16, kv_heads=16, head_dim=128, hidden=2048, ffn=8192)
+    alone, pair = (
+        float(training_step(model, Split(1024, micro=m, tp=8), engine("megatron-lm-2022"), pricing).parts["memory"])
+        for m in (1, 2)
+    )
+    assert alone > 0.6 * pair
+
+
+def test_a_layout_makes_a_split():
+    layout = Layout.parse("dp=2,tp=2,pp=2,zero=1,sp,micro=2,recompute=full")
+    split = Split.of(layout, Workload(seq=4096, batch=64))
+    assert (split.micro_batches, split.shard, split.dtype) == (16, 2, "bfloat16")
+    with pytest.raises(UserError, match="cannot be divided"):
+        Split.of(layout, Workload(seq=4096, batch=63))
+
+
+def test_every_fact_of_a_profile_can_be_read_somewhere():
+    for profile in ENGINES.values():
+        fields = {name for name in type(profile).__dataclass_fields__ if name not in ("name", "facts")}
+        assert fields == set(profile.facts), f"{profile.name}: {fields ^ set(profile.facts)}"
+        assert all(profile.facts.values())
+
+
+def test_an_unknown_profile_names_the_nearest():
+    with pytest.raises(UserError, match="did you mean megatron-bridge"):
+        engine("megatron-brige")
+
+
+def test_the_range_holds_the_time_and_widens_with_what_is_assumed():
+    pricing = Pricing(Cluster.parse("8x8xH100"))
+    step = training_step(LLAMA, Split(4096, dp=64, zero=3, shard=64), engine("llm-foundry"), pricing)
+    around, wider = (time_range(step.parts, pricing.constants, assumed) for assumed in (0, 4))
+    assert around.low < step.seconds < around.high
+    assert wider.width > around.width
