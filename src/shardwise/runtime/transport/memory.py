@@ -92,7 +92,7 @@ class Peer:
         return not self._poll.poll(0)
 
     def map(self, serial: int) -> mmap.mmap:
-        """The segment that the peer made as its `serial`-th. Raises `RuntimeError` when the peer has ended meanwhile."""
+        """The segment that the peer made as its `serial`-th. Raises `RuntimeError` when the peer has ended."""
         if serial not in self._maps:
             try:
                 self._maps[serial] = self._open(serial)
