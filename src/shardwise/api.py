@@ -449,11 +449,17 @@ def _predict(config: TrainConfig, nodes: int) -> None:
         from shardwise.predict import estimate
 
         directory = RunDirectory(Path(config.out))
-        measured = StepReport.read(directory.report("measured"))
-        used = {row.algorithm for role in measured.roles for row in role.transport}
-        backend: Backend | None = "gloo" if config.device == "cpu" and "shared" not in used else None
-        report = estimate(config.model, config.layout, config.workload, _cluster(config, nodes), backend)
+        report = estimate(config.model, config.layout, config.workload, _cluster(config, nodes), _carried_by(directory))
         report.write(directory.report("predicted"))
+
+
+def _carried_by(directory: RunDirectory) -> Backend | None:
+    """What the measured step says carried its collectives: gloo where memory could not be shared, or was not to."""
+    if not directory.report("measured").exists():
+        return None
+    measured = StepReport.read(directory.report("measured"))
+    used = {row.algorithm for role in measured.roles for row in role.transport}
+    return "gloo" if used and not used & {"shared", "nccl"} else None
 
 
 def _cluster(config: TrainConfig, nodes: int) -> Cluster:

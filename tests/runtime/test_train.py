@@ -118,12 +118,19 @@ def test_two_torchrun_agents_train_the_run_of_four_local_ranks_bitwise(text: Pat
 
 def test_communication_without_overlap_gives_the_same_bits(text: Path, tmp_path: Path) -> None:
     for name, more in (("on", []), ("off", ["--no-overlap"])):
-        assert shardwise(*command(text, tmp_path / name, "--report", *more)).returncode == 0
+        words = command(text, tmp_path / name, "--report", "--transport", "gloo", *more)
+        assert shardwise(*words).returncode == 0
     assert losses(tmp_path / "on") == losses(tmp_path / "off")
     on, off = (json.loads((tmp_path / name / "result.json").read_text())["communication"] for name in ("on", "off"))
     assert on["hidden_s"] > 0 == off["hidden_s"]
     said = [" ".join(StepReport.read(tmp_path / f"{name}/reports/measured.json").notes) for name in ("on", "off")]
     assert ["--no-overlap" in notes for notes in said] == [False, True]
+
+
+def test_through_shared_memory_nothing_is_hidden(text: Path, tmp_path: Path) -> None:
+    assert shardwise(*command(text, tmp_path / "run", "--report", "--transport", "shared")).returncode == 0
+    communication = json.loads((tmp_path / "run/result.json").read_text())["communication"]
+    assert communication["hidden_s"] == 0 < communication["exposed_s"]
 
 
 def workers_of(launcher: int) -> list[int]:

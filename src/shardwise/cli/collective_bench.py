@@ -63,6 +63,7 @@ def run(args: argparse.Namespace, algorithms: list[Algorithm], sizes: list[int])
 
 
 def check(args: argparse.Namespace) -> None:
+    """Raise `UserError` for ranks, rounds or a limit that make no sense."""
     if not 1 < args.ranks <= MOST_RANKS:
         raise UserError(f"--ranks {args.ranks}: between 2 and {MOST_RANKS} can be measured on one host")
     if args.rounds < 1:
@@ -81,6 +82,7 @@ def _network(args: argparse.Namespace) -> Network | None:
 
 
 def cores() -> set[int]:
+    """The cores that this process may use."""
     import os
 
     return os.sched_getaffinity(0)

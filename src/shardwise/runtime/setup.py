@@ -45,7 +45,10 @@ def make_comms(
                 raise UserError(f"no shared memory: {error}; choose --transport gloo") from None
             if rank == 0:
                 print(f"no shared memory: {error}; going on over gloo", flush=True)
-    return Comms(grid, rank, AXES, timeout=timeout, overlap=overlap, pulse=pulse)
+    comms = Comms(grid, rank, AXES, timeout=timeout, overlap=overlap, pulse=pulse)
+    if dist.get_backend() == "gloo" and dist.get_world_size() == 1:
+        comms.backend = "shared"  # one rank communicates with nobody, so it needs no buffers for gloo
+    return comms
 
 
 def stream_view(batch: Batch, layout: Layout, tp_rank: int) -> Batch:
