@@ -97,7 +97,8 @@ class Peer:
             try:
                 self._maps[serial] = self._open(serial)
             except OSError:
-                if self.lives():
+                # A process loses its files a moment before it is seen to have ended.
+                if not self._poll.poll(1000):
                     raise
                 raise RuntimeError(f"rank {self.rank} has ended") from None
         return self._maps[serial]
