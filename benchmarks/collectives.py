@@ -304,11 +304,11 @@ def main() -> None:
 
     import train_step
 
-    from shardwise.cli.collective import bytes_of
+    from shardwise.cli.quantities import bytes_of
     from shardwise.errors import UserError
 
     try:
-        sizes = [bytes_of(word, "--sizes") // 4 * 4 for word in args.sizes]
+        sizes = [bytes_of("--sizes", word) // 4 * 4 for word in args.sizes]
         if min(args.ranks) < 2 or args.rounds < 1 or min(sizes) < 4:
             raise UserError("give 2 ranks or more, one round or more, and sizes of 4 bytes or more")
     except UserError as error:

@@ -505,15 +505,20 @@ def test_a_full_disk(runs: Path) -> None:
 
 
 def test_a_folder_that_becomes_read_only(runs: Path) -> None:
-    """Mounted read-only after the first checkpoint, as a file system does that has seen an error."""
+    """Mounted read-only after the first checkpoint, as a file system does that has seen an error.
+
+    A mount with a file open for writing is busy, so the script asks again until it falls between two saves.
+    """
     out = runs / "read-only"
+    folder = out / "checkpoints"
     train = shlex.join([sys.executable, "-m", "shardwise"])
-    arguments = shlex.join(command(runs, out, TWO, 60, "--save-every", "2"))
+    arguments = shlex.join(command(runs, out, TWO, 200, "--save-every", "2"))
     done = in_namespace(
         f"{train} {arguments} & "
-        f"until test -e {out}/checkpoints/step-2/manifest.json || ! kill -0 $!; do sleep 0.02; done; "
-        f"mount --bind {out}/checkpoints {out}/checkpoints && mount -o remount,bind,ro {out}/checkpoints && wait $!; "
-        f"echo code $?; {train} checkpoint verify {out}; echo verified $?",
+        f"until test -e {folder}/step-2/manifest.json || ! kill -0 $!; do sleep 0.02; done; "
+        f"mount --bind {folder} {folder}; "
+        f"until mount -o remount,bind,ro {folder} 2>busy || ! kill -0 $!; do sleep 0.003; done; "
+        f"wait $!; echo code $?; {train} checkpoint verify {out}; echo verified $?",
         runs,
     )
     assert "code 2" in done.stdout and "verified 0" in done.stdout, (done.stdout, done.stderr)

@@ -55,11 +55,6 @@ def cases(p: int, transport: str) -> Iterator[Case]:
 
 @pytest.fixture(params=["sends", "shared"])
 def transport(request):
-    if request.param == "shared":
-        try:
-            from shardwise.runtime.transport import shared_transport  # noqa: F401
-        except ImportError:
-            pytest.skip("there is no shared-memory transport yet")
     return request.param
 
 
@@ -90,10 +85,9 @@ def check(p: int, payload: Payload) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_a_lost_peer_is_told(transport):
-    if transport == "shared":
-        pytest.skip("a rank that lives on without taking part is found by the time limit: see the transport's own test")
-    first, _ = run_ranks("harness.transport_jobs:lose_a_peer", 2, transport)
+def test_a_peer_lost_in_sends_is_told():
+    """Shared memory's are in test_shared_memory.py: there a rank that lives on is found by the time limit."""
+    first, _ = run_ranks("harness.transport_jobs:lose_a_peer", 2, "sends")
     assert "onnection" in first and "no error" not in first
 
 

@@ -68,9 +68,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _sizes(args: argparse.Namespace) -> list[int]:
-    from shardwise.cli.collective import bytes_of
+    from shardwise.cli.quantities import bytes_of
 
-    sizes = sorted({bytes_of(word, "--sizes") for word in args.sizes.split(",")})
+    sizes = sorted({bytes_of("--sizes", word) for word in args.sizes.split(",")})
     if len(sizes) < 3:
         raise UserError(f"--sizes {args.sizes}: give three sizes or more, since every second one is held back")
     args.limit, args.cluster = _NO_LIMIT, None

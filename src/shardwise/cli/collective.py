@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,17 +14,12 @@ from typing import TYPE_CHECKING, Any
 from shardwise.cli import collective_bench
 from shardwise.cli.actions import actions
 from shardwise.cli.output import print_json, show
+from shardwise.cli.quantities import bytes_of, numbers
 from shardwise.errors import UserError
 
 if TYPE_CHECKING:
     from shardwise.schedule import Algorithm
     from shardwise.schedule.choose import Choice, Pricer
-
-_UNITS = {"": 1, "B": 1} | {
-    f"{prefix}{suffix}": base**power
-    for power, prefix in enumerate("KMGT", 1)
-    for suffix, base in (("B", 1000), ("", 1000), ("IB", 1024))
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -113,7 +107,7 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    ranks = ranks_of(args.ranks)
+    ranks = numbers("--ranks", args.ranks)
     chosen = _chosen(args)
     results: list[dict[str, Any]] = []
     for algorithm in chosen:
@@ -169,7 +163,7 @@ def _cost(args: argparse.Namespace) -> int:
     from shardwise.cluster import Cluster
     from shardwise.schedule.choose import pricer
 
-    nbytes, cluster = bytes_of(args.bytes), Cluster.parse(args.cluster)
+    nbytes, cluster = bytes_of("--bytes", args.bytes), Cluster.parse(args.cluster)
     if args.ranks < 1:
         raise UserError(f"--ranks must be a positive integer, not {args.ranks}")
     prices = pricer(args.collective, args.ranks, cluster, args.nics)
@@ -234,7 +228,7 @@ def _print_cost(ranked: list[Choice], prices: Pricer, nbytes: int, cluster: str)
 
 def _bench(args: argparse.Namespace) -> int:
     chosen = [found for found in _chosen(args) if not found.most or args.ranks <= found.most]
-    return collective_bench.run(args, chosen, [bytes_of(word, "--sizes") for word in args.sizes.split(",")])
+    return collective_bench.run(args, chosen, [bytes_of("--sizes", word) for word in args.sizes.split(",")])
 
 
 def _size(nbytes: int) -> str:
@@ -245,23 +239,3 @@ def _size(nbytes: int) -> str:
 
 def _ranks(count: int) -> str:
     return "1 rank" if count == 1 else f"{count} ranks"
-
-
-def ranks_of(text: str) -> list[int]:
-    """Numbers of ranks: "8", "1-64", "2,4,8-12"; ascending, each once. Raises `UserError`."""
-    found: set[int] = set()
-    for word in text.split(","):
-        match = re.fullmatch(r"\s*(\d{1,5})(?:-(\d{1,5}))?\s*", word)
-        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-        if not 1 <= first <= last:
-            raise UserError(f"--ranks {text}: give numbers of ranks, such as 8, 1-64 or 2,4,8")
-        found.update(range(first, last + 1))
-    return sorted(found)
-
-
-def bytes_of(text: str, option: str = "--bytes") -> int:
-    """A number of bytes: 4096, 64MB, 1.5GiB; kB, MB, GB and TB are powers of 1000. Raises `UserError`."""
-    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,9})?)\s*([A-Za-z]*)\s*", text)
-    if not match or match[2].upper() not in _UNITS:
-        raise UserError(f"{option} {text}: give a size, such as 4096, 64MB or 1GiB")
-    return round(float(match[1]) * _UNITS[match[2].upper()])

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.actions import actions
 from shardwise.cli.output import print_json, show
+from shardwise.cli.quantities import bytes_of, numbers
 from shardwise.errors import UserError
 
 if TYPE_CHECKING:
@@ -221,9 +222,9 @@ def _to_verify(args: argparse.Namespace) -> Iterator[tuple[str, Iterator[tuple[s
         read = _read(args.file, args.zero, args.tied)
         yield str(args.file), iter([(f"{read.ranks} ranks", read)])
         return
-    numbers = [_numbers(f"--{name}", getattr(args, name)) for name in ("ranks", "micro", "virtual")]
+    asked = [numbers(f"--{name}", getattr(args, name)) for name in ("ranks", "micro", "virtual")]
     for found in generators() if args.all else [find(args.schedule)]:
-        yield found.name, _legal(found, numbers, args)
+        yield found.name, _legal(found, asked, args)
 
 
 def _legal(
@@ -269,14 +270,13 @@ def _print_verified(result: dict[str, Any]) -> None:
 
 def _timing(args: argparse.Namespace) -> Callable[[PipelineSchedule], Times]:
     """Schedule -> times, from the flags."""
-    from shardwise.cli.collective import bytes_of
     from shardwise.schedule.pipeline.times import Times, parse_times, seconds_of
 
     given, alpha = parse_times(args.times), seconds_of(args.hop)
     if (args.bytes is None) != (args.bandwidth is None):
         raise UserError("--bytes and --bandwidth go together: a message takes --hop + bytes / bandwidth")
-    nbytes = bytes_of(args.bytes) if args.bytes else 0
-    bandwidth = bytes_of(args.bandwidth) if args.bandwidth else 1
+    nbytes = bytes_of("--bytes", args.bytes) if args.bytes else 0
+    bandwidth = bytes_of("--bandwidth", args.bandwidth) if args.bandwidth else 1
     if not bandwidth or not 0 < args.together <= 1:
         raise UserError("--bandwidth must be positive, and --together above 0 and at most 1")
     recompute = getattr(args, "recompute", None) is not None
@@ -398,7 +398,7 @@ def _bubble(args: argparse.Namespace) -> int:
     from shardwise.schedule.pipeline.bubbles import MOST_MICRO, curve, least_micro
 
     wanted, timing = _share(args.want) if args.want else None, _timing(args)
-    micro = _numbers("--micro", args.micro)
+    micro = numbers("--micro", args.micro)
     found: list[dict[str, Any]] = []
     for generator, virtual in _compared(args):
         points = curve(generator.name, args.ranks, virtual, micro, timing)
@@ -483,15 +483,3 @@ def _share(text: str) -> float:
     if not 0 < value < 1:
         raise UserError(f"--want {text}: give a part of the total time, such as 5% or 0.05")
     return value
-
-
-def _numbers(flag: str, text: str) -> list[int]:
-    """Positive numbers: "8", "1-64", "2,4,8-12"; ascending, each once."""
-    found: set[int] = set()
-    for word in text.split(","):
-        match = re.fullmatch(r"\s*(\d{1,5})(?:-(\d{1,5}))?\s*", word)
-        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-        if not 1 <= first <= last:
-            raise UserError(f"{flag} {text}: give numbers, such as 8, 1-64 or 2,4,8")
-        found.update(range(first, last + 1))
-    return sorted(found)

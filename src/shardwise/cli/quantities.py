@@ -1,0 +1,33 @@
+"""Numbers and sizes as people write them on a command line."""
+
+from __future__ import annotations
+
+import re
+
+from shardwise.errors import UserError
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{suffix}": base**power
+    for power, prefix in enumerate("KMGT", 1)
+    for suffix, base in (("B", 1000), ("", 1000), ("IB", 1024))
+}
+
+
+def numbers(option: str, text: str) -> list[int]:
+    """Positive numbers: "8", "1-64", "2,4,8-12"; ascending, each once. Raises `UserError` that names the option."""
+    found: set[int] = set()
+    for word in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,5})(?:-(\d{1,5}))?\s*", word)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+        if not 1 <= first <= last:
+            raise UserError(f"{option} {text}: give numbers, such as 8, 1-64 or 2,4,8")
+        found.update(range(first, last + 1))
+    return sorted(found)
+
+
+def bytes_of(option: str, text: str) -> int:
+    """A number of bytes: 4096, 64MB, 1.5GiB; kB, MB, GB and TB are powers of 1000. Raises `UserError` as `numbers`."""
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,9})?)\s*([A-Za-z]*)\s*", text)
+    if not match or match[2].upper() not in _UNITS:
+        raise UserError(f"{option} {text}: give a size, such as 4096, 64MB or 1GiB")
+    return round(float(match[1]) * _UNITS[match[2].upper()])
