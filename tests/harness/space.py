@@ -1,13 +1,15 @@
 """The layout space: cases are drawn from it by rule, none is written down by hand.
 
 `all_cases` is a deterministic selection that covers every pair of choices that can occur together; `sample` draws a few
-of them by a seed, so that a working day's tests see another part of the space than the day before.
+of them by a seed, so that a working day's tests see another part of the space than the day before. Pipelines have a
+space of their own in `pipelines.py`, covered and sampled by the same means.
 """
 
 from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date
 from functools import cache
@@ -130,10 +132,17 @@ def _pairs(point: Point) -> set[tuple[Any, Any]]:
 @cache
 def all_cases() -> tuple[Point, ...]:
     """At least `LEAST` points that cover every pair of choices seen in a large draw; at most a tenth on 8 ranks."""
+    return covering(_draw, POOL, LEAST, EIGHT_RANKS)
+
+
+def covering(
+    draw: Callable[[random.Random], Point | None], size: int, least: int, eight_ranks: int
+) -> tuple[Point, ...]:
+    """At least `least` points that cover every pair of choices seen in a draw of `size`; so many of them on 8 ranks."""
     generator = random.Random(GENERATOR_SEED)
     drawn: dict[str, Point] = {}
-    while len(drawn) < POOL:
-        if found := _draw(generator):
+    while len(drawn) < size:
+        if found := draw(generator):
             drawn[found.id] = found
     numbers: dict[tuple[Any, Any], int] = {}
     masks = {p.id: sum(1 << numbers.setdefault(pair, len(numbers)) for pair in _pairs(p)) for p in drawn.values()}
@@ -141,7 +150,7 @@ def all_cases() -> tuple[Point, ...]:
     missing = (1 << len(numbers)) - 1
     eight = [p for p in drawn.values() if p.layout.ranks == 8]
     rest = [p for p in drawn.values() if p.layout.ranks < 8]
-    for pool, enough in ((eight, EIGHT_RANKS), (rest, None)):
+    for pool, enough in ((eight, eight_ranks), (rest, None)):
         while enough is None or len(chosen) < enough:
             best = max(pool, key=lambda p: (masks[p.id] & missing).bit_count())
             if enough is None and not masks[best.id] & missing:
@@ -149,7 +158,7 @@ def all_cases() -> tuple[Point, ...]:
             missing &= ~masks[best.id]
             chosen.append(best)
             pool.remove(best)
-    chosen += rest[: max(0, LEAST - len(chosen))]
+    chosen += rest[: max(0, least - len(chosen))]
     return tuple(sorted(chosen, key=lambda p: (p.layout.ranks, p.id)))
 
 
@@ -169,14 +178,21 @@ def sample(seed: int, count: int = SAMPLE, most_ranks: int = max(WORLDS)) -> tup
 
     At most one point has 8 ranks.
     """
+    return stratified([p for p in all_cases() if p.layout.ranks <= most_ranks], _features, seed, count)
+
+
+def stratified(
+    points: Sequence[Point], features: Callable[[Point], set[tuple[str, Any]]], seed: int, count: int
+) -> tuple[Point, ...]:
+    """`count` of `points`: every feature first, then at random; at most one with 8 ranks."""
     generator = random.Random(seed)
-    left = [p for p in all_cases() if p.layout.ranks <= most_ranks]
+    left = list(points)
     generator.shuffle(left)
-    missing = set().union(*map(_features, left))
+    missing = set().union(*map(features, left))
     chosen: list[Point] = []
     while len(chosen) < count:
-        best = max(left, key=lambda p: len(_features(p) & missing))
-        missing -= _features(best)
+        best = max(left, key=lambda p: len(features(p) & missing))
+        missing -= features(best)
         chosen.append(best)
         left.remove(best)
         if best.layout.ranks == 8:

@@ -62,7 +62,7 @@ def test_canonical_text(text: str, canonical: str) -> None:
         ("tp=2,zero=1,shard=2", "valid: none"),
         ("dp=4,shard=2", "shard needs zero of at least 1"),
         ("dp=4,zero=2,hpz=2", "hpz=2 needs zero=3"),
-        ("pp=2,stages=4/0", "positive layer counts"),
+        ("pp=2,stages=4/0/1", "layer counts, such as"),
         ("pp=2,stages=4", "must name pp x virtual = 2"),
         ("virtual=2", "virtual stages need pp"),
         ("dp=2,ep=3", "must divide dp x cp x tp"),

@@ -17,19 +17,46 @@ class Mistake:
     tests: str
 
 
-TESTS = "tests/runtime/test_traps.py"
+TESTS = ("tests/runtime/test_traps.py", "tests/runtime/test_pipeline_traps.py")
 
 ENGINE, UNITS, STEP, LOSS = "runtime/engine.py", "layout/units.py", "runtime/step.py", "runtime/loss.py"
 OPTIMIZER, LINEAR, PLACEMENT = "runtime/optimizer.py", "runtime/linear.py", "layout/placement.py"
 GRADIENTS = "runtime/gradients.py"
 COMMS, ATTENTION, MODULES, SETUP = "runtime/comms.py", "decoder/attention.py", "decoder/modules.py", "runtime/setup.py"
 CHECKPOINTING = "runtime/checkpointing.py"
+PIPELINE, SCHEDULE, LISTS = "runtime/pipeline.py", "schedule/pipeline/plan.py", "schedule/pipeline/completion.py"
 
 MISTAKES = (
+    Mistake(1, "each end of a pipeline keeps its own gradient of the tied table", PIPELINE,
+            "own.add_(theirs)", "pass", "trap_01"),
+    Mistake(1, "the ends of a pipeline add what their data ranks have not reduced", ENGINE,
+            'pending.wait()\n        return self.units["tied"]', 'pass\n        return self.units["tied"]', "trap_01"),
+    Mistake(1, "a tied table counts twice in the norm", OPTIMIZER,
+            '"tied" if self.engine.plan.copies_table else None', "None", "trap_01"),
+    Mistake(1, "the table of a V is reduced before its first stage's share is in", UNITS,
+            'part == "head" and "embedding" not in self.parts', 'part == "head"', "trap_01"),
+    Mistake(5, "a pipeline logs the loss of its own data rank", PIPELINE,
+            'comms.all_reduce(self.total, "data_pp", "loss")', 'comms.all_reduce(self.total, "pp", "loss")', "trap_05"),
+    Mistake(5, "only the ranks of the last stage know the loss", PIPELINE,
+            'comms.all_reduce(self.total, "data_pp", "loss")', 'comms.all_reduce(self.total, "data", "loss")',
+            "trap_05"),
+    Mistake(18, "the loss is looked for on the last rank", SCHEDULE,
+            "return self.placement[-1]", "return self.ranks - 1", "trap_05"),
+    Mistake(18, "a step ends without the loss", LISTS,
+            "if bare.train:\n        found.append", "if False:\n        found.append", "trap_05"),
+    Mistake(19, "a message is computed on before it has come", PIPELINE,
+            "message.wait()\n", "\n", "trap_19"),
+    Mistake(19, "products of another micro-batch are left out", PIPELINE,
+            "products = self.kept.pop((stage, micro))", "products = self.kept.pop((stage, micro))[1:]", "trap_01"),
+    Mistake(21, "a stage takes its blocks by their place in it", "schedule/pipeline/stages.py",
+            "return sum(self.layers[:stage])", "return 0", "trap_21"),
+    Mistake(21, "both copies of a tied table are saved", "checkpoint/pieces.py",
+            "p.parameter.part in plan.parts and", "", "trap_21"),
     Mistake(2, "a tied weight is reduced before the embedding's share is in", UNITS,
-            'if self.model.tied and part == "embedding":', 'if self.model.tied and part == "head":', "trap_02"),
+            'if self.model.tied and (part == "embedding" or', 'if self.model.tied and (part == "head" or', "trap_02"),
     Mistake(2, "the head's share of a tied gradient is wiped out", ENGINE,
-            'if unit.name == "tied" and part == "embedding":', "if False:", "trap_02"),
+            "if not flat.full_grads.held:\n                flat.make_room()",
+            "flat.full_grads.free()\n            flat.make_room()", "trap_02"),
     Mistake(2, "the embedding's rows overwrite the head's share", GRADIENTS,
             "if self.empty:\n            self.view.zero_()", "if True:\n            self.view.zero_()", "trap_02"),
     Mistake(2, "rows beyond the last whole shard are left out", UNITS,
@@ -37,7 +64,7 @@ MISTAKES = (
     Mistake(3, "the norm counts replicas as often as they are held", OPTIMIZER,
             "total += part * part / span.replicas", "total += part * part", "trap_03"),
     Mistake(3, "the norm is summed over the shard group alone", OPTIMIZER,
-            'self.comms.all_reduce(total, "shard_tp", "gradient norm")',
+            'self.comms.all_reduce(total, "shard_tp_pp", "gradient norm")',
             'self.comms.all_reduce(total, "shard", "gradient norm")', "trap_03"),
     Mistake(3, "clipping never binds", OPTIMIZER, "if coefficient < 1.0:", "if coefficient > 1.0:", "trap_03"),
     Mistake(4, "each data rank divides by its own valid tokens", STEP,
@@ -83,7 +110,7 @@ MISTAKES = (
     Mistake(14, "weights cut by rows are keyed by their local index", ENGINE,
             "row = row + placed.start", "row = row + 0", "trap_14"),
     Mistake(15, "stages 0 and 1 synchronise every micro-batch", ENGINE,
-            "if self._last_micro_batch:", "if True:", "trap_15"),
+            "(self.stage >= 2 or self._last_micro_batch)", "True", "trap_15"),
     Mistake(15, "a micro-batch's gradient replaces the ones before", ENGINE,
             "self.grads.tensor.add_(piece)", "self.grads.tensor.copy_(piece)", "trap_15"),
     Mistake(15, "gradients of the step before stay in", OPTIMIZER, "state.flat.grads.free()", "pass", "trap_15"),
@@ -101,7 +128,7 @@ MISTAKES = (
     Mistake(19, "two reductions share the scratch buffer", ENGINE,
             "pending.wait()  # one scratch buffer", "pass  # one scratch buffer", "trap_19"),
     Mistake(19, "gradients are written over some that are being sent", ENGINE,
-            "if flat.staging is not None and unit.name in self._reductions:", "if False:", "trap_19"),
+            "if flat.staging is not None and flat.unit.name in self._reductions:", "if False:", "trap_19"),
     Mistake(19, "the optimizer does not wait for the reductions", ENGINE,
             "pending.wait()\n        self._reductions.clear()", "pass\n        self._reductions.clear()", "trap_19"),
     Mistake(20, "a shard's end lies beyond the tensor's", PLACEMENT,

@@ -33,7 +33,7 @@ def pytest(source: Path, tests: str) -> tuple[int, str]:
         "SHARDWISE_TEST_LIMIT": str(SECONDS_A_JOB),
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "--tb=line", "-p", "no:cacheprovider", TESTS, "-k", tests]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--tb=line", "-p", "no:cacheprovider", *TESTS, "-k", tests]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout + done.stderr
 

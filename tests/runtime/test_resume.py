@@ -1,4 +1,5 @@
-"""Save under one layout, go on under another: all ordered pairs of twelve layouts, a sample of them in `make test`.
+"""Save under one layout, go on under another: all ordered pairs of twelve layouts, and every third one with pipelines;
+a sample of them in `make test`.
 
 Every layout trains undisturbed once and saves on the way; under every other one its checkpoint is loaded, saved again,
 and trained on. One model has what layouts stumble over: a tied embedding, key/value heads that tp=4 replicates, a
@@ -23,7 +24,7 @@ from shardwise.layout import Layout, Workload
 from shardwise.model import ModelConfig
 
 MODEL = ModelConfig(
-    "resumed", vocab=59, hidden=29, layers=2, heads=4, kv_heads=2, head_dim=6, ffn=41, max_positions=16, tied=True,
+    "resumed", vocab=59, hidden=29, layers=4, heads=4, kv_heads=2, head_dim=6, ffn=41, max_positions=16, tied=True,
     qk_norm=True, dropout=0.1,
 )  # fmt: skip
 CASE = Case(MODEL, Workload(seq=12, batch=24))
@@ -31,6 +32,11 @@ LAYOUTS = (
     "dp=1", "dp=2,micro=2", "dp=3,zero=1", "dp=4,zero=2", "dp=3,zero=3", "dp=4,zero=3,shard=2", "dp=6,zero=2,shard=3",
     "tp=2", "tp=4,sp", "dp=2,tp=2,zero=3,sp", "dp=2,tp=4,zero=1", "dp=3,tp=2,zero=3,order=pp-tp-cp-dp,recompute=full",
 )  # fmt: skip
+PIPELINES = (
+    "pp=2", "dp=2,pp=2,zero=1,schedule=zb-h1", "dp=2,pp=2,zero=3,virtual=2,schedule=interleaved", "tp=2,pp=3,sp",
+    "pp=2,virtual=2,schedule=zb-v", "dp=2,tp=2,pp=2,zero=1,sp",
+)  # fmt: skip
+EVERY = LAYOUTS + PIPELINES
 SAVED = 3
 PAIRS = 10
 SECONDS_A_PAIR = 30.0
@@ -43,21 +49,21 @@ def layout(text: str) -> Layout:
 def chosen() -> dict[str, list[str]]:
     """Layout to load under -> layouts to load from: a seeded sample with two equal pairs, or all pairs."""
     if os.environ.get("SHARDWISE_ALL") == "1":
-        pairs = list(product(LAYOUTS, LAYOUTS))
+        piped = [pair for pair in product(EVERY, EVERY) if set(pair) & set(PIPELINES)]
+        pairs = [*product(LAYOUTS, LAYOUTS), *piped[::3]]
     else:
         generator = random.Random(seed())
-        pairs = [(text, text) for text in generator.sample(LAYOUTS, 2)]
+        pairs = [(text, text) for text in (generator.choice(LAYOUTS), generator.choice(PIPELINES))]
         # Few layouts in many pairs: each one that is saved from is trained once for it.
-        some = generator.sample(LAYOUTS, 4)
+        some = generator.sample(LAYOUTS, 3) + generator.sample(PIPELINES, 1)
         pairs += generator.sample([pair for pair in product(some, some) if pair[0] != pair[1]], PAIRS - 2)
-    return {to: sorted({a for a, b in pairs if b == to}) for to in LAYOUTS if any(b == to for _, b in pairs)}
+    return {to: sorted({a for a, b in pairs if b == to}) for to in EVERY if any(b == to for _, b in pairs)}
 
 
 def all_samples(ranks: list[Trained], parsed: Layout) -> list[list[int]]:
-    """The global indices of each step, over all data ranks. Every tensor-parallel rank took the same as its peers."""
-    return [
-        sorted(i for rank in ranks for i in rank.samples[step])[:: parsed.tp] for step in range(len(ranks[0].samples))
-    ]
+    """The global indices of each step, over all data ranks. Ranks of tp and pp took the same as their peers."""
+    copies = parsed.tp * parsed.pp
+    return [sorted(i for rank in ranks for i in rank.samples[step])[::copies] for step in range(len(ranks[0].samples))]
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +73,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Pat
 
     class Runs(dict[str, tuple[Path, list[Trained]]]):
         def __missing__(self, text: str) -> tuple[Path, list[Trained]]:
-            parsed, own = layout(text), folder / str(LAYOUTS.index(text))
+            parsed, own = layout(text), folder / str(EVERY.index(text))
             ranks = run_ranks("harness.resume_jobs:straight", parsed.ranks, (CASE, parsed, str(own), SAVED))
             self[text] = own / f"step-{SAVED}", ranks
             return self[text]
@@ -97,6 +103,7 @@ def test_a_run_goes_on_under_any_layout(to: str, undisturbed: dict, tmp_path: Pa
 
 def test_the_layouts_have_what_they_are_to_be_tried_with() -> None:
     parsed = [layout(text) for text in LAYOUTS]
+    assert all(layout(text).pp > 1 for text in PIPELINES)
     assert len(set(map(str, parsed))) == 12
     assert any(p.tp > MODEL.kv_heads for p in parsed) and MODEL.tied
     assert {p.stage for p in parsed} == {0, 1, 2, 3} and any(p.replicate_ranks > 1 and p.stage for p in parsed)

@@ -73,10 +73,10 @@ class Layout:
         self._check_shard()
         if self.sp and self.tp == 1:
             raise LayoutError("layout: sp splits sequences over the tp ranks and needs tp of at least 2")
-        if self.stages and (len(self.stages) != self.pp * self.virtual or min(self.stages) < 1):
+        if self.stages and (len(self.stages) != self.pp * self.virtual or min(self.stages) < 0):
             raise LayoutError(
                 f"layout: stages={'/'.join(map(str, self.stages))} must name pp x virtual = {self.pp * self.virtual} "
-                "positive layer counts"
+                "layer counts, such as 21/20/20/19"
             )
         if self.virtual > 1 and self.pp == 1:
             raise LayoutError("layout: virtual stages need pp of at least 2")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardwise.errors import LayoutError, UserError
+from shardwise.layout import pipeline
 from shardwise.layout.layout import Layout
 from shardwise.layout.workload import Workload
 from shardwise.model import ModelConfig
@@ -30,12 +31,8 @@ def check(layout: Layout, model: ModelConfig, workload: Workload | None = None, 
             f"tp={layout.tp} does not suit {model.name}: it must divide its {model.heads} heads and divide, or be a "
             f"multiple of, its {model.kv_heads} key/value heads; valid tp: {', '.join(map(str, valid_tp(model)))}"
         )
-    chunks = layout.pp * layout.virtual
-    if chunks > model.layers:
-        raise LayoutError(f"pp x virtual = {chunks} stages for {model.layers} layers; at most {model.layers}")
-    if layout.stages and sum(layout.stages) != model.layers:
-        raise LayoutError(f"stages={'/'.join(map(str, layout.stages))} adds up to {sum(layout.stages)} layers, "
-                          f"but {model.name} has {model.layers}")  # fmt: skip
+    if layout.pp > 1:
+        _check_pipeline(layout, model, workload)
     if layout.ep > 1 and (model.experts is None or model.experts.count % layout.ep):
         count = f"its {model.experts.count} experts" if model.experts else "a model without experts"
         raise LayoutError(f"ep={layout.ep} does not divide {count}")
@@ -52,6 +49,23 @@ def check(layout: Layout, model: ModelConfig, workload: Workload | None = None, 
     if workload is not None and workload.batch:
         workload.micro_batches(layout)
         _check_sequence(layout, model, workload)
+
+
+def _check_pipeline(layout: Layout, model: ModelConfig, workload: Workload | None) -> None:
+    chunks = layout.pp * layout.virtual
+    if not layout.stages and chunks > model.layers:
+        raise LayoutError(f"pp x virtual = {chunks} stages for {model.layers} layers; at most {model.layers}")
+    if layout.stages and sum(layout.stages) != model.layers:
+        raise LayoutError(f"stages={'/'.join(map(str, layout.stages))} adds up to {sum(layout.stages)} layers, "
+                          f"but {model.name} has {model.layers}")  # fmt: skip
+    pipeline.stages(model, layout)
+    # Without a workload: as many micro-batches as any schedule asks for.
+    count = workload.micro_batches(layout) if workload is not None and workload.batch else 2 * chunks
+    if legal := pipeline.objection(layout, count):
+        raise LayoutError(
+            f"schedule={layout.schedule} cannot have pp={layout.pp}, virtual={layout.virtual} and {count} "
+            f"micro-batches a step: {legal}"
+        )
 
 
 def _nearest(layout: Layout, ranks: int) -> str:
@@ -96,9 +110,7 @@ def fewer_ranks(layout: Layout, model: ModelConfig, workload: Workload, ranks: i
 
 def unsupported(layout: Layout) -> list[str]:
     """The words of `layout` that are understood and priced, but not runnable here yet."""
-    words = [
-        f"{key}={getattr(layout, key)}" for key in ("pp", "cp", "ep", "etp", "virtual") if getattr(layout, key) > 1
-    ]
+    words = [f"{key}={getattr(layout, key)}" for key in ("cp", "ep", "etp") if getattr(layout, key) > 1]
     if layout.hpz:
         words.append(f"hpz={layout.hpz}")
     if layout.offload != "none":
@@ -111,5 +123,10 @@ def check_runnable(layout: Layout, model: ModelConfig, workload: Workload, ranks
     check(layout, model, workload, ranks)
     if words := unsupported(layout):
         raise LayoutError(f"not runnable here yet: {', '.join(words)} (`shardwise estimate` prices what it can)")
+    if layout.pp > 1 and layout.compile == "block" and pipeline.splits_backward(layout.schedule):
+        raise LayoutError(
+            f"schedule={layout.schedule} computes the weights' gradients apart, which compile=block cannot: choose "
+            "another schedule or compile=off"
+        )
     if reason := model.why_not_runnable():
         raise LayoutError(f"{model.name}: {reason}")

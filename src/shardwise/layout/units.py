@@ -12,6 +12,9 @@ the one prefetched. The large edges of the model, embedding and head, share the 
 inner and outer, and the last one is inner, so that the head can be fetched while it computes. A tied weight has a slot
 of its own and stays for the whole micro-batch. A unit's weights therefore always appear at the same address, and a unit
 that is still in its slot is not gathered again.
+
+Under a pipeline the schedule says when stages are gathered and freed, so that each unit has a slot of its own
+(`Residency`).
 """
 
 from __future__ import annotations
@@ -20,15 +23,19 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from shardwise.cluster import Cluster
+from shardwise.layout import pipeline
 from shardwise.layout.grid import Grid
 from shardwise.layout.layout import Layout
 from shardwise.layout.placement import Placed, place
 from shardwise.layout.workload import Workload
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import part_parameters, parts
+
+if TYPE_CHECKING:
+    from shardwise.schedule.pipeline import Action, PipelineSchedule
 
 Backend = Literal["gloo", "nccl", "shared"]
 """What carries the collectives: gloo, NCCL, or the memory that processes of one host share."""
@@ -124,16 +131,31 @@ class UnitPlan:
     pp_rank: int = 0
 
     @cached_property
-    def parts(self) -> list[str]:
-        """The parts that this pipeline stage holds; all of them without a pipeline."""
-        whole = parts(self.model)
+    def stages(self) -> dict[int, list[str]]:
+        """Stage -> its parts, for the stages of the pipeline that this rank has; all in one without a pipeline."""
         if self.layout.pp == 1:
-            return whole
-        p, layers = self.layout.pp, self.model.layers
-        sizes = self.layout.stages or tuple(layers // p + (i < layers % p) for i in range(p))
-        first = sum(sizes[: self.pp_rank])
-        held = whole[1 + first : 1 + first + sizes[self.pp_rank]]
-        return [*whole[: self.pp_rank == 0], *held, *(whole[-1:] if self.pp_rank == p - 1 else [])]
+            return {0: parts(self.model)}
+        cut = pipeline.stages(self.model, self.layout)
+        where = pipeline.placement(self.layout)
+        return {stage: cut.parts(stage) for stage, rank in enumerate(where) if rank == self.pp_rank}
+
+    @cached_property
+    def parts(self) -> list[str]:
+        """The parts that this rank holds, in the order in which tokens pass through them."""
+        return [part for held in self.stages.values() for part in held]
+
+    @cached_property
+    def schedule(self) -> PipelineSchedule | None:
+        """What the ranks of the pipeline do in one step; None without a pipeline."""
+        if self.layout.pp == 1:
+            return None
+        return pipeline.training(self.layout, self.model.tied, self.micro_batches)
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """What this rank of a pipeline does in one step."""
+        assert self.schedule is not None
+        return self.schedule.actions[self.pp_rank]
 
     @cached_property
     def units(self) -> tuple[Unit, ...]:
@@ -154,6 +176,8 @@ class UnitPlan:
         return tuple(found)
 
     def _slot(self, part: str) -> str:
+        if self.layout.pp > 1:
+            return part
         blocks = [name for name in self.parts if name.startswith("blocks.")]
         if part not in blocks:
             return "outer"
@@ -182,7 +206,7 @@ class UnitPlan:
     def finished_after(self, part: str) -> list[Unit]:
         """The units whose gradients are complete once `part`'s backward is over."""
         names = [part]
-        if self.model.tied and part == "embedding":
+        if self.model.tied and (part == "embedding" or (part == "head" and "embedding" not in self.parts)):
             names.append("tied")
         return [self.by_name[name] for name in names if name in self.by_name]
 
@@ -201,9 +225,18 @@ class UnitPlan:
         return self.tokens // self.layout.tp if self.layout.sp else self.tokens
 
     @property
-    def first_block(self) -> str | None:
-        """The first block of this rank's parts."""
-        return next((part for part in self.parts if part.startswith("blocks.")), None)
+    def copies_table(self) -> bool:
+        """Whether the head's tied table is a copy of one that another rank of the pipeline has for its embedding."""
+        return self.model.tied and "head" in self.parts and "embedding" not in self.parts
+
+    def blocks(self, stage: int) -> list[str]:
+        """The blocks of one of its stages."""
+        return [part for part in self.stages[stage] if part.startswith("blocks.")]
+
+    @cached_property
+    def first_blocks(self) -> list[str]:
+        """The first block of each of its stages, where it has any."""
+        return [blocks[0] for stage in self.stages if (blocks := self.blocks(stage))]
 
     @property
     def master_dtype(self) -> str:
@@ -279,7 +312,44 @@ class UnitPlan:
 
     def gather_counts(self) -> Counter[tuple[str, str]]:
         """(phase, unit) -> gathers in one step of stage 3."""
-        return Counter((use.phase, name) for uses in self.gathering_uses() for use in uses for name in use.gathers)
+        if self.layout.pp == 1:
+            return Counter((use.phase, name) for uses in self.gathering_uses() for use in uses for name in use.gathers)
+        found: Counter[tuple[str, str]] = Counter()
+        residency = Residency(self)
+        for action, phase in zip(self.actions, pipeline.phases(self.actions), strict=True):
+            if action.kind == "UNSHARD":
+                found.update((phase, unit.name) for unit in residency.gather(action.stage))
+            elif action.kind == "RESHARD":
+                residency.free(action.stage)
+        return found
+
+
+class Residency:
+    """Which units of stage 3 are whole while a pipeline gathers and frees its stages.
+
+    A unit of two stages, which a tied table may be, is there as long as either is.
+    """
+
+    def __init__(self, plan: UnitPlan) -> None:
+        self._plan = plan
+        self._stages: set[int] = set()
+
+    def gather(self, stage: int) -> list[Unit]:
+        """The stage is to be there: the units that are not yet."""
+        there = self._units()
+        self._stages.add(stage)
+        return [unit for name, unit in self._units().items() if name not in there]
+
+    def free(self, stage: int) -> list[Unit]:
+        """The stage may go: the units that no other stage needs."""
+        before = self._units()
+        self._stages.remove(stage)
+        there = self._units()
+        return [unit for name, unit in before.items() if name not in there]
+
+    def _units(self) -> dict[str, Unit]:
+        held = (self._plan.stages[stage] for stage in sorted(self._stages))
+        return {unit.name: unit for parts in held for part in parts for unit in self._plan.units_of(part)}
 
 
 def usual_backend(cluster: Cluster | None) -> Backend:

@@ -108,7 +108,7 @@ def saved_items(plan: UnitPlan, s: Sizes, part: str) -> Items:
     if plan.layout.recompute == "full":
         return {"input": s.stream * s.hidden * s.element}
     if plan.layout.recompute == "input":
-        return {"input": s.stream * s.hidden * s.element} if part == plan.first_block else {}
+        return {"input": s.stream * s.hidden * s.element} if part in plan.first_blocks else {}
     return block_items(plan, s)
 
 
@@ -121,6 +121,32 @@ def saved_mask(plan: UnitPlan, s: Sizes) -> int:
     """The mask is saved once, when the fused kernel saves its inputs."""
     saves = plan.layout.attention == "sdpa" and plan.layout.recompute == "none"
     return mask_bytes(plan, s) if saves else 0
+
+
+def kept_items(plan: UnitPlan, s: Sizes, part: str) -> Items:
+    """What `part` keeps from the gradient of its input until that of its weights, where a pipeline computes the two
+    apart: the inputs of its linear maps, and the gradients of their outputs."""
+    stream, gradient = s.stream * s.hidden * s.element, s.tokens * s.hidden * s.element
+    if part == "embedding":
+        return {"token ids": s.tokens * 8, "gradient of the rows": stream}
+    if part == "head":
+        return {"final norm output": stream, "gradient of the logits": s.tokens * s.vocab * s.element}
+    # Attention and feed-forward of a parallel residual get the same gradient, but for what dropout makes of it.
+    once = plan.model.parallel_residual and not plan.layout.sp and not plan.model.dropout
+    return {
+        "attention norm output": stream,
+        "gradients of queries, keys and values": s.tokens * (s.q + 2 * s.kv) * s.element,
+        "attention output": s.tokens * s.q * s.element,
+        "gradient of the attention's output": 0 if once else gradient,
+        "feed-forward": feed_forward_kept(plan, s),
+    }
+
+
+def feed_forward_kept(plan: UnitPlan, s: Sizes) -> int:
+    """What a block keeps for the weights of its feed-forward part: the norm's output and the product, and the gradients
+    of gate, up and the block's output."""
+    stream, gradient = s.stream * s.hidden * s.element, s.tokens * s.hidden * s.element
+    return stream + gradient + (3 if plan.model.gated else 2) * s.tokens * s.ffn * s.element
 
 
 def saved_bytes(plan: UnitPlan) -> int:

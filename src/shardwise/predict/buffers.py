@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from shardwise.layout.units import Unit, UnitPlan
+from shardwise.layout.units import Residency, Unit, UnitPlan
 from shardwise.report.step_report import DTYPE_BYTES
 
 When = Literal["loss", "backward", "reduction", "optimizer"]
@@ -20,8 +20,11 @@ When = Literal["loss", "backward", "reduction", "optimizer"]
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes at one moment. part: whose backward it is, or was just now. comm: without the slots of weights. arriving:
-    the sum that a reduction hands over, where that is not in its scratch."""
+    """Bytes at one moment.
+
+    part: whose backward it is, or was just now. comm: without the slots of weights, but with the stages that a pipeline
+    has gathered. arriving: the sum that a reduction hands over, where that is not in its scratch.
+    """
 
     when: When
     part: str
@@ -34,24 +37,29 @@ class Held:
         return self.gradients + self.comm + self.arriving
 
 
-class _Walk:
-    """The state of the buffers while one step's backwards are followed."""
+class Walk:
+    """The state of the buffers while the backwards of a step are followed, as the engine goes through them."""
 
     def __init__(self, plan: UnitPlan) -> None:
         self.plan, self.stage = plan, plan.layout.stage
         self.accumulators: dict[str, int] = {}
         self.staged: dict[str, int] = {}
         self.flying: Unit | None = None
+        self.residency = Residency(plan)
+        self.gathered = 0
 
     def now(self, when: When, part: str = "", arriving: int = 0) -> Held:
         scratch = self.flying.padded * DTYPE_BYTES[self.plan.wire_dtype] if self.flying and self.plan.scratch else 0
-        return Held(when, part, sum(self.accumulators.values()), sum(self.staged.values()) + scratch, arriving)
+        return Held(
+            when, part, sum(self.accumulators.values()), sum(self.staged.values()) + scratch + self.gathered, arriving
+        )
 
     def accumulate(self, unit: Unit) -> None:
         elements = unit.shard_numel if self.stage >= 2 else unit.padded
         self.accumulators[unit.name] = elements * DTYPE_BYTES[self.plan.grad_dtype]
 
     def begin(self, part: str) -> Iterator[Held]:
+        """The engine makes room for the gradients of `part`."""
         for unit in self.plan.units_of(part):
             if not self.plan.stages_gradients:
                 self.accumulate(unit)
@@ -60,15 +68,29 @@ class _Walk:
                 yield from self.land("backward", part)
             self.staged[unit.name] = unit.padded * DTYPE_BYTES[self.plan.layout.dtype]
 
-    def finish(self, part: str, last: bool) -> Iterator[Held]:
-        for unit in self.plan.finished_after(part):
-            if self.stage < 2 and self.plan.stages_gradients:
-                self.accumulate(unit)
-                yield self.now("reduction", part)
-                del self.staged[unit.name]
-            if self.stage >= 2 or (self.stage == 1 and last):
-                yield from self.land("reduction", part)
-                self.flying = unit
+    def collect(self, part: str) -> Iterator[Held]:
+        """Below stage 2, what has been staged goes to the accumulators."""
+        for unit in self.plan.finished_after(part) if self.stage < 2 and self.plan.stages_gradients else ():
+            self.accumulate(unit)
+            yield self.now("reduction", part)
+            del self.staged[unit.name]
+
+    def reduce(self, part: str) -> Iterator[Held]:
+        """The gradients of `part` start on their way."""
+        for unit in self.plan.finished_after(part) if self.stage else ():
+            yield from self.land("reduction", part)
+            self.flying = unit
+            yield self.now("reduction", part)
+
+    def gather(self, stage: int) -> None:
+        """A pipeline's stage is gathered (stage 3)."""
+        self.gathered += self._whole(self.residency.gather(stage))
+
+    def free(self, stage: int) -> None:
+        self.gathered -= self._whole(self.residency.free(stage))
+
+    def _whole(self, units: list[Unit]) -> int:
+        return sum(unit.padded for unit in units) * DTYPE_BYTES[self.plan.layout.dtype]
 
     def land(self, when: When, part: str = "") -> Iterator[Held]:
         """The reduction under way ends."""
@@ -87,12 +109,14 @@ def held_through_step(plan: UnitPlan) -> Iterator[Held]:
 
     From the second micro-batch on all find the same; so at most two are followed.
     """
-    walk, count = _Walk(plan), min(plan.micro_batches, 2)
+    walk, count = Walk(plan), min(plan.micro_batches, 2)
     for index in range(count):
         yield walk.now("loss")
         for part in reversed(plan.parts):
             yield from walk.begin(part)
             yield walk.now("backward", part)
-            yield from walk.finish(part, index == count - 1)
+            yield from walk.collect(part)
+            if walk.stage >= 2 or index == count - 1:
+                yield from walk.reduce(part)
     yield from walk.land("optimizer")
     yield walk.now("optimizer")

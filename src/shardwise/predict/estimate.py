@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardwise.cluster import Cluster
-from shardwise.errors import LayoutError, UserError
+from shardwise.errors import UserError
 from shardwise.layout import Grid, Layout, UnitPlan, Workload, check, unit_plan
 from shardwise.layout.units import Backend, usual_backend
 from shardwise.model import ModelConfig
@@ -32,9 +32,10 @@ def estimate(
     if not workload.batch:
         raise UserError("estimate needs a training workload: give a sequence length and a batch (--seq and --batch)")
     check(layout, model, workload, cluster.devices if cluster else None)
-    _refuse_unpriced(layout, model)
+    if reason := model.why_not_runnable():
+        raise UserError(f"{model.name} cannot be estimated yet: {reason}")
     backend = backend or usual_backend(cluster)
-    roles = [_role(model, layout, workload, backend, stage) for stage in range(layout.pp)]
+    roles = [_role(model, layout, workload, backend, place) for place in range(layout.pp)]
     return StepReport(
         source="predicted",
         model=model.to_json(),
@@ -46,31 +47,20 @@ def estimate(
     )
 
 
-def _role(model: ModelConfig, layout: Layout, workload: Workload, backend: Backend, stage: int) -> Role:
+def _role(model: ModelConfig, layout: Layout, workload: Workload, backend: Backend, place: int) -> Role:
+    """The ranks at one place of the pipeline."""
     grid = Grid.of(layout, model)
-    first = grid.rank(pp=stage, dp=0, cp=0, tp=0)
+    first = grid.rank(pp=place, dp=0, cp=0, tp=0)
     ranks = sorted(grid.group("dp_cp_tp", first))
     plan = unit_plan(model, layout, workload, rank=first, backend=backend)
-    name = "all" if layout.pp == 1 else f"stage {stage}"
-    return Role(name, tuple(ranks), _on_device(plan, stage), predict_ledger(plan))
+    stages = list(plan.stages)
+    name = "all" if layout.pp == 1 else f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
+    return Role(name, tuple(ranks), _on_device(plan), predict_ledger(plan))
 
 
-def _on_device(plan: UnitPlan, stage: int) -> Bytes:
-    layout, held = plan.layout, predict_bytes(plan)
-    if layout.pp > 1:
-        flying = {"naive": 1, "gpipe": plan.micro_batches, "1f1b": min(plan.micro_batches, layout.pp - stage)}
-        held = replace(held, saved=held.saved * flying[layout.schedule])
-    return held if layout.offload == "none" else replace(held, optimizer=0)
-
-
-def _refuse_unpriced(layout: Layout, model: ModelConfig) -> None:
-    if reason := model.why_not_runnable():
-        raise UserError(f"{model.name} cannot be estimated yet: {reason}")
-    if layout.pp > 1 and (layout.virtual > 1 or layout.schedule not in ("naive", "gpipe", "1f1b")):
-        raise LayoutError(
-            f"estimate does not price schedule={layout.schedule}, virtual={layout.virtual} yet; "
-            "it prices naive, gpipe and 1f1b with virtual=1"
-        )
+def _on_device(plan: UnitPlan) -> Bytes:
+    held = predict_bytes(plan)
+    return held if plan.layout.offload == "none" else replace(held, optimizer=0)
 
 
 def _notes(model: ModelConfig, layout: Layout, backend: Backend) -> list[str]:
@@ -78,11 +68,6 @@ def _notes(model: ModelConfig, layout: Layout, backend: Backend) -> list[str]:
     notes = []
     if backend == "nccl":
         notes.append("saved activations are those of the eager CPU path; CUDA kernels may save a little differently")
-    if layout.pp > 1:
-        notes.append(
-            "pipeline: the sends between stages are not in the ledger; activations are those of one micro-batch times "
-            "the micro-batches in flight"
-        )
     if layout.cp > 1:
         notes.append(f"context parallel: the exchange of keys and values ({layout.cpkind}) is not in the ledger")
     if layout.offload != "none":

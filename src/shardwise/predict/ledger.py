@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 
 from shardwise.layout.grid import Grid
+from shardwise.layout.pipeline import phases
 from shardwise.layout.units import UnitPlan
 from shardwise.report.step_report import LedgerRow
 
@@ -23,6 +24,8 @@ def predict_ledger(plan: UnitPlan) -> tuple[LedgerRow, ...]:
         _tensor_parallel(rows, plan)
         _partial_gradients(rows, plan)
     _data_parallel(rows, plan, grid)
+    if plan.layout.pp > 1:
+        _pipeline(rows, plan)
     _scalars(rows, plan, grid)
     return tuple(sorted(LedgerRow(*key, count=n) for key, n in rows.items() if n))  # type: ignore[arg-type]
 
@@ -33,7 +36,7 @@ def forward_runs(plan: UnitPlan, part: str) -> tuple[int, int]:
         return 1, 0
     if plan.layout.recompute == "full":
         return 1, 1
-    blocks = [name for name in plan.parts if name.startswith("blocks.")]
+    blocks = next(blocks for blocks in map(plan.blocks, plan.stages) if part in blocks)
     return 1, len(blocks) - blocks.index(part)
 
 
@@ -103,9 +106,26 @@ def _data_parallel(rows: Counter[Key], plan: UnitPlan, grid: Grid) -> None:
             rows[("backward", "all_reduce", replicate, unit.name, plan.grad_dtype, unit.shard_numel)] += 1
 
 
+def _pipeline(rows: Counter[Key], plan: UnitPlan) -> None:
+    """Messages as the rank's actions have them, named by the stage that takes them; and the sum of a tied table's
+    gradients where both ends of the pipeline hold it."""
+    elements = plan.stream_tokens * plan.model.hidden
+    for action, phase in zip(plan.actions, phases(plan.actions), strict=True):
+        if action.kind in ("SEND_F", "SEND_B"):
+            taker = action.stage + (1 if action.kind == "SEND_F" else -1)
+            rows[(phase, "send", "pp", f"stage {taker}", plan.layout.dtype, elements)] += 1
+        elif action.kind in ("RECV_F", "RECV_B"):
+            rows[(phase, "recv", "pp", f"stage {action.stage}", plan.layout.dtype, elements)] += 1
+        elif action.kind == "SUM_TIED":
+            table = plan.by_name["tied"]
+            for op in ("send", "recv"):
+                rows[(phase, op, "pp", "tied", plan.grad_dtype, table.shard_numel)] += 1
+
+
 def _scalars(rows: Counter[Key], plan: UnitPlan, grid: Grid) -> None:
     if data := grid.axes_name("data"):
         rows[("loss", "all_reduce", data, "valid tokens", "int64", 1)] += 1
-        rows[("loss", "all_reduce", data, "loss", "float64", 1)] += 1
-    if axes := grid.axes_name("shard_tp"):
+    if axes := grid.axes_name("data_pp"):
+        rows[("loss", "all_reduce", axes, "loss", "float64", 1)] += 1
+    if axes := grid.axes_name("shard_tp_pp"):
         rows[("optimizer", "all_reduce", axes, "gradient norm", "float64", 1)] += 1

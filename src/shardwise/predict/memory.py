@@ -12,6 +12,7 @@ from shardwise.layout.units import UnitPlan
 from shardwise.predict.activations import saved_bytes
 from shardwise.predict.buffers import held_through_step
 from shardwise.predict.peak import peak_beyond_lasting
+from shardwise.predict.pipeline import held_by_actions
 from shardwise.report.step_report import DTYPE_BYTES, Bytes
 
 OPTIMIZER_BYTES = {"bf16": 12, "fp32": 8, "fp64": 16}
@@ -21,6 +22,12 @@ OPTIMIZER_BYTES = {"bf16": 12, "fp32": 8, "fp64": 16}
 def predict_bytes(plan: UnitPlan) -> Bytes:
     """Bytes by class of `plan`'s rank, and what they add up to at the peak."""
     lasting = {"parameters": parameter_bytes(plan), "optimizer": optimizer_bytes(plan)}
+    if plan.layout.pp > 1:
+        held = held_by_actions(plan)
+        return Bytes.of(
+            sum(lasting.values()) + held.peak,
+            **lasting, gradients=held.gradients, comm=held.comm, saved=held.saved,
+        )  # fmt: skip
     return Bytes.of(
         sum(lasting.values()) + _weight_slots(plan) + peak_beyond_lasting(plan),
         **lasting, gradients=gradient_bytes(plan), comm=comm_bytes(plan), saved=saved_bytes(plan),

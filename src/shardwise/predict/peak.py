@@ -10,24 +10,43 @@ from __future__ import annotations
 
 from shardwise.layout.units import UnitPlan
 from shardwise.model.chunking import dropout_chunk, loss_chunk, optimizer_chunk
-from shardwise.predict.activations import Sizes, block_items, mask_bytes, saved_bytes, saved_items, saved_mask
+from shardwise.predict.activations import (
+    Sizes,
+    block_items,
+    feed_forward_kept,
+    mask_bytes,
+    saved_bytes,
+    saved_items,
+    saved_mask,
+)
 from shardwise.predict.buffers import When, held_through_step
 
 
 def peak_beyond_lasting(plan: UnitPlan) -> int:
     """Saved activations, inputs, transients, gradients and their buffers at the worst moment of a step, in bytes."""
     s = Sizes.of(plan)
-    beside = {("loss", ""): saved_bytes(plan) + _loss(s), ("optimizer", ""): _optimizer(plan)} | _backwards(plan, s)
-    return max(held.total + beside[held.when, held.part] for held in held_through_step(plan)) + inputs(plan, s)
+    beside: dict[tuple[When, str], int] = {
+        ("loss", ""): saved_bytes(plan) + loss(s),
+        ("optimizer", ""): optimizer(plan),
+    }
+    beside |= backwards(plan, s, plan.parts)
+    return max(held.total + beside[held.when, held.part] for held in held_through_step(plan)) + (
+        inputs(plan, s) - sum(saved_inputs(plan, s, part) for part in plan.parts) + tables(plan, s)
+    )
 
 
-def _backwards(plan: UnitPlan, s: Sizes) -> dict[tuple[When, str], int]:
-    """Activations in each part's backward, and after it: then those that earlier parts saved, and one's gradient."""
+def backwards(plan: UnitPlan, s: Sizes, parts: list[str], apart: bool = False) -> dict[tuple[When, str], int]:
+    """Activations in each part's backward, and after it: then those that earlier parts saved, and one's gradient.
+
+    parts: those of one stage. apart: the gradients of weights come later, so that a block keeps what its feed-forward
+    part needs for them while it goes on with attention.
+    """
     recompute = plan.layout.recompute in ("full", "input")
     stream = s.stream * s.hidden * s.element
-    blocks, saved = _block_backward(plan, s), saved_mask(plan, s)
+    blocks, saved = _block_backward(plan, s, apart), saved_mask(plan, s)
+    ends = [part for part in parts if part.startswith("blocks.")]
     moments: dict[tuple[When, str], int] = {}
-    for part in plan.parts:
+    for part in parts:
         moments["reduction", part] = saved + stream * (3 if recompute and part.startswith("blocks.") else 1)
         saved += sum(saved_items(plan, s, part).values())
         if part == "embedding":
@@ -36,13 +55,12 @@ def _backwards(plan: UnitPlan, s: Sizes) -> dict[tuple[When, str], int]:
             logits = s.tokens * s.vocab * s.element
             moments["backward", part] = saved + max(_column_backward(plan, s), _final_norm_backward(plan, s) - logits)
         else:
-            moments["backward", part] = saved + blocks + _recomputed_from_input(plan, s, part)
+            moments["backward", part] = saved + blocks + _recomputed_from_input(plan, s, part, ends)
     return moments
 
 
 def inputs(plan: UnitPlan, s: Sizes) -> int:
-    """What the batch brings, beyond the tensors counted as saved: int64 vectors of every micro-batch of the step, and
-    what the blocks of the current one share (rotary tables, masks)."""
+    """What the batch brings: int64 vectors of every micro-batch of the step."""
     model, seen = plan.model, plan.tokens * 8
     vectors = seen * (3 if model.positions == "rope" else 2)  # ids, targets, positions
     if model.dropout or model.attention_dropout:
@@ -52,15 +70,30 @@ def inputs(plan: UnitPlan, s: Sizes) -> int:
         vectors += s.stream * 8
     if plan.workload.isolate_documents:
         vectors += seen
-    saved = seen * (1 if plan.layout.tp > 1 else 2) + (s.stream * 8 if model.positions == "learned" else 0)
+    return vectors * plan.micro_batches
+
+
+def saved_inputs(plan: UnitPlan, s: Sizes, part: str) -> int:
+    """What of the inputs `part` saves."""
+    if part == "head":
+        return s.tokens * 8
+    if part == "embedding":
+        ids = 0 if plan.layout.tp > 1 else s.tokens * 8
+        return ids + (s.stream * 8 if plan.model.positions == "learned" else 0)
+    return 0
+
+
+def tables(plan: UnitPlan, s: Sizes) -> int:
+    """What the blocks of one micro-batch share and do not save: rotary tables, masks."""
+    model = plan.model
     rotated = int(model.head_dim * model.rotary_fraction) if model.positions == "rope" else 0
     shared = s.tokens * rotated * s.element + mask_bytes(plan, s) - saved_mask(plan, s)
     if plan.layout.attention == "math" and not plan.workload.isolate_documents:
         shared += s.seq * s.seq * s.element
-    return vectors * plan.micro_batches - saved + shared
+    return shared
 
 
-def _loss(s: Sizes) -> int:
+def loss(s: Sizes) -> int:
     """Log-probabilities of a chunk; bf16 logits are first converted."""
     rows = max(1, min(s.tokens, loss_chunk(s.tokens * s.vocab) // s.vocab))
     return rows * s.vocab * (2 * 4 if s.element == 2 else s.element)
@@ -93,28 +126,28 @@ def _dropout(plan: UnitPlan, elements: int) -> int:
     return 3 * 8 * min(elements, dropout_chunk(elements))
 
 
-def _block_backward(plan: UnitPlan, s: Sizes) -> int:
+def _block_backward(plan: UnitPlan, s: Sizes, apart: bool) -> int:
     """A block's backward beside what is saved: what it has computed again, its output's gradient, and transients."""
     stream = s.stream * s.hidden * s.element
     recomputed = 0
     if plan.layout.recompute in ("full", "input"):
         # its output, too; but its input is saved already
         recomputed = sum(block_items(plan, s).values())
+    kept = feed_forward_kept(plan, s) if apart else 0
     return recomputed + stream + max(
         _mlp_backward(plan, s),
-        _norm_backward(s, s.stream * s.hidden, plan) - _mlp_items(plan, s),
-        _core_backward(plan, s),
-        _head_norms_backward(plan, s),
+        kept + _norm_backward(s, s.stream * s.hidden, plan) - _mlp_items(plan, s),
+        kept + _core_backward(plan, s),
+        kept + _head_norms_backward(plan, s),
     )  # fmt: skip
 
 
-def _recomputed_from_input(plan: UnitPlan, s: Sizes, part: str) -> int:
+def _recomputed_from_input(plan: UnitPlan, s: Sizes, part: str, blocks: list[str]) -> int:
     """Computing all blocks again from the first one's input: a later block's input is nobody's saved tensor, and the
     gradient of the last one's output stays until the first one's backward is over."""
     if plan.layout.recompute != "input":
         return 0
-    last = [each for each in plan.parts if each.startswith("blocks.")][-1]
-    return ((part != plan.first_block) + (part != last)) * s.stream * s.hidden * s.element
+    return ((part != blocks[0]) + (part != blocks[-1])) * s.stream * s.hidden * s.element
 
 
 def _mlp_items(plan: UnitPlan, s: Sizes) -> int:
@@ -170,11 +203,19 @@ def _head_norms_backward(plan: UnitPlan, s: Sizes) -> int:
 
 
 def _embedding_backward(plan: UnitPlan, s: Sizes) -> int:
-    """The gradient of the rows looked up, and a copy without the ids that other ranks hold."""
-    return s.tokens * s.hidden * s.element * (2 if plan.layout.tp > 1 else 1)
+    """The gradient of the rows looked up, and a copy without the ids that other ranks hold; before, that of dropout."""
+    rows = s.tokens * s.hidden * s.element
+    return max(rows * (2 if plan.layout.tp > 1 else 1), rows + embedding_dropout(plan, s))
 
 
-def _optimizer(plan: UnitPlan) -> int:
+def embedding_dropout(plan: UnitPlan, s: Sizes) -> int:
+    """The embedding's dropout, forward or backward: its result, and the hash of its mask."""
+    if not plan.model.dropout:
+        return 0
+    return s.stream * s.hidden * s.element + _dropout(plan, s.stream * s.hidden)
+
+
+def optimizer(plan: UnitPlan) -> int:
     """bf16 gradients become fp32 one chunk at a time; on CUDA, where a launch costs more than a pass, one unit."""
     if plan.grad_dtype != "bfloat16":
         return 0

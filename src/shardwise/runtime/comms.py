@@ -23,7 +23,7 @@ from shardwise.layout import Grid
 from shardwise.layout.units import Backend
 from shardwise.report.step_report import LedgerRow, Phase, TransportRow
 from shardwise.runtime.job.pulse import Pulse
-from shardwise.runtime.transport import SharedTransport
+from shardwise.runtime.transport import Mail, SharedTransport
 
 Key = tuple[str, str, str, str, str, int]
 
@@ -110,6 +110,10 @@ class Pending:
         if self._settle:
             time.sleep(self._settle)
 
+    def arrived(self) -> bool:
+        """Whether it is complete by now, as far as the transport tells."""
+        return all(work.is_completed() for work in self._works)
+
 
 class Deferred:
     """A collective that whoever waits for it does himself: nothing moves, and no time counts, before."""
@@ -178,11 +182,18 @@ class Comms:
             self._groups[name] = by_ranks[ranks]
             if shared:
                 self._shared[name] = transports[ranks]
+        self._mail = Mail(self._shared["pp"], self._groups["pp"], timeout) if "pp" in self._shared else None
+        self._down = None
+        if self.backend == "nccl" and "pp" in self._groups:
+            self._down = self._new_group(grid.group("pp", rank), timeout)
 
     def _make_group(self, ranks: tuple[int, ...], timeout: float) -> dist.ProcessGroup:
         if len(ranks) == dist.get_world_size() and list(ranks) == sorted(ranks):
             assert dist.group.WORLD is not None
             return dist.group.WORLD
+        return self._new_group(ranks, timeout)
+
+    def _new_group(self, ranks: tuple[int, ...], timeout: float) -> dist.ProcessGroup:
         group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout), use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup)
         return group
@@ -191,6 +202,8 @@ class Comms:
         """Give back what was shared with other ranks."""
         for transport in {id(found): found for found in self._shared.values()}.values():
             transport.close()
+        if self._mail is not None:
+            self._mail.close()
 
     # -- the ledger
 
@@ -351,6 +364,33 @@ class Comms:
         value = float(scalar.item())
         self.pulse.work()
         return value
+
+    # -- messages between stages
+
+    def send(self, tensor: Tensor, peer: int, unit: str) -> Pending:
+        """Hand a contiguous tensor to a rank of the pipeline. It may be reused after `wait()`.
+
+        peer: its place on the pp axis. Messages between two ranks arrive in the order in which they were sent.
+        """
+        timing = self._record("send", "pp", unit, tensor, tensor.numel(), self.backend)
+        if self._mail is not None:
+            mail = self._mail
+            return self._started(lambda: mail.send(tensor, peer), timing, False, None, self._last)
+        to, group = self.grid.group("pp", self.rank)[peer], self._way(peer > self.index("pp"))
+        return self._started(lambda: dist.isend(tensor, to, group), timing, False, None, self._last)
+
+    def receive(self, out: Tensor, peer: int, unit: str) -> Waiting:
+        """Have a contiguous tensor filled by a rank of the pipeline; it may be read after `wait()`."""
+        timing = self._record("recv", "pp", unit, out, out.numel(), self.backend)
+        if self._mail is not None:
+            mail = self._mail
+            return self._started(lambda: mail.receive(out, peer), timing, False, None, self._last)
+        of, group = self.grid.group("pp", self.rank)[peer], self._way(peer < self.index("pp"))
+        return self._started(lambda: dist.irecv(out, of, group), timing, False, None, self._last)
+
+    def _way(self, up: bool) -> dist.ProcessGroup:
+        """The group of messages to higher, or to lower ranks: what NCCL sends to a rank waits for what came before."""
+        return self._groups["pp"] if up or self._down is None else self._down
 
     # -- along a dim of activations
 

@@ -12,7 +12,9 @@ which are one rank's interval:
 
 At stage 3 a unit's weights always appear in the same slot, so a weight that autograd saved is right again as soon as
 the unit is gathered for its backward; `visit` follows the plan's list of uses and checks each step against it, and the
-collective that fills a slot is issued one use ahead when nothing in use lies there.
+collective that fills a slot is issued one use ahead when nothing in use lies there. Under a pipeline each unit has a
+slot of its own, and the schedule's actions say when it is filled (`unshard`) and emptied (`reshard`), and when the
+gradients of a stage are reduced (`reduce`).
 
 Nothing is held before it is needed: an accumulator comes with its unit's first gradient of a step and goes when the
 optimizer has read it; full gradients on their way, and the scratch of their reduction, go when the sum is in.
@@ -28,12 +30,13 @@ from torch import Tensor, nn
 
 from shardwise.decoder import Decoder
 from shardwise.decoder.modules import TiedLinear
+from shardwise.layout.pipeline import splits_backward
 from shardwise.layout.placement import Placed
-from shardwise.layout.units import Unit, UnitPlan, Use
+from shardwise.layout.units import Residency, Unit, UnitPlan, Use
 from shardwise.model.parameters import Parameter
 from shardwise.runtime.buffers import Buffer, Tally
 from shardwise.runtime.comms import Comms, Waiting
-from shardwise.runtime.gradients import Place, give_place
+from shardwise.runtime.gradients import Place, WeightGradients, give_place
 
 Values = Callable[[Parameter, Tensor], Tensor]
 """(parameter, row-major global positions) -> float64 values: where initial weights come from."""
@@ -64,6 +67,7 @@ class FlatUnit:
         stage, n = plan.layout.stage, unit.shard_numel
         dtype = torch_dtype(plan.layout.dtype)
         self.start, self.stop = shard_index * n, (shard_index + 1) * n
+        self.slot = slots[unit.slot] if stage == 3 else None
         if stage == 3:
             self.whole = slots[unit.slot].tensor[: unit.padded]
             self.interval = torch.zeros(n, dtype=torch_dtype(plan.master_dtype), device=device)
@@ -74,6 +78,7 @@ class FlatUnit:
         self.grads = Buffer("gradients", elements, torch_dtype(plan.grad_dtype), device, tally)
         self.staging = Buffer("comm", unit.padded, dtype, device, tally) if plan.stages_gradients else None
         self.places: list[Place] = []
+        self._overwritten: list[Place] = []
         self._added_to: list[Tensor] = []
 
     @property
@@ -116,12 +121,14 @@ class FlatUnit:
 
     def divide(self, overwrites: Callable[[Placed], bool]) -> list[Place]:
         """A place for each parameter's gradient. Those which are not overwritten, and the padding, must be emptied."""
-        grads, self.places, self._added_to = self.full_grads.take(), [], []
+        grads, self.places = self.full_grads.take(), []
+        self._overwritten, self._added_to = [], []
         at = 0  # start of the span of gradients that autograd adds to
         for start, placed in zip(self.unit.offsets, self.unit.placed, strict=True):
             stop = start + placed.numel
             self.places.append(Place(grads[start:stop].view(placed.shape)))
             if overwrites(placed):
+                self._overwritten.append(self.places[-1])
                 self._added_to += [grads[at:start]] if at < start else []
                 at = stop
         self._added_to += [grads[at:]] if at < len(grads) else []
@@ -131,10 +138,17 @@ class FlatUnit:
     def make_room(self) -> None:
         """Memory for what backward is about to add up, with nothing in it."""
         self.full_grads.take()
-        for place in self.places:
+        for place in self._overwritten:
             place.empty = True
         for span in self._added_to:
             span.zero_()
+
+    def empty_rest(self) -> None:
+        """Zero what nothing has been added to: gradients of biases, where only products came after `make_room`."""
+        for place in self._overwritten:
+            if place.empty:
+                place.view.zero_()
+                place.empty = False
 
     def add_gradients(self, piece: Tensor) -> None:
         """Accumulate one micro-batch's gradient."""
@@ -167,9 +181,11 @@ class Engine:
 
     A training step is: `begin_step`, then for every micro-batch `begin_micro_batch`, its visits (`visit` before a part
     computes, `finish_backward` after its backward), then `finish_step`; the optimizer then reads `FlatUnit.interval`
-    and `grads_interval`, and `publish` makes the new parameters known.
+    and `grads_interval`, and `publish` makes the new parameters known. Under a pipeline there is no order of
+    micro-batches, and `unshard`, `reshard` and `reduce` come as the schedule has them.
 
     overwriting: modules that add their weights' gradients into the places themselves, which then need no zeroing.
+    weights: when they do.
     """
 
     def __init__(
@@ -178,9 +194,12 @@ class Engine:
         plan: UnitPlan,
         comms: Comms,
         device: torch.device,
-        overwriting: Collection[nn.Module] = (),
+        overwriting: Collection[nn.Module],
+        weights: WeightGradients,
     ) -> None:
         self.decoder, self.plan, self.comms = decoder, plan, comms
+        self._weights = weights
+        self._splits = plan.layout.pp > 1 and splits_backward(plan.layout.schedule)
         self.stage = plan.layout.stage
         self.tally = Tally()
         self._slots = self._make_slots(device)
@@ -189,10 +208,14 @@ class Engine:
         self.units = {u.name: FlatUnit(u, plan, self._slots, shard_index, device, self.tally) for u in plan.units}
         self._gathers: dict[str, Waiting] = {}
         self._reductions: dict[str, Waiting] = {}
+        self._residency = Residency(plan) if plan.layout.pp > 1 else None
         self._uses: list[Use] = []
         self._at = 0
         self._last_micro_batch = True
         self._bind(overwriting)
+        if self._residency is not None:
+            for slot in self._slots.values():
+                slot.free()
 
     def _make_slots(self, device: torch.device) -> dict[str, Buffer]:
         """The buffers that gathered weights take in turn at stage 3."""
@@ -226,7 +249,7 @@ class Engine:
 
     def begin_step(self) -> None:
         """A training step starts: the optimizer has forgotten the gradients, and at stage 3 nothing is resident."""
-        self._micro_batches = list(self.plan.gathering_uses())
+        self._micro_batches = list(self.plan.gathering_uses()) if self._residency is None else []
         self._index = -1
 
     def begin_micro_batch(self) -> None:
@@ -243,14 +266,26 @@ class Engine:
         self._gathers.clear()
 
     def visit(self, kind: str, part: str) -> None:
-        """`part` is about to compute: its weights are made resident, and the next use's are sent for."""
+        """`part` is about to compute: its weights are made resident, and the next use's are sent for.
+
+        kind: "forward", "backward", "recompute", or "weights" for a backward of weights alone.
+        """
+        self.comms.pulse.work(f"{kind} of {part}")
+        if self._residency is None:
+            self._follow(kind, part)
+        elif kind != "weights":
+            for unit in self.plan.units_of(part):
+                if unit.name in self._gathers:
+                    self._gathers.pop(unit.name).wait()
+        if kind in ("backward", "weights"):
+            self._make_room(part)
+
+    def _follow(self, kind: str, part: str) -> None:
+        """The plan's next use of weights."""
         use = self._uses[self._at]
         assert (use.kind, use.part) == (kind, part), f"the plan says {use}, the program {kind} {part}"
         self._at += 1
         self.comms.phase = use.phase
-        self.comms.pulse.work(f"{kind} of {part}")
-        if kind == "backward":
-            self._make_room(part)
         if self.stage < 3:
             return
         self._gather(use)
@@ -266,47 +301,100 @@ class Engine:
     def _gather(self, use: Use) -> None:
         for name in use.gathers:
             if name not in self._gathers:
-                flat = self.units[name]
-                self._gathers[name] = self.comms.all_gather(flat.whole, flat.piece(), "shard", name, later=True)
+                self._gather_unit(self.units[name])
+
+    def _gather_unit(self, flat: FlatUnit) -> None:
+        name = flat.unit.name
+        self._gathers[name] = self.comms.all_gather(flat.whole, flat.piece(), "shard", name, later=True)
 
     @contextmanager
     def trying(self, part: str) -> Iterator[None]:
         """Outside of steps: `part` may compute backward, too, and what it adds to gradients is forgotten."""
+        slots = [flat.slot for flat in self._flats(part) if flat.slot is not None and not flat.slot.held]
+        for slot in slots:
+            slot.take().zero_()
         self._make_room(part)
         yield
-        for unit in self.plan.units_of(part):
-            self.units[unit.name].full_grads.free()
+        for flat in self._flats(part):
+            flat.full_grads.free()
+        for slot in slots:
+            slot.free()
+
+    def _flats(self, part: str) -> list[FlatUnit]:
+        """The units whose weights `part` reads."""
+        return [self.units[unit.name] for unit in self.plan.units_of(part)]
 
     def _make_room(self, part: str) -> None:
         """Memory for the full gradients that `part`'s backward adds up, where there is none yet."""
-        for unit in self.plan.units_of(part):
-            if unit.name == "tied" and part == "embedding":
-                continue  # holds the head's share already
-            flat = self.units[unit.name]
-            if flat.staging is not None and unit.name in self._reductions:
-                self._reductions[unit.name].wait()
-            if flat.staging is not None or not flat.grads.held:
+        for flat in self._flats(part):
+            if flat.staging is not None and flat.unit.name in self._reductions:
+                self._reductions[flat.unit.name].wait()
+            if not flat.full_grads.held:
                 flat.make_room()
 
     def finish_backward(self, part: str) -> None:
-        """`part`'s backward is over: its complete gradients start on their way."""
-        for unit in self.plan.finished_after(part):
-            flat = self.units[unit.name]
+        """`part`'s backward is over: what it staged goes to the accumulators, or is reduced where that is due."""
+        if self._weights.waiting:
+            return  # its products are still to come
+        if self.stage < 2:
+            for flat in self._finished(part):
+                if flat.staging is not None:
+                    flat.add_gradients(flat.staging.tensor)
+                    flat.staging.free()
+        if self._residency is None and (self.stage >= 2 or self._last_micro_batch):
+            self._reduce(part)
+
+    def _finished(self, part: str) -> list[FlatUnit]:
+        """The units whose gradients are complete after `part`'s backward."""
+        found = [self.units[unit.name] for unit in self.plan.finished_after(part)]
+        if self._splits:
+            for flat in found:
+                if flat.full_grads.held:
+                    flat.empty_rest()
+        return found
+
+    def _reduce(self, part: str) -> None:
+        """Start the reduction over the data ranks of the gradients that are complete after `part`'s backward."""
+        for flat in self._finished(part):
+            grads = flat.full_grads if self.stage >= 2 else flat.grads
+            self._sum_over_tensor_ranks(flat, grads.tensor)
             if self.stage >= 2:
-                assert flat.staging is not None
-                self._sum_over_tensor_ranks(flat, flat.staging.tensor)
-                self._reduce_scatter(flat, flat.staging, flat.add_gradients)
-                continue
-            if flat.staging is not None:
-                flat.add_gradients(flat.staging.tensor)
-                flat.staging.free()
-            if self._last_micro_batch:
-                grads = flat.grads.tensor
-                self._sum_over_tensor_ranks(flat, grads)
-                if self.stage == 1:
-                    self._reduce_scatter(flat, flat.grads, flat.grads_interval.copy_)
-                else:
-                    self._reductions[unit.name] = self.comms.all_reduce(grads, "data", unit.name, later=True)
+                self._reduce_scatter(flat, grads, flat.add_gradients)
+            elif self.stage == 1:
+                self._reduce_scatter(flat, grads, flat.grads_interval.copy_)
+            else:
+                name = flat.unit.name
+                self._reductions[name] = self.comms.all_reduce(grads.tensor, "data", name, later=True)
+
+    # -- as the actions of a pipeline have it
+
+    def unshard(self, stage: int) -> None:
+        """Start to gather a stage's parameters (stage 3)."""
+        assert self._residency is not None
+        for unit in self._residency.gather(stage):
+            flat = self.units[unit.name]
+            assert flat.slot is not None
+            flat.slot.take()
+            self._gather_unit(flat)
+
+    def reshard(self, stage: int) -> None:
+        """Free them."""
+        assert self._residency is not None
+        for unit in self._residency.free(stage):
+            flat = self.units[unit.name]
+            assert flat.slot is not None
+            flat.slot.free()
+
+    def reduce(self, stage: int) -> None:
+        """Start the reduction of a stage's gradients over the data ranks."""
+        for part in reversed(self.plan.stages[stage]):
+            self._reduce(part)
+
+    def tied_gradients(self) -> Tensor:
+        """The reduced gradients of the tied table, of which the other end of the pipeline has the same interval."""
+        for pending in self._reductions.values():
+            pending.wait()
+        return self.units["tied"].grads_interval
 
     def _sum_over_tensor_ranks(self, flat: FlatUnit, grads: Tensor) -> None:
         """Gradients of replicated weights that each tensor-parallel rank saw only in part."""

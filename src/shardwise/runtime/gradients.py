@@ -6,6 +6,10 @@ saves the tensor, the zeroing and the addition: the first product of a step over
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
@@ -44,6 +48,44 @@ class Place:
         else:
             self.view.index_add_(0, index, rows)
         self.empty = False
+
+
+class Product(NamedTuple):
+    """Gradients of weights of `part` that are still to be added. reads: the tensors that are kept for it."""
+
+    part: str
+    add: Callable[[], None]
+    reads: tuple[Tensor, ...]
+
+
+class WeightGradients:
+    """When the products that make the gradients of weights are computed: with the gradient of the input, or apart, as
+    schedules without a bubble want it (Qi et al. 2024). Gradients of biases and norms, which cost next to nothing,
+    always come with that of the input."""
+
+    def __init__(self) -> None:
+        self._kept: list[Product] | None = None
+
+    @property
+    def waiting(self) -> bool:
+        """Whether products are kept now."""
+        return self._kept is not None
+
+    def add(self, part: str, add: Callable[[], None], *reads: Tensor) -> None:
+        """Call `add`, now or later."""
+        if self._kept is None:
+            add()
+        else:
+            self._kept.append(Product(part, add, reads))
+
+    @contextmanager
+    def apart(self) -> Iterator[list[Product]]:
+        """Keep the products of a backward pass; whoever has them must call them, in their order."""
+        self._kept = []
+        try:
+            yield self._kept
+        finally:
+            self._kept = None
 
 
 def place_of(parameter: nn.Parameter | Tensor) -> Place:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardwise.decoder.modules import Linear, Lookup, TiedLinear
 from shardwise.runtime.comms import DONE, Comms, Waiting
-from shardwise.runtime.gradients import place_of
+from shardwise.runtime.gradients import WeightGradients, place_of
 
 SEQUENCE_DIM = 1
 
@@ -27,11 +27,13 @@ Map = Linear | TiedLinear
 
 @dataclass(frozen=True)
 class Site:
-    """Where a map communicates: through whom, for which unit, and whether sequences are sharded."""
+    """Where a map is: through whom it communicates, in which part, whether sequences are sharded, and who decides when
+    the gradients of its weights are computed."""
 
     comms: Comms
     unit: str
     sequence: bool
+    weights: WeightGradients
 
     def gather(self, x: Tensor) -> Tensor:
         return self.comms.gather_dim(x, SEQUENCE_DIM, "tp", self.unit) if self.sequence else x
@@ -73,9 +75,17 @@ class _Column(torch.autograd.Function):
         for dy, weight in zip(dys[1:], weights[1:], strict=True):
             dx.addmm_(dy, weight)
         dx, pending = site.reduce_later(dx.view(*grads[0].shape[:-1], -1))
-        columns = _rows(site.gather(x))
-        for module, dy in zip(ctx.maps, dys, strict=True):
-            _add_gradients(module, dy, columns)
+        maps: list[Map] = ctx.maps
+        x = x.detach()  # without the graph that made it, which would outlive its backward
+
+        def products() -> None:
+            columns = _rows(site.gather(x))
+            for module, dy in zip(maps, dys, strict=True):
+                place_of(module.weight).add_product(dy.t(), columns)
+
+        site.weights.add(site.unit, products, x, *dys)
+        for module, dy in zip(maps, dys, strict=True):
+            _add_bias(module, dy)
         pending.wait()
         return (None, None, dx, *[None] * len(weights))
 
@@ -93,19 +103,19 @@ class _Row(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
-        (dy,) = grads
-        full = ctx.site.gather(dy)
+        site, module, x = ctx.site, ctx.module, x.detach()
+        full = site.gather(grads[0])
         rows = _rows(full)
         dx = (rows @ weight).view(*full.shape[:-1], -1)
-        _add_gradients(ctx.module, rows, _rows(x), bias=_rows(dy))
+        site.weights.add(site.unit, lambda: place_of(module.weight).add_product(rows.t(), _rows(x)), x, rows)
+        _add_bias(module, _rows(grads[0]))
         return None, None, dx, None
 
 
-def _add_gradients(module: Map, dy: Tensor, x: Tensor, bias: Tensor | None = None) -> None:
-    """dy: [T, out]; x: [T, in]; bias: what the bias' gradient is the sum of, where that is not `dy`."""
-    place_of(module.weight).add_product(dy.t(), x)
+def _add_bias(module: Map, dy: Tensor) -> None:
+    """dy: [T, out]."""
     if module.bias is not None:
-        place_of(module.bias).add_sum(dy if bias is None else bias)
+        place_of(module.bias).add_sum(dy)
 
 
 class _Lookup(torch.autograd.Function):
@@ -126,11 +136,16 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        (local,) = ctx.saved_tensors
-        dy = ctx.site.gather(grads[0])
-        if ctx.held is not None:
-            dy, local = dy.masked_fill((local < 0).unsqueeze(-1), 0), local.clamp(min=0)
-        place_of(ctx.module.weight).add_rows(local.flatten(), _rows(dy))
+        (saved,) = ctx.saved_tensors
+        site, module, split = ctx.site, ctx.module, ctx.held is not None
+
+        def rows() -> None:
+            dy, local = site.gather(grads[0]), saved
+            if split:
+                dy, local = dy.masked_fill((local < 0).unsqueeze(-1), 0), local.clamp(min=0)
+            place_of(module.weight).add_rows(local.flatten(), _rows(dy))
+
+        site.weights.add(site.unit, rows, saved, grads[0])
         return None, None, None, None, None
 
 

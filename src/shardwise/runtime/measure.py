@@ -4,8 +4,9 @@ Parameters and optimizer state are there all the time. The engine's buffers come
 they take at one time, and the peak, the most of everything at one time, may be less than the sum of the classes.
 
 On CPU every storage is followed from the operation that made it to its end, by a dispatch mode and weak references, and
-what autograd saves is seen through saved-tensor hooks. Memory that an operator takes and returns inside itself is not
-seen. On CUDA the allocator tells the peak.
+what autograd saves is seen through saved-tensor hooks: a storage counts from the end of the forward pass that saved it
+until autograd has let go of its last saved tensor. What a pipeline keeps for the gradients of weights counts, too.
+Memory that an operator takes and returns inside itself is not seen. On CUDA the allocator tells the peak.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardwise.report.step_report import Bytes, Role
-from shardwise.runtime.step import Program
+from shardwise.runtime.gradients import Product
+from shardwise.runtime.step import Program, no_moment
 
 SETTLE = 1e-3
 """Seconds that a measured step on CPU stands still after each collective, so that its buffers are gone."""
@@ -71,6 +73,15 @@ class _Storages(TorchDispatchMode):
         self.peak = max(self.peak, self.live)
 
 
+class _Packed:
+    """A saved tensor as autograd holds it."""
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
 class Measurement:
     """Context manager around one `program.step`: afterwards `role` gives ledger, bytes by class and transport times."""
 
@@ -80,29 +91,16 @@ class Measurement:
         self._lasting = {"parameters": held["parameters"], "optimizer": program.optimizer.owned()}
         every = [*held.values(), *self._lasting.values()]
         self._known = {t.untyped_storage()._cdata for tensors in every for t in tensors}
-        self._saved: dict[int, int] = {}
+        self._saved: dict[int, list[int]] = {}
+        """Storage -> [bytes, saved tensors on it]."""
         self.saved = 0
         self._storages = _Storages(self._known)
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved)
-        self._in_backward = False
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved.tensor)
 
     def __enter__(self) -> Measurement:
         program = self.program
         program.comms.start_recording()
-        self._begin, self._visit = program.engine.begin_micro_batch, program.engine.visit
-
-        def begin() -> None:
-            self._saved, self._in_backward = {}, False
-            self._begin()
-
-        def visit(kind: str, part: str) -> None:
-            # The first backward visit ends the forward pass: what is saved now is the class `saved`.
-            if kind == "backward" and not self._in_backward:
-                self._in_backward = True
-                self.saved = max(self.saved, sum(self._saved.values()))
-            self._visit(kind, part)
-
-        program.engine.begin_micro_batch, program.engine.visit = begin, visit  # type: ignore[method-assign]
+        program.moment = self._count
         if program.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         else:
@@ -119,16 +117,31 @@ class Measurement:
         self._hooks.__exit__(*error)
         self._storages.__exit__(*error)
         program = self.program
-        program.engine.begin_micro_batch, program.engine.visit = self._begin, self._visit  # type: ignore[method-assign]
+        program.moment = no_moment
         program.engine.tally.changed = None
         program.comms.stop_recording()
         program.comms.settle = 0.0
 
-    def _pack(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if not self._in_backward and storage._cdata not in self._known:
-            self._saved[storage._cdata] = storage.nbytes()
-        return tensor
+    def _pack(self, tensor: Tensor) -> _Packed:
+        packed, storage = _Packed(tensor), tensor.untyped_storage()
+        if storage._cdata not in self._known:
+            self._saved.setdefault(storage._cdata, [storage.nbytes(), 0])[1] += 1
+            weakref.finalize(packed, self._unpacked, storage._cdata)
+        return packed
+
+    def _unpacked(self, key: int) -> None:
+        """Autograd has let go of a saved tensor."""
+        self._saved[key][1] -= 1
+        if not self._saved[key][1]:
+            del self._saved[key]
+
+    def _count(self, kept: list[Product]) -> None:
+        """Look at what is there for backward now."""
+        found = {key: nbytes for key, (nbytes, _) in self._saved.items()}
+        for storage in (tensor.untyped_storage() for product in kept for tensor in product.reads):
+            if storage._cdata not in self._known:
+                found[storage._cdata] = storage.nbytes()
+        self.saved = max(self.saved, sum(found.values()))
 
     def role(self, rank: int) -> Role:
         """The measured role of this rank alone."""

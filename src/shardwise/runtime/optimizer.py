@@ -72,15 +72,19 @@ class Optimizer:
         return norm
 
     def _norm(self) -> float:
-        """Each value counts once: replicas over tp share it, intervals over the shard group add up."""
+        """Each value counts once: replicas over tp share it, intervals over the shard group and stages of the pipeline
+        add up, and of a tied table at both ends the embedding's counts."""
         total = torch.zeros(1, dtype=torch.float64, device=self.states[0].master.device)
+        copied = "tied" if self.engine.plan.copies_table else None
         for state in self.states:
+            if state.flat.unit.name == copied:
+                continue
             grads = state.flat.grads_interval
             wide = torch.float32 if grads.dtype == torch.bfloat16 else grads.dtype
             for span in state.spans:
                 part = torch.linalg.vector_norm(grads[span.start : span.stop], dtype=wide).double()
                 total += part * part / span.replicas
-        self.comms.all_reduce(total, "shard_tp", "gradient norm")
+        self.comms.all_reduce(total, "shard_tp_pp", "gradient norm")
         return math.sqrt(self.comms.read(total))
 
     def _update(self, state: _State, lr: float, coefficient: float) -> None:

@@ -14,7 +14,7 @@ from shardwise.model import ModelConfig
 from shardwise.runtime.comms import Comms
 from shardwise.runtime.job.pulse import Pulse
 
-AXES = ("data", "shard", "replicate", "tp", "kv", "shard_tp")
+AXES = ("data", "shard", "replicate", "tp", "kv", "pp", "data_pp", "shard_tp_pp")
 """Every group over which the runtime communicates."""
 
 

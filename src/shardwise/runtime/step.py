@@ -1,4 +1,7 @@
-"""One training step of a split decoder: forward and backward of every micro-batch, in the order of the plan."""
+"""One training step of a split decoder: forward and backward of every micro-batch, in the order of the plan.
+
+Without a pipeline micro-batches come one after the other; with one, `pipeline.py` has the order.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,10 @@ from shardwise.layout.units import UnitPlan
 from shardwise.runtime.comms import Comms
 from shardwise.runtime.config import OptimizerConfig
 from shardwise.runtime.engine import Engine, Values
+from shardwise.runtime.gradients import Product, WeightGradients
 from shardwise.runtime.loss import IGNORED, summed_cross_entropy
 from shardwise.runtime.optimizer import Optimizer
+from shardwise.runtime.pipeline import evaluate, train
 from shardwise.runtime.recompute import recompute, recompute_attention_cores
 from shardwise.runtime.tensor_parallel import apply_tensor_parallel, vocabulary_range
 
@@ -52,27 +57,27 @@ class _BeforeForward(torch.autograd.Function):
 
 
 class _RecomputeFromInput(torch.autograd.Function):
-    """All blocks, saving only the first one's input: each block's backward starts with a run up to it."""
+    """All blocks of a stage, saving only the first one's input: each block's backward starts with a run up to it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, program: Program, batch: Batch) -> Tensor:
-        ctx.program, ctx.batch = program, batch
+    def forward(ctx: Any, x: Tensor, program: Program, blocks: list[tuple[str, nn.Module]], batch: Batch) -> Tensor:
+        ctx.program, ctx.blocks, ctx.batch = program, blocks, batch
         ctx.save_for_backward(x)
-        for name, block in program.blocks:
+        for name, block in blocks:
             program.engine.visit("forward", name)
             x = block(x, batch)
         return x
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (start,) = ctx.saved_tensors
-        program, batch, grad = ctx.program, ctx.batch, grads[0]
-        for index in reversed(range(len(program.blocks))):
+        program, blocks, batch, grad = ctx.program, ctx.blocks, ctx.batch, grads[0]
+        for index in reversed(range(len(blocks))):
             x = start
-            for name, block in program.blocks[:index]:
+            for name, block in blocks[:index]:
                 program.engine.visit("recompute", name)
                 x = block(x, batch)
-            name, block = program.blocks[index]
+            name, block = blocks[index]
             program.engine.visit("backward", name)
             x = x.detach().requires_grad_()
             with torch.enable_grad():
@@ -82,7 +87,11 @@ class _RecomputeFromInput(torch.autograd.Function):
             program.engine.finish_backward(name)
             assert x.grad is not None
             grad = x.grad
-        return grad, None, None
+        return grad, None, None, None
+
+
+def no_moment(kept: list[Product]) -> None:
+    """Nobody looks."""
 
 
 class Program:
@@ -97,23 +106,27 @@ class Program:
         with torch.device("meta"):
             self.decoder = Decoder(plan.model)
         self.plan, self.comms, self.device = plan, comms, device
-        overwriting = apply_tensor_parallel(self.decoder, plan, comms)
+        self.weights = WeightGradients()
+        overwriting = apply_tensor_parallel(self.decoder, plan, comms, self.weights)
         for core in (module for module in self.decoder.modules() if isinstance(module, CoreAttention)):
             core.kind = plan.layout.attention
         if plan.layout.recompute == "selective":
             recompute_attention_cores(self.decoder)
-        self.engine = Engine(self.decoder, plan, comms, device, overwriting)
+        self.engine = Engine(self.decoder, plan, comms, device, overwriting, self.weights)
         self.optimizer = Optimizer(self.engine, comms, optimizer, values)
         with comms.in_phase("optimizer"):
             self.engine.publish()
         self.vocabulary = vocabulary_range(plan)
-        self.blocks = [(n, m) for n, m in self.decoder.parts() if n.startswith("blocks.")]
+        self.parts = {name: part for name, part in self.decoder.parts() if name in plan.parts}
+        self.moment: Callable[[list[Product]], object] = no_moment
+        """Told whenever all that backward will need is there, or some of it has gone: at the end of a forward pass, and
+        of every computation of a pipeline. kept: what is kept of backward passes whose weights come later."""
         self.compile_seconds = 0.0
         if plan.layout.compile == "block":
             from shardwise.runtime.compiling import compile_blocks  # brings in the compiler, which takes seconds
 
             comms.pulse.work("the compilation of the blocks")
-            with self.engine.trying(self.blocks[0][0]):
+            with self.engine.trying(plan.first_blocks[0]):
                 self.compile_seconds = compile_blocks(self.decoder, plan, device)
 
     def step(self, micro_batches: list[tuple[Batch, Tensor]], lr: float) -> tuple[float, float, int]:
@@ -124,32 +137,40 @@ class Program:
         """
         tokens = self._count_valid([targets for _, targets in micro_batches])
         self.engine.begin_step()
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for batch, targets in micro_batches:
-            self.engine.begin_micro_batch()
-            total += self._train(batch.fresh(), targets, tokens)
+        if self.plan.schedule is not None:
+            total = train(self, self.plan.schedule, micro_batches, tokens)
+        else:
+            total = torch.zeros((), dtype=torch.float64, device=self.device)
+            for batch, targets in micro_batches:
+                self.engine.begin_micro_batch()
+                total += self._train(batch.fresh(), targets, tokens)
         self.engine.finish_step()
         norm = self.optimizer.step(lr)
         self.engine.publish()
-        with self.comms.in_phase("loss"):
-            self.comms.all_reduce(total, "data", "loss")
+        if self.plan.schedule is None:
+            with self.comms.in_phase("loss"):
+                self.comms.all_reduce(total, "data", "loss")
         return self.comms.read(total) / max(1, tokens), norm, tokens
 
     def evaluate(self, batch: Batch, targets: Tensor) -> tuple[float, int]:
         """(summed loss, valid tokens) of one micro-batch on every data rank, summed over them; nothing is trained."""
         with torch.no_grad():
-            batch = batch.fresh()
             tokens = self._count_valid([targets])
+            if self.plan.layout.pp > 1:
+                return self.comms.read(evaluate(self, batch, targets)), tokens
             self.engine.begin_evaluation()
-            x = None
-            for name, part in self.decoder.parts():
-                self.engine.visit("forward", name)
-                x = part(x, batch)
-            assert x is not None
+            loss = self.loss(self.infer(0, None, batch.fresh()), targets).double()
             with self.comms.in_phase("loss"):
-                loss = summed_cross_entropy(x, targets, *self.vocabulary, self.comms).double()
                 self.comms.all_reduce(loss, "data", "loss")
         return self.comms.read(loss), tokens
+
+    def infer(self, stage: int, x: Tensor | None, batch: Batch) -> Tensor:
+        """The forward pass of a stage, for which no backward will come."""
+        for name in self.plan.stages[stage]:
+            self.engine.visit("forward", name)
+            x = self.parts[name](x, batch)
+        assert x is not None
+        return x
 
     def _count_valid(self, targets: list[Tensor]) -> int:
         count = torch.zeros(1, dtype=torch.int64, device=self.device)
@@ -160,23 +181,29 @@ class Program:
         return int(self.comms.read(count))
 
     def _train(self, batch: Batch, targets: Tensor, tokens: int) -> Tensor:
-        logits = self._forward(batch)
-        with self.comms.in_phase("loss"):
-            loss = summed_cross_entropy(logits, targets, *self.vocabulary, self.comms)
-        del logits
+        loss = self.loss(self.forward(0, None, batch), targets)
+        self.moment([])
         (loss / max(1, tokens)).backward()
         self.engine.finish_backward("embedding")
         return loss.detach()
 
-    def _forward(self, batch: Batch) -> Tensor:
-        x: Tensor | None = None
-        parts = dict(self.decoder.parts())
-        for name, part in parts.items():
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The summed loss of the valid tokens of a micro-batch."""
+        with self.comms.in_phase("loss"):
+            return summed_cross_entropy(logits, targets, *self.vocabulary, self.comms)
+
+    def forward(self, stage: int, x: Tensor | None, batch: Batch) -> Tensor:
+        """The forward pass of a stage, from what the stage before has sent (None for the first) to its own output.
+
+        Its backward visits the parts of the stage; that of the embedding is over when the whole backward is.
+        """
+        blocks = [(name, self.parts[name]) for name in self.plan.blocks(stage)]
+        for name in self.plan.stages[stage]:
             if self.plan.layout.recompute == "input" and name.startswith("blocks."):
-                if name == "blocks.0":
-                    x = _RecomputeFromInput.apply(x, self, batch)  # type: ignore[no-untyped-call]
+                if name == blocks[0][0]:
+                    x = _RecomputeFromInput.apply(x, self, blocks, batch)  # type: ignore[no-untyped-call]
                 continue
-            x = self._part(name, part, x, batch)
+            x = self._part(name, self.parts[name], x, batch)
         assert x is not None
         return x
 

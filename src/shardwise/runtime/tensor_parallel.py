@@ -12,11 +12,13 @@ from shardwise.decoder.attention import Attention
 from shardwise.decoder.modules import Linear, Linears, Lookup, TiedLinear, swap_forward
 from shardwise.layout.placement import kind_of, place
 from shardwise.layout.units import UnitPlan
+from shardwise.model.parameters import part_parameters
 from shardwise.runtime.comms import Comms
+from shardwise.runtime.gradients import WeightGradients
 from shardwise.runtime.linear import Site, column, columns, lookup, row
 
 
-def apply_tensor_parallel(decoder: Decoder, plan: UnitPlan, comms: Comms) -> set[nn.Module]:
+def apply_tensor_parallel(decoder: Decoder, plan: UnitPlan, comms: Comms, weights: WeightGradients) -> set[nn.Module]:
     """Give every module that the table names its split forward. Weights are cut elsewhere (`engine.py`).
 
     Returns the modules whose gradients no longer pass through autograd's accumulation: they write into their places.
@@ -26,7 +28,7 @@ def apply_tensor_parallel(decoder: Decoder, plan: UnitPlan, comms: Comms) -> set
     for unit, part in decoder.parts():
         if plan.layout.compile == "block" and plan.layout.tp == 1 and unit.startswith("blocks."):
             continue
-        site = Site(comms, unit, plan.layout.sp)
+        site = Site(comms, unit, plan.layout.sp, weights)
         for name, module in part.named_modules(prefix=unit):
             swapped.update(_swap(module, name, site, plan))
     return swapped
@@ -54,6 +56,6 @@ def _swap(module: nn.Module, name: str, site: Site, plan: UnitPlan) -> list[nn.M
 
 def vocabulary_range(plan: UnitPlan) -> tuple[int, int]:
     """First and last + 1 token id whose logits and embedding rows this tp rank holds."""
-    table = next(p for unit in plan.units for p in unit.placed if p.name == "embedding.tokens.weight")
-    placed = place(table.parameter, plan.model, plan.layout, plan.tp_rank)
+    table = part_parameters(plan.model, "embedding")[0]
+    placed = place(table, plan.model, plan.layout, plan.tp_rank)
     return (placed.start, placed.stop) if placed.dim is not None else (0, plan.model.vocab)

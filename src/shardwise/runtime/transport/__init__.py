@@ -2,10 +2,11 @@
 
 from torch.distributed import ProcessGroup
 
+from shardwise.runtime.transport.mail import Mail
 from shardwise.runtime.transport.sends import SendTransport
 from shardwise.runtime.transport.shared import SharedTransport
 
-__all__ = ["SendTransport", "SharedTransport", "shared_transport"]
+__all__ = ["Mail", "SendTransport", "SharedTransport", "shared_transport"]
 
 
 def shared_transport(group: ProcessGroup, timeout: float) -> SharedTransport:

@@ -300,7 +300,7 @@ class Flight:
         self._transport, self._plan, self.window = transport, plan, window
         self.accumulator: Tensor | None = None
         self._memory: Tensor | None = memory
-        self._own, self._dtype = _array(memory), memory.dtype
+        self._own, self._dtype = flat_array(memory), memory.dtype
         self._combine = _combiner(combine, memory.dtype)
         self._at, self._tag = sequence % SLOTS * _WORDS, sequence * _ROUNDS
         self._done = False
@@ -455,8 +455,8 @@ def _word(serial: int, offset: int) -> int:
     return serial << 44 | (offset + _BIAS)
 
 
-def _array(memory: Tensor) -> Array:
-    """The tensor's memory; numpy knows no bfloat16, whose bits are as good for copies. The tensor must outlive it.
+def flat_array(memory: Tensor) -> Array:
+    """The memory of a tensor, which must outlive it. numpy knows no bfloat16, whose bits are as good for copies.
 
     `Tensor.numpy` would forbid for good that the storage is resized, as the engine's buffers are.
     """

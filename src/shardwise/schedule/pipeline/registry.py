@@ -53,6 +53,10 @@ class Generator:
         """The fewest chunks a rank that it is for."""
         return next(v for v in (1, 2) if not self.rule(4, 16, v))
 
+    def placement(self, p: int, v: int) -> tuple[int, ...]:
+        """Stage -> rank."""
+        return vee(p) if self.shape == "vee" else loop(p, v)
+
     def objection(self, p: int, m: int, v: int) -> str:
         """Why it cannot be built for p ranks, m micro-batches and v chunks a rank; empty where it can."""
         return self.rule(p, m, v)
@@ -143,7 +147,7 @@ def build(
         return complete(
             found.name,
             [found.order(p, m, v, rank, **chosen) for rank in range(p)],
-            vee(p) if found.shape == "vee" else loop(p, v),
+            found.placement(p, v),
             m * chosen.get("tokens", 1),
             train=found.train,
             gather=zero == 3,

@@ -1,0 +1,99 @@
+"""A layout's pipeline: which stages a rank has, what is in them, and the schedule that its ranks follow.
+
+Stages, schedules and their legality are those of `schedule/pipeline`; this is where a layout asks for them. That room
+is loaded when there is a pipeline: it needs numpy, which nothing else here does.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from shardwise.errors import LayoutError, UserError
+from shardwise.layout.layout import Layout
+from shardwise.model import ModelConfig
+from shardwise.report.step_report import Phase
+
+if TYPE_CHECKING:
+    from shardwise.schedule.pipeline import Action, PipelineSchedule
+    from shardwise.schedule.pipeline.stages import Stages
+
+_PHASES: dict[str, Phase] = {"F": "forward", "SEND_F": "forward", "RECV_F": "forward", "SHARE_LOSS": "loss"}
+
+
+@lru_cache(maxsize=256)
+def placement(layout: Layout) -> tuple[int, ...]:
+    """Stage -> place among the pipeline's ranks."""
+    from shardwise.schedule.pipeline import find
+
+    return find(layout.schedule).placement(layout.pp, layout.virtual)
+
+
+@lru_cache(maxsize=256)
+def splits_backward(schedule: str) -> bool:
+    """Whether a schedule computes gradients of weights apart from those of inputs."""
+    from shardwise.schedule.pipeline import build, find
+
+    small = build(schedule, 2, 8, find(schedule).virtual)
+    return any(part.kind == "W" for mine in small.actions for action in mine for part in action.leaves())
+
+
+def stages(model: ModelConfig, layout: Layout) -> Stages:
+    """The layers of each stage. Raises `LayoutError` when there are not enough of them."""
+    from shardwise.schedule.pipeline.stages import Stages
+
+    try:
+        if layout.stages:
+            return Stages(layout.stages, model.tied)
+        return Stages.even(model.layers, layout.pp * layout.virtual, model.tied)
+    except UserError as error:
+        raise LayoutError(f"{model.name}: {error}") from None
+
+
+def objection(layout: Layout, micro_batches: int) -> str:
+    """Why the schedule cannot have this many ranks, chunks and micro-batches, and what it could; empty where it can."""
+    from shardwise.schedule.pipeline import find
+
+    return find(layout.schedule).objection(layout.pp, micro_batches, layout.virtual)
+
+
+@lru_cache(maxsize=64)
+def training(layout: Layout, tied: bool, micro_batches: int) -> PipelineSchedule:
+    """What every rank of the pipeline does in one training step. Raises `LayoutError` for numbers that the schedule is
+    not for, with what would be legal."""
+    from shardwise.schedule.pipeline import build
+
+    try:
+        return build(layout.schedule, layout.pp, micro_batches, layout.virtual, zero=layout.stage, tied=tied)
+    except UserError as error:
+        raise LayoutError(f"layout {layout}: {error}") from None
+
+
+@lru_cache(maxsize=64)
+def evaluation(layout: Layout, tied: bool) -> PipelineSchedule:
+    """One micro-batch through all stages, forward alone."""
+    from shardwise.schedule.pipeline import Action, complete
+
+    where = placement(layout)
+    order = [[Action("F", stage, 0) for stage, rank in enumerate(where) if rank == mine] for mine in range(layout.pp)]
+    return complete("evaluation", order, where, 1, train=False, gather=layout.stage == 3, tied=tied)
+
+
+def phase_of(kind: str) -> Phase:
+    """The phase of a step that an action belongs to."""
+    return _PHASES.get(kind, "backward")
+
+
+def phases(actions: tuple[Action, ...]) -> list[Phase]:
+    """The phase of each action of one rank: a message's and a gather's is that of the computation which consumes it."""
+    found: list[Phase] = []
+    following: dict[int, Phase] = {}
+    for action in reversed(actions):
+        phase = phase_of(action.kind)
+        if action.kind == "UNSHARD":
+            phase = following[action.stage]
+        for part in action.leaves():
+            if part.kind in ("F", "I", "W", "B"):
+                following[part.stage] = phase_of(part.kind)
+        found.append(phase)
+    return found[::-1]

@@ -1,0 +1,191 @@
+"""What a rank of a pipeline holds, one action of its list after the other, in bytes.
+
+The list says which micro-batches are between their forward and their backward, which messages lie ready, which stages
+are gathered and which gradients are on their way; what each takes is `activations`, `buffers` and `peak`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shardwise.layout.pipeline import splits_backward
+from shardwise.layout.units import UnitPlan
+from shardwise.predict.activations import Sizes, kept_items, saved_items, saved_mask
+from shardwise.predict.buffers import Held, Walk, When
+from shardwise.predict.peak import backwards, embedding_dropout, inputs, loss, optimizer, saved_inputs, tables
+from shardwise.report.step_report import DTYPE_BYTES
+
+if TYPE_CHECKING:
+    from shardwise.schedule.pipeline import Action
+
+
+@dataclass
+class Most:
+    """The most bytes at one time within a step: of each class, and of all that does not last through it."""
+
+    saved: int = 0
+    gradients: int = 0
+    comm: int = 0
+    peak: int = 0
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """Bytes of one micro-batch on one stage.
+
+    saved: from its forward to its backward. kept: part -> from there to the gradients of weights. known: what of
+    `saved` are inputs of the step. moments: as `peak.backwards` has them.
+    """
+
+    parts: list[str]
+    saved: int
+    kept: dict[str, int]
+    known: int
+    moments: dict[tuple[When, str], int]
+    attends: bool
+
+    @classmethod
+    def of(cls, plan: UnitPlan, s: Sizes, stage: int) -> _Stage:
+        parts = plan.stages[stage]
+        return cls(
+            parts,
+            sum(sum(saved_items(plan, s, part).values()) for part in parts),
+            {part: sum(kept_items(plan, s, part).values()) for part in parts},
+            sum(saved_inputs(plan, s, part) for part in parts),
+            backwards(plan, s, parts, splits_backward(plan.layout.schedule)),
+            bool(plan.blocks(stage)),
+        )
+
+
+def held_by_actions(plan: UnitPlan) -> Most:
+    """Follow the actions of `plan`'s rank through one step."""
+    rank = _Rank(plan)
+    for action in plan.actions:
+        rank.do(action)
+    return rank.end()
+
+
+class _Rank:
+    def __init__(self, plan: UnitPlan) -> None:
+        assert plan.schedule is not None
+        self.plan, self.schedule, self.s = plan, plan.schedule, Sizes.of(plan)
+        self.walk, self.most = Walk(plan), Most()
+        self.message = self.s.stream * self.s.hidden * self.s.element
+        self.stages = {stage: _Stage.of(plan, self.s, stage) for stage in plan.stages}
+        self.mask = saved_mask(plan, self.s)
+        self.lasting = inputs(plan, self.s)
+        self.saved = self.kept = self.known = self.messages = 0
+        # The gradient that a message brings is one that linear maps keep, unless it is gathered or dropped out first.
+        self.keeps_messages = not (plan.layout.sp or plan.model.dropout)
+        self.leaving: set[tuple[int, str]] = set()
+        """(peer, kind): the last message there is kept until the next one leaves, where another has to take it."""
+        self.attending: Counter[int] = Counter()
+        """Micro-batch -> its stages with attention between forward and backward: they share mask and tables."""
+
+    @property
+    def activations(self) -> int:
+        """All that is there between two actions, but for the engine's buffers."""
+        shared = len(self.attending) * (self.mask + tables(self.plan, self.s))
+        return self.lasting + self.saved + self.kept - self.known + shared + self.messages * self.message
+
+    def note(self, held: Held, beside: int) -> None:
+        most = self.most
+        most.gradients = max(most.gradients, held.gradients)
+        most.comm = max(most.comm, held.comm)
+        most.peak = max(most.peak, held.total + beside)
+
+    def moment(self) -> None:
+        """A computation has ended."""
+        self.most.saved = max(self.most.saved, self.saved + self.kept + len(self.attending) * self.mask)
+        self.note(self.walk.now("loss"), self.activations)
+
+    def do(self, action: Action) -> None:
+        kind, stage, micro, peer, parts = action
+        if kind == "F":
+            self.forward(stage, micro)
+        elif kind in ("I", "B"):
+            self.backward(stage, micro, apart=kind == "I")
+        elif kind == "W":
+            self.weights(stage)
+        elif kind == "OVERLAP_F_B":
+            for each in parts:
+                self.do(each)
+        elif kind in ("RECV_F", "RECV_B"):
+            self.messages += 1
+        elif kind in ("SEND_F", "SEND_B"):
+            if self.plan.backend == "shared" or (peer, kind) in self.leaving:
+                self.messages -= 1
+            else:
+                self.leaving.add((peer, kind))
+        elif kind == "UNSHARD":
+            self.walk.gather(stage)
+            self.note(self.walk.now("loss"), self.activations)
+        elif kind == "RESHARD":
+            self.walk.free(stage)
+        elif kind == "REDUCE_GRAD":
+            for part in reversed(self.stages[stage].parts):
+                for held in self.walk.reduce(part):
+                    self.note(held, self.activations)
+        elif kind == "SUM_TIED":
+            self.land()
+            theirs = self.plan.by_name["tied"].shard_numel * DTYPE_BYTES[self.plan.grad_dtype]
+            self.note(self.walk.now("optimizer"), self.activations + theirs)
+
+    def forward(self, stage: int, micro: int) -> None:
+        of, last = self.stages[stage], stage + 1 == self.schedule.stages
+        self.saved += of.saved
+        self.known += of.known
+        if of.attends:
+            self.attending[micro] += 1
+        # Its input, now among the saved tensors, came by a message or from a stage of this rank.
+        self.messages += (not last) - (stage > 0)
+        self.note(self.walk.now("loss"), self.activations + (loss(self.s) if last else 0))
+        if stage == 0:
+            before = self.activations - of.saved + of.known
+            self.note(self.walk.now("loss"), before + embedding_dropout(self.plan, self.s))
+        self.moment()
+
+    def backward(self, stage: int, micro: int, apart: bool) -> None:
+        of, last = self.stages[stage], stage + 1 == self.schedule.stages
+        self.saved -= of.saved
+        self.known -= of.known
+        own = self.mask if of.attends else 0  # counted in the moments and in what is there beside
+        for part in reversed(of.parts):
+            # The first one's output gradient is the message, which stays until the stage's backward is over.
+            twice = self.message if part == of.parts[-1] and not last else 0
+            beside = self.activations - of.known - own - twice
+            for held in (*self.walk.begin(part), self.walk.now("backward", part)):
+                self.note(held, beside + of.moments["backward", part])
+            if apart:
+                self.kept += of.kept[part] - (twice if self.keeps_messages else 0)
+                continue
+            for held in self.walk.collect(part):
+                self.note(held, beside + of.moments["reduction", part])
+        if of.attends:
+            self.attending[micro] -= 1
+            if not self.attending[micro]:
+                del self.attending[micro]
+        self.messages += (stage > 0) - (not last)
+        if apart and not last and self.keeps_messages:
+            self.kept += self.message
+        self.moment()
+
+    def weights(self, stage: int) -> None:
+        of = self.stages[stage]
+        for part in reversed(of.parts):
+            for held in (*self.walk.begin(part), self.walk.now("backward", part), *self.walk.collect(part)):
+                self.note(held, self.activations)
+        self.kept -= sum(of.kept.values())
+        self.moment()
+
+    def land(self) -> None:
+        for held in self.walk.land("optimizer"):
+            self.note(held, self.activations)
+
+    def end(self) -> Most:
+        self.messages -= len(self.leaving)
+        self.land()
+        self.note(self.walk.now("optimizer"), self.activations + optimizer(self.plan))
+        return self.most

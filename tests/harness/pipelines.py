@@ -1,0 +1,89 @@
+"""The space of pipelines: schedules with every way to split a stage, drawn and covered as `space.py` does it."""
+
+from __future__ import annotations
+
+import os
+import random
+from functools import cache
+from typing import Any
+
+from harness.reference import Case
+from harness.space import MODELS, SEQ, WORLDS, Point, covering, seed, stratified
+from shardwise.errors import UserError
+from shardwise.layout import Layout, Workload, check_runnable
+
+POOL = 1500
+LEAST = 90
+EIGHT_RANKS = 8
+SAMPLE = 16
+
+CHOICES: dict[str, list[Any]] = {
+    "schedule": ["naive", "gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"],
+    "model": list(MODELS),
+    "pp": [2, 3, 4],
+    "virtual": [1, 1, 2, 3],
+    "stages": ["even", "uneven", "ends"],
+    "dp": [1, 1, 2, 3],
+    "tp": [1, 1, 2, 3],
+    "zero": [0, 1, 2, 3],
+    "sp": [False, True],
+    "recompute": ["none", "none", "selective", "full", "input"],
+    "attention": ["sdpa", "math"],
+    "micro": [1, 2],
+    "micro_batches": [1, 2, 3, 4, 6, 8],
+    "documents": [False, False, True],
+    "precision": ["fp64"] * 6 + ["fp32", "bf16"],
+    "order": ["pp-dp-cp-tp", "dp-tp-cp-pp"],
+    "transport": ["shared", "shared", "gloo"],
+}
+
+
+def _stages(kind: str, chunks: int, generator: random.Random) -> tuple[int, ...]:
+    """Layers of each stage; empty where the layout says nothing about them."""
+    if kind == "even":
+        return ()
+    layers = [generator.choice((1, 2)) for _ in range(chunks)]
+    if kind == "ends":  # the embedding alone, or the head, or both
+        layers[generator.choice((0, -1))] = 0
+    return tuple(layers)
+
+
+def _draw(generator: random.Random) -> Point | None:
+    """A random point; None when the draw is illegal, or means the same as a simpler one."""
+    chosen = {name: generator.choice(values) for name, values in CHOICES.items()}
+    pp, dp, tp = chosen["pp"], chosen["dp"], chosen["tp"]
+    if pp * dp * tp not in WORLDS or (chosen["zero"] and dp == 1):
+        return None
+    chunks = pp * chosen["virtual"]
+    keys = ("schedule", "pp", "virtual", "dp", "tp", "zero", "sp", "recompute", "attention", "micro", "order")
+    try:
+        layout = Layout(
+            **{key: chosen[key] for key in (*keys, "precision")}, stages=_stages(chosen["stages"], chunks, generator)
+        )
+        model = MODELS[chosen["model"]]
+        model = model.replace(layers=sum(layout.stages) or chunks + chunks % 3)
+        workload = Workload(SEQ, dp * layout.micro * chosen["micro_batches"], isolate_documents=chosen["documents"])
+        check_runnable(layout, model, workload)
+    except UserError:
+        return None
+    words = [chosen["model"], str(layout), f"x{chosen['micro_batches']}", *["documents"] * chosen["documents"]]
+    case = Case(model, workload, layout.precision, layout.attention)
+    return Point(":".join(words), case, layout, tuple(chosen.items()))
+
+
+@cache
+def pipeline_cases() -> tuple[Point, ...]:
+    """At least `LEAST` points that cover every pair of choices seen in a large draw."""
+    return covering(_draw, POOL, LEAST, EIGHT_RANKS)
+
+
+def _features(point: Point) -> set[tuple[str, Any]]:
+    names = ("schedule", "pp", "virtual", "stages", "zero", "sp", "recompute", "precision", "model", "transport")
+    return {(name, point[name]) for name in names} | {("tied", point.case.model.tied, point["zero"])}
+
+
+def selected_pipelines() -> tuple[Point, ...]:
+    """What the tests run: every case with SHARDWISE_ALL=1, else today's sample."""
+    if os.environ.get("SHARDWISE_ALL") == "1":
+        return pipeline_cases()
+    return stratified(pipeline_cases(), _features, seed(), SAMPLE)
