@@ -85,12 +85,13 @@ def train(rank: int, payload: tuple[Case, Layout, Outcome, bool, str]) -> RankOu
     program.optimizer.step = keep_gradients  # type: ignore[method-assign]
     for step in range(STEPS):
         lr = learning_rate(case.optimizer, step, STEPS)
+        batches = micro_batches(case, layout, rank, step)
         if step == STEPS - 1:
             with Measurement(program) as measurement:
-                loss, norm, _ = program.step(micro_batches(case, layout, rank, step), lr)
+                loss, norm, _ = program.step(batches, lr)
             outcome.role = measurement.role(rank)
         else:
-            batches, started = micro_batches(case, layout, rank, step), time.perf_counter()
+            started = time.perf_counter()
             loss, norm, _ = program.step(batches, lr)
             outcome.seconds = min(outcome.seconds, time.perf_counter() - started)
         outcome.losses.append(loss)

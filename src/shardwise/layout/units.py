@@ -210,7 +210,7 @@ class UnitPlan:
             names.append("tied")
         return [self.by_name[name] for name in names if name in self.by_name]
 
-    @property
+    @cached_property
     def micro_batches(self) -> int:
         return self.workload.micro_batches(self.layout)
 
@@ -243,14 +243,14 @@ class UnitPlan:
         """dtype in which the optimizer updates weights."""
         return "float64" if self.layout.precision == "fp64" else "float32"
 
-    @property
+    @cached_property
     def grad_dtype(self) -> str:
         """dtype of the gradient accumulators. More than one bf16 micro-batch is summed in fp32."""
         if self.layout.precision == "bf16" and self.layout.grads == "bf16" and self.micro_batches == 1:
             return "bfloat16"
         return "float64" if self.layout.precision == "fp64" else "float32"
 
-    @property
+    @cached_property
     def stages_gradients(self) -> bool:
         """Whether full gradients are staged, in compute precision, on their way into the accumulators."""
         return self.layout.stage >= 2 or self.grad_dtype != self.layout.dtype
@@ -268,7 +268,7 @@ class UnitPlan:
             sizes[unit.slot] = max(sizes.get(unit.slot, 0), unit.padded)
         return sizes
 
-    @property
+    @cached_property
     def scratch(self) -> int:
         """Most elements of the buffer in which a reduce-scatter receives the peers' pieces, in `wire_dtype`.
 

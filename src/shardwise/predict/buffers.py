@@ -14,8 +14,13 @@ from typing import Literal
 from shardwise.layout.units import Residency, Unit, UnitPlan
 from shardwise.report.step_report import DTYPE_BYTES
 
-When = Literal["loss", "backward", "reduction", "optimizer"]
-"""At the end of a forward pass; in a part's backward; after it, as the reduction before its own ends; at the end."""
+When = Literal["loss", "begin", "backward", "reduction", "optimizer"]
+"""At the end of a forward pass; before a part's backward; in it; after it, as the reduction before its own ends; at the
+end."""
+
+
+State = tuple[frozenset[tuple[str, int]], frozenset[tuple[str, int]], Unit | None, int]
+"""Accumulators and staged gradients with their bytes, the unit whose reduction is under way, gathered bytes."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,15 @@ class Walk:
         self.residency = Residency(plan)
         self.gathered = 0
 
+    def state(self) -> State:
+        """All that is there, as something to compare and to come back to."""
+        return frozenset(self.accumulators.items()), frozenset(self.staged.items()), self.flying, self.gathered
+
+    def restore(self, state: State) -> None:
+        """Have all as it was; gathered stages stay as they are."""
+        accumulators, staged, self.flying, _ = state
+        self.accumulators, self.staged = dict(accumulators), dict(staged)
+
     def now(self, when: When, part: str = "", arriving: int = 0) -> Held:
         scratch = self.flying.padded * DTYPE_BYTES[self.plan.wire_dtype] if self.flying and self.plan.scratch else 0
         return Held(
@@ -65,7 +79,7 @@ class Walk:
                 self.accumulate(unit)
                 continue
             if self.flying is unit:
-                yield from self.land("backward", part)
+                yield from self.land("begin", part)
             self.staged[unit.name] = unit.padded * DTYPE_BYTES[self.plan.layout.dtype]
 
     def collect(self, part: str) -> Iterator[Held]:

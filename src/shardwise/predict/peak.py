@@ -49,10 +49,13 @@ def backwards(plan: UnitPlan, s: Sizes, parts: list[str], apart: bool = False) -
     for part in parts:
         moments["reduction", part] = saved + stream * (3 if recompute and part.startswith("blocks.") else 1)
         saved += sum(saved_items(plan, s, part).values())
+        moments["begin", part] = saved + stream
         if part == "embedding":
-            moments["backward", part] = _embedding_backward(plan, s)
+            moments["backward", part] = stream + stream_dropout(plan, s)
+            if not apart:
+                moments["backward", part] = max(moments["backward", part], _looked_up(plan, s))
         elif part == "head":
-            logits = s.tokens * s.vocab * s.element
+            logits = 0 if apart else s.tokens * s.vocab * s.element
             moments["backward", part] = saved + max(_column_backward(plan, s), _final_norm_backward(plan, s) - logits)
         else:
             moments["backward", part] = saved + blocks + _recomputed_from_input(plan, s, part, ends)
@@ -60,16 +63,19 @@ def backwards(plan: UnitPlan, s: Sizes, parts: list[str], apart: bool = False) -
 
 
 def inputs(plan: UnitPlan, s: Sizes) -> int:
-    """What the batch brings: int64 vectors of every micro-batch of the step."""
-    model, seen = plan.model, plan.tokens * 8
-    vectors = seen * (3 if model.positions == "rope" else 2)  # ids, targets, positions
-    if model.dropout or model.attention_dropout:
-        vectors += s.stream * 8 if plan.layout.sp else seen
-        vectors += seen if plan.layout.sp and model.attention_dropout else 0
+    """What the rank reads of the batch: int64 vectors of every micro-batch of the step."""
+    model, seen, stream = plan.model, plan.tokens * 8, s.stream * 8
+    embeds, blocks = "embedding" in plan.parts, bool(plan.first_blocks)
+    vectors = seen * (1 + embeds)  # targets, which every rank counts; ids
     if model.positions == "learned":
-        vectors += s.stream * 8
+        vectors += stream * embeds
+    else:
+        vectors += seen * blocks
+    if (model.dropout and (embeds or blocks)) or (model.attention_dropout and blocks):
+        vectors += stream
+        vectors += seen if plan.layout.sp and model.attention_dropout and blocks else 0
     if plan.workload.isolate_documents:
-        vectors += seen
+        vectors += seen * blocks
     return vectors * plan.micro_batches
 
 
@@ -202,14 +208,33 @@ def _head_norms_backward(plan: UnitPlan, s: Sizes) -> int:
     return grads + _norm_backward(s, s.tokens * s.q, plan) - gone
 
 
-def _embedding_backward(plan: UnitPlan, s: Sizes) -> int:
-    """The gradient of the rows looked up, and a copy without the ids that other ranks hold; before, that of dropout."""
-    rows = s.tokens * s.hidden * s.element
-    return max(rows * (2 if plan.layout.tp > 1 else 1), rows + embedding_dropout(plan, s))
+def _looked_up(plan: UnitPlan, s: Sizes) -> int:
+    """The gradient of the rows looked up. Where other ranks hold some of the ids: their mask, the other ids, and a copy
+    of the gradient without them, which under sp is gathered first."""
+    rows, stream = s.tokens * s.hidden * s.element, s.stream * s.hidden * s.element
+    if plan.layout.tp == 1:
+        return rows
+    return 2 * rows + s.tokens * 9 + (stream if plan.layout.sp else 0)
 
 
-def embedding_dropout(plan: UnitPlan, s: Sizes) -> int:
-    """The embedding's dropout, forward or backward: its result, and the hash of its mask."""
+def of_weights(plan: UnitPlan, s: Sizes, part: str) -> int:
+    """What the gradients of `part`'s weights take beyond what was kept for them."""
+    stream = s.stream * s.hidden * s.element
+    if part == "embedding":
+        return _looked_up(plan, s) - stream
+    return (1 if plan.layout.micro == 1 else 2) * s.tokens * s.hidden * s.element if plan.layout.sp else 0
+
+
+def embedding_forward(plan: UnitPlan, s: Sizes) -> int:
+    """Looking up rows: of those that other ranks hold, too, until they are summed; then dropout."""
+    dropped = s.stream * s.hidden * s.element + stream_dropout(plan, s)
+    if plan.layout.tp == 1:
+        return dropped
+    return max(s.tokens * (9 + s.hidden * s.element), _scatter(plan, s) if plan.layout.sp else 0, dropped)
+
+
+def stream_dropout(plan: UnitPlan, s: Sizes) -> int:
+    """Dropout of the residual stream, forward or backward: its result, and the hash of its mask."""
     if not plan.model.dropout:
         return 0
     return s.stream * s.hidden * s.element + _dropout(plan, s.stream * s.hidden)

@@ -8,13 +8,23 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardwise.layout.pipeline import splits_backward
 from shardwise.layout.units import UnitPlan
 from shardwise.predict.activations import Sizes, kept_items, saved_items, saved_mask
-from shardwise.predict.buffers import Held, Walk, When
-from shardwise.predict.peak import backwards, embedding_dropout, inputs, loss, optimizer, saved_inputs, tables
+from shardwise.predict.buffers import Held, State, Walk, When
+from shardwise.predict.peak import (
+    backwards,
+    embedding_forward,
+    inputs,
+    loss,
+    of_weights,
+    optimizer,
+    saved_inputs,
+    stream_dropout,
+    tables,
+)
 from shardwise.report.step_report import DTYPE_BYTES
 
 if TYPE_CHECKING:
@@ -63,7 +73,7 @@ def held_by_actions(plan: UnitPlan) -> Most:
     """Follow the actions of `plan`'s rank through one step."""
     rank = _Rank(plan)
     for action in plan.actions:
-        rank.do(action)
+        rank.follow(action)
     return rank.end()
 
 
@@ -74,11 +84,12 @@ class _Rank:
         self.walk, self.most = Walk(plan), Most()
         self.message = self.s.stream * self.s.hidden * self.s.element
         self.stages = {stage: _Stage.of(plan, self.s, stage) for stage in plan.stages}
-        self.mask = saved_mask(plan, self.s)
+        self.mask, self.tables = saved_mask(plan, self.s), tables(plan, self.s)
         self.lasting = inputs(plan, self.s)
         self.saved = self.kept = self.known = self.messages = 0
         # The gradient that a message brings is one that linear maps keep, unless it is gathered or dropped out first.
         self.keeps_messages = not (plan.layout.sp or plan.model.dropout)
+        self.seen: dict[Any, tuple[int, int, int, int, int, State]] = {}
         self.leaving: set[tuple[int, str]] = set()
         """(peer, kind): the last message there is kept until the next one leaves, where another has to take it."""
         self.attending: Counter[int] = Counter()
@@ -87,7 +98,7 @@ class _Rank:
     @property
     def activations(self) -> int:
         """All that is there between two actions, but for the engine's buffers."""
-        shared = len(self.attending) * (self.mask + tables(self.plan, self.s))
+        shared = len(self.attending) * (self.mask + self.tables)
         return self.lasting + self.saved + self.kept - self.known + shared + self.messages * self.message
 
     def note(self, held: Held, beside: int) -> None:
@@ -100,6 +111,34 @@ class _Rank:
         """A computation has ended."""
         self.most.saved = max(self.most.saved, self.saved + self.kept + len(self.attending) * self.mask)
         self.note(self.walk.now("loss"), self.activations)
+
+    def follow(self, action: Action) -> None:
+        """Do an action; one that finds all as it was at an earlier one of its kind, as in the steady part of a
+        schedule, leaves all as that one did."""
+        if action.kind not in ("F", "I", "W", "B", "OVERLAP_F_B", "REDUCE_GRAD"):
+            self.do(action)
+            return
+        key = tuple((part.kind, part.stage, self.attending[part.micro]) for part in action.leaves()), self.state()
+        if key not in self.seen:
+            self.do(action)
+            self.seen[key] = self.state()
+            return
+        self.saved, self.kept, self.known, self.messages, _, buffers = self.seen[key]
+        self.walk.restore(buffers)
+        for part in action.leaves():
+            if part.kind in ("F", "I", "B"):
+                self.attend(part.stage, part.micro, 1 if part.kind == "F" else -1)
+
+    def state(self) -> tuple[int, int, int, int, int, State]:
+        """All that a computation's bytes depend on, but for which micro-batches are under way."""
+        return self.saved, self.kept, self.known, self.messages, len(self.attending), self.walk.state()
+
+    def attend(self, stage: int, micro: int, by: int) -> None:
+        """A micro-batch has begun or ended on a stage."""
+        if self.stages[stage].attends:
+            self.attending[micro] += by
+            if not self.attending[micro]:
+                del self.attending[micro]
 
     def do(self, action: Action) -> None:
         kind, stage, micro, peer, parts = action
@@ -137,14 +176,14 @@ class _Rank:
         of, last = self.stages[stage], stage + 1 == self.schedule.stages
         self.saved += of.saved
         self.known += of.known
-        if of.attends:
-            self.attending[micro] += 1
+        self.attend(stage, micro, 1)
         # Its input, now among the saved tensors, came by a message or from a stage of this rank.
         self.messages += (not last) - (stage > 0)
         self.note(self.walk.now("loss"), self.activations + (loss(self.s) if last else 0))
-        if stage == 0:
-            before = self.activations - of.saved + of.known
-            self.note(self.walk.now("loss"), before + embedding_dropout(self.plan, self.s))
+        if of.attends:
+            self.note(self.walk.now("loss"), self.activations + stream_dropout(self.plan, self.s))
+        elif stage == 0:
+            self.note(self.walk.now("loss"), self.activations - self.message + embedding_forward(self.plan, self.s))
         self.moment()
 
     def backward(self, stage: int, micro: int, apart: bool) -> None:
@@ -157,16 +196,13 @@ class _Rank:
             twice = self.message if part == of.parts[-1] and not last else 0
             beside = self.activations - of.known - own - twice
             for held in (*self.walk.begin(part), self.walk.now("backward", part)):
-                self.note(held, beside + of.moments["backward", part])
+                self.note(held, beside + of.moments[held.when, part])
             if apart:
                 self.kept += of.kept[part] - (twice if self.keeps_messages else 0)
                 continue
             for held in self.walk.collect(part):
                 self.note(held, beside + of.moments["reduction", part])
-        if of.attends:
-            self.attending[micro] -= 1
-            if not self.attending[micro]:
-                del self.attending[micro]
+        self.attend(stage, micro, -1)
         self.messages += (stage > 0) - (not last)
         if apart and not last and self.keeps_messages:
             self.kept += self.message
@@ -176,7 +212,7 @@ class _Rank:
         of = self.stages[stage]
         for part in reversed(of.parts):
             for held in (*self.walk.begin(part), self.walk.now("backward", part), *self.walk.collect(part)):
-                self.note(held, self.activations)
+                self.note(held, self.activations + of_weights(self.plan, self.s, part))
         self.kept -= sum(of.kept.values())
         self.moment()
 

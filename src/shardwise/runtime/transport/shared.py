@@ -14,6 +14,7 @@ import secrets
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -404,7 +405,8 @@ class Flight:
 
     def _apply(self, source: Array, move: Move, place: Places) -> None:
         if self.accumulator is not None:
-            self.accumulator.add_(torch.from_numpy(source).view(self._dtype))
+            with _unwatched():
+                self.accumulator.add_(torch.from_numpy(source).view(self._dtype))
             return
         new = self._place(move.target, place.new)
         if move.reduce:
@@ -450,6 +452,11 @@ def _let_go(segments: dict[int, Segment], peers: list[Peer]) -> None:
         peer.forget()
 
 
+def _unwatched() -> AbstractContextManager[None]:
+    """Whoever counts this rank's memory must not count what peers share with it."""
+    return torch._C._DisableTorchDispatch()  # type: ignore[no-any-return]
+
+
 def _word(serial: int, offset: int) -> int:
     """Where a rank's memory begins, for its peers: the segment, and a byte of it, which may lie before its start."""
     return serial << 44 | (offset + _BIAS)
@@ -473,8 +480,9 @@ def _combiner(kind: str, dtype: torch.dtype) -> Callable[[Array, Array, Array], 
     combine: Callable[..., object] = torch.maximum if kind == "max" else torch.add
 
     def by_torch(old: Array, source: Array, new: Array) -> None:
-        a, b, out = (torch.from_numpy(array).view(dtype) for array in (old, source, new))
-        combine(a, b, out=out)
+        with _unwatched():
+            a, b, out = (torch.from_numpy(array).view(dtype) for array in (old, source, new))
+            combine(a, b, out=out)
 
     return by_torch
 
