@@ -34,7 +34,8 @@ lint: $(VENV)/.test  ## ruff and mypy
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-figures: $(VENV)/.test  ## draw the README's picture again, and print the table that it quotes
+figures: $(VENV)/.test  ## make docs/claims.md and the README's picture again, and print the table that it quotes
+	@$(BIN)/python docs/claims.py
 	@$(BIN)/python docs/figures.py
 	@$(BIN)/python docs/figures.py --numbers
 

@@ -162,10 +162,11 @@ ESTIMATE += ["--seq", "8192", "--batch", "512", "--json"]
         "import shardwise.runtime.job.launch, shardwise.runtime.config, shardwise.runtime.job.worker",
         COMMAND.format(argv=ESTIMATE),
         COMMAND.format(argv=["estimate", "--params", "7e9", "--zero-table", "1,2,4,8,16", "--json"]),
+        COMMAND.format(argv=["explain", "pretrain_gpt.py --tensor-model-parallel-size 2", "--ranks", "8", "--json"]),
         COMMAND.format(argv=["--help"]),
         "from shardwise.cli.main import main\nassert main(['train', 'gpt2', '--help']) == 0",
     ],
-    ids=["package", "names", "rooms", "launcher", "estimate", "zero-table", "help", "train-help"],
+    ids=["package", "names", "rooms", "launcher", "estimate", "zero-table", "explain", "help", "train-help"],
 )
 def test_nothing_heavy_is_loaded(code):
     assert loaded_by(code) == set()

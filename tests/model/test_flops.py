@@ -10,6 +10,7 @@ from shardwise.model.flops import (
     attention_flops_per_token,
     forward_flops_per_sequence,
     forward_flops_per_token,
+    hardware_flops_per_token,
     matmul_parameters,
     rule_of_thumb,
     training_flops_per_sequence,
@@ -90,3 +91,12 @@ def test_rule_of_thumb_refuses_figures_that_are_none(bad):
 def test_empty_sequence_is_refused():
     with pytest.raises(UserError, match="at least one token"):
         training_flops_per_token(get("gpt2"), 0)
+
+
+def test_recomputation_adds_what_runs_again():
+    model = get("megatron-175b")
+    once, forward = training_flops_per_token(model, 2048), forward_flops_per_token(model, 2048)
+    head = 2 * model.vocab * model.hidden
+    assert hardware_flops_per_token(model, 2048) == once == 3 * forward
+    assert hardware_flops_per_token(model, 2048, "full") == 4 * forward - head
+    assert hardware_flops_per_token(model, 2048, "selective") == once + attention_flops_per_token(model, 2048)

@@ -26,9 +26,10 @@ COMMANDS = {
     "compare": "two step reports against each other, or one run's prediction against its measurement",
     "checkpoint": "inspect, verify, reshard or diff the checkpoints of runs",
     "collective": "algorithms of collectives: show, verify, price",
-    "pipeline": "pipeline schedules: show, verify, simulate, bubble",
+    "pipeline": "pipeline schedules: show, verify, simulate, bubble, run",
     "calibrate": "measure this host: a cluster file for predictions",
     "validate": "predicted against published measurements, source by source",
+    "explain": "what a configuration of vLLM, DeepSpeed, Megatron-LM, torchtitan or accelerate is and does",
     "demo": "the tour: predict, train on four processes, compare, one page",
 }
 

@@ -7,10 +7,13 @@ and the lookup of embeddings are left out, as in the papers that the figures are
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 from shardwise.errors import UserError
 from shardwise.model.config import ModelConfig
 from shardwise.model.parameters import block_kinds, part_parameters
+
+Recompute = Literal["none", "selective", "full"]
 
 
 def matmul_parameters(config: ModelConfig) -> int:
@@ -60,6 +63,20 @@ def training_flops_per_token(config: ModelConfig, seq: int, causal: bool = False
     72 B s l h² (1 + s / 6h + V / 12lh) of Megatron-LM (Narayanan et al. 2021, section 5.1, without recomputation).
     """
     return 3 * forward_flops_per_token(config, seq, causal)
+
+
+def hardware_flops_per_token(config: ModelConfig, seq: int, recompute: Recompute = "none", causal: bool = False) -> int:
+    """FLOPs that the device does for one token of a training step, those of recomputation included. For HFU.
+
+    recompute: "full" runs all blocks forward once more, "selective" the two products of attention (Korthikanti et al.
+    2022, section 5 and appendix A). Divide a hardware utilisation by this over `training_flops_per_token` for MFU.
+    """
+    again = {
+        "none": 0,
+        "selective": attention_flops_per_token(config, seq, causal),
+        "full": forward_flops_per_token(config, seq, causal) - 2 * config.vocab * config.hidden,
+    }[recompute]
+    return training_flops_per_token(config, seq, causal) + again
 
 
 def forward_flops_per_sequence(config: ModelConfig, seq: int, causal: bool = False) -> int:

@@ -15,6 +15,16 @@ Recompute = Literal["none", "selective", "full"]
 STATE_BYTES = 18
 """Of a parameter: weight and gradient in fp16 and fp32, both moments and the master copy (2 + 4 + 12)."""
 
+BLOCK_ITEMS = {
+    "attention": {"input": 2, "queries, keys, values": 6, "projection's input": 2, "dropout mask": 1},
+    "mlp": {"input": 2, "activation's input": 8, "second product's input": 8, "dropout mask": 1},
+    "layernorm": {"first": 2, "second": 2},
+}
+"""What a layer saves beside its attention scores, in bytes for each of its s b h elements (section 4.1): 34 in all."""
+
+SPLIT_ITEMS = ("queries, keys, values", "projection's input", "activation's input", "second product's input")
+"""Those that tensor parallelism splits; sequence parallelism splits the others, too (section 4.2)."""
+
 
 def block_activations(
     model: ModelConfig, micro: int, seq: int, tp: int = 1, sp: bool = False, recompute: Recompute = "none"
@@ -26,7 +36,10 @@ def block_activations(
     if recompute == "full":
         return 2 * unit / (tp if sp else 1)
     core = 0.0 if recompute == "selective" else scores
-    return unit * (34 + core) / tp if sp else unit * (10 + 24 / tp + core / tp)
+    items = [(name, size) for part in BLOCK_ITEMS.values() for name, size in part.items()]
+    split = sum(size for name, size in items if sp or name in SPLIT_ITEMS)
+    whole = sum(size for _, size in items) - split
+    return unit * (whole + split / tp + core / tp)
 
 
 def activation_bytes(

@@ -1,0 +1,84 @@
+"""The page of figures that people quote, with what shardwise computes for each: made by the project itself.
+
+python docs/claims.py   writes docs/claims.md
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import textwrap
+from pathlib import Path
+
+from shardwise.predict.claims import Shown, claims, missing, show, topics
+
+PAGE = Path(__file__).with_name("claims.md")
+WIDTH = 118
+
+HEAD = """\
+# Figures that people quote
+
+The documents that the project started from state {total} figures about splitting large language models. shardwise
+computes every one of them: {same} come out as they are said, {wrong} do not, and then the reason stands here.
+`python docs/claims.py` (or `make figures`) makes this page; a test computes each figure again, holds it against what
+must come out, and fails where the page is stale.
+
+Functions are named with their module. GB = 1e9 bytes, GiB = 2^30, MB = 1e6, MiB = 2^20. NCCL's measured times stand
+beside times of the wire alone where these would mislead.
+"""
+
+COUNTS = "| | figures | as it is said | corrected |\n|---|---:|---:|---:|"
+
+
+def page() -> str:
+    """The page as Markdown."""
+    shown = {title: [show(name) for name in names] for title, names in topics().items()}
+    wrong = sum(claim.verdict == "correct" for claim in claims().values())
+    head = HEAD.format(total=len(claims()), same=len(claims()) - wrong, wrong=wrong)
+    parts = [head.rstrip(), "\n".join([COUNTS, *(_counted(title, found) for title, found in shown.items())])]
+    for title, found in shown.items():
+        parts += [f"## {title}", *map(_entry, found)]
+    if left := missing():
+        parts += ["## Not shown yet", "\n".join(f"- {name}: {_plain(claims()[name].says)}" for name in left)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _counted(title: str, found: list[Shown]) -> str:
+    corrected = sum(one.claim.verdict == "correct" for one in found)
+    return f"| {title} | {len(found)} | {len(found) - corrected} | {corrected} |"
+
+
+def _entry(shown: Shown) -> str:
+    claim = shown.claim
+    lines = [
+        ("Said", _plain(claim.says)),
+        ("Computed", _plain(shown.text)),
+        ("Why", _plain(claim.why)),
+        ("Note", _plain(claim.note)),
+        ("By", ", ".join(f"`{_whole(name)}`" for name in shown.by)),
+    ]
+    items = "\n".join(_wrapped(f"{name}: {text}") for name, text in lines if text)
+    return f"### {claim.id}{' (corrected)' if claim.verdict == 'correct' else ''}\n{items}"
+
+
+def _whole(name: str) -> str:
+    """A command as it is typed, or a function below `shardwise` with its whole name."""
+    return name if name.startswith("shardwise ") else f"shardwise.{name}"
+
+
+def _plain(text: str) -> str:
+    """Text without anything that Markdown would read as markup."""
+    return re.sub(r"([*_~<|])", r"\\\1", text)
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(
+        text, WIDTH, initial_indent="- ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
+
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        sys.exit(__doc__)
+    PAGE.write_text(page(), encoding="utf-8")
+    print(f"wrote {PAGE}")

@@ -1,0 +1,117 @@
+"""What a configuration of another engine is: its layout, in our terms and in words, and what it will do.
+
+CONFIG is a file (DeepSpeed's JSON, torchtitan's TOML, accelerate's or vLLM's YAML, a script with Megatron-LM's or
+vLLM's arguments), or the arguments as one text: shardwise explain "vllm serve MODEL -tp 4". With a model and a cluster
+it says what every GPU holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from shardwise.cli.models import change
+from shardwise.cli.output import print_json, show
+from shardwise.errors import UserError
+
+if TYPE_CHECKING:
+    from shardwise.cli.outlook import Serving, Training
+    from shardwise.cluster import Cluster
+    from shardwise.export import Reading
+    from shardwise.model import ModelConfig
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", nargs="+", metavar="CONFIG", help="a file, or arguments as one text (or after --)")
+    parser.add_argument("--engine", metavar="NAME", help="vllm, deepspeed, megatron, torchtitan or accelerate")
+    parser.add_argument("--ranks", type=int, metavar="N", help="processes, where neither it nor --cluster says")
+    parser.add_argument("--cluster", metavar="TEXT", help="[NODESx]GPUSxDEVICE, such as 8x8xH100, or a TOML file")
+    parser.add_argument("--model", metavar="MODEL", help="a name of the catalog, a config.json, or its folder")
+    parser.add_argument("--set", metavar="FIELD=VALUE,...", action="append", default=[], help="change the model")
+    parser.add_argument("--seq", type=int, metavar="N", help="tokens a sequence, where it does not say")
+    parser.add_argument("--batch", type=int, metavar="N", help="sequences a step, where it does not say")
+    parser.add_argument("--micro", type=int, metavar="N", help="sequences a micro-batch, where it does not say")
+
+
+def run(args: argparse.Namespace) -> int:
+    from shardwise.cluster import Cluster
+    from shardwise.export import read
+    from shardwise.export.words import in_words
+
+    for name in ("ranks", "seq", "batch", "micro"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise UserError(f"--{name} must be a positive integer")
+    cluster = Cluster.parse(args.cluster) if args.cluster else None
+    reading = read(args.config, args.ranks or (cluster.devices if cluster else None), args.engine)
+    reading = _completed(reading, args)
+    model = _model(reading, args)
+    outlook = _outlook(reading, model, cluster)
+    words = in_words(reading.layout, cluster, serves=reading.served is not None)
+    if args.json:
+        data: dict[str, Any] = reading.to_json() | {"words": words, "outlook": outlook.to_json() if outlook else None}
+        print_json(data)
+        return 0
+    ranks = reading.layout.ranks
+    show(f"{reading.engine} on {ranks} GPU{'s' * (ranks > 1)}: {reading.layout}")
+    _list("What it is:", words)
+    _list("It says besides:", reading.facts)
+    _list("Worth knowing:", reading.notes)
+    show("", *(outlook.lines(cluster) if outlook else [_missing(reading, model)]))
+    _list("Changes neither the split nor the memory:", [", ".join(reading.ignored)] if reading.ignored else [])
+    _list("Not known here:", reading.unknown)
+    return 0
+
+
+def _completed(reading: Reading, args: argparse.Namespace) -> Reading:
+    """The reading with what the command line says in its place."""
+    layout = replace(reading.layout, micro=args.micro) if args.micro else reading.layout
+    return replace(reading, layout=layout, seq=args.seq or reading.seq, batch=args.batch or reading.batch)
+
+
+def _model(reading: Reading, args: argparse.Namespace) -> ModelConfig | None:
+    """The model of --model, else the one that the configuration describes, or names as the catalog does.
+
+    Raises `UserError` for a --model that there is not.
+    """
+    from shardwise.model.catalog import catalog, resolve
+
+    if args.model:
+        found = resolve(args.model)
+    elif reading.described:
+        found = reading.described
+    else:
+        name = (reading.model or "").lower().rsplit("/", 1)[-1].removeprefix("meta-")
+        # Release 3.1 of the largest Llama 3 was its first.
+        names = (name, name.replace("llama-3.1-405b", "llama-3-405b"))
+        known = [model for model in catalog().values() if any(f"{n}-".startswith(f"{model.name}-") for n in names)]
+        if not known:
+            return None
+        found = max(known, key=lambda model: len(model.name))
+    # Engines drop attention's probabilities inside their fused kernels, which saves nothing.
+    return change(found, ",".join(args.set)).replace(attention_dropout=0.0)
+
+
+def _outlook(reading: Reading, model: ModelConfig | None, cluster: Cluster | None) -> Training | Serving | None:
+    from shardwise.cli import outlook
+
+    if model is None:
+        return None
+    if reading.served:
+        return outlook.serving(reading, model, cluster)
+    return outlook.training(reading, model, cluster) if reading.seq and reading.batch else None
+
+
+def _missing(reading: Reading, model: ModelConfig | None) -> str:
+    """What it takes to say what it will do."""
+    asked = [] if model else ["--model"]
+    if not reading.served:
+        asked += [option for option, value in (("--seq", reading.seq), ("--batch", reading.batch)) if not value]
+    named = f" (it names {reading.model}, which is not in the catalog)" if reading.model and not model else ""
+    return f"What it will do, {' and '.join(asked)} would tell{named}."
+
+
+def _list(title: str, lines: Sequence[str]) -> None:
+    if lines:
+        show("", title, *(f"  {line}" for line in lines))

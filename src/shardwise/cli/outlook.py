@@ -1,0 +1,148 @@
+"""What a configuration that was read will do with a model: memory and traffic of a step, or what fits a server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from shardwise.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from shardwise.cluster import Cluster
+    from shardwise.export import Reading
+    from shardwise.model import ModelConfig
+    from shardwise.report import StepReport
+
+
+@dataclass(frozen=True)
+class Training:
+    """One step. report: what it holds and moves; None where nothing prices the layout yet, for the reason `why`."""
+
+    model: ModelConfig
+    report: StepReport | None
+    why: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "model": self.model.name,
+            "report": self.report.to_json() if self.report else None,
+            "not_estimated": self.why or None,
+        }
+
+    def lines(self, cluster: Cluster | None) -> list[RenderableType]:
+        """What is printed: tables and texts."""
+        if self.report is None:
+            return [f"What it will do with {self.model.name} is not priced: {self.why}"]
+        from shardwise.report.tables import memory_table
+
+        capacity = cluster.memory_per_device if cluster else None
+        moved = [f"  {line}" for line in _moved(self.report)]
+        return [
+            f"What a step of {self.model.name} takes:",
+            memory_table(self.report, capacity=capacity),
+            *([f"Collectives of rank {self.report.roles[0].ranks[0]} in a step:", *moved] if moved else []),
+            *(f"  {note}" for note in self.report.notes),
+        ]
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What one GPU of a server has room for. weights: bytes; a_token: bytes of its cache for a token; room: bytes that
+    are left for the cache; tokens: that fit there, over the sequences of an engine; None where no cluster tells.
+    length: tokens of the longest sequence. sequences: the most of one iteration."""
+
+    model: ModelConfig
+    weights: float
+    a_token: float
+    room: float | None
+    tokens: int | None
+    length: int | None
+    sequences: int | None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "model": self.model.name,
+            "weight_bytes_per_gpu": self.weights,
+            "cache_bytes_per_token_per_gpu": self.a_token,
+            "cache_bytes_per_gpu": self.room,
+            "cache_tokens": self.tokens,
+            "longest_sequences": self.tokens // self.length if self.tokens is not None and self.length else None,
+        }
+
+    def lines(self, cluster: Cluster | None) -> list[RenderableType]:
+        """What is printed."""
+        from shardwise.report.units import format_bytes
+
+        found = [
+            f"What it will do with {self.model.name}, on each GPU:",
+            f"  {format_bytes(self.weights)} of weights, {format_bytes(self.a_token)} of cache for a token of a "
+            "sequence",
+        ]
+        if self.room is None or self.tokens is None:
+            return [*found, "  how much cache there is room for, --cluster tells"]
+        found.append(
+            f"  {format_bytes(self.room)} left for the cache, workspace and graphs apart: {self.tokens:,} tokens"
+        )
+        if self.length:
+            found.append(f"  at most {self.tokens // self.length:,} sequences of {self.length:,} tokens at a time")
+        if self.sequences:
+            found.append(f"  {self.sequences:,} sequences at a time have {self.tokens // self.sequences:,} tokens each")
+        return [*found]
+
+
+def training(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> Training:
+    """Memory and traffic of a step. Raises `UserError` where the layout does not suit the model, the batch or the
+    cluster."""
+    from shardwise.layout import Workload, check
+    from shardwise.predict import estimate
+
+    assert reading.seq and reading.batch
+    workload = Workload(seq=reading.seq, batch=reading.batch)
+    check(reading.layout, model, workload, cluster.devices if cluster else None)
+    try:
+        return Training(model, estimate(model, reading.layout, workload, cluster))
+    except UserError as error:
+        return Training(model, None, str(error))
+
+
+def serving(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> Serving:
+    """What fits. Raises `UserError` where the heads cannot be split so, and where the weights alone do not fit."""
+    from shardwise.layout import check
+    from shardwise.predict.time.serving import Serving as Stored
+    from shardwise.predict.time.serving import cache_bytes_per_token, weight_bytes
+    from shardwise.report.units import format_bytes
+
+    assert reading.served
+    served, layout = reading.served, reading.layout
+    check(replace(layout, ep=1), model)
+    stored = Stored(served.weights, served.cache, layout.tp, layout.pp)
+    weights, a_token = float(weight_bytes(model, stored)), float(cache_bytes_per_token(model, stored)) / layout.pp
+    length = served.length or model.max_positions
+    memory = cluster.memory_per_device if cluster else None
+    if memory is None:
+        return Serving(model, weights, a_token, None, None, length, served.sequences)
+    room = memory * served.memory - weights
+    if room <= a_token:
+        raise UserError(
+            f"{model.name} does not fit: {format_bytes(weights)} of weights on each GPU, of which {served.memory:.0%} "
+            f"of {format_bytes(memory)} may be used; split it over more GPUs, or store it in fewer bits"
+        )
+    return Serving(model, weights, a_token, room, int(room / a_token), length, served.sequences)
+
+
+def _moved(report: StepReport) -> list[str]:
+    """The collectives of the first role by phase and axes, a line each."""
+    from shardwise.report.units import format_bytes
+
+    sums: dict[tuple[str, str, str], list[int]] = {}
+    for row in report.roles[0].ledger:
+        if row.elements > 1:
+            found = sums.setdefault((row.phase, row.op, row.axes), [0, 0])
+            found[0] += row.count
+            found[1] += row.payload_bytes
+    return [
+        f"{phase}: {count:,} {op.removesuffix('_into')} over {axes}, {format_bytes(payload)} in all"
+        for (phase, op, axes), (count, payload) in sums.items()
+    ]

@@ -1,0 +1,201 @@
+"""DeepSpeed's JSON. Names and defaults: DeepSpeed 0.19, runtime/config.py, constants.py and zero/config.py.
+
+The file does not say on how many processes it runs, which is what its batch equation needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.errors import UserError
+from shardwise.export.reading.fields import Fields
+from shardwise.export.reading.found import Reading
+from shardwise.export.reading.known import Known, known
+from shardwise.layout import Layout
+
+
+def read(data: Mapping[str, Any], ranks: int | None) -> Reading:
+    """What the file says for `ranks` processes. Raises `UserError` where it does not say how many, and where values
+    contradict each other as they would for DeepSpeed."""
+    top = Fields(data, known("deepspeed"))
+    if ranks is None:
+        raise UserError("DeepSpeed's file does not say on how many GPUs it runs: give --ranks N, or --cluster")
+    degrees = _degrees(top, ranks)
+    batches = _batches(top, degrees["dp"])
+    facts: list[str] = []
+    notes: list[str] = []
+    words = (
+        degrees
+        | _zero(top.table("zero_optimization", known("deepspeed", "zero")), facts, notes)
+        | _precision(top, facts, notes)
+    )
+    _clipping(top, notes)
+    _rest(top, words, batches, facts, notes)
+    ignored, unknown = top.left()
+    return Reading(
+        "DeepSpeed",
+        Layout(micro=batches.micro, **words),
+        batch=batches.whole,
+        facts=tuple(facts),
+        notes=tuple(notes),
+        ignored=ignored,
+        unknown=unknown,
+    )
+
+
+def _degrees(top: Fields, ranks: int) -> dict[str, Any]:
+    tensor = top.table("tensor_parallel", known("deepspeed", "tensor"))
+    tp = max(1, tensor.integer("autotp_size", 1, least=0))
+    ulysses = top.integer("sequence_parallel_size", 1)
+    pp = top.table("pipeline", known("deepspeed", "pipeline")).integer("stages", 1)
+    if ranks % (tp * ulysses * pp):
+        raise UserError(
+            f"{ranks} ranks cannot be divided by autotp_size x sequence_parallel_size x stages = {tp * ulysses * pp}"
+        )
+    found: dict[str, Any] = {"dp": ranks // (tp * ulysses * pp), "tp": tp, "pp": pp, "cp": ulysses}
+    return found | ({"cpkind": "ulysses"} if ulysses > 1 else {})
+
+
+@dataclass(frozen=True)
+class _Batches:
+    """Sequences of a step (None where a trainer decides), of a rank's micro-batch, and how many of these a rank
+    accumulates."""
+
+    whole: int | None
+    micro: int
+    steps: int
+
+
+def _batches(top: Fields, world: int) -> _Batches:
+    """DeepSpeed's rules: of three numbers two give the third, of one the others follow."""
+    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    whole, micro, steps = (top.integer(key) if top.given(key) else None for key in keys)
+    if whole is None and micro is None:
+        if any(map(top.automatic, keys[:2])):
+            return _Batches(None, 1, steps or 1)
+        raise UserError(f"one of {keys[0]} and {keys[1]} must be a number, or there is no batch")
+    if micro is None:
+        assert whole is not None
+        micro = whole // world // (steps or 1)
+    steps = steps or (whole // micro // world if whole and micro else 1)
+    whole = whole or micro * steps * world
+    if min(micro, steps) < 1 or whole != micro * steps * world:
+        each = max(1, micro * (steps if top.given(keys[2]) else 1)) * world
+        below, above = whole // each * each, (whole // each + 1) * each
+        nearest = f"{below} or {above}" if below else str(above)
+        raise UserError(
+            f"{keys[0]} = {whole} is not {keys[1]} x {keys[2]} x data-parallel ranks = {micro} x {steps} x {world}; "
+            f"nearest {keys[0]} that is: {nearest}"
+        )
+    return _Batches(whole, micro, steps)
+
+
+def _zero(zero: Fields, facts: list[str], notes: list[str]) -> dict[str, Any]:
+    stage = zero.integer("stage", 0, least=0)
+    if stage > 3:
+        raise UserError(f"{zero.name('stage')} must be 0, 1, 2 or 3, not {stage}")
+    devices = {key: _device(zero, key) for key in ("optimizer", "param")}
+    if devices["param"] != "none" and stage < 3:
+        raise UserError(f"{zero.name('offload_param')} needs stage 3, not stage {stage}")
+    if devices["optimizer"] != "none" and stage == 0:
+        raise UserError(f"{zero.name('offload_optimizer')} needs stage 1, 2 or 3")
+    if devices["param"] != "none":
+        facts.append(f"parameters, too, are kept on {devices['param']} and come to the GPU when they are used")
+    words: dict[str, Any] = {"zero": stage}
+    words |= {"offload": place} if (place := max(devices.values(), key=("none", "cpu", "nvme").index)) != "none" else {}
+    if (mics := zero.integer("mics_shard_size", 0, least=-1)) > 0:
+        words["shard"] = mics
+    if (secondary := zero.integer("zero_hpz_partition_size", 1, least=0)) > 1:
+        words["hpz"] = secondary
+    for key, what in (
+        ("zero_quantized_weights", "weights are gathered in 8 bits (qwZ)"),
+        ("zero_quantized_nontrainable_weights", "frozen weights are kept in 8 bits"),
+        ("zero_quantized_gradients", "gradients are reduced in 4 bits, by all-to-alls (qgZ)"),
+    ):
+        if zero.flag(key):
+            facts.append(what)
+    _stage_3(zero, stage, facts, notes)
+    return words
+
+
+def _device(zero: Fields, key: str) -> str:
+    """Where optimizer state or parameters are kept: "none", "cpu" or "nvme"."""
+    table = zero.table(f"offload_{key}", known("deepspeed", "offload"))
+    device = table.word("device", "none", ("none", "cpu", "nvme")).lower()
+    old = zero.flag("cpu_offload" if key == "optimizer" else "cpu_offload_param")
+    return "cpu" if old and device == "none" else device
+
+
+def _stage_3(zero: Fields, stage: int, facts: list[str], notes: list[str]) -> None:
+    threshold = zero.integer("stage3_param_persistence_threshold", 100_000, least=0)
+    saved = [zero.flag(f"stage3_gather_{bits}_weights_on_model_save") for bits in ("16bit", "fp16")]
+    if stage < 3:
+        return
+    facts.append(f"parameters of fewer than {threshold:,} elements stay whole on every rank")
+    if not any(saved):
+        notes.append(
+            "stage3_gather_16bit_weights_on_model_save is off: save_16bit_model writes nothing, and whole weights need "
+            "zero_to_fp32.py"
+        )
+
+
+def _precision(top: Fields, facts: list[str], notes: list[str]) -> dict[str, Any]:
+    on = {}
+    for name in ("bf16", "fp16"):
+        table = top.table(name, known("deepspeed", "precision"))
+        masters = table.flag(f"{name}_master_weights_and_grads") or table.flag("bf16_optimizer_states")
+        if masters:
+            facts.append(f"{name}: master weights, gradients or moments are kept in 16 bits: less than counted here")
+        on[name] = table.flag("enabled")
+        if table.automatic("enabled"):
+            facts.append(f"{name}.enabled is auto: Hugging Face's trainer decides; taken as off")
+    if on["bf16"] and on["fp16"]:
+        raise UserError("bf16 and fp16 are both enabled; DeepSpeed takes one of them")
+    if top.table("torch_autocast", Known(frozenset({"dtype", "lower_precision_safe_modules"}), ())).flag("enabled"):
+        facts.append("torch_autocast: fp32 weights are cast in every operation, and the casts are saved for backward")
+    accumulated = top.table("data_types", Known(frozenset(), ("param_", "buffer_", "keep_"))).word("grad_accum_dtype")
+    if not any(on.values()):
+        return {"precision": "fp32"}
+    if on["fp16"]:
+        facts.append(
+            "fp16: 2 bytes as bf16; the loss scale is dynamic unless it is given, and steps that overflow are skipped"
+        )
+    if accumulated.lower() in ("fp32", "float32", "float"):
+        return {"grads": "fp32"}
+    if on["bf16"]:
+        notes.append(
+            "gradients of several micro-batches are added in bf16 unless data_types.grad_accum_dtype is fp32 (which "
+            "adds 2 bytes a parameter)"
+        )
+    return {}
+
+
+def _clipping(top: Fields, notes: list[str]) -> None:
+    clip = top.number("gradient_clipping", -1.0)
+    if clip < 0:
+        notes.append(
+            "gradient_clipping is not given: DeepSpeed 0.19 then clips the gradient norm at 1.0, versions before did "
+            "not clip; write 0.0 or a norm"
+        )
+
+
+def _rest(top: Fields, words: Mapping[str, Any], batches: _Batches, facts: list[str], notes: list[str]) -> None:
+    if top.given("activation_checkpointing"):
+        facts.append("activation_checkpointing says how, not whether: what is recomputed stands in the model's code")
+    if top.given("compile"):
+        facts.append("compile: the model is compiled as a whole")
+    if top.given("compression_training") or top.given("sparse_attention"):
+        facts.append("compression_training and sparse_attention change what is computed; they are not counted")
+    if batches.whole is None:
+        facts.append("the batch is auto: Hugging Face's trainer decides; --batch and --micro say it here")
+    if batches.steps > 1:
+        facts.append(f"{batches.steps} micro-batches are accumulated in a step")
+        if words["zero"] >= 2:
+            notes.append(
+                f"stage {words['zero']} reduces the gradients of each of the {batches.steps} micro-batches; stage 1 "
+                "would reduce them once"
+            )
+    if words["pp"] > 1 and words["zero"] >= 2:
+        raise UserError(f"DeepSpeed's pipeline works with ZeRO stages 0 and 1, not {words['zero']}")

@@ -1,0 +1,140 @@
+"""`Fields`: the keys of a configuration, taken one by one; what is left is either harmless or not known."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from shardwise.errors import UserError
+from shardwise.export.reading.known import Known
+
+NOTHING = ("", "auto")
+"""Words that say nothing: Hugging Face's trainer fills in what is "auto"."""
+
+NO_KEYS = Known(frozenset(), ())
+
+
+class Fields:
+    """One table. harmless: keys that change no layout and no memory. where: the table's name in messages. shown: how a
+    key is written."""
+
+    def __init__(
+        self,
+        table: Mapping[str, Any],
+        harmless: Known = NO_KEYS,
+        where: str = "",
+        shown: Callable[[str], str] = str,
+    ) -> None:
+        self._table = dict(table)
+        self._where = where
+        self._harmless = harmless
+        self._shown = shown
+        self._taken: set[str] = set()
+        self._inner: list[Fields] = []
+
+    def name(self, key: str) -> str:
+        """A key as its user wrote it."""
+        return f"{self._where}{self._shown(key)}"
+
+    def given(self, key: str) -> bool:
+        """Whether there is a value; an empty one and "auto" are none."""
+        self._taken.add(key)
+        value = self._table.get(key)
+        return value is not None and not (isinstance(value, str) and value.lower() in NOTHING)
+
+    def automatic(self, key: str) -> bool:
+        """Whether the value is left to a trainer that is not here."""
+        return self._table.get(key) == "auto"
+
+    def integer(self, key: str, default: int = 0, least: int = 1) -> int:
+        """A number without a fraction, `default` where none is given. Raises `UserError` for another value, or less
+        than `least`."""
+        if not self.given(key):
+            return default
+        value = self._table[key]
+        try:
+            # bool is an int to Python; 5e8 is how people write large ones.
+            number = int(float(value)) if not isinstance(value, bool) and float(value) == int(float(value)) else None
+        except (TypeError, ValueError, OverflowError):
+            number = None
+        if isinstance(value, str) and value.startswith("$"):
+            raise UserError(f"{self.name(key)} is {value}, a variable that nothing here sets: write its value")
+        if number is None or number < least:
+            raise UserError(f"{self.name(key)} must be an integer of at least {least}, not {_told(value)}")
+        return number
+
+    def number(self, key: str, default: float = 0.0) -> float:
+        """A finite number. Raises `UserError` for another value."""
+        if not self.given(key):
+            return default
+        try:
+            value = float(self._table[key])
+        except (TypeError, ValueError):
+            value = float("nan")
+        if not abs(value) < float("inf") or isinstance(self._table[key], bool):
+            raise UserError(f"{self.name(key)} must be a number, not {_told(self._table[key])}")
+        return value
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """True or false. Raises `UserError` for another value."""
+        if not self.given(key):
+            return default
+        value = self._table[key]
+        word = "" if isinstance(value, Mapping | list) else str(value).lower()
+        if word not in ("true", "false", "yes", "no", "1", "0"):
+            raise UserError(f"{self.name(key)} must be true or false, not {_told(value)}")
+        return word in ("true", "yes", "1")
+
+    def word(self, key: str, default: str = "", choices: Iterable[str] = ()) -> str:
+        """A text; several words of a command line are one. Raises `UserError` for another value, and with the nearest
+        choice where there are choices and it is none of them."""
+        if not self.given(key):
+            return default
+        known = {choice.lower(): choice for choice in choices}
+        value = self._table[key]
+        if isinstance(value, list) and all(isinstance(word, str) for word in value):
+            value = " ".join(value)
+        if isinstance(value, Mapping | list):
+            raise UserError(f"{self.name(key)} must be a text, not {_told(value)}")
+        # YAML reads a bare no as false.
+        value = "no" if value is False and "no" in known else str(value)
+        if known and value.lower() not in known:
+            near = difflib.get_close_matches(value.lower(), known, n=1)
+            hint = f"did you mean {known[near[0]]}?" if near else f"choices: {', '.join(known.values())}"
+            raise UserError(f"{self.name(key)}={value} is unknown; {hint}")
+        return value
+
+    def table(self, key: str, harmless: Known = NO_KEYS) -> Fields:
+        """The table under a key, empty where there is none. Raises `UserError` where something else is there."""
+        value = self._table.get(key) if self.given(key) else {}
+        if not isinstance(value, Mapping):
+            raise UserError(f"{self.name(key)} must be a table, not {_told(value)}")
+        inner = Fields(value, harmless, f"{self.name(key)}.")
+        self._inner.append(inner)
+        return inner
+
+    def left(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """(ignored, unknown) keys of this table and of those in it."""
+        ignored, unknown = [], []
+        for key in self._table:
+            if key in self._taken:
+                continue
+            if key in self._harmless.keys or key.startswith(self._harmless.prefixes):
+                ignored.append(self.name(key))
+            else:
+                unknown.append(f"{self.name(key)}{self._nearest(key)}")
+        for inner in self._inner:
+            more = inner.left()
+            ignored += more[0]
+            unknown += more[1]
+        return tuple(ignored), tuple(unknown)
+
+    def _nearest(self, key: str) -> str:
+        near = difflib.get_close_matches(key, self._taken | self._harmless.keys, n=1, cutoff=0.75)
+        return f" (did you mean {self._shown(near[0])}?)" if near else ""
+
+
+def _told(value: Any) -> str:
+    """A value in a message: tables and lists may be long, and YAML's may hold themselves."""
+    return "a table" if isinstance(value, Mapping) else "a list" if isinstance(value, list) else repr(value)[:80]

@@ -1,0 +1,51 @@
+"""`Reading`: what a configuration of another engine says, in our terms."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shardwise.layout import Layout
+from shardwise.model import ModelConfig
+
+
+@dataclass(frozen=True)
+class Served:
+    """The numbers of a server. weights, cache: torch's names of the types that are stored; length: tokens of the
+    longest sequence; sequences, tokens: the most of one iteration; memory: share of a device's memory that it may use.
+    None: the configuration does not say."""
+
+    weights: str = "bfloat16"
+    cache: str = "bfloat16"
+    length: int | None = None
+    sequences: int | None = None
+    tokens: int | None = None
+    memory: float = 0.9
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One configuration.
+
+    seq, batch: tokens of a sequence, sequences of a step over all ranks; None where it does not say. model: what it
+    calls the model; described: the model itself, where its arguments say enough. served: of an engine that serves.
+    facts: what it says that a layout has no word for, a sentence each; notes: what people trip over. ignored: keys that
+    change neither how it is split nor what it holds; unknown: keys that are not known here, with the nearest that are.
+    """
+
+    engine: str
+    layout: Layout
+    seq: int | None = None
+    batch: int | None = None
+    model: str | None = None
+    described: ModelConfig | None = None
+    served: Served | None = None
+    facts: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dictionary, without what is not said."""
+        data = asdict(self) | {"layout": str(self.layout), "ranks": self.layout.ranks}
+        return {name: value for name, value in data.items() if value is not None}

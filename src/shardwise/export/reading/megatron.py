@@ -1,0 +1,202 @@
+"""Megatron-LM's arguments. Names, defaults and checks: NVIDIA/Megatron-LM, megatron/training/arguments.py and config/.
+
+The number of processes stands in torchrun's arguments, if they are there, or is given.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardwise.errors import UserError
+from shardwise.export.reading.arguments import dashed, launched_ranks, parse
+from shardwise.export.reading.fields import Fields
+from shardwise.export.reading.found import Reading
+from shardwise.export.reading.known import Known, known
+from shardwise.export.reading.megatron_model import described
+from shardwise.layout import Layout
+
+
+def read(words: list[str], ranks: int | None) -> Reading:
+    """What the arguments say. Raises `UserError` where nothing says how many processes there are, and for values that
+    Megatron-LM refuses, too."""
+    arguments = parse(words, {}, known("megatron", "alone").keys)
+    harmless = known("megatron")
+    harmless = Known(harmless.keys | known("torchrun").keys, harmless.prefixes)
+    fields = Fields(arguments.flags, harmless, shown=dashed)
+    ranks = ranks or launched_ranks(arguments.flags)
+    if ranks is None:
+        raise UserError("the arguments do not say on how many GPUs this runs: give --ranks N, or --cluster")
+    facts: list[str] = []
+    notes: list[str] = []
+    found = _degrees(fields, ranks, notes) | _experts(fields)
+    found |= _pipeline(fields, found["pp"], facts) | _sharding(fields, facts, notes)
+    found |= _precision(fields, facts) | _recompute(fields, facts) | _cpu(fields, facts)
+    layout = Layout(**found)
+    batch = _batch(fields, layout)
+    seq = fields.integer("seq_length") or None
+    model = described(fields, layout.tp, facts)
+    if not fields.given("global_batch_size"):
+        facts.append(f"--global-batch-size is not given: micro-batch x data-parallel ranks = {batch}, no accumulation")
+    ignored, unknown = fields.left()
+    return Reading(
+        "Megatron-LM",
+        layout,
+        seq=seq,
+        batch=batch,
+        described=model,
+        facts=tuple(facts),
+        notes=tuple(notes),
+        ignored=ignored,
+        unknown=unknown,
+    )
+
+
+def _batch(fields: Fields, layout: Layout) -> int:
+    """Sequences of a step. Raises `UserError` where they are no whole micro-batches on every rank."""
+    each = layout.micro * layout.dp
+    batch = fields.integer("global_batch_size", each)
+    if batch % each:
+        below, above = batch // each * each, (batch // each + 1) * each
+        raise UserError(
+            f"--global-batch-size {batch} is no multiple of micro-batch x data-parallel ranks = {layout.micro} x "
+            f"{layout.dp}; nearest: {f'{below} or {above}' if below else above}"
+        )
+    return batch
+
+
+def _degrees(fields: Fields, ranks: int, notes: list[str]) -> dict[str, Any]:
+    tp, pp, cp = (fields.integer(f"{name}_parallel_size", 1) for name in ("tensor_model", "pipeline_model", "context"))
+    if ranks % (tp * pp * cp):
+        raise UserError(f"{ranks} ranks cannot be divided by tensor x pipeline x context parallel = {tp * pp * cp}")
+    found: dict[str, Any] = {"dp": ranks // (tp * pp * cp), "tp": tp, "pp": pp, "cp": cp}
+    found["micro"] = fields.integer("micro_batch_size", 1)
+    if fields.word("cp_comm_type", "p2p") == "a2a" and cp > 1:
+        found["cpkind"] = "ulysses"
+    if fields.flag("use_tp_pp_dp_mapping"):
+        found["order"] = "dp-pp-cp-tp"
+    sequence = fields.flag("sequence_parallel")
+    if sequence and tp == 1:
+        notes.append("--sequence-parallel does nothing without tensor parallelism; Megatron-LM switches it off")
+    elif not sequence and tp > 1:
+        notes.append(
+            "without --sequence-parallel the norms' and dropouts' activations are whole on every tensor-parallel rank"
+        )
+    return found | ({"sp": True} if sequence and tp > 1 else {})
+
+
+def _experts(fields: Fields) -> dict[str, Any]:
+    found = {"ep": fields.integer("expert_model_parallel_size", 1)}
+    if fields.given("expert_tensor_parallel_size"):
+        found["etp"] = fields.integer("expert_tensor_parallel_size", 1)
+    return found
+
+
+def _pipeline(fields: Fields, pp: int, facts: list[str]) -> dict[str, Any]:
+    """Virtual stages, and stages of different size."""
+    each = fields.integer("num_layers_per_virtual_pipeline_stage")
+    virtual = fields.integer("num_virtual_stages_per_pipeline_rank", 1)
+    layers = fields.integer("num_layers")
+    if fields.given("pipeline_model_parallel_layout"):
+        facts.append(f"--pipeline-model-parallel-layout {fields.word('pipeline_model_parallel_layout')}: taken as even")
+    if each:
+        if not layers:
+            raise UserError("--num-layers-per-virtual-pipeline-stage needs --num-layers")
+        if layers % (pp * each):
+            raise UserError(f"--num-layers {layers} is not a multiple of {pp} stages x {each} layers a virtual stage")
+        virtual = layers // (pp * each)
+    ends = [fields.integer(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last")]
+    words: dict[str, Any] = {"virtual": virtual, "schedule": "interleaved"} if virtual > 1 and pp > 1 else {}
+    if any(ends) and layers and pp > 1:
+        words["stages"] = _uneven(layers, pp * max(1, virtual if pp > 1 else 1), *ends)
+    return words
+
+
+def _uneven(layers: int, stages: int, first: int, last: int) -> tuple[int, ...]:
+    """Layers of each stage where the first or the last has a number of its own. Raises `UserError` where the rest
+    cannot be divided."""
+    middle = stages - bool(first) - bool(last)
+    rest = layers - first - last
+    if middle < 1 or rest < middle or rest % middle:
+        raise UserError(f"{rest} layers between the first and the last stage cannot be divided by {middle} stages")
+    return (*([first] if first else []), *[rest // middle] * middle, *([last] if last else []))
+
+
+def _sharding(fields: Fields, facts: list[str], notes: list[str]) -> dict[str, Any]:
+    strategies = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+    distributed = fields.flag("use_distributed_optimizer")
+    fsdp = fields.flag("use_megatron_fsdp") or fields.flag("use_custom_fsdp")
+    strategy = fields.word("data_parallel_sharding_strategy", "optim_grads_params", strategies)
+    instances = fields.integer("num_distributed_optimizer_instances", 1)
+    if instances > 1:
+        facts.append(f"{instances} instances of the distributed optimizer: each shards over that part of the ranks")
+    if fields.flag("use_torch_fsdp2"):
+        keeps = fields.flag("torch_fsdp2_no_reshard_after_forward")
+        return {"zero": 2 if keeps else 3}
+    if fsdp:
+        return {"zero": strategies[strategy.lower()]}
+    if fields.given("data_parallel_sharding_strategy"):
+        notes.append("--data-parallel-sharding-strategy counts with --use-megatron-fsdp alone; it is not there")
+    if distributed:
+        notes.append(
+            "--use-distributed-optimizer is ZeRO-1: optimizer state and master weights are sharded, parameters and "
+            "gradients are whole"
+        )
+        return {"zero": 1}
+    notes.append("without --use-distributed-optimizer every data-parallel rank keeps the whole optimizer state")
+    return {}
+
+
+def _precision(fields: Fields, facts: list[str]) -> dict[str, Any]:
+    bf16, fp16 = fields.flag("bf16"), fields.flag("fp16")
+    if bf16 and fp16:
+        raise UserError("--bf16 and --fp16 are both given; Megatron-LM takes one of them")
+    for key in ("fp8_format", "fp8_recipe", "fp8_param_gather", "fp4_format"):
+        if fields.given(key):
+            facts.append(
+                f"{dashed(key)}: matrix products in narrow types; weights and activations count as 16 bits here"
+            )
+    precise = fields.flag("use_precision_aware_optimizer")
+    main, reduced = fields.word("main_grads_dtype", "fp32"), fields.flag("grad_reduce_in_bf16")
+    fields.given("accumulate_allreduce_grads_in_fp32")
+    moments = [fields.word(key, "fp32") for key in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")]
+    if precise and any(dtype != "fp32" for dtype in moments):
+        facts.append(f"optimizer state in {' / '.join(moments)} (master, first, second moment): less than counted here")
+    if not (bf16 or fp16):
+        return {"precision": "fp32"}
+    if fp16:
+        facts.append("fp16: 2 bytes as bf16; steps whose loss scale overflows are skipped")
+    narrow = reduced or (precise and main == "bf16") or (fp16 and not fields.flag("accumulate_allreduce_grads_in_fp32"))
+    return {} if narrow else {"grads": "fp32"}
+
+
+def _recompute(fields: Fields, facts: list[str]) -> dict[str, Any]:
+    granularity = fields.word("recompute_granularity", "", ("full", "selective"))
+    if fields.flag("recompute_activations"):
+        granularity = granularity or "selective"
+    method = fields.word("recompute_method", "", ("uniform", "block"))
+    layers = fields.integer("recompute_num_layers", 1)
+    modules = fields.word("recompute_modules", "core_attn")
+    if fields.flag("distribute_saved_activations"):
+        facts.append("--distribute-saved-activations: blocks' inputs are split over tensor-parallel ranks")
+    if granularity == "full":
+        if not method:
+            raise UserError("--recompute-granularity full needs --recompute-method uniform or block")
+        if method == "block":
+            facts.append(f"only {layers} layers a stage are recomputed; counted as all: the estimate is too low")
+        elif layers > 1:
+            facts.append(f"{layers} layers together keep one input; counted as one each: the estimate is too high")
+        return {"recompute": "full"}
+    if granularity == "selective":
+        if modules != "core_attn":
+            facts.append(f"--recompute-modules {modules}: of these, attention's core alone is counted")
+        return {"recompute": "selective"}
+    return {}
+
+
+def _cpu(fields: Fields, facts: list[str]) -> dict[str, Any]:
+    share = fields.number("optimizer_offload_fraction", 1.0)
+    if not fields.flag("optimizer_cpu_offload"):
+        return {}
+    if share < 1:
+        facts.append(f"{share:.0%} of the optimizer state is offloaded; counted as all of it")
+    return {"offload": "cpu"}

@@ -1,0 +1,78 @@
+"""A layout in words: what is split over how many ranks, and which of its groups stay inside a node."""
+
+from __future__ import annotations
+
+from shardwise.cluster import Cluster
+from shardwise.layout import Grid, Layout
+
+_SHARDED = {
+    1: "optimizer state is sharded",
+    2: "gradients and optimizer state are sharded",
+    3: "parameters, gradients and optimizer state are sharded",
+}
+
+
+def in_words(layout: Layout, cluster: Cluster | None = None, serves: bool = False) -> list[str]:
+    """One line for each way in which the layout splits or saves. cluster: says what crosses nodes. serves: replicas
+    answer requests of their own, and nothing is accumulated."""
+    lines = [_data(layout, cluster, serves)]
+    if layout.tp > 1:
+        sequence = ", with sequence parallelism" if layout.sp else ""
+        lines.append(f"{layout.tp}-way tensor parallel{_place(layout, 'tp', cluster)}{sequence}")
+    if layout.pp > 1:
+        chunks = f", {layout.virtual} chunks a rank" if layout.virtual > 1 else ""
+        schedule = "" if serves else f", {layout.schedule}"
+        lines.append(f"{layout.pp} pipeline stages{schedule}{chunks}{_place(layout, 'pp', cluster)}")
+    if layout.cp > 1:
+        kind = "Ulysses" if layout.cpkind == "ulysses" else "ring"
+        lines.append(f"{layout.cp}-way context parallel ({kind}){_place(layout, 'cp', cluster)}")
+    if layout.ep > 1:
+        lines.append(f"{layout.ep}-way expert parallel")
+    if not serves:
+        lines += _numbers(layout)
+    return [line for line in lines if line]
+
+
+def _data(layout: Layout, cluster: Cluster | None, serves: bool) -> str:
+    data = layout.data_ranks
+    if serves:
+        return f"{layout.dp} replicas" if layout.dp > 1 else "one engine"
+    if data == 1:
+        return "no data parallelism: one copy of the model"
+    if not layout.stage:
+        return f"plain data parallel over {data} ranks: every rank keeps everything{_place(layout, 'data', cluster)}"
+    place = _place(layout, "shard", cluster)
+    line = f"ZeRO-{layout.stage} over {layout.shard_ranks} ranks: {_SHARDED[layout.stage]}{place}"
+    if layout.replicate_ranks > 1:
+        line += f"; {layout.replicate_ranks} such groups sum their gradients (HSDP)"
+    if layout.hpz > 1:
+        line += f"; backward gathers from a second copy over {layout.hpz} ranks"
+    return line
+
+
+def _numbers(layout: Layout) -> list[str]:
+    """Micro-batch, precision, recomputation, offload."""
+    gradients = {"bf16": "bf16 gradients", "fp32": "fp32 gradients"}[layout.grads]
+    precision = f"{layout.precision} with {gradients}" if layout.precision == "bf16" else layout.precision
+    lines = [f"micro-batches of {layout.micro} sequence{'s' * (layout.micro > 1)}, {precision}"]
+    if layout.recompute != "none":
+        what = {
+            "selective": "attention's core",
+            "full": "every block",
+            "input": "all blocks from the first one's input",
+        }
+        lines.append(f"recomputes {what[layout.recompute]} in backward")
+    if layout.offload != "none":
+        lines.append(f"optimizer state on {'NVMe' if layout.offload == 'nvme' else 'the CPU'}")
+    if layout.compile != "off":
+        lines.append("blocks are compiled")
+    return lines
+
+
+def _place(layout: Layout, axis: str, cluster: Cluster | None) -> str:
+    """Whether the groups of an axis stay inside a node; nothing where no cluster tells, or there is one node."""
+    if cluster is None or cluster.nodes == 1 or layout.ranks > cluster.devices:
+        return ""
+    group = Grid(layout).group(axis, 0)
+    nodes = len({rank // cluster.devices_per_node for rank in group})
+    return " inside a node" if nodes == 1 else f" across {nodes} nodes"

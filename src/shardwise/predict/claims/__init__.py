@@ -1,0 +1,25 @@
+"""Figures that people quote about splitting models, each computed here by a public function of shardwise.
+
+`claims()` is the table, `show` one computed figure; `docs/claims.md` is made from them.
+"""
+
+from shardwise.predict.claims import activations, collectives, compute, pipelines, serving, states
+from shardwise.predict.claims.showing import Samples, Shown, computed_by, missing, show, topics
+from shardwise.predict.claims.table import Claim, claims
+
+__all__ = [
+    "Claim",
+    "Samples",
+    "Shown",
+    "activations",
+    "claims",
+    "collectives",
+    "compute",
+    "computed_by",
+    "missing",
+    "pipelines",
+    "serving",
+    "show",
+    "states",
+    "topics",
+]

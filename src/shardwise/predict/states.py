@@ -1,0 +1,65 @@
+"""What mixed-precision training keeps for every parameter, and the questions that this alone answers.
+
+Activations, buffers and fragmentation come on top: `estimate` counts them for a layout.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from shardwise.errors import UserError
+from shardwise.predict.memory import OPTIMIZER_BYTES
+from shardwise.report.step_report import DTYPE_BYTES
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes of weights, gradients and optimizer state."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.gradients + self.optimizer
+
+
+def training_states(
+    params: float,
+    stage: int = 0,
+    ranks: int = 1,
+    gradient_bytes: int = DTYPE_BYTES["bfloat16"],
+    optimizer_bytes: int = OPTIMIZER_BYTES["bf16"],
+) -> States:
+    """Bytes on each of `ranks` data-parallel ranks at a ZeRO stage, with 2 bytes a weight.
+
+    gradient_bytes: of a gradient, 2 or 4. optimizer_bytes: of AdamW's state, 12 with an fp32 master weight and two fp32
+    moments. Source: Rajbhandari et al. 2020, section 3.1 and figure 1. Raises `UserError` for figures that are not
+    positive, and stages that there are not.
+    """
+    if not 0 < params < math.inf or ranks < 1:
+        raise UserError(f"parameters and ranks must be positive and finite, not {params!r} and {ranks!r}")
+    if stage not in (0, 1, 2, 3):
+        raise UserError(f"ZeRO has the stages 0 to 3, not {stage!r}")
+    return States(
+        params * DTYPE_BYTES["bfloat16"] / (ranks if stage >= 3 else 1),
+        params * gradient_bytes / (ranks if stage >= 2 else 1),
+        params * optimizer_bytes / (ranks if stage >= 1 else 1),
+    )
+
+
+def largest_model(device_bytes: float, stage: int = 0, ranks: int = 1) -> float:
+    """Parameters whose `training_states` fill `device_bytes` bytes of each device. Raises `UserError` as that does."""
+    return device_bytes / training_states(1.0, stage, ranks).total
+
+
+def least_devices(params: float, device_bytes: float) -> int:
+    """Devices of `device_bytes` bytes that hold all `training_states` of a model once, split evenly (stage 3).
+
+    Raises `UserError` for figures that are not positive.
+    """
+    if not device_bytes > 0:
+        raise UserError(f"a device's bytes must be positive, not {device_bytes!r}")
+    return math.ceil(training_states(params).total / device_bytes)

@@ -1,0 +1,126 @@
+"""`shardwise explain`: what is printed, the JSON, and what is refused."""
+
+import json
+
+import pytest
+
+from shardwise.cli.main import main
+
+DEEPSPEED = {
+    "train_batch_size": 512,
+    "train_micro_batch_size_per_gpu": 2,
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 3, "overlap_comm": True, "stage3_param_persistance_threshold": 1e6},
+}
+MEGATRON = (
+    "torchrun --nproc-per-node 8 pretrain_gpt.py --tensor-model-parallel-size 4 --num-layers 24 --hidden-size 1024 "
+    "--num-attention-heads 16 --vocab-size 50257 --seq-length 1024 --max-position-embeddings 1024 --micro-batch-size 2 "
+    "--global-batch-size 16 --bf16 --use-distributed-optimizer"
+)
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(DEEPSPEED))
+    return str(path)
+
+
+def test_everything_is_said(config, capsys):
+    assert main(["explain", config, "--cluster", "8x8xH100", "--model", "llama-3-8b", "--seq", "4096"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "DeepSpeed on 64 GPUs: dp=64,zero=3,micro=2" in out
+    assert "ZeRO-3 over 64 ranks: parameters, gradients and optimizer state are sharded across 8 nodes" in out
+    assert "gradient_clipping is not given" in out
+    assert "What a step of llama-3-8b takes" in out and "optimizer state" in out and "all_gather over dp" in out
+    assert "zero_optimization.overlap_comm" in out
+    assert "(did you mean stage3_param_persistence_threshold?)" in out
+
+
+def test_the_estimate_is_the_project_s(config, capsys):
+    from shardwise import Cluster, Layout, Workload, estimate
+    from shardwise.model.catalog import get
+
+    asked = ["explain", config, "--cluster", "8x8xH100", "--model", "llama-3-8b", "--seq", "4096", "--json"]
+    assert main(asked) == 0
+    found = json.loads(capsys.readouterr().out)
+    report = estimate(get("llama-3-8b"), Layout.parse(found["layout"]), Workload(4096, 512), Cluster.parse("8x8xH100"))
+    assert found["outlook"]["report"]["roles"] == json.loads(json.dumps(report.to_json()["roles"]))
+    assert found["batch"] == 512 and found["ranks"] == 64 and found["outlook"]["not_estimated"] is None
+
+
+def test_without_a_model_it_says_what_it_would_take(config, capsys):
+    assert main(["explain", config, "--ranks", "64"]) == 0
+    assert "What it will do, --model and --seq would tell." in capsys.readouterr().out
+
+
+def test_the_model_of_the_arguments(capsys):
+    assert main(["explain", MEGATRON]) == 0
+    out = capsys.readouterr().out
+    assert "Megatron-LM on 8 GPUs: dp=2,tp=4,zero=1,micro=2,grads=fp32" in out and "the model of these arguments" in out
+
+
+def test_words_after_two_dashes(capsys):
+    assert (
+        main(["explain", "--cluster", "8xH100", "--", "vllm", "serve", "meta-llama/Llama-3.1-70B-Instruct", "-tp", "8"])
+        == 0
+    )
+    out = capsys.readouterr().out
+    assert "vLLM on 8 GPUs: tp=8" in out and "llama-3.1-70b" in out and "of weights" in out
+
+
+def test_what_fits_a_server(capsys):
+    asked = ["explain", "vllm serve meta-llama/Llama-3.1-70B -tp 4 --max-model-len 8192 --kv-cache-dtype fp8"]
+    assert main([*asked, "--cluster", "4xH100", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["outlook"]
+    # 8 key/value heads of 128 in 80 layers, keys and values of a byte each, over 4 GPUs.
+    assert found["cache_bytes_per_token_per_gpu"] == 2 * 80 * 8 * 128 / 4
+    assert found["weight_bytes_per_gpu"] == 2 * 70_553_706_496 / 4
+    memory = 81089 * 2**20
+    assert found["cache_tokens"] == int((0.9 * memory - found["weight_bytes_per_gpu"]) / 40960)
+    assert found["model"] == "llama-3.1-70b" and found["longest_sequences"] == found["cache_tokens"] // 8192
+
+
+def test_the_batch_of_the_command_line_comes_first(config, capsys):
+    asked = [
+        "explain",
+        config,
+        "--ranks",
+        "64",
+        "--model",
+        "llama-3-8b",
+        "--seq",
+        "2048",
+        "--batch",
+        "128",
+        "--micro",
+        "1",
+    ]
+    assert main([*asked, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["layout"], found["batch"], found["seq"]) == ("dp=64,zero=3", 128, 2048)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["none.json"], "cannot read none.json"),
+        (["CONFIG"], "give --ranks N, or --cluster"),
+        (["CONFIG", "--ranks", "48"], "nearest train_batch_size that is: 480 or 576"),
+        (["CONFIG", "--ranks", "0"], "--ranks must be a positive integer"),
+        (["CONFIG", "--engine", "vlm"], "no engine 'vlm'; there are vllm"),
+        (["CONFIG", "--cluster", "8x8xH10"], "did you mean"),
+        (["CONFIG", "--ranks", "64", "--model", "llama"], "no model 'llama'"),
+        (
+            ["CONFIG", "--cluster", "8x8xH100", "--model", "llama-3-8b", "--seq", "64", "--batch", "100"],
+            "nearest that can",
+        ),
+        (["vllm serve meta-llama/Llama-3.1-405B -tp 8", "--cluster", "8xH100"], "does not fit"),
+        (["vllm serve Qwen/Qwen3-8B -tp 3"], "tp=3 does not suit qwen3-8b"),
+        (["vllm serve x -tp 16", "--cluster", "8xH100"], "16 GPUs, but there are 8"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_2(config, capsys, arguments, line):
+    assert main(["explain", *(config if word == "CONFIG" else word for word in arguments)]) == 2
+    error = capsys.readouterr().err
+    assert line in error and error.count("\n") == 1

@@ -1,0 +1,186 @@
+"""accelerate's YAML: FSDP of both versions, DeepSpeed, Megatron-LM, plain data parallel."""
+
+import json
+
+import pytest
+
+from shardwise.errors import UserError
+from shardwise.export import read
+
+COMMON = {
+    "compute_environment": "LOCAL_MACHINE",
+    "debug": False,
+    "distributed_type": "FSDP",
+    "machine_rank": 0,
+    "main_training_function": "main",
+    "mixed_precision": "bf16",
+    "num_machines": 2,
+    "num_processes": 16,
+    "rdzv_backend": "static",
+    "tpu_env": [],
+    "use_cpu": False,
+}
+FSDP2 = {
+    "fsdp_version": 2,
+    "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "fsdp_reshard_after_forward": True,
+    "fsdp_offload_params": False,
+    "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+}
+
+
+@pytest.fixture
+def reading(tmp_path):
+    yaml = pytest.importorskip("yaml")
+
+    def of(changes, ranks=None):
+        path = tmp_path / "accelerate.yaml"
+        path.write_text(yaml.safe_dump({**COMMON, "fsdp_config": FSDP2, **changes}))
+        return read([str(path)], ranks)
+
+    return of
+
+
+def sizes(**named):
+    return {"parallelism_config": {f"parallelism_config_{name}_size": size for name, size in named.items()}}
+
+
+def test_fsdp_2(reading):
+    found = reading({})
+    assert (found.engine, str(found.layout)) == ("accelerate", "dp=16,zero=3,grads=fp32")
+    assert found.unknown == () and found.batch is None and found.seq is None
+    assert "fsdp_config.fsdp_state_dict_type" in found.ignored
+
+
+@pytest.mark.parametrize(
+    ("changes", "layout"),
+    [
+        ({"fsdp_config": {**FSDP2, "fsdp_reshard_after_forward": False}}, "dp=16,zero=2,grads=fp32"),
+        ({"fsdp_config": {**FSDP2, "fsdp_activation_checkpointing": True}}, "dp=16,zero=3,recompute=full,grads=fp32"),
+        ({"fsdp_config": {**FSDP2, "fsdp_offload_params": True}}, "dp=16,zero=3,offload=cpu,grads=fp32"),
+        ({"fsdp_config": {"fsdp_sharding_strategy": "FULL_SHARD"}}, "dp=16,zero=3,grads=fp32"),
+        ({"fsdp_config": {"fsdp_sharding_strategy": "SHARD_GRAD_OP"}}, "dp=16,zero=2,grads=fp32"),
+        ({"fsdp_config": {"fsdp_sharding_strategy": 4}}, "dp=16,zero=3,shard=8,grads=fp32"),
+        ({"fsdp_config": {"fsdp_reshard_after_forward": "NO_SHARD"}}, "dp=16,grads=fp32"),
+        ({"mixed_precision": "no"}, "dp=16,zero=3,precision=fp32"),
+        (sizes(dp_replicate=2, dp_shard=4, tp=2, cp=1), "dp=8,tp=2,zero=3,shard=4,grads=fp32"),
+        (sizes(dp_shard=8, cp=2), "dp=8,cp=2,zero=3,grads=fp32"),
+        (sizes(dp_shard=4, sp=4), "dp=4,cp=4,zero=3,cpkind=ulysses,grads=fp32"),
+        ({"distributed_type": "MULTI_GPU", "fsdp_config": None}, "dp=16"),
+        (
+            {"distributed_type": "NO", "num_processes": 1, "fsdp_config": None, "mixed_precision": "no"},
+            "precision=fp32",
+        ),
+        (
+            {
+                "distributed_type": "DEEPSPEED",
+                "deepspeed_config": {"zero_stage": 3, "offload_optimizer_device": "nvme"},
+            },
+            "dp=16,zero=3,offload=nvme",
+        ),
+        (
+            {
+                "distributed_type": "MEGATRON_LM",
+                "megatron_lm_config": {
+                    "megatron_lm_tp_degree": 4,
+                    "megatron_lm_pp_degree": 2,
+                    "megatron_lm_sequence_parallelism": True,
+                    "megatron_lm_use_distributed_optimizer": True,
+                    "megatron_lm_recompute_activations": True,
+                },
+            },
+            "dp=2,tp=4,pp=2,zero=1,sp,recompute=selective,grads=fp32",
+        ),
+    ],
+)
+def test_layouts(reading, changes, layout):
+    assert str(reading(changes).layout) == layout
+
+
+def test_clipping_that_accelerate_adds_is_said(reading):
+    deepspeed = {"distributed_type": "DEEPSPEED", "fsdp_config": None, "deepspeed_config": {"zero_stage": 2}}
+    assert [note for note in reading(deepspeed).notes if "clip" in note] == [
+        "gradient_clipping is not given: accelerate then clips the gradient norm at 1.0"
+    ]
+    deepspeed["deepspeed_config"]["gradient_clipping"] = 0.5
+    assert not [note for note in reading(deepspeed).notes if "clip" in note]
+
+
+def test_compilation_is_said(reading):
+    assert any("compiled" in fact for fact in reading({"dynamo_config": {"dynamo_backend": "INDUCTOR"}}).facts)
+    assert not any("compiled" in fact for fact in reading({"dynamo_config": {"dynamo_backend": "NO"}}).facts)
+
+
+def test_weights_that_stay_gathered_are_said(reading):
+    found = reading({"fsdp_config": {**FSDP2, "fsdp_reshard_after_forward": False}})
+    assert any("ZeRO-2's traffic" in note for note in found.notes)
+
+
+def test_a_strategy_that_fsdp_2_does_not_read_is_said(reading):
+    found = reading({"fsdp_config": {**FSDP2, "fsdp_sharding_strategy": "FULL_SHARD"}})
+    assert any("fsdp_sharding_strategy does nothing" in note for note in found.notes)
+
+
+def test_a_deepspeed_file_beside_it_is_read(reading, tmp_path):
+    config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2, "sub_group_size": 1e9}}
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    named = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "ds.json"}}
+    found = reading({**named, "fsdp_config": None})
+    assert str(found.layout) == "dp=16,zero=2,micro=4,precision=fp32" and found.batch == 64
+    assert "zero_optimization.sub_group_size" in found.ignored
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        (
+            sizes(dp_shard=4, tp=2),
+            "multiply to 8, but num_processes is 16; parallelism_config_dp_shard_size=8 would use",
+        ),
+        (sizes(dp_shard=4, cp=2, sp=2), "both cp_size and sp_size"),
+        ({"distributed_type": "FSPD"}, "did you mean FSDP"),
+        ({"num_processes": 0}, "num_processes is missing"),
+        (
+            {"fsdp_config": {**FSDP2, "fsdp_reshard_after_forward": "FULL_SHARD"}},
+            "must be true or false with fsdp_version 2",
+        ),
+        ({"fsdp_config": "x"}, "fsdp_config must be a table"),
+        ({"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "no.json"}}, "cannot read"),
+        ({"distributed_type": "MEGATRON_LM", "megatron_lm_config": {"megatron_lm_tp_degree": 3}}, "cannot be divided"),
+    ],
+)
+def test_contradictions_are_one_line(reading, changes, line):
+    with pytest.raises(UserError, match=line):
+        reading(changes)
+
+
+def test_a_bare_no_of_yaml_is_no(tmp_path):
+    pytest.importorskip("yaml")
+    (tmp_path / "a.yaml").write_text("distributed_type: NO\nmixed_precision: no\n")
+    assert str(read([str(tmp_path / "a.yaml")]).layout) == "precision=fp32"
+
+
+def test_a_table_of_another_kind_is_said_to_do_nothing(reading):
+    found = reading({"distributed_type": "MULTI_GPU"})
+    assert any("fsdp_config does nothing with distributed_type MULTI_GPU" in note for note in found.notes)
+    assert found.unknown == ()
+
+
+def test_processes_of_the_cluster_stand_in_for_missing_ones(reading):
+    assert reading({"num_processes": None}, 32).layout.dp == 32
+
+
+def test_without_pyyaml_the_extra_is_named(tmp_path, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    (tmp_path / "a.yaml").write_text("distributed_type: FSDP")
+    with pytest.raises(UserError, match=r"needs yaml: pip install 'shardwise\[export\]'"):
+        read([str(tmp_path / "a.yaml")])
+
+
+def test_a_yaml_that_builds_objects_is_refused(tmp_path):
+    pytest.importorskip("yaml")
+    (tmp_path / "a.yaml").write_text("distributed_type: !!python/object/apply:os.getcwd []")
+    with pytest.raises(UserError, match="not valid YAML"):
+        read([str(tmp_path / "a.yaml")])

@@ -1,0 +1,85 @@
+"""Words of command lines and shell scripts: which value belongs to which flag."""
+
+import pytest
+
+from shardwise.errors import UserError
+from shardwise.export.reading.arguments import launched_ranks, parse, split
+
+SHORT = {"-tp": "tensor_parallel_size"}
+ALONE = frozenset({"bf16", "enforce_eager"})
+
+
+def flags(text):
+    return parse(split(text), SHORT, ALONE).flags
+
+
+def test_every_way_to_write_a_value():
+    assert flags("run -tp 4 --seq-length=8192 --max_model_len 32k --lr -1e-4 --loss-scale -1") == {
+        "tensor_parallel_size": "4",
+        "seq_length": "8192",
+        "max_model_len": "32k",
+        "lr": "-1e-4",
+        "loss_scale": "-1",
+    }
+
+
+def test_a_flag_that_stands_alone_takes_no_word():
+    found = parse(split("serve --enforce-eager meta-llama/X --bf16 4"), SHORT, ALONE)
+    assert found.flags == {"enforce_eager": True, "bf16": True}
+    assert found.words == ("serve", "meta-llama/X", "4")
+
+
+def test_the_last_value_counts_and_several_are_a_list():
+    assert flags("--seq 1 --seq 2")["seq"] == "2"
+    assert flags("--data-path 0.5 a 0.5 b")["data_path"] == ["0.5", "a", "0.5", "b"]
+
+
+def test_a_script_s_variables_and_arrays_are_filled_in():
+    script = """#!/bin/bash
+    TP=${TP:-8}   # inside a node
+    GPUS=${GPUS:-8}
+    ARGS=(
+        --tensor-model-parallel-size $TP
+        --seq-length ${TP}192 )
+    ARGS+=("--lr-decay-style cosine")
+    MORE="--global-batch-size 512 \\
+        --lr 3e-4"
+    torchrun --nproc_per_node 8 train.py ${ARGS[@]} $MORE
+    """
+    found = flags(script)
+    assert found["tensor_model_parallel_size"] == "8" and found["seq_length"] == "8192"
+    assert found["lr_decay_style"] == "cosine"
+    assert found["global_batch_size"] == "512" and found["lr"] == "3e-4"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "A=(\n --context-parallel-size 2\n)\ntorchrun x.py",
+        "A=(--context-parallel-size 2)\ntorchrun x.py",
+        "A=' --context-parallel-size 2'\ntorchrun x.py",
+        "A+=('--context-parallel-size 2' x)",
+        "torchrun --context-parallel-size 2; torchrun x.py",
+    ],
+)
+def test_what_comes_after_an_array_is_no_value(text):
+    assert flags(text)["context_parallel_size"] == "2"
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks"),
+    [
+        ("torchrun --nproc-per-node 8 --nnodes 4 x.py --bf16", 32),
+        ("torchrun --nproc_per_node=8 x.py", 8),
+        ("torchrun --nnodes 2 --nproc_per_node 4 x.py --lr 1", 8),
+        ("torchrun --nproc_per_node gpu x.py", None),
+        ("python x.py", None),
+    ],
+)
+def test_processes_that_are_launched(text, ranks):
+    assert launched_ranks(flags(text)) == ranks
+
+
+def test_an_open_quote_is_one_line():
+    with pytest.raises(UserError, match="no closing quotation"):
+        split('--name "open')

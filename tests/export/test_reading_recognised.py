@@ -1,0 +1,125 @@
+"""Which engine a configuration is for; what is none; and that nothing but one line comes of rubbish."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.errors import UserError
+from shardwise.export import ENGINES, read
+from shardwise.export.reading import deepspeed, megatron, torchtitan, vllm
+
+
+@pytest.mark.parametrize(
+    ("text", "engine"),
+    [
+        ("vllm serve gpt2", "vLLM"),
+        ("python serve.py --gpu-memory-utilization 0.9", "vLLM"),
+        ("pretrain_gpt.py --micro-batch-size 1", "Megatron-LM"),
+        ("train.py --tensor-model-parallel-size 2 --seq-length 8", "Megatron-LM"),
+        ("run_train.sh --parallelism.tensor_parallel_degree 2", "torchtitan"),
+    ],
+)
+def test_arguments(text, engine):
+    assert read([text], 8).engine == engine
+
+
+@pytest.mark.parametrize(
+    ("config", "engine", "line"),
+    [
+        ([], None, "nothing to explain"),
+        (["none.json"], None, "cannot read none.json"),
+        (["none"], None, "no file none"),
+        (["\0"], None, "no file"),
+        (["\0.json"], None, "cannot read"),
+        (["."], None, "no file"),
+        (["foo bar"], None, "no engine is recognised"),
+        (["vllm serve x"], "vlm", "no engine 'vlm'"),
+        (["a b"], "deepspeed", "from its configuration file"),
+        (["a b"], "accelerate", "from its configuration file"),
+    ],
+)
+def test_what_cannot_be_read_is_one_line(config, engine, line):
+    with pytest.raises(UserError, match=line):
+        read(config, 8, engine)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.json", "{"), ("a.json", "[1]"), ("a.json", "[" * 100_000), ("a.toml", "x ="), ("a.yaml", "a: ["),
+        ("a.yaml", "- 1"), ("a.yaml", "bf16: &a [*a]\nx: *b"), ("a.json", b"\xff\xfe\x00"),
+    ],
+)  # fmt: skip
+def test_files_that_hold_no_table(tmp_path, name, text):
+    path = tmp_path / name
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(UserError) as raised:
+        read([str(path)], 8)
+    assert "\n" not in str(raised.value)
+
+
+def test_an_engine_can_be_named(tmp_path):
+    path = tmp_path / "unusual.json"
+    path.write_text(json.dumps({"parallelism": {"tensor_parallel_degree": 2}}))
+    assert read([str(path)], 8, "torchtitan").layout.tp == 2
+    with pytest.raises(UserError, match="Megatron-LM is read from its arguments"):
+        read([str(path)], 8, "megatron")
+    assert len(ENGINES) == 5
+
+
+VALUE = st.sampled_from(
+    [0, 1, 2, 3, 8, -1, 1.5, "auto", "8", "x", "", None, True, False, [], [2], {}, {"enabled": True}, {"device": "cpu"},
+     {"stage": 3}, "full", "selective", "fp32", "1F1B", "none", 10**30]
+)  # fmt: skip
+
+
+def tables(keys):
+    return st.dictionaries(
+        st.sampled_from(keys), VALUE | st.dictionaries(st.sampled_from(keys), VALUE, max_size=6), max_size=8
+    )
+
+
+def words_of(text):
+    return text.split()
+
+
+DEEPSPEED = words_of("""
+    train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps zero_optimization bf16 fp16 stage
+    offload_param offload_optimizer enabled device tensor_parallel autotp_size sequence_parallel_size pipeline stages
+    gradient_clipping data_types grad_accum_dtype zero_hpz_partition_size mics_shard_size other
+""")
+TORCHTITAN = words_of("""
+    training parallelism activation_checkpoint compile model seq_len local_batch_size global_batch_size mode
+    data_parallel_shard_degree data_parallel_replicate_degree tensor_parallel_degree pipeline_parallel_degree enable
+    pipeline_parallel_schedule context_parallel_degree expert_parallel_degree name flavor num_pp_microbatches
+""")
+FLAGS = words_of("""
+    tensor_model_parallel_size pipeline_model_parallel_size num_layers micro_batch_size global_batch_size hidden_size
+    num_attention_heads vocab_size recompute_granularity recompute_method bf16 fp16 sequence_parallel num_query_groups
+    group_query_attention decoder_first_pipeline_num_layers tensor_parallel_size max_model_len quantization dtype
+    gpu_memory_utilization data_parallel_size enable_expert_parallel num_layers_per_virtual_pipeline_stage
+""")
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data(), st.none() | st.integers(1, 64))
+def test_rubbish_is_one_line(data, ranks):
+    words = [
+        word
+        for flag, value in data.draw(st.dictionaries(st.sampled_from(FLAGS), VALUE, max_size=8)).items()
+        for word in (f"--{flag.replace('_', '-')}", str(value))
+    ]
+    for reader, config in (
+        (deepspeed.read, data.draw(tables(DEEPSPEED))),
+        (torchtitan.read, data.draw(tables(TORCHTITAN))),
+        (megatron.read, words),
+        (vllm.read, words),
+    ):
+        try:
+            found = reader(config, ranks)
+        except UserError as error:
+            assert "\n" not in str(error)
+        else:
+            assert found.layout.ranks >= 1 and json.dumps(found.to_json())

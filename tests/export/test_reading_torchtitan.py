@@ -1,0 +1,156 @@
+"""torchtitan's TOML and arguments, of both ways to count a batch."""
+
+import pytest
+
+from shardwise.errors import UserError
+from shardwise.export import read
+
+LLAMA_70B = """
+[job]
+dump_folder = "./outputs"
+
+[model]
+name = "llama3"
+flavor = "70B"
+hf_assets_path = "./assets/hf/Llama-3.1-70B"
+
+[optimizer]
+name = "AdamW"
+lr = 1.5e-4
+
+[training]
+local_batch_size = 8
+seq_len = 8192
+max_norm = 1.0
+steps = 1000
+dataset = "c4"
+
+[parallelism]
+data_parallel_replicate_degree = 1
+data_parallel_shard_degree = -1
+tensor_parallel_degree = 8
+
+[activation_checkpoint]
+mode = "full"
+
+[compile]
+enable = false
+components = ["model", "loss"]
+"""
+
+
+@pytest.fixture
+def reading(tmp_path):
+    def of(text, ranks=64):
+        path = tmp_path / "train.toml"
+        path.write_text(text)
+        return read([str(path)], ranks)
+
+    return of
+
+
+def layout_of(arguments, ranks=64):
+    training = "--training.seq_len 4096 --training.local_batch_size 2 --activation_checkpoint.mode none"
+    return str(read([f"torchtitan {training} {arguments}"], ranks).layout)
+
+
+def test_a_whole_file(reading):
+    found = reading(LLAMA_70B)
+    assert str(found.layout) == "dp=8,tp=8,zero=3,sp,micro=8,recompute=full,grads=fp32"
+    assert (found.seq, found.batch, found.model) == (8192, 64, "llama-3-70b")
+    assert found.unknown == () and {"job", "optimizer", "training.steps", "model.hf_assets_path"} <= set(found.ignored)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "layout"),
+    [
+        ("", "dp=64,zero=3,micro=2,grads=fp32"),
+        ("--parallelism.data_parallel_replicate_degree 8", "dp=64,zero=3,shard=8,micro=2,grads=fp32"),
+        (
+            "--parallelism.data_parallel_replicate_degree 64 --parallelism.data_parallel_shard_degree 1",
+            "dp=64,micro=2,grads=fp32",
+        ),
+        ("--parallelism.fsdp_reshard_after_forward never", "dp=64,zero=2,micro=2,grads=fp32"),
+        ("--parallelism.context_parallel_degree 4", "dp=16,cp=4,zero=3,micro=2,grads=fp32"),
+        (
+            "--parallelism.tensor_parallel_degree 8 --parallelism.enable_sequence_parallel false",
+            "dp=8,tp=8,zero=3,micro=2,grads=fp32",
+        ),
+        # With a pipeline weights stay gathered, and a micro-batch is a part of the local batch.
+        ("--parallelism.pipeline_parallel_degree 4", "dp=16,pp=4,zero=2,grads=fp32"),
+        (
+            "--parallelism.pipeline_parallel_degree 4 --parallelism.pipeline_parallel_schedule Interleaved1F1B "
+            "--parallelism.fsdp_reshard_after_forward always --parallelism.pipeline_parallel_microbatch_size 2",
+            "dp=16,pp=4,zero=3,schedule=interleaved,virtual=2,micro=2,grads=fp32",
+        ),
+        (
+            "--parallelism.pipeline_parallel_degree 4 --parallelism.pipeline_parallel_schedule ZBVZeroBubble",
+            "dp=16,pp=4,zero=2,schedule=zb-v,virtual=2,grads=fp32",
+        ),
+        ("--parallelism.expert_parallel_degree 8", "dp=64,ep=8,zero=3,micro=2,grads=fp32"),
+        ("--compile.enable true", "dp=64,zero=3,micro=2,compile=block,grads=fp32"),
+        ("--training.mixed_precision_param float32", "dp=64,zero=3,micro=2,precision=fp32"),
+        ("--training.enable_cpu_offload true", "dp=64,zero=3,micro=2,offload=cpu,grads=fp32"),
+    ],
+)
+def test_layouts(arguments, layout):
+    assert layout_of(arguments) == layout
+
+
+def test_a_batch_counted_in_tokens():
+    words = (
+        "torchtitan --training.max_context_length 4096 --training.num_tokens_per_microbatch_per_dp_rank 8192 "
+        "--training.num_tokens_per_train_step 1048576 --parallelism.data_parallel_shard_degree 8"
+    )
+    found = read([words])
+    assert (found.seq, found.layout.micro, found.batch) == (4096, 2, 256)
+    assert any("16 local batches are accumulated" in fact for fact in found.facts)
+
+
+def test_a_number_of_pipeline_micro_batches():
+    words = "--parallelism.pipeline_parallel_degree 2 --parallelism.num_pp_microbatches 2"
+    assert read([f"torchtitan --training.local_batch_size 8 {words}"], 4).layout.micro == 4
+
+
+def test_converters_are_said(reading):
+    found = reading(LLAMA_70B.replace('flavor = "70B"', 'flavor = "70B"\nconverters = ["quantize.linear.float8"]'))
+    assert any("quantize.linear.float8" in fact for fact in found.facts)
+
+
+def test_selective_recomputation_is_said_to_be_an_upper_bound():
+    assert any("upper bound" in fact for fact in read(["torchtitan --training.seq_len 4096"], 8).facts)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ranks", "line"),
+    [
+        ("--parallelism.data_parallel_shard_degree -1", None, "all GPUs that are left"),
+        ("--parallelism.tensor_parallel_degree 8", 12, "12 ranks cannot be divided by"),
+        (
+            "--parallelism.data_parallel_shard_degree 8 --parallelism.tensor_parallel_degree 4",
+            64,
+            "= 32, but there are 64",
+        ),
+        ("--training.global_batch_size 100", 64, "no multiple of local batch x dp = 8 x 64; nearest: 512"),
+        (
+            "--parallelism.pipeline_parallel_degree 2 --parallelism.pipeline_parallel_microbatch_size 3",
+            4,
+            "cannot be cut",
+        ),
+        (
+            "--parallelism.pipeline_parallel_degree 2 --parallelism.pipeline_parallel_schedule 2F2B",
+            4,
+            "no pipeline schedule",
+        ),
+        ("--parallelism.fsdp_reshard_after_forward nevr", 4, "did you mean never"),
+        ("--activation_checkpoint.mode ful", 4, "did you mean full"),
+    ],
+)
+def test_contradictions_are_one_line(arguments, ranks, line):
+    with pytest.raises(UserError, match=line):
+        read([f"torchtitan {arguments}"], ranks)
+
+
+def test_unknown_keys_are_said(reading):
+    found = reading(LLAMA_70B.replace("tensor_parallel_degree", "tensor_parallel_degre"))
+    assert found.unknown == ("parallelism.tensor_parallel_degre (did you mean tensor_parallel_degree?)",)
