@@ -6,7 +6,7 @@
 
 A table stands between `<!-- bench:NAME -->` and `<!-- /bench -->`. Where several result files have the same table, the
 latest by the date written in them counts. Names: single; speed-N, time-N, cpu-N, memory-N for N ranks;
-scaling-PRECISION; collectives-N.
+scaling-PRECISION; collectives-N; pipelines.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ def tables(folder: Path) -> dict[str, str]:
         except json.JSONDecodeError as error:
             raise UserError(f"{path.name} is not JSON ({error}); measure again or remove it") from error
     for result in sorted((r for r in results if isinstance(r, dict)), key=lambda r: str(r.get("date", ""))):
-        makers = {"train_step": train_step_tables, "scaling": scaling_tables, "collectives": collectives_tables}
+        makers = {
+            "train_step": train_step_tables, "scaling": scaling_tables, "collectives": collectives_tables,
+            "pipelines": pipelines_tables,
+        }  # fmt: skip
         maker = makers.get(result.get("benchmark", ""))
         if maker is not None:
             found |= {name: f"{text}\n{source(result)}\n" for name, text in maker(result)}
@@ -92,7 +95,7 @@ def two(row: Row, key: str, scale: float, unit: str) -> str:
 
 
 def pair_table(settings: list[Row], cell: Callable[[Row], str]) -> str:
-    """A row for each pair, a column for each setting; the reasons of pairs that could not be measured below."""
+    """A row for each pair, a column for each setting. Below: micro-batches, and why a pair could not be measured."""
     columns = [f"{s['tokens']:,} tokens, {s['precision']}" for s in settings]
     pairs = list(dict.fromkeys((row["ours"], row["peer"]) for s in settings for row in s["rows"]))
     lines, reasons = [], {}
@@ -105,7 +108,16 @@ def pair_table(settings: list[Row], cell: Callable[[Row], str]) -> str:
             line.append("-" if row is None or "reason" in row else cell(row))
         lines.append(line)
     notes = "".join(f"\n{peer} was not measured: {reason}.\n" for peer, reason in reasons.items())
-    return markdown(["shardwise / peer", *columns], lines) + notes
+    return markdown(["shardwise / peer", *columns], lines) + micro_batches(settings) + notes
+
+
+def micro_batches(settings: list[Row]) -> str:
+    """The line about those pairs that train a global batch in parts; empty where none does."""
+    shapes = {s["tokens"]: r["shape"] for s in settings for r in s["rows"] if "micro-batches" in r.get("shape", "")}
+    if not shapes:
+        return ""
+    parts = "; ".join(f"{tokens:,} tokens are {shape}" for tokens, shape in shapes.items())
+    return f"\n`pp`, for both: {parts}.\n"
 
 
 def single_table(settings: list[Row]) -> str:
@@ -155,6 +167,33 @@ def collectives_tables(result: Row) -> Iterator[tuple[str, str]]:
         head = ["all-reduce", "shared memory", *(f"speed over {n}" for n in names if n != "shared")]
         note = "".join(f"\n{name} was not measured: {why}.\n" for name, why in each["missing"].items())
         yield f"collectives-{each['ranks']}", markdown(head, lines) + note
+
+
+def pipelines_tables(result: Row) -> Iterator[tuple[str, str]]:
+    cells = {(r["ranks"], r["micro"]): {(row["schedule"], row["virtual"]): row for row in r["rows"]}
+             for r in result["results"]}  # fmt: skip
+    lines = []
+    for name, virtual in dict.fromkeys(key for rows in cells.values() for key in rows):
+        rows = (mine.get((name, virtual)) for mine in cells.values())
+        lines.append([name + (f", v={virtual}" if virtual > 1 else ""), *map(makespans, rows)])
+    lines.sort()
+    columns = [f"p={ranks}, m={micro}" for ranks, micro in cells]
+    hops = ", ".join(microseconds(r["hop_s"]) for r in result["results"])
+    ratios = [row["ratio"] for rows in cells.values() for row in rows.values()]
+    orders = [r["order"] for r in result["results"]]
+    pairs, wrong = sum(order["pairs"] for order in orders), sum(len(order["wrong"]) for order in orders)
+    note = (
+        f"\nIn the simulations a message takes what one between two of the ranks took: {hops}. Ratios are between "
+        f"{min(ratios):.3f} and {max(ratios):.3f}; {pairs - wrong} of {pairs} pairs that differ by more than 5% in the "
+        "simulation were measured in that order.\n"
+    )
+    yield "pipelines", markdown(["measured / simulated", *columns], lines) + note
+
+
+def makespans(row: Row | None) -> str:
+    if row is None:
+        return "-"
+    return f"{row['measured_s'] * 1e3:,.0f} / {row['simulated_s'] * 1e3:,.0f} ms ({row['ratio']:.3f})"
 
 
 def size(nbytes: int) -> str:

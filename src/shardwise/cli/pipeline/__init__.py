@@ -1,0 +1,31 @@
+"""Pipeline schedules as data: which there are, what each rank does, whether it is right, what it takes and holds.
+
+SCHEDULE is a name such as 1f1b; `list` has them all. P ranks, M micro-batches, V chunks of the model a rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from shardwise.cli.actions import actions
+from shardwise.cli.pipeline import bubbles, listing, running, showing, simulating, verifying
+
+ACTIONS = {
+    "list": (listing, "all schedules, with the numbers that they are for"),
+    "show": (showing, "what each rank does, drawn over time and as lists; or written to a file"),
+    "verify": (verifying, "prove schedules right; the exit code is 1 where one is wrong"),
+    "simulate": (simulating, "a schedule in time: makespan, bubbles, what each rank holds, its timeline"),
+    "bubble": (bubbles, "bubbles against the number of micro-batches, and the least number for a wanted bubble"),
+    "run": (running, "run schedules on processes of this host, with a timed wait in place of arithmetic"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    action = actions(parser)
+    for name, (module, text) in ACTIONS.items():
+        module.add_arguments(action(name, text))
+
+
+def run(args: argparse.Namespace) -> int:
+    module, _ = ACTIONS[args.action]
+    return module.run(args)

@@ -1,0 +1,116 @@
+"""`shardwise pipeline bubble`: bubbles against the number of micro-batches."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import TYPE_CHECKING, Any
+
+from shardwise.cli.output import print_json, show
+from shardwise.cli.pipeline.given import add_times, count, timing_of
+from shardwise.cli.quantities import numbers
+from shardwise.errors import UserError
+
+if TYPE_CHECKING:
+    from shardwise.schedule.pipeline import Generator
+    from shardwise.schedule.pipeline.simulate import Simulated
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("schedules", metavar="SCHEDULE", nargs="*", help="left out, all of training but naive")
+    parser.add_argument("--ranks", type=int, required=True, metavar="P")
+    parser.add_argument("--micro", default="4,8,16,32,64", metavar="M,...", help="such as 4,8,16 or 4-64")
+    parser.add_argument("--virtual", type=int, metavar="V", help="left out, what each schedule needs at least")
+    parser.add_argument("--want", metavar="SHARE", help="a bubble of the total time, such as 5%%")
+    add_times(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from shardwise.schedule.pipeline.bubbles import MOST_MICRO, curve, least_micro
+
+    wanted, timing = _share(args.want) if args.want else None, timing_of(args)
+    micro = numbers("--micro", args.micro)
+    found: list[dict[str, Any]] = []
+    for generator, virtual in _compared(args):
+        points = curve(generator.name, args.ranks, virtual, micro, timing)
+        entry: dict[str, Any] = {"schedule": generator.name, "virtual": virtual, "points": points}
+        if wanted is not None:
+            entry["least_micro"] = least_micro(generator.name, args.ranks, virtual, wanted, timing)
+        found.append(entry)
+    if args.json:
+        print_json([entry | {"points": [_point(m, s) for m, s in entry["points"]]} for entry in found])
+        return 0
+    _print_bubbles(args.ranks, micro, found, wanted)
+    for entry in found if wanted is not None else ():
+        least = entry["least_micro"]
+        takes = f"takes at least {count(least, 'micro-batch')}"
+        answer = takes if least else f"is not reached with up to {MOST_MICRO:,} micro-batches"
+        print(f"{_named(entry)}: {args.want.strip()} of the total {answer}")
+    return 0
+
+
+def _compared(args: argparse.Namespace) -> list[tuple[Generator, int]]:
+    """The schedules to compare, each with its chunks a rank."""
+    from shardwise.schedule.pipeline import build, find, generators
+
+    if args.ranks < 1:
+        raise UserError(f"--ranks must be a positive integer, not {args.ranks}")
+    named = [find(name) for name in args.schedules]
+    p = args.ranks
+    others = [g for g in generators() if g.train and g.name != "naive" and not g.objection(p, 4 * p, g.virtual)]
+    found = []
+    for g in named or others:
+        virtual = args.virtual if args.virtual is not None else g.virtual
+        # Many micro-batches suit every schedule: what is refused then is refused for p or v.
+        if not named and g.objection(p, 4 * p, virtual):
+            virtual = g.virtual
+        build(g.name, p, 4 * p, virtual)
+        found.append((g, virtual))
+    return found
+
+
+def _named(entry: dict[str, Any]) -> str:
+    return entry["schedule"] + (f" v={entry['virtual']}" if entry["virtual"] > 1 else "")
+
+
+def _point(m: int, simulated: Simulated) -> dict[str, Any]:
+    return {
+        "micro": m,
+        "makespan_s": simulated.makespan,
+        "bubble_over_ideal": simulated.bubble,
+        "bubble_of_total": simulated.bubble_of_total,
+    }
+
+
+def _print_bubbles(ranks: int, micro: list[int], found: list[dict[str, Any]], wanted: float | None) -> None:
+    from rich.table import Table
+
+    from shardwise.report.units import format_share
+    from shardwise.schedule.pipeline.show import plot
+
+    print(f"bubble on {count(ranks, 'rank')}, over ideal / of the total time, against micro-batches")
+    table = Table(box=None, pad_edge=False)
+    table.add_column("")
+    shown = micro if len(micro) <= 10 else micro[:: -(-len(micro) // 10)]
+    for m in shown:
+        table.add_column(str(m), justify="right")
+    for entry in found:
+        by_m = dict(entry["points"])
+        cells = (
+            f"{format_share(by_m[m].bubble)} / {format_share(by_m[m].bubble_of_total)}" if m in by_m else "-"
+            for m in shown
+        )
+        table.add_row(_named(entry), *cells)
+    show(table)
+    curves = {_named(entry): [(m, s.bubble_of_total) for m, s in entry["points"]] for entry in found}
+    print("\nof the total time:")
+    for line in plot(curves, wanted=wanted):
+        print(line)
+
+
+def _share(text: str) -> float:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(%?)\s*", text)
+    value = float(match[1]) / (100 if match[2] else 1) if match else 0.0
+    if not 0 < value < 1:
+        raise UserError(f"--want {text}: give a part of the total time, such as 5% or 0.05")
+    return value

@@ -1,0 +1,148 @@
+"""What `pipeline run` measured, laid beside the simulation: as JSON, and as tables."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from itertools import combinations
+from typing import TYPE_CHECKING, Any
+
+from shardwise.cli.output import show
+from shardwise.cli.pipeline.given import title
+
+if TYPE_CHECKING:
+    from shardwise.runtime.pretend.job import Measured, Measurement
+    from shardwise.schedule.pipeline import PipelineSchedule
+    from shardwise.schedule.pipeline.simulate import Simulated
+
+APART = 1.05
+"""Schedules whose simulated makespans differ by more than this factor should be measured in that order."""
+
+Row = dict[str, Any]
+
+
+def summed_up(found: Measurement, hop: float) -> dict[str, Any]:
+    """Everything, the schedules by their simulated makespan. hop: seconds of a message in the simulation."""
+    rows = sorted((_row(each, hop) for each in found.cases), key=lambda row: row["simulated"]["makespan_s"])
+    return {
+        "ranks": found.cases[0].case.schedule.ranks,
+        "transport": found.transport,
+        "hop_s": hop,
+        "cores": len(os.sched_getaffinity(0)),
+        "schedules": rows,
+        "order": order(rows),
+    }
+
+
+def _row(each: Measured, hop: float) -> Row:
+    from shardwise.schedule.pipeline.memory import peaks
+
+    schedule, simulated = each.case.schedule, each.simulated(hop)
+    expected = peaks(schedule, each.case.held)
+    return {
+        "schedule": schedule.name,
+        "micro": schedule.micro,
+        "virtual": schedule.virtual,
+        "makespans_s": [step.makespan for step in each.steps],
+        "ratio": each.median.makespan / simulated.makespan if simulated.makespan else None,
+        "measured": _figures(each.median, each.held, each.buffers),
+        "simulated": _figures(simulated, [int(p.held) for p in expected], [p.buffers for p in expected]),
+    }
+
+
+def _figures(step: Simulated, held: Sequence[int], buffers: Sequence[int]) -> dict[str, Any]:
+    ranks = zip(step.busy, step.idle, step.own_span, step.own_idle, held, buffers, strict=True)
+    names = ("rank", "busy_s", "idle_s", "own_span_s", "own_idle_s", "held_bytes", "buffers")
+    return {
+        "makespan_s": step.makespan,
+        "bubble_over_ideal": step.bubble,
+        "bubble_of_total": step.bubble_of_total,
+        "by_rank": [dict(zip(names, (rank, *figures), strict=True)) for rank, figures in enumerate(ranks)],
+    }
+
+
+def order(rows: Sequence[Row]) -> dict[str, Any]:
+    """How many pairs of schedules the simulation holds apart, and which of them were measured the other way round.
+
+    rows: by simulated makespan.
+    """
+    simulated, measured = (
+        {named(row): row[source]["makespan_s"] for row in rows} for source in ("simulated", "measured")
+    )
+    apart = [(a, b) for a, b in combinations(simulated, 2) if simulated[b] > APART * simulated[a]]
+    return {"pairs": len(apart), "wrong": [pair for pair in apart if measured[pair[0]] >= measured[pair[1]]]}
+
+
+def named(row: Row) -> str:
+    return row["schedule"] + (f" v={row['virtual']}" if row["virtual"] > 1 else "")
+
+
+def print_one(result: dict[str, Any], schedule: PipelineSchedule) -> None:
+    """One schedule, rank by rank."""
+    from rich.table import Table
+
+    from shardwise.report.units import format_bytes, format_share, format_time
+
+    (row,) = result["schedules"]
+    measured, simulated = row["measured"], row["simulated"]
+    print(title(schedule))
+    print(_conditions(result))
+    times = ", ".join(map(format_time, row["makespans_s"]))
+    print(f"makespan {format_time(measured['makespan_s'])} measured, the median of {times}; "
+          f"{format_time(simulated['makespan_s'])} simulated; ratio {_ratio(row)}\n")  # fmt: skip
+    table = Table(box=None, pad_edge=False)
+    for heading in ("rank", "own span", "busy", "bubble", "held", "receives"):
+        table.add_column(heading, justify="right")
+    for mine, expected in zip(measured["by_rank"], simulated["by_rank"], strict=True):
+        shares = (each["idle_s"] / whole["makespan_s"] if whole["makespan_s"] else 0.0
+                  for each, whole in ((mine, measured), (expected, simulated)))  # fmt: skip
+        cells = [" / ".join(format_time(each[key]) for each in (mine, expected)) for key in ("own_span_s", "busy_s")]
+        cells.append(" / ".join(map(format_share, shares)))
+        cells.append(" / ".join(format_bytes(each["held_bytes"]) for each in (mine, expected)))
+        cells.append(" / ".join(str(each["buffers"]) for each in (mine, expected)))
+        table.add_row(str(mine["rank"]), *cells)
+    show(table)
+    show("measured / simulated. bubble: idle time of the makespan; held: bytes saved for backward, at most")
+
+
+def print_all(result: dict[str, Any]) -> None:
+    """Schedules side by side, by their simulated makespan."""
+    from rich.table import Table
+
+    from shardwise.report.units import format_bytes, format_share, format_time
+
+    rows = result["schedules"]
+    print(f"{result['ranks']} ranks, {_conditions(result)}\n")
+    table = Table(box=None, pad_edge=False)
+    for heading in ("", "makespan", "ratio", "bubble", "held"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for row in rows:
+        both = row["measured"], row["simulated"]
+        cells = [
+            " / ".join(format_time(each["makespan_s"]) for each in both),
+            _ratio(row),
+            " / ".join(format_share(each["bubble_of_total"]) for each in both),
+            " / ".join(format_bytes(max(rank["held_bytes"] for rank in each["by_rank"])) for each in both),
+        ]
+        table.add_row(named(row), *cells)
+    show(table)
+    show("measured / simulated. bubble: idle time of the total; held: bytes saved for backward, on the fullest rank")
+    for name, why in result["left_out"].items():
+        print(f"left out: {name}: {why}")
+    pairs, wrong = result["order"]["pairs"], result["order"]["wrong"]
+    print(f"{pairs - len(wrong)} of {pairs} pairs whose simulated makespans differ by more than {APART - 1:.0%} were "
+          "measured in that order")  # fmt: skip
+    for quick, slow in wrong:
+        print(f"not in order: {quick} should take less time than {slow}")
+
+
+def _conditions(result: dict[str, Any]) -> str:
+    from shardwise.report.units import format_bytes, format_time
+
+    by = {"shared": "shared memory"}.get(result["transport"], result["transport"])
+    size = format_bytes(result["message_bytes"])
+    return f"messages of {size} over {by}, in the simulation {format_time(result['hop_s'])} each ({result['hop']})"
+
+
+def _ratio(row: Row) -> str:
+    return "-" if row["ratio"] is None else f"{row['ratio']:.3f}"

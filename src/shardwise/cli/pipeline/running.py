@@ -1,0 +1,146 @@
+"""`shardwise pipeline run`: schedules on processes of this host, a timed wait in place of arithmetic."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardwise.cli.output import print_json
+from shardwise.cli.pipeline.given import add_schedule, check, count, schedule_of
+from shardwise.cli.quantities import bytes_of
+from shardwise.errors import UserError
+
+if TYPE_CHECKING:
+    from shardwise.runtime.pretend.job import Case, Measured
+    from shardwise.schedule.pipeline import PipelineSchedule
+
+MOST_RANKS = 64
+_LONG = 10.0
+"""Seconds from which on a run says beforehand how long it takes."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_schedule(parser)
+    parser.add_argument("--all", action="store_true", help="instead: every schedule that is legal for these numbers")
+    text = "what a rank waits for one micro-batch, all its chunks: F=20ms,I=20ms,W=20ms or F=20ms,B=40ms"
+    parser.add_argument("--pretend", metavar="F=,I=,W=", help=text)
+    parser.add_argument("--steps", type=int, default=3, metavar="N", help="steps to measure (3)")
+    parser.add_argument("--bytes", default="1MB", metavar="SIZE", help="of one message (1MB)")
+    text = "what a rank, all its chunks, saves of one micro-batch for backward (as much as a message)"
+    parser.add_argument("--saved", metavar="SIZE", help=text)
+    text = "part of what F saves that W needs (1)"
+    parser.add_argument("--weight-share", type=float, default=1.0, metavar="X", help=text)
+    text = "latency of a message in the simulation; auto: that between two of the ranks, measured first (auto)"
+    parser.add_argument("--hop", default="auto", metavar="TIME", help=text)
+    text = "what carries messages: shared memory, or gloo; auto prefers the first (auto)"
+    parser.add_argument("--transport", choices=("auto", "shared", "gloo"), default="auto", help=text)
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write the measured timelines for ui.perfetto.dev")
+    parser.add_argument("--layout", help=argparse.SUPPRESS)  # only to say where layouts are run
+
+
+def run(args: argparse.Namespace) -> int:
+    from shardwise.cli.pipeline import measurements
+    from shardwise.runtime.pretend.job import measure
+    from shardwise.schedule.pipeline.times import seconds_of
+
+    if args.pretend is None or args.layout is not None:
+        model = f"shardwise train MODEL --layout {args.layout or 'pp=4,schedule=1f1b'}"
+        raise UserError(f"run replaces arithmetic by waits: give --pretend F=20ms,I=20ms,W=20ms; a model: {model}")
+    hop = None if args.hop == "auto" else seconds_of(args.hop)
+    if args.trace and args.all:
+        raise UserError("--trace draws one schedule: leave --all out")
+    cases, left_out = _cases(args)
+    _feasible(args, cases)
+    found = measure(cases, _nbytes(args), args.steps, args.transport)
+    result = measurements.summed_up(found, found.hop if hop is None else hop)
+    about = {"message_bytes": _nbytes(args), "hop": "measured" if hop is None else "given", "left_out": left_out}
+    if args.trace:
+        _write_trace(found.cases[0], args.trace)
+    if args.json:
+        print_json(about | result)
+    elif args.all:
+        measurements.print_all(about | result)
+    else:
+        measurements.print_one(about | result, cases[0].schedule)
+    return 0
+
+
+def _nbytes(args: argparse.Namespace) -> int:
+    """Bytes of a message, in whole words."""
+    from shardwise.runtime.pretend.job import WORD
+
+    return max(1, -(-bytes_of("--bytes", args.bytes) // WORD)) * WORD
+
+
+def _cases(args: argparse.Namespace) -> tuple[list[Case], dict[str, str]]:
+    """What is to be run; and with --all the schedules that these numbers are not for: name -> why."""
+    from shardwise.runtime.pretend.job import Case
+    from shardwise.schedule.pipeline.times import parse_times
+
+    given = parse_times(args.pretend)
+    saved = _nbytes(args) if args.saved is None else bytes_of("--saved", args.saved)
+    if not 0 <= args.weight_share <= 1:
+        raise UserError("--weight-share is a part: 0 to 1")
+    if args.steps < 1:
+        raise UserError(f"--steps must be a positive integer, not {args.steps}")
+    left_out: dict[str, str] = {}
+    schedules = _every(args, left_out) if args.all else [schedule_of(args)]
+    for schedule in schedules:
+        check(schedule)
+    times = (given["F"], given["I"], given["W"])
+    return [Case.shared(schedule, *times, saved, args.weight_share) for schedule in schedules], left_out
+
+
+def _every(args: argparse.Namespace, left_out: dict[str, str]) -> list[PipelineSchedule]:
+    """Every schedule that is legal, with --virtual chunks a rank where it can have that many."""
+    from shardwise.schedule.pipeline import build, generators
+
+    if args.schedule or args.file or args.warmup is not None or args.tokens is not None:
+        raise UserError("run takes either --all, or SCHEDULE or --file with the options of that schedule")
+    if args.ranks is None or args.micro is None or min(args.ranks, args.micro, args.virtual or 1) < 1:
+        raise UserError("run --all needs --ranks and --micro, and they and --virtual must be positive integers")
+    found = []
+    for g in generators():
+        wanted = g.virtual if args.virtual is None else args.virtual
+        virtual = g.virtual if g.objection(args.ranks, args.micro, wanted) else wanted
+        if why := g.objection(args.ranks, args.micro, virtual):
+            left_out[g.name] = why
+        else:
+            found.append(build(g.name, args.ranks, args.micro, virtual, zero=args.zero, tied=args.tied))
+    return found
+
+
+def _feasible(args: argparse.Namespace, cases: list[Case]) -> None:
+    """Refuse what this host cannot do, and say how long it takes where that is long."""
+    from shardwise.report.units import format_bytes, format_time
+    from shardwise.schedule.pipeline.memory import peaks
+    from shardwise.schedule.pipeline.simulate import simulate
+
+    ranks = cases[0].schedule.ranks
+    if ranks > MOST_RANKS:
+        raise UserError(f"--ranks {ranks}: at most {MOST_RANKS} are run on one host")
+    here = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for case in cases:
+        most = sum(peak.held + 2 * peak.buffers * _nbytes(args) for peak in peaks(case.schedule, case.held))
+        if most > 0.8 * here:
+            raise UserError(
+                f"{case.schedule.name} would hold {format_bytes(most)} on a host of {format_bytes(here)}: "
+                "give smaller --saved or --bytes"
+            )
+    seconds = args.steps * sum(simulate(case.schedule, case.times).makespan for case in cases)
+    if seconds > _LONG:
+        what = f"{count(len(cases), 'schedule')}, {count(args.steps, 'step')} each"
+        print(f"{what}: about {format_time(seconds)}", file=sys.stderr, flush=True)
+
+
+def _write_trace(measured: Measured, path: Path) -> None:
+    from dataclasses import replace
+
+    from shardwise.report.trace import write_trace
+    from shardwise.schedule.pipeline.timeline import report
+
+    notes = ("a measured schedule, its arithmetic pretended: timelines only, no bytes and no ledger",)
+    write_trace(replace(report(measured.median), source="measured", notes=notes), path)

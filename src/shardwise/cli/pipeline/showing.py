@@ -1,0 +1,50 @@
+"""`shardwise pipeline show`: what each rank does."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.cli.output import print_json
+from shardwise.cli.pipeline.given import add_schedule, schedule_of, title, write
+from shardwise.errors import UserError
+
+if TYPE_CHECKING:
+    from shardwise.schedule.pipeline import PipelineSchedule
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_schedule(parser)
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="write the lists: torch's form for .csv, else our text"
+    )
+    parser.add_argument("--compute-only", action="store_true", help="with a .csv file: torch's compute_only format")
+
+
+def run(args: argparse.Namespace) -> int:
+    from shardwise.schedule.pipeline.show import grid
+    from shardwise.schedule.pipeline.text import to_csv, to_text
+
+    schedule = schedule_of(args)
+    if args.compute_only and (not args.out or args.out.suffix != ".csv"):
+        raise UserError("--compute-only is a form of CSV: give --out FILE.csv")
+    if args.out:
+        form = "compute_only" if args.compute_only else "compute_comms"
+        write(args.out, to_csv(schedule, form) if args.out.suffix == ".csv" else to_text(schedule))  # type: ignore[arg-type]
+    if args.json:
+        print_json(_described(schedule))
+        return 0
+    print(title(schedule))
+    lines = list(grid(schedule))
+    if lines:
+        print("\ntime, where F, I and W of a stage take one unit each:", *lines, sep="\n")
+    print("\nactions:", *to_text(schedule).splitlines()[1:], sep="\n")
+    return 0
+
+
+def _described(schedule: PipelineSchedule) -> dict[str, Any]:
+    fields = ("name", "micro", "ranks", "stages", "placement", "train", "gather", "reduce", "tied", "ring", "options")
+    return {name: getattr(schedule, name) for name in fields} | {
+        "actions": [[str(action) for action in mine] for mine in schedule.actions]
+    }

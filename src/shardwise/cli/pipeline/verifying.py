@@ -1,0 +1,98 @@
+"""`shardwise pipeline verify`: whether schedules are right."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.cli.output import print_json
+from shardwise.cli.pipeline.given import count, read
+from shardwise.cli.quantities import numbers
+from shardwise.errors import UserError
+
+if TYPE_CHECKING:
+    from shardwise.schedule.pipeline import Generator, PipelineSchedule
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("schedule", metavar="SCHEDULE", nargs="?")
+    parser.add_argument("--all", action="store_true", help="every schedule")
+    parser.add_argument("--file", type=Path, help="a schedule written by show, or by torch (.csv)")
+    for name, default in (("ranks", "1-16"), ("micro", "1-64"), ("virtual", "1-4")):
+        parser.add_argument(f"--{name}", default=default, metavar="N,...", help=f"such as 8, {default} or 2,4")
+    parser.add_argument("--zero", type=int, default=0, metavar="Z", help="ZeRO stage: adds gathers and reductions")
+    parser.add_argument("--tied", action="store_true", help="the embedding is the head's table, too")
+
+
+def run(args: argparse.Namespace) -> int:
+    results: list[dict[str, Any]] = []
+    for name, schedules in _to_verify(args):
+        results.append(_verified(name, schedules))
+        if not args.json:
+            _print_verified(results[-1])
+    wrong = [result for result in results if result["findings"]]
+    if args.json:
+        print_json(results)
+    else:
+        total = sum(result["checked"] for result in results)
+        print(f"{len(results) - len(wrong)} of {len(results)} are right; {total:,} schedules verified")
+    return 1 if wrong else 0
+
+
+def _to_verify(args: argparse.Namespace) -> Iterator[tuple[str, Iterator[tuple[str, PipelineSchedule]]]]:
+    """(name, its schedules with their numbers in words)."""
+    from shardwise.schedule.pipeline import find, generators
+
+    if (args.schedule is not None) + args.all + (args.file is not None) != 1:
+        raise UserError("verify needs one of SCHEDULE, --all and --file")
+    if args.file:
+        schedule = read(args.file, args.zero, args.tied)
+        yield str(args.file), iter([(f"{schedule.ranks} ranks", schedule)])
+        return
+    asked = [numbers(f"--{name}", getattr(args, name)) for name in ("ranks", "micro", "virtual")]
+    for found in generators() if args.all else [find(args.schedule)]:
+        yield found.name, _legal(found, asked, args)
+
+
+def _legal(
+    found: Generator, numbers: list[list[int]], args: argparse.Namespace
+) -> Iterator[tuple[str, PipelineSchedule]]:
+    from shardwise.schedule.pipeline import build
+
+    ranks, micro, virtual = numbers
+    cases = [(p, m, v) for p in ranks for v in virtual for m in micro]
+    legal = [case for case in cases if not found.objection(*case)]
+    if not legal and not args.all:
+        # Where nothing that was asked for is legal, its message says what would be.
+        legal = cases[:1]
+    for p, m, v in legal:
+        yield f"p={p}, m={m}, v={v}", build(found.name, p, m, v, zero=args.zero, tied=args.tied)
+
+
+def _verified(name: str, schedules: Iterator[tuple[str, PipelineSchedule]]) -> dict[str, Any]:
+    """The findings of one generator's schedules; on a terminal, with a line that says how far it is."""
+    from shardwise.schedule.pipeline.verify import verify
+
+    findings, checked = [], 0
+    for case, schedule in schedules:
+        if sys.stderr.isatty():
+            print(f"\r\033[K{name}: {case}", end="", file=sys.stderr, flush=True)
+        checked += 1
+        findings += [
+            {"case": case, "rank": found.rank, "index": found.index, "action": str(found.action), "text": str(found)}
+            for found in verify(schedule)
+        ]
+    if sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr, flush=True)
+    return {"schedule": name, "checked": checked, "findings": findings}
+
+
+def _print_verified(result: dict[str, Any]) -> None:
+    name, checked = result["schedule"], result["checked"]
+    if not result["findings"]:
+        print(f"✓ {name}: right, {count(checked, 'case')}" if checked else f"- {name}: no case is legal", flush=True)
+    for found in result["findings"]:
+        print(f"✗ {name}, {found['case']}: {found['text']}", flush=True)

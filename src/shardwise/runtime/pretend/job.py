@@ -1,0 +1,163 @@
+"""What is run, and what comes back: `measure` starts the ranks and returns a `Measurement`. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import UserError
+from shardwise.runtime.job.launch import INTERRUPTED, USER_MISTAKE, RunFailed, supervise
+from shardwise.schedule.pipeline import PipelineSchedule
+from shardwise.schedule.pipeline.memory import Held
+from shardwise.schedule.pipeline.simulate import Simulated, simulate
+from shardwise.schedule.pipeline.text import from_text, to_text
+from shardwise.schedule.pipeline.times import Times
+
+WORD = 8
+"""Messages are of whole 64-bit numbers, the first of which says what message it is."""
+_TIMEOUT = 60.0
+_PATIENCE = 5.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """A schedule to run. times: what its computations wait for. held: the bytes of a stage's micro-batch, whole ones,
+    of which `rebuilt` does not count."""
+
+    schedule: PipelineSchedule
+    times: Times
+    held: Held
+
+    @classmethod
+    def shared(
+        cls,
+        schedule: PipelineSchedule,
+        forward: float,
+        input: float,
+        weight: float,
+        saved: int = 0,
+        weight_share: float = 1,
+    ) -> Case:
+        """From a *rank's* seconds and saved bytes for one micro-batch, of which a stage has its part, as
+        `Times.shared` and `Held.shared` cut them. weight_share: what part of the saved bytes W needs."""
+        parts = Held.shared(schedule, saved, weight_share * saved)
+        kept, needed = (tuple(map(round, each)) for each in (parts.saved, parts.weight))
+        held = Held(kept, needed, (0,) * schedule.stages)
+        return cls(schedule, Times.shared(schedule, forward, input, weight), held)
+
+    def to_json(self) -> dict[str, Any]:
+        times = {name: getattr(self.times, name) for name in ("forward", "input", "weight")}
+        return {"schedule": to_text(self.schedule), "times": times, "held": asdict(self.held)}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Case:
+        seconds, sizes = ({name: tuple(values) for name, values in data[key].items()} for key in ("times", "held"))
+        times = Times(seconds["forward"], seconds["input"], seconds["weight"])
+        return cls(from_text(data["schedule"]), times, Held(**sizes))
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the ranks find in their file. nbytes: of a message. steps: of each case, after one that is not counted.
+    transport: "auto", "shared" or "gloo". timeout: seconds that a rank waits for others. out: file for the result."""
+
+    cases: tuple[Case, ...]
+    nbytes: int
+    steps: int
+    transport: str
+    timeout: float
+    out: str
+
+    def write(self, path: Path) -> None:
+        data = {**vars(self), "cases": [case.to_json() for case in self.cases]}
+        path.write_text(json.dumps(data))
+
+    @classmethod
+    def read(cls, path: Path) -> Job:
+        data = json.loads(path.read_text())
+        return cls(**{**data, "cases": tuple(map(Case.from_json, data["cases"]))})
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A case as it ran. steps: each with the spans that were measured, in the form of a simulated one. held, buffers:
+    the most bytes saved for backward, and receives posted and not yet used up, by rank."""
+
+    case: Case
+    steps: tuple[Simulated, ...]
+    held: tuple[int, ...]
+    buffers: tuple[int, ...]
+
+    @property
+    def median(self) -> Simulated:
+        """The step in the middle, the lower one of two."""
+        middle = statistics.median_low(step.makespan for step in self.steps)
+        return next(step for step in self.steps if step.makespan == middle)
+
+    def simulated(self, hop: float) -> Simulated:
+        """What was to be expected if a message takes `hop` seconds; the exchange of a tied table is one, too."""
+        return simulate(self.case.schedule, replace(self.case.times.with_hop(hop), tied=hop))
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """transport: what carried messages, "shared" or "gloo". hop: seconds of a message between two ranks, from handing
+    it over until a rank that stands still for it has it; 0 for one rank. cases: in the order given."""
+
+    transport: str
+    hop: float
+    cases: tuple[Measured, ...]
+
+
+def one_by_one(schedule: PipelineSchedule) -> PipelineSchedule:
+    """The schedule as it is executed here: the parts of an overlapped F&B as two actions that follow each other."""
+    lists = (tuple(leaf for action in mine for leaf in action.leaves()) for mine in schedule.actions)
+    return replace(schedule, actions=tuple(lists))
+
+
+def measure(cases: Sequence[Case], nbytes: int, steps: int, transport: str = "auto") -> Measurement:
+    """Run every case on as many processes as it has ranks, all of them by turns in one set of processes.
+
+    cases: of equally many ranks. nbytes: of a message, a multiple of `WORD`. Raises `UserError` where memory cannot be
+    shared but must, `RunFailed` when a rank dies, and `KeyboardInterrupt`.
+    """
+    (ranks,) = {case.schedule.ranks for case in cases}
+    longest = max(simulate(case.schedule, case.times).makespan for case in cases)
+    with tempfile.TemporaryDirectory(prefix="shardwise-pretend-") as folder:
+        out, file = Path(folder, "result.json"), Path(folder, "job.json")
+        Job(tuple(cases), nbytes, steps, transport, _TIMEOUT + 2 * longest, str(out)).write(file)
+        ending = supervise([sys.executable, "-m", "shardwise.runtime.pretend.rank", str(file)], ranks,
+                           patience=_PATIENCE)  # fmt: skip
+        if ending.code == USER_MISTAKE:
+            raise UserError(ending.line)
+        if ending.code == INTERRUPTED:
+            raise KeyboardInterrupt(ending.line)
+        if ending.code or not out.exists():
+            raise RunFailed(ending.line or "the ranks measured nothing")
+        return read_result(cases, out)
+
+
+def read_result(cases: Sequence[Case], path: Path) -> Measurement:
+    """What the ranks of a job with these cases have written."""
+    result = json.loads(path.read_text())
+    measured = (_measured(case, found) for case, found in zip(cases, result["cases"], strict=True))
+    return Measurement(result["transport"], result["hop"], tuple(measured))
+
+
+def _measured(case: Case, steps: list[list[dict[str, Any]]]) -> Measured:
+    """steps: step -> rank -> what it reports."""
+    executed = one_by_one(case.schedule)
+    found = []
+    for step in steps:
+        start = min(rank["start"] for rank in step)
+        spans = (tuple((begin - start, end - start) for begin, end in rank["spans"]) for rank in step)
+        found.append(Simulated(executed, case.times, tuple(spans)))
+    most = {key: tuple(max(each) for each in zip(*([rank[key] for rank in step] for step in steps), strict=True))
+            for key in ("held", "buffers")}  # fmt: skip
+    return Measured(case, tuple(found), most["held"], most["buffers"])

@@ -1,0 +1,140 @@
+"""One rank of a pretended pipeline: `python -m shardwise.runtime.pretend.rank JOB.json`."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.errors import UserError
+from shardwise.layout import Grid, Layout
+from shardwise.runtime.comms import Comms
+from shardwise.runtime.heap import keep_freed_memory
+from shardwise.runtime.job.launch import RANK_FAILED, USER_MISTAKE, Failure, die_with_parent, lost_a_peer, reason
+from shardwise.runtime.pipeline import execute
+from shardwise.runtime.pretend.job import WORD, Case, Job
+from shardwise.runtime.pretend.worker import TimedWorker
+from shardwise.schedule.pipeline.times import Times
+
+TURNS, PAUSE = 40, 0.005
+"""Messages by which a hop is measured, and seconds for which its receiver stands still before each."""
+
+
+def make_comms(ranks: int, rank: int, transport: str, timeout: float) -> Comms:
+    """The messages of a pipeline alone. Raises `UserError` where memory cannot be shared but must."""
+    grid = Grid(Layout(pp=ranks))
+    if transport != "gloo" and ranks > 1:
+        try:
+            return Comms(grid, rank, ("pp",), timeout=timeout, shared=True)
+        except OSError as error:
+            if transport == "shared":
+                raise UserError(f"no shared memory: {error}; choose --transport gloo") from None
+    return Comms(grid, rank, ("pp",), timeout=timeout)
+
+
+def step(case: Case, comms: Comms, nbytes: int) -> dict[str, Any]:
+    """One step on this rank: start and spans in seconds of the monotonic clock, and the most that it held."""
+    worker = TimedWorker(case, comms, nbytes)
+    comms.start_recording()
+    comms.timeline = worker.record
+    dist.barrier()
+    start = time.monotonic()
+    execute(case.schedule, comms, worker)
+    comms.timeline = None
+    comms.stop_recording()
+    return {"start": start, "spans": worker.finish(), "held": worker.most_held, "buffers": worker.most_buffers}
+
+
+def hop(comms: Comms, nbytes: int) -> float:
+    """Seconds of a message between ranks 0 and 1, the median of many, by the clock that all processes share.
+
+    The receiver stands still for it, as a stage does: a rank that has just posted its receive is quicker.
+    """
+    mine, seen = comms.index("pp"), []
+    message = torch.zeros(nbytes // WORD, dtype=torch.int64)
+    for turn in range(TURNS if mine < 2 <= dist.get_world_size() else 0):
+        if mine == turn % 2:
+            time.sleep(PAUSE)
+            message[0] = time.monotonic_ns()
+            comms.send(message, 1 - mine, "hop").wait()
+        else:
+            comms.receive(message, 1 - mine, "hop").wait()
+            seen.append((time.monotonic_ns() - int(message[0])) / 1e9)
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, seen)
+    return statistics.median([seconds for theirs in every for seconds in theirs] or [0.0])
+
+
+def run(rank: int, job: Job) -> None:
+    """All steps of all cases; rank 0 writes what every rank saw."""
+    ranks = dist.get_world_size()
+    comms = make_comms(ranks, rank, job.transport, job.timeout)
+    for case in job.cases:
+        # Without the waits: memory for messages is made, and nothing is compiled or loaded later.
+        step(replace(case, times=Times.none(case.schedule.stages)), comms, job.nbytes)
+    latency = hop(comms, job.nbytes)
+    found: list[list[Any]] = [[] for _ in job.cases]
+    for number in range(job.steps):
+        for index, case in enumerate(job.cases):
+            if rank == 0:
+                _progress(f"{case.schedule.name}: step {number + 1} of {job.steps}")
+            found[index].append(step(case, comms, job.nbytes))
+    every: list[Any] = [None] * ranks
+    dist.all_gather_object(every, found)
+    if rank == 0:
+        cases = [[[theirs[index][number] for theirs in every] for number in range(job.steps)]
+                 for index in range(len(job.cases))]  # fmt: skip
+        result = {"transport": comms.backend, "hop": latency, "cases": cases}
+        partial = Path(job.out + ".partial")
+        partial.write_text(json.dumps(result))
+        partial.replace(job.out)
+        _progress("")
+    dist.barrier()  # who leaves early must not be missed
+    comms.close()
+
+
+def _progress(words: str) -> None:
+    """A line that changes, on a terminal."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{words}", end="", file=sys.stderr, flush=True)
+
+
+def main(argv: list[str]) -> int:
+    """One rank, as its launcher's environment says. Returns the exit code."""
+    die_with_parent()
+    rank = int(os.environ["RANK"])
+    try:
+        job = Job.read(Path(argv[0]))
+        keep_freed_memory()  # as the trainer does
+        torch.set_num_threads(1)
+        dist.init_process_group(
+            "gloo",
+            init_method=os.environ["SHARDWISE_RENDEZVOUS"],
+            rank=rank,
+            world_size=int(os.environ["WORLD_SIZE"]),
+            timeout=timedelta(seconds=job.timeout),
+        )
+        run(rank, job)
+        return 0
+    except BaseException as error:
+        user = isinstance(error, UserError)
+        kind = "user" if user else "peer" if lost_a_peer(error) else "error"
+        words = reason(error) if user else f"{type(error).__name__}: {reason(error)}"
+        Failure(kind, rank, None, words).write(Path(os.environ["SHARDWISE_ERROR_FILE"]))  # type: ignore[arg-type]
+        return USER_MISTAKE if user else RANK_FAILED
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stderr.flush()
+    # Taking gloo down while peers do so, too, now and then aborts the process; nothing is left that needs it.
+    os._exit(code)
