@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from shardwise.decoder import Batch, Decoder
 from shardwise.decoder.initial import initial_values
 from shardwise.decoder.modules import Linear, Lookup, RMSNorm
 from shardwise.layout import Layout, Workload, unit_plan
+from shardwise.layout import pipeline as pipelines
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import parameters
 from shardwise.runtime.config import OptimizerConfig
@@ -43,7 +44,8 @@ class Unavailable(Exception):
 
 @dataclass
 class Contender:
-    """step(index) trains one global batch and returns its mean loss over this rank's share (or the whole batch).
+    """step(index) trains one global batch and returns its mean loss over this rank's share (or the whole batch), NaN on
+    a rank that does not know it.
 
     keeps_memory: whether the process keeps what it frees while this one trains.
     """
@@ -56,13 +58,15 @@ class Contender:
 
 @dataclass(frozen=True)
 class Setting:
-    """What is trained: `batch` sequences of `seq` tokens over `ranks` data-parallel (or tensor-parallel) ranks."""
+    """What is trained: `batch` sequences of `seq` tokens over `ranks` data-parallel (or tensor-parallel) ranks, or
+    through as many ranks of a pipeline in `micro_batches` parts."""
 
     model: ModelConfig
     seq: int
     batch: int
     precision: str
     ranks: int
+    micro_batches: int = 1
 
 
 def tokens(setting: Setting, index: int, share: slice) -> tuple[Tensor, Tensor]:
@@ -314,6 +318,86 @@ def tensor_parallel(setting: Setting, sequence: bool) -> Contender:
     return Contender(step, "DTensor TP + SP" if sequence else "DTensor TP")
 
 
+PIPELINES = {
+    "pipeline_1f1b": ("1f1b", 1, "Schedule1F1B"),
+    "pipeline_gpipe": ("gpipe", 1, "ScheduleGPipe"),
+    "pipeline_interleaved": ("interleaved", 2, "ScheduleInterleaved1F1B"),
+    "pipeline_zb_v": ("zb-v", 2, "ScheduleZBVZeroBubble"),
+}
+"""Name -> (our schedule, chunks a rank, torch's class)."""
+
+
+class _Stage(nn.Module):
+    """Consecutive parts of a decoder, from ids or the stage before's output. bf16 by autocast, messages included.
+
+    batch: the positions of a micro-batch. The rotary tables that it comes to have serve all micro-batches.
+    """
+
+    def __init__(self, parts: nn.ModuleList, batch: Batch, low: bool) -> None:
+        super().__init__()
+        self.parts, self.batch, self.low = parts, batch, low
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch = self.batch if x.is_floating_point() else replace(self.batch, ids=x)
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.low):
+            for part in self.parts:
+                x = part(x, batch)
+        return x.to(torch.bfloat16) if self.low else x
+
+
+def _stages(setting: Setting, layout: Layout) -> list[Any]:
+    """torch's stages of this rank, cut and placed as `layout` has them. Shapes are given, so that none are negotiated
+    in the first step."""
+    from torch.distributed.pipelining import PipelineStage
+
+    parts = dict(plain_decoder(setting).parts())
+    cut, placement = pipelines.stages(setting.model, layout), pipelines.placement(layout)
+    micro, low = setting.batch // setting.micro_batches, setting.precision == "bf16"
+    ids = torch.zeros(micro, setting.seq, dtype=torch.int64)
+
+    def like(width: int) -> Tensor:
+        dtype = DTYPES[setting.precision]
+        return torch.empty(micro, setting.seq, width, dtype=dtype, device="meta", requires_grad=True)
+
+    found = []
+    for index in (i for i, rank in enumerate(placement) if rank == dist.get_rank()):
+        module = _Stage(nn.ModuleList(parts[name] for name in cut.parts(index)), plain_batch(ids), low)
+        takes = ids if index == 0 else like(setting.model.hidden)
+        gives = like(setting.model.vocab if index == len(placement) - 1 else setting.model.hidden)
+        found.append(PipelineStage(module, index, len(placement), torch.device("cpu"), takes, gives))
+    return found
+
+
+def pipeline(setting: Setting, name: str) -> Contender:
+    """A schedule of torch.distributed.pipelining. bf16 by autocast, which casts each weight once a step."""
+    from torch.distributed import pipelining
+
+    schedule, virtual, kind = PIPELINES[name]
+    m = setting.micro_batches
+    stages = _stages(setting, Layout.parse(f"pp={setting.ranks},schedule={schedule},virtual={virtual}"))
+    run = getattr(pipelining, kind)(
+        stages if virtual > 1 else stages[0],
+        m,
+        # Micro-batches are equal: means over them, divided here, make the mean over the global batch.
+        loss_fn=lambda logits, targets: loss_of(logits, targets) / m,
+        scale_grads=False,
+    )
+    optimizer = adamw(nn.ModuleList(stage.submod for stage in stages))
+    first, last = stages[0].is_first, stages[-1].is_last
+
+    def step(index: int) -> float:
+        ids, targets = tokens(setting, index, slice(None))
+        losses: list[Tensor] = []
+        # Weights cast in a stage's autocast are kept until the outermost one ends, which casts nothing itself.
+        with torch.autocast("cpu", torch.bfloat16, enabled=False):
+            run.step(*[ids] * first, target=targets if last else None, losses=losses, return_outputs=False)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return float(sum(loss.detach() for loss in losses)) if last else float("nan")
+
+    return Contender(step, f"torch {kind.removeprefix('Schedule')}")
+
+
 PEERS: dict[str, Callable[[Setting], Contender]] = {
     "plain": plain,
     "ddp": ddp,
@@ -322,5 +406,6 @@ PEERS: dict[str, Callable[[Setting], Contender]] = {
     **{f"deepspeed{stage}": functools.partial(deepspeed, stage=stage) for stage in (1, 2, 3)},
     "tensor_parallel": functools.partial(tensor_parallel, sequence=False),
     "sequence_parallel": functools.partial(tensor_parallel, sequence=True),
+    **{name: functools.partial(pipeline, name=name) for name in PIPELINES},
 }
 """Name -> what builds it. Raises `Unavailable` where it cannot run."""

@@ -5,10 +5,13 @@
 
 Every contender gets the same model, global batch, precision, threads (one a rank) and float32 matrix-product setting.
 What shares a layout of ours is measured together: each round trains one global batch with every contender of the group,
-every second round in the opposite order. Printed for each pair: medians over rounds of milliseconds and CPU
-milliseconds a step, the ratio of speeds (median, lowest, highest of the ratios round by round), and the peak of live
-tensor bytes a rank. Rank count 1 compares one process with a plain training loop, and prints which share of the
-matrix-product peak, measured in the same run, the step's model FLOPs (causal attention) make up.
+every second round in the opposite order. Pipelines of two ranks, of ours and of torch, both take the global batch in
+four micro-batches and are cut at the same layers.
+
+Printed for each pair: medians over rounds of milliseconds and CPU milliseconds a step, the ratio of speeds (median,
+lowest, highest of the ratios round by round), and the peak of live tensor bytes a rank. Rank count 1 compares one
+process with a plain training loop, and prints which share of the matrix-product peak, measured in the same run, the
+step's model FLOPs (causal attention) make up.
 
 Before each timed step the same contender makes one that is not timed. shardwise keeps the memory that it frees, as it
 does in training; for the others glibc returns it, as it does by itself, unless `--alike` lets all keep it.
@@ -24,6 +27,7 @@ import contextlib
 import functools
 import gc
 import json
+import math
 import os
 import platform
 import re
@@ -58,6 +62,8 @@ WARM = 3
 """Steps before the timed ones: caches are filled, DDP has ordered its buckets, DeepSpeed has traced the model."""
 SAME_LOSS = {"fp32": 2e-3, "bf16": 2e-2}
 """Relative difference of losses after the same steps up to which two contenders trained the same model."""
+MICRO_BATCHES = 4
+"""Parts in which a pipeline trains a global batch."""
 
 PAIRS: list[tuple[str, str]] = [
     ("single", "plain"),
@@ -72,33 +78,56 @@ PAIRS: list[tuple[str, str]] = [
     ("zero=0 shared", "ddp"),
     ("zero=3 shared", "fsdp2"),
     ("tp shared", "tensor_parallel"),
+    *(
+        (f"pp,schedule={schedule}{f',virtual={virtual}' * (virtual > 1)}{transport}", peer)
+        for transport in ("", " shared")
+        for peer, (schedule, virtual, _) in peers.PIPELINES.items()
+    ),
 ]
-"""(ours, the peer it is compared with). `single` is for one rank, all others for two and more. Peers and ours
-communicate over gloo, ours called `shared` through the memory that the ranks share."""
+"""(ours, the peer it is compared with). `single` is for one rank, pipelines for two, all others for two and more. Peers
+and ours communicate over gloo, ours called `shared` through the memory that the ranks share."""
 
 
 # -- contenders
 
 
-def layout_of(what: str, ranks: int, batch: int) -> str:
-    """The layout text of one of ours, with all sequences of a rank in one micro-batch."""
+def is_pipeline(ours: str) -> bool:
+    return ours.startswith("pp")
+
+
+def suits(ours: str, ranks: int) -> bool:
+    """Whether a contender is compared at that many ranks."""
+    if is_pipeline(ours):
+        return ranks == 2
+    return (ours == "single") == (ranks == 1)
+
+
+def layout_of(what: str, setting: peers.Setting) -> str:
+    """The layout text of one of ours, with all sequences of a rank in one micro-batch, but for pipelines."""
+    ranks, micro = setting.ranks, setting.batch // setting.micro_batches
     if what == "single":
-        return f"dp=1,micro={batch}"
-    words = what.split(",")
-    if words[0] == "tp":
-        return ",".join([f"tp={ranks}", *words[1:], f"micro={batch}"])
-    return f"dp={ranks},{what},micro={batch // ranks}"
+        return f"dp=1,micro={micro}"
+    axis, *more = what.split(",")
+    if axis in ("tp", "pp"):
+        return ",".join([f"{axis}={ranks}", *more, f"micro={micro}"])
+    return f"dp={ranks},{what},micro={micro // ranks}"
 
 
 def build(name: str, setting: peers.Setting) -> peers.Contender:
     if name in peers.PEERS:
         return peers.PEERS[name](setting)
     what, _, transport = name.partition(" ")
-    return peers.shardwise(setting, layout_of(what, setting.ranks, setting.batch), transport or "gloo")
+    return peers.shardwise(setting, layout_of(what, setting), transport or "gloo")
 
 
-def setting_of(tokens: int, precision: str, ranks: int) -> peers.Setting:
-    """512 tokens or fewer: one sequence a rank. More: sequences of 512."""
+def setting_of(ours: str, tokens: int, precision: str, ranks: int) -> peers.Setting:
+    """512 tokens or fewer: one sequence a rank. More: sequences of 512.
+
+    A pipeline has sequences of at most 512 tokens, and at least one in each micro-batch.
+    """
+    if is_pipeline(ours):
+        seq = min(512, tokens // MICRO_BATCHES)
+        return peers.Setting(MODEL, seq, tokens // seq, precision, ranks, MICRO_BATCHES)
     seq = 512 if tokens > 512 else tokens // ranks
     return peers.Setting(MODEL, seq, tokens // seq, precision, ranks)
 
@@ -209,7 +238,7 @@ def measure(setting: peers.Setting, names: list[str], rounds: int, alike: bool =
             clocks[name].append((started, time.perf_counter(), time.process_time() - used))
     for name, contender in contenders.items():
         results[name] = {"describe": contender.describe, **over_ranks(clocks[name])}
-        results[name]["loss"] = statistics.mean(everywhere(losses[name]))
+        results[name]["loss"] = statistics.mean(loss for loss in everywhere(losses[name]) if not math.isnan(loss))
         contender.close()
     del contender, contenders
     for name in clocks:
@@ -269,22 +298,27 @@ def rank_main(rank: int, job: dict[str, Any]) -> None:
     results = []
     for tokens in job["tokens"]:
         for precision in job["precision"]:
-            results.append(run_setting(setting_of(tokens, precision, job["ranks"]), job, say=rank == 0))
+            results.append(run_setting(tokens, precision, job, say=rank == 0))
     if rank == 0:
         Path(job["folder"], "out").write_text(json.dumps(results))
     dist.destroy_process_group()
 
 
-def run_setting(setting: peers.Setting, job: dict[str, Any], say: bool) -> dict[str, Any]:
+def run_setting(tokens: int, precision: str, job: dict[str, Any], say: bool) -> dict[str, Any]:
     """Measure every pair of one setting, group by group of the same contender of ours, and print each as it is done."""
+    ranks = job["ranks"]
     result: dict[str, Any] = {
-        "ranks": setting.ranks, "tokens": setting.seq * setting.batch, "seq": setting.seq, "batch": setting.batch,
-        "precision": setting.precision, "contenders": {}, "rows": [],
+        "ranks": ranks, "tokens": tokens, "precision": precision, "contenders": {}, "rows": [],
     }  # fmt: skip
     if say:
-        print(f"\n{setting.ranks} {'rank' if setting.ranks == 1 else 'ranks'}, {result['tokens']} tokens a step "
-              f"({setting.batch} x {setting.seq}), {setting.precision}", flush=True)  # fmt: skip
+        print(f"\n{ranks} {'rank' if ranks == 1 else 'ranks'}, {tokens} tokens a step, {precision}", flush=True)
+    said = ""
     for ours in dict.fromkeys(ours for ours, _ in job["pairs"]):
+        setting = setting_of(ours, tokens, precision, ranks)
+        shape = shape_of(setting)
+        if say and shape != said:
+            print(f" {shape}", flush=True)
+            said = shape
         names = [ours, *(peer for mine, peer in job["pairs"] if mine == ours)]
         flops = training_flops_per_sequence(MODEL, setting.seq, causal=True) * setting.batch
         peak = matmul_peak(setting.precision) if setting.ranks == 1 else 0.0
@@ -299,7 +333,7 @@ def run_setting(setting: peers.Setting, job: dict[str, Any], say: bool) -> dict[
         if peak:
             result["matmul_flops_per_s"] = peak
         for peer in names[1:]:
-            row = compare(ours, found[ours], found[peer], setting.precision)
+            row = compare(ours, found[ours], found[peer], precision) | {"shape": shape}
             result["rows"].append(row)
             if say:
                 print(describe(row), flush=True)
@@ -307,6 +341,12 @@ def run_setting(setting: peers.Setting, job: dict[str, Any], say: bool) -> dict[
 
 
 # -- rows
+
+
+def shape_of(setting: peers.Setting) -> str:
+    """The global batch in words: sequences x tokens, and its parts where there are several."""
+    parts = f" in {setting.micro_batches} micro-batches" if setting.micro_batches > 1 else ""
+    return f"{setting.batch} x {setting.seq}{parts}"
 
 
 def compare(ours: str, mine: dict[str, Any], theirs: dict[str, Any], precision: str) -> dict[str, Any]:
@@ -395,7 +435,7 @@ def chosen_pairs(words: list[str] | None) -> list[tuple[str, str]]:
     return pairs
 
 
-def check(ranks: list[int], tokens: list[int]) -> None:
+def check(ranks: list[int], tokens: list[int], pairs: list[tuple[str, str]]) -> None:
     for n in ranks:
         if n < 1 or MODEL.heads % n:
             raise UserError(f"--ranks {n}: must divide the model's {MODEL.heads} heads; use 1, 2 or 4")
@@ -403,6 +443,11 @@ def check(ranks: list[int], tokens: list[int]) -> None:
             whole = 512 * n if total > 512 else n * n
             if total < 1 or total % whole:
                 raise UserError(f"--tokens {total}: {n} ranks need a multiple of {whole} tokens")
+    if 2 in ranks and any(is_pipeline(ours) for ours, _ in pairs):
+        for total in tokens:
+            whole = MICRO_BATCHES * (512 if total > 512 * MICRO_BATCHES else 1)
+            if total % whole:
+                raise UserError(f"--tokens {total}: {MICRO_BATCHES} micro-batches need a multiple of {whole} tokens")
 
 
 def arguments() -> argparse.Namespace:
@@ -427,12 +472,12 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
-    check(args.ranks, args.tokens)
     pairs = chosen_pairs(args.pairs)
+    check(args.ranks, args.tokens, pairs)
     print("ours | the peer's, medians; speed above 1 means that ours is faster")
     settings = []
     for ranks in args.ranks:
-        suited = [pair for pair in pairs if (pair[0] == "single") == (ranks == 1)]
+        suited = [pair for pair in pairs if suits(pair[0], ranks)]
         if not suited:
             continue
         with tempfile.TemporaryDirectory() as folder:

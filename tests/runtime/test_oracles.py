@@ -1,4 +1,4 @@
-"""torch's own sharding as second oracles: FSDP2 and DTensor tensor parallelism train the same model alike."""
+"""torch's own parallelism as second oracles: FSDP2, DTensor and its pipelining train the same model alike."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 
 from harness.checks import assert_parity, train
 from harness.pool import run_ranks
+from harness.reference import Case
 from harness.space import MODELS, SEQ, Point, point
 from shardwise.layout import Layout, Workload
 
@@ -22,6 +23,14 @@ TENSOR = (
     point(model="llama", tp=2, sp=True, micro=2, precision="fp32"),
     point(model="neox", tp=2, accumulate=2, attention="math", documents=True),
 )
+PIPELINES = (
+    ("gpipe,micro=2", "llama", False),
+    ("1f1b,recompute=full", "gpt2", False),
+    ("interleaved,virtual=2", "neox", True),
+    ("interleaved,virtual=2,stages=0/2/2/0", "qwen3", False),
+    ("zb-v,virtual=2", "qwen2", False),
+)
+"""(layout, model, whether documents are kept apart); gpt2 and qwen3 have tied tables."""
 
 
 @pytest.mark.parametrize("point", FSDP, ids=lambda p: p.id)
@@ -37,6 +46,14 @@ def test_dtensor_agrees(point: Point) -> None:
     case = replace(point.case, model=model.replace(ffn=model.ffn + model.ffn % 2))
     oracle = run_ranks("harness.oracles:tensor_parallel", 2, case)[0]
     assert_parity(case, point.layout, train(case, point.layout, against=oracle), oracle)
+
+
+@pytest.mark.parametrize(("schedule", "name", "documents"), PIPELINES)
+def test_torch_pipelining_agrees(schedule: str, name: str, documents: bool) -> None:
+    layout = Layout.parse(f"pp=2,schedule={schedule},precision=fp64")
+    case = Case(MODELS[name].replace(layers=4), Workload(SEQ, 4 * layout.micro, isolate_documents=documents))
+    oracle = run_ranks("harness.oracles:pipeline", 2, (case, layout))[0]
+    assert_parity(case, layout, train(case, layout, against=oracle), oracle)
 
 
 def test_the_oracle_would_notice_other_data() -> None:
