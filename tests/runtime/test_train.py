@@ -77,6 +77,29 @@ def test_four_ranks_learn_and_hold_the_prediction(text: Path, tmp_path: Path) ->
     assert compared.returncode == 0 and "exposed" in compared.stdout
 
 
+def test_three_dimensions_train_as_one_device_does(text: Path, tmp_path: Path) -> None:
+    """50 steps on eight processes; then its checkpoint under tp=4 and back again."""
+    piped = "dp=2,tp=2,pp=2,zero=1,sp,precision=fp32"
+    found = {}
+    for name, layout in (("one", "dp=1,precision=fp32"), ("eight", piped)):
+        done = shardwise(*command(text, tmp_path / name, layout=layout, steps=50))
+        assert done.returncode == 0, done.stderr
+        found[name] = losses(tmp_path / name)
+    assert len(found["one"]) == len(found["eight"]) >= 50
+    for one, eight in zip(found["one"], found["eight"], strict=True):
+        for a, b in zip(one, eight, strict=True):
+            assert (a is None) == (b is None) and (a is None or b == pytest.approx(a, rel=1e-4)), (one, eight)
+    first = tmp_path / "eight"
+    for step, layout in enumerate(("tp=4,precision=fp32", piped)):
+        moved = shardwise(
+            "checkpoint", "reshard", str(first), "--layout", layout, "--out", str(tmp_path / f"moved-{step}")
+        )
+        assert moved.returncode == 0, moved.stderr
+        first = tmp_path / f"moved-{step}"
+    same = shardwise("checkpoint", "diff", str(tmp_path / "eight"), str(first), "--json")
+    assert same.returncode == 0, same.stdout
+
+
 def test_a_run_too_short_for_a_timeline_has_a_report_without(text: Path, tmp_path: Path) -> None:
     done = shardwise(*command(text, tmp_path / "run", "--report", layout="dp=2,precision=fp32", steps=1))
     assert done.returncode == 0, done.stderr

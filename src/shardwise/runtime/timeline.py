@@ -99,7 +99,9 @@ class Flight:
     def times(self, end: int) -> tuple[int, int, int]:
         """(issued, done, how long the rank stood still before it was done) in nanoseconds; end: of the step."""
         read = self.timeline.since_start
-        issued, back = read(self.issued), end if self.back is None else read(self.back)
+        # A receive is posted long before its message is sent: it counts from when it is waited for.
+        begun = self.waited if self.key[1] == "recv" and self.waited is not None else self.issued
+        issued, back = read(begun), end if self.back is None else read(self.back)
         # The thread that tells may come late: what has been waited for is complete.
         done = max(issued, back if self.done is None else min(read(self.done), back))
         return issued, done, 0 if self.waited is None else max(0, done - read(self.waited))

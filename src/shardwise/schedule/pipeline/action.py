@@ -4,12 +4,13 @@ An executor takes its rank's actions one by one, in the order of the list, and d
 
 - ``F``, ``I``, ``W``, ``B``, ``OVERLAP_F_B`` compute, one at a time. Each waits first for what it needs: the received
   message of its stage and micro-batch (or the result that lies on the rank already, where the neighbouring stage is),
-  and the gathered parameters of its stage. F saves what backward needs; I gives the gradient of the stage's input and
-  keeps what W needs; W adds to the gradients of the weights and frees the rest; B is I and W at once. The last stage's
+  and the gathered parameters of its stage. F saves what backward needs; I gives the gradient of the stage's input (and
+  of biases and norms, which cost next to nothing) and keeps what W needs; W adds the products that are the gradients of
+  matrices, and frees the rest; B is I and W at once. The last stage's
   F ends with the loss, so that its I and B need no message. OVERLAP_F_B runs its parts side by side, or one after the
   other, and ends when both do. With recompute, F keeps the stage's input alone, and I or B does the forward once more.
 - ``SEND_F``, ``SEND_B`` hand over the result of the same stage and micro-batch to rank `peer` and go on at once. The
-  tensor is kept until the message is complete, at the latest at the end of the list.
+  tensor is kept until the message is complete, which the next send of its kind to that rank may wait for.
 - ``RECV_F``, ``RECV_B`` post the receive of what the stage named needs from rank `peer`, and go on at once: a buffer of
   known shape (micro-batch x sequence x hidden; there is no negotiation). The first compute action of that stage and
   micro-batch that needs it waits. Between two ranks, sends and receives stand in the same order in both lists,
@@ -24,7 +25,8 @@ An executor takes its rank's actions one by one, in the order of the list, and d
   shard of it, and do the same update. The end of stage 0 counts in the gradient norm, the other does not. Where both
   ends are on one rank, as in a V, there is no such action: the table is one tensor of stage 0, is there while either
   stage computes, and is reduced with stage 0, whose reductions stand after the last stage's weight gradients.
-- ``SHARE_LOSS``: rank `peer`, which has the last stage, tells the summed loss to all others. Every rank then logs it.
+- ``SHARE_LOSS``: rank `peer`, which has the last stage, tells the summed loss to all others (a sum to which the others
+  add zero, over the data ranks at once). Every rank then logs it.
 
 At the end of the list everything that was started is complete.
 """
