@@ -157,6 +157,12 @@ class UnitPlan:
         assert self.schedule is not None
         return self.schedule.actions[self.pp_rank]
 
+    @property
+    def role(self) -> str:
+        """What the ranks at its place of the pipeline are called in reports."""
+        stages = list(self.stages)
+        return "all" if self.layout.pp == 1 else f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
+
     @cached_property
     def units(self) -> tuple[Unit, ...]:
         """Embedding, each block, final norm + head; a tied embedding comes first, alone."""

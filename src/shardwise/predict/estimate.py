@@ -53,9 +53,7 @@ def _role(model: ModelConfig, layout: Layout, workload: Workload, backend: Backe
     first = grid.rank(pp=place, dp=0, cp=0, tp=0)
     ranks = sorted(grid.group("dp_cp_tp", first))
     plan = unit_plan(model, layout, workload, rank=first, backend=backend)
-    stages = list(plan.stages)
-    name = "all" if layout.pp == 1 else f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
-    return Role(name, tuple(ranks), _on_device(plan), predict_ledger(plan))
+    return Role(plan.role, tuple(ranks), _on_device(plan), predict_ledger(plan))
 
 
 def _on_device(plan: UnitPlan) -> Bytes:

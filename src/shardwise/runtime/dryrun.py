@@ -15,27 +15,33 @@ from typing import Any
 
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
-from shardwise.layout import Layout, Workload, check_runnable
+from shardwise.layout import Grid, Layout, Workload, check_runnable
 from shardwise.layout.units import UnitPlan, unit_plan, usual_backend
 from shardwise.model import ModelConfig
 from shardwise.report.step_report import Role, StepReport
 
 
 def dry_run(model: ModelConfig, layout: Layout, workload: Workload, cluster: Cluster | None = None) -> StepReport:
-    """Observe one step of rank 0, whose shapes all ranks share, in a process of its own.
+    """Observe one step of one rank for each place in the pipeline, whose shapes the others there share; each in a
+    process of its own.
 
     Raises `LayoutError` for what the runtime cannot run, `UserError` when the process fails.
     """
     check_runnable(layout, model, workload, cluster.devices if cluster else None)
-    plan = unit_plan(model, replace(layout, compile="off"), workload, backend=usual_backend(cluster))
-    role = _in_process(_observe, plan)
+    grid, eager = Grid.of(layout, model), replace(layout, compile="off")
+    roles = []
+    for place in range(layout.pp):
+        first = grid.rank(pp=place, dp=0, cp=0, tp=0)
+        plan = unit_plan(model, eager, workload, rank=first, backend=usual_backend(cluster))
+        seen = _in_process(_observe, plan, first)
+        roles.append(Role(plan.role, tuple(sorted(grid.group("dp_cp_tp", first))), seen.bytes, seen.ledger))
     return StepReport(
         source="dry-run",
         model=model.to_json(),
         layout=str(layout),
         workload=workload.to_json(),
         cluster=str(cluster) if cluster else f"{layout.ranks}xCPU",
-        roles=(Role("all", tuple(range(layout.ranks)), role.bytes, role.ledger),),
+        roles=tuple(roles),
         notes=_notes(layout),
     )
 
@@ -47,16 +53,16 @@ def _notes(layout: Layout) -> tuple[str, ...]:
     return *notes, f"compile={layout.compile}: nothing is computed here, and the blocks ran without being compiled"
 
 
-def _in_process(function: Callable[[UnitPlan], Role], plan: UnitPlan) -> Role:
+def _in_process(function: Callable[[UnitPlan, int], Role], plan: UnitPlan, rank: int) -> Role:
     context = multiprocessing.get_context("spawn")
     with context.Pool(1) as pool:
         try:
-            return pool.apply(function, (plan,))
+            return pool.apply(function, (plan, rank))
         except RuntimeError as error:
             raise UserError(f"the dry run failed: {str(error).splitlines()[0]}") from error
 
 
-def _observe(plan: UnitPlan) -> Role:
+def _observe(plan: UnitPlan, rank: int) -> Role:
     import torch
     import torch.distributed as dist
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -68,15 +74,15 @@ def _observe(plan: UnitPlan) -> Role:
     from shardwise.runtime.step import Program
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    dist.init_process_group("fake", rank=0, world_size=plan.layout.ranks, store=FakeStore())  # type: ignore[no-untyped-call]
-    comms = make_comms(plan.layout, plan.model, 0, timeout=60.0)
+    dist.init_process_group("fake", rank=rank, world_size=plan.layout.ranks, store=FakeStore())  # type: ignore[no-untyped-call]
+    comms = make_comms(plan.layout, plan.model, rank, timeout=60.0)
     comms.backend = plan.backend
     comms.read = lambda scalar: 1.0  # type: ignore[method-assign]  # fake tensors hold no numbers
     with FakeTensorMode():
         program = Program(plan, comms, OptimizerConfig(), _no_values, torch.device("cpu"))
         with Measurement(program) as measurement:
             program.step([_micro_batch(plan) for _ in range(plan.micro_batches)], 1e-3)
-        role = measurement.role(0)
+        role = measurement.role(rank)
     dist.destroy_process_group()
     return role
 
