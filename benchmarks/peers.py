@@ -134,6 +134,7 @@ def shardwise(setting: Setting, layout: str, transport: str = "gloo") -> Contend
     plan = unit_plan(setting.model, parsed, workload, rank=dist.get_rank(), backend=comms.backend)
     config = OptimizerConfig(lr=LR, clip=0.0)
     program = Program(plan, comms, config, lambda p, i: initial_values(p, i, SEED), torch.device("cpu"))
+    program.optimizer.looks_at_norm = False  # the peers' loops do not compute it either
     share = data_share(setting) if parsed.dp > 1 else slice(None)
 
     def step(index: int) -> float:

@@ -36,7 +36,7 @@ REST = [
     ("gpt2", "dp=6,tp=4,zero=1,sp,attention=math", 64, 12),
     ("gpt-neox-20b", "dp=128,tp=8,zero=3", 1024, 128),
     ("llama-3-8b", "dp=8,tp=4,pp=4,zero=1,sp,schedule=zb-h1", 2048, 64),
-    ("gpt2-xl", "dp=4,pp=2,zero=3,virtual=2,schedule=zb-v,recompute=full,attention=math", 128, 32),
+    ("gpt2", "dp=4,pp=2,zero=3,virtual=2,schedule=zb-v,recompute=full,attention=math", 64, 32),
     ("gpt2-medium", "dp=3,tp=2,precision=fp32,recompute=full,attention=math", 64, 9),
 ]
 """Every stage with both decoders, sampled when not all are asked for."""

@@ -6,6 +6,7 @@ is loaded when there is a pipeline: it needs numpy, which nothing else here does
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -51,10 +52,15 @@ def stages(model: ModelConfig, layout: Layout) -> Stages:
 
 
 def objection(layout: Layout, micro_batches: int) -> str:
-    """Why the schedule cannot have this many ranks, chunks and micro-batches, and what it could; empty where it can."""
-    from shardwise.schedule.pipeline import find
+    """Why the schedule cannot have this many ranks, chunks and micro-batches, and what could; empty where it can."""
+    from shardwise.schedule.pipeline import find, generators
 
-    return find(layout.schedule).objection(layout.pp, micro_batches, layout.virtual)
+    numbers = layout.pp, micro_batches, layout.virtual
+    if not (legal := find(layout.schedule).objection(*numbers)):
+        return ""
+    words = re.sub(r"\bv\b", "virtual", re.sub(r"\bm\b", "micro-batches", legal))
+    others = [each.name for each in generators() if each.train and not each.objection(*numbers)]
+    return f"{words}; schedules that can: {', '.join(others)}" if others else words
 
 
 @lru_cache(maxsize=64)

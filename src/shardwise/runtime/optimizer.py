@@ -47,20 +47,27 @@ class _State:
 
 
 class Optimizer:
-    """AdamW for everything that `engine` holds. Creating it sets the parameters to `values`."""
+    """AdamW for everything that `engine` holds. Creating it sets the parameters to `values`.
+
+    looks_at_norm: compute the gradients' norm even where nothing is clipped by it. It costs a pass over the gradients,
+    which trainers that do not clip leave out.
+    """
 
     def __init__(self, engine: Engine, comms: Comms, config: OptimizerConfig, values: Values) -> None:
         self.engine, self.comms, self.config = engine, comms, config
         self.states = [_State(flat, values) for flat in engine.units.values()]
+        self.looks_at_norm = True
         self.steps = 0
         self._step = torch.zeros((), device=self.states[0].master.device)
 
     def step(self, lr: float) -> float:
-        """Clip, update, and forget the gradients; returns their global norm before clipping (L2, over the model)."""
+        """Clip, update, and forget the gradients; returns their global norm before clipping (L2, over the model), NaN
+        where nobody looks at it."""
         self.comms.pulse.work("the optimizer")
-        with self.comms.in_phase("optimizer"):
-            norm = self._norm()
-        coefficient = 1.0
+        norm, coefficient = math.nan, 1.0
+        if self.config.clip or self.looks_at_norm:
+            with self.comms.in_phase("optimizer"):
+                norm = self._norm()
         if self.config.clip:
             # torch.nn.utils.clip_grad_norm_'s own coefficient
             coefficient = min(1.0, self.config.clip / (norm + 1e-6))
