@@ -5,15 +5,23 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from hypothesis import settings
+
 from harness import summary
+
+# Times are never asserted: the machine that runs the tests may be doing something else.
+settings.register_profile("shardwise", deadline=None)
+settings.load_profile("shardwise")
 
 
 def pytest_report_header() -> str:
+    from harness.pipelines import pipeline_cases
     from harness.space import all_cases, seed
 
+    count = len(all_cases()) + len(pipeline_cases())
     if os.environ.get("SHARDWISE_ALL") == "1":
-        return f"layouts: all {len(all_cases())} generated cases (SHARDWISE_ALL=1)"
-    return f"layouts: a sample of {len(all_cases())} cases, SHARDWISE_SEED={seed()}"
+        return f"layouts: all {count} generated cases (SHARDWISE_ALL=1)"
+    return f"layouts: a sample of {count} cases, SHARDWISE_SEED={seed()}"
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

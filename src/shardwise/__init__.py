@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from shardwise.layout import Layout, Workload
     from shardwise.model import ModelConfig
     from shardwise.predict import estimate
+    from shardwise.predict.search import plan
     from shardwise.report import StepReport, compare
 
 __version__ = "0.1.0"
@@ -32,6 +33,7 @@ __all__ = [
     "__version__",
     "compare",
     "estimate",
+    "plan",
     "train",
 ]
 
@@ -45,6 +47,7 @@ _HOMES = {
     "Workload": "layout",
     "compare": "report",
     "estimate": "predict",
+    "plan": "predict.search",
     "train": "api",
 }
 

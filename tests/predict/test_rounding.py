@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,7 +20,6 @@ def test_as_numpy_rounds(value, dtype):
 
 @given(st.floats(1e-30, 1e30))
 def test_as_torch_rounds(value):
-    torch = pytest.importorskip("torch")
     assert rounded(value, "bfloat16") == float(torch.tensor(value, dtype=torch.float64).to(torch.bfloat16))
 
 

@@ -21,6 +21,7 @@ from typing import NoReturn
 from shardwise.errors import UserError
 
 COMMANDS = {
+    "plan": "the best ways to train a model on a cluster, and why",
     "estimate": "bytes by class and the ledger of one training step, before anything runs",
     "train": "train a model, split over processes, on text",
     "compare": "two step reports against each other, or one run's prediction against its measurement",

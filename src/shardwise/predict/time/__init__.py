@@ -2,10 +2,12 @@
 
 from shardwise.predict.time.constants import Constants, constants, known_devices
 from shardwise.predict.time.kernels import Kernels
+from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import ENGINES, Engine, engine
 from shardwise.predict.time.ranges import Range, time_range
 from shardwise.predict.time.serving import ServedSeconds, Serving, capacity, decode_step, prefill, throughput
-from shardwise.predict.time.step import Pricing, Split, StepSeconds, training_step
+from shardwise.predict.time.split import Split
+from shardwise.predict.time.step import StepSeconds, training_step
 
 __all__ = [
     "ENGINES",

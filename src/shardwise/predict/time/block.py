@@ -48,14 +48,15 @@ class Shape:
 
 @dataclass
 class Tally:
-    """Seconds by kind of one part's forward and backward, kernels launched, and the seconds that selective recompute
-    repeats."""
+    """Seconds by kind of one part's forward and backward, kernels launched, the seconds that selective recompute
+    repeats, and of the backward ones those that gradients of weights take."""
 
     kernels: Kernels
     forward: dict[str, Num] = field(default_factory=lambda: defaultdict(float))
     backward: dict[str, Num] = field(default_factory=lambda: defaultdict(float))
     selective: dict[str, Num] = field(default_factory=lambda: defaultdict(float))
     launches: dict[str, Num] = field(default_factory=lambda: {"forward": 0.0, "backward": 0.0, "selective": 0.0})
+    weights: Num = 0.0
 
     def add(self, kind: str, forward: Num, backward: Num, launches: tuple[Num, Num] = (1, 1)) -> None:
         self.forward[kind] = self.forward[kind] + forward
@@ -80,8 +81,9 @@ class Tally:
         """
         mm, dtype = self.kernels.matmul, shape.dtype
         forward = mm(tokens, wide, deep, dtype, batch)
-        backward = mm(tokens, deep, wide, dtype, batch) + mm(wide, deep, tokens, dtype, batch)
-        self.add("matmul", forward, backward, (1, 2))
+        weights = mm(wide, deep, tokens, dtype, batch)
+        self.add("matmul", forward, mm(tokens, deep, wide, dtype, batch) + weights, (1, 2))
+        self.weights = self.weights + weights
         if dtype not in ("bfloat16", "float16", "float32"):
             # Quantised once for the forward and once, both ways, for the backward: 16 bits in, the narrow type out.
             self.memory(batch * tokens * deep * 3.0, batch * tokens * (deep + 2.0 * wide) * 2.0, (1, 2))

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from shardwise.cluster import Cluster, Link
 from shardwise.predict.time.constants import Constants, nccl_table
-from shardwise.schedule.choose import pricer
+from shardwise.schedule.algorithms import Algorithm
+from shardwise.schedule.choose import Pricer, pricer
 
 Num = Any
 
@@ -35,13 +36,24 @@ class Collectives:
     def seconds(self, op: str, nbytes: Num, ranks: Num, stride: Num = 1) -> Num:
         """Seconds of one collective on a full tensor of `nbytes` bytes over `ranks` devices that lie `stride` apart;
         every device of a node is in one such group, and all work at once. Numbers or arrays."""
+        if np.ndim(ranks) == np.ndim(stride) == 0:
+            if ranks == 1:
+                return np.zeros(np.shape(nbytes))[()]
+            return self._curve(op, *self._group(int(ranks), int(stride))).at(nbytes)
         nbytes, ranks, stride = np.broadcast_arrays(np.asarray(nbytes, dtype=float), ranks, stride)
         seconds = np.zeros(nbytes.shape)
         for p, apart in {*zip(ranks.ravel().tolist(), stride.ravel().tolist(), strict=True)}:
             if p > 1:
                 here = (ranks == p) & (stride == apart)
-                seconds[here] = _interpolate(nbytes[here], self._curve(op, int(p), int(apart)))
+                seconds[here] = self._curve(op, *self._group(int(p), int(apart))).at(nbytes[here])
         return seconds[()]
+
+    def _group(self, ranks: int, stride: int) -> tuple[int, int]:
+        """(ranks, stride) of the densest group with the same links: inside a node distance does not matter, and neither
+        does it between nodes where each has one rank."""
+        if (ranks - 1) * stride < self.per_node:
+            return ranks, 1
+        return ranks, min(stride, self.per_node)
 
     def hop(self, nbytes: Num, stride: Num) -> Num:
         """Seconds that one message takes to a device `stride` ranks away."""
@@ -58,20 +70,44 @@ class Collectives:
         assert self._cluster.intra.bandwidth
         return self._cluster.intra.bandwidth
 
-    def _sampled(self, op: str, ranks: int, stride: int) -> NDArray:
+    def _sampled(self, op: str, ranks: int, stride: int) -> _Curve:
         group = tuple(index * stride for index in range(ranks))
         on_first = sum(1 for device in group if device < self.per_node)
         sharing = max(1, self.per_node // on_first) if group[-1] >= self.per_node else 1
         prices = pricer(op, group, self._cluster, sharing=sharing)
-        seconds = np.array([prices.pick(float(n), "best")[1].seconds for n in _SIZES])
+        names = [found.name for found in prices.candidates if _worth_asking(found, ranks, prices.network.reads)]
         if group[-1] >= self.per_node:
-            return seconds + self.base
-        return seconds * np.exp(_residual(self._measured, op, ranks))
+            return _Curve(prices, names, np.ones(len(_SIZES)), self.base)
+        return _Curve(prices, names, np.exp(_residual(self._measured, op, ranks)), 0.0)
 
 
-def _interpolate(nbytes: NDArray, seconds: NDArray) -> NDArray:
-    # A price is the least of lines in the size: straight between the samples but where the least changes.
-    return np.interp(nbytes, _SIZES, seconds)
+class _Curve:
+    """Seconds by size: the cheapest algorithm's price times what was measured over it, and more. Sampled at powers of
+    two, each when a size next to it is asked for."""
+
+    def __init__(self, prices: Pricer, names: list[str], over: NDArray, more: float) -> None:
+        self._prices, self._names, self._over, self._more = prices, names, over, more
+        self._seconds = np.full(len(_SIZES), np.nan)
+
+    def at(self, nbytes: Num) -> Num:
+        """A price is the least of lines in the size: straight between the samples but where the least changes."""
+        above = np.clip(np.searchsorted(_SIZES, nbytes), 1, len(_SIZES) - 1)
+        for i in {*np.unique(above).tolist(), *(np.unique(above) - 1).tolist()}:
+            if np.isnan(self._seconds[i]):
+                cheapest = min(self._prices.pick(float(_SIZES[i]), name)[1].seconds for name in self._names)
+                self._seconds[i] = cheapest * self._over[i] + self._more
+        return np.interp(nbytes, _SIZES, self._seconds)
+
+
+def _worth_asking(found: Algorithm, ranks: int, reads: bool) -> bool:
+    """Whether an algorithm can be the cheapest of its collective. The two that take long to price are left out where
+    others are never dearer (a test holds them to that): pairwise reduce-scatter sends a ring's bytes in as many steps,
+    and for a power of two halving and doubling beat pipelined trees, which send more."""
+    if found.name == "double-tree":
+        return ranks & (ranks - 1) != 0
+    if (found.collective, found.name) == ("reduce-scatter", "pairwise"):
+        return False
+    return reads or not found.reads
 
 
 def _residual(measured: dict[str, Any], op: str, ranks: int) -> NDArray:

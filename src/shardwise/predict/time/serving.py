@@ -16,8 +16,8 @@ from shardwise.errors import UserError
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import count_parts
 from shardwise.predict.time.kernels import WIDTH
+from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import Engine
-from shardwise.predict.time.step import Pricing
 
 Num = Any
 Parts = Mapping[str, Num]

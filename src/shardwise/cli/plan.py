@@ -1,0 +1,186 @@
+"""The best ways to train a model on a cluster: every legal layout held against memory, priced, and ranked.
+
+For the best one: where memory and time go, what binds, and why not the obvious alternatives. Where nothing fits: what
+would have to change.
+
+With --find, the other way round: the cheapest cluster for a deadline, the largest model of a family, the longest
+sequence, or how well more nodes pay off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import TYPE_CHECKING, Any
+
+from shardwise.cli.models import add_model, model_of
+from shardwise.cli.output import print_json, show
+from shardwise.errors import UserError
+
+if TYPE_CHECKING:
+    from shardwise.predict.search.space import Space
+
+FINDS = ("cluster", "model", "sequence", "scaling")
+BY = ("throughput", "memory", "cost", "pareto")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    parser.add_argument("--cluster", metavar="TEXT", required=True, help="[NODESx]GPUSxDEVICE, or a TOML file")
+    parser.add_argument("--seq", type=int, metavar="N", required=True, help="tokens a sequence")
+    parser.add_argument("--batch", type=int, metavar="N", required=True, help="sequences a step, over all devices")
+    parser.add_argument("--top", type=int, default=10, metavar="N", help="how many layouts are shown (10)")
+    parser.add_argument("--by", choices=BY, default="throughput", help="what the best is: throughput unless given")
+    parser.add_argument("--fix", default="", metavar="KEY=VALUE,...", help="what the layout must have: tp=8,zero=1")
+    parser.add_argument("--engine", metavar="PROFILE", help="the software that runs it (megatron-bridge)")
+    parser.add_argument("--reserve", metavar="SIZE", help="of a device's memory, what training cannot have (2GB)")
+    parser.add_argument("--tokens", metavar="N", help="of a whole run, such as 15T: days, device-hours and money")
+    parser.add_argument("--price", type=float, metavar="X", help="of one device for an hour")
+    parser.add_argument("--mtbf", type=float, metavar="HOURS", help="between two failures of one device: goodput")
+    parser.add_argument(
+        "--save", type=float, metavar="SECONDS", help="for which a checkpoint stops the run, with --mtbf"
+    )
+    parser.add_argument("--restart", type=float, default=0.0, metavar="SECONDS", help="from a failure to going on (0)")
+    parser.add_argument("--find", choices=FINDS, help="ask the other way round; cluster needs --tokens and --deadline")
+    parser.add_argument("--deadline", type=float, metavar="DAYS", help="for --find cluster")
+
+
+def run(args: argparse.Namespace) -> int:
+    from shardwise.cluster import Cluster
+    from shardwise.layout import Workload
+
+    if args.seq < 1 or args.batch < 1:
+        raise UserError("--seq and --batch must be positive integers")
+    if (args.mtbf is None) != (args.save is None):
+        raise UserError("--mtbf and --save belong together: how often a device fails, and how long saving takes")
+    if (args.deadline is not None) != (args.find == "cluster"):
+        raise UserError("--deadline is for --find cluster, which needs it")
+    model, cluster = model_of(args), Cluster.parse(args.cluster)
+    workload = Workload(seq=args.seq, batch=args.batch)
+    return _find(args, model, cluster, workload) if args.find else _plan(args, model, cluster, workload)
+
+
+def _plan(args: argparse.Namespace, model: Any, cluster: Any, workload: Any) -> int:
+    from shardwise.predict.search import plan
+
+    found = plan(
+        model,
+        cluster,
+        workload,
+        engine=_engine(args),
+        by=args.by,
+        top=args.top,
+        fixed=_fixed(args),
+        reserved=_reserved(args),
+    )
+    told = _campaign(args, found)
+    if args.json:
+        print_json(found.to_json() | told)
+        return 0
+    from shardwise.cli.planned import campaign_lines, plan_tables
+
+    show(*plan_tables(found), *campaign_lines(told))
+    return 0
+
+
+def _engine(args: argparse.Namespace) -> str:
+    from shardwise.predict.search import ENGINE
+
+    return args.engine or ENGINE
+
+
+def _fixed(args: argparse.Namespace) -> dict[str, Any]:
+    from shardwise.predict.search.fixing import fixed_of
+
+    return fixed_of(args.fix)
+
+
+def _reserved(args: argparse.Namespace) -> float:
+    from shardwise.cli.quantities import bytes_of
+    from shardwise.predict.search.fitting import RESERVED_BYTES
+
+    return bytes_of("--reserve", args.reserve) if args.reserve else RESERVED_BYTES
+
+
+def _campaign(args: argparse.Namespace, found: Any) -> dict[str, Any]:
+    """What a whole run takes with the winner, and how much of the time failures leave."""
+    told: dict[str, Any] = {}
+    one = found.winner
+    if args.tokens:
+        from shardwise.predict.search.goals import run_of
+
+        told["run"] = _told(run_of(one, found.cluster, found.workload, tokens_of(args.tokens), args.price))
+    elif args.price is not None:
+        raise UserError("--price needs --tokens: how long the run is")
+    if args.mtbf is not None:
+        from shardwise.predict.search.goodput import goodput
+
+        share = goodput(args.mtbf * 3600 / one.layout.ranks, args.save, args.restart)
+        told["goodput"] = {"interval_seconds": share.interval, "share": share.share}
+    return told
+
+
+def _told(run: Any) -> dict[str, Any]:
+    return {
+        "cluster": str(run.cluster),
+        "layout": str(run.one.layout),
+        "devices": run.one.layout.ranks,
+        "steps": run.steps,
+        "seconds": run.seconds,
+        "device_hours": run.device_hours,
+        "cost": run.cost,
+    }
+
+
+def _find(args: argparse.Namespace, model: Any, cluster: Any, workload: Any) -> int:
+    from shardwise.cli.planned import answer_lines
+    from shardwise.predict.search.plan import training_engine
+    from shardwise.predict.search.shortfall import usable_bytes
+    from shardwise.predict.search.space import Space
+
+    space = Space(model, cluster, workload, training_engine(_engine(args)), _fixed(args))
+    answer = _answer(args, space, usable_bytes(cluster, _reserved(args)))
+    if args.json:
+        print_json(answer)
+    else:
+        show(*answer_lines(args.find, answer))
+    return 0
+
+
+def _answer(args: argparse.Namespace, space: Space, usable: float) -> dict[str, Any]:
+    from shardwise.predict.search import goals
+
+    if args.find == "cluster":
+        if not args.tokens:
+            raise UserError("--find cluster needs --tokens: how long the run is, such as 15T")
+        if not 0 < args.deadline < float("inf"):
+            raise UserError("--deadline must be a positive number of days")
+        tokens, deadline = tokens_of(args.tokens), args.deadline * goals.DAY
+        return _told(goals.cheapest_cluster(space, usable, tokens, deadline, args.price))
+    if args.find == "model":
+        return {"model": goals.largest_model(space, usable).name, "cluster": str(space.cluster)}
+    if args.find == "sequence":
+        seq, found = goals.longest_sequence(space, usable)
+        return {"seq": seq, "layout": str(found.layout), "bytes": round(found.nbytes), "cluster": str(space.cluster)}
+    sizes = goals.scaling(space, usable)
+    return {
+        "sizes": [
+            {
+                "cluster": str(size.cluster),
+                "layout": str(size.best.layout) if size.best else None,
+                "seconds": size.best.seconds if size.best else None,
+                "tokens_per_second": size.tokens_per_second if size.best else None,
+                "efficiency": size.efficiency if size.best else None,
+            }
+            for size in sizes
+        ]
+    }
+
+
+def tokens_of(text: str) -> float:
+    """A number of tokens: 15T, 300B, 1e12. Raises `UserError`."""
+    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,9})?(?:e\d{1,2})?)\s*([KMBT]?)\s*", text, re.IGNORECASE)
+    tokens = float(match[1]) * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}[match[2].upper()] if match else 0.0
+    if not 1 <= tokens <= 1e18:
+        raise UserError(f"--tokens {text}: give a number of tokens, such as 15T or 300B")
+    return tokens

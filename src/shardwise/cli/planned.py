@@ -1,0 +1,204 @@
+"""What `plan` prints: the ranked table, and for the best layout memory, time, what binds, and why not another one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from shardwise.layout import Grid
+from shardwise.predict.search.alternatives import Alternative
+from shardwise.predict.search.plan import Plan
+from shardwise.report.step_report import Role, StepReport
+from shardwise.report.units import format_bytes, format_count, format_share, format_time
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+PARTS = {
+    "matmul": "matrix products",
+    "attention": "attention",
+    "memory": "memory-bound kernels",
+    "tensor": "collectives inside blocks (tp, cp)",
+    "experts": "routing to experts",
+    "host": "waiting for launches",
+    "bubble": "pipeline bubble",
+    "pipeline": "messages between stages",
+    "data": "gradients and parameters over dp",
+    "optimizer": "optimizer",
+}
+"""Parts of a step, as people read them."""
+
+_BAR = 40
+
+
+def plan_tables(plan: Plan) -> Iterator[RenderableType]:
+    """All that is printed for a plan."""
+    from shardwise.model.parameters import count
+    from shardwise.report.tables import memory_table
+
+    workload, winner = plan.workload, plan.winner
+    yield (
+        f"{plan.model.name}: {format_count(count(plan.model))} parameters on {plan.cluster}, "
+        f"{workload.batch} sequences of {workload.seq} tokens a step, engine {plan.engine}"
+    )
+    yield (
+        f"{plan.considered:,} legal layouts, {plan.fitting:,} fit in {format_bytes(plan.usable)} a device; "
+        f"{_ORDERS[plan.by]}\n"
+    )
+    yield _ranked(plan)
+    yield f"\nbest: {winner.layout}\n"
+    grid = Grid.of(winner.layout, plan.model)
+    ranks = tuple(sorted(grid.group("dp_cp_tp", grid.rank(pp=winner.place, dp=0, cp=0, tp=0))))
+    name = "all" if winner.layout.pp == 1 else f"fullest: stage {winner.place}"
+    role = Role(name, ranks, winner.held.classes(), ())
+    report = StepReport(
+        "predicted", plan.model.to_json(), str(winner.layout), workload.to_json(), str(plan.cluster), (role,)
+    )  # fmt: skip
+    yield memory_table(report, capacity=round(plan.usable))
+    yield _time(plan)
+    yield from (f"{line}" for line in _binding(plan))
+    if plan.alternatives:
+        yield "\nwhy not"
+        yield from (f"  {why_not(one, plan)}" for one in plan.alternatives)
+
+
+_ORDERS = {
+    "throughput": "fastest first",
+    "memory": "fewest bytes first",
+    "cost": "fewest device-seconds first",
+    "pareto": "those that no other one beats in both time and memory",
+}
+
+
+def _table(title: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    table.title, table.title_justify, table.title_style = title or None, "left", "bold"
+    return table
+
+
+def _ranked(plan: Plan) -> Table:
+    table = _table("")
+    table.add_column("")
+    table.add_column("layout", overflow="fold")
+    for name in ("step", "80% range", "tokens/s", "MFU", "memory"):
+        table.add_column(name, justify="right", no_wrap=True)
+    if plan.by == "cost":
+        table.add_column("device-s", justify="right")
+    for place, one in enumerate(plan.ranked, 1):
+        cells = [
+            str(place),
+            str(one.layout),
+            format_time(one.seconds),
+            f"{format_time(float(one.range.low))} to {format_time(float(one.range.high))}",
+            format_count(plan.tokens_per_second(one)),
+            format_share(plan.utilisation(one)),
+            format_bytes(one.held.total),
+        ]
+        table.add_row(*cells, *([format_count(plan.device_seconds(one))] if plan.by == "cost" else []))
+    return table
+
+
+def _time(plan: Plan) -> Table:
+    from rich.text import Text
+
+    one = plan.winner
+    table = _table(f"\ntime of one step ({format_time(one.seconds)})")
+    table.add_column("part")
+    table.add_column("time", justify="right")
+    table.add_column("share", justify="right")
+    table.add_column("")
+    longest = max(one.parts.values())
+    for name, words in PARTS.items():
+        seconds = one.parts.get(name, 0.0)
+        if seconds > 0:
+            bar = "█" * max(1, round(_BAR * seconds / longest))
+            table.add_row(words, format_time(seconds), format_share(seconds / one.seconds), Text(bar, "blue"))
+    return table
+
+
+def _binding(plan: Plan) -> Iterator[str]:
+    one = plan.winner
+    computed = sum(one.parts[name] for name in ("matmul", "attention", "memory", "optimizer"))
+    part = max(one.parts, key=lambda name: one.parts[name])
+    yield (
+        f"\nbinds: {PARTS[part]} ({format_share(one.parts[part] / one.seconds)} of the step); computing is "
+        f"{format_share(computed / one.seconds)} of it, the rest is waiting and moving data"
+    )
+    if plan.unlimited is not None:
+        gain = one.seconds / plan.unlimited.seconds - 1
+        yield (
+            f"memory binds, too: with {format_bytes(plan.unlimited.held.total)} a device, {plan.unlimited.layout} "
+            f"would be {format_share(gain)} faster"
+        )
+    elif plan.alternatives:
+        yield "memory does not bind: no layout is faster, fit or not"
+
+
+def why_not(one: Alternative, plan: Plan) -> str:
+    """One alternative in one line."""
+    name = one.key if one.value is True else f"{one.key}={_value(one.value)}"
+    if one.best is None:
+        return f"{name}: does not fit; the leanest such layout needs {format_bytes(one.least)} a device"
+    crosses = " crosses nodes" if one.crosses else ""
+    slower = f"+{format_time(one.slower)} a step ({format_share(one.slower / plan.winner.seconds, signed=True)})"
+    if one.slower <= 0:
+        return f"{name}{crosses}: as fast, {one.best.layout}, {format_bytes(one.best.held.total)} a device"
+    return f"{name}{crosses}: {slower}, +{format_time(one.grew)} of it {PARTS[one.part]}; at best {one.best.layout}"
+
+
+def _value(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def campaign_lines(told: dict[str, Any]) -> Iterator[str]:
+    """A whole run's days and money, and what failures leave of the time."""
+    if run := told.get("run"):
+        yield "\n" + _run(run)
+    if share := told.get("goodput"):
+        yield (
+            f"\nfailures: a checkpoint every {format_time(share['interval_seconds'])} (Young 1974, Daly 2006) leaves "
+            f"{format_share(share['share'])} of the time for progress"
+        )
+        if run and share["share"]:
+            yield f"with failures the run takes {format_time(run['seconds'] / share['share'])}"
+
+
+def _run(run: dict[str, Any]) -> str:
+    money = "" if run["cost"] is None else f", {run['cost']:,.0f} at that price"
+    took = format_time(run["seconds"])
+    return f"a whole run: {run['steps']:,} steps, {took}, {run['device_hours']:,.0f} device-hours{money}"
+
+
+def answer_lines(find: str, answer: dict[str, Any]) -> Iterator[RenderableType]:
+    """What `--find` found."""
+    if find == "cluster":
+        yield f"cheapest: {answer['cluster']} with {answer['layout']}"
+        yield _run(answer)
+    elif find == "model":
+        yield f"largest: {answer['model']} fits {answer['cluster']}"
+    elif find == "sequence":
+        yield f"longest: {answer['seq']:,} tokens fit {answer['cluster']}, with {answer['layout']}"
+        yield f"{format_bytes(answer['bytes'])} on the fullest device"
+    else:
+        yield _curve(answer["sizes"])
+
+
+def _curve(sizes: list[dict[str, Any]]) -> Table:
+    table = _table("the same batch on more nodes")
+    for name in ("cluster", "layout", "step", "tokens/s", "efficiency"):
+        table.add_column(name, justify="left" if name in ("cluster", "layout") else "right")
+    for size in sizes:
+        if size["layout"] is None:
+            table.add_row(size["cluster"], "nothing fits", "", "", "")
+            continue
+        figures = (
+            format_time(size["seconds"]),
+            format_count(size["tokens_per_second"]),
+            format_share(size["efficiency"]),
+        )
+        table.add_row(size["cluster"], size["layout"], *figures)
+    return table

@@ -1,0 +1,110 @@
+"""Why not another choice: for each value that a key of the layout could have, the best candidate that has it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from shardwise.cluster import Cluster
+from shardwise.predict.search.pricing import Priced
+from shardwise.predict.search.ranking import Block, Place
+
+KEYS = ("tp", "pp", "cp", "zero", "micro", "recompute", "sp", "schedule")
+"""The keys whose neighbouring values are looked at."""
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """The best candidate with another value of one key, against the winner.
+
+    key, value: such as tp and 16. best: None where nothing with it fits, and then `least` are the fewest bytes that any
+    needs. slower: seconds that a step takes longer. part, grew: the part of a step that grew most, and its seconds.
+    crosses: whether that key's groups leave a node, and the winner's do not.
+    """
+
+    key: str
+    value: Any
+    best: Priced | None
+    least: float
+    slower: float = 0.0
+    part: str = ""
+    grew: float = 0.0
+    crosses: bool = False
+
+
+class ByChoice:
+    """Sees all blocks of a search; keeps the fastest that fits, and the fewest bytes, for each value of each key; and
+    the fastest of all, fit or not."""
+
+    def __init__(self) -> None:
+        self.fastest: dict[tuple[str, Any], tuple[float, Place]] = {}
+        self.least: dict[tuple[str, Any], float] = {}
+        self.unlimited: tuple[float, Place] | None = None
+
+    def offer(self, block: Block) -> None:
+        frame, index = block.frame, np.arange(block.nbytes.size).reshape(block.frame.shape)
+        seconds, nbytes = np.broadcast_to(block.seconds, frame.shape), block.nbytes
+        for key, value in (("tp", frame.tp), ("pp", frame.pp), ("cp", frame.cp)):
+            self._keep(block, key, [value], seconds.reshape(1, -1), nbytes.reshape(1, -1), index.reshape(1, -1))
+        by_row = [array.reshape(len(frame.rows), -1) for array in (seconds, nbytes, index)]
+        for key, values in (
+            ("micro", [micro for _, micro in frame.rows]),
+            ("sp", [activation.sp for activation, _ in frame.rows]),
+            ("recompute", [activation.recompute for activation, _ in frame.rows]),
+        ):
+            self._keep(block, key, values, *by_row)
+        for axis, key, values in (
+            (1, "zero", [sharding.stage for sharding in frame.shardings]),
+            (2, "schedule", [order.schedule for order in frame.orders]),
+        ):
+            turned = (np.moveaxis(array, axis, 0).reshape(len(values), -1) for array in (seconds, nbytes, index))
+            self._keep(block, key, values, *turned)
+        if block.unlimited is not None:
+            at = int(np.argmin(block.unlimited))
+            soonest = float(block.unlimited.flat[at])
+            if self.unlimited is None or soonest < self.unlimited[0]:
+                self.unlimited = soonest, block.place(at)
+
+    def _keep(self, block: Block, key: str, values: list[Any], seconds: Any, nbytes: Any, index: Any) -> None:
+        """One row of the arrays for each value."""
+        fewest = nbytes.min(axis=1).tolist()
+        for i, value in enumerate(values):
+            self.least[key, value] = min(self.least.get((key, value), np.inf), fewest[i])
+        if not block.some:
+            return
+        at = seconds.argmin(axis=1)
+        soonest = seconds[np.arange(len(values)), at].tolist()
+        for i, value in enumerate(values):
+            if soonest[i] < self.fastest.get((key, value), (np.inf,))[0]:
+                self.fastest[key, value] = soonest[i], block.place(int(index[i, at[i]]))
+
+    def neighbours(self, winner: Priced) -> Iterator[tuple[str, Any]]:
+        """The choices next to the winner's: numbers one step down and up, all other words and stages."""
+        for key in KEYS:
+            mine = getattr(winner.layout, key)
+            # What no legal candidate has is not an alternative.
+            there = (value for (known, value), nbytes in self.least.items() if known == key and nbytes < np.inf)
+            values = sorted(set(there), key=str)
+            if key in ("tp", "pp", "cp", "micro"):
+                below = max((v for v in values if v < mine), default=None)
+                above = min((v for v in values if v > mine), default=None)
+                values = [v for v in (below, above) if v is not None]
+            yield from ((key, value) for value in values if value != mine)
+
+
+def against(winner: Priced, key: str, value: Any, other: Priced | None, least: float, cluster: Cluster) -> Alternative:
+    """One alternative, with the part of a step that grew most."""
+    if other is None:
+        return Alternative(key, value, None, least)
+    grown = {name: other.parts[name] - winner.parts[name] for name in winner.parts}
+    part = max(grown, key=lambda name: grown[name])
+    crosses = _extent(other, key) > cluster.devices_per_node >= _extent(winner, key)
+    return Alternative(key, value, other, least, other.seconds - winner.seconds, part, grown[part], crosses)
+
+
+def _extent(one: Priced, key: str) -> int:
+    """Devices from the first to the last of a group of the ranks that `key` splits a block over; 0 for other keys."""
+    return {"tp": one.layout.tp, "cp": one.layout.tp * one.layout.cp}.get(key, 0)

@@ -1,0 +1,70 @@
+"""What a person fixes about a layout, read from text: `tp=8,zero=1,sp`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from shardwise.errors import UserError
+from shardwise.layout.layout import CHOICES
+from shardwise.predict.time.split import SCHEDULES
+
+WORDS = {"schedule": SCHEDULES, "recompute": ("none", "selective", "full")}
+"""Keys whose value is a word -> the words that are searched."""
+
+KEYS = ("dp", "tp", "pp", "cp", "zero", "shard", "sp", "schedule", "virtual", "micro", "recompute")
+"""The keys of a layout over which a search goes."""
+
+
+def fixed_of(text: str) -> dict[str, Any]:
+    """Key -> value. Raises `UserError` for a key that is not searched, and a value that it cannot have."""
+    fixed: dict[str, Any] = {}
+    for word in filter(None, (word.strip() for word in text.split(","))):
+        key, has_value, value = (part.strip() for part in word.partition("="))
+        if key in fixed:
+            raise UserError(f"--fix {text}: {key} is given twice")
+        fixed[key] = _value(text, key, value if has_value else None)
+    check_fixed(fixed)
+    return fixed
+
+
+def check_fixed(fixed: Mapping[str, Any]) -> None:
+    """Raise `UserError` for keys that are not searched, and values that they cannot have."""
+    for key, value in fixed.items():
+        if key not in KEYS:
+            raise UserError(f"{key!r} cannot be fixed; {_nearest(key)}")
+        if key in WORDS:
+            if value not in WORDS[key]:
+                known = ", ".join(WORDS[key])
+                real = " is a layout's, but is not searched" if value in CHOICES[key] else " is unknown"
+                raise UserError(f"{key}={value}{real}; choose one of {known}")
+        elif key == "sp":
+            if not isinstance(value, bool):
+                raise UserError(f"sp stands alone, or is sp=true or sp=false, not {value!r}")
+        elif type(value) is not int or value < (0 if key in ("zero", "shard") else 1) or (key == "zero" and value > 3):
+            allowed = "0, 1, 2 or 3" if key == "zero" else "a positive integer"
+            raise UserError(f"{key} must be {allowed}, not {value!r}")
+
+
+def _value(text: str, key: str, value: str | None) -> Any:
+    if key == "sp":
+        known = {None: True, "true": True, "1": True, "false": False, "0": False}
+        if value not in known:
+            raise UserError(f"--fix {text}: sp stands alone, or is sp=true or sp=false")
+        return known[value]
+    if key not in KEYS:
+        raise UserError(f"--fix {text}: {key!r} cannot be fixed; {_nearest(key)}")
+    if not value:
+        raise UserError(f"--fix {text}: {key} needs a value")
+    if key in WORDS:
+        return value
+    try:
+        return int(value)
+    except ValueError:
+        raise UserError(f"--fix {text}: {key} needs an integer, not {value!r}") from None
+
+
+def _nearest(key: str) -> str:
+    near = difflib.get_close_matches(key, KEYS, n=1)
+    return f"did you mean {near[0]}?" if near else f"keys: {', '.join(KEYS)}"

@@ -1,0 +1,146 @@
+"""Questions the other way round: from what is wanted to what it takes.
+
+Each asks the search again for other clusters, models or sequences; all answers are exact for the steps that they try.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from shardwise.cluster import Cluster
+from shardwise.errors import UserError
+from shardwise.layout import Workload
+from shardwise.model import ModelConfig
+from shardwise.model.catalog import catalog
+from shardwise.model.parameters import count
+from shardwise.predict.search.pricing import Priced
+from shardwise.predict.search.ranking import search
+from shardwise.predict.search.shortfall import Least, least
+from shardwise.predict.search.space import MOST_DEVICES, Space
+from shardwise.predict.time.pricing import Pricing
+
+DAY, HOUR = 86400.0, 3600.0
+"""Seconds."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A whole training run. seconds: of all its steps; cost: device-hours times the price, None without one."""
+
+    one: Priced
+    cluster: Cluster
+    steps: int
+    seconds: float
+    device_hours: float
+    cost: float | None
+
+
+def run_of(one: Priced, cluster: Cluster, workload: Workload, tokens: float, price: float | None) -> Run:
+    """What `tokens` tokens take with one layout; price: of a device for an hour. Raises `UserError` for amounts that
+    are not positive."""
+    if not 0 < tokens < float("inf") or (price is not None and not 0 <= price < float("inf")):
+        raise UserError("--tokens must be positive, and --price not negative")
+    steps = -(-int(tokens) // (workload.batch * workload.seq))
+    seconds = steps * one.seconds
+    hours = seconds / HOUR * one.layout.ranks
+    return Run(one, cluster, steps, seconds, hours, None if price is None else hours * price)
+
+
+class Size(NamedTuple):
+    """A cluster of a scaling curve. efficiency: tokens/s of a device over those on the smallest that something fits."""
+
+    cluster: Cluster
+    best: Priced | None
+    tokens_per_second: float
+    efficiency: float
+
+
+def scaling(space: Space, usable: float) -> list[Size]:
+    """The best layout on 1, 2, 4, ... and all nodes, each with the same batch."""
+    found: list[Size] = []
+    base = 0.0
+    for part in _sizes(space, space.cluster.nodes):
+        best = _fastest(part, usable)
+        rate = space.workload.batch * space.workload.seq / best.seconds if best else 0.0
+        base = base or rate / part.cluster.devices
+        found.append(Size(part.cluster, best, rate, rate / part.cluster.devices / base if base else 0.0))
+    return found
+
+
+def cheapest_cluster(space: Space, usable: float, tokens: float, deadline: float, price: float | None) -> Run:
+    """The run of least cost that ends within `deadline` seconds, over clusters of 1, 2, 3, 4, 6, 8, 12, ... nodes,
+    until one is in time but costs a fifth more than another.
+
+    Raises `UserError` where none does, with the fastest.
+    """
+    runs: list[Run] = []
+    most = max(1, MOST_DEVICES // space.cluster.devices_per_node)
+    for part in _sizes(space, most, halves=True):
+        # More devices than 64 a sequence have too little to do.
+        if part.cluster.devices > space.workload.batch * 64:
+            break
+        if best := _fastest(part, usable):
+            runs.append(run_of(best, part.cluster, space.workload, tokens, price))
+            cheapest = min(run.device_hours for run in runs)
+            if runs[-1].seconds <= deadline and runs[-1].device_hours > 1.2 * cheapest:
+                break
+    within = [run for run in runs if run.seconds <= deadline]
+    if not within:
+        fastest = min(runs, key=lambda run: run.seconds, default=None)
+        told = f"the fastest takes {fastest.seconds / DAY:.1f} days on {fastest.cluster}" if fastest else "none fits"
+        raise UserError(f"no cluster of {space.cluster.device.name} is done in {deadline / DAY:g} days: {told}")
+    return min(within, key=lambda run: run.device_hours)
+
+
+def largest_model(space: Space, usable: float) -> ModelConfig:
+    """The largest model of the same family (the catalog's names up to the last part) that fits. Raises `UserError`
+    where none does."""
+    family = space.model.name.rsplit("-", 1)[0]
+    members = [model for name, model in catalog().items() if name.rsplit("-", 1)[0] == family]
+    for model in sorted(members, key=count, reverse=True):
+        if not model.why_not_runnable() and _fits(replace(space, model=model), usable):
+            return model
+    raise UserError(f"no model of the family {family} fits {space.cluster}")
+
+
+def longest_sequence(space: Space, usable: float) -> tuple[int, Least]:
+    """The longest sequence that fits, to an eighth, and the layout that does. Raises `UserError` where none does."""
+    tried: dict[int, Least | None] = {}
+
+    def fits(seq: int) -> bool:
+        if space.model.positions == "learned" and seq > space.model.max_positions:
+            return False
+        tried[seq] = _fits(replace(space, workload=replace(space.workload, seq=seq)), usable)
+        return tried[seq] is not None
+
+    seq = 1024
+    if not fits(seq):
+        raise UserError(f"{space.model.name} does not fit {space.cluster} even with sequences of {seq} tokens")
+    while fits(2 * seq) and seq < 1 << 24:
+        seq *= 2
+    step = seq // 8
+    while step and seq % 128 == 0 and fits(seq + step):
+        seq += step
+    found = tried[seq]
+    assert found
+    return seq, found
+
+
+def _fits(space: Space, usable: float) -> Least | None:
+    found = least(space)
+    return found if found and found.nbytes <= usable else None
+
+
+def _fastest(space: Space, usable: float) -> Priced | None:
+    found = search(space, Pricing(space.cluster), top=1, usable=usable)
+    return found.best[0] if found.best else None
+
+
+def _sizes(space: Space, most: int, halves: bool = False) -> Iterator[Space]:
+    """The space on 1, 2, 4, ... nodes up to `most`, and on `most`; with `halves` on 3, 6, 12, ... as well."""
+    powers = [1 << k for k in range(most.bit_length())]
+    counts = {*powers, *(3 * n // 2 for n in powers[1:] if halves), *([] if halves else [most])}
+    for nodes in sorted(n for n in counts if n <= most):
+        yield replace(space, cluster=replace(space.cluster, nodes=nodes))

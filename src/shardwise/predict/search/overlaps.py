@@ -1,0 +1,47 @@
+"""Overlaps as a dimension of the search: variants of an engine profile that do some of them and not others.
+
+A plan for one piece of software takes its profile as it is. Whoever asks what overlapping is worth searches over all
+combinations, each of which counts once: where a switch changes nothing, it stays on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+from itertools import product
+from typing import Any
+
+from shardwise.predict.search.space import Frame, Sharding
+from shardwise.predict.time.profiles import Engine
+
+SWITCHES = ("tensor_overlap", "grad_overlap", "gather_overlap", "pipeline_overlap")
+"""Fields of an engine: what runs beside computation."""
+
+
+@lru_cache
+def variants(engine: Engine) -> tuple[Engine, ...]:
+    """The engine with every combination of the switches, all on first."""
+    return tuple(
+        replace(engine, **dict[str, Any](zip(SWITCHES, chosen, strict=True)))
+        for chosen in product((True, False), repeat=len(SWITCHES))
+    )
+
+
+def distinct(frame: Frame, engine: Engine) -> Iterator[tuple[Engine, tuple[Sharding, ...]]]:
+    """The variants that differ on this mesh, each with the shardings for which it does."""
+    for variant in variants(engine):
+        idle = (
+            (not variant.tensor_overlap and frame.tp == 1)
+            or (not variant.grad_overlap and frame.dp * frame.cp == 1)
+            or (not variant.pipeline_overlap and frame.pp == 1)
+        )
+        shardings = tuple(s for s in frame.shardings if variant.gather_overlap or s.stage)
+        if shardings and not idle:
+            yield variant, shardings
+
+
+def words(variant: Engine) -> str:
+    """What a variant overlaps, such as "tensor+grad+gather"."""
+    on = [name.removesuffix("_overlap") for name in SWITCHES if getattr(variant, name)]
+    return "+".join(on) or "nothing"

@@ -1,0 +1,200 @@
+"""The best candidates of a space: exactly the k best by one figure, or all that no other beats in both time and memory.
+
+Memory comes first: where nothing of a frame fits, nothing of it is priced. Nothing else is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+
+from shardwise.layout import Layout
+from shardwise.predict.search.fitting import Memory
+from shardwise.predict.search.overlaps import distinct
+from shardwise.predict.search.pricing import Priced, Prices, price_one
+from shardwise.predict.search.space import Frame, Sharding, Space
+from shardwise.predict.time.pricing import Pricing
+from shardwise.predict.time.profiles import Engine
+
+By = Literal["throughput", "memory", "pareto"]
+UNLIMITED = float("inf")
+
+
+@dataclass(frozen=True)
+class Block:
+    """The candidates of one frame with one engine: arrays of the frame's shape.
+
+    seconds: of a step, inf where one is not possible or does not fit. nbytes: of the fullest device, inf where one is
+    not possible. some: whether any fits. unlimited: seconds whether it fits or not, where that was asked for.
+    """
+
+    frame: Frame
+    engine: Engine
+    seconds: Any
+    nbytes: Any
+    some: bool
+    unlimited: Any = None
+
+    def place(self, at: int) -> Place:
+        """Where the candidate with this index in the flat arrays is."""
+        row, sharding, order = (int(n) for n in np.unravel_index(at, self.frame.shape))
+        return Place(self.frame, self.engine, row, sharding, order)
+
+
+class Place(NamedTuple):
+    """Where a candidate is: its frame, and what was chosen of each list."""
+
+    frame: Frame
+    engine: Engine
+    row: int
+    sharding: int
+    order: int
+
+    @property
+    def layout(self) -> Layout:
+        frame = self.frame
+        return frame.layout(*frame.rows[self.row], frame.shardings[self.sharding], frame.orders[self.order])
+
+
+class Keeper(Protocol):
+    """What sees all blocks of a search and keeps what it is for."""
+
+    def offer(self, block: Block) -> None:
+        """Look at one block."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found. best: the candidates asked for, best first. considered: all that are legal; fitting: those
+    that fit."""
+
+    best: tuple[Priced, ...]
+    considered: int
+    fitting: int
+
+
+def search(
+    space: Space,
+    pricing: Pricing,
+    by: By = "throughput",
+    top: int = 10,
+    usable: float = UNLIMITED,
+    overlaps: bool = False,
+    keepers: Sequence[Keeper] = (),
+    unlimited: bool = False,
+) -> Found:
+    """The best candidates of a space whose fullest device needs no more than `usable` bytes.
+
+    by: "throughput", the `top` with the shortest step (equals: fewest bytes first); "memory", the `top` with the fewest
+    bytes (equals: shortest step first); "pareto", all that no other one beats in both. overlaps: search over the
+    engine's overlaps, too. keepers: who else looks at every block; unlimited: they want to know what does not fit, too.
+    """
+    best: _Top | _Front = _Front() if by == "pareto" else _Top(top, _ORDER[by])
+    considered = fitting = 0
+    memory = Memory(space.model, space.workload, space.attention)
+    for count, block in blocks(space, memory, pricing, usable, overlaps, unlimited):
+        considered += count
+        for keeper in (best, *keepers):
+            keeper.offer(block)
+        if block.some:
+            fitting += int(np.count_nonzero(np.isfinite(block.seconds)))
+    found = (price_one(space.model, p.layout, space.workload, p.engine, pricing, memory) for p in best.places())
+    return Found(tuple(found), considered, fitting)
+
+
+def blocks(
+    space: Space, memory: Memory, pricing: Pricing, usable: float, overlaps: bool = False, unlimited: bool = False
+) -> Iterator[tuple[int, Block]]:
+    """(how many candidates, the block) for all blocks of a space."""
+    prices = Prices(space.model, space.workload, space.attention, pricing, space.frames)
+    for frame in space.frames:
+        possible = np.array(frame.possible)[:, None, :]
+        nbytes = np.where(possible, np.broadcast_to(memory.of(frame).total, frame.shape), np.inf)
+        variants = list(distinct(frame, space.engine)) if overlaps else [(space.engine, frame.shardings)]
+        for engine, shardings in variants:
+            fits = (nbytes <= usable) & _chosen(frame, shardings) & possible
+            some = bool(fits.any())
+            seconds = prices.seconds(frame, engine) if some or unlimited else np.inf
+            yield (
+                frame.orders_possible * len(shardings),
+                Block(
+                    frame,
+                    engine,
+                    np.where(fits, seconds, np.inf),
+                    nbytes,
+                    some,
+                    np.where(possible, seconds, np.inf) if unlimited else None,
+                ),
+            )
+
+
+def _chosen(frame: Frame, shardings: tuple[Sharding, ...]) -> Any:
+    return np.array([sharding in shardings for sharding in frame.shardings])[None, :, None]
+
+
+class _Top:
+    """The k best of all blocks by one figure, then by the other, then in the order in which they came."""
+
+    def __init__(self, k: int, figures: Callable[[Block], tuple[Any, Any]]) -> None:
+        self._k, self._figures = k, figures
+        self._rows: list[tuple[float, float, int, Place]] = []
+        self._limit, self._serial = np.inf, 0
+
+    def offer(self, block: Block) -> None:
+        self._serial += block.nbytes.size
+        if not block.some:
+            return
+        first, second = (figure.ravel() for figure in self._figures(block))
+        at = np.flatnonzero((first <= self._limit) & np.isfinite(first))
+        if not len(at):
+            return
+        if len(at) > self._k:
+            at = at[first[at] <= np.partition(first[at], self._k - 1)[self._k - 1]]
+        for i in at[np.lexsort((at, second[at], first[at]))][: self._k].tolist():
+            self._rows.append((float(first[i]), float(second[i]), self._serial + i, block.place(i)))
+        self._rows = sorted(self._rows, key=lambda row: row[:3])[: self._k]
+        self._limit = self._rows[-1][0] if len(self._rows) == self._k else np.inf
+
+    def places(self) -> list[Place]:
+        return [row[3] for row in self._rows]
+
+
+class _Front:
+    """Those that no other candidate beats in both seconds and bytes, fastest first."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[float, float, Place]] = []
+
+    def offer(self, block: Block) -> None:
+        if not block.some:
+            return
+        seconds, nbytes = block.seconds.ravel(), block.nbytes.ravel()
+        at = np.flatnonzero(np.isfinite(seconds))
+        for i in at[_front(seconds[at], nbytes[at])].tolist():
+            self._rows.append((float(seconds[i]), float(nbytes[i]), block.place(i)))
+        if len(self._rows) > 10_000:
+            self._cut()
+
+    def _cut(self) -> None:
+        keep = _front(np.array([row[0] for row in self._rows]), np.array([row[1] for row in self._rows]))
+        self._rows = [self._rows[i] for i in keep]
+
+    def places(self) -> list[Place]:
+        self._cut()
+        return [row[2] for row in self._rows]
+
+
+def _front(seconds: Any, nbytes: Any) -> Any:
+    """Indices of the front, fastest first; of equals the first one."""
+    order = np.lexsort((nbytes, seconds))
+    least = np.minimum.accumulate(nbytes[order])
+    return order[np.concatenate([[True], nbytes[order][1:] < least[:-1]])[: len(order)]]
+
+
+_ORDER: dict[str, Callable[[Block], tuple[Any, Any]]] = {
+    "throughput": lambda block: (block.seconds, block.nbytes),
+    "memory": lambda block: (np.where(np.isfinite(block.seconds), block.nbytes, np.inf), block.seconds),
+}

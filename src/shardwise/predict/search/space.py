@@ -1,0 +1,230 @@
+"""Which candidates there are: every legal way to split a model over all devices of a cluster.
+
+A candidate is a `Layout` and, where several are asked for, a variant of the engine (which overlaps it does). Candidates
+come in frames that share a mesh; inside a frame every entry of one list goes with every entry of the others, so that a
+frame is a grid of arrays and never a list of layouts. `Space` defines exactly what is in it (docs/planner.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache, cached_property, lru_cache
+from itertools import product
+from typing import Any, NamedTuple
+
+from shardwise.cluster import Cluster
+from shardwise.errors import UserError
+from shardwise.layout import Layout, Workload
+from shardwise.layout.legality import valid_tp
+from shardwise.model import ModelConfig
+from shardwise.predict.search.fixing import check_fixed
+from shardwise.predict.time.profiles import Engine
+from shardwise.predict.time.split import SCHEDULES
+from shardwise.schedule.pipeline import find
+from shardwise.schedule.pipeline.closed_forms import FORMS, Case
+
+RECOMPUTE = ("none", "selective", "full")
+ZERO = (0, 1, 2, 3)
+
+MOST_DEVICES = 65536
+"""Devices of a cluster that is searched."""
+
+
+class Activation(NamedTuple):
+    """How activations are kept: what of memory and time depends on it is computed apart."""
+
+    sp: bool
+    recompute: str
+
+
+class Sharding(NamedTuple):
+    """A ZeRO stage and the ranks that it shards over; 1 at stage 0."""
+
+    stage: int
+    ranks: int
+
+
+class Order(NamedTuple):
+    """A pipeline schedule and its chunks a rank."""
+
+    schedule: str
+    virtual: int
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Candidates of one mesh: rows x shardings x orders, where `possible`; a row is an activation and a micro."""
+
+    tp: int
+    pp: int
+    cp: int
+    dp: int
+    attention: str
+    batch: int
+    activations: tuple[Activation, ...]
+    micros: tuple[int, ...]
+    shardings: tuple[Sharding, ...]
+    orders: tuple[Order, ...]
+
+    @cached_property
+    def rows(self) -> tuple[tuple[Activation, int], ...]:
+        """Every activation with every micro."""
+        return tuple(product(self.activations, self.micros))
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """Micro-batches of each data-parallel rank, for each row."""
+        return tuple(self.batch // (self.dp * micro) for _, micro in self.rows)
+
+    @cached_property
+    def possible(self) -> tuple[tuple[bool, ...], ...]:
+        """For each row and order, whether the schedule is for that many micro-batches, and has closed forms there."""
+        return tuple(tuple(in_closed_form(*order, self.pp, m) for order in self.orders) for m in self.counts)
+
+    @cached_property
+    def orders_possible(self) -> int:
+        """How many pairs of a row and an order are possible."""
+        return sum(map(sum, self.possible))
+
+    @property
+    def size(self) -> int:
+        """How many candidates there are."""
+        return self.orders_possible * len(self.shardings)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Of arrays over its candidates: rows, shardings, orders."""
+        return len(self.rows), len(self.shardings), len(self.orders)
+
+    def layout(self, activation: Activation, micro: int, sharding: Sharding, order: Order) -> Layout:
+        """The layout of one candidate, all four by value."""
+        return Layout(
+            dp=self.dp, tp=self.tp, pp=self.pp, cp=self.cp, zero=sharding.stage,
+            shard=sharding.ranks if sharding.stage else 0, sp=activation.sp, schedule=order.schedule,
+            virtual=order.virtual, micro=micro, recompute=activation.recompute, attention=self.attention,
+        )  # fmt: skip
+
+
+@cache
+def in_closed_form(schedule: str, virtual: int, p: int, m: int) -> bool:
+    """Whether a schedule is for m micro-batches on p ranks, and its bubble has an exact closed form there, as far as
+    that depends on these numbers."""
+    if p == 1:
+        return (schedule, virtual) == ("1f1b", 1)
+    if schedule not in SCHEDULES:
+        return False
+    return not find(schedule).objection(p, m, virtual) and FORMS[schedule].exact(Case(p, m, virtual, 1.0, 1.0, 1.0))
+
+
+@dataclass(frozen=True)
+class Space:
+    """All candidates for a model on a cluster with a workload.
+
+    engine: the profile that prices them. fixed: keys of a layout and the only value that they may have, as
+    `fixing.fixed_of` reads them. Raises `UserError` for what cannot be searched, in one line.
+    """
+
+    model: ModelConfig
+    cluster: Cluster
+    workload: Workload
+    engine: Engine
+    fixed: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        check_fixed(self.fixed)
+        if not self.workload.batch:
+            raise UserError(
+                "a search needs a training workload: give a sequence length and a batch (--seq and --batch)"
+            )
+        if reason := self.model.why_not_runnable():
+            raise UserError(f"{self.model.name} cannot be planned yet: {reason}")
+        if self.cluster.devices > MOST_DEVICES:
+            raise UserError(
+                f"{self.cluster} has {self.cluster.devices:,} devices; clusters of up to {MOST_DEVICES:,} are searched"
+            )
+        if self.workload.seq > self.model.max_positions and self.model.positions == "learned":
+            raise UserError(
+                f"sequences of {self.workload.seq} tokens exceed the {self.model.max_positions} learned positions of "
+                f"{self.model.name}; use at most {self.model.max_positions}"
+            )
+
+    @property
+    def attention(self) -> str:
+        """Explicit attention where the engine has no other, or the model drops attention probabilities."""
+        explicit = self.engine.attention == "scores" or self.model.attention_dropout
+        return "math" if explicit else "sdpa"
+
+    @cached_property
+    def frames(self) -> tuple[Frame, ...]:
+        """The frames that have candidates."""
+        return tuple(frame for frame in self._frames() if frame.size)
+
+    @cached_property
+    def size(self) -> int:
+        """How many candidates there are."""
+        return sum(frame.size for frame in self.frames)
+
+    def allows(self, key: str, value: Any) -> bool:
+        """Whether a key of the layout may have this value."""
+        return self.fixed.get(key, value) == value
+
+    def _frames(self) -> Iterator[Frame]:
+        devices, workload = self.cluster.devices, self.workload
+        for tp, pp, cp, dp in self.meshes(devices):
+            if workload.seq % cp or workload.batch % dp:
+                continue
+            yield Frame(
+                tp, pp, cp, dp, self.attention, workload.batch,
+                activations=tuple(self._activations(tp, cp)),
+                micros=tuple(m for m in divisors(workload.batch // dp) if self.allows("micro", m)),
+                shardings=tuple(self._shardings(dp * cp)),
+                orders=tuple(self._orders(pp)),
+            )  # fmt: skip
+
+    def meshes(self, devices: int) -> Iterator[tuple[int, int, int, int]]:
+        """(tp, pp, cp, dp) whose product is `devices`, where the model can be split so."""
+        for tp in valid_tp(self.model):
+            if devices % tp or not self.allows("tp", tp):
+                continue
+            for pp in divisors(devices // tp):
+                if pp > self.model.layers or not self.allows("pp", pp):
+                    continue
+                for cp in divisors(devices // (tp * pp)):
+                    dp = devices // (tp * pp * cp)
+                    if self.allows("cp", cp) and self.allows("dp", dp):
+                        yield tp, pp, cp, dp
+
+    def _activations(self, tp: int, cp: int) -> Iterator[Activation]:
+        whole = tp > 1 and self.workload.seq % (cp * tp) == 0
+        for sp, recompute in product((False, True) if whole else (False,), RECOMPUTE):
+            if self.allows("sp", sp) and self.allows("recompute", recompute):
+                yield Activation(sp, recompute)
+
+    def _shardings(self, data: int) -> Iterator[Sharding]:
+        for stage in ZERO if data > 1 else (0,):
+            if not self.allows("zero", stage):
+                continue
+            for ranks in divisors(data)[1:] if stage else [1]:
+                # shard=0 is how a layout says dp x cp.
+                if self.allows("shard", ranks) or (ranks == data and self.allows("shard", 0)):
+                    yield Sharding(stage, ranks)
+
+    def _orders(self, pp: int) -> Iterator[Order]:
+        for schedule in SCHEDULES if pp > 1 else ("1f1b",):
+            for virtual in self._chunks(schedule, pp):
+                if self.allows("schedule", schedule) and self.allows("virtual", virtual):
+                    yield Order(schedule, virtual)
+
+    def _chunks(self, schedule: str, pp: int) -> list[int]:
+        """Chunks a rank that a schedule is for, as many layers in each."""
+        if pp == 1 or find(schedule).virtual == 1:
+            return [1]
+        return [v for v in divisors(self.model.layers // pp)[1:] if self.model.layers % (pp * v) == 0]
+
+
+@lru_cache(maxsize=4096)
+def divisors(n: int) -> tuple[int, ...]:
+    """Ascending."""
+    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
+    return tuple(sorted({*small, *(n // d for d in small)}))

@@ -1,0 +1,171 @@
+"""What one micro-batch takes on one rank: a block, the embedding and the head, with the collectives inside a block.
+
+Depends on few numbers of a split (`BLOCK_DEPENDS_ON`): over many candidates each combination is computed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from shardwise.model import ModelConfig
+from shardwise.predict.time.block import Shape, Tally, block, embedding, head
+from shardwise.predict.time.kernels import WIDTH
+from shardwise.predict.time.pricing import Pricing
+from shardwise.predict.time.profiles import Engine
+from shardwise.predict.time.split import Num, Split
+
+Parts = dict[str, Num]
+"""Seconds by kind."""
+
+BLOCK_DEPENDS_ON = ("micro", "tp", "cp", "ep", "sp", "recompute")
+"""What of a split `Pieces` depend on, besides the length of sequences and the data type."""
+
+COLLECTIVE_LAUNCHES = 1
+"""Launches that the host's part of one collective counts for."""
+
+
+def total(parts: Parts, *but: str) -> Num:
+    """All kinds together, without some."""
+    return sum(seconds for name, seconds in parts.items() if name not in but)
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """What one micro-batch takes on one rank, in seconds by kind, and kernels launched: of a block (the model's mean),
+    of the embedding, of the head.
+
+    forward, weights: of a block's seconds, those of its forward pass, and of its weights' gradients, which a schedule
+    may put off.
+    """
+
+    block: Parts
+    first: Parts
+    last: Parts
+    forward: Num
+    weights: Num
+
+    def each(self, change: Callable[[Num], Num]) -> Pieces:
+        """A copy with every array changed."""
+        of = (getattr(self, field.name) for field in fields(self))
+        return Pieces(*({k: change(v) for k, v in x.items()} if isinstance(x, dict) else change(x) for x in of))
+
+    def joined(self) -> Pieces:
+        """A copy with the kinds of computation and the tensor-parallel collectives added up, under "matmul"."""
+
+        def join(parts: Parts) -> Parts:
+            apart = {name: parts[name] for name in ("experts", "launches") if name in parts}
+            return {"matmul": total(parts, *apart)} | apart
+
+        return replace(self, block=join(self.block), first=join(self.first), last=join(self.last))
+
+
+def pieces(model: ModelConfig, split: Split, engine: Engine, pricing: Pricing) -> Pieces:
+    """The pieces of a split, each combination of what they depend on computed once: candidates by the hundred thousand
+    have a few dozen of them."""
+    arrays = np.broadcast_arrays(*(getattr(split, name) for name in BLOCK_DEPENDS_ON))
+    if arrays[0].size < 64:
+        return _pieces(model, split, engine, pricing)
+    key = np.zeros(arrays[0].shape, dtype=np.int64)
+    for array in arrays:
+        number = np.unique(array, return_inverse=True)[1].reshape(array.shape)
+        key = key * (int(number.max()) + 1) + number
+    _, where, inverse = np.unique(key, return_index=True, return_inverse=True)
+    inverse = inverse.reshape(key.shape)
+    numbers: dict[str, Any] = {name: array.ravel()[where] for name, array in zip(BLOCK_DEPENDS_ON, arrays, strict=True)}
+    few = _pieces(model, replace(split, **numbers), engine, pricing)
+    return few.each(lambda piece: np.broadcast_to(piece, where.shape)[inverse])
+
+
+def _pieces(model: ModelConfig, split: Split, engine: Engine, pricing: Pricing) -> Pieces:
+    shape = Shape(
+        micro=split.micro,
+        seq=split.seq / split.cp,
+        tp=split.tp,
+        stream=split.micro * split.seq / split.cp / np.where(split.sp, split.tp, 1),
+        keys=split.seq,
+        ep=split.ep,
+        dtype=split.dtype,
+    )
+    kinds = [(False, model.layers)]
+    if model.experts:
+        kinds = [(False, model.experts.dense_layers), (True, model.layers - model.experts.dense_layers)]
+    per_block: Parts = {}
+    for experts, layers in kinds:
+        if layers:
+            one = _block_seconds(model, shape, split, engine, pricing, experts)
+            per_block = {name: per_block.get(name, 0.0) + one[name] * (layers / model.layers) for name in one}
+    forward, weights = per_block.pop("forward"), per_block.pop("weights")
+    first = _edge(embedding(model, shape, engine, pricing.kernels))
+    last = _edge(head(model, shape, engine, pricing.kernels))
+    return Pieces(per_block, first, last, forward, weights)
+
+
+def _block_seconds(model: ModelConfig, shape: Shape, split: Split, engine: Engine, pricing: Pricing,
+                   experts: bool) -> Parts:  # fmt: skip
+    """Forward, backward and recomputation of one block for one micro-batch, with what it waits for; and apart, how
+    much of it is the forward pass and the weights' gradients."""
+    tally = block(model, shape, engine, pricing.kernels, experts)
+    whole, core = _recomputed(split)
+    parts = {
+        kind: tally.forward[kind] + tally.backward[kind] + whole * tally.forward[kind] + core * tally.selective[kind]
+        for kind in tally.forward
+    }
+    ahead, back = _tensor(model, shape, split, engine, pricing)
+    parts["tensor"] = ahead + back
+    parts["experts"] = _dispatch(model, shape, split, pricing) if experts else 0.0 * parts["tensor"]
+    repeated = whole * tally.launches["forward"] + core * tally.launches["selective"]
+    collectives = np.where(np.asarray(split.tp) > 1, 4 + 2 * whole, 0)
+    parts["launches"] = (
+        tally.launches["forward"] + tally.launches["backward"] + repeated + COLLECTIVE_LAUNCHES * collectives
+    )
+    parts["forward"] = sum(tally.forward.values()) + ahead + parts["experts"] / 2
+    parts["weights"] = tally.weights + 0.0 * ahead
+    return parts
+
+
+def _recomputed(split: Split) -> tuple[Num, Num]:
+    """1 where a block's whole forward pass is computed again, and where its attention core alone is; else 0."""
+    recompute = np.asarray(split.recompute)
+    return 1.0 * ((recompute == "full") | (recompute == "input")), 1.0 * (recompute == "selective")
+
+
+def _edge(tally: Tally) -> Parts:
+    parts = {kind: tally.forward[kind] + tally.backward[kind] for kind in tally.forward}
+    return parts | {"launches": tally.launches["forward"] + tally.launches["backward"]}
+
+
+def _tensor(model: ModelConfig, shape: Shape, split: Split, engine: Engine, pricing: Pricing) -> tuple[Num, Num]:
+    """Exposed collectives of a block over tp and cp, forward and backward: two sums each way (Shoeybi et al. 2019), a
+    gather and a scatter each under sp, which gathers twice more in backward (Korthikanti et al. 2022)."""
+    price = pricing.collectives.seconds
+    full = shape.tokens * model.hidden * 2.0
+    hidden = pricing.constants.value("tensor_hidden") if engine.tensor_overlap else 0.0
+    sp, whole = np.asarray(split.sp), _recomputed(split)[0]
+    gather = price("all_gather_into", full, np.where(sp, split.tp, 1))
+    scatter = price("reduce_scatter", full, np.where(sp, split.tp, 1))
+    reduce = price("all_reduce", full, np.where(sp, 1, split.tp))
+    forward = 2 * (gather + scatter + reduce)
+    # Of backward's, the two gathers that come again for weights' gradients have nothing beside them.
+    back = forward + 2 * gather
+    exposed_back = 2 * gather + (back - 2 * gather) * (1 - hidden)
+    exchange = 0.0
+    if np.any(np.asarray(split.cp) > 1):
+        kv = 2 * shape.micro * split.seq * np.maximum(model.kv_width / split.tp, model.head_dim) * 2.0
+        ring = price("all_gather_into", kv, split.cp, split.tp)
+        # The ring's messages run beside its attention; what is left is as a hidden collective's.
+        exchange = ring * (1 - pricing.constants.value("tensor_hidden"))
+    return forward + exchange, forward * whole + exposed_back + 2 * exchange
+
+
+def _dispatch(model: ModelConfig, shape: Shape, split: Split, pricing: Pricing) -> Num:
+    """Tokens to their experts and back, forward and backward: four all-to-alls of the routed tokens."""
+    assert model.experts
+    width = WIDTH[split.dtype] if split.dtype == "float8_e4m3fn" else 2.0
+    routed = shape.stream * np.minimum(model.experts.active, split.ep) * model.hidden
+    there = pricing.collectives.seconds("all_to_all", routed * width, split.ep)
+    back = pricing.collectives.seconds("all_to_all", routed * 2.0, split.ep)
+    return 2 * (there + back)

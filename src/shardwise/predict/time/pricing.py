@@ -1,0 +1,18 @@
+"""`Pricing`: what is worth keeping between calls that price on one cluster."""
+
+from __future__ import annotations
+
+from shardwise.cluster import Cluster
+from shardwise.predict.time.constants import Constants, constants
+from shardwise.predict.time.kernels import Kernels
+from shardwise.predict.time.network import Collectives
+
+
+class Pricing:
+    """The kernels of a device and the collectives of a cluster. Raises `UserError` for a device without constants."""
+
+    def __init__(self, cluster: Cluster, known: Constants | None = None) -> None:
+        self.cluster = cluster
+        self.constants = known or constants(cluster.device)
+        self.kernels = Kernels(self.constants)
+        self.collectives = Collectives(cluster, self.constants)

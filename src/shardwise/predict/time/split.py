@@ -1,0 +1,59 @@
+"""`Split`: the numbers of a layout and a workload that the time of a training step depends on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.layout import Layout, Workload
+
+Num = Any
+"""A number, or an array of numbers."""
+
+SCHEDULES = ("1f1b", "gpipe", "zb-h1", "interleaved")
+"""The schedules whose bubble has a closed form for the whole step (`schedule.pipeline.closed_forms`): not those that
+have one for a rank's own span alone; nor breadth-first, which takes as long as interleaved and holds more."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """The numbers of a layout and a workload that time depends on. seq: tokens of a sequence; micro_batches: of each
+    data-parallel rank; shard: ranks that ZeRO shards over; schedule: the pipeline's, one of `SCHEDULES`; dtype: of the
+    matrix products."""
+
+    seq: int
+    micro: Num = 1
+    micro_batches: Num = 1
+    tp: Num = 1
+    pp: Num = 1
+    dp: Num = 1
+    cp: Num = 1
+    ep: Num = 1
+    virtual: Num = 1
+    shard: Num = 1
+    zero: Num = 0
+    sp: Any = False
+    recompute: Any = "none"
+    schedule: str = "1f1b"
+    dtype: str = "bfloat16"
+
+    @classmethod
+    def of(cls, layout: Layout, workload: Workload, dtype: str | None = None) -> Split:
+        """The split that a layout makes of a training workload. Raises `UserError` where the batch does not divide."""
+        return cls(
+            seq=workload.seq,
+            micro=layout.micro,
+            micro_batches=workload.micro_batches(layout),
+            tp=layout.tp,
+            pp=layout.pp,
+            dp=layout.dp,
+            cp=layout.cp,
+            ep=layout.ep,
+            virtual=layout.virtual,
+            shard=layout.shard_ranks,
+            zero=layout.stage,
+            sp=layout.sp,
+            recompute=layout.recompute,
+            schedule=layout.schedule,
+            dtype=dtype or layout.dtype,
+        )

@@ -1,0 +1,94 @@
+"""How long the data ranks' collectives and a message between stages take, each alone and once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardwise.model import ModelConfig
+from shardwise.model.parameters import count_parts
+from shardwise.predict.time.block import padded_vocab
+from shardwise.predict.time.pricing import Pricing
+from shardwise.predict.time.profiles import Engine
+from shardwise.predict.time.split import Num, Split
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Seconds of each kind of collective, and of a message between stages.
+
+    reduce, gather: all gradients to who updates them, all parameters back, below stage 3. replicas: sums over the
+    groups that hold the same shards (HSDP). unit_gather, unit_reduce: of one block, at stage 3. tied: the sum of a tied
+    table's gradients over the ends of a pipeline. hop: one message between stages.
+    """
+
+    reduce: Num
+    gather: Num
+    replicas: Num
+    unit_gather: Num
+    unit_reduce: Num
+    tied: Num
+    hop: Num
+
+
+def traffic(model: ModelConfig, split: Split, engine: Engine, pricing: Pricing) -> Traffic:
+    """The traffic of a split. It does not depend on its schedule, its micro-batches' number and its recomputation."""
+    price = pricing.collectives.seconds
+    zero, data = np.asarray(split.zero), split.dp * split.cp
+    dense, routed = held_parameters(model, split, engine)
+    whole, partly = np.where(zero == 0, data, 1), np.where((zero == 1) | (zero == 2), split.shard, 1)
+    reduce = price("all_reduce", dense * engine.grad_bytes, whole, split.tp)
+    reduce = reduce + price("reduce_scatter", dense * engine.grad_bytes, partly, split.tp)
+    gather = price("all_gather_into", dense * 2.0, partly, split.tp)
+    if model.experts:
+        spread = np.maximum(data * split.tp / split.ep, 1)
+        whole, partly = np.where(zero == 0, spread, 1), np.where((zero == 1) | (zero == 2), spread, 1)
+        reduce = reduce + price("all_reduce", routed * engine.grad_bytes, whole, split.ep)
+        reduce = reduce + price("reduce_scatter", routed * engine.grad_bytes, partly, split.ep)
+        gather = gather + price("all_gather_into", routed * 2.0, partly, split.ep)
+    owners = np.where(zero == 0, data, split.shard)
+    shards = (dense + routed) * engine.grad_bytes / owners
+    replicas = price("all_reduce", shards, np.where(zero == 0, 1, data // owners), split.tp * owners)
+    unit, split_up = count_parts(model)[1] / model.layers / split.tp, np.where(zero == 3, split.shard, 1)
+    return Traffic(
+        reduce,
+        gather,
+        replicas,
+        price("all_gather_into", unit * 2.0, split_up, split.tp),
+        price("reduce_scatter", unit * engine.grad_bytes, split_up, split.tp),
+        _tied(model, split, engine, pricing),
+        _hop(model, split, engine, pricing),
+    )
+
+
+def _tied(model: ModelConfig, split: Split, engine: Engine, pricing: Pricing) -> Num:
+    if not model.tied:
+        return 0.0
+    table = padded_vocab(model, engine, split.tp) * model.hidden / split.tp
+    ends, data = np.where(np.asarray(split.pp) > 1, 2, 1), split.dp * split.cp
+    apart = split.tp * data * np.maximum(split.pp - 1, 1)
+    return pricing.collectives.seconds("all_reduce", table * engine.grad_bytes, ends, apart)
+
+
+def _hop(model: ModelConfig, split: Split, engine: Engine, pricing: Pricing) -> Num:
+    sp = np.asarray(split.sp)
+    pieces = np.where(sp | engine.scatter_hops, split.tp, 1)
+    nbytes = split.micro * split.seq / split.cp * model.hidden * 2.0 / pieces
+    hop = pricing.collectives.hop(nbytes, split.tp * split.cp * split.dp)
+    if not engine.scatter_hops:
+        return hop
+    return hop + pricing.collectives.seconds("all_gather_into", nbytes * split.tp, np.where(sp, 1, split.tp))
+
+
+def held_parameters(model: ModelConfig, split: Split, engine: Engine) -> tuple[Num, Num]:
+    """Parameters of the busiest rank: (all but the experts', the experts')."""
+    routed = 0.0
+    if model.experts:
+        layers = model.layers - model.experts.dense_layers
+        branches = 3 if model.gated else 2
+        routed = layers * model.experts.count * branches * model.hidden * model.experts.ffn
+    blocks = (count_parts(model)[1] - routed) / (split.pp * split.tp)
+    table = padded_vocab(model, engine, split.tp) * model.hidden / split.tp
+    tables = np.where(np.asarray(split.pp) == 1, 1 if model.tied else 2, 1)
+    return blocks + table * tables, routed / (split.pp * split.ep) + 0.0 * blocks

@@ -1,0 +1,202 @@
+"""What a plan says about its winner, what to do where nothing fits, and questions the other way round."""
+
+from dataclasses import replace
+from math import sqrt
+
+import numpy as np
+import pytest
+
+from shardwise.cluster import Cluster
+from shardwise.errors import UserError
+from shardwise.layout import Layout, Workload
+from shardwise.model.catalog import get
+from shardwise.predict.search import Space, plan, price_one, search
+from shardwise.predict.search.goals import (
+    cheapest_cluster,
+    largest_model,
+    longest_sequence,
+    run_of,
+    scaling,
+)
+from shardwise.predict.search.goodput import goodput
+from shardwise.predict.search.shortfall import least, usable_bytes
+from shardwise.predict.time import Pricing, engine
+
+BRIDGE = engine("megatron-bridge")
+
+
+@pytest.fixture(scope="module")
+def found():
+    return plan(get("llama-3-8b"), Cluster.parse("2x8xH100"), Workload(8192, 64), top=5)
+
+
+def space(model="llama-3-8b", cluster="2x8xH100", seq=8192, batch=64, **fixed) -> Space:
+    return Space(get(model), Cluster.parse(cluster), Workload(seq, batch), BRIDGE, fixed)
+
+
+def test_a_plan_is_ranked_and_its_figures_agree(found):
+    seconds = [one.seconds for one in found.ranked]
+    assert len(seconds) == 5 and seconds == sorted(seconds)
+    one = found.winner
+    assert sum(one.parts.values()) == pytest.approx(one.seconds)
+    assert one.range.low < one.seconds < one.range.high
+    assert one.held.classes().total == pytest.approx(one.held.total) and one.held.total <= found.usable
+    assert found.tokens_per_second(one) * one.seconds == pytest.approx(64 * 8192)
+    assert 0.2 < found.utilisation(one) < 1
+    assert found.fitting < found.considered
+
+
+def test_alternatives_are_the_best_with_another_value(found):
+    assert {one.key for one in found.alternatives} >= {"tp", "pp", "zero", "micro", "recompute", "schedule"}
+    for one in found.alternatives:
+        fixed = replace(space(), fixed={one.key: one.value})
+        best = search(fixed, Pricing(found.cluster), top=1, usable=found.usable).best
+        if one.best is None:
+            assert not best and one.least > found.usable
+            continue
+        assert best[0].seconds == pytest.approx(one.best.seconds, rel=1e-12)
+        assert one.slower == pytest.approx(one.best.seconds - found.winner.seconds)
+        assert one.grew == max(one.best.parts[name] - found.winner.parts[name] for name in found.winner.parts)
+        assert one.crosses is False or one.key in ("tp", "cp")
+
+
+def test_tensor_parallelism_across_nodes_is_named():
+    model, on, workload = get("llama-3-8b"), Cluster.parse("2x8xH100"), Workload(8192, 16)
+    fixed = {"pp": 1, "cp": 1, "recompute": "none", "zero": 1, "micro": 1}
+    alone = plan(model, on, workload, fixed=fixed | {"tp": 8})
+    from shardwise.predict.search.alternatives import against
+
+    pricing = Pricing(on)
+    wide = price_one(model, Layout.parse("tp=16,sp,micro=1"), workload, BRIDGE, pricing)
+    told = against(alone.winner, "tp", 16, wide, wide.held.total, on)
+    assert told.crosses and told.part == "tensor" and told.grew > 0
+
+
+def test_what_memory_costs(found):
+    assert found.unlimited is None or found.unlimited.seconds < found.winner.seconds
+    free = search(space(), Pricing(found.cluster), top=1).best[0]
+    fastest = found.unlimited or found.winner
+    assert fastest.seconds == pytest.approx(free.seconds, rel=1e-12)
+
+
+def test_where_nothing_fits_a_line_says_what_would():
+    with pytest.raises(UserError, match="does not fit 8xH100") as error:
+        plan(get("llama-3-405b"), Cluster.parse("8xH100"), Workload(8192, 16))
+    line = str(error.value)
+    assert "\n" not in line and "take 16x8xH100-80GB-SXM" in line
+    # It is true: there it fits, and with half of the nodes it does not.
+    for nodes, fits in ((16, True), (8, False)):
+        on = space("llama-3-405b", f"{nodes}x8xH100", 8192, 16)
+        assert (least(on).nbytes <= usable_bytes(on.cluster)) == fits
+
+
+def test_a_fixed_key_that_is_to_blame_is_named():
+    with pytest.raises(UserError, match="leave zero free"):
+        plan(
+            get("llama-3-8b"), Cluster.parse("8xH100"), Workload(4096, 8), fixed={"zero": 0, "tp": 1, "pp": 1, "cp": 1}
+        )
+    with pytest.raises(UserError, match="leave dp free or take a batch that is a multiple of 4"):
+        plan(get("llama-3-8b"), Cluster.parse("8xH100"), Workload(4096, 7), fixed={"dp": 4})
+    with pytest.raises(UserError, match="leave tp free"):
+        plan(get("llama-3-8b"), Cluster.parse("8xH100"), Workload(4096, 8), fixed={"tp": 3})
+
+
+def test_a_sequence_that_is_too_long_is_named():
+    with pytest.raises(UserError, match="cut sequences to"):
+        plan(get("llama-3-8b"), Cluster.parse("1xH200"), Workload(1 << 21, 1), reserved=100e6)
+
+
+@pytest.mark.parametrize("name", ["gpt-fast", "tensorrt-llm"])
+def test_an_engine_that_does_not_train_is_refused(name):
+    with pytest.raises(UserError, match="does not train; profiles that do are megatron-lm-2022"):
+        plan(get("llama-3-8b"), Cluster.parse("8xH100"), Workload(4096, 8), engine=name)
+
+
+def test_cost_may_leave_nodes_out():
+    cheap = plan(get("llama-3-8b"), Cluster.parse("4x8xH100"), Workload(8192, 16), by="cost", top=3)
+    fast = plan(get("llama-3-8b"), Cluster.parse("4x8xH100"), Workload(8192, 16), top=1)
+    assert cheap.device_seconds(cheap.winner) < fast.device_seconds(fast.winner)
+    assert cheap.winner.layout.ranks < 32 == fast.winner.layout.ranks
+    costs = [cheap.device_seconds(one) for one in cheap.ranked]
+    assert costs == sorted(costs)
+
+
+def test_a_pareto_front_gives_memory_for_time():
+    front = plan(get("llama-3-8b"), Cluster.parse("8xH100"), Workload(8192, 16), by="pareto").ranked
+    assert len(front) > 2
+    assert [one.seconds for one in front] == sorted(one.seconds for one in front)
+    assert [one.held.total for one in front] == sorted((one.held.total for one in front), reverse=True)
+
+
+def test_a_run_is_its_steps(found):
+    run = run_of(found.winner, found.cluster, found.workload, 1e12, price=2.0)
+    assert run.steps == -(-(10**12) // (64 * 8192))
+    assert run.seconds == pytest.approx(run.steps * found.winner.seconds)
+    assert run.cost == pytest.approx(2 * run.device_hours) == pytest.approx(2 * run.seconds / 3600 * 16)
+    with pytest.raises(UserError, match="must be positive"):
+        run_of(found.winner, found.cluster, found.workload, -1, None)
+
+
+def test_more_nodes_are_faster_and_less_efficient():
+    sizes = scaling(space(cluster="8x8xH100", batch=64), usable_bytes(Cluster.parse("8xH100")))
+    assert [size.cluster.nodes for size in sizes] == [1, 2, 4, 8]
+    rates = [size.tokens_per_second for size in sizes]
+    assert rates == sorted(rates) and sizes[0].efficiency == 1 > sizes[-1].efficiency > 0.3
+
+
+def test_the_cheapest_cluster_keeps_the_deadline():
+    on = space(cluster="8xH100", batch=256, tp=2, cp=2)
+    usable, day = usable_bytes(on.cluster), 86400.0
+    run = cheapest_cluster(on, usable, 1e11, 2 * day, 2.0)
+    assert run.seconds <= 2 * day and run.cost == pytest.approx(2 * run.device_hours)
+    longer = cheapest_cluster(on, usable, 1e11, 8 * day, 2.0)
+    assert longer.device_hours <= run.device_hours and longer.cluster.nodes <= run.cluster.nodes
+    with pytest.raises(UserError, match="the fastest takes"):
+        cheapest_cluster(space(cluster="8xH100", batch=8, tp=8, cp=1), usable, 1e15, day, None)
+
+
+def test_the_largest_model_and_the_longest_sequence():
+    usable = usable_bytes(Cluster.parse("8xH100"))
+    assert largest_model(space("llama-3-8b", "8xH100", 4096, 8), usable).name == "llama-3-8b"
+    assert largest_model(space("llama-3-8b", "4x8xH100", 4096, 8), usable).name == "llama-3-70b"
+    seq, found = longest_sequence(space("llama-3-8b", "8xH100", 4096, 8), usable)
+    assert found.nbytes <= usable and seq > 16384
+    more = space("llama-3-8b", "8xH100", seq + seq // 4, 8)
+    assert least(more).nbytes > usable
+    with pytest.raises(UserError, match="no model of the family"):
+        largest_model(space("llama-3-70b", "1xL4", 4096, 8), usable_bytes(Cluster.parse("1xL4")))
+
+
+@pytest.mark.parametrize(
+    ("mean", "save", "restart"), [(3600.0, 60.0, 120.0), (20000.0, 300.0, 60.0), (500.0, 100.0, 50.0)]
+)
+def test_goodput_is_what_random_failures_leave(mean, save, restart):
+    found = goodput(mean, save, restart)
+    random = np.random.default_rng(3)
+    # Work in pieces of one interval and its save; a failure loses the piece, and the restart may fail, too.
+    passed, pieces = 0.0, 4000
+    for _ in range(pieces):
+        while (failure := random.exponential(mean)) < found.interval + save:
+            passed += failure
+            while (again := random.exponential(mean)) < restart:
+                passed += again
+            passed += restart
+        passed += found.interval + save
+    assert found.share == pytest.approx(pieces * found.interval / passed, rel=0.05)
+    assert found.interval == pytest.approx(sqrt(2 * save * mean), rel=0.35)
+    for other in (found.interval / 2, found.interval * 2):
+        assert found.share > share_at(other, mean, save, restart)
+
+
+def share_at(interval: float, mean: float, save: float, restart: float) -> float:
+    return interval / (mean * np.exp(restart / mean) * (np.exp((interval + save) / mean) - 1))
+
+
+def test_goodput_refuses_what_makes_no_sense():
+    with pytest.raises(UserError, match="time between failures"):
+        goodput(0, 1, 1)
+    with pytest.raises(UserError, match="time to save"):
+        goodput(1, -1, 1)
+    with pytest.raises(UserError, match="time to restart"):
+        goodput(1, 1, -1)
+    assert goodput(1.0, 1000.0, 0.0).share == 0.0

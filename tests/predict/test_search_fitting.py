@@ -1,0 +1,93 @@
+"""Bytes of many candidates at once are those of `predict_bytes`, one rank at a time."""
+
+import random
+
+import numpy as np
+import pytest
+
+from shardwise.cluster import Cluster
+from shardwise.layout import Grid, Layout, Workload, unit_plan
+from shardwise.model.catalog import get
+from shardwise.predict.memory import predict_bytes
+from shardwise.predict.search import Space, price_one
+from shardwise.predict.search.fitting import CLASSES, Memory
+from shardwise.predict.search.pricing import frame_of
+from shardwise.predict.time import Pricing, engine
+
+CASES = {
+    "llama-3-8b": ("2x8xH100", 4096, 64), "llama-3.2-1b": ("8xH100", 2048, 32), "gpt2-large": ("8xA100", 1024, 32),
+    "megatron-22b": ("2x8xA100", 2048, 32), "qwen3-4b": ("8xH100", 4096, 16),
+}  # fmt: skip
+ACTIONS = 3000
+"""Longer lists of a rank's actions take long to follow one by one."""
+
+
+def sample(name: str, schedules: tuple[str, ...], piped: bool, count: int) -> list[Layout]:
+    cluster, seq, batch = CASES[name]
+    space = Space(get(name), Cluster.parse(cluster), Workload(seq, batch), engine("megatron-bridge"))
+    chosen, draw = [], random.Random(name)
+    frames = [frame for frame in space.frames if (frame.pp > 1) == piped]
+    while len(chosen) < count:
+        frame = draw.choice(frames)
+        r, o = draw.randrange(len(frame.rows)), draw.randrange(len(frame.orders))
+        order = frame.orders[o]
+        short = frame.counts[r] * frame.pp * order.virtual <= ACTIONS
+        if frame.possible[r][o] and order.schedule in schedules and short:
+            chosen.append(frame.layout(*frame.rows[r], draw.choice(frame.shardings), order))
+    return chosen
+
+
+def both(name: str, layout: Layout):
+    """(as the search has it, as `predict_bytes` has its fullest rank)."""
+    _, seq, batch = CASES[name]
+    model, workload = get(name), Workload(seq, batch)
+    held = Memory(model, workload, layout.attention).of(frame_of(layout, workload))
+    grid = Grid.of(layout, model)
+    ends = {0, min(1, layout.pp - 1), layout.pp // 2, layout.pp - 1}
+    ranks = (grid.rank(pp=stage, dp=0, cp=0, tp=0) for stage in ends)
+    exact = (predict_bytes(unit_plan(model, layout, workload, rank=rank, backend="nccl")) for rank in ranks)
+    return held, max(exact, key=lambda each: each.total)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_without_a_pipeline_every_byte_is_there(name):
+    for layout in sample(name, ("1f1b",), False, 25):
+        held, exact = both(name, layout)
+        assert float(np.ravel(held.total)[0]) == exact.total, layout
+        for kind in CLASSES:
+            assert float(np.ravel(getattr(held, kind))[0]) == getattr(exact, kind), (layout, kind)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("schedules", "bound", "mean"),
+    [(("1f1b", "gpipe"), 0.013, 0.002), (("interleaved",), 0.09, 0.012), (("zb-h1",), 0.025, 0.004)],
+)
+def test_pipelines_are_within_their_bounds(name, schedules, bound, mean):
+    off = []
+    for layout in sample(name, schedules, True, 15):
+        held, exact = both(name, layout)
+        off.append(abs(float(np.ravel(held.total)[0]) / exact.total - 1))
+        assert off[-1] <= bound, layout
+    assert sum(off) / len(off) <= mean
+
+
+@pytest.mark.parametrize(("text", "place"), [("pp=4,dp=2,micro=2", 0), ("pp=4,dp=2,micro=2,schedule=gpipe", 3)])
+def test_the_fullest_rank_is_named(text, place):
+    """1f1b holds most on the first rank; with gpipe the last one has the logits of all micro-batches."""
+    layout, (cluster, seq, batch) = Layout.parse(text), CASES["llama-3.2-1b"]
+    model, workload = get("llama-3.2-1b"), Workload(seq, batch)
+    one = price_one(model, layout, workload, engine("megatron-bridge"), Pricing(Cluster.parse(cluster)))
+    assert one.place == place
+
+
+def test_a_frame_has_what_each_of_its_candidates_has_alone():
+    space = Space(get("llama-3-8b"), Cluster.parse("2x8xH100"), Workload(4096, 64), engine("megatron-bridge"))
+    memory, draw = Memory(space.model, space.workload, space.attention), random.Random(3)
+    for frame in draw.sample(space.frames, 6):
+        together = np.broadcast_to(memory.of(frame).total, frame.shape)
+        for _ in range(20):
+            r, z, o = (draw.randrange(n) for n in frame.shape)
+            if frame.possible[r][o]:
+                alone = frame_of(frame.layout(*frame.rows[r], frame.shardings[z], frame.orders[o]), space.workload)
+                assert float(np.ravel(memory.of(alone).total)[0]) == together[r, z, o]

@@ -1,0 +1,147 @@
+"""Whatever is asked, figures or one line; and no figure moves the wrong way. 10,000 questions with SHARDWISE_ALL=1."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from math import isfinite
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from harness.strategies import any_layouts
+from shardwise.cluster import Cluster, Link
+from shardwise.errors import UserError
+from shardwise.layout import Layout, Workload, check
+from shardwise.layout.legality import valid_tp
+from shardwise.model import ModelConfig
+from shardwise.predict.search import Space, price_one, search
+from shardwise.predict.search.fitting import Memory
+from shardwise.predict.search.pricing import frame_of
+from shardwise.predict.search.shortfall import usable_bytes
+from shardwise.predict.time import Pricing, engine
+
+EXAMPLES = 10_000 if os.environ.get("SHARDWISE_ALL") == "1" else 80
+TRAINING = ("megatron-bridge", "megatron-lm-2022", "llm-foundry")
+QUIET = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@st.composite
+def models(draw: st.DrawFn) -> ModelConfig:
+    """Decoders of both kinds, from toys to hundreds of billions of parameters."""
+    kv_heads = draw(st.sampled_from([1, 2, 4, 8, 12]))
+    heads = kv_heads * draw(st.sampled_from([1, 2, 4, 8]))
+    shared = {
+        "name": "random", "vocab": draw(st.sampled_from([100, 32000, 50257, 128256])),
+        "hidden": draw(st.sampled_from([64, 768, 4096, 12288, 20000])), "layers": draw(st.integers(1, 130)),
+        "heads": heads, "kv_heads": kv_heads, "head_dim": draw(st.sampled_from([16, 64, 128])),
+        "ffn": draw(st.sampled_from([100, 3072, 14336, 53248])), "max_positions": 1 << 20, "tied": draw(st.booleans()),
+    }  # fmt: skip
+    if draw(st.booleans()):
+        return ModelConfig(**shared, qk_norm=draw(st.booleans()), bias=draw(st.sampled_from(["none", "qkv"])))
+    dropout = draw(st.sampled_from([0.0, 0.1]))
+    return ModelConfig(
+        **shared, norm="layernorm", positions="learned", activation="gelu", gated=False, bias="all", dropout=dropout,
+        attention_dropout=dropout,
+    )  # fmt: skip
+
+
+CLUSTERS = st.builds(
+    "{}x{}x{}".format,
+    st.sampled_from([1, 2, 3, 16, 1_000_000]),
+    st.sampled_from([1, 4, 7, 8]),
+    st.sampled_from(["H100", "A100-40GB", "L4", "B200", "MI300X", "TPU-v5p", "CPU", "GB200", "H1OO", "RTX4090"]),
+)
+NONSENSE = st.tuples(st.sampled_from([-1, 0, 1, 100, 1 << 20]), st.sampled_from([-3, 0, 1, 6, 1000]))
+
+
+@st.composite
+def questions(draw: st.DrawFn) -> tuple[ModelConfig, str, tuple[int, int], Layout]:
+    """A model, a cluster, tokens and sequences, and a layout; one in six makes no sense."""
+    model, layout = draw(models()), draw(any_layouts())
+    if draw(st.integers(0, 5)) == 0:
+        return model, draw(CLUSTERS), draw(NONSENSE), layout
+    usual = dict.fromkeys(("ep", "etp", "virtual"), 1) | {
+        "stages": (),
+        "hpz": 0,
+        "offload": "none",
+        "precision": "bf16",
+    }
+    usual |= {"grads": "bf16", "compile": "off", "order": Layout().order}
+    kept = draw(st.sets(st.sampled_from(sorted(usual)), max_size=1))
+    schedule = draw(st.sampled_from(["1f1b", "gpipe", "zb-h1", layout.schedule]))
+    tp = draw(st.sampled_from([t for t in valid_tp(model) if t <= 64]))
+    try:
+        layout = replace(
+            layout, **{key: value for key, value in usual.items() if key not in kept}, schedule=schedule, tp=tp,
+            sp=layout.sp and tp > 1, attention="math" if model.attention_dropout else "sdpa",
+        )  # fmt: skip
+    except UserError:
+        layout = Layout(tp=tp)
+    batch = layout.dp * layout.micro * draw(st.sampled_from([1, 2, 8, 24]))
+    sequence = layout.cp * layout.tp * draw(st.sampled_from([1, 64, 1024]))
+    cluster = draw(st.sampled_from(["8xH100", "2x8xA100", "3x4xH200", "1xB200", "7xMI300X"]))
+    return model, cluster, (sequence, batch), layout
+
+
+@QUIET
+@given(questions(), st.sampled_from(TRAINING), st.booleans())
+def test_random_questions_get_figures_or_one_line(question, software, whole):
+    model, text, numbers, layout = question
+    try:
+        cluster, workload = Cluster.parse(text), Workload(*numbers)
+        if whole and cluster.devices < 64:
+            space = Space(model, cluster, workload, engine(software))
+            found = search(space, Pricing(cluster), top=2, usable=usable_bytes(cluster)).best
+        else:
+            check(layout, model, workload)
+            # Enough devices for it.
+            cluster = Cluster.parse(f"512x8x{cluster.device.name}")
+            found = (price_one(model, layout, workload, engine(software), Pricing(cluster)),)
+    except UserError as error:
+        assert str(error) and "\n" not in str(error)
+        return
+    for one in found:
+        assert isfinite(one.seconds) and one.seconds > 0
+        assert all(isfinite(part) and part >= 0 for part in one.parts.values()), one.parts
+        assert isfinite(one.held.total) and one.held.total > 0
+
+
+@st.composite
+def priced(draw: st.DrawFn) -> tuple[ModelConfig, Layout, Workload]:
+    """A model, a layout that a search could come upon, and a workload for it."""
+    tp, pp, dp, cp = (draw(st.sampled_from([1, 2, 4])) for _ in range(4))
+    model = ModelConfig("random", 32000, 1024, 4 * pp, 16, 4096, 4096, kv_heads=draw(st.sampled_from([4, 16])))
+    schedule = draw(st.sampled_from(["1f1b", "gpipe", "zb-h1", "interleaved"])) if pp > 1 else "1f1b"
+    zero = draw(st.integers(0, 3))
+    layout = Layout(
+        dp=dp, tp=tp, pp=pp, cp=cp, zero=zero, shard=draw(st.sampled_from([0, 2])) if zero and dp * cp > 2 else 0,
+        sp=draw(st.booleans()) if tp > 1 else False, schedule=schedule, virtual=2 if schedule == "interleaved" else 1,
+        micro=draw(st.sampled_from([1, 2])), recompute=draw(st.sampled_from(["none", "selective", "full"])),
+    )  # fmt: skip
+    return model, layout, Workload(1024, dp * layout.micro * pp * draw(st.sampled_from([1, 2, 4])))
+
+
+@settings(QUIET, max_examples=max(40, EXAMPLES // 10))
+@given(priced(), st.floats(0.02, 1), st.sampled_from(["intra", "inter"]), st.sampled_from(TRAINING))
+def test_a_slower_link_makes_nothing_faster(case, share, which, software):
+    model, layout, workload = case
+    cluster = Cluster.parse("8x8xH100")
+    link = getattr(cluster, which)
+    slow = replace(cluster, **{which: Link(link.alpha, link.bandwidth * share)})
+    fast, slower = (price_one(model, layout, workload, engine(software), Pricing(on)).seconds for on in (cluster, slow))
+    assert slower >= fast * (1 - 1e-9)
+
+
+@settings(QUIET, max_examples=max(60, EXAMPLES // 5))
+@given(priced())
+def test_more_sequences_need_no_less_memory(case):
+    model, layout, workload = case
+
+    def needed(layout: Layout, batch: int) -> float:
+        at = replace(workload, batch=batch)
+        return float(Memory(model, at, "sdpa").of(frame_of(layout, at)).total.max())
+
+    assert needed(layout, 2 * workload.batch) >= needed(layout, workload.batch)
+    larger = replace(layout, micro=2 * layout.micro)
+    assert needed(larger, 2 * workload.batch) >= needed(layout, workload.batch)

@@ -1,0 +1,161 @@
+"""The space: every candidate is a legal layout, each there once, and none that the definition names is missing."""
+
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.cluster import Cluster
+from shardwise.errors import LayoutError, UserError
+from shardwise.layout import Layout, Workload, check
+from shardwise.model.catalog import get
+from shardwise.predict.search import Space
+from shardwise.predict.search.fixing import fixed_of
+from shardwise.predict.search.overlaps import SWITCHES, distinct, words
+from shardwise.predict.search.space import Frame, divisors, in_closed_form
+from shardwise.predict.time import engine
+from shardwise.predict.time.split import SCHEDULES
+
+BRIDGE = engine("megatron-bridge")
+MODELS = ("tiny-llama", "gpt2", "llama-3-8b", "llama-3-70b", "qwen2.5-14b", "megatron-22b", "megatron-1t", "gpt2-xl")
+
+
+def space(model="tiny-llama", cluster="8xH100", seq=512, batch=16, fix="") -> Space:
+    return Space(get(model), Cluster.parse(cluster), Workload(seq, batch), BRIDGE, fixed_of(fix))
+
+
+def layouts(frame: Frame) -> list[Layout]:
+    every = product(enumerate(frame.rows), frame.shardings, enumerate(frame.orders))
+    return [frame.layout(*row, z, o) for (r, row), z, (i, o) in every if frame.possible[r][i]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(MODELS),
+    st.sampled_from(["1xH100", "8xA100", "3x8xH100", "5xL4", "8x72xGB200", "64x8xH100"]),
+    st.sampled_from([256, 1000, 1024]),
+    st.sampled_from([1, 7, 24, 64, 96]),
+    st.data(),
+)
+def test_candidates_are_legal_layouts(name, text, seq, batch, data):
+    model, cluster, workload = get(name), Cluster.parse(text), Workload(seq, batch)
+    frames = Space(model, cluster, workload, BRIDGE).frames
+    if not frames:
+        return
+    frame = data.draw(st.sampled_from(frames))
+    rows = [(r, o) for r, o in product(range(len(frame.rows)), range(len(frame.orders))) if frame.possible[r][o]]
+    r, o = data.draw(st.sampled_from(rows))
+    layout = frame.layout(*frame.rows[r], data.draw(st.sampled_from(frame.shardings)), frame.orders[o])
+    assert Layout.parse(str(layout)) == layout
+    check(layout, model, workload, cluster.devices)
+    assert workload.micro_batches(layout) == frame.counts[r]
+
+
+@pytest.mark.parametrize(
+    ("name", "cluster", "seq", "batch"), [("tiny-llama", "8xH100", 512, 8), ("gpt2", "6xH100", 384, 12)]
+)
+def test_nothing_is_there_twice_and_nothing_is_missing(name, cluster, seq, batch):
+    """Against all values of all keys, those that `check` refuses left out."""
+    found = space(name, cluster, seq, batch)
+    texts = [str(layout) for frame in found.frames for layout in layouts(frame)]
+    assert len(texts) == len(set(texts)) == found.size
+    model, devices = get(name), found.cluster.devices
+    degrees = divisors(devices)
+    wanted = set()
+    for tp, pp, cp in product(degrees, repeat=3):
+        if devices % (tp * pp * cp) == 0:
+            wanted |= set(every_layout(model, found, tp, pp, cp, devices // (tp * pp * cp)))
+    assert set(texts) == wanted
+
+
+def every_layout(model, found: Space, tp, pp, cp, dp):
+    chunks = [v for v in range(1, model.layers + 1) if v == 1 or (pp > 1 and model.layers % (pp * v) == 0)]
+    stages = [(0, 0)] + [(z, s) for z in (1, 2, 3) for s in range(2, dp * cp + 1)]
+    shapes = product((False, True), ("none", "selective", "full"), range(1, found.workload.batch + 1), stages)
+    for (sp, recompute, micro, (zero, shard)), schedule, virtual in product(shapes, SCHEDULES, chunks):
+        if pp == 1 and schedule != "1f1b":
+            continue
+        try:
+            layout = Layout(
+                dp=dp, tp=tp, pp=pp, cp=cp, zero=zero, shard=shard, sp=sp, recompute=recompute, micro=micro,
+                schedule=schedule, virtual=virtual, attention=found.attention,
+            )  # fmt: skip
+            check(layout, model, found.workload, found.cluster.devices)
+        except UserError:
+            continue
+        if in_closed_form(schedule, virtual, pp, found.workload.micro_batches(layout)):
+            yield str(layout)
+
+
+def test_closed_forms_hold_where_a_schedule_is_legal():
+    assert in_closed_form("interleaved", 2, 4, 8) and not in_closed_form("interleaved", 2, 4, 2)
+    assert not in_closed_form("1f1b", 2, 4, 8) and not in_closed_form("interleaved", 1, 4, 8)
+    assert in_closed_form("zb-h1", 1, 4, 4) and not in_closed_form("zb-h1", 1, 4, 3)
+    assert in_closed_form("1f1b", 1, 1, 1) and not in_closed_form("gpipe", 1, 1, 4)
+
+
+def test_what_is_fixed_is_in_every_candidate():
+    found = space("llama-3-8b", "2x8xH100", 4096, 64, "tp=4,zero=1,shard=2,sp,micro=2,recompute=full")
+    assert found.size
+    for frame in found.frames:
+        for layout in layouts(frame):
+            assert (layout.tp, layout.zero, layout.micro, layout.recompute) == (4, 1, 2, "full")
+            assert layout.sp and layout.shard_ranks == 2
+    assert (
+        space("llama-3-8b", "8xH100", 4096, 64, "sp=false,schedule=1f1b").size
+        < space("llama-3-8b", "8xH100", 4096, 64).size
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("tq=3", "cannot be fixed"), ("order=pp-dp-cp-tp", "cannot be fixed"), ("tp=x", "needs an integer"),
+        ("tp", "needs a value"),
+        ("tp=0", "must be a positive integer"), ("zero=4", "0, 1, 2 or 3"), ("tp=2,tp=4", "given twice"),
+        ("schedule=zb-v", "is not searched"), ("schedule=foo", "is unknown"), ("sp=maybe", "stands alone"),
+        ("mciro=2", "did you mean micro"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_fixed_is_said_in_a_line(text, words):
+    with pytest.raises(UserError, match=words):
+        fixed_of(text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"model": "mixtral-8x7b"}, "cannot be planned yet"),
+        ({"cluster": "125000x8xH100"}, "1,000,000 devices"),
+        ({"model": "gpt2", "seq": 4096}, "1024 learned positions"),
+    ],
+)
+def test_what_cannot_be_searched_is_said_in_a_line(arguments, words):
+    with pytest.raises(UserError, match=words):
+        space(**arguments)
+
+
+def test_a_search_needs_sequences():
+    with pytest.raises(UserError, match="--seq and --batch"):
+        Space(get("gpt2"), Cluster.parse("8xH100"), Workload(), BRIDGE)
+
+
+def test_overlaps_count_where_they_make_a_difference():
+    plain = next(frame for frame in space().frames if frame.tp == frame.pp == 1 and frame.dp > 1)
+    found = list(distinct(plain, BRIDGE))
+    # Nothing to overlap over tp and between stages; parameters are gathered at stages 1 to 3 only.
+    assert len(found) == 4
+    assert all(variant.tensor_overlap and variant.pipeline_overlap for variant, _ in found)
+    assert all(sharding.stage for variant, shardings in found if not variant.gather_overlap for sharding in shardings)
+    split = next(frame for frame in space().frames if min(frame.tp, frame.pp, frame.dp) > 1)
+    assert len(list(distinct(split, BRIDGE))) == 2 ** len(SWITCHES)
+    assert len({words(variant) for variant, _ in distinct(split, BRIDGE)}) == 2 ** len(SWITCHES)
+
+
+def test_dropping_attention_probabilities_needs_explicit_attention():
+    found = space("gpt2", "8xH100", 512, 16)
+    assert found.attention == "math"
+    layout = layouts(found.frames[0])[0]
+    with pytest.raises(LayoutError, match="attention=math"):
+        check(Layout.parse(str(layout).replace(",attention=math", "")), found.model)
