@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.report.step_report import Bytes, Role
 from shardwise.runtime.gradients import Product
-from shardwise.runtime.step import Program, no_moment
+from shardwise.runtime.stages import no_moment
+from shardwise.runtime.step import Program
 
 SETTLE = 1e-3
 """Seconds that a measured step on CPU stands still after each collective, so that its buffers are gone."""

@@ -1,26 +1,24 @@
 """The executor of pipeline schedules: it takes its rank's actions one by one, and decides nothing.
 
 `execute` does what `schedule/pipeline/action.py` says of each kind: it posts, sends and hands over what stages make,
-and asks a `Worker` to compute, gather and reduce. `train` and `evaluate` are a decoder's: their worker is a `Program`.
+and asks a `Worker` to compute, gather and reduce. Those of `train` and `evaluate` compute a decoder's `Stages`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from shardwise.decoder import Batch
 from shardwise.layout import pipeline
 from shardwise.runtime.comms import Comms, Pending, Waiting
+from shardwise.runtime.gradients import Product
+from shardwise.runtime.stages import Stages
 from shardwise.schedule.pipeline import Action, PipelineSchedule
-
-if TYPE_CHECKING:
-    from shardwise.decoder import Batch
-    from shardwise.runtime.gradients import Product
-    from shardwise.runtime.step import Program
 
 
 class Worker(Protocol):
@@ -146,52 +144,50 @@ def execute(schedule: PipelineSchedule, comms: Comms, worker: Worker) -> None:
     _Execution(schedule, comms, worker).run(comms.index("pp"))
 
 
-def train(
-    program: Program, schedule: PipelineSchedule, micro_batches: list[tuple[Batch, Tensor]], tokens: int
-) -> Tensor:
+def train(stages: Stages, schedule: PipelineSchedule, micro_batches: list[tuple[Batch, Tensor]], tokens: int) -> Tensor:
     """Forward and backward of a step's micro-batches; their loss, summed over all tokens of the global batch."""
-    training = _Training(program, micro_batches, tokens)
-    execute(schedule, program.comms, training)
+    training = _Training(stages, micro_batches, tokens)
+    execute(schedule, stages.comms, training)
     return training.total
 
 
-def evaluate(program: Program, batch: Batch, targets: Tensor) -> Tensor:
+def evaluate(stages: Stages, batch: Batch, targets: Tensor) -> Tensor:
     """The summed loss of one micro-batch on every data rank, summed over them."""
-    plan = program.plan
-    evaluation = _Evaluation(program, batch, targets)
+    plan = stages.plan
+    evaluation = _Evaluation(stages, batch, targets)
     schedule = pipeline.evaluation(plan.layout, plan.model.tied)
-    execute(schedule, program.comms, evaluation)
+    execute(schedule, stages.comms, evaluation)
     evaluation.share_loss(schedule.loss_rank)
     return evaluation.total
 
 
-class _Stages:
-    """What training and evaluation of a program have in common."""
+class _Work:
+    """What training and evaluation of a decoder have in common."""
 
-    def __init__(self, program: Program) -> None:
-        self.program, self.engine = program, program.engine
+    def __init__(self, stages: Stages) -> None:
+        self.stages, self.engine = stages, stages.engine
         self.unshard, self.reshard, self.reduce = self.engine.unshard, self.engine.reshard, self.engine.reduce
         self.tied_gradients = self.engine.tied_gradients
-        self.last = len(pipeline.placement(program.plan.layout)) - 1
-        self.total = torch.zeros((), dtype=torch.float64, device=program.device)
+        self.last = len(pipeline.placement(stages.plan.layout)) - 1
+        self.total = torch.zeros((), dtype=torch.float64, device=stages.device)
 
     def buffer(self) -> Tensor:
-        plan = self.program.plan
+        plan = self.stages.plan
         shape = plan.layout.micro, plan.stream_tokens // plan.layout.micro, plan.model.hidden
-        return torch.empty(shape, dtype=getattr(torch, plan.layout.dtype), device=self.program.device)
+        return torch.empty(shape, dtype=getattr(torch, plan.layout.dtype), device=self.stages.device)
 
     def share_loss(self, holder: int) -> None:
         """One rank of each pipeline has its sum: the others add nothing."""
-        comms = self.program.comms
+        comms = self.stages.comms
         if comms.index("pp") != holder:
             self.total.zero_()
         with comms.in_phase("loss"):
             comms.all_reduce(self.total, "data_pp", "loss")
 
 
-class _Training(_Stages):
-    def __init__(self, program: Program, micro_batches: list[tuple[Batch, Tensor]], tokens: int) -> None:
-        super().__init__(program)
+class _Training(_Work):
+    def __init__(self, stages: Stages, micro_batches: list[tuple[Batch, Tensor]], tokens: int) -> None:
+        super().__init__(stages)
         self.given, self.tokens = micro_batches, max(1, tokens)
         self.batches: dict[int, Batch] = {}
         self.begun: dict[tuple[int, int], tuple[Tensor | None, Any]] = {}
@@ -204,9 +200,9 @@ class _Training(_Stages):
         shared = self.batches.setdefault(micro, batch.fresh())
         if x is not None:
             x = x.detach().requires_grad_()
-        y = self.program.forward(stage, x, shared)
+        y = self.stages.forward(stage, x, shared)
         if stage == self.last:
-            loss = self.program.loss(y, targets)
+            loss = self.stages.loss(y, targets)
             self.total += loss.detach()
             self.begun[stage, micro] = x, loss / self.tokens
             out = None
@@ -240,14 +236,14 @@ class _Training(_Stages):
         if weights:
             yield
             return
-        with self.program.weights.apart() as products:
+        with self.stages.weights.apart() as products:
             yield
         self.kept[stage, micro] = products
 
     @torch.no_grad()
     def backward_of_weights(self, stage: int, micro: int) -> None:
         products = self.kept.pop((stage, micro))
-        for part in reversed(self.program.plan.stages[stage]):
+        for part in reversed(self.stages.plan.stages[stage]):
             self.engine.visit("weights", part)
             for product in [each for each in products if each.part == part]:
                 product.add()
@@ -256,19 +252,19 @@ class _Training(_Stages):
         self._moment()
 
     def _moment(self) -> None:
-        self.program.moment([product for products in self.kept.values() for product in products])
+        self.stages.moment([product for products in self.kept.values() for product in products])
 
 
-class _Evaluation(_Stages):
-    def __init__(self, program: Program, batch: Batch, targets: Tensor) -> None:
-        super().__init__(program)
+class _Evaluation(_Work):
+    def __init__(self, stages: Stages, batch: Batch, targets: Tensor) -> None:
+        super().__init__(stages)
         self.batch, self.targets = batch.fresh(), targets
 
     def forward(self, stage: int, micro: int, x: Tensor | None) -> Tensor | None:
-        y = self.program.infer(stage, x, self.batch)
+        y = self.stages.infer(stage, x, self.batch)
         if stage < self.last:
             return y
-        self.total += self.program.loss(y, self.targets)
+        self.total += self.stages.loss(y, self.targets)
         return None
 
     def backward(self, stage: int, micro: int, grad: Tensor | None, weights: bool) -> Tensor | None:
