@@ -15,7 +15,7 @@ from shardwise.layout import Layout, Workload, check_runnable
 POOL = 1500
 LEAST = 90
 EIGHT_RANKS = 8
-SAMPLE = 16
+SAMPLE = 12
 
 CHOICES: dict[str, list[Any]] = {
     "schedule": ["naive", "gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"],

@@ -89,8 +89,9 @@ def test_figures_of_a_step_are_those_of_its_spans(every):
 def test_the_simulation_is_that_of_the_schedule(every):
     for each in every.cases:
         times = Times.shared(each.case.schedule, WAIT, WAIT, WAIT)
-        hopping = Times(times.forward, times.input, times.weight, hop=0.25, tied=0.25)
-        assert each.simulated(0.25).spans == simulate(each.case.schedule, hopping).spans
+        for overlap in (True, False):
+            hopping = Times(times.forward, times.input, times.weight, hop=0.25, tied=0.25, overlap=overlap)
+            assert each.simulated(0.25, overlap).spans == simulate(each.case.schedule, hopping).spans
 
 
 def test_a_rank_s_share_is_cut_into_stages():

@@ -23,7 +23,8 @@ Row = dict[str, Any]
 
 def summed_up(found: Measurement, hop: float) -> dict[str, Any]:
     """Everything, the schedules by their simulated makespan. hop: seconds of a message in the simulation."""
-    rows = sorted((_row(each, hop) for each in found.cases), key=lambda row: row["simulated"]["makespan_s"])
+    overlap = found.transport != "shared"
+    rows = sorted((_row(each, hop, overlap) for each in found.cases), key=lambda row: row["simulated"]["makespan_s"])
     return {
         "ranks": found.cases[0].case.schedule.ranks,
         "transport": found.transport,
@@ -34,10 +35,10 @@ def summed_up(found: Measurement, hop: float) -> dict[str, Any]:
     }
 
 
-def _row(each: Measured, hop: float) -> Row:
+def _row(each: Measured, hop: float, overlap: bool) -> Row:
     from shardwise.schedule.pipeline.memory import peaks
 
-    schedule, simulated = each.case.schedule, each.simulated(hop)
+    schedule, simulated = each.case.schedule, each.simulated(hop, overlap)
     expected = peaks(schedule, each.case.held)
     return {
         "schedule": schedule.name,

@@ -100,9 +100,12 @@ class Measured:
         middle = statistics.median_low(step.makespan for step in self.steps)
         return next(step for step in self.steps if step.makespan == middle)
 
-    def simulated(self, hop: float) -> Simulated:
-        """What was to be expected if a message takes `hop` seconds; the exchange of a tied table is one, too."""
-        return simulate(self.case.schedule, replace(self.case.times.with_hop(hop), tied=hop))
+    def simulated(self, hop: float, overlap: bool) -> Simulated:
+        """What was to be expected if a message takes `hop` seconds; the exchange of a tied table is one, too.
+
+        overlap: messages travel while ranks go on, as over gloo. Through shared memory they are copied by the ranks.
+        """
+        return simulate(self.case.schedule, replace(self.case.times.with_hop(hop, overlap=overlap), tied=hop))
 
 
 @dataclass(frozen=True)
