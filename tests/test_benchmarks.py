@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = ("README.md", "docs/performance.md", "docs/collectives.md")
+DOCUMENTS = ("README.md", "docs/performance.md", "docs/collectives.md", "docs/pipelines.md")
 
 
 def table(*arguments: str) -> subprocess.CompletedProcess[str]:
