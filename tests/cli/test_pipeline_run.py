@@ -55,7 +55,17 @@ def pretended(monkeypatch):
 def test_a_file_s_schedule_runs_beside_its_simulation(run, tmp_path, capfd):
     file, trace = tmp_path / "mine.txt", tmp_path / "trace.json"
     assert main(["pipeline", "show", "zb-v", "--ranks", "2", "--micro", "4", "--tied", "--out", str(file)]) == 0
-    simulate = ["simulate", "--file", str(file), "--times", "F=1ms,I=1ms,W=1ms", "--hop", "3ms", "--json"]
+    simulate = [
+        "simulate",
+        "--file",
+        str(file),
+        "--times",
+        "F=1ms,I=1ms,W=1ms",
+        "--hop",
+        "3ms",
+        "--no-overlap",
+        "--json",
+    ]
     simulate += ["--weight-share", "0.5"]
     capfd.readouterr()
     assert main(["pipeline", *simulate]) == 0
