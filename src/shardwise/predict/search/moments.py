@@ -7,6 +7,7 @@ moment by moment instead. Pipelines are in `pipelined.py`.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
@@ -32,9 +33,8 @@ class Saved(NamedTuple):
     embedding, block, head: saved by each part; kept_: from the gradient of its input to that of its weights, where a
     schedule computes these apart; known_: what of the saved are inputs of the step. loss, in_head, in_block,
     in_embedding: besides what is saved, while the loss is computed and in each part's backward (`_apart` where weights'
-    gradients are put off). after_block,
-    after_edge: as a reduction ends after a part. inputs: what the batch brings. tables: what blocks share. message: the
-    residual stream.
+    gradients are put off). after_block, after_edge: as a reduction ends after a part. inputs: what the batch brings.
+    tables: what blocks share. message: the residual stream.
     """
 
     embedding: Num
@@ -64,7 +64,7 @@ class Moment(NamedTuple):
     comm: Num
 
 
-class Rank:
+class Rank(ABC):
     """One rank of every candidate of a frame: which units it has, and what its gradients take."""
 
     embedding = head = True
@@ -136,17 +136,17 @@ class Rank:
         )
 
     @property
+    @abstractmethod
     def weights(self) -> Num:
         """Elements of gathered weights at a time, at stage 3."""
-        raise NotImplementedError
 
+    @abstractmethod
     def activations(self) -> Num:
         """The most bytes saved for backward at a time."""
-        raise NotImplementedError
 
+    @abstractmethod
     def moments(self) -> Iterator[Moment]:
         """What can be the worst moments of a step."""
-        raise NotImplementedError
 
 
 class Alone(Rank):

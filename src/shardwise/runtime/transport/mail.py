@@ -30,13 +30,14 @@ _EACH = _WORDS + 2 * OUTSTANDING
 class Mail:
     """One rank's end of the messages among the ranks of `transport`, whose peers it uses; every one must make it.
 
-    group: their process group, over which they meet here. timeout: seconds to wait for a message. Raises `OSError`.
+    group: their process group, over which they meet here. timeout: seconds to wait for a message. Raises
+    `RuntimeError` where memory runs out: the ranks have agreed by then that they share it.
     """
 
     def __init__(self, transport: SharedTransport, group: dist.ProcessGroup, timeout: float) -> None:
         self.rank, self.peers = transport.rank, transport.peers
         self.patience = Patience(transport.ranks, len(os.sched_getaffinity(0)), timeout)
-        self._segments = [Segment(transport.ranks * _EACH * 8)]
+        self._segments = [_segment(transport.ranks * _EACH * 8)]
         self._own = memoryview(self._segments[0].map).cast("q")
         serials: list[Any] = [None] * transport.ranks
         dist.all_gather_object(serials, self._segments[0].serial, group=group)
@@ -47,8 +48,8 @@ class Mail:
         self.close = weakref.finalize(self, _close, self._segments)
 
     def send(self, tensor: Tensor, peer: int) -> Sent:
-        """Leave a contiguous tensor for `peer`. Raises `RuntimeError` when it has ended or takes nothing for too long,
-        `OSError` where memory runs out."""
+        """Leave a contiguous tensor for `peer`. Raises `RuntimeError` when it has ended or takes nothing for too long, or
+        where memory runs out."""
         number, array = self._sent[peer], flat_array(tensor)
         self._sent[peer] += 1
         if number >= OUTSTANDING:
@@ -71,7 +72,7 @@ class Mail:
         for index, segment in enumerate(free):
             if segment.nbytes >= nbytes:
                 return free.pop(index)
-        self._segments.append(Segment(max(nbytes, 1)))
+        self._segments.append(_segment(max(nbytes, 1)))
         return self._segments[-1]
 
     def receive(self, out: Tensor, peer: int) -> Arriving:
@@ -109,6 +110,13 @@ class Arriving:
 
     def wait(self) -> None:
         self._mail.take(self._out, self._peer, self._number)
+
+
+def _segment(nbytes: int) -> Segment:
+    try:
+        return Segment(nbytes)
+    except OSError as error:
+        raise RuntimeError(f"no memory for a message of {nbytes:,} bytes: {error.strerror}") from error
 
 
 def _close(segments: list[Segment]) -> None:
