@@ -48,8 +48,8 @@ class Mail:
         self.close = weakref.finalize(self, _close, self._segments)
 
     def send(self, tensor: Tensor, peer: int) -> Sent:
-        """Leave a contiguous tensor for `peer`. Raises `RuntimeError` when it has ended or takes nothing for too long, or
-        where memory runs out."""
+        """Leave a contiguous tensor for `peer`. Raises `RuntimeError` when it has ended or takes nothing for too
+        long, or where memory runs out."""
         number, array = self._sent[peer], flat_array(tensor)
         self._sent[peer] += 1
         if number >= OUTSTANDING:
