@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from typing import Any
 
+import pytest
 from hypothesis import settings
 
 from harness import summary
@@ -12,6 +14,14 @@ from harness import summary
 # Times are never asserted: the machine that runs the tests may be doing something else.
 settings.register_profile("shardwise", deadline=None)
 settings.load_profile("shardwise")
+
+
+@pytest.fixture
+def leftovers(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that are killed leave their temporary files where pytest clears away."""
+    folder = str(tmp_path_factory.mktemp("leftovers"))
+    monkeypatch.setenv("TMPDIR", folder)
+    monkeypatch.setattr(tempfile, "tempdir", folder)
 
 
 def pytest_report_header() -> str:

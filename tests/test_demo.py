@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -57,14 +58,36 @@ def test_nothing_is_overwritten(tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder, and in it for (function, layout) of what a tour trains the run directory that the first tour made."""
+    return tmp_path_factory.mktemp("trained"), {}
+
+
 @pytest.fixture
-def short(monkeypatch, tmp_path):
-    """A tour of seconds: too short to learn anything, which its exit code must say."""
+def short(monkeypatch, tmp_path, trained):
+    """A tour of seconds, too short to learn, which its exit code must say; a second one takes the first one's runs."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(demo, "STEPS", 4)
     monkeypatch.setattr(demo, "VALIDATE_EVERY", 0)
     monkeypatch.setattr(demo, "TEXT_BYTES", 300_000)
     monkeypatch.setattr(demo, "OPTIMIZER", replace(demo.OPTIMIZER, lr=1e-6))
+    folder, kept = trained
+
+    def once(name, act):
+        def call(*args, out, **options):
+            key = name, str(options.get("layout"))
+            if key not in kept:
+                act(*args, out=out, **options)
+                kept[key] = shutil.copytree(out, folder / str(len(kept)))
+            else:
+                shutil.copytree(kept[key], out, dirs_exist_ok=True)
+            return TrainResult.read(Path(out))
+
+        return call
+
+    for name in ("train", "resume"):
+        monkeypatch.setattr(demo, name, once(name, getattr(demo, name)))
 
 
 def test_a_short_tour(short, capsys):

@@ -173,7 +173,7 @@ def train_as_rank(config: Callable[[], TrainConfig], *, elastic: bool = False) -
 
     When torchrun has started its workers again, the run goes on from its newest good checkpoint; elastic: with as many
     ranks as there are then, if dp can shrink to them. Returns the exit code; what failed has been written to standard
-    error. Leave by `worker.leave(code)`.
+    error. Leave by `rank.leave(code)`.
     """
     from shardwise.runtime.job.worker import guarded
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import random
 import resource
 import zlib
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from simulated import LLAMA, save, state_of, write_rank
 
+from harness.space import seed
 from shardwise.checkpoint import Checkpoint, model_of
 from shardwise.checkpoint.manifest import NAME, Manifest
 from shardwise.errors import UserError
@@ -109,14 +111,15 @@ def test_the_limit_of_memory_works():
         np.zeros(128 << 20, np.uint8)
 
 
-def test_ten_thousand_changed_manifests(checkpoint):
-    rng = random.Random(3)
+def test_thousands_of_changed_manifests(checkpoint):
+    everything = os.environ.get("SHARDWISE_ALL") == "1"
+    count, rng = (10_000, random.Random(3)) if everything else (4_000, random.Random(seed()))
     path = checkpoint.folder / NAME
     original = path.read_bytes()
     refused = 0
     try:
         with little_memory(256 << 20):
-            for _ in range(10_000):
+            for _ in range(count):
                 changed = json.loads(original)
                 mutate(changed, rng)
                 path.write_bytes(signed(changed))
@@ -124,7 +127,7 @@ def test_ten_thousand_changed_manifests(checkpoint):
     finally:
         path.write_bytes(original)
     # What remains are changes of what no file can contradict: the step, the seed, what is there for information.
-    assert refused > 8_000
+    assert refused > 0.8 * count
     assert use(checkpoint.folder)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 
@@ -15,13 +16,9 @@ TINY = ("--ranks", "2", "--sizes", "1KiB,4KiB,64KiB", "--rounds", "1")
 
 
 @pytest.fixture
-def calibrate(capfd):
-    def run(*argv: object) -> tuple[int, str, str]:
-        code = main(["calibrate", "network", *map(str, argv)])
-        out, err = capfd.readouterr()
-        return code, out, err
-
-    return run
+def calibrate(command):
+    """Run `shardwise calibrate network ...`."""
+    return partial(command, "calibrate", "network")
 
 
 def test_two_ranks_make_a_cluster_file_that_predicts(calibrate, capfd, tmp_path):

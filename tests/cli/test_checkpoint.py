@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from harness.command_line import mistake
 from shardwise.checkpoint import Entry, Manifest, TensorSpec, commit, shapes, write_part, writes
-from shardwise.cli.main import main
 from shardwise.layout import Layout
 from shardwise.model import ModelConfig
 
@@ -43,20 +44,9 @@ def run(tmp_path):
 
 
 @pytest.fixture
-def command(capsys):
-    def call(*argv: object) -> tuple[int, str, str]:
-        code = main(["checkpoint", *map(str, argv)])
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return call
-
-
-def mistake(outcome: tuple[int, str, str], *words: str) -> None:
-    code, out, err = outcome
-    assert (code, out) == (2, "")
-    assert err.startswith("shardwise: error: ") and err.count("\n") == 1, err
-    assert all(word in err for word in words), err
+def command(command):
+    """Run `shardwise checkpoint ...`."""
+    return partial(command, "checkpoint")
 
 
 def test_inspect(command, run):

@@ -5,25 +5,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 import shardwise
-from shardwise.cli.main import main
 from shardwise.schedule import Draft, Round, Stage, algorithms, find
 
 
 @pytest.fixture
-def collective(capsys):
-    """Run `shardwise collective ...`: (exit code, standard output, standard error)."""
-
-    def run(*argv: object) -> tuple[int, str, str]:
-        code = main(["collective", *map(str, argv)])
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return run
+def collective(command):
+    """Run `shardwise collective ...`."""
+    return partial(command, "collective")
 
 
 def test_list_has_every_algorithm(collective):

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 
+from harness.processes import alive, children
 from shardwise.cli import collective_bench
 from shardwise.cli.collective_bench import _network, _summed_up
-from shardwise.cli.main import main
 from shardwise.schedule import algorithms, build
 from shardwise.schedule.collectives import COLLECTIVES
 from shardwise.schedule.price import price
@@ -32,15 +32,9 @@ bandwidth = 5e9
 
 
 @pytest.fixture
-def bench(capfd):
-    """Run `shardwise collective bench ...`: (exit code, standard output, standard error)."""
-
-    def run(*argv: object) -> tuple[int, str, str]:
-        code = main(["collective", "bench", *map(str, argv)])
-        out, err = capfd.readouterr()
-        return code, out, err
-
-    return run
+def bench(command):
+    """Run `shardwise collective bench ...`."""
+    return partial(command, "collective", "bench")
 
 
 @pytest.fixture
@@ -132,17 +126,3 @@ def test_an_interrupt_leaves_what_was_measured_and_no_process():
     while any(map(alive, ranks)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert len(ranks) == 2 and not any(map(alive, ranks))
-
-
-def children(pid: int) -> list[int]:
-    """Process ids of a process's children, as Linux tells them."""
-    with open(f"/proc/{pid}/task/{pid}/children") as file:
-        return [int(word) for word in file.read().split()]
-
-
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True

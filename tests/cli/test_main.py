@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 import shardwise
+from harness.command_line import mistake
 from shardwise.cli.estimate import parameters_of
-from shardwise.cli.main import COMMANDS, main
+from shardwise.cli.main import COMMANDS
 from shardwise.cli.models import change
 from shardwise.errors import UserError
 from shardwise.model import catalog
@@ -20,18 +21,6 @@ from shardwise.report import Bytes, LedgerRow, Role, StepReport
 from shardwise.runtime.job.launch import RunFailed
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(shardwise.__file__).parents[1]), "COLUMNS": "200"}
-
-
-@pytest.fixture
-def command(capsys):
-    """Run a command line in this process: (exit code, standard output, standard error)."""
-
-    def run(*argv: object) -> tuple[int, str, str]:
-        code = main([str(word) for word in argv])
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return run
 
 
 @pytest.fixture
@@ -46,14 +35,6 @@ def outside_torchrun(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-
-
-def mistake(outcome: tuple[int, str, str], *words: str) -> None:
-    """Exit code 2, nothing on standard output, one line with all `words` on standard error."""
-    code, out, err = outcome
-    assert (code, out) == (2, "")
-    assert err.startswith("shardwise: error: ") and err.count("\n") == 1 and err.endswith("\n"), err
-    assert all(word in err for word in words), err
 
 
 def report(source: str = "predicted", count: int = 4) -> StepReport:
@@ -77,7 +58,7 @@ def test_every_command_has_help_and_json(command, name):
 
 def test_unknown_words(command):
     mistake(command("estimte"), "unknown command 'estimte'", "did you mean estimate?")
-    mistake(command("xyz"), "unknown command 'xyz'", "estimate, train, compare")
+    mistake(command("xyz"), "unknown command 'xyz'", ", ".join(COMMANDS))
     mistake(command("--verbose"), "unknown option '--verbose'")
     mistake(command("compare", "a", "b", "--jsn"), "--jsn", "shardwise compare --help")
     mistake(command("train", "gpt2", "--se", "8"), "see shardwise train --help")

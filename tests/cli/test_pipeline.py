@@ -5,26 +5,20 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 import shardwise
-from shardwise.cli.main import main
 from shardwise.report.step_report import StepReport
 from shardwise.schedule.pipeline import generators
 
 
 @pytest.fixture
-def pipeline(capsys):
-    """Run `shardwise pipeline ...`: (exit code, standard output, standard error)."""
-
-    def run(*argv: object) -> tuple[int, str, str]:
-        code = main(["pipeline", *map(str, argv)])
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return run
+def pipeline(command):
+    """Run `shardwise pipeline ...`."""
+    return partial(command, "pipeline")
 
 
 def test_list_has_every_schedule(pipeline):

@@ -8,9 +8,11 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 
+from harness.processes import alive, children
 from shardwise.cli.main import main
 from shardwise.cli.pipeline.measurements import order
 from shardwise.runtime.pretend import job
@@ -23,15 +25,9 @@ TINY = ("--pretend", "F=1ms,I=1ms,W=1ms", "--steps", 1)
 
 
 @pytest.fixture
-def run(capfd):
-    """Run `shardwise pipeline run ...`: (exit code, standard output, standard error)."""
-
-    def call(*argv: object) -> tuple[int, str, str]:
-        code = main(["pipeline", "run", *map(str, argv)])
-        out, err = capfd.readouterr()
-        return code, out, err
-
-    return call
+def run(command):
+    """Run `shardwise pipeline run ...`."""
+    return partial(command, "pipeline", "run")
 
 
 @pytest.fixture
@@ -181,17 +177,3 @@ def test_a_killed_rank_is_one_line_and_leaves_nothing():
     while any(map(alive, ranks)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(alive, ranks))
-
-
-def children(pid: int) -> list[int]:
-    """Process ids of a process's children, as Linux tells them."""
-    with open(f"/proc/{pid}/task/{pid}/children") as file:
-        return [int(word) for word in file.read().split()]
-
-
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True

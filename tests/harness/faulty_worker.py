@@ -98,6 +98,6 @@ TROUBLES: dict[str, Callable[[Fault, list[str]], object]] = {
 
 
 if __name__ == "__main__":
-    from shardwise.runtime.job.worker import leave
+    from shardwise.runtime.job.rank import leave
 
     leave(main(json.loads(sys.argv[1]), sys.argv[2:]))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import importlib
-import multiprocessing
 import os
 import tempfile
 import time
@@ -15,6 +14,8 @@ import traceback
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+
+from harness.forked import context
 
 LIMIT = float(os.environ.get("SHARDWISE_TEST_LIMIT", "180"))
 """Seconds that a job may take."""
@@ -58,13 +59,10 @@ class Pool:
         atexit.register(self.close)
 
     def _grow(self, count: int) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(
-            ["torch", "torch.distributed", "shardwise.runtime.step", "shardwise.runtime.measure"]
-        )
+        made = context()
         while len(self.workers) < count:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, len(self.workers)), daemon=True)
+            ours, theirs = made.Pipe()
+            process = made.Process(target=_serve, args=(theirs, len(self.workers)), daemon=True)
             process.start()
             theirs.close()
             self.workers.append((process, ours))
@@ -75,10 +73,23 @@ class Pool:
         Raises `RankFailed` with the first failing rank's traceback, or when the time limit passes.
         """
         self._grow(world)
-        folder = tempfile.mkdtemp(prefix="ranks-")
-        store = str(Path(folder) / "store")
-        for _, pipe in self.workers[:world]:
-            pipe.send((target, world, store, payload))
+        with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+            job = (target, world, str(Path(folder, "store")), payload)
+            for _, pipe in self.workers[:world]:
+                pipe.send(job)
+            results, failures, silent = self._answers(world, limit)
+            if silent or failures:
+                self.close()
+        if failures:
+            rank = min(failures)
+            which = f"rank {rank} of {world} (failed: {sorted(failures)}, silent: {silent})"
+            raise RankFailed(f"{which}:\n{failures[rank]}")
+        if silent:
+            raise RankFailed(f"ranks {silent} of {world} did not answer within {limit:.0f} s")
+        return [results[rank] for rank in range(world)]
+
+    def _answers(self, world: int, limit: float) -> tuple[dict[int, Any], dict[int, str], list[int]]:
+        """(results by rank, tracebacks by rank, ranks that have not answered)."""
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
         deadline = time.monotonic() + limit
@@ -94,17 +105,7 @@ class Pool:
                 (results if fine else failures)[rank] = value
             if failures:
                 deadline = min(deadline, time.monotonic() + 3)
-                if not waiting:
-                    break
-        if waiting or failures:
-            self.close()
-        if failures:
-            rank = min(failures)
-            which = f"rank {rank} of {world} (failed: {sorted(failures)}, silent: {sorted(waiting.values())})"
-            raise RankFailed(f"{which}:\n{failures[rank]}")
-        if waiting:
-            raise RankFailed(f"ranks {sorted(waiting.values())} of {world} did not answer within {limit:.0f} s")
-        return [results[rank] for rank in range(world)]
+        return results, failures, sorted(waiting.values())
 
     def close(self) -> None:
         for process, pipe in self.workers:

@@ -19,8 +19,8 @@ from shardwise.predict.memory import (
     optimizer_bytes,
     parameter_bytes,
     predict_bytes,
-    zero_table,
 )
+from shardwise.predict.states import zero_table
 from shardwise.report.step_report import DTYPE_BYTES
 
 GB = 1e9

@@ -12,11 +12,19 @@ PARAMS = st.floats(1.0, 1e15)
 
 
 @given(PARAMS, st.integers(1, 4096), st.sampled_from([2, 4]))
-def test_the_parts_add_up_to_the_table_of_stages(params, ranks, gradient_bytes):
+def test_each_stage_shards_one_part_more(params, ranks, gradient_bytes):
+    weights, gradients, optimizer = 2 * params, gradient_bytes * params, 12 * params
+    expected = [
+        (weights, gradients, optimizer),
+        (weights, gradients, optimizer / ranks),
+        (weights, gradients / ranks, optimizer / ranks),
+        (weights / ranks, gradients / ranks, optimizer / ranks),
+    ]
     table = zero_table(params, [ranks], gradient_bytes)
-    for stage in range(4):
+    for stage, parts in enumerate(expected):
         held = training_states(params, stage, ranks, gradient_bytes)
-        assert held.total == pytest.approx(table[stage][ranks], rel=1e-12)
+        assert (held.weights, held.gradients, held.optimizer) == parts
+        assert table[stage][ranks] == pytest.approx(sum(parts), rel=1e-12)
 
 
 @given(PARAMS, st.integers(0, 3), st.integers(1, 4096))

@@ -18,6 +18,7 @@ import shardwise
 from shardwise.errors import UserError
 from shardwise.runtime.job.launch import Failure, launch
 
+pytestmark = pytest.mark.usefixtures("leftovers")
 SOURCES = str(Path(shardwise.__file__).parents[1])
 
 PRELUDE = """

@@ -10,7 +10,7 @@ import torch
 
 from harness.pool import run_ranks
 from shardwise.runtime.pretend import worker
-from shardwise.runtime.pretend.job import Case, Job, Measurement, measure, one_by_one, read_result
+from shardwise.runtime.pretend.job import Case, Job, Measurement, measure, one_by_one, result_of
 from shardwise.runtime.pretend.worker import Moment, Record, TimedWorker
 from shardwise.schedule.pipeline import Action, build, find, generators
 from shardwise.schedule.pipeline.memory import peaks
@@ -38,7 +38,7 @@ def four(tmp_path_factory) -> Measurement:
     cases = case("interleaved", 4, 4, tied=True), case("zb-v", 4, 5, zero=2)
     out = tmp_path_factory.mktemp("four") / "result.json"
     run_ranks("shardwise.runtime.pretend.rank:run", 4, Job(cases, 64, 1, "gloo", 60.0, str(out)))
-    return read_result(cases, out)
+    return result_of(cases, json.loads(out.read_text()))
 
 
 @pytest.mark.parametrize("which", ["every", "four"])
@@ -104,7 +104,7 @@ def test_a_rank_s_share_is_cut_into_stages():
 def test_jobs_are_read_as_they_were_written(tmp_path):
     cases = tuple(case(g.name, 3, 6, zero=3, tied=True) for g in generators())
     job = Job(cases, 64, 3, "gloo", 60.0, "out.json")
-    job.write(tmp_path / "job.json")
+    (tmp_path / "job.json").write_text(json.dumps(job.to_json()))
     assert Job.read(tmp_path / "job.json") == job
     assert "OVERLAP_F_B" in json.dumps([each.to_json() for each in cases])
 

@@ -25,6 +25,7 @@ from typing import Any
 import pytest
 
 import shardwise
+from harness import forked
 from harness.space import seed
 from shardwise import api
 from shardwise.checkpoint import Checkpoint, diff, latest
@@ -33,6 +34,7 @@ from shardwise.layout import Workload
 from shardwise.model import ModelConfig
 from shardwise.runtime.job.launch import RunFailed
 
+pytestmark = pytest.mark.usefixtures("leftovers")
 LIMIT = 150
 HANG = 3.0
 FOUR = "dp=2,tp=2,zero=3,sp,precision=fp32"
@@ -88,15 +90,7 @@ def run(runs: Path, layout: str, fault: dict[str, Any] | None = None, **options:
         ModelConfig("small", **MODEL), layout, Workload(seq=32, batch=4), runs / "text", settings.pop("steps", STEPS),
         out, **settings,
     )  # fmt: skip
-    lines: list[str] = []
-    result, error = None, None
-    with open(os.devnull, "w") as null:
-        try:
-            result = api.run(
-                config, progress=lines.append, rank0_stdout=null.fileno(), worker=command, **launched
-            )  # fmt: skip
-        except (UserError, RunFailed) as failed:
-            error = failed
+    result, error, lines = forked.call("harness.run_jobs:train", config, command, launched, timeout=LIMIT)
     alive = [int(file.name) for file in pids.iterdir() if Path("/proc", file.name).exists()]
     return Attempt(out, result, error, lines, alive)
 
@@ -242,11 +236,13 @@ class Process:
 
     def __init__(self, arguments: list[str], out: Path, *launcher: str) -> None:
         self.out = out
+        self._process: Any
+        if not launcher:
+            self._process = forked.Started(arguments, environment(), merged=True)
+            return
         self._process = subprocess.Popen(
             [sys.executable, *launcher, "-m", "shardwise", *arguments],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(), start_new_session=True,
-            # A shell that runs the tests in its background has them ignore SIGINT, and their children inherit that.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )  # fmt: skip
 
     def __enter__(self) -> Process:

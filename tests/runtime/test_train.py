@@ -13,10 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from harness import forked
 from shardwise.report import compare
 from shardwise.report.exposure import exposures
 from shardwise.report.step_report import StepReport
 
+pytestmark = pytest.mark.usefixtures("leftovers")
 LIMIT = 120
 LAYOUT = "dp=2,tp=2,zero=3,sp,precision=fp32"
 
@@ -46,9 +48,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def shardwise(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "shardwise", *args], capture_output=True, text=True, timeout=LIMIT, env=environment()
-    )
+    return forked.shardwise(*args, environment=environment(), timeout=LIMIT)
 
 
 def losses(out: Path) -> list[tuple]:
@@ -162,13 +162,7 @@ def workers_of(launcher: int) -> list[int]:
 
 
 def test_a_killed_rank_ends_the_run_with_one_line(text: Path, tmp_path: Path) -> None:
-    run = subprocess.Popen(
-        [sys.executable, "-m", "shardwise", *command(text, tmp_path / "run", steps=100_000)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(),
-    )
+    run = forked.Started(command(text, tmp_path / "run", steps=100_000), environment())
     try:
         events = tmp_path / "run" / "events.jsonl"
         deadline = time.monotonic() + LIMIT

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import statistics
-import sys
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.output import print_json, show
@@ -21,7 +17,6 @@ if TYPE_CHECKING:
 SIZES = "1KB,4KB,64KB,1MB,16MB,64MB"
 MOST_RANKS = 64
 _TIMEOUT = 60.0
-_PATIENCE = 5.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,32 +87,20 @@ def measure(
     args: argparse.Namespace, algorithms: list[Algorithm], sizes: list[int]
 ) -> tuple[dict[str, Any], BaseException | None]:
     """(what the ranks wrote, how it ended if not well). Raises where there is nothing."""
-    from shardwise.runtime.job.launch import INTERRUPTED, USER_MISTAKE, RunFailed, supervise
+    from shardwise.runtime.job.measuring import measured
 
-    with tempfile.TemporaryDirectory(prefix="shardwise-bench-") as folder:
-        out, file = Path(folder, "cells.json"), Path(folder, "job.json")
-        job = {
+    def job(out: str) -> dict[str, Any]:
+        return {
             "algorithms": [(algorithm.collective, algorithm.name) for algorithm in algorithms],
             "sizes": sizes,
             "transports": ["shared", "sends"] if args.transport == "both" else [args.transport],
             "rounds": args.rounds,
             "limit": args.limit,
             "timeout": _TIMEOUT,
-            "out": str(out),
+            "out": out,
         }
-        file.write_text(json.dumps(job))
-        command = [sys.executable, "-m", "shardwise.runtime.transport.bench", str(file)]
-        ending = supervise(command, args.ranks, patience=_PATIENCE)
-        failure: BaseException | None = None
-        if ending.code == USER_MISTAKE:
-            failure = UserError(ending.line)
-        elif ending.code == INTERRUPTED:
-            failure = KeyboardInterrupt(ending.line)
-        elif ending.code:
-            failure = RunFailed(ending.line)
-        if not out.exists():
-            raise failure or RunFailed("the ranks measured nothing")
-        return json.loads(out.read_text()), failure
+
+    return measured("shardwise.runtime.transport.bench", job, args.ranks)
 
 
 def _summed_up(cell: dict[str, Any], ranks: int, network: Network | None) -> dict[str, Any]:

@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
         return configure(**_request(args))
 
     if under_torchrun():
-        from shardwise.runtime.job.worker import leave
+        from shardwise.runtime.job.rank import leave
 
         if args.port:
             raise UserError("under torchrun its own rendezvous counts: leave --port out")

@@ -63,24 +63,3 @@ def comm_bytes(plan: UnitPlan) -> int:
     """The slots of gathered weights, and the most that full gradients on their way and the scratch of their reductions
     take at one time."""
     return _weight_slots(plan) + max(held.comm for held in held_through_step(plan))
-
-
-def zero_table(params: float, ranks: list[int], gradient_bytes: int = 2) -> dict[int, dict[int, float]]:
-    """Bytes a GPU of mixed-precision AdamW training states at ZeRO stage 0 to 3, activations aside.
-
-    stage -> number of GPUs -> bytes, with 2 bytes a weight, `gradient_bytes` a gradient and 12 of optimizer state
-    (Rajbhandari et al. 2020, figure 1): 16P; 4P + 12P/N; 2P + 14P/N; 16P/N.
-    """
-    weight, grad, optimizer = 2, gradient_bytes, OPTIMIZER_BYTES["bf16"]
-    table: dict[int, dict[int, float]] = {}
-    for stage in range(4):
-        table[stage] = {
-            n: params
-            * (
-                weight / (n if stage >= 3 else 1)
-                + grad / (n if stage >= 2 else 1)
-                + optimizer / (n if stage >= 1 else 1)
-            )
-            for n in ranks
-        }
-    return table

@@ -50,6 +50,15 @@ def training_states(
     )
 
 
+def zero_table(params: float, ranks: list[int], gradient_bytes: int = 2) -> dict[int, dict[int, float]]:
+    """Bytes a GPU of mixed-precision AdamW training states at ZeRO stage 0 to 3, activations aside.
+
+    stage -> number of GPUs -> the total of `training_states`: 16P; 4P + 12P/N; 2P + 14P/N; 16P/N. Raises `UserError` as
+    that does.
+    """
+    return {stage: {n: training_states(params, stage, n, gradient_bytes).total for n in ranks} for stage in range(4)}
+
+
 def largest_model(device_bytes: float, stage: int = 0, ranks: int = 1) -> float:
     """Parameters whose `training_states` fill `device_bytes` bytes of each device. Raises `UserError` as that does."""
     return device_bytes / training_states(1.0, stage, ranks).total

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from shardwise.model.catalog import get
 from shardwise.model.parameters import count_parts, part_parameters
 from shardwise.predict.claims.showing import Inputs, Samples, Values, topic
-from shardwise.predict.memory import OPTIMIZER_BYTES, zero_table
-from shardwise.predict.states import largest_model, least_devices, training_states
+from shardwise.predict.memory import OPTIMIZER_BYTES
+from shardwise.predict.states import largest_model, least_devices, training_states, zero_table
 from shardwise.predict.token_traffic import stored_bytes
 from shardwise.report.step_report import DTYPE_BYTES
 

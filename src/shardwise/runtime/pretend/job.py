@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import UserError
-from shardwise.runtime.job.launch import INTERRUPTED, USER_MISTAKE, RunFailed, supervise
+from shardwise.runtime.job.measuring import whole
 from shardwise.schedule.pipeline import PipelineSchedule
 from shardwise.schedule.pipeline.memory import Held
 from shardwise.schedule.pipeline.simulate import Simulated, simulate
@@ -22,7 +19,6 @@ from shardwise.schedule.pipeline.times import Times
 WORD = 8
 """Messages are of whole 64-bit numbers, the first of which says what message it is."""
 _TIMEOUT = 60.0
-_PATIENCE = 5.0
 
 
 @dataclass(frozen=True)
@@ -74,9 +70,8 @@ class Job:
     timeout: float
     out: str
 
-    def write(self, path: Path) -> None:
-        data = {**vars(self), "cases": [case.to_json() for case in self.cases]}
-        path.write_text(json.dumps(data))
+    def to_json(self) -> dict[str, Any]:
+        return {**vars(self), "cases": [case.to_json() for case in self.cases]}
 
     @classmethod
     def read(cls, path: Path) -> Job:
@@ -132,23 +127,15 @@ def measure(cases: Sequence[Case], nbytes: int, steps: int, transport: str = "au
     """
     (ranks,) = {case.schedule.ranks for case in cases}
     longest = max(simulate(case.schedule, case.times).makespan for case in cases)
-    with tempfile.TemporaryDirectory(prefix="shardwise-pretend-") as folder:
-        out, file = Path(folder, "result.json"), Path(folder, "job.json")
-        Job(tuple(cases), nbytes, steps, transport, _TIMEOUT + 2 * longest, str(out)).write(file)
-        ending = supervise([sys.executable, "-m", "shardwise.runtime.pretend.rank", str(file)], ranks,
-                           patience=_PATIENCE)  # fmt: skip
-        if ending.code == USER_MISTAKE:
-            raise UserError(ending.line)
-        if ending.code == INTERRUPTED:
-            raise KeyboardInterrupt(ending.line)
-        if ending.code or not out.exists():
-            raise RunFailed(ending.line or "the ranks measured nothing")
-        return read_result(cases, out)
+
+    def job(out: str) -> dict[str, Any]:
+        return Job(tuple(cases), nbytes, steps, transport, _TIMEOUT + 2 * longest, out).to_json()
+
+    return result_of(cases, whole("shardwise.runtime.pretend.rank", job, ranks))
 
 
-def read_result(cases: Sequence[Case], path: Path) -> Measurement:
+def result_of(cases: Sequence[Case], result: dict[str, Any]) -> Measurement:
     """What the ranks of a job with these cases have written."""
-    result = json.loads(path.read_text())
     measured = (_measured(case, found) for case, found in zip(cases, result["cases"], strict=True))
     return Measurement(result["transport"], result["hop"], tuple(measured))
 

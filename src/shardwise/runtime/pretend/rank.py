@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import sys
 import time
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,7 @@ import torch.distributed as dist
 from shardwise.errors import UserError
 from shardwise.layout import Grid, Layout
 from shardwise.runtime.comms import Comms
-from shardwise.runtime.heap import keep_freed_memory
-from shardwise.runtime.job.launch import RANK_FAILED, USER_MISTAKE, Failure, die_with_parent, lost_a_peer, reason
+from shardwise.runtime.job.rank import leave, main
 from shardwise.runtime.pipeline import execute
 from shardwise.runtime.pretend.job import WORD, Case, Job
 from shardwise.runtime.pretend.worker import TimedWorker
@@ -108,33 +105,5 @@ def _progress(words: str) -> None:
         print(f"\r\033[K{words}", end="", file=sys.stderr, flush=True)
 
 
-def main(argv: list[str]) -> int:
-    """One rank, as its launcher's environment says. Returns the exit code."""
-    die_with_parent()
-    rank = int(os.environ["RANK"])
-    try:
-        job = Job.read(Path(argv[0]))
-        keep_freed_memory()  # as the trainer does
-        torch.set_num_threads(1)
-        dist.init_process_group(
-            "gloo",
-            init_method=os.environ["SHARDWISE_RENDEZVOUS"],
-            rank=rank,
-            world_size=int(os.environ["WORLD_SIZE"]),
-            timeout=timedelta(seconds=job.timeout),
-        )
-        run(rank, job)
-        return 0
-    except BaseException as error:
-        user = isinstance(error, UserError)
-        kind = "user" if user else "peer" if lost_a_peer(error) else "error"
-        words = reason(error) if user else f"{type(error).__name__}: {reason(error)}"
-        Failure(kind, rank, None, words).write(Path(os.environ["SHARDWISE_ERROR_FILE"]))  # type: ignore[arg-type]
-        return USER_MISTAKE if user else RANK_FAILED
-
-
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    sys.stderr.flush()
-    # Taking gloo down while peers do so, too, now and then aborts the process; nothing is left that needs it.
-    os._exit(code)
+    leave(main(sys.argv[1:], Job.read, run), at_once=True)

@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,8 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.errors import UserError
-from shardwise.runtime.heap import keep_freed_memory
-from shardwise.runtime.job.launch import RANK_FAILED, USER_MISTAKE, Failure, die_with_parent, lost_a_peer, reason
+from shardwise.runtime.job.rank import leave, main
 from shardwise.runtime.transport import SendTransport, shared_transport
 from shardwise.schedule import CommSchedule, build
 
@@ -52,6 +49,10 @@ class Job:
     limit: float
     timeout: float
     out: str
+
+    @classmethod
+    def read(cls, path: Path) -> Job:
+        return cls(**json.loads(path.read_text()))
 
 
 @dataclass(frozen=True)
@@ -225,36 +226,13 @@ def _progress(words: str, number: int, rounds: int) -> None:
         print(words, file=sys.stderr, flush=True)
 
 
-def main(argv: list[str]) -> int:
-    """One rank, as its launcher's environment says. Returns the exit code."""
-    die_with_parent()
-    rank = int(os.environ["RANK"])
-    try:
-        job = Job(**json.loads(Path(argv[0]).read_text()))
-        keep_freed_memory()  # as the trainer does
-        torch.set_num_threads(1)
-        dist.init_process_group(
-            "gloo",
-            init_method=os.environ["SHARDWISE_RENDEZVOUS"],
-            rank=rank,
-            world_size=int(os.environ["WORLD_SIZE"]),
-            timeout=timedelta(seconds=job.timeout),
-        )
-        bench = Bench(job)
-        bench.run()
-        dist.barrier()  # who leaves early must not be missed
-        bench.close()
-        return 0
-    except BaseException as error:
-        user = isinstance(error, UserError)
-        kind = "user" if user else "peer" if lost_a_peer(error) else "error"
-        words = reason(error) if user else f"{type(error).__name__}: {reason(error)}"
-        Failure(kind, rank, None, words).write(Path(os.environ["SHARDWISE_ERROR_FILE"]))  # type: ignore[arg-type]
-        return USER_MISTAKE if user else RANK_FAILED
+def run(rank: int, job: Job) -> None:
+    """All that is measured; rank 0 writes it."""
+    bench = Bench(job)
+    bench.run()
+    dist.barrier()  # who leaves early must not be missed
+    bench.close()
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    sys.stderr.flush()
-    # Taking gloo down while peers do so, too, now and then aborts the process; nothing is left that needs it.
-    os._exit(code)
+    leave(main(sys.argv[1:], Job.read, run), at_once=True)

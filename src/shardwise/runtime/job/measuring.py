@@ -1,0 +1,51 @@
+"""Ranks that measure something and leave it in a file: from a job's words to what they wrote. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import UserError
+from shardwise.runtime.job.launch import INTERRUPTED, USER_MISTAKE, Ending, RunFailed, supervise
+
+PATIENCE = 5.0
+"""Seconds that ranks get to end after a signal."""
+
+
+def measured(
+    module: str, job: Callable[[str], Any], ranks: int, *, threads: int = 1
+) -> tuple[Any, BaseException | None]:
+    """(what `python -m module JOB.json` on so many ranks left, how that ended if not well).
+
+    job: from the file in which rank 0 is to leave its JSON to the job's own JSON. Raises how it ended where nothing was
+    left: `UserError`, `RunFailed` or `KeyboardInterrupt`.
+    """
+    with tempfile.TemporaryDirectory(prefix="shardwise-measure-") as folder:
+        out, file = Path(folder, "result.json"), Path(folder, "job.json")
+        file.write_text(json.dumps(job(str(out))))
+        failure = _failure(
+            supervise([sys.executable, "-m", module, str(file)], ranks, threads=threads, patience=PATIENCE)
+        )
+        if not out.exists():
+            raise failure or RunFailed("the ranks measured nothing")
+        return json.loads(out.read_text()), failure
+
+
+def whole(module: str, job: Callable[[str], Any], ranks: int, *, threads: int = 1) -> Any:
+    """The same where nothing but an orderly end will do."""
+    found, failure = measured(module, job, ranks, threads=threads)
+    if failure is not None:
+        raise failure
+    return found
+
+
+def _failure(ending: Ending) -> BaseException | None:
+    if ending.code == USER_MISTAKE:
+        return UserError(ending.line)
+    if ending.code == INTERRUPTED:
+        return KeyboardInterrupt(ending.line)
+    return RunFailed(ending.line) if ending.code else None

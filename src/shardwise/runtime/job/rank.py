@@ -1,0 +1,152 @@
+"""One rank's process, whatever it is there for: bound to its launcher, it says in one line why it fails.
+
+A program of ranks, of which `supervise` starts as many as it is told, is a module that ends with
+
+    if __name__ == "__main__":
+        leave(main(sys.argv[1:], Job.read, run), at_once=True)
+
+where `run(rank, job)` finds the default group made. Training (`worker.py`) meets in a way of its own and shares the
+rest. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Literal, Protocol, TypeVar
+
+from shardwise.errors import UserError
+from shardwise.runtime.job.launch import (
+    INTERRUPTED,
+    RANK_FAILED,
+    USER_MISTAKE,
+    Failure,
+    die_with_parent,
+    lost_a_peer,
+    reason,
+    say,
+)
+
+
+class Job(Protocol):
+    """What ranks are there for. timeout: seconds that a rank waits for others."""
+
+    @property
+    def timeout(self) -> float: ...
+
+
+T = TypeVar("T")
+J = TypeVar("J", bound=Job)
+
+
+def main(argv: list[str], read: Callable[[Path], J], run: Callable[[int, J], object]) -> int:
+    """Be the rank that the launcher's environment names: `run(rank, job)` inside a gloo group of all ranks.
+
+    argv: one word, the file that `read` makes the job of. Returns the exit code; `guarded` has told the launcher why it
+    is not 0. The group remains: leave at once.
+    """
+    bind()
+
+    def work() -> None:
+        job = read_file(argv, read)
+        run(join(job.timeout), job)
+
+    return guarded(work)
+
+
+def bind() -> None:
+    """Die with the launcher, and have SIGUSR1 write where every thread stands, even when one holds Python's lock."""
+    die_with_parent()
+    if path := os.environ.get("SHARDWISE_STACK"):
+        # The file must stay open as long as the process lives.
+        faulthandler.register(signal.SIGUSR1, file=open(path, "w"), all_threads=True)  # noqa: SIM115
+
+
+def read_file(argv: list[str], read: Callable[[Path], T]) -> T:
+    """What `read` makes of the file that is the only word of `argv`. Raises `UserError` when there is none."""
+    if len(argv) != 1:
+        raise UserError("a rank takes one argument, the file that says what it is to do")
+    try:
+        return read(Path(argv[0]))
+    except OSError as error:
+        raise UserError(f"cannot read {argv[0]}: {error.strerror}") from None
+
+
+def join(timeout: float) -> int:
+    """Meet the other ranks in a gloo group, with as many threads as the launcher allows. Returns this one's number.
+
+    timeout: seconds that a rank waits for others.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from shardwise.runtime.heap import keep_freed_memory
+
+    keep_freed_memory()  # as the trainer does
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    rank = number()
+    dist.init_process_group(
+        "gloo",
+        init_method=os.environ["SHARDWISE_RENDEZVOUS"],
+        rank=rank,
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timedelta(seconds=timeout),
+    )
+    return rank
+
+
+def guarded(work: Callable[[], object], keep: Callable[[], object] = lambda: None) -> int:
+    """Do `work`, and turn whatever fails into an exit code and one line for the launcher, or torchrun's user.
+
+    keep: called while an exception that is no user's mistake is being handled, after the line is out.
+    """
+    try:
+        work()
+        return 0
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except UserError as error:
+        _report(Failure("user", number(), None, str(error)))
+        return USER_MISTAKE
+    except BaseException as error:
+        kind: Literal["peer", "error"] = "peer" if lost_a_peer(error) else "error"
+        _report(Failure(kind, number(), getattr(error, "step", None), _one_line(error)))
+        keep()
+        return RANK_FAILED
+
+
+def leave(code: int, *, at_once: bool = False) -> None:
+    """End the process. After a failure at once: the interpreter's own way out can wait for a lost peer forever.
+
+    at_once: after a success, too. Taking gloo down while peers do so now and then aborts the process.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code or at_once:
+        os._exit(code)
+    sys.exit(0)
+
+
+def number() -> int:
+    """This process's rank; 0 without a launcher."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {reason(error)}" if str(error).strip() else type(error).__name__
+
+
+def _report(failure: Failure) -> None:
+    """To the launcher; under torchrun, which has its own, to standard error."""
+    if path := os.environ.get("SHARDWISE_ERROR_FILE"):
+        failure.write(Path(path))
+    elif failure.kind == "user":
+        say(f"shardwise: error: {failure.message}")
+    else:
+        at = "" if failure.step is None else f" at step {failure.step}"
+        say(f"shardwise: error: rank {failure.rank} failed{at}: {failure.message}")
