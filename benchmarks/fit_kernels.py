@@ -22,6 +22,7 @@ import pyarrow.parquet as parquet
 import shardwise.predict.time
 from shardwise.cluster import Cluster
 from shardwise.predict.time.kernels import Kernels
+from shardwise.predict.time.measuring import filled
 from shardwise.schedule.choose import pricer
 
 HOME = Path(shardwise.predict.time.__file__).parent
@@ -81,11 +82,12 @@ def modelled(form: dict[str, Any], device: str, m: np.ndarray, n: np.ndarray, k:
     """The tile model without its grid: what `Kernels.matmul` computes before the residual."""
     peak, bandwidth, sms = MEASURED[device]
     flat = SimpleNamespace(
-        matmul=form, bandwidth=bandwidth, sms=sms, peak=lambda _: peak, plateau=lambda _: 1.0, value=lambda _: 1.0
-    )
+        form=lambda _: form, bandwidth=bandwidth, sms=sms, peak=lambda _: peak, plateau=lambda _: 1.0,
+        value=lambda _: 1.0,
+    )  # fmt: skip
     kernels = Kernels.__new__(Kernels)
-    kernels.constants, kernels._shape = flat, form  # type: ignore[assignment]
-    kernels._grid = SimpleNamespace(at=lambda *_: 0.0)  # type: ignore[assignment]
+    kernels.constants = flat  # type: ignore[assignment]
+    kernels._surfaces = {"bfloat16": SimpleNamespace(at=lambda *_: 0.0)}  # type: ignore[dict-item]
     return kernels.matmul(m, n, k)
 
 
@@ -120,18 +122,6 @@ def fit_matmul(folder: Path, device: str) -> tuple[dict[str, Any], dict[str, np.
     print(f"{device} products: {len(m)}, mean |error| of tiles alone {np.abs(residual[long]).mean():.3f} above 0.1 ms")
     stored = {f"{device}.{name}": axis.astype(np.int32) for name, axis in zip("mnk", axes, strict=True)}
     return form, stored | {f"{device}.residual": np.clip(np.round(table * 100), -127, 127).astype(np.int8)}
-
-
-def filled(table: np.ndarray) -> np.ndarray:
-    """Shapes that were not measured take the mean of their neighbours that were."""
-    while np.isnan(table).any():
-        padded = np.pad(table, 1, constant_values=np.nan)
-        near = [np.roll(padded, shift, axis)[1:-1, 1:-1, 1:-1] for axis in range(3) for shift in (1, -1)]
-        stack = np.stack(near)
-        known = ~np.isnan(stack)
-        mean = np.where(known.any(0), np.nansum(stack, 0) / np.maximum(known.sum(0), 1), np.nan)
-        table = np.where(np.isnan(table), mean, table)
-    return table
 
 
 def fit_attention(folder: Path, device: str) -> dict[str, Any]:

@@ -1,5 +1,8 @@
 """What this host can do, measured: figures for the cluster file that `--cluster FILE` of other commands reads.
 
+`device` times matrix products, attention, passes over memory and the trainer's collectives: with them `estimate`,
+`plan` and `explain` say how long a step takes (`calibrate_device.py`).
+
 `network` runs collectives on processes of this host, fits the latency of a round, the speed of reading, adding and
 copying, and says how well that predicts sizes that the fit has not seen.
 """
@@ -7,14 +10,13 @@ copying, and says how well that predicts sizes that the fit has not seen.
 from __future__ import annotations
 
 import argparse
-import platform
 import shlex
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cli import collective_bench
+from shardwise.cli import calibrate_device, collective_bench
 from shardwise.cli.actions import actions
 from shardwise.cli.output import print_json, show
 from shardwise.errors import UserError
@@ -34,7 +36,11 @@ _SPEEDS = {"intra.beta": "bandwidth", "again": "again", "gamma": "addition", "lo
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    network = actions(parser)("network", "fit latency and speeds to collectives of this host's processes")
+    action = actions(parser)
+    calibrate_device.add_arguments(
+        action("device", "time products, attention, memory and collectives on this host's CPU or GPU")
+    )
+    network = action("network", "fit latency and speeds to collectives of this host's processes")
     network.add_argument("--ranks", type=int, required=True, metavar="P", help="processes to start")
     network.add_argument("--transport", choices=("shared", "sends"), default="shared", help="(shared)")
     network.add_argument("--sizes", default=SIZES, metavar="SIZE,...", help="every second is held back (1KiB-64MiB)")
@@ -43,6 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    return calibrate_device.run(args) if args.action == "device" else _network(args)
+
+
+def _network(args: argparse.Namespace) -> int:
     from shardwise.schedule import algorithms
     from shardwise.schedule.fit import accuracy, fit
     from shardwise.schedule.network import Network
@@ -124,13 +134,8 @@ def _with_link(cluster: Cluster, found: Fit, args: argparse.Namespace) -> Cluste
 
 
 def _cpu() -> str:
-    """The host's processor as Linux names it, and the cores that this process may use."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        name = platform.processor() or platform.machine()
-    return f"{name}, {len(collective_bench.cores())} cores"
+    """The host's processor, and the cores that this process may use."""
+    return f"{calibrate_device.cpu_name()}, {len(collective_bench.cores())} cores"
 
 
 def _lines(args: argparse.Namespace, checked: Accuracy, spread: float) -> list[str]:

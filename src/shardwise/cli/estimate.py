@@ -1,4 +1,4 @@
-"""What one training step of a layout holds on every rank, and moves between them, in closed form.
+"""What one training step of a layout holds on every rank, moves between them, and takes, in closed form.
 
 With --dry-run the same is observed instead: the runtime itself, on fake tensors and a fake process group.
 
@@ -54,6 +54,7 @@ def _step(args: argparse.Namespace) -> int:
         print_json(report.to_json())
         return 0
 
+    from shardwise.cli.timed import timing_lines
     from shardwise.model.parameters import count
     from shardwise.report.tables import ledger_table, memory_table
     from shardwise.report.units import format_count
@@ -63,6 +64,7 @@ def _step(args: argparse.Namespace) -> int:
         f"{args.batch} sequences of {args.seq} tokens a step\n",
         memory_table(report, capacity=cluster.memory_per_device),
         ledger_table(report),
+        *([] if args.dry_run else timing_lines(report, cluster, args.batch * args.seq)),
         *report.notes,
     )
     return 0

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from shardwise.report import StepReport
 
 
+PROFILES = {"Megatron-LM": "megatron-bridge"}
+"""Engine whose configuration is read -> the profile that stands for it in `predict.time`."""
+
+
 @dataclass(frozen=True)
 class Training:
     """One step. report: what it holds and moves; None where nothing prices the layout yet, for the reason `why`."""
@@ -35,14 +39,17 @@ class Training:
         """What is printed: tables and texts."""
         if self.report is None:
             return [f"What it will do with {self.model.name} is not priced: {self.why}"]
+        from shardwise.cli.timed import timing_lines
         from shardwise.report.tables import memory_table
 
         capacity = cluster.memory_per_device if cluster else None
         moved = [f"  {line}" for line in _moved(self.report)]
+        tokens = self.report.workload["seq"] * self.report.workload["batch"]
         return [
             f"What a step of {self.model.name} takes:",
             memory_table(self.report, capacity=capacity),
             *([f"Collectives of rank {self.report.roles[0].ranks[0]} in a step:", *moved] if moved else []),
+            *timing_lines(self.report, cluster, tokens),
             *(f"  {note}" for note in self.report.notes),
         ]
 
@@ -93,8 +100,8 @@ class Serving:
 
 
 def training(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> Training:
-    """Memory and traffic of a step. Raises `UserError` where the layout does not suit the model, the batch or the
-    cluster."""
+    """Memory, traffic and time of a step, the time where there is a profile of the engine. Raises `UserError` where the
+    layout does not suit the model, the batch or the cluster."""
     from shardwise.layout import Workload, check
     from shardwise.predict import estimate
 
@@ -102,7 +109,15 @@ def training(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> T
     workload = Workload(seq=reading.seq, batch=reading.batch)
     check(reading.layout, model, workload, cluster.devices if cluster else None)
     try:
-        return Training(model, estimate(model, reading.layout, workload, cluster))
+        engine = PROFILES.get(reading.engine)
+        report = estimate(model, reading.layout, workload, cluster, engine=engine)
+        if engine is None and report.timing:
+            notes = (
+                *report.notes,
+                f"no time of a step: there is no profile of what {reading.engine} overlaps and fuses",
+            )
+            report = replace(report, time=None, timing=None, notes=notes)
+        return Training(model, report)
     except UserError as error:
         return Training(model, None, str(error))
 

@@ -78,8 +78,9 @@ class Cluster:
             [inter]
             bandwidth = 25e9
 
-        A link may have what `shardwise calibrate network` measures, too (see `Link`): startup, copy_alpha, reads, and
-        speeds, a list of tables such as { bytes = 65536, bandwidth = 40e9, addition = 90e9, copy = 30e9 }.
+        A device may have a table `time`, which `shardwise calibrate device` writes. A link may have what `shardwise
+        calibrate network` measures, too (see `Link`): startup, copy_alpha, reads, and speeds, a list of tables such as
+        { bytes = 65536, bandwidth = 40e9, addition = 90e9, copy = 30e9 }.
 
         Raises `UserError` in one line for a text that is neither, an unknown device, or a field that is wrong.
         """
@@ -136,7 +137,7 @@ def _from_table(data: dict[str, Any]) -> Cluster:
 
 
 def _device(table: dict[str, Any]) -> Device:
-    _only(table, "device.", "name", "kind", "memory_bytes", "memory_bandwidth", "peak_flops", "source")
+    _only(table, "device.", "name", "kind", "memory_bytes", "memory_bandwidth", "peak_flops", "source", "time")
     name = table.get("name")
     if not isinstance(name, str) or not name[:1].isalpha() or not name.isprintable():
         raise UserError(f"device.name must be a text that starts with a letter, not {name!r}")
@@ -151,6 +152,7 @@ def _device(table: dict[str, Any]) -> Device:
         memory_bandwidth=_number(table, "device.", "memory_bandwidth"),
         peak_flops={d: v for d in peaks if (v := _number(peaks, "device.peak_flops.", d)) is not None},
         source=str(table.get("source", "the cluster file")),
+        measured=_table(table, "time") if "time" in table else {},
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from shardwise.errors import UserError
 
@@ -15,7 +15,8 @@ class Device:
 
     memory_bytes: what a program can allocate, in bytes; for kind "cpu" the whole machine's, shared by all its ranks.
     memory_bandwidth: bytes/s. peak_flops: torch's dtype name -> dense FLOP/s (a multiply-add counts as two), "tfloat32"
-    apart from "float32". source: where the figures are from.
+    apart from "float32". source: where the figures are from. measured: what `shardwise calibrate device` found, tables
+    that `predict.time` reads (`docs/prediction.md` says what is in them); empty where nobody measured.
     """
 
     name: str
@@ -24,6 +25,7 @@ class Device:
     memory_bandwidth: float | None
     peak_flops: Mapping[str, float] = field(default_factory=dict, hash=False)
     source: str = ""
+    measured: Mapping[str, Any] = field(default_factory=dict, hash=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.kind not in ("cuda", "cpu", "tpu"):

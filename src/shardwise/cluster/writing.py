@@ -35,6 +35,8 @@ def _usual(device: Device) -> Any:
 def _value(value: Any) -> str:
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, Sequence):
+        return f"[{', '.join(map(_value, value))}]"
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
@@ -43,7 +45,22 @@ def _device(device: Device) -> list[str]:
     given = [(name, getattr(device, name)) for name in fields]
     peaks = ", ".join(f"{dtype} = {_value(flops)}" for dtype, flops in device.peak_flops.items())
     lines = [f"{name} = {_value(value)}" for name, value in given if value is not None]
-    return ["", "[device]", *lines, *([f"peak_flops = {{ {peaks} }}"] if peaks else [])]
+    measured = _tables("device.time", device.measured) if device.measured else []
+    return ["", "[device]", *lines, *([f"peak_flops = {{ {peaks} }}"] if peaks else []), *measured]
+
+
+def _tables(name: str, table: Mapping[str, Any]) -> list[str]:
+    """A table of numbers, texts, lists and further tables."""
+    plain = {key: value for key, value in table.items() if not isinstance(value, Mapping)}
+    lines = ["", f"[{name}]", *(f"{_key(key)} = {_value(value)}" for key, value in plain.items())]
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            lines += _tables(f"{name}.{_key(key)}", value)
+    return lines
+
+
+def _key(key: str) -> str:
+    return key if key.replace("_", "").isalnum() and key.isascii() else json.dumps(key)
 
 
 def _link(link: Link, prefix: str, remarks: Mapping[str, str]) -> list[str]:

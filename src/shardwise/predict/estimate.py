@@ -11,6 +11,7 @@ from shardwise.layout.units import Backend, usual_backend
 from shardwise.model import ModelConfig
 from shardwise.predict.ledger import predict_ledger
 from shardwise.predict.memory import predict_bytes
+from shardwise.predict.step_seconds import try_step_seconds
 from shardwise.report.step_report import Bytes, Role, StepReport
 
 
@@ -20,12 +21,14 @@ def estimate(
     workload: Workload,
     cluster: Cluster | None = None,
     backend: Backend | None = None,
+    engine: str | None = None,
 ) -> StepReport:
-    """Predict one steady training step: bytes by class and ledger of every rank role. `time` is None: nothing prices
-    it yet.
+    """Predict one steady training step: bytes by class and ledger of every rank role, and its time where the cluster's
+    device has constants of time.
 
     cluster: where it would run; None means local processes on the CPU. backend: what carries the collectives; None
-    means what the runtime would choose there (`usual_backend`). What a layout asks for that is not
+    means what the runtime would choose there (`usual_backend`). engine: the profile of the software that is timed
+    (`predict.time.ENGINES`); None means this project's runtime. What a layout asks for that is not
     priced yet is said in the report's `notes`. Raises `LayoutError` when the layout does not suit the model, the
     workload or the number of devices, and `UserError` for a workload without sequences.
     """
@@ -36,6 +39,8 @@ def estimate(
         raise UserError(f"{model.name} cannot be estimated yet: {reason}")
     backend = backend or usual_backend(cluster)
     roles = [_role(model, layout, workload, backend, place) for place in range(layout.pp)]
+    timing, why = try_step_seconds(model, layout, workload, cluster, engine)
+    notes = [*_notes(model, layout, backend), *(timing.notes if timing else ()), *([why] if why else [])]
     return StepReport(
         source="predicted",
         model=model.to_json(),
@@ -43,7 +48,9 @@ def estimate(
         workload=workload.to_json(),
         cluster=str(cluster) if cluster else f"{layout.ranks}xCPU",
         roles=tuple(roles),
-        notes=tuple(_notes(model, layout, backend)),
+        time=timing.seconds if timing else None,
+        timing=timing.to_json() if timing else None,
+        notes=tuple(notes),
     )
 
 

@@ -118,7 +118,8 @@ class StepReport:
     """One steady training step (or one token of generation), on all ranks.
 
     model, layout, workload, cluster: their texts or JSON descriptions. time: seconds of one step, None when nobody
-    priced or measured it. notes: what the figures leave out, a sentence each.
+    priced or measured it. timing: what a predicted time is made of: engine (the profile of the software), seconds, low
+    and high (the 80% range), parts (name -> seconds). notes: what the figures leave out, a sentence each.
     """
 
     source: Source
@@ -128,6 +129,7 @@ class StepReport:
     cluster: str
     roles: tuple[Role, ...]
     time: float | None = None
+    timing: dict[str, Any] | None = None
     notes: tuple[str, ...] = ()
     schema_version: int = field(default=SCHEMA_VERSION)
 

@@ -8,6 +8,11 @@ import torch
 import torch.distributed as dist
 
 
+def has_cuda() -> bool:
+    """Whether torch sees a CUDA device."""
+    return torch.cuda.is_available()
+
+
 def matmul_rate(device: torch.device, dtype: torch.dtype, seconds: float = 0.25) -> float:
     """FLOP/s of square matrix products on all ranks together, measured on all of them at once.
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from shardwise.model import ModelConfig
-from shardwise.predict.time.kernels import Kernels
+from shardwise.predict.time.kernels import WIDTH, Kernels
 from shardwise.predict.time.profiles import Engine
 
 Num = Any
@@ -45,13 +46,24 @@ class Shape:
     def tokens(self) -> Num:
         return self.micro * self.seq
 
+    @property
+    def wide(self) -> str:
+        """What is computed beside the products: in 16 bits under narrow types, else in the products' own."""
+        return self.dtype if self.dtype == "float32" else "bfloat16"
+
+    @property
+    def width(self) -> float:
+        """Bytes of an activation's element."""
+        return WIDTH[self.wide]
+
 
 @dataclass
 class Tally:
     """Seconds by kind of one part's forward and backward, kernels launched, the seconds that selective recompute
-    repeats, and of the backward ones those that gradients of weights take."""
+    repeats, and of the backward ones those that gradients of weights take. dtype: of activations."""
 
     kernels: Kernels
+    dtype: str = "bfloat16"
     forward: dict[str, Num] = field(default_factory=lambda: defaultdict(float))
     backward: dict[str, Num] = field(default_factory=lambda: defaultdict(float))
     selective: dict[str, Num] = field(default_factory=lambda: defaultdict(float))
@@ -64,10 +76,10 @@ class Tally:
         self.launches["forward"] += launches[0]
         self.launches["backward"] += launches[1]
 
-    def memory(self, forward: Num, backward: Num, launches: tuple[Num, Num] = (1, 1)) -> None:
-        """Passes over memory: bytes forward and backward in so many kernels each."""
+    def memory(self, forward: Num, backward: Num, launches: tuple[Num, Num] = (1, 1), of: str = "") -> None:
+        """Passes over memory: bytes forward and backward in so many kernels each. of: see `Kernels.pass_over`."""
         latency = self.kernels.pass_over(0.0)
-        move = self.kernels.pass_over
+        move = partial(self.kernels.pass_over, of=of, dtype=self.dtype)
         ahead = move(forward) + (launches[0] - 1) * latency
         back = move(backward) + (launches[1] - 1) * latency
         self.add("memory", ahead, back, launches)
@@ -80,21 +92,21 @@ class Tally:
         accumulate: bytes moved for each weight to add its gradient to what was there.
         """
         mm, dtype = self.kernels.matmul, shape.dtype
-        forward = mm(tokens, wide, deep, dtype, batch)
-        weights = mm(wide, deep, tokens, dtype, batch)
-        self.add("matmul", forward, mm(tokens, deep, wide, dtype, batch) + weights, (1, 2))
+        forward = mm(tokens, wide, deep, dtype, batch, "forward")
+        weights = mm(wide, deep, tokens, dtype, batch, "weight")
+        self.add("matmul", forward, mm(tokens, deep, wide, dtype, batch, "input") + weights, (1, 2))
         self.weights = self.weights + weights
         if dtype not in ("bfloat16", "float16", "float32"):
             # Quantised once for the forward and once, both ways, for the backward: 16 bits in, the narrow type out.
             self.memory(batch * tokens * deep * 3.0, batch * tokens * (deep + 2.0 * wide) * 2.0, (1, 2))
         if accumulate:
-            self.memory(0.0, batch * wide * deep * accumulate, (0, 1))
+            self.memory(0.0, batch * wide * deep * accumulate * shape.width / 2, (0, 1))
 
 
 def block(model: ModelConfig, shape: Shape, engine: Engine, kernels: Kernels, experts: bool = False) -> Tally:
     """One transformer block. experts: its feed-forward is the model's mixture of experts."""
-    tally = Tally(kernels)
-    stream = shape.stream * model.hidden * 2.0
+    tally = Tally(kernels, shape.wide)
+    stream = shape.stream * model.hidden * shape.width
     _norm(tally, model, stream, engine)
     _attention(tally, model, shape, engine)
     _residual(tally, stream, engine)
@@ -111,7 +123,7 @@ def block(model: ModelConfig, shape: Shape, engine: Engine, kernels: Kernels, ex
 def _norm(tally: Tally, model: ModelConfig, stream: Num, engine: Engine) -> None:
     # Forward reads and writes; backward reads input and gradient, writes, and sums the weight's gradient apart; the
     # gradient that arrives over the residual is added.
-    tally.memory(2 * stream, (3 + 3) * stream, (1, 3))
+    tally.memory(2 * stream, (3 + 3) * stream, (1, 3), "norm")
 
 
 def _residual(tally: Tally, stream: Num, engine: Engine) -> None:
@@ -119,25 +131,26 @@ def _residual(tally: Tally, stream: Num, engine: Engine) -> None:
     if engine.dropout:
         tally.memory(3.5 * stream, 2.5 * stream, (1, 1) if engine.fused_dropout_add else (3, 2))
     else:
-        tally.memory(3 * stream, 0.0, (1, 0))
+        tally.memory(3 * stream, 0.0, (1, 0), "norm")
 
 
 def _attention(tally: Tally, model: ModelConfig, shape: Shape, engine: Engine) -> None:
-    tokens, accumulate = shape.tokens, engine.accumulate_bytes
+    tokens, accumulate, width = shape.tokens, engine.accumulate_bytes, shape.width
     q, kv = model.q_width / shape.tp, np.maximum(model.kv_width / shape.tp, model.head_dim)
     if model.latent_attention:
         _latent_projections(tally, model, shape, engine)
     else:
         tally.linear(tokens, q + 2 * kv, model.hidden, shape, accumulate=accumulate)
     if model.bias != "none":
-        tally.memory(0.0, tokens * (q + 2 * kv) * 2.0, (0, 1))
+        tally.memory(0.0, tokens * (q + 2 * kv) * width, (0, 1))
     if engine.qkv_copied:
-        tally.memory(0.0, 2 * tokens * (q + 2 * kv) * 2.0, (0, 1))
+        tally.memory(0.0, 2 * tokens * (q + 2 * kv) * width, (0, 1))
     if model.positions == "rope":
         passes = 1 if engine.fused_rope else 3
-        tally.memory(passes * 2 * tokens * (q + kv) * 2.0, passes * 2 * tokens * (q + kv) * 2.0, (passes, passes))
+        moved = passes * 2 * tokens * (q + kv) * width
+        tally.memory(moved, moved, (passes, passes), "rotation")
     if model.qk_norm:
-        tally.memory(2 * tokens * (q + kv) * 2.0, 4 * tokens * (q + kv) * 2.0, (2, 4))
+        tally.memory(2 * tokens * (q + kv) * width, 4 * tokens * (q + kv) * width, (2, 4), "norm")
     before = {kind: tally.forward[kind] for kind in KINDS}
     started = tally.launches["forward"]
     if engine.attention == "fused":
@@ -164,7 +177,7 @@ def _latent_projections(tally: Tally, model: ModelConfig, shape: Shape, engine: 
     tally.linear(tokens, latent.kv_rank + latent.rope_head_dim, model.hidden, shape)
     tally.linear(tokens, heads * (latent.nope_head_dim + latent.v_head_dim), latent.kv_rank, shape)
     # Norms of both low ranks, and laying out heads whose rotated part is shared.
-    moved = tokens * (latent.q_rank + latent.kv_rank + 2 * heads * width) * 2.0
+    moved = tokens * (latent.q_rank + latent.kv_rank + 2 * heads * width) * shape.width
     tally.memory(2 * moved, 3 * moved, (4, 6))
 
 
@@ -176,44 +189,43 @@ def _fused_core(tally: Tally, model: ModelConfig, shape: Shape, engine: Engine) 
     # Under context parallelism the halves of a causal mask are dealt out evenly: each rank has half of its rectangle.
     causal = np.where(np.asarray(shape.keys) == shape.seq, 1.0, 0.5)
     slower = kernels.constants.value("triton_attention") if engine.attention_kernel == "triton" else 1.0
-    forward = kernels.attention(shape.micro, shape.seq, shape.keys, heads, kv, width) * causal * slower
-    tally.add("attention", forward, 2.5 * kernels.constants.value("attention_backward") * forward, (1, 3))
+    forward = kernels.attention(shape.micro, shape.seq, shape.keys, heads, kv, width, dtype=shape.wide)
+    forward = forward * causal * slower
+    tally.add("attention", forward, kernels.attention_ratio(width, shape.wide) * forward, (1, 3))
 
 
 def _score_core(tally: Tally, model: ModelConfig, shape: Shape, engine: Engine) -> None:
     """Q Kᵀ, scale and mask and softmax, dropout, P V: what Megatron-LM did before fused attention."""
     heads, d, mm = model.heads / shape.tp, model.head_dim, tally.kernels.matmul
-    batch, seq, keys = shape.micro * heads, shape.seq, shape.keys
-    scores, context = mm(seq, keys, d, batch=batch), mm(seq, d, keys, batch=batch)
+    batch, seq, keys, wide = shape.micro * heads, shape.seq, shape.keys, shape.wide
+    scores, context = mm(seq, keys, d, wide, batch), mm(seq, d, keys, wide, batch)
     # A head width that is no multiple of eight elements leaves 16-byte loads unused (NVIDIA, Matrix Multiplication
     # Background User's Guide, section 2.2).
     odd = np.where(np.asarray(d) % 8 == 0, 1.0, tally.kernels.constants.value("misaligned"))
     forward = (scores + context) * odd
-    tally.add(
-        "matmul", forward, forward + (mm(seq, keys, d, batch=batch) + mm(keys, d, seq, batch=batch)) * odd, (2, 4)
-    )
-    square = batch * seq * keys * 2.0
+    tally.add("matmul", forward, forward + (scores + mm(keys, d, seq, wide, batch)) * odd, (2, 4))
+    square = batch * seq * keys * shape.width
     fits = np.asarray(batch) % engine.softmax_multiple == 0
     # Where the fused kernel does not fit: an fp32 copy, scale, mask, softmax, and back, each a kernel.
     ahead, back, kernels = (
         np.where(fits & engine.fused_softmax, few, many) for few, many in ((2, 18), (3, 14), (1, 6))
     )
-    tally.memory(ahead * square, back * square, (kernels, kernels))
+    tally.memory(ahead * square, back * square, (kernels, kernels), "softmax")
     if engine.dropout:
         tally.memory(2.5 * square, 2.5 * square)
-    tally.memory(2 * shape.tokens * heads * d * 2.0, 2 * shape.tokens * heads * d * 2.0)
+    tally.memory(2 * shape.tokens * heads * d * shape.width, 2 * shape.tokens * heads * d * shape.width)
 
 
 def _feed_forward(tally: Tally, model: ModelConfig, shape: Shape, engine: Engine, tokens: Num, width: Num,
                   batch: Num = 1.0) -> None:  # fmt: skip
     branches = 2 if model.gated else 1
     tally.linear(tokens, branches * width, model.hidden, shape, batch, engine.accumulate_bytes)
-    inner = batch * tokens * width * 2.0
+    inner = batch * tokens * width * shape.width
     passes = 1 if engine.fused_activation else branches
     ahead, back = (3.0, 5.0) if model.gated else (2.0, 3.0)
-    tally.memory((ahead + 2 * (passes - 1)) * inner, (back + 3 * (passes - 1)) * inner, (passes, passes))
+    tally.memory((ahead + 2 * (passes - 1)) * inner, (back + 3 * (passes - 1)) * inner, (passes, passes), "activation")
     if model.bias == "all":
-        tally.memory(0.0, inner + batch * tokens * model.hidden * 2.0, (0, 2))
+        tally.memory(0.0, inner + batch * tokens * model.hidden * shape.width, (0, 2))
     tally.linear(tokens, model.hidden, width, shape, batch, engine.accumulate_bytes)
 
 
@@ -222,10 +234,10 @@ def _experts(tally: Tally, model: ModelConfig, shape: Shape, engine: Engine) -> 
     experts = model.experts
     assert experts
     tokens, routed = shape.stream, shape.stream * experts.active
-    router = tally.kernels.matmul(tokens, experts.count, model.hidden)
+    router = tally.kernels.matmul(tokens, experts.count, model.hidden, shape.wide)
     tally.add("matmul", router, 2 * router, (1, 2))
     tally.memory(tokens * experts.count * 4.0 * 6, tokens * experts.count * 4.0 * 6, (8, 8))
-    rows = routed * model.hidden * 2.0
+    rows = routed * model.hidden * shape.width
     tally.memory(2 * 2 * rows, 2 * 3 * rows, (4, 4))
     local = np.maximum(experts.count / shape.ep, 1)
     _feed_forward(tally, model, shape, engine, routed / local, experts.ffn, local)
@@ -235,8 +247,8 @@ def _experts(tally: Tally, model: ModelConfig, shape: Shape, engine: Engine) -> 
 
 def embedding(model: ModelConfig, shape: Shape, engine: Engine, kernels: Kernels) -> Tally:
     """The lookup of rows, their scattered addition backward, dropout."""
-    tally = Tally(kernels)
-    rows = shape.tokens * model.hidden * 2.0
+    tally = Tally(kernels, shape.wide)
+    rows = shape.tokens * model.hidden * shape.width
     tally.memory(2 * rows, 3 * rows, (2, 3))
     if engine.dropout:
         tally.memory(2.5 * rows, 2.5 * rows)
@@ -245,19 +257,19 @@ def embedding(model: ModelConfig, shape: Shape, engine: Engine, kernels: Kernels
 
 def head(model: ModelConfig, shape: Shape, engine: Engine, kernels: Kernels) -> Tally:
     """The final norm, the product with the vocabulary, the loss over it."""
-    tally = Tally(kernels)
+    tally = Tally(kernels, shape.wide)
     vocab = padded_vocab(model, engine, shape.tp) / shape.tp
-    _norm(tally, model, shape.stream * model.hidden * 2.0, engine)
-    wide = Shape(shape.micro, shape.seq, shape.tp, shape.stream, shape.keys)
+    _norm(tally, model, shape.stream * model.hidden * shape.width, engine)
+    wide = Shape(shape.micro, shape.seq, shape.tp, shape.stream, shape.keys, dtype=shape.wide)
     tally.linear(shape.tokens, vocab, model.hidden, wide, accumulate=engine.accumulate_bytes)
-    logits = shape.tokens * vocab * 2.0
+    logits = shape.tokens * vocab * shape.width
     if engine.metric_losses:
         tally.memory(engine.metric_losses * METRIC_PASSES * logits, 0.0, (3 * engine.metric_losses, 0))
     if engine.fused_loss:
-        tally.memory(2 * logits, 2 * logits, (3, 2))
+        tally.memory(2 * logits, 2 * logits, (3, 2), "loss")
     else:
         # fp32 copy (3), maximum (2), difference (4), exponential (4), sum (2), quotient (4); then product and cast.
-        tally.memory(19 * logits, 7 * logits, (12, 4))
+        tally.memory(19 * logits, 7 * logits, (12, 4), "loss")
     return tally
 
 

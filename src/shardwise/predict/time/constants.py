@@ -2,6 +2,9 @@
 
 None of them belongs to a model or to a source of measurements. `make fit` computes them again from kernel timings and
 published steps; a device without a file of its own takes those of its relative, which `Constants.notes` says.
+
+A device that `shardwise calibrate device` has measured brings its own, in its cluster file (`Device.measured`): the
+same kinds of figures, with those of its family for what one device alone cannot tell.
 """
 
 from __future__ import annotations
@@ -22,8 +25,10 @@ class Constants:
     """What the time model knows of one device.
 
     family: the architecture, whose kernels and collectives stand for it. peaks: torch's dtype -> FLOP/s. bandwidth:
-    bytes/s. sms: multiprocessors (or the like). matmul: the tile model. attentions: head width -> form. plateaus: dtype
-    -> best measured throughput over peak, relative to what the tiles reach. values: name -> number. sources: name ->
+    bytes/s. sms: multiprocessors (or the like). matmul: dtype -> the tile model. attentions: dtype -> head width ->
+    form. plateaus: dtype -> best measured throughput over peak, relative to what the tiles reach. values: name ->
+    number. collectives: what a library takes over the schedules' prices, sizes -> bytes and collective -> ranks ->
+    ln(measured / priced seconds) at these; `timed`: the same with seconds, measured on this device. sources: name ->
     where it is from. notes: what stands in for measurements that there are none of.
     """
 
@@ -33,9 +38,11 @@ class Constants:
     bandwidth: float
     sms: float
     matmul: Mapping[str, Any]
-    attentions: Mapping[str, Mapping[str, float]]
+    attentions: Mapping[str, Mapping[str, Mapping[str, float]]]
     plateaus: Mapping[str, float]
     values: Mapping[str, float]
+    collectives: Mapping[str, Any] = field(default_factory=dict)
+    timed: Mapping[str, Any] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
@@ -51,13 +58,22 @@ class Constants:
         return self.plateaus.get(dtype, 1.0)
 
     def value(self, name: str) -> float:
+        """A figure by its name. Raises `UserError` where nobody knows it of this device."""
+        if name not in self.values:
+            raise UserError(f"{self.name}: {name} is not known of it, and this needs it")
         return self.values[name]
 
-    def attention(self, head_dim: Any) -> Mapping[str, float]:
-        """The form of the measured head width that is nearest."""
+    def form(self, dtype: str) -> Mapping[str, Any]:
+        """The tile model for products of a dtype: its own, or that of 16 bits."""
+        return self.matmul.get(dtype) or self.matmul["bfloat16"]
+
+    def attention(self, head_dim: Any, dtype: str = "bfloat16") -> tuple[Mapping[str, float], str]:
+        """(the form of the measured head width that is nearest, the dtype whose peak it is relative to)."""
+        dtype = dtype if dtype in self.attentions else "bfloat16"
+        forms = self.attentions[dtype]
         width = float(head_dim if not hasattr(head_dim, "max") else head_dim.max())
-        known = [name for name in self.attentions if name != "source"]
-        return self.attentions[min(known, key=lambda name: (abs(int(name) - width), int(name)))]
+        known = [name for name in forms if name != "source"]
+        return forms[min(known, key=lambda name: (abs(int(name) - width), int(name)))], dtype
 
     def with_values(self, **values: float) -> Constants:
         """A copy with some values changed: what a fit tries."""
@@ -82,11 +98,6 @@ def _file() -> dict[str, Any]:
     return {key: value for file in files for key, value in file.items()}
 
 
-def nccl_table(family: str) -> dict[str, Any]:
-    """sizes -> bytes; collective -> ranks -> ln(measured / priced seconds) at those sizes."""
-    return _file()["nccl"][_file()["families"][family]["nccl"]]
-
-
 def uncertainty() -> dict[str, float]:
     """Kind of a part, or "common", "borrowed", "assumed" -> relative standard deviation."""
     return _file()["ranges"]["values"]
@@ -108,7 +119,10 @@ def _entry(name: str) -> dict[str, Any]:
 
 
 def constants(device: Device) -> Constants:
-    """The constants of a device of the catalog. Raises `UserError` for a device without any, or without bandwidth."""
+    """The constants of a device of the catalog, or of one that was measured. Raises `UserError` for a device without
+    any, or without bandwidth, and where a file's are damaged."""
+    if device.measured:
+        return _measured(device)
     entry, family = _entry(device.name), _file()["families"]
     values: dict[str, float] = {}
     sources: dict[str, str] = {}
@@ -124,10 +138,61 @@ def constants(device: Device) -> Constants:
         peaks=dict(device.peak_flops),
         bandwidth=device.memory_bandwidth,
         sms=entry["sms"],
-        matmul=_file()["matmul"][kernels["matmul"]],
-        attentions=_file()["attention"][kernels["attention"]],
+        matmul={"bfloat16": _file()["matmul"][kernels["matmul"]]},
+        attentions={"bfloat16": _file()["attention"][kernels["attention"]]},
         plateaus={dtype: told["value"] for dtype, told in entry.get("plateaus", {}).items()},
         values=values,
+        collectives=_file()["nccl"][kernels["nccl"]],
         sources=sources | {"matmul": _file()["matmul"][kernels["matmul"]]["source"]},
         notes=tuple(entry.get("notes", ())),
     )
+
+
+def _measured(device: Device) -> Constants:
+    """What a cluster file says of a device, on top of what is known of its family."""
+    table, families = device.measured, _file()["families"]
+    name = f"{device.name}: its table `time`"
+    if table.get("family") not in families:
+        raise UserError(f"{name} names the family {table.get('family')!r}; known are {', '.join(families)}")
+    if device.memory_bandwidth is None:
+        raise UserError(f"{device.name}: the memory bandwidth is not known")
+    kernels = families[table["family"]]
+    values = {name: told["value"] for name, told in kernels["values"].items()}
+    sources = {name: told["source"] for name, told in kernels["values"].items()}
+    missing = [key for key in ("sms", "values", "matmul", "attention") if key not in table]
+    missing += [dtype for dtype in ("matmul.float32", "matmul.bfloat16") if not _at(table, dtype)]
+    if missing:
+        raise UserError(f"{name} lacks {', '.join(missing)}; measure again: shardwise calibrate device")
+    own = {key: _figure(name, key, value) for key, value in table["values"].items()}
+    return Constants(
+        name=device.name,
+        family=table["family"],
+        peaks=dict(device.peak_flops),
+        bandwidth=device.memory_bandwidth,
+        sms=_figure(name, "sms", table["sms"]),
+        matmul=table["matmul"],
+        attentions=table["attention"],
+        plateaus={},
+        values=values | own,
+        collectives=_file()["nccl"][kernels["nccl"]] if kernels["nccl"] else {},
+        timed=table.get("collectives", {}),
+        sources=sources | dict.fromkeys([*own, "matmul", "attention"], device.source),
+    )
+
+
+def _at(table: Mapping[str, Any], path: str) -> Any:
+    for key in path.split("."):
+        table = table.get(key, {}) if isinstance(table, Mapping) else {}
+    return table
+
+
+def _figure(name: str, key: str, value: Any) -> float:
+    if type(value) not in (int, float) or not 0 <= value < float("inf"):
+        raise UserError(f"{name}: {key} must be a number and not negative, not {value!r}")
+    return float(value)
+
+
+def catalog_form(family: str) -> dict[str, Any]:
+    """The tile model that stands for a family's devices, without the name of its grid."""
+    form = _file()["matmul"][_file()["families"][family]["matmul"]]
+    return {name: value for name, value in form.items() if name not in ("surface", "source")}

@@ -9,6 +9,7 @@ Everything here takes numpy arrays as well as numbers for shapes, counts and byt
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from importlib import resources
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwise.errors import UserError
 from shardwise.predict.time.constants import Constants
 
 Num = Any
@@ -33,37 +35,43 @@ class Kernels:
 
     def __init__(self, constants: Constants) -> None:
         self.constants = constants
-        self._shape = constants.matmul
-        self._grid = _surface(constants.matmul["surface"])
+        self._surfaces = {dtype: surface_of(form) for dtype, form in constants.matmul.items()}
+        self._latency = constants.values.get("pass_s", constants.form("bfloat16")["latency_s"])
 
-    def matmul(self, m: Num, n: Num, k: Num, dtype: str = "bfloat16", batch: Num = 1.0) -> Num:
+    def matmul(self, m: Num, n: Num, k: Num, dtype: str = "bfloat16", batch: Num = 1.0, turned: str = "") -> Num:
         """Seconds of `batch` products [m, k] x [k, n] in one launch, inputs of `dtype`, output in 16 bits at least.
+
+        turned: what of a linear layer it is, "forward" (x Wᵀ), "input" (dy W) or "weight" (dyᵀ x), where that was
+        measured apart.
 
         Source: tile quantisation as in NVIDIA, Matrix Multiplication Background User's Guide, sections 3 and 4;
         efficiencies and grid fitted on measured products (`Constants.sources`).
         """
-        return self._isolated(m, n, k, dtype, batch) / self.constants.value("sustained")
+        turn = self.constants.form(dtype).get("turns", {}).get(turned, 1.0)
+        return turn * self._isolated(m, n, k, dtype, batch) / self.constants.value("sustained")
 
     def _isolated(self, m: Num, n: Num, k: Num, dtype: str, batch: Num) -> Num:
         """Seconds of a product that runs alone, as it was measured."""
         m, n, k, batch = (np.asarray(x, dtype=float) for x in (m, n, k, batch))
+        form = self.constants.form(dtype)
         peak = self.constants.peak(dtype) * self.constants.plateau(dtype)
-        tiled = self._tiles(m, n, k, peak, batch)
+        tiled = self._tiles(m, n, k, peak, batch, dtype)
         width = WIDTH[dtype]
         traffic = batch * (width * (m * k + k * n) + max(width, 2.0) * m * n)
-        moved = traffic / (self.constants.bandwidth * self._shape["bandwidth_share"])
-        seconds = np.maximum(tiled, moved) + self._shape["latency_s"]
-        return seconds * np.exp(self._grid.at(m * np.where(batch > 1, np.sqrt(batch), 1.0), n, k))
+        moved = traffic / (self.constants.bandwidth * form["bandwidth_share"])
+        seconds = np.maximum(tiled, moved) + form["latency_s"]
+        surface = self._surfaces.get(dtype) or self._surfaces["bfloat16"]
+        return seconds * np.exp(surface.at(m * np.where(batch > 1, np.sqrt(batch), 1.0), n, k))
 
-    def _tiles(self, m: Num, n: Num, k: Num, peak: float, batch: Num) -> Num:
-        sms, best = self.constants.sms, None
-        for rows, columns, efficiency in self._shape["tiles"]:
+    def _tiles(self, m: Num, n: Num, k: Num, peak: float, batch: Num, dtype: str = "bfloat16") -> Num:
+        sms, form, best = self.constants.sms, self.constants.form(dtype), None
+        for rows, columns, efficiency in form["tiles"]:
             tiles = batch * np.ceil(m / rows) * np.ceil(n / columns)
             one = 2.0 * rows * columns * sms / (peak * efficiency)
             for split in SPLITS if np.all(batch == 1) else (1,):
-                seconds = np.ceil(tiles * split / sms) * one * (k / split + self._shape["prologue_k"])
+                seconds = np.ceil(tiles * split / sms) * one * (k / split + form["prologue_k"])
                 if split > 1:
-                    seconds = seconds + split * 8.0 * m * n / self.constants.bandwidth + self._shape["split_latency_s"]
+                    seconds = seconds + split * 8.0 * m * n / self.constants.bandwidth + form["split_latency_s"]
                 best = seconds if best is None else np.minimum(best, seconds)
         return best
 
@@ -75,12 +83,12 @@ class Kernels:
         window: keys that a token sees at most, 0 for all. Latency, efficiency and the loss on short sequences are
         fitted on measured kernels (`Constants.sources`).
         """
-        form = self.constants.attention(head_dim)
+        form, dtype = self.constants.attention(head_dim, dtype)
         seen = np.asarray(keys, dtype=float)
         seen = np.minimum(seen, window) if np.any(window) else seen
         pairs = queries * np.where(causal & (queries > 1) & (seen == keys), (seen + 1) / 2, seen)
         flops = 4.0 * batch * heads * head_dim * pairs
-        peak = self.constants.peak("bfloat16") * form["efficiency"]
+        peak = self.constants.peak(dtype) * form["efficiency"]
         compute = flops / peak * (1 + form["short_tokens"] / seen)
         moved = WIDTH[dtype] * 2.0 * batch * head_dim * (heads * queries + kv_heads * keys)
         return compute + moved / (self.constants.bandwidth * form["bandwidth_share"]) + form["latency_s"]
@@ -90,11 +98,22 @@ class Kernels:
         """Seconds of the fused backward: five products for the forward's two, at a lower share of the peak (Dao 2023,
         FlashAttention-2, section 3 and figures 5 and 6)."""
         forward = self.attention(batch, tokens, tokens, heads, kv_heads, head_dim, causal, window=window)
-        return forward * 2.5 * self.constants.value("attention_backward")
+        return forward * self.attention_ratio(head_dim)
 
-    def pass_over(self, nbytes: Num) -> Num:
-        """Seconds of an element-wise or reducing kernel that moves `nbytes` bytes to and from memory."""
-        return nbytes / (self.constants.bandwidth * self.constants.value("stream")) + self._shape["latency_s"]
+    def attention_ratio(self, head_dim: Num, dtype: str = "bfloat16") -> float:
+        """The fused backward's seconds over the forward's: five products for two, at another share of the peak."""
+        form, _ = self.constants.attention(head_dim, dtype)
+        return 2.5 * (form["backward"] if "backward" in form else self.constants.value("attention_backward"))
+
+    def pass_over(self, nbytes: Num, of: str = "", dtype: str = "bfloat16") -> Num:
+        """Seconds of an element-wise or reducing kernel that moves `nbytes` bytes to and from memory.
+
+        of: which operation, whose share of the bandwidth may have been measured apart, for a dtype.
+        """
+        known = (f"stream_{of}_{dtype}", f"stream_{dtype}")
+        share = next((self.constants.values[name] for name in known if name in self.constants.values), None)
+        share = share or self.constants.value("stream")
+        return nbytes / (self.constants.bandwidth * share) + self._latency
 
 
 class Surface:
@@ -119,6 +138,20 @@ class Surface:
                 weight = weight * (part if up else 1 - part)
             total = total + weight * self.table[tuple(i + up for i, up in zip(below, corner, strict=True))]
         return total
+
+
+def surface_of(form: Mapping[str, Any]) -> Surface:
+    """The grid of a tile model: its own axes and table, or one of the package by its name. Raises `UserError` for a
+    table that is not of its axes' lengths."""
+    if "residual" not in form:
+        return _surface(form["surface"])
+    try:
+        axes, table = [np.array(axis, dtype=float) for axis in form["axes"]], np.array(form["residual"], dtype=float)
+    except (KeyError, TypeError, ValueError):
+        axes, table = [], np.zeros(())
+    if table.shape != tuple(map(len, axes)) or len(axes) != 3 or min(map(len, axes)) < 2:
+        raise UserError("a measured grid of products needs axes of three lengths or more, and a table of those lengths")
+    return Surface(axes, table)
 
 
 @lru_cache

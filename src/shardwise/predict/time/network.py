@@ -6,6 +6,7 @@ and size, inside a node), and the share of a network that training runs reach be
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -14,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.cluster import Cluster, Link
-from shardwise.predict.time.constants import Constants, nccl_table
+from shardwise.errors import UserError
+from shardwise.predict.time.constants import Constants
 from shardwise.schedule.algorithms import Algorithm
 from shardwise.schedule.choose import Pricer, pricer
 
@@ -29,7 +31,7 @@ class Collectives:
     def __init__(self, cluster: Cluster, constants: Constants) -> None:
         self.per_node = cluster.devices_per_node
         self.base = constants.value("collective_s")
-        self._measured = nccl_table(constants.family)
+        self._measured, self._timed = constants.collectives, constants.timed
         self._cluster = _achieved(cluster, constants)
         self._curve = cache(self._sampled)
 
@@ -56,13 +58,16 @@ class Collectives:
         return ranks, min(stride, self.per_node)
 
     def hop(self, nbytes: Num, stride: Num) -> Num:
-        """Seconds that one message takes to a device `stride` ranks away."""
+        """Seconds that one message takes to a device `stride` ranks away. Raises `UserError` for links not known."""
         away = np.asarray(stride) >= self.per_node
         intra, inter = self._cluster.intra, self._cluster.inter
         across = inter if inter.bandwidth else intra
-        assert intra.bandwidth and across.bandwidth
-        wire = np.where(away, nbytes / across.bandwidth, nbytes / intra.bandwidth)
-        return wire + self.base
+        if not (intra.bandwidth and across.bandwidth):
+            raise UserError("the bandwidth inside a node is not known; give [intra] bandwidth in a TOML file")
+        inside = nbytes / intra.bandwidth + self.base
+        if "message" in self._timed:
+            inside = _between(nbytes, self._timed["sizes"], self._timed["message"])
+        return np.where(away, nbytes / across.bandwidth + self.base, inside)
 
     @property
     def link_bandwidth(self) -> float:
@@ -78,7 +83,23 @@ class Collectives:
         names = [found.name for found in prices.candidates if _worth_asking(found, ranks, prices.network.reads)]
         if group[-1] >= self.per_node:
             return _Curve(prices, names, np.ones(len(_SIZES)), self.base)
-        return _Curve(prices, names, np.exp(_residual(self._measured, op, ranks)), 0.0)
+        return _Curve(prices, names, self._over(op, ranks), 0.0)
+
+    def _over(self, op: str, ranks: int) -> NDArray:
+        """Measured over priced seconds inside a node at the sampled sizes, of the number of ranks that is nearest."""
+        name = op.removesuffix("_into")
+        if name in self._timed:
+            nearest, seconds = _nearest(self._timed[name], ranks)
+            prices = pricer(op, tuple(range(nearest)), self._cluster)
+            names = [found.name for found in prices.candidates if _worth_asking(found, nearest, prices.network.reads)]
+            sizes = self._timed["sizes"]
+            priced = [min(prices.pick(float(n), name)[1].seconds for name in names) for n in sizes]
+            logs = np.log(np.array(seconds) / priced)
+        elif self._measured:
+            sizes, (_, logs) = self._measured["sizes"], _nearest(self._measured[name], ranks)
+        else:
+            return np.ones(len(_SIZES))
+        return np.exp(np.interp(np.log(_SIZES), np.log(sizes), logs))
 
 
 class _Curve:
@@ -110,11 +131,16 @@ def _worth_asking(found: Algorithm, ranks: int, reads: bool) -> bool:
     return reads or not found.reads
 
 
-def _residual(measured: dict[str, Any], op: str, ranks: int) -> NDArray:
-    """ln(measured / price) at the sampled sizes, of the number of ranks that is nearest."""
-    table = measured[op.removesuffix("_into")]
-    nearest = min(table, key=lambda known: (abs(int(known) - ranks), int(known)))
-    return np.interp(np.log(_SIZES), np.log(measured["sizes"]), table[nearest])
+def _nearest(table: Mapping[str, Any], ranks: int) -> tuple[int, Any]:
+    """The entry of the number of ranks that is nearest."""
+    known = min(table, key=lambda known: (abs(int(known) - ranks), int(known)))
+    return int(known), table[known]
+
+
+def _between(nbytes: Num, sizes: Sequence[float], seconds: Sequence[float]) -> Num:
+    """Interpolated in the logarithms; in proportion to the bytes beyond the largest size."""
+    found = np.exp(np.interp(np.log(np.maximum(nbytes, 1.0)), np.log(sizes), np.log(seconds)))
+    return found * np.maximum(np.asarray(nbytes) / sizes[-1], 1.0)
 
 
 def _achieved(cluster: Cluster, constants: Constants) -> Cluster:

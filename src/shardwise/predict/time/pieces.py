@@ -115,6 +115,8 @@ def _block_seconds(model: ModelConfig, shape: Shape, split: Split, engine: Engin
         for kind in tally.forward
     }
     ahead, back = _tensor(model, shape, split, engine, pricing)
+    around = _ring(model, shape, split, pricing, tally)
+    ahead, back = ahead + around[0], back + around[1]
     parts["tensor"] = ahead + back
     parts["experts"] = _dispatch(model, shape, split, pricing) if experts else 0.0 * parts["tensor"]
     repeated = whole * tally.launches["forward"] + core * tally.launches["selective"]
@@ -142,7 +144,7 @@ def _tensor(model: ModelConfig, shape: Shape, split: Split, engine: Engine, pric
     """Exposed collectives of a block over tp and cp, forward and backward: two sums each way (Shoeybi et al. 2019), a
     gather and a scatter each under sp, which gathers twice more in backward (Korthikanti et al. 2022)."""
     price = pricing.collectives.seconds
-    full = shape.tokens * model.hidden * 2.0
+    full = shape.tokens * model.hidden * split.width
     hidden = pricing.constants.value("tensor_hidden") if engine.tensor_overlap else 0.0
     sp, whole = np.asarray(split.sp), _recomputed(split)[0]
     gather = price("all_gather_into", full, np.where(sp, split.tp, 1))
@@ -152,13 +154,27 @@ def _tensor(model: ModelConfig, shape: Shape, split: Split, engine: Engine, pric
     # Of backward's, the two gathers that come again for weights' gradients have nothing beside them.
     back = forward + 2 * gather
     exposed_back = 2 * gather + (back - 2 * gather) * (1 - hidden)
-    exchange = 0.0
-    if np.any(np.asarray(split.cp) > 1):
-        kv = 2 * shape.micro * split.seq * np.maximum(model.kv_width / split.tp, model.head_dim) * 2.0
-        ring = price("all_gather_into", kv, split.cp, split.tp)
-        # The ring's messages run beside its attention; what is left is as a hidden collective's.
-        exchange = ring * (1 - pricing.constants.value("tensor_hidden"))
-    return forward + exchange, forward * whole + exposed_back + 2 * exchange
+    return forward, forward * whole + exposed_back
+
+
+def _ring(model: ModelConfig, shape: Shape, split: Split, pricing: Pricing, tally: Tally) -> tuple[Num, Num]:
+    """What is left to wait for of the ring that keys and values go around over cp, forward and backward.
+
+    A rank attends to one of cp pieces while the next one comes: of cp pieces of attention, cp - 1 have a message beside
+    them (Liu et al. 2023, section 3). Backward, gradients of keys and values go around with them.
+    """
+    if not np.any(np.asarray(split.cp) > 1):
+        return 0.0, 0.0
+    kv = 2 * shape.micro * split.seq * np.maximum(model.kv_width / split.tp, model.head_dim) * split.width
+    messages = pricing.collectives.seconds("all_gather_into", kv, split.cp, split.tp)
+    ahead = sum(tally.selective.values())
+    back = ahead * pricing.kernels.attention_ratio(model.head_dim, shape.wide)
+    hidden, covered = pricing.constants.value("tensor_hidden"), 1 - 1 / np.asarray(split.cp)
+
+    def left(messages: Num, busy: Num) -> Num:
+        return messages - hidden * np.minimum(messages, busy)
+
+    return left(messages, ahead * covered), left(2 * messages, back * covered)
 
 
 def _dispatch(model: ModelConfig, shape: Shape, split: Split, pricing: Pricing) -> Num:

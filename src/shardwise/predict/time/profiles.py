@@ -24,7 +24,9 @@ class Engine:
     those of expert layers are, too. compiled: element-wise chains are one kernel. wgrad_accumulates: weight gradients
     are added to fp32 ones inside the product. tensor_overlap: the tensor-parallel collective of a backward product
     runs beside the weight gradient's. grad_overlap: gradients are reduced beside the last backward; gather_overlap:
-    parameters are gathered beside computation. pipeline_overlap: sends between stages run beside computation.
+    parameters are gathered beside computation; gathers_at_end: but those that stages 1 and 2 have updated, before the
+    step ends, beside nothing; gathers_by_stage: under a pipeline stage 3 gathers a stage's parameters once a step, and
+    not for every micro-batch. pipeline_overlap: sends between stages run beside computation.
     scatter_hops: a stage's output travels in tp pieces. grad_bytes: of a gradient as it is reduced. optimizer_bytes:
     moved through memory for a parameter and step. accumulate_bytes: moved for a parameter and micro-batch to add a
     gradient to the accumulator. vocab_multiple: the vocabulary is padded to a multiple of this, times tp.
@@ -57,6 +59,8 @@ class Engine:
     tensor_overlap: bool = False
     grad_overlap: bool = True
     gather_overlap: bool = True
+    gathers_at_end: bool = False
+    gathers_by_stage: bool = False
     pipeline_overlap: bool = False
     scatter_hops: bool = False
     grad_bytes: float = 2.0
@@ -133,6 +137,8 @@ def _megatron_2022() -> Engine:
             f"{_MEGATRON} v3.0, --no-async-tensor-model-parallel-allreduce is off",
             "grad_overlap": f"{_MEGATRON} v3.0, model/distributed.py: allreduce_gradients after the last backward",
             "gather_overlap": "no sharded parameters",
+            "gathers_at_end": "no sharded parameters",
+            "gathers_by_stage": "no sharded parameters",
             "pipeline_overlap": f"{_MEGATRON} v3.0, p2p_communication.py waits for every exchange",
             "scatter_hops": f"{_MEGATRON} v3.0, --no-scatter-gather-tensors-in-pipeline is off",
             "grad_bytes": f"{_MEGATRON} v3.0, --accumulate-allreduce-grads-in-fp32 with contiguous buffers",
@@ -144,56 +150,38 @@ def _megatron_2022() -> Engine:
 
 
 def _megatron_deepspeed() -> Engine:
+    """A fork of Megatron-LM from before some of its fusions; every other fact is read in the fork's own sources."""
+    base = _megatron_2022()
     source = "bigscience-workshop/Megatron-DeepSpeed and microsoft/DeepSpeed 0.6"
-    return Engine(
-        "megatron-deepspeed-2022",
-        attention="scores",
-        fused_softmax=True,
-        softmax_multiple=4,
-        qkv_copied=True,
-        pipeline_launches=40,
-        fused_activation=True,
-        fused_dropout_add=True,
-        dropout=True,
-        wgrad_accumulates=False,
-        tensor_overlap=False,
-        grad_overlap=False,
-        gather_overlap=False,
-        scatter_hops=True,
-        grad_bytes=2.0,
-        optimizer_bytes=46.0,
-        accumulate_bytes=6.0,
-        vocab_multiple=128,
-        facts=_SERVING
-        | {
-            "attention": f"{source}: megatron/model/transformer.py, ParallelAttention: baddbmm, softmax, bmm",
-            "fused_softmax": f"{source}: megatron/model/fused_softmax.py",
-            "softmax_multiple": f"{source}: fused_softmax.py, is_kernel_available: attn_batches % 4 == 0",
-            "qkv_copied": f"{source}: split_tensor_along_last_dim, whose backward concatenates",
-            "attention_kernel": "no fused attention",
-            "metric_losses": "none",
-            "pipeline_launches": f"{source}: runtime/pipe/engine.py, seven instructions a micro-batch, four of them "
-            "messages of several tensors",
-            "fused_activation": f"{source}: megatron/model/fused_bias_gelu.py",
-            "fused_dropout_add": f"{source}: bias_dropout_add_fused_train",
-            "fused_rope": "learned or ALiBi positions: there is no rotation",
-            "fused_loss": f"{source}: megatron/mpu/cross_entropy.py, several kernels on fp32 logits",
-            "dropout": f"{source}: hidden and attention dropout default to 0.1",
-            "experts_captured": "no experts",
-            "graphs": f"{source}: every kernel is launched from Python",
-            "compiled": f"{source}: torch.jit.script for three element-wise chains only",
-            "wgrad_accumulates": f"{source}: forked from Megatron-LM 2.4, before the fusion",
-            "tensor_overlap": f"{source}: forked from Megatron-LM 2.4, before asynchronous all-reduces",
-            "grad_overlap": f"{source}: runtime/pipe/engine.py, _exec_reduce_grads after the last micro-batch",
-            "gather_overlap": f"{source}: stage 1 gathers parameters after the optimizer",
-            "pipeline_overlap": f"{source}: runtime/pipe/p2p.py, blocking sends",
-            "scatter_hops": f"{source}: runtime/pipe/engine.py, is_pipe_partitioned with model parallelism",
-            "grad_bytes": f"{source}: gradients are reduced in 16 bits",
-            "optimizer_bytes": f"{_ADAM} (28); norm and unscaling read and write g (12); weights are written (6)",
-            "accumulate_bytes": f"{source}: autograd adds each micro-batch's 16-bit gradient: two reads, one write",
-            "vocab_multiple": f"{source}: --make-vocab-size-divisible-by 128, times tp",
-        },
-    )
+    facts = {
+        "attention": f"{source}: megatron/model/transformer.py, ParallelAttention: baddbmm, softmax, bmm",
+        "fused_softmax": f"{source}: megatron/model/fused_softmax.py",
+        "softmax_multiple": f"{source}: fused_softmax.py, is_kernel_available: attn_batches % 4 == 0",
+        "qkv_copied": f"{source}: split_tensor_along_last_dim, whose backward concatenates",
+        "pipeline_launches": f"{source}: runtime/pipe/engine.py, seven instructions a micro-batch, four of them "
+        "messages of several tensors",
+        "fused_activation": f"{source}: megatron/model/fused_bias_gelu.py",
+        "fused_dropout_add": f"{source}: bias_dropout_add_fused_train",
+        "fused_rope": "learned or ALiBi positions: there is no rotation",
+        "fused_loss": f"{source}: megatron/mpu/cross_entropy.py, several kernels on fp32 logits",
+        "dropout": f"{source}: hidden and attention dropout default to 0.1",
+        "graphs": f"{source}: every kernel is launched from Python",
+        "compiled": f"{source}: torch.jit.script for three element-wise chains only",
+        "wgrad_accumulates": f"{source}: forked from Megatron-LM 2.4, before the fusion",
+        "tensor_overlap": f"{source}: forked from Megatron-LM 2.4, before asynchronous all-reduces",
+        "grad_overlap": f"{source}: runtime/pipe/engine.py, _exec_reduce_grads after the last micro-batch",
+        "gather_overlap": f"{source}: stage 1 gathers parameters after the optimizer",
+        "pipeline_overlap": f"{source}: runtime/pipe/p2p.py, blocking sends",
+        "scatter_hops": f"{source}: runtime/pipe/engine.py, is_pipe_partitioned with model parallelism",
+        "grad_bytes": f"{source}: gradients are reduced in 16 bits",
+        "optimizer_bytes": f"{_ADAM} (28); norm and unscaling read and write g (12); weights are written (6)",
+        "accumulate_bytes": f"{source}: autograd adds each micro-batch's 16-bit gradient: two reads, one write",
+        "vocab_multiple": f"{source}: --make-vocab-size-divisible-by 128, times tp",
+    }
+    return replace(
+        base, name="megatron-deepspeed-2022", wgrad_accumulates=False, tensor_overlap=False, grad_bytes=2.0,
+        accumulate_bytes=6.0, facts={**base.facts, **facts},
+    )  # fmt: skip
 
 
 def _megatron_deepspeed_bf16() -> Engine:
@@ -242,6 +230,8 @@ def _llm_foundry() -> Engine:
             "tensor_overlap": "no tensor parallelism",
             "grad_overlap": "torch FSDP: reduce-scatter of a unit beside the backward of the next",
             "gather_overlap": "torch FSDP: all-gather of the next unit beside a unit's computation",
+            "gathers_at_end": "stage 3 alone",
+            "gathers_by_stage": "no pipeline",
             "pipeline_overlap": "no pipeline",
             "scatter_hops": "no pipeline",
             "grad_bytes": "composer, mixed_precision: DEFAULT reduces gradients in fp32",
@@ -302,6 +292,8 @@ def _megatron_bridge() -> Engine:
             "tensor_overlap": f"{source}: tp_comm_overlap",
             "grad_overlap": f"{source}: overlap_grad_reduce",
             "gather_overlap": f"{source}: overlap_param_gather",
+            "gathers_at_end": f"{source}: overlap_param_gather gathers in the next forward pass",
+            "gathers_by_stage": f"{source}: its fully sharded data parallel gathers in every pass",
             "pipeline_overlap": f"{source}: overlap_p2p_comm with virtual stages",
             "scatter_hops": f"{source}: sequence parallel outputs are sent in tp pieces",
             "grad_bytes": f"{source}: grad_reduce_in_fp32, or bf16 in the mixed-precision recipes",
@@ -376,6 +368,77 @@ def _trtllm() -> Engine:
     )
 
 
+def _shardwise() -> Engine:
+    """This project's runtime on GPUs."""
+    return Engine(
+        "shardwise",
+        fused_softmax=False,
+        fused_loss=True,
+        wgrad_accumulates=True,
+        tensor_overlap=True,
+        grad_overlap=True,
+        gather_overlap=True,
+        gathers_at_end=True,
+        gathers_by_stage=True,
+        pipeline_overlap=True,
+        grad_bytes=2.0,
+        optimizer_bytes=40.0,
+        pipeline_launches=8,
+        facts=_SERVING
+        | {
+            "attention": "decoder/attention.py: scaled_dot_product_attention; attention=math has explicit products",
+            "attention_kernel": "decoder/attention.py: the fused kernel that torch chooses",
+            "fused_softmax": "decoder/attention.py, CoreAttention._math: the mask is added, then torch.softmax",
+            "softmax_multiple": "no fused softmax",
+            "fused_activation": "decoder/llama.py: silu and the product are two operations, decoder/gpt.py: one",
+            "fused_dropout_add": "decoder/llama.py: dropout and residual are operations of their own",
+            "fused_rope": "decoder/attention.py, _Rotate: four operations on halves",
+            "fused_loss": "runtime/loss.py: a few rows at a time, without a second copy of the logits",
+            "metric_losses": "none",
+            "qkv_copied": "decoder/modules.py, Linears: three products, whose gradients are never joined",
+            "dropout": "not counted: models of the Llama kind have none",
+            "experts_captured": "no experts",
+            "graphs": "runtime/step.py: every operation is called from Python",
+            "compiled": "layout compile=off",
+            "wgrad_accumulates": "runtime/gradients.py, Place.add_product: mm writes into the buffer, addmm_ adds",
+            "accumulate_bytes": "runtime/gradients.py: added inside the product",
+            "tensor_overlap": "runtime/linear.py, _Column.backward: reduce_later, beside the weights' gradients",
+            "grad_overlap": "runtime/engine.py, _reduce: a part's reduction is under way while the next one computes",
+            "gather_overlap": "runtime/engine.py, _follow: the next use's gather is started before a part computes",
+            "gathers_at_end": "runtime/engine.py, publish: all gathers are waited for after the optimizer",
+            "gathers_by_stage": "schedule/pipeline: UNSHARD before a stage's first action, RESHARD after its last",
+            "pipeline_overlap": "runtime/pipeline.py: receives are posted ahead, sends are not waited for",
+            "pipeline_launches": "runtime/pipeline.py: for each message a post and a wait; autograd's start and end",
+            "scatter_hops": "runtime/pipeline.py: a stage sends its residual stream as it is",
+            "grad_bytes": "layout/units.py, wire_dtype: bf16, and fp32 under precision=fp32",
+            "optimizer_bytes": "runtime/optimizer.py: the norm reads g (4), clipping reads and writes it (8), fused "
+            "AdamW reads p, m, v and g and writes p, m and v (28)",
+            "vocab_multiple": "layout/placement.py: padded to a multiple of tp alone",
+        },
+    )
+
+
+def _shardwise_cpu() -> Engine:
+    """This project's runtime on CPU: whoever waits for a collective does its work, so nothing runs beside anything."""
+    base = _shardwise()
+    alone = "runtime/transport/shared.py: nothing runs in the background; a collective is done by who waits for it"
+    overlaps = ("tensor_overlap", "grad_overlap", "gather_overlap", "pipeline_overlap")
+    facts = dict.fromkeys(overlaps, alone) | {
+        "pipeline_launches": "a message's work is in its measured time",
+        "attention_kernel": "decoder/attention.py: torch's fused kernel for CPU",
+    }
+    return replace(
+        base,
+        name="shardwise-cpu",
+        tensor_overlap=False,
+        grad_overlap=False,
+        gather_overlap=False,
+        pipeline_overlap=False,
+        pipeline_launches=0,
+        facts={**base.facts, **facts},
+    )
+
+
 _FIELDS = [name for name in Engine.__dataclass_fields__ if name not in ("name", "facts")]
 
 
@@ -389,6 +452,8 @@ def _all() -> dict[str, Engine]:
         _megatron_bridge(),
         _gpt_fast(),
         _trtllm(),
+        _shardwise(),
+        _shardwise_cpu(),
     )
     return {engine.name: engine for engine in made}
 

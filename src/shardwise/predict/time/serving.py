@@ -29,12 +29,13 @@ INT4_GROUP_BYTES = 4.0 / 32
 @dataclass(frozen=True)
 class Serving:
     """How a model is served. weights, cache: torch's names of the types that are stored; tp: ranks that share a block;
-    pp: stages."""
+    pp: stages; stream: the type of activations, as they are summed over tp and go from stage to stage."""
 
     weights: str = "bfloat16"
     cache: str = "bfloat16"
     tp: Num = 1
     pp: Num = 1
+    stream: str = "bfloat16"
 
 
 @dataclass(frozen=True)
@@ -45,46 +46,70 @@ class ServedSeconds:
     parts: Parts
 
 
+@dataclass(frozen=True)
+class PassSeconds:
+    """What a pass through the model is made of. block: seconds by kind of one block (the mean); head: of the output
+    head; host: what the host takes for the pass as a whole."""
+
+    block: Parts
+    head: Num
+    host: Num
+
+    def whole(self, layers: int) -> ServedSeconds:
+        """All blocks and the rest, one after the other."""
+        parts = {name: layers * seconds for name, seconds in self.block.items()}
+        parts["weights"] = parts["weights"] + self.head
+        parts["host"] = self.host
+        return ServedSeconds(sum(parts.values()), parts)
+
+
 def decode_step(
     model: ModelConfig, serving: Serving, batch: Num, context: Num, engine: Engine, pricing: Pricing
 ) -> ServedSeconds:
     """Seconds until each of `batch` sequences, of `context` tokens on average, has one more token."""
-    known = pricing.constants
-    parts: dict[str, Num] = {"weights": 0.0, "attention": 0.0, "memory": 0.0, "tensor": 0.0}
-    for wide, deep, copies in _products(model, serving, batch):
-        # A compiled engine reads all experts of a product in one kernel.
-        at_once, times = (wide * copies, 1.0) if engine.compiled else (wide, copies)
-        each = _product(batch, at_once, deep, serving.weights, engine, pricing)
-        parts["weights"] = parts["weights"] + model.layers * times * each
-    heads = model.vocab / (1 if engine.head_replicated else serving.tp)
-    parts["weights"] = parts["weights"] + _product(
-        batch, heads, model.hidden, _head_type(serving, engine), engine, pricing
-    )
-    cache = cache_bytes_per_token(model, serving) * np.maximum(context, 1.0) * batch / model.layers
-    reading = cache / (known.bandwidth * known.value("decode_attention")) + known.value("kernel_gap_s")
-    parts["attention"] = model.layers * reading
-    parts["memory"] = model.layers * _elementwise(model, serving, batch, engine, pricing)
-    parts["tensor"] = model.layers * 2 * _sum(batch * model.hidden * 2.0, serving.tp, engine, pricing)
-    parts["host"] = known.value("iteration_s") * (0.0 if engine.compiled else 1.0) + batch * engine.request_s
-    return ServedSeconds(sum(parts.values()), parts)
+    return decode_pass(model, serving, batch, context, engine, pricing).whole(model.layers)
 
 
 def prefill(
     model: ModelConfig, serving: Serving, batch: Num, prompt: Num, engine: Engine, pricing: Pricing
 ) -> ServedSeconds:
     """Seconds to read `batch` prompts of `prompt` tokens, up to their first new token."""
+    return prefill_pass(model, serving, batch, prompt, engine, pricing).whole(model.layers)
+
+
+def decode_pass(
+    model: ModelConfig, serving: Serving, batch: Num, context: Num, engine: Engine, pricing: Pricing
+) -> PassSeconds:
+    """`decode_step`, part by part."""
+    known = pricing.constants
+    block: dict[str, Num] = {"weights": 0.0}
+    for wide, deep, copies in _products(model, serving, batch):
+        # A compiled engine reads all experts of a product in one kernel.
+        at_once, times = (wide * copies, 1.0) if engine.compiled else (wide, copies)
+        each = _product(batch, at_once, deep, serving.weights, engine, pricing)
+        block["weights"] = block["weights"] + times * each
+    heads = model.vocab / (1 if engine.head_replicated else serving.tp)
+    head = _product(batch, heads, model.hidden, _head_type(serving, engine), engine, pricing)
+    cache = cache_bytes_per_token(model, serving) * np.maximum(context, 1.0) * batch / model.layers
+    block["attention"] = cache / (known.bandwidth * known.value("decode_attention")) + known.value("kernel_gap_s")
+    block["memory"] = _elementwise(model, serving, batch, engine, pricing)
+    block["tensor"] = 2 * _sum(batch * model.hidden * WIDTH[serving.stream], serving.tp, engine, pricing)
+    return PassSeconds(block, head, known.value("iteration_s") * (not engine.compiled) + batch * engine.request_s)
+
+
+def prefill_pass(
+    model: ModelConfig, serving: Serving, batch: Num, prompt: Num, engine: Engine, pricing: Pricing
+) -> PassSeconds:
+    """`prefill`, part by part. The head's product with one row a prompt is left out."""
     tokens = batch * prompt
-    parts: dict[str, Num] = {"weights": 0.0}
+    block: dict[str, Num] = {"weights": 0.0}
     for wide, deep, copies in _products(model, serving, tokens):
-        parts["weights"] = parts["weights"] + model.layers * copies * pricing.kernels.matmul(
-            tokens, wide, deep, serving.weights
-        )
+        block["weights"] = block["weights"] + copies * pricing.kernels.matmul(tokens, wide, deep, serving.weights)
     heads, kv = model.heads / serving.tp, np.maximum(model.kv_heads / serving.tp, 1)
-    parts["attention"] = model.layers * pricing.kernels.attention(batch, prompt, prompt, heads, kv, model.head_dim)
-    parts["memory"] = model.layers * _elementwise(model, serving, tokens, engine, pricing)
-    parts["tensor"] = model.layers * 2 * _sum(tokens * model.hidden * 2.0, serving.tp, engine, pricing)
-    parts["host"] = pricing.constants.value("iteration_s") + 0.0 * tokens
-    return ServedSeconds(sum(parts.values()), parts)
+    block["attention"] = pricing.kernels.attention(batch, prompt, prompt, heads, kv, model.head_dim)
+    block["memory"] = _elementwise(model, serving, tokens, engine, pricing)
+    block["tensor"] = 2 * _sum(tokens * model.hidden * WIDTH[serving.stream], serving.tp, engine, pricing)
+    return PassSeconds(block, 0.0, pricing.constants.value("iteration_s") + 0.0 * tokens)
 
 
 def cache_bytes_per_token(model: ModelConfig, serving: Serving) -> Num:
@@ -170,7 +195,7 @@ def _product(batch: Num, wide: Num, deep: Num, dtype: str, engine: Engine, prici
 
 
 def _head_type(serving: Serving, engine: Engine) -> str:
-    return serving.weights if engine.head_quantised else "bfloat16"
+    return serving.weights if engine.head_quantised or WIDTH[serving.weights] > 2 else "bfloat16"
 
 
 def _elementwise(model: ModelConfig, serving: Serving, tokens: Num, engine: Engine, pricing: Pricing) -> Num:

@@ -37,6 +37,11 @@ class Split:
     schedule: str = "1f1b"
     dtype: str = "bfloat16"
 
+    @property
+    def width(self) -> float:
+        """Bytes of an element of weights, activations and messages: 2 under narrow types, too."""
+        return 4.0 if self.dtype == "float32" else 2.0
+
     @classmethod
     def of(cls, layout: Layout, workload: Workload, dtype: str | None = None) -> Split:
         """The split that a layout makes of a training workload. Raises `UserError` where the batch does not divide."""

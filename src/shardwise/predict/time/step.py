@@ -108,7 +108,25 @@ def _stages(
     through = model.layers * one + loss + total(found.first, "launches")
     all_of_it = total(busiest)
     ratio = all_of_it / (all_of_it - busiest["host"])
-    return busiest, np.where(alone, 0.0, np.maximum(through * ratio - all_of_it, 0.0) * share)
+    fill = np.maximum(through * ratio - all_of_it, 0.0) * share
+    table = _table(split, engine, sent)
+    busiest["data"] = busiest["data"] + table * (1.0 * tail + alone)
+    # Of both ends' tables, the fill waits for those that are not on the busiest stage.
+    return busiest, np.where(alone, 0.0, fill + table * (2.0 - tail))
+
+
+def _gathers(split: Split, engine: Engine) -> Num:
+    """How often stage 3 gathers a block for each micro-batch: for both its passes, or once in a step."""
+    once = engine.gathers_by_stage & (np.asarray(split.pp) > 1)
+    return np.where(once, 1 / np.asarray(split.micro_batches), 2.0)
+
+
+def _table(split: Split, engine: Engine, sent: Traffic) -> Num:
+    """Stage 3 gathers and reduces tables, too: beside computation, or else for all to wait for. One is gathered once a
+    micro-batch: the embedding's is used in one pass, and that of the head in one right after the other."""
+    if engine.gather_overlap and engine.grad_overlap:
+        return 0.0
+    return sent.table_gather * np.minimum(_gathers(split, engine), 1.0) + sent.table_reduce
 
 
 def _narrow(array: Num) -> Num:
@@ -151,30 +169,33 @@ def _reduced(model: ModelConfig, split: Split, engine: Engine, pricing: Pricing,
 
     # Stage 2 keeps shards of gradients alone: it reduces those of every micro-batch.
     earlier = np.where(np.asarray(split.zero) == 2, split.micro_batches - 1, 0)
+    beside = engine.gather_overlap and not engine.gathers_at_end
     last = exposed(sent.reduce + sent.replicas, window, engine.grad_overlap)
     before = earlier * exposed(sent.reduce, window, engine.grad_overlap)
-    return last + before + exposed(sent.gather, window / 2, engine.gather_overlap) + sent.tied
+    return last + before + exposed(sent.gather, window / 2, beside) + sent.tied
 
 
 def _sharded(model: ModelConfig, split: Split, engine: Engine, pricing: Pricing, sent: Traffic, busy: Num) -> Num:
-    """ZeRO-3, one block of one micro-batch: two gathers and a reduce-scatter beside `busy` seconds of computation.
+    """ZeRO-3, one block of one micro-batch: its gathers and a reduce-scatter beside `busy` seconds of computation.
 
     The first unit's gather and the last one's scatter have nothing beside them: an n-th of the blocks each.
     """
     if not np.any(np.asarray(split.zero) == 3):
         return 0.0 * busy
-    gather, reduce = sent.unit_gather, sent.unit_reduce
-    beside = 2 * gather * engine.gather_overlap + reduce * engine.grad_overlap
-    alone = 2 * gather * (not engine.gather_overlap) + reduce * (not engine.grad_overlap)
-    ends = (gather * engine.gather_overlap + reduce * engine.grad_overlap) / model.layers
+    gathers, reduce = _gathers(split, engine) * sent.unit_gather, sent.unit_reduce
+    beside = gathers * engine.gather_overlap + reduce * engine.grad_overlap
+    alone = gathers * (not engine.gather_overlap) + reduce * (not engine.grad_overlap)
+    ends = (gathers / 2 * engine.gather_overlap + reduce * engine.grad_overlap) / model.layers
     exposed = alone + np.maximum(beside - busy, 0.0) + ends
     return exposed + pricing.constants.value("contention") * np.minimum(beside, busy)
 
 
 def _optimizer(model: ModelConfig, split: Split, engine: Engine, pricing: Pricing) -> Num:
     dense, routed = held_parameters(model, split, engine)
+    wide = split.dtype if split.dtype == "float32" else "bfloat16"
     numel = (dense + routed) / np.where(np.asarray(split.zero) > 0, split.shard, 1)
-    return pricing.kernels.pass_over(numel * engine.optimizer_bytes) + pricing.constants.value("step_s")
+    update = pricing.kernels.pass_over(numel * engine.optimizer_bytes, "optimizer", wide)
+    return update + pricing.constants.value("step_s")
 
 
 __all__ = ["Pricing", "Split", "StepSeconds", "bubble_share", "step_parts", "training_step"]

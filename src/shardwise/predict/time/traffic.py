@@ -19,8 +19,9 @@ class Traffic:
     """Seconds of each kind of collective, and of a message between stages.
 
     reduce, gather: all gradients to who updates them, all parameters back, below stage 3. replicas: sums over the
-    groups that hold the same shards (HSDP). unit_gather, unit_reduce: of one block, at stage 3. tied: the sum of a tied
-    table's gradients over the ends of a pipeline. hop: one message between stages.
+    groups that hold the same shards (HSDP). unit_gather, unit_reduce: of one block, at stage 3; table_gather,
+    table_reduce: of a vocabulary's table there. tied: the sum of a tied table's gradients over the ends of a pipeline.
+    hop: one message between stages.
     """
 
     reduce: Num
@@ -28,6 +29,8 @@ class Traffic:
     replicas: Num
     unit_gather: Num
     unit_reduce: Num
+    table_gather: Num
+    table_reduce: Num
     tied: Num
     hop: Num
 
@@ -37,26 +40,30 @@ def traffic(model: ModelConfig, split: Split, engine: Engine, pricing: Pricing) 
     price = pricing.collectives.seconds
     zero, data = np.asarray(split.zero), split.dp * split.cp
     dense, routed = held_parameters(model, split, engine)
+    grad_bytes = max(engine.grad_bytes, split.width)
     whole, partly = np.where(zero == 0, data, 1), np.where((zero == 1) | (zero == 2), split.shard, 1)
-    reduce = price("all_reduce", dense * engine.grad_bytes, whole, split.tp)
-    reduce = reduce + price("reduce_scatter", dense * engine.grad_bytes, partly, split.tp)
-    gather = price("all_gather_into", dense * 2.0, partly, split.tp)
+    reduce = price("all_reduce", dense * grad_bytes, whole, split.tp)
+    reduce = reduce + price("reduce_scatter", dense * grad_bytes, partly, split.tp)
+    gather = price("all_gather_into", dense * split.width, partly, split.tp)
     if model.experts:
         spread = np.maximum(data * split.tp / split.ep, 1)
         whole, partly = np.where(zero == 0, spread, 1), np.where((zero == 1) | (zero == 2), spread, 1)
-        reduce = reduce + price("all_reduce", routed * engine.grad_bytes, whole, split.ep)
-        reduce = reduce + price("reduce_scatter", routed * engine.grad_bytes, partly, split.ep)
-        gather = gather + price("all_gather_into", routed * 2.0, partly, split.ep)
+        reduce = reduce + price("all_reduce", routed * grad_bytes, whole, split.ep)
+        reduce = reduce + price("reduce_scatter", routed * grad_bytes, partly, split.ep)
+        gather = gather + price("all_gather_into", routed * split.width, partly, split.ep)
     owners = np.where(zero == 0, data, split.shard)
-    shards = (dense + routed) * engine.grad_bytes / owners
+    shards = (dense + routed) * grad_bytes / owners
     replicas = price("all_reduce", shards, np.where(zero == 0, 1, data // owners), split.tp * owners)
     unit, split_up = count_parts(model)[1] / model.layers / split.tp, np.where(zero == 3, split.shard, 1)
+    table = padded_vocab(model, engine, split.tp) * model.hidden / split.tp
     return Traffic(
         reduce,
         gather,
         replicas,
-        price("all_gather_into", unit * 2.0, split_up, split.tp),
-        price("reduce_scatter", unit * engine.grad_bytes, split_up, split.tp),
+        price("all_gather_into", unit * split.width, split_up, split.tp),
+        price("reduce_scatter", unit * grad_bytes, split_up, split.tp),
+        price("all_gather_into", table * split.width, split_up, split.tp),
+        price("reduce_scatter", table * grad_bytes, split_up, split.tp),
         _tied(model, split, engine, pricing),
         _hop(model, split, engine, pricing),
     )
@@ -68,13 +75,15 @@ def _tied(model: ModelConfig, split: Split, engine: Engine, pricing: Pricing) ->
     table = padded_vocab(model, engine, split.tp) * model.hidden / split.tp
     ends, data = np.where(np.asarray(split.pp) > 1, 2, 1), split.dp * split.cp
     apart = split.tp * data * np.maximum(split.pp - 1, 1)
-    return pricing.collectives.seconds("all_reduce", table * engine.grad_bytes, ends, apart)
+    return pricing.collectives.seconds("all_reduce", table * max(engine.grad_bytes, split.width), ends, apart)
 
 
 def _hop(model: ModelConfig, split: Split, engine: Engine, pricing: Pricing) -> Num:
     sp = np.asarray(split.sp)
+    if np.all(np.asarray(split.pp) == 1):
+        return 0.0
     pieces = np.where(sp | engine.scatter_hops, split.tp, 1)
-    nbytes = split.micro * split.seq / split.cp * model.hidden * 2.0 / pieces
+    nbytes = split.micro * split.seq / split.cp * model.hidden * split.width / pieces
     hop = pricing.collectives.hop(nbytes, split.tp * split.cp * split.dp)
     if not engine.scatter_hops:
         return hop

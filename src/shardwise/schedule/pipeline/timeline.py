@@ -34,7 +34,7 @@ def report(simulated: Simulated) -> StepReport:
     layout += f",virtual={schedule.virtual}" if schedule.virtual > 1 else ""
     notes = ("a simulated schedule: timelines only, no bytes and no ledger",)
     workload = {"micro_batches": schedule.micro}
-    return StepReport("predicted", {}, layout, workload, "", roles, float(simulated.makespan), notes)
+    return StepReport("predicted", {}, layout, workload, "", roles, float(simulated.makespan), notes=notes)
 
 
 def _events(simulated: Simulated, rank: int) -> Iterator[dict[str, Any]]:

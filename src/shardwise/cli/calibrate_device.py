@@ -1,0 +1,194 @@
+"""`shardwise calibrate device`: what the device at hand takes for the operations of a step, into a cluster file.
+
+The file is the one that `calibrate network` writes: whichever comes second brings it up to date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import shlex
+from dataclasses import asdict, replace
+from datetime import date
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from shardwise.cli import collective_bench
+from shardwise.cli.output import print_json, show
+from shardwise.errors import UserError
+
+if TYPE_CHECKING:
+    from shardwise.cluster import Cluster, Device, Link
+
+SECONDS = 60.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", type=int, default=1, metavar="P", help="CPU processes that measure at once (1)")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="(auto: cuda if there is one)"
+    )
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="of each rank's matrix products (1)")
+    parser.add_argument("--transport", choices=("auto", "shared", "gloo"), default="auto", help="of ranks, as in train")
+    parser.add_argument(
+        "--seconds", type=float, default=SECONDS, metavar="S", help=f"of measuring, about ({SECONDS:g})"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="cluster file to write, or to bring up to date")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, write the file, print it. Raises `UserError`, and `RunFailed` when a rank dies."""
+    _check(args)
+    before = _before(args.out)
+    kind = _kind(args)
+    told = _measured(args, kind)
+    device = _device(told, args, kind)
+    cluster = _cluster(before, device, args.ranks)
+    if args.out:
+        _write(args.out, cluster)
+    if args.json:
+        print_json({"device": asdict(device), "samples": told["samples"]})
+        return 0
+    show(*_tables(device))
+    print(f"written: --cluster {shlex.quote(str(args.out))}" if args.out else "--out FILE.toml keeps it for --cluster")
+    return 0
+
+
+def cpu_name() -> str:
+    """The host's processor as Linux names it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _check(args: argparse.Namespace) -> None:
+    if not 1 <= args.ranks <= collective_bench.MOST_RANKS:
+        raise UserError(f"--ranks {args.ranks}: between 1 and {collective_bench.MOST_RANKS} can measure on one host")
+    if args.threads < 1:
+        raise UserError(f"--threads must be a positive integer, not {args.threads}")
+    if not 0 < args.seconds < float("inf"):
+        raise UserError(f"--seconds must be a positive number, not {args.seconds:g}")
+    if args.out and args.out.suffix != ".toml":
+        raise UserError(f"--out {args.out}: a cluster file's name ends in .toml")
+    if args.out and not args.out.parent.is_dir():
+        raise UserError(f"--out {args.out}: there is no directory {args.out.parent}")
+
+
+def _before(out: Path | None) -> Cluster | None:
+    """What the file says so far."""
+    from shardwise.cluster import Cluster
+
+    return Cluster.parse(str(out)) if out and out.exists() else None
+
+
+def _kind(args: argparse.Namespace) -> Literal["cpu", "cuda"]:
+    from shardwise.runtime.hardware import has_cuda
+
+    there = has_cuda()
+    if args.device == "cuda" and not there:
+        raise UserError("--device cuda: torch sees no CUDA device here; use --device cpu")
+    kind: Literal["cpu", "cuda"] = "cpu" if args.device == "cpu" or not there else "cuda"
+    if kind == "cuda" and args.ranks > 1:
+        raise UserError("--ranks is for CPU processes, which share a machine; a CUDA device is measured alone")
+    return kind
+
+
+def _measured(args: argparse.Namespace, kind: str) -> dict[str, Any]:
+    from shardwise.runtime.calibration import usual_job
+    from shardwise.runtime.job.measuring import whole
+
+    def job(out: str) -> dict[str, Any]:
+        return asdict(usual_job(kind, args.seconds, args.transport, out))
+
+    told: dict[str, Any] = whole("shardwise.runtime.calibration", job, args.ranks, threads=args.threads)
+    return told
+
+
+def _device(told: dict[str, Any], args: argparse.Namespace, kind: Literal["cpu", "cuda"]) -> Device:
+    from shardwise.cluster.catalog import lookup
+    from shardwise.predict.time.measuring import device_of
+    from shardwise.runtime.calibration import MODEL
+
+    about = told["about"]
+    if kind == "cuda":
+        name, memory, more = about["name"], about["memory"], ""
+    else:
+        name, memory = cpu_name(), lookup("CPU").device.memory_bytes
+        name = name if name[:1].isalpha() else f"CPU {name}"
+        more = f" --ranks {args.ranks} --threads {args.threads} --transport {args.transport}"
+    source = f"shardwise calibrate device --device {kind}{more}, {date.today()}, torch {about['torch']}"
+    if args.ranks > 1:
+        source += "; figures are one rank's while all work"
+    return device_of(told, name, kind, memory, MODEL, source)
+
+
+def _cluster(before: Cluster | None, device: Device, ranks: int) -> Cluster:
+    """The file's cluster with this device; its link inside a node from the messages, where nothing was known of it."""
+    from shardwise.cluster import Cluster, Link
+
+    found = before or Cluster(1, ranks, device, Link(None, None), Link(None, None))
+    intra = found.intra if found.intra.bandwidth else _link(device) or found.intra
+    return replace(found, device=device, devices_per_node=max(found.devices_per_node, ranks), intra=intra)
+
+
+def _link(device: Device) -> Link | None:
+    from shardwise.cluster import Link
+
+    timed = device.measured.get("collectives")
+    if not timed:
+        return None
+    seconds, sizes = timed["message"], timed["sizes"]
+    return Link(seconds[0], sizes[-1] / seconds[-1], f"messages of {device.source}")
+
+
+def _write(file: Path, cluster: Cluster) -> None:
+    from shardwise.cluster.writing import to_toml
+
+    header = [f"{cluster.device.name}: {cluster.device.source}"]
+    try:
+        file.write_text(to_toml(cluster, header), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {file}: {error.strerror}") from None
+
+
+def _tables(device: Device) -> list[Any]:
+    from rich.table import Table
+
+    from shardwise.predict.time.measuring import COUNTED, seconds_an_element
+    from shardwise.report.units import format_bytes, format_share, format_time
+
+    assert device.memory_bandwidth
+    values, bandwidth = device.measured["values"], device.memory_bandwidth
+    figures = Table("measured", *device.peak_flops, box=None, pad_edge=False)
+    figures.add_row("matrix products", *(f"{rate / 1e9:,.0f} GFLOP/s" for rate in device.peak_flops.values()))
+    for width in device.measured["attention"]["float32"]:
+        forms = (device.measured["attention"][dtype][width] for dtype in device.peak_flops)
+        figures.add_row(
+            f"attention, heads of {width}", *(f"{format_share(form['efficiency'])} of it" for form in forms)
+        )
+    for of in (*COUNTED, "optimizer"):
+        figures.add_row(
+            of or "addition",
+            *(f"{seconds_an_element(device, of, dtype) * 1e9:.2f} ns an element" for dtype in device.peak_flops),
+        )
+    call = values.get("pass_s", values.get("launch_s"))
+    lines = [f"{device.name}: copies {format_bytes(bandwidth)}/s, {format_time(call)} to call an operation", figures]
+    return [*lines, *_collectives(device)]
+
+
+def _collectives(device: Device) -> list[Any]:
+    from rich.table import Table
+
+    from shardwise.report.units import format_bytes, format_time
+
+    timed = dict(device.measured.get("collectives", {}))
+    if not timed:
+        return []
+    sizes, message = timed.pop("sizes"), timed.pop("message")
+    table = Table("bytes", "message", *(op.replace("_", "-") for op in timed), box=None, pad_edge=False)
+    for k, nbytes in enumerate(sizes):
+        times = (seconds[k] for op in timed.values() for seconds in op.values())
+        table.add_row(format_bytes(nbytes, binary=True), format_time(message[k]), *map(format_time, times))
+    return ["", table]

@@ -1,0 +1,39 @@
+"""The predicted time of a step, as it is printed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from shardwise.cluster import Cluster
+    from shardwise.report import StepReport
+
+LEAST = 0.002
+"""Share of a step from which a part is shown."""
+
+
+def timing_lines(report: StepReport, cluster: Cluster | None, tokens: int) -> list[RenderableType]:
+    """What a step takes and where its time goes; for a CPU that nobody measured, how to measure it. tokens: of a step,
+    over all ranks."""
+    from rich.table import Table
+
+    from shardwise.report.units import format_share, format_time
+
+    if report.timing is None:
+        unmeasured = cluster is not None and cluster.device.kind == "cpu" and not cluster.device.measured
+        hint = "no time of a step: measure this machine with `shardwise calibrate device --ranks N --out FILE.toml`"
+        return [f"{hint} and name it with --cluster"] if unmeasured else []
+    found = report.timing
+    table = Table("part of a step", "time", "share", box=None, pad_edge=False)
+    for name, seconds in sorted(found["parts"].items(), key=lambda part: -part[1]):
+        if seconds >= LEAST * found["seconds"]:
+            table.add_row(name, format_time(seconds), format_share(seconds / found["seconds"]))
+    low, high = format_time(found["low"]), format_time(found["high"])
+    return [
+        f"a step takes {format_time(found['seconds'])} (80% range {low} to {high}) as {found['engine']} runs it, "
+        f"{tokens / found['seconds']:,.0f} tokens/s",
+        table,
+        "",
+    ]

@@ -1,0 +1,81 @@
+"""The seconds of one layout's step on a cluster: the closed form of `predict.time`, for the software that runs it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shardwise.cluster import Cluster
+from shardwise.errors import UserError
+from shardwise.layout import Layout, Workload
+from shardwise.model import ModelConfig
+
+MOST_DEVICES = 65536
+UNPRICED = ("etp", "hpz", "cpkind", "stages", "offload", "compile", "order")
+"""Keys of a layout of which `predict.time` knows nothing."""
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """A step's time. seconds: the prediction; low, high: its 80% range; parts: where they go, adding up to `seconds`
+    (`predict.time.step.StepSeconds` says what each is). engine: the profile of the software that was assumed. notes:
+    what stands in for measurements of the device."""
+
+    engine: str
+    seconds: float
+    low: float
+    high: float
+    parts: dict[str, float]
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, without the notes."""
+        return {name: value for name, value in vars(self).items() if name != "notes"}
+
+
+def own_engine(cluster: Cluster) -> str:
+    """The profile of this project's runtime on the cluster's kind of device."""
+    return "shardwise-cpu" if cluster.device.kind == "cpu" else "shardwise"
+
+
+def step_seconds(
+    model: ModelConfig, layout: Layout, workload: Workload, cluster: Cluster, engine: str | None = None
+) -> StepSeconds:
+    """Predict the seconds of one steady training step.
+
+    engine: a profile of `predict.time.ENGINES`; None is this project's runtime. Raises `UserError` for a device without
+    constants, a link whose figures are not known, and what has no closed form.
+    """
+    from shardwise.predict.search.pricing import attending
+    from shardwise.predict.search.space import in_closed_form
+    from shardwise.predict.time import Pricing, Split, time_range, training_step
+    from shardwise.predict.time import engine as engine_of
+
+    usual = Layout()
+    for key in UNPRICED:
+        if (value := getattr(layout, key)) != getattr(usual, key):
+            raise UserError(f"the time of {key}={value} is not modelled")
+    if layout.ranks > MOST_DEVICES:
+        raise UserError(f"time is predicted for up to {MOST_DEVICES:,} devices")
+    count = workload.micro_batches(layout)
+    if layout.pp > 1 and not in_closed_form(layout.schedule, layout.virtual, layout.pp, count):
+        raise UserError(f"schedule={layout.schedule} with {count} micro-batches has no closed form of its time")
+    name = engine or own_engine(cluster)
+    pricing = Pricing(cluster)
+    split = replace(Split.of(layout, workload), schedule=layout.schedule if layout.pp > 1 else "1f1b")
+    step = training_step(model, split, attending(engine_of(name), layout.attention), pricing)
+    parts = {part: float(seconds) for part, seconds in step.parts.items()}
+    around = time_range(parts, pricing.constants)
+    return StepSeconds(name, sum(parts.values()), float(around.low), float(around.high), parts, pricing.constants.notes)
+
+
+def try_step_seconds(
+    model: ModelConfig, layout: Layout, workload: Workload, cluster: Cluster | None, engine: str | None = None
+) -> tuple[StepSeconds | None, str]:
+    """(the time, "") or (None, a sentence why there is none; empty where nothing is known of how fast devices are)."""
+    if cluster is None or cluster.device.memory_bandwidth is None:
+        return None, ""
+    try:
+        return step_seconds(model, layout, workload, cluster, engine), ""
+    except UserError as error:
+        return None, f"no time of a step: {error}"

@@ -1,0 +1,187 @@
+"""A `Device` from what `shardwise calibrate device` measured: the table `time` of its cluster file.
+
+The table has what `constants.py` reads: `family`, `sms`, `values` (shares of the bandwidth by operation and dtype,
+seconds of a call), `matmul` (dtype -> tile model, with the grid that was measured), `attention` (dtype -> head width ->
+form) and, where ranks measured together, `collectives` (sizes, and seconds by collective and number of ranks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.cluster import Device
+from shardwise.model import ModelConfig
+from shardwise.predict.time.block import Shape, block
+from shardwise.predict.time.constants import catalog_form, constants
+from shardwise.predict.time.kernels import WIDTH, Kernels
+from shardwise.predict.time.profiles import engine
+
+COUNTED = {"": 3.0, "norm": 11.0, "activation": 13.0, "rotation": 12.0, "softmax": 32.0, "loss": 4.0}
+"""Elements that `block.py` counts for each element of an operation, forward and backward, as this project's decoder is
+counted: norm with the residual that it belongs to."""
+FAMILIES = {8: "Ampere", 9: "Hopper"}
+"""Compute capability's first number -> family; Blackwell for what is newer."""
+
+Told = Mapping[str, Any]
+Samples = Sequence[Mapping[str, Any]]
+
+
+def device_of(
+    told: Told, name: str, kind: Literal["cpu", "cuda"], memory: int | None, model: ModelConfig, source: str
+) -> Device:
+    """The device that samples describe. told: what `runtime.calibration` wrote, {"about", "samples"}. memory: bytes;
+    model: the one whose block was timed for what calls take."""
+    samples: Samples = told["samples"]
+    peaks = _peaks(samples)
+    bandwidth = _figure(next(2.0 * s["shape"][0] / s["seconds"] for s in samples if s["what"] == "copy"))
+    family = "CPU" if kind == "cpu" else family_of(told["about"]["capability"])
+    table: dict[str, Any] = {
+        "family": family,
+        "sms": 1 if kind == "cpu" else told["about"]["sms"],
+        "values": _values(samples, bandwidth),
+        "matmul": {},
+        "attention": {dtype: _attention(samples, dtype, peak, bandwidth) for dtype, peak in peaks.items()},
+    }
+    if found := _collectives(samples):
+        table["collectives"] = found
+    tiles = dict(_FLAT if kind == "cpu" else catalog_form(family))
+    table["matmul"] = {dtype: _flat_grid(tiles) for dtype in peaks}
+    bare = Device(name, kind, memory, bandwidth, peaks, source, table)
+    kernels = Kernels(constants(bare))
+    table["matmul"] = {dtype: _matmul(samples, dtype, tiles, kernels) for dtype in peaks}
+    took = next(s["seconds"] for s in samples if s["what"] == "block")
+    launches = block(model, Shape(1, 8, 1, 8, 8, dtype="float32"), engine("shardwise-cpu"), kernels).launches
+    call = _figure(took / (launches["forward"] + launches["backward"]))
+    table["values"]["pass_s" if kind == "cpu" else "launch_s"] = call
+    return Device(name, kind, memory, bandwidth, peaks, source, table)
+
+
+def family_of(capability: Sequence[int]) -> str:
+    """The architecture that a CUDA device's compute capability stands for; Ampere for what is older."""
+    return FAMILIES.get(max(capability[0], 8), "Blackwell")
+
+
+_FLAT = {"tiles": [[1, 1, 1.0]], "latency_s": 0.0, "split_latency_s": 0.0, "bandwidth_share": 1.0, "prologue_k": 0.0}
+"""A device without multiprocessors to fill: FLOPs over the peak, and the measured grid on top."""
+
+
+def _flat_grid(form: Mapping[str, Any]) -> dict[str, Any]:
+    return {**form, "axes": [[1, 2]] * 3, "residual": np.zeros((2, 2, 2)).tolist()}
+
+
+def _figure(number: float) -> float:
+    """Four digits: no measurement has more."""
+    return float(f"{number:.4g}")
+
+
+def _peaks(samples: Samples) -> dict[str, float]:
+    peaks: dict[str, float] = {}
+    for sample in samples:
+        if sample["what"] == "product":
+            dtype, rate = sample["of"][0], 2.0 * np.prod(np.array(sample["shape"], float)) / sample["seconds"]
+            peaks[dtype] = max(peaks.get(dtype, 0.0), _figure(rate))
+    return peaks
+
+
+def _values(samples: Samples, bandwidth: float) -> dict[str, float]:
+    values = {}
+    for sample in samples:
+        if sample["what"] == "pass":
+            of, dtype = sample["of"]
+            moved = float(np.prod(sample["shape"])) * _counted(of, dtype)
+            values[_stream(of, dtype)] = _figure(moved / (bandwidth * sample["seconds"]))
+        elif sample["what"] == "row":
+            dtype, moved = sample["of"][0], float(np.prod(sample["shape"])) * WIDTH[sample["of"][0]]
+            values[f"gemv_{dtype}"] = _figure(moved / (bandwidth * sample["seconds"]))
+    return values
+
+
+def _counted(of: str, dtype: str) -> float:
+    """Bytes of an operation for each element."""
+    return engine("shardwise-cpu").optimizer_bytes if of == "optimizer" else COUNTED[of] * WIDTH[dtype]
+
+
+def _stream(of: str, dtype: str) -> str:
+    return "_".join(word for word in ("stream", of, dtype) if word)
+
+
+def seconds_an_element(device: Device, of: str, dtype: str) -> float:
+    """What an operation that memory binds took on a measured device, forward and backward."""
+    assert device.memory_bandwidth
+    share: float = device.measured["values"][_stream(of, dtype)]
+    return _counted(of, dtype) / (device.memory_bandwidth * share)
+
+
+def _matmul(samples: Samples, dtype: str, form: Mapping[str, Any], kernels: Kernels) -> dict[str, Any]:
+    """The grid of ln(measured / tiles), the mean over what a product is in a linear layer; and how these differ."""
+    rows = [s for s in samples if s["what"] == "product" and s["of"][0] == dtype]
+    axes = [np.unique(lengths).tolist() for lengths in zip(*(row["shape"] for row in rows), strict=True)]
+    logs: dict[str, NDArray] = {}
+    for row in rows:
+        table = logs.setdefault(row["of"][1], np.full([len(axis) for axis in axes], np.nan))
+        at = tuple(axis.index(length) for axis, length in zip(axes, row["shape"], strict=True))
+        m, n, k = row["shape"]
+        table[at] = np.log(row["seconds"] / float(kernels.matmul(m, n, k, dtype)))
+    mean = np.mean(list(logs.values()), axis=0)
+    turns = {turn: _figure(float(np.exp(np.nanmean(table - mean)))) for turn, table in logs.items()}
+    return {**form, "turns": turns, "axes": axes, "residual": np.round(filled(mean), 3).tolist()}
+
+
+def filled(table: NDArray) -> NDArray:
+    """A table of three axes, whose entries that were not measured take the mean of their neighbours that were."""
+    while np.isnan(table).any():
+        padded = np.pad(table, 1, constant_values=np.nan)
+        near = [np.roll(padded, shift, axis)[1:-1, 1:-1, 1:-1] for axis in range(3) for shift in (1, -1)]
+        stack = np.stack(near)
+        known = ~np.isnan(stack)
+        mean = np.where(known.any(0), np.nansum(stack, 0) / np.maximum(known.sum(0), 1), np.nan)
+        table = np.where(np.isnan(table), mean, table)
+    return table
+
+
+def _attention(samples: Samples, dtype: str, peak: float, bandwidth: float) -> dict[str, dict[str, float]]:
+    """Head width -> efficiency and loss on short sequences, for `Kernels.attention`; and the backward's ratio."""
+    ways: dict[str, dict[tuple[int, ...], float]] = {"forward": {}, "both": {}}
+    for sample in samples:
+        if sample["what"] == "attention" and sample["of"][0] == dtype:
+            ways[sample["of"][1]][tuple(sample["shape"])] = sample["seconds"]
+    forms = {}
+    for width in sorted({shape[3] for shape in ways["forward"]}):
+        mine = {shape: seconds for shape, seconds in ways["forward"].items() if shape[3] == width}
+        back = median(ways["both"][shape] / seconds - 1 for shape, seconds in mine.items())
+        rows, took = [], []
+        for (batch, length, heads, _), seconds in mine.items():
+            flops = 4.0 * batch * heads * width * length * (length + 1) / 2
+            moved = WIDTH[dtype] * 4.0 * batch * width * heads * length
+            took.append(max(seconds - moved / bandwidth, seconds / 5))
+            rows.append([flops / peak, flops / peak / length])
+        whole, short = _fitted(np.array(rows), np.array(took))
+        forms[str(width)] = {
+            "efficiency": _figure(1 / whole), "short_tokens": _figure(short / whole), "bandwidth_share": 1.0,
+            "latency_s": 0.0, "backward": _figure(max(back, 0.5) / 2.5),
+        }  # fmt: skip
+    return forms
+
+
+def _fitted(rows: NDArray, took: NDArray) -> tuple[float, float]:
+    """The two factors, neither negative, that explain `took` with the least relative error."""
+    (whole, short), *_ = np.linalg.lstsq(rows / took[:, None], np.ones(len(took)), rcond=None)
+    if short < 0 or whole <= 0:
+        return float(np.mean(took / rows[:, 0])), 0.0
+    return float(whole), float(short)
+
+
+def _collectives(samples: Samples) -> dict[str, Any]:
+    """sizes, collective -> ranks -> seconds, message -> seconds: what `network.py` reads."""
+    mine = [s for s in samples if s["what"] == "collective"]
+    found: dict[str, Any] = {"sizes": sorted({s["shape"][0] for s in mine})} if mine else {}
+    for sample in sorted(mine, key=lambda s: s["shape"][0]):
+        op, ranks = sample["of"][0], str(sample["shape"][1])
+        row = found.setdefault(op, []) if op == "message" else found.setdefault(op, {}).setdefault(ranks, [])
+        row.append(_figure(sample["seconds"]))
+    return found

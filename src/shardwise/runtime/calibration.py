@@ -1,0 +1,460 @@
+"""What the device at hand takes for the operations that a training step is made of: `shardwise calibrate device`.
+
+All ranks measure the same probe at the same time, since the ranks of a CPU share its memory and caches. A time is the
+lower quartile of several blocks of calls: other programs only ever add to it. On one thread of a CPU the clock is that
+thread's own, which stands still while another program has the core. What is computed is what the decoder and
+the runtime compute: their own norms, rotation, loss, and the optimizer's calls.
+
+`python -m shardwise.runtime.calibration JOB.json` is one rank. `predict.time.measuring` makes a device of the samples.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import cycle, product
+from pathlib import Path
+from statistics import fmean, quantiles
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.decoder import Batch
+from shardwise.decoder.attention import Rope
+from shardwise.decoder.llama import LlamaBlock
+from shardwise.decoder.modules import RMSNorm
+from shardwise.layout import Grid, Layout
+from shardwise.model import ModelConfig
+from shardwise.model.chunking import optimizer_chunk
+from shardwise.runtime.comms import Comms
+from shardwise.runtime.job.rank import leave, main
+from shardwise.runtime.loss import summed_cross_entropy
+from shardwise.runtime.setup import make_comms
+
+Call = Callable[[], object]
+
+DTYPES = (torch.float32, torch.bfloat16)
+TURNS = ("forward", "input", "weight")
+ROUNDS = 8
+"""Blocks of calls that a probe's time is spent on."""
+MODEL = ModelConfig("probe", vocab=64, hidden=128, layers=1, heads=2, kv_heads=2, ffn=256, max_positions=64)
+ROTATED = 48 << 20
+"""Bytes over which passes go in turn, so that what they read has left the caches, as in a step."""
+HOT = 4 << 20
+"""Bytes of a collective up to which its tensor counts as just computed."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is measured. device: torch's name. seconds: how long it may take, about. axes: lengths of products; widths,
+    lengths: of attention's heads and sequences; tokens: of passes over memory; sizes: bytes of collectives. transport:
+    as the trainer's. timeout: seconds that a rank waits for others. out: file for the samples."""
+
+    device: str
+    seconds: float
+    axes: list[list[int]]
+    widths: list[int]
+    lengths: list[int]
+    tokens: int
+    sizes: list[int]
+    transport: str
+    timeout: float
+    out: str
+
+    @classmethod
+    def read(cls, path: Path) -> Job:
+        return cls(**json.loads(path.read_text()))
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One probe. what: product, attention, pass, collective, ... of: dtype and kind, in the words of the probe's maker;
+    shape: its numbers. seconds: of one call, the mean over ranks."""
+
+    what: str
+    of: tuple[str, ...]
+    shape: tuple[int, ...]
+    seconds: float
+
+
+Probe = tuple[str, tuple[str, ...], tuple[int, ...], Callable[[], Call]]
+"""What, of, shape as in `Sample`; and what makes the call, when its turn has come."""
+
+
+def usual_job(device: str, seconds: float, transport: str, out: str) -> Job:
+    """The shapes that are measured on a kind of device."""
+    small = device == "cpu"
+    axis = [16, 128, 768, 4096] if small else [32, 128, 512, 2048, 8192]
+    return Job(
+        device,
+        seconds,
+        axes=[axis] * 3,
+        widths=[64, 128],
+        lengths=[128, 512, 2048] if small else [512, 2048, 8192],
+        tokens=1024 if small else 8192,
+        sizes=[1 << k for k in range(10, 25, 2)],
+        transport=transport,
+        timeout=120.0,
+        out=out,
+    )
+
+
+# -- the probes
+
+
+def products(job: Job, device: torch.device, most: float) -> Iterator[Probe]:
+    """Matrix products [m, k] x [k, n] with operands as a linear layer has them forward and backward. most: FLOPs."""
+    for dtype, (m, n, k), turn in product(DTYPES, product(*job.axes), TURNS):
+        if 2.0 * m * n * k <= most:
+            yield "product", (_name(dtype), turn), (m, n, k), _product(dtype, m, n, k, turn, device)
+
+
+def _product(dtype: torch.dtype, m: int, n: int, k: int, turn: str, device: torch.device) -> Callable[[], Call]:
+    """Weights and saved activations come from memory, as in a step; what has just been computed lies in the cache."""
+
+    def make() -> Call:
+        def hot(*shape: int) -> Tensor:
+            # A GPU draws more power on numbers that differ; a CPU takes long to draw them.
+            fill = torch.rand(shape, device=device) if device.type == "cuda" else torch.full(shape, 0.5)
+            return fill.to(dtype)
+
+        def cold(*shape: int) -> Iterator[Tensor]:
+            return cycle([hot(*shape) for _ in range(min(64, ROTATED // (math.prod(shape) * dtype.itemsize) + 1))])
+
+        if turn == "forward":
+            x, w = hot(m, k), cold(n, k)
+            return lambda: F.linear(x, next(w))
+        if turn == "input":
+            dy, w = hot(m, k), cold(k, n)
+            return lambda: dy @ next(w)
+        dy, saved, out = hot(k, m), cold(k, n), cold(m, n)
+        return lambda: torch.mm(dy.t(), next(saved), out=next(out))
+
+    return make
+
+
+def attentions(job: Job, device: torch.device) -> Iterator[Probe]:
+    """The fused attention, causal: forward, and forward with backward."""
+    for dtype, width, length in product(DTYPES, job.widths, job.lengths):
+        heads, batch = 8, max(1, min(512, job.lengths[-1] // 4) // length)
+        for way in ("forward", "both"):
+            shape = batch, length, heads, width
+            yield "attention", (_name(dtype), way), shape, _attention(dtype, shape, way == "both", device)
+
+
+def _attention(dtype: torch.dtype, shape: tuple[int, ...], backward: bool, device: torch.device) -> Callable[[], Call]:
+    def make() -> Call:
+        q, k, v = (torch.randn(shape, device=device).to(dtype).requires_grad_(backward) for _ in range(3))
+        dy = torch.randn(shape, device=device).to(dtype)
+
+        def call() -> None:
+            first, second, third = (x.transpose(1, 2) for x in (q, k, v))
+            out = F.scaled_dot_product_attention(first, second, third, is_causal=True).transpose(1, 2)
+            if backward:
+                torch.autograd.grad(out, (q, k, v), dy)
+
+        return call
+
+    return make
+
+
+def passes(job: Job, device: torch.device) -> Iterator[Probe]:
+    """Operations that memory binds, forward and backward, on `tokens` rows, each in the shape that it is counted by."""
+    copied = max(1 << 16, job.tokens << 16)
+    yield "copy", (), (copied,), partial(_copy, copied, device)
+    makers: dict[str, tuple[int, Callable[..., Call]]] = {
+        "": (1024, _add), "norm": (1024, _norm), "activation": (2816, _activation), "rotation": (1024, _rotation),
+        "softmax": (1024, _softmax), "loss": (8192, _loss),
+    }  # fmt: skip
+    for dtype in DTYPES:
+        for name, (width, make) in makers.items():
+            shape = job.tokens, width
+            yield "pass", (name, _name(dtype)), shape, partial(_turns, make, shape, dtype, device)
+        elements = job.tokens << 13
+        yield "pass", ("optimizer", _name(dtype)), (elements,), partial(_optimizer, elements, dtype, device)
+        for deep in (1024, 4096):
+            yield "row", (_name(dtype),), (deep, deep), _product(dtype, 1, deep, deep, "forward", device)
+    yield "block", (), (), partial(_block, device)
+
+
+def _copy(nbytes: int, device: torch.device) -> Call:
+    a, b = (torch.zeros(nbytes // 4, device=device) for _ in range(2))
+    return lambda: b.copy_(a)
+
+
+def _turns(make: Callable[..., Call], shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Call:
+    """Calls on several sets of tensors by turns."""
+    nbytes = shape[0] * shape[1] * dtype.itemsize
+    calls = [make(shape, dtype, device) for _ in range(max(1, min(16, ROTATED // (3 * nbytes))))]
+    at = 0
+
+    def call() -> None:
+        nonlocal at
+        calls[at % len(calls)]()
+        at += 1
+
+    return call
+
+
+def _leaf(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.randn(shape, device=device).to(dtype).requires_grad_()
+
+
+def _add(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Call:
+    a, b, c = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(3))
+    return lambda: torch.add(a, b, out=c)
+
+
+def _norm(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Call:
+    norm = RMSNorm(shape[1], 1e-5).to(device, dtype)
+    nn.init.ones_(norm.weight)
+    x, dy = _leaf((1, *shape), dtype, device), torch.randn(1, *shape, device=device).to(dtype)
+    return lambda: torch.autograd.grad(x + norm(x), (x, norm.weight), dy)
+
+
+def _activation(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Call:
+    gate, up = _leaf(shape, dtype, device), _leaf(shape, dtype, device)
+    dy = torch.randn(shape, device=device).to(dtype)
+    return lambda: torch.autograd.grad(F.silu(gate) * up, (gate, up), dy)
+
+
+def _rotation(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Call:
+    heads = shape[1] // 128
+    config = MODEL.replace(hidden=shape[1], heads=heads, kv_heads=heads, head_dim=128, max_positions=shape[0])
+    rope = Rope(config)
+    tables = rope.tables(torch.arange(shape[0], device=device)[None], dtype)
+    x = _leaf((1, shape[0], heads, 128), dtype, device)
+    dy = torch.randn_like(x)
+    return lambda: torch.autograd.grad(rope(x, tables), x, dy)
+
+
+def _softmax(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Call:
+    x, mask = _leaf(shape, dtype, device), torch.zeros(shape[1], dtype=dtype, device=device)
+    dy = torch.randn(shape, device=device).to(dtype)
+    return lambda: torch.autograd.grad(torch.softmax(x + mask, -1), x, dy)
+
+
+def _loss(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Call:
+    x, targets = _leaf((1, *shape), dtype, device), torch.zeros(1, shape[0], dtype=torch.int64, device=device)
+    alone = _Alone()
+    return lambda: torch.autograd.grad(summed_cross_entropy(x, targets, 0, shape[1], alone), x)  # type: ignore[arg-type]
+
+
+class _Alone:
+    """The loss's view of a rank that shares no vocabulary."""
+
+    def all_reduce(self, tensor: Tensor, axes: str, unit: str, *, maximum: bool = False) -> None: ...
+    def size(self, axes: str) -> int:
+        return 1
+
+
+def _optimizer(elements: int, dtype: torch.dtype, device: torch.device) -> Call:
+    """What `runtime.optimizer` does to an interval: the norm, clipping, the update."""
+    master, first, second = (torch.zeros(elements, device=device) for _ in range(3))
+    grads = torch.full((elements,), 1e-3, dtype=dtype, device=device)
+    weights = master if dtype == torch.float32 else torch.zeros(elements, dtype=dtype, device=device)
+    steps = torch.ones((), device=device)
+    apart = weights is not master
+    step = optimizer_chunk(elements) if apart and not weights.is_cuda else elements
+
+    def call() -> None:
+        torch.linalg.vector_norm(grads, dtype=torch.float32).double()
+        for start in range(0, elements, step):
+            chunk = slice(start, start + step)
+            own = grads[chunk].to(torch.float32)
+            own.mul_(0.999)
+            torch._fused_adamw_(
+                [master[chunk]], [own], [first[chunk]], [second[chunk]], [], [steps], lr=1e-3, beta1=0.9, beta2=0.95,
+                weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False,
+            )  # fmt: skip
+            if apart:
+                weights[chunk].copy_(master[chunk])
+
+    return call
+
+
+def _block(device: torch.device) -> Call:
+    """A block so small that it takes what its operations take to be called."""
+    block = LlamaBlock(MODEL, "blocks.0").to(device)
+    for parameter in block.parameters():
+        nn.init.constant_(parameter, 0.01)
+    x = torch.randn(1, 8, MODEL.hidden, device=device, requires_grad=True)
+    positions = torch.arange(8, device=device)[None]
+    batch = Batch(positions, positions, positions, None, positions, positions)
+    leaves = [x, *block.parameters()]
+    return lambda: torch.autograd.grad(block(x, batch), leaves, torch.ones_like(x))
+
+
+def collectives(job: Job, ranks: int) -> Iterator[Probe]:
+    """The trainer's own collectives and messages, over all ranks."""
+    if ranks == 1:
+        return
+    data = _comms(Layout(dp=ranks, zero=3), job)
+    line = _comms(Layout(pp=ranks), job)
+    for nbytes in job.sizes:
+        elements = max(1, nbytes // 4 // ranks) * ranks
+        for op in ("all_reduce", "all_gather", "reduce_scatter"):
+            yield "collective", (op,), (nbytes, ranks), partial(_collective, data, op, elements)
+        yield "collective", ("message",), (nbytes, ranks), partial(_message, line, elements)
+    data.close()
+    line.close()
+
+
+def _comms(layout: Layout, job: Job) -> Comms:
+    model = MODEL.replace(layers=max(MODEL.layers, layout.pp))
+    Grid.of(layout, model)
+    return make_comms(layout, model, dist.get_rank(), timeout=job.timeout, transport=job.transport)
+
+
+def _collective(comms: Comms, op: str, elements: int) -> Call:
+    # Activations, which are small, have just been computed; gradients and weights have left the cache.
+    copies = ROTATED // (4 * elements) + 1 if 4 * elements > HOT else 1
+    tensors = cycle([torch.zeros(elements) for _ in range(copies)])
+    piece = torch.zeros(elements // comms.size("data"))
+    if op == "all_reduce":
+        return lambda: comms.all_reduce(next(tensors), "data", "probe")
+    if op == "all_gather":
+        return lambda: comms.all_gather(next(tensors), piece, "shard", "probe")
+    return lambda: comms.reduce_scatter(next(tensors), "shard", "probe", piece.copy_)
+
+
+def _message(comms: Comms, elements: int) -> Call:
+    """There and back between the first two ranks: twice a message."""
+    tensor, rank = torch.zeros(elements), comms.index("pp")
+
+    def call() -> None:
+        for sender in (0, 1) if rank < 2 else ():
+            if rank == sender:
+                comms.send(tensor, 1 - rank, "probe").wait()
+            else:
+                comms.receive(tensor, 1 - rank, "probe").wait()
+
+    return call
+
+
+# -- measuring
+
+
+class Bench:
+    """One rank's clock."""
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.device = job, torch.device(job.device)
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        alone = self.device.type == "cpu" and torch.get_num_threads() == 1
+        self._clock = time.thread_time if alone else time.perf_counter
+
+    def run(self) -> list[Sample]:
+        """All probes, in the time that there is."""
+        made = sum(1 for _ in self._probes(math.inf, False))
+        budget = self.job.seconds / made
+        rate = 2.0 * 512**3 / self._seconds(_product(torch.float32, 512, 512, 512, "forward", self.device)(), budget)
+        found = []
+        for number, (what, of, shape, make) in enumerate(self._probes(rate * 2 * budget, True)):
+            if self.rank == 0:
+                _progress(f"{what} {' '.join(of)} {'x'.join(map(str, shape))}", number + 1, made)
+            call = make()
+            seconds = self._together(call, budget) if what == "collective" else self._seconds(call, budget)
+            found.append(Sample(what, of, shape, seconds / 2 if of == ("message",) else seconds))
+            del call, make
+        every: list[Any] = [None] * self.ranks
+        dist.all_gather_object(every, [sample.seconds for sample in found])
+        return [
+            Sample(s.what, s.of, s.shape, theirs[0] if s.of == ("message",) else fmean(theirs))
+            for s, theirs in zip(found, zip(*every, strict=True), strict=True)
+        ]
+
+    def _probes(self, most: float, together: bool) -> Iterator[Probe]:
+        yield from products(self.job, self.device, most)
+        yield from attentions(self.job, self.device)
+        yield from passes(self.job, self.device)
+        if together:
+            yield from collectives(self.job, self.ranks)
+
+    def _seconds(self, call: Call, budget: float) -> float:
+        """Of one call, all ranks at once."""
+        call()
+        one = self._block(call, 1, self._clock)
+        count = max(1, min(1000, math.ceil(budget / ROUNDS / one)))
+        dist.barrier()
+        blocks: list[float] = []
+        while len(blocks) < 3 or (sum(blocks) * count < budget and len(blocks) < 4 * ROUNDS):
+            blocks.append(self._block(call, count, self._clock))
+        return quantiles(blocks, n=4, method="inclusive")[0]
+
+    def _together(self, call: Call, budget: float) -> float:
+        """Of one call that all ranks make together, as often."""
+        call()
+        dist.barrier()
+        one = torch.tensor(self._block(call, 1, time.perf_counter), dtype=torch.float64)
+        dist.all_reduce(one, dist.ReduceOp.MAX)
+        count = max(1, min(200, math.ceil(budget / ROUNDS / float(one))))
+        blocks = []
+        for _ in range(ROUNDS):
+            dist.barrier()
+            blocks.append(self._block(call, count, time.perf_counter))
+        return min(blocks)
+
+    def _block(self, call: Call, count: int, clock: Callable[[], float]) -> float:
+        self._settle()
+        started = clock()
+        for _ in range(count):
+            call()
+        self._settle()
+        return (clock() - started) / count
+
+    def _settle(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _progress(words: str, number: int, of: int) -> None:
+    """On a terminal a line that changes, elsewhere one in twenty."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{number} of {of}: {words}", end="", file=sys.stderr, flush=True)
+    elif number % 20 == 1:
+        print(f"{number} of {of}: {words}", file=sys.stderr, flush=True)
+
+
+def _about(device: torch.device) -> dict[str, Any]:
+    """What the device is."""
+    if device.type != "cuda":
+        return {"threads": torch.get_num_threads(), "torch": torch.__version__}
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "name": properties.name,
+        "memory": properties.total_memory,
+        "sms": properties.multi_processor_count,
+        "capability": [properties.major, properties.minor],
+        "torch": torch.__version__,
+    }
+
+
+def run(rank: int, job: Job) -> None:
+    """All that is measured; rank 0 writes it."""
+    bench = Bench(job)
+    found = bench.run()
+    if rank == 0:
+        if sys.stderr.isatty():
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+        told = {"about": _about(bench.device), "samples": [asdict(sample) for sample in found]}
+        with suppress(OSError):
+            Path(job.out).write_text(json.dumps(told))
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1:], Job.read, run), at_once=True)

@@ -1,0 +1,236 @@
+"""A measured device: what its samples say is what its constants predict, through the cluster file and back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+
+from shardwise.cluster import Cluster, Link
+from shardwise.cluster.writing import to_toml
+from shardwise.errors import UserError
+from shardwise.layout import Layout, Workload
+from shardwise.model import ModelConfig
+from shardwise.model.catalog import get
+from shardwise.predict import estimate
+from shardwise.predict.search import plan
+from shardwise.predict.step_seconds import step_seconds
+from shardwise.predict.time import Kernels, Pricing, Split, constants, engine, training_step
+from shardwise.predict.time.block import Shape, block, head
+from shardwise.predict.time.measuring import COUNTED, device_of, family_of, filled
+
+MODEL = ModelConfig("small", vocab=512, hidden=256, layers=4, heads=4, kv_heads=4, ffn=704, max_positions=512)
+AXIS = (16, 256, 2048)
+RATES = {"float32": 1e11, "bfloat16": 4e11}
+TURNS = {"forward": 1.0, "input": 1.1, "weight": 0.9}
+COPY = 2e10
+SIZES = (1024, 1 << 16, 1 << 22)
+
+
+def took(dtype: str, m: int, n: int, k: int) -> float:
+    """A core that loses time on short products, and two microseconds on each."""
+    return 2e-6 + 2.0 * m * n * k * (1 + 20 / k + 8 / m) / RATES[dtype]
+
+
+def samples(ranks: int = 2, speed: float = 1.0):
+    found = []
+
+    def add(what, of, shape, seconds):
+        found.append({"what": what, "of": list(of), "shape": list(shape), "seconds": seconds / speed})
+
+    for dtype, shape, turn in product(RATES, product(AXIS, AXIS, AXIS), TURNS):
+        add("product", (dtype, turn), shape, took(dtype, *shape) * TURNS[turn])
+    for dtype, width, length in product(RATES, (64, 128), (128, 512, 2048)):
+        forward = 4.0 * 8 * width * length * (length + 1) / 2 / (0.5 * RATES[dtype]) * (1 + 32 / length)
+        for way, times in (("forward", 1), ("both", 4)):
+            add("attention", (dtype, way), (1, length, 8, width), forward * times)
+    add("copy", (), (1 << 24,), 2 * (1 << 24) / COPY)
+    for dtype, of in product(RATES, (*COUNTED, "optimizer")):
+        add("pass", (of, dtype), (1024, 1024), 1e-3 * (len(of) + 1))
+    for dtype in RATES:
+        add("row", (dtype,), (1024, 1024), 1e-4)
+    add("block", (), (), 3e-4)
+    for op, nbytes in product(("all_reduce", "all_gather", "reduce_scatter", "message"), SIZES if ranks > 1 else ()):
+        add("collective", (op,), (nbytes, ranks), 1e-5 + nbytes * 1e-9)
+    return {"about": {"torch": "0"}, "samples": found}
+
+
+def device(told=None):
+    return device_of(told or samples(), "Test CPU", "cpu", 10**10, MODEL, "a test")
+
+
+def cluster(told=None, ranks: int = 2) -> Cluster:
+    return Cluster(1, ranks, device(told), Link(1e-6, 1e9, "told"), Link(None, None))
+
+
+@pytest.fixture
+def read_back(tmp_path):
+    file = tmp_path / "here.toml"
+    file.write_text(to_toml(cluster()), encoding="utf-8")
+    return Cluster.parse(str(file))
+
+
+def test_the_file_keeps_all_that_was_measured(read_back):
+    assert read_back == cluster()
+    assert read_back.device.measured["values"]["stream_norm_float32"] > 0
+    assert constants(read_back.device).sources["stream_norm_float32"] == "a test"
+
+
+def test_measured_products_are_predicted(read_back):
+    kernels = Kernels(constants(read_back.device))
+    for dtype, shape, turn in product(RATES, product(AXIS, AXIS, AXIS), TURNS):
+        expected = took(dtype, *shape) * TURNS[turn]
+        assert float(kernels.matmul(*shape, dtype, turned=turn)) == pytest.approx(expected, rel=0.03), (shape, turn)
+    # Between the shapes of the grid, too.
+    assert float(kernels.matmul(512, 700, 1000, "float32")) == pytest.approx(took("float32", 512, 700, 1000), rel=0.1)
+
+
+def test_measured_attention_is_predicted():
+    kernels = Kernels(constants(device()))
+    for dtype, width, length in product(RATES, (64, 128), (128, 512, 2048)):
+        sample = 4.0 * 8 * width * length * (length + 1) / 2 / (0.5 * RATES[dtype]) * (1 + 32 / length)
+        assert float(kernels.attention(1, length, length, 8, 8, width, dtype=dtype)) == pytest.approx(sample, rel=0.05)
+    assert kernels.attention_ratio(64, "float32") == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("dtype", RATES)
+def test_passes_are_counted_as_the_block_counts_them(dtype):
+    """With one operation slow and the others free, a block takes as long as its share of the samples."""
+    rows, width = 64, {"float32": 4.0, "bfloat16": 2.0}[dtype]
+    shape = Shape(1, rows, 1, rows, rows, dtype=dtype)
+    elements = {
+        "norm": 2 * rows * MODEL.hidden,
+        "activation": rows * MODEL.ffn,
+        "rotation": rows * 2 * MODEL.hidden,
+    }
+    elements["loss"] = rows * MODEL.vocab
+    known = constants(device())
+    free = {name: 1e12 for name in known.values if name.startswith("stream")}
+    for of, count in elements.items():
+        slow = known.with_values(**{**free, f"stream_{of}_{dtype}": 1.0}, pass_s=0.0)
+        tally = (head if of == "loss" else block)(MODEL, shape, engine("shardwise-cpu"), Kernels(slow))
+        seconds = tally.forward["memory"] + tally.backward["memory"]
+        assert float(seconds) == pytest.approx(COUNTED[of] * count * width / known.bandwidth, rel=1e-6), of
+
+
+def test_measured_collectives_are_predicted():
+    found = Pricing(cluster()).collectives
+    for op, nbytes in product(("all_reduce", "all_gather_into", "reduce_scatter"), SIZES):
+        assert float(found.seconds(op, nbytes, 2)) == pytest.approx(1e-5 + nbytes * 1e-9, rel=0.02)
+    assert float(found.hop(1 << 22, 1)) == pytest.approx(1e-5 + (1 << 22) * 1e-9, rel=1e-3)
+    assert float(found.hop(1 << 23, 1)) == pytest.approx(2 * float(found.hop(1 << 22, 1)))
+
+
+@pytest.mark.parametrize("text", ["dp=2,precision=fp32", "tp=2,sp,precision=fp32", "pp=2,precision=fp32", "dp=2"])
+def test_estimate_has_a_time(text):
+    workload = Workload(seq=128, batch=8)
+    report = estimate(MODEL, Layout.parse(text), workload, cluster())
+    assert report.timing and report.time == pytest.approx(sum(report.timing["parts"].values()))
+    assert report.timing["low"] < report.time < report.timing["high"] and report.timing["engine"] == "shardwise-cpu"
+    twice = estimate(MODEL, Layout.parse(text), workload, cluster(samples(speed=2.0)))
+    assert twice.time == pytest.approx(report.time / 2, rel=0.1)
+
+
+def test_fp32_takes_longer_than_bf16():
+    fast, slow = (
+        step_seconds(MODEL, Layout.parse(f"dp=2,precision={p}"), Workload(128, 8), cluster()) for p in ("bf16", "fp32")
+    )
+    assert slow.parts["matmul"] > 3 * fast.parts["matmul"] and slow.parts["data"] > fast.parts["data"]
+
+
+def test_stage_3_waits_for_tables_where_nothing_is_hidden():
+    one, wide = (
+        step_seconds(replace(MODEL, vocab=v), Layout.parse("dp=2,zero=3,precision=fp32"), Workload(128, 8), cluster())
+        for v in (512, 4096)
+    )
+    assert wide.parts["data"] > 1.2 * one.parts["data"]
+
+
+def test_one_rank_needs_no_link():
+    alone = Cluster(1, 1, device(samples(ranks=1)), Link(None, None), Link(None, None))
+    assert step_seconds(MODEL, Layout(precision="fp32"), Workload(128, 8), alone).seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"family": "Z80"}, "names the family 'Z80'"),
+        ({"matmul": {}}, "lacks matmul.float32, matmul.bfloat16"),
+        ({"values": {"stream": "fast"}}, "stream must be a number"),
+        ({"sms": -1}, "sms must be a number and not negative"),
+    ],
+)
+def test_a_damaged_table_is_told_in_one_line(change, words):
+    found = device()
+    with pytest.raises(UserError, match=words):
+        constants(replace(found, measured={**found.measured, **change}))
+
+
+def test_a_grid_of_the_wrong_size_is_told():
+    found = device()
+    grid = {dtype: {**form, "axes": [[1, 2]] * 3} for dtype, form in found.measured["matmul"].items()}
+    with pytest.raises(UserError, match="axes of three lengths"):
+        Kernels(constants(replace(found, measured={**found.measured, "matmul": grid})))
+
+
+def test_what_was_not_measured_is_said():
+    with pytest.raises(UserError, match="gemv_int4 is not known"):
+        constants(device()).value("gemv_int4")
+
+
+def test_gaps_take_their_neighbours():
+    table = np.full((2, 2, 2), np.nan)
+    table[0, 0, 0], table[1, 1, 1] = 1.0, 3.0
+    full = filled(table)
+    assert full[0, 0, 1] == 1.0 and full[0, 1, 1] == 3.0 and not np.isnan(full).any()
+
+
+def test_families():
+    assert [family_of([major, 0]) for major in (7, 8, 9, 10, 12)] == ["Ampere", "Ampere", "Hopper", *["Blackwell"] * 2]
+
+
+@pytest.mark.parametrize("name", ["shardwise-cpu", "shardwise"])
+def test_the_planner_finds_the_same_times(name):
+    found = plan(MODEL, cluster(ranks=4), Workload(128, 8), engine=name, top=40, reserved=0.0, explain=False)
+    for one in found.ranked:
+        alone = step_seconds(MODEL, one.layout, Workload(128, 8), cluster(ranks=4), name)
+        assert one.seconds == pytest.approx(alone.seconds, rel=1e-9), str(one.layout)
+
+
+def test_stage_3_under_a_pipeline_gathers_once_where_the_engine_does():
+    known = Pricing(cluster(ranks=4))
+    each = replace(engine("shardwise-cpu"), gathers_by_stage=False)
+
+    def data(profile, pp, count):
+        split = Split(128, micro_batches=count, pp=pp, dp=4 // pp, shard=4 // pp, zero=3, dtype="float32")
+        return float(training_step(MODEL, split, profile, known).parts["data"])
+
+    assert data(engine("shardwise-cpu"), 2, 8) < 0.7 * data(each, 2, 8)
+    assert data(engine("shardwise-cpu"), 1, 8) == data(each, 1, 8)
+
+
+def test_a_ring_that_outlasts_its_attention_is_waited_for():
+    model, split = get("llama-3-8b"), Split(8192, cp=8)
+
+    def waiting(bandwidth):
+        slow = Cluster(1, 8, Cluster.parse("8xH100").device, Link(1e-6, bandwidth), Link(None, None))
+        return float(training_step(model, split, engine("megatron-bridge"), Pricing(slow)).parts["tensor"])
+
+    # Of slow messages next to all is waited for: on links half as fast, twice as long.
+    assert waiting(1e8) == pytest.approx(2 * waiting(2e8), rel=0.05)
+    assert waiting(1e12) < 0.01 * waiting(1e9)
+
+
+def test_a_gpu_keeps_the_tiles_of_its_family():
+    told = samples(ranks=1) | {"about": {"torch": "0", "sms": 132, "capability": [9, 0]}}
+    known = constants(device_of(told, "Test GPU", "cuda", 80 * 10**9, MODEL, "a test"))
+    assert known.family == "Hopper" and known.sms == 132 and len(known.form("bfloat16")["tiles"]) > 1
+    # What the host takes for an operation is waited for beside the device, not part of each kernel.
+    assert known.value("launch_s") > 0 and "pass_s" not in known.values
+    for dtype, shape in product(RATES, ((256, 2048, 256), (2048, 2048, 2048))):
+        seconds = float(Kernels(known).matmul(*shape, dtype, turned="forward")) * known.value("sustained")
+        assert seconds == pytest.approx(took(dtype, *shape), rel=0.03)
+    # Links between GPUs are the cluster's, with what NCCL takes over their price on the family.
+    assert known.collectives and not known.timed

@@ -1,0 +1,59 @@
+"""What `calibrate device` times is what it says: the operations' results, and a sample for each probe."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+
+from shardwise.predict.time import Kernels, constants
+from shardwise.predict.time.measuring import device_of
+from shardwise.runtime.calibration import DTYPES, MODEL, TURNS, Job, attentions, passes, products, usual_job
+from shardwise.runtime.job.launch import supervise
+
+CPU = torch.device("cpu")
+
+
+def tiny(out: str) -> Job:
+    job = usual_job("cpu", 0.3, "auto", out)
+    return replace(job, axes=[[8, 16]] * 3, widths=[16], lengths=[16, 32], tokens=8, sizes=[1024, 4096])
+
+
+def test_products_have_the_shape_that_is_told():
+    probes = list(products(tiny(""), CPU, float("inf")))
+    assert len(probes) == len(DTYPES) * 8 * len(TURNS)
+    for _, (dtype, _), (m, n, _), make in probes:
+        out = make()()
+        assert out.shape == (m, n) and str(out.dtype) == f"torch.{dtype}"
+    assert all(2 * m * n * k <= 5000 for *_, (m, n, k), _ in products(tiny(""), CPU, 5000.0))
+
+
+def test_every_pass_runs_forward_and_backward():
+    for what, of, _, make in passes(replace(tiny(""), tokens=4), CPU):
+        call = make()
+        out = [call(), call()][-1]
+        grads = [each for each in out if isinstance(each, torch.Tensor)] if isinstance(out, tuple) else []
+        assert all(torch.isfinite(grad.float()).all() for grad in grads), (what, of)
+    for *_, make in attentions(tiny(""), CPU):
+        make()()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_measure_all_of_it(ranks, tmp_path):
+    out, file = tmp_path / "samples.json", tmp_path / "job.json"
+    job = tiny(str(out))
+    file.write_text(json.dumps(asdict(job)))
+    ending = supervise([sys.executable, "-m", "shardwise.runtime.calibration", str(file)], ranks, patience=5.0)
+    assert not ending.code, ending.line
+    told = json.loads(out.read_text())
+    counts = Counter(sample["what"] for sample in told["samples"])
+    assert counts["product"] == 48 and counts["attention"] == 8 and counts["block"] == counts["copy"] == 1
+    assert counts["collective"] == (8 if ranks == 2 else 0)
+    assert all(0 < sample["seconds"] < 60 for sample in told["samples"])
+    device = device_of(told, "CPU here", "cpu", 1, MODEL, "a test")
+    assert float(Kernels(constants(device)).matmul(16, 16, 16, "float32")) > 0
+    assert ("collectives" in device.measured) == (ranks == 2)
