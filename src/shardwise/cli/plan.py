@@ -5,6 +5,8 @@ would have to change.
 
 With --find, the other way round: the cheapest cluster for a deadline, the largest model of a family, the longest
 sequence, or how well more nodes pay off.
+
+With --serve, the best ways to serve it: prompts of --prompt tokens, answers of --output, --concurrency clients.
 """
 
 from __future__ import annotations
@@ -27,12 +29,12 @@ BY = ("throughput", "memory", "cost", "pareto")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     parser.add_argument("--cluster", metavar="TEXT", required=True, help="[NODESx]GPUSxDEVICE, or a TOML file")
-    parser.add_argument("--seq", type=int, metavar="N", required=True, help="tokens a sequence")
-    parser.add_argument("--batch", type=int, metavar="N", required=True, help="sequences a step, over all devices")
+    parser.add_argument("--seq", type=int, metavar="N", help="tokens a sequence")
+    parser.add_argument("--batch", type=int, metavar="N", help="sequences a step, over all devices")
     parser.add_argument("--top", type=int, default=10, metavar="N", help="how many layouts are shown (10)")
     parser.add_argument("--by", choices=BY, default="throughput", help="what the best is: throughput unless given")
     parser.add_argument("--fix", default="", metavar="KEY=VALUE,...", help="what the layout must have: tp=8,zero=1")
-    parser.add_argument("--engine", metavar="PROFILE", help="the software that runs it (megatron-bridge)")
+    parser.add_argument("--engine", metavar="PROFILE", help="the software (megatron-bridge; tensorrt-llm with --serve)")
     parser.add_argument("--reserve", metavar="SIZE", help="of a device's memory, what training cannot have (2GB)")
     parser.add_argument("--tokens", metavar="N", help="of a whole run, such as 15T: days, device-hours and money")
     parser.add_argument("--price", type=float, metavar="X", help="of one device for an hour")
@@ -43,12 +45,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--restart", type=float, default=0.0, metavar="SECONDS", help="from a failure to going on (0)")
     parser.add_argument("--find", choices=FINDS, help="ask the other way round; cluster needs --tokens and --deadline")
     parser.add_argument("--deadline", type=float, metavar="DAYS", help="for --find cluster")
+    parser.add_argument("--serve", action="store_true", help="plan serving in place of training")
+    parser.add_argument("--prompt", type=int, metavar="N", help="with --serve: tokens of a prompt")
+    parser.add_argument("--output", type=int, metavar="N", help="with --serve: tokens of an answer")
+    parser.add_argument("--concurrency", type=int, metavar="N", help="with --serve: clients that ask all the time")
 
 
 def run(args: argparse.Namespace) -> int:
     from shardwise.cluster import Cluster
     from shardwise.layout import Workload
 
+    _check_kind(args)
+    if args.serve:
+        from shardwise.cli.planned_serving import run as serve
+
+        return serve(args)
     if args.seq < 1 or args.batch < 1:
         raise UserError("--seq and --batch must be positive integers")
     if (args.mtbf is None) != (args.save is None):
@@ -58,6 +69,23 @@ def run(args: argparse.Namespace) -> int:
     model, cluster = model_of(args), Cluster.parse(args.cluster)
     workload = Workload(seq=args.seq, batch=args.batch)
     return _find(args, model, cluster, workload) if args.find else _plan(args, model, cluster, workload)
+
+
+TRAINING = ("seq", "batch", "fix", "reserve", "tokens", "price", "mtbf", "save", "restart", "find", "deadline")
+SERVING = ("prompt", "output", "concurrency")
+
+
+def _check_kind(args: argparse.Namespace) -> None:
+    """Words of training do nothing with --serve, nor those of serving without."""
+    strange = [name for name in (TRAINING if args.serve else SERVING) if getattr(args, name)]
+    if strange:
+        kind = "training: leave it out with --serve" if args.serve else "serving: add --serve"
+        raise UserError(f"--{strange[0]} belongs to {kind}")
+    needed = SERVING if args.serve else ("seq", "batch")
+    if missing := [f"--{name}" for name in needed if getattr(args, name) is None]:
+        raise UserError(f"plan{' --serve' * args.serve} needs {', '.join(missing)}")
+    if args.serve and args.by == "memory":
+        raise UserError("--by memory is for training; serving has throughput, cost and pareto")
 
 
 def _plan(args: argparse.Namespace, model: Any, cluster: Any, workload: Any) -> int:

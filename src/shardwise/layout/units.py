@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 Backend = Literal["gloo", "nccl", "shared"]
 """What carries the collectives: gloo, NCCL, or the memory that processes of one host share."""
-Phase = Literal["forward", "backward"]
+Phase = Literal["forward", "backward", "prefill", "decode"]
 
 
 @dataclass(frozen=True)
@@ -216,6 +216,11 @@ class UnitPlan:
             names.append("tied")
         return [self.by_name[name] for name in names if name in self.by_name]
 
+    @property
+    def trains(self) -> bool:
+        """Whether there is a training step; generation has neither gradients nor an optimizer."""
+        return self.workload.batch > 0
+
     @cached_property
     def micro_batches(self) -> int:
         return self.workload.micro_batches(self.layout)
@@ -249,6 +254,11 @@ class UnitPlan:
         """dtype in which the optimizer updates weights."""
         return "float64" if self.layout.precision == "fp64" else "float32"
 
+    @property
+    def interval_dtype(self) -> str:
+        """dtype of a rank's interval of the weights: the optimizer's at stage 3, where there is one."""
+        return self.master_dtype if self.trains and self.layout.stage == 3 else self.layout.dtype
+
     @cached_property
     def grad_dtype(self) -> str:
         """dtype of the gradient accumulators. More than one bf16 micro-batch is summed in fp32."""
@@ -281,7 +291,7 @@ class UnitPlan:
         gloo's own reduce-scatter is slower than its all-reduce, so there it is an all-to-all and a local sum in rank
         order (in fp32 for bf16 pieces). NCCL's needs none.
         """
-        if self.layout.stage == 0 or self.backend != "gloo":
+        if self.layout.stage == 0 or self.backend != "gloo" or not self.trains:
             return 0
         return max(unit.padded for unit in self.units)
 
@@ -306,15 +316,26 @@ class UnitPlan:
         """
         resident: dict[str, str] = {}
         for _ in range(self.micro_batches):
-            step = []
-            for use in self.uses():
-                gathers = []
-                for unit in [] if (use.kind, use.part) == ("backward", "embedding") else self.units_of(use.part):
-                    if resident.get(unit.slot) != unit.name:
-                        resident[unit.slot] = unit.name
-                        gathers.append(unit.name)
-                step.append(Use(use.phase, use.kind, use.part, tuple(gathers)))
-            yield step
+            yield self._gathering(self.uses(), resident)
+
+    def generating_uses(self, phase: Phase) -> tuple[list[Use], list[Use]]:
+        """The uses of a turn of generation with the units that stage 3 gathers for each: of the first turn, and of
+        every later one, which finds in the slots what the turn before has left there."""
+        resident: dict[str, str] = {}
+        parts = [Use(phase, "forward", part) for part in self.parts]
+        return self._gathering(parts, resident), self._gathering(parts, resident)
+
+    def _gathering(self, uses: list[Use], resident: dict[str, str]) -> list[Use]:
+        """Uses with their gathers. resident: slot -> the unit in it."""
+        found = []
+        for use in uses:
+            gathers = []
+            for unit in [] if (use.kind, use.part) == ("backward", "embedding") else self.units_of(use.part):
+                if resident.get(unit.slot) != unit.name:
+                    resident[unit.slot] = unit.name
+                    gathers.append(unit.name)
+            found.append(Use(use.phase, use.kind, use.part, tuple(gathers)))
+        return found
 
     def gather_counts(self) -> Counter[tuple[str, str]]:
         """(phase, unit) -> gathers in one step of stage 3."""

@@ -22,7 +22,7 @@ optimizer has read it; full gradients on their way, and the scratch of their red
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -32,7 +32,7 @@ from shardwise.decoder import Decoder
 from shardwise.decoder.modules import TiedLinear
 from shardwise.layout.pipeline import splits_backward
 from shardwise.layout.placement import Placed
-from shardwise.layout.units import Residency, Unit, UnitPlan, Use
+from shardwise.layout.units import Phase, Residency, Unit, UnitPlan, Use
 from shardwise.model.parameters import Parameter
 from shardwise.runtime.buffers import Buffer, Tally
 from shardwise.runtime.comms import Comms, Waiting
@@ -58,6 +58,7 @@ class FlatUnit:
     interval of it, the same memory as `whole` below stage 3; at stage 3 it is in the optimizer's precision (fp32 for
     bf16), and each gather sends it rounded. grads: the accumulator, whole or interval by stage.
     staging: the full gradient in compute precision that autograd adds into, where that is not the accumulator.
+    A plan without a training step has no gradients.
     """
 
     def __init__(
@@ -70,13 +71,15 @@ class FlatUnit:
         self.slot = slots[unit.slot] if stage == 3 else None
         if stage == 3:
             self.whole = slots[unit.slot].tensor[: unit.padded]
-            self.interval = torch.zeros(n, dtype=torch_dtype(plan.master_dtype), device=device)
+            self.interval = torch.zeros(n, dtype=torch_dtype(plan.interval_dtype), device=device)
         else:
             self.whole = torch.zeros(unit.padded, dtype=dtype, device=device)
             self.interval = self.whole[self.start : self.stop]
-        elements = n if stage >= 2 else unit.padded
-        self.grads = Buffer("gradients", elements, torch_dtype(plan.grad_dtype), device, tally)
-        self.staging = Buffer("comm", unit.padded, dtype, device, tally) if plan.stages_gradients else None
+        self.staging: Buffer | None = None
+        if plan.trains:
+            elements = n if stage >= 2 else unit.padded
+            self.grads = Buffer("gradients", elements, torch_dtype(plan.grad_dtype), device, tally)
+            self.staging = Buffer("comm", unit.padded, dtype, device, tally) if plan.stages_gradients else None
         self.places: list[Place] = []
         self._overwritten: list[Place] = []
         self._added_to: list[Tensor] = []
@@ -182,7 +185,8 @@ class Engine:
     A training step is: `begin_step`, then for every micro-batch `begin_micro_batch`, its visits (`visit` before a part
     computes, `finish_backward` after its backward), then `finish_step`; the optimizer then reads `FlatUnit.interval`
     and `grads_interval`, and `publish` makes the new parameters known. Under a pipeline there is no order of
-    micro-batches, and `unshard`, `reshard` and `reduce` come as the schedule has them.
+    micro-batches, and `unshard`, `reshard` and `reduce` come as the schedule has them. A turn of generation is
+    `begin_turn` and the visits of its parts.
 
     overwriting: modules that add their weights' gradients into the places themselves, which then need no zeroing.
     weights: when they do.
@@ -203,7 +207,8 @@ class Engine:
         self.stage = plan.layout.stage
         self.tally = Tally()
         self._slots = self._make_slots(device)
-        self._scratch = Buffer("comm", plan.scratch, torch_dtype(plan.wire_dtype), device, self.tally)
+        scratch_dtype = plan.wire_dtype if plan.trains else plan.layout.dtype
+        self._scratch = Buffer("comm", plan.scratch, torch_dtype(scratch_dtype), device, self.tally)
         shard_index = comms.index("shard") if plan.layout.shard_ranks > 1 else 0
         self.units = {u.name: FlatUnit(u, plan, self._slots, shard_index, device, self.tally) for u in plan.units}
         self._gathers: dict[str, Waiting] = {}
@@ -211,6 +216,9 @@ class Engine:
         self._residency = Residency(plan) if plan.layout.pp > 1 else None
         self._uses: list[Use] = []
         self._at = 0
+        self._turns: dict[Phase, tuple[list[Use], list[Use]]] = {}
+        self._empty = True
+        """Whether no turn of generation has gathered anything yet."""
         self._last_micro_batch = True
         self._bind(overwriting)
         if self._residency is not None:
@@ -234,7 +242,9 @@ class Engine:
             return modules[module], leaf
 
         for flat in self.units.values():
-            places = flat.divide(lambda placed: owner(placed)[0] in overwriting)
+            places: Sequence[Place | None] = [None] * len(flat.unit.placed)
+            if self.plan.trains:
+                places = flat.divide(lambda placed: owner(placed)[0] in overwriting)
             for start, placed, place in zip(flat.unit.offsets, flat.unit.placed, places, strict=True):
                 weight = flat.whole[start : start + placed.numel].view(placed.shape)
                 module, leaf = owner(placed)
@@ -264,6 +274,13 @@ class Engine:
         ]
         self._at = 0
         self._gathers.clear()
+
+    def begin_turn(self, phase: Phase) -> None:
+        """A turn of generation: a forward pass which finds in the slots what the turn before has left there."""
+        if phase not in self._turns:
+            self._turns[phase] = self.plan.generating_uses(phase)
+        self._uses, self._at = self._turns[phase][0 if self._empty else 1], 0
+        self._empty = False
 
     def visit(self, kind: str, part: str) -> None:
         """`part` is about to compute: its weights are made resident, and the next use's are sent for.
@@ -456,19 +473,20 @@ class Engine:
         comm = [*self._slots.values(), *staged, self._scratch]
         return {
             "parameters": weights,
-            "gradients": [flat.grads.tensor for flat in flats],
+            "gradients": [flat.grads.tensor for flat in flats] if self.plan.trains else [],
             "comm": [buffer.tensor for buffer in comm],
         }
 
 
-def _leaf(weight: Tensor, place: Place) -> nn.Parameter:
-    """A parameter on the memory of `weight`, with a version counter of its own.
+def _leaf(weight: Tensor, place: Place | None) -> nn.Parameter:
+    """A parameter on the memory of `weight`, with a version counter of its own. place: None where nothing trains.
 
     Autograd would otherwise refuse a weight that was gathered again between its forward and its backward, though the
     slot then holds the same values as before.
     """
     own = torch.empty(0, dtype=weight.dtype, device=weight.device)
     own.set_(weight.untyped_storage(), weight.storage_offset(), weight.shape, weight.stride())
-    parameter = nn.Parameter(own, requires_grad=True)
-    give_place(parameter, place)
+    parameter = nn.Parameter(own, requires_grad=place is not None)
+    if place is not None:
+        give_place(parameter, place)
     return parameter

@@ -148,6 +148,7 @@ def supervise(
     rank0_stdout: int | None = None,
     patience: float = ORDERLY,
     hang: float | None = None,
+    stop: list[int] | None = None,
 ) -> Ending:
     """Run `command` as `ranks` local processes until all have ended, or one has failed and the others were stopped.
 
@@ -156,11 +157,12 @@ def supervise(
     but 0, whose output passes through; None keeps it for the last line of a rank that dies speechless only.
     rank0_stdout: file descriptor for rank 0's standard output. patience: seconds that ranks get to end in order after a
     signal; a second signal ends it. hang: seconds without a sign of life after which a rank counts as stuck; None for
-    ranks that give none. Raises `UserError` when the port is in use.
+    ranks that give none. stop: signals that are appended to it count as received, for callers outside of the main
+    thread. Raises `UserError` when the port is in use.
     """
     if port:
         check_port(port)
-    with tempfile.TemporaryDirectory(prefix="shardwise-") as folder, _signals() as received:
+    with tempfile.TemporaryDirectory(prefix="shardwise-") as folder, _signals(stop) as received:
         crew = _Crew(command, ranks, Path(folder), logs or Path(folder), received, patience, hang)
         shared = {
             **(env or {}),
@@ -197,9 +199,9 @@ def check_port(port: int) -> None:
 
 
 @contextmanager
-def _signals() -> Iterator[list[int]]:
+def _signals(stop: list[int] | None) -> Iterator[list[int]]:
     """The list of signals that arrive meanwhile; those that the caller ignores remain ignored."""
-    received: list[int] = []
+    received = [] if stop is None else stop
     before = {}
 
     def note(number: int, frame: FrameType | None) -> None:

@@ -1,0 +1,218 @@
+"""Decoding beside `transformers`, in one interleaved run: tokens/s of a model of about 100 million parameters.
+
+    python benchmarks/generation.py [--rounds 5] [--tokens 64] [--prompt 64] [--batches 1 8] [--json FILE]
+
+Every contender computes with one thread a rank and decodes greedily from the same random prompts; a round asks each in
+turn, every second round in the other order. What counts is decoding alone: the tokens between the moment when every
+sequence of a batch has its first and the end. Prints medians, ratios round by round, and what share of the memory's
+bandwidth (read beside it, with as many threads as ranks) the weights and the cache that a step must read come to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from shardwise.layout import Layout
+from shardwise.model import ModelConfig
+from shardwise.model.parameters import count_parts
+from shardwise.serving.job import ServingJob, weights_in
+from shardwise.serving.messages import Finished, Sampling, Token
+from shardwise.serving.service import Service
+
+PLAIN, INT8 = "transformers", "int8"
+SHAPE = {
+    "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12,
+    "num_key_value_heads": 4, "vocab_size": 32000, "max_position_embeddings": 2048, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Contender:
+    """name: in the table. ranks: cores that it uses. weight_bytes: what every token must read of the weights, over all
+    ranks. seconds: (prompts [B, P], tokens) -> seconds from everybody's first token to the last one."""
+
+    name: str
+    ranks: int
+    weight_bytes: float
+    seconds: Callable[[torch.Tensor, int], float]
+
+
+def write_model(folder: Path) -> None:
+    """A Llama with random weights in bf16, as `transformers` saves it."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**SHAPE)).bfloat16().save_pretrained(folder)
+
+
+def peer(folder: Path) -> Callable[[torch.Tensor, int], float]:
+    """transformers' own `generate`, its clock started by the first token."""
+    from transformers import AutoModelForCausalLM
+    from transformers.generation.streamers import BaseStreamer
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    model.generation_config.pad_token_id = 0
+    model.generation_config.eos_token_id = None
+
+    class Clock(BaseStreamer):
+        def __init__(self) -> None:
+            self.times: list[float] = []
+
+        def put(self, value: torch.Tensor) -> None:
+            self.times.append(time.perf_counter())
+
+        def end(self) -> None:
+            self.times.append(time.perf_counter())
+
+    def seconds(prompts: torch.Tensor, tokens: int) -> float:
+        # A streamer takes one sequence only: batches are timed as the difference of two runs.
+        if len(prompts) == 1:
+            clock = Clock()
+            with torch.inference_mode():
+                model.generate(
+                    prompts, attention_mask=torch.ones_like(prompts), do_sample=False,
+                    min_new_tokens=tokens, max_new_tokens=tokens, streamer=clock,
+                )  # fmt: skip
+            return clock.times[-1] - clock.times[1]  # the first call hands over the prompt
+        spans = []
+        for count in (1, tokens):
+            started = time.perf_counter()
+            with torch.inference_mode():
+                model.generate(
+                    prompts, attention_mask=torch.ones_like(prompts), do_sample=False,
+                    min_new_tokens=count, max_new_tokens=count,
+                )  # fmt: skip
+            spans.append(time.perf_counter() - started)
+        return spans[1] - spans[0]
+
+    return seconds
+
+
+def ours(service: Service) -> Callable[[torch.Tensor, int], float]:
+    """A running service, timed where its tokens arrive."""
+
+    def seconds(prompts: torch.Tensor, tokens: int) -> float:
+        firsts: dict[int, float] = {}
+        over = threading.Semaphore(0)
+
+        def sink(answer: Token | Finished) -> None:
+            if isinstance(answer, Finished):
+                over.release()
+            else:
+                firsts.setdefault(answer.id, time.perf_counter())
+
+        for prompt in prompts.tolist():
+            service.submit(prompt, Sampling(max_tokens=tokens), sink)
+        for _ in range(len(prompts)):
+            over.acquire()
+        return time.perf_counter() - max(firsts.values())
+
+    return seconds
+
+
+def contenders(folder: Path, batch: int, context: int, stack: ExitStack) -> list[Contender]:
+    """Everybody, loaded and waiting."""
+    model, _ = weights_in(folder)
+    total, blocks, _active = count_parts(model)
+    read = total - model.vocab * model.hidden  # of the embedding a token reads one row
+    found = [Contender(PLAIN, 1, 2.0 * read, peer(folder))]
+    for name, layout, quantize in (("bf16", "dp=1", "none"), (INT8, "dp=1", INT8), ("bf16, tp=2", "tp=2", "none")):
+        job = ServingJob(
+            model, Layout.parse(layout), str(folder), context=context, batch=batch, reuse=False, quantize=quantize
+        )
+        service = stack.enter_context(Service(job))
+        service.start()
+        width = 1.0 if quantize == INT8 else 2.0
+        found.append(Contender(name, job.layout.ranks, blocks * width + 2.0 * (read - blocks), ours(service)))
+    return found
+
+
+def bandwidth(threads: int) -> float:
+    """Bytes a second that so many threads read from memory at best: the quickest of several sums over 512 MB."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    data = torch.ones(1 << 26, dtype=torch.int64)
+    best = float("inf")
+    for _ in range(7):
+        started = time.perf_counter()
+        data.sum()
+        best = min(best, time.perf_counter() - started)
+    torch.set_num_threads(before)
+    return data.nbytes / best
+
+
+def measure(model: ModelConfig, everybody: list[Contender], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """One row for each batch and contender."""
+    speeds = {ranks: bandwidth(ranks) for ranks in {each.ranks for each in everybody}}
+    rows = []
+    for batch in args.batches:
+        prompts = torch.randint(1, model.vocab, (batch, args.prompt), generator=torch.Generator().manual_seed(batch))
+        rates: dict[str, list[float]] = {each.name: [] for each in everybody}
+        for each in everybody:
+            each.seconds(prompts, 4)
+        for number in range(args.rounds):
+            for each in everybody if number % 2 == 0 else everybody[::-1]:
+                rates[each.name].append(batch * (args.tokens - 1) / each.seconds(prompts, args.tokens))
+        cache = batch * (args.prompt + args.tokens / 2) * 2 * model.layers * model.kv_width * 2
+        for each in everybody:
+            median = statistics.median(rates[each.name])
+            ratios = [a / b for a, b in zip(rates[each.name], rates[PLAIN], strict=True)]
+            alone = [a / b for a, b in zip(rates[each.name], rates["bf16"], strict=True)]
+            rows.append({
+                "batch": batch, "contender": each.name, "tokens_per_s": median,
+                "over_transformers": statistics.median(ratios), "lowest": min(ratios), "highest": max(ratios),
+                "over_one_rank": statistics.median(alone),
+                "share_of_bandwidth": median / batch * (each.weight_bytes + cache) / speeds[each.ranks],
+                "bandwidth": speeds[each.ranks],
+            })  # fmt: skip
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    found = Table(title="decoding, one thread a rank")
+    for column in ("batch", "contender", "tokens/s", "over transformers", "over one rank", "of the bandwidth"):
+        found.add_column(column, justify="left" if column == "contender" else "right")
+    for row in rows:
+        found.add_row(
+            str(row["batch"]), row["contender"], f"{row['tokens_per_s']:.1f}",
+            f"{row['over_transformers']:.2f} ({row['lowest']:.2f} to {row['highest']:.2f})",
+            f"{row['over_one_rank']:.2f}", f"{row['share_of_bandwidth']:.0%} of {row['bandwidth'] / 1e9:.1f} GB/s",
+        )  # fmt: skip
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=64, help="of each answer")
+    parser.add_argument("--prompt", type=int, default=64, help="tokens of each prompt")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        write_model(Path(folder))
+        model, _ = weights_in(folder)
+        everybody = contenders(Path(folder), max(args.batches), args.prompt + args.tokens + 1, stack)
+        rows = measure(model, everybody, args)
+    Console(width=120).print(table(rows))
+    if args.json:
+        args.json.write_text(json.dumps({"shape": SHAPE, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

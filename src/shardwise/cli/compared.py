@@ -1,0 +1,341 @@
+"""`generate --compare`: strategies side by side for one prompt, predicted for a cluster or measured on this machine."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.cli.output import print_json, show
+from shardwise.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+    from shardwise.cli.compared_here import Here
+    from shardwise.layout import Layout
+    from shardwise.predict.generation.comparison import Asked, Comparison, Generated, Ratio
+
+PROMPT, OUTPUT = 1024, 256
+"""Tokens of prompt and answer where nobody says otherwise, predicted for a cluster."""
+SHORT_PROMPT, SHORT_OUTPUT = 32, 32
+"""The same, measured here."""
+
+
+class _Compared(argparse.Action):
+    """An option of the comparison asks for it: --compare without layouts."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        setattr(namespace, self.dest, values)
+        if namespace.compare is None:
+            namespace.compare = []
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add --compare and what belongs to it."""
+    group = parser.add_argument_group("strategies side by side")
+    group.add_argument(
+        "--compare",
+        nargs="*",
+        metavar="LAYOUT",
+        help='for one prompt, such as "tp=4" "zero=3,dp=4" "pp=4"; with --cluster and none named, those on all devices',
+    )
+
+    def add(name: str, metavar: str, text: str, kind: type = str) -> None:
+        group.add_argument(name, type=kind, metavar=metavar, action=_Compared, help=text)
+
+    add("--cluster", "TEXT", "predict for [NODESx]GPUSxDEVICE or a TOML file; needs no weights")
+    add("--prompt-tokens", "N", f"of the prompt, in place of a text ({PROMPT:,})", int)
+    add("--train-seq", "N", "tokens of a sequence of the training step beside it (8,192)", int)
+    add("--engine", "PROFILE", "the software assumed on the cluster (tensorrt-llm; on CPUs shardwise-cpu)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the comparison that `args` asks for: measured here, where there is no --cluster or a prompt for a folder of
+    weights; predicted with --cluster. Raises `UserError`, and `RunFailed` when a rank dies."""
+    prompted = bool(args.prompt or args.prompt_file or args.tokens)
+    here = args.cluster is None or (prompted and Path(args.model).is_dir())
+    never = ["layout", "report", "stop", "same", "temperature", "top_k", "seed"]
+    only = ["engine", "train_seq"] if args.cluster is None else []
+    only += ["prompt_tokens"] if prompted else []
+    only += [] if here else ["prompt", "prompt_file", "tokens", "context", "cache"]
+    if given := [name for name in (*never, *only) if getattr(args, name, None)]:
+        raise UserError(f"--{given[0].replace('_', '-')} does nothing here: leave it out with --compare")
+    told: dict[str, Any] = {}
+    if here:
+        told["measured"] = _measured(args, prompted)
+    if args.cluster is not None:
+        told["predicted"] = _predicted(args, told.get("measured"))
+    if args.json:
+        print_json({kind: found.to_json() for kind, found in told.items()})
+    else:
+        for index, found in enumerate(told.values()):
+            show(*[""] * index, *found.tables())
+    return 0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What ran here."""
+
+    model: str
+    prompts: list[list[int]]
+    strategies: list[Here]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "prompt_tokens": [len(prompt) for prompt in self.prompts],
+            "strategies": [one.to_json() for one in self.strategies],
+        }
+
+    def tables(self) -> Iterator[RenderableType]:
+        from shardwise.cli.compared_here import tables
+
+        return tables(self.model, self.strategies, len(self.prompts))
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What a cluster would do."""
+
+    found: Comparison
+
+    def to_json(self) -> dict[str, Any]:
+        return self.found.to_json()
+
+    def tables(self) -> Iterator[RenderableType]:
+        return tables(self.found)
+
+
+def _measured(args: argparse.Namespace, prompted: bool) -> Measured:
+    import sys
+
+    from shardwise.cli import compared_here
+
+    if not Path(args.model).is_dir():
+        raise UserError(f"{args.model} is no folder of weights: give one, or predict with --cluster 8xH100")
+    layouts = layouts_of(args)
+    if not layouts:
+        raise UserError('--compare needs layouts to run here, such as "tp=2" "zero=3,dp=2" "pp=2"')
+    asked = _asked(args, prompt=SHORT_PROMPT, output=SHORT_OUTPUT)
+    prompts = _prompts(args) if prompted else _stand_ins(model_named(args).vocab, asked)
+    terminal = sys.stderr.isatty()
+    found = compared_here.measure(
+        args, layouts, prompts, asked.output, lambda line: print(line, file=sys.stderr) if terminal else None
+    )
+    return Measured(args.model, prompts, found)
+
+
+def _prompts(args: argparse.Namespace) -> list[list[int]]:
+    from shardwise.cli.generate import _read_prompts
+
+    return _read_prompts(args)[0]
+
+
+def _stand_ins(vocab: int, asked: Asked) -> list[list[int]]:
+    """Tokens that are no text, different ones for each sequence."""
+    return [[(7919 * i + 104729 * n + 1) % vocab for i in range(asked.prompt)] for n in range(asked.batch)]
+
+
+def _predicted(args: argparse.Namespace, measured: Measured | None) -> Predicted:
+    from dataclasses import replace
+
+    from shardwise.cluster import Cluster
+    from shardwise.predict.generation.comparison import compare, usual_layouts
+
+    model, cluster = model_named(args), Cluster.parse(args.cluster)
+    layouts = layouts_of(args) or usual_layouts(model, cluster)
+    if not layouts:
+        raise UserError(f"no strategy splits {model.name} over all {cluster.devices} devices: name layouts to compare")
+    asked = _asked(args)
+    if measured:
+        output = len(measured.strategies[0].tokens[0])
+        asked = replace(asked, prompt=max(map(len, measured.prompts)), batch=len(measured.prompts), output=output)
+    return Predicted(compare(model, layouts, cluster, asked, args.engine))
+
+
+def layouts_of(args: argparse.Namespace) -> list[Layout]:
+    """Those that --compare names."""
+    from dataclasses import replace
+
+    from shardwise.layout import Layout
+
+    found = [Layout.parse(text) for text in args.compare]
+    if precision := getattr(args, "precision", None):
+        found = [replace(layout, precision=precision) for layout in found]
+    return found
+
+
+def _asked(args: argparse.Namespace, prompt: int = PROMPT, output: int = OUTPUT) -> Asked:
+    from shardwise.predict.generation.comparison import CHUNK, SEQ, Asked
+
+    def given(name: str, otherwise: int) -> int:
+        value = getattr(args, name, None)
+        return otherwise if value is None else value
+
+    return Asked(
+        given("prompt_tokens", prompt), given("max_tokens", output), given("batch", 1), given("chunk", CHUNK),
+        given("train_seq", SEQ), bool(getattr(args, "int8", False)),
+    )  # fmt: skip
+
+
+def model_named(args: argparse.Namespace) -> Any:
+    """The model of the catalog, of a config.json, or of a folder of weights. Raises `UserError`."""
+    from shardwise.cli.models import change
+    from shardwise.model.catalog import resolve
+
+    folder = Path(args.model)
+    if folder.is_dir() and not (folder / "config.json").exists():
+        from shardwise.serving.job import weights_in
+
+        return weights_in(folder)[0]
+    return change(resolve(args.model), ",".join(getattr(args, "set", None) or []))
+
+
+PARTS = {
+    "weights": "weights: reading, products",
+    "attention": "attention",
+    "memory": "memory-bound kernels",
+    "tensor": "sums over tp",
+    "data": "gathers, what arithmetic does not hide",
+    "pipeline": "messages between stages",
+    "bubble": "waiting for other groups",
+    "host": "host",
+}
+"""Parts of a token's time, as people read them."""
+
+
+def tables(found: Comparison) -> Iterator[RenderableType]:
+    """All that is printed."""
+    from shardwise.model.parameters import count
+    from shardwise.report.units import format_count
+
+    asked = found.asked
+    many = f"{asked.batch} sequences at a time" if asked.batch > 1 else "one sequence"
+    yield (
+        f"{found.model.name}: {format_count(count(found.model))} parameters on {found.cluster}, predicted for the "
+        f"software of {found.engine}; {many}, a prompt of {asked.prompt:,} tokens and an answer of {asked.output:,}\n"
+    )
+    rows = [(words, [cell(one) for one in found.strategies]) for words, cell in _rows(found)]
+    yield side_by_side([str(one.layout) for one in found.strategies], rows)
+    yield from _ratios(found)
+    yield from _notes(found)
+
+
+def side_by_side(names: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> Table:
+    """A column for each name."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), pad_edge=False, show_edge=False)
+    table.add_column("")
+    for name in names:
+        table.add_column(name, justify="right", overflow="fold")
+    for words, cells in rows:
+        table.add_row(words, *cells)
+    return table
+
+
+Row = tuple[str, "Callable[[Generated], str]"]
+
+
+def _rows(found: Comparison) -> Iterator[Row]:
+    yield from _moved()
+    yield from _timed(found)
+    yield from _held()
+    yield from _trained(found)
+
+
+def _moved() -> Iterator[Row]:
+    from shardwise.report.units import format_bytes
+
+    yield "a rank sends for a token (ring volume)", lambda one: format_bytes(float(one.round.volume_of_token.total))
+    yield "  blocks", lambda one: format_bytes(float(one.round.volume_of_token.blocks))
+    yield "  embedding, head, logits", lambda one: format_bytes(float(one.round.volume_of_token.edges))
+    yield "  control, chosen tokens", lambda one: format_bytes(float(one.round.volume_of_token.other))
+
+
+def _timed(found: Comparison) -> Iterator[Row]:
+    from shardwise.report.units import format_count, format_share, format_time
+
+    def part(name: str) -> Callable[[Generated], str]:
+        return lambda one: format_time(seconds) if (seconds := one.middle.parts.get(name, 0.0)) else ""
+
+    yield "time of a token", lambda one: format_time(one.middle.seconds)
+    yield "  80% range", lambda one: f"{format_time(one.range[0])} to {format_time(one.range[1])}"
+    for name, words in PARTS.items():
+        if any(one.middle.parts.get(name) for one in found.strategies):
+            yield f"  {words}", part(name)
+    yield "  last token against first", lambda one: format_share(one.growth, signed=True)
+    yield "tokens/s, all sequences", lambda one: format_count(one.tokens_per_second(found.asked.batch))
+    yield "prompt until its first token", lambda one: format_time(one.prompt.seconds)
+
+
+def _held() -> Iterator[Row]:
+    from shardwise.report.units import format_bytes
+
+    yield "weights of a rank", lambda one: format_bytes(one.fit.held.weights + one.fit.held.slots)
+    yield "cache of a rank after the prompt", lambda one: format_bytes(one.cache_bytes[0])
+    yield "  at the end of the answer", lambda one: format_bytes(one.cache_bytes[1])
+    yield "  fits", lambda one: "" if one.fit.room is None else "yes" if one.fit.fits else "no"
+
+
+def _trained(found: Comparison) -> Iterator[Row]:
+    from shardwise.report.units import format_share, format_time
+
+    words = f"{found.strategies[0].layout.ranks} x {found.asked.seq:,} tokens"
+    if len({one.layout.ranks for one in found.strategies}) > 1:
+        words = f"{found.asked.seq:,} tokens a rank"
+    yield f"a training step of {words}", lambda one: format_time(one.trained.seconds)
+    yield "  moving data, not hidden", lambda one: format_share(one.trained.share)
+    yield "  a block's arithmetic, forward", lambda one: format_time(one.trained.arithmetic)
+    yield "  its gather, beside it", lambda one: format_time(one.trained.gather) if one.trained.gather else ""
+
+
+def _ratios(found: Comparison) -> Iterator[str]:
+    from shardwise.report.units import format_count
+
+    for ratio in found.ratios:
+        yield (
+            f"\n{ratio.gathering} over {ratio.tensor}: a token sends {ratio.blocks:,.0f} times the bytes for the "
+            f"blocks ({ratio.total:,.0f} times in all) and takes {ratio.seconds:.0f} times as long"
+        )
+        yield (
+            f"  for the blocks of one token it is (block parameters) / (4 x layers x hidden) = {ratio.tokens:,.0f}, on "
+            "any number of ranks"
+        )
+        yield (
+            f"  a pass of {format_count(ratio.tokens)} tokens and more sends fewer bytes by gathering; {_faster(ratio)}"
+        )
+
+
+def _faster(ratio: Ratio) -> str:
+    if ratio.faster is None:
+        return "it is not faster with any number of tokens"
+    from shardwise.report.units import format_count
+
+    return f"it is faster from about {format_count(ratio.faster)} on"
+
+
+def _notes(found: Comparison) -> Iterator[str]:
+    from shardwise.predict.generation.timing import FEW, ONE_SEQUENCE
+
+    host = found.cluster.device.kind == "cpu"
+    gathering = [one for one in found.strategies if one.trained.gather]
+    for one in gathering if not host else ():
+        behind = "disappears behind" if one.trained.gather <= one.trained.arithmetic else "is longer than"
+        yield f"\nin training, a block's gather under {one.layout} {behind} its arithmetic; for a token it is exposed"
+    if gathering and found.asked.batch == 1:
+        yield "one sequence: under zero=3 all ranks compute it, and gather for it what they would for one each"
+    if host:
+        yield "on CPUs nothing hides a gather; what Python takes between operations is not in a token's time"
+    elif min(one.sequences for one in found.strategies) <= FEW:
+        yield (
+            f"up to {FEW} sequences a rank, the gap between kernels is that of decoding one sequence on {ONE_SEQUENCE} "
+            "(docs/generation.md)"
+        )
+    yield "the training step is priced whether or not it fits: `shardwise estimate` says that"

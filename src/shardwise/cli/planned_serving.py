@@ -1,0 +1,119 @@
+"""What `plan --serve` prints: the ranked deployments, tokens/s against time per token, and what was weighed."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from shardwise.cli.models import model_of
+from shardwise.cli.output import print_json, show
+from shardwise.report.units import format_bytes, format_count, format_share, format_time
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+    from shardwise.predict.generation.search import Deployment, ServingPlan
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan serving as `args` asks. Raises `UserError`."""
+    from shardwise.cluster import Cluster
+    from shardwise.layout import Workload
+    from shardwise.predict.generation.comparison import ENGINE
+    from shardwise.predict.generation.search import plan_serving
+
+    workload = Workload(prompt=args.prompt, output=args.output, concurrency=args.concurrency)
+    found = plan_serving(
+        model_of(args), Cluster.parse(args.cluster), workload, engine=args.engine or ENGINE, by=args.by, top=args.top
+    )
+    if args.json:
+        print_json(found.to_json())
+    else:
+        show(*serving_tables(found))
+    return 0
+
+
+def serving_tables(plan: ServingPlan) -> Iterator[RenderableType]:
+    """All that is printed for a plan of serving."""
+    from shardwise.model.parameters import count
+
+    work = plan.workload
+    yield (
+        f"{plan.model.name}: {format_count(count(plan.model))} parameters on {plan.cluster}, {work.concurrency:,} "
+        f"clients, prompts of {work.prompt:,} tokens, answers of {work.output:,}, software of {plan.engine}"
+    )
+    yield (
+        f"{plan.considered:,} deployments, {plan.fitting:,} fit in {format_bytes(plan.room)} a device; "
+        f"{_ORDERS[plan.by]}\n"
+    )
+    yield _table(plan.ranked)
+    if plan.by != "pareto":
+        yield "\ntokens/s against time per token, with as many clients as sequences at a time"
+        yield _table(_spread(plan.curve, 8))
+    yield ""
+    yield from _weighed(plan)
+
+
+_ORDERS = {
+    "throughput": "most tokens/s first",
+    "cost": "most tokens/s of a device first",
+    "pareto": "with as many clients as sequences at a time, those that none beats in time per token and tokens/s",
+}
+
+
+def _table(found: Sequence[Deployment]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    from shardwise.predict.generation.search import TYPES
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    for name, justify in (("layout", "left"), ("weights", "left")):
+        table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    for name in ("devices", "at a time", "first token", "per token", "tokens/s", "a device", "memory", "cache"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for one in found:
+        table.add_row(
+            str(one.layout), TYPES[one.weights], str(one.devices), f"{one.layout.dp} x {one.batch}",
+            format_time(one.first_token), format_time(one.token), format_count(one.tokens_per_second),
+            format_count(one.rate), format_bytes(one.held), f"{format_count(one.cache_tokens)} tokens",
+        )  # fmt: skip
+    return table
+
+
+def _spread(found: Sequence[Deployment], most: int) -> list[Deployment]:
+    """At most so many of them, the first and the last included."""
+    if len(found) <= most:
+        return list(found)
+    return [found[round(i * (len(found) - 1) / (most - 1))] for i in range(most)]
+
+
+def _weighed(plan: ServingPlan) -> Iterator[str]:
+    from shardwise.predict.generation.search import TYPES
+
+    if plan.quantised:
+        fewer, split = plan.quantised
+        yield (
+            f"quantised on fewer or split on more: {TYPES[fewer.weights]} on {fewer.devices} ({fewer.layout}) gives "
+            f"{format_share(fewer.tokens_per_second / split.tokens_per_second)} of the tokens/s of bf16 on "
+            f"{split.devices} ({split.layout}), a token every {format_time(fewer.token)} against "
+            f"{format_time(split.token)}"
+        )
+    if plan.gathering:
+        one = plan.gathering
+        share = format_share(one.tokens_per_second / plan.winner.tokens_per_second)
+        yield (
+            f"gathering weights, at best {one.layout}: {share} of the winner's tokens/s, a token every "
+            f"{format_time(one.token)}"
+        )
+    if plan.crossover:
+        ranks, tokens = plan.crossover
+        found = f"from about {format_count(tokens)} tokens of one pass on" if tokens else "with no number of tokens"
+        yield f"on {ranks} devices of a node gathering is faster than tensor parallelism {found}"
+    if any(one.weights in ("int8", "int4") for one in plan.ranked):
+        yield (
+            "int8 and int4: weights alone, multiplied in 16 bits at the speed of 16-bit products on fewer bytes, which "
+            "only good kernels reach"
+        )

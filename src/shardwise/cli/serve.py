@@ -1,0 +1,194 @@
+"""Serve a model over HTTP as OpenAI's clients expect it, split over the local processes that its layout asks for.
+
+MODEL is a Hugging Face folder, or a checkpoint or run of `shardwise train`, whatever layout it was trained under.
+SIGINT and SIGTERM end it in order: running requests are finished, new ones refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from socket import socket
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from shardwise.cli.generate import add_engine, job_of
+from shardwise.errors import UserError
+
+if TYPE_CHECKING:
+    from shardwise.predict.generation.fit import Fit
+    from shardwise.serving.http.chat import Chat
+    from shardwise.serving.job import Ready, ServingJob
+    from shardwise.serving.text import Text
+
+PORT, QUEUE, GRACE = 8000, 256, 30.0
+KEY = "SHARDWISE_API_KEY"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a folder of weights, with a tokenizer.json")
+    group = parser.add_argument_group("the server")
+    group.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="0.0.0.0 for all networks (127.0.0.1)")
+    group.add_argument("--port", type=int, default=PORT, metavar="N", help=f"0 for a free one ({PORT})")
+    group.add_argument("--api-key", metavar="KEY", help=f"what clients must know; better put into {KEY} (none)")
+    group.add_argument("--name", metavar="NAME", help="what clients call the model (its folder's name)")
+    group.add_argument("--queue", type=int, default=QUEUE, metavar="N", help="sequences that may wait beside those "
+                       f"that run; more are refused with 429 ({QUEUE})")  # fmt: skip
+    group.add_argument("--grace", type=float, default=GRACE, metavar="S", help="seconds that running requests get to "
+                       f"finish after a signal ({GRACE:g})")  # fmt: skip
+    add_engine(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    _check_installed()
+    from shardwise.runtime.job.launch import say
+    from shardwise.serving.http.server import bind
+
+    key, name = _checked(args)
+    job = job_of(args)
+    text, chat = _text_and_chat(args.model)
+    fit = fit_of(job)
+    for line in fit.lines():
+        say(line)
+    if not fit.fits:
+        raise UserError(fit.refusal())
+    with bind(args.host, args.port) as sock, _terminated_as_interrupted():
+        _serve(args, sock, _Served(name, key, job, fit, text, chat))
+    say("stopped")
+    return 0
+
+
+@dataclass(frozen=True)
+class _Served:
+    """What is served, and to whom: name of the model, key of the clients."""
+
+    name: str
+    key: str | None
+    job: ServingJob
+    fit: Fit
+    text: Text
+    chat: Chat
+
+
+def _serve(args: argparse.Namespace, sock: socket, served: _Served) -> None:
+    """From the start of the ranks to the last answer."""
+    from shardwise import __version__
+    from shardwise.runtime.job.launch import say
+    from shardwise.serving.http.app import application
+    from shardwise.serving.http.generation import Front
+    from shardwise.serving.http.server import run as run_server
+    from shardwise.serving.http.server import url_of
+    from shardwise.serving.service import Service
+
+    job = served.job
+    say(f"reading weights on {job.layout.ranks} rank(s)")
+    with Service(job) as service:
+        ready = service.start()
+        front = Front(service, served.text, context=job.context, places=job.batch * job.replicas, queue=args.queue)
+        app = application(front, served.name, served.chat, version=__version__, api_key=served.key)
+        tell = partial(_tell, f"{url_of(sock)}/v1", served, ready, args.json)
+        run_server(app, front, sock, grace=args.grace, ready=tell, echo=say)
+
+
+def _check_installed() -> None:
+    """Raise `UserError` naming the extra where one of its packages is missing."""
+    for package in ("starlette", "uvicorn", "jinja2", "tokenizers", "torch"):
+        if find_spec(package) is None:
+            raise UserError(f"serving needs {package}: pip install 'shardwise[serve]'")
+
+
+def _checked(args: argparse.Namespace) -> tuple[str | None, str]:
+    """(API key, name of the model)."""
+    key = args.api_key if args.api_key is not None else os.environ.get(KEY) or None
+    if key is not None and (not key or key != key.strip() or not key.isascii() or not key.isprintable()):
+        raise UserError("an API key has printable ASCII characters, without blanks around them, and at least one")
+    if args.queue < 0 or not args.grace >= 0:
+        raise UserError("--queue and --grace must be at least 0")
+    return key, args.name or Path(args.model).absolute().name
+
+
+def _text_and_chat(folder: str) -> tuple[Text, Chat]:
+    """The tokenizer of a folder and its chat template. Raises `UserError`."""
+    from shardwise.serving.http.chat import Chat
+    from shardwise.serving.job import tokenizer_of, weights_in
+    from shardwise.serving.text import Text
+
+    weights_in(folder)
+    file = tokenizer_of(folder)
+    if file is None:
+        raise UserError(f"{folder} has no tokenizer.json, and a server reads and writes text: put one there")
+    return Text.open(folder), Chat(file)
+
+
+def fit_of(job: ServingJob) -> Fit:
+    """Whether weights and cache fit, before anything is loaded."""
+    from shardwise.cluster.catalog import lookup
+    from shardwise.predict.generation.fit import RESERVED_CUDA, Served, fit_on_host, serving_fit
+
+    # A cache that was given in bytes holds fewer sequences of the whole context than may run.
+    full = max(1, min(job.batch, job.pages * job.page // job.context))
+    served = Served(job.context, full, job.page, job.chunk, job.quantize == "int8")
+    if job.device == "cpu":
+        return fit_on_host(job.model, job.layout, served, lookup("CPU").device.memory_bytes)
+    devices = _cuda_memory()
+    if not devices:
+        return serving_fit(job.model, job.layout, served)
+    sharing = -(-job.layout.ranks // len(devices))
+    return serving_fit(job.model, job.layout, served, (min(devices) - RESERVED_CUDA) / sharing)
+
+
+def _cuda_memory() -> list[int]:
+    """Bytes of each visible device; none where `nvidia-smi` cannot tell. torch would take a second to ask."""
+    asked = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        asked += ["-i", visible]
+    try:
+        said = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True).stdout
+        return [int(line) << 20 for line in said.split()]
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return []
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """While weights are read, SIGTERM ends the command as SIGINT does, and leaves nothing behind either."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt("stopped by SIGTERM before the server was ready")
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _tell(url: str, served: _Served, ready: Ready, as_json: bool) -> None:
+    """Say that requests are taken: on standard output, since programs wait for that line."""
+    if not as_json:
+        print(f"{served.name} is served on {url}: context {ready.context:,}, {ready.transport}", flush=True)
+        return
+    fit = served.fit
+    said = {
+        "url": url,
+        "model": served.name,
+        "layout": str(served.job.layout),
+        "context": ready.context,
+        "pages": ready.pages,
+        "page_tokens": ready.page_tokens,
+        "transport": ready.transport,
+        "load_s": ready.seconds,
+        "held": {**asdict(fit.held), "total": fit.held.total},
+        "room": {"bytes": fit.room, "fits": fit.fits, "context": fit.largest_context, "batch": fit.largest_batch},
+        "valid": {"tp": fit.tps, "pp": fit.pps},
+    }
+    print(json.dumps(said), flush=True)

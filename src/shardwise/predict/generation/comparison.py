@@ -1,0 +1,308 @@
+"""Strategies side by side for one prompt: what a token moves, what it takes, and where the time goes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import isqrt
+from typing import Any
+
+from shardwise.cluster import Cluster
+from shardwise.errors import UserError
+from shardwise.layout import Layout
+from shardwise.model import ModelConfig
+from shardwise.predict.generation.fit import Fit, Served, fit_on_cluster
+from shardwise.predict.generation.split import check_generation, plan_of, sequences_of
+from shardwise.predict.generation.timing import FEW, Strategy, Taken, pricing_for
+from shardwise.predict.generation.training import Trained, trained
+from shardwise.predict.generation.turns import Turn, steady_gathers, turn_ledger
+from shardwise.predict.generation.volume import Volume, payload, ring_volume
+from shardwise.predict.time.profiles import ENGINES, Engine
+from shardwise.predict.time.profiles import engine as engine_of
+from shardwise.predict.token_traffic import traffic_ratio
+from shardwise.report.step_report import LedgerRow
+
+ENGINE, TRAINER = "tensorrt-llm", "megatron-bridge"
+"""Profiles of the software that is assumed on GPUs: for generation, and for the training step beside it."""
+HOST = "shardwise-cpu"
+"""The same on CPUs, for both: this project's own."""
+
+CHUNK = 2048
+"""Tokens of a prompt in one pass on a cluster."""
+
+
+SEQ = 8192
+"""Tokens of a sequence of the training step."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is generated. batch: sequences at the same time, on all ranks of a layout together. seq: tokens of the
+    sequences of the training step beside it. int8: the blocks' matrices are kept in 8 bits."""
+
+    prompt: int
+    output: int
+    batch: int = 1
+    chunk: int = CHUNK
+    seq: int = SEQ
+    int8: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("prompt", "output", "batch", "chunk", "seq"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} must be a positive number, not {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one more token of every sequence takes in steady decoding. ledger: of its largest turn, on the rank that
+    sends most; volume, payload: of all its turns there. made: tokens that come of the turns a rank takes part in."""
+
+    ledger: tuple[LedgerRow, ...]
+    volume: Volume
+    payload: dict[str, int]
+    made: int
+
+    @property
+    def volume_of_token(self) -> Volume:
+        """What one rank sends for a token."""
+        return self.volume.over(self.made)
+
+
+def decode_round(model: ModelConfig, layout: Layout, sequences: int = 1) -> Round:
+    """One more token for each of `sequences` on all ranks together. A pipeline of p stages takes p turns for it, some
+    of them empty where there are fewer sequences than stages; every other strategy takes one. One sequence alone is
+    every rank's under weight gathering; several are shared out."""
+    each, own = sequences_of(layout, sequences), sequences > 1
+    groups = [each // layout.pp + (turn < each % layout.pp) for turn in range(layout.pp)]
+    made = sequences if layout.stage == 3 else each
+    found = []
+    for stage in range(layout.pp):
+        plan = plan_of(model, layout, stage)
+        ledgers = [turn_ledger(plan, Turn.decode(group), steady_gathers(plan), own) for group in groups]
+        rows = tuple(row for ledger in ledgers for row in ledger)
+        found.append(Round(ledgers[0], ring_volume(rows, plan), payload(rows), made))
+    return max(found, key=lambda one: one.volume.total)
+
+
+@dataclass(frozen=True)
+class Generated:
+    """One strategy. sequences: of the busiest data rank. round: what a token moves. fit, cache_bytes: at the end of the
+    answer; after the prompt and at the end. prompt, first, middle, last: seconds of the prompt, of the answer's first
+    token after it, of one half-way, and of the last. range: of the middle one. trained: a training step."""
+
+    layout: Layout
+    sequences: int
+    round: Round
+    fit: Fit
+    cache_bytes: tuple[int, int]
+    prompt: Taken
+    first: Taken
+    middle: Taken
+    last: Taken
+    range: tuple[float, float]
+    trained: Trained
+
+    def tokens_per_second(self, batch: int) -> float:
+        """Of `batch` sequences on all ranks together, half-way through their answers."""
+        return batch / self.middle.seconds
+
+    @property
+    def growth(self) -> float:
+        """By how much the last token takes longer than the first, as a share."""
+        return self.last.seconds / self.first.seconds - 1
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "layout": str(self.layout),
+            "sequences_of_a_rank": self.sequences,
+            "ring_bytes_of_a_token": self.round.volume_of_token.to_json(),
+            "round": {
+                "tokens": self.round.made,
+                "ring_bytes": self.round.volume.to_json(),
+                "payload_bytes": self.round.payload,
+            },
+            "bytes": {
+                "weights": self.fit.held.weights,
+                "slots": self.fit.held.slots,
+                "cache_after_prompt": self.cache_bytes[0],
+                "cache_at_end": self.cache_bytes[1],
+                "fits": self.fit.fits,
+            },
+            "prompt": self.prompt.to_json(),
+            "token": {
+                "first": self.first.to_json(),
+                "middle": self.middle.to_json() | {"low": self.range[0], "high": self.range[1]},
+                "last": self.last.to_json(),
+                "growth": self.growth,
+            },
+            "training": {
+                "seconds": self.trained.seconds,
+                "moving": self.trained.moving,
+                "share": self.trained.share,
+                "block_arithmetic": self.trained.arithmetic,
+                "block_gather": self.trained.gather,
+            },
+        }
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Weight gathering over tensor parallelism on as many ranks. blocks, total: in ring volume of a token;
+    seconds: of a token. tokens: of one pass over all ranks together, from which on gathering sends less; and from which
+    on it is faster, None where that is beyond `MOST_TOKENS`."""
+
+    gathering: Layout
+    tensor: Layout
+    blocks: float
+    total: float
+    seconds: float
+    tokens: float
+    faster: int | None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "gathering": str(self.gathering),
+            "tensor": str(self.tensor),
+            "blocks": self.blocks,
+            "total": self.total,
+            "seconds": self.seconds,
+            "fewer_bytes_from_tokens": self.tokens,
+            "faster_from_tokens": self.faster,
+        }
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All strategies of one prompt on one cluster."""
+
+    model: ModelConfig
+    cluster: Cluster
+    asked: Asked
+    engine: str
+    strategies: tuple[Generated, ...]
+
+    @cached_property
+    def ratios(self) -> tuple[Ratio, ...]:
+        """Each strategy that gathers weights, against tensor parallelism on as many ranks, where both are here."""
+        found = []
+        for one in self.strategies:
+            for other in self.strategies:
+                pure = other.layout.tp == other.layout.ranks == one.layout.shard_ranks
+                if one.layout.stage == 3 and one.layout.tp == 1 and pure:
+                    found.append(self._ratio(one, other))
+        return tuple(found)
+
+    def _ratio(self, one: Generated, other: Generated) -> Ratio:
+        gathering, tensor = (
+            Strategy(self.model, each.layout, engine_of(self.engine), self.cluster) for each in (one, other)
+        )
+        blocks = sum(unit.numel for unit in plan_of(self.model, one.layout).units if unit.name.startswith("blocks."))
+        return Ratio(
+            one.layout,
+            other.layout,
+            float(one.round.volume_of_token.blocks / other.round.volume_of_token.blocks),
+            float(one.round.volume_of_token.total / other.round.volume_of_token.total),
+            one.middle.seconds / other.middle.seconds,
+            traffic_ratio(blocks, self.model),
+            crossover(gathering, tensor),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data: what `generate --compare --json` prints."""
+        return {
+            "model": self.model.name,
+            "cluster": str(self.cluster),
+            "engine": self.engine,
+            "prompt_tokens": self.asked.prompt,
+            "max_tokens": self.asked.output,
+            "batch": self.asked.batch,
+            "strategies": [one.to_json() for one in self.strategies],
+            "ratios": [ratio.to_json() for ratio in self.ratios],
+        }
+
+
+def serving_engine(name: str) -> Engine:
+    """The profile of that name. Raises `UserError` for one that there is not, and for one that only trains."""
+    found = engine_of(name)
+    serving = [e.name for e in ENGINES.values() if not e.facts["decode_kernels"].startswith("not used")] + [HOST]
+    if name not in serving:
+        raise UserError(f"{name} does not serve; profiles that do are {', '.join(serving)}")
+    return found
+
+
+def usual_layouts(model: ModelConfig, cluster: Cluster) -> list[Layout]:
+    """The pure strategies on all devices, as far as the model allows."""
+    found = []
+    for text in (f"tp={cluster.devices}", f"dp={cluster.devices},zero=3", f"pp={cluster.devices}"):
+        try:
+            layout = Layout.parse(text)
+            check_generation(layout, model)
+        except UserError:
+            continue
+        if layout not in found:
+            found.append(layout)
+    return found
+
+
+def compare(
+    model: ModelConfig, layouts: Sequence[Layout], cluster: Cluster, asked: Asked, engine: str | None = None
+) -> Comparison:
+    """Predict each layout. engine: a profile of `predict.time.ENGINES`; None for the usual one of such devices.
+
+    Raises `LayoutError` for a layout that does not suit the model or the cluster, `UserError` for what is not known
+    (devices without constants, engines), and for a prompt and answer that exceed the model's positions.
+    """
+    if asked.prompt + asked.output > model.max_positions:
+        raise UserError(
+            f"{model.name} knows {model.max_positions} positions: a prompt of {asked.prompt} tokens and {asked.output} "
+            "more are too many"
+        )
+    if len(set(layouts)) < len(layouts):
+        raise UserError("--compare names a layout twice: give different ones")
+    engine = serving_engine(engine or (HOST if cluster.device.kind == "cpu" else ENGINE)).name
+    return Comparison(
+        model, cluster, asked, engine, tuple(_generated(model, each, cluster, asked, engine) for each in layouts)
+    )
+
+
+def _generated(model: ModelConfig, layout: Layout, cluster: Cluster, asked: Asked, engine: str) -> Generated:
+    check_generation(layout, model, cluster.devices)
+    each = sequences_of(layout, asked.batch)
+    strategy = Strategy(model, layout, engine_of(engine), cluster, "int8" if asked.int8 else None)
+    middle = strategy.token(asked.batch, asked.prompt + asked.output / 2)
+    around = middle.range(pricing_for(cluster, each <= FEW))
+    caches = [
+        fit_on_cluster(model, layout, Served(length, each, chunk=asked.chunk, int8=asked.int8), cluster)
+        for length in (asked.prompt, asked.prompt + asked.output)
+    ]
+    return Generated(
+        layout, each, decode_round(model, layout, asked.batch), caches[1],
+        (caches[0].held.cache, caches[1].held.cache),
+        strategy.prompt(asked.prompt, asked.chunk),
+        strategy.token(asked.batch, asked.prompt + 1), middle, strategy.token(asked.batch, asked.prompt + asked.output),
+        (float(around.low), float(around.high)),
+        trained(model, layout, asked.seq, engine_of(HOST if cluster.device.kind == "cpu" else TRAINER), cluster),
+    )  # fmt: skip
+
+
+MOST_TOKENS = 1 << 22
+"""Tokens of one pass beyond which no crossover is looked for."""
+
+
+def crossover(gathering: Strategy, tensor: Strategy) -> int | None:
+    """Tokens of one pass over all ranks together from which on gathering weights is faster than tensor parallelism,
+    within a hundredth; None beyond `MOST_TOKENS`."""
+    ranks = gathering.layout.dp
+
+    def faster(tokens: int) -> bool:
+        return gathering.one_pass(tokens / ranks).seconds <= tensor.one_pass(tokens).seconds
+
+    low, high = ranks, MOST_TOKENS
+    if not faster(high):
+        return None
+    while high > low * 1.01 + 1:
+        between = isqrt(low * high)
+        low, high = (low, between) if faster(between) else (between, high)
+    return high

@@ -1,0 +1,239 @@
+"""Whether weights and cache fit, before anything is loaded: bytes of a rank by class, and what would fit.
+
+Weights are exact, from the `UnitPlan`; so are the cache's pages and the slots of gathered weights. What passes through
+memory in a turn is a bound: the widest tensors of a block for all its tokens, and the logits.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from shardwise.cluster import Cluster
+from shardwise.errors import UserError
+from shardwise.layout import Layout, UnitPlan
+from shardwise.layout.legality import valid_tp
+from shardwise.layout.placement import Placed, kv_heads_held, width_held
+from shardwise.model import ModelConfig
+from shardwise.predict.generation.split import blocks_of, check_generation, plan_of
+from shardwise.predict.generation.turns import padded_vocab
+from shardwise.report.step_report import DTYPE_BYTES
+from shardwise.report.units import format_bytes
+
+PAGE, CHUNK = 16, 256
+"""Tokens of a page of the cache, and of prompts in a turn, where nobody says otherwise."""
+
+MOST = 1 << 20
+"""Sequences beyond which nobody asks for more."""
+
+RESERVED_CUDA = 2e9
+"""Of a GPU's memory, what the driver's context and loaded kernels take: 0.5 to 2 GB, stas00/ml-engineering,
+training/performance/README.md."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """How a model is served. context: tokens of the longest sequence; batch: the most sequences at a time in a replica;
+    page: tokens of a page; chunk: tokens of prompts in a turn; int8: the blocks' matrices are kept in 8 bits."""
+
+    context: int
+    batch: int = 8
+    page: int = PAGE
+    chunk: int = CHUNK
+    int8: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("context", "batch", "page", "chunk"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} must be at least 1, not {getattr(self, name)}")
+
+    @property
+    def pages(self) -> int:
+        """So that all sequences may be of the whole context."""
+        return self.batch * -(-self.context // self.page)
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of one rank. weights: as they stay; slots: of gathered weights; cache; passing: in a turn, a bound."""
+
+    weights: int
+    slots: int
+    cache: int
+    passing: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.slots + self.cache + self.passing
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Whether it fits. held: of the fullest rank; room: bytes that a rank has, None where that is not known.
+
+    largest_context: tokens of each of `served.batch` sequences; largest_batch: sequences of `served.context` tokens; 0
+    where the weights alone do not fit, None where the room is not known.
+    tps, pps: degrees that suit the model.
+    """
+
+    model: ModelConfig
+    layout: Layout
+    served: Served
+    held: Held
+    room: float | None
+    largest_context: int | None
+    largest_batch: int | None
+    tps: tuple[int, ...]
+    pps: tuple[int, ...]
+
+    @property
+    def fits(self) -> bool:
+        return self.room is None or self.held.total <= self.room
+
+    def lines(self) -> Iterator[str]:
+        """For people: what is held, whether it fits, the largest context that does, and the valid degrees."""
+        held = self.held
+        slots = f" + slots of gathered weights {format_bytes(held.slots)}" if held.slots else ""
+        yield (
+            f"{self._name}: on the fullest rank weights {format_bytes(held.weights)}{slots} + cache of "
+            f"{self.served.batch} x {self.served.context:,} tokens {format_bytes(held.cache)} + what passes through "
+            f"{format_bytes(held.passing)} = {format_bytes(held.total)}"
+        )
+        if self.room is not None:
+            verdict = "fits" if self.fits else "does not fit"
+            yield f"{verdict} {format_bytes(self.room)} a rank; {self._largest()}"
+        yield f"valid tp: {_degrees(self.tps)}; valid pp: 1 to {self.pps[-1]}"
+
+    def refusal(self) -> str:
+        """One line: what is missing, and what would fit."""
+        assert self.room is not None
+        missing = format_bytes(self.held.total - self.room)
+        return (
+            f"{self._name} with {self.served.batch} sequences of {self.served.context:,} tokens needs "
+            f"{format_bytes(self.held.total)} a rank, {missing} more than the {format_bytes(self.room)} there are; "
+            f"{self._largest()}"
+        )
+
+    @property
+    def _name(self) -> str:
+        return f"{self.model.name} on one rank" if self.layout.ranks == 1 else f"{self.model.name} as {self.layout}"
+
+    def _largest(self) -> str:
+        if not self.largest_context:
+            bare = self.held.weights + self.held.slots
+            return (
+                f"no context fits {self.served.batch} sequences, and the weights alone take {format_bytes(bare)}: "
+                "split them further (tp, pp, zero=3), use int8, or fewer sequences"
+            )
+        return (
+            f"the largest context for {self.served.batch} sequences is {self.largest_context:,} tokens, and "
+            f"{self.largest_batch:,} sequences of {self.served.context:,} tokens fit"
+        )
+
+
+def serving_fit(model: ModelConfig, layout: Layout, served: Served, room: float | None = None) -> Fit:
+    """What serving takes on the fullest rank, against `room` bytes a rank. Raises `LayoutError` for layouts that
+    generation does not know, `UserError` for models that do not run."""
+    check_generation(layout, model)
+    if served.int8 and layout.stage == 3:
+        raise UserError("int8 weights are not gathered: use zero=0 with int8, or leave int8 out")
+    plans = [plan_of(model, layout, stage) for stage in range(layout.pp)]
+    held = max((_held(plan, served) for plan in plans), key=lambda one: one.total)
+    context = batch = None
+    if room is not None:
+        # The stage that is fullest with one cache need not be with another: each must have the room.
+        context = min(_longest(plan, served, room) for plan in plans)
+        batch = min(_most(plan, served, room) for plan in plans)
+    pps = tuple(pp for pp in range(1, model.layers + 1))
+    return Fit(model, layout, served, held, room, context, batch, tuple(valid_tp(model)), pps)
+
+
+def fit_on_host(model: ModelConfig, layout: Layout, served: Served, memory: int | None) -> Fit:
+    """`serving_fit` where all ranks share `memory` bytes of one host. None: not known."""
+    return serving_fit(model, layout, served, None if memory is None else memory / layout.ranks)
+
+
+def fit_on_cluster(model: ModelConfig, layout: Layout, served: Served, cluster: Cluster) -> Fit:
+    """`serving_fit` on the devices of a cluster. Raises `LayoutError` where there are too few."""
+    check_generation(layout, model, cluster.devices)
+    return serving_fit(model, layout, served, room_on(cluster))
+
+
+def room_on(cluster: Cluster) -> float | None:
+    """Bytes that a rank has on a device; None where its memory is not known."""
+    memory = cluster.memory_per_device
+    if memory is None or cluster.device.kind != "cuda":
+        return memory
+    return max(memory - RESERVED_CUDA, 0.0)
+
+
+def weight_bytes(plan: UnitPlan, int8: bool = False) -> int:
+    """Weights of a rank as they stay: in the layout's precision, at stage 3 its interval of each unit; with int8, the
+    blocks' matrices in 8 bits and a scale in that precision for each of their rows."""
+    width = DTYPE_BYTES[plan.layout.dtype]
+    if plan.layout.stage == 3:
+        return sum(unit.shard_numel for unit in plan.units) * width
+    if not int8:
+        return sum(unit.padded for unit in plan.units) * width
+    return sum(
+        placed.numel + width * placed.shape[0] if _matrix_of_block(placed) else placed.numel * width
+        for unit in plan.units
+        for placed in unit.placed
+    )
+
+
+def _matrix_of_block(placed: Placed) -> bool:
+    return placed.name.startswith("blocks.") and len(placed.shape) == 2
+
+
+def page_bytes(plan: UnitPlan, page: int = PAGE) -> int:
+    """Bytes of one page of keys and values on a rank, all its blocks."""
+    heads = kv_heads_held(plan.model, plan.layout.tp)
+    return 2 * len(blocks_of(plan)) * heads * plan.model.head_dim * page * DTYPE_BYTES[plan.layout.dtype]
+
+
+def _held(plan: UnitPlan, served: Served) -> Held:
+    slots = sum(plan.slots.values()) if plan.layout.stage == 3 else 0
+    return Held(
+        weight_bytes(plan, served.int8),
+        slots * DTYPE_BYTES[plan.layout.dtype],
+        served.pages * page_bytes(plan, served.page),
+        passing_bytes(plan, served),
+    )
+
+
+_INDEX = 16
+"""Bytes that name a slot of the cache and its page."""
+
+
+def passing_bytes(plan: UnitPlan, served: Served) -> int:
+    """A turn's widest moment: residual stream, its normed copy and what the feed-forward opens up to, or queries, keys,
+    values and their output, and a copy of one block's cache with its mask, where pages do not follow each other; or the
+    logits of every sequence, gathered, and again in fp32."""
+    model, tp = plan.model, plan.layout.tp
+    width, tokens = DTYPE_BYTES[plan.layout.dtype], served.chunk + served.batch
+    opened = tokens * (3 if model.gated else 2) * width_held(model.ffn, tp) * width
+    heads = kv_heads_held(model, tp)
+    attended = tokens * 2 * (model.heads // tp + heads) * model.head_dim * width
+    copied = served.pages * served.page * (2 * heads * model.head_dim * width + _INDEX) + served.chunk * served.context
+    block = tokens * 3 * model.hidden * width + max(opened, attended + copied)
+    logits = served.batch * padded_vocab(plan) * (2 * width + 4) if "head" in plan.parts else 0
+    return max(block, logits)
+
+
+def _longest(plan: UnitPlan, served: Served, room: float) -> int:
+    """Tokens that each of the sequences may have, whole pages, at most as many as the model knows positions."""
+    most = plan.model.max_positions
+    counts = range(served.page, most + served.page, served.page)
+    fitting = bisect_right(counts, room, key=lambda n: _held(plan, replace(served, context=n)).total)
+    return min(fitting * served.page, most)
+
+
+def _most(plan: UnitPlan, served: Served, room: float) -> int:
+    """Sequences of the whole context."""
+    return bisect_right(range(1, MOST), room, key=lambda n: _held(plan, replace(served, batch=n)).total)
+
+
+def _degrees(degrees: tuple[int, ...]) -> str:
+    return ", ".join(map(str, degrees))

@@ -1,0 +1,388 @@
+"""The best ways to serve a model on a cluster: tensor parallel, stages, replicas, types of weights, and how many
+sequences run at a time.
+
+A deployment of `concurrency` clients that each send a new request as soon as their last one is answered. Its replicas
+share them out; a replica that has no room for all of its clients' sequences lets the others wait. While a sequence is
+answered, each of the other c - 1 of its replica reads a prompt once, so that with n output tokens
+
+    time per token = token(c) + (c - 1) / n x prompt       tokens/s of a replica = c n / (n token(c) + c prompt)
+
+where token(c) and prompt are `timing`'s seconds. Where clients outnumber sequences, they wait for the others' answers,
+so that by Little's law clients x n = tokens/s x seconds of an answer, waiting included.
+
+With so many clients, more tokens/s mean faster answers. The trade between the two is a matter of how many sequences run
+at a time (`ServingPlan.curve`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import ceil
+from typing import Any, Literal
+
+import numpy as np
+
+from shardwise.cluster import Cluster
+from shardwise.errors import UserError
+from shardwise.layout import Layout, UnitPlan, Workload
+from shardwise.layout.legality import valid_tp
+from shardwise.layout.placement import Placed, kv_heads_held
+from shardwise.model import ModelConfig
+from shardwise.predict.generation.comparison import ENGINE, crossover, serving_engine
+from shardwise.predict.generation.fit import PAGE, Served, passing_bytes, room_on
+from shardwise.predict.generation.split import check_generation, plan_of
+from shardwise.predict.generation.timing import FEW, Strategy, pricing_for
+from shardwise.predict.search.space import MOST_DEVICES
+from shardwise.predict.time.kernels import WIDTH
+from shardwise.predict.time.profiles import Engine
+from shardwise.predict.time.serving import INT4_GROUP_BYTES, Serving, decode_pass, prefill_pass
+from shardwise.report.units import format_bytes
+
+Num = Any
+By = Literal["throughput", "cost", "pareto"]
+
+TYPES = {"bfloat16": "bf16", "float8_e4m3fn": "fp8", "int8": "int8", "int4": "int4"}
+"""Types in which the blocks' matrices may be stored, torch's names -> those that people write."""
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """One way to serve. weights: of the blocks, torch's name. batch: sequences at a time in one replica. first_token:
+    seconds from a request to its first token, waiting included; token: from one token to the next. held: bytes of the
+    fullest rank, the cache filled; cache_tokens: that a replica's cache has room for."""
+
+    layout: Layout
+    weights: str
+    batch: int
+    first_token: float
+    token: float
+    tokens_per_second: float
+    held: float
+    cache_tokens: int
+
+    @property
+    def devices(self) -> int:
+        return self.layout.ranks
+
+    @property
+    def rate(self) -> float:
+        """Tokens/s of one device."""
+        return self.tokens_per_second / self.devices
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "layout": str(self.layout),
+            "weights": TYPES[self.weights],
+            "devices": self.devices,
+            "sequences_of_a_replica": self.batch,
+            "first_token_seconds": self.first_token,
+            "token_seconds": self.token,
+            "tokens_per_second": self.tokens_per_second,
+            "tokens_per_second_per_device": self.rate,
+            "bytes": self.held,
+            "cache_tokens": self.cache_tokens,
+        }
+
+
+@dataclass(frozen=True)
+class ServingPlan:
+    """The best deployments, best first. room: bytes of a device. curve: with as many clients as sequences at a time,
+    from one on, those that none beats in both time per token and tokens/s; fastest tokens first. quantised: the best in
+    fewer bits on at most half of the devices that the best in 16 bits takes, and that one; None where there is no such
+    pair. gathering: the best of those that gather weights, None where none fits. crossover: ranks, and the tokens of
+    one pass from which on gathering is faster there than tensor parallelism; None where tp cannot be split so."""
+
+    model: ModelConfig
+    cluster: Cluster
+    workload: Workload
+    engine: str
+    by: By
+    room: float
+    ranked: tuple[Deployment, ...]
+    curve: tuple[Deployment, ...]
+    considered: int
+    fitting: int
+    quantised: tuple[Deployment, Deployment] | None
+    gathering: Deployment | None
+    crossover: tuple[int, int | None] | None
+
+    @property
+    def winner(self) -> Deployment:
+        return self.ranked[0]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data: what `plan --serve --json` prints."""
+        return {
+            "model": self.model.name,
+            "cluster": str(self.cluster),
+            "workload": self.workload.to_json(),
+            "engine": self.engine,
+            "by": self.by,
+            "usable_bytes": self.room,
+            "considered": self.considered,
+            "fitting": self.fitting,
+            "ranked": [one.to_json() for one in self.ranked],
+            "curve": [one.to_json() for one in self.curve],
+            "quantised_on_fewer": self.quantised and self.quantised[0].to_json(),
+            "split_on_more": self.quantised and self.quantised[1].to_json(),
+            "gathering": self.gathering and self.gathering.to_json(),
+            "crossover": self.crossover and {"ranks": self.crossover[0], "tokens": self.crossover[1]},
+        }
+
+
+def plan_serving(
+    model: ModelConfig,
+    cluster: Cluster,
+    workload: Workload,
+    *,
+    engine: str = ENGINE,
+    by: By = "throughput",
+    top: int = 10,
+) -> ServingPlan:
+    """The best `top` deployments for `workload.concurrency` clients of `prompt` and `output` tokens: every legal degree
+    of tp, pp and replicas, each type of weights that the device computes with, 1, 2, 4, ... sequences at a time.
+
+    by: "throughput", "cost" (tokens/s of a device) or "pareto" (the curve of tokens/s against time per token).
+    Raises `UserError` where nothing fits, with what is missing; for devices without constants or memory, for workloads
+    without requests or longer than the model's positions, and for models that do not run.
+    """
+    _check(model, cluster, workload, top)
+    room = room_on(cluster)
+    if room is None:
+        raise UserError(f"{cluster.device.name}: its memory is not known; describe it in a TOML file (memory_bytes)")
+    space = _Space(model, cluster, workload, serving_engine(engine), room)
+    found, unhurried = [], []
+    for weights in space.types:
+        asked, free = space.split(weights)
+        found += asked
+        unhurried += free
+    gathered = list(space.gathered())
+    everything = found + gathered
+    if not everything:
+        raise space.nothing()
+    ranked = sorted(everything, key=lambda one: _order(one, by))
+    curve = _curve(unhurried)
+    return ServingPlan(
+        model, cluster, workload, engine, by, room,
+        tuple(curve if by == "pareto" else ranked)[:top], tuple(curve), space.considered, len(everything),
+        _quantised_on_fewer(found), min(gathered, key=lambda one: _order(one, by), default=None), space.crossover(),
+    )  # fmt: skip
+
+
+def _check(model: ModelConfig, cluster: Cluster, workload: Workload, top: int) -> None:
+    if cluster.devices > MOST_DEVICES:
+        raise UserError(f"{cluster} has {cluster.devices:,} devices; clusters of up to {MOST_DEVICES:,} are searched")
+    if min(workload.prompt, workload.output, workload.concurrency) < 1:
+        raise UserError("serving needs --prompt, --output and --concurrency, each a positive number")
+    if workload.prompt + workload.output > model.max_positions:
+        raise UserError(
+            f"{model.name} knows {model.max_positions} positions: a prompt of {workload.prompt} tokens and "
+            f"{workload.output} more are too many"
+        )
+    if top < 1:
+        raise UserError(f"--top must be a positive integer, not {top}")
+    check_generation(Layout(), model)
+
+
+def _order(one: Deployment, by: By) -> tuple[float, ...]:
+    """Smaller is better; ties go to fewer devices."""
+    return -one.rate if by == "cost" else -one.tokens_per_second, one.devices, one.token, one.held
+
+
+def _curve(found: Sequence[Deployment]) -> list[Deployment]:
+    """Those that no other one beats in both time per token and tokens/s."""
+    best, kept = 0.0, []
+    for one in sorted(found, key=lambda one: (one.token, -one.tokens_per_second, one.devices)):
+        if one.tokens_per_second > best:
+            best = one.tokens_per_second
+            kept.append(one)
+    return kept
+
+
+def _quantised_on_fewer(found: Sequence[Deployment]) -> tuple[Deployment, Deployment] | None:
+    def best(some: Sequence[Deployment]) -> Deployment | None:
+        return min(some, key=lambda one: _order(one, "throughput"), default=None)
+
+    split = best([one for one in found if one.weights == "bfloat16"])
+    if split is None:
+        return None
+    fewer = best([one for one in found if one.weights != "bfloat16" and one.devices <= split.devices / 2])
+    return None if fewer is None else (fewer, split)
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Bytes of one rank's share under tp, of one type of the blocks' matrices: of a block, of embedding and head."""
+
+    block: float
+    first: float
+    last: float
+    alone: float
+
+    def stage(self, layers: int, pp: int) -> float:
+        """The fullest stage: the first of a pipeline has most layers and the embedding, the last one the head."""
+        if pp == 1:
+            return layers * self.block + self.alone
+        return max(ceil(layers / pp) * self.block + self.first, layers // pp * self.block + self.last)
+
+
+class _Space:
+    """All candidates of one question."""
+
+    def __init__(self, model: ModelConfig, cluster: Cluster, workload: Workload, engine: Engine, room: float) -> None:
+        self.model, self.cluster, self.workload, self.engine, self.room = model, cluster, workload, engine, room
+        self.considered = 0
+        self.least: tuple[float, str] = (np.inf, "")
+        self.length = workload.prompt + workload.output
+        self.tps = [tp for tp in valid_tp(model) if tp <= cluster.devices]
+
+    @cached_property
+    def types(self) -> list[str]:
+        """Weights in 8 bits of floating point only where the device multiplies them."""
+        return [name for name in TYPES if name != "float8_e4m3fn" or self.cluster.device.peak(name)]
+
+    def split(self, weights: str) -> tuple[list[Deployment], list[Deployment]]:
+        """Deployments that fit with one type of weights, none of which gathers: for the clients that there are, as many
+        sequences at a time as they need or memory allows; and for as many clients as sequences, 1, 2, 4, ..."""
+        rows = [row for tp in self.tps for row in self._rows(tp, weights)]
+        if not rows:
+            return [], []
+        tp, pp, dp, batch, cache, held, most = (np.array(column) for column in zip(*rows, strict=True))
+        token, read = self._seconds(weights, tp, pp, dp, batch)
+        clients = np.where(most, np.ceil(self.workload.concurrency / dp), batch)
+        asked: list[Deployment] = []
+        free: list[Deployment] = []
+        for i, times in enumerate(zip(*self._answered(token, read, pp, batch, dp, clients), strict=True)):
+            layout = Layout(dp=int(dp[i]), tp=int(tp[i]), pp=int(pp[i]))
+            first, each, rate = map(float, times)
+            one = Deployment(layout, weights, int(batch[i]), first, each, rate, float(held[i]), int(cache[i]))
+            (asked if most[i] else free).append(one)
+        return asked, free
+
+    def _rows(self, tp: int, weights: str) -> Iterator[tuple[float, ...]]:
+        """(tp, pp, replicas, sequences of a replica, tokens of its cache, bytes, whether it is for the clients that
+        there are) of what fits."""
+        sizes, plan = self._sizes(tp, weights), plan_of(self.model, Layout(tp=tp))
+        for pp in range(1, min(self.model.layers, self.cluster.devices // tp) + 1):
+            weight, page = sizes.stage(self.model.layers, pp), self._page_bytes(tp, pp)
+            name = f"tp={tp},pp={pp} in {TYPES[weights]}"
+            pages, most = self._capacity(plan, weight, page, name)
+            for dp in _powers(self.cluster.devices // (tp * pp)):
+                self.considered += 1
+                needed = min(most, ceil(self.workload.concurrency / dp))
+                wanted = [(needed, True), *((batch, False) for batch in _powers(most))] if most else []
+                for batch, asked in wanted:
+                    yield tp, pp, dp, batch, pages * PAGE, self._held(plan, weight, page, batch), asked
+
+    def _capacity(self, plan: UnitPlan, weight: float, page: float, name: str) -> tuple[int, int]:
+        """(pages of the cache, sequences that run at a time) beside `weight` bytes. The least that is needed at all is
+        remembered for `nothing`."""
+        self.least = min(self.least, (self._held(plan, weight, page, 1), name))
+        counts = range(1, self.engine.most_sequences + 1)
+        most = bisect_right(counts, self.room, key=lambda batch: self._held(plan, weight, page, batch))
+        passing = passing_bytes(plan, Served(self.length, max(most, 1)))
+        return max(0, int((self.room - weight - passing) // page)), most
+
+    def _held(self, plan: UnitPlan, weight: float, page: float, batch: int) -> float:
+        """Bytes of a rank with the cache of `batch` whole sequences."""
+        served = Served(self.length, batch)
+        return weight + passing_bytes(plan, served) + served.pages * page
+
+    def _sizes(self, tp: int, weights: str) -> _Sizes:
+        plan = plan_of(self.model, Layout(tp=tp))
+        each = {unit.name: sum(_stored(p, weights) for p in unit.placed) for unit in plan.units}
+        tied = each.get("tied", 0.0)
+        first, last = each.get("embedding", 0.0) + tied, each.get("head", 0.0) + tied
+        return _Sizes(each["blocks.0"], first, last, first + last - tied)
+
+    def _page_bytes(self, tp: int, pp: int) -> float:
+        heads = kv_heads_held(self.model, tp)
+        return 2.0 * ceil(self.model.layers / pp) * heads * self.model.head_dim * PAGE * WIDTH["bfloat16"]
+
+    def _seconds(self, weights: str, tp: Num, pp: Num, dp: Num, batch: Num) -> tuple[Num, Num]:
+        """(token(c), prompt) of arrays of candidates; a prompt's part of the stage that is busiest with it."""
+        context = self.workload.prompt + self.workload.output / 2
+        serving = Serving(weights, "bfloat16", tp)
+        chunk = min(self.workload.prompt, self.engine.most_tokens)
+        pieces = ceil(self.workload.prompt / chunk)
+        token = read = None
+        for few in (False, True):
+            pricing = pricing_for(self.cluster, few)
+            group = np.ceil(batch / pp)
+            through = decode_pass(self.model, serving, group, context, self.engine, pricing)
+            block = sum(through.block.values())
+            hop = np.where(pp > 1, pricing.collectives.hop(group * self.model.hidden * 2.0, tp * dp), 0.0)
+            ends = through.head + through.host
+            slowest = np.maximum(np.ceil(self.model.layers / pp) * block, self.model.layers // pp * block + ends) + hop
+            once = self.model.layers * block + ends + pp * hop
+            seconds = np.maximum(once, np.minimum(batch, pp) * slowest)
+            token = seconds if token is None else np.where(batch <= FEW, seconds, token)
+            whole = prefill_pass(self.model, serving, 1.0, chunk, self.engine, pricing).whole(self.model.layers)
+            seconds = pieces * whole.seconds + 0.0 * batch
+            read = seconds if read is None else np.where(batch <= FEW, seconds, read)
+        return token, read
+
+    def _answered(self, token: Num, read: Num, pp: Num, batch: Num, dp: Num, clients: Num) -> tuple[Num, Num, Num]:
+        """(first token, each token, tokens/s of all) for `batch` sequences at a time and `clients` in each of `dp`
+        replicas."""
+        output = self.workload.output
+        busy = read / pp  # of the busiest stage; the others work on other prompts meanwhile
+        running = np.minimum(batch, clients)
+        each = token + (running - 1) / output * busy
+        answer = read + output * each
+        waiting = np.maximum(clients / running - 1, 0.0) * answer
+        return waiting + read + token, each, dp * clients * output / (waiting + answer)
+
+    def gathered(self) -> Iterator[Deployment]:
+        """Deployments whose data ranks gather weights, in 16 bits; each tp with as many data ranks as there are."""
+        for tp in self.tps:
+            dp = self.cluster.devices // tp
+            if dp < 2:
+                continue
+            layout = Layout(dp=dp, tp=tp, zero=3)
+            strategy, plan = Strategy(self.model, layout, self.engine, self.cluster), plan_of(self.model, layout)
+            weight = 2.0 * (sum(unit.shard_numel for unit in plan.units) + sum(plan.slots.values()))
+            pages, most = self._capacity(plan, weight, self._page_bytes(tp, 1), str(layout))
+            self.considered += 1
+            if not most:
+                continue
+            clients = ceil(self.workload.concurrency / dp)
+            batch = min(most, clients)
+            token = strategy.token(batch * dp, self.workload.prompt + self.workload.output / 2).seconds
+            read = strategy.prompt(self.workload.prompt, min(self.workload.prompt, self.engine.most_tokens)).seconds
+            first, each, rate = map(float, self._answered(token, read, 1, batch, dp, clients))
+            held = self._held(plan, weight, self._page_bytes(tp, 1), batch)
+            yield Deployment(layout, "bfloat16", batch, first, each, rate, held, pages * PAGE)
+
+    def crossover(self) -> tuple[int, int | None] | None:
+        """Ranks of one node, and the tokens of a pass from which on gathering is faster there."""
+        ranks = max((tp for tp in self.tps if tp <= self.cluster.devices_per_node), default=1)
+        if ranks < 2:
+            return None
+        pair = (Layout(dp=ranks, zero=3), Layout(tp=ranks))
+        return ranks, crossover(*(Strategy(self.model, each, self.engine, self.cluster) for each in pair))
+
+    def nothing(self) -> UserError:
+        """One line: what is missing."""
+        held, where = self.least
+        missing = format_bytes(held - self.room)
+        return UserError(
+            f"{self.model.name} with {self.length:,} tokens a sequence does not fit {self.cluster}: the leanest "
+            f"({where}) needs {format_bytes(held)} a device, {missing} more than its {format_bytes(self.room)}"
+        )
+
+
+def _stored(placed: Placed, weights: str) -> float:
+    """Bytes of a parameter: the blocks' matrices in their type with its scales, the rest in 16 bits."""
+    if not (placed.name.startswith("blocks.") and len(placed.shape) == 2) or weights == "bfloat16":
+        return placed.numel * 2.0
+    scales = {"int8": 2.0 * placed.shape[0], "int4": INT4_GROUP_BYTES * placed.numel}.get(weights, 4.0)
+    return placed.numel * WIDTH[weights] + scales
+
+
+def _powers(most: int) -> list[int]:
+    """1, 2, 4, ... and the number itself."""
+    return sorted({most, *(2**k for k in range(most.bit_length()) if 2**k <= most)}) if most > 0 else []

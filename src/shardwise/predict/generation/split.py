@@ -1,0 +1,49 @@
+"""What generation makes of a layout: which are for it, whose plan a rank follows, and which sequences it has."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from shardwise.errors import LayoutError, UserError
+from shardwise.layout import Grid, Layout, UnitPlan, Workload, check, unit_plan
+from shardwise.layout.legality import unsupported
+from shardwise.model import ModelConfig
+
+
+def check_generation(layout: Layout, model: ModelConfig, devices: int | None = None) -> None:
+    """Raise `LayoutError` when a model cannot be generated with under a layout, or on so many devices; `UserError` when
+    no decoder here computes it."""
+    if reason := model.why_not_runnable():
+        raise UserError(f"{model.name}: {reason}")
+    check(layout, model.replace(attention_dropout=0.0))  # nothing is dropped when generating
+    if words := unsupported(layout):
+        raise LayoutError(f"generation does not know {', '.join(words)}: it has tp, pp, dp and zero=3")
+    if layout.zero in (1, 2):
+        raise LayoutError(f"zero={layout.zero} shards what only training has: use zero=0 (replicas) or zero=3")
+    if layout.sp:
+        raise LayoutError("sp cuts sequences, of which a turn has one token each: leave sp out")
+    if layout.virtual > 1:
+        raise LayoutError(f"virtual={layout.virtual} is for training: generation has one chunk of layers a stage")
+    if layout.pp > 1 and layout.stage == 3:
+        raise LayoutError("weights are gathered without a pipeline: use zero=3 with pp=1, or pp with zero=0")
+    if devices is not None and layout.ranks > devices:
+        raise LayoutError(f"layout {layout} needs {layout.ranks} ranks, but there are {devices} devices")
+
+
+@lru_cache(maxsize=64)
+def plan_of(model: ModelConfig, layout: Layout, stage: int = 0, tp: int = 0) -> UnitPlan:
+    """The plan of a rank of a stage, for a workload without a training step."""
+    return unit_plan(model, layout, Workload(), rank=Grid.of(layout, model).rank(pp=stage, dp=0, cp=0, tp=tp))
+
+
+def blocks_of(plan: UnitPlan) -> list[str]:
+    """The blocks that a rank computes, in order."""
+    return [part for part in plan.parts if part.startswith("blocks.")]
+
+
+def sequences_of(layout: Layout, sequences: int) -> int:
+    """Sequences on the busiest data rank: replicas, and ranks that gather weights, share them out evenly.
+
+    One alone under weight gathering is computed by all ranks alike, which gather for it either way.
+    """
+    return -(-sequences // layout.dp)

@@ -1,0 +1,194 @@
+"""How long a prompt and a token take under every strategy, and where the time goes.
+
+What one pass through the blocks takes is `predict.time.serving`'s; here it is put together as each strategy runs it:
+sums over tp inside the blocks; a gather of block i + 1 beside the arithmetic of block i (ZeRO-3); stages one after the
+other, with as many groups of sequences under way as there are stages (pipelines).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from shardwise.cluster import Cluster
+from shardwise.cluster.catalog import lookup
+from shardwise.layout import Layout, UnitPlan
+from shardwise.layout.pipeline import stages
+from shardwise.model import ModelConfig
+from shardwise.predict.generation.split import plan_of, sequences_of
+from shardwise.predict.generation.turns import steady_gathers
+from shardwise.predict.time.constants import constants
+from shardwise.predict.time.kernels import WIDTH
+from shardwise.predict.time.pricing import Pricing
+from shardwise.predict.time.profiles import Engine
+from shardwise.predict.time.ranges import Range, time_range
+from shardwise.predict.time.serving import PassSeconds, Serving, decode_pass, prefill_pass
+
+FEW = 8
+"""Sequences of one pass up to which kernels follow each other as when one sequence is decoded."""
+
+SHORT = 2048
+"""Tokens of the prompts that fill one pass (`Strategy.one_pass`)."""
+
+ONE_SEQUENCE = "A100"
+"""The device whose gap between kernels was fitted on decoding one sequence (gpt-fast). Other families' were fitted on
+full deployments alone, where it also stands for what a large batch costs beside its kernels."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Seconds, and where they go; `parts` adds up to `seconds`. weights, attention, memory: arithmetic and reading;
+    tensor: sums over tp; data: gathers that arithmetic does not hide, and what they slow; pipeline: messages between
+    stages; bubble: waiting for the other groups' turns, or for stages to fill; host.
+
+    gathers: seconds of all gathers, hidden ones included.
+    """
+
+    seconds: float
+    parts: Mapping[str, float]
+    gathers: float = 0.0
+
+    def range(self, pricing: Pricing) -> Range:
+        """The 80% range."""
+        return time_range(self.parts, pricing.constants)
+
+    def to_json(self) -> dict[str, object]:
+        return {"seconds": self.seconds, "parts": dict(self.parts), "gathers": self.gathers}
+
+
+@lru_cache(maxsize=16)
+def pricing_for(cluster: Cluster, few: bool) -> Pricing:
+    """What prices passes of a few sequences (`FEW`), or of many. Raises `UserError` for a device without constants."""
+    known = constants(cluster.device)
+    if few:
+        gap = constants(lookup(ONE_SEQUENCE).device).value("kernel_gap_s")
+        known = known.with_values(kernel_gap_s=min(gap, known.value("kernel_gap_s")))
+    return Pricing(cluster, known)
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way to generate: a model split by a layout, on priced devices.
+
+    weights: torch's name of the type that blocks are stored in; None for the layout's precision.
+    """
+
+    model: ModelConfig
+    layout: Layout
+    engine: Engine
+    cluster: Cluster
+    weights: str | None = None
+
+    @property
+    def serving(self) -> Serving:
+        dtype = self.layout.dtype
+        return Serving(self.weights or dtype, dtype, self.layout.tp, 1, dtype)
+
+    def token(self, sequences: int, context: float) -> Taken:
+        """Seconds from one token of a sequence to its next one, with `sequences` under way in all ranks together, of
+        `context` tokens on average."""
+        each = sequences_of(self.layout, sequences)
+        pricing = pricing_for(self.cluster, each <= FEW)
+        group = -(-each // self.layout.pp)
+        through = decode_pass(self.model, self.serving, group, context, self.engine, pricing)
+        if self.layout.stage == 3:
+            return self._gathering(through, pricing)
+        return self._staged(through, pricing, group, min(each, self.layout.pp))
+
+    def prompt(self, tokens: int, chunk: int, sequences: int = 1) -> Taken:
+        """Seconds to read a prompt of `tokens` tokens in chunks on each of `sequences`, up to its first new token."""
+        each = sequences_of(self.layout, sequences)
+        pricing = pricing_for(self.cluster, each <= FEW)
+        pieces = -(-tokens // min(chunk, tokens))
+        through = self._chunk(tokens, pieces, each, pricing)
+        if self.layout.stage == 3:
+            one = self._gathering(through, pricing)
+            parts = {name: pieces * seconds for name, seconds in one.parts.items()}
+            return Taken(pieces * one.seconds, parts, pieces * one.gathers)
+        return self._filled(through, pricing, each * -(-tokens // pieces), pieces)
+
+    def one_pass(self, tokens: float) -> Taken:
+        """Seconds of a single pass of `tokens` tokens of prompts on each data rank, all of them `SHORT` tokens long."""
+        pricing = pricing_for(self.cluster, tokens <= FEW)
+        prompts, each = max(1.0, tokens / SHORT), min(tokens, SHORT)
+        through = prefill_pass(self.model, self.serving, prompts, each, self.engine, pricing)
+        return self._gathering(through, pricing) if self.layout.stage == 3 else self._filled(through, pricing, 0, 1)
+
+    def _chunk(self, tokens: int, pieces: int, each: int, pricing: Pricing) -> PassSeconds:
+        """One chunk's pass. Its attention is an equal part of the whole prompt's."""
+        whole = prefill_pass(self.model, self.serving, each, tokens, self.engine, pricing)
+        if pieces == 1:
+            return whole
+        one = prefill_pass(self.model, self.serving, each, tokens / pieces, self.engine, pricing)
+        return PassSeconds({**one.block, "attention": whole.block["attention"] / pieces}, one.head, one.host)
+
+    # -- how the strategies put it together
+
+    def _gathering(self, through: PassSeconds, pricing: Pricing) -> Taken:
+        """While a part computes, the next one is gathered, where another slot is free for it: embedding and head share
+        one, and so do the last two blocks where their number is even."""
+        plan = plan_of(self.model, self.layout)
+        gathers = _gather_seconds(plan, pricing)
+        one = float(sum(through.block.values()))
+        exposed = hidden = 0.0
+        for before, part in zip(["", *plan.parts], plan.parts, strict=False):
+            coming = [unit for unit in plan.units_of(part) if unit.name in gathers]
+            seconds = sum(gathers[unit.name] for unit in coming)
+            in_use = {unit.slot for unit in plan.units_of(before)} if before else set()
+            free = before.startswith("blocks.") and not in_use & {unit.slot for unit in coming}
+            hidden += min(seconds, one) if free else 0.0
+            exposed += max(seconds - one, 0.0) if free else seconds
+        parts = {name: float(seconds) for name, seconds in through.whole(self.model.layers).parts.items()}
+        parts["data"] = exposed + pricing.constants.value("contention") * hidden
+        return Taken(sum(parts.values()), parts, exposed + hidden)
+
+    def _staged(self, through: PassSeconds, pricing: Pricing, group: int, lanes: int) -> Taken:
+        """A token goes through all stages; with several groups under way it waits for their turns, too, where the
+        slowest stage takes longer for all of them than one takes for all stages."""
+        parts = {name: float(seconds) for name, seconds in through.whole(self.model.layers).parts.items()}
+        if self.layout.pp == 1:
+            return Taken(sum(parts.values()), parts)
+        hop = self._hop(group, pricing)
+        parts["pipeline"] = self.layout.pp * hop
+        slowest = max(self._stage_seconds(through)) + hop
+        parts["bubble"] = max(0.0, lanes * slowest - sum(parts.values()))
+        return Taken(sum(parts.values()), parts)
+
+    def _filled(self, through: PassSeconds, pricing: Pricing, tokens: int, pieces: int) -> Taken:
+        """Chunks one after the other; through stages, each follows on the one before. Time goes where the slowest stage
+        spends it, which waits for the first chunk to come and for the last one to go on."""
+        whole = {name: float(seconds) for name, seconds in through.whole(self.model.layers).parts.items()}
+        if self.layout.pp == 1:
+            parts = {name: pieces * seconds for name, seconds in whole.items()}
+            return Taken(sum(parts.values()), parts)
+        hop, slowest, once = self._hop(tokens, pricing), max(self._stage_seconds(through)), sum(whole.values())
+        seconds = once + (self.layout.pp - 1) * hop + (pieces - 1) * (slowest + hop)
+        parts = {name: pieces * part * slowest / once for name, part in whole.items()}
+        parts["pipeline"] = (self.layout.pp + pieces - 2) * hop
+        parts["bubble"] = max(0.0, seconds - sum(parts.values()))
+        return Taken(sum(parts.values()), parts)
+
+    def _stage_seconds(self, through: PassSeconds) -> list[float]:
+        """Of each stage. The host's work for a pass is counted with the last one, which chooses tokens."""
+        one = float(sum(through.block.values()))
+        layers = stages(self.model, self.layout).layers
+        seconds = [count * one for count in layers]
+        seconds[-1] += float(through.head + through.host)
+        return seconds
+
+    def _hop(self, tokens: int, pricing: Pricing) -> float:
+        """A message between stages; the last one's, a token id a sequence, is counted as if it were as long."""
+        nbytes = tokens * self.model.hidden * WIDTH[self.layout.dtype]
+        return float(pricing.collectives.hop(nbytes, self.layout.tp * self.layout.cp * self.layout.dp))
+
+
+def _gather_seconds(plan: UnitPlan, pricing: Pricing) -> dict[str, float]:
+    """Unit -> seconds of its gather in a steady turn; equal sizes are priced once. Those that stay are not there."""
+    ranks, stride = plan.layout.shard_ranks, plan.layout.tp
+    width = WIDTH[plan.layout.dtype]
+    sizes = {name: plan.by_name[name].padded * width for name in steady_gathers(plan)}
+    price = {
+        size: float(pricing.collectives.seconds("all_gather_into", size, ranks, stride)) for size in set(sizes.values())
+    }
+    return {name: price[size] for name, size in sizes.items()}

@@ -1,0 +1,121 @@
+"""The ledger of one turn of generation in closed form: every logical collective of one rank, with its count.
+
+A turn is one pass of some tokens through the model: chunks of prompts, single tokens of answers, or both. What a rank
+moves in it depends on its `UnitPlan`, on how many tokens it computes and on how many rows it wants logits of, and on
+nothing else but what weights an earlier turn has left in the slots. A test holds it to the ledger that the
+engine observes, row by row.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from shardwise.layout import Grid
+from shardwise.layout.units import UnitPlan
+from shardwise.report.step_report import LedgerRow, Phase
+
+Key = tuple[str, str, str, str, str, int]
+
+
+CONTROL, TOKENS = "control", "tokens"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """tokens: that go through the blocks; rows: of them, those whose logits are wanted. phase: "prefill" where any of
+    them is a prompt's, else "decode". known: rows of the turn whose tokens come back in this one, under a pipeline of p
+    stages p - 1 turns ago; None for as many as `rows`. heard: bytes of the messages that reach the ranks at its
+    beginning (requests and cancels)."""
+
+    phase: Phase
+    tokens: int
+    rows: int
+    known: int | None = None
+    heard: int = 0
+
+    @classmethod
+    def decode(cls, sequences: int) -> Turn:
+        """One token more for each of so many sequences, with nothing heard: the steady state."""
+        return cls("decode", sequences, sequences)
+
+
+def turn_ledger(plan: UnitPlan, turn: Turn, gathered: tuple[str, ...] = (), own: bool = True) -> tuple[LedgerRow, ...]:
+    """All rows of `plan`'s rank in one turn, sorted. gathered: units that are gathered in it: `first_gathers` or
+    `steady_gathers`. own: under zero=3, whether data ranks have requests of their own, or all of them the same."""
+    rows: Counter[Key] = Counter()
+    _control(rows, plan, turn, own and plan.layout.stage == 3)
+    if plan.layout.tp > 1 and turn.tokens:
+        _tensor_parallel(rows, plan, turn)
+    shard = Grid.of(plan.layout, plan.model).axes_name("shard")
+    for name in gathered:
+        rows[(turn.phase, "all_gather_into", shard, name, plan.layout.dtype, plan.by_name[name].padded)] += 1
+    if plan.layout.pp > 1:
+        _pipeline(rows, plan, turn)
+    return tuple(sorted(LedgerRow(*key, count=count) for key, count in rows.items() if count))  # type: ignore[arg-type]
+
+
+def _control(rows: Counter[Key], plan: UnitPlan, turn: Turn, own: bool) -> None:
+    """What the first rank of a replica has heard reaches the others: over the ranks in step at once, from stage to
+    stage under a pipeline. The message itself is for the replica's ranks alone."""
+    grid, (stage, *_) = Grid.of(plan.layout, plan.model), plan.stages
+    axes = grid.axes_name("shard_tp_pp" if plan.layout.pp == 1 else "tp")
+    hearers = grid.axes_name("tp") if own else axes
+    header = 1 + (plan.layout.shard_ranks if own else 1)
+    for dtype, elements, group in (("int64", header, axes), ("uint8", turn.heard, hearers)):
+        if not elements:
+            continue
+        if stage == 0 and group:
+            rows[(turn.phase, "all_reduce", group, CONTROL, dtype, elements)] += 1
+        if stage > 0:
+            rows[(turn.phase, "recv", "pp", CONTROL, dtype, elements)] += 1
+        if stage < plan.layout.pp - 1:
+            rows[(turn.phase, "send", "pp", CONTROL, dtype, elements)] += 1
+
+
+def _tensor_parallel(rows: Counter[Key], plan: UnitPlan, turn: Turn) -> None:
+    """Sums after a block's two row-parallel maps and after the lookup (Shoeybi et al. 2019), and the logits."""
+    dtype = plan.layout.dtype
+    for part in plan.parts:
+        sums = {"embedding": 1, "head": 0}.get(part, 2)
+        rows[(turn.phase, "all_reduce", "tp", part, dtype, turn.tokens * plan.model.hidden)] += sums
+    if "head" in plan.parts and turn.rows:
+        rows[(turn.phase, "all_gather_into", "tp", "logits", dtype, turn.rows * padded_vocab(plan))] += 1
+
+
+def _pipeline(rows: Counter[Key], plan: UnitPlan, turn: Turn) -> None:
+    """The residual stream from stage to stage; chosen tokens, and the logarithms of their probabilities, from the last
+    stage to every other one."""
+    (stage,), last = plan.stages, plan.layout.pp - 1
+    stream = plan.layout.dtype, turn.tokens * plan.model.hidden
+    if stage and turn.tokens:
+        rows[(turn.phase, "recv", "pp", f"stage {stage}", *stream)] += 1
+    if stage < last and turn.tokens:
+        rows[(turn.phase, "send", "pp", f"stage {stage + 1}", *stream)] += 1
+    known = turn.rows if turn.known is None else turn.known
+    if stage == last and turn.rows:
+        rows[(turn.phase, "send", "pp", TOKENS, "float64", 2 * turn.rows)] += last
+    if stage < last and known:
+        rows[(turn.phase, "recv", "pp", TOKENS, "float64", 2 * known)] += 1
+
+
+def padded_vocab(plan: UnitPlan) -> int:
+    """Logits of one row, the padding of the vocabulary over tp included."""
+    return -(-plan.model.vocab // plan.layout.tp) * plan.layout.tp
+
+
+def first_gathers(plan: UnitPlan) -> tuple[str, ...]:
+    """The units that the first turn gathers: it finds all slots empty."""
+    return _gathered(plan)[0]
+
+
+def steady_gathers(plan: UnitPlan) -> tuple[str, ...]:
+    """The units that every later turn gathers: a slot remembers its unit until another one takes it."""
+    return _gathered(plan)[1]
+
+
+def _gathered(plan: UnitPlan) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    if plan.layout.stage < 3:
+        return (), ()
+    first, later = (tuple(name for use in uses for name in use.gathers) for uses in plan.generating_uses("decode"))
+    return first, later

@@ -1,0 +1,84 @@
+"""What a rank sends for its ledger's rows when every collective goes round a ring, in exact fractions of bytes.
+
+Ring volume is what bandwidth-optimal algorithms send: 2 (p-1)/p n for an all-reduce, (p-1)/p n for an all-gather
+(docs/collectives.md). Shards are counted without the padding that makes them equal: it depends on the number of ranks,
+not on the strategy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+
+from shardwise.layout import Grid
+from shardwise.layout.units import UnitPlan
+from shardwise.report.step_report import DTYPE_BYTES, LedgerRow
+
+
+@dataclass(frozen=True)
+class Volume:
+    """Bytes that one rank sends in a turn. blocks: for the blocks, messages between stages included. edges: for
+    embedding, head and logits. other: control, and the tokens that were chosen."""
+
+    blocks: Fraction = Fraction(0)
+    edges: Fraction = Fraction(0)
+    other: Fraction = Fraction(0)
+
+    @property
+    def total(self) -> Fraction:
+        return self.blocks + self.edges + self.other
+
+    def over(self, count: int) -> Volume:
+        """A `count`-th of it."""
+        return Volume(self.blocks / count, self.edges / count, self.other / count)
+
+    def to_json(self) -> dict[str, float]:
+        return {name: float(getattr(self, name)) for name in ("blocks", "edges", "other", "total")}
+
+
+def ring_bytes(row: LedgerRow, plan: UnitPlan) -> Fraction:
+    """What one rank sends for a row of its ledger. A received message costs its receiver nothing."""
+    ranks = _ranks(row, plan)
+    elements = row.elements
+    if row.op == "all_gather_into" and row.unit in plan.by_name:
+        elements = plan.by_name[row.unit].numel
+    share = {
+        "all_reduce": Fraction(2 * (ranks - 1), ranks),
+        "all_gather_into": Fraction(ranks - 1, ranks),
+        "broadcast": Fraction(ranks - 1, ranks),
+        "send": Fraction(1),
+        "recv": Fraction(0),
+    }[row.op]
+    return share * elements * DTYPE_BYTES[row.dtype] * row.count
+
+
+def _ranks(row: LedgerRow, plan: UnitPlan) -> int:
+    grid = Grid.of(plan.layout, plan.model)
+    names = ("tp", "shard", "data", "pp", "shard_tp", "dp_cp_tp", "data_pp", "shard_tp_pp", "tp_pp", "pp_tp")
+    sizes = {grid.axes_name(name): grid.size(name) for name in names}
+    return sizes[row.axes]
+
+
+def ring_volume(ledger: Iterable[LedgerRow], plan: UnitPlan) -> Volume:
+    """Bytes that a rank sends for its whole ledger."""
+    sums = {"blocks": Fraction(0), "edges": Fraction(0), "other": Fraction(0)}
+    for row in ledger:
+        sums[kind_of(row)] += ring_bytes(row, plan)
+    return Volume(**sums)
+
+
+def payload(ledger: Iterable[LedgerRow]) -> dict[str, int]:
+    """Payload bytes by kind: of the full tensors, whatever crosses a wire; messages once, where they are sent."""
+    sums = {"blocks": 0, "edges": 0, "other": 0}
+    for row in ledger:
+        if row.op != "recv":
+            sums[kind_of(row)] += row.payload_bytes
+    return sums
+
+
+def kind_of(row: LedgerRow) -> str:
+    """Whether a row serves the blocks, the edges of the model, or neither."""
+    if row.unit.startswith(("blocks.", "stage ")):
+        return "blocks"
+    return "edges" if row.unit in ("embedding", "head", "tied", "logits") else "other"

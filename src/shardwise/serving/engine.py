@@ -1,0 +1,142 @@
+"""`Generator`: one rank's share of a decoder with its weights and its part of the cache, which computes turns.
+
+What a turn communicates, `turn_ledger` of `predict/generation` says beforehand; it depends on the plan, on T, the
+turn's tokens, and on B, the rows whose logits are wanted, alone:
+
+- tp: each block sums [T, hidden] twice over tp, the embedding once; where B > 0 the head's logits are gathered, unit
+  "logits", tp x B x ceil(vocab / tp) elements;
+- zero=3: each part's units are gathered for it as `UnitPlan.generating_uses` has them, also by ranks whose T is 0;
+- pp: a stage sends [T, hidden] to the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint import Held, needs
+from shardwise.decoder.attention import CoreAttention
+from shardwise.decoder.modules import swap_forward
+from shardwise.layout import Workload, unit_plan
+from shardwise.layout.placement import kv_heads_held
+from shardwise.runtime.comms import Comms
+from shardwise.runtime.engine import torch_dtype
+from shardwise.runtime.stages import Stages
+from shardwise.runtime.transport.shared import flat_array
+from shardwise.serving.attention import PagedCache, Rows, rows_of
+from shardwise.serving.job import ServingJob, Weights
+from shardwise.serving.maps import apply_generation
+from shardwise.serving.products import Int8, MakeProduct, Packed, Plain
+from shardwise.serving.scheduler import Turn
+
+Progress = Callable[[int, int], object]
+"""(bytes read, of so many)."""
+
+
+class Generator:
+    """What one rank computes. rank: of the whole job."""
+
+    def __init__(self, job: ServingJob, comms: Comms, rank: int, device: torch.device) -> None:
+        self.job, self.comms, self.rank, self.device = job, comms, rank, device
+        self.plan = plan = unit_plan(job.model, job.layout, Workload(), rank=rank, backend=comms.backend)
+        self.stages = Stages(plan, comms, device)
+        self.engine = self.stages.engine
+        self.dtype = torch_dtype(plan.layout.dtype)
+        self.stage = next(iter(plan.stages))
+        self._saved = 0
+        """Bytes that weights take less than in their flat buffers."""
+        heads, slots = kv_heads_held(job.model, job.layout.tp), job.pages * job.page
+        self.caches = {
+            part: PagedCache(heads, slots, job.model.head_dim, self.dtype, device) for part in plan.blocks(self.stage)
+        }
+        for part, cache in self.caches.items():
+            cores = [module for module in self.stages.parts[part].modules() if isinstance(module, CoreAttention)]
+            swap_forward(cores[0], cache.attention())
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of keys and values on this rank."""
+        return sum(cache.tensor.nbytes for cache in self.caches.values())
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of weights on this rank."""
+        return sum(tensor.nbytes for tensor in self.engine.storages()["parameters"]) - self._saved
+
+    def load(self, weights: Weights, progress: Progress = lambda done, of: None) -> None:
+        """Read what this rank holds, and nothing else, straight to where it stays; unit by unit, so that what is kept
+        in another form is there twice for one unit alone. Raises `UserError`."""
+        pieces = needs(self.job.model, self.job.layout, self.rank)
+        total = sum(held.stop - held.start for held in pieces) * self.dtype.itemsize
+        done, read = 0, set()
+        for part in self.plan.parts:
+            units = [unit.name for unit in self.plan.units_of(part) if unit.name not in read]
+            read.update(units)
+            for held in (piece for piece in pieces if piece.unit in units):
+                self.comms.pulse.work(f"the reading of {held.name}")
+                done += self._read(weights, held)
+                progress(done, total)
+            self._adopt(part)
+
+    def _read(self, weights: Weights, held: Held) -> int:
+        """Fill a run of a unit's interval; returns its bytes."""
+        flat = self.engine.units[held.unit]
+        target = flat.interval[held.start - flat.start : held.stop - flat.start]
+        on_host = target if target.device.type == "cpu" else torch.zeros_like(target, device="cpu")
+        weights.read(f"model/{held.name}", held.local, self.job.layout.dtype, out=host_array(on_host))
+        if on_host is not target:
+            target.copy_(on_host)
+        return target.nbytes
+
+    def _adopt(self, part: str) -> None:
+        """Keep a part's weights in the form in which they are multiplied with."""
+        keep = self._keep(part)
+        self._saved += apply_generation(self.stages.decoder, part, self.plan, self.comms, keep)
+        if keep.copies:
+            self.engine.units[part].whole.untyped_storage().resize_(0)
+
+    def _keep(self, part: str) -> MakeProduct:
+        """How a part's matrices are kept. A table that is looked up in stays as it is."""
+        table = part == "embedding" or (part == "head" and self.plan.model.tied)
+        if table or self.plan.layout.stage == 3:
+            return Plain()
+        if self.job.quantize == "int8" and part != "head":
+            return Int8()
+        return Packed() if Packed.serves(self.dtype, self.device) else Plain()
+
+    def rows(self, turn: Turn, *, score: bool = False) -> Rows:
+        """A turn as the decoder takes it. score: the logits of all its tokens are wanted."""
+        return rows_of(turn, self.job.page, self.device, score=score)
+
+    @torch.inference_mode()
+    def forward(self, turn: Turn, rows: Rows, x: Tensor | None = None) -> Tensor:
+        """A turn through this rank's stage: from what the stage before has sent to what the next one takes, [1, T,
+        hidden]; on the last stage to the logits that are wanted, [B, vocab]."""
+        if self.plan.layout.pp == 1:
+            self.engine.begin_turn("prefill" if turn.prefill else "decode")
+        for part in self.plan.stages[self.stage]:
+            self.engine.visit("forward", part)
+            if part == "head" and rows.wanted is not None and not len(rows.wanted):
+                return torch.empty(0, self.plan.model.vocab, dtype=self.dtype, device=self.device)
+            x = self.stages.parts[part](x, rows)
+        assert x is not None
+        return x
+
+    def idle(self) -> None:
+        """A turn without tokens: under zero=3 other ranks gather weights, of which this one has a part."""
+        self.engine.begin_turn("decode")
+        for part in self.plan.stages[self.stage]:
+            self.engine.visit("forward", part)
+
+    def begin(self, turn: Turn) -> None:
+        """What is communicated from here on belongs to this turn."""
+        self.comms.phase = "prefill" if turn.prefill else "decode"
+
+
+def host_array(tensor: Tensor) -> np.ndarray:
+    """A tensor's memory on the host as readers of weights fill it: bfloat16 as `uint16`."""
+    array = flat_array(tensor)
+    return array.view(np.uint16) if tensor.dtype == torch.bfloat16 else array

@@ -1,0 +1,1 @@
+"""Generation over HTTP, as OpenAI's clients speak it: bodies and their description, answers, metrics, the server."""

@@ -1,0 +1,166 @@
+"""The shapes of OpenAI's answers: whole ones, and the events of a stream."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Any
+
+from shardwise.serving.http.bodies import Wanted
+from shardwise.serving.http.generation import Chosen, Generation, Piece
+from shardwise.serving.http.problems import Problem
+
+_IMPOSSIBLE = -9999.0
+"""What OpenAI gives for the logarithm of probability 0, which JSON cannot say."""
+
+DONE = b"data: [DONE]\n\n"
+
+
+def dump(data: Any) -> bytes:
+    """JSON as it is sent. Halves of surrogate pairs, which UTF-8 does not have, are written as JSON's escapes."""
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode("utf-8", "backslashreplace")
+
+
+def event(data: Any) -> bytes:
+    """A server-sent event."""
+    return b"data: " + dump(data) + b"\n\n"
+
+
+class Answers(ABC):
+    """The answers to one request. spelled: a token's text."""
+
+    prefix: str
+    whole_kind: str
+    chunk_kind: str
+
+    def __init__(self, model: str, wanted: Wanted, spelled: Callable[[int], str]) -> None:
+        self._wanted, self._spelled = wanted, spelled
+        self._head = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
+        self._written: dict[int, int] = {}
+        """Choice -> characters of its tokens so far."""
+
+    @abstractmethod
+    def _whole(self, choice: int, pieces: list[Piece]) -> dict[str, Any]:
+        """A choice, complete."""
+
+    @abstractmethod
+    def _chunk(self, piece: Piece) -> dict[str, Any]:
+        """A choice's part of an event."""
+
+    def _first(self, choice: int) -> dict[str, Any] | None:
+        """What a choice of a stream begins with, None for nothing."""
+        return None
+
+    @abstractmethod
+    def _logprobs(self, tokens: Iterable[Chosen], choice: int) -> dict[str, Any]: ...
+
+    def _known(self, tokens: Iterable[Chosen], choice: int) -> dict[str, Any] | None:
+        return self._logprobs(tokens, choice) if self._wanted.logprobs else None
+
+    async def whole(self, generation: Generation) -> dict[str, Any]:
+        """The one answer, when all choices are complete. Raises `Problem` when the engine fails."""
+        pieces: dict[int, list[Piece]] = {choice: [] for choice in range(generation.choices)}
+        async for piece in generation.pieces():
+            pieces[piece.choice].append(piece)
+        choices = [self._whole(choice, its) for choice, its in pieces.items()]
+        return {**self._head, "object": self.whole_kind, "choices": choices, "usage": usage(generation)}
+
+    async def events(self, generation: Generation) -> AsyncIterator[bytes]:
+        """The answer in pieces, as server-sent events; a failing engine's last event says so."""
+        head = {**self._head, "object": self.chunk_kind}
+        counts: dict[str, Any] = {"usage": None} if self._wanted.include_usage else {}
+        try:
+            for choice in range(generation.choices):
+                if first := self._first(choice):
+                    yield event({**head, "choices": [first], **counts})
+            async for piece in generation.pieces():
+                yield event({**head, "choices": [self._chunk(piece)], **counts})
+        except Problem as problem:
+            yield event(problem.to_json())
+            return
+        if self._wanted.include_usage:
+            yield event({**head, "choices": [], "usage": usage(generation)})
+        yield DONE
+
+
+class Completions(Answers):
+    """Answers of /v1/completions."""
+
+    prefix, whole_kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+
+    def _whole(self, choice: int, pieces: list[Piece]) -> dict[str, Any]:
+        return self._chunk(_joined(choice, pieces))
+
+    def _chunk(self, piece: Piece) -> dict[str, Any]:
+        known = self._known(piece.tokens, piece.choice)
+        return {"index": piece.choice, "text": piece.text, "logprobs": known, "finish_reason": piece.reason}
+
+    def _logprobs(self, tokens: Iterable[Chosen], choice: int) -> dict[str, Any]:
+        texts, offsets, offset = [], [], self._written.get(choice, 0)
+        tokens = list(tokens)
+        for chosen in tokens:
+            texts.append(self._spelled(chosen.token))
+            offsets.append(offset)
+            offset += len(texts[-1])
+        self._written[choice] = offset
+        logprobs = [max(chosen.logprob, _IMPOSSIBLE) for chosen in tokens]
+        return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": offsets}
+
+
+class Chats(Answers):
+    """Answers of /v1/chat/completions."""
+
+    prefix, whole_kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def _whole(self, choice: int, pieces: list[Piece]) -> dict[str, Any]:
+        whole = _joined(choice, pieces)
+        return {
+            "index": choice,
+            "message": {"role": "assistant", "content": whole.text, "refusal": None},
+            "logprobs": self._known(whole.tokens, choice),
+            "finish_reason": whole.reason,
+        }
+
+    def _first(self, choice: int) -> dict[str, Any]:
+        return _delta(choice, {"role": "assistant", "content": ""})
+
+    def _chunk(self, piece: Piece) -> dict[str, Any]:
+        delta = {"content": piece.text} if piece.text else {}
+        known = self._known(piece.tokens, piece.choice) if piece.tokens else None
+        return _delta(piece.choice, delta, known, piece.reason)
+
+    def _logprobs(self, tokens: Iterable[Chosen], choice: int) -> dict[str, Any]:
+        return {"content": [self._entry(chosen) for chosen in tokens], "refusal": None}
+
+    def _entry(self, chosen: Chosen) -> dict[str, Any]:
+        text = self._spelled(chosen.token)
+        # A token may be a part of a character: its bytes are not known from its text then.
+        known = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
+        return {"token": text, "logprob": max(chosen.logprob, _IMPOSSIBLE), "bytes": known, "top_logprobs": []}
+
+
+def _delta(
+    choice: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, reason: str | None = None
+) -> dict[str, Any]:
+    return {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+
+
+def _joined(choice: int, pieces: list[Piece]) -> Piece:
+    text = "".join(piece.text for piece in pieces)
+    tokens = tuple(chosen for piece in pieces for chosen in piece.tokens)
+    return Piece(choice, text, tokens, pieces[-1].reason)
+
+
+def usage(generation: Generation) -> dict[str, Any]:
+    """Counts of tokens. Those that the cache knew already are known when sequences have ended."""
+    asked, made = generation.prompt_tokens, generation.generated
+    return {
+        "prompt_tokens": asked,
+        "completion_tokens": made,
+        "total_tokens": asked + made,
+        "prompt_tokens_details": {"cached_tokens": generation.reused},
+    }

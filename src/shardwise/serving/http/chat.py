@@ -1,0 +1,173 @@
+"""Conversations as prompts: the chat template of a tokenizer, rendered as `transformers` does it.
+
+A template is Jinja that came with the weights, so it runs in Jinja's sandbox. Control tokens that it writes are tokens;
+spelled out in somebody's message they are text (`transformers` has that as `sanitize_control_tokens`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.errors import UserError
+from shardwise.serving.http.problems import Problem
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+# Of a private use area: from the rendering to the encoding it stands inside of every control token that a message has
+# spelled out, so that no template that cuts messages can free one.
+_MARK = "\U000f5a00"
+
+
+class Chat:
+    """The chat template of a tokenizer. file: its tokenizer.json, beside which the template lies."""
+
+    def __init__(self, file: Path) -> None:
+        """Raises `UserError` for a damaged tokenizer, configuration or template."""
+        from shardwise.data.tokenizer import load
+
+        self._plain: Tokenizer = load(file)
+        self._tokens: Tokenizer = load(file)
+        self._tokens.encode_special_tokens = False
+        added = self._tokens.get_added_tokens_decoder().values()
+        control = sorted((token.content for token in added if token.special), key=len, reverse=True)
+        control = [word for word in control if len(word) > 1]
+        self._control = re.compile("|".join(map(re.escape, control)) or "(?!)")
+        self._broken = re.compile(f"({'|'.join(re.escape(_broken(word)) for word in control) or '(?!)'})|{_MARK}")
+        source, self._names = _read(file.parent)
+        self._template = _compiled(source, file.parent) if source is not None else None
+
+    @property
+    def known(self) -> bool:
+        """Whether there is a template."""
+        return self._template is not None
+
+    def encode(self, messages: list[dict[str, Any]]) -> list[int]:
+        """The prompt for an assistant's answer to a conversation. messages: with role and content, a text or parts.
+
+        Raises `Problem` (400) where there is no template, or it refuses the conversation.
+        """
+        if self._template is None:
+            raise Problem(
+                400,
+                "this model has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json): "
+                "use /v1/completions",
+                param="messages",
+                code="no_chat_template",
+            )
+        try:
+            text = self._template.render(
+                messages=[self._message(message) for message in messages],
+                tools=None,
+                documents=None,
+                add_generation_prompt=True,
+                **self._names,
+            )
+        except Exception as error:  # a template is a program of somebody else's
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise Problem(400, f"the model's chat template refuses the messages: {reason}", param="messages") from None
+        return self._encode(text)
+
+    def _message(self, message: dict[str, Any]) -> dict[str, Any]:
+        content = message["content"]
+        if isinstance(content, list):
+            content = "\n".join(part["text"] for part in content)
+        # The role of OpenAI's newer models for what all templates call system.
+        role = "system" if message["role"] == "developer" else message["role"]
+        name = {"name": self._marked(message["name"])} if message.get("name") is not None else {}
+        return {"role": role, "content": self._marked(content), **name}
+
+    def _marked(self, text: str) -> str:
+        return self._control.sub(lambda found: _broken(found[0]), text.replace(_MARK, ""))
+
+    def _encode(self, text: str) -> list[int]:
+        # Odd pieces were spelled out, or are None where a template has left a mark alone by cutting a message.
+        ids: list[int] = []
+        for index, piece in enumerate(self._broken.split(text)):
+            if piece:
+                tokenizer = self._plain if index % 2 else self._tokens
+                # Unlike `encode`, this lets other threads run meanwhile.
+                ids += tokenizer.encode_batch([piece.replace(_MARK, "")], add_special_tokens=False)[0].ids
+        return ids
+
+
+def _broken(word: str) -> str:
+    return word[0] + _MARK + word[1:]
+
+
+def _read(folder: Path) -> tuple[str | None, dict[str, str]]:
+    """(source of the template, texts of the named tokens); chat_template.jinja comes before tokenizer_config.json."""
+    file = folder / "tokenizer_config.json"
+    config: Any = {}
+    if file.is_file():
+        try:
+            config = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError(f"{file} cannot be read: {error}") from None
+        if not isinstance(config, dict):
+            raise UserError(f"{file} is not a tokenizer's configuration: it should be a JSON object")
+    names = {}
+    for name in _NAMED:
+        token = config.get(name)
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str):
+            names[name] = token
+    own = folder / "chat_template.jinja"
+    if own.is_file():
+        try:
+            return own.read_text(encoding="utf-8"), names
+        except (OSError, ValueError) as error:
+            raise UserError(f"{own} cannot be read: {error}") from None
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
+        template = named.get("default")
+    return (template if isinstance(template, str) else None), names
+
+
+def _compiled(source: str, folder: Path) -> Any:
+    """The template in an environment as that of transformers (utils/chat_template_utils.py)."""
+    import jinja2
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    def strftime_now(form: str) -> str:
+        return datetime.now().strftime(form)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_generation_blocks(), loopcontrols]
+    )
+    # Jinja's own filter escapes for HTML.
+    environment.filters["tojson"] = tojson
+    environment.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateError as error:
+        raise UserError(f"the chat template in {folder} is damaged: {error}") from None
+
+
+def _generation_blocks() -> Any:
+    """`{% generation %}`, which marks answers for training, and adds nothing to the text."""
+    from jinja2 import nodes
+    from jinja2.ext import Extension
+
+    class Generation(Extension):
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
+
+    return Generation

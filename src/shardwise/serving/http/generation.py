@@ -1,0 +1,285 @@
+"""`Front`: the engine as the HTTP side sees it, with a bounded number of places; `Generation`: the sequences of one
+request, from the engine's thread to the event loop's, as pieces of text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.errors import UserError
+from shardwise.runtime.job.launch import RunFailed
+from shardwise.serving.http.bodies import Wanted
+from shardwise.serving.http.metrics import Metrics
+from shardwise.serving.http.problems import Problem
+from shardwise.serving.messages import Finished, Sampling, Token
+from shardwise.serving.service import Service
+from shardwise.serving.text import Stream, Text
+
+_RETRY_MOST = 60
+"""Seconds that a client is asked to wait at most."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A token of an answer. logprob: natural logarithm of its probability, before any temperature or cut."""
+
+    token: int
+    logprob: float
+
+
+@dataclass(frozen=True)
+class Piece:
+    """More of one choice. tokens: those whose text this is. reason: why nothing follows, None while something may."""
+
+    choice: int
+    text: str
+    tokens: tuple[Chosen, ...] = ()
+    reason: str | None = None
+
+
+class Front:
+    """An engine with a bounded queue before it.
+
+    places: sequences that run at a time, over all replicas; queue: that may wait besides. context: tokens of the
+    longest sequence. Used by the event loop's thread only.
+    """
+
+    def __init__(self, engine: Service, text: Text, *, context: int, places: int, queue: int) -> None:
+        self.engine, self.text, self.context = engine, text, context
+        self.places, self.limit = places, places + queue
+        self._longest_text = context * max(map(len, text.tokenizer.get_vocab()))
+        self.metrics = Metrics()
+        self.stopping = False
+        self.open = 0
+        """Sequences that the engine has not finished."""
+        self.live: set[Generation] = set()
+        self._seconds = 1.0
+        """What a sequence takes, smoothed."""
+
+    def refuse_if_closed(self) -> None:
+        """Raise `Problem` (503) when nothing new is taken."""
+        if self.engine.failure is not None:
+            raise Problem(503, f"the engine has failed: {self.engine.failure}", code="engine_failed")
+        if self.stopping:
+            raise Problem(503, "the server is stopping", code="stopping", headers={"connection": "close"})
+
+    def admit(self, count: int, param: str) -> None:
+        """Raise `Problem` unless there is room for `count` sequences: 429 for now, 400 for ever."""
+        if count > self.limit:
+            raise Problem(400, f"{count} sequences in one request exceed the {self.limit} of this server", param=param)
+        if self.open + count > self.limit:
+            wait = min(_RETRY_MOST, max(1, math.ceil(self._seconds * count / self.places)))
+            raise Problem(
+                429,
+                f"{self.open} of {self.limit} sequences are running or waiting: try again in {wait} s",
+                code="queue_full",
+                headers={"retry-after": str(wait)},
+            )
+
+    def check_length(self, texts: Iterable[str], where: str) -> None:
+        """Raise `Problem` (400) for texts that cannot fit the context, before seconds are spent on their tokens."""
+        length = sum(map(len, texts))
+        if length > self._longest_text:
+            raise Problem(
+                400,
+                f"{length:,} characters have more tokens than the context of {self.context}",
+                param=where,
+                code="context_length_exceeded",
+            )
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        """The tokens of prompts. For a thread beside the event loop's: unlike `encode`, this lets others run."""
+        return [found.ids for found in self.text.tokenizer.encode_batch(texts)]
+
+    def max_tokens(self, prompt: list[int], wanted: Wanted, where: str) -> int:
+        """Tokens that an answer may have. Raises `Problem` (400) where the context does not allow them."""
+        room = self.context - len(prompt)
+        if room < 1:
+            raise Problem(
+                400,
+                f"the prompt has {len(prompt)} tokens; with a context of {self.context} the largest has "
+                f"{self.context - 1}, and one token of answer",
+                param=where,
+                code="context_length_exceeded",
+            )
+        asked = wanted.max_tokens
+        if asked is not None and asked > room:
+            raise Problem(
+                400,
+                f"{asked} tokens after a prompt of {len(prompt)} exceed the context of {self.context}: ask for at "
+                f"most {room}, or shorten the prompt to {max(0, self.context - asked)}",
+                param=where,
+                code="context_length_exceeded",
+            )
+        return asked or min(room, wanted.usual or room)
+
+    def finished(self, reason: str, seconds: float, reused: int) -> None:
+        """A sequence is over."""
+        self.open -= 1
+        self._seconds += 0.2 * (seconds - self._seconds)
+        self.metrics.finished[(("reason", reason),)] += 1
+        self.metrics.reused_tokens += reused
+
+    def gauges(self) -> dict[str, tuple[str, dict[Any, float]]]:
+        """What the engine does now, for `Metrics.text`."""
+        load = self.engine.load()
+        by_replica = {(("replica", str(number)),): each for number, each in load.items()}
+        running = min(self.open, sum(each.running for each in load.values()))
+        return {
+            "sequences_running": ("sequences that the engine works on", {(): running}),
+            "sequences_waiting": ("sequences that wait for the engine", {(): self.open - running}),
+            "pages_used": ("pages of the cache in use", {key: each.pages for key, each in by_replica.items()}),
+            "pages": ("pages of the cache", {key: each.of_pages for key, each in by_replica.items()}),
+        }
+
+
+@dataclass
+class _Sequence:
+    """One choice of one prompt. number: the engine's. counted: tokens so far; last: when the newest came. held: those
+    whose text is held back. reason: why nothing more is given out. ended: the engine has finished it.
+    """
+
+    stream: Stream
+    number: int = 0
+    counted: int = 0
+    last: float = 0.0
+    held: tuple[Chosen, ...] = ()
+    reason: str | None = None
+    ended: bool = False
+
+
+class Generation:
+    """The sequences of one request: `n` choices of each prompt, in the order of prompts.
+
+    prompts: token ids. arrived: when the request came, by `time.monotonic`. Raises `Problem` when the engine does not
+    take them.
+    """
+
+    def __init__(self, front: Front, prompts: list[list[int]], wanted: Wanted, param: str, arrived: float) -> None:
+        self._front, self._wanted, self._arrived = front, wanted, arrived
+        self._loop = asyncio.get_running_loop()
+        self._pieces: asyncio.Queue[Piece | Problem] = asyncio.Queue()
+        self._sequences: list[_Sequence] = []
+        self.prompt_tokens = sum(map(len, prompts))
+        self.reused = 0
+        longest = [front.max_tokens(prompt, wanted, param) for prompt in prompts]
+        front.admit(len(prompts) * wanted.n, "n" if wanted.n > 1 else param)
+        front.live.add(self)
+        try:
+            for prompt, most in zip(prompts, longest, strict=True):
+                for choice in range(wanted.n):
+                    self._submit(prompt, wanted.sampling_of(choice, most, front.text.stop_tokens))
+        except UserError as error:
+            self.cancel()
+            raise Problem(400, str(error), param=param) from None
+        except RunFailed as error:
+            self.cancel()
+            raise Problem(503, f"the engine has failed: {error}", code="engine_failed") from None
+        front.metrics.prompt_tokens += self.prompt_tokens * wanted.n
+
+    def _submit(self, prompt: list[int], sampling: Sampling) -> None:
+        sequence = _Sequence(self._front.text.stream(self._wanted.stop))
+        choice = len(self._sequences)
+
+        def sink(answer: Token | Finished) -> None:
+            # The loop is gone when a server has been stopped without waiting for its engine.
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._take, choice, answer)
+
+        sequence.number = self._front.engine.submit(prompt, sampling, sink)
+        self._sequences.append(sequence)
+        self._front.open += 1
+
+    @property
+    def choices(self) -> int:
+        """Of all prompts together."""
+        return len(self._sequences)
+
+    @property
+    def generated(self) -> int:
+        """Tokens of all choices so far, those that end an answer among them."""
+        return sum(sequence.counted for sequence in self._sequences)
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """What comes, of all choices, to the end of the last one. Raises `Problem` when the engine fails."""
+        open_choices = len(self._sequences)
+        while open_choices:
+            piece = await self._pieces.get()
+            if isinstance(piece, Problem):
+                raise piece
+            open_choices -= piece.reason is not None
+            yield piece
+
+    def cancel(self) -> None:
+        """Nobody wants the rest. May be called again, and when all is over."""
+        for sequence in self._sequences:
+            sequence.reason = sequence.reason or "cancelled"
+            if not sequence.ended:
+                self._front.engine.cancel(sequence.number)
+        self._drop_if_over()
+
+    def abort(self, problem: Problem) -> None:
+        """Have `pieces` end with a problem."""
+        self._pieces.put_nowait(problem)
+        self.cancel()
+
+    def _drop_if_over(self) -> None:
+        if all(sequence.ended for sequence in self._sequences):
+            self._front.live.discard(self)
+
+    # -- on the event loop, one answer of the engine at a time
+
+    def _take(self, choice: int, answer: Token | Finished) -> None:
+        sequence = self._sequences[choice]
+        if isinstance(answer, Token):
+            self._count(sequence)
+            if sequence.reason is None:
+                self._token(choice, sequence, answer)
+            return
+        sequence.ended = True
+        # The other choices of a prompt find what the first one has computed.
+        self.reused += answer.reused if choice % self._wanted.n == 0 else 0
+        reason = sequence.reason or answer.reason
+        self._front.finished(reason, time.monotonic() - self._arrived, answer.reused)
+        self._drop_if_over()
+        if sequence.reason is not None:
+            return
+        sequence.reason = reason
+        if answer.reason in ("stop", "length"):
+            rest = sequence.stream.end()
+            # What was held back may have been the half of a stop string, and with its other half in it.
+            reason = "stop" if sequence.stream.stopped else reason
+            self._pieces.put_nowait(Piece(choice, rest, sequence.held, reason))
+        else:
+            self._pieces.put_nowait(Problem(500, answer.error or "the engine has dropped the request"))
+
+    def _token(self, choice: int, sequence: _Sequence, answer: Token) -> None:
+        sequence.counted += 1
+        self._front.metrics.generated_tokens += 1
+        if answer.token in self._front.text.stop_tokens:
+            return
+        text = sequence.stream.add(answer.token)
+        held = (*sequence.held, Chosen(answer.token, answer.logprob))
+        if sequence.stream.stopped:
+            sequence.reason = "stop"
+            self._front.engine.cancel(sequence.number)
+            self._pieces.put_nowait(Piece(choice, text, held if text else (), "stop"))
+        elif text:
+            sequence.held = ()
+            self._pieces.put_nowait(Piece(choice, text, held))
+        else:
+            sequence.held = held
+
+    def _count(self, sequence: _Sequence) -> None:
+        now, metrics = time.monotonic(), self._front.metrics
+        if sequence.last:
+            metrics.per_token.add(now - sequence.last)
+        else:
+            metrics.first_token.add(now - self._arrived)
+        sequence.last = now

@@ -1,0 +1,157 @@
+"""Running the server: from a bound socket to an orderly end, whatever ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from shardwise.errors import UserError
+from shardwise.runtime.job.launch import RunFailed
+from shardwise.serving.http.generation import Front
+from shardwise.serving.http.problems import Problem
+
+GRACE = 30.0
+"""Seconds that running requests get to finish after a signal."""
+_LAST_BYTES = 1
+"""Seconds that clients get to read what has been written."""
+_LOOK = 0.05
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket at an address, on which nobody listens yet; port 0 takes a free one. Raises `UserError`."""
+    if not 0 <= port < 1 << 16:
+        raise UserError(f"port {port} does not exist; choose one between 1024 and 65535, or 0 for a free one")
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        sock = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise UserError(f"{host} is no address of this host: {error.strerror or error}") from None
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind(address)
+    except OSError as error:
+        sock.close()
+        raise _in_use(host, port, error) from None
+    return sock
+
+
+def _in_use(host: str, port: int, error: OSError) -> UserError:
+    return UserError(f"{host}:{port} cannot be used ({os.strerror(error.errno or 0)}); choose another --port, or 0")
+
+
+def url_of(sock: socket.socket) -> str:
+    """Where clients find a bound socket."""
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def run(
+    app: ASGIApp,
+    front: Front,
+    sock: socket.socket,
+    *,
+    grace: float = GRACE,
+    ready: Callable[[], object],
+    echo: Callable[[str], object],
+) -> None:
+    """Serve until SIGINT or SIGTERM, then finish what runs, for at most `grace` seconds; a second signal ends at once.
+
+    ready: called when connections are taken; echo: gets lines. Raises `RunFailed` when the engine has failed, after
+    every client has been told, and `UserError` when another program has come to listen at the address meanwhile.
+    """
+    host, port = sock.getsockname()[:2]
+    try:
+        asyncio.run(_run(app, front, sock, grace, ready, echo))
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise _in_use(host, port, error) from None
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn without its signal handlers: it would refuse connections at once, and kill itself at the end."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def listener(app: ASGIApp) -> uvicorn.Server:
+    """The HTTP server of an application, not started yet."""
+    config = uvicorn.Config(
+        app,
+        # Defects are logged by the application; uvicorn would add tracebacks for clients that it stops waiting for.
+        log_config=None,
+        log_level="critical",
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        server_header=False,
+        backlog=1024,
+        timeout_graceful_shutdown=_LAST_BYTES,
+    )
+    return _Uvicorn(config)
+
+
+async def _run(
+    app: ASGIApp,
+    front: Front,
+    sock: socket.socket,
+    grace: float,
+    ready: Callable[[], object],
+    echo: Callable[[str], object],
+) -> None:
+    server = listener(app)
+    signals: list[int] = []
+    loop = asyncio.get_running_loop()
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, signals.append, number)
+    serving = asyncio.create_task(server.serve(sockets=[sock]))
+    try:
+        while not server.started and not serving.done():
+            await asyncio.sleep(_LOOK / 10)
+        if not serving.done():
+            ready()
+            await _until_the_end(front, serving, signals, grace, echo)
+    finally:
+        server.should_exit = True
+        await serving
+        for number in _SIGNALS:
+            loop.remove_signal_handler(number)
+    if front.engine.failure is not None:
+        raise RunFailed(front.engine.failure)
+
+
+async def _until_the_end(
+    front: Front, serving: asyncio.Task[None], signals: list[int], grace: float, echo: Callable[[str], object]
+) -> None:
+    while not signals and not serving.done():
+        if front.engine.failure is not None:
+            # Its requests have their errors already; those that come meanwhile get one.
+            await _until(lambda: not front.live, _LAST_BYTES)
+            return
+        await asyncio.sleep(_LOOK)
+    front.stopping = True
+    name = signal.Signals(signals[0]).name if signals else "the end"
+    echo(f"{name}: {len(front.live)} running request(s) finish within {grace:g} s, no new ones are taken")
+    await _until(lambda: not front.live or len(signals) > 1 or front.engine.failure is not None, grace)
+    for generation in list(front.live):
+        generation.abort(Problem(503, "the server was stopped before the answer was complete", code="stopping"))
+    # The answers that have just been finished or broken off are still to be written.
+    await asyncio.sleep(_LOOK)
+
+
+async def _until(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        await asyncio.sleep(_LOOK)

@@ -1,0 +1,204 @@
+"""`ServingJob`: everything that the ranks of a generation engine need, as one JSON file that each of them reads.
+
+Also what a folder of weights is (`weights_in`), and what the ranks say beside answers: how far loading is, and that
+they are ready. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from shardwise.checkpoint import Checkpoint, Piece, find, model_of
+from shardwise.checkpoint.huggingface import HuggingFaceWeights
+from shardwise.errors import LayoutError, UserError
+from shardwise.layout import Layout
+from shardwise.layout.placement import kv_heads_held
+from shardwise.model import ModelConfig
+from shardwise.predict.generation.split import check_generation
+
+PAGE = 16
+"""Tokens of a page of the cache."""
+CONTEXT = 4096
+"""Longest sequence where nobody asked for another, and the model knows so many positions."""
+CHUNK = 256
+"""Tokens of prompts that a turn takes along at most."""
+BATCH = 8
+
+_CHOICES = {
+    "prompts": ("own", "same"),
+    "quantize": ("none", "int8"),
+    "transport": ("auto", "shared", "gloo"),
+    "device": ("cpu", "cuda"),
+}
+
+
+@dataclass(frozen=True)
+class ServingJob:
+    """One engine.
+
+    weights: a Hugging Face folder, a checkpoint or a run directory. context: tokens of the longest sequence, prompt and
+    answer together; 0 for the model's, at most `CONTEXT`. page: tokens of a page of the cache. pages: of a replica's
+    cache; 0 for as many as `batch` sequences of `context` tokens fill. chunk: tokens of prompts in a turn. batch: the
+    most sequences at a time. reuse: pages of equal prefixes are computed once. prompts: under zero=3, whether every
+    data rank has requests of its "own" or all of them the "same" ones. quantize: "int8" keeps the blocks' matrices in
+    8 bits. hang: seconds without progress after which a rank counts as stuck. report: folder for a `StepReport` of
+    every turn.
+    Raises `UserError` for values that no engine can have, and `LayoutError` for layouts that generation does not know.
+    """
+
+    model: ModelConfig
+    layout: Layout
+    weights: str
+    context: int = 0
+    page: int = PAGE
+    pages: int = 0
+    chunk: int = CHUNK
+    batch: int = BATCH
+    reuse: bool = True
+    prompts: str = "own"
+    quantize: str = "none"
+    transport: str = "auto"
+    threads: int = 1
+    device: str = "cpu"
+    hang: float = 60.0
+    report: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise UserError(f"{name} must be one of {', '.join(allowed)}, not {getattr(self, name)!r}")
+        for name in ("page", "chunk", "batch", "threads"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("context", "pages"):
+            if getattr(self, name) < 0:
+                raise UserError(f"{name} must be at least 0, not {getattr(self, name)}")
+        check_generation(self.layout, self.model)
+        if self.layout.shard and self.prompts == "same":
+            raise LayoutError("all data ranks with the same prompts are one group: leave shard out, or prompts=own")
+        if self.quantize != "none" and self.layout.stage == 3:
+            raise UserError("int8 weights are not gathered: use zero=0 with int8, or leave int8 out")
+        if self.quantize != "none" and self.layout.precision == "fp64":
+            raise UserError("int8 weights are multiplied with in bf16 or fp32: choose another precision")
+        most = self.model.max_positions
+        if not self.context:
+            held = self.pages * self.page or CONTEXT
+            object.__setattr__(self, "context", min(most, held, CONTEXT if not self.pages else most))
+        if self.context > most:
+            raise UserError(f"{self.model.name} knows {most} positions: a context of {self.context} is too long")
+        if not self.pages:
+            object.__setattr__(self, "pages", self.batch * -(-self.context // self.page))
+        if self.context > self.pages * self.page:
+            raise UserError(
+                f"a context of {self.context} tokens does not fit a cache of {self.pages} pages of {self.page}; the "
+                f"largest that does: {min(most, self.pages * self.page)}"
+            )
+
+    @property
+    def replicas(self) -> int:
+        """Groups of ranks that have requests of their own."""
+        return 1 if self.layout.stage == 3 and self.prompts == "same" else self.layout.dp
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page on one rank, all its blocks; the most of any stage."""
+        return page_bytes(self.model, self.layout, self.page)
+
+    def to_json(self) -> dict[str, Any]:
+        data = {f.name: getattr(self, f.name) for f in fields(self)}
+        return data | {"model": self.model.to_json(), "layout": str(self.layout)}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> ServingJob:
+        return cls(**data | {"model": ModelConfig.from_json(data["model"]), "layout": Layout.parse(data["layout"])})
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(self.to_json(), indent=1) + "\n")
+
+    @classmethod
+    def read(cls, path: Path) -> ServingJob:
+        return cls.from_json(json.loads(path.read_text()))
+
+
+def page_bytes(model: ModelConfig, layout: Layout, page: int = PAGE) -> int:
+    """Bytes of one page of keys and values on one rank, all its blocks; the most of any stage."""
+    from shardwise.layout.pipeline import stages
+
+    blocks = max(stages(model, layout).layers) if layout.pp > 1 else model.layers
+    width = {"bfloat16": 2, "float32": 4, "float64": 8}[layout.dtype]
+    return 2 * blocks * kv_heads_held(model, layout.tp) * model.head_dim * page * width
+
+
+class Weights(Protocol):
+    """What weights are read from: stored names are `model/<parameter>`."""
+
+    def read(
+        self, tensor: str, piece: Piece | None = None, dtype: str | None = None, out: np.ndarray | None = None
+    ) -> np.ndarray: ...
+
+
+def weights_in(folder: Path | str) -> tuple[ModelConfig, Weights]:
+    """The model in a folder, and its weights: a Hugging Face folder, a checkpoint, or a run for its newest one.
+
+    What training drops at random, generation keeps: the model has no dropout. Only headers are read.
+    Raises `UserError` when there are none, or they are not whole.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(f"no such folder: {folder}; give a Hugging Face folder, a checkpoint or a run directory")
+    if (folder / "config.json").exists():
+        weights = HuggingFaceWeights.open(folder)
+        return _without_dropout(weights.model), weights
+    checkpoint: Checkpoint = find(folder)
+    return _without_dropout(model_of(checkpoint)), checkpoint
+
+
+def _without_dropout(model: ModelConfig) -> ModelConfig:
+    return model.replace(dropout=0.0, attention_dropout=0.0)
+
+
+def tokenizer_of(folder: Path | str) -> Path | None:
+    """The tokenizer.json that belongs to a folder's weights: its own, or that of the text a run was trained on."""
+    folder = Path(folder)
+    if (folder / "tokenizer.json").is_file():
+        return folder / "tokenizer.json"
+    if (folder / "config.json").exists():
+        return None
+    about: Mapping[str, Any] = find(folder).manifest.about
+    for name in ("tokenizer", "corpus"):
+        if isinstance(value := about.get(name), str):
+            path = Path(value)
+            file = path / "tokenizer.json" if path.is_dir() else path
+            if file.is_file():
+                return file
+    return None
+
+
+@dataclass(frozen=True)
+class Loading:
+    """A replica is reading its weights: so many bytes of so many, on its slowest rank seen so far."""
+
+    replica: int
+    done: int
+    of: int
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A replica answers from now on. parameter_bytes, cache_bytes: of its first rank. transport: what carries its
+    collectives. seconds: that loading took. page_tokens: of a page."""
+
+    replica: int
+    context: int
+    pages: int
+    page_tokens: int
+    parameter_bytes: int
+    cache_bytes: int
+    transport: str
+    seconds: float

@@ -1,0 +1,201 @@
+"""The ranks of a replica in lockstep: what its first rank hears reaches the others at the beginning of every turn, and
+the tokens that are chosen reach them before they are needed.
+
+A turn, on every rank (in brackets its ledger rows, in the turn's own phase; "control" and "tokens" are units):
+
+1. control. Without a pipeline: one all-reduce (maximum) of 1 + r int64 numbers over tp, with zero=3 over the data
+   ranks, too [all_reduce, shard_tp_pp, control, int64, 1 + r]: whether anybody has anything to do, and how many bytes
+   of messages each of the r replicas in step with this one has. r is `shard_ranks` with prompts of their own, else 1.
+   Only where there are messages, they follow [all_reduce, tp (shard_tp_pp where prompts are the same), control, uint8,
+   bytes]. Under a pipeline the first stage does that over tp alone, and each stage sends both on to the next one
+   [send / recv, pp, control, int64, 2; and uint8, bytes].
+2. the forward pass, as `engine.py` has it. A stage of a pipeline receives [T, hidden] of the one before, and sends its
+   own to the next one [recv and send, pp, "stage <the taker>", the layout's dtype, T x hidden].
+3. tokens. Under a pipeline of p stages the last one sends what it has chosen, where B > 0, to every other one [send,
+   pp, tokens, float64, 2 B], and these receive what turn k - p + 1 has chosen [recv, with that turn's B].
+
+One rank communicates with nobody and has no rows.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardwise.runtime.comms import Pending
+from shardwise.serving.engine import Generator
+from shardwise.serving.messages import Answer, Asked, Cancel, Drain, Request
+from shardwise.serving.pages import Pages
+from shardwise.serving.sampling import choose
+from shardwise.serving.scheduler import Scheduler, Turn
+
+CONTROL, TOKENS = "control", "tokens"
+OVER, IDLE, ACTIVE = range(3)
+
+Hear = Callable[[bool], list[Asked]]
+"""(whether there is nothing else to do) -> what has been asked meanwhile; it may wait a little where there is not."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """A turn is over on this rank. answers: for the first rank of the replica to give. more: whether another turn will
+    follow."""
+
+    turn: Turn
+    answers: list[Answer]
+    more: bool
+
+
+class Lockstep:
+    """One rank's loop of turns. hear: given to the first rank of each replica, None to all others."""
+
+    def __init__(self, generator: Generator, hear: Hear | None) -> None:
+        self.generator, self.comms, self._hear = generator, generator.comms, hear
+        job, layout = generator.job, generator.plan.layout
+        self.depth, self.place = layout.pp, generator.stage
+        pages = Pages(job.pages, job.page, job.reuse)
+        self.scheduler = Scheduler(pages, batch=job.batch, chunk=job.chunk, depth=self.depth)
+        own = layout.stage == 3 and job.prompts == "own"
+        self._replicas = layout.shard_ranks if own else 1
+        self._replica = self.comms.index("shard") if own else 0
+        self._step = "shard_tp_pp" if layout.pp == 1 else "tp"
+        """The ranks in step, among which control goes round."""
+        self._hearers = "tp" if own else self._step
+        self._state = IDLE
+        self._draining = False
+        self._turns: deque[tuple[Turn, Tensor | None]] = deque()
+        """Turns whose tokens are not known yet, the oldest first; with what they have chosen on the last stage."""
+        self._leaving: deque[tuple[Tensor, Pending]] = deque()
+
+    @property
+    def active(self) -> bool:
+        """Whether anybody in step had anything to do in the latest turn."""
+        return self._state == ACTIVE
+
+    @property
+    def first(self) -> bool:
+        return self.place == 0
+
+    @property
+    def last(self) -> bool:
+        return self.place == self.depth - 1
+
+    def turn(self) -> Done:
+        """The next turn, which all ranks in step begin together."""
+        answers: list[Answer] = []
+        for asked in self._control():
+            answers += self._obey(asked)
+        turn = self.scheduler.plan()
+        if turn.chunks:
+            self._turns.append((turn, self._compute(turn)))
+        else:
+            self._turns.append((turn, None))
+            if self._state == ACTIVE and self.depth == 1:
+                self.generator.idle()
+        if len(self._turns) == self.depth:
+            answers += self._arrive(*self._turns.popleft())
+        return Done(turn, answers, self._state != OVER)
+
+    def _obey(self, asked: Asked) -> list[Answer]:
+        if isinstance(asked, Request):
+            self.scheduler.add(asked)
+        elif isinstance(asked, Cancel):
+            return self.scheduler.cancel(asked.id)
+        elif isinstance(asked, Drain):
+            self._draining = True
+        return []
+
+    # -- control
+
+    @property
+    def _own_state(self) -> int:
+        if self.scheduler.active or any(turn.chunks for turn, _ in self._turns):
+            return ACTIVE
+        return OVER if self._draining else IDLE
+
+    def _control(self) -> list[Asked]:
+        """What all ranks of the replica now hear."""
+        header = torch.zeros(1 + self._replicas, dtype=torch.int64, device=self.generator.device)
+        message = b""
+        if self._hear is not None:
+            heard = self._hear(max(self._state, self._own_state) != ACTIVE)
+            state = self._own_state
+            if heard:
+                message = pickle.dumps(heard)
+                state = ACTIVE if any(isinstance(asked, Request) for asked in heard) else state
+            header[0], header[1 + self._replica] = state, len(message)
+        if self.first:
+            self.comms.all_reduce(header, self._step, CONTROL, maximum=True)
+        else:
+            self.comms.receive(header, self.place - 1, CONTROL).wait()
+        self._state, *sizes = header.tolist()
+        payload = self._payload(message, sizes[self._replica])
+        if not self.last:
+            self._send(header, self.place + 1, CONTROL)
+            if payload is not None:
+                self._send(payload, self.place + 1, CONTROL)
+        return pickle.loads(bytes(payload.tolist())) if payload is not None else []
+
+    def _payload(self, message: bytes, size: int) -> Tensor | None:
+        if not size:
+            return None
+        payload = torch.zeros(size, dtype=torch.uint8)
+        if message:
+            payload.copy_(torch.frombuffer(bytearray(message), dtype=torch.uint8))
+        payload = payload.to(self.generator.device)
+        if self.first:
+            self.comms.all_reduce(payload, self._hearers, CONTROL)
+        else:
+            self.comms.receive(payload, self.place - 1, CONTROL).wait()
+        return payload
+
+    # -- tokens and activations
+
+    def _compute(self, turn: Turn) -> Tensor | None:
+        """This stage's part of a turn; on the last stage what it has chosen: [2, B] tokens and log-probabilities."""
+        generator = self.generator
+        generator.begin(turn)
+        x = None
+        if not self.first:
+            shape = 1, turn.tokens, generator.plan.model.hidden
+            x = torch.empty(shape, dtype=generator.dtype, device=generator.device)
+            self.comms.receive(x, self.place - 1, f"stage {self.place}").wait()
+        y = generator.forward(turn, generator.rows(turn), x)
+        if not self.last:
+            self._send(y, self.place + 1, f"stage {self.place + 1}")
+            return None
+        wanted = turn.wanted
+        if not wanted:
+            return None
+        samplings = [sequence.request.sampling for sequence in wanted]
+        chosen = torch.stack(choose(y, samplings, [len(sequence.tokens) for sequence in wanted]))
+        for stage in range(self.place):
+            self._send(chosen.to(generator.device), stage, TOKENS)
+        return chosen
+
+    def _arrive(self, turn: Turn, chosen: Tensor | None) -> list[Answer]:
+        """The tokens of a turn are known."""
+        wanted = turn.wanted
+        if not wanted:
+            return []
+        if not self.last:
+            chosen = torch.empty(2, len(wanted), dtype=torch.float64, device=self.generator.device)
+            self.comms.receive(chosen, self.depth - 1, TOKENS).wait()
+        assert chosen is not None
+        tokens, logprobs = chosen.tolist()
+        return self.scheduler.take(turn, [int(token) for token in tokens], logprobs)
+
+    def _send(self, tensor: Tensor, stage: int, unit: str) -> None:
+        self._leaving.append((tensor, self.comms.send(tensor.contiguous(), stage, unit)))
+        while self._leaving and self._leaving[0][1].arrived():
+            self._leaving.popleft()[1].wait()
+
+    def finish(self) -> None:
+        """Wait for what is still on its way."""
+        while self._leaving:
+            self._leaving.popleft()[1].wait()

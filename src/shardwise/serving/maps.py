@@ -1,0 +1,169 @@
+"""A decoder's maps as generation computes them: without gradients, split over tp, several of one input in one product.
+
+The table is that of training (`layout/placement.py`, `runtime/tensor_parallel.py`): column-parallel maps communicate
+nothing, row-parallel ones sum over tp, and the head's logits are gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.decoder import Batch, Decoder
+from shardwise.decoder.attention import Rope
+from shardwise.decoder.decoder import Head
+from shardwise.decoder.modules import Linear, Linears, Lookup, RMSNorm, TiedLinear, swap_forward
+from shardwise.layout.placement import kind_of
+from shardwise.layout.units import UnitPlan
+from shardwise.runtime.comms import Comms
+from shardwise.runtime.tensor_parallel import vocabulary_range
+from shardwise.serving.attention import Rows
+from shardwise.serving.products import MakeProduct, Product
+
+LOGITS = "logits"
+"""Unit of the ledger: the gather of the logits that are wanted."""
+
+
+def apply_generation(decoder: Decoder, part: str, plan: UnitPlan, comms: Comms, keep: MakeProduct) -> int:
+    """Give the modules of a part, whose weights have been read, the forward of generation.
+
+    keep: how its matrices are kept. Returns the bytes that these then take less than in their flat buffer, to which
+    nothing of the part refers any more where `keep.copies`.
+    """
+    module = dict(decoder.parts())[part]
+    if keep.copies:
+        _own_vectors(module)
+    saved = 0
+    for name, child in list(module.named_modules(prefix=part)):
+        saved += _swap(child, name, part, plan, comms, keep)
+    if part == "head":
+        swap_forward(module, partial(_head, decoder.head, plan, comms))
+    return saved
+
+
+def _own_vectors(part: nn.Module) -> None:
+    """Norms and biases get memory of their own."""
+    for module in part.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() == 1:
+                setattr(module, name, nn.Parameter(parameter.detach().clone(), requires_grad=False))
+
+
+def _swap(module: nn.Module, name: str, unit: str, plan: UnitPlan, comms: Comms, keep: MakeProduct) -> int:
+    if isinstance(module, Linears):
+        maps = [child for child in module.children() if isinstance(child, Linear)]
+        swap_forward(module, _columns(maps, keep))
+        return _drop(maps, keep)
+    if isinstance(module, Linear | TiedLinear) and unit == "head":
+        swap_forward(module, keep(module.weight, None))
+        return _drop([module], keep) if isinstance(module, Linear) else 0
+    if isinstance(module, Linear) and kind_of(f"{name}.weight") == "row":
+        swap_forward(module, _row(module, unit, comms, keep))
+        return _drop([module], keep)
+    if isinstance(module, Lookup):
+        swap_forward(module, _lookup(module, unit, plan, comms))
+    elif isinstance(module, RMSNorm):
+        swap_forward(module, partial(_rms_norm, module))
+    elif isinstance(module, Rope):
+        swap_forward(module, _rotated)
+    return 0
+
+
+def _drop(maps: Sequence[Linear], keep: MakeProduct) -> int:
+    """Forget matrices of which there are copies."""
+    if not keep.copies:
+        return 0
+    saved = sum(each.weight.nbytes - keep.nbytes(each.weight) for each in maps)
+    for each in maps:
+        each.register_parameter("weight", None)
+    return saved
+
+
+def _columns(maps: Sequence[Linear], keep: MakeProduct) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    """Several column-parallel maps of one input: one product where their weights lie end to end."""
+    weight, bias = _joined([m.weight for m in maps], keep), _joined([m.bias for m in maps], keep)
+    if weight is None or (bias is None and maps[0].bias is not None):
+        products = [keep(m.weight, m.bias) for m in maps]
+        return lambda x: tuple(each(x) for each in products)
+    widths = [len(m.weight) for m in maps]
+    whole = keep(weight, bias)
+    return lambda x: whole(x).split(widths, -1)
+
+
+def _joined(tensors: Sequence[Tensor | None], keep: MakeProduct) -> Tensor | None:
+    """One tensor of all rows; None where that would take memory of its own that is not given back."""
+    found = [tensor for tensor in tensors if tensor is not None]
+    if not found:
+        return None
+    joined = end_to_end(found)
+    return torch.cat(found) if joined is None and keep.copies else joined
+
+
+def _row(module: Linear, unit: str, comms: Comms, keep: MakeProduct) -> Product:
+    if comms.size("tp") == 1:
+        return keep(module.weight, module.bias)
+    partial_sum, bias = keep(module.weight, None), module.bias
+
+    def forward(x: Tensor) -> Tensor:
+        y = partial_sum(x)
+        comms.all_reduce(y, "tp", unit)
+        return y if bias is None else y.add_(bias)
+
+    return forward
+
+
+def _lookup(module: Lookup, unit: str, plan: UnitPlan, comms: Comms) -> Product:
+    if plan.layout.tp == 1:
+        return lambda ids: F.embedding(ids, module.weight)
+    start, stop = vocabulary_range(plan)
+
+    def forward(ids: Tensor) -> Tensor:
+        elsewhere = (ids < start) | (ids >= stop)
+        y = F.embedding((ids - start).masked_fill_(elsewhere, 0), module.weight)
+        y.masked_fill_(elsewhere.unsqueeze(-1), 0)
+        comms.all_reduce(y, "tp", unit)
+        return y
+
+    return forward
+
+
+def _head(head: Head, plan: UnitPlan, comms: Comms, x: Tensor, batch: Batch) -> Tensor:
+    """Logits [B, vocabulary] of the wanted rows, the same on every tp rank."""
+    assert isinstance(batch, Rows)
+    if batch.wanted is not None:
+        x = x.index_select(1, batch.wanted)
+    logits = head.out(head.norm(x))[0]
+    if plan.layout.tp > 1:
+        logits = comms.gather_dim(logits, 1, "tp", LOGITS)[:, : plan.model.vocab]
+    return logits
+
+
+def _rms_norm(module: RMSNorm, x: Tensor) -> Tensor:
+    return F.rms_norm(x, module.weight.shape, module.weight, module.eps)
+
+
+def _rotated(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    """Pairs (i, i + D/2) turned by the angles of the tables."""
+    cos, sin = tables
+    half = cos.shape[-1]
+    first, second = x[..., :half], x[..., half : 2 * half]
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    return torch.cat(turned if 2 * half == x.shape[-1] else [*turned, x[..., 2 * half :]], -1)
+
+
+def end_to_end(tensors: Sequence[Tensor]) -> Tensor | None:
+    """One tensor on the memory of several that lie one behind the other; None where they do not."""
+    first = tensors[0]
+    at = first.data_ptr()
+    for tensor in tensors:
+        if tensor.data_ptr() != at or tensor.shape[1:] != first.shape[1:] or not tensor.is_contiguous():
+            return None
+        at += tensor.numel() * tensor.element_size()
+    shape = (sum(len(tensor) for tensor in tensors), *first.shape[1:])
+    own = torch.empty(0, dtype=first.dtype, device=first.device)
+    own.set_(first.untyped_storage(), first.storage_offset(), shape, first.stride())
+    return own

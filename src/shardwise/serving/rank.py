@@ -1,0 +1,210 @@
+"""One rank of an engine: `python -m shardwise.serving.rank FOLDER`, of which `Service` starts as many as it needs.
+
+FOLDER is the service's own: the job, and for the first rank of each replica the socket to talk to it.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.errors import UserError
+from shardwise.layout import Grid
+from shardwise.report.step_report import Bytes, Phase
+from shardwise.runtime.heap import keep_freed_memory
+from shardwise.runtime.job import pulse
+from shardwise.runtime.job import rank as process
+from shardwise.runtime.job.launch import USER_MISTAKE
+from shardwise.runtime.setup import make_comms
+from shardwise.serving.engine import Generator
+from shardwise.serving.job import Loading, Ready, ServingJob, weights_in
+from shardwise.serving.lockstep import Done, Lockstep
+from shardwise.serving.messages import Asked, Drain, Load
+from shardwise.serving.recording import Note, notes_file
+from shardwise.serving.service import JOB, connect
+
+TICK = 0.5
+"""Seconds after which a replica without work goes through a turn all the same: a sign of life."""
+_LONGEST = 86400.0
+"""Seconds that ranks wait for each other at the beginning and at the end."""
+_PROGRESS = 0.2
+"""Seconds between two words about loading."""
+
+
+class Way:
+    """The first rank's end of the socket to the service. A thread listens, so that a turn never waits for it."""
+
+    def __init__(self, connection: Connection, replica: int) -> None:
+        self._connection, self.replica = connection, replica
+        self._heard: queue.SimpleQueue[list[Asked]] = queue.SimpleQueue()
+        self._load = Load(0, 0, 0, 0)
+        self._told = 0.0
+        threading.Thread(target=self._listen, name="way", daemon=True).start()
+
+    def _listen(self) -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                self._heard.put(self._connection.recv())
+        self._heard.put([Drain()])  # nobody is there any more
+
+    def hear(self, idle: bool) -> list[Asked]:
+        found: list[Asked] = []
+        with suppress(queue.Empty):
+            if idle:
+                found += self._heard.get(timeout=TICK)
+            while True:
+                found += self._heard.get_nowait()
+        return found
+
+    def tell(self, answers: list[object]) -> None:
+        with suppress(OSError):  # the service has gone: the launcher ends this process
+            self._connection.send(answers)
+
+    def after(self, done: Done, load: Load) -> None:
+        """Give a turn's answers, and now and then say how much there is to do."""
+        answers: list[object] = list(done.answers)
+        now = time.monotonic()
+        if load != self._load and (answers or now - self._told > TICK):
+            answers.append(load)
+            self._load, self._told = load, now
+        if answers:
+            self.tell(answers)
+
+    def loading(self, done: int, of: int) -> None:
+        now = time.monotonic()
+        if now - self._told > _PROGRESS:
+            self._told = now
+            self.tell([Loading(self.replica, done, of)])
+
+
+class Notes:
+    """A rank's notes of its turns, where a report was asked for."""
+
+    def __init__(self, generator: Generator, folder: Path) -> None:
+        self._generator, self._comms = generator, generator.comms
+        self._file: IO[str] = notes_file(folder, generator.rank).open("w", buffering=1)
+        held = generator.engine.storages()
+        slots = sum(tensor.nbytes for tensor in held["comm"])
+        self._bytes = Bytes(parameters=generator.parameter_bytes, comm=slots, other=generator.cache_bytes)
+        self._turn = 0
+
+    def begin(self) -> None:
+        self._comms.start_recording()
+        self._started = time.perf_counter()
+
+    def end(self, done: Done, load: Load) -> None:
+        """The turn is over, in which somebody had something to do."""
+        seconds = time.perf_counter() - self._started
+        self._comms.stop_recording()
+        self._turn += 1
+        ledger, transport = self._comms.ledger(), self._comms.transport()
+        phase: Phase = "prefill" if done.turn.prefill else "decode"
+        cached = self._generator.cache_bytes * load.pages // load.of_pages
+        rows = tuple(replace(row, phase=phase) for row in ledger)
+        note = Note(
+            self._turn, phase, done.turn.tokens, len(done.turn.wanted), seconds, cached, self._bytes, rows, transport
+        )  # fmt: skip
+        self._file.write(note.to_line())
+
+
+def run(rank: int, job: ServingJob, folder: Path, signs: pulse.Pulse) -> None:
+    """Load, answer until nobody asks any more, and end."""
+    started = time.monotonic()
+    device = torch.device("cpu") if job.device == "cpu" else torch.device("cuda", rank % torch.cuda.device_count())
+    grid = Grid.of(job.layout, job.model)
+    at = grid.coordinates(rank)
+    together = dist.new_group(
+        sorted(grid.group("shard_tp_pp", rank)), timeout=timedelta(seconds=_LONGEST), use_local_synchronization=True
+    )
+    first = at["tp"] == at["pp"] == 0 and at["dp"] < job.replicas
+    way = Way(connect(folder, at["dp"]), at["dp"]) if first else None
+    _, weights = weights_in(job.weights)
+    comms = make_comms(
+        job.layout, job.model, rank, timeout=job.hang + pulse.MARGIN, transport=job.transport, pulse=signs
+    )
+    generator = Generator(job, comms, rank, device)
+    generator.load(weights, way.loading if way else lambda done, of: None)
+    _wait_for_all("the start of the replica", together, signs)
+    if way:
+        way.tell([Ready(
+            way.replica, job.context, job.pages, job.page, generator.parameter_bytes, generator.cache_bytes,
+            comms.backend, time.monotonic() - started,
+        )])  # fmt: skip
+    serve(generator, way, signs)
+    _wait_for_all("the end of the replica", together, signs)
+    signs.idle()
+    comms.close()
+
+
+def _wait_for_all(words: str, together: Any, signs: pulse.Pulse) -> None:
+    """Meet the ranks in step with this one, however long their disks take: the launcher knows who makes no progress."""
+    signs.wait(words)
+    dist.barrier(together)
+    signs.work("its first turn")
+
+
+def serve(generator: Generator, way: Way | None, signs: pulse.Pulse) -> None:
+    """Turns, until the service wants no more."""
+    lockstep = Lockstep(generator, way.hear if way else None)
+    notes = Notes(generator, Path(generator.job.report)) if generator.job.report else None
+    more, number = True, 0
+    while more:
+        number += 1
+        signs.step(number)
+        if notes:
+            notes.begin()
+        done = lockstep.turn()
+        more, load = done.more, lockstep.scheduler.load
+        if notes and lockstep.active:
+            notes.end(done, load)
+        if way:
+            way.after(done, load)
+    lockstep.finish()
+
+
+def join(job: ServingJob) -> int:
+    """Meet the other ranks; returns this one's number. Raises `UserError` where GPUs are wanted and none is there."""
+    if job.device == "cpu":
+        return process.join(job.hang + pulse.MARGIN)
+    if not torch.cuda.is_available():
+        raise UserError("--device cuda needs a GPU for each rank; there is none")
+    keep_freed_memory()
+    rank = process.number()
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group(
+        "nccl", init_method=os.environ["SHARDWISE_RENDEZVOUS"], rank=rank,
+        world_size=int(os.environ["WORLD_SIZE"]), timeout=timedelta(seconds=job.hang + pulse.MARGIN),
+    )  # fmt: skip
+    return rank
+
+
+def main(argv: list[str]) -> int:
+    """Be a rank. Returns the exit code."""
+    process.bind()
+
+    def work() -> None:
+        signs = pulse.Pulse(pulse.from_environment())
+        signs.work("its preparation")
+        folder = Path(argv[0])
+        job = ServingJob.read(folder / JOB)
+        run(join(job), job, folder, signs)
+
+    return process.guarded(work)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(USER_MISTAKE)
+    process.leave(main(sys.argv[1:]), at_once=True)

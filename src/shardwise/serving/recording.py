@@ -1,0 +1,131 @@
+"""What every turn moved, held and waited for: ranks note it as they go, and reports are made of the notes at the end.
+
+A rank writes one line of JSON a turn; whoever started the ranks joins those of a turn to a `StepReport`, with roles as
+in training. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from shardwise.layout import Grid
+from shardwise.report.step_report import Bytes, LedgerRow, Phase, Role, StepReport, TransportRow, merge_roles
+from shardwise.serving.job import ServingJob
+
+
+@dataclass(frozen=True)
+class Note:
+    """One turn on one rank. tokens: that it computed; rows: of them, those whose logits were wanted. kv_bytes: of keys
+    and values that sequences had in the cache after it. seconds: from beginning to end."""
+
+    turn: int
+    phase: Phase
+    tokens: int
+    rows: int
+    seconds: float
+    kv_bytes: int
+    bytes: Bytes
+    ledger: tuple[LedgerRow, ...]
+    transport: tuple[TransportRow, ...]
+
+    def to_line(self) -> str:
+        return json.dumps(asdict(self)) + "\n"
+
+    @classmethod
+    def from_line(cls, line: str) -> Note:
+        data: dict[str, Any] = json.loads(line)
+        return cls(
+            **data | {
+                "bytes": Bytes(**data["bytes"]),
+                "ledger": tuple(LedgerRow(**row) for row in data["ledger"]),
+                "transport": tuple(TransportRow(**row) for row in data["transport"]),
+            }
+        )  # fmt: skip
+
+
+def notes_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.jsonl"
+
+
+def reports(job: ServingJob, folder: Path) -> Iterator[tuple[str, StepReport]]:
+    """(name, report) of every turn, from the notes that the ranks have left in a folder.
+
+    Replicas take turns of their own: their names begin with the replica's number where there are several.
+    """
+    grid = Grid.of(job.layout, job.model)
+    together: dict[int, list[int]] = {}
+    for rank in range(job.layout.ranks):
+        together.setdefault(0 if job.layout.stage == 3 else grid.coordinates(rank)["dp"], []).append(rank)
+    for replica, ranks in together.items():
+        for number, found in _turns({rank: _read(notes_file(folder, rank)) for rank in ranks}):
+            phase = "prefill" if any(note.phase == "prefill" for note in found.values()) else "decode"
+            name = f"turn-{number:05}-{phase}"
+            yield f"replica-{replica}-{name}" if len(together) > 1 else name, _report(job, phase, found)
+
+
+def _turns(notes: dict[int, dict[int, Note]]) -> Iterator[tuple[int, dict[int, Note]]]:
+    """(number, rank -> its note) of the turns that compute anything. What a turn without tokens moves, in which the
+    stages of a pipeline wait for tokens, belongs to the turn before."""
+    before: tuple[int, dict[int, Note]] | None = None
+    for number in sorted(set[int]().union(*notes.values())):
+        found = {rank: theirs[number] for rank, theirs in notes.items() if number in theirs}
+        if before is not None and not any(note.tokens for note in found.values()):
+            before = before[0], {rank: _joined(note, found.get(rank)) for rank, note in before[1].items()}
+            continue
+        if before is not None:
+            yield before
+        before = number, found
+    if before is not None:
+        yield before
+
+
+def _joined(note: Note, further: Note | None) -> Note:
+    """One turn, and another one without tokens that followed."""
+    if further is None:
+        return note
+    rows: dict[tuple[Any, ...], tuple[LedgerRow, TransportRow]] = {}
+    for each in (note, further):
+        for row, how in zip(each.ledger, each.transport, strict=True):
+            row = replace(row, phase=note.phase)
+            key = row.op, row.axes, row.unit, row.dtype, row.elements
+            if key in rows:
+                had, was = rows[key]
+                row = replace(row, count=had.count + row.count)
+                how = replace(how, time_s=_sum(was.time_s, how.time_s), wait_s=_sum(was.wait_s, how.wait_s))
+            rows[key] = row, how
+    pairs = sorted(rows.values(), key=lambda pair: pair[0])
+    ledger, transport = tuple(row for row, _ in pairs), (replace(how, row=i) for i, (_, how) in enumerate(pairs))
+    return replace(note, seconds=note.seconds + further.seconds, ledger=ledger, transport=tuple(transport))
+
+
+def _sum(a: float | None, b: float | None) -> float | None:
+    return None if a is None or b is None else a + b
+
+
+def _read(file: Path) -> dict[int, Note]:
+    if not file.exists():
+        return {}
+    notes = (Note.from_line(line) for line in file.read_text().splitlines())
+    return {note.turn: note for note in notes}
+
+
+def _report(job: ServingJob, phase: str, notes: dict[int, Note]) -> StepReport:
+    first = notes[min(notes)]
+    tokens = sum(note.tokens for note in notes.values()) if job.replicas > 1 else first.tokens
+    cached = {rank: note.kv_bytes for rank, note in notes.items()}
+    return StepReport(
+        source="measured",
+        model=job.model.to_json(),
+        layout=str(job.layout),
+        workload={"phase": phase, "turn": first.turn, "tokens": tokens, "rows": first.rows, "kv_bytes": cached},
+        cluster=f"{job.layout.ranks}x{'CPU' if job.device == 'cpu' else 'GPU'}",
+        roles=merge_roles(
+            {r: Role(f"rank {r}", (r,), n.bytes, n.ledger, n.transport) for r, n in notes.items()}
+        ),
+        time=max(note.seconds for note in notes.values()),
+        notes=("bytes: weights, buffers of gathered weights, and the whole cache as other",),
+    )  # fmt: skip

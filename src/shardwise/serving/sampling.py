@@ -1,0 +1,62 @@
+"""Choosing tokens. The random number of a token depends on its request's seed and on its place in the sequence alone:
+equal seeds give equal tokens whatever else is being served, and whoever draws."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shardwise.decoder import random
+from shardwise.serving.messages import Sampling
+
+_FEW = 512
+"""Likeliest tokens that are sorted first: mostly the share `top_p` lies among them."""
+
+
+def choose(logits: Tensor, samplings: list[Sampling], places: list[int]) -> tuple[Tensor, Tensor]:
+    """(tokens [B], logarithms of their probabilities [B]), both float64 and on the CPU.
+
+    logits: [B, vocab]. places: how many tokens precede each in its sequence.
+    """
+    wide = logits.float() if logits.dtype != torch.float64 else logits
+    tokens = wide.argmax(-1)
+    for row, (sampling, place) in enumerate(zip(samplings, places, strict=True)):
+        if sampling.temperature > 0:
+            tokens[row] = _draw(wide[row], sampling, uniform(sampling.seed, place))
+    chosen = wide.gather(1, tokens[:, None])[:, 0]
+    return tokens.double().cpu(), (chosen - torch.logsumexp(wide, -1)).double().cpu()
+
+
+def uniform(seed: int, place: int) -> float:
+    """A number in [0, 1) for the token at `place` of a request with this seed."""
+    return (random.key(seed, "token", place) >> 11) / (1 << 53)
+
+
+def _draw(logits: Tensor, sampling: Sampling, number: float) -> Tensor:
+    """The first token up to which the probabilities of those that count add up to more than `number` of their sum."""
+    scaled = logits.double() / sampling.temperature
+    if not sampling.top_k and sampling.top_p == 1:
+        return _at(torch.softmax(scaled, -1).cumsum(-1), number)
+    indices, sums = _likeliest(scaled, sampling)
+    # A token counts where those before it have less than the share.
+    kept = 1 + int((sums[:-1] < sampling.top_p).sum())
+    return indices[_at(sums[:kept], number)]
+
+
+def _at(sums: Tensor, number: float) -> Tensor:
+    return torch.searchsorted(sums, number * sums[-1], right=True).clamp_(max=len(sums) - 1)
+
+
+def _likeliest(scaled: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """The likeliest tokens in order, and the sums of their probabilities: `top_k` of them, which then are all there
+    are, or so many that they have the share `top_p`."""
+    if sampling.top_k:
+        values, indices = torch.topk(scaled, min(sampling.top_k, len(scaled)))
+        return indices, torch.softmax(values, -1).cumsum(-1)
+    everything = torch.logsumexp(scaled, -1)
+    for count in (min(_FEW, len(scaled)), len(scaled)):
+        values, indices = torch.topk(scaled, count)
+        sums = (values - everything).exp().cumsum(-1)
+        if float(sums[-1]) >= sampling.top_p:
+            break
+    return indices, sums

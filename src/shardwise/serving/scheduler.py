@@ -1,0 +1,225 @@
+"""`Scheduler`: which tokens of which requests a turn computes.
+
+Requests join and leave at every turn (continuous batching, Yu et al. 2022): a turn has one token of every sequence that
+is being continued, and as many tokens of prompts beside them as `chunk` allows (Agrawal et al. 2023). A request is
+admitted when the cache has pages for all its tokens; when pages run out, the youngest sequence gives its own back and
+is computed again later.
+
+Under a pipeline the tokens that a turn has chosen are known `depth` turns later: a sequence that waits for its token is
+left out meanwhile, and a turn takes one `depth`-th of the sequences, so that the stages always have something to do.
+
+Every rank of a replica runs the same scheduler on the same messages and tokens, and decides the same: nothing here
+depends on time or on what a rank holds.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass, field
+
+from shardwise.serving.messages import Answer, Finished, Load, Reason, Request, Token
+from shardwise.serving.pages import START, Key, Pages, page_key
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A request on its way. order: of arrival, from 1. tokens: of the prompt and those chosen since. computed: how many
+    of them have keys and values in `pages`, or will have when the turns that are under way are over. keys: of its full
+    pages, as far as they were asked for; known: so many of them are known to others. waits: its next token is being
+    computed. reused: tokens found in the cache."""
+
+    request: Request
+    order: int
+    tokens: list[int]
+    pages: list[int] = field(default_factory=list)
+    keys: list[Key] = field(default_factory=list)
+    known: int = 0
+    computed: int = 0
+    waits: bool = False
+    over: bool = False
+    reused: int = 0
+
+    @property
+    def left(self) -> int:
+        """Tokens to be computed before the next one can be chosen."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def chosen(self) -> int:
+        return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def longest(self) -> int:
+        """Tokens that will be in the cache in the end, at most: nothing follows on the last one."""
+        return len(self.request.prompt) + self.request.sampling.max_tokens - 1
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens [start, stop) of a sequence, of the last of which the logits may be wanted."""
+
+    sequence: Sequence
+    start: int
+    stop: int
+    wanted: bool
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one forward pass computes: single tokens first, then chunks of prompts."""
+
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(chunk.stop - chunk.start for chunk in self.chunks)
+
+    @property
+    def wanted(self) -> list[Sequence]:
+        """The sequences for which a token is chosen, in the order of their logits."""
+        return [chunk.sequence for chunk in self.chunks if chunk.wanted]
+
+    @property
+    def prefill(self) -> bool:
+        """Whether it computes more than the latest token of sequences that are being continued."""
+        return any(c.stop - c.start > 1 or c.stop <= len(c.sequence.request.prompt) for c in self.chunks)
+
+
+class Scheduler:
+    """pages: of the cache. batch: most sequences at a time. chunk: tokens of a turn that may be prompts' (single tokens
+    count, too, but are never left out for it). depth: turns from a token's computation until it is known."""
+
+    def __init__(self, pages: Pages, *, batch: int, chunk: int, depth: int = 1) -> None:
+        self.pages, self.batch, self.chunk, self.depth = pages, batch, chunk, depth
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self._arrived = 0
+
+    @property
+    def active(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    @property
+    def load(self) -> Load:
+        return Load(len(self.waiting), len(self.running), self.pages.used, self.pages.count)
+
+    # -- messages
+
+    def add(self, request: Request) -> None:
+        self._arrived += 1
+        self.waiting.append(Sequence(request, self._arrived, list(request.prompt)))
+
+    def cancel(self, number: int) -> list[Answer]:
+        """End a request now; what is under way for it is forgotten."""
+        for sequence in [*self.running, *self.waiting]:
+            if sequence.request.id == number:
+                return [self._end(sequence, "cancelled")]
+        return []
+
+    def take(self, turn: Turn, tokens: list[int], logprobs: list[float]) -> list[Answer]:
+        """The tokens that a turn has chosen, one for each of `turn.wanted`."""
+        answers: list[Answer] = []
+        for sequence, token, logprob in zip(turn.wanted, tokens, logprobs, strict=True):
+            if sequence.over:
+                continue
+            sequence.waits = False
+            sequence.tokens.append(token)
+            sampling = sequence.request.sampling
+            answers.append(Token(sequence.request.id, token, logprob))
+            if token in sampling.stop_tokens:
+                answers.append(self._end(sequence, "stop"))
+            elif sequence.chosen == sampling.max_tokens:
+                answers.append(self._end(sequence, "length"))
+        return answers
+
+    def _end(self, sequence: Sequence, reason: Reason) -> Finished:
+        sequence.over = True
+        self._give_back(sequence)
+        (self.running if sequence in self.running else self.waiting).remove(sequence)
+        return Finished(sequence.request.id, reason, sequence.reused)
+
+    # -- a turn
+
+    def plan(self) -> Turn:
+        """The next turn; it may be empty."""
+        ready = [s for s in self.running if not s.waits]
+        single: list[Chunk] = []
+        most = -(-len(self.running) // self.depth)
+        for sequence in ready:
+            if sequence.left == 1 and len(single) < most and sequence in self.running and self._grow(sequence):
+                single.append(self._chunk(sequence, 1))
+        budget = max(1, self.chunk - len(single))
+        longer: list[Chunk] = []
+        for sequence in ready:
+            if budget and sequence.left > 1 and sequence in self.running:
+                longer.append(self._chunk(sequence, min(budget, sequence.left)))
+                budget -= longer[-1].stop - longer[-1].start
+        while budget and self.waiting and len(self.running) < self.batch and self._admit(self.waiting[0]):
+            sequence = self.waiting.pop(0)
+            insort(self.running, sequence, key=lambda each: each.order)
+            longer.append(self._chunk(sequence, min(budget, sequence.left)))
+            budget -= longer[-1].stop - longer[-1].start
+        turn = Turn(tuple(sorted([*single, *longer], key=lambda chunk: chunk.stop - chunk.start > 1)))
+        for chunk in turn.chunks:
+            self._know(chunk.sequence)
+        return turn
+
+    def _chunk(self, sequence: Sequence, count: int) -> Chunk:
+        start, stop = sequence.computed, sequence.computed + count
+        sequence.computed = stop
+        sequence.waits = stop == len(sequence.tokens)
+        return Chunk(sequence, start, stop, sequence.waits)
+
+    def _pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.pages.size)
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Give a sequence pages for all its tokens, and the next one, if there are so many."""
+        size = self.pages.size
+        self._extend_keys(sequence, (len(sequence.tokens) - 1) // size)
+        found = self.pages.find(sequence.keys[: (len(sequence.tokens) - 1) // size])
+        wanted = self._pages_for(min(len(sequence.tokens) + 1, sequence.longest)) - len(found)
+        if wanted > self.pages.free - self.pages.idle(found):
+            return False
+        self.pages.share(found)
+        last = found[-1] if found else None
+        room = self._pages_for(sequence.longest) - len(found)
+        sequence.pages = found + self.pages.take(sequence.order, wanted, last, room)
+        sequence.computed, sequence.known = len(found) * size, len(found)
+        sequence.reused = max(sequence.reused, min(sequence.computed, len(sequence.request.prompt)))
+        return True
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """Have a page for the token that comes next, at the expense of younger sequences if need be."""
+        while self._pages_for(sequence.computed + 1) > len(sequence.pages):
+            if self.pages.free:
+                sequence.pages += self.pages.take(sequence.order, 1, sequence.pages[-1])
+                continue
+            younger = [s for s in self.running if s.order > sequence.order and not s.waits]
+            if not younger:
+                return False  # those that wait for a token come back
+            victim = younger[-1]
+            self._give_back(victim)
+            self.running.remove(victim)
+            insort(self.waiting, victim, key=lambda each: each.order)
+        return True
+
+    def _give_back(self, sequence: Sequence) -> None:
+        self.pages.release(sequence.order, sequence.pages)
+        sequence.pages, sequence.computed, sequence.known, sequence.waits = [], 0, 0, False
+
+    def _extend_keys(self, sequence: Sequence, count: int) -> None:
+        """Know the keys of the first `count` pages."""
+        size, keys = self.pages.size, sequence.keys
+        for index in range(len(keys), count if self.pages.reuse else 0):
+            before = keys[-1] if keys else START
+            keys.append(page_key(before, sequence.tokens[index * size : (index + 1) * size]))
+
+    def _know(self, sequence: Sequence) -> None:
+        """Pages that are full after this turn may be shared from the next one on."""
+        full = sequence.computed // self.pages.size
+        if self.pages.reuse and full > sequence.known:
+            self._extend_keys(sequence, full)
+            for index in range(sequence.known, full):
+                self.pages.know(sequence.pages[index], sequence.keys[index])
+            sequence.known = full

@@ -1,0 +1,266 @@
+"""`Service`: a running engine as its front end sees it. It starts the ranks, hands requests to the replica that has
+least to do, and answers to whoever asked; when a rank dies, it says so to everybody. Imports no torch.
+
+The command's process owns it. The first rank of each replica connects to a Unix socket in a folder that is nobody
+else's: lists of `Asked` go down, lists of `Answer` come up.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import UserError
+from shardwise.runtime.job.launch import INTERRUPTED, USER_MISTAKE, Ending, RunFailed, supervise
+from shardwise.serving.job import Loading, Ready, ServingJob
+from shardwise.serving.messages import Answer, Asked, Cancel, Drain, Finished, Load, Request, Sampling, Token
+
+Sink = Callable[[Token | Finished], object]
+
+JOB, SOCKET, KEY = "job.json", "socket", "key"
+"""Files of the folder that a service shares with its ranks."""
+_PATIENCE = 1.0
+"""Seconds that ranks get to end when the service is closed."""
+_LONGEST = 100
+"""Characters of a socket's path that every system allows."""
+
+
+def silent(line: str) -> None:
+    """Say nothing."""
+
+
+class Service:
+    """A generation engine on the ranks of this host; may be used from any thread.
+
+    `start` it, `submit` requests, and `close` it, or use it as a context manager. echo: gets lines about loading.
+    """
+
+    def __init__(self, job: ServingJob, *, echo: Callable[[str], object] = silent) -> None:
+        self.job = job
+        self._echo = echo
+        self._numbers = itertools.count(1)
+        self._changed = threading.Condition()
+        self._sinks: dict[int, tuple[int, Sink]] = {}
+        """Request -> (its replica, who wants its answers)."""
+        self._load: dict[int, Load] = {}
+        self._ready: dict[int, Ready] = {}
+        self._ways: dict[int, Connection] = {}
+        self._ending: Ending | None = None
+        self._closing = False
+        self._stop: list[int] = []
+        self._threads: list[threading.Thread] = []
+        self._folder: Path | None = None
+
+    # -- its life
+
+    def start(self) -> Ready:
+        """Start the ranks; returns when every replica has its weights, with what the first one says of itself.
+
+        Raises `UserError` for what the user has asked for in vain, and `RunFailed` when a rank dies.
+        """
+        self._folder = _private_folder()
+        key = secrets.token_bytes(32)
+        (self._folder / KEY).write_bytes(key)
+        self.job.write(self._folder / JOB)
+        listener = Listener(str(self._folder / SOCKET), "AF_UNIX", backlog=self.job.replicas + 1, authkey=key)
+        try:
+            self._thread(self._supervise, key)
+            for _ in range(self.job.replicas):
+                way = listener.accept()
+                try:
+                    replica = way.recv()
+                except EOFError:
+                    break  # it was `_supervise`: the ranks have ended
+                self._ways[replica] = way
+                self._thread(self._listen, replica, way)
+        finally:
+            listener.close()
+        with self._changed:
+            self._changed.wait_for(lambda: self._ending is not None or len(self._ready) == self.job.replicas)
+            if self._ending is None:
+                return self._ready[0]
+        raise _error(self._ending)
+
+    def _thread(self, target: Callable[..., object], *args: Any) -> None:
+        thread = threading.Thread(target=target, args=args, daemon=True, name=target.__name__.strip("_"))
+        self._threads.append(thread)
+        thread.start()
+
+    def _supervise(self, key: bytes) -> None:
+        """Run the ranks to their end, whatever it is. They live as long as this thread."""
+        assert self._folder is not None
+        try:
+            ending = supervise(
+                [sys.executable, "-m", "shardwise.serving.rank", str(self._folder)],
+                self.job.layout.ranks,
+                threads=self.job.threads,
+                loopback=self.job.device == "cpu",
+                rank0_stdout=2,
+                patience=_PATIENCE,
+                hang=self.job.hang,
+                stop=self._stop,
+            )
+        except UserError as error:
+            ending = Ending(USER_MISTAKE, str(error))
+        except BaseException as error:
+            ending = Ending(1, f"the ranks could not be started: {error}")
+        with self._changed:
+            self._ending = ending
+            lost, self._sinks = list(self._sinks.items()), {}
+            self._changed.notify_all()
+        for number, (_, sink) in lost:
+            with suppress(Exception):
+                sink(Finished(number, "error", error=self.failure or "the engine has been closed"))
+        # Whoever waits for a replica to connect waits for nobody.
+        with suppress(OSError, EOFError):
+            Client(str(self._folder / SOCKET), "AF_UNIX", authkey=key).close()
+
+    def drain(self) -> None:
+        """Let every request end, then the ranks; returns when they have ended. Nothing may be submitted any more."""
+        with self._changed:
+            self._closing = True
+            for way in self._ways.values():
+                _tell(way, [Drain()])
+            self._changed.wait_for(lambda: self._ending is not None or not self._ways)
+        self.close()
+
+    def close(self) -> None:
+        """End the ranks at once, and leave nothing behind. May be called again."""
+        with self._changed:
+            self._closing = True
+        self._stop.append(signal.SIGTERM)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+        for way in self._ways.values():
+            way.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def __enter__(self) -> Service:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine has ended, in a line, where nobody has closed it; None while it runs."""
+        if self._ending is None or self._closing:
+            return None
+        return self._ending.line or "the engine has ended"
+
+    # -- requests
+
+    def submit(self, prompt: Sequence[int], sampling: Sampling, sink: Sink) -> int:
+        """Have a prompt continued by the replica that has fewest requests; returns the request's number.
+
+        sink: called with every `Token`, and at last with `Finished`, from a thread of the service; it must not wait.
+        Raises `UserError` for a prompt that is empty, longer than the context allows or of unknown tokens, and
+        `RunFailed` when the engine has ended.
+        """
+        self.check(prompt, sampling)
+        with self._changed:
+            if self._ending is not None or self._closing:
+                raise RunFailed(self.failure or "the engine has been closed")
+            number, replica = next(self._numbers), self._least_loaded()
+            self._sinks[number] = replica, sink
+            _tell(self._ways[replica], [Request(number, tuple(prompt), sampling)])
+        return number
+
+    def check(self, prompt: Sequence[int], sampling: Sampling) -> None:
+        """Raise `UserError` where `submit` would."""
+        if not prompt:
+            raise UserError("an empty prompt has nothing to continue: give at least one token")
+        most = self.job.context - sampling.max_tokens
+        if len(prompt) > most:
+            raise UserError(
+                f"a prompt of {len(prompt)} tokens and {sampling.max_tokens} more exceed the context of "
+                f"{self.job.context}; at most {max(0, most)} tokens of prompt, or "
+                f"{max(0, self.job.context - len(prompt))} more"
+            )
+        vocab = self.job.model.vocab
+        if wrong := next((token for token in prompt if not 0 <= token < vocab), None):
+            raise UserError(f"token {wrong} does not exist: {self.job.model.name} has {vocab}, counted from 0")
+
+    def cancel(self, number: int) -> None:
+        """Nobody wants the rest of a request: its last answer is `Finished`. Does nothing for one that is over."""
+        with self._changed:
+            if number in self._sinks:
+                _tell(self._ways[self._sinks[number][0]], [Cancel(number)])
+
+    def load(self) -> dict[int, Load]:
+        """What each replica has said of its work last."""
+        with self._changed:
+            empty = Load(0, 0, 0, self.job.pages)
+            return {replica: self._load.get(replica, empty) for replica in range(self.job.replicas)}
+
+    def _least_loaded(self) -> int:
+        counts = dict.fromkeys(range(self.job.replicas), 0)
+        for replica, _ in self._sinks.values():
+            counts[replica] += 1
+        return min(counts, key=lambda replica: (counts[replica], replica))
+
+    # -- answers
+
+    def _listen(self, replica: int, way: Connection) -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                for answer in way.recv():
+                    self._take(replica, answer)
+
+    def _take(self, replica: int, answer: Answer | Loading | Ready) -> None:
+        if isinstance(answer, Loading):
+            self._echo(f"reading weights: {answer.done / max(1, answer.of):4.0%}")
+        elif isinstance(answer, Load):
+            with self._changed:
+                self._load[replica] = answer
+        elif isinstance(answer, Ready):
+            with self._changed:
+                self._ready[replica] = answer
+                self._changed.notify_all()
+        else:
+            with self._changed:
+                _, sink = self._sinks.get(answer.id, (0, silent))
+                if isinstance(answer, Finished):
+                    self._sinks.pop(answer.id, None)
+            sink(answer)  # type: ignore[arg-type]
+
+
+def _private_folder() -> Path:
+    folder = tempfile.mkdtemp(prefix="shardwise-serve-")
+    if len(folder) + len(SOCKET) < _LONGEST:
+        return Path(folder)
+    Path(folder).rmdir()
+    return Path(tempfile.mkdtemp(prefix="shardwise-serve-", dir="/tmp"))
+
+
+def _tell(way: Connection, asked: list[Asked]) -> None:
+    """A rank that has gone is found by who supervises it."""
+    with suppress(OSError, ValueError):
+        way.send(asked)
+
+
+def _error(ending: Ending) -> BaseException:
+    if ending.code == USER_MISTAKE:
+        return UserError(ending.line)
+    if ending.code == INTERRUPTED:
+        return KeyboardInterrupt(ending.line)
+    return RunFailed(ending.line or "the ranks have ended before they were ready")
+
+
+def connect(folder: Path, replica: int) -> Connection:
+    """The way of a replica's first rank to its service, which has written its folder's files."""
+    way = Client(str(folder / SOCKET), "AF_UNIX", authkey=(folder / KEY).read_bytes())
+    way.send(replica)
+    return way

@@ -1,0 +1,110 @@
+"""`shardwise generate --compare`: strategies side by side, predicted without torch or weights, or as they ran here."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from harness.huggingface import pretrained
+from shardwise.cli.main import main
+from shardwise.model import ModelConfig
+from shardwise.model.huggingface import from_huggingface
+from shardwise.model.parameters import count_parts
+
+NODE = ["generate", "llama-3-70b", "--cluster", "8xH100"]
+
+
+def test_llama_3_70b_on_eight_h100(capsys):
+    assert main([*NODE, "--compare"]) == 0
+    out = capsys.readouterr().out
+    for words in (
+        "tp=8", "dp=8,zero=3", "pp=8", "time of a token", "80% range", "embedding, head, logits", "last token against",
+        "a training step of 8 x 8,192 tokens", "a token sends 26,112 times the bytes for the blocks",
+        "disappears behind its arithmetic",
+    ):  # fmt: skip
+        assert words in out
+
+
+def test_json_has_the_same(capsys):
+    assert main([*NODE, "--compare", "tp=4", "zero=3,dp=4", "pp=4", "--prompt-tokens", "500", "--max-tokens", "1000",
+                 "--batch", "4", "--json"]) == 0  # fmt: skip
+    found = json.loads(capsys.readouterr().out)["predicted"]
+    assert [one["layout"] for one in found["strategies"]] == ["tp=4", "dp=4,zero=3", "pp=4"]
+    (ratio,) = found["ratios"]
+    assert ratio["blocks"] == pytest.approx(26112.5 / 4) and ratio["fewer_bytes_from_tokens"] == 26112.5
+    for one in found["strategies"]:
+        token = one["token"]
+        assert token["first"]["seconds"] <= token["middle"]["seconds"] <= token["last"]["seconds"]
+        assert token["middle"]["low"] < token["middle"]["seconds"] < token["middle"]["high"]
+        assert one["bytes"]["cache_at_end"] > one["bytes"]["cache_after_prompt"]
+    assert (found["prompt_tokens"], found["max_tokens"], found["batch"]) == (500, 1000, 4)
+
+
+def test_an_option_of_the_comparison_asks_for_it(capsys):
+    assert main([*NODE, "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["predicted"]["strategies"]) == 3
+
+
+def test_prediction_needs_no_torch():
+    code = (
+        "import sys; from shardwise.cli.main import main; "
+        f"code = main({[*NODE, '--compare', 'tp=8', '--json']!r}); sys.exit(code or ('torch' in sys.modules) * 9)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([*NODE, "--compare", "tp=3"], "valid tp: 1, 2, 4, 8"),
+        ([*NODE, "--compare", "tp=16"], "needs 16 ranks, but there are 8"),
+        ([*NODE, "--compare", "dp=2,zero=1"], "use zero=0"),
+        ([*NODE, "--compare", "tp=8", "tp=8"], "twice"),
+        ([*NODE, "--compare", "--prompt-tokens", "0"], "prompt must be a positive number, not 0"),
+        ([*NODE, "--compare", "--max-tokens", "-1"], "output must be a positive number, not -1"),
+        ([*NODE, "--compare", "--max-tokens", "9000"], "knows 8192 positions"),
+        ([*NODE, "--compare", "--layout", "tp=8"], "--layout does nothing here"),
+        ([*NODE, "--compare", "--prompt", "Once"], "--prompt does nothing here"),
+        ([*NODE, "--compare", "--int8"], "int8 weights are not gathered"),
+        (["generate", "llama-3-70b", "--compare", "tp=2", "--train-seq", "8"], "--train-seq does nothing here"),
+        (["generate", "llama-3-70b", "--compare", "tp=2"], "no folder of weights: give one, or predict with --cluster"),
+        (["generate", "llama-3-70b", "--cluster", "8xH1000"], "H100"),
+        (["generate", "llama-4-70b", "--cluster", "8xH100"], "llama-3-70b"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, words, capsys):
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
+
+
+def test_layouts_are_needed_to_run_here(tmp_path, capsys):
+    assert main(["generate", str(tmp_path), "--compare"]) == 2
+    assert 'needs layouts to run here, such as "tp=2"' in capsys.readouterr().err
+
+
+def model_in(folder) -> ModelConfig:
+    return from_huggingface(folder)
+
+
+def test_what_runs_here_moves_what_was_predicted(tmp_path, capsys):
+    pretrained("llama").save_pretrained(tmp_path)
+    layouts = ["zero=3,dp=2", "tp=2"] if os.environ.get("SHARDWISE_ALL") else ["zero=3,dp=2"]
+    assert main(["generate", str(tmp_path), "--compare", *layouts, "--precision", "fp32",
+                 "--tokens", "1,2,3,4,5", "--max-tokens", "6", "--cluster", "8xH100", "--json"]) == 0  # fmt: skip
+    told = json.loads(capsys.readouterr().out)
+    gathering, *rest = told["measured"]["strategies"]
+    assert (told["predicted"]["prompt_tokens"], told["predicted"]["max_tokens"]) == (5, 6)
+    assert told["predicted"]["strategies"][0]["ring_bytes_of_a_token"] == gathering["ring_bytes_of_a_token"]
+    for one in (gathering, *rest):
+        assert one["tokens"] == gathering["tokens"] and len(one["tokens"][0]) == 6
+        assert one["ring_bytes_of_a_token"] == one["predicted_ring_bytes_of_a_token"]
+        assert one["token_seconds"] > 0 and one["tokens_per_second"] > 0 and one["cache_bytes"] > 0
+    model = model_in(tmp_path)
+    moved = gathering["ring_bytes_of_a_token"]["blocks"]
+    assert moved == count_parts(model)[1] * 4 / 2
+    for tensor in rest:
+        share = count_parts(model)[1] / (4 * model.layers * model.hidden)
+        assert moved / tensor["ring_bytes_of_a_token"]["blocks"] == share

@@ -1,0 +1,154 @@
+"""`shardwise generate`: prompts in, text out; one line for what cannot be."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+
+from harness.huggingface import pretrained
+from shardwise.cli.main import main
+from shardwise.report import StepReport
+
+EVERY = ["dp=2,zero=3", "pp=2"]
+TEXT = "the quick brown fox jumps over the lazy dog; " * 20
+
+
+def _environment() -> dict[str, str]:
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return {**clean, "OMP_NUM_THREADS": "1"}
+
+
+def generate(*args: object, timeout: float = 90) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "shardwise", "generate", *map(str, args)], capture_output=True, text=True,
+        timeout=timeout, env=_environment(),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("generate")
+    pretrained("llama", vocab_size=300, max_position_embeddings=256).save_pretrained(root / "tiny")
+    tokenizer = tokenizers.ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator([TEXT], vocab_size=300, special_tokens=["<|endoftext|>"])
+    tokenizer.save(str(root / "tiny" / "tokenizer.json"))
+    return root / "tiny"
+
+
+def expected(folder: Path, ids: list[int], count: int) -> list[int]:
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        whole = model.generate(torch.tensor([ids]), max_new_tokens=count, do_sample=False, pad_token_id=0)
+    tokens: list[int] = whole[0, len(ids) :].tolist()
+    return tokens
+
+
+def test_answers_are_those_of_transformers_as_text_and_as_json(folder: Path) -> None:
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ids = tokenizer.encode("the quick").ids
+    tokens = expected(folder, ids, 24)
+    whole = tokenizer.decode(tokens)
+    common = ("--precision", "fp32", "--max-tokens", 24)
+    shown = generate(folder, "--prompt", "the quick", "--layout", "tp=2", *common)
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.rstrip("\n") == whole.rstrip("\N{REPLACEMENT CHARACTER}\n")
+    stop = whole[len(whole) // 2 : len(whole) // 2 + 2]
+    prompts = ("--prompt", "the quick", "--tokens", ",".join(map(str, ids)), "--stop", stop)
+    both = generate(folder, *prompts, *common, "--chunk", 2, "--json")
+    result: dict[str, Any] = json.loads(both.stdout)
+    assert result["layout"] == "precision=fp32"
+    for answer in result["answers"]:
+        assert answer["text"] == whole[: whole.index(stop)] and answer["reason"] == "stop"
+        assert answer["prompt_tokens"] == len(ids) and answer["tokens"] == tokens[: len(answer["tokens"])]
+
+
+@pytest.mark.parametrize("layout", EVERY if os.environ.get("SHARDWISE_ALL") == "1" else EVERY[:1])
+def test_reports_of_every_turn(folder: Path, tmp_path: Path, layout: str, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "reports"
+    done = generate(
+        folder, "--tokens", ",".join(map(str, range(1, 11))), "--layout", layout, "--precision", "fp32",
+        "--chunk", 6, "--max-tokens", 4, "--report", out, "--json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    names = [path.name for path in sorted(out.iterdir())]
+    reports = [StepReport.read(out / name) for name in names]
+    assert [name.split("-")[2] for name in names] == ["prefill.json"] * 2 + ["decode.json"] * 3
+    assert [report.workload["tokens"] for report in reports] == [6, 4, 1, 1, 1]
+    for report in reports:
+        assert sorted(rank for role in report.roles for rank in role.ranks) == [0, 1]
+        rows = {row.unit for role in report.roles for row in role.ledger}
+        assert rows >= ({"control", "blocks.0", "blocks.1"} if "zero" in layout else {"control", "stage 1"})
+        assert all(row.wait_s is not None for role in report.roles for row in role.transport)
+        assert report.time and all(role.bytes.parameters for role in report.roles)
+    steady = [[(role.ranks, role.ledger) for role in report.roles] for report in reports[2:]]
+    assert steady[1] == steady[2]
+    refused(capsys, "not empty", folder, "--tokens", 1, "--report", out)
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--prompt", "x", "--layout", "tp=3"), "valid tp: 1, 2, 4"),
+        (("--prompt", "x", "--temperature", "-1"), "temperature must lie between 0 and 100"),
+        (("--prompt", "x", "--context", "100", "--cache", "5kB"), "the largest that does: "),
+        (("--prompt", "x", "--max-tokens", "256"), "exceed the context of 256"),
+        (("--tokens", "1,x"), "give token ids"),
+        (("--tokens", "300"), "token 300 does not exist"),
+        (("--prompt-file", "/nowhere"), "cannot read /nowhere"),
+        ((), "nothing to continue"),
+        (("--prompt", "x", "--layout", "dp=2,zero=2"), "use zero=0 (replicas) or zero=3"),
+    ],
+)
+def test_mistakes_are_one_line(
+    folder: Path, args: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused(capsys, words, folder, *args)
+
+
+def refused(capsys: pytest.CaptureFixture[str], words: str, *args: object) -> None:
+    """The command says these words on one line and ends with 2; no rank is started for it."""
+    assert main(["generate", *map(str, args)]) == 2
+    said = capsys.readouterr()
+    assert words in said.err and said.err.count("\n") == 1 and not said.out
+
+
+def test_folders_that_cannot_be_read_are_named(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    refused(capsys, "has no tokenizer.json", tmp_path, "--prompt", "x")
+    with (tmp_path / "model.safetensors").open("r+b") as file:
+        file.truncate(5000)
+    refused(capsys, "cut short", tmp_path, "--tokens", "1")
+    refused(capsys, "no such folder", tmp_path / "nowhere", "--tokens", "1")
+
+
+def test_an_interrupt_leaves_nothing_behind(folder: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "shardwise", "generate", str(folder), "--tokens", "1", "--layout", "tp=2",
+         "--max-tokens", "255", "--temperature", "1", "--precision", "fp32"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=_environment(), start_new_session=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    process.stdout.read(1)
+    found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode in (0, 130), errors
+    deadline = time.monotonic() + 5
+    while any(Path(f"/proc/{pid}").exists() for pid in found) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(found) == 2 and not any(Path(f"/proc/{pid}").exists() for pid in found)

@@ -1,0 +1,99 @@
+"""`shardwise serve` refuses what cannot be served, in one line, before anything is loaded."""
+
+from __future__ import annotations
+
+import re
+import socket
+from pathlib import Path
+
+import pytest
+
+from harness.command_line import mistake
+from shardwise.cli import serve
+from shardwise.cli.main import Parser
+from shardwise.predict.generation.fit import Fit
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of 4 heads, 2 of keys and values, with a tokenizer of three words."""
+    from tokenizers import Tokenizer, models
+
+    from harness.huggingface import pretrained
+
+    folder = tmp_path_factory.mktemp("model")
+    pretrained("llama").save_pretrained(folder)
+    Tokenizer(models.WordLevel({"a": 0, "b": 1, "<eos>": 2}, unk_token="a")).save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--layout", "tp=3"], ["tp=3", "1, 2, 4"]),
+        (["--layout", "pp=5"], ["5 stages", "at most 2"]),
+        (["--layout", "zero=1"], ["zero=1", "zero=3"]),
+        (["--context", "65"], ["65", "64"]),
+        (["--context", "64", "--cache", "1kB"], ["--cache"]),
+        (["--batch", "0"], ["batch", "at least 1"]),
+        (["--queue", "-1"], ["--queue"]),
+        (["--grace", "nan"], ["--grace"]),
+        (["--api-key", ""], ["API key", "at least one"]),
+        (["--api-key", "a b\n"], ["API key"]),
+        (["--port", "99999"], ["port 99999"]),
+        (["--host", "203.0.113.7"], ["203.0.113.7", "cannot be used"]),
+    ],
+)
+def test_what_cannot_be_served_is_said_in_one_line(command, model, arguments, words):
+    code, out, err = command("serve", model, *arguments)
+    # What fits is said before: the mistake is the last line.
+    mistake((code, out, err.splitlines(keepends=True)[-1]), *words)
+
+
+def test_what_does_not_fit_hears_what_would(command, model, monkeypatch):
+    monkeypatch.setattr("shardwise.cluster.catalog._machine_memory", lambda: 400_000)
+    code, out, err = command("serve", model, "--batch", "64")
+    *fit, refusal = err.splitlines(keepends=True)
+    mistake((code, out, refusal), "needs", "more than the 400 kB there are")
+    assert any(line.startswith("does not fit") for line in fit) and any("valid tp: 1, 2, 4" in line for line in fit)
+    largest = int(re.search(r"the largest context for 64 sequences is (\d+) tokens", refusal)[1])
+    for context, fits in ((largest, True), (largest + 1, False)):
+        assert fit_of(model, "--batch", "64", "--context", str(context)).fits is fits
+
+
+def test_a_port_in_use_is_found_before_weights_are_read(command, model):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        code, out, err = command("serve", model, "--port", taken.getsockname()[1])
+    mistake((code, out, err.splitlines(keepends=True)[-1]), "cannot be used", "--port")
+    assert "reading weights" not in err
+
+
+def test_folders_that_hold_no_model_or_no_tokenizer(command, model, tmp_path):
+    mistake(command("serve", tmp_path / "none"), "no such folder")
+    (tmp_path / "config.json").write_text((model / "config.json").read_text())
+    (tmp_path / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes())
+    mistake(command("serve", tmp_path), "no tokenizer.json")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    mistake(command("serve", tmp_path), "not a tokenizer.json")
+    (tmp_path / "tokenizer.json").write_text((model / "tokenizer.json").read_text())
+    (tmp_path / "chat_template.jinja").write_text("{% if %}")
+    mistake(command("serve", tmp_path), "chat template", "damaged")
+    (tmp_path / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes()[:-8])
+    mistake(command("serve", tmp_path), "model.safetensors")
+
+
+@pytest.mark.parametrize("package", ["starlette", "uvicorn", "jinja2"])
+def test_a_missing_extra_is_named(command, model, package, monkeypatch):
+    monkeypatch.setattr(serve, "find_spec", lambda name: None if name == package else object())
+    mistake(command("serve", model), package, "pip install 'shardwise[serve]'")
+
+
+def fit_of(model: Path, *arguments: str) -> Fit:
+    parser = Parser()
+    serve.add_arguments(parser)
+    return serve.fit_of(serve.job_of(parser.parse_args([str(model), *arguments])))
+
+
+def test_the_fit_of_a_cache_given_in_bytes_is_that_cache(model):
+    one = fit_of(model, "--batch", "1").held.cache
+    assert fit_of(model, "--batch", "50", "--cache", str(3 * one + one // 2)).held.cache == 3 * one

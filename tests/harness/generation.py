@@ -1,0 +1,125 @@
+"""What a rank does for a test of generation: requests come at given turns, and every logit of every token is kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.layout import Grid
+from shardwise.report.step_report import LedgerRow
+from shardwise.runtime.setup import make_comms
+from shardwise.serving.attention import Rows
+from shardwise.serving.engine import Generator
+from shardwise.serving.job import ServingJob, weights_in
+from shardwise.serving.lockstep import Lockstep
+from shardwise.serving.messages import Answer, Asked, Drain
+from shardwise.serving.scheduler import Turn
+
+
+@dataclass
+class Script:
+    """What a service would ask. asked: replica -> turn (counted from 0) -> messages."""
+
+    job: ServingJob
+    asked: dict[int, dict[int, list[Asked]]]
+    score: bool = True
+
+
+@dataclass
+class Seen:
+    """What one rank saw. logits: request -> place in its sequence -> [vocab], on the last stage. turns: (tokens, rows,
+    prefill, ledger) of those with tokens. used: pages at the end. gradients: bytes of them."""
+
+    answers: list[Answer] = field(default_factory=list)
+    logits: dict[int, dict[int, Tensor]] = field(default_factory=dict)
+    turns: list[tuple[int, int, bool, tuple[LedgerRow, ...]]] = field(default_factory=list)
+    used: int = 0
+    reserved: int = 0
+    read: int = 0
+    share: int = 0
+    preempted: int = 0
+
+
+class _Scoring(Generator):
+    """Wants the logits of all tokens, keeps them, and hands on those of the rows that were wanted."""
+
+    seen: Seen
+
+    def rows(self, turn: Turn, *, score: bool = False) -> Rows:
+        return super().rows(turn, score=True)
+
+    def forward(self, turn: Turn, rows: Rows, x: Tensor | None = None) -> Tensor:
+        y = super().forward(turn, rows, x)
+        if "head" not in self.plan.parts:
+            return y
+        at, wanted = 0, []
+        for chunk in turn.chunks:
+            kept = self.seen.logits.setdefault(chunk.sequence.request.id, {})
+            for place in range(chunk.start, chunk.stop):
+                kept[place] = y[at].clone()
+                at += 1
+            if chunk.wanted:
+                wanted.append(at - 1)
+        return y[wanted]
+
+
+def generate(rank: int, script: Script) -> Seen:
+    """Run a script to its end."""
+    job, seen = script.job, Seen()
+    comms = make_comms(job.layout, job.model, rank, timeout=60.0, transport=job.transport)
+    generator = (_Scoring if script.score else Generator)(job, comms, rank, torch.device("cpu"))
+    if isinstance(generator, _Scoring):
+        generator.seen = seen
+    _, weights = weights_in(job.weights)
+    read = weights.read
+
+    def counted(*args: Any, **options: Any) -> Any:
+        values = read(*args, **options)
+        seen.read += values.nbytes
+        return values
+
+    weights.read = counted  # type: ignore[method-assign]
+    generator.load(weights)
+    seen.share = generator.parameter_bytes
+    at = Grid.of(job.layout, job.model).coordinates(rank)
+    first = at["tp"] == at["pp"] == 0 and at["dp"] < job.replicas
+    lockstep = Lockstep(generator, _hearing(script.asked.get(at["dp"], {})) if first else None)
+    run(lockstep, seen)
+    seen.reserved = generator.cache_bytes
+    dist.barrier()
+    comms.close()
+    return seen
+
+
+def _hearing(asked: dict[int, list[Asked]]) -> Any:
+    turns = iter(range(1 << 30))
+
+    def hear(idle: bool) -> list[Asked]:
+        turn = next(turns)
+        found = list(asked.get(turn, []))
+        if turn == max(asked, default=0) + 1:
+            found.append(Drain())
+        return found
+
+    return hear
+
+
+def run(lockstep: Lockstep, seen: Seen) -> None:
+    comms, scheduler, more = lockstep.comms, lockstep.scheduler, True
+    while more:
+        comms.start_recording()
+        waiting = {id(sequence) for sequence in scheduler.running}
+        done = lockstep.turn()
+        seen.preempted += sum(id(sequence) in waiting for sequence in scheduler.waiting)
+        comms.stop_recording()
+        if done.turn.chunks:
+            turn = done.turn
+            seen.turns.append((turn.tokens, len(turn.wanted), turn.prefill, comms.ledger()))
+        seen.answers += done.answers
+        more = done.more
+    lockstep.finish()
+    seen.used = lockstep.scheduler.pages.used

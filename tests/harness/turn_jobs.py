@@ -1,0 +1,116 @@
+"""What ranks run for the test of generation's ledgers: scripted requests, turn by turn, each turn recorded."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwise.layout import Grid, Layout
+from shardwise.model import ModelConfig
+from shardwise.report.step_report import LedgerRow
+from shardwise.runtime.measure import _Storages
+from shardwise.runtime.setup import make_comms
+from shardwise.serving.engine import Generator
+from shardwise.serving.job import ServingJob
+from shardwise.serving.lockstep import Lockstep
+from shardwise.serving.messages import Asked, Drain
+
+
+@dataclass(frozen=True)
+class Script:
+    """asked: replica -> turn (from 1) -> what its first rank then hears. Drain comes by itself after the last one."""
+
+    model: ModelConfig
+    layout: str
+    asked: dict[int, dict[int, list[Asked]]]
+    job: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One turn of one rank. heard: bytes of messages, on the first rank of a replica. active: somebody in step has
+    something to do."""
+
+    prefill: bool
+    tokens: int
+    rows: int
+    heard: int
+    active: bool
+    ledger: tuple[LedgerRow, ...]
+
+
+@dataclass(frozen=True)
+class Followed:
+    """What a rank did, and what it held: bytes of weights, of the slots of gathered ones, of its cache; and the most of
+    storages that came and went in a turn."""
+
+    turns: list[Seen]
+    weights: int
+    slots: int
+    cache: int
+    passing: int
+
+
+class Small:
+    """Weights that are small numbers, whatever is asked for."""
+
+    def read(self, tensor: str, piece: Any = None, dtype: str | None = None, out: Any = None) -> np.ndarray:
+        assert out is not None
+        size = out.size
+        values = torch.linspace(-0.1, 0.1, size, dtype=torch.float32)
+        if dtype == "bfloat16":
+            out.reshape(-1)[:] = values.to(torch.bfloat16).view(torch.uint16).numpy()
+        else:
+            out.reshape(-1)[:] = values.numpy()
+        return out
+
+
+class Passing(_Storages):
+    """Storages that come and go; matrices that oneDNN has laid out have none."""
+
+    def _add(self, value: Any) -> None:
+        if not (isinstance(value, torch.Tensor) and value.is_mkldnn):
+            super()._add(value)
+
+
+def follow(rank: int, script: Script) -> Followed:
+    """Run a script to its end."""
+    job = ServingJob(model=script.model, layout=Layout.parse(script.layout), weights="none", **script.job)
+    comms = make_comms(job.layout, job.model, rank, timeout=60.0)
+    generator = Generator(job, comms, rank, torch.device("cpu"))
+    generator.load(Small())
+    at = Grid.of(job.layout, job.model).coordinates(rank)
+    first = at["tp"] == at["pp"] == 0 and at["dp"] < job.replicas
+    mine = dict(script.asked.get(at["dp"], {}))
+    number, heard = 0, 0
+
+    def hear(idle: bool) -> list[Asked]:
+        nonlocal heard
+        found = mine.pop(number, []) or ([Drain()] if idle and not mine else [])
+        heard = len(pickle.dumps(found)) if found else 0
+        return found
+
+    lockstep, more = Lockstep(generator, hear if first else None), True
+    seen: list[Seen] = []
+    lasting = [p.data for p in generator.stages.decoder.parameters()]
+    lasting += [each for kind in generator.engine.storages().values() for each in kind]
+    lasting += [cache.tensor for cache in generator.caches.values()]
+    watched = Passing({tensor.untyped_storage()._cdata for tensor in lasting})
+    while more:
+        number += 1
+        comms.start_recording()
+        with watched:
+            done = lockstep.turn()
+        comms.stop_recording()
+        more = done.more
+        seen.append(
+            Seen(done.turn.prefill, done.turn.tokens, len(done.turn.wanted), heard, lockstep.active, comms.ledger())
+        )
+    lockstep.finish()
+    comms.close()
+    slots = sum(tensor.nbytes for tensor in generator.engine.storages()["comm"])
+    return Followed(seen, generator.parameter_bytes, slots, generator.cache_bytes, watched.peak)

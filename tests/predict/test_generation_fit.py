@@ -1,0 +1,91 @@
+"""Bytes of a served model, and whether they fit."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.cluster import Cluster
+from shardwise.errors import LayoutError, UserError
+from shardwise.layout import Layout
+from shardwise.model import ModelConfig
+from shardwise.model.catalog import get
+from shardwise.model.parameters import count
+from shardwise.predict.generation.fit import Served, fit_on_cluster, fit_on_host, serving_fit, weight_bytes
+from shardwise.predict.generation.split import plan_of
+from shardwise.predict.time.serving import Serving, cache_bytes_per_token
+
+MODEL = ModelConfig("m", vocab=64, hidden=32, layers=6, heads=4, kv_heads=2, ffn=64, max_positions=512)
+LLAMA = get("llama-3-70b")
+SERVED = Served(64, 2)
+
+
+def fit(text: str, served: Served = SERVED, room: float | None = None, model: ModelConfig = MODEL):
+    return serving_fit(model, Layout.parse(text), served, room)
+
+
+def test_weights_and_cache_are_those_of_the_plan():
+    whole = fit("").held
+    assert whole.weights == 2 * count(MODEL) and whole.slots == 0
+    assert whole.cache == 2 * 64 * cache_bytes_per_token(MODEL, Serving())
+    assert fit("tp=2").held.cache == whole.cache / 2
+    assert fit("tp=4").held.cache == whole.cache / 2  # two key/value heads: neighbours hold the same one
+    assert fit("pp=3").held.cache == whole.cache / 3
+    assert fit("precision=fp32").held.weights == 2 * whole.weights
+
+
+def test_gathered_weights_keep_a_share_and_two_slots():
+    held = fit("dp=4,zero=3").held
+    assert held.weights == pytest.approx(2 * count(MODEL) / 4, rel=0.01)
+    largest = max(unit.numel for unit in plan_of(MODEL, Layout()).units)
+    assert 2 * largest <= held.slots <= 4 * largest
+
+
+def test_int8_keeps_a_byte_a_weight_of_the_blocks_matrices():
+    plan = plan_of(MODEL, Layout())
+    matrices = [p for u in plan.units for p in u.placed if p.name.startswith("blocks.") and len(p.shape) == 2]
+    saved = weight_bytes(plan) - weight_bytes(plan, int8=True)
+    assert saved == sum(p.numel - 2 * p.shape[0] for p in matrices)
+    with pytest.raises(UserError, match="zero=0 with int8"):
+        fit("dp=2,zero=3", Served(64, int8=True))
+
+
+@given(
+    st.sampled_from(["", "tp=2", "tp=4", "pp=2", "pp=3", "tp=2,pp=2", "dp=2", "dp=3,zero=3", "tp=2,dp=2,zero=3"]),
+    st.floats(1e4, 3e6), st.integers(1, 5), st.integers(1, 33), st.booleans(),
+)  # fmt: skip
+def test_the_largest_that_fits_fits_and_one_page_more_does_not(text, room, batch, page, int8):
+    served = Served(64, batch, page, int8=int8 and "zero" not in text)
+    found = fit(text, served, room)
+    if found.largest_context:
+        assert fit(text, replace(served, context=found.largest_context), room).fits
+    more = found.largest_context + page
+    assert more > MODEL.max_positions or not fit(text, replace(served, context=more), room).fits
+    if found.largest_batch:
+        assert not fit(text, replace(served, batch=found.largest_batch + 1), room).fits
+    assert found.fits == (found.held.total <= room)
+
+
+def test_on_a_cluster_and_on_a_host():
+    cluster = Cluster.parse("8xH100")
+    split, whole = (fit_on_cluster(LLAMA, Layout.parse(text), Served(8192), cluster) for text in ("tp=8", ""))
+    assert split.fits and not whole.fits
+    assert split.largest_context == LLAMA.max_positions and split.tps == (1, 2, 4, 8, 16, 32, 64)
+    assert "the weights alone take 141 GB" in whole.refusal() and "valid tp: 1, 2, 4" in "\n".join(whole.lines())
+    assert "the largest context for 8 sequences is 8,192 tokens" in "\n".join(split.lines())
+    assert fit_on_host(MODEL, Layout.parse("tp=2"), Served(64), 2_000_000).room == 1_000_000
+    assert fit_on_host(MODEL, Layout.parse("tp=2"), Served(64), None).fits
+    with pytest.raises(LayoutError, match="needs 16 ranks, but there are 8"):
+        fit_on_cluster(LLAMA, Layout.parse("tp=16"), Served(8192), cluster)
+
+
+def test_a_refusal_names_the_largest_context():
+    found = fit("", Served(512, 2), 2 * count(MODEL) + 200_000)
+    assert not found.fits and f"2 sequences is {found.largest_context:,} tokens" in found.refusal()
+    assert 0 < found.largest_context < 512
+
+
+def test_numbers_that_make_no_sense():
+    with pytest.raises(UserError, match="context must be at least 1, not 0"):
+        Served(0)

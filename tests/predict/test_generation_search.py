@@ -1,0 +1,92 @@
+"""Planning to serve: what is found is what one at a time would be, and fits."""
+
+import pytest
+
+from shardwise.cluster import Cluster
+from shardwise.errors import UserError
+from shardwise.layout import Workload
+from shardwise.model.catalog import get
+from shardwise.predict.generation.fit import Served, fit_on_cluster, room_on
+from shardwise.predict.generation.search import TYPES, plan_serving
+from shardwise.predict.generation.timing import FEW, Strategy
+from shardwise.predict.time import engine
+
+SMALL, LLAMA = get("llama-3-8b"), get("llama-3-70b")
+NODE = Cluster.parse("8xH100")
+ASKED = Workload(prompt=1000, output=200, concurrency=24)
+
+
+def test_every_deployment_is_priced_as_it_would_be_alone():
+    found = plan_serving(SMALL, NODE, ASKED, top=10_000)
+    assert len(found.ranked) == found.fitting > 50
+    assert {one.weights for one in found.ranked} == set(TYPES)
+    for one in found.ranked[::7]:
+        alone = Strategy(SMALL, one.layout, engine(found.engine), NODE, one.weights)
+        token = alone.token(one.batch * one.layout.dp, ASKED.prompt + ASKED.output / 2).seconds
+        read = alone.prompt(ASKED.prompt, ASKED.prompt).seconds
+        if one.batch <= FEW:  # stages' messages aside
+            assert one.first_token == pytest.approx(token + read, rel=0.02)
+            assert one.token == pytest.approx(token + (one.batch - 1) / ASKED.output * read / one.layout.pp, rel=0.01)
+        assert token < one.token < 1.5 * token or one.batch == 1
+
+
+def test_bytes_are_those_of_the_fit():
+    for one in plan_serving(SMALL, NODE, ASKED, top=10_000).ranked:
+        if one.weights in ("bfloat16", "int8"):
+            served = Served(1200, one.batch, int8=one.weights == "int8")
+            alone = fit_on_cluster(SMALL, one.layout, served, NODE)
+            assert one.held == pytest.approx(alone.held.total, rel=0.01)
+        assert one.held <= room_on(NODE)
+
+
+def test_clients_times_tokens_are_rate_times_answer():
+    """Little's law: each client has one answer after the other."""
+    asked = Workload(prompt=4000, output=500, concurrency=150)
+    found = plan_serving(LLAMA, Cluster.parse("4xH100"), asked, top=10_000).ranked
+    assert {one.first_token > 10 for one in found} == {True, False}  # some have no room for all clients at once
+    for one in found:
+        answer = one.first_token + (asked.output - 1) * one.token
+        assert one.tokens_per_second * answer == pytest.approx(150 * 500, rel=0.02)
+
+
+def test_orders_and_the_curve():
+    for by, key in (("throughput", lambda o: -o.tokens_per_second), ("cost", lambda o: -o.rate)):
+        ranked = plan_serving(LLAMA, NODE, ASKED, by=by).ranked
+        assert list(ranked) == sorted(ranked, key=key)
+    curve = plan_serving(LLAMA, NODE, ASKED, by="pareto").curve
+    pairs = [(one.token, one.tokens_per_second) for one in curve]
+    assert pairs == sorted(pairs) and len(pairs) > 3
+    assert [rate for _, rate in pairs] == sorted(rate for _, rate in pairs)
+
+
+def test_what_was_weighed():
+    found = plan_serving(LLAMA, NODE, ASKED)
+    fewer, split = found.quantised
+    assert fewer.weights != "bfloat16" == split.weights and fewer.devices <= split.devices / 2
+    assert found.gathering.layout.stage == 3 and found.gathering.tokens_per_second < found.winner.tokens_per_second
+    ranks, tokens = found.crossover
+    assert ranks == 8 and 1_000 < tokens < 100_000
+    assert found.to_json()["crossover"] == {"ranks": 8, "tokens": tokens}
+
+
+def test_eight_bits_of_floating_point_need_a_device_that_has_them():
+    kinds = {one.weights for one in plan_serving(SMALL, Cluster.parse("4xA100"), ASKED, top=10_000).ranked}
+    assert kinds == {"bfloat16", "int8", "int4"}
+
+
+def test_one_device_has_nothing_to_split():
+    found = plan_serving(SMALL, Cluster.parse("1xH100"), ASKED)
+    assert found.gathering is None and found.crossover is None and {o.devices for o in found.ranked} == {1}
+
+
+def test_questions_that_cannot_be_answered():
+    with pytest.raises(UserError, match=r"does not fit 1xL4: the leanest .* needs .* more than its"):
+        plan_serving(LLAMA, Cluster.parse("1xL4"), ASKED)
+    with pytest.raises(UserError, match="serving needs --prompt, --output and --concurrency"):
+        plan_serving(LLAMA, NODE, Workload(prompt=10, output=10))
+    with pytest.raises(UserError, match="knows 8192 positions"):
+        plan_serving(LLAMA, NODE, Workload(prompt=8000, output=1000, concurrency=1))
+    with pytest.raises(UserError, match="1,000,000 devices; clusters of up to 65,536"):
+        plan_serving(LLAMA, Cluster.parse("125000x8xH100"), ASKED)
+    with pytest.raises(UserError, match="--top must be"):
+        plan_serving(LLAMA, NODE, ASKED, top=0)

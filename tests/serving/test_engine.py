@@ -1,0 +1,251 @@
+"""The engine against `transformers`: the logits of every token, and greedy answers, under every strategy.
+
+Sixteen requests of different lengths arrive at different turns; prompts come in chunks, pages are few enough that
+sequences are computed again, some prompts begin alike, and one request is cancelled.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness.generation import Script, Seen
+from harness.huggingface import FAMILIES, STEPS, pretrained
+from harness.pool import run_ranks
+from harness.space import seed
+from shardwise.checkpoint import Checkpoint
+from shardwise.checkpoint.huggingface import export
+from shardwise.layout import Layout
+from shardwise.serving.job import ServingJob, weights_in
+from shardwise.serving.messages import Asked, Cancel, Finished, Request, Sampling, Token
+
+CLOSE, MARGIN = 1e-4, 2e-4
+CANCELLED = 5
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"num_hidden_layers": 3}),
+    "llama-mha": ("llama", {"num_hidden_layers": 3, "num_key_value_heads": 4}),
+    "qwen2": ("qwen2", {"num_hidden_layers": 3}),
+    "qwen3": ("qwen3", {"num_hidden_layers": 3}),
+    "gpt2": ("gpt2", {"n_layer": 3}),
+}
+LAYOUTS = [
+    "dp=1", "tp=2", "tp=4", "pp=2", "pp=3", "tp=2,pp=2", "dp=2,zero=3", "dp=4,zero=3", "dp=2", "dp=2,tp=2,zero=3",
+    "dp=2,pp=2",
+]  # fmt: skip
+CASES = [(model, layout, index) for index, (model, layout) in enumerate((m, la) for la in LAYOUTS for m in MODELS)]
+
+
+def selected() -> list[tuple[str, str, int]]:
+    """Every case with SHARDWISE_ALL=1; else every layout once, with today's models."""
+    if os.environ.get("SHARDWISE_ALL") == "1":
+        return CASES
+    generator = random.Random(seed())
+    return [generator.choice([case for case in CASES if case[1] == layout]) for layout in LAYOUTS]
+
+
+@cache
+def model_of(name: str) -> Any:
+    family, changes = MODELS[name]
+    assert family in FAMILIES
+    return pretrained(family, **changes)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    root = tmp_path_factory.mktemp("models")
+
+    @cache
+    def folder(name: str) -> Path:
+        model_of(name).save_pretrained(root / name)
+        return root / name
+
+    return folder
+
+
+def requests(count: int, draw: random.Random, replicas: int) -> dict[int, dict[int, list[Asked]]]:
+    """Replica -> turn -> what arrives."""
+    common = [draw.randrange(53) for _ in range(11)]
+    asked: dict[int, dict[int, list[Asked]]] = {replica: {} for replica in range(replicas)}
+    for number in range(1, count + 1):
+        own = tuple(draw.randrange(53) for _ in range(draw.randint(1, 14)))
+        prompt = (*common, *own) if number % 2 else own
+        request = Request(number, prompt, Sampling(max_tokens=draw.randint(1, 9)))
+        turn = 0 if count == 1 else draw.randrange(18)
+        replica = number % replicas
+        asked[replica].setdefault(turn, []).append(request)
+        if number == CANCELLED:
+            asked[replica].setdefault(turn + 3, []).append(Cancel(number))
+    return asked
+
+
+def check(model: Any, asked: dict[int, dict[int, list[Asked]]], ranks: list[Seen], reuse: bool) -> None:
+    """Every logit is `transformers`', and every token the likeliest one."""
+    prompts = {r.id: r for turns in asked.values() for each in turns.values() for r in each if isinstance(r, Request)}
+    answers: dict[int, list[int]] = {number: [] for number in prompts}
+    finished: dict[int, Finished] = {}
+    logits: dict[int, dict[int, torch.Tensor]] = {}
+    for rank in ranks:
+        assert rank.used == 0, "pages are lost"
+        for number, kept in rank.logits.items():
+            logits.setdefault(number, {}).update(kept)
+    for rank in ranks:
+        finished |= {answer.id: answer for answer in rank.answers if isinstance(answer, Finished)}
+        mine: dict[int, list[int]] = {}
+        for answer in rank.answers:
+            if isinstance(answer, Token):
+                mine.setdefault(answer.id, []).append(answer.token)
+        for number, tokens in mine.items():
+            assert answers[number] in ([], tokens), "ranks of a replica disagree"
+            answers[number] = tokens
+    assert finished.keys() == prompts.keys()
+    for number, request in prompts.items():
+        tokens = answers[number]
+        if number == CANCELLED and finished[number].reason == "cancelled":
+            assert len(tokens) < request.sampling.max_tokens
+        else:
+            assert finished[number].reason == "length" and len(tokens) == request.sampling.max_tokens
+        whole = [*request.prompt, *tokens]
+        with torch.no_grad():
+            expected = model(torch.tensor([whole])).logits[0]
+        found = logits.get(number, {})
+        first = finished[number].reused
+        if not first:
+            assert tokens == [] or found.keys() >= set(range(len(whole) - 1))
+        for place, row in found.items():
+            if place < len(whole):
+                assert float((row - expected[place]).abs().max()) < CLOSE, (number, place)
+        for place, token in enumerate(tokens, len(request.prompt)):
+            best = expected[place - 1]
+            second = best.topk(2).values
+            if second[0] - second[1] > MARGIN:
+                assert token == int(best.argmax()), (number, place)
+    reused = sum(each.reused for each in finished.values())
+    assert (reused > 0) == (reuse and len(prompts) > 1)
+
+
+@pytest.mark.parametrize(("name", "layout", "index"), selected(), ids=lambda value: str(value))
+def test_logits_and_answers(folders: Any, name: str, layout: str, index: int) -> None:
+    draw, reuse = random.Random(index), index % 3 != 0
+    folder = folders(name)
+    model, _ = weights_in(folder)
+    job = ServingJob(
+        model, Layout.parse(f"{layout},precision=fp32"), str(folder), context=40, page=4, pages=[16, 64][index % 2],
+        chunk=[5, 16][index // 2 % 2], batch=[8, 16][index // 3 % 2], reuse=reuse,
+        transport=["shared", "gloo"][index % 5 == 1],
+    )  # fmt: skip
+    asked = requests(16, draw, job.replicas)
+    ranks = run_ranks("harness.generation:generate", job.layout.ranks, Script(job, asked))
+    check(model_of(name), asked, ranks, reuse)
+
+
+@pytest.mark.parametrize("layout", ["dp=1", "pp=2"])
+def test_sequences_that_gave_their_pages_back_are_computed_again(folders: Any, layout: str) -> None:
+    folder = folders("llama")
+    job = ServingJob(
+        weights_in(folder)[0], Layout.parse(f"{layout},precision=fp32"), str(folder), context=40, page=4, pages=12,
+        chunk=16, batch=6, reuse=False,
+    )  # fmt: skip
+    asked: dict[int, dict[int, list[Asked]]] = {
+        0: {0: [Request(n, (n, 2, 3), Sampling(max_tokens=20)) for n in range(11, 16)]}
+    }
+    ranks = run_ranks("harness.generation:generate", job.layout.ranks, Script(job, asked))
+    assert ranks[0].preempted
+    check(model_of("llama"), asked, ranks, reuse=False)
+
+
+@pytest.mark.parametrize("layout", ["dp=2,zero=3", "pp=2"])
+def test_one_request_alone(folders: Any, layout: str) -> None:
+    folder = folders("llama")
+    job = ServingJob(weights_in(folder)[0], Layout.parse(f"{layout},precision=fp32"), str(folder), page=4, chunk=3)
+    asked = requests(1, random.Random(3), job.replicas)
+    ranks = run_ranks("harness.generation:generate", 2, Script(job, asked))
+    check(model_of("llama"), asked, ranks, reuse=True)
+
+
+def test_all_data_ranks_with_the_same_prompts(folders: Any) -> None:
+    folder = folders("qwen3")
+    job = ServingJob(
+        weights_in(folder)[0], Layout.parse("dp=2,zero=3,precision=fp32"), str(folder), page=4, prompts="same"
+    )
+    assert job.replicas == 1
+    asked = requests(4, random.Random(4), 1)
+    ranks = run_ranks("harness.generation:generate", 2, Script(job, asked))
+    assert ranks[0].answers == ranks[1].answers
+    check(model_of("qwen3"), asked, ranks, reuse=True)
+
+
+@pytest.mark.parametrize("layout", ["tp=2", "dp=2,zero=3", "pp=2"])
+def test_a_rank_reads_its_own_share_and_no_gradients_exist(folders: Any, layout: str) -> None:
+    folder = folders("llama")
+    job = ServingJob(weights_in(folder)[0], Layout.parse(f"{layout},precision=fp32"), str(folder))
+    for rank in run_ranks("harness.generation:generate", 2, Script(job, {0: {}, 1: {}})):
+        assert rank.read < 1.3 * rank.share
+
+
+def test_seeds_decide_what_is_drawn_whatever_the_layout_and_whatever_else_is_served(folders: Any) -> None:
+    folder = folders("llama")
+    answers: list[dict[int, list[int]]] = []
+    for layout, seeds in (("dp=1", (1, 2, 1, 3)), ("tp=2", (1, 2)), ("pp=2", (1, 2, 3))):
+        job = ServingJob(weights_in(folder)[0], Layout.parse(f"{layout},precision=fp32"), str(folder), page=4)
+        first: list[Asked] = [
+            Request(number, (3, 1, 2), Sampling(max_tokens=20, temperature=1.0, top_p=0.95, seed=chosen))
+            for number, chosen in enumerate(seeds)
+        ]
+        ranks = run_ranks("harness.generation:generate", job.layout.ranks, Script(job, {0: {0: first}}))
+        found: dict[int, list[int]] = {number: [] for number in range(len(seeds))}
+        for answer in ranks[0].answers:
+            if isinstance(answer, Token):
+                found[answer.id].append(answer.token)
+        answers.append(found)
+    one, two, three = answers
+    assert one[0] == one[2] == two[0] == three[0] and one[1] == two[1] == three[1] != one[0] and one[3] == three[2]
+    assert len({token for tokens in one.values() for token in tokens}) > 10
+
+
+def test_a_checkpoint_serves_under_other_layouts_than_it_was_trained_under(folders: Any, tmp_path: Path) -> None:
+    source = folders("llama")
+    model, _ = weights_in(source)
+    trained = Layout.parse("dp=2,tp=2,zero=3,precision=fp32")
+    run_ranks("harness.huggingface:load_train_save", 4, (source, model, trained, tmp_path))
+    export(Checkpoint.open(tmp_path / f"step-{STEPS}"), tmp_path / "out", dtype="float32", max_shard_bytes=10**9)
+    import transformers
+
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    asked = requests(3, random.Random(5), 1)
+    for layout in ("tp=4", "pp=2", "dp=1"):
+        job = ServingJob(
+            weights_in(tmp_path)[0], Layout.parse(f"{layout},precision=fp32"), str(tmp_path), page=4, reuse=False
+        )
+        ranks = run_ranks("harness.generation:generate", job.layout.ranks, Script(job, asked))
+        check(theirs, asked, ranks, reuse=False)
+        assert all(rank.read < 1.3 * rank.share for rank in ranks)
+
+
+@pytest.mark.parametrize("layout", ["dp=1", "tp=2", "pp=2", "dp=2,zero=3"])
+def test_in_bf16_the_error_is_at_most_twice_that_of_transformers(folders: Any, layout: str) -> None:
+    folder = folders("qwen3")
+    job = ServingJob(weights_in(folder)[0], Layout.parse(layout), str(folder), page=4, chunk=16)
+    asked = requests(4, random.Random(6), job.replicas)
+    ranks = run_ranks("harness.generation:generate", job.layout.ranks, Script(job, asked))
+    exact, rounded = model_of("qwen3"), copy.deepcopy(model_of("qwen3")).bfloat16()
+    ours, theirs = [], []
+    for request in (each for turns in asked.values() for turn in turns.values() for each in turn):
+        assert isinstance(request, Request)
+        ids = torch.tensor([request.prompt])
+        with torch.no_grad():
+            right, near = exact(ids).logits[0], rounded(ids).logits[0]
+        for rank in ranks:
+            for place, row in rank.logits.get(request.id, {}).items():
+                if place < len(request.prompt):
+                    ours.append((row - right[place]).norm())
+                    theirs.append((near[place] - right[place]).norm())
+    assert len(ours) > 20
+    assert torch.stack(ours).norm() < 2 * torch.stack(theirs).norm()

@@ -1,0 +1,117 @@
+"""The ledger that the engine observes in each turn is the one that was predicted, row by row, for every strategy."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from harness.pool import run_ranks
+from harness.turn_jobs import Followed, Script, Seen
+from shardwise.layout import Grid, Layout, UnitPlan, Workload, unit_plan
+from shardwise.model import ModelConfig
+from shardwise.predict.generation.fit import Served, page_bytes, passing_bytes, weight_bytes
+from shardwise.predict.generation.turns import Turn, first_gathers, steady_gathers, turn_ledger
+from shardwise.report.step_report import DTYPE_BYTES, LedgerRow
+from shardwise.serving.messages import Asked, Cancel, Request, Sampling
+
+LLAMA = ModelConfig("m", vocab=53, hidden=24, layers=4, heads=4, kv_heads=2, ffn=42, max_positions=64)
+TIED = LLAMA.replace(name="tied", tied=True, layers=3)
+GPT = ModelConfig(
+    "g", vocab=53, hidden=24, layers=2, heads=4, ffn=40, max_positions=64, norm="layernorm", positions="learned",
+    activation="gelu", gated=False, bias="all", tied=True,
+)  # fmt: skip
+
+CASES = [
+    ("tp=2", LLAMA), ("tp=4", TIED), ("dp=2,zero=3", LLAMA), ("dp=2,zero=3", TIED), ("dp=3,zero=3", GPT),
+    ("tp=2,dp=2,zero=3", TIED), ("pp=2", LLAMA), ("pp=3", TIED), ("tp=2,pp=2", LLAMA), ("dp=2", LLAMA),
+    ("dp=2,tp=2", GPT), ("dp=4,zero=3,shard=2", LLAMA), ("tp=4,precision=fp32", LLAMA), ("dp=1", LLAMA),
+]  # fmt: skip
+JOB = {"context": 32, "batch": 3, "page": 4, "chunk": 4}
+SAMPLE = CASES if os.environ.get("SHARDWISE_ALL") else [CASES[i] for i in (0, 3, 5, 8)]
+
+
+def request(number: int, prompt: int, output: int) -> Request:
+    return Request(number, tuple(range(1, prompt + 1)), Sampling(max_tokens=output))
+
+
+def asked(own: bool, replicas: int) -> dict[int, dict[int, list[Asked]]]:
+    """Prompts of several chunks and of one, one that comes while others are answered, and one that is cancelled."""
+    first: dict[int, list[Asked]] = {
+        1: [request(1, 9, 4), request(2, 3, 12)],
+        5: [request(3, 5, 3)],
+        7: [Cancel(2)],
+    }
+    second: dict[int, list[Asked]] = {2: [request(1, 4, 5)]}
+    return {0: first, 1: second} if own and replicas > 1 else {0: first}
+
+
+def turns_of(rank: int, everyone: list[list[Seen]], layout: Layout, grid: Grid, own: bool) -> Iterator[Turn]:
+    """A rank's turns as `Turn`s. What the first rank of its replica heard reaches it in the turn of the same number."""
+    first = grid.group("tp" if own else "shard_tp", grid.rank(**grid_place(grid, rank), pp=0))[0]
+    for index, one in enumerate(everyone[rank]):
+        earlier = index - (layout.pp - 1)
+        known = everyone[rank][earlier].rows if earlier >= 0 else 0
+        phase = "prefill" if one.prefill else "decode"
+        yield Turn(phase, one.tokens, one.rows, known, everyone[first][index].heard)
+
+
+def grid_place(grid: Grid, rank: int) -> dict[str, int]:
+    at = grid.coordinates(rank)
+    return {axis: at[axis] for axis in ("dp", "cp", "tp")}
+
+
+def without_phase(ledger: tuple[LedgerRow, ...]) -> Counter[tuple]:
+    """Rows by what they move: control goes round before a rank knows which phase its turn is of."""
+    rows: Counter[tuple] = Counter()
+    for row in ledger:
+        rows[(row.op, row.axes, row.unit, row.dtype, row.elements)] += row.count
+    return rows
+
+
+@pytest.mark.parametrize("prompts", ["own", "same"])
+@pytest.mark.parametrize(("text", "model"), SAMPLE, ids=lambda value: value if isinstance(value, str) else value.name)
+def test_every_turn_moves_what_was_predicted(text, model, prompts):
+    layout = Layout.parse(text)
+    if prompts == "same" and (layout.stage < 3 or layout.shard):
+        return
+    own = prompts == "own"
+    replicas = layout.dp if own else 1
+    script = Script(model, text, asked(own, replicas), JOB | {"prompts": prompts})
+    told = run_ranks("harness.turn_jobs:follow", layout.ranks, script)
+    for rank, one in enumerate(told):
+        _check_rank(rank, [each.turns for each in told], model, layout, own)
+        _check_bytes(one, unit_plan(model, layout, Workload(), rank=rank))
+
+
+def _check_rank(rank: int, everyone: list[list[Seen]], model: ModelConfig, layout: Layout, own: bool) -> None:
+    plan, grid = unit_plan(model, layout, Workload(), rank=rank), Grid.of(layout, model)
+    in_step = [everyone[other] for other in grid.group("shard_tp_pp", rank)]
+    gathered, decoded = first_gathers(plan), 0
+    turns = list(turns_of(rank, everyone, layout, grid, own))
+    for number, (one, turn) in enumerate(zip(everyone[rank], turns, strict=True)):
+        # Where one of the ranks in step has something to do, all gather weights.
+        predicted = turn_ledger(plan, turn, gathered if one.active else (), own)
+        assert one.active or not any(other[number].tokens for other in in_step)
+        assert without_phase(one.ledger) == without_phase(predicted), f"rank {rank}, turn {number + 1}: {turn}"
+        assert {row.phase for row in one.ledger if row.unit.startswith("blocks.") and one.tokens} <= {turn.phase}
+        gathered = steady_gathers(plan) if one.active else gathered
+        decoded += turn.phase == "decode" and one.tokens > 0
+    assert decoded >= 3 or grid.coordinates(rank)["dp"] > 1
+
+
+def _check_bytes(told: Followed, plan: UnitPlan) -> None:
+    """What a rank holds is what `serving_fit` counts."""
+    slots = sum(plan.slots.values()) if plan.layout.stage == 3 else 0
+    assert told.weights == weight_bytes(plan) and told.slots == slots * DTYPE_BYTES[plan.layout.dtype]
+    assert told.cache == 3 * 32 // 4 * page_bytes(plan, 4)
+    assert told.passing <= passing_bytes(plan, Served(**JOB))
+
+
+def test_int8_takes_the_bytes_that_were_predicted():
+    model, layout = LLAMA.replace(hidden=32, head_dim=8, ffn=64), Layout.parse("tp=2")
+    script = Script(model, str(layout), asked(True, 1), JOB | {"quantize": "int8"})
+    for rank, told in enumerate(run_ranks("harness.turn_jobs:follow", layout.ranks, script)):
+        assert told.weights == weight_bytes(unit_plan(model, layout, Workload(), rank=rank), int8=True)

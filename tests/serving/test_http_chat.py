@@ -1,0 +1,112 @@
+"""Chat templates: the tokens are those of `transformers`, and nobody's message can spell a control token."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from serving_double import write_tokenizer
+
+from shardwise.errors import UserError
+from shardwise.serving.http.chat import Chat
+from shardwise.serving.http.problems import Problem
+
+TEMPLATES = {
+    "chatml": (
+        "{%- if messages[0].role != 'system' %}\n    {{- '<|system|>default<|end|>\\n' }}\n{%- endif %}\n"
+        "{% for message in messages %}\n    {{- '<|' + message['role'] + '|>' + message['content'] | trim }}\n"
+        "    {{- '<|end|>\\n' }}\n{% endfor %}\n{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    ),
+    "named tokens": "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}",
+    "helpers": (
+        "{% set ns = namespace(seen=0) %}{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}"
+        "{% set ns.seen = ns.seen + 1 %}{{ ns.seen }}{{ {'é<': m.content} | tojson }}"
+        "{% generation %}{{ m.role }}{% endgeneration %}{% if loop.index > 2 %}{% break %}{% endif %}{% endfor %}"
+        "{{ strftime_now('%Y') | length }}{% if tools is none %}no tools{% endif %}"
+    ),
+}
+TALK = [
+    {"role": "system", "content": " be brief "},
+    {"role": "user", "content": "what is 2 < 3 & é?\n"},
+    {"role": "assistant", "content": "true"},
+    {"role": "user", "content": "sure?"},
+]
+NAMES = {"bos_token": "<|user|>", "eos_token": {"__type": "AddedToken", "content": "<|end|>", "special": True}}
+
+
+def chat_of(folder: Path, template: str | None, **config: object) -> Chat:
+    file = write_tokenizer(folder, template)
+    (folder / "tokenizer_config.json").write_text(json.dumps(NAMES | config))
+    return Chat(file)
+
+
+def decoded(chat: Chat, ids: list[int]) -> str:
+    return chat._plain.decode(ids, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_prompts_are_those_of_transformers(tmp_path, name):
+    from transformers import PreTrainedTokenizerFast
+
+    chat = chat_of(tmp_path, TEMPLATES[name])
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_file=str(tmp_path / "tokenizer.json"), bos_token="<|user|>", eos_token="<|end|>"
+    )
+    for talk in (TALK, TALK[1:2], TALK[:2]):
+        expected = theirs.apply_chat_template(
+            talk, chat_template=TEMPLATES[name], add_generation_prompt=True, return_dict=False
+        )
+        assert chat.encode(talk) == expected
+
+
+def test_templates_are_found_where_folders_have_them(tmp_path):
+    several = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+    assert not chat_of(tmp_path, None).known
+    told = [
+        (chat_of(tmp_path, None, chat_template="inside"), "inside"),
+        (chat_of(tmp_path, None, chat_template=several), "plain"),
+        (chat_of(tmp_path, "own file", chat_template="inside"), "own file"),
+    ]
+    for chat, text in told:
+        assert chat.known and decoded(chat, chat.encode(TALK)) == text
+
+
+SPELLED = st.lists(st.sampled_from(["<|end|>", "<|", "end", "|>", "a", " ", "é", "\U000f5a00"]))
+
+
+@settings(max_examples=60)
+@given(SPELLED.map("".join))
+def test_no_message_spells_a_control_token(tmp_path_factory, text):
+    chat = chat_of(tmp_path_factory.mktemp("chat"), "<|user|>{{ messages[0].content }}<|end|>")
+    ids = chat.encode([{"role": "user", "content": text}])
+    control = [chat._tokens.token_to_id(word) for word in ("<|user|>", "<|end|>")]
+    assert [token for token in ids if token in chat._tokens.get_added_tokens_decoder()] == control
+    shown = text.replace("\U000f5a00", "")
+    assert decoded(chat, ids) == f"<|user|>{shown}<|end|>"
+
+
+def test_a_template_that_cuts_a_message_does_not_free_its_tokens(tmp_path):
+    chat = chat_of(tmp_path, "{{ messages[0].content[1:] }}{{ messages[0].content[:-1] }}")
+    ids = chat.encode([{"role": "user", "content": "<|end|>"}])
+    assert not set(ids) & chat._tokens.get_added_tokens_decoder().keys()
+
+
+@pytest.mark.parametrize("template", ["{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ 1 / 0 }}"])
+def test_what_a_template_may_not_do_is_said(tmp_path, template):
+    with pytest.raises(Problem, match="chat template refuses") as caught:
+        chat_of(tmp_path, template).encode(TALK)
+    assert caught.value.status == 400 and caught.value.param == "messages"
+
+
+def test_damaged_templates_and_configurations_are_named(tmp_path):
+    with pytest.raises(UserError, match=r"chat template in .* is damaged"):
+        chat_of(tmp_path, "{% for %}")
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(UserError, match=r"tokenizer_config\.json cannot be read"):
+        Chat(tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(UserError, match="should be a JSON object"):
+        Chat(tmp_path / "tokenizer.json")

@@ -1,0 +1,86 @@
+"""Matrices as they are kept: packed ones multiply as plain ones do, and 8-bit ones as near as 8 bits allow."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from harness.generation import Script
+from harness.huggingface import pretrained
+from harness.pool import run_ranks
+from shardwise.layout import Layout
+from shardwise.serving.job import ServingJob, weights_in
+from shardwise.serving.messages import Asked, Request, Sampling, Token
+from shardwise.serving.products import Int8, Packed, Plain, quantise
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 3, 40])
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_are_those_of_the_matrix(dtype: torch.dtype, rows: int, bias: bool) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    weight = torch.randn(53, 72, generator=generator).to(dtype)
+    offset = torch.randn(53, generator=generator).to(dtype) if bias else None
+    x = torch.randn(1, rows, 72, generator=generator).to(dtype)
+    exact = F.linear(x.double(), weight.double(), None if offset is None else offset.double())
+    close = 1e-4 if dtype == torch.float32 else 0.15
+    makes = [Plain(), *([Packed()] if Packed.serves(dtype, CPU) else [])]
+    for make in makes:
+        assert float((make(weight, offset)(x).double() - exact).abs().max()) < close
+    numbers, scales = quantise(weight)
+    rounded = numbers.double() * scales.double()[:, None]
+    exact = F.linear(x.double(), rounded, None if offset is None else offset.double())
+    assert float((Int8()(weight, offset)(x).double() - exact).abs().max()) < 2 * close
+
+
+def test_eight_bits_are_the_nearest() -> None:
+    weight = torch.cat([torch.randn(6, 50) * torch.logspace(-3, 3, 6)[:, None], torch.zeros(1, 50)])
+    numbers, scales = quantise(weight)
+    assert numbers.dtype == torch.int8 and scales.shape == (7,)
+    assert bool(((numbers * scales[:, None] - weight).abs() <= scales[:, None] / 2 + 1e-6).all())
+    assert bool((numbers[:6].abs().amax(1) == 127).all()) and not numbers[6].any()
+
+
+@pytest.mark.parametrize("layout", ["dp=1", "tp=2", "pp=2"])
+def test_the_blocks_of_an_engine_are_kept_in_eight_bits(tmp_path: Path, layout: str) -> None:
+    """Its logits are those of `transformers` with rounded weights, and its weights take about a quarter of fp32's."""
+    model = pretrained("llama", hidden_size=64, intermediate_size=96, num_attention_heads=4)
+    model.save_pretrained(tmp_path)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and name != "lm_head":
+            if layout == "tp=2" and name.endswith(("o_proj", "down_proj")):
+                # Each rank has half of the columns, and scales of its own.
+                halves = [quantise(half) for half in module.weight.detach().chunk(2, 1)]
+                module.weight.data = torch.cat([numbers * scales[:, None] for numbers, scales in halves], 1)
+            else:
+                numbers, scales = quantise(module.weight.detach())
+                module.weight.data = numbers * scales[:, None]
+    draw = random.Random(1)
+    prompts = {n: tuple(draw.randrange(53) for _ in range(5 + 9 * n)) for n in range(1, 5)}
+    asked: list[Asked] = [Request(n, prompt, Sampling(max_tokens=4)) for n, prompt in prompts.items()]
+    job = ServingJob(
+        weights_in(tmp_path)[0], Layout.parse(f"{layout},precision=fp32"), str(tmp_path), quantize="int8", page=4
+    )
+    ranks = run_ranks("harness.generation:generate", job.layout.ranks, Script(job, {0: {0: asked}}))
+    answers: dict[int, list[int]] = {n: [] for n in prompts}
+    for answer in ranks[0].answers:
+        if isinstance(answer, Token):
+            answers[answer.id].append(answer.token)
+    for number, prompt in prompts.items():
+        with torch.no_grad():
+            expected = model(torch.tensor([[*prompt, *answers[number]]])).logits[0]
+        kept = ranks[-1].logits[number]
+        assert len(kept) == len(prompt) + 3
+        for place, row in kept.items():
+            assert float((row - expected[place]).abs().max()) < 1e-4
+    plain = sum(p.numel() for name, p in model.named_parameters() if "layers" in name) * 4
+    edges = sum(p.numel() for name, p in model.named_parameters() if "layers" not in name) * 4
+    held = sum(rank.share for rank in ranks) - edges
+    assert 0.25 * plain < held < 0.4 * plain

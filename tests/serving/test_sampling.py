@@ -1,0 +1,76 @@
+"""Chosen tokens: the likeliest, or drawn as often as their probabilities say, by the request's own numbers."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.serving.messages import Sampling
+from shardwise.serving.sampling import choose, uniform
+
+PROBABILITIES = torch.tensor([0.05, 0.4, 0.2, 0.25, 0.1], dtype=torch.float64)
+DRAWS = 1200
+
+
+def _drawn(sampling: Sampling, logits: torch.Tensor) -> dict[int, float]:
+    tokens, _ = choose(logits.expand(DRAWS, -1), [sampling] * DRAWS, list(range(DRAWS)))
+    return {int(token): count / DRAWS for token, count in Counter(tokens.int().tolist()).items()}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [0.05, 0.4, 0.2, 0.25, 0.1]),
+        ({"top_k": 2}, [0, 0.4 / 0.65, 0, 0.25 / 0.65, 0]),
+        ({"top_k": 1}, [0, 1, 0, 0, 0]),
+        ({"top_p": 0.5}, [0, 0.4 / 0.65, 0, 0.25 / 0.65, 0]),
+        ({"top_p": 0.3}, [0, 1, 0, 0, 0]),
+        ({"top_k": 3, "top_p": 0.5}, [0, 0.4 / 0.65, 0, 0.25 / 0.65, 0]),
+        ({"temperature": 0.5}, [p * p / 0.275 for p in (0.05, 0.4, 0.2, 0.25, 0.1)]),
+    ],
+)
+def test_frequencies(options: dict[str, float], expected: list[float]) -> None:
+    sampling = Sampling(**{"temperature": 1.0, "seed": 11, **options})
+    found = _drawn(sampling, PROBABILITIES.log() + 3)
+    for token, probability in enumerate(expected):
+        spread = math.sqrt(probability * (1 - probability) / DRAWS)
+        assert abs(found.get(token, 0.0) - probability) <= 4.5 * spread
+
+
+def test_a_wide_vocabulary_is_cut_as_a_narrow_one() -> None:
+    """More tokens than are sorted at first, whose share lies beyond those."""
+    logits = torch.zeros(3000, dtype=torch.float64)
+    logits[7] = 1.0
+    found = _drawn(Sampling(temperature=1.0, top_p=0.9, seed=2), logits)
+    assert 0.8 * 0.9 * 3000 * (1 - math.exp(-DRAWS / 2700)) < len(found) <= 2702
+    assert len(_drawn(Sampling(temperature=1.0, top_k=800, seed=2), logits)) <= 800
+    assert len(_drawn(Sampling(temperature=1.0, seed=2), logits)) > 800
+
+
+def test_greedy_takes_the_first_of_the_likeliest_and_tells_its_probability() -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0], [0.0, -1.0, -2.0]])
+    tokens, logprobs = choose(logits, [Sampling(), Sampling()], [0, 0])
+    assert tokens.tolist() == [1, 0]
+    assert torch.allclose(logprobs, torch.log_softmax(logits.double(), -1).gather(1, tokens.long()[:, None])[:, 0])
+
+
+@given(st.integers(-(2**63), 2**63), st.integers(0, 10**6), st.integers(0, 5))
+def test_a_token_depends_on_its_own_request_alone(seed: int, place: int, others: int) -> None:
+    assert 0 <= uniform(seed, place) < 1 and uniform(seed, place) == uniform(seed, place)
+    logits = torch.linspace(-1, 1, 40).sin()[None]
+    mine = Sampling(temperature=1.3, top_p=0.9, seed=seed)
+    alone, _ = choose(logits, [mine], [place])
+    among, _ = choose(
+        logits.expand(others + 1, -1), [Sampling(temperature=1.0)] * others + [mine], [9] * others + [place]
+    )
+    assert alone[0] == among[-1]
+
+
+def test_seeds_and_places_give_different_numbers() -> None:
+    numbers = {uniform(seed, place) for seed in range(30) for place in range(30)}
+    assert len(numbers) == 900 and abs(sum(numbers) / 900 - 0.5) < 0.05
