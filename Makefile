@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 SHARDWISE_SEED ?= $(shell date +%Y%m%d)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all mutation lint figures fit bench bench-scaling bench-gpu clean
+.PHONY: help demo test test-all mutation lint figures screenshots fit bench bench-scaling bench-gpu clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,6 +38,9 @@ figures: $(VENV)/.test  ## make docs/claims.md and the README's picture again, a
 	@$(BIN)/python docs/claims.py
 	@$(BIN)/python docs/figures.py
 	@$(BIN)/python docs/figures.py --numbers
+
+screenshots: $(VENV)/.test  ## the page's views in light and dark, for the README: docs/screenshots/
+	@$(BIN)/python docs/screenshots.py
 
 fit: $(VENV)/.test  ## fit the time model's constants: make fit TABLES="training.json serving.json"
 	@$(BIN)/python benchmarks/fit_constants.py $(TABLES) --cross --write

@@ -131,9 +131,9 @@ def _measured(args: argparse.Namespace, prompted: bool) -> Measured:
 
 
 def _prompts(args: argparse.Namespace) -> list[list[int]]:
-    from shardwise.cli.generate import _read_prompts
+    from shardwise.cli.generate import read_prompts
 
-    return _read_prompts(args)[0]
+    return read_prompts(args)[0]
 
 
 def _stand_ins(vocab: int, asked: Asked) -> list[list[int]]:
@@ -196,19 +196,6 @@ def model_named(args: argparse.Namespace) -> Any:
     return change(resolve(args.model), ",".join(getattr(args, "set", None) or []))
 
 
-PARTS = {
-    "weights": "weights: reading, products",
-    "attention": "attention",
-    "memory": "memory-bound kernels",
-    "tensor": "sums over tp",
-    "data": "gathers, what arithmetic does not hide",
-    "pipeline": "messages between stages",
-    "bubble": "waiting for other groups",
-    "host": "host",
-}
-"""Parts of a token's time, as people read them."""
-
-
 def tables(found: Comparison) -> Iterator[RenderableType]:
     """All that is printed."""
     from shardwise.model.parameters import count
@@ -260,6 +247,7 @@ def _moved() -> Iterator[Row]:
 
 
 def _timed(found: Comparison) -> Iterator[Row]:
+    from shardwise.report import time_parts
     from shardwise.report.units import format_count, format_share, format_time
 
     def part(name: str) -> Callable[[Generated], str]:
@@ -267,7 +255,7 @@ def _timed(found: Comparison) -> Iterator[Row]:
 
     yield "time of a token", lambda one: format_time(one.middle.seconds)
     yield "  80% range", lambda one: f"{format_time(one.range[0])} to {format_time(one.range[1])}"
-    for name, words in PARTS.items():
+    for name, words in time_parts.TOKEN.items():
         if any(one.middle.parts.get(name) for one in found.strategies):
             yield f"  {words}", part(name)
     yield "  last token against first", lambda one: format_share(one.growth, signed=True)

@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
     sampling = _sampling_of(args)
     with _report_folder(args.report) as notes:
         job = job_of(args, notes)
-        prompts, text = _read_prompts(args)
+        prompts, text = read_prompts(args)
         job = _fitted(args, job, prompts, sampling)
         # Who has a tokenizer sees text; its end-of-text tokens end answers.
         stops = text.stop_tokens if text else ()
@@ -161,7 +161,7 @@ def _sampling_of(args: argparse.Namespace) -> Sampling:
     return Sampling(count, args.temperature, args.top_k, args.top_p, args.seed)
 
 
-def _read_prompts(args: argparse.Namespace) -> tuple[list[list[int]], Text | None]:
+def read_prompts(args: argparse.Namespace) -> tuple[list[list[int]], Text | None]:
     from shardwise.serving.job import tokenizer_of
     from shardwise.serving.text import Text
 

@@ -24,6 +24,8 @@ COMMANDS = {
     "plan": "the best ways to train a model on a cluster, and why",
     "estimate": "bytes by class and the ledger of one training step, before anything runs",
     "train": "train a model, split over processes, on text",
+    "generate": "continue prompts with a model that is split over processes; what each token moved",
+    "serve": "answer OpenAI's clients over HTTP with a model that is split over processes",
     "compare": "two step reports against each other, or one run's prediction against its measurement",
     "checkpoint": "inspect, verify, reshard or diff the checkpoints of runs",
     "collective": "algorithms of collectives: show, verify, price",
@@ -31,6 +33,7 @@ COMMANDS = {
     "calibrate": "measure this host: a cluster file for predictions",
     "validate": "predicted against published measurements, source by source",
     "explain": "what a configuration of vLLM, DeepSpeed, Megatron-LM, torchtitan or accelerate is and does",
+    "studio": "the page: watch what happens inside the devices, in a browser, offline",
     "demo": "the tour: predict, train on four processes, compare, one page",
 }
 

@@ -8,26 +8,13 @@ from typing import TYPE_CHECKING, Any
 from shardwise.layout import Grid
 from shardwise.predict.search.alternatives import Alternative
 from shardwise.predict.search.plan import Plan
+from shardwise.report import time_parts
 from shardwise.report.step_report import Role, StepReport
 from shardwise.report.units import format_bytes, format_count, format_share, format_time
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
-
-PARTS = {
-    "matmul": "matrix products",
-    "attention": "attention",
-    "memory": "memory-bound kernels",
-    "tensor": "collectives inside blocks (tp, cp)",
-    "experts": "routing to experts",
-    "host": "waiting for launches",
-    "bubble": "pipeline bubble",
-    "pipeline": "messages between stages",
-    "data": "gradients and parameters over dp",
-    "optimizer": "optimizer",
-}
-"""Parts of a step, as people read them."""
 
 _BAR = 40
 
@@ -112,7 +99,7 @@ def _time(plan: Plan) -> Table:
     table.add_column("share", justify="right")
     table.add_column("")
     longest = max(one.parts.values())
-    for name, words in PARTS.items():
+    for name, words in time_parts.STEP.items():
         seconds = one.parts.get(name, 0.0)
         if seconds > 0:
             bar = "█" * max(1, round(_BAR * seconds / longest))
@@ -125,7 +112,7 @@ def _binding(plan: Plan) -> Iterator[str]:
     computed = sum(one.parts[name] for name in ("matmul", "attention", "memory", "optimizer"))
     part = max(one.parts, key=lambda name: one.parts[name])
     yield (
-        f"\nbinds: {PARTS[part]} ({format_share(one.parts[part] / one.seconds)} of the step); computing is "
+        f"\nbinds: {time_parts.STEP[part]} ({format_share(one.parts[part] / one.seconds)} of the step); computing is "
         f"{format_share(computed / one.seconds)} of it, the rest is waiting and moving data"
     )
     if plan.unlimited is not None:
@@ -147,7 +134,8 @@ def why_not(one: Alternative, plan: Plan) -> str:
     slower = f"+{format_time(one.slower)} a step ({format_share(one.slower / plan.winner.seconds, signed=True)})"
     if one.slower <= 0:
         return f"{name}{crosses}: as fast, {one.best.layout}, {format_bytes(one.best.held.total)} a device"
-    return f"{name}{crosses}: {slower}, +{format_time(one.grew)} of it {PARTS[one.part]}; at best {one.best.layout}"
+    of_it = f"+{format_time(one.grew)} of it {time_parts.STEP[one.part]}"
+    return f"{name}{crosses}: {slower}, {of_it}; at best {one.best.layout}"
 
 
 def _value(value: Any) -> str:

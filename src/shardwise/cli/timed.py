@@ -19,6 +19,7 @@ def timing_lines(report: StepReport, cluster: Cluster | None, tokens: int) -> li
     over all ranks."""
     from rich.table import Table
 
+    from shardwise.report import time_parts
     from shardwise.report.units import format_share, format_time
 
     if report.timing is None:
@@ -29,7 +30,7 @@ def timing_lines(report: StepReport, cluster: Cluster | None, tokens: int) -> li
     table = Table("part of a step", "time", "share", box=None, pad_edge=False)
     for name, seconds in sorted(found["parts"].items(), key=lambda part: -part[1]):
         if seconds >= LEAST * found["seconds"]:
-            table.add_row(name, format_time(seconds), format_share(seconds / found["seconds"]))
+            table.add_row(time_parts.STEP[name], format_time(seconds), format_share(seconds / found["seconds"]))
     low, high = format_time(found["low"]), format_time(found["high"])
     return [
         f"a step takes {format_time(found['seconds'])} (80% range {low} to {high}) as {found['engine']} runs it, "

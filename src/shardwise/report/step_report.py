@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardwise.errors import UserError
+from shardwise.report.files import write_whole
 from shardwise.report.strict_json import strict
 from shardwise.report.units import format_ranks
 
@@ -156,13 +157,7 @@ class StepReport:
 
     def write(self, path: Path) -> None:
         """Write as JSON, whole or not at all. Raises `UserError` when the file cannot be written."""
-        text = json.dumps(strict(self.to_json()), indent=1, allow_nan=False) + "\n"
-        try:
-            partial = path.with_name(path.name + ".partial")
-            partial.write_text(text)
-            partial.replace(path)
-        except OSError as error:
-            raise UserError(f"cannot write report {path}: {error.strerror}") from None
+        write_whole(path, json.dumps(strict(self.to_json()), indent=1, allow_nan=False) + "\n", "report")
 
     @classmethod
     def read(cls, path: Path) -> StepReport:

@@ -8,6 +8,7 @@ else's: lists of `Asked` go down, lists of `Answer` come up.
 from __future__ import annotations
 
 import itertools
+import os
 import secrets
 import shutil
 import signal
@@ -29,6 +30,9 @@ Sink = Callable[[Token | Finished], object]
 
 JOB, SOCKET, KEY = "job.json", "socket", "key"
 """Files of the folder that a service shares with its ranks."""
+PRIMITIVES, _KEPT = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", 128
+"""How many products of different shapes oneDNN keeps compiled: as many are possible as numbers of tokens in a turn, and
+the 1,024 that it keeps by itself fill a rank's memory. A user's own setting counts."""
 _PATIENCE = 1.0
 """Seconds that ranks get to end when the service is closed."""
 _LONGEST = 100
@@ -108,6 +112,7 @@ class Service:
                 rank0_stdout=2,
                 patience=_PATIENCE,
                 hang=self.job.hang,
+                env={PRIMITIVES: os.environ.get(PRIMITIVES, str(_KEPT))},
                 stop=self._stop,
             )
         except UserError as error:

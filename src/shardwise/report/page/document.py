@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.errors import UserError
 from shardwise.report.figures import hatches
+from shardwise.report.files import write_whole
 from shardwise.report.page.markup import Markup, element, escape, join
 from shardwise.report.page.palette import figure_css, page_css
 from shardwise.report.page.style import PAGE_CSS
@@ -59,13 +59,7 @@ def html_report(title: str, *sections: Section, subtitle: str = "") -> str:
 
 def write_html(path: Path, title: str, sections: Iterable[Section], subtitle: str = "") -> None:
     """Write the page, whole or not at all. Raises `UserError` when the file cannot be written."""
-    text = html_report(title, *sections, subtitle=subtitle)
-    try:
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from None
+    write_whole(path, html_report(title, *sections, subtitle=subtitle))
 
 
 def table(caption: str, heads: Sequence[str], rows: Iterable[Sequence[object]], numbers: Iterable[int] = ()) -> Markup:

@@ -1,0 +1,171 @@
+"""How fast the page draws: events of a pipeline on 64 ranks in headless Chromium.
+
+For 100,000 and for one million events: the first paint (from the data in the page to the pixels on the canvas), frames
+a second while panning and zooming, and the longest time for which the page does not react. Then how long it takes from
+`shardwise studio` on the command line to a page that can be used, and what a run writes for the page. Needs the `test`
+extra, and Debian's chromium.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from shardwise.report.run_directory import RunDirectory
+from shardwise.studio.server import Studio
+
+CHROMIUM = "/usr/bin/chromium"
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
+RANKS = 64
+
+DRAW = """async ([n, ranks, frames]) => {
+    const { drawGantt, ganttHeight, prepare } = await import("studio/lib/gantt");
+    const kinds = ["forward", "backward", "input", "weight"];
+    const make = () => {
+        const rank = new Uint16Array(n), start = new Float64Array(n), seconds = new Float64Array(n);
+        const kind = new Uint8Array(n), micro = new Int32Array(n), stage = new Uint16Array(n);
+        const each = Math.floor(n / ranks);
+        for (let i = 0; i < n; i++) {
+            rank[i] = Math.min(ranks - 1, Math.floor(i / each));
+            const j = i - rank[i] * each;
+            start[i] = j * 1e-3 + (j % 7) * 1e-5;
+            seconds[i] = 4e-4 + (j % 5) * 1e-4;
+            kind[i] = j % 4;
+            micro[i] = j % 64;
+        }
+        return { rank, start, seconds, kind, micro, stage };
+    };
+    const columns = make(), canvas = document.createElement("canvas");
+    document.querySelector("main").replaceChildren(canvas);
+    canvas.width = 1200;
+    canvas.height = ganttHeight(ranks);
+    const context = canvas.getContext("2d"), labels = (row) => `rank ${row}`;
+    const painted = () => new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
+    const before = performance.now(), events = prepare(columns, ranks, kinds);
+    drawGantt(context, canvas.width, events, [0, events.latest], { labels });
+    const blocked = performance.now() - before;
+    await painted();
+    const first = performance.now() - before;
+    const run = async (window) => {
+        const times = [];
+        let last = performance.now(), longest = 0;
+        for (let i = 0; i < frames; i++) {
+            const began = performance.now();
+            context.clearRect(0, 0, canvas.width, canvas.height);
+            drawGantt(context, canvas.width, events, window(i / frames), { labels });
+            longest = Math.max(longest, performance.now() - began);
+            await new Promise(requestAnimationFrame);
+            times.push(performance.now() - last);
+            last = performance.now();
+        }
+        const fps = 1000 * frames / times.reduce((a, b) => a + b);
+        return { fps, worst_ms: Math.max(...times), longest_ms: longest };
+    };
+    const all = events.latest;
+    return { events: n, first_paint_ms: first, blocked_ms: blocked,
+        pan: await run((t) => [t * all * 0.5, t * all * 0.5 + all * 0.5]),
+        zoom: await run((t) => [all * 0.5 * t * 0.999, all * (1 - 0.5 * t * 0.999)]) };
+}"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--repeat", type=int, default=3, metavar="N")
+    parser.add_argument("--frames", type=int, default=60, metavar="N")
+    args = parser.parse_args()
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        found = {
+            "machine": {"platform": platform.platform(), "cpus": os.cpu_count(), "chromium": browser.version},
+            "drawing": [drawn(browser, events, args) for events in (100_000, 1_000_000)],
+            "served": served(browser, args.repeat),
+            "start": [started(browser) for _ in range(args.repeat)],
+            "written": written(),
+        }
+        browser.close()
+    for row in found["drawing"]:
+        print(
+            f"{row['events']:>9,} events on {RANKS} ranks: first paint {row['first_paint_ms']:.0f} ms, "
+            f"pan {row['pan']['fps']:.0f} and zoom {row['zoom']['fps']:.0f} frames/s, "
+            f"longest stop {max(row['blocked_ms'], row['pan']['longest_ms'], row['zoom']['longest_ms']):.0f} ms"
+        )
+    print(f"pipelines view with {found['served']['events']:,} events: shown after {found['served']['seconds']:.2f} s")
+    print(f"from the command to a usable page: {statistics.median(found['start']):.2f} s (median of {args.repeat})")
+    print(f"what a training step writes for the page: {1e6 * found['written']:.0f} µs of CPU time")
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def drawn(browser: Any, events: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Drawing alone, without a server's time: the median run by first paint."""
+    with Studio() as studio:
+        threading.Thread(target=studio.serve_forever, daemon=True).start()
+        page = browser.new_page(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
+        page.goto(f"{studio.address}#pipelines?ranks=2&micro=2")
+        page.wait_for_selector("body[data-ready]")
+        runs = [page.evaluate(DRAW, [events, RANKS, args.frames]) for _ in range(args.repeat)]
+        page.close()
+        studio.shutdown()
+    return sorted(runs, key=lambda run: run["first_paint_ms"])[len(runs) // 2]
+
+
+def served(browser: Any, repeat: int) -> dict[str, Any]:
+    """The view itself with a schedule of about a hundred thousand events: simulated, sent, drawn."""
+    times = []
+    with Studio() as studio:
+        threading.Thread(target=studio.serve_forever, daemon=True).start()
+        page = browser.new_page(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
+        for i in range(repeat):
+            page.goto("about:blank")
+            began = time.perf_counter()
+            page.goto(f"{studio.address}#pipelines?a=1f1b&b=none&ranks=64&micro={781 + i}")
+            page.wait_for_selector("body[data-ready]", timeout=120_000)
+            times.append(time.perf_counter() - began)
+        page.close()
+        studio.shutdown()
+    return {"events": 64 * 781 * 2, "seconds": statistics.median(times)}
+
+
+def started(browser: Any) -> float:
+    """Seconds from the command line to a page that is painted and can be used."""
+    began = time.perf_counter()
+    command = [sys.executable, "-m", "shardwise", "studio", "--no-browser", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        address = json.loads("".join(process.stdout.readline() for _ in range(3)))["address"]
+        page = browser.new_page(reduced_motion="reduce")
+        page.goto(address)
+        page.wait_for_selector("section.figure canvas")
+        seconds = time.perf_counter() - began
+        page.close()
+        process.terminate()
+    return seconds
+
+
+def written(steps: int = 5000) -> float:
+    """CPU seconds, inside the process, of the one event that a training step appends for whoever reads the run."""
+    event = {"time": time.time(), "step": 1, "loss": 5.6446845, "grad_norm": 0.8619140251989397, "seconds": 0.3696269}
+    event |= {"tokens_per_s": 2770.360930002013, "mfu": 0.3655410658779016, "lr": 1.0354838440848502e-3}
+    with tempfile.TemporaryDirectory() as folder, RunDirectory.create(Path(folder) / "run", {}) as run:
+        run.append(event)
+        began = time.process_time()
+        for _ in range(steps):
+            run.append(event)
+        return (time.process_time() - began) / steps
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""Make docs/screenshots/ again: every view of the page in light and dark, for the README."""
+
+from __future__ import annotations
+
+import argparse
+import threading
+from pathlib import Path
+
+from shardwise.errors import UserError
+from shardwise.studio.server import Studio
+
+FOLDER = Path(__file__).parent / "screenshots"
+CHROMIUM = Path("/usr/bin/chromium")
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars"]
+SHOWN = {
+    "tokens": "tokens?_step=2",
+    "memory": "memory?zero=1",
+    "collectives": "collectives?ranks=6&_round=3",
+    "pipelines": "pipelines?a=1f1b&b=zb-v&micro=12",
+    "plan": "plan",
+    "runs": "runs",
+}
+"""View -> the state that is shown."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=Path, default=Path("runs"), help="a folder with a run, such as demo leaves")
+    parser.add_argument("--out", type=Path, default=FOLDER)
+    args = parser.parse_args()
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        raise SystemExit("playwright is missing: pip install 'shardwise[test]'") from None
+    if not CHROMIUM.exists():
+        install = "apt-get install -y --no-install-recommends chromium fonts-dejavu-core"
+        raise SystemExit(f"{CHROMIUM} is missing: {install}")
+    args.out.mkdir(parents=True, exist_ok=True)
+    try:
+        studio = Studio(0, args.runs)
+    except UserError as error:
+        raise SystemExit(str(error)) from None
+    with studio, sync_playwright() as playwright:
+        threading.Thread(target=studio.serve_forever, daemon=True).start()
+        browser = playwright.chromium.launch(executable_path=str(CHROMIUM), args=FLAGS)
+        for theme in ("light", "dark"):
+            context = browser.new_context(
+                viewport={"width": 1280, "height": 860}, color_scheme=theme, reduced_motion="reduce"
+            )
+            page = context.new_page()
+            for view, state in SHOWN.items():
+                page.goto("about:blank")
+                page.goto(f"{studio.address}#{state}")
+                page.wait_for_selector("body[data-ready]", timeout=60_000)
+                path = args.out / f"{view}-{theme}.png"
+                page.screenshot(path=path)
+                print(f"wrote {path}")
+            context.close()
+        browser.close()
+        studio.shutdown()
+
+
+if __name__ == "__main__":
+    main()

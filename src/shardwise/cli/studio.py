@@ -1,0 +1,71 @@
+"""Open the page: collectives, pipelines, memory, plans and runs, drawn in a browser; on this machine, offline.
+
+With --export, write one view as a file that opens without a server.
+"""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import suppress
+from pathlib import Path
+
+from shardwise.cli.output import print_json
+from shardwise.errors import UserError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--port", type=int, default=0, metavar="N", help="left out, one that is free")
+    parser.add_argument("--runs", type=Path, default=Path("runs"), metavar="DIR", help="where the runs are (runs)")
+    parser.add_argument("--no-browser", action="store_true", help="print the address and open nothing")
+    parser.add_argument("--export", type=Path, metavar="FILE", help="write one self-contained page instead")
+    parser.add_argument(
+        "--view", metavar="VIEW", help="what to open or export: collectives, or pipelines?ranks=8&micro=16"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    return _export(args) if args.export else _serve(args)
+
+
+def _export(args: argparse.Namespace) -> int:
+    from shardwise.studio.page import write_export
+
+    write_export(args.export, args.view or "", args.runs)
+    if args.json:
+        print_json({"written": str(args.export)})
+    else:
+        print(f"wrote {args.export}")
+    return 0
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from shardwise.studio.data.registry import VIEWS
+    from shardwise.studio.page import parse_view
+    from shardwise.studio.server import Studio
+
+    view, _ = parse_view(args.view or "")
+    if view not in VIEWS:
+        raise UserError(f"--view {args.view}: there are {', '.join(VIEWS)}")
+    with Studio(args.port, args.runs) as studio:
+        address = studio.address + (f"#{args.view.removeprefix('#')}" if args.view else "")
+        if args.json:
+            print_json({"address": address})
+        else:
+            print(f"shardwise studio: {address}  (Ctrl-C ends it)")
+        _open(address, args.no_browser)
+        studio.warm(view)
+        with suppress(KeyboardInterrupt):
+            studio.serve_forever()
+    return 0
+
+
+def _open(address: str, no_browser: bool) -> None:
+    import sys
+
+    sys.stdout.flush()
+    if not no_browser:
+        import threading
+        import webbrowser
+
+        # Some browsers hold the caller until they close.
+        threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()

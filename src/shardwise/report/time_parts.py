@@ -1,0 +1,27 @@
+"""The parts of predicted times, as people read them."""
+
+STEP = {
+    "matmul": "matrix products",
+    "attention": "attention",
+    "memory": "memory-bound kernels",
+    "tensor": "collectives inside blocks (tp, cp)",
+    "experts": "routing to experts",
+    "host": "waiting for launches",
+    "bubble": "pipeline bubble",
+    "pipeline": "messages between stages",
+    "data": "gradients and parameters over dp",
+    "optimizer": "optimizer",
+}
+"""Of a training step."""
+
+TOKEN = {
+    "weights": "weights: reading, products",
+    "attention": "attention",
+    "memory": "memory-bound kernels",
+    "tensor": "sums over tp",
+    "data": "gathers, what arithmetic does not hide",
+    "pipeline": "messages between stages",
+    "bubble": "waiting for other groups",
+    "host": "host",
+}
+"""Of a token or a prompt."""

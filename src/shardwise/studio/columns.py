@@ -1,0 +1,87 @@
+"""What a view's function returns: tables of columns with their units, and for each figure how it was computed."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from shardwise.report.strict_json import strict
+
+PACKED = 2048
+"""Elements of an array from which on it travels as base64 of its little-endian bytes."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """title: what the rows are. columns: heading -> values, all equally long. units: heading -> bytes, seconds, share,
+    count; headings that are left out are text or plain numbers."""
+
+    title: str
+    columns: Mapping[str, Sequence[Any]]
+    units: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        lengths = {len(values) for values in self.columns.values()}
+        assert len(lengths) <= 1, f"{self.title}: columns of unequal length {lengths}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {"title": self.title, "columns": dict(self.columns), "units": dict(self.units)}
+
+
+@dataclass(frozen=True)
+class How:
+    """How a figure was computed. steps: formulas with their numbers, one a line. command: gives the same on a command
+    line. source: who published the formula or the constant."""
+
+    steps: Sequence[str]
+    command: str = ""
+    source: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return {"steps": list(self.steps), "command": self.command, "source": self.source}
+
+
+@dataclass(frozen=True)
+class View:
+    """One answer. state: every parameter with its value. choices: parameter -> what it could be. tables, how: by the
+    name of the figure. more: what only the drawing needs."""
+
+    state: Mapping[str, Any]
+    choices: Mapping[str, Sequence[Any]]
+    tables: Mapping[str, Table]
+    how: Mapping[str, How]
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "state": dict(self.state),
+            "choices": {name: list(values) for name, values in self.choices.items()},
+            "tables": {name: table.to_json() for name, table in self.tables.items()},
+            "how": {name: how.to_json() for name, how in self.how.items()},
+            "more": dict(self.more),
+        }
+
+
+def encode(value: Any) -> bytes:
+    """JSON as the page reads it: long arrays as `{"packed": "f8", "base64": ...}`, NaN as text."""
+    return json.dumps(strict(_plain(value)), allow_nan=False, separators=(",", ":")).encode()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, np.ndarray):
+        if value.size < PACKED:
+            return value.tolist()
+        little = np.ascontiguousarray(value, dtype=value.dtype.newbyteorder("<"))
+        return {"packed": little.dtype.str[1:], "base64": base64.b64encode(little.tobytes()).decode()}
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value

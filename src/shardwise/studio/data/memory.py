@@ -1,0 +1,237 @@
+"""Memory: bytes by class on every device of a layout against its capacity; what else would fit; a step's moments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+from shardwise.cluster import Cluster
+from shardwise.errors import UserError
+from shardwise.layout import Grid, Layout, UnitPlan, Workload, unit_plan
+from shardwise.layout.layout import CHOICES
+from shardwise.layout.units import usual_backend
+from shardwise.model import ModelConfig
+from shardwise.model.catalog import catalog, resolve
+from shardwise.model.parameters import count
+from shardwise.predict import estimate
+from shardwise.predict.activations import Sizes, saved_bytes, saved_items
+from shardwise.predict.buffers import held_through_step
+from shardwise.predict.memory import OPTIMIZER_BYTES, optimizer_bytes, parameter_bytes
+from shardwise.predict.peak import backwards, inputs, loss, optimizer, saved_inputs, tables
+from shardwise.report.page.palette import BYTE_CLASSES
+from shardwise.report.step_report import DTYPE_BYTES, StepReport
+from shardwise.report.units import format_bytes, format_count, format_ranks
+from shardwise.schedule.pipeline.memory import Held, levels
+from shardwise.studio.columns import How, Table, View
+from shardwise.studio.query import Query
+
+CLUSTERS = ("8xH100", "2x8xH100", "8x8xH100", "8xA100", "8x8xA100", "8xB200", "1xH100")
+_WORDS = {"schedule": 2, "recompute": 0, "offload": 0, "precision": 0, "grads": 0, "attention": 0}
+"""Word of the layout -> which of its choices is the default."""
+MOST_MOMENTS = 4000
+"""Moments up to which a step's are drawn."""
+
+
+def data(given: Mapping[str, str]) -> View:
+    """One layout's bytes on each role of ranks, the same with other stages and recompute, and one rank's moments."""
+    query = Query(given)
+    model, cluster = resolve(query.text("model", "llama-3-8b")), Cluster.parse(query.text("cluster", "8xH100"))
+    layout = _layout(query, cluster.devices)
+    workload = Workload(seq=query.whole("seq", 8192, 1, 1 << 24), batch=query.whole("batch", 32, 1, 1 << 20))
+    place = min(query.whole("place", 0, 0, 1023), layout.pp - 1)
+    query.done()
+    query.state["place"] = place
+    report = estimate(model, layout, workload, cluster)
+    plan = unit_plan(
+        model,
+        layout,
+        workload,
+        rank=Grid.of(layout, model).rank(pp=place, dp=0, cp=0, tp=0),
+        backend=usual_backend(cluster),
+    )
+    command = f"shardwise estimate {model.name} --layout {layout} --cluster {cluster} --seq {workload.seq}"
+    command += f" --batch {workload.batch}"
+    return View(
+        query.state,
+        {"model": list(catalog()), "cluster": CLUSTERS, "schedule": CHOICES["schedule"]}
+        | {name: CHOICES[name] for name in ("recompute", "offload", "precision", "grads", "attention")},
+        {
+            "devices": _devices(report, cluster),
+            "fits": _fits(model, layout, workload, cluster),
+            "moments": _moments(plan),
+        },
+        {
+            "devices": _how_devices(model, plan, report, command),
+            "fits": How(["Each row is the same estimate with another ZeRO stage and recompute."], command),
+            "moments": _how_moments(plan, command),
+        },
+        {
+            "layout": str(layout),
+            "ranks": layout.ranks,
+            "capacity": cluster.memory_per_device,
+            "parameters": count(model),
+            "micro_batches": workload.micro_batches(layout),
+            "notes": list(report.notes),
+            "classes": list(BYTE_CLASSES),
+            "places": layout.pp,
+        },
+    )
+
+
+def _layout(query: Query, devices: int) -> Layout:
+    """The layout that the state describes; dp fills the devices unless it is given. Raises `LayoutError`, a
+    `UserError`, for what contradicts itself."""
+    degrees = {name: query.whole(name, 1, 1, 4096) for name in ("tp", "pp", "cp")}
+    degrees["dp"] = query.whole("dp", max(1, devices // prod(degrees.values())), 1, 1 << 16)
+    words = {name: query.word(name, CHOICES[name][default], CHOICES[name]) for name, default in _WORDS.items()}
+    rest: dict[str, Any] = degrees | words
+    return Layout(
+        **rest,
+        zero=query.whole("zero", 0, 0, 3),
+        micro=query.whole("micro", 1, 1, 1 << 16),
+        virtual=query.whole("virtual", 1, 1, 64),
+        sp=query.flag("sp"),
+    )
+
+
+def _devices(report: StepReport, cluster: Cluster) -> Table:
+    roles, capacity = report.roles, cluster.memory_per_device
+    columns: dict[str, list[Any]] = {
+        "devices": [format_ranks(role.ranks) for role in roles],
+        "role": [role.role for role in roles],
+    }
+    for name, kind in BYTE_CLASSES.items():
+        columns[kind.label] = [getattr(role.bytes, name) for role in roles]
+    columns["not there at the peak"] = [role.bytes.absent for role in roles]
+    columns["peak"] = [role.peak_bytes for role in roles]
+    columns["fits"] = [None if capacity is None else role.peak_bytes <= capacity for role in roles]
+    units = dict.fromkeys(list(columns)[2:-1], "bytes")
+    return Table("Bytes on each device, the most of each class at one time, and the peak", columns, units)
+
+
+def _fits(model: ModelConfig, layout: Layout, workload: Workload, cluster: Cluster) -> Table:
+    rows = []
+    for recompute in ("none", "selective", "full"):
+        for zero in range(4):
+            rows.append((zero, recompute, *_peak(model, layout, workload, cluster, zero, recompute)))
+    names = ("zero", "recompute", "peak", "fits", "why not")
+    columns = dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))
+    return Table("The fullest device with other ZeRO stages and recompute", columns, {"peak": "bytes"})
+
+
+def _peak(
+    model: ModelConfig, layout: Layout, workload: Workload, cluster: Cluster, zero: int, recompute: str
+) -> tuple[int | None, bool | None, str]:
+    try:
+        changed = replace(layout, zero=zero, recompute=recompute, shard=layout.shard if zero else 0)
+        peak = max(role.peak_bytes for role in estimate(model, changed, workload, cluster).roles)
+    except UserError as error:
+        return None, None, str(error)
+    capacity = cluster.memory_per_device
+    return peak, None if capacity is None else peak <= capacity, ""
+
+
+def _moments(plan: UnitPlan) -> Table:
+    rows = _through_pipeline(plan) if plan.layout.pp > 1 else _through_step(plan)
+    lasting = {"parameters": parameter_bytes(plan), "optimizer state": optimizer_bytes(plan)}
+    if plan.layout.offload != "none":
+        lasting["optimizer state"] = 0
+    columns: dict[str, list[Any]] = {"moment": [row[0] for row in rows]}
+    columns |= {name: [nbytes] * len(rows) for name, nbytes in lasting.items()}
+    for i, name in enumerate(("gradients", "communication buffers", "activations and the rest"), 1):
+        columns[name] = [row[i] for row in rows]
+    columns["together"] = [sum(lasting.values()) + sum(row[1:]) for row in rows]
+    return Table(f"{plan.role}: one moment after the other", columns, dict.fromkeys(list(columns)[1:], "bytes"))
+
+
+Moment = tuple[str, int, int, int]
+"""In words; bytes of gradients, of communication buffers, of activations and all that is transient."""
+
+
+def _through_step(plan: UnitPlan) -> list[Moment]:
+    """A step without a pipeline, at the moments whose largest is the predicted peak."""
+    s, slots = Sizes.of(plan), (plan.layout.stage == 3) * sum(plan.slots.values()) * DTYPE_BYTES[plan.layout.dtype]
+    there = inputs(plan, s) - sum(saved_inputs(plan, s, part) for part in plan.parts) + tables(plan, s)
+    beside: dict[Any, int] = {("loss", ""): saved_bytes(plan) + loss(s), ("optimizer", ""): optimizer(plan)}
+    beside |= backwards(plan, s, plan.parts)
+    saved = list(accumulate(sum(saved_items(plan, s, part).values()) for part in plan.parts))
+    found: list[Moment] = []
+    for index, one in enumerate(held_through_step(plan)):
+        if one.when == "loss":
+            label = "a later micro-batch: " if index else ""
+            found += [
+                (f"{label}forward {part}", one.gradients, one.comm + slots, there + nbytes)
+                for part, nbytes in zip(plan.parts, saved, strict=True)
+            ]
+        rest = there + beside[one.when, one.part] + one.arriving
+        found.append((_words(one.when, one.part), one.gradients, one.comm + slots, rest))
+    return found
+
+
+def _words(when: str, part: str) -> str:
+    return {
+        "loss": "loss",
+        "begin": f"before the backward of {part}",
+        "backward": f"backward {part}",
+        "reduction": f"gradients of {part} on their way",
+        "optimizer": "optimizer",
+    }[when]
+
+
+def _through_pipeline(plan: UnitPlan) -> list[Moment]:
+    """A rank of a pipeline, one computation after the other: what is saved; gradients and buffers at their most."""
+    from shardwise.predict.memory import predict_bytes
+
+    schedule, s, most = plan.schedule, Sizes.of(plan), predict_bytes(plan)
+    assert schedule
+    saved = [0.0] * schedule.stages
+    for stage, parts in plan.stages.items():
+        saved[stage] = sum(sum(saved_items(plan, s, part).values()) for part in parts)
+    held = Held(tuple(saved), tuple(saved), (0.0,) * schedule.stages)
+    actions = schedule.actions[plan.pp_rank]
+    return [
+        (str(actions[level.index]), most.gradients, most.comm, round(max(level.held, level.during)))
+        for level in list(levels(schedule, plan.pp_rank, held))[:MOST_MOMENTS]
+    ]
+
+
+def _how_devices(model: ModelConfig, plan: UnitPlan, report: StepReport, command: str) -> How:
+    layout, first = plan.layout, report.roles[0].bytes
+    mine = sum(unit.padded for unit in plan.units)
+    parts = [f"tp={layout.tp}" if layout.tp > 1 else "", f"pp={layout.pp}" if layout.pp > 1 else ""]
+    split = " and ".join(filter(None, parts)) or "no split of the layers"
+    sharded = {0: "nothing", 1: "optimizer state", 2: "gradients and optimizer state", 3: "all of it"}[layout.stage]
+    steps = [
+        f"{model.name} has {format_count(count(model))} parameters; with {split} this rank has "
+        f"{format_count(mine)} of them.",
+        f"ZeRO stage {layout.stage} shards {sharded} over {layout.shard_ranks} ranks.",
+        f"parameters {format_bytes(parameter_bytes(plan))}: {DTYPE_BYTES[layout.dtype]} bytes each in "
+        f"{layout.precision}",
+        f"optimizer state {format_bytes(optimizer_bytes(plan))}: {OPTIMIZER_BYTES[layout.precision]} bytes for each "
+        "that this rank updates (Adam: two averages, with bf16 weights a copy in fp32)",
+        f"saved activations: {format_bytes(first.saved)} on the first role, from what autograd keeps of each layer for "
+        f"{layout.micro} x {plan.workload.seq} tokens",
+        "The peak is less than the sum, where classes reach their most at different times.",
+    ]
+    return How(
+        [*steps, *report.notes], command, "docs/prediction.md; parameters to saved are exact, the peak within 5%"
+    )
+
+
+def _how_moments(plan: UnitPlan, command: str) -> How:
+    if plan.layout.pp > 1:
+        lines = [
+            "One column a computation of this rank's list. Activations: what the stage's forward saves, until its "
+            "backward ends. Gradients and buffers: the most that there is of them in the step."
+        ]
+    else:
+        lines = [
+            "One column a moment at which something large comes or goes: each part's forward, the loss, each part's "
+            "backward and the reduction of its gradients, the optimizer. The highest is the predicted peak."
+        ]
+    if plan.micro_batches > 2:
+        lines.append(f"Two of {plan.micro_batches} micro-batches: from the second one on they are alike.")
+    return How(lines, command)

@@ -1,0 +1,36 @@
+"""A file that was dropped on the page: a step report, or a Chrome trace."""
+
+from __future__ import annotations
+
+import json
+
+from shardwise.errors import UserError
+from shardwise.report.compare import compare
+from shardwise.report.step_report import StepReport
+from shardwise.studio.columns import How, View
+from shardwise.studio.data import timelines
+from shardwise.studio.data.runs import ledger_table, memory_table
+
+
+def opened(content: bytes) -> View:
+    """The file's timeline, and a report's bytes and ledger. Raises `UserError` for any other file."""
+    try:
+        data = json.loads(content)
+    except (ValueError, RecursionError):
+        raise UserError("this file is no JSON: drop a step report or a Chrome trace") from None
+    if isinstance(data, dict) and "schema_version" in data:
+        report = StepReport.from_json(data)
+        timeline = timelines.of_report(report)
+        both = compare(report, report)
+        tables = {"timeline": timeline.table(), "memory": memory_table(both), "ledger": ledger_table(both)}
+        how = How(
+            [f"Read from the file: a {report.source} step of {report.layout} on {report.cluster}.", *report.notes]
+        )
+        more = {"kind": "report", "title": f"{report.source} step, {report.layout}", "timeline": timeline.to_json()}
+        return View({}, {}, tables, dict.fromkeys(tables, how), more)
+    timeline = timelines.of_trace(data)
+    how = How(
+        [f"Read from the file: a Chrome trace of {len(timeline.events):,} events on {len(timeline.rows)} threads."]
+    )
+    more = {"kind": "trace", "title": "trace", "timeline": timeline.to_json()}
+    return View({}, {}, {"timeline": timeline.table()}, {"timeline": how}, more)

@@ -1,0 +1,203 @@
+"""Pipelines: one schedule beside another one as events in time, with bubbles, peaks and what each rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from shardwise.errors import UserError
+from shardwise.report.units import format_share, format_time
+from shardwise.schedule.pipeline import PipelineSchedule, build, find, generators
+from shardwise.schedule.pipeline.action import COMPUTE
+from shardwise.schedule.pipeline.closed_forms import FORMS, Case
+from shardwise.schedule.pipeline.memory import Peak, levels, peaks
+from shardwise.schedule.pipeline.simulate import Simulated, simulate
+from shardwise.schedule.pipeline.times import Times
+from shardwise.studio.columns import How, Table, View
+from shardwise.studio.query import Query
+
+KINDS = ("forward", "backward", "input", "weight", "overlap", "message", "collective")
+"""Kinds of events, by number."""
+MOST_EVENTS, MOST_LISTED = 1_500_000, 100_000
+"""Events that are drawn, and actions that are listed, at most."""
+
+_KIND = {"F": 0, "B": 1, "I": 2, "W": 3, "OVERLAP_F_B": 4}
+
+
+def data(given: Mapping[str, str]) -> View:
+    """Two schedules of the same model, times and micro-batches. Raises `UserError` for numbers that a schedule is not
+    for, and for more events than are drawn."""
+    query = Query(given)
+    names = [g.name for g in generators()]
+    a, b = query.word("a", "1f1b", names), query.word("b", "zb-h1", [*names, "none"])
+    ranks, micro = query.whole("ranks", 4, 1, 64), query.whole("micro", 8, 1, 8192)
+    virtual = query.whole("virtual", 2, 1, 8)
+    milliseconds = {name: query.number(name, 10.0, 0.0, 1e5) for name in ("F", "I", "W")}
+    hop = query.number("hop", 0.0, 0.0, 1e5)
+    query.done()
+    if not sum(milliseconds.values()):
+        raise UserError("F, I and W are all 0: give one of them some time")
+    found = {"a": _simulated(a, ranks, micro, virtual, **milliseconds, hop=hop)}
+    if b != "none":
+        found["b"] = _simulated(b, ranks, micro, virtual, **milliseconds, hop=hop)
+    tables, how = {}, {}
+    for side, one in found.items():
+        tables[side] = _by_rank(one)
+        how[side] = _how(one.simulated, milliseconds, hop)
+    how["events"] = how["a"]
+    tables["events"] = _events_table(found["a"].simulated)
+    tables["compared"] = _compared(found)
+    how["compared"] = How(
+        [f"{side}: {line}" for side, one in found.items() for line in _bubble_lines(one.simulated, milliseconds)],
+        f"shardwise pipeline bubble {' '.join(dict.fromkeys(one.schedule.name for one in found.values()))} "
+        f"--ranks {ranks} --micro {micro} --times {_times_text(milliseconds)}",
+    )
+    more = {side: _drawn(one) for side, one in found.items()}
+    return View(query.state, {"a": names, "b": ["none", *names]}, tables, how, more | {"kinds": KINDS})
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A schedule in time, and what its ranks hold at most."""
+
+    simulated: Simulated
+    peaks: list[Peak]
+
+    @property
+    def schedule(self) -> PipelineSchedule:
+        return self.simulated.schedule
+
+
+@lru_cache(maxsize=8)
+def _simulated(name: str, p: int, m: int, v: int, F: float, I: float, W: float, hop: float) -> _Found:  # noqa: E741
+    """The schedule with v chunks a rank where it can have that many, else with as many as it needs; milliseconds."""
+    found = find(name)
+    virtual = found.virtual if found.objection(p, m, v) else v
+    if p * m * virtual * 8 > MOST_EVENTS:
+        raise UserError(f"{p} ranks x {m} micro-batches are too many events to draw: give fewer micro-batches")
+    schedule = build(name, p, m, virtual)
+    times = replace(Times.shared(schedule, F / 1e3, I / 1e3, W / 1e3), hop=hop / 1e3)
+    return _Found(simulate(schedule, times), peaks(schedule))
+
+
+def _events(one: Simulated, compute_only: bool = True) -> dict[str, np.ndarray[Any, Any]]:
+    """rank, start, seconds, kind, micro, stage of every event; messages from posting to completion."""
+    rows: list[tuple[int, float, float, int, int, int]] = []
+    for rank, (mine, spans) in enumerate(zip(one.schedule.actions, one.spans, strict=True)):
+        for action, (start, end) in zip(mine, spans, strict=True):
+            if action.kind in COMPUTE:
+                leaf = action.leaves()[0]
+                rows.append((rank, start, end - start, _KIND[action.kind], leaf.micro, leaf.stage))
+            elif not compute_only and end > start and action.kind != "RESHARD":
+                kind = 5 if action.kind.startswith(("SEND", "RECV")) else 6
+                rows.append((rank, start, end - start, kind, action.micro, action.stage))
+    columns = zip(*rows, strict=True)
+    kinds = ("u2", "f8", "f8", "u1", "i4", "u2")
+    names = ("rank", "start", "seconds", "kind", "micro", "stage")
+    return {name: np.array(column, dtype=kind) for name, kind, column in zip(names, kinds, columns, strict=True)}
+
+
+def _drawn(found: _Found) -> dict[str, Any]:
+    """Events and, rank by rank, what is held for backward over time (in what one micro-batch takes a rank)."""
+    one, schedule = found.simulated, found.schedule
+    held = []
+    for rank in range(schedule.ranks):
+        at, most = [0.0], [0.0]
+        for level in levels(schedule, rank):
+            start, end = one.spans[rank][level.index]
+            at += [start, end]
+            most += [level.during, level.held]
+        held.append({"at": np.array(at), "held": np.array(most)})
+    return {
+        "name": schedule.name,
+        "summary": find(schedule.name).summary,
+        "source": find(schedule.name).source,
+        "virtual": schedule.virtual,
+        "stages": schedule.stages,
+        "ranks": schedule.ranks,
+        "makespan": one.makespan,
+        "bubble": one.bubble,
+        "bubble_of_total": one.bubble_of_total,
+        "formula": FORMS[schedule.name].text,
+        "peak": max(peak.held for peak in found.peaks),
+        "events": _events(one),
+        "held": held,
+    }
+
+
+def _by_rank(found: _Found) -> Table:
+    one, held = found.simulated, found.peaks
+    columns: dict[str, list[Any]] = {
+        "rank": list(range(one.schedule.ranks)),
+        "busy": list(one.busy),
+        "idle": list(one.idle),
+        "own span": list(one.own_span),
+        "idle in own span": list(one.own_idle),
+        "most micro-batches held": [peak.both for peak in held],
+        "activations held": [peak.held for peak in held],
+        "receives posted": [peak.buffers for peak in held],
+    }
+    units = dict.fromkeys(("busy", "idle", "own span", "idle in own span"), "seconds")
+    return Table(f"{one.schedule.name}, rank by rank", columns, units)
+
+
+def _events_table(one: Simulated) -> Table:
+    if sum(map(len, one.schedule.actions)) > MOST_LISTED:
+        return Table("Events (too many for a table: take fewer micro-batches)", {}, {})
+    events = _events(one, compute_only=False)
+    kind = [KINDS[k] for k in events["kind"].tolist()]
+    columns: dict[str, Any] = {"rank": events["rank"], "kind": kind}
+    columns |= {"stage": events["stage"], "micro-batch": events["micro"]}
+    times = {"start": events["start"], "takes": events["seconds"]}
+    return Table(f"Every event of {one.schedule.name}", columns | times, {"start": "seconds", "takes": "seconds"})
+
+
+def _compared(found: Mapping[str, _Found]) -> Table:
+    ones = list(found.values())
+    columns: dict[str, list[Any]] = {
+        "schedule": [one.schedule.name for one in ones],
+        "chunks a rank": [one.schedule.virtual for one in ones],
+        "step": [one.simulated.makespan for one in ones],
+        "bubble over ideal": [one.simulated.bubble for one in ones],
+        "bubble of the total": [one.simulated.bubble_of_total for one in ones],
+        "most held on a rank": [max(peak.held for peak in one.peaks) for one in ones],
+    }
+    units = {"step": "seconds", "bubble over ideal": "share", "bubble of the total": "share"}
+    return Table("Side by side", columns, units)
+
+
+def _how(one: Simulated, milliseconds: Mapping[str, float], hop: float) -> How:
+    s = one.schedule
+    virtual = f" --virtual {s.virtual}" if s.virtual > 1 else ""
+    return How(
+        [
+            *_bubble_lines(one, milliseconds),
+            "Every event starts when its rank is free and what it needs has arrived; the order is the schedule's.",
+            "Activations: from F until I or B all that F saved; 1 is what a rank saves for one micro-batch.",
+        ],
+        f"shardwise pipeline simulate {s.name} --ranks {s.ranks} --micro {s.micro}{virtual} "
+        f"--times {_times_text(milliseconds)} --hop {hop:g}ms",
+        find(s.name).source,
+    )
+
+
+def _bubble_lines(one: Simulated, milliseconds: Mapping[str, float]) -> list[str]:
+    s: PipelineSchedule = one.schedule
+    form = FORMS[s.name]
+    total = sum(one.busy) / s.ranks
+    lines = [
+        f"{s.name}: step {format_time(one.makespan)}; a rank computes {format_time(total)} on average; idle over ideal "
+        f"= {format_time(sum(one.idle))} / {format_time(sum(one.busy))} = {format_share(one.bubble)}"
+    ]
+    case = Case(s.ranks, s.micro, s.virtual, *(milliseconds[key] / 1e3 for key in ("F", "I", "W")))
+    if s.train and not one.times.hop and form.exact(case):
+        lines.append(f"closed form: {form.text} = {format_time(form.bubble(case))} idle on the rank that has most")
+    return lines
+
+
+def _times_text(milliseconds: Mapping[str, float]) -> str:
+    return ",".join(f"{name}={value:g}ms" for name, value in milliseconds.items())

@@ -1,0 +1,41 @@
+"""The views by name, in the order in which the page offers them. Each is imported when it is first asked for."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from pathlib import Path
+
+from shardwise.errors import UserError
+from shardwise.studio.columns import View
+
+VIEWS = {
+    "tokens": "Tokens",
+    "collectives": "Collectives",
+    "pipelines": "Pipelines",
+    "memory": "Memory",
+    "plan": "Plan",
+    "runs": "Runs",
+}
+"""Name in the URL -> name on the page."""
+
+PARTS = {"tokens": ("data", "spent"), "collectives": ("data", "costs"), "plan": ("data", "scoreboard")}
+"""Views whose figures come in several answers, the quick one first: collectives, collectives/costs."""
+
+
+def parts(view: str) -> list[str]:
+    """The names of a view's answers."""
+    return [view if function == "data" else f"{view}/{function}" for function in PARTS.get(view, ("data",))]
+
+
+def answer(name: str, given: Mapping[str, str], runs: Path = Path("runs")) -> View:
+    """What a view, or a part of it, shows for a state. runs: the folder whose runs are shown. Raises `UserError` for an
+    unknown view, and what its function raises."""
+    view, _, part = name.partition("/")
+    if view not in VIEWS or name not in parts(view):
+        near = difflib.get_close_matches(view, VIEWS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(VIEWS)}"
+        raise UserError(f"no view {name!r}; {hint}")
+    function: Callable[..., View] = getattr(import_module(f"shardwise.studio.data.{view}"), part or "data")
+    return function(given, runs) if view == "runs" else function(given)

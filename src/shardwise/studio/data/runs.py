@@ -1,0 +1,169 @@
+"""Runs: a run on disk beside its prediction, and what came since a cursor, so that the page can follow it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import UserError
+from shardwise.report.compare import Comparison, compare
+from shardwise.report.exposure import exposures
+from shardwise.report.run_directory import RunDirectory
+from shardwise.report.step_report import StepReport
+from shardwise.report.units import format_share, format_time
+from shardwise.studio.columns import How, Table, View
+from shardwise.studio.data import timelines
+from shardwise.studio.query import Query
+
+STEP_COLUMNS = {"step": "", "loss": "", "grad_norm": "", "seconds": "seconds", "tokens_per_s": "count", "mfu": "share"}
+"""Columns of the steps, as events have them, with their units."""
+
+
+def listed(runs: Path) -> list[str]:
+    """The names of a folder's runs, the latest first."""
+    found = [path for path in runs.iterdir() if (path / "run.json").is_file()] if runs.is_dir() else []
+    return [path.name for path in sorted(found, key=_changed, reverse=True)]
+
+
+def _changed(path: Path) -> float:
+    events = path / "events.jsonl"
+    return (events if events.is_file() else path / "run.json").stat().st_mtime
+
+
+def data(given: Mapping[str, str], runs: Path) -> View:
+    """One run: its steps so far, and where it has them its measured step beside the predicted one."""
+    query = Query(given)
+    names = listed(runs)
+    name = query.text("run", names[0] if names else "")
+    query.done()
+    if not name:
+        empty = {"steps": _steps([]), "validation": _validation([])}
+        return View(query.state, {"run": []}, empty, {}, {"folder": str(runs), "status": "", "cursor": 0})
+    here = _run(runs, names, name)
+    events, cursor = _events(here, 0)
+    told = here.run
+    tables, how = (
+        {"steps": _steps(events), "validation": _validation(events)},
+        dict.fromkeys(("steps", "validation"), _how_steps(here, told)),
+    )
+    more: dict[str, Any] = {"folder": str(runs), "cursor": cursor, **_about(here, told)}
+    reports = _reports(here)
+    if "measured" in reports:
+        timeline = timelines.of_report(reports["measured"])
+        tables["timeline"], how["timeline"] = timeline.table(), _how_timeline(here, reports["measured"])
+        more["timeline"] = timeline.to_json()
+    if reports:
+        sides = list(reports.values())
+        both = compare(sides[0], sides[-1])
+        tables |= {"memory": memory_table(both), "ledger": ledger_table(both)}
+        lines = ["Predicted before the run, measured inside it; every row of one against the same row of the other."]
+        how |= {table: How(lines, f"shardwise compare {here.path}") for table in ("memory", "ledger")}
+        more |= {"equal_ledger": both.equal_ledger, "peak_error": both.peak_error, "has": list(reports)}
+    return View(query.state, {"run": names}, tables, how, more)
+
+
+def events(given: Mapping[str, str], runs: Path) -> dict[str, Any]:
+    """What a run has told since a cursor. Raises `UserError` for a run that is not there."""
+    query = Query(given)
+    name, after = query.text("run", ""), query.whole("after", 0, 0, 1 << 60)
+    query.done()
+    here = _run(runs, listed(runs), name)
+    found, cursor = _events(here, after)
+    return {
+        "cursor": cursor,
+        "steps": _steps(found).to_json()["columns"],
+        "validation": _validation(found).to_json()["columns"],
+        **_about(here, here.run),
+    }
+
+
+def _run(runs: Path, names: list[str], name: str) -> RunDirectory:
+    # Only names that the folder lists: no path leads out of it.
+    if name not in names:
+        raise UserError(f"{runs} holds no run {name!r}; there are {', '.join(names) or 'none'}")
+    return RunDirectory.open(runs / name)
+
+
+def _about(here: RunDirectory, told: Mapping[str, Any]) -> dict[str, Any]:
+    config = told.get("config", {})
+    return {
+        "status": str(told.get("status", "")),
+        "ranks": told.get("ranks"),
+        "layout": config.get("layout", ""),
+        "model": config.get("model", {}).get("name", ""),
+        "steps_wanted": config.get("steps"),
+        "reports": [name for name in ("predicted", "measured") if here.report(name).is_file()],
+    }
+
+
+def _events(here: RunDirectory, after: int) -> tuple[list[dict[str, Any]], int]:
+    found = []
+    for cursor, event in here.events(after):
+        found.append(event)
+        after = cursor
+    return found, after
+
+
+def _reports(here: RunDirectory) -> dict[str, StepReport]:
+    """Name -> report, predicted before measured, as far as they are there."""
+    there = (name for name in ("predicted", "measured") if here.report(name).is_file())
+    return {name: StepReport.read(here.report(name)) for name in there}
+
+
+def _steps(found: Iterable[Mapping[str, Any]]) -> Table:
+    rows = [event for event in found if "loss" in event and "step" in event]
+    columns = {name: [_figure(event.get(name)) for event in rows] for name in STEP_COLUMNS}
+    return Table("Every step", columns, {name: unit for name, unit in STEP_COLUMNS.items() if unit})
+
+
+def _validation(found: Iterable[Mapping[str, Any]]) -> Table:
+    rows = [event for event in found if "validation_loss" in event]
+    names = ("step", "validation_loss", "unigram_entropy")
+    return Table("Validation", {name: [_figure(event.get(name)) for event in rows] for name in names})
+
+
+def _figure(value: Any) -> float | None:
+    """A number; not the texts that stand for NaN and infinities."""
+    return value if isinstance(value, (int, float)) else None
+
+
+def memory_table(both: Comparison) -> Table:
+    """Bytes by class of every role, predicted and measured."""
+    (a, b), rows = both.labels, both.bytes
+    columns: dict[str, list[Any]] = {"ranks": [row.role for row in rows], "class": [row.byte_class for row in rows]}
+    columns[a] = [row.a for row in rows]
+    units = {a: "bytes"}
+    if both.a is not both.b:
+        columns[b] = [row.b for row in rows]
+        columns["difference"] = [row.relative if row.b else None for row in rows]
+        columns["as it should be"] = [row.accepted for row in rows]
+        units |= {b: "bytes", "difference": "share"}
+    return Table("Bytes by class", columns, units)
+
+
+def ledger_table(both: Comparison) -> Table:
+    """Every collective of the step, predicted and measured counts."""
+    (a, b), rows = both.labels, both.rows
+    columns: dict[str, list[Any]] = {"ranks": [row.role for row in rows]}
+    for name in ("phase", "op", "axes", "unit", "dtype", "elements"):
+        columns[name] = [getattr(row.key, name) for row in rows]
+    columns[a] = [row.count_a for row in rows]
+    if both.a is not both.b:
+        columns[b] = [row.count_b for row in rows]
+        columns["equal"] = [row.equal for row in rows]
+    columns["payload"] = [row.key.payload_bytes * row.count_b for row in rows]
+    return Table("Ledger: the collectives of one steady step", columns, {"payload": "bytes", "elements": "count"})
+
+
+def _how_steps(here: RunDirectory, told: Mapping[str, Any]) -> How:
+    line = "What the training wrote after every step: the loss is summed over tokens and divided by their number."
+    return How([line, f"status: {told.get('status', 'unknown')}"], f"tail -f {here.events_path}")
+
+
+def _how_timeline(here: RunDirectory, report: StepReport) -> How:
+    lines = [f"Measured inside the processes; the step took {format_time(report.time)}."] if report.time else []
+    for rank, found in exposures(report):
+        exposed = format_share(found.share(found.exposed))
+        lines.append(f"rank {rank}: {exposed} of the step is communication that no computation hides")
+    return How([*lines, "Ranks whose ledgers and bytes are equal are drawn once."], f"shardwise compare {here.path}")

@@ -1,0 +1,149 @@
+"""Timelines as columns: a step report's, or those of a Chrome trace."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shardwise.errors import UserError
+from shardwise.report.exposure import COMMUNICATION, WAITING, Span, spans
+from shardwise.report.step_report import StepReport
+from shardwise.studio.columns import Table
+
+KINDS = ("forward", "backward", "recompute", "update", "rest", "communication", "waited", "span")
+"""Kinds of events, by number."""
+_BY_WORD = {"forward": 0, "backward": 1, "recompute": 2, "optimizer": 3, "optimizer:": 3}
+_STREAMS = {COMMUNICATION: 5, WAITING: 6}
+
+MOST_LISTED = 50_000
+"""Events up to which there is a table of them."""
+
+
+class Event(NamedTuple):
+    """rank: the row that it is drawn in. start, seconds: seconds."""
+
+    rank: int
+    start: float
+    seconds: float
+    kind: int
+    name: str
+
+
+class Timeline(NamedTuple):
+    """rows: what each row is. events: in any order."""
+
+    rows: list[str]
+    events: list[Event]
+
+    def to_json(self) -> dict[str, Any]:
+        """Rows, kinds and columns, names once each."""
+        names = list(dict.fromkeys(event.name for event in self.events))
+        number = {name: i for i, name in enumerate(names)}
+        columns = {
+            "rank": np.array([event.rank for event in self.events], dtype="u2"),
+            "start": np.array([event.start for event in self.events]),
+            "seconds": np.array([event.seconds for event in self.events]),
+            "kind": np.array([event.kind for event in self.events], dtype="u1"),
+            "name": np.array([number[event.name] for event in self.events], dtype="u4"),
+        }
+        return {"rows": self.rows, "kinds": KINDS, "names": names, "columns": columns}
+
+    def table(self) -> Table:
+        """Every event as a row, as long as they are not too many."""
+        if len(self.events) > MOST_LISTED:
+            return Table(f"{len(self.events):,} events: too many for a table", {})
+        ordered = sorted(self.events, key=lambda event: (event.rank, event.start))
+        columns: dict[str, list[Any]] = {
+            "row": [self.rows[event.rank] for event in ordered],
+            "event": [event.name for event in ordered],
+            "start": [event.start for event in ordered],
+            "takes": [event.seconds for event in ordered],
+        }
+        return Table("Every event", columns, {"start": "seconds", "takes": "seconds"})
+
+
+def of_report(report: StepReport) -> Timeline:
+    """All roles with a timeline, a row for each stream of each; on one clock, that of the step. Raises `UserError` for
+    damaged events."""
+    rows: list[str] = []
+    events: list[Event] = []
+    for role in report.roles:
+        lanes: dict[str, int] = {}
+        for span in spans(role):
+            if span.stream not in lanes:
+                lanes[span.stream] = len(rows)
+                rows.append(f"rank {min(role.ranks)} {span.stream}")
+            seconds = (span.stop - span.start) / 1e9
+            events.append(Event(lanes[span.stream], span.start / 1e9, seconds, _kind(span), span.name))
+    return Timeline(rows, events)
+
+
+def _kind(span: Span) -> int:
+    if span.stream in _STREAMS:
+        return _STREAMS[span.stream]
+    return _BY_WORD.get(span.name.partition(" ")[0], 4)
+
+
+def of_trace(data: Any) -> Timeline:
+    """Complete events (ph X), and pairs of B and E, of a Chrome trace; a row for each thread. Raises `UserError` for
+    what is no trace."""
+    events = data.get("traceEvents") if isinstance(data, Mapping) else data
+    if not isinstance(events, list) or not all(isinstance(event, Mapping) for event in events):
+        raise UserError("this is no Chrome trace: it has no list of traceEvents")
+    names: dict[tuple[str, str], str] = {}
+    lanes: dict[tuple[str, str], int] = {}
+    found: list[Event] = []
+    open_at: dict[int, list[tuple[float, str]]] = {}
+    for event in events:
+        phase, thread = event.get("ph"), (str(event.get("pid", 0)), str(event.get("tid", 0)))
+        if phase == "M":
+            _named(event, thread, names)
+        if phase not in ("X", "B", "E"):
+            continue
+        row, start = lanes.setdefault(thread, len(lanes)), _number(event, "ts")
+        if phase == "B":
+            open_at.setdefault(row, []).append((start, str(event.get("name", ""))))
+        elif phase == "X":
+            found.append(_event(row, start, _number(event, "dur"), event.get("cat", ""), str(event.get("name", ""))))
+        elif open_at.get(row):
+            began, name = open_at[row].pop()
+            found.append(_event(row, began, start - began, event.get("cat", ""), name))
+    if not found:
+        raise UserError("this trace has no event with a duration (ph X, or B and E)")
+    first = min(event.start for event in found)
+    rows = [_row(thread, names) for thread in lanes]
+    return Timeline(rows, [event._replace(start=event.start - first) for event in found])
+
+
+def _event(row: int, start: float, duration: float, category: Any, name: str) -> Event:
+    stream = _STREAMS.get(str(category))
+    if stream is None and (name.lower().startswith(("nccl", "gloo")) or "allreduce" in name.lower()):
+        stream = 5
+    return Event(
+        row, start / 1e6, duration / 1e6, _BY_WORD.get(name.partition(" ")[0], 7) if stream is None else stream, name
+    )
+
+
+def _named(event: Mapping[str, Any], thread: tuple[str, str], names: dict[tuple[str, str], str]) -> None:
+    args = event.get("args")
+    if not isinstance(args, Mapping):
+        return
+    if event.get("name") == "thread_name":
+        names[thread] = str(args.get("name", ""))
+    elif event.get("name") == "process_name":
+        names[thread[0], ""] = str(args.get("name", ""))
+
+
+def _row(thread: tuple[str, str], names: Mapping[tuple[str, str], str]) -> str:
+    process = names.get((thread[0], ""), f"process {thread[0]}")
+    return f"{process} {names.get(thread, thread[1])}"
+
+
+def _number(event: Mapping[str, Any], field: str) -> float:
+    value = event.get(field, 0.0)
+    if not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise UserError(f"this trace is damaged: {field} of {event.get('name')!r} is {value!r}")
+    return float(value)

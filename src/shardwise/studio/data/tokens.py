@@ -1,0 +1,408 @@
+"""Tokens: who holds what of a model, what each device does for one token under two strategies, and what adds up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from shardwise.cluster import Cluster
+from shardwise.errors import UserError
+from shardwise.layout import Grid, Layout
+from shardwise.layout.units import UnitPlan
+from shardwise.model import ModelConfig
+from shardwise.model.catalog import catalog, resolve
+from shardwise.model.parameters import count
+from shardwise.predict.claims.table import claims
+from shardwise.predict.generation.comparison import ENGINE, Asked, Generated, compare, usual_layouts
+from shardwise.predict.generation.split import plan_of
+from shardwise.predict.generation.timing import Strategy
+from shardwise.predict.generation.turns import padded_vocab
+from shardwise.predict.time.profiles import engine
+from shardwise.report import time_parts
+from shardwise.report.step_report import DTYPE_BYTES
+from shardwise.report.units import format_bytes, format_count, format_spans, format_time
+from shardwise.studio.columns import How, Table, View
+from shardwise.studio.query import Query
+
+CLUSTERS = ("8xH100", "4xH100", "8xA100", "8xH200", "8xB200", "8xL40S")
+PRECISIONS = ("bf16", "fp32")
+MOST_DRAWN = 16
+"""Ranks up to which it is drawn who holds what."""
+PROMPT, OUTPUT, MOST_OUTPUT = 1024, 256, 1024
+CLAIMS = (
+    "zero-inference-16gb",
+    "zero-inference-layer-200mb",
+    "ratio-6400",
+    "tp-decode-nvlink",
+    "inference-83-training-5",
+)
+"""Common figures that are wrong, of what this view shows."""
+
+
+class _Asked(NamedTuple):
+    """A state, understood."""
+
+    state: dict[str, Any]
+    choices: dict[str, list[str]]
+    model: ModelConfig
+    cluster: Cluster
+    layouts: tuple[Layout, ...]
+    asked: Asked
+
+
+def data(given: Mapping[str, str]) -> View:
+    """Two strategies for the same prompt: what each rank holds, one layer step by step, one token, a training step."""
+    state, choices, model, cluster, layouts, asked = _asked(given)
+    found = compare(model, layouts, cluster, asked)
+    ones = found.strategies
+    names = " ".join(f'"{layout}"' for layout in layouts)
+    command = f"shardwise generate {model.name} --cluster {cluster} --compare {names}"
+    command += f" --prompt-tokens {asked.prompt} --max-tokens {asked.output} --batch {asked.batch}"
+    holdings = [list(_holdings(model, layout)) for layout in layouts]
+    return View(
+        state,
+        choices,
+        {
+            "compared": _compared(ones, asked),
+            "holds": _holds(layouts, holdings, model),
+            "layer": _layer_table(model, layouts, cluster, asked),
+            "where": _where(ones),
+            "trained": _trained(ones),
+        },
+        {
+            "compared": _how_compared(ones, model, command),
+            "holds": _how_holds(model, layouts),
+            "layer": How(
+                ["One block of one pass: kernels from the engine profile's tables, collectives from the cluster's."],
+                command,
+                "docs/generation.md",
+            ),
+            "where": How([f"{one.layout}: {_sum_of(one)}" for one in ones], command, "docs/generation.md"),
+            "trained": How([_how_trained(one) for one in ones], command, "docs/prediction.md"),
+        },
+        {
+            "matrices": _matrices(model),
+            "sides": [_side(model, one, pieces) for one, pieces in zip(ones, holdings, strict=True)],
+            "sentences": [_both(model, layouts, step) for step in range(STEPS)],
+            "parameters": count(model),
+            "capacity": cluster.memory_per_device,
+            "ratios": [ratio.to_json() for ratio in found.ratios],
+            "claims": [{"says": claims()[name].says, "why": claims()[name].why} for name in CLAIMS],
+        },
+    )
+
+
+def spent(given: Mapping[str, str]) -> View:
+    """What each strategy has sent and taken after every token of the answer."""
+    state, choices, model, cluster, layouts, asked = _asked(given)
+    ones = compare(model, layouts, cluster, asked).strategies
+    columns: dict[str, list[Any]] = {"token": list(range(1, asked.output + 1))}
+    units: dict[str, str] = {}
+    for side, one in zip("AB", ones, strict=False):
+        each = _seconds(model, one.layout, cluster, asked)
+        sent = float(one.round.volume_of_token.total)
+        columns |= {
+            f"{side} takes": each,
+            f"{side} sends": [sent] * asked.output,
+            f"{side} time so far": list(accumulate(each)),
+            f"{side} sent so far": [sent * (i + 1) for i in range(asked.output)],
+        }
+        units |= {f"{side} takes": "seconds", f"{side} time so far": "seconds"}
+        units |= {f"{side} sends": "bytes", f"{side} sent so far": "bytes"}
+    how = How(
+        [
+            f"{side} = {one.layout}: every token sends {format_bytes(float(one.round.volume_of_token.total))} from "
+            f"each rank; the first takes {format_time(one.first.seconds)}, the last {format_time(one.last.seconds)}, "
+            "since more keys and values are read."
+            for side, one in zip("AB", ones, strict=False)
+        ]
+        + ["So far: the sum of all tokens up to here, without the prompt."],
+        "shardwise generate --compare",
+        "docs/generation.md",
+    )
+    return View(state, choices, {"spent": Table("Token by token", columns, units)}, {"spent": how})
+
+
+def _asked(given: Mapping[str, str]) -> _Asked:
+    query = Query(given)
+    model = resolve(query.text("model", "llama-3-70b"))
+    cluster = Cluster.parse(query.text("cluster", "8xH100"))
+    usual = [str(layout) for layout in usual_layouts(model, cluster)]
+    if not usual:
+        raise UserError(f"{model.name} cannot be split over all {cluster.devices} devices: choose another cluster")
+    a, b = query.text("a", usual[0]), query.text("b", usual[1 % len(usual)])
+    precision = query.word("precision", "bf16", PRECISIONS)
+    layouts = [replace(Layout.parse(text), precision=precision) for text in dict.fromkeys((a, b))]
+    asked = Asked(
+        query.whole("prompt", PROMPT, 1, 1 << 20),
+        query.whole("output", OUTPUT, 1, MOST_OUTPUT),
+        query.whole("batch", 1, 1, 4096),
+    )
+    query.done()
+    choices = {"model": list(catalog()), "cluster": list(CLUSTERS), "precision": list(PRECISIONS)}
+    choices |= {"a": usual, "b": usual}
+    return _Asked(query.state, choices, model, cluster, tuple(layouts), asked)
+
+
+@lru_cache(maxsize=64)
+def _seconds(model: ModelConfig, layout: Layout, cluster: Cluster, asked: Asked) -> list[float]:
+    """Of each token of the answer."""
+    strategy = Strategy(model, layout, engine(ENGINE), cluster)
+    return [strategy.token(asked.batch, asked.prompt + i).seconds for i in range(1, asked.output + 1)]
+
+
+# -- who holds what
+
+
+class Piece(NamedTuple):
+    """What a rank holds of one parameter of the first block. how: flat (elements), rows, columns, whole or nothing."""
+
+    rank: int
+    name: str
+    how: str
+    start: int
+    stop: int
+    elements: int
+
+
+def _ranks(model: ModelConfig, layout: Layout) -> Iterator[tuple[int, int, int]]:
+    """(rank, its tp index, its interval of a unit that is gathered) of the ranks with the first block."""
+    grid = Grid.of(layout, model)
+    for dp in range(layout.dp):
+        for tp in range(layout.tp):
+            yield grid.rank(pp=0, dp=dp, cp=0, tp=tp), tp, dp
+
+
+def _holdings(model: ModelConfig, layout: Layout) -> Iterator[Piece]:
+    for rank, tp, shard in _ranks(model, layout):
+        if rank >= MOST_DRAWN:
+            continue
+        unit = plan_of(model, layout, 0, tp).by_name["blocks.0"]
+        for offset, placed in zip(unit.offsets, unit.placed, strict=True):
+            name, size = placed.name.removeprefix("blocks.0."), placed.numel
+            if layout.stage == 3:
+                low, high = shard * unit.shard_numel, (shard + 1) * unit.shard_numel
+                start, stop = max(low, offset) - offset, min(high, offset + size) - offset
+                yield Piece(rank, name, "flat" if start < stop else "nothing", start, stop, max(0, stop - start))
+            elif placed.dim is None:
+                yield Piece(rank, name, "whole", 0, size, size)
+            else:
+                how = "rows" if placed.dim == 0 else "columns"
+                yield Piece(rank, name, how, placed.start, placed.stop, size)
+
+
+def _holds(layouts: tuple[Layout, ...], holdings: list[list[Piece]], model: ModelConfig) -> Table:
+    rows = [
+        (str(layout), *piece, piece.elements * DTYPE_BYTES[layout.dtype])
+        for layout, pieces in zip(layouts, holdings, strict=True)
+        for piece in pieces
+        if piece.how != "nothing"
+    ]
+    names = ("strategy", "rank", "parameter", "how", "from", "to", "elements", "bytes")
+    columns = dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))
+    return Table("What each rank holds of the first layer", columns, {"bytes": "bytes"})
+
+
+def _matrices(model: ModelConfig) -> list[dict[str, Any]]:
+    """The matrices of a block: name, rows, columns."""
+    unit = plan_of(model, Layout()).by_name["blocks.0"]
+    return [
+        {"name": placed.name.removeprefix("blocks.0."), "rows": placed.shape[0], "columns": placed.shape[1]}
+        for placed in unit.placed
+        if len(placed.shape) == 2
+    ]
+
+
+# -- one layer, step by step
+
+STEPS = 6
+
+
+def _both(model: ModelConfig, layouts: tuple[Layout, ...], step: int) -> str:
+    return (
+        f"Before the first token: each of {layouts[0].ranks} devices holds its part of the weights. "
+        f"{model.name} has {model.layers} layers; this is one of them.",
+        "A token arrives, a vector of one number for each of the model's "
+        f"{model.hidden:,} dimensions. What must come first?",
+        "Attention: the token's vector meets the layer's query, key, value and output matrices.",
+        "What attention gave must be whole before the next part.",
+        "The feed-forward part: the two large matrices, and back.",
+        f"The layer is done. {model.layers - 1} more like it, and the model has its next token.",
+    )[step]
+
+
+def _steps(model: ModelConfig, layout: Layout) -> list[tuple[str, str]]:
+    """(what each device does, in words) for each of the `STEPS` steps."""
+    vector = format_bytes(model.hidden * DTYPE_BYTES[layout.dtype])
+    if layout.stage == 3:
+        unit = plan_of(model, layout).by_name["blocks.0"]
+        whole, part = (format_bytes(n * DTYPE_BYTES[layout.dtype]) for n in (unit.numel, unit.shard_numel))
+        return [
+            (
+                "hold",
+                f"Each device holds 1/{layout.shard_ranks} of the layer, cut like a tape across its matrices: {part}.",
+            ),
+            ("gather", f"All gather the whole layer: each receives what it lacks of {whole}."),
+            ("multiply", "Every device multiplies with the whole matrices, for its own tokens alone."),
+            ("multiply", "Nothing to sum. Meanwhile the next layer is being gathered."),
+            ("multiply", "The whole feed-forward, too."),
+            ("free", f"The {whole} are freed again: only the own 1/{layout.shard_ranks} stays."),
+        ]
+    if layout.pp > 1:
+        blocks = [name for name in plan_of(model, layout).parts if name.startswith("blocks.")]
+        return [
+            ("hold", f"Each stage holds whole layers: the first one {len(blocks)} of {model.layers}."),
+            ("wait", "The first stage has the token; the others wait, unless other sequences keep them busy."),
+            ("one", "One device alone multiplies with the whole matrices."),
+            ("one", "Nothing to sum: it has all there is of the layer."),
+            ("one", "The whole feed-forward, too."),
+            ("send", f"After {len(blocks)} layers it sends a vector of {vector} on, and waits."),
+        ]
+    if layout.tp > 1:
+        return [
+            ("hold", f"Each device holds a slice of every matrix, whole heads of attention: 1/{layout.tp} in all."),
+            ("hold", "Nothing has to come: every device has the token's vector already."),
+            ("multiply", "Every device multiplies with its own slices, and attends with its own heads."),
+            ("sum", f"The {layout.tp} partial results are added up on all: {vector} a token, an all-reduce."),
+            ("multiply", "Every device multiplies with its own slice of the feed-forward."),
+            ("sum", f"Added up once more: {vector} a token. Weights have not moved at all."),
+        ]
+    return [("hold", "One device holds all of the layer."), *[("multiply", "It computes alone.")] * (STEPS - 1)]
+
+
+def _side(model: ModelConfig, one: Generated, pieces: list[Piece]) -> dict[str, Any]:
+    layout, grid = one.layout, Grid.of(one.layout, model)
+    steps = _steps(model, layout)
+    return {
+        "layout": str(layout),
+        "ranks": layout.ranks,
+        "shards": layout.shard_ranks if layout.stage == 3 else layout.tp,
+        "gathers": layout.stage == 3,
+        "stages": [_blocks_of(plan_of(model, layout, stage)) for stage in range(layout.pp)],
+        "stage_of": [grid.coordinates(rank)["pp"] for rank in range(layout.ranks)],
+        "pieces": [piece._asdict() for piece in pieces],
+        "acts": [act for act, _ in steps],
+        "words": [words for _, words in steps],
+    }
+
+
+def _blocks_of(plan: UnitPlan) -> str:
+    numbers = tuple(int(part.split(".")[1]) for part in plan.parts if part.startswith("blocks."))
+    return f"layers {format_spans(numbers)}"
+
+
+def _layer_table(model: ModelConfig, layouts: tuple[Layout, ...], cluster: Cluster, asked: Asked) -> Table:
+    rows: list[tuple[Any, ...]] = []
+    for layout in layouts:
+        taken = Strategy(model, layout, engine(ENGINE), cluster).token(asked.batch, asked.prompt + asked.output / 2)
+        for step, (act, words) in enumerate(_steps(model, layout)):
+            rows.append((str(layout), step, act, words))
+        rows.append((str(layout), STEPS, "in all", f"{format_time(taken.seconds / model.layers)} a layer on average"))
+    names = ("strategy", "step", "what", "in words")
+    return Table("One layer, step by step", dict(zip(names, map(list, zip(*rows, strict=True)), strict=True)))
+
+
+# -- one token, and a training step
+
+
+def _compared(ones: tuple[Generated, ...], asked: Asked) -> Table:
+    volume = [one.round.volume_of_token for one in ones]
+    columns: dict[str, list[Any]] = {
+        "strategy": [str(one.layout) for one in ones],
+        "a token sends": [float(one.total) for one in volume],
+        "for blocks": [float(one.blocks) for one in volume],
+        "for embedding and head": [float(one.edges) for one in volume],
+        "prompt": [one.prompt.seconds for one in ones],
+        "first token": [one.first.seconds for one in ones],
+        "token half-way": [one.middle.seconds for one in ones],
+        "last token": [one.last.seconds for one in ones],
+        "80% from": [one.range[0] for one in ones],
+        "to": [one.range[1] for one in ones],
+        "tokens/s": [one.tokens_per_second(asked.batch) for one in ones],
+        "weights": [one.fit.held.weights for one in ones],
+        "gathered": [one.fit.held.slots for one in ones],
+        "cache at the end": [one.cache_bytes[1] for one in ones],
+        "fits": [one.fit.fits for one in ones],
+    }
+    times = ("prompt", "first token", "token half-way", "last token", "80% from", "to")
+    sizes = ("a token sends", "for blocks", "for embedding and head", "weights", "gathered", "cache at the end")
+    units = dict.fromkeys(times, "seconds") | dict.fromkeys(sizes, "bytes") | {"tokens/s": "count"}
+    return Table("Two strategies, one prompt", columns, units)
+
+
+def _where(ones: tuple[Generated, ...]) -> Table:
+    columns: dict[str, list[Any]] = {"strategy": [str(one.layout) for one in ones]}
+    for name, words in time_parts.TOKEN.items():
+        values = [float(one.middle.parts.get(name, 0.0)) for one in ones]
+        if any(values):
+            columns[words] = values
+    return Table("Where a token's time goes", columns, dict.fromkeys(list(columns)[1:], "seconds"))
+
+
+def _trained(ones: tuple[Generated, ...]) -> Table:
+    columns: dict[str, list[Any]] = {
+        "strategy": [str(one.layout) for one in ones],
+        "step": [one.trained.seconds for one in ones],
+        "moving data": [one.trained.moving for one in ones],
+        "of the step": [one.trained.share for one in ones],
+        "waiting": [one.trained.waiting for one in ones],
+        "one block computes": [one.trained.arithmetic for one in ones],
+        "its gather takes": [one.trained.gather for one in ones],
+    }
+    times = ("step", "moving data", "waiting", "one block computes", "its gather takes")
+    units = dict.fromkeys(times, "seconds") | {"of the step": "share"}
+    return Table("The same strategies in a training step of 8,192 tokens a device", columns, units)
+
+
+def _sum_of(one: Generated) -> str:
+    parts = {words: float(one.middle.parts.get(name, 0.0)) for name, words in time_parts.TOKEN.items()}
+    sums = " + ".join(f"{words} {format_time(seconds)}" for words, seconds in parts.items() if seconds > 0)
+    return f"{sums} = {format_time(one.middle.seconds)}"
+
+
+def _how_compared(ones: tuple[Generated, ...], model: ModelConfig, command: str) -> How:
+    lines = ["Bytes: what one rank sends for one token when every collective goes round a ring (docs/generation.md)."]
+    for one in ones:
+        layout, width = one.layout, DTYPE_BYTES[one.layout.dtype]
+        sent = format_bytes(float(one.round.volume_of_token.total))
+        plan = plan_of(model, layout)
+        if layout.stage == 3:
+            p = layout.shard_ranks
+            lines.append(f"{layout}: ({p} - 1)/{p} x {format_count(count(model))} weights x {width} bytes = {sent}")
+        elif layout.tp > 1:
+            p = layout.tp
+            lines.append(
+                f"{layout}: 2 ({p} - 1)/{p} x (2 x {model.layers} layers + 1) x {model.hidden:,} numbers x {width} "
+                f"bytes, and the logits ({p} - 1)/{p} x {padded_vocab(plan):,} x {width} = {sent}"
+            )
+        else:
+            vector = f"one vector of {model.hidden:,} numbers x {width} bytes a stage"
+            lines.append(f"{layout}: {vector}, and the token: {sent}")
+    return How(lines, command, "docs/generation.md")
+
+
+def _how_holds(model: ModelConfig, layouts: tuple[Layout, ...]) -> How:
+    lines = ["The units and slices that the runtime itself follows (UnitPlan): nothing is drawn that is not so."]
+    whole = plan_of(model, Layout()).by_name["blocks.0"].numel
+    for layout in layouts:
+        unit = plan_of(model, layout).by_name["blocks.0"]
+        held = unit.shard_numel if layout.stage == 3 else unit.numel
+        lines.append(
+            f"{layout}: {format_count(held)} of the block's {format_count(whole)} parameters a rank = "
+            f"{format_bytes(held * DTYPE_BYTES[layout.dtype])}"
+        )
+    return How(lines)
+
+
+def _how_trained(one: Generated) -> str:
+    trained = one.trained
+    if not trained.gather:
+        return f"{one.layout}: {format_time(trained.moving)} of {format_time(trained.seconds)} move data; no gathers"
+    hides = "hides" if trained.gather <= trained.arithmetic else "does not hide"
+    return (
+        f"{one.layout}: a block computes {format_time(trained.arithmetic)} forward, its gather takes "
+        f"{format_time(trained.gather)}: it {hides} behind the block before"
+    )

@@ -1,0 +1,110 @@
+"""The one HTML document: served with its modules beside it, or written with everything inside."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from urllib.parse import parse_qsl
+
+from shardwise.report.files import write_whole
+from shardwise.studio.columns import encode
+from shardwise.studio.data.registry import VIEWS, answer, parts
+from shardwise.studio.look import palette_json, theme_css
+
+STATIC = Path(__file__).parent / "static"
+TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+
+_ICON = (
+    "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'%3E%3Crect width='7' height='7' "
+    "rx='1.5' fill='%230072b2'/%3E%3Crect x='9' width='7' height='7' rx='1.5' fill='%23e69f00'/%3E%3Crect y='9' "
+    "width='7' height='7' rx='1.5' fill='%23009e73'/%3E%3Crect x='9' y='9' width='7' height='7' rx='1.5' "
+    "fill='%23cc79a7'/%3E%3C/svg%3E"
+)
+
+
+@cache
+def files() -> dict[str, bytes]:
+    """Path below static/ -> contents: all that can be asked for, so that no path leads out."""
+    found = {
+        path.relative_to(STATIC).as_posix(): path.read_bytes()
+        for path in sorted(STATIC.rglob("*"))
+        if path.suffix in TYPES
+    }
+    return found | {"theme.css": theme_css().encode()}
+
+
+def document() -> tuple[str, str]:
+    """(the served page, its Content-Security-Policy): nothing from elsewhere, no script but its own."""
+    modules = {_name(path): f"/static/{path}" for path in files() if path.endswith(".js")}
+    imports = json.dumps({"imports": modules})
+    style = "".join(f'<link rel="stylesheet" href="/static/{path}">' for path in _styles())
+    text = _html(style, imports, "", '<script type="module" src="/static/app.js"></script>')
+    digest = base64.b64encode(hashlib.sha256(imports.encode()).digest()).decode()
+    policy = (
+        f"default-src 'none'; script-src 'self' 'sha256-{digest}'; style-src 'self' 'unsafe-inline'; "
+        "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return text, policy
+
+
+def exported(view: str, runs: Path = Path("runs")) -> str:
+    """One file with everything inside, which shows `view`: collectives, or pipelines?ranks=8&micro=16.
+
+    Raises `UserError` for a view or a state that says nothing.
+    """
+    name, given = parse_view(view)
+    asked = {key: value for key, value in given.items() if not key.startswith("_")}
+    answers = {part: json.loads(encode(answer(part, asked, runs).to_json())) for part in parts(name)}
+    modules = {
+        _name(path): "data:text/javascript;base64," + base64.b64encode(content).decode()
+        for path, content in files().items()
+        if path.endswith(".js")
+    }
+    style = "".join(f"<style>{files()[path].decode()}</style>" for path in _styles())
+    policy = "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; img-src data:"
+    embedded = {"view": name, "given": given, "answers": answers}
+    head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+    state = f'<script type="application/json" id="embedded">{_inside(json.dumps(embedded))}</script>'
+    start = '<script type="module">import "studio/app";</script>'
+    return _html(head + style, json.dumps({"imports": modules}), state, start)
+
+
+def write_export(path: Path, view: str, runs: Path = Path("runs")) -> None:
+    """Write `exported`, whole or not at all. Raises `UserError` when the file cannot be written."""
+    write_whole(path, exported(view, runs))
+
+
+def parse_view(text: str) -> tuple[str, Mapping[str, str]]:
+    """(view, its words) of a view's text, as the page has it behind the #."""
+    name, _, words = text.strip().removeprefix("#").partition("?")
+    return name or next(iter(VIEWS)), dict(parse_qsl(words, keep_blank_values=True))
+
+
+def _styles() -> list[str]:
+    return ["theme.css", *(path for path in files() if path.endswith(".css") and path != "theme.css")]
+
+
+def _name(path: str) -> str:
+    """The word by which modules import each other, alike from a server and from inside one file."""
+    return "studio/" + path.removesuffix(".js")
+
+
+def _inside(text: str) -> str:
+    """JSON that cannot end the script element around it."""
+    return text.replace("<", "\\u003c")
+
+
+def _html(head: str, imports: str, state: str, start: str) -> str:
+    views = _inside(json.dumps([{"name": name, "title": title, "parts": parts(name)} for name, title in VIEWS.items()]))
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><title>shardwise studio</title>'
+        f'<link rel="icon" href="{_ICON}">{head}<script type="importmap">{imports}</script>'
+        f'<script type="application/json" id="palette">{_inside(palette_json())}</script>'
+        f'<script type="application/json" id="views">{views}</script>{state}{start}</head>'
+        "<body><noscript>The page needs JavaScript.</noscript></body></html>\n"
+    )

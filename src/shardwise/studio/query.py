@@ -1,0 +1,77 @@
+"""`Query`: the words of a URL as values, with defaults; what was asked for is remembered as the state of the view."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Collection, Mapping
+
+from shardwise.errors import UserError
+
+Value = str | int | float | bool
+
+
+class Query:
+    """Reads one parameter after the other. `state` then has all of them, defaults included, in that order."""
+
+    def __init__(self, given: Mapping[str, str]) -> None:
+        self._given = dict(given)
+        self.state: dict[str, Value] = {}
+
+    def text(self, name: str, default: str) -> str:
+        """Any text; empty means the default."""
+        return str(self._keep(name, self._given.get(name, "").strip() or default))
+
+    def word(self, name: str, default: str, choices: Collection[str]) -> str:
+        """One of the choices. Raises `UserError` with the nearest one."""
+        value = self.text(name, default)
+        if value not in choices:
+            near = difflib.get_close_matches(value, choices, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(choices)}"
+            raise UserError(f"{name}={value}: {hint}")
+        return value
+
+    def whole(self, name: str, default: int, least: int, most: int) -> int:
+        """A whole number from `least` to `most`. Raises `UserError`."""
+        text = self._given.get(name, "").strip()
+        try:
+            value = int(text) if text else default
+        except ValueError:
+            raise UserError(f"{name}={text}: give a whole number from {least} to {most}") from None
+        if not least <= value <= most:
+            raise UserError(f"{name}={value}: give a whole number from {least} to {most}")
+        self._keep(name, value)
+        return value
+
+    def number(self, name: str, default: float, least: float, most: float) -> float:
+        """A number from `least` to `most`. Raises `UserError`."""
+        text = self._given.get(name, "").strip()
+        try:
+            value = float(text) if text else default
+        except ValueError:
+            value = math.nan
+        if not least <= value <= most:
+            raise UserError(f"{name}={text}: give a number from {least:g} to {most:g}")
+        self._keep(name, value)
+        return value
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """1 or 0, true or false. Raises `UserError`."""
+        text = self._given.get(name, "").strip().lower()
+        if text not in ("", "0", "1", "true", "false"):
+            raise UserError(f"{name}={text}: give 1 or 0")
+        value = text in ("1", "true") if text else default
+        self._keep(name, value)
+        return value
+
+    def done(self) -> None:
+        """Raises `UserError` for a parameter that nothing asked for."""
+        unknown = [name for name in self._given if name not in self.state]
+        if unknown:
+            near = difflib.get_close_matches(unknown[0], self.state, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(self.state)}"
+            raise UserError(f"this view has no {unknown[0]!r}; {hint}")
+
+    def _keep(self, name: str, value: Value) -> Value:
+        self.state[name] = value
+        return value

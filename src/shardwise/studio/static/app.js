@@ -1,0 +1,159 @@
+// The page: views, the address, light and dark, words explained. Everything shown is what the server computed.
+
+import { h, unique } from "studio/lib/dom";
+import { inside, load } from "studio/lib/data";
+import { glossary } from "studio/lib/glossary";
+import { asked, parse, text } from "studio/lib/state";
+import { choose, chosen, restore } from "studio/lib/theme";
+
+const MODULES = {};
+const VIEWS = JSON.parse(document.getElementById("views").textContent);
+
+restore();
+const main = h("main", { id: "main", tabindex: -1 });
+const message = h("p", { class: "error", role: "alert", hidden: true });
+const links = Object.fromEntries(VIEWS.map(({ name, title }) => [name, h("a", { href: `#${name}` }, title)]));
+document.body.append(h("a", { class: "skip", href: "#main", onclick: (event) => { event.preventDefault(); main.focus(); } }, "Skip to the view"),
+  header(), message, main, footer());
+
+let page = null;
+addEventListener("hashchange", open);
+open();
+
+function open() {
+  const { view, given } = inside && !location.hash ? inside : parse(location.hash || `#${VIEWS[0].name}`);
+  if (!VIEWS.some((each) => each.name === view)) {
+    fail(`There is no view ${view}; choose one above.`);
+    ready();
+    return;
+  }
+  if (page?.view === view) page.follow(given);
+  else {
+    page?.close();
+    page = makePage(view, given);
+    page.fetch();
+  }
+}
+
+/** What a view is given to work with: its state, what changes it, and what must be tidied up when it closes. */
+function makePage(view, given) {
+  const { title, parts } = VIEWS.find((each) => each.name === view), tidy = [], onLocal = [], answers = {};
+  const self = { view, answers, set, setLocal, local, follow, close, fetch: fetchAll, cleanup: (f) => tidy.push(f),
+    onLocal: (f) => onLocal.push(f), refuse: fail, pending: false };
+  let mounted = null, timer = 0, abort = null, closed = false;
+
+  document.title = `${title} · shardwise studio`;
+  for (const [name, link] of Object.entries(links)) {
+    if (name === view) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  }
+  main.replaceChildren(h("p", { class: "loading" }, "Computing…"));
+
+  function set(changes, soon = false) {
+    given = { ...given };
+    for (const [name, value] of Object.entries(changes)) given[name] = String(value);
+    for (const name of MODULES[view]?.forgets?.(changes) ?? []) if (!(name in changes)) delete given[name];
+    remember();
+    self.pending = true;
+    clearTimeout(timer);
+    busy();
+    timer = setTimeout(fetchAll, soon ? 90 : 0);
+  }
+
+  function setLocal(changes) {
+    given = { ...given };
+    for (const [name, value] of Object.entries(changes)) {
+      if (value === "" || value === null) delete given[name];
+      else given[name] = String(value);
+    }
+    remember();
+    onLocal.forEach((f) => f());
+  }
+
+  function local(name, otherwise) {
+    return given[name] ?? otherwise;
+  }
+
+  function remember() {
+    history.replaceState(null, "", text(view, given));
+  }
+
+  function follow(wanted) {
+    const same = JSON.stringify(asked(wanted)) === JSON.stringify(asked(given));
+    given = wanted;
+    onLocal.forEach((f) => f());
+    if (!same) fetchAll();
+  }
+
+  async function fetchAll() {
+    abort?.abort();
+    abort = new AbortController();
+    const signal = abort.signal, words = asked(given);
+    busy();
+    try {
+      MODULES[view] ??= await import(`studio/views/${view}`);
+      for (const part of parts) {
+        const answer = await load(part, words, signal);
+        if (closed || signal.aborted) return;
+        answers[part] = answer;
+        message.hidden = true;
+        if (!mounted) {
+          main.replaceChildren(h("div", { class: "intro" }, h("h1", {}, title), h("p", {}, MODULES[view].lead)));
+          mounted = MODULES[view].mount(main, self);
+          if (inside) main.querySelectorAll("fieldset.panel").forEach((each) => { each.disabled = true; });
+        }
+        mounted.show(answer, part);
+      }
+      self.pending = false;
+      ready();
+    } catch (error) {
+      if (error.name === "AbortError" || closed) return;
+      self.pending = false;
+      fail(error.message);
+      if (!mounted) main.replaceChildren(h("p", {}, h("a", { href: `#${view}`, onclick: () => { page = null; } }, "Start this view anew")));
+      ready();
+    }
+  }
+
+  function close() {
+    closed = true;
+    abort?.abort();
+    clearTimeout(timer);
+    tidy.forEach((f) => f());
+  }
+
+  return self;
+}
+
+function busy() {
+  delete document.body.dataset.ready;
+}
+
+/** Two frames later everything is painted: tests wait for it. */
+function ready() {
+  requestAnimationFrame(() => requestAnimationFrame(() => { document.body.dataset.ready = location.hash || "#"; }));
+}
+
+function fail(line) {
+  message.textContent = line;
+  message.hidden = !line;
+}
+
+function header() {
+  const id = unique("theme");
+  const theme = h("select", { id, onchange: () => choose(theme.value) },
+    ["system", "light", "dark"].map((each) => h("option", { value: each }, each)));
+  theme.value = chosen();
+  return h("header", {},
+    h("div", { class: "bar" },
+      h("p", { class: "name" }, "shardwise ", h("span", {}, "studio")),
+      h("nav", { "aria-label": "Views" }, inside ? links[inside.view] : Object.values(links)),
+      h("div", { class: "tools" }, glossary(), h("label", { for: id, class: "unseen" }, "Colours"), theme)));
+}
+
+function footer() {
+  const line = inside
+    ? "Written by shardwise studio --export: one state, with everything in this file. Run shardwise studio to change it."
+    : "Computed on this machine when it is shown. The address holds the state: copy it to share a view.";
+  return h("footer", {}, h("p", {}, line));
+}

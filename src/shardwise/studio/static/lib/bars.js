@@ -1,0 +1,78 @@
+// Stacked horizontal bars on one scale, with a limit; told apart by colour, hatch and letter.
+
+import { axes, line, scale } from "studio/lib/axes";
+import { mark, shown } from "studio/lib/format";
+import { colours, hatched, inkOn, kinds, numbered } from "studio/lib/theme";
+
+export const ROW = 34;
+
+/** rows: [{label, detail, parts: [[kind or number, value]], total, bad}]; limit: a dashed line; unit: of all values. */
+export function bars(context, width, rows, { unit, limit = null, limitName = "", left = 150, cut = 4 }) {
+  const theme = colours(), start = Math.min(left, width * 0.4), end = width - 92, top = 20, bottom = top + rows.length * ROW;
+  const most = Math.max(...rows.map((row) => Math.max(row.total, sum(row.parts))), 1e-30);
+  const high = limit ? Math.min(Math.max(most, limit) * 1.03, limit * cut) : most * 1.03;
+  const x = scale(0, high, start, end);
+  axes(context, theme, { left: start, right: end, top, bottom }, x, scale(0, 1, bottom, bottom), { xUnit: unit, yMarks: [] });
+  rows.forEach((row, r) => {
+    const y = top + r * ROW;
+    context.fillStyle = theme.ink;
+    context.textAlign = "right";
+    context.fillText(clip(context, row.label, start - 12), start - 10, y + (row.detail ? 10 : 16));
+    if (row.detail) {
+      context.fillStyle = theme.muted;
+      context.fillText(clip(context, row.detail, start - 12), start - 10, y + 24);
+    }
+    let at = start;
+    for (const [kind, value] of row.parts) {
+      const next = Math.min(end, at + (x(value) - start));
+      if (next - at > 0.4) part(context, theme, kind, at, y + 5, next - at, ROW - 12);
+      at = next;
+    }
+    context.textAlign = "left";
+    context.fillStyle = row.bad ? theme.bad : theme.ink;
+    context.fillText(`${shown(row.total, unit)}${row.bad ? " ✗" : row.good ? " ✓" : ""}`, end + 8, y + 16);
+  });
+  if (limit && limit <= high) {
+    context.strokeStyle = theme.bad;
+    context.lineWidth = 1.8;
+    context.setLineDash([5, 3]);
+    line(context, x(limit), top - 4, x(limit), bottom);
+    context.setLineDash([]);
+    context.lineWidth = 1;
+    context.fillStyle = theme.bad;
+    context.textAlign = x(limit) > (start + end) / 2 ? "right" : "left";
+    context.fillText(`${limitName} ${mark(limit, unit)}`, x(limit) + (context.textAlign === "right" ? -6 : 6), 9);
+  }
+}
+
+export function barsHeight(rows) {
+  return 20 + rows * ROW + 26;
+}
+
+function part(context, theme, kind, x, y, w, h) {
+  const named = typeof kind === "string";
+  context.fillStyle = named ? hatched(context, kind) : numbered(kind);
+  context.fillRect(x, y, w, h);
+  context.fillStyle = theme.surface;
+  context.fillRect(x + w - 1, y, 1, h);
+  const letter = named ? kinds[kind].letter : String.fromCharCode(97 + kind);
+  if (w < 14) return;
+  context.fillStyle = named ? inkOn(kind) : "#ffffff";
+  context.textAlign = "center";
+  if (!named) {
+    context.fillStyle = "rgba(0,0,0,.45)";
+    context.fillRect(x + w / 2 - 7, y + h / 2 - 8, 14, 16);
+    context.fillStyle = "#ffffff";
+  }
+  context.fillText(letter, x + w / 2, y + h / 2 + 0.5);
+}
+
+function clip(context, text, width) {
+  let short = text;
+  while (short.length > 3 && context.measureText(short).width > width) short = `${short.slice(0, -2)}…`;
+  return short;
+}
+
+function sum(parts) {
+  return parts.reduce((all, [, value]) => all + value, 0);
+}

@@ -1,0 +1,86 @@
+// Inputs of a view. Each shows the state's value, and sets it; the words are those of the URL.
+
+import { h, unique } from "studio/lib/dom";
+
+/** A list to choose from; `labels` gives words for values. */
+export function select(page, name, label, { choices = null, labels = {}, help = "" } = {}) {
+  const id = unique(name), input = h("select", { id, onchange: () => page.set({ [name]: input.value }) });
+  let listed = "";
+  return control(id, label, help, input, (data) => {
+    const values = choices ?? data.choices[name] ?? [], value = String(data.state[name]);
+    const all = values.map(String).includes(value) ? values : [value, ...values];
+    if (listed !== all.join("\n")) {
+      input.replaceChildren(...all.map((each) => h("option", { value: each }, labels[each] ?? String(each))));
+      listed = all.join("\n");
+    }
+    input.value = value;
+  });
+}
+
+/** Text with suggestions. */
+export function text(page, name, label, { help = "", size = 14 } = {}) {
+  const id = unique(name), list = h("datalist", { id: `${id}-list` });
+  const input = h("input", { id, type: "text", size, list: `${id}-list`, autocomplete: "off", spellcheck: "false",
+    onchange: () => page.set({ [name]: input.value }) });
+  return control(id, label, help, h("span", { class: "field" }, input, list), (data) => {
+    const values = data.choices[name] ?? [];
+    list.replaceChildren(...values.map((each) => h("option", { value: each })));
+    if (document.activeElement !== input || input.value === "") input.value = String(data.state[name]);
+  });
+}
+
+/** A slider over `values`, a list, or from `least` to `most`; `words(value)` is written beside it. */
+export function slider(page, name, label, { least = 0, most = 10, step = 1, values = null, words = String, help = "" } = {}) {
+  const id = unique(name), output = h("output", { for: id });
+  const at = (value) => (values ? nearest(values, value) : value);
+  const of = (position) => (values ? values[position] : Number(position));
+  const input = h("input", { id, type: "range", min: values ? 0 : least, max: values ? values.length - 1 : most,
+    step: values ? 1 : step, oninput: () => {
+      tell(of(input.value));
+      page.set({ [name]: of(input.value) }, true);
+    } });
+  const tell = (value) => {
+    output.textContent = words(value);
+    input.setAttribute("aria-valuetext", words(value));
+  };
+  return control(id, label, help, h("span", { class: "slide" }, input, output), (data) => {
+    if (document.activeElement !== input || !page.pending) input.value = at(data.state[name]);
+    tell(data.state[name]);
+  });
+}
+
+/** A whole or broken number. */
+export function number(page, name, label, { least = 0, most = 1e9, step = 1, help = "" } = {}) {
+  const id = unique(name);
+  const input = h("input", { id, type: "number", min: least, max: most, step, inputmode: "numeric",
+    onchange: () => page.set({ [name]: input.value }) });
+  return control(id, label, help, input, (data) => {
+    if (document.activeElement !== input || !page.pending) input.value = data.state[name];
+  });
+}
+
+/** A switch. */
+export function check(page, name, label, { help = "" } = {}) {
+  const id = unique(name), input = h("input", { id, type: "checkbox", onchange: () => page.set({ [name]: input.checked ? 1 : 0 }) });
+  const made = control(id, label, help, input, (data) => { input.checked = Boolean(data.state[name]); });
+  made.node.classList.add("check");
+  return made;
+}
+
+/** Controls in a row; `show` passes an answer on to all of them. */
+export function panel(title, ...controls) {
+  const node = h("fieldset", { class: "panel" }, h("legend", {}, title), controls.map((each) => each.node));
+  return { node, show: (data) => controls.forEach((each) => each.show(data)) };
+}
+
+function control(id, label, help, input, show) {
+  const node = h("div", { class: "control", dataset: { control: id.replace(/-\d+$/, "") } },
+    h("label", { for: id, title: help || null }, label), input);
+  return { node, show };
+}
+
+function nearest(values, wanted) {
+  let best = 0;
+  values.forEach((value, i) => { if (Math.abs(value - wanted) < Math.abs(values[best] - wanted)) best = i; });
+  return best;
+}

@@ -1,0 +1,37 @@
+// The words of the page, each in a sentence.
+
+import { h, unique } from "studio/lib/dom";
+
+const WORDS = {
+  "activation": "What a layer's forward pass computes; some of it is kept until the backward pass needs it.",
+  "all-reduce": "Every rank gets the sum of all ranks' data. An all-gather gives everyone every piece; a reduce-scatter gives everyone one piece of the sum.",
+  "backward (B), input gradient (I), weight gradient (W)": "The pass that computes gradients: I for the layer before, W for the layer's own weights; B does both at once.",
+  "bubble": "Time in which a rank of a pipeline has nothing to do.",
+  "chunk": "A piece of a tensor that travels as one.",
+  "collective": "An operation that all ranks of a group take part in.",
+  "dp, tp, pp, cp": "Degrees of data, tensor, pipeline and context parallelism: copies of the model, slices of each matrix, groups of layers, slices of each sequence.",
+  "forward (F)": "The pass that computes the model's answer.",
+  "latency (α) and bandwidth (1/β)": "What a message takes however small it is, and how many bytes a second follow. γ is the time for adding one byte.",
+  "layout": "How a model is split over devices.",
+  "ledger": "The list of all collectives of one step with their sizes.",
+  "lower bound": "Time below which no algorithm can be.",
+  "MFU": "Model FLOPs utilisation: the arithmetic that the model needs, over what the devices could do in that time.",
+  "micro-batch": "The part of a batch that goes through the model at one time.",
+  "offload": "Keeping optimizer state in the host's memory instead of the device's.",
+  "optimizer state": "What the optimizer keeps for each weight; for Adam two averages, and with bf16 weights a copy in fp32.",
+  "rank": "One process with one device.",
+  "recompute": "Computing activations again in the backward pass instead of keeping them.",
+  "sp": "Sequence parallel: the parts of a layer that tensor parallelism leaves whole are split by tokens.",
+  "step": "One update of the weights from one batch.",
+  "ZeRO stage (zero)": "What data-parallel ranks do not keep twice: from 1 optimizer state, from 2 gradients, from 3 weights.",
+};
+
+/** A button that opens the list. */
+export function glossary() {
+  const id = unique("glossary");
+  const list = h("dl", {}, Object.entries(WORDS).flatMap(([word, says]) => [h("dt", {}, word), h("dd", {}, says)]));
+  const dialog = h("dialog", { id, "aria-label": "Words" }, h("h2", {}, "Words"), list,
+    h("form", { method: "dialog" }, h("button", { class: "primary" }, "Close")));
+  document.body.append(dialog);
+  return h("button", { type: "button", class: "quiet", "aria-haspopup": "dialog", onclick: () => dialog.showModal() }, "Words");
+}

@@ -1,0 +1,75 @@
+// Play, pause, step and scrub through frames. With reduced motion nothing plays by itself: Play goes one step.
+
+import { h, still, unique } from "studio/lib/dom";
+
+/** onFrame(position): a number from 0 to frames - 1, broken while a step is under way. name: its word in the URL. */
+export function player(page, { name, label, onFrame, seconds = 1.1 }) {
+  const id = unique("scrub");
+  const play = h("button", { type: "button", class: "primary", onclick: toggle }, "Play");
+  const back = h("button", { type: "button", "aria-label": "One step back", onclick: () => go(Math.ceil(at) - 1) }, "◂");
+  const forth = h("button", { type: "button", "aria-label": "One step on", onclick: () => go(Math.floor(at) + 1) }, "▸");
+  const scrub = h("input", { id, type: "range", min: 0, max: 0, step: 1, "aria-label": label, oninput: () => go(Number(scrub.value)) });
+  const place = h("output", { for: id });
+  const sentence = h("p", { class: "sentence", "aria-live": "polite" });
+  const node = h("div", { class: "player" }, h("div", { class: "row" }, back, play, forth, scrub, place), sentence);
+  let sentences = [], at = 0, running = false, before = 0, frame = 0;
+
+  function show(lines, position) {
+    sentences = lines;
+    scrub.max = lines.length - 1;
+    at = Math.min(Math.max(0, position), lines.length - 1);
+    tell();
+  }
+
+  function tell() {
+    const whole = Math.round(at);
+    scrub.value = whole;
+    place.textContent = `${whole} of ${sentences.length - 1}`;
+    scrub.setAttribute("aria-valuetext", `step ${place.textContent}`);
+    const line = sentences[Math.ceil(at)] ?? "";
+    if (sentence.textContent !== line) sentence.textContent = line;
+    play.textContent = running ? "Pause" : still() ? "Next step" : at >= sentences.length - 1 ? "Play again" : "Play";
+    back.disabled = at <= 0;
+    forth.disabled = at >= sentences.length - 1;
+    onFrame(at);
+  }
+
+  function go(position) {
+    stop();
+    at = Math.min(Math.max(0, position), sentences.length - 1);
+    tell();
+    page.setLocal({ [name]: at });
+  }
+
+  function toggle() {
+    if (running) return go(Math.round(at));
+    if (still()) return go(at >= sentences.length - 1 ? 0 : Math.floor(at) + 1);
+    start();
+  }
+
+  function start() {
+    if (at >= sentences.length - 1) at = 0;
+    running = true;
+    before = performance.now();
+    frame = requestAnimationFrame(turn);
+    tell();
+  }
+
+  function turn(now) {
+    // A tab that was hidden must not jump to the end.
+    const passed = Math.min(0.1, (now - before) / 1000);
+    before = now;
+    at = Math.min(sentences.length - 1, at + passed / seconds);
+    if (at >= sentences.length - 1) return go(sentences.length - 1);
+    tell();
+    frame = requestAnimationFrame(turn);
+  }
+
+  function stop() {
+    running = false;
+    cancelAnimationFrame(frame);
+  }
+
+  page.cleanup(stop);
+  return { node, show, go, start, get running() { return running; } };
+}

@@ -1,0 +1,127 @@
+// Memory: what lies on each device and whether it fits; what else would fit; a step's moments.
+
+import { axes, halo, line, scale } from "studio/lib/axes";
+import { bars, barsHeight } from "studio/lib/bars";
+import { check, number, panel, select, slider, text } from "studio/lib/controls";
+import { h } from "studio/lib/dom";
+import { figure } from "studio/lib/figure";
+import { bytes, count, mark } from "studio/lib/format";
+import { swatches } from "studio/lib/legend";
+import { colours, hatched, kinds } from "studio/lib/theme";
+import { tip } from "studio/lib/tip";
+import { fact } from "studio/views/collectives";
+
+export const lead = "What a training step keeps on every device, by class, against what the device has. Change the split and see what fits.";
+
+/** Unless it is set itself, dp fills the devices again. */
+export const forgets = (changes) => (["tp", "pp", "cp", "cluster"].some((name) => name in changes) ? ["dp", "place"] : []);
+
+const DEGREES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024];
+const ZERO = { 0: "0: everything whole", 1: "1: optimizer state split", 2: "2: gradients, too", 3: "3: weights, too" };
+const SEQS = [512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072];
+const MOMENT_KINDS = { "parameters": "parameters", "optimizer state": "optimizer", "gradients": "gradients", "communication buffers": "comm", "activations and the rest": "saved" };
+
+export function mount(root, page) {
+  const degree = (name, label, most = 1024) => slider(page, name, label, { values: DEGREES.filter((n) => n <= most) });
+  const controls = [
+    panel("Model and devices", text(page, "model", "Model", { size: 16 }), text(page, "cluster", "Cluster"),
+      slider(page, "seq", "Tokens a sequence", { values: SEQS, words: (n) => Number(n).toLocaleString("en-US") }),
+      slider(page, "batch", "Sequences a step", { values: [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024] })),
+    panel("How it is split", degree("dp", "Data (dp)"), degree("tp", "Tensor (tp)", 16), degree("pp", "Pipeline (pp)", 32), degree("cp", "Context (cp)", 32),
+      select(page, "zero", "ZeRO stage", { choices: [0, 1, 2, 3], labels: ZERO }), check(page, "sp", "Sequence parallel (sp)")),
+    panel("What is kept", number(page, "micro", "Sequences a micro-batch", { least: 1, most: 1024 }), select(page, "recompute", "Recompute"),
+      select(page, "offload", "Offload optimizer"), select(page, "precision", "Precision"), select(page, "grads", "Gradients"), select(page, "attention", "Attention"),
+      select(page, "schedule", "Pipeline schedule"), number(page, "virtual", "Chunks a rank", { least: 1, most: 16 }), number(page, "place", "Stage shown below", { least: 0, most: 63 })),
+  ];
+  let data = null;
+  const rows = () => (data ? data.tables.devices.columns.devices.length : 1);
+  const facts = h("dl", { class: "facts" }), keys = h("ul", { class: "legend" }), notes = h("ul", { class: "notes" });
+  const devices = figure(page, { name: "devices", title: "On each device", above: [facts], extras: [keys, notes], height: () => barsHeight(rows()),
+    draw: (context, width) => data && drawDevices(context, width, data) });
+  const fits = figure(page, { name: "fits", title: "What would fit", height: 190, lead: "The fullest device, with other ZeRO stages and ways to recompute. Choose one to take it.", above: [],
+    draw: null });
+  const grid = h("div", { class: "grid" });
+  fits.holder.before(grid);
+  const momentKeys = h("ul", { class: "legend" }, swatches(Object.values(MOMENT_KINDS)));
+  const moments = figure(page, { name: "moments", title: "Through a step", height: 280, extras: [momentKeys],
+    draw: (context, width, height) => data && drawMoments(context, width, height, data) });
+  tip(page, moments.canvas, (px) => {
+    if (!data) return "";
+    const { columns } = data.tables.moments, n = columns.moment.length, i = Math.floor((px - 64) / (moments.canvas.clientWidth - 64 - 16) * n);
+    return i >= 0 && i < n ? `${columns.moment[i]}\n${bytes(columns.together[i])}` : "";
+  });
+  root.append(h("div", { class: "panels" }, controls.map((each) => each.node)), devices.node, fits.node, moments.node);
+
+  function show(answer) {
+    data = answer;
+    controls.forEach((each) => each.show(answer));
+    const { columns } = answer.tables.devices, { capacity } = answer.more, peak = Math.max(...columns.peak);
+    facts.replaceChildren(
+      fact("The fullest device", bytes(peak), capacity ? (peak <= capacity ? `✓ fits in ${bytes(capacity)}` : `✗ ${bytes(peak - capacity)} too much for ${bytes(capacity)}`) : "capacity not known"),
+      fact("Layout", answer.more.layout, `${answer.more.ranks} devices, ${answer.more.micro_batches} micro-batch${answer.more.micro_batches === 1 ? "" : "es"} each`),
+      fact("Parameters", count(answer.more.parameters), "16 or 18 bytes each with gradients and optimizer, before anything is split"));
+    keys.replaceChildren(...swatches(answer.more.classes));
+    notes.replaceChildren(...answer.more.notes.map((line) => h("li", {}, line)));
+    devices.show(answer);
+    devices.describe(columns.devices.map((name, i) => `${name}: ${bytes(columns.peak[i])}`).join("; "));
+    showGrid(answer);
+    fits.show(answer);
+    moments.note.textContent = answer.state.place || answer.more.places > 1 ? `Stage ${answer.state.place} of ${answer.more.places} of the pipeline, one computation after the other.` : "One micro-batch's forward and backward, then the next one's, and the optimizer.";
+    moments.show(answer);
+    moments.describe(`Bytes held at ${answer.tables.moments.columns.moment.length} moments of a step; the most is ${bytes(Math.max(...answer.tables.moments.columns.together))}.`);
+  }
+
+  function showGrid(answer) {
+    const { columns } = answer.tables.fits, focused = document.activeElement?.dataset?.fit;
+    grid.replaceChildren(h("span", {}), ...[0, 1, 2, 3].map((zero) => h("span", { class: "muted" }, `ZeRO ${zero}`)),
+      ...["none", "selective", "full"].flatMap((recompute) => [h("span", { class: "muted" }, `recompute ${recompute}`),
+        ...columns.zero.map((zero, i) => [zero, i]).filter(([, i]) => columns.recompute[i] === recompute).map(([zero, i]) => {
+          const ok = columns.fits[i], now = Number(answer.state.zero) === zero && answer.state.recompute === recompute;
+          return h("button", { type: "button", class: now ? "cell now" : "cell", title: columns["why not"][i] || null, disabled: columns.peak[i] === null,
+            "aria-pressed": String(now), dataset: { fit: `${zero} ${recompute}` }, onclick: () => page.set({ zero, recompute }) },
+          columns.peak[i] === null ? "not legal" : [h("span", { class: ok ? "good" : "bad" }, ok ? "✓ " : "✗ "), bytes(columns.peak[i])]);
+        })]));
+    if (focused) grid.querySelector(`[data-fit="${focused}"]`)?.focus();
+  }
+
+  return { show };
+}
+
+function drawDevices(context, width, data) {
+  const { columns } = data.tables.devices;
+  const rows = columns.devices.map((name, i) => ({
+    label: name, detail: columns.role[i] === name || columns.role[i] === "all" ? "" : columns.role[i], total: columns.peak[i], bad: columns.fits[i] === false, good: columns.fits[i] === true,
+    parts: data.more.classes.map((each) => [each, columns[kinds[each].label][i]]),
+  }));
+  bars(context, width, rows, { unit: "bytes", limit: data.more.capacity, limitName: "device", left: 130 });
+}
+
+function drawMoments(context, width, height, data) {
+  const theme = colours(), { columns } = data.tables.moments, n = columns.moment.length, { capacity } = data.more;
+  const box = { left: 64, right: width - 16, top: 22, bottom: height - 40 };
+  const most = Math.max(...columns.together), high = capacity && capacity < 3 * most ? Math.max(most, capacity) * 1.08 : most * 1.08;
+  const y = scale(0, high, box.bottom, box.top), wide = (box.right - box.left) / n;
+  axes(context, theme, box, scale(0, n, box.left, box.right), y, { yUnit: "bytes", yName: "held", xMarks: [], xName: "moments of a step" });
+  const base = new Float64Array(n);
+  for (const [name, kind] of Object.entries(MOMENT_KINDS)) {
+    context.fillStyle = hatched(context, kind);
+    context.beginPath();
+    for (let i = 0; i < n; i++) {
+      const value = columns[name][i], top = y(base[i] + value);
+      context.rect(box.left + i * wide, top, wide + 0.35, y(base[i]) - top);
+      base[i] += value;
+    }
+    context.fill();
+  }
+  if (capacity && capacity < high) {
+    context.strokeStyle = theme.bad;
+    context.lineWidth = 1.8;
+    context.setLineDash([5, 3]);
+    line(context, box.left, y(capacity), box.right, y(capacity));
+    context.setLineDash([]);
+    context.lineWidth = 1;
+    context.fillStyle = theme.bad;
+    context.textAlign = "right";
+    halo(context, theme, `device ${mark(capacity, "bytes")}`, box.right, y(capacity) - 10);
+  }
+}

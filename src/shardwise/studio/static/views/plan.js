@@ -1,0 +1,190 @@
+// Plan: the ranked layouts, what the best one spends its time on, what another choice costs, and how far to trust it.
+
+import { axes, line, scale } from "studio/lib/axes";
+import { bars, barsHeight } from "studio/lib/bars";
+import { panel, select, slider, text } from "studio/lib/controls";
+import { h } from "studio/lib/dom";
+import { figure } from "studio/lib/figure";
+import { bytes, count, seconds, share } from "studio/lib/format";
+import { style } from "studio/lib/lines";
+import { colours, numbered } from "studio/lib/theme";
+import { tip } from "studio/lib/tip";
+import { fact } from "studio/views/collectives";
+
+export const lead = "Every legal way to split a model over a cluster is held against memory and priced. This is the best one, and why not another.";
+
+const SEQS = [512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072];
+const BY = { throughput: "the fastest step", memory: "the fewest bytes", cost: "the fewest device-seconds", pareto: "time against memory" };
+
+export function mount(root, page) {
+  const controls = [
+    panel("What is asked", text(page, "model", "Model", { size: 16 }), text(page, "cluster", "Cluster"),
+      slider(page, "seq", "Tokens a sequence", { values: SEQS, words: (n) => Number(n).toLocaleString("en-US") }),
+      slider(page, "batch", "Sequences a step", { values: [8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096] }),
+      select(page, "by", "Best is", { labels: BY }), text(page, "fix", "The layout must have", { help: "such as tp=8,zero=1", size: 14 })),
+  ];
+  let data = null, scored = null;
+  const facts = h("dl", { class: "facts" }), binds = h("p", { class: "muted" });
+  const ranked = figure(page, { name: "ranked", title: "The best layouts", above: [facts], extras: [binds], height: () => barsHeight(data ? data.tables.ranked.columns.place.length : 1),
+    draw: (context, width) => data && drawRanked(context, width, data) });
+  const keys = h("ul", { class: "legend" });
+  const parts = figure(page, { name: "parts", title: "Where a step's time goes", extras: [keys], height: () => barsHeight(data ? data.tables.parts.columns.layout.length : 1),
+    draw: (context, width) => data && drawParts(context, width, data) });
+  const others = h("div", { class: "others" });
+  const alternatives = figure(page, { name: "alternatives", title: "Change one thing", lead: "What each other choice costs a step, everything else chosen anew. Take one to plan with it." });
+  alternatives.holder.before(others);
+  const dots = h("ul", { class: "legend" });
+  const scoreboard = figure(page, { name: "scoreboard", title: "How far to trust it", extras: [dots], height: (width) => Math.min(460, Math.max(300, width * 0.6)),
+    lead: "Published runs that others measured, against what shardwise predicts for them. Nothing is left out.",
+    draw: (context, width, height) => scored && drawScores(context, width, height, scored) });
+  const sources = figure(page, { name: "sources", title: "By source" });
+  tip(page, scoreboard.canvas, (x, y) => (scored ? nearest(scored, scoreboard.canvas, x, y) : ""));
+  root.append(h("div", { class: "panels" }, controls.map((each) => each.node)), ranked.node, parts.node, alternatives.node,
+    h("div", { class: "columns" }, scoreboard.node, sources.node));
+
+  function show(answer, part) {
+    if (part !== "plan") {
+      scored = answer;
+      scoreboard.show(answer);
+      sources.show(answer);
+      showSources(answer);
+      scoreboard.describe(`Scatter plot of ${answer.tables.scoreboard.columns.run.length} published runs: predicted against measured time.`);
+      return;
+    }
+    data = answer;
+    controls.forEach((each) => each.show(answer));
+    const { more } = answer;
+    facts.replaceChildren(
+      fact("Best", more.best, `${more.considered.toLocaleString("en-US")} legal layouts, ${more.fitting.toLocaleString("en-US")} fit`),
+      fact("Step", seconds(more.seconds), `80% range ${seconds(more.range[0])} to ${seconds(more.range[1])}`),
+      fact("Tokens a second", count(more.tokens), "all devices together"),
+      fact("MFU", share(more.mfu), "of the devices' peak arithmetic"),
+      fact("Memory", bytes(more.nbytes), `of ${bytes(more.usable)} usable a device`));
+    binds.textContent = more.memory_binds;
+    ranked.show(answer);
+    ranked.describe(`The best: ${more.best}, ${seconds(more.seconds)} a step.`);
+    parts.show(answer);
+    parts.describe(`Stacked bars of the parts of a step for the ${answer.tables.parts.columns.layout.length} best layouts.`);
+    keys.replaceChildren(...partNames(answer).map((name, n) => h("li", {}, h("span", { class: "swatch", style: `background:${numbered(n)};color:#fff`, "aria-hidden": "true" }, h("span", { class: "plate" }, String.fromCharCode(97 + n))), name)));
+    alternatives.show(answer);
+    others.replaceChildren(...answer.tables.alternatives.columns.instead.map((fix, i) => other(answer, fix, i)));
+  }
+
+  function other(answer, fix, i) {
+    const { columns } = answer.tables.alternatives, costs = columns.costs[i];
+    const key = fix.split("=")[0], kept = String(answer.state.fix).split(",").filter((word) => word && word.split("=")[0] !== key);
+    return h("div", { class: "other" }, h("button", { type: "button", "aria-label": `Plan with ${fix}`, onclick: () => page.set({ fix: [...kept, fix].join(",") }) }, fix),
+      h("span", { class: costs === null ? "bad" : "" }, costs === null ? "does not fit" : costs <= 0 ? "as fast" : `+${seconds(costs)} (+${share(columns["slower by"][i])})`),
+      h("span", { class: "muted" }, columns.because[i]));
+  }
+
+  function showSources(answer) {
+    const names = answer.tables.sources.columns.source;
+    dots.replaceChildren(...names.map((name, n) => h("li", {}, h("span", { class: "key", style: `border-color:${style(n).colour}`, "aria-hidden": "true" }, style(n).letter), name)));
+    if (page.local("_tables", null) === null) page.setLocal({ _tables: "sources" });
+  }
+
+  return { show };
+}
+
+function partNames(data) {
+  return Object.keys(data.tables.parts.columns).filter((name) => name !== "layout");
+}
+
+function drawRanked(context, width, data) {
+  const { columns } = data.tables.ranked, theme = colours();
+  const start = Math.min(450, width * 0.4), end = width - 92, top = 20, row = 34, bottom = top + columns.place.length * row;
+  const x = scale(Math.min(...columns["80% from"]) * 0.97, Math.max(...columns.to) * 1.02, start, end);
+  axes(context, theme, { left: start, right: end, top, bottom }, x, scale(0, 1, bottom, bottom), { xUnit: "seconds", yMarks: [] });
+  columns.layout.forEach((layout, i) => {
+    const y = top + i * row + 15;
+    context.fillStyle = theme.ink;
+    context.textAlign = "right";
+    context.fillText(fitted(context, `${columns.place[i]}. ${layout}`, start - 14), start - 10, y);
+    context.strokeStyle = theme.muted;
+    context.lineWidth = 2;
+    line(context, x(columns["80% from"][i]), y, x(columns.to[i]), y);
+    for (const at of [columns["80% from"][i], columns.to[i]]) line(context, x(at), y - 5, x(at), y + 5);
+    context.lineWidth = 1;
+    context.fillStyle = i ? numbered(0) : theme.good;
+    context.beginPath();
+    context.arc(x(columns.step[i]), y, i ? 5 : 7, 0, 7);
+    context.fill();
+    context.fillStyle = theme.ink;
+    context.textAlign = "left";
+    context.fillText(seconds(columns.step[i]), end + 10, y);
+  });
+}
+
+function fitted(context, words, width) {
+  let short = words;
+  while (short.length > 4 && context.measureText(short).width > width) short = `${short.slice(0, -2)}…`;
+  return short;
+}
+
+function drawParts(context, width, data) {
+  const { columns } = data.tables.parts, names = partNames(data);
+  const rows = columns.layout.map((layout, i) => {
+    const pieces = names.map((name, n) => [n, columns[name][i]]);
+    return { label: layout, total: pieces.reduce((all, [, value]) => all + value, 0), parts: pieces };
+  });
+  bars(context, width, rows, { unit: "seconds", left: 450 });
+}
+
+function places(data, width, height) {
+  const { columns } = data.tables.scoreboard, all = [...columns.measured, ...columns.predicted];
+  const low = Math.min(...all) * 0.8, high = Math.max(...all) * 1.25;
+  const box = { left: 64, right: width - 16, top: 24, bottom: height - 44 };
+  return { box, x: scale(low, high, box.left, box.right, true), y: scale(low, high, box.bottom, box.top, true) };
+}
+
+function drawScores(context, width, height, data) {
+  const theme = colours(), { columns } = data.tables.scoreboard, { box, x, y } = places(data, width, height);
+  axes(context, theme, box, x, y, { xUnit: "seconds", yUnit: "seconds", xName: "measured", yName: "predicted" });
+  context.save();
+  context.beginPath();
+  context.rect(box.left, box.top, box.right - box.left, box.bottom - box.top);
+  context.clip();
+  context.globalAlpha = 0.1;
+  context.fillStyle = theme.good;
+  context.beginPath();
+  context.moveTo(x(x.low), y(x.low * 1.25));
+  context.lineTo(x(x.high), y(x.high * 1.25));
+  context.lineTo(x(x.high), y(x.high * 0.75));
+  context.lineTo(x(x.low), y(x.low * 0.75));
+  context.fill();
+  context.globalAlpha = 1;
+  context.strokeStyle = theme.muted;
+  context.beginPath();
+  context.moveTo(x(x.low), y(x.low));
+  context.lineTo(x(x.high), y(x.high));
+  context.stroke();
+  const sources = data.tables.sources.columns.source;
+  columns.source.forEach((source, i) => {
+    const look = style(sources.indexOf(source));
+    context.strokeStyle = look.colour;
+    context.fillStyle = theme.surface;
+    context.lineWidth = 1.6;
+    context.beginPath();
+    context.arc(x(columns.measured[i]), y(columns.predicted[i]), 7, 0, 7);
+    context.fill();
+    context.stroke();
+    context.fillStyle = theme.ink;
+    context.textAlign = "center";
+    context.font = context.font.replace(/^\d+px/, "9px");
+    context.fillText(look.letter, x(columns.measured[i]), y(columns.predicted[i]) + 0.5);
+    context.font = context.font.replace(/^\d+px/, "12px");
+  });
+  context.restore();
+  context.lineWidth = 1;
+}
+
+function nearest(data, canvas, px, py) {
+  const { columns } = data.tables.scoreboard, { x, y } = places(data, canvas.clientWidth, canvas.clientHeight);
+  let best = -1, least = 144;
+  columns.measured.forEach((value, i) => {
+    const far = (x(value) - px) ** 2 + (y(columns.predicted[i]) - py) ** 2;
+    if (far < least) [best, least] = [i, far];
+  });
+  return best < 0 ? "" : `${columns.source[best]}: ${columns.run[best]}\nmeasured ${seconds(columns.measured[best])}, predicted ${seconds(columns.predicted[best])} (${columns.error[best] > 0 ? "+" : ""}${share(columns.error[best])})`;
+}

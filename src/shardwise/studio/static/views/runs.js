@@ -1,0 +1,186 @@
+// Runs: a run beside its prediction, followed while it trains; and any report or trace that is dropped here.
+
+import { panel, select } from "studio/lib/controls";
+import { inside, load, send } from "studio/lib/data";
+import { h } from "studio/lib/dom";
+import { figure } from "studio/lib/figure";
+import { bytes, count, plain, seconds, share } from "studio/lib/format";
+import { bars, barsHeight } from "studio/lib/bars";
+import { drawGantt, eventAt, ganttHeight, prepare } from "studio/lib/gantt";
+import { swatches } from "studio/lib/legend";
+import { legend, lines } from "studio/lib/lines";
+import { tip } from "studio/lib/tip";
+import { timeWindow } from "studio/lib/window";
+import { fact } from "studio/views/collectives";
+
+export const lead = "A training run on disk beside what was predicted for it. A run that is still going is followed live.";
+const EVERY = 1000, CLASSES = ["parameters", "gradients", "optimizer", "saved", "comm", "other"];
+
+export function mount(root, page) {
+  const controls = [panel("Run", select(page, "run", "Run"))];
+  const status = h("p", { class: "sentence", "aria-live": "polite" }), facts = h("dl", { class: "facts" });
+  let data = null, events = null, timer = 0, waiting = false, closed = false;
+  const keys = h("ul", { class: "legend" }), kindKeys = h("ul", { class: "legend" });
+  const steps = figure(page, { name: "steps", title: "Loss", above: [status, facts], extras: [keys], height: 290,
+    draw: (context, width, height) => data && lines(context, width, height, curves(data), { xName: "step", yName: "loss", tight: true }) });
+  const validation = figure(page, { name: "validation", title: "Validation" });
+  const shown = timeWindow(page, { name: "_window", extent: () => events?.latest || 1, onChange: () => timeline.redraw() });
+  const timeline = figure(page, { name: "timeline", title: "One step on every rank", above: [shown.node], extras: [kindKeys],
+    height: () => (events ? ganttHeight(events.rows) : 60),
+    draw: (context, width) => events && drawGantt(context, width, events, shown.current(), { labels: (row) => events.labels[row], left: events.left }) });
+  shown.listen(timeline.canvas);
+  tip(page, timeline.canvas, (x, y) => {
+    const i = events ? eventAt(events, shown.current(), timeline.canvas.clientWidth, x, y) : -1;
+    return i < 0 ? "" : `${events.name(i)}\n${seconds(events.startOf(i))}, takes ${seconds(events.secondsOf(i))}`;
+  });
+  const classKeys = h("ul", { class: "legend" }, swatches(CLASSES));
+  const memory = figure(page, { name: "memory", title: "Memory", extras: [classKeys], height: () => barsHeight(memoryRows(data).length || 1), draw: (context, width) => data?.tables.memory && bars(context, width, memoryRows(data), { unit: "bytes", left: 190 }) });
+  const ledger = figure(page, { name: "ledger", title: "Ledger" });
+  root.append(h("div", { class: "panels" }, controls.map((each) => each.node)), steps.node, timeline.node, memory.node, ledger.node, validation.node);
+  if (!inside) root.append(dropArea());
+  page.cleanup(() => { closed = true; clearTimeout(timer); });
+
+  function show(answer) {
+    data = answer;
+    controls.forEach((each) => each.show(answer));
+    tell();
+    for (const [name, each] of Object.entries({ steps, validation, timeline, memory, ledger })) {
+      each.node.hidden = !answer.tables[name] || (name === "validation" && !answer.tables.validation.columns.step.length);
+      if (answer.tables[name]) each.show(answer);
+    }
+    steps.node.hidden = false;
+    setTimeline(answer.more.timeline);
+    showReports(answer);
+    keys.replaceChildren(...legend(curves(answer)));
+    clearTimeout(timer);
+    if (!inside && answer.more.status === "running") timer = setTimeout(follow, EVERY);
+  }
+
+  function tell() {
+    const { more } = data, { columns } = data.tables.steps, last = columns.step.length - 1;
+    if (!data.state.run) {
+      status.textContent = `There is no run in ${more.folder} yet: shardwise demo makes one, or drop a report below.`;
+      facts.replaceChildren();
+      return;
+    }
+    status.textContent = more.status === "running" ? `Training: step ${columns.step[last] ?? 0} of ${more.steps_wanted}.` : `This run is ${more.status || "of unknown state"}.`;
+    facts.replaceChildren(fact("Model", more.model, more.layout || "one device"),
+      fact("Step", `${columns.step[last] ?? 0}`, `of ${more.steps_wanted}, ${more.ranks} rank${more.ranks === 1 ? "" : "s"}`),
+      fact("Loss", last < 0 ? "–" : plain(columns.loss[last]), "of the last step"),
+      fact("Speed", last < 0 ? "–" : `${count(median(columns.tokens_per_s))} tokens/s`, "median of its steps"));
+    steps.describe(`Line: loss over ${columns.step.length} steps.`);
+  }
+
+  function showReports({ tables, more }) {
+    if (!tables.ledger) return;
+    ledger.note.textContent = more.has?.length === 2 ? (more.equal_ledger ? "✓ Every collective that was predicted was observed, and no other." : "✗ What was observed differs from what was predicted.") : "The collectives of one step.";
+    memory.note.textContent = more.has?.length === 2 ? `The predicted peak is off by ${share(more.peak_error)}.` : "";
+    memory.describe(memoryRows({ tables }).map((row) => `${row.label}: ${bytes(row.total)}`).join("; "));
+  }
+
+  function setTimeline(given) {
+    timeline.node.hidden = !given;
+    if (!given) return;
+    events = prepare(given.columns, given.rows.length, given.kinds);
+    events.labels = given.rows;
+    events.name = (i) => given.names[given.columns.name[i]];
+    events.startOf = (i) => given.columns.start[i];
+    events.secondsOf = (i) => given.columns.seconds[i];
+    events.left = 150;
+    shown.renew();
+    kindKeys.replaceChildren(...swatches([...new Set(given.columns.kind)].sort().map((k) => given.kinds[k])));
+    timeline.describe(`Timeline of ${given.rows.length} rows and ${given.columns.start.length} events over ${seconds(events.latest)}.`);
+    timeline.redraw();
+  }
+
+  /** What is new since the cursor; when reports have come or the run has ended, everything once more. */
+  async function follow() {
+    if (waiting || closed) return;
+    waiting = true;
+    try {
+      const fresh = await load("runs/events", { run: data.state.run, after: data.more.cursor });
+      if (closed) return;
+      for (const table of ["steps", "validation"]) for (const [name, values] of Object.entries(fresh[table])) data.tables[table].columns[name] = [...data.tables[table].columns[name], ...values];
+      const changed = fresh.reports.join() !== data.more.reports.join() || fresh.status !== "running";
+      Object.assign(data.more, { cursor: fresh.cursor, status: fresh.status, reports: fresh.reports });
+      page.refuse("");
+      if (changed) return page.fetch();
+      tell();
+      if (fresh.steps.step.length) {
+        data = { ...data };
+        steps.show(data);
+      }
+    } catch (error) {
+      if (!closed) page.refuse(error.message);
+    } finally {
+      waiting = false;
+      if (!closed && data.more.status === "running") timer = setTimeout(follow, EVERY);
+    }
+  }
+
+  function dropArea() {
+    const input = h("input", { type: "file", accept: ".json,application/json", id: "opened", class: "unseen", onchange: () => input.files[0] && open(input.files[0]) });
+    const area = h("div", { class: "drop" }, h("button", { type: "button", onclick: () => input.click() }, "Open a file"), input,
+      h("label", { for: "opened" }, "or drop a step report (reports/*.json) or a Chrome trace here: it stays on this machine."));
+    area.addEventListener("dragover", (event) => { event.preventDefault(); area.classList.add("over"); });
+    area.addEventListener("dragleave", () => area.classList.remove("over"));
+    area.addEventListener("drop", (event) => {
+      event.preventDefault();
+      area.classList.remove("over");
+      if (event.dataTransfer.files[0]) open(event.dataTransfer.files[0]);
+    });
+    return area;
+  }
+
+  async function open(file) {
+    delete document.body.dataset.ready;
+    try {
+      const answer = await send(file);
+      if (closed) return;
+      clearTimeout(timer);
+      page.refuse("");
+      data = { ...answer, tables: { ...answer.tables }, state: {}, more: { ...answer.more, status: "" } };
+      steps.node.hidden = validation.node.hidden = true;
+      for (const [name, each] of Object.entries({ timeline, memory, ledger })) {
+        each.node.hidden = !answer.tables[name];
+        if (answer.tables[name]) each.show(answer);
+      }
+      setTimeline(answer.more.timeline.rows.length ? answer.more.timeline : null);
+      showReports(answer);
+      timeline.node.querySelector("h2").textContent = `${file.name}: ${answer.more.title}`;
+      timeline.node.scrollIntoView({ block: "nearest" });
+    } catch (error) {
+      page.refuse(`${file.name}: ${error.message}`);
+    }
+    requestAnimationFrame(() => requestAnimationFrame(() => { document.body.dataset.ready = location.hash || "#"; }));
+  }
+
+  return { show };
+}
+
+function curves(data) {
+  const { steps, validation } = data.tables, found = [{ name: "training loss", n: 0, strong: true, points: points(steps.columns.step, steps.columns.loss) }];
+  if (validation?.columns.step.length) {
+    found.push({ name: "validation loss", n: 1, strong: true, points: points(validation.columns.step, validation.columns.validation_loss) });
+    found.push({ name: "entropy of single tokens", n: 2, points: points(validation.columns.step, validation.columns.unigram_entropy) });
+  }
+  return found;
+}
+
+function points(xs, ys) {
+  return xs.map((x, i) => [x, ys[i]]).filter((p) => Number.isFinite(p[1]));
+}
+
+function memoryRows(data) {
+  if (!data?.tables.memory) return [];
+  const { columns } = data.tables.memory, sides = Object.keys(columns).filter((name) => !["ranks", "class", "difference", "as it should be"].includes(name));
+  return [...new Set(columns.ranks)].flatMap((ranks) => sides.map((side) => {
+    const of = (name) => columns[side][columns.class.findIndex((each, i) => each === name && columns.ranks[i] === ranks)] ?? 0;
+    return { label: ranks, detail: side, total: of("peak"), parts: CLASSES.map((name) => [name, of(name)]) };
+  }));
+}
+
+function median(values) {
+  const sorted = values.filter((v) => v !== null).sort((a, b) => a - b);
+  return sorted[Math.floor(sorted.length / 2)] ?? 0;
+}

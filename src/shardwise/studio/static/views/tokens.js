@@ -1,0 +1,331 @@
+// Tokens: who holds what of the weights, one layer step by step, and what every token adds up to; two strategies.
+
+import { bars, barsHeight } from "studio/lib/bars";
+import { panel, select, slider, text } from "studio/lib/controls";
+import { h } from "studio/lib/dom";
+import { figure } from "studio/lib/figure";
+import { bytes, count, seconds } from "studio/lib/format";
+import { legend, lines } from "studio/lib/lines";
+import { player } from "studio/lib/player";
+import { colourOf, colours, hatched, inkOn, numbered } from "studio/lib/theme";
+import { fact } from "studio/views/collectives";
+
+export const lead = "A large model does not fit one device, so its weights lie on several. What must happen for one token then? Two ways beside each other.";
+export const forgets = (changes) => ("output" in changes || "batch" in changes || "prompt" in changes ? ["_token"] : "cluster" in changes || "model" in changes ? ["_token", "_step", "a", "b"] : ["_token"]);
+
+const PROMPTS = [128, 256, 512, 1024, 2048, 4096], OUTPUTS = [16, 32, 64, 128, 200, 256, 512, 1024], BATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 256];
+const ACTS = { hold: "", gather: "G", multiply: "M", one: "M", sum: "S", free: "F", send: "X", wait: "W" };
+const ACT_WORDS = { hold: "holds", gather: "gathers", multiply: "multiplies", one: "multiplies alone", sum: "sums", free: "frees", send: "sends on", wait: "waits" };
+
+export function mount(root, page) {
+  const controls = [
+    panel("What is generated", text(page, "model", "Model", { size: 14 }), text(page, "cluster", "Devices"), slider(page, "prompt", "Prompt", { values: PROMPTS, words: (n) => `${n} tokens` }),
+      slider(page, "output", "Answer", { values: OUTPUTS, words: (n) => `${n} tokens` }), slider(page, "batch", "Sequences at a time", { values: BATCHES })),
+    panel("Two strategies", text(page, "a", "A", { size: 12, help: "tp=8, dp=8,zero=3 or pp=8" }), text(page, "b", "B", { size: 12 }), select(page, "precision", "Precision")),
+  ];
+  let data = null, answer = null, step = 0, token = 0;
+  const layerPlay = player(page, { name: "_step", label: "Step of the layer", seconds: 2.6, onFrame: (at) => { step = at; layer.redraw(); } });
+  const layer = figure(page, { name: "layer", title: "One layer, one token", above: [layerPlay.node], extras: [h("ul", { class: "legend" }, layerKeys())], height: (width) => layerHeight(width, data),
+    draw: (context, width) => data && drawLayer(context, width, data, step) });
+  const facts = h("div", { class: "columns" });
+  const compared = figure(page, { name: "compared", title: "What one token takes", above: [facts] });
+  const tokenPlay = player(page, { name: "_token", label: "Token", seconds: 0.04, onFrame: (at) => { token = at; spent.redraw(); } });
+  const spentKeys = h("ul", { class: "legend" });
+  const spent = figure(page, { name: "spent", title: "Token by token", above: [tokenPlay.node], extras: [spentKeys], height: 270,
+    draw: (context, width, height) => answer && drawSpent(context, width, height, answer, data, token) });
+  const holds = figure(page, { name: "holds", title: "Who holds what of a layer", lead: "The matrices of one layer, drawn to scale; the numbers are ranks. Flat shards cut a layer like a tape; tensor slices cut every matrix along heads or columns.",
+    height: (width) => holdsHeight(width, data), draw: (context, width) => data && drawHolds(context, width, data) });
+  const partKeys = h("ul", { class: "legend" });
+  const where = figure(page, { name: "where", title: "Where a token's time goes", extras: [partKeys], height: () => barsHeight(data ? data.tables.where.columns.strategy.length : 2), draw: (context, width) => data && drawWhere(context, width, data) });
+  const trained = figure(page, { name: "trained", title: "The same layer in training", height: () => barsHeight(data ? data.tables.trained.columns.strategy.length + data.tables.trained.columns["its gather takes"].filter((v) => v > 0).length : 2), draw: (context, width) => data && drawTrained(context, width, data) });
+  const claims = h("div", { class: "claims" });
+  const wrong = h("section", { class: "figure" }, h("div", { class: "head" }, h("h2", {}, "Figures that are often told, and wrong")), claims);
+  root.append(h("div", { class: "panels" }, controls.map((each) => each.node)), layer.node, compared.node, spent.node, holds.node, where.node, trained.node, wrong);
+  let first = true;
+
+  function show(given, part) {
+    if (part !== "tokens") {
+      answer = given;
+      const lines = sentences(given, data);
+      tokenPlay.show(lines, Number(page.local("_token", lines.length - 1)));
+      spent.show(given);
+      spent.describe(`Lines: seconds that the answer has taken after each token. ${lines[lines.length - 1]}`);
+      spentKeys.replaceChildren(...legend(spentLines(given, data)));
+      return;
+    }
+    data = given;
+    controls.forEach((each) => each.show(given));
+    const kept = page.local("_step", null);
+    layerPlay.show(given.more.sentences, Number(kept ?? 0));
+    layer.show(given);
+    layer.describe(given.more.sides.map((side, i) => `${"AB"[i]}, ${side.layout}: ${side.words.join(" ")}`).join(" "));
+    if (first && kept === null && !matchMedia("(prefers-reduced-motion: reduce)").matches) layerPlay.start();
+    first = false;
+    showFacts(given);
+    for (const each of [compared, holds, where, trained]) each.show(given);
+    holds.describe(given.more.sides.map((side, i) => `${"AB"[i]}, ${side.layout}: ${side.words[0]}`).join(" "));
+    where.describe(given.tables.where.columns.strategy.join(" and "));
+    trained.describe("Bars: what one block computes in a training step, and how long its gather takes.");
+    const t = given.tables.trained.columns, gathering = t["its gather takes"].findIndex((v) => v > 0);
+    trained.note.textContent = gathering < 0 ? "In training 8,192 tokens a device share every matrix." : `With 8,192 tokens a device the block before computes ${seconds(t["one block computes"][gathering])}: a gather of ${seconds(t["its gather takes"][gathering])} ${t["its gather takes"][gathering] <= t["one block computes"][gathering] ? "hides behind it" : "does not hide behind it"}. With one token there is nothing to hide behind.`;
+    partKeys.replaceChildren(...partNames(given).map((name, n) => h("li", {}, h("span", { class: "swatch", style: `background:${numbered(n)};color:#fff`, "aria-hidden": "true" }, h("span", { class: "plate" }, String.fromCharCode(97 + n))), name)));
+    claims.replaceChildren(...given.more.claims.map((each) => h("details", {}, h("summary", {}, `“${each.says}”`), h("p", {}, `No: ${each.why}.`))));
+  }
+
+  function showFacts({ tables, more }) {
+    const c = tables.compared.columns;
+    facts.replaceChildren(...c.strategy.map((name, i) => h("dl", { class: "facts side" },
+      fact(`${"AB"[i]}`, name, c.fits[i] === false ? "✗ does not fit" : `✓ ${bytes(c.weights[i])} of weights a device`),
+      fact("A token sends", bytes(c["a token sends"][i]), "from each device"), fact("and takes", seconds(c["token half-way"][i]), `80% range ${seconds(c["80% from"][i])} to ${seconds(c.to[i])}`),
+      fact("All sequences", `${count(c["tokens/s"][i])} tokens/s`, `prompt read in ${seconds(c.prompt[i])}`))));
+    const [x, y] = c["a token sends"], [s, t] = c["token half-way"];
+    compared.note.textContent = c.strategy.length < 2 ? "" : `${x < y ? c.strategy[1] : c.strategy[0]} sends ${times(Math.max(x, y) / Math.min(x, y))} as many bytes; ${s < t ? c.strategy[1] : c.strategy[0]} takes ${times(Math.max(s, t) / Math.min(s, t))} as long.${more.ratios.length ? ` Gathering sends less from ${Math.ceil(more.ratios[0].fewer_bytes_from_tokens).toLocaleString("en-US")} tokens in one pass on${more.ratios[0].faster_from_tokens ? `, and is faster from about ${more.ratios[0].faster_from_tokens.toLocaleString("en-US")}` : ""}.` : ""}`;
+  }
+
+  return { show };
+}
+
+function times(n) {
+  return `${Number(n.toPrecision(3)).toLocaleString("en-US")} times`;
+}
+
+function sentences({ tables }, data) {
+  const c = tables.spent.columns, names = data.tables.compared.columns.strategy;
+  return ["No token yet: the prompt has been read.", ...c.token.map((n, i) => names.map((name, k) => `${"AB"[k]} has sent ${bytes(c[`${"AB"[k]} sent so far`][i])} and taken ${seconds(c[`${"AB"[k]} time so far`][i])}`).join("; ").replace(/^/, `After ${n} token${n === 1 ? "" : "s"}: `) + ".")];
+}
+
+function spentLines({ tables }, data) {
+  const c = tables.spent.columns;
+  return data.tables.compared.columns.strategy.map((name, k) => ({ name: `${"AB"[k]}: ${name}`, n: k, strong: true, points: [[0, 0], ...c.token.map((n, i) => [n, c[`${"AB"[k]} time so far`][i]])] }));
+}
+
+function drawSpent(context, width, height, answer, data, token) {
+  const at = Math.round(token);
+  const series = spentLines(answer, data).map((each) => ({ ...each, points: each.points.slice(0, Math.max(2, at + 1)) }));
+  const c = answer.tables.spent.columns, n = c.token.length, top = Math.max(...series.map((each, k) => c[`${"AB"[k]} time so far`][n - 1]));
+  lines(context, width, height, [...series, { name: "", bound: true, points: [[n, 0]] }], { yUnit: "seconds", xName: "tokens of the answer", yName: "time so far", top, marks: [[at, `${at}`]] });
+}
+
+function partNames(data) {
+  return Object.keys(data.tables.where.columns).filter((name) => name !== "strategy");
+}
+
+function drawWhere(context, width, data) {
+  const { columns } = data.tables.where, names = partNames(data);
+  bars(context, width, columns.strategy.map((name, i) => {
+    const parts = names.map((part, n) => [n, columns[part][i]]);
+    return { label: `${"AB"[i]}: ${name}`, parts, total: parts.reduce((all, [, v]) => all + v, 0) };
+  }), { unit: "seconds", left: 170 });
+}
+
+function drawTrained(context, width, data) {
+  const { columns } = data.tables.trained;
+  bars(context, width, columns.strategy.flatMap((name, i) => [
+    { label: `${"AB"[i]}: ${name}`, detail: "one block computes", parts: [["forward", columns["one block computes"][i]]], total: columns["one block computes"][i] },
+    ...(columns["its gather takes"][i] ? [{ label: "", detail: "its gather takes", parts: [["communication", columns["its gather takes"][i]]], total: columns["its gather takes"][i] }] : []),
+  ]), { unit: "seconds", left: 170 });
+}
+
+// -- one layer
+
+const ROW = 30, TOP = 64;
+
+function layerHeight(width, data) {
+  if (!data) return 100;
+  const each = TOP + Math.max(...data.more.sides.map((side) => Math.min(side.ranks, 16))) * ROW + 14;
+  return width < 640 ? data.more.sides.length * each : each;
+}
+
+function layerKeys() {
+  const item = (style, words) => h("li", {}, h("span", { class: "swatch", style, "aria-hidden": "true" }), words);
+  return [item("background:var(--k-forward)", "weights that a device holds"), item("background:var(--k-communication)", "gathered, to be freed again"),
+    item("background:var(--k-comm)", "on its way"), h("li", {}, "G gathers · M multiplies · S sums · X sends · F frees · W waits")];
+}
+
+function drawLayer(context, width, data, at) {
+  const { sides } = data.more, narrow = width < 640, wide = narrow ? width : width / sides.length - 14;
+  const step = Math.round(at), share = at - Math.floor(at), now = Math.ceil(at);
+  sides.forEach((side, i) => {
+    const ranks = Math.min(side.ranks, 16), left = narrow ? 0 : i * (width / sides.length + 7), top = narrow ? i * (TOP + ranks * ROW + 14) : 0;
+    context.save();
+    context.translate(left, top);
+    drawSide(context, wide, side, "AB"[i], share ? now : step, share || 1, ranks);
+    context.restore();
+  });
+}
+
+function drawSide(context, width, side, letter, step, share, ranks) {
+  const theme = colours(), act = side.acts[step], left = 58, right = width - 116;
+  context.textAlign = "left";
+  context.fillStyle = theme.ink;
+  context.font = context.font.replace("12px", "600 14px");
+  context.fillText(`${letter}: ${side.layout}`, 0, 9);
+  context.font = context.font.replace("600 14px", "12px");
+  context.fillStyle = theme.muted;
+  wrap(context, side.words[step], width).slice(0, 2).forEach((line, i) => context.fillText(line, 0, 29 + i * 16));
+  for (let rank = 0; rank < ranks; rank++) {
+    const y = TOP + rank * ROW, mine = shareOf(side, rank);
+    context.fillStyle = theme.ink;
+    context.textAlign = "right";
+    context.fillText(`rank ${rank}`, left - 8, y + 11);
+    context.fillStyle = theme.raised;
+    context.fillRect(left, y, right - left, 22);
+    const borrowed = act === "gather" ? share : side.gathers && ["multiply", "free"].includes(act) ? (act === "free" ? 1 - share : 1) : 0;
+    if (borrowed > 0) {
+      context.fillStyle = hatched(context, "communication");
+      for (let other = 0; other < ranks; other++) {
+        if (other === rank) continue;
+        const [a, b] = shareOf(side, other), from = left + a * (right - left);
+        context.fillRect(from, y, (b - a) * (right - left) * borrowed, 22);
+      }
+    }
+    context.fillStyle = colourOf("forward");
+    for (const [a, b] of mine.length && Array.isArray(mine[0]) ? mine : [mine]) context.fillRect(left + a * (right - left), y, Math.max(0, (b - a) * (right - left)), 22);
+    context.strokeStyle = theme.line;
+    context.strokeRect(left + 0.5, y + 0.5, right - left - 1, 21);
+    does(context, theme, side, act, rank, right, y, share);
+  }
+  flights(context, theme, side, act, left, right, ranks, share);
+}
+
+/** What part of a bar, which stands for the layer (for pipelines: all layers), a rank holds. */
+function shareOf(side, rank) {
+  if (side.gathers || side.stages.length === 1) {
+    const n = side.shards, i = rank % n;
+    return [i / n, (i + 1) / n];
+  }
+  const stage = side.stage_of[rank], n = side.stages.length;
+  return [stage / n, (stage + 1) / n];
+}
+
+function does(context, theme, side, act, rank, right, y, share) {
+  const idle = ["one", "wait", "send"].includes(act) && side.stage_of[rank] !== 0;
+  const doing = idle ? "wait" : act, letter = ACTS[doing];
+  if (letter) {
+    const kind = { M: "forward", G: "communication", S: "comm", X: "comm", F: "rest", W: "rest" }[letter];
+    context.globalAlpha = idle ? 0.45 : 1;
+    context.fillStyle = hatched(context, kind);
+    context.beginPath();
+    context.roundRect(right + 8, y + 1, 20, 20, 4);
+    context.fill();
+    context.fillStyle = inkOn(kind);
+    context.textAlign = "center";
+    context.fillText(letter, right + 18, y + 11.5);
+    context.globalAlpha = 1;
+  }
+  context.textAlign = "left";
+  context.fillStyle = idle ? theme.muted : theme.ink;
+  context.fillText(ACT_WORDS[doing], right + (letter ? 34 : 8), y + 11);
+}
+
+/** Tiles that travel between the devices while they gather, sum or send. */
+function flights(context, theme, side, act, left, right, ranks, share) {
+  if (!["gather", "sum", "send"].includes(act) || share >= 1) return;
+  const size = act === "gather" ? 12 : 7;
+  const tile = (x, y) => {
+    context.fillStyle = colourOf("comm");
+    context.strokeStyle = theme.surface;
+    context.beginPath();
+    context.roundRect(x - size / 2, y - size / 2, size, size, 3);
+    context.fill();
+    context.stroke();
+  };
+  const row = (rank) => TOP + rank * ROW + 11;
+  if (act === "send") return tile(left + 20, row(0) + (row(Math.min(1, ranks - 1)) - row(0)) * share);
+  for (let rank = 0; rank < ranks; rank++) {
+    const [a, b] = shareOf(side, rank), x = act === "gather" ? left + ((a + b) / 2) * (right - left) : right - 14;
+    const reach = (rank + 1 + Math.floor(share * (ranks - 1))) % ranks, part = (share * (ranks - 1)) % 1, from = (reach + ranks - 1) % ranks;
+    tile(x, row(from) + (row(reach) - row(from)) * part);
+  }
+}
+
+function wrap(context, words, width) {
+  const found = [""];
+  for (const word of words.split(" ")) {
+    const longer = found[found.length - 1] ? `${found[found.length - 1]} ${word}` : word;
+    if (context.measureText(longer).width > width && found[found.length - 1]) found.push(word);
+    else found[found.length - 1] = longer;
+  }
+  return found;
+}
+
+// -- who holds what
+
+function placed(width, data) {
+  const { matrices, sides } = data.more, narrow = width < 640, wide = narrow ? width : width / sides.length - 16;
+  // Everything to one scale: matrices side by side, as wide as their columns and as high as their rows.
+  const gap = 14, all = matrices.reduce((sum, m) => sum + m.columns, 0), tallest = Math.max(...matrices.map((m) => m.rows));
+  const unit = Math.min((wide - gap * (matrices.length - 1)) / all, 300 / tallest);
+  return { narrow, wide, gap, unit, high: tallest * unit };
+}
+
+function holdsHeight(width, data) {
+  if (!data) return 100;
+  const { narrow, high } = placed(width, data);
+  return (high + 66) * (narrow ? data.more.sides.length : 1);
+}
+
+function drawHolds(context, width, data) {
+  const theme = colours(), { matrices, sides } = data.more, { narrow, wide, gap, unit, high } = placed(width, data);
+  sides.forEach((side, i) => {
+    const left = narrow ? 0 : i * (wide + 32), top = narrow ? i * (high + 66) : 0;
+    context.textAlign = "left";
+    context.fillStyle = theme.ink;
+    context.font = context.font.replace("12px", "600 14px");
+    context.fillText(`${"AB"[i]}: ${side.layout}${side.stages.length > 1 ? `, rank 0 has ${side.stages[0]}` : ""}`, left, top + 9);
+    context.font = context.font.replace("600 14px", "12px");
+    let x = left;
+    matrices.forEach((matrix, m) => {
+      const w = matrix.columns * unit, tall = matrix.rows * unit, y = top + 44;
+      context.fillStyle = theme.muted;
+      context.textAlign = "left";
+      context.save();
+      context.beginPath();
+      context.rect(x, y - 22, w + gap - 3, 20);
+      context.clip();
+      context.fillText(short(matrix.name), x, y - 12);
+      context.restore();
+      context.fillStyle = theme.raised;
+      context.fillRect(x, y, w, tall);
+      for (const piece of side.pieces) if (piece.name === `${matrix.name}` && piece.how !== "nothing") drawPiece(context, theme, piece, matrix, x, y, unit);
+      context.strokeStyle = theme.line;
+      context.strokeRect(x + 0.5, y + 0.5, w, tall);
+      x += w + gap;
+    });
+  });
+}
+
+function short(name) {
+  return { "attention.qkv.q.weight": "Q", "attention.qkv.k.weight": "K", "attention.qkv.v.weight": "V", "attention.out.weight": "out", "mlp.gate_up.gate.weight": "gate", "mlp.gate_up.up.weight": "up", "mlp.up.up.weight": "up", "mlp.down.weight": "down" }[name] ?? name.replace(".weight", "");
+}
+
+function drawPiece(context, theme, piece, matrix, x, y, unit) {
+  const { columns, rows } = matrix;
+  context.fillStyle = numbered(piece.rank);
+  const boxes = [];
+  if (piece.how === "rows") boxes.push([0, piece.start, columns, piece.stop - piece.start]);
+  else if (piece.how === "columns") boxes.push([piece.start, 0, piece.stop - piece.start, rows]);
+  else if (piece.how === "whole") boxes.push([0, 0, columns, rows]);
+  else {
+    // Row after row like a tape: a broken first and last row, whole rows between.
+    const first = Math.floor(piece.start / columns), last = Math.floor(piece.stop / columns);
+    boxes.push([0, first, columns, Math.max(last - first, 1)]);
+  }
+  let biggest = null;
+  for (const [cx, cy, cw, ch] of boxes) {
+    const box = [x + cx * unit, y + cy * unit, cw * unit, ch * unit];
+    context.fillRect(...box);
+    context.strokeStyle = theme.surface;
+    context.lineWidth = 0.7;
+    context.strokeRect(...box);
+    context.lineWidth = 1;
+    if (!biggest || box[2] * box[3] > biggest[2] * biggest[3]) biggest = box;
+  }
+  if (biggest[2] < 11 || biggest[3] < 13) return;
+  const word = String(piece.rank), w = context.measureText(word).width + 6;
+  context.fillStyle = "rgba(0,0,0,.45)";
+  context.fillRect(biggest[0] + biggest[2] / 2 - w / 2, biggest[1] + biggest[3] / 2 - 8, w, 16);
+  context.fillStyle = "#ffffff";
+  context.textAlign = "center";
+  context.fillText(word, biggest[0] + biggest[2] / 2, biggest[1] + biggest[3] / 2 + 0.5);
+}

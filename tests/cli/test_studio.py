@@ -1,0 +1,66 @@
+"""`shardwise studio`: the address, the export, and mistakes in one line."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from urllib.request import urlopen
+
+import pytest
+
+from shardwise.cli.main import main
+
+COMMAND = [sys.executable, "-m", "shardwise", "studio", "--no-browser", "--json"]
+
+
+def test_it_serves_until_it_is_interrupted_without_torch(tmp_path: Path) -> None:
+    hidden = tmp_path / "torch.py"
+    hidden.write_text("raise ImportError('the page needs no torch')\n")
+    with subprocess.Popen(
+        [*COMMAND, "--view", "memory?zero=1", "--runs", str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={"PYTHONPATH": f"{tmp_path}:{':'.join(path for path in sys.path if path)}"},
+    ) as process:
+        assert process.stdout and process.stderr
+        address = json.loads("".join(process.stdout.readline() for _ in range(3)))["address"]
+        assert address.startswith("http://127.0.0.1:") and address.endswith("/#memory?zero=1")
+        base = address.partition("#")[0]
+        with urlopen(base, timeout=30) as reply:
+            assert b"shardwise studio" in reply.read()
+        for view in ("tokens", "memory", "collectives", "pipelines", "runs"):
+            with urlopen(f"{base}api/{view}", timeout=60) as reply:
+                assert json.load(reply)["tables"]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=20) == 0
+        assert process.stderr.read() == ""
+
+
+def test_export_writes_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "page.html"
+    assert main(["studio", "--export", str(path), "--view", "pipelines?ranks=2&micro=2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"written": str(path)}
+    assert '"ranks": "2"' in path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--view", "memry", "--no-browser"], "--view memry: there are tokens"),
+        (["--export", "page.html", "--view", "pipelines?rank=2"], "this view has no 'rank'; did you mean ranks?"),
+        (["--export", "missing/page.html", "--view", "pipelines"], "cannot write missing/page.html"),
+        (["--port", "70000", "--no-browser"], "a port is 0 to 65535"),
+        (["--export", "page.html", "--view", "runs?run=none", "--runs", "nowhere"], "nowhere holds no run 'none'"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    arguments: list[str], line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["studio", *arguments]) == 2
+    told = capsys.readouterr().err
+    assert line in told and told.count("\n") == 1

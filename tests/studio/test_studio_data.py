@@ -1,0 +1,226 @@
+"""What the views' functions return, against the rooms that they stand on."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.cluster import Cluster
+from shardwise.errors import UserError
+from shardwise.layout import Layout, Workload
+from shardwise.model.catalog import get
+from shardwise.predict import estimate
+from shardwise.predict.search import plan as search
+from shardwise.schedule import Algorithm, algorithms, build
+from shardwise.schedule.choose import pricer
+from shardwise.schedule.pipeline import build as build_pipeline
+from shardwise.schedule.pipeline import generators
+from shardwise.schedule.pipeline.simulate import simulate
+from shardwise.schedule.pipeline.times import Times
+from shardwise.studio.columns import PACKED, encode
+from shardwise.studio.data import collectives, memory, pipelines, plan, tokens
+from shardwise.studio.data.registry import VIEWS, answer, parts
+from shardwise.studio.query import Query
+
+
+@pytest.mark.parametrize("found", algorithms(), ids=lambda found: f"{found.collective}-{found.name}")
+def test_every_wanted_chunk_ends_complete(found: Algorithm) -> None:
+    for ranks in (1, 3, 8):
+        view = collectives.data({"collective": found.collective, "algorithm": found.name, "ranks": str(ranks)})
+        more, options = view.more, {name: view.state[name] for name in found.options}
+        schedule = build(found.collective, found.name, ranks, **options)
+        assert len(more["masks"]) == len(more["sentences"]) == len(list(schedule.rounds())) + 1
+        everyone, sums = (1 << ranks) - 1, found.collective in ("all-reduce", "reduce-scatter", "reduce")
+        for i in more["wanted"]:
+            mask = more["masks"][-1][i]
+            assert mask == everyone if sums else mask.bit_count() == 1
+        assert set(view.tables["rounds"].columns["op"]) <= {"add", "copy"}
+
+
+def test_costs_are_the_pricers() -> None:
+    view = collectives.costs({"collective": "all-reduce", "ranks": "8", "bytes": "65536", "cluster": "8xH100"})
+    prices = pricer("all-reduce", 8, Cluster.parse("8xH100"))
+    ranked = prices.ranked(65536)
+    costs, sizes = view.tables["costs"].columns, view.tables["sizes"].columns
+    assert costs["algorithm"] == [choice.name for choice in ranked]
+    assert costs["time"] == [choice.price.seconds for choice in ranked]
+    at = list(sizes["bytes"]).index(65536)
+    for choice in ranked:
+        assert sizes[choice.name][at] == choice.price.seconds
+        assert sizes["lower bound"][at] <= choice.price.seconds
+
+
+def test_transfers_between_nodes_take_the_slow_link() -> None:
+    view = collectives.data({"ranks": "16", "cluster": "2x8xH100"})
+    columns = view.tables["rounds"].columns
+    for src, dst, link in zip(columns["from"], columns["to"], columns["link"], strict=True):
+        assert (link == "between nodes") == (src // 8 != dst // 8)
+    with pytest.raises(UserError, match="16 ranks do not fit 8xH100"):
+        collectives.data({"ranks": "16", "cluster": "8xH100"})
+
+
+@settings(max_examples=25)
+@given(name=st.sampled_from([g.name for g in generators()]), p=st.integers(2, 6), groups=st.integers(1, 3))
+def test_events_are_the_simulations(name: str, p: int, groups: int) -> None:
+    m = 2 * p * groups
+    view = pipelines.data({"a": name, "b": "none", "ranks": str(p), "micro": str(m), "F": "7", "I": "9", "W": "5"})
+    drawn = view.more["a"]
+    schedule = build_pipeline(name, p, m, drawn["virtual"])
+    simulated = simulate(schedule, Times.shared(schedule, 0.007, 0.009, 0.005))
+    assert drawn["makespan"] == simulated.makespan and drawn["bubble"] == simulated.bubble
+    events = drawn["events"]
+    busy = [float(events["seconds"][events["rank"] == rank].sum()) for rank in range(p)]
+    assert busy == pytest.approx(simulated.busy)
+    assert float((events["start"] + events["seconds"]).max()) <= simulated.makespan * (1 + 1e-12)
+    assert drawn["peak"] == pytest.approx(max(max(held["held"]) for held in drawn["held"]))
+
+
+@settings(max_examples=25)
+@given(
+    zero=st.integers(0, 3), tp=st.sampled_from([1, 2]), micro=st.sampled_from([1, 2]), each=st.integers(1, 3),
+    recompute=st.sampled_from(["none", "selective", "full"]), sp=st.booleans(),
+)  # fmt: skip
+def test_the_highest_moment_is_the_predicted_peak(
+    zero: int, tp: int, micro: int, each: int, recompute: str, sp: bool
+) -> None:
+    dp = 4 // tp
+    given = {"model": "tiny-llama", "cluster": "4xH100", "tp": tp, "zero": zero, "micro": micro, "recompute": recompute}
+    given |= {"seq": 64, "batch": dp * micro * each, "sp": int(sp and tp > 1)}
+    view = memory.data({name: str(value) for name, value in given.items()})
+    layout = Layout(dp=dp, tp=tp, zero=zero, micro=micro, recompute=recompute, sp=sp and tp > 1)
+    report = estimate(get("tiny-llama"), layout, Workload(seq=64, batch=dp * micro * each), Cluster.parse("4xH100"))
+    assert view.more["layout"] == str(layout)
+    assert view.tables["devices"].columns["peak"] == [role.peak_bytes for role in report.roles]
+    assert max(view.tables["moments"].columns["together"]) == report.roles[0].peak_bytes
+
+
+def test_what_would_fit_is_estimate_again() -> None:
+    view = memory.data({"model": "llama-3-8b", "cluster": "8xH100"})
+    fits = view.tables["fits"].columns
+    for zero, recompute, peak, ok in zip(fits["zero"], fits["recompute"], fits["peak"], fits["fits"], strict=True):
+        layout = Layout(dp=8, zero=zero, recompute=recompute)
+        report = estimate(get("llama-3-8b"), layout, Workload(seq=8192, batch=32), Cluster.parse("8xH100"))
+        assert peak == report.roles[0].peak_bytes and ok == (peak <= view.more["capacity"])
+
+
+def test_the_plan_is_the_searchs() -> None:
+    view = plan.data({"model": "llama-3-8b", "cluster": "8xH100", "seq": "4096", "batch": "64"})
+    found = search(get("llama-3-8b"), Cluster.parse("8xH100"), Workload(seq=4096, batch=64), top=12).to_json()
+    ranked = view.tables["ranked"].columns
+    for name, key in (("layout", "layout"), ("step", "seconds"), ("80% from", "low"), ("MFU", "mfu")):
+        assert ranked[name] == [row[key] for row in found["ranked"]]
+    parts = view.tables["parts"].columns
+    for i, seconds in enumerate(ranked["step"]):
+        assert sum(parts[name][i] for name in parts if name != "layout") == pytest.approx(seconds)
+    assert len(view.tables["alternatives"].columns["instead"]) == len(found["alternatives"])
+
+
+def test_every_scored_run_is_a_dot() -> None:
+    view = plan.scoreboard({})
+    runs, sources = view.tables["scoreboard"].columns, view.tables["sources"].columns
+    assert len(runs["run"]) == sum(sources["runs"]) > 10
+    for measured, predicted, error in zip(runs["measured"], runs["predicted"], runs["error"], strict=True):
+        assert error == predicted / measured - 1
+
+
+def test_the_first_state_of_tokens_is_generate_compare(capsys: pytest.CaptureFixture[str]) -> None:
+    from shardwise.cli.main import main
+
+    assert main(["generate", "llama-3-70b", "--compare", "--cluster", "8xH100", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["predicted"]["strategies"]
+    view = tokens.data({})
+    columns = view.tables["compared"].columns
+    told = {one["layout"]: one for one in found}
+    assert len(columns["strategy"]) == 2
+    for i, layout in enumerate(columns["strategy"]):
+        one = told[layout]
+        assert columns["a token sends"][i] == one["ring_bytes_of_a_token"]["total"]
+        assert columns["for blocks"][i] == one["ring_bytes_of_a_token"]["blocks"]
+        assert columns["prompt"][i] == one["prompt"]["seconds"]
+        for heading, key in (("first token", "first"), ("token half-way", "middle"), ("last token", "last")):
+            assert columns[heading][i] == one["token"][key]["seconds"]
+        assert columns["weights"][i] == one["bytes"]["weights"]
+
+
+def test_so_far_is_the_sum_of_the_tokens() -> None:
+    columns = tokens.spent({"output": "200"}).tables["spent"].columns
+    assert columns["token"][199] == 200
+    for side in "AB":
+        for each, so_far in (("takes", "time so far"), ("sends", "sent so far")):
+            assert columns[f"{side} {so_far}"][199] == pytest.approx(
+                math.fsum(columns[f"{side} {each}"][:200]), rel=1e-12
+            )
+    middle = tokens.data({"output": "200"}).tables["compared"].columns
+    assert columns["A takes"][0] == middle["first token"][0] and columns["A takes"][199] == middle["last token"][0]
+
+
+@pytest.mark.parametrize("text", ["tp=4", "dp=4,zero=3", "tp=2,dp=2,zero=3", "pp=2,tp=2", "pp=4"])
+def test_what_ranks_hold_covers_the_layer_once(text: str) -> None:
+    view = tokens.data(
+        {"model": "tiny-llama", "cluster": "4xH100", "a": text, "b": text, "prompt": "16", "output": "4"}
+    )
+    layout = Layout.parse(text)
+    assert [side["layout"] for side in view.more["sides"]] == [str(layout)]
+    covered = {
+        matrix["name"]: np.zeros((matrix["rows"], matrix["columns"]), dtype=int) for matrix in view.more["matrices"]
+    }
+    for piece in view.more["sides"][0]["pieces"]:
+        if piece["name"] not in covered:
+            continue
+        grid, span = covered[piece["name"]], slice(piece["start"], piece["stop"])
+        if piece["how"] == "rows":
+            grid[span] += 1
+        elif piece["how"] == "columns":
+            grid[:, span] += 1
+        elif piece["how"] == "flat" and layout.tp == 1:
+            grid.reshape(-1)[span] += 1
+    if not (layout.tp > 1 and layout.stage == 3) and layout.pp < 4:
+        assert all((grid == 1).all() for grid in covered.values())
+
+
+@pytest.mark.parametrize("view", [view for view in VIEWS if view != "runs"])
+def test_every_figure_says_how_it_was_computed(view: str) -> None:
+    for part in parts(view):
+        found = answer(part, {})
+        assert set(found.tables) == set(found.how)
+        for how in found.how.values():
+            assert how.steps and all(step and "\n" not in step for step in how.steps)
+        json.loads(encode(found.to_json()))
+
+
+def test_long_arrays_are_packed_and_short_ones_are_not() -> None:
+    long, short = np.arange(PACKED, dtype="f8"), np.arange(3, dtype="f4")
+    found = json.loads(encode({"long": long, "short": short, "nan": float("nan")}))
+    assert found["short"] == [0, 1, 2] and found["nan"] == "NaN"
+    assert found["long"]["packed"] == "f8"
+
+
+@given(st.dictionaries(st.text(max_size=8), st.text(max_size=8), max_size=4))
+def test_any_words_give_a_state_or_one_line(words: dict[str, str]) -> None:
+    query = Query(words)
+    try:
+        query.whole("a", 1, 0, 9)
+        query.number("b", 1.0, 0, 9)
+        query.flag("c")
+        query.word("d", "x", ["x", "y"])
+        query.done()
+    except UserError as error:
+        assert "\n" not in " ".join(str(error).split("\n")[:1])
+    else:
+        assert set(words) <= set(query.state)
+
+
+def test_modules_need_no_build_and_nothing_from_outside() -> None:
+    from shardwise.studio.page import STATIC, files
+
+    assert {"app.js", "style.css", "theme.css"} <= set(files())
+    for path in Path(STATIC).rglob("*.js"):
+        text = path.read_text()
+        assert "http" not in text.replace("http://www.w3.org/2000/svg", ""), path
+        assert text.startswith("// "), f"{path} says what it holds"

@@ -1,0 +1,118 @@
+"""Runs: followed live through reload and end; files that are dropped."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from studio_visitor import make_run, step_event
+
+from shardwise.errors import UserError
+from shardwise.report.run_directory import RunDirectory
+from shardwise.report.step_report import StepReport
+from shardwise.report.trace import trace_events
+from shardwise.studio.data.opened import opened
+from shardwise.studio.data.runs import data, events, listed
+
+
+def test_a_cursor_brings_only_what_is_new(tmp_path: Path) -> None:
+    make_run(tmp_path / "one", steps=3, status="running")
+    first = events({"run": "one"}, tmp_path)
+    assert first["steps"]["step"] == [1, 2, 3] and first["status"] == "running"
+    with RunDirectory.open(tmp_path / "one") as run:
+        run.append(step_event(4))
+    again = events({"run": "one", "after": str(first["cursor"])}, tmp_path)
+    assert again["steps"]["step"] == [4]
+    assert events({"run": "one", "after": str(again["cursor"])}, tmp_path)["steps"]["step"] == []
+
+
+def test_a_torn_last_line_waits(tmp_path: Path) -> None:
+    make_run(tmp_path / "one", steps=2, status="running")
+    with (tmp_path / "one" / "events.jsonl").open("a") as file:
+        file.write('{"step":3,"lo')
+    found = events({"run": "one"}, tmp_path)
+    assert found["steps"]["step"] == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["..", "../one", "/etc", "one/../one", ".", "two"])
+def test_no_name_leads_out_of_the_folder(tmp_path: Path, name: str) -> None:
+    make_run(tmp_path / "runs" / "one", steps=1)
+    make_run(tmp_path / "one", steps=1)
+    with pytest.raises(UserError, match="holds no run"):
+        events({"run": name}, tmp_path / "runs")
+    with pytest.raises(UserError, match="holds no run"):
+        data({"run": name}, tmp_path / "runs")
+
+
+def test_an_empty_or_missing_folder_says_so(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "missing"):
+        found = data({}, folder)
+        assert found.state["run"] == "" and listed(folder) == []
+
+
+def test_steps_without_numbers_are_left_open(tmp_path: Path) -> None:
+    make_run(tmp_path / "one", steps=1)
+    with RunDirectory.open(tmp_path / "one") as run:
+        run.append({"step": 2, "loss": float("nan")})
+    assert data({"run": "one"}, tmp_path).tables["steps"].columns["loss"] == [7.4, None]
+
+
+def test_the_page_follows_a_run_to_its_end(visitor: Any, runs: Path) -> None:
+    make_run(runs / "live", steps=2, status="running")
+    try:
+        page = visitor.open("runs?run=live&_tables=steps")
+        assert visitor.table("steps")["step"] == [1, 2]
+        with RunDirectory.open(runs / "live") as run:
+            run.append(step_event(3))
+            visitor.until("document.querySelectorAll('[data-figure=steps] tbody tr').length === 3")
+            page.reload()
+            visitor.ready()
+            assert visitor.table("steps")["step"] == [1, 2, 3]
+            run.append(step_event(4))
+            run.update(status="finished")
+        visitor.until("document.querySelector('.sentence').textContent.includes('finished')")
+        visitor.ready()
+        assert visitor.table("steps")["step"] == [1, 2, 3, 4]
+    finally:
+        (runs / "live" / "run.json").unlink()
+
+
+def test_a_report_and_its_trace_give_the_same_events(runs: Path) -> None:
+    path = runs / "first" / "reports" / "measured.json"
+    report = StepReport.read(path)
+    of_report = opened(path.read_bytes())
+    of_trace = opened(json.dumps(trace_events(report)).encode())
+    for name in ("start", "seconds"):
+        assert sorted(of_trace.more["timeline"]["columns"][name]) == pytest.approx(
+            sorted(of_report.more["timeline"]["columns"][name])
+        )
+    assert len(of_report.tables["ledger"].columns["op"]) == len(report.roles[0].ledger)
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        (b"", "no JSON"),
+        (b"\xff\xfe", "no JSON"),
+        (b"[" * 100_000, "no JSON"),
+        (b"[]", "no event with a duration"),
+        (b"{}", "no Chrome trace"),
+        (b'{"schema_version": 9}', "not a StepReport"),
+        (b'{"traceEvents": [{"ph": "X", "ts": "now"}]}', "damaged"),
+        (b'{"traceEvents": [1]}', "no Chrome trace"),
+    ],
+)
+def test_other_files_are_refused_in_one_line(content: bytes, line: str) -> None:
+    with pytest.raises(UserError, match=line):
+        opened(content)
+
+
+def test_a_dropped_file_is_drawn(visitor: Any, runs: Path) -> None:
+    page = visitor.open("runs")
+    page.locator("input[type=file]").set_input_files(runs / "first" / "reports" / "measured.json")
+    visitor.until("document.querySelector('[data-figure=timeline] h2').textContent.startsWith('measured.json')")
+    visitor.ready()
+    page.locator('[data-figure="timeline"] .buttons button').first.click()
+    assert visitor.table("timeline")["takes"][0] == 0.08

@@ -1,0 +1,94 @@
+"""The server: this machine only; no path leads out; a user's mistake is a 400 with its line."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from typing import Any
+
+import pytest
+
+from shardwise.errors import UserError
+from shardwise.studio.server import Studio
+
+
+def ask(
+    studio: Studio, path: str, method: str = "GET", body: bytes | None = None, **headers: str
+) -> tuple[int, Any, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", studio.server_port, timeout=20)
+    connection.putrequest(method, path, skip_host="Host" in headers)
+    for name, value in headers.items():
+        connection.putheader(name.replace("_", "-"), value)
+    if body is not None:
+        connection.putheader("Content-Length", str(len(body)))
+    connection.endheaders(body)
+    reply = connection.getresponse()
+    content = reply.read()
+    connection.close()
+    return reply.status, reply.headers, content
+
+
+def test_the_page_forbids_everything_outside(studio: Studio) -> None:
+    status, headers, body = ask(studio, "/")
+    policy = headers["Content-Security-Policy"]
+    assert status == 200 and b"<!doctype html>" in body
+    assert policy.startswith("default-src 'none'; script-src 'self'") and "connect-src 'self'" in policy
+    assert headers["X-Content-Type-Options"] == "nosniff"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/static/../server.py", "/static/%2e%2e/server.py", "/static/..%2fserver.py", "/static//etc/passwd",
+        "/static/lib/../../look.py", "/static/", "/etc/passwd", "//etc/passwd", "/static/lib", "/static/app.js%00",
+    ],
+)  # fmt: skip
+def test_no_path_leads_out(studio: Studio, path: str) -> None:
+    status, _, body = ask(studio, path)
+    assert status == 404 and json.loads(body)["error"]
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "127.0.0.1:1", "", "[::1]"])
+def test_other_hosts_are_refused(studio: Studio, host: str) -> None:
+    for path in ("/", "/api/memory", "/static/app.js"):
+        assert ask(studio, path, Host=host)[0] == 403
+
+
+def test_other_origins_are_refused(studio: Studio) -> None:
+    assert ask(studio, "/api/pipelines", Origin="http://evil.example")[0] == 403
+    assert ask(studio, "/api/pipelines", Origin=studio.address.rstrip("/"))[0] == 200
+    assert ask(studio, "/api/pipelines", Host=f"localhost:{studio.server_port}")[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "line"),
+    [
+        ("/api/pipelines?ranks=many", "ranks=many: give a whole number from 1 to 64"),
+        ("/api/pipelines?rank=4", "this view has no 'rank'; did you mean ranks?"),
+        ("/api/memory?tp=3", "tp=3"),
+        ("/api/memory?sp=1", "sp splits sequences over the tp ranks"),
+        ("/api/plan?fix=tq%3D8", "tq"),
+        ("/api/collectives?collective=all-reduce&algorithm=rng", "algorithm=rng"),
+        ("/api/nothing", "no view 'nothing'"),
+        ("/api/plan/data", "no view 'plan/data'"),
+    ],
+)
+def test_a_mistake_is_a_400_with_one_line(studio: Studio, path: str, line: str) -> None:
+    status, _, body = ask(studio, path)
+    told = json.loads(body)["error"]
+    assert status == 400 and line in told and "\n" not in told
+
+
+def test_uploads_need_a_length_and_come_from_the_page(studio: Studio) -> None:
+    assert ask(studio, "/api/open", "POST", b"[]")[0] == 404
+    assert ask(studio, "/api/open", "POST", None, X_Studio="open")[0] == 404
+    status, _, body = ask(studio, "/api/open", "POST", b"[]", X_Studio="open")
+    assert status == 400 and "no event" in json.loads(body)["error"]
+    assert ask(studio, "/api/open", "POST", None, X_Studio="open", Content_Length="999999999999")[0] == 413
+
+
+def test_a_port_that_is_taken_is_said_so(studio: Studio) -> None:
+    with pytest.raises(UserError, match="cannot listen on port"):
+        Studio(studio.server_port)
+    with pytest.raises(UserError, match="a port is 0 to 65535"):
+        Studio(70_000)

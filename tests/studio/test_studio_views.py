@@ -1,0 +1,213 @@
+"""Each view in a real browser: its tables are the Python functions' values, by mouse and by keyboard alone."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from studio_visitor import Visitor, plain_columns
+
+from shardwise.studio.data.registry import VIEWS, answer, parts
+
+STATES = {
+    "tokens": {"model": "llama-3-8b", "cluster": "4xH100", "output": "32", "batch": "4"},
+    "collectives": {"collective": "reduce-scatter", "algorithm": "ring", "ranks": "5", "bytes": "1048576"},
+    "pipelines": {"a": "gpipe", "b": "interleaved", "ranks": "3", "micro": "6", "F": "12", "hop": "1"},
+    "memory": {"model": "llama-3-8b", "cluster": "2x8xH100", "tp": "2", "pp": "2", "zero": "1", "batch": "64"},
+    "plan": {"model": "llama-3-8b", "cluster": "8xH100", "seq": "4096", "batch": "64", "fix": "tp=2"},
+    "runs": {"run": "first"},
+}
+CONTROLS = {
+    "tokens": ("batch", "precision"),
+    "collectives": ("ranks", "collective"),
+    "pipelines": ("micro", "a"),
+    "memory": ("tp", "recompute"),
+    "plan": ("batch", "by"),
+}
+"""A slider and a list of each view."""
+
+
+def expected(view: str, given: dict[str, str], runs: Any) -> dict[str, dict[str, list[Any]]]:
+    tables = {}
+    for part in parts(view):
+        tables |= answer(part, given, runs).tables
+    return {name: plain_columns(table) for name, table in tables.items()}
+
+
+def address(view: str, given: dict[str, str]) -> str:
+    return view + "?" + "&".join(f"{name}={value}" for name, value in given.items())
+
+
+def test_every_view_has_a_state_here() -> None:
+    assert set(STATES) == set(VIEWS)
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_tables_are_the_functions_values(visitor: Any, runs: Any, view: str) -> None:
+    tables = expected(view, STATES[view], runs)
+    visitor.open(address(view, STATES[view] | {"_tables": ",".join(tables), "_how": ",".join(tables)}))
+    assert tables
+    for name, columns in tables.items():
+        if columns and next(iter(columns.values())):
+            shown = visitor.table(name)
+            assert shown == {heading: values[:100] for heading, values in columns.items()}, name
+            assert visitor.page.locator(f'[data-figure="{name}"] .how li').count() > 0
+
+
+@pytest.mark.parametrize("view", CONTROLS)
+def test_keyboard_alone(visitor: Any, runs: Any, view: str) -> None:
+    slider, choice = CONTROLS[view]
+    page = visitor.open(address(view, STATES[view]))
+    visitor.tab_to(f'[data-control="{slider}"] input')
+    visitor.after(lambda: page.keyboard.press("ArrowRight"))
+    visitor.tab_to(f'[data-control="{choice}"] select')
+    visitor.after(lambda: page.keyboard.press("ArrowDown"))
+    given = {name: value for name, value in visitor.given.items() if not name.startswith("_")}
+    assert given[slider] != STATES[view].get(slider) and given[choice] != STATES[view].get(choice)
+    first = next(iter(expected(view, given, runs)))
+    visitor.tab_to(f'[data-figure="{first}"] .buttons button')
+    page.keyboard.press("Enter")
+    rows = {name: values[:100] for name, values in expected(view, given, runs)[first].items()}
+    assert visitor.table(first) == rows
+
+
+@pytest.mark.parametrize("view", CONTROLS)
+def test_mouse_alone(visitor: Any, runs: Any, view: str) -> None:
+    slider, choice = CONTROLS[view]
+    page = visitor.open(address(view, STATES[view]))
+    before = visitor.given
+    page.locator(f'[data-control="{slider}"] input').click(position={"x": 100, "y": 16})
+    visitor.after(lambda: None)
+    after = visitor.given
+    assert after[slider] != before.get(slider)
+    page.locator(f'[data-control="{choice}"] select').select_option(index=1)
+    visitor.after(lambda: None)
+    tables = expected(view, {k: v for k, v in visitor.given.items() if not k.startswith("_")}, runs)
+    first = next(iter(tables))
+    page.locator(f'[data-figure="{first}"] .buttons button').first.click()
+    assert visitor.table(first) == {name: values[:100] for name, values in tables[first].items()}
+
+
+def test_a_long_table_comes_by_pages(visitor: Any, runs: Any) -> None:
+    given = {"a": "1f1b", "b": "none", "ranks": "4", "micro": "32"}
+    page = visitor.open(address("pipelines", given | {"_tables": "events"}))
+    columns = expected("pipelines", given, runs)["events"]
+    assert len(columns["kind"]) > 200
+    page.get_by_role("button", name="Show 100 more").click()
+    assert visitor.table("events")["start"] == columns["start"][:200]
+
+
+def test_the_state_survives_a_reload_and_the_way_back(visitor: Any) -> None:
+    page = visitor.open("collectives?ranks=6&_round=3&_tables=rounds")
+    page.reload()
+    visitor.ready()
+    assert page.locator(".player output").inner_text() == "3 of 10"
+    assert page.locator('[data-figure="rounds"] table').is_visible()
+    page.evaluate("location.hash = '#pipelines?ranks=2'")
+    page.wait_for_selector('[data-figure="a"]')
+    page.go_back()
+    page.wait_for_selector('[data-figure="rounds"] table')
+    assert page.locator(".player output").inner_text() == "3 of 10"
+
+
+@pytest.mark.parametrize(
+    ("state", "line"),
+    [
+        ("collectives?ranks=99", "ranks=99: give a whole number from 1 to 16"),
+        ("pipelines?a=1f1c", "a=1f1c: did you mean 1f1b?"),
+        ("memory?model=lama-3-8b", "did you mean llama-3-8b"),
+        ("plan?batch=0", "batch=0"),
+        ("runs?run=../../etc", "holds no run '../../etc'"),
+        ("nothing", "There is no view nothing"),
+    ],
+)
+def test_a_mistake_is_one_line_on_the_page(browser: Any, studio: Any, state: str, line: str) -> None:
+    visitor = Visitor(browser, studio)
+    page = visitor.open(state)
+    assert line in page.get_by_role("alert").inner_text()
+    visitor.problems.clear()  # the browser itself reports the 400
+    visitor.close()
+
+
+def test_what_plays_by_itself_and_what_does_not(browser: Any, studio: Any) -> None:
+    moving, still = Visitor(browser, studio), Visitor(browser, studio, reduced_motion="reduce")
+    page = moving.open("")
+    moving.until("document.querySelector('.player input').value >= 1")
+    assert page.get_by_role("button", name="Pause").is_visible()
+    page = still.open("collectives?ranks=4")
+    assert page.get_by_role("button", name="Next step").is_visible()
+    page.wait_for_timeout(300)
+    assert page.locator(".player output").inner_text() == "0 of 6"
+    page.get_by_role("button", name="Next step").click()
+    assert page.locator(".player output").inner_text() == "1 of 6"
+    assert page.locator(".sentence").first.inner_text().startswith("Round 1 of 6")
+    moving.close()
+    still.close()
+
+
+def test_a_slider_keeps_the_focus_and_the_last_value_wins(visitor: Any, runs: Any) -> None:
+    page = visitor.open("pipelines?ranks=2&micro=4&_tables=compared")
+    visitor.tab_to('[data-control="F"] input')
+    for _ in range(6):
+        page.keyboard.press("ArrowRight")
+    visitor.after(lambda: None)
+    assert page.evaluate("document.activeElement.closest('[data-control]').dataset.control") == "F"
+    given = {name: value for name, value in visitor.given.items() if not name.startswith("_")}
+    assert visitor.table("compared") == expected("pipelines", given, runs)["compared"]
+
+
+def test_zooming_a_timeline_by_keys_is_in_the_address(visitor: Any) -> None:
+    page = visitor.open("pipelines")
+    visitor.tab_to('[data-figure="a"] canvas')
+    page.keyboard.press("+")
+    visitor.until("location.hash.includes('_window')")
+    low, high = map(float, visitor.given["_window"].split("~"))
+    assert 0 < low < high < 0.33
+    page.keyboard.press("0")
+    visitor.until("!location.hash.includes('_window')")
+
+
+def test_numbers_are_written_as_python_writes_them(visitor: Any) -> None:
+    from shardwise.report.units import format_bytes, format_count, format_share, format_time
+
+    values = [
+        0,
+        1,
+        999,
+        999.6,
+        1000,
+        12346,
+        0.5,
+        99.95,
+        9.995,
+        1e9,
+        8.5e10,
+        999.5e9,
+        3.3e15,
+        1e-9,
+        4.2e-7,
+        0.0123,
+        59.96,
+    ]
+    values += [3600.0, 86400.0 * 3, 1e-3 * 999.6, -2.5e-3]
+    visitor.open("collectives")
+    shown = visitor.page.evaluate(
+        """async (values) => {
+            const format = await import("studio/lib/format");
+            return values.map((v) => [format.bytes(v), format.count(v), format.seconds(v), format.share(v / 1000)]);
+        }""",
+        values,
+    )
+    python = [[format_bytes(v), format_count(v), format_time(v), format_share(v / 1000)] for v in values]
+    assert shown == python
+
+
+def test_json_of_the_server_is_the_functions(studio: Any, runs: Any) -> None:
+    from urllib.request import urlopen
+
+    with urlopen(f"{studio.address}api/pipelines?ranks=3&micro=5") as reply:
+        data = json.load(reply)
+    found = answer("pipelines", {"ranks": "3", "micro": "5"}, runs)
+    assert data["state"] == dict(found.state)
+    assert data["tables"]["compared"]["columns"] == plain_columns(found.tables["compared"])
