@@ -162,6 +162,7 @@ def _sampling_of(args: argparse.Namespace) -> Sampling:
 
 
 def read_prompts(args: argparse.Namespace) -> tuple[list[list[int]], Text | None]:
+    """(token ids of every prompt, what makes text of tokens where something does). Raises `UserError`."""
     from shardwise.serving.job import tokenizer_of
     from shardwise.serving.text import Text
 
