@@ -16,6 +16,7 @@ import tokenizers
 import torch
 
 from harness.huggingface import pretrained
+from harness.processes import alive, children
 from shardwise.cli.main import main
 from shardwise.report import StepReport
 
@@ -141,14 +142,16 @@ def test_an_interrupt_leaves_nothing_behind(folder: Path) -> None:
         [sys.executable, "-m", "shardwise", "generate", str(folder), "--tokens", "1", "--layout", "tp=2",
          "--max-tokens", "255", "--temperature", "1", "--precision", "fp32"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=_environment(), start_new_session=True,
+        # A shell that runs the tests in its background has them ignore SIGINT.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     assert process.stdout is not None
     process.stdout.read(1)
-    found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    found = children(process.pid)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=20)
     assert process.returncode in (0, 130), errors
     deadline = time.monotonic() + 5
-    while any(Path(f"/proc/{pid}").exists() for pid in found) and time.monotonic() < deadline:
+    while any(map(alive, found)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert len(found) == 2 and not any(Path(f"/proc/{pid}").exists() for pid in found)
+    assert len(found) == 2 and not any(map(alive, found))
