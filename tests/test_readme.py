@@ -17,6 +17,7 @@ from harness import forked
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SHORTER = {
+    ("calibrate", "device"): ["--seconds", "2"],
     ("calibrate", "network"): ["--sizes", "4KiB,64KiB,1MiB", "--rounds", "2"],
     ("collective", "bench"): ["--rounds", "2"],
 }
