@@ -51,6 +51,7 @@ bench: $(VENV)/.bench  ## steps, saves and reshards beside what a user would pic
 	@$(BIN)/python benchmarks/save_async.py --json benchmarks/results/save_async.json
 	@$(BIN)/python benchmarks/reshard.py
 	@$(BIN)/python benchmarks/pipelines.py --json benchmarks/results/pipelines.json
+	@$(BIN)/python benchmarks/generation.py --json benchmarks/results/generation.json
 
 bench-scaling: $(VENV)/.train  ## throughput on 1, 2 and 4 ranks against the ideal, and the predicted curve beyond
 	@$(BIN)/python benchmarks/scaling.py --json benchmarks/results/scaling.json
