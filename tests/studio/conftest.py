@@ -1,4 +1,4 @@
-"""One browser, one server, and a folder with a run, for all tests of the page."""
+"""A browser, and a server and a folder with a run for all tests of the page."""
 
 from __future__ import annotations
 
@@ -39,8 +39,9 @@ def studio(runs: Path) -> Iterator[Studio]:
         thread.join()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
+    """Chromium. As long as it is there an event loop runs, beside which other tests could not have their own."""
     try:
         from playwright.sync_api import sync_playwright
     except ImportError:
