@@ -13,7 +13,6 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from io import FileIO
 from pathlib import Path
 from typing import Self
 
@@ -22,6 +21,7 @@ import numpy as np
 from shardwise.checkpoint.dtypes import CODES, numpy_dtype, raw
 from shardwise.checkpoint.geometry import Piece, full
 from shardwise.checkpoint.manifest import BLOCK, NAME, PART_NAME, Manifest, Part, PartRecord, StoredPiece, TensorSpec
+from shardwise.checkpoint.straight import StraightFile
 from shardwise.errors import UserError
 
 
@@ -104,9 +104,7 @@ class PartWriter:
         complete = self._entry is None or self._at == self._entry.nbytes
         assert complete and next(self._left, None) is None, f"{self.path} lacks elements"
         with _plainly(self.path):
-            size = self._file.tell()
-            os.fsync(self._file.fileno())
-            self._file.close()
+            size = self._file.finish()
         self._finished = True
         stored, at = [], self._header
         for entry, sums in zip(self.entries, self._sums, strict=True):
@@ -131,8 +129,7 @@ class PartWriter:
 
     def _put(self, data: memoryview) -> None:
         with _plainly(self.path):
-            while len(data):
-                data = data[self._file.write(data) :]
+            self._file.write(data)
 
 
 def write_part(folder: Path, rank: int, entries: Sequence[Entry], arrays: Iterable[np.ndarray]) -> PartRecord:
@@ -200,13 +197,13 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _create(folder: Path, rank: int) -> tuple[Path, FileIO]:
+def _create(folder: Path, rank: int) -> tuple[Path, StraightFile]:
     """(path, open file) of a new part; a file that an earlier attempt left may belong to a checkpoint still."""
     attempt = 1
     while True:
         path = folder / (f"rank-{rank:05d}.{attempt}.safetensors" if attempt > 1 else f"rank-{rank:05d}.safetensors")
         try:
-            return path, open(path, "xb", buffering=0)
+            return path, StraightFile(path)
         except FileExistsError:
             attempt += 1
 

@@ -1,0 +1,76 @@
+"""Files written past the page cache hold what was written, on file systems that refuse to, and on full disks, too."""
+
+import errno
+import fcntl
+import os
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.checkpoint import straight
+from shardwise.checkpoint.straight import StraightFile
+
+
+def written(path: Path, parts: list[bytes]) -> bytes:
+    file = StraightFile(path)
+    for part in parts:
+        file.write(memoryview(part))
+    assert file.finish() == sum(map(len, parts))
+    return path.read_bytes()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 40_000), max_size=8), st.integers(0, 2**32 - 1))
+def test_parts_of_any_length_follow_each_other(sizes, seed):
+    values = np.random.default_rng(seed)
+    parts = [values.bytes(size) for size in sizes]
+    # A small chunk, so that parts cross its end in every way.
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(straight, "CHUNK", 8192)
+        assert written(Path(folder) / "file", parts) == b"".join(parts)
+
+
+def test_a_file_system_that_knows_no_direct_writes(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    monkeypatch.setattr(straight, "CHUNK", 4096)
+    parts = [b"a" * 5000, b"b" * 9001]
+    assert written(tmp_path / "file", parts) == b"".join(parts)
+
+
+def test_a_file_system_that_takes_the_flag_and_not_the_writes(tmp_path, monkeypatch):
+    """Chunks that are no multiple of what the disk wants stand in for one that wants more than a page."""
+    monkeypatch.setattr(straight, "CHUNK", 4097)
+    parts = [b"a" * 5000, b"b" * 9001]
+    assert written(tmp_path / "file", parts) == b"".join(parts)
+
+
+def test_direct_writes_leave_nothing_in_the_page_cache(tmp_path):
+    """What makes it worth having. Skips where the temporary folder's file system refuses direct writes."""
+    file = StraightFile(tmp_path / "file")
+    if not file._straight:
+        pytest.skip("no direct writes here")
+    file.write(memoryview(bytes(4 * straight.CHUNK)))
+    file.finish()
+    with (tmp_path / "file").open("rb") as read, pytest.raises(BlockingIOError):
+        os.preadv(read.fileno(), [bytearray(4096)], 0, os.RWF_NOWAIT)
+
+
+def test_a_new_file_never_replaces_one(tmp_path):
+    (tmp_path / "file").write_bytes(b"old")
+    with pytest.raises(FileExistsError):
+        StraightFile(tmp_path / "file")
+
+
+def test_what_the_disk_refuses_is_raised(tmp_path, monkeypatch):
+    file = StraightFile(tmp_path / "file")
+    monkeypatch.setattr(os, "fsync", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
+    with pytest.raises(OSError, match="No space left"):
+        file.finish()
+    file.close()
