@@ -68,7 +68,30 @@ def test_days_money_and_failures(capsys):
     assert 0.9 < found["goodput"]["share"] < 1
     assert main([*SMALL, *run]) == 0
     out = capsys.readouterr().out
-    assert "device-hours" in out and "Young 1974" in out
+    assert "device-hours" in out and "Young 1974" in out and "at most 15 MWh (boards at full power, PUE 1.1)" in out
+
+
+def test_energy_is_power_times_hours(capsys):
+    given = ["--tokens", "20B", "--pue", "1.5", "--host-watts", "300"]
+    assert main([*SMALL, *given, "--json"]) == 0
+    run = json.loads(capsys.readouterr().out)["run"]
+    assert run["energy_kwh_at_most"] == pytest.approx(run["device_hours"] * (0.7 + 0.3) * 1.5)
+    assert main([*SMALL, *given, "--mtbf", "50000", "--save", "60"]) == 0
+    out = capsys.readouterr().out
+    assert "300 W of a host each, PUE 1.5" in out and out.count("at most") == 2
+    other = [*SMALL[:3], "8xTPU-v5p", *SMALL[4:], "--tokens", "20B"]
+    assert main(other) == 0
+    assert "no energy, since the power of TPU-v5p is not known" in capsys.readouterr().out
+    assert main([*other, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["run"]["energy_kwh_at_most"] is None
+
+
+def test_the_largest_batch_and_micro_batch(capsys):
+    assert main([*SMALL, "--find", "batch", "--fix", "tp=8"]) == 0
+    out = capsys.readouterr().out
+    assert "without accumulating gradients" in out and "largest micro-batch of a step of 32 sequences: 32" in out
+    assert main([*SMALL, "--find", "batch", "--fix", "tp=1,pp=1,zero=0", "--json"]) == 2
+    assert "in any batch" in capsys.readouterr().err
 
 
 def test_the_other_way_round(capsys):
@@ -103,6 +126,18 @@ def test_the_other_way_round(capsys):
         ({"--reserve": "900GB"}, "reserved"),
         ({"--tokens": "many"}, "give a number of tokens"),
         ({"--price": "2"}, "--price needs --tokens"),
+        ({"--pue": "1.2"}, "--pue needs --tokens"),
+        ({"--host-watts": "100"}, "--host-watts needs --tokens"),
+        ({"--tokens": "1T", "--pue": "0.9"}, "--pue must be 1 or more"),
+        ({"--tokens": "1T", "--pue": "nan"}, "--pue must be 1 or more"),
+        ({"--tokens": "1T", "--host-watts": "-1"}, "--host-watts not negative"),
+        ({"--find": "batch", "--pue": "1.2"}, "--pue does nothing with --find batch"),
+        ({"--find": "scaling", "--tokens": "1T"}, "--tokens does nothing with --find scaling"),
+        ({"--find": "model", "--by": "memory"}, "--by does nothing with --find model"),
+        ({"--find": "sequence", "--top": "3"}, "--top does nothing with --find sequence"),
+        ({"--find": "scaling", "--mtbf": "100", "--save": "60"}, "--mtbf does nothing with --find scaling"),
+        ({"--find": "btach"}, "invalid choice"),
+        ({"MODEL": "mixtral-8x7b"}, "mixtral-8x7b cannot be planned yet"),
         ({"--mtbf": "100"}, "--mtbf and --save belong together"),
         ({"--find": "cluster"}, "--deadline is for --find cluster"),
         ({"--find": "cluster", "--deadline": "3"}, "needs --tokens"),

@@ -22,6 +22,7 @@ def test_wanted_devices_are_known(name):
 def test_figures_have_sources_and_plausible_units(entry):
     device = entry.device
     assert device.source and entry.intra.source and entry.inter.source
+    assert 50 < (device.watts or 400) < 2000 and "power" in device.source
     assert 2e10 < device.memory_bytes < 4e11
     assert 2e11 < device.memory_bandwidth < 1e13
     # Bits taken for bytes, or both directions for one, would leave these bounds.

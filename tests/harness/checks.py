@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import fields, replace
 from functools import lru_cache
+from typing import Any
 
 from torch import Tensor
 
-from harness.jobs import RankOutcome
+from harness.jobs import RankOutcome, Training
 from harness.pool import run_ranks
 from harness.reference import Case, Outcome, reference
 from shardwise.layout import Layout, UnitPlan, unit_plan
@@ -18,7 +19,7 @@ from shardwise.predict.ledger import predict_ledger
 from shardwise.predict.memory import predict_bytes
 from shardwise.report.step_report import Bytes
 
-EXACT = ("parameters", "gradients", "optimizer", "comm", "saved")
+EXACT = ("parameters", "gradients", "optimizer", "comm", "saved", "cache")
 PEAK_TOLERANCE = 0.05
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4}
 BF16_DRAWS = 4
@@ -32,11 +33,9 @@ def judge(case: Case) -> Outcome:
     return reference(replace(case, precision="fp32") if case.precision == "bf16" else case)
 
 
-def train(
-    case: Case, layout: Layout, *, overlap: bool = True, against: Outcome | None = None, transport: str = "shared"
-) -> list[RankOutcome]:
-    """Train on the pool of ranks; one outcome a rank."""
-    return run_ranks("harness.jobs:train", layout.ranks, (case, layout, against or judge(case), overlap, transport))
+def train(case: Case, layout: Layout, against: Outcome | None = None, **options: Any) -> list[RankOutcome]:
+    """Train on the pool of ranks; one outcome a rank. options: those of `Training`."""
+    return run_ranks("harness.jobs:train", layout.ranks, Training(case, layout, against or judge(case), **options))
 
 
 def _total(tensors: dict[str, Tensor]) -> float:

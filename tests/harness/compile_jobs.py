@@ -48,7 +48,7 @@ def train(rank: int, payload: tuple[Case, Layout, Outcome, str]) -> Compiled:
     torch.compiler.set_default_backend(name if inductor else counted)
     jobs.build = kept
     try:
-        outcome = jobs.train(rank, (case, layout, reference, True, "shared"))
+        outcome = jobs.train(rank, jobs.Training(case, layout, reference))
     finally:
         torch.compiler.set_default_backend(None)
         jobs.build = build

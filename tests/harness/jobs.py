@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from harness.reference import STEPS, Case, Outcome, global_batch, make_batch, values
+from harness.reference import Case, Outcome, global_batch, make_batch, values
 from shardwise.layout import Grid, Layout, unit_plan
 from shardwise.layout.units import Backend
 from shardwise.report import Role
+from shardwise.report.step_report import Bytes
 from shardwise.runtime.engine import FlatUnit, local_values
 from shardwise.runtime.measure import Measurement
 from shardwise.runtime.optimizer import learning_rate
@@ -21,12 +24,25 @@ from shardwise.runtime.setup import make_comms, stream_view
 from shardwise.runtime.step import Program
 
 
+@dataclass(frozen=True)
+class Training:
+    """What a rank trains. against: the reference. memory: whether the last step's is measured, which follows every
+    storage and costs as much as several steps; its ledger is there in any case."""
+
+    case: Case
+    layout: Layout
+    against: Outcome
+    overlap: bool = True
+    transport: str = "shared"
+    memory: bool = True
+
+
 @dataclass
 class RankOutcome:
     """grad_errors, final_errors: parameter -> squared distance to the reference over the rank's interval.
 
     pieces: (parameter, global box, interval) -> hash of its bytes, by which replicas are compared. seconds: the fastest
-    step that was not measured.
+    step before the last.
     """
 
     losses: list[float]
@@ -69,10 +85,10 @@ def build(case: Case, layout: Layout, rank: int, overlap: bool = True, transport
     return Program(plan, comms, case.optimizer, values, torch.device("cpu"))
 
 
-def train(rank: int, payload: tuple[Case, Layout, Outcome, bool, str]) -> RankOutcome:
-    """Train `STEPS` steps; the last one is measured."""
-    case, layout, reference, overlap, transport = payload
-    program = build(case, layout, rank, overlap, transport)
+def train(rank: int, asked: Training) -> RankOutcome:
+    """Train; the last step is recorded."""
+    case, layout, reference = asked.case, asked.layout, asked.against
+    program = build(case, layout, rank, asked.overlap, asked.transport)
     outcome = RankOutcome([], [], {}, {}, {}, None, program.plan.backend)  # type: ignore[arg-type]
     plain_step = program.optimizer.step
 
@@ -83,13 +99,11 @@ def train(rank: int, payload: tuple[Case, Layout, Outcome, bool, str]) -> RankOu
         return plain_step(lr)
 
     program.optimizer.step = keep_gradients  # type: ignore[method-assign]
-    for step in range(STEPS):
-        lr = learning_rate(case.optimizer, step, STEPS)
+    for step in range(case.steps):
+        lr = learning_rate(case.optimizer, step, case.steps)
         batches = micro_batches(case, layout, rank, step)
-        if step == STEPS - 1:
-            with Measurement(program) as measurement:
-                loss, norm, _ = program.step(batches, lr)
-            outcome.role = measurement.role(rank)
+        if step == case.steps - 1:
+            (loss, norm, _), outcome.role = _recorded(program, rank, partial(program.step, batches, lr), asked.memory)
         else:
             started = time.perf_counter()
             loss, norm, _ = program.step(batches, lr)
@@ -100,7 +114,22 @@ def train(rank: int, payload: tuple[Case, Layout, Outcome, bool, str]) -> RankOu
         outcome.final_errors |= _errors(state.flat, state.master, reference.final)
         outcome.pieces |= _pieces(state.flat, state.master)
     dist.barrier()
+    program.comms.close()
     return outcome
+
+
+def _recorded(
+    program: Program, rank: int, step: Callable[[], tuple[float, float, int]], memory: bool
+) -> tuple[tuple[float, float, int], Role]:
+    """What `step` gives, and the role of this rank in it; without `memory` its bytes are left at zero."""
+    if memory:
+        with Measurement(program) as measurement:
+            result = step()
+        return result, measurement.role(rank)
+    program.comms.start_recording()
+    result = step()
+    program.comms.stop_recording()
+    return result, Role(f"rank {rank}", (rank,), Bytes(), program.comms.ledger())
 
 
 def micro_batches(case: Case, layout: Layout, rank: int, step: int) -> list[tuple[Any, torch.Tensor]]:

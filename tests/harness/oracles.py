@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from harness.reference import STEPS, Case, Outcome, dtype_of, global_batch, make_batch, values
+from harness.reference import Case, Outcome, dtype_of, global_batch, make_batch, values
 from shardwise.decoder import Decoder
 from shardwise.decoder.modules import Linear, Lookup
 from shardwise.layout import Layout
@@ -193,7 +193,7 @@ def _train(case: Case, decoder: nn.Module, backward: Callable[[int], Tensor]) ->
     ]
     adam = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, foreach=False)
     outcome = Outcome([], [], {}, {})
-    for step in range(STEPS):
+    for step in range(case.steps):
         adam.zero_grad()
         loss = backward(step)
         gradients = {n: _whole(p.grad) for n, p in named.items()}
@@ -203,7 +203,7 @@ def _train(case: Case, decoder: nn.Module, backward: Callable[[int], Tensor]) ->
         for parameter in named.values():
             parameter.grad.mul_(min(1.0, config.clip / (norm + 1e-6)))
         for group in adam.param_groups:
-            group["lr"] = learning_rate(config, step, STEPS)
+            group["lr"] = learning_rate(config, step, case.steps)
         adam.step()
         outcome.losses.append(loss.item())
         outcome.norms.append(norm)

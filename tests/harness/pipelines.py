@@ -7,7 +7,7 @@ import random
 from functools import cache
 from typing import Any
 
-from harness.reference import Case
+from harness.reference import BF16_STEPS, STEPS, Case
 from harness.space import MODELS, SEQ, WORLDS, Point, covering, seed, stratified
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload, check_runnable
@@ -69,7 +69,8 @@ def _draw(generator: random.Random) -> Point | None:
     except UserError:
         return None
     words = [chosen["model"], str(layout), f"x{chosen['micro_batches']}", *["documents"] * chosen["documents"]]
-    case = Case(model, workload, layout.precision, layout.attention)
+    steps = BF16_STEPS if layout.precision == "bf16" else STEPS
+    case = Case(model, workload, layout.precision, layout.attention, steps=steps)
     return Point(":".join(words), case, layout, tuple(chosen.items()))
 
 

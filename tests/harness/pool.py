@@ -6,6 +6,7 @@ A job that exceeds its time limit kills the whole pool, which the next job start
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import os
 import tempfile
@@ -32,6 +33,8 @@ def _serve(pipe: Connection, index: int) -> None:
     torch.set_num_threads(1)
     import torch.distributed as dist
 
+    # What is there already stays: only what a job leaves behind is looked through.
+    gc.freeze()
     while True:
         try:
             job = pipe.recv()
@@ -43,11 +46,15 @@ def _serve(pipe: Connection, index: int) -> None:
             dist.init_process_group("gloo", init_method=f"file://{store}", rank=index, world_size=world)
             try:
                 result = getattr(importlib.import_module(module), function)(index, payload)
+                dist.barrier()  # a rank that is done must not take back what another still reads
             finally:
                 dist.destroy_process_group()
             pipe.send((True, result))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
+        job = payload = result = None
+        # A program's parts refer to each other, and to memory of peers, who look through all open files for theirs.
+        gc.collect()
 
 
 class Pool:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from harness.jobs import build
 from harness.reference import SEED, Case, step_key
@@ -19,6 +20,7 @@ from shardwise.runtime.optimizer import learning_rate
 
 TOKENS = 5000
 STEPS = 8
+"""By which the learning rate is planned, and the last step of most runs."""
 
 
 @dataclass
@@ -29,14 +31,15 @@ class Trained:
     samples: list[list[int]] = field(default_factory=list)
 
 
-def straight(rank: int, payload: tuple[Case, Layout, str | None, int]) -> Trained:
-    """Train `STEPS` steps. Payload: case, layout, folder of checkpoints or None, and the step after which to save."""
-    case, layout, folder, save_at = payload
+def straight(rank: int, payload: tuple[Case, Layout, str | None, int, int]) -> Trained:
+    """Train. Payload: case, layout, folder of checkpoints or None, the step after which to save, and the last step."""
+    case, layout, folder, save_at, until = payload
     runner = _Runner(case, layout, rank)
     runner.train(save_at)
     if folder is not None:
         runner.save(folder)
-    runner.train(STEPS)
+    runner.train(until)
+    runner.close()
     return runner.trained
 
 
@@ -50,6 +53,7 @@ def go_on(rank: int, payload: tuple[Case, Layout, list[tuple[str, str | None]], 
         if folder is not None:
             runner.save(folder)
         runner.train(until)
+        runner.close()
         found.append(runner.trained)
     return found
 
@@ -84,3 +88,7 @@ class _Runner:
     def save(self, folder: str) -> None:
         saver = Saver(self.program, Path(folder), seed=SEED, about={}, keep=0, later=False, timeout=60.0)
         saver.save(self.at)
+
+    def close(self) -> None:
+        dist.barrier()
+        self.program.comms.close()

@@ -9,16 +9,19 @@ import signal
 import threading
 import time
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from harness.space import MODELS
 from shardwise.errors import UserError
 from shardwise.layout import Layout
 from shardwise.runtime.setup import make_comms
 from shardwise.runtime.transport import SharedTransport
+from shardwise.runtime.transport.shared import TWO_SHOT_FROM
 from shardwise.schedule import build
 
 TIMEOUT = 20.0
@@ -32,7 +35,7 @@ def _world() -> SharedTransport:
 def _collectives(transport: SharedTransport, generator: random.Random) -> None:
     """One of several collectives, small or large; the same one on every rank."""
     n = generator.choice((1, 1000, 300_000))
-    kind = generator.randrange(4)
+    kind = generator.randrange(5)
     x = torch.full((n * transport.ranks,), 1.0)
     if kind == 0:
         transport.all_reduce(x).wait()
@@ -43,9 +46,57 @@ def _collectives(transport: SharedTransport, generator: random.Random) -> None:
         reduction = transport.reduction(x, torch.float32).start()
         reduction.wait()
         assert (reduction.piece == transport.ranks).all()
+    elif kind == 3:
+        transport.quick.all_gather(x, torch.full((n,), 1.0))
+        assert (x == 1).all()
     else:
         transport.run(build("all-reduce", generator.choice(("ring", "recursive-doubling", "tree")), transport.ranks), x)
         assert (x == transport.ranks).all()
+
+
+def quick(rank: int, payload: tuple[int, int]) -> list[Tensor]:
+    """So many small sums, maxima and gathers, some between the start and the end of others; returns what came out."""
+    number, count = payload
+    transport, generator = _world(), random.Random(number)
+    draw = torch.Generator().manual_seed(1000 * number + rank)
+    found: list[Tensor] = []
+    for _ in range(count):
+        dtype = generator.choice((torch.float32, torch.bfloat16, torch.float64, torch.int64))
+        n, kind, late = generator.choice((1, 3, 1000, 40_000)), generator.randrange(3), generator.random() < 0.3
+        x = (torch.randn(n, generator=draw) * 1000).to(dtype)
+        slow = transport.all_reduce(torch.full((n,), 1.0)) if late else None
+        if kind < 2 and transport.quick.sums(x):
+            transport.quick.all_reduce(x, maximum=kind == 1)
+        else:
+            out = torch.empty(transport.ranks, n, dtype=dtype)
+            transport.quick.all_gather(out, x)
+            x = out
+        if slow is not None:
+            slow.wait()
+        found.append(x)
+        if generator.random() < 0.1:
+            time.sleep(generator.random() * 0.002 * rank)  # one runs ahead, as far as it can
+    return found
+
+
+def quick_alone(ranks: int, payload: tuple[int, int]) -> list[Tensor]:
+    """What `quick` must give, with sums in the order of the ranks."""
+    number, count = payload
+    generator = random.Random(number)
+    draws = [torch.Generator().manual_seed(1000 * number + rank) for rank in range(ranks)]
+    found: list[Tensor] = []
+    for _ in range(count):
+        dtype = generator.choice((torch.float32, torch.bfloat16, torch.float64, torch.int64))
+        n, kind = generator.choice((1, 3, 1000, 40_000)), generator.randrange(3)
+        generator.random()
+        every = [(torch.randn(n, generator=draw) * 1000).to(dtype) for draw in draws]
+        if kind < 2 and (ranks - 1) * n * dtype.itemsize < TWO_SHOT_FROM:
+            found.append(reduce(torch.maximum if kind else torch.add, every))
+        else:
+            found.append(torch.stack(every))
+        if generator.random() < 0.1:
+            generator.random()
+    return found
 
 
 def killed(rank: int, payload: tuple[int, float]) -> None:
@@ -117,6 +168,7 @@ def open_files(rank: int, count: int) -> tuple[int, int]:
     for _ in range(count):
         transport = _world()
         transport.all_reduce(torch.ones(5)).wait()
+        dist.barrier()  # who is ahead must not let go of what others have not read
         del transport
         gc.collect()
         dist.barrier()

@@ -16,7 +16,7 @@ from functools import cache
 from itertools import combinations
 from typing import Any
 
-from harness.reference import Case
+from harness.reference import BF16_STEPS, STEPS, Case
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload, check_runnable
 from shardwise.model import ModelConfig
@@ -102,7 +102,8 @@ def point(**choices: Any) -> Point:
     check_runnable(layout, model, workload)
     words = [chosen["model"], str(layout), f"x{chosen['accumulate']}"]
     words += ["documents"] * chosen["documents"] + [f"ignore-{chosen['ignore']}"] * (chosen["ignore"] != "some")
-    case = Case(model, workload, precision, layout.attention, ignore=chosen["ignore"])
+    steps = BF16_STEPS if precision == "bf16" else STEPS
+    case = Case(model, workload, precision, layout.attention, ignore=chosen["ignore"], steps=steps)
     return Point(":".join(words), case, layout, tuple(chosen.items()))
 
 

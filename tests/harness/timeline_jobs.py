@@ -45,8 +45,8 @@ def record(rank: int, payload: tuple[Case, Layout, bool]) -> Recorded:
     program = build(case, layout, rank, overlap, "gloo")
     out = Recorded([], {}, (), (), (), [])
     with _slow_collectives():
-        for step in range(STEPS):
-            batches, lr = micro_batches(case, layout, rank, step), learning_rate(case.optimizer, step, STEPS)
+        for step in range(case.steps):
+            batches, lr = micro_batches(case, layout, rank, step), learning_rate(case.optimizer, step, case.steps)
             if step == RECORDED:
                 before = _attributes(program)
                 with Timeline(program) as timeline:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.jobs import RankOutcome, build, micro_batches, train
+from harness.jobs import RankOutcome, Training, build, micro_batches, train
 from harness.reference import Case, Outcome, dtype_of, global_batch, make_batch, values
 from shardwise.decoder import Decoder
 from shardwise.layout import Layout
@@ -148,7 +148,7 @@ def delayed(rank: int, payload: tuple[Case, Layout, Outcome, int]) -> RankOutcom
     """`train`, overlapping, while collectives start as late as they may and ranks dawdle."""
     case, layout, reference, seed = payload
     with _late_collectives(seed, rank):
-        return train(rank, (case, layout, reference, True, "gloo"))
+        return train(rank, Training(case, layout, reference, transport="gloo", memory=False))
 
 
 class _Late:

@@ -11,8 +11,12 @@ from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.model.catalog import get
 from shardwise.predict.search import Space, plan, price_one, search
+from shardwise.predict.search.fitting import Memory
 from shardwise.predict.search.goals import (
+    Power,
     cheapest_cluster,
+    largest_batch,
+    largest_micro,
     largest_model,
     longest_sequence,
     run_of,
@@ -133,8 +137,47 @@ def test_a_run_is_its_steps(found):
     assert run.steps == -(-(10**12) // (64 * 8192))
     assert run.seconds == pytest.approx(run.steps * found.winner.seconds)
     assert run.cost == pytest.approx(2 * run.device_hours) == pytest.approx(2 * run.seconds / 3600 * 16)
+    assert run.energy == pytest.approx(run.device_hours * 0.7 * 1.1)
+    more = run_of(found.winner, found.cluster, found.workload, 1e12, None, Power(1.0, 700.0))
+    assert more.energy == pytest.approx(run.device_hours * 1.4)
     with pytest.raises(UserError, match="must be positive"):
         run_of(found.winner, found.cluster, found.workload, -1, None)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "fixed"), [("8xH100", {}), ("8xH100", {"tp": 1, "zero": 3}), ("3xH100", {"cp": 1}), ("2x8xH100", {})]
+)
+def test_the_largest_batch_is_one_that_fits_and_an_eighth_more_does_not(cluster, fixed):
+    on = space("llama-3.2-1b", cluster, 8192, 96, **fixed)
+    usable = usable_bytes(on.cluster)
+    batch, at = largest_batch(on, usable)
+    layout = at.layout
+    count = batch // (layout.dp * layout.micro)
+    assert at.nbytes <= usable and batch == layout.dp * layout.micro * count and 1 <= count <= layout.pp
+    held = price_one(on.model, layout, Workload(8192, batch), BRIDGE, Pricing(on.cluster)).held
+    assert held.total == pytest.approx(at.nbytes)
+    # A step of that batch, priced with all that accumulates, too, still finds the layout; more at once does not fit.
+    step = max(batch // 8, 1)
+    for frame in replace(on, workload=Workload(8192, batch + step)).frames:
+        total = Memory(on.model, Workload(8192, batch + step), on.attention).total(frame)
+        for row, m in enumerate(frame.counts):
+            possible = np.array(frame.possible[row])
+            assert m > frame.pp or not (total[row][:, possible] <= usable).any()
+
+
+def test_the_largest_micro_batch_is_the_batchs():
+    on = space("llama-3.2-1b", "8xH100", 8192, 768)
+    usable = usable_bytes(on.cluster)
+    best = largest_micro(on, usable)
+    assert best.nbytes <= usable and 768 % best.layout.micro == 0
+    sizes = {row.micro for frame in on.frames for row in frame.rows if row.micro > best.layout.micro}
+    assert sizes
+    for micro in sizes:
+        found = least(replace(on, fixed={"micro": micro}))
+        assert found is None or found.nbytes > usable
+    assert largest_micro(space("llama-3-405b", "8xH100", 8192, 8), usable) is None
+    with pytest.raises(UserError, match="in any batch"):
+        largest_batch(space("llama-3-405b", "8xH100", 8192, 8), usable)
 
 
 def test_more_nodes_are_faster_and_less_efficient():

@@ -1,6 +1,7 @@
 """Bytes of many candidates at once are those of `predict_bytes`, one rank at a time."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ def sample(name: str, schedules: tuple[str, ...], piped: bool, count: int) -> li
         order = frame.orders[o]
         short = frame.counts[r] * frame.pp * order.virtual <= ACTIONS
         if frame.possible[r][o] and order.schedule in schedules and short:
-            chosen.append(frame.layout(*frame.rows[r], draw.choice(frame.shardings), order))
+            chosen.append(frame.layout(frame.rows[r], draw.choice(frame.shardings), order))
     return chosen
 
 
@@ -89,5 +90,19 @@ def test_a_frame_has_what_each_of_its_candidates_has_alone():
         for _ in range(20):
             r, z, o = (draw.randrange(n) for n in frame.shape)
             if frame.possible[r][o]:
-                alone = frame_of(frame.layout(*frame.rows[r], frame.shardings[z], frame.orders[o]), space.workload)
+                alone = frame_of(frame.layout(frame.rows[r], frame.shardings[z], frame.orders[o]), space.workload)
                 assert float(np.ravel(memory.of(alone).total)[0]) == together[r, z, o]
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "gpt2"])
+def test_rows_that_share_their_bytes_have_them_alone_too(name):
+    """Rows of one number of tokens are computed once, with fused attention."""
+    space = Space(get(name), Cluster.parse("2x8xH100"), Workload(1024, 64), engine("megatron-bridge"))
+    draw = random.Random(7)
+    for frame in draw.sample(space.frames, 4):
+        total = Memory(space.model, space.workload, space.attention).total(frame)
+        assert total.shape == frame.shape
+        for r in draw.sample(range(len(frame.rows)), min(12, len(frame.rows))):
+            alone = replace(frame, rows=(frame.rows[r],))
+            fresh = Memory(space.model, space.workload, space.attention).of(alone).total
+            assert (np.broadcast_to(fresh, alone.shape)[0] == total[r]).all(), frame.rows[r]

@@ -36,7 +36,7 @@ def one_at_a_time(space: Space, pricing: Pricing, usable: float):
             for sharding in frame.shardings:
                 for o, order in enumerate(frame.orders):
                     if frame.possible[r][o]:
-                        layout = frame.layout(*row, sharding, order)
+                        layout = frame.layout(row, sharding, order)
                         found.append(price_one(space.model, layout, space.workload, space.engine, pricing, memory))
     return [one for one in found if one.held.total <= usable]
 

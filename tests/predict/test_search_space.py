@@ -27,7 +27,7 @@ def space(model="tiny-llama", cluster="8xH100", seq=512, batch=16, fix="") -> Sp
 
 def layouts(frame: Frame) -> list[Layout]:
     every = product(enumerate(frame.rows), frame.shardings, enumerate(frame.orders))
-    return [frame.layout(*row, z, o) for (r, row), z, (i, o) in every if frame.possible[r][i]]
+    return [frame.layout(row, z, o) for (r, row), z, (i, o) in every if frame.possible[r][i]]
 
 
 @settings(max_examples=60, deadline=None)
@@ -46,7 +46,7 @@ def test_candidates_are_legal_layouts(name, text, seq, batch, data):
     frame = data.draw(st.sampled_from(frames))
     rows = [(r, o) for r, o in product(range(len(frame.rows)), range(len(frame.orders))) if frame.possible[r][o]]
     r, o = data.draw(st.sampled_from(rows))
-    layout = frame.layout(*frame.rows[r], data.draw(st.sampled_from(frame.shardings)), frame.orders[o])
+    layout = frame.layout(frame.rows[r], data.draw(st.sampled_from(frame.shardings)), frame.orders[o])
     assert Layout.parse(str(layout)) == layout
     check(layout, model, workload, cluster.devices)
     assert workload.micro_batches(layout) == frame.counts[r]
@@ -142,13 +142,13 @@ def test_a_search_needs_sequences():
 
 
 def test_overlaps_count_where_they_make_a_difference():
-    plain = next(frame for frame in space().frames if frame.tp == frame.pp == 1 and frame.dp > 1)
+    plain = next(frame for frame in space().frames if frame.tp == frame.pp == 1 and frame.data > 1)
     found = list(distinct(plain, BRIDGE))
     # Nothing to overlap over tp and between stages; parameters are gathered at stages 1 to 3 only.
     assert len(found) == 4
     assert all(variant.tensor_overlap and variant.pipeline_overlap for variant, _ in found)
     assert all(sharding.stage for variant, shardings in found if not variant.gather_overlap for sharding in shardings)
-    split = next(frame for frame in space().frames if min(frame.tp, frame.pp, frame.dp) > 1)
+    split = next(frame for frame in space().frames if min(frame.tp, frame.pp, frame.data) > 1)
     assert len(list(distinct(split, BRIDGE))) == 2 ** len(SWITCHES)
     assert len({words(variant) for variant, _ in distinct(split, BRIDGE)}) == 2 ** len(SWITCHES)
 

@@ -5,6 +5,7 @@ The classes are exact and the peak is within 5%; what each mode costs in time is
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -49,7 +50,7 @@ def name(value: object) -> str:
 @pytest.mark.parametrize(("model", "text", "batch", "recompute", "attention", "documents"), LAYOUTS, ids=name)
 def test_memory(model: ModelConfig, text: str, batch: int, recompute: str, attention: str, documents: bool) -> None:
     case, layout = build(model, text, batch, recompute, attention, documents)
-    ranks = train(case, layout, against=blank(model))
+    ranks = train(replace(case, steps=2), layout, against=blank(model))
     assert_ledger(case, layout, ranks)
     assert_memory(case, layout, ranks)
 
@@ -59,7 +60,7 @@ def test_what_recompute_saves_and_costs(attention: str) -> None:
     saved = {}
     for recompute in RECOMPUTE:
         case, layout = build(LLAMA, "dp=2,zero=2,micro=8,precision=fp32", 16, recompute, attention, False)
-        ranks = train(case, layout, against=blank(LLAMA))
+        ranks = train(replace(case, steps=5), layout, against=blank(LLAMA))
         held, predicted = ranks[0].role.bytes, predict_bytes(unit_plan(LLAMA, layout, case.workload))
         saved[recompute] = held.saved
         summary.add(

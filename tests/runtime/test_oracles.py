@@ -36,7 +36,7 @@ PIPELINES = (
 @pytest.mark.parametrize("point", FSDP, ids=lambda p: p.id)
 def test_fsdp2_agrees(point: Point) -> None:
     oracle = run_ranks("harness.oracles:fsdp", 2, point.case)[0]
-    assert_parity(point.case, point.layout, train(point.case, point.layout, against=oracle), oracle)
+    assert_parity(point.case, point.layout, train(point.case, point.layout, against=oracle, memory=False), oracle)
 
 
 @pytest.mark.parametrize("point", TENSOR, ids=lambda p: p.id)
@@ -45,7 +45,7 @@ def test_dtensor_agrees(point: Point) -> None:
     model = point.case.model
     case = replace(point.case, model=model.replace(ffn=model.ffn + model.ffn % 2))
     oracle = run_ranks("harness.oracles:tensor_parallel", 2, case)[0]
-    assert_parity(case, point.layout, train(case, point.layout, against=oracle), oracle)
+    assert_parity(case, point.layout, train(case, point.layout, against=oracle, memory=False), oracle)
 
 
 @pytest.mark.parametrize(("schedule", "name", "documents"), PIPELINES)
@@ -53,7 +53,7 @@ def test_torch_pipelining_agrees(schedule: str, name: str, documents: bool) -> N
     layout = Layout.parse(f"pp=2,schedule={schedule},precision=fp64")
     case = Case(MODELS[name].replace(layers=4), Workload(SEQ, 4 * layout.micro, isolate_documents=documents))
     oracle = run_ranks("harness.oracles:pipeline", 2, (case, layout))[0]
-    assert_parity(case, layout, train(case, layout, against=oracle), oracle)
+    assert_parity(case, layout, train(case, layout, against=oracle, memory=False), oracle)
 
 
 def test_the_oracle_would_notice_other_data() -> None:
@@ -62,4 +62,4 @@ def test_the_oracle_would_notice_other_data() -> None:
     other = Layout.parse("tp=2,micro=2,precision=fp64")
     shuffled = type(case)(MODELS["llama"], Workload(SEQ, 2), "fp64", ignore="none")
     with pytest.raises(AssertionError, match="gradient of"):
-        assert_parity(shuffled, other, train(shuffled, other, against=oracle), oracle)
+        assert_parity(shuffled, other, train(shuffled, other, against=oracle, memory=False), oracle)

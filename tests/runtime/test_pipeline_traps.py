@@ -23,7 +23,7 @@ def case_of(layout: Layout, model: str, micro_batches: int = 4) -> Case:
 def holds(text: str, model: str) -> None:
     layout = Layout.parse(f"{text},precision=fp64")
     case = case_of(layout, model)
-    ranks = train(case, layout)
+    ranks = train(case, layout, memory=False)
     assert_parity(case, layout, ranks)
     assert_replicas_equal(ranks)
     assert_ledger(case, layout, ranks)
@@ -66,7 +66,7 @@ def test_trap_05_18_every_rank_logs_the_global_loss_of_a_pipeline(text: str) -> 
     case = case_of(layout, "llama")
     expected = reference(case).losses
     assert all(abs(a - b) > 1e-6 for a, b in pairwise(expected))
-    for rank in train(case, layout):
+    for rank in train(case, layout, memory=False):
         assert rank.losses == pytest.approx(expected, rel=1e-12)
 
 
@@ -79,7 +79,7 @@ def test_trap_21_a_pipeline_is_saved_as_it_would_be_without(text: str, tmp_path:
     for index, words in enumerate((text, "tp=2")):
         layout = Layout.parse(f"{words},precision=fp64")
         case = Case(MODELS["qwen3"].replace(layers=4), Workload(SEQ, 8))
-        run_ranks("harness.resume_jobs:straight", layout.ranks, (case, layout, str(tmp_path / str(index)), 2))
+        run_ranks("harness.resume_jobs:straight", layout.ranks, (case, layout, str(tmp_path / str(index)), 2, 2))
         folders.append(tmp_path / str(index) / "step-2")
     piped, whole = map(Checkpoint.open, folders)
     assert piped.manifest.tensors.keys() == whole.manifest.tensors.keys()
@@ -96,6 +96,6 @@ def test_trap_21_a_pipeline_is_saved_as_it_would_be_without(text: str, tmp_path:
 def test_trap_19_without_overlap_a_pipeline_gives_the_same_bits(transport: str) -> None:
     layout = Layout.parse("dp=2,pp=2,zero=2,schedule=zb-h1,precision=fp32")
     case = case_of(layout, "llama")
-    found = [train(case, layout, overlap=overlap, transport=transport) for overlap in (True, False)]
+    found = [train(case, layout, overlap=each, transport=transport, memory=False) for each in (True, False)]
     assert [rank.losses for rank in found[0]] == [rank.losses for rank in found[1]]
     assert [rank.pieces for rank in found[0]] == [rank.pieces for rank in found[1]]

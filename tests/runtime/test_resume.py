@@ -27,7 +27,7 @@ MODEL = ModelConfig(
     "resumed", vocab=59, hidden=29, layers=4, heads=4, kv_heads=2, head_dim=6, ffn=41, max_positions=16, tied=True,
     qk_norm=True, dropout=0.1,
 )  # fmt: skip
-CASE = Case(MODEL, Workload(seq=12, batch=24))
+CASE = Case(MODEL, Workload(seq=12, batch=12))
 LAYOUTS = (
     "dp=1", "dp=2,micro=2", "dp=3,zero=1", "dp=4,zero=2", "dp=3,zero=3", "dp=4,zero=3,shard=2", "dp=6,zero=2,shard=3",
     "tp=2", "tp=4,sp", "dp=2,tp=2,zero=3,sp", "dp=2,tp=4,zero=1", "dp=3,tp=2,zero=3,order=pp-tp-cp-dp,recompute=full",
@@ -74,7 +74,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Pat
     class Runs(dict[str, tuple[Path, list[Trained]]]):
         def __missing__(self, text: str) -> tuple[Path, list[Trained]]:
             parsed, own = layout(text), folder / str(EVERY.index(text))
-            ranks = run_ranks("harness.resume_jobs:straight", parsed.ranks, (CASE, parsed, str(own), SAVED))
+            ranks = run_ranks("harness.resume_jobs:straight", parsed.ranks, (CASE, parsed, str(own), SAVED, STEPS))
             self[text] = own / f"step-{SAVED}", ranks
             return self[text]
 

@@ -7,9 +7,10 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 
 from harness.pool import Pool, RankFailed, run_ranks
-from harness.shared_jobs import Said
+from harness.shared_jobs import Said, quick_alone
 from harness.space import seed
 
 MEBIBYTE = 1 << 20
@@ -42,6 +43,16 @@ def test_a_rank_killed_inside_collectives_is_named_and_nothing_is_left() -> None
 
 def test_a_rank_that_does_not_come_is_named_after_the_time_limit() -> None:
     assert run_ranks("harness.shared_jobs:late", 2) == ["rank 1 did not come within 0.5 s", ""]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_small_sums_and_gathers_have_the_same_bits_everywhere(ranks: int) -> None:
+    """In the order of the ranks, however far one runs ahead, and with other collectives under way."""
+    payload = seed() % 1000, 200
+    expected = quick_alone(ranks, payload)
+    for found in run_ranks("harness.shared_jobs:quick", ranks, payload):
+        assert len(found) == len(expected)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_64_megabytes_are_enough_for_any_tensor() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise, permutations
 from pathlib import Path
 
@@ -31,7 +32,7 @@ from shardwise.model.parameters import parameters
 
 def holds(case: Case, layout: Layout) -> list[RankOutcome]:
     """Train; parity with one device, replicas alike, ledger as predicted."""
-    ranks = train(case, layout)
+    ranks = train(case, layout, memory=False)
     assert_parity(case, layout, ranks)
     assert_replicas_equal(ranks)
     assert_ledger(case, layout, ranks)
@@ -86,7 +87,7 @@ def test_trap_02_every_row_of_a_tied_embedding_changes(point: Point) -> None:
     ids=lambda p: p.id,
 )
 def test_trap_03_the_gradient_norm_counts_each_value_once_and_binds(point: Point) -> None:
-    case = replace(point.case, optimizer=replace(point.case.optimizer, clip=0.05))
+    case = replace(point.case, optimizer=replace(point.case.optimizer, clip=0.05), steps=5)
     assert min(reference(case).norms) > 2 * case.optimizer.clip
     unclipped = reference(replace(case, optimizer=replace(case.optimizer, clip=0.0)))
     ranks = holds(case, point.layout)
@@ -119,7 +120,7 @@ def test_trap_05_every_rank_logs_the_global_loss(dp: int, tp: int, sp: bool, ord
     chosen = point(model="llama", dp=dp, tp=tp, sp=sp, zero=1, order=order, accumulate=2)
     expected = reference(chosen.case).losses
     assert all(abs(a - b) > 1e-6 for a, b in pairwise(expected))
-    for rank in train(chosen.case, chosen.layout):
+    for rank in train(chosen.case, chosen.layout, memory=False):
         assert rank.losses == pytest.approx(expected, rel=1e-12)
 
 
@@ -380,16 +381,15 @@ def test_trap_16_ranks_are_summed_in_fp32() -> None:
 def test_trap_19_overlap_changes_no_bit(point: Point) -> None:
     # Embedding and head share a slot, and meet where one micro-batch follows another.
     case, layout = replace(point.case, model=point.case.model.replace(layers=3)), point.layout
-    plain = train(case, layout, overlap=False, transport="gloo")
+    run = partial(train, case, layout, memory=False)
+    plain = run(overlap=False, transport="gloo")
     if case.precision == "fp64":
         assert_parity(case, layout, plain)
-    runs = [train(case, layout, transport="gloo")]
+    runs = [run(transport="gloo")]
     runs += [run_ranks("harness.trap_jobs:delayed", layout.ranks, (case, layout, judge(case), seed)) for seed in (1, 2)]
-    for run in runs:
-        for one, other in zip(plain, run, strict=True):
+    for before, after in (*((plain, other) for other in runs), (run(overlap=False), run())):
+        for one, other in zip(before, after, strict=True):
             assert (one.losses, one.norms, one.pieces) == (other.losses, other.norms, other.pieces)
-    for one, other in zip(train(case, layout, overlap=False), train(case, layout), strict=True):
-        assert (one.losses, one.norms, one.pieces) == (other.losses, other.norms, other.pieces)
 
 
 # -- 20: uneven shards, and ranks that hold nothing
@@ -410,24 +410,39 @@ def test_trap_20_fewer_rows_than_ranks(name: str, layout: str) -> None:
 # -- 21: fused query/key/value and gate/up weights under another layout
 
 
+SAVED = 2
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], tuple[Case, Path, list]]:
+    """(model, layout) -> what it trains, its checkpoint after `SAVED` steps, and two more steps by rank."""
+    folder = tmp_path_factory.mktemp("saved")
+
+    class Runs(dict[tuple[str, str], tuple[Case, Path, list]]):
+        def __missing__(self, key: tuple[str, str]) -> tuple[Case, Path, list]:
+            case, own = Case(MODELS[key[0]], Workload(SEQ, 12)), folder / str(len(self))
+            ranks = resumable(key[1], lambda layout: ("straight", (case, layout, str(own), SAVED, SAVED + 2)))
+            self[key] = case, own / f"step-{SAVED}", ranks
+            return self[key]
+
+    return Runs()
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     list(permutations(("dp=1", "tp=2,sp", "dp=4,tp=2,zero=1", "dp=3,zero=3", "dp=2,tp=2,zero=3"), 2))[::3],
 )
 @pytest.mark.parametrize("name", ["mqa", "gpt2"])
-def test_trap_21_weights_do_not_interleave(name: str, before: str, after: str, tmp_path: Path) -> None:
+def test_trap_21_weights_do_not_interleave(name: str, before: str, after: str, saved: dict, tmp_path: Path) -> None:
     """Every tensor of a run that was saved under one layout is, under another, what the first one had, and in place."""
-    model = MODELS[name]
-    case = Case(model, Workload(SEQ, 12))
-    saved, again, home = tmp_path / "saved", tmp_path / "again", tmp_path / "home"
-    trained = resumable(before, lambda layout: ("straight", (case, layout, str(saved), RESUMED)))
-    path = saved / f"step-{RESUMED}"
+    case, path, trained = saved[name, before]
+    again, home = tmp_path / "again", tmp_path / "home"
     for text, source, target in ((after, path, again), (before, again / path.name, home)):
-        resumable(text, lambda layout, pair=(str(source), str(target)): ("go_on", (case, layout, [pair], RESUMED)))
+        resumable(text, lambda layout, pair=(str(source), str(target)): ("go_on", (case, layout, [pair], SAVED)))
     assert diff(Checkpoint.open(path), Checkpoint.open(home / path.name)) == []
     # Where a piece lies, the round trip alone does not say: one device, which cuts nothing, must go on alike.
-    alone = resumable("dp=1", lambda layout: ("go_on", (case, layout, [(str(again / path.name), None)], STEPS)))
-    assert alone[0][0].losses == pytest.approx(trained[0].losses[RESUMED:], rel=1e-9, abs=0)
+    alone = resumable("dp=1", lambda layout: ("go_on", (case, layout, [(str(again / path.name), None)], SAVED + 2)))
+    assert alone[0][0].losses == pytest.approx(trained[0].losses[SAVED:], rel=1e-9, abs=0)
 
 
 # -- 22: a run that goes on with another number of data-parallel ranks
@@ -438,10 +453,10 @@ def test_trap_22_eight_steps_equal_four_and_four_on_other_ranks(before: str, aft
     model = MODELS["gpt2-drop"]
     case = Case(model, Workload(SEQ, 8), attention="math")
     first, second = f"{before},attention=math", f"{after},attention=math"
-    ranks = resumable(first, lambda layout: ("straight", (case, layout, str(tmp_path), RESUMED)))
+    ranks = resumable(first, lambda layout: ("straight", (case, layout, str(tmp_path), RESUMED, STEPS)))
     pair = (str(tmp_path / f"step-{RESUMED}"), None)
     resumed = [found[0] for found in resumable(second, lambda layout: ("go_on", (case, layout, [pair], STEPS)))]
-    one = resumable("dp=1,attention=math", lambda layout: ("straight", (case, layout, None, 0)))[0]
+    one = resumable("dp=1,attention=math", lambda layout: ("straight", (case, layout, None, 0, STEPS)))[0]
     for step in range(STEPS):
         # In the order of the ranks, not sorted: rank r takes the r-th run of the global batch.
         taken = [

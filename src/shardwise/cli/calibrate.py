@@ -3,6 +3,8 @@
 `device` times matrix products, attention, passes over memory and the trainer's collectives: with them `estimate`,
 `plan` and `explain` say how long a step takes (`calibrate_device.py`).
 
+`topology` reads the output of `nvidia-smi topo -m`, or asks NVML: which links a node has, and what they can do.
+
 `network` runs collectives on processes of this host, fits the latency of a round, the speed of reading, adding and
 copying, and says how well that predicts sizes that the fit has not seen.
 """
@@ -16,7 +18,7 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cli import calibrate_device, collective_bench
+from shardwise.cli import calibrate_device, calibrate_topology, collective_bench
 from shardwise.cli.actions import actions
 from shardwise.cli.output import print_json, show
 from shardwise.errors import UserError
@@ -40,6 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     calibrate_device.add_arguments(
         action("device", "time products, attention, memory and collectives on this host's CPU or GPU")
     )
+    calibrate_topology.add_arguments(
+        action("topology", "read nvidia-smi topo -m: a cluster file with the links of such nodes")
+    )
     network = action("network", "fit latency and speeds to collectives of this host's processes")
     network.add_argument("--ranks", type=int, required=True, metavar="P", help="processes to start")
     network.add_argument("--transport", choices=("shared", "sends"), default="shared", help="(shared)")
@@ -49,7 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    return calibrate_device.run(args) if args.action == "device" else _network(args)
+    kinds = {"device": calibrate_device.run, "topology": calibrate_topology.run, "network": _network}
+    return kinds[args.action](args)
 
 
 def _network(args: argparse.Namespace) -> int:

@@ -4,7 +4,7 @@ For the best one: where memory and time go, what binds, and why not the obvious 
 would have to change.
 
 With --find, the other way round: the cheapest cluster for a deadline, the largest model of a family, the longest
-sequence, or how well more nodes pay off.
+sequence, the largest batch and micro-batch, or how well more nodes pay off.
 
 With --serve, the best ways to serve it: prompts of --prompt tokens, answers of --output, --concurrency clients.
 """
@@ -20,9 +20,11 @@ from shardwise.cli.output import print_json, show
 from shardwise.errors import UserError
 
 if TYPE_CHECKING:
+    from shardwise.predict.search.goals import Power
     from shardwise.predict.search.space import Space
 
-FINDS = ("cluster", "model", "sequence", "scaling")
+FINDS = ("cluster", "model", "sequence", "batch", "scaling")
+TOP = 10
 BY = ("throughput", "memory", "cost", "pareto")
 
 
@@ -31,13 +33,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", metavar="TEXT", required=True, help="[NODESx]GPUSxDEVICE, or a TOML file")
     parser.add_argument("--seq", type=int, metavar="N", help="tokens a sequence")
     parser.add_argument("--batch", type=int, metavar="N", help="sequences a step, over all devices")
-    parser.add_argument("--top", type=int, default=10, metavar="N", help="how many layouts are shown (10)")
+    parser.add_argument("--top", type=int, default=TOP, metavar="N", help=f"how many layouts are shown ({TOP})")
     parser.add_argument("--by", choices=BY, default="throughput", help="what the best is: throughput unless given")
     parser.add_argument("--fix", default="", metavar="KEY=VALUE,...", help="what the layout must have: tp=8,zero=1")
     parser.add_argument("--engine", metavar="PROFILE", help="the software (megatron-bridge; tensorrt-llm with --serve)")
     parser.add_argument("--reserve", metavar="SIZE", help="of a device's memory, what training cannot have (2GB)")
     parser.add_argument("--tokens", metavar="N", help="of a whole run, such as 15T: days, device-hours and money")
     parser.add_argument("--price", type=float, metavar="X", help="of one device for an hour")
+    parser.add_argument("--pue", type=float, metavar="X", help="power of the data centre over its computers' (1.1)")
+    parser.add_argument("--host-watts", type=float, metavar="W", help="a device's share of its host's power (0)")
     parser.add_argument("--mtbf", type=float, metavar="HOURS", help="between two failures of one device: goodput")
     parser.add_argument(
         "--save", type=float, metavar="SECONDS", help="for which a checkpoint stops the run, with --mtbf"
@@ -66,12 +70,17 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--mtbf and --save belong together: how often a device fails, and how long saving takes")
     if (args.deadline is not None) != (args.find == "cluster"):
         raise UserError("--deadline is for --find cluster, which needs it")
+    if args.find:
+        _check_find(args)
     model, cluster = model_of(args), Cluster.parse(args.cluster)
     workload = Workload(seq=args.seq, batch=args.batch)
     return _find(args, model, cluster, workload) if args.find else _plan(args, model, cluster, workload)
 
 
-TRAINING = ("seq", "batch", "fix", "reserve", "tokens", "price", "mtbf", "save", "restart", "find", "deadline")
+TRAINING = (
+    "seq", "batch", "fix", "reserve", "tokens", "price", "pue", "host_watts", "mtbf", "save", "restart", "find",
+    "deadline",
+)  # fmt: skip
 SERVING = ("prompt", "output", "concurrency")
 
 
@@ -80,12 +89,21 @@ def _check_kind(args: argparse.Namespace) -> None:
     strange = [name for name in (TRAINING if args.serve else SERVING) if getattr(args, name)]
     if strange:
         kind = "training: leave it out with --serve" if args.serve else "serving: add --serve"
-        raise UserError(f"--{strange[0]} belongs to {kind}")
+        raise UserError(f"--{strange[0].replace('_', '-')} belongs to {kind}")
     needed = SERVING if args.serve else ("seq", "batch")
     if missing := [f"--{name}" for name in needed if getattr(args, name) is None]:
         raise UserError(f"plan{' --serve' * args.serve} needs {', '.join(missing)}")
     if args.serve and args.by == "memory":
         raise UserError("--by memory is for training; serving has throughput, cost and pareto")
+
+
+def _check_find(args: argparse.Namespace) -> None:
+    """What a question the other way round has no use for is refused."""
+    idle = ["mtbf", "save"] + (["tokens", "price", "pue", "host_watts"] if args.find != "cluster" else [])
+    named = [name.replace("_", "-") for name in idle if getattr(args, name) is not None]
+    named += ["by"] * (args.by != "throughput") + ["top"] * (args.top != TOP)
+    if named:
+        raise UserError(f"--{named[0]} does nothing with --find {args.find}: leave it out")
 
 
 def _plan(args: argparse.Namespace, model: Any, cluster: Any, workload: Any) -> int:
@@ -137,15 +155,23 @@ def _campaign(args: argparse.Namespace, found: Any) -> dict[str, Any]:
     if args.tokens:
         from shardwise.predict.search.goals import run_of
 
-        told["run"] = _told(run_of(one, found.cluster, found.workload, tokens_of(args.tokens), args.price))
-    elif args.price is not None:
-        raise UserError("--price needs --tokens: how long the run is")
+        tokens, power = tokens_of(args.tokens), _power(args)
+        told["run"] = _told(run_of(one, found.cluster, found.workload, tokens, args.price, power))
+    for name in ("price", "pue", "host_watts"):
+        if not args.tokens and getattr(args, name) is not None:
+            raise UserError(f"--{name.replace('_', '-')} needs --tokens: how long the run is")
     if args.mtbf is not None:
         from shardwise.predict.search.goodput import goodput
 
         share = goodput(args.mtbf * 3600 / one.layout.ranks, args.save, args.restart)
         told["goodput"] = {"interval_seconds": share.interval, "share": share.share}
     return told
+
+
+def _power(args: argparse.Namespace) -> Power:
+    from shardwise.predict.search.goals import PUE, Power
+
+    return Power(PUE if args.pue is None else args.pue, args.host_watts or 0.0)
 
 
 def _told(run: Any) -> dict[str, Any]:
@@ -157,6 +183,10 @@ def _told(run: Any) -> dict[str, Any]:
         "seconds": run.seconds,
         "device_hours": run.device_hours,
         "cost": run.cost,
+        "device": run.cluster.device.name,
+        "energy_kwh_at_most": run.energy,
+        "pue": run.power.pue,
+        "host_watts": run.power.host_watts,
     }
 
 
@@ -184,12 +214,14 @@ def _answer(args: argparse.Namespace, space: Space, usable: float) -> dict[str, 
         if not 0 < args.deadline < float("inf"):
             raise UserError("--deadline must be a positive number of days")
         tokens, deadline = tokens_of(args.tokens), args.deadline * goals.DAY
-        return _told(goals.cheapest_cluster(space, usable, tokens, deadline, args.price))
+        return _told(goals.cheapest_cluster(space, usable, tokens, deadline, args.price, _power(args)))
     if args.find == "model":
         return {"model": goals.largest_model(space, usable).name, "cluster": str(space.cluster)}
     if args.find == "sequence":
         seq, found = goals.longest_sequence(space, usable)
         return {"seq": seq, "layout": str(found.layout), "bytes": round(found.nbytes), "cluster": str(space.cluster)}
+    if args.find == "batch":
+        return _batch(space, usable)
     sizes = goals.scaling(space, usable)
     return {
         "sizes": [
@@ -202,6 +234,24 @@ def _answer(args: argparse.Namespace, space: Space, usable: float) -> dict[str, 
             }
             for size in sizes
         ]
+    }
+
+
+def _batch(space: Space, usable: float) -> dict[str, Any]:
+    from shardwise.predict.search import goals
+
+    batch, found = goals.largest_batch(space, usable)
+    micro = goals.largest_micro(space, usable)
+    return {
+        "batch": batch,
+        "layout": str(found.layout),
+        "bytes": round(found.nbytes),
+        "cluster": str(space.cluster),
+        "seq": space.workload.seq,
+        "of_batch": space.workload.batch,
+        "micro": None if micro is None else micro.layout.micro,
+        "micro_layout": None if micro is None else str(micro.layout),
+        "micro_bytes": None if micro is None else round(micro.nbytes),
     }
 
 

@@ -152,13 +152,24 @@ def campaign_lines(told: dict[str, Any]) -> Iterator[str]:
             f"{format_share(share['share'])} of the time for progress"
         )
         if run and share["share"]:
-            yield f"with failures the run takes {format_time(run['seconds'] / share['share'])}"
+            energy = f" and {_energy(run['energy_kwh_at_most'] / share['share'])}" if run["energy_kwh_at_most"] else ""
+            yield f"with failures the run takes {format_time(run['seconds'] / share['share'])}{energy}"
 
 
 def _run(run: dict[str, Any]) -> str:
     money = "" if run["cost"] is None else f", {run['cost']:,.0f} at that price"
-    took = format_time(run["seconds"])
-    return f"a whole run: {run['steps']:,} steps, {took}, {run['device_hours']:,.0f} device-hours{money}"
+    took, kwh = format_time(run["seconds"]), run["energy_kwh_at_most"]
+    host = f", {run['host_watts']:g} W of a host each" if run["host_watts"] else ""
+    energy = f"{_energy(kwh)} (boards at full power{host}, PUE {run['pue']:g})" if kwh else _no_energy(run["device"])
+    return f"a whole run: {run['steps']:,} steps, {took}, {run['device_hours']:,.0f} device-hours{money}, {energy}"
+
+
+def _no_energy(device: str) -> str:
+    return f"no energy, since the power of {device} is not known"
+
+
+def _energy(kwh: float) -> str:
+    return f"at most {kwh / 1000:,.0f} MWh" if kwh >= 10_000 else f"at most {kwh:,.1f} kWh"
 
 
 def answer_lines(find: str, answer: dict[str, Any]) -> Iterator[RenderableType]:
@@ -168,11 +179,28 @@ def answer_lines(find: str, answer: dict[str, Any]) -> Iterator[RenderableType]:
         yield _run(answer)
     elif find == "model":
         yield f"largest: {answer['model']} fits {answer['cluster']}"
+    elif find == "batch":
+        yield from _batch(answer)
     elif find == "sequence":
         yield f"longest: {answer['seq']:,} tokens fit {answer['cluster']}, with {answer['layout']}"
         yield f"{format_bytes(answer['bytes'])} on the fullest device"
     else:
         yield _curve(answer["sizes"])
+
+
+def _batch(answer: dict[str, Any]) -> Iterator[str]:
+    tokens = format_count(answer["batch"] * answer["seq"])
+    yield (
+        f"largest batch without accumulating gradients: {answer['batch']:,} sequences ({tokens} tokens) fit "
+        f"{answer['cluster']}, with {answer['layout']}"
+    )
+    yield f"{format_bytes(answer['bytes'])} on the fullest device"
+    of = f"of a step of {answer['of_batch']:,} sequences"
+    if answer["micro"] is None:
+        yield f"largest micro-batch {of}: none fits"
+    else:
+        yield f"largest micro-batch {of}: {answer['micro']:,}, with {answer['micro_layout']}"
+        yield f"{format_bytes(answer['micro_bytes'])} on the fullest device"
 
 
 def _curve(sizes: list[dict[str, Any]]) -> Table:

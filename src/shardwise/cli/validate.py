@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.output import print_json, show
 
@@ -33,6 +33,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     _print_scores(found)
     _print_rows(predictions, args.rows)
+    _print_memory(rows)
     for score in found:
         for reason, count in score.skipped.items():
             print(f"{score.source}: {count} row{'s' if count > 1 else ''} skipped: {reason}")
@@ -58,6 +59,20 @@ def _print_scores(found: list[Score]) -> None:
         shown = ("-" if figure is None else f"{100 * figure:.1f}%" for figure in figures)
         table.add_row(score.source, str(score.rows), *shown, str(sum(score.skipped.values())))
     show(table)
+
+
+def _print_memory(rows: list[Any]) -> None:
+    """Where rows say how much memory they took: how far off their software's states and activations are."""
+    from shardwise.predict.scoreboard import memory_scores
+
+    for score in memory_scores(rows):
+        if score.mean_abs_error is not None and score.bias is not None:
+            print(
+                f"{score.source}: memory of {len(score.rows)} rows, mean error {100 * score.mean_abs_error:.1f}%, "
+                f"bias {100 * score.bias:+.1f}%"
+            )
+        for reason, count in score.skipped.items():
+            print(f"{score.source}: memory of {count} row{'s' if count > 1 else ''} skipped: {reason}")
 
 
 def _print_rows(predictions: list[Prediction], every: bool) -> None:

@@ -1,7 +1,8 @@
 """The figures of known accelerators and of the links that they usually come with, each with its source.
 
 Link bandwidths are bytes/s of one device in one direction: NVLink and PCIe are often quoted in both directions
-together, InfiniBand in bits. Peaks are dense; a multiply-add counts as two. What nobody measured or published is None.
+together, InfiniBand in bits. Peaks are dense; a multiply-add counts as two. Watts are what a board may draw at most.
+What nobody measured or published is None.
 """
 
 from __future__ import annotations
@@ -62,17 +63,21 @@ def _ampere() -> list[Entry]:
     sxm80 = Device(
         "A100-80GB-SXM", "cuda", 81049 * _MIB, 2.039e12, peaks,
         f"{_ML_ENGINEERING}; memory: 79.15 GiB total capacity, as torch's out-of-memory errors report it; "
-        f"bandwidth: {_AICONFIGURATOR}, systems/a100_sxm.yaml",
+        f"bandwidth: {_AICONFIGURATOR}, systems/a100_sxm.yaml; power: NVIDIA, A100 80GB datasheet (SXM)", watts=400,
     )  # fmt: skip
     sxm40 = Device(
         "A100-40GB-SXM", "cuda", 40536 * _MIB, 1.555e12, peaks,
-        f"peaks: {_ML_ENGINEERING}; NVIDIA, A100 datasheet (bandwidth); memory: 39.59 GiB total capacity, as torch's "
-        "out-of-memory errors report it",
+        f"peaks: {_ML_ENGINEERING}; NVIDIA, A100 datasheet (bandwidth, power); memory: 39.59 GiB total capacity, as "
+        "torch's out-of-memory errors report it", watts=400,
     )  # fmt: skip
-    pcie = Device("A100-80GB-PCIe", "cuda", 81049 * _MIB, 1.935e12, peaks, f"{_ML_ENGINEERING}; memory as the SXM's")
+    pcie = Device(
+        "A100-80GB-PCIe", "cuda", 81049 * _MIB, 1.935e12, peaks,
+        f"{_ML_ENGINEERING}; memory as the SXM's; power: NVIDIA, A100 80GB datasheet (PCIe)", watts=300,
+    )  # fmt: skip
     a10g = Device(
         "A10G", "cuda", 23028 * _MIB, 0.6e12, _peaks(70, int8=140, tf32=35, fp32=31.5),
-        f"AWS, EC2 G5 instances, and NVIDIA, A10G datasheet (70 TFLOPS, 140 TOPS dense, 600 GB/s); {_SMI}",
+        f"AWS, EC2 G5 instances, and NVIDIA, A10G datasheet (70 TFLOPS, 140 TOPS dense, 600 GB/s); {_SMI}; "
+        "power: the cap that nvidia-smi shows on EC2 G5", watts=300,
     )  # fmt: skip
     return [
         Entry(sxm80, _NVLINK3, _HDR),
@@ -87,15 +92,17 @@ def _hopper() -> list[Entry]:
     sxm = Device(
         "H100-80GB-SXM", "cuda", 81089 * _MIB, 3.35e12, peaks,
         f"{_ML_ENGINEERING}; memory: torch 2.7 total_memory=81089MB (network/benchmarks); "
-        f"bandwidth: {_AICONFIGURATOR}, systems/h100_sxm.yaml",
+        f"bandwidth: {_AICONFIGURATOR}, systems/h100_sxm.yaml; power: NVIDIA, H100 datasheet (SXM, up to)", watts=700,
     )  # fmt: skip
     pcie = Device(
         "H100-PCIe", "cuda", 81089 * _MIB, 2.0e12, _peaks(756, fp8=1513, int8=1513, tf32=378, fp32=51),
-        f"{_ML_ENGINEERING}; {_AICONFIGURATOR}, systems/h100_pcie.yaml; memory as the SXM's",
+        f"{_ML_ENGINEERING}; {_AICONFIGURATOR}, systems/h100_pcie.yaml; memory as the SXM's; "
+        "power: NVIDIA, H100 PCIe product brief PB-11133-001", watts=350,
     )  # fmt: skip
     h200 = Device(
         "H200", "cuda", 143771 * _MIB, 4.8e12, peaks,
-        f"{_ML_ENGINEERING}; {_AICONFIGURATOR}, systems/h200_sxm.yaml; {_SMI}",
+        f"{_ML_ENGINEERING}; {_AICONFIGURATOR}, systems/h200_sxm.yaml; {_SMI}; "
+        "power: NVIDIA, H200 datasheet (SXM, up to)", watts=700,
     )  # fmt: skip
     return [Entry(sxm, _NVLINK4, _NDR), Entry(pcie, _PCIE5, _NDR), Entry(h200, _NVLINK4, _NDR)]
 
@@ -103,19 +110,23 @@ def _hopper() -> list[Entry]:
 def _blackwell() -> list[Entry]:
     b200 = Device(
         "B200", "cuda", 183359 * _MIB, 7.7e12, _peaks(2250, 4500, 9000, 4500, 1125, 80),
-        f"{_ML_ENGINEERING}; {_AICONFIGURATOR}, systems/b200_sxm.yaml (bandwidth); {_SMI}",
+        f"{_ML_ENGINEERING}; {_AICONFIGURATOR}, systems/b200_sxm.yaml (bandwidth); {_SMI}; power: NVIDIA, Blackwell "
+        "datasheet (HGX B200, up to)", watts=1000,
     )  # fmt: skip
     b300 = Device(
         "B300", "cuda", 288_000_000_000, 8.0e12, _peaks(2250, 4500, 12600, 4500, 1125, 80),
-        f"{_ML_ENGINEERING}; memory: 288 GB as marketed",
+        f"{_ML_ENGINEERING}; memory: 288 GB as marketed; power: NVIDIA, Blackwell Ultra datasheet (HGX B300, up to)",
+        watts=1100,
     )  # fmt: skip
     gb200 = Device(
         "GB200-NVL72", "cuda", 189471 * _MIB, 8.0e12, _peaks(2500, 5000, 10000, 5000, 1250, 80),
-        f"one GPU; {_ML_ENGINEERING}; {_AICONFIGURATOR}, systems/gb200.yaml",
+        f"one GPU; {_ML_ENGINEERING}; {_AICONFIGURATOR}, systems/gb200.yaml; "
+        "power: NVIDIA, Blackwell datasheet (GB200 NVL72, up to)", watts=1200,
     )  # fmt: skip
     gb300 = Device(
         "GB300-NVL72", "cuda", 288_000_000_000, 8.0e12, _peaks(2500, 5000, 15000, 5000, 1250, 80),
-        f"one GPU; {_ML_ENGINEERING}; memory: 288 GB as marketed",
+        f"one GPU; {_ML_ENGINEERING}; memory: 288 GB as marketed; power: NVIDIA, Blackwell Ultra datasheet (GB300 "
+        "NVL72, up to)", watts=1400,
     )  # fmt: skip
     return [
         Entry(b200, _NVLINK5, _NDR),
@@ -129,23 +140,23 @@ def _blackwell() -> list[Entry]:
 def _others() -> list[Entry]:
     mi300x = Device(
         "MI300X", "cuda", 192 * _GIB, 5.3e12, _peaks(1307.4, fp8=2614.9, int8=2614.9, tf32=653.7, fp32=163.4),
-        "AMD, Instinct MI300X data sheet; torch calls ROCm devices cuda",
+        "AMD, Instinct MI300X data sheet (power: of the board, at its peak); torch calls ROCm devices cuda", watts=750,
     )  # fmt: skip
     l40s = Device(
         "L40S", "cuda", 46068 * _MIB, 0.864e12, _peaks(362, fp8=733, int8=733, tf32=183, fp32=91.6),
-        f"{_ML_ENGINEERING}; {_AICONFIGURATOR}, systems/l40s.yaml; {_SMI}",
+        f"{_ML_ENGINEERING}; {_AICONFIGURATOR}, systems/l40s.yaml; {_SMI}; power: NVIDIA, L40S datasheet", watts=350,
     )  # fmt: skip
     l4 = Device(
         "L4", "cuda", 23034 * _MIB, 0.3e12, _peaks(121, fp8=242, int8=242, tf32=60, fp32=30.3),
-        f"NVIDIA, L4 datasheet (its figures with sparsity, halved); {_SMI}",
+        f"NVIDIA, L4 datasheet (its figures with sparsity, halved; power); {_SMI}", watts=72,
     )  # fmt: skip
     ada = Device(
         "RTX-4090", "cuda", 24564 * _MIB, 1.008e12, _peaks(165.2, fp8=330.3, int8=660.6, tf32=82.6, fp32=82.6),
-        f"NVIDIA, Ada GPU architecture whitepaper, appendix A (sums in fp32); {_SMI}",
+        f"NVIDIA, Ada GPU architecture whitepaper, appendix A (sums in fp32; power); {_SMI}", watts=450,
     )  # fmt: skip
     tpu = Device(
         "TPU-v5p", "tpu", 95 * _GIB, 2.765e12, _peaks(459, int8=918),
-        "Google Cloud, TPU v5p (docs.cloud.google.com/tpu/docs/v5p); int8: stas00/ml-engineering",
+        "Google Cloud, TPU v5p (docs.cloud.google.com/tpu/docs/v5p); int8: stas00/ml-engineering; power: not published",
     )  # fmt: skip
     ici = Link(None, 600e9, "Google Cloud, TPU v5p: 1200 GB/s of ICI a chip, both directions together; 3D torus")
     dcn = Link(None, 50e9 / 8, "Google Cloud, TPU v5p: 50 Gb/s of data-centre network a chip")

@@ -72,6 +72,7 @@ class Cluster:
             # memory_bytes = 80e9
             # memory_bandwidth = 2e12  # bytes/s
             # peak_flops = { bfloat16 = 300e12 }
+            # watts = 700              # what its board may draw
             [intra]                    # links: these figures, else the catalog's, else not known
             alpha = 3e-6               # seconds
             bandwidth = 200e9          # bytes/s, one direction
@@ -137,7 +138,7 @@ def _from_table(data: dict[str, Any]) -> Cluster:
 
 
 def _device(table: dict[str, Any]) -> Device:
-    _only(table, "device.", "name", "kind", "memory_bytes", "memory_bandwidth", "peak_flops", "source", "time")
+    _only(table, "device.", "name", "kind", "memory_bytes", "memory_bandwidth", "peak_flops", "source", "time", "watts")
     name = table.get("name")
     if not isinstance(name, str) or not name[:1].isalpha() or not name.isprintable():
         raise UserError(f"device.name must be a text that starts with a letter, not {name!r}")
@@ -153,6 +154,7 @@ def _device(table: dict[str, Any]) -> Device:
         peak_flops={d: v for d in peaks if (v := _number(peaks, "device.peak_flops.", d)) is not None},
         source=str(table.get("source", "the cluster file")),
         measured=_table(table, "time") if "time" in table else {},
+        watts=_number(table, "device.", "watts"),
     )
 
 

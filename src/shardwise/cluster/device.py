@@ -16,7 +16,8 @@ class Device:
     memory_bytes: what a program can allocate, in bytes; for kind "cpu" the whole machine's, shared by all its ranks.
     memory_bandwidth: bytes/s. peak_flops: torch's dtype name -> dense FLOP/s (a multiply-add counts as two), "tfloat32"
     apart from "float32". source: where the figures are from. measured: what `shardwise calibrate device` found, tables
-    that `predict.time` reads (`docs/prediction.md` says what is in them); empty where nobody measured.
+    that `predict.time` reads (`docs/prediction.md` says what is in them); empty where nobody measured. watts: what its
+    board may draw, without the host.
     """
 
     name: str
@@ -26,11 +27,12 @@ class Device:
     peak_flops: Mapping[str, float] = field(default_factory=dict, hash=False)
     source: str = ""
     measured: Mapping[str, Any] = field(default_factory=dict, hash=False, repr=False)
+    watts: float | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in ("cuda", "cpu", "tpu"):
             raise UserError(f"device {self.name!r}: kind must be cuda, cpu or tpu, not {self.kind!r}")
-        figures = {"memory_bytes": self.memory_bytes, "memory_bandwidth": self.memory_bandwidth}
+        figures = {"memory_bytes": self.memory_bytes, "memory_bandwidth": self.memory_bandwidth, "watts": self.watts}
         figures |= {f"peak_flops.{dtype}": value for dtype, value in self.peak_flops.items()}
         for what, value in figures.items():
             if value is not None and not 0 < value < float("inf"):

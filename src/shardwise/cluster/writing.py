@@ -41,7 +41,7 @@ def _value(value: Any) -> str:
 
 
 def _device(device: Device) -> list[str]:
-    fields = ("name", "kind", "memory_bytes", "memory_bandwidth", "source")
+    fields = ("name", "kind", "memory_bytes", "memory_bandwidth", "watts", "source")
     given = [(name, getattr(device, name)) for name in fields]
     peaks = ", ".join(f"{dtype} = {_value(flops)}" for dtype, flops in device.peak_flops.items())
     lines = [f"{name} = {_value(value)}" for name, value in given if value is not None]

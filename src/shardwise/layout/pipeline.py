@@ -31,12 +31,18 @@ def placement(layout: Layout) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=256)
-def splits_backward(schedule: str) -> bool:
-    """Whether a schedule computes gradients of weights apart from those of inputs."""
+def splits_backward(schedule: str, early: bool = False) -> bool:
+    """Whether a schedule computes gradients of weights apart from those of inputs; early: as `build` has it."""
     from shardwise.schedule.pipeline import build, find
 
-    small = build(schedule, 2, 8, find(schedule).virtual)
+    small = build(schedule, 2, 8, find(schedule).virtual, early=early)
     return any(part.kind == "W" for mine in small.actions for action in mine for part in action.leaves())
+
+
+def releases_early(layout: Layout) -> bool:
+    """Whether gradients of inputs leave before those of weights are computed. Compiled blocks compute both at once; and
+    where blocks are recomputed, what their products read would stay for a whole stage instead of one block."""
+    return layout.compile != "block" and layout.recompute in ("none", "selective")
 
 
 def stages(model: ModelConfig, layout: Layout) -> Stages:
@@ -70,7 +76,8 @@ def training(layout: Layout, tied: bool, micro_batches: int) -> PipelineSchedule
     from shardwise.schedule.pipeline import build
 
     try:
-        return build(layout.schedule, layout.pp, micro_batches, layout.virtual, zero=layout.stage, tied=tied)
+        return build(layout.schedule, layout.pp, micro_batches, layout.virtual, zero=layout.stage, tied=tied,
+                     early=releases_early(layout))  # fmt: skip
     except UserError as error:
         raise LayoutError(f"layout {layout}: {error}") from None
 

@@ -12,6 +12,17 @@ def loss_chunk(logits: int) -> int:
     return max(1 << 18, logits // PIECES)
 
 
+SHORTEST, LONGEST_SHORT = 64, {"float32": 128, "bfloat16": 512}
+"""Tokens of a sequence for which a CPU computes the backward of attention as large products; at most, by dtype."""
+ATTENTION_ROWS = 128
+"""Queries of a sequence whose scores it holds at a time."""
+
+
+def product_chunk(rows: int, columns: int) -> int:
+    """Of a weight [rows, columns], those rows whose gradient is computed before it is added to what is there."""
+    return max(1, min(rows, (1 << 19) // columns))
+
+
 def dropout_chunk(elements: int) -> int:
     """Of so many elements, those whose mask is drawn at a time: the hash works on 64-bit counters, which dwarf them."""
     return max(1 << 15, elements // PIECES)

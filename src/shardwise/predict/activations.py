@@ -125,12 +125,12 @@ def saved_mask(plan: UnitPlan, s: Sizes) -> int:
 
 def kept_items(plan: UnitPlan, s: Sizes, part: str) -> Items:
     """What `part` keeps from the gradient of its input until that of its weights, where a pipeline computes the two
-    apart: the inputs of its linear maps, and the gradients of their outputs."""
+    apart: the inputs of its linear maps, and the gradients of their outputs. The head computes both at once."""
     stream, gradient = s.stream * s.hidden * s.element, s.tokens * s.hidden * s.element
     if part == "embedding":
         return {"token ids": s.tokens * 8, "gradient of the rows": stream}
     if part == "head":
-        return {"final norm output": stream, "gradient of the logits": s.tokens * s.vocab * s.element}
+        return {}
     # Attention and feed-forward of a parallel residual get the same gradient, but for what dropout makes of it.
     once = plan.model.parallel_residual and not plan.layout.sp and not plan.model.dropout
     return {

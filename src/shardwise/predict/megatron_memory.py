@@ -1,4 +1,5 @@
-"""Memory of a GPT trained by Megatron-LM with unfused attention in fp16, as its authors count it.
+"""Memory of a GPT trained by Megatron-LM with unfused attention in fp16, as its authors count it; and by
+Megatron-DeepSpeed, whose pipeline and ZeRO stage 1 hold more.
 
 Korthikanti et al. 2022, Reducing Activation Recomputation in Large Transformer Models: equations 1 to 6, section 4.2.3
 for pipelines. What the decoder here saves is `activations.py`'s; this is for comparing with their tables.
@@ -6,6 +7,7 @@ for pipelines. What the decoder here saves is `activations.py`'s; this is for co
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from shardwise.model import ModelConfig
@@ -62,3 +64,44 @@ def state_bytes(model: ModelConfig, tp: int = 1, pp: int = 1) -> float:
     """Bytes of parameters, gradients and optimizer of a stage's layers; biases, norms and the embedding left out, as
     in the paper's figure 1."""
     return STATE_BYTES * 12 * model.layers * model.hidden**2 / (tp * pp)
+
+
+REDUCE_BUCKET = 5e8
+"""Elements of the buffer that gradients are reduced in: DeepSpeed, reduce_bucket_size, its default."""
+
+
+def deepspeed_bytes(
+    model: ModelConfig,
+    layers: Sequence[int],
+    seq: int,
+    micro: int,
+    micro_batches: int,
+    tp: int,
+    dp: int,
+    sharded: bool,
+    wide: bool,
+) -> float:
+    """Bytes of the fuller one of a pipeline's ends, under Megatron-DeepSpeed with every layer recomputed.
+
+    layers: of each stage; a table of the vocabulary is on the first and on the last one. sharded: ZeRO stage 1. wide:
+    gradients of micro-batches are summed in fp32, on every rank whole. The CUDA context is not in it.
+
+    States: weights and gradients in 16 bits; a master copy and two moments; at the step, the rank's own gradients
+    once more, flat in 16 bits and in fp32 (DeepSpeed, runtime/zero/stage_1_and_2.py), or, if wide, fp32 sums of all
+    gradients (runtime/bf16_optimizer.py). Activations: of each micro-batch in flight the input of every layer, and what
+    the stage was sent and sends (runtime/pipe/engine.py).
+    """
+    table, block = model.vocab * model.hidden / tp, 12 * model.hidden**2 / tp
+    stream = 2.0 * seq * micro * model.hidden
+    again = block_activations(model, micro, seq, tp)
+    found = []
+    for stage in {0, len(layers) - 1}:
+        last = stage == len(layers) - 1
+        weights = layers[stage] * block + table
+        own = weights / dp if sharded else weights
+        states = 8 * weights + 12 * own if wide else 4 * weights + 12 * own + (6 * own if sharded else 0)
+        flying = min(len(layers) - stage, micro_batches) * stream * (layers[stage] + 2)
+        # In 16 bits, in fp32, and the gradient of that.
+        logits = seq * micro * model.vocab / tp * (2 + 4 + 4) if last else 0.0
+        found.append(states + flying + again + logits)
+    return max(found) + REDUCE_BUCKET * (4 if wide else 2)

@@ -9,7 +9,7 @@ makes and frees tensors in the decoder, and the engine its buffers.
 from __future__ import annotations
 
 from shardwise.layout.units import UnitPlan
-from shardwise.model.chunking import dropout_chunk, loss_chunk, optimizer_chunk
+from shardwise.model.chunking import ATTENTION_ROWS, LONGEST_SHORT, SHORTEST, dropout_chunk, loss_chunk, optimizer_chunk
 from shardwise.predict.activations import (
     Sizes,
     block_items,
@@ -55,7 +55,7 @@ def backwards(plan: UnitPlan, s: Sizes, parts: list[str], apart: bool = False) -
             if not apart:
                 moments["backward", part] = max(moments["backward", part], _looked_up(plan, s))
         elif part == "head":
-            logits = 0 if apart else s.tokens * s.vocab * s.element
+            logits = s.tokens * s.vocab * s.element
             moments["backward", part] = saved + max(_column_backward(plan, s), _final_norm_backward(plan, s) - logits)
         else:
             moments["backward", part] = saved + blocks + _recomputed_from_input(plan, s, part, ends)
@@ -188,7 +188,7 @@ def _mlp_backward(plan: UnitPlan, s: Sizes) -> int:
 def _core_backward(plan: UnitPlan, s: Sizes) -> int:
     """Explicit attention: the gradients of probabilities and scores, when the feed-forward's tensors are gone."""
     if plan.layout.attention == "sdpa":
-        return 0
+        return _short_backward(plan, s) if plan.backend != "nccl" and takes_products(plan) else 0
     square = s.tokens * s.heads * s.seq * s.element
     dropped = bool(plan.model.attention_dropout)
     selective = plan.layout.recompute == "selective"
@@ -197,6 +197,22 @@ def _core_backward(plan: UnitPlan, s: Sizes) -> int:
     again = 2 * s.tokens * (s.q + s.kv) * s.element if selective else 0
     hashed = _dropout(plan, s.tokens * s.heads * s.seq) + 2 * 8 * s.tokens * s.heads if dropped else 0
     return copies * square + again + hashed - _mlp_items(plan, s) - s.stream * s.hidden * s.element
+
+
+def takes_products(plan: UnitPlan) -> bool:
+    """Whether fused attention has the backward of `runtime/attention.py`, where ranks compute on CPUs."""
+    layout, longest = plan.layout, LONGEST_SHORT.get(plan.layout.dtype, 0)
+    return (
+        SHORTEST <= plan.workload.seq <= longest and layout.compile != "block" and not plan.workload.isolate_documents
+    )
+
+
+def _short_backward(plan: UnitPlan, s: Sizes) -> int:
+    """Probabilities, their gradients and a product of both for some queries of a sequence, in fp32; the gradients of
+    its keys and values in fp32; those of queries, keys and values of all. The feed-forward's tensors are gone."""
+    squares = 3 * s.heads * min(s.seq, ATTENTION_ROWS) * s.seq * 4
+    grads = 2 * s.seq * s.q * 4 + s.tokens * (s.q + 2 * s.kv) * s.element
+    return squares + grads - _mlp_items(plan, s) - s.stream * s.hidden * s.element
 
 
 def _head_norms_backward(plan: UnitPlan, s: Sizes) -> int:
@@ -222,6 +238,8 @@ def of_weights(plan: UnitPlan, s: Sizes, part: str) -> int:
     stream = s.stream * s.hidden * s.element
     if part == "embedding":
         return _looked_up(plan, s) - stream
+    if part == "head":
+        return 0
     return (1 if plan.layout.micro == 1 else 2) * s.tokens * s.hidden * s.element if plan.layout.sp else 0
 
 

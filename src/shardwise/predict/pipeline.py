@@ -7,10 +7,10 @@ are gathered and which gradients are on their way; what each takes is `activatio
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardwise.layout.pipeline import splits_backward
 from shardwise.layout.units import UnitPlan
 from shardwise.predict.activations import Sizes, kept_items, saved_items, saved_mask
 from shardwise.predict.buffers import Held, State, Walk, When
@@ -46,14 +46,14 @@ class _Stage:
     """Bytes of one micro-batch on one stage.
 
     saved: from its forward to its backward. kept: part -> from there to the gradients of weights. known: what of
-    `saved` are inputs of the step. moments: as `peak.backwards` has them.
+    `saved` are inputs of the step. moments: as `peak.backwards` has them, with the gradients of weights or apart.
     """
 
     parts: list[str]
     saved: int
     kept: dict[str, int]
     known: int
-    moments: dict[tuple[When, str], int]
+    moments: dict[bool, dict[tuple[When, str], int]]
     attends: bool
 
     @classmethod
@@ -64,7 +64,7 @@ class _Stage:
             sum(sum(saved_items(plan, s, part).values()) for part in parts),
             {part: sum(kept_items(plan, s, part).values()) for part in parts},
             sum(saved_inputs(plan, s, part) for part in parts),
-            backwards(plan, s, parts, splits_backward(plan.layout.schedule)),
+            {apart: backwards(plan, s, parts, apart) for apart in (False, True)},
             bool(plan.blocks(stage)),
         )
 
@@ -75,6 +75,39 @@ def held_by_actions(plan: UnitPlan) -> Most:
     for action in plan.actions:
         rank.follow(action)
     return rank.end()
+
+
+class Moment(NamedTuple):
+    """Bytes at one moment of a step, of what does not last through it. place: of the action in the rank's list, whose
+    length stands for the optimizer. gradients, comm: of the engine; rest: activations and all that is transient."""
+
+    place: int
+    gradients: int
+    comm: int
+    rest: int
+
+    @property
+    def total(self) -> int:
+        return self.gradients + self.comm + self.rest
+
+
+def moments(plan: UnitPlan) -> Iterator[tuple[Moment, Moment]]:
+    """(the fullest moment while it is done, what there is after it) of each action at which bytes come or go, and of
+    the optimizer. The fullest of all is `held_by_actions`'s peak."""
+    rank = _Watched(plan)
+    for place, action in enumerate(plan.actions):
+        rank.fullest = None
+        rank.do(action)
+        if rank.fullest:
+            yield rank.moment_of(place, *rank.fullest), rank.moment_of(place, rank.walk.now("loss"), rank.activations)
+    rank.fullest = None
+    rank.end()
+    assert rank.fullest
+    last = len(plan.actions)
+    yield (
+        rank.moment_of(last, *rank.fullest),
+        rank.moment_of(last, rank.walk.now("optimizer"), rank.activations),
+    )
 
 
 class _Rank:
@@ -188,6 +221,7 @@ class _Rank:
 
     def backward(self, stage: int, micro: int, apart: bool) -> None:
         of, last = self.stages[stage], stage + 1 == self.schedule.stages
+        moments = of.moments[apart]
         self.saved -= of.saved
         self.known -= of.known
         own = self.mask if of.attends else 0  # counted in the moments and in what is there beside
@@ -196,12 +230,12 @@ class _Rank:
             twice = self.message if part == of.parts[-1] and not last else 0
             beside = self.activations - of.known - own - twice
             for held in (*self.walk.begin(part), self.walk.now("backward", part)):
-                self.note(held, beside + of.moments[held.when, part])
+                self.note(held, beside + moments[held.when, part])
             if apart:
                 self.kept += of.kept[part] - (twice if self.keeps_messages else 0)
                 continue
             for held in self.walk.collect(part):
-                self.note(held, beside + of.moments["reduction", part])
+                self.note(held, beside + moments["reduction", part])
         self.attend(stage, micro, -1)
         self.messages += (stage > 0) - (not last)
         if apart and not last and self.keeps_messages:
@@ -225,3 +259,18 @@ class _Rank:
         self.land()
         self.note(self.walk.now("optimizer"), self.activations + optimizer(self.plan))
         return self.most
+
+
+class _Watched(_Rank):
+    """A rank whose fullest moment since the last look is known."""
+
+    fullest: tuple[Held, int] | None = None
+
+    def note(self, held: Held, beside: int) -> None:
+        super().note(held, beside)
+        if self.fullest is None or held.total + beside > self.fullest[0].total + self.fullest[1]:
+            self.fullest = held, beside
+
+    @staticmethod
+    def moment_of(place: int, held: Held, beside: int) -> Moment:
+        return Moment(place, held.gradients, held.comm, held.arriving + beside)

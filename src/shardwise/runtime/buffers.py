@@ -39,13 +39,26 @@ class Tally:
 class Buffer:
     """A flat tensor without memory until `take`, and after `free`. `kind`: the class its bytes count in.
 
-    Views of it can only be made while it has memory.
+    Views of it can only be made while it has memory. memory: a tensor of as many elements, of somebody else's, that it
+    has for good.
     """
 
-    def __init__(self, kind: str, elements: int, dtype: torch.dtype, device: torch.device, tally: Tally) -> None:
-        self.tensor = torch.empty(elements, dtype=dtype, device=device)
+    def __init__(
+        self,
+        kind: str,
+        elements: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        tally: Tally,
+        memory: Tensor | None = None,
+    ) -> None:
         self._kind, self._tally, self._bytes = kind, tally, 0
-        self._storage().resize_(0)
+        self._own = memory is None
+        if memory is None:
+            self.tensor = torch.empty(elements, dtype=dtype, device=device)
+            self._storage().resize_(0)
+        else:
+            self.tensor = memory
 
     def _storage(self) -> torch.UntypedStorage:
         return self.tensor.untyped_storage()
@@ -59,13 +72,15 @@ class Buffer:
         assert not self.held, "the buffer is in use"
         count = self.tensor.numel() if elements is None else elements
         self._bytes = count * self.tensor.element_size()
-        self._storage().resize_(self._bytes)
+        if self._own:
+            self._storage().resize_(self._bytes)
         self._tally.add(self._kind, self._bytes)
         return self.tensor[:count]
 
     def free(self) -> None:
         """Nobody needs what lies here any more; a buffer without memory stays so."""
         if self.held:
+            assert self._own, "it is not ours to free"
             self._storage().resize_(0)
             self._tally.add(self._kind, -self._bytes)
             self._bytes = 0

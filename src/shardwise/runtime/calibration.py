@@ -1,9 +1,10 @@
 """What the device at hand takes for the operations that a training step is made of: `shardwise calibrate device`.
 
 All ranks measure the same probe at the same time, since the ranks of a CPU share its memory and caches. A time is the
-lower quartile of several blocks of calls: other programs only ever add to it. On one thread of a CPU the clock is that
-thread's own, which stands still while another program has the core. What is computed is what the decoder and
-the runtime compute: their own norms, rotation, loss, and the optimizer's calls.
+lower quartile of several blocks of calls, and the lesser of two passes: other programs only ever add to it. On one
+thread of a CPU the clock is that thread's own, which stands still while another program has the core; how long that is,
+is measured apart. What is computed is what the decoder and the runtime compute: their own norms, rotation, loss, and
+the optimizer's calls.
 
 `python -m shardwise.runtime.calibration JOB.json` is one rank. `predict.time.measuring` makes a device of the samples.
 """
@@ -46,11 +47,15 @@ DTYPES = (torch.float32, torch.bfloat16)
 TURNS = ("forward", "input", "weight")
 ROUNDS = 8
 """Blocks of calls that a probe's time is spent on."""
+PASSES = 2
+"""Times that all is measured."""
 MODEL = ModelConfig("probe", vocab=64, hidden=128, layers=1, heads=2, kv_heads=2, ffn=256, max_positions=64)
 ROTATED = 48 << 20
 """Bytes over which passes go in turn, so that what they read has left the caches, as in a step."""
 HOT = 4 << 20
 """Bytes of a collective up to which its tensor counts as just computed."""
+BETWEEN = 16 << 20
+"""Bytes that pass through the caches between two collectives: about what half a block does to a thousand tokens."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,8 @@ class Job:
 @dataclass(frozen=True)
 class Sample:
     """One probe. what: product, attention, pass, collective, ... of: dtype and kind, in the words of the probe's maker;
-    shape: its numbers. seconds: of one call, the mean over ranks."""
+    shape: its numbers. seconds: of one call, the mean over ranks; of "taken", the seconds that a rank waited for its
+    core while others had it, for each second that it computed."""
 
     what: str
     of: tuple[str, ...]
@@ -99,7 +105,7 @@ def usual_job(device: str, seconds: float, transport: str, out: str) -> Job:
         seconds,
         axes=[axis] * 3,
         widths=[64, 128],
-        lengths=[128, 512, 2048] if small else [512, 2048, 8192],
+        lengths=[128, 256, 512, 1024, 2048] if small else [512, 2048, 8192],
         tokens=1024 if small else 8192,
         sizes=[1 << k for k in range(10, 25, 2)],
         transport=transport,
@@ -315,16 +321,31 @@ def _comms(layout: Layout, job: Job) -> Comms:
     return make_comms(layout, model, dist.get_rank(), timeout=job.timeout, transport=job.transport)
 
 
-def _collective(comms: Comms, op: str, elements: int) -> Call:
+@dataclass(frozen=True)
+class Collective:
+    """A collective, to be called. compute: what the work before it does to its tensor."""
+
+    call: Call
+    compute: Call
+
+    def __call__(self) -> object:
+        return self.call()
+
+
+def _collective(comms: Comms, op: str, elements: int) -> Collective:
     # Activations, which are small, have just been computed; gradients and weights have left the cache.
-    copies = ROTATED // (4 * elements) + 1 if 4 * elements > HOT else 1
-    tensors = cycle([torch.zeros(elements) for _ in range(copies)])
+    small = 4 * elements <= HOT
+    copies = 1 if small else ROTATED // (4 * elements) + 1
+    whole = [torch.full((elements,), 0.0) for _ in range(copies)]  # filled: pages of zeros are yet to come
     piece = torch.zeros(elements // comms.size("data"))
-    if op == "all_reduce":
-        return lambda: comms.all_reduce(next(tensors), "data", "probe")
-    if op == "all_gather":
-        return lambda: comms.all_gather(next(tensors), piece, "shard", "probe")
-    return lambda: comms.reduce_scatter(next(tensors), "shard", "probe", piece.copy_)
+    tensors = cycle(whole)
+    calls: dict[str, Call] = {
+        "all_reduce": lambda: comms.all_reduce(next(tensors), "data", "probe"),
+        "all_gather": lambda: comms.all_gather(next(tensors), piece, "shard", "probe"),
+        "reduce_scatter": lambda: comms.reduce_scatter(next(tensors), "shard", "probe", piece.copy_),
+    }
+    just = piece if op == "all_gather" else whole[0]
+    return Collective(calls[op], just.zero_ if small else lambda: None)
 
 
 def _message(comms: Comms, elements: int) -> Call:
@@ -350,28 +371,46 @@ class Bench:
     def __init__(self, job: Job) -> None:
         self.job, self.device = job, torch.device(job.device)
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        alone = self.device.type == "cpu" and torch.get_num_threads() == 1
-        self._clock = time.thread_time if alone else time.perf_counter
+        self._alone = self.device.type == "cpu" and torch.get_num_threads() == 1
+        self._clock = time.thread_time if self._alone else time.perf_counter
+        self._passed = self._had = 0.0
 
     def run(self) -> list[Sample]:
-        """All probes, in the time that there is."""
+        """All probes, in the time that there is, each in two passes, far apart: a machine that is slow for seconds
+        slows one of them."""
         made = sum(1 for _ in self._probes(math.inf, False))
-        budget = self.job.seconds / made
+        budget = self.job.seconds / made / PASSES
         rate = 2.0 * 512**3 / self._seconds(_product(torch.float32, 512, 512, 512, "forward", self.device)(), budget)
-        found = []
-        for number, (what, of, shape, make) in enumerate(self._probes(rate * 2 * budget, True)):
-            if self.rank == 0:
-                _progress(f"{what} {' '.join(of)} {'x'.join(map(str, shape))}", number + 1, made)
-            call = make()
-            seconds = self._together(call, budget) if what == "collective" else self._seconds(call, budget)
-            found.append(Sample(what, of, shape, seconds / 2 if of == ("message",) else seconds))
-            del call, make
+        most = torch.tensor(rate * 2 * PASSES * budget)
+        dist.all_reduce(most, dist.ReduceOp.MIN)  # all must have the same probes
+        passes = [self._pass(budget, float(most), made, number) for number in range(PASSES)]
+        found = [min(samples, key=lambda sample: sample.seconds) for samples in zip(*passes, strict=True)]
+        if self._alone:
+            found.append(Sample("taken", (), (), self._passed / self._had - 1))
         every: list[Any] = [None] * self.ranks
         dist.all_gather_object(every, [sample.seconds for sample in found])
         return [
             Sample(s.what, s.of, s.shape, theirs[0] if s.of == ("message",) else fmean(theirs))
             for s, theirs in zip(found, zip(*every, strict=True), strict=True)
         ]
+
+    def _pass(self, budget: float, most: float, made: int, number: int) -> list[Sample]:
+        """Every probe once."""
+        found = []
+        for at, (what, of, shape, make) in enumerate(self._probes(most, True), number * made + 1):
+            if self.rank == 0:
+                _progress(f"{what} {' '.join(of)} {'x'.join(map(str, shape))}", at, PASSES * made)
+            call = make()
+            if what != "collective":
+                seconds = self._seconds(call, budget)
+            elif of == ("message",):
+                seconds = self._there_and_back(call, budget) / 2
+            else:
+                assert isinstance(call, Collective)
+                seconds = self._together(call, budget)
+            found.append(Sample(what, of, shape, seconds))
+            del call, make
+        return found
 
     def _probes(self, most: float, together: bool) -> Iterator[Probe]:
         yield from products(self.job, self.device, most)
@@ -386,31 +425,60 @@ class Bench:
         one = self._block(call, 1, self._clock)
         count = max(1, min(1000, math.ceil(budget / ROUNDS / one)))
         dist.barrier()
-        blocks: list[float] = []
+        blocks = [one] if count == 1 else []
         while len(blocks) < 3 or (sum(blocks) * count < budget and len(blocks) < 4 * ROUNDS):
             blocks.append(self._block(call, count, self._clock))
         return quantiles(blocks, n=4, method="inclusive")[0]
 
-    def _together(self, call: Call, budget: float) -> float:
-        """Of one call that all ranks make together, as often."""
+    def _together(self, call: Collective, budget: float) -> float:
+        """Of one collective after other work, from when the last rank comes to it: who comes earlier waits for others'
+        computation."""
+        others = cycle(torch.full((ROTATED // BETWEEN, BETWEEN // 4), 1.0))
+
+        def work() -> None:
+            next(others).neg_()
+            call.compute()
+
+        def both() -> None:
+            work()
+            call()
+
+        both()
+        took: list[float] = []
+        for _ in range(self._often(both, budget, 8, 200)):
+            work()
+            took.append(self._block(call, 1, time.perf_counter))
+        last = torch.tensor(took, dtype=torch.float64)
+        dist.all_reduce(last, dist.ReduceOp.MIN)
+        return quantiles(last.tolist(), n=4, method="inclusive")[0]
+
+    def _there_and_back(self, call: Call, budget: float) -> float:
+        """Of two messages, one each way."""
         call()
         dist.barrier()
-        one = torch.tensor(self._block(call, 1, time.perf_counter), dtype=torch.float64)
-        dist.all_reduce(one, dist.ReduceOp.MAX)
-        count = max(1, min(200, math.ceil(budget / ROUNDS / float(one))))
+        count = self._often(call, budget / ROUNDS, 1, 200)
         blocks = []
         for _ in range(ROUNDS):
             dist.barrier()
             blocks.append(self._block(call, count, time.perf_counter))
         return min(blocks)
 
+    def _often(self, call: Call, budget: float, least: int, most: int) -> int:
+        """How many calls the budget is enough for, the same number on all ranks."""
+        one = torch.tensor(self._block(call, 1, time.perf_counter), dtype=torch.float64)
+        dist.all_reduce(one, dist.ReduceOp.MAX)
+        return max(least, min(most, math.ceil(budget / float(one))))
+
     def _block(self, call: Call, count: int, clock: Callable[[], float]) -> float:
         self._settle()
-        started = clock()
+        started, began = clock(), time.perf_counter()
         for _ in range(count):
             call()
         self._settle()
-        return (clock() - started) / count
+        ended = clock()
+        if clock is time.thread_time:
+            self._passed, self._had = self._passed + time.perf_counter() - began, self._had + ended - started
+        return (ended - started) / count
 
     def _settle(self) -> None:
         if self.device.type == "cuda":

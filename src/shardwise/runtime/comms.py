@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from math import prod
 from typing import Any, Protocol, cast
 
@@ -24,6 +25,7 @@ from shardwise.layout.units import Backend
 from shardwise.report.step_report import LedgerRow, Phase, TransportRow
 from shardwise.runtime.job.pulse import Pulse
 from shardwise.runtime.transport import Mail, SharedTransport
+from shardwise.runtime.transport.shared import PIECE
 
 Key = tuple[str, str, str, str, str, int]
 
@@ -155,6 +157,8 @@ class Comms:
         self.backend = cast(Backend, "shared" if shared else dist.get_backend())
         self.phase: Phase = "forward"
         self.timings: dict[Key, Timing] = {}
+        self.quick = False
+        """Whether small sums and gathers are done at once, without work around them: nobody computes gradients then."""
         self.settle = 0.0
         """Seconds to stand still after each wait: gloo's thread holds on to a collective's buffers a moment longer than
         its result takes to arrive, and who measures memory wants to see them go."""
@@ -162,6 +166,7 @@ class Comms:
         """Who wants to see each collective go and come, in a recorded step."""
         self._recording = False
         self._last: str | None = None
+        self._words: dict[tuple[str, str, str, str], str] = {}
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._shared: dict[str, SharedTransport] = {}
         by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -241,7 +246,10 @@ class Comms:
         return self._last
 
     def _record(self, op: str, axes: str, unit: str, full: Tensor, elements: int, algorithm: str) -> Timing | None:
-        self._last = f"{op} over {self.grid.axes_name(axes)} for {unit} in {self.phase}"
+        named = op, axes, unit, self.phase
+        self._last = self._words.get(named)
+        if self._last is None:
+            self._last = self._words[named] = f"{op} over {self.grid.axes_name(axes)} for {unit} in {self.phase}"
         self.pulse.collective(self._last)
         if not self._recording:
             return None
@@ -267,6 +275,17 @@ class Comms:
         if at_once:
             pending.wait()
         return pending
+
+    def _at_once(self, act: Callable[[], object], timing: Timing | None) -> None:
+        """Do what waits for the others by itself."""
+        started = time.perf_counter()
+        self.pulse.wait()
+        act()
+        self.pulse.work()
+        if timing is not None:
+            seconds = time.perf_counter() - started
+            timing.time += seconds
+            timing.wait += seconds
 
     def _started(
         self,
@@ -298,12 +317,30 @@ class Comms:
         timing = self._record("all_reduce", axes, unit, tensor, tensor.numel(), self.backend)
         if axes in self._shared:
             transport = self._shared[axes]
+            if self.quick and not later and transport.quick.sums(tensor):
+                self._at_once(partial(transport.quick.all_reduce, tensor, maximum=maximum), timing)
+                return DONE
             return self._issue(lambda: transport.all_reduce(tensor, maximum=maximum), timing, later, deferred=True)
         op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
         return self._issue(lambda: dist.all_reduce(tensor, op, self._groups[axes], async_op=True), timing, later)
 
-    def all_gather(self, out: Tensor, piece: Tensor, axes: str, unit: str, *, later: bool = False) -> Waiting:
-        """Concatenate every rank's flat `piece` into `out` in group order. `piece` may be its place within `out`."""
+    def lend(self, wanted: dict[str, int], dtype: torch.dtype, axes: str) -> dict[str, Tensor]:
+        """Memory that is gathered into over `axes`, for as many elements as are `wanted`, where the group's ranks can
+        read it in place; nothing where they cannot. All of them ask at the same time. It is there until `close`."""
+        if axes not in self._shared:
+            return {}
+        found = {}
+        with suppress(OSError):
+            found = {name: self._shared[axes].empty(elements, dtype) for name, elements in wanted.items()}
+        every: list[Any] = [None] * self.size(axes)
+        dist.all_gather_object(every, len(found) == len(wanted), self._groups[axes])
+        return found if all(every) else {}
+
+    def all_gather(
+        self, out: Tensor, piece: Tensor, axes: str, unit: str, *, later: bool = False, lent: bool = False
+    ) -> Waiting:
+        """Concatenate every rank's flat `piece`, in the dtype of `out`, into `out` in group order. It may be its place
+        there. lent: the memory is one that `lend` gave."""
         if axes not in self._groups:
             if out.data_ptr() != piece.data_ptr():
                 out.copy_(piece.view_as(out))
@@ -311,8 +348,18 @@ class Comms:
         timing = self._record("all_gather_into", axes, unit, out, out.numel(), self.backend)
         if axes in self._shared:
             transport = self._shared[axes]
+            if self.quick and not later and piece.nbytes <= PIECE:
+                self._at_once(partial(transport.quick.all_gather, out, piece), timing)
+                return DONE
+            if lent:
+                # Peers may read from now on, whenever this rank does.
+                flights = transport.all_gather(out, piece, lent=True)
+                return self._issue(lambda: flights, timing, later, deferred=True)
             return self._issue(lambda: transport.all_gather(out, piece), timing, later, deferred=True)
         group = self._groups[axes]
+        if piece.dtype != out.dtype:
+            index = self.index(axes)
+            piece = out.view(-1)[index * piece.numel() : (index + 1) * piece.numel()].copy_(piece.reshape(-1))
         return self._issue(
             lambda: dist.all_gather_single(out.view(-1), piece.reshape(-1), group, async_op=True), timing, later
         )

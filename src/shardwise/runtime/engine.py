@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from shardwise.decoder import Decoder
 from shardwise.decoder.modules import TiedLinear
-from shardwise.layout.pipeline import splits_backward
+from shardwise.layout.pipeline import releases_early, splits_backward
 from shardwise.layout.placement import Placed
 from shardwise.layout.units import Phase, Residency, Unit, UnitPlan, Use
 from shardwise.model.parameters import Parameter
@@ -110,12 +110,6 @@ class FlatUnit:
         own = own.to(torch_dtype(self.plan.master_dtype))
         self.interval.copy_(own)
         return own
-
-    def piece(self) -> Tensor:
-        """This rank's piece of a gather into `whole`: the interval, or its place there, where it has been rounded."""
-        if self.interval.dtype == self.whole.dtype:
-            return self.interval
-        return self.whole[self.start : self.stop].copy_(self.interval)
 
     @property
     def full_grads(self) -> Buffer:
@@ -203,7 +197,7 @@ class Engine:
     ) -> None:
         self.decoder, self.plan, self.comms = decoder, plan, comms
         self._weights = weights
-        self._splits = plan.layout.pp > 1 and splits_backward(plan.layout.schedule)
+        self._splits = plan.layout.pp > 1 and splits_backward(plan.layout.schedule, releases_early(plan.layout))
         self.stage = plan.layout.stage
         self.tally = Tally()
         self._slots = self._make_slots(device)
@@ -227,10 +221,16 @@ class Engine:
 
     def _make_slots(self, device: torch.device) -> dict[str, Buffer]:
         """The buffers that gathered weights take in turn at stage 3."""
+        if self.stage < 3:
+            return {}
+        dtype, wanted = torch_dtype(self.plan.layout.dtype), self.plan.slots
+        # Under a pipeline they come and go.
+        lent = {} if self.plan.layout.pp > 1 else self.comms.lend(wanted, dtype, "shard")
         slots = {}
-        for name, elements in self.plan.slots.items() if self.stage == 3 else ():
-            slots[name] = Buffer("comm", elements, torch_dtype(self.plan.layout.dtype), device, self.tally)
+        for name, elements in wanted.items():
+            slots[name] = Buffer("comm", elements, dtype, device, self.tally, lent.get(name))
             slots[name].take().zero_()
+        self._lent = bool(lent)
         return slots
 
     def _bind(self, overwriting: Collection[nn.Module]) -> None:
@@ -322,7 +322,9 @@ class Engine:
 
     def _gather_unit(self, flat: FlatUnit) -> None:
         name = flat.unit.name
-        self._gathers[name] = self.comms.all_gather(flat.whole, flat.piece(), "shard", name, later=True)
+        self._gathers[name] = self.comms.all_gather(
+            flat.whole, flat.interval, "shard", name, later=True, lent=self._lent
+        )
 
     @contextmanager
     def trying(self, part: str) -> Iterator[None]:

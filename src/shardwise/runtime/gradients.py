@@ -13,6 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from shardwise.model.chunking import product_chunk
+
+CACHED = 1 << 17
+"""Elements of a gradient that a core's own cache holds beside what it multiplies."""
+
 
 class Place:
     """A view of a flat gradient buffer, for one parameter. `empty`: nothing has been added yet, whatever it holds."""
@@ -26,8 +31,14 @@ class Place:
         """Add a @ b. a: [rows, n]; b: [n, columns]; the view: [rows, columns]."""
         if self.empty:
             torch.mm(a, b, out=self.view)
-        else:
+        elif self.view.is_cuda or self.view.numel() < CACHED:
             self.view.addmm_(a, b)
+        else:
+            # The product reads and writes what is there piece by piece: on a CPU that is slow once no cache holds it.
+            step = product_chunk(*self.view.shape)
+            for start in range(0, len(self.view), step):
+                part = slice(start, start + step)
+                self.view[part].add_(torch.mm(a[part], b))
         self.empty = False
 
     def add_sum(self, rows: Tensor) -> None:
@@ -61,7 +72,8 @@ class Product(NamedTuple):
 class WeightGradients:
     """When the products that make the gradients of weights are computed: with the gradient of the input, or apart, as
     schedules without a bubble want it (Qi et al. 2024). Gradients of biases and norms, which cost next to nothing,
-    always come with that of the input."""
+    always come with that of the input, and so do those of the head: the gradient of all logits would have to be kept.
+    """
 
     def __init__(self) -> None:
         self._kept: list[Product] | None = None
@@ -73,7 +85,7 @@ class WeightGradients:
 
     def add(self, part: str, add: Callable[[], None], *reads: Tensor) -> None:
         """Call `add`, now or later."""
-        if self._kept is None:
+        if self._kept is None or part == "head":
             add()
         else:
             self._kept.append(Product(part, add, reads))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from typing import Any
 
 _MMAP_MAX, _MMAP_THRESHOLD, _TRIM_THRESHOLD = -4, -3, -1  # malloc.h
 _BLOCKS, _LARGEST, _TRIM = 65536, 32 << 20, 64 << 20
@@ -16,11 +17,21 @@ _BLOCKS, _LARGEST, _TRIM = 65536, 32 << 20, 64 << 20
 
 def keep_freed_memory(keep: bool = True) -> None:
     """Let this process keep what it frees, or return it as usual. Does nothing without glibc."""
-    if not sys.platform.startswith("linux"):
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    mallopt = _glibc("mallopt")
     if mallopt is None:
         return
     mallopt(_MMAP_MAX, 0 if keep else _BLOCKS)
     mallopt(_MMAP_THRESHOLD, _LARGEST)
     mallopt(_TRIM_THRESHOLD, 2**31 - 1 if keep else _TRIM)
+
+
+def give_back_freed_memory() -> None:
+    """Return the whole pages of what this process has freed so far, which takes some milliseconds. Does nothing without
+    glibc."""
+    if trim := _glibc("malloc_trim"):
+        trim(0)
+
+
+def _glibc(function: str) -> Any:
+    """A function of the C library; None where it has no such one."""
+    return getattr(ctypes.CDLL(None), function, None) if sys.platform.startswith("linux") else None

@@ -12,12 +12,12 @@ Memory that an operator takes and returns inside itself is not seen. On CUDA the
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from shardwise.report.step_report import Bytes, Role
 from shardwise.runtime.gradients import Product
@@ -46,15 +46,25 @@ class _Storages(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for leaf in tree_leaves((args, kwargs)):
-            self._add(leaf)
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            self._add(leaf)
+        kwargs = kwargs or {}
+        self._add_all(args)
+        self._add_all(kwargs.values())
+        out = func(*args, **kwargs)
+        self._add_all(out if isinstance(out, (tuple, list)) else (out,))
         return out
 
-    def _add(self, value: Any) -> None:
-        if not isinstance(value, Tensor) or value.device.type == "meta":
+    def _add_all(self, values: Iterable[Any]) -> None:
+        """Arguments and results of operators are tensors, or lists of them, beside other values."""
+        for value in values:
+            if isinstance(value, Tensor):
+                self._add(value)
+            elif isinstance(value, (tuple, list)):
+                self._add_all(value)
+            elif isinstance(value, dict):
+                self._add_all(value.values())
+
+    def _add(self, value: Tensor) -> None:
+        if value.device.type == "meta":
             return
         storage = value.untyped_storage()
         key, size = storage._cdata, storage.nbytes()

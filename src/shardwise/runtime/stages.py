@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from shardwise.decoder import Batch, Decoder
 from shardwise.decoder.attention import CoreAttention
 from shardwise.layout.units import UnitPlan
+from shardwise.runtime.attention import shorten_attention
 from shardwise.runtime.comms import Comms
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.gradients import Product, WeightGradients
@@ -106,6 +107,8 @@ class Stages:
         overwriting = apply_tensor_parallel(self.decoder, plan, comms, self.weights)
         for core in (module for module in self.decoder.modules() if isinstance(module, CoreAttention)):
             core.kind = plan.layout.attention
+        if plan.layout.compile != "block":
+            shorten_attention(self.decoder)
         if plan.layout.recompute == "selective":
             recompute_attention_cores(self.decoder)
         self.engine = Engine(self.decoder, plan, comms, device, overwriting, self.weights)

@@ -11,15 +11,18 @@ when their turn came. Compute spans then include gaps in which the device had no
 
 from __future__ import annotations
 
+import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from shardwise.report.exposure import COMMUNICATION, COMPUTE, WAITING
+from shardwise.report.rank_timelines import Recorded
 from shardwise.report.step_report import DTYPE_BYTES, TransportRow
 from shardwise.runtime.comms import Key
 
@@ -121,6 +124,7 @@ class Timeline:
         self._flights: list[Flight] = []
         self._replaced: list[tuple[Any, str, Any]] = []
         self._doing = "start of the step"
+        self._began = 0
 
     def __enter__(self) -> Timeline:
         comms = self._program.comms
@@ -131,6 +135,7 @@ class Timeline:
         self._watch()
         comms.start_recording()
         comms.timeline = self
+        self._began = time.perf_counter_ns()
         self.resume()
         return self
 
@@ -212,6 +217,10 @@ class Timeline:
         compute, waiting = ([event for event in own if event["stream"] == stream] for stream in (COMPUTE, WAITING))
         return (*compute, *(self._collective(flight, end) for flight in self._flights), *waiting)
 
+    def recorded(self) -> Recorded:
+        """The timeline, and where it lies on the clock of this host."""
+        return Recorded(_host(), self._began, self.events())
+
     def _collective(self, flight: Flight, end: int) -> Event:
         phase, op, axes, unit, dtype, elements = flight.key
         issued, done, _ = flight.times(end)
@@ -238,3 +247,11 @@ class Timeline:
 
 def _event(name: str, stream: str, start: int, stop: int) -> Event:
     return {"name": name, "stream": stream, "start_s": start / 1e9, "duration_s": (stop - start) / 1e9}
+
+
+def _host() -> str:
+    """A word for the machine whose monotonic clock this is: its boot, which containers on it share; else its name."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return platform.node()

@@ -28,6 +28,7 @@ from shardwise.layout import Grid, check_runnable, unit_plan
 from shardwise.model.flops import training_flops_per_token
 from shardwise.model.parameters import Parameter
 from shardwise.report.exposure import Exposure
+from shardwise.report.rank_timelines import Recorded, aligned, kept
 from shardwise.report.run_directory import RunDirectory
 from shardwise.report.step_report import Role, StepReport, merge_roles
 from shardwise.runtime.batches import Batches
@@ -45,7 +46,7 @@ from shardwise.runtime.optimizer import learning_rate
 from shardwise.runtime.record import Record
 from shardwise.runtime.setup import make_comms
 from shardwise.runtime.step import Program
-from shardwise.runtime.timeline import Event, Timeline
+from shardwise.runtime.timeline import Timeline
 
 MEASURED_STEP = 2
 """The step whose report is taken: the first two fill caches. Its timeline is the next step's."""
@@ -163,6 +164,8 @@ class _Run:
         self.stop = StopRequest(self.rank)
         self.first_step = self.at.step
         self.times: list[float] = []
+        self.cpu_times: list[float] = []
+        """CPU seconds of all threads of this process, of the same steps."""
         self.role: Role | None = None
         """What the measured step saw on this rank, while its times are still to come."""
         self.roles: dict[int, Role] | None = None
@@ -193,7 +196,7 @@ class _Run:
             if config.save_every and (step + 1) % config.save_every == 0:
                 self._save(last=False)
         if self.role is not None:  # no step was left after the measured one
-            self.roles, self.role = self._gather(self.role, ()), None
+            self.roles, self.role = self._gather(self.role, None), None
         self._save(last=True)
         if self.stop.asked:
             self.pulse.idle()
@@ -203,18 +206,19 @@ class _Run:
     def _observed(self, step: int, measure: bool) -> float:
         """One training step with its times. Looking at every storage slows a step down, so the one after a measured
         step, undisturbed but for its clock, gives the timeline and the times of the collectives."""
-        started = time.perf_counter()
+        started, cpu = time.perf_counter(), time.process_time()
         measurement = Measurement(self.program) if measure else None
         timeline = Timeline(self.program) if self.role is not None else None
         loss, norm = self._step(step, measurement or timeline or nullcontext())
-        elapsed = time.perf_counter() - started
+        elapsed, cpu = time.perf_counter() - started, time.process_time() - cpu
         if measurement is not None:
             self.role = measurement.role(self.rank)
         elif step > self.first_step or self.config.steps == 1:
             self.times.append(elapsed)
+            self.cpu_times.append(cpu)
         if timeline is not None and self.role is not None:
             role = replace(self.role, transport=timeline.transport())
-            self.roles, self.role = self._gather(role, timeline.events()), None
+            self.roles, self.role = self._gather(role, timeline.recorded()), None
         self._tell(step, loss, norm, elapsed)
         return loss
 
@@ -267,6 +271,7 @@ class _Run:
             "matmul_flops_per_s": self.peak,
             "compile_s": self.program.compile_seconds,
             "communication": seen.to_json() if seen else None,
+            **self._writing(),
         }
         if self.record:
             self.record.finish(result)
@@ -312,18 +317,36 @@ class _Run:
             self.record.validation(step, mean, self.entropy)
         return mean
 
-    def _gather(self, role: Role, timeline: tuple[Event, ...]) -> dict[int, Role] | None:
-        """Every rank's own role, on rank 0. Timelines are long: only the first of several equal ranks sends its own."""
+    def _writing(self) -> dict[str, float | None]:
+        """CPU seconds of a step of this process, of what it writes a step for whoever follows the run, and their
+        ratio; None for a rank that writes nothing, and where no step was timed."""
+        step = statistics.median(self.cpu_times) if self.cpu_times else None
+        done = self.at.step - self.first_step
+        each = self.record.directory.writing_s / done if self.record and done else None
+        return {"step_cpu_s": step, "writing_cpu_s": each, "writing_share": each / step if each and step else None}
+
+    def _gather(self, role: Role, recorded: Recorded | None) -> dict[int, Role] | None:
+        """Every rank's own role, on rank 0, which writes the timelines. They are long: of many ranks only the first of
+        several equal ones, and as many others as there is room for, send their own."""
         self.pulse.collective("the gather of the measurements")
         self.pulse.wait()
-        roles = self._on_rank_0(role)
-        leaders: list[Any] = [{r.ranks[0] for r in merge_roles(roles)} if roles else None]
-        dist.broadcast_object_list(leaders, src=0)
-        timelines = self._on_rank_0(timeline if self.rank in leaders[0] else ())
+        events = recorded.events if recorded else ()
+        told = self._on_rank_0((role, len(events)))
+        roles = {rank: one for rank, (one, _) in told.items()} if told else None
+        senders: list[Any] = [None]
+        if told and roles:
+            leaders = {one.ranks[0] for one in merge_roles(roles)}
+            senders = [kept({rank: count for rank, (_, count) in told.items()}, leaders)]
+        dist.broadcast_object_list(senders, src=0)
+        timelines = self._on_rank_0(recorded if self.rank in senders[0] else None)
         self.pulse.work()
         if roles is None or timelines is None:
             return None
-        return {rank: replace(roles[rank], timeline=timelines[rank]) for rank in roles}
+        there = {rank: one for rank, one in timelines.items() if one is not None}
+        if there and self.record:
+            directory, step = self.record.directory, self.at.step
+            self._tried(lambda: directory.write_timelines(aligned(there, step, self.world)))
+        return {rank: replace(roles[rank], timeline=there[rank].events if rank in there else ()) for rank in roles}
 
     def _on_rank_0(self, value: Any) -> dict[int, Any] | None:
         """The value of every rank, by rank."""

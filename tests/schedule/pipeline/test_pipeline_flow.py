@@ -159,7 +159,7 @@ def test_what_f_i_and_w_each_free():
     schedule = build("zb-h1", 2, 2)
     held = Held.shared(schedule, saved=10, weight=4, rebuilt=0)
     steps = [
-        (str(schedule.actions[1][level.index]), level.forward, level.weight, level.held)
+        (str(schedule.actions[1][level.place]), level.forward, level.weight, level.held)
         for level in levels(schedule, 1, held)
     ]
     assert steps == [

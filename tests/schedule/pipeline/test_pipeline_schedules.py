@@ -13,6 +13,7 @@ from shardwise.schedule.pipeline.memory import peaks
 from shardwise.schedule.pipeline.simulate import simulate
 from shardwise.schedule.pipeline.stages import Stages
 from shardwise.schedule.pipeline.times import Times, parse_times, seconds_of
+from shardwise.schedule.pipeline.verify import verify
 
 
 def computed(schedule, rank: int) -> str:
@@ -48,6 +49,29 @@ def test_receives_are_posted_ahead_and_reductions_follow_the_last_gradient():
 def test_ahead_is_how_many_buffers_there_are(ahead):
     schedule = build("gpipe", 4, 8, ahead=ahead)
     assert peaks(schedule)[3].buffers == ahead + 1
+
+
+def test_early_a_gradient_leaves_before_those_of_weights():
+    assert " ".join(map(str, build("1f1b", 3, 2, early=True).actions[1])) == (
+        "1RECV_F0 1RECV_F1 1RECV_B0 1F0 1SEND_F0 1F1 1SEND_F1 1RECV_B1 1I0 1SEND_B0 1W0 "
+        "1I1 1SEND_B1 1W1 1REDUCE_GRAD 2SHARE_LOSS"
+    )
+    assert computed(build("1f1b", 3, 2, early=True), 0) == "0F0 0F1 0B0 0B1", "nobody waits for the first stage"
+    overlapped = [a for a in build("dualpipe-v", 2, 8, 2, early=True).actions[0] if a.kind == "OVERLAP_F_B"]
+    assert overlapped and all(part.kind in "FB" for action in overlapped for part in action.parts), "those stay whole"
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@given(p=st.integers(2, 6), rounds=st.integers(1, 4), f=st.integers(1, 9), w=st.integers(1, 9), i=st.integers(1, 9))
+def test_early_sends_take_the_other_ranks_weights_out_of_the_chain(name, p, rounds, f, i, w):
+    """The last micro-batch's gradient comes down through p - 1 ranks that no longer compute those of weights first."""
+    m = p * rounds
+    whole, early = (
+        simulate(build(name, p, m, early=early), Times.equal(p, f, i, w)).makespan for early in (False, True)
+    )
+    assert whole == (m + p - 1) * (f + i + w)
+    assert whole - early == (p - 1) * w if name == "gpipe" else 0 < whole - early <= (p - 1) * w
+    assert verify(build(name, p, m, early=True)) == []
 
 
 def test_zero_adds_gathers_and_reductions():

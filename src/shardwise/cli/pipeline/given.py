@@ -19,6 +19,7 @@ GENERATOR_OPTIONS = {
     "warmup": "forwards of rank 0 before its first pair (1f1b); left out, P - 1",
     "tokens": "tokens of each micro-batch (decode)",
 }
+EARLY = "a B sends its input's gradient before it computes those of weights (as training does)"
 
 
 def add_schedule(parser: argparse.ArgumentParser) -> None:
@@ -30,6 +31,7 @@ def add_schedule(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--virtual", type=int, metavar="V", help="left out, what the schedule needs at least")
     parser.add_argument("--zero", type=int, default=0, metavar="Z", help="ZeRO stage: adds gathers and reductions")
     parser.add_argument("--tied", action="store_true", help="the embedding is the head's table, too")
+    parser.add_argument("--early", action="store_true", help=EARLY)
     for option, text in GENERATOR_OPTIONS.items():
         parser.add_argument(f"--{option}", type=int, metavar="N", help=text)
 
@@ -70,7 +72,9 @@ def schedule_of(args: argparse.Namespace) -> PipelineSchedule:
     found = find(args.schedule)
     options = {name: value for name in GENERATOR_OPTIONS if (value := getattr(args, name)) is not None}
     virtual = found.virtual if args.virtual is None else args.virtual
-    return build(found.name, args.ranks, args.micro, virtual, zero=args.zero, tied=args.tied, **options)
+    return build(
+        found.name, args.ranks, args.micro, virtual, zero=args.zero, tied=args.tied, early=args.early, **options
+    )
 
 
 def read(path: Path, zero: int, tied: bool) -> PipelineSchedule:

@@ -109,7 +109,8 @@ def _every(args: argparse.Namespace, left_out: dict[str, str]) -> list[PipelineS
         if why := g.objection(args.ranks, args.micro, virtual):
             left_out[g.name] = why
         else:
-            found.append(build(g.name, args.ranks, args.micro, virtual, zero=args.zero, tied=args.tied))
+            numbers = args.ranks, args.micro, virtual
+            found.append(build(g.name, *numbers, zero=args.zero, tied=args.tied, early=args.early))
     return found
 
 

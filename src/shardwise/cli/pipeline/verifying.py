@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.output import print_json
-from shardwise.cli.pipeline.given import count, read
+from shardwise.cli.pipeline.given import EARLY, count, read
 from shardwise.cli.quantities import numbers
 from shardwise.errors import UserError
 
@@ -25,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", default=default, metavar="N,...", help=f"such as 8, {default} or 2,4")
     parser.add_argument("--zero", type=int, default=0, metavar="Z", help="ZeRO stage: adds gathers and reductions")
     parser.add_argument("--tied", action="store_true", help="the embedding is the head's table, too")
+    parser.add_argument("--early", action="store_true", help=EARLY)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -69,7 +70,8 @@ def _legal(
         # Where nothing that was asked for is legal, its message says what would be.
         legal = cases[:1]
     for p, m, v in legal:
-        yield f"p={p}, m={m}, v={v}", build(found.name, p, m, v, zero=args.zero, tied=args.tied)
+        schedule = build(found.name, p, m, v, zero=args.zero, tied=args.tied, early=args.early)
+        yield f"p={p}, m={m}, v={v}", schedule
 
 
 def _verified(name: str, schedules: Iterator[tuple[str, PipelineSchedule]]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from shardwise.predict.scoreboard.memory import MemoryScore, memory_scores
 from shardwise.predict.scoreboard.misses import reason
 from shardwise.predict.scoreboard.rows import Case, Skipped, cases, read
 from shardwise.predict.scoreboard.score import MISS, Prediction, Score, predict, scores
@@ -13,10 +14,12 @@ __all__ = [
     "MISS",
     "PUBLISHED",
     "Case",
+    "MemoryScore",
     "Prediction",
     "Score",
     "Skipped",
     "cases",
+    "memory_scores",
     "predict",
     "read",
     "reason",

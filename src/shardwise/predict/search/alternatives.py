@@ -45,41 +45,41 @@ class ByChoice:
         self.unlimited: tuple[float, Place] | None = None
 
     def offer(self, block: Block) -> None:
-        frame, index = block.frame, np.arange(block.nbytes.size).reshape(block.frame.shape)
-        seconds, nbytes = np.broadcast_to(block.seconds, frame.shape), block.nbytes
-        for key, value in (("tp", frame.tp), ("pp", frame.pp), ("cp", frame.cp)):
-            self._keep(block, key, [value], seconds.reshape(1, -1), nbytes.reshape(1, -1), index.reshape(1, -1))
-        by_row = [array.reshape(len(frame.rows), -1) for array in (seconds, nbytes, index)]
-        for key, values in (
-            ("micro", [micro for _, micro in frame.rows]),
-            ("sp", [activation.sp for activation, _ in frame.rows]),
-            ("recompute", [activation.recompute for activation, _ in frame.rows]),
+        frame, shape = block.frame, block.frame.shape
+        seconds, nbytes = np.broadcast_to(block.seconds, shape), block.nbytes
+        whole = {"tp": [frame.tp] * shape[0], "pp": [frame.pp] * shape[0]}
+        rows = {key: [getattr(row, key) for row in frame.rows] for key in ("cp", "micro", "sp", "recompute")}
+        for axis, values in (
+            (0, whole | rows),
+            (1, {"zero": [sharding.stage for sharding in frame.shardings]}),
+            (2, {"schedule": [order.schedule for order in frame.orders]}),
         ):
-            self._keep(block, key, values, *by_row)
-        for axis, key, values in (
-            (1, "zero", [sharding.stage for sharding in frame.shardings]),
-            (2, "schedule", [order.schedule for order in frame.orders]),
-        ):
-            turned = (np.moveaxis(array, axis, 0).reshape(len(values), -1) for array in (seconds, nbytes, index))
-            self._keep(block, key, values, *turned)
+            self._along(block, axis, values, seconds, nbytes)
         if block.unlimited is not None:
             at = int(np.argmin(block.unlimited))
             soonest = float(block.unlimited.flat[at])
             if self.unlimited is None or soonest < self.unlimited[0]:
                 self.unlimited = soonest, block.place(at)
 
-    def _keep(self, block: Block, key: str, values: list[Any], seconds: Any, nbytes: Any, index: Any) -> None:
-        """One row of the arrays for each value."""
-        fewest = nbytes.min(axis=1).tolist()
-        for i, value in enumerate(values):
-            self.least[key, value] = min(self.least.get((key, value), np.inf), fewest[i])
-        if not block.some:
-            return
-        at = seconds.argmin(axis=1)
-        soonest = seconds[np.arange(len(values)), at].tolist()
-        for i, value in enumerate(values):
-            if soonest[i] < self.fastest.get((key, value), (np.inf,))[0]:
-                self.fastest[key, value] = soonest[i], block.place(int(index[i, at[i]]))
+    def _along(self, block: Block, axis: int, values: dict[str, list[Any]], seconds: Any, nbytes: Any) -> None:
+        """Keys whose value changes along one axis of the block: the values there, one for each index."""
+        fewest = nbytes.min(axis=tuple({0, 1, 2} - {axis}))
+        if block.some:
+            turned = np.moveaxis(seconds, axis, 0)
+            flat = turned.reshape(len(turned), -1)
+            within = flat.argmin(axis=1)
+            soonest = flat[np.arange(len(flat)), within]
+        for key, mine in values.items():
+            for value in dict.fromkeys(mine):
+                here = [i for i, other in enumerate(mine) if other == value]
+                self.least[key, value] = min(self.least.get((key, value), np.inf), float(fewest[here].min()))
+                if not block.some:
+                    continue
+                first = here[int(soonest[here].argmin())]
+                if soonest[first] < self.fastest.get((key, value), (np.inf,))[0]:
+                    at = np.unravel_index(within[first], turned.shape[1:])
+                    index = np.ravel_multi_index([*at[:axis], first, *at[axis:]], block.frame.shape)
+                    self.fastest[key, value] = float(soonest[first]), block.place(int(index))
 
     def neighbours(self, winner: Priced) -> Iterator[tuple[str, Any]]:
         """The choices next to the winner's: numbers one step down and up, all other words and stages."""

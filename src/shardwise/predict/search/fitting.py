@@ -5,14 +5,14 @@ functions, once for each micro-batch size and way to keep activations; the units
 order in which gradients come and activations go, for arrays of candidates, from `moments.py` and `pipelined.py`. A test
 holds the two to each other.
 
-A pipeline's fullest rank is its first or its last: ranks between hold no more blocks or micro-batches than the first,
-and neither embedding nor head.
+A pipeline's fullest rank is its first, its second or its last: ranks between hold no more blocks or micro-batches than
+the second, and neither embedding nor head.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, reduce
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +23,7 @@ from shardwise.model import ModelConfig
 from shardwise.predict import peak
 from shardwise.predict.activations import Sizes, kept_items, saved_items
 from shardwise.predict.search.moments import Alone, Saved
-from shardwise.predict.search.pipelined import First, Last
+from shardwise.predict.search.pipelined import First, Last, Second
 from shardwise.predict.search.space import Frame
 from shardwise.report.step_report import Bytes
 
@@ -55,6 +55,11 @@ class Held(NamedTuple):
         return self.classes().to_json() | {"total": round(self.total)}
 
 
+def places(pp: int) -> list[int]:
+    """The ranks of a pipeline that can be the fullest, in the order of `Memory.ends`."""
+    return sorted({0, min(1, pp - 1), pp - 1})
+
+
 class Memory:
     """What candidates of one model and workload need, on devices whose collectives are NCCL's or alike."""
 
@@ -66,20 +71,45 @@ class Memory:
 
     def of(self, frame: Frame) -> Held:
         """The fullest rank of each candidate of a frame, arrays of its shape or smaller ones that broadcast to it."""
-        first, *others = self.ends(frame)
-        if not others:
-            return first
-        fuller = first.total >= others[0].total
-        return Held(*(np.where(fuller, one, other) for one, other in zip(first, others[0], strict=True)))
+        fullest, *others = self.ends(frame)
+        for end in others:
+            fuller = fullest.total >= end.total
+            fullest = Held(*(np.where(fuller, one, other) for one, other in zip(fullest, end, strict=True)))
+        return fullest
+
+    def total(self, frame: Frame) -> Num:
+        """The bytes of the fullest rank of each candidate, an array of the frame's shape."""
+        few, row = self._distinct(frame)
+        totals = [end.total for end in self.ends(few)]
+        return np.broadcast_to(reduce(np.maximum, totals), few.shape)[row]
 
     def ends(self, frame: Frame) -> tuple[Held, ...]:
-        """The first and the last rank of each candidate's pipeline; without one, the only."""
-        rows = [self._saved(frame.tp, frame.cp, *activation, micro) for activation, micro in frame.rows]
+        """The ranks of each candidate's pipeline that can be the fullest, as `places` names them."""
+        rows = [self._saved(frame.tp, *row) for row in frame.rows]
         saved = Saved(*(np.array(column, dtype=float)[:, None, None] for column in zip(*rows, strict=True)))
         units = self._units(frame.tp)
         if frame.pp == 1:
             return (Held(*Alone(self.model, frame, units, saved).held()),)
-        return tuple(Held(*end(self.model, frame, units, saved).held()) for end in (First, Last))
+        ends = (First, Last) if frame.pp == 2 else (First, Second, Last)
+        return tuple(Held(*end(self.model, frame, units, saved).held()) for end in ends)
+
+    def _distinct(self, frame: Frame) -> tuple[Frame, list[int]]:
+        """The frame with those rows only that differ in memory, and which of them stands for each row.
+
+        Without explicit attention or masks, bytes depend on a micro-batch's tokens and not on the length of its
+        sequences; but of a single one, pieces are cut without a copy.
+        """
+        if self.attention != "sdpa" or self.workload.isolate_documents:
+            return frame, list(range(len(frame.rows)))
+        few: dict[Any, int] = {}
+        rows, where = [], []
+        for row in frame.rows:
+            key = row.sp, row.recompute, row.micro == 1, row.micro * self.workload.seq // row.cp
+            if key not in few:
+                few[key] = len(few)
+                rows.append(row)
+            where.append(few[key])
+        return replace(frame, rows=tuple(rows)), where
 
     def _plan(self, micro_batches: int, **layout: Any) -> UnitPlan:
         made = Layout(attention=self.attention, **layout)

@@ -5,7 +5,7 @@ Each asks the search again for other clusters, models or sequences; all answers 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -18,16 +18,30 @@ from shardwise.model.parameters import count
 from shardwise.predict.search.pricing import Priced
 from shardwise.predict.search.ranking import search
 from shardwise.predict.search.shortfall import Least, least
-from shardwise.predict.search.space import MOST_DEVICES, Space
+from shardwise.predict.search.space import MOST_DEVICES, Frame, Space
 from shardwise.predict.time.pricing import Pricing
 
 DAY, HOUR = 86400.0, 3600.0
 """Seconds."""
 
 
+PUE = 1.1
+"""Power of a data centre over that of its computers, where none is given: Google, Environmental Report 2024 (its fleet
+in 2023); a machine room without their cooling is nearer to 1.5."""
+
+
+class Power(NamedTuple):
+    """What is drawn beside the devices' boards. pue: of the data centre, over what its computers draw; host_watts: a
+    device's share of processors, memory, fans and network."""
+
+    pue: float = PUE
+    host_watts: float = 0.0
+
+
 @dataclass(frozen=True)
 class Run:
-    """A whole training run. seconds: of all its steps; cost: device-hours times the price, None without one."""
+    """A whole training run. seconds: of all its steps; cost: device-hours times the price, None without one. energy:
+    kWh with every board at its full power, so at most, and `power` beside it; None where that is not known."""
 
     one: Priced
     cluster: Cluster
@@ -35,17 +49,26 @@ class Run:
     seconds: float
     device_hours: float
     cost: float | None
+    energy: float | None
+    power: Power
 
 
-def run_of(one: Priced, cluster: Cluster, workload: Workload, tokens: float, price: float | None) -> Run:
+def run_of(
+    one: Priced, cluster: Cluster, workload: Workload, tokens: float, price: float | None, power: Power | None = None
+) -> Run:
     """What `tokens` tokens take with one layout; price: of a device for an hour. Raises `UserError` for amounts that
     are not positive."""
     if not 0 < tokens < float("inf") or (price is not None and not 0 <= price < float("inf")):
         raise UserError("--tokens must be positive, and --price not negative")
+    power = power or Power()
+    if not (1 <= power.pue < float("inf") and 0 <= power.host_watts < float("inf")):
+        raise UserError("--pue must be 1 or more, and --host-watts not negative")
     steps = -(-int(tokens) // (workload.batch * workload.seq))
     seconds = steps * one.seconds
     hours = seconds / HOUR * one.layout.ranks
-    return Run(one, cluster, steps, seconds, hours, None if price is None else hours * price)
+    board = cluster.device.watts
+    energy = None if board is None else hours * (board + power.host_watts) * power.pue / 1000
+    return Run(one, cluster, steps, seconds, hours, None if price is None else hours * price, energy, power)
 
 
 class Size(NamedTuple):
@@ -69,7 +92,9 @@ def scaling(space: Space, usable: float) -> list[Size]:
     return found
 
 
-def cheapest_cluster(space: Space, usable: float, tokens: float, deadline: float, price: float | None) -> Run:
+def cheapest_cluster(
+    space: Space, usable: float, tokens: float, deadline: float, price: float | None, power: Power | None = None
+) -> Run:
     """The run of least cost that ends within `deadline` seconds, over clusters of 1, 2, 3, 4, 6, 8, 12, ... nodes,
     until one is in time but costs a fifth more than another.
 
@@ -82,7 +107,7 @@ def cheapest_cluster(space: Space, usable: float, tokens: float, deadline: float
         if part.cluster.devices > space.workload.batch * 64:
             break
         if best := _fastest(part, usable):
-            runs.append(run_of(best, part.cluster, space.workload, tokens, price))
+            runs.append(run_of(best, part.cluster, space.workload, tokens, price, power))
             cheapest = min(run.device_hours for run in runs)
             if runs[-1].seconds <= deadline and runs[-1].device_hours > 1.2 * cheapest:
                 break
@@ -128,8 +153,60 @@ def longest_sequence(space: Space, usable: float) -> tuple[int, Least]:
     return seq, found
 
 
-def _fits(space: Space, usable: float) -> Least | None:
-    found = least(space)
+def largest_batch(space: Space, usable: float) -> tuple[int, Least]:
+    """The most sequences that fit without accumulating gradients, to an eighth, and the layout that does: one
+    micro-batch of each replica, or as many as a pipeline has stages. Raises `UserError` where none does.
+
+    Batches are tried that every number of replicas divides, from the odd part of the number of devices on.
+    """
+    tried: dict[int, Least | None] = {}
+
+    def fits(batch: int) -> bool:
+        on = replace(space, workload=replace(space.workload, batch=batch))
+        tried[batch] = _fits(on, usable, filter(None, map(_at_once, on.frames)))
+        return tried[batch] is not None
+
+    devices = space.cluster.devices
+    odd = devices // (devices & -devices)
+    # Fewer sequences than replicas may have too few ranks to shard over: what does not fit may do so twice as large.
+    sizes = [odd << k for k in range(25) if k == 0 or odd << k <= 1 << 24]
+    batch = 0
+    for size in sizes:
+        if fits(size):
+            batch = size
+        elif batch or size > devices:
+            break
+    if not batch:
+        raise UserError(f"{space.model.name} does not fit {space.cluster} with {_sequences(space)} in any batch")
+    step = batch // 8
+    while step and step % odd == 0 and fits(batch + step):
+        batch += step
+    found = tried[batch]
+    assert found
+    return batch, found
+
+
+def _sequences(space: Space) -> str:
+    return f"sequences of {space.workload.seq:,} tokens"
+
+
+def _at_once(frame: Frame) -> Frame | None:
+    """The candidates that accumulate nothing beyond what fills their pipeline; None where there is none."""
+    rows = tuple(row for row, count in zip(frame.rows, frame.counts, strict=True) if count <= frame.pp)
+    return replace(frame, rows=rows) if rows else None
+
+
+def largest_micro(space: Space, usable: float) -> Least | None:
+    """The candidate with the largest micro-batch that fits, the leanest of those; None where nothing fits."""
+    sizes = sorted({row.micro for frame in space.frames for row in frame.rows}, reverse=True)
+    for micro in sizes:
+        if found := _fits(replace(space, fixed={**space.fixed, "micro": micro}), usable):
+            return found
+    return None
+
+
+def _fits(space: Space, usable: float, frames: Iterable[Frame] | None = None) -> Least | None:
+    found = least(space, frames)
     return found if found and found.nbytes <= usable else None
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -77,7 +77,7 @@ class Rank(ABC):
         self.stage = np.array([s.stage for s in frame.shardings])[:, None]
         # An array in the place of a number: a unit's sizes then are arrays.
         ranks: Any = np.array([s.ranks for s in frame.shardings])[:, None]
-        here = {"embedding": self.embedding, "tied": True, "blocks.0": True, "head": self.head}
+        here = {"embedding": self.embedding, "tied": self.embedding or self.head, "blocks.0": True, "head": self.head}
         cut = {name: replace(unit, shard_ranks=ranks) for name, unit in units.items() if here[name]}
         self.padded = {name: unit.padded for name, unit in cut.items()}
         self.shard = {name: unit.shard_numel for name, unit in cut.items()}
@@ -115,7 +115,7 @@ class Rank(ABC):
     @cached_property
     def widened(self) -> Num:
         """Bytes of the largest unit's gradients in fp32, which the optimizer makes of bf16 ones."""
-        largest = np.maximum.reduce(np.broadcast_arrays(*self.shard.values()))
+        largest = reduce(np.maximum, self.shard.values())
         return MASTER * largest * ~self.many
 
     def held(self) -> tuple[Num, ...]:
@@ -131,8 +131,8 @@ class Rank(ABC):
             self.gradients,
             optimizer,
             self.activations(),
-            weights + np.maximum.reduce(np.broadcast_arrays(*comm)),
-            lasting + np.maximum.reduce(np.broadcast_arrays(*beyond)),
+            weights + reduce(np.maximum, comm),
+            lasting + reduce(np.maximum, beyond),
         )
 
     @property

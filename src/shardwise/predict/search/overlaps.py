@@ -33,7 +33,7 @@ def distinct(frame: Frame, engine: Engine) -> Iterator[tuple[Engine, tuple[Shard
     for variant in variants(engine):
         idle = (
             (not variant.tensor_overlap and frame.tp == 1)
-            or (not variant.grad_overlap and frame.dp * frame.cp == 1)
+            or (not variant.grad_overlap and frame.data == 1)
             or (not variant.pipeline_overlap and frame.pp == 1)
         )
         shardings = tuple(s for s in frame.shardings if variant.gather_overlap or s.stage)

@@ -1,4 +1,4 @@
-"""The worst moment of a step on a pipeline's first and last rank, for arrays of candidates.
+"""The worst moment of a step on a pipeline's first, second and last rank, for arrays of candidates.
 
 How many micro-batches are in flight comes from the schedules' closed forms; `predict.pipeline` follows a rank's list of
 actions one by one instead.
@@ -6,11 +6,13 @@ actions one by one instead.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import cached_property
+from collections.abc import Callable, Iterator
+from functools import cache, cached_property
 
 import numpy as np
 
+from shardwise.layout import Layout
+from shardwise.layout.pipeline import releases_early
 from shardwise.layout.units import Unit
 from shardwise.model import ModelConfig
 from shardwise.predict.search.moments import Moment, Num, Rank, Saved
@@ -19,8 +21,14 @@ from shardwise.schedule.pipeline.closed_forms import FORMS
 from shardwise.schedule.pipeline.completion import RESIDENT
 
 
+@cache
+def _early(recompute: str) -> bool:
+    """Whether a rank sends gradients of inputs before it computes those of weights."""
+    return releases_early(Layout(recompute=recompute))
+
+
 class _Piped(Rank):
-    """The first or the last rank of a pipeline. A stage's gradients are reduced when its backward is over.
+    """The first, the second or the last rank of a pipeline. A stage's gradients are reduced when its backward is over.
 
     What is in flight, from the schedules' closed forms, is at its most when the first backward begins, and again at the
     later ones, which find all accumulators there, where forwards go on between backwards.
@@ -42,6 +50,8 @@ class _Piped(Rank):
         s = self.saved
         if self.head:
             return s.head, s.kept_head, s.known_head
+        if not self.embedding:
+            return 0.0, 0.0, 0.0
         return s.embedding, s.kept_embedding, s.known_embedding
 
     @cached_property
@@ -51,18 +61,29 @@ class _Piped(Rank):
         p, orders = self.frame.pp, self.frame.orders
         # Those of zb-h1 between forward and the gradient of the input are 1f1b's.
         named = [("1f1b" if order.schedule == "zb-h1" else order.schedule, order.virtual) for order in orders]
-        rows = [[FORMS[name].peak(p, m, virtual, self.place) for name, virtual in named] for m in self.frame.counts]
-        return np.array(rows)[:, None, :]
+        return self._by_count(lambda m: [FORMS[name].peak(p, m, virtual, self.place) for name, virtual in named])
+
+    def _by_count(self, figures: Callable[[int], list[float]]) -> Num:
+        """Figures of the orders for each row, which depend on its number of micro-batches alone."""
+        counts, row = np.unique(self.frame.counts, return_inverse=True)
+        return np.array([figures(m) for m in counts.tolist()])[row][:, None, :]
+
+    @cached_property
+    def _delayed(self) -> Num:
+        """Where gradients of weights are put off to a later time than the next action."""
+        return np.array([order.schedule == "zb-h1" for order in self.frame.orders])
 
     @cached_property
     def _apart(self) -> Num:
-        """Where gradients of weights are put off."""
-        return np.array([order.schedule == "zb-h1" for order in self.frame.orders])
+        """Where gradients of weights are computed apart from those of inputs, which another rank waits for: of stages
+        but the first one, which is not alone on its rank where schedules have several chunks."""
+        early = np.array([_early(row.recompute) for row in self.frame.rows])[:, None, None]
+        return self._delayed | (early & ((self.place > 0) | (self._virtual > 1)))
 
     @cached_property
     def _waiting(self) -> Num:
         """Micro-batches that wait for the gradients of their weights beside one whose backward runs."""
-        return np.minimum(self.place, self.counts - 1) * self._apart
+        return np.minimum(self.place, self.counts - 1) * self._delayed
 
     @cached_property
     def _virtual(self) -> Num:
@@ -84,32 +105,41 @@ class _Piped(Rank):
     @cached_property
     def _kept(self) -> Num:
         """Bytes of one micro-batch that waits for the gradients of its weights."""
-        return self.layers * self.saved.kept_block + self._edge[1]
+        return self.layers / self._virtual * self.saved.kept_block + self._edge[1] * self._edge_apart
 
     def _messages(self, later: bool) -> Num:
         """Bytes of messages that are expected or on their way while a backward runs, the first one or a later one:
         the next two of each neighbour that sends, one to each that receives."""
         names = np.array([order.schedule for order in self.frame.orders])
         looped, gpipe = names == "interleaved", names == "gpipe"
-        if self.head:
-            coming, going = np.where(gpipe, 0, np.minimum(1, self.counts - 1 - later)), 1.0 * later
-            return np.where(looped, 4, coming + going) * self.saved.message
-        return np.where(looped, 5, np.minimum(2, self.counts - later) + 1) * self.saved.message
+        ahead, after = self._after > 0, self.place > 0
+        coming, going = np.where(gpipe, 0, np.minimum(1, self.counts - 1 - later)), 1.0 * later
+        forward = np.where(looped, 4, coming + going) * after
+        back = np.where(looped, 5, np.minimum(2, self.counts - later) + 1) * ahead
+        return (forward + back) * self.saved.message
 
     @cached_property
     def _all_staged(self) -> Num:
-        """Bytes of all units' full gradients."""
-        return self.staged(*self.padded) + (self.layers - 1) * self.staged("blocks.0")
+        """Bytes of the full gradients of all units whose gradients of weights come together."""
+        blocks = self.layers / self._virtual * self.staged("blocks.0")
+        return blocks + self.staged(*(self.padded.keys() - {"blocks.0"})) * self._edge_apart
+
+    @property
+    def _edge_apart(self) -> Num:
+        """Where gradients of the part besides blocks are computed apart: not those of the first stage, unless all are
+        put off."""
+        return self._delayed | self.head
 
     @cached_property
     def _steady(self) -> Num:
         """Backwards that begin while as much is in flight as ever, a chunk's counted as one."""
-        p, rows = self.frame.pp, []
-        for m in self.frame.counts:
-            group = m // max(1, m // p)
-            warm = {"gpipe": lambda v, m=m: m * v, "interleaved": lambda v, g=group: (v - 1) * g + 2 * self._after}
-            rows.append([m * v - warm.get(name, lambda v: self._after)(v) for name, v in self.frame.orders])
-        return np.maximum(np.array(rows), 1)[:, None, :]
+
+        def steady(m: int, name: str, v: int) -> int:
+            group = m // max(1, m // self.frame.pp)
+            warm = {"gpipe": m * v, "interleaved": (v - 1) * group + 2 * self._after}
+            return max(1, m * v - warm.get(name, self._after))
+
+        return self._by_count(lambda m: [steady(m, *order) for order in self.frame.orders])
 
     @cached_property
     def _group(self) -> Num:
@@ -131,11 +161,11 @@ class _Piped(Rank):
         done = np.minimum(np.ceil((self._steady - 1) / self._group), self._virtual) / self._virtual
         some = done * each + own * ((done > 0) if self.head else (done == 1))
         # Where gradients of weights are put off, the first ones are complete as many backwards later.
-        put_off = self.place * self._apart
+        put_off = self.place * self._delayed
         after = (self._virtual - 1) * self._group + 2 + put_off - self._steady
         fewer, fewest = (np.maximum(n, 0) / self._virtual for n in (after, after + 1))
         # In shards, the last unit of a backward lands in the next one.
-        final = self.sharded * (each / self.layers if self.head else own)
+        final = self.sharded * (own if self.embedding else each / self.layers)
         cases = (
             (True, None, 0.0, 0.0),
             (self.many & (done > 0) & (self._virtual > 1), some, 0.0, 0.0),
@@ -149,23 +179,27 @@ class _Piped(Rank):
             with_head = (less == 0) | (self._virtual == 1)
             for beyond, comm in self._backward(found, landing, with_head):
                 yield Moment(np.where(there, rest + beyond, 0.0), comm * there)
-        yield from self._put_off(chunk, fewer)
+        yield from self._put_off(chunk, fewer, some * ((done > 0) & (self._virtual > 1)))
         yield from self._between(some)
 
-    def _put_off(self, chunk: Num, fewer: Num) -> Iterator[Moment]:
-        """Where gradients of weights are put off: the last backward before the first of them, when all full gradients
-        wait; the end of the first of them; and the beginning of a later one."""
+    def _put_off(self, chunk: Num, fewer: Num, some: Num) -> Iterator[Moment]:
+        """Where gradients of weights are computed apart: where they are put off, the last backward before the first of
+        them, when all full gradients wait; the end of the first of them; and the beginning of a later one, with some
+        accumulators there, or with all."""
         if not self._apart.any():
             return
         everything = self._all_staged
         rest = self._flying() - chunk + self._waiting * self._kept + self._messages(True)
-        before = self._apart & self.many & (self.place > 0) & (self.counts > self.place)
+        before = self._delayed & self.many & (self.place > 0) & (self.counts > self.place)
         for beyond, comm in self._backward(0.0, 0.0, True):
             # Those of this backward are among all.
             yield Moment((rest + beyond - comm + everything) * before, everything * before)
-        first = np.where(self.sharded, everything, self.gradients + self.staged("blocks.0"))
+        edges = self.accumulated(*(self.padded.keys() - {"blocks.0"})) * self._edge_apart
+        own = self.layers / self._virtual * self.accumulated("blocks.0") + edges
+        first = np.where(self.sharded, everything, own + self.staged("blocks.0"))
         yield Moment((rest + self._kept + first) * self._apart, everything * self._apart)
-        later = self._apart & (self.counts > 1 + self.place)
+        yield Moment((rest + self._kept + some + everything) * (self._apart & (some > 0)), everything * self._apart)
+        later = self._apart & (self.counts > 1 + self.place * self._delayed)
         less = self._flying(fewer) - self._flying()
         yield Moment((rest + less + self._kept + self.gradients + everything) * later, everything * later)
 
@@ -175,8 +209,8 @@ class _Piped(Rank):
         if self.head:
             messages = np.where(self.many & (some > 0), self._messages(True), self._messages(False))
             rest = self._flying() + self._waiting * self._kept + messages
-            before = self.many & (some > 0) & (self.counts > 1 + self.place * self._apart)
-            left = self.staged("blocks.0") * self.sharded * before + self._all_staged * (self._apart & ~before)
+            before = self.many & (some > 0) & (self.counts > 1 + self.place * self._delayed)
+            left = self.staged("blocks.0") * self.sharded * before + self._all_staged * (self._delayed & ~before)
             landing = self.accumulated("blocks.0") * self.sharded * (self.counts == 2)
             yield Moment(rest + s.loss + (some - landing) * before + left, left)
         left = self.staged("blocks.0") * self.sharded
@@ -194,30 +228,37 @@ class _Piped(Rank):
         before, done = (own * with_head, acc * with_head) if self.head else (0.0, 0.0)
         strange = (self._virtual > 1) & (found is not None) & (self._steady > self._group)
         # What was left under way before stays until its own unit comes again; that of another chunk stays on.
-        left = 0.0 if found is None else self.sharded * (block if self.head else own)
+        left = 0.0 if found is None else self.sharded * (own if self.embedding else block)
         if self.head:
             grads = np.where(self.sharded, 0.0, acc * ~self.many) if found is None else found
             whole = blocks * s.block + edge + s.in_head + grads + own + left
             yield Moment(whole * with_head, (own + left) * with_head)
         for j in (np.float64(1.0), blocks):
-            full = np.where(lasting, before + j * block, block) + left * ((j < blocks) | (not self.head) | strange)
+            full = np.where(lasting, before + j * block, block) + left * ((j < blocks) | self.embedding | strange)
             so_far = np.where(lasting, 0.0, done + (j - self.many) * each) if found is None else found
-            so_far = so_far + landing * (self.head & (j == blocks))
+            so_far = so_far + landing * ((not self.embedding) & (j == blocks))
             kept = self._apart * ((j - 1) * s.kept_block + self.head * s.kept_head)
             below = (0.0 if self.head else edge) + (blocks - j) * s.block
             # The gradient that a message brought to the first block is not there twice.
             inside = np.where(self._apart, s.in_block_apart, s.in_block) - s.message * ((j == 1) & (not self.head))
             yield Moment(below + s.block + inside + kept + so_far + full, full)
         if self.embedding:
-            full = own + np.where(lasting, blocks * block, 0.0)
+            full = own + np.where(self.sharded | (self._delayed & self.many), blocks * block, 0.0)
             so_far = np.where(lasting, 0.0, blocks * each + acc * ~self.many) if found is None else found + landing
-            yield Moment(s.in_embedding + self._apart * blocks * s.kept_block + so_far + full, full)
+            yield Moment(s.in_embedding + self._delayed * blocks * s.kept_block + so_far + full, full)
 
 
 class First(_Piped):
     """A pipeline's first rank."""
 
     head = False
+
+
+class Second(_Piped):
+    """The rank after the first one, where there are more than two: none between holds more."""
+
+    embedding = head = False
+    place = 1
 
 
 class Last(_Piped):

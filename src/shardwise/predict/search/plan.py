@@ -15,7 +15,7 @@ from shardwise.model.flops import training_flops_per_sequence
 from shardwise.predict.search import shortfall
 from shardwise.predict.search.alternatives import Alternative, ByChoice, against
 from shardwise.predict.search.fitting import RESERVED_BYTES
-from shardwise.predict.search.pricing import Priced, price_one
+from shardwise.predict.search.pricing import Priced, price_all, price_one
 from shardwise.predict.search.ranking import Found, search
 from shardwise.predict.search.space import Space
 from shardwise.predict.time.pricing import Pricing
@@ -178,14 +178,14 @@ def _cheapest(space: Space, usable: float, top: int) -> tuple[Found, Space, Pric
 
 
 def _alternatives(space: Space, pricing: Pricing, winner: Priced, choices: ByChoice) -> list[Alternative]:
-    found = []
-    for key, value in choices.neighbours(winner):
-        place = choices.fastest.get((key, value))
-        other = None
-        if place:
-            other = price_one(space.model, place[1].layout, space.workload, place[1].engine, pricing)
-        found.append(against(winner, key, value, other, choices.least[key, value], space.cluster))
-    return found
+    asked = list(choices.neighbours(winner))
+    places = {choice: choices.fastest[choice][1] for choice in asked if choice in choices.fastest}
+    chosen = [(place.layout, place.engine) for place in places.values()]
+    others = dict(zip(places, price_all(space.model, chosen, space.workload, pricing), strict=True))
+    return [
+        against(winner, key, value, others.get((key, value)), choices.least[key, value], space.cluster)
+        for key, value in asked
+    ]
 
 
 def _unlimited(space: Space, pricing: Pricing, winner: Priced, choices: ByChoice) -> Priced | None:

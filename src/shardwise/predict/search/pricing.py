@@ -7,18 +7,18 @@ traffic of the data ranks computed once a mesh.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
-from typing import Any
+from functools import cache, lru_cache, partial
+from typing import Any, TypeVar
 
 import numpy as np
 
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.model import ModelConfig
-from shardwise.predict.search.fitting import Held, Memory
-from shardwise.predict.search.space import RECOMPUTE, Activation, Frame, Order, Sharding, in_closed_form
+from shardwise.predict.search.fitting import Held, Memory, places
+from shardwise.predict.search.space import RECOMPUTE, Frame, Order, Row, Sharding, in_closed_form
 from shardwise.predict.time.pieces import Pieces, pieces
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import Engine
@@ -28,6 +28,7 @@ from shardwise.predict.time.step import bubble_share, step_parts, training_step
 from shardwise.predict.time.traffic import Traffic, traffic
 
 Num = Any
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -76,22 +77,73 @@ def price_one(
 
     Raises `UserError` where the batch does not divide, and for a layout that no search comes upon.
     """
-    software = attending(engine, layout.attention)
-    step = training_step(model, Split.of(layout, workload), software, pricing)
-    parts = {name: float(part) for name, part in step.parts.items()}
-    seconds = sum(parts.values())
-    memory = memory or Memory(model, workload, layout.attention)
-    ends = [Held(*(float(np.ravel(figure)[0]) for figure in end)) for end in memory.ends(frame_of(layout, workload))]
-    place = max(range(len(ends)), key=lambda end: ends[end].total)
-    return Priced(
-        layout,
-        engine,
-        seconds,
-        parts,
-        time_range(parts, pricing.constants),
-        ends[place],
-        place * (layout.pp - 1),
+    return price_all(model, [(layout, engine)], workload, pricing, memory)[0]
+
+
+def price_all(
+    model: ModelConfig,
+    chosen: Sequence[tuple[Layout, Engine]],
+    workload: Workload,
+    pricing: Pricing,
+    memory: Memory | None = None,
+) -> list[Priced]:
+    """Several layouts' seconds and bytes, as `price_one` has them: those that one call can price, together."""
+    frames = [frame_of(layout, workload) for layout, _ in chosen]
+    parts = _each(
+        chosen, lambda of: (of[1], of[0].schedule, of[0].attention), partial(_parts, model, workload, pricing)
     )
+    memory_of = cache(lambda attention: memory or Memory(model, workload, attention))
+    held = _each(frames, lambda frame: replace(frame, rows=(), shardings=(), orders=()), partial(_held, memory_of))
+    return [
+        Priced(layout, engine, sum(mine.values()), mine, time_range(mine, pricing.constants), fullest, place)
+        for (layout, engine), mine, (fullest, place) in zip(chosen, parts, held, strict=True)
+    ]
+
+
+def _each(things: Sequence[T], alike: Callable[[T], Any], answer: Callable[[list[T]], list[Any]]) -> list[Any]:
+    """An answer for each thing, asked for all that are alike together."""
+    groups: dict[Any, list[int]] = {}
+    for place, thing in enumerate(things):
+        groups.setdefault(alike(thing), []).append(place)
+    found: dict[int, Any] = {}
+    for group in groups.values():
+        found |= dict(zip(group, answer([things[place] for place in group]), strict=True))
+    return [found[place] for place in range(len(things))]
+
+
+def _parts(
+    model: ModelConfig, workload: Workload, pricing: Pricing, chosen: list[tuple[Layout, Engine]]
+) -> list[dict[str, float]]:
+    """Seconds by part of layouts with one schedule and one engine."""
+    splits = [Split.of(layout, workload) for layout, _ in chosen]
+    columns: dict[str, Any] = {name: np.array([getattr(split, name) for split in splits]) for name in _COLUMNS}
+    software = attending(chosen[0][1], chosen[0][0].attention)
+    step = training_step(model, replace(splits[0], **columns), software, pricing)
+    parts = {name: np.broadcast_to(np.asarray(part, dtype=float), len(splits)) for name, part in step.parts.items()}
+    return [{name: float(part[i]) for name, part in parts.items()} for i in range(len(splits))]
+
+
+_COLUMNS = ("micro", "micro_batches", "tp", "pp", "dp", "cp", "virtual", "shard", "zero", "sp", "recompute")
+"""What of a split may be an array."""
+
+
+def _held(memory_of: Callable[[str], Memory], frames: list[Frame]) -> list[tuple[Held, int]]:
+    """For frames of one candidate each, with one tp and pp: what its fullest device holds, and which rank that is."""
+    rows, shardings, orders = (
+        tuple(dict.fromkeys(getattr(frame, name)[0] for frame in frames)) for name in ("rows", "shardings", "orders")
+    )
+    together = replace(frames[0], rows=rows, shardings=shardings, orders=orders)
+    ends = [
+        [np.broadcast_to(figure, together.shape) for figure in end]
+        for end in memory_of(together.attention).ends(together)
+    ]
+    found = []
+    for frame in frames:
+        at = rows.index(frame.rows[0]), shardings.index(frame.shardings[0]), orders.index(frame.orders[0])
+        mine = [Held(*(float(figure[at]) for figure in end)) for end in ends]
+        place = max(range(len(mine)), key=lambda end: mine[end].total)
+        found.append((mine[place], places(frame.pp)[place]))
+    return found
 
 
 def frame_of(layout: Layout, workload: Workload) -> Frame:
@@ -111,8 +163,8 @@ def frame_of(layout: Layout, workload: Workload) -> Frame:
         )
     order = Order(layout.schedule, layout.virtual) if layout.pp > 1 else Order("1f1b", 1)
     return Frame(
-        layout.tp, layout.pp, layout.cp, layout.dp, layout.attention, workload.batch,
-        (Activation(layout.sp, layout.recompute),), (layout.micro,),
+        layout.tp, layout.pp, layout.dp * layout.cp, layout.attention, workload.batch,
+        (Row(layout.cp, layout.sp, layout.recompute, layout.micro),),
         (Sharding(layout.stage, layout.shard_ranks if layout.stage else 1),), (order,),
     )  # fmt: skip
 
@@ -124,7 +176,7 @@ class Prices:
         self, model: ModelConfig, workload: Workload, attention: str, pricing: Pricing, frames: Iterable[Frame]
     ) -> None:
         self.model, self.workload, self.attention, self.pricing = model, workload, attention, pricing
-        rows = dict.fromkeys((f.tp, f.cp, micro, *activation) for f in frames for activation, micro in f.rows)
+        rows = dict.fromkeys((f.tp, *row) for f in frames for row in f.rows)
         self._row = {row: index for index, row in enumerate(rows)}
         self._numbers = [np.array(column) for column in zip(*rows, strict=True)]
         self._table = cache(self._pieces)
@@ -135,7 +187,7 @@ class Prices:
         """Seconds of a step for each candidate, an array of the frame's shape; those that are not `possible` have
         figures without meaning."""
         software = attending(engine, self.attention)
-        rows = np.array([self._row[frame.tp, frame.cp, micro, *activation] for activation, micro in frame.rows])
+        rows = np.array([self._row[frame.tp, *row] for row in frame.rows])
         inside = _inside(software)
         found = self._table(inside).each(lambda column: column[rows][:, None, None])
         share = np.stack([self._share(inside, order)[rows] for order in frame.orders], axis=-1)[:, None, :]
@@ -144,23 +196,24 @@ class Prices:
         return sum(parts.values())
 
     def _split(self, frame: Frame) -> Split:
+        cp, sp, recompute, micro = (np.array(column)[:, None, None] for column in zip(*frame.rows, strict=True))
         return Split(
             seq=self.workload.seq,
-            micro=np.array([micro for _, micro in frame.rows])[:, None, None],
+            micro=micro,
             micro_batches=np.array(frame.counts)[:, None, None],
             tp=frame.tp,
             pp=frame.pp,
-            dp=frame.dp,
-            cp=frame.cp,
+            dp=frame.data // cp,
+            cp=cp,
             virtual=np.array([order.virtual for order in frame.orders])[None, None, :],
             shard=np.array([sharding.ranks for sharding in frame.shardings])[None, :, None],
             zero=np.array([sharding.stage for sharding in frame.shardings])[None, :, None],
-            sp=np.array([activation.sp for activation, _ in frame.rows])[:, None, None],
-            recompute=np.array([activation.recompute for activation, _ in frame.rows])[:, None, None],
+            sp=sp,
+            recompute=recompute,
         )
 
     def _pieces(self, engine: Engine) -> Pieces:
-        tp, cp, micro, sp, recompute = self._numbers
+        tp, cp, sp, recompute, micro = self._numbers
         split = Split(seq=self.workload.seq, tp=tp, cp=cp, micro=micro, sp=sp, recompute=recompute)
         found = pieces(self.model, split, engine, self.pricing).joined()
         return found.each(lambda column: np.broadcast_to(column, len(self._row)))
@@ -171,4 +224,7 @@ class Prices:
         return np.broadcast_to(share, len(self._row))
 
     def _traffic(self, frame: Frame, engine: Engine) -> Traffic:
-        return traffic(self.model, self._split(frame), engine, self.pricing)
+        # To the data ranks' traffic, a sequence cut over cp is shorter sequences on as many ranks more: one mesh.
+        split = self._split(frame)
+        mesh = replace(split, micro=split.micro / split.cp, dp=frame.data, cp=1)
+        return traffic(self.model, mesh, engine, self.pricing)

@@ -14,7 +14,7 @@ import numpy as np
 from shardwise.layout import Layout
 from shardwise.predict.search.fitting import Memory
 from shardwise.predict.search.overlaps import distinct
-from shardwise.predict.search.pricing import Priced, Prices, price_one
+from shardwise.predict.search.pricing import Priced, Prices, price_all
 from shardwise.predict.search.space import Frame, Sharding, Space
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import Engine
@@ -56,7 +56,7 @@ class Place(NamedTuple):
     @property
     def layout(self) -> Layout:
         frame = self.frame
-        return frame.layout(*frame.rows[self.row], frame.shardings[self.sharding], frame.orders[self.order])
+        return frame.layout(frame.rows[self.row], frame.shardings[self.sharding], frame.orders[self.order])
 
 
 class Keeper(Protocol):
@@ -101,8 +101,8 @@ def search(
             keeper.offer(block)
         if block.some:
             fitting += int(np.count_nonzero(np.isfinite(block.seconds)))
-    found = (price_one(space.model, p.layout, space.workload, p.engine, pricing, memory) for p in best.places())
-    return Found(tuple(found), considered, fitting)
+    chosen = [(place.layout, place.engine) for place in best.places()]
+    return Found(tuple(price_all(space.model, chosen, space.workload, pricing, memory)), considered, fitting)
 
 
 def blocks(
@@ -112,7 +112,7 @@ def blocks(
     prices = Prices(space.model, space.workload, space.attention, pricing, space.frames)
     for frame in space.frames:
         possible = np.array(frame.possible)[:, None, :]
-        nbytes = np.where(possible, np.broadcast_to(memory.of(frame).total, frame.shape), np.inf)
+        nbytes = np.where(possible, memory.total(frame), np.inf)
         variants = list(distinct(frame, space.engine)) if overlaps else [(space.engine, frame.shardings)]
         for engine, shardings in variants:
             fits = (nbytes <= usable) & _chosen(frame, shardings) & possible

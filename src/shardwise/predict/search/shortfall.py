@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,7 +11,7 @@ from shardwise.cluster import Cluster, catalog
 from shardwise.errors import UserError
 from shardwise.layout import Layout
 from shardwise.predict.search.fitting import RESERVED_BYTES, Memory
-from shardwise.predict.search.space import MOST_DEVICES, Space
+from shardwise.predict.search.space import MOST_DEVICES, Frame, Space
 from shardwise.report.units import format_bytes
 
 SHORTEST = 128
@@ -26,17 +26,19 @@ class Least:
     nbytes: float
 
 
-def least(space: Space) -> Least | None:
-    """The candidate of a space that needs least memory; None where there is no candidate at all."""
+def least(space: Space, frames: Iterable[Frame] | None = None) -> Least | None:
+    """The candidate of a space, or of some frames of it, that needs least memory; None where there is none at all."""
     memory = Memory(space.model, space.workload, space.attention)
     best: Least | None = None
-    for frame in space.frames:
+    for frame in space.frames if frames is None else frames:
         possible = np.array(frame.possible)[:, None, :]
-        nbytes = np.where(possible, np.broadcast_to(memory.of(frame).total, frame.shape), np.inf)
+        nbytes = np.where(possible, memory.total(frame), np.inf)
         at = int(nbytes.argmin())
+        if not np.isfinite(nbytes.flat[at]):
+            continue
         if best is None or nbytes.flat[at] < best.nbytes:
             row, sharding, order = np.unravel_index(at, frame.shape)
-            layout = frame.layout(*frame.rows[row], frame.shardings[sharding], frame.orders[order])
+            layout = frame.layout(frame.rows[row], frame.shardings[sharding], frame.orders[order])
             best = Least(layout, float(nbytes.flat[at]))
     return best
 

@@ -31,11 +31,14 @@ MOST_DEVICES = 65536
 """Devices of a cluster that is searched."""
 
 
-class Activation(NamedTuple):
-    """How activations are kept: what of memory and time depends on it is computed apart."""
+class Row(NamedTuple):
+    """What a micro-batch is, and how its activations are kept: what of memory and time depends on it is computed
+    apart."""
 
+    cp: int
     sp: bool
     recompute: str
+    micro: int
 
 
 class Sharding(NamedTuple):
@@ -54,33 +57,28 @@ class Order(NamedTuple):
 
 @dataclass(frozen=True)
 class Frame:
-    """Candidates of one mesh: rows x shardings x orders, where `possible`; a row is an activation and a micro."""
+    """Candidates of one tp and pp: rows x shardings x orders, where `possible`. data: ranks of a model's part, which is
+    dp x cp."""
 
     tp: int
     pp: int
-    cp: int
-    dp: int
+    data: int
     attention: str
     batch: int
-    activations: tuple[Activation, ...]
-    micros: tuple[int, ...]
+    rows: tuple[Row, ...]
     shardings: tuple[Sharding, ...]
     orders: tuple[Order, ...]
 
     @cached_property
-    def rows(self) -> tuple[tuple[Activation, int], ...]:
-        """Every activation with every micro."""
-        return tuple(product(self.activations, self.micros))
-
-    @cached_property
     def counts(self) -> tuple[int, ...]:
         """Micro-batches of each data-parallel rank, for each row."""
-        return tuple(self.batch // (self.dp * micro) for _, micro in self.rows)
+        return tuple(self.batch * row.cp // (self.data * row.micro) for row in self.rows)
 
     @cached_property
     def possible(self) -> tuple[tuple[bool, ...], ...]:
         """For each row and order, whether the schedule is for that many micro-batches, and has closed forms there."""
-        return tuple(tuple(in_closed_form(*order, self.pp, m) for order in self.orders) for m in self.counts)
+        of = {m: tuple(in_closed_form(*order, self.pp, m) for order in self.orders) for m in set(self.counts)}
+        return tuple(of[m] for m in self.counts)
 
     @cached_property
     def orders_possible(self) -> int:
@@ -97,12 +95,12 @@ class Frame:
         """Of arrays over its candidates: rows, shardings, orders."""
         return len(self.rows), len(self.shardings), len(self.orders)
 
-    def layout(self, activation: Activation, micro: int, sharding: Sharding, order: Order) -> Layout:
-        """The layout of one candidate, all four by value."""
+    def layout(self, row: Row, sharding: Sharding, order: Order) -> Layout:
+        """The layout of one candidate, all three by value."""
         return Layout(
-            dp=self.dp, tp=self.tp, pp=self.pp, cp=self.cp, zero=sharding.stage,
-            shard=sharding.ranks if sharding.stage else 0, sp=activation.sp, schedule=order.schedule,
-            virtual=order.virtual, micro=micro, recompute=activation.recompute, attention=self.attention,
+            dp=self.data // row.cp, tp=self.tp, pp=self.pp, cp=row.cp, zero=sharding.stage,
+            shard=sharding.ranks if sharding.stage else 0, sp=row.sp, schedule=order.schedule,
+            virtual=order.virtual, micro=row.micro, recompute=row.recompute, attention=self.attention,
         )  # fmt: skip
 
 
@@ -170,17 +168,12 @@ class Space:
         return self.fixed.get(key, value) == value
 
     def _frames(self) -> Iterator[Frame]:
-        devices, workload = self.cluster.devices, self.workload
-        for tp, pp, cp, dp in self.meshes(devices):
-            if workload.seq % cp or workload.batch % dp:
-                continue
-            yield Frame(
-                tp, pp, cp, dp, self.attention, workload.batch,
-                activations=tuple(self._activations(tp, cp)),
-                micros=tuple(m for m in divisors(workload.batch // dp) if self.allows("micro", m)),
-                shardings=tuple(self._shardings(dp * cp)),
-                orders=tuple(self._orders(pp)),
-            )  # fmt: skip
+        rows: dict[tuple[int, int, int], list[Row]] = {}
+        for tp, pp, cp, dp in self.meshes(self.cluster.devices):
+            rows.setdefault((tp, pp, dp * cp), []).extend(self._rows(tp, cp, dp))
+        for (tp, pp, data), of in rows.items():
+            shardings, orders = tuple(self._shardings(data)), tuple(self._orders(pp))
+            yield Frame(tp, pp, data, self.attention, self.workload.batch, tuple(of), shardings, orders)
 
     def meshes(self, devices: int) -> Iterator[tuple[int, int, int, int]]:
         """(tp, pp, cp, dp) whose product is `devices`, where the model can be split so."""
@@ -195,11 +188,14 @@ class Space:
                     if self.allows("cp", cp) and self.allows("dp", dp):
                         yield tp, pp, cp, dp
 
-    def _activations(self, tp: int, cp: int) -> Iterator[Activation]:
-        whole = tp > 1 and self.workload.seq % (cp * tp) == 0
-        for sp, recompute in product((False, True) if whole else (False,), RECOMPUTE):
-            if self.allows("sp", sp) and self.allows("recompute", recompute):
-                yield Activation(sp, recompute)
+    def _rows(self, tp: int, cp: int, dp: int) -> Iterator[Row]:
+        seq, batch = self.workload.seq, self.workload.batch
+        if seq % cp or batch % dp:
+            return
+        whole = tp > 1 and seq % (cp * tp) == 0
+        for sp, recompute, micro in product((False, True) if whole else (False,), RECOMPUTE, divisors(batch // dp)):
+            if self.allows("sp", sp) and self.allows("recompute", recompute) and self.allows("micro", micro):
+                yield Row(cp, sp, recompute, micro)
 
     def _shardings(self, data: int) -> Iterator[Sharding]:
         for stage in ZERO if data > 1 else (0,):

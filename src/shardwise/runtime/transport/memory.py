@@ -105,9 +105,12 @@ class Peer:
 
     def _open(self, serial: int) -> mmap.mmap:
         wanted = f"/memfd:{_name(self.pid, serial)} (deleted)"
-        for link in Path(f"/proc/{self.pid}/fd").iterdir():
+        folder = f"/proc/{self.pid}/fd"
+        # Plain strings: a process may have hundreds of files open. What was made last is likely looked for.
+        for number in sorted(os.listdir(folder), key=int, reverse=True):  # noqa: PTH208
+            link = f"{folder}/{number}"
             with suppress(OSError):
-                if str(link.readlink()) == wanted:
+                if os.readlink(link) == wanted:  # noqa: PTH115
                     fd = os.open(link, os.O_RDWR)
                     try:
                         return mmap.mmap(fd, os.fstat(fd).st_size)
@@ -124,14 +127,15 @@ class Peer:
 
 
 class Patience:
-    """How a rank waits for a flag: it spins while that is likely to be short, then lets others run, then naps.
+    """How a rank waits for a flag: it spins while that is likely to be short, then lets others run, then naps, the
+    longer the longer it has waited: ranks of an engine that nobody asks anything wait for each other all day.
 
     spins: polls before the first yield; none where ranks share cores, since the one that is waited for needs this one.
     """
 
     SPINS = 2000
     YIELDS_S = 0.002
-    NAP_S = 50e-6
+    NAP_S, LONGEST_NAP_S = 50e-6, 1e-3
     LOOKS_EVERY_S = 0.02
 
     def __init__(self, ranks: int, cores: int, timeout: float) -> None:
@@ -149,7 +153,7 @@ class Patience:
             if now - started < self.YIELDS_S:
                 os.sched_yield()
             else:
-                time.sleep(self.NAP_S)
+                time.sleep(min(max(self.NAP_S, (now - started) / 100), self.LONGEST_NAP_S))
             now = time.monotonic()
             if now - looked < self.LOOKS_EVERY_S:
                 continue

@@ -9,6 +9,7 @@ who waits for it. On a host whose cores all compute there is nobody else who cou
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import secrets
 import weakref
@@ -33,6 +34,8 @@ Array = NDArray[Any]
 SLOTS = 64
 """Collectives whose flags are kept apart; more than are ever under way at once."""
 _WORDS = ALIGNED // 8
+_QUICK = SLOTS * _WORDS
+_AREAS = (SLOTS + 1) * ALIGNED
 _BASE, _READY, _READ = 0, 1, 2
 _TOKEN = _WORDS - 1
 _BIAS = 1 << 43
@@ -41,6 +44,8 @@ _ROUNDS = 1 << 20
 
 TWO_SHOT_FROM = 32 << 10
 """Bytes from which an all-reduce of two ranks reads each part once and not twice: `shardwise collective bench`."""
+AREA = 64 << 10
+"""Bytes of either place through which what is small goes (`Quick`)."""
 PIECE = 1 << 20
 """Bytes that go through the segment at a time, where a tensor does not live in one: they stay in the core's cache."""
 
@@ -66,6 +71,8 @@ class SharedTransport:
         self._aside = np.empty(0, np.uint8)
         self._sequence_of_stages = 0
         self._open: list[Segment] = []
+        self._lent: dict[int, Flights] = {}
+        """By address: what peers may still be reading there."""
         self.started: deque[Flight] = deque()
         self.patience = Patience(self.ranks, len(os.sched_getaffinity(0)), timeout)
         # What nobody closed goes with the transport: a process may make many.
@@ -80,7 +87,7 @@ class SharedTransport:
             try:
                 for stage in self._stages:
                     stage.take(PIECE)
-                flags = self._segment(SLOTS * ALIGNED)
+                flags = self._segment(_AREAS + 2 * AREA)
                 self.flags = memoryview(flags.map).cast("q")
                 # A process of the same number in another container is somebody else.
                 self.flags[_TOKEN] = token = secrets.randbits(62)
@@ -94,6 +101,7 @@ class SharedTransport:
                 self.peers += [Peer(rank, pid) for rank, (pid, _, _) in zip(ranks, cards, strict=True)]
                 maps = [peer.map(serial) for peer, (_, serial, _) in zip(self.peers, cards, strict=True)]
                 self.theirs = [memoryview(found).cast("q") for found in maps]
+                self.quick = Quick(self, maps)
                 strangers = [
                     rank
                     for rank, flags, card in zip(ranks, self.theirs, cards, strict=True)
@@ -178,15 +186,26 @@ class SharedTransport:
         windows = [Window(width, 0, start) for start, width in self._pieces(flat, n, PIECE // size)]
         return Flights([self.start(schedule, flat, window, window.width, combine) for window in windows])
 
-    def all_gather(self, out: Tensor, piece: Tensor) -> Flights:
-        """Announce every rank's flat `piece` end to end in `out`. `piece` may be its place within `out`."""
+    def all_gather(self, out: Tensor, piece: Tensor, *, lent: bool = False) -> Flights:
+        """Announce every rank's flat `piece`, in the dtype of `out`, end to end in it. It may be its place there.
+
+        lent: nobody but gathers into that memory writes there. Then a rank need not wait until others have read what it
+        gives: the next gather into the memory does.
+        """
         flat, n = out.view(-1), piece.numel()
         own = flat[self.rank * n : (self.rank + 1) * n]
         if own.data_ptr() != piece.data_ptr():
+            if (last := self._lent.pop(flat.data_ptr(), None)) is not None:
+                last.settle()
             own.copy_(piece.reshape(-1))
         schedule = _direct("all-gather", self.ranks)
         windows = [Window(width, n, start) for start, width in self._pieces(flat, n, PIECE // flat.element_size())]
-        return Flights([self.start(schedule, flat, window, self.ranks * window.width) for window in windows])
+        flights = Flights([self.start(schedule, flat, window, self.ranks * window.width) for window in windows])
+        if lent and self.sees(flat):
+            for flight in flights.flights:
+                flight.lends = True
+            self._lent[flat.data_ptr()] = flights
+        return flights
 
     def reduction(self, full: Tensor, wide: torch.dtype) -> Reduction:
         """A reduce-scatter of flat `full`, whose sums are made in `wide`, to be started."""
@@ -228,6 +247,70 @@ class SharedTransport:
         return self.place(tensor) is not None
 
 
+class Quick:
+    """Sums and gathers of a few kilobytes at once, with next to no work around them: one-shot, as schedules have it.
+
+    Each rank puts what it has into one of two places by turns, says so, and reads everybody's. It may fill a place
+    again without asking who has read it: all ranks take part in every one, and it has seen each of them come to the
+    last one, hence be through with the one before. All ranks must do them in the same order; that of flights beside
+    them does not matter.
+
+    transport: whose flags and peers these are. maps: every rank's segment of flags, behind which the places lie.
+    """
+
+    def __init__(self, transport: SharedTransport, maps: list[mmap.mmap]) -> None:
+        self.rank, self.ranks = transport.rank, transport.ranks
+        self._others = [peer for peer in range(self.ranks) if peer != self.rank]
+        # Nothing here refers back to the transport, which goes with its last user.
+        self._flags, self._theirs = transport.flags, transport.theirs
+        self._peers, self._patience, self._maps = transport.peers, transport.patience, maps
+        self._count = 0
+        self._views: dict[tuple[int, int, torch.dtype], list[Tensor]] = {}
+
+    def sums(self, tensor: Tensor) -> bool:
+        """Whether a tensor is small enough to be summed here; ranks that have equal ones agree."""
+        return (self.ranks - 1) * tensor.nbytes < TWO_SHOT_FROM
+
+    def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None:
+        """Sum, or maximum, over the ranks, in place; on every rank the same bits. tensor: contiguous."""
+        combine: Callable[..., Tensor] = torch.maximum if maximum else torch.add
+        with _unwatched():
+            flat = tensor.view(-1)
+            found = self._exchange(flat)
+            combine(found[0], found[1], out=flat)
+            for other in found[2:]:
+                combine(flat, other, out=flat)
+
+    def all_gather(self, out: Tensor, piece: Tensor) -> None:
+        """Every rank's `piece` end to end in `out`, as many bytes at a time as a place has. Both contiguous."""
+        with _unwatched():
+            rows, flat = out.view(self.ranks, -1), piece.view(-1)
+            step = AREA // flat.element_size()
+            for start in range(0, flat.numel(), step):
+                for row, found in zip(rows, self._exchange(flat[start : start + step]), strict=True):
+                    row[start : start + step].copy_(found)
+
+    def _exchange(self, flat: Tensor) -> list[Tensor]:
+        """What every rank has, until the next but one."""
+        place = self._count % 2
+        self._count = count = self._count + 1
+        key = place, flat.numel(), flat.dtype
+        found = self._views.get(key)
+        if found is None:
+            found = self._views[key] = self._view(*key)
+        found[self.rank].copy_(flat)
+        self._flags[_QUICK] = count
+        for peer in self._others:
+            flags = self._theirs[peer]
+            if flags[_QUICK] < count:
+                self._patience.wait(flags, _QUICK, count, self._peers[peer])
+        return found
+
+    def _view(self, place: int, elements: int, dtype: torch.dtype) -> list[Tensor]:
+        start = _AREAS + place * AREA
+        return [torch.frombuffer(found, dtype=dtype, count=elements, offset=start) for found in self._maps]
+
+
 class Window(NamedTuple):
     """Where the elements of a schedule's memory lie in a tensor: rows of `width` of them, `pitch` apart, from `offset`.
 
@@ -256,6 +339,11 @@ class Flights:
     def wait(self) -> None:
         for flight in self.flights:
             flight.wait()
+
+    def settle(self) -> None:
+        """Wait until the peers have read what they read of this rank."""
+        for flight in self.flights:
+            flight.settle()
 
 
 class Reduction:
@@ -286,7 +374,8 @@ class Flight:
     """One rank's part of one collective under way. `wait` does what is left of it; the memory is the caller's again.
 
     Of memory in a segment the start is announced at once. Any other is brought into sight when it is waited for.
-    accumulator: where this rank adds up what nobody else reads, instead of in the memory itself.
+    accumulator: where this rank adds up what nobody else reads, instead of in the memory itself. lends: peers may go on
+    reading the memory after `wait`, until `settle`.
     """
 
     def __init__(
@@ -300,6 +389,7 @@ class Flight:
     ) -> None:
         self._transport, self._plan, self.window = transport, plan, window
         self.accumulator: Tensor | None = None
+        self.lends = False
         self._memory: Tensor | None = memory
         self._own, self._dtype = flat_array(memory), memory.dtype
         self._combine = _combiner(combine, memory.dtype)
@@ -320,7 +410,8 @@ class Flight:
         stage = None if self._resident else self._enter()
         self._go()
         if stage is None:
-            self.settle()
+            if not self.lends:
+                self.settle()
         else:
             stage.flight = self
             for span in self._plan.footing.leave:

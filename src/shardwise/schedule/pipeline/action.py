@@ -5,8 +5,8 @@ An executor takes its rank's actions one by one, in the order of the list, and d
 - ``F``, ``I``, ``W``, ``B``, ``OVERLAP_F_B`` compute, one at a time. Each waits first for what it needs: the received
   message of its stage and micro-batch (or the result that lies on the rank already, where the neighbouring stage is),
   and the gathered parameters of its stage. F saves what backward needs; I gives the gradient of the stage's input (and
-  of biases and norms, which cost next to nothing) and keeps what W needs; W adds the products that are the gradients of
-  matrices, and frees the rest; B is I and W at once. The last stage's
+  of biases and norms, which cost next to nothing, and of the head's matrix) and keeps what W needs; W adds the products
+  that are the gradients of the other matrices, and frees the rest; B is I and W at once. The last stage's
   F ends with the loss, so that its I and B need no message. OVERLAP_F_B runs its parts side by side, or one after the
   other, and ends when both do. With recompute, F keeps the stage's input alone, and I or B does the forward once more.
 - ``SEND_F``, ``SEND_B`` hand over the result of the same stage and micro-batch to rank `peer` and go on at once. The

@@ -36,9 +36,15 @@ def complete(
     ring: int = 0,
     ahead: int = AHEAD,
     resident: int = RESIDENT,
+    early: bool = False,
     options: dict[str, int] | None = None,
 ) -> PipelineSchedule:
-    """The schedule in which rank r computes `order[r]`; other arguments are `PipelineSchedule`'s and this module's."""
+    """The schedule in which rank r computes `order[r]`; other arguments are `PipelineSchedule`'s and this module's.
+
+    early: no rank waits for a gradient while another one computes those of weights (see `release`).
+    """
+    if early:
+        order = [release(mine, placement) for mine in order]
     bare = PipelineSchedule(
         name, micro, placement, tuple(map(tuple, order)), train, gather, reduce, tied, ring, options or {}
     )
@@ -58,6 +64,19 @@ def complete(
             out += reductions.get(index, ())
         lists.append((*out, *frees, *endings(bare, rank)))
     return PipelineSchedule(name, micro, placement, tuple(lists), train, gather, reduce, tied, ring, options or {})
+
+
+def release(mine: Sequence[Action], placement: tuple[int, ...]) -> list[Action]:
+    """The same order with each B whose input's gradient another rank waits for as I and W, so that the message leaves
+    in between. An overlapped F&B stays as it is."""
+    found = []
+    for action in mine:
+        stage = action.stage
+        if action.kind == "B" and stage and placement[stage] != placement[stage - 1]:
+            found += [action._replace(kind="I"), action._replace(kind="W")]
+        else:
+            found.append(action)
+    return found
 
 
 def _messages(bare: PipelineSchedule) -> tuple[list[list[list[Action]]], dict[tuple[int, int], list[Action]]]:

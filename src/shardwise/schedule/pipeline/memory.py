@@ -6,8 +6,9 @@ how long things take.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import add
 from typing import NamedTuple
 
 from shardwise.schedule.pipeline.action import COMPUTE, Action
@@ -54,11 +55,11 @@ class Peak(NamedTuple):
     buffers: int
 
 
-@dataclass(frozen=True)
-class Level:
-    """What a rank holds after a computation: `held`, and the most while it ran, `during`."""
+class Level(NamedTuple):
+    """What a rank holds after a computation: `held`, and the most while it ran, `during`. place: the action's, in the
+    rank's list."""
 
-    index: int
+    place: int
     forward: int
     weight: int
     held: float
@@ -66,15 +67,15 @@ class Level:
 
 
 def levels(schedule: PipelineSchedule, rank: int, held: Held | None = None) -> Iterator[Level]:
-    """What a rank holds, one computation after the other; index: the action's, in the rank's list."""
+    """What a rank holds, one computation after the other."""
     held = held or Held.shared(schedule)
     forward = weight = 0
     now = 0.0
-    for index, action in enumerate(schedule.actions[rank]):
-        if action.kind not in COMPUTE or not schedule.train:
+    for index, action in enumerate(schedule.actions[rank] if schedule.train else ()):
+        if action[0] not in COMPUTE:
             continue
         during = now
-        for kind, stage, _, _, _ in action.leaves():
+        for kind, stage, _, _, _ in action[4] or (action,):
             saved, kept = held.saved[stage], held.weight[stage]
             if kind == "F":
                 forward, now, during = forward + 1, now + saved, during + saved
@@ -90,15 +91,15 @@ def levels(schedule: PipelineSchedule, rank: int, held: Held | None = None) -> I
 
 def peaks(schedule: PipelineSchedule, held: Held | None = None) -> list[Peak]:
     """The most that each rank holds. Without `held` in shares of what a rank saves for one micro-batch."""
-    found = []
-    for rank in range(schedule.ranks):
-        forward = weight = both = 0
-        most = 0.0
-        for level in levels(schedule, rank, held):
-            forward, weight = max(forward, level.forward), max(weight, level.weight)
-            both, most = max(both, level.forward + level.weight), max(most, level.during, level.held)
-        found.append(Peak(forward, weight, both, most, _buffers(schedule.actions[rank])))
-    return found
+    return [peak(mine, levels(schedule, rank, held)) for rank, mine in enumerate(schedule.actions)]
+
+
+def peak(mine: tuple[Action, ...], found: Iterable[Level]) -> Peak:
+    """The most of a rank's levels. mine: its list."""
+    nothing = Level(-1, 0, 0, 0.0, 0.0)
+    _, forward, weight, after, during = zip(nothing, *found, strict=True)
+    both = max(map(add, forward, weight))
+    return Peak(max(forward), max(weight), both, max(*after, *during), _buffers(mine))
 
 
 def _buffers(mine: tuple[Action, ...]) -> int:

@@ -125,13 +125,15 @@ def build(
     tied: bool = False,
     ahead: int = AHEAD,
     resident: int = RESIDENT,
+    early: bool = False,
     **options: int,
 ) -> PipelineSchedule:
     """The schedule `name` for p ranks, m micro-batches and v chunks a rank.
 
     zero: the ZeRO stage: from 2 on, gradients are reduced for each micro-batch; at 3, parameters are gathered and freed
     by stage, `resident` of them at a time. tied: the embedding is the head's table, too. ahead: receives posted ahead.
-    options: the generator's own (`warmup`, `tokens`: see `shardwise pipeline list`).
+    early: a B whose input's gradient another rank waits for is I, the message, then W; what formulas say of a schedule
+    holds without. options: the generator's own (`warmup`, `tokens`: see `shardwise pipeline list`).
     Raises `UserError` for unknown names and options, and for numbers that the schedule is not for, with what would be.
     """
     found = find(name)
@@ -156,6 +158,7 @@ def build(
             ring=m if "tokens" in chosen else 0,
             ahead=ahead,
             resident=resident,
+            early=early,
             options=chosen,
         )
 

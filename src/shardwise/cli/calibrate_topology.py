@@ -1,0 +1,103 @@
+"""`calibrate topology`: the output of `nvidia-smi topo -m`, or what NVML says of this host, as a cluster file."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardwise.cli.output import print_json
+from shardwise.errors import UserError
+
+if TYPE_CHECKING:
+    from shardwise.cluster import Cluster
+    from shardwise.cluster.topology import Topology
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "table", nargs="?", metavar="FILE", help="output of nvidia-smi topo -m, - for standard input (ask NVML)"
+    )
+    parser.add_argument("--device", metavar="NAME", help="of the catalog (what nvidia-smi -L above the table says)")
+    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="how many such nodes there are (1)")
+    parser.add_argument("--nic-gbits", type=float, metavar="X", help="Gb/s of a NIC (the catalog's usual network)")
+    parser.add_argument("--islands", action="store_true", help="groups that NVLinks join are nodes, PCIe between them")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="cluster file to write (standard output)")
+
+
+def run(args: argparse.Namespace) -> int:
+    from shardwise.cluster.topology import cluster_of, device_of, explained
+
+    if args.out and args.out.suffix != ".toml":
+        raise UserError(f"--out {args.out}: a cluster file's name ends in .toml")
+    found = _topology(args.table)
+    device = device_of(found, args.device)
+    cluster = cluster_of(found, device, args.nodes, args.nic_gbits, args.islands)
+    lines = list(explained(found))
+    if args.json:
+        print_json(_as_json(found, cluster, lines))
+    if args.out:
+        _write(args.out, cluster, lines)
+        if not args.json:
+            print("\n".join([*lines, *_links(cluster), f"written: --cluster {shlex.quote(str(args.out))}"]))
+    elif not args.json:
+        print(_text(cluster, lines), end="")
+    return 0
+
+
+def _topology(table: str | None) -> Topology:
+    from shardwise.cluster.nvml import ask
+    from shardwise.cluster.topology import MOST_TEXT, read
+
+    if table is None:
+        return ask()
+    if table == "-":
+        return read(sys.stdin.read(MOST_TEXT + 1))
+    try:
+        with Path(table).open(encoding="utf-8", errors="replace") as file:
+            return read(file.read(MOST_TEXT + 1))
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {table}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _links(cluster: Cluster) -> Iterator[str]:
+    from shardwise.report.units import format_bytes
+
+    for name, link in (("inside a node", cluster.intra), ("between nodes", cluster.inter)):
+        if name == "inside a node" or cluster.nodes > 1:
+            speed = f"{format_bytes(link.bandwidth)}/s" if link.bandwidth else "speed not known"
+            yield f"{name}: {speed} a device, one direction ({link.source})"
+
+
+def _text(cluster: Cluster, lines: list[str]) -> str:
+    from shardwise.cluster.writing import to_toml
+
+    return to_toml(cluster, lines)
+
+
+def _write(file: Path, cluster: Cluster, lines: list[str]) -> None:
+    try:
+        file.write_text(_text(cluster, lines), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {file}: {error.strerror}") from None
+
+
+def _as_json(found: Topology, cluster: Cluster, lines: list[str]) -> dict[str, object]:
+    links = {
+        name: {"bandwidth": link.bandwidth, "alpha": link.alpha, "source": link.source}
+        for name, link in (("intra", cluster.intra), ("inter", cluster.inter))
+    }
+    return {
+        "cluster": str(cluster),
+        "nodes": cluster.nodes,
+        "devices_per_node": cluster.devices_per_node,
+        "paths": dict(found.between()),
+        "islands": [list(island) for island in found.islands()],
+        "nics": list(found.nics),
+        "near_nics": list(found.near_nics()),
+        "explained": lines,
+        **links,
+    }

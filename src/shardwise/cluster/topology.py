@@ -1,0 +1,261 @@
+"""A node as `nvidia-smi topo -m` draws it: which GPUs are how far from each other, and what that makes of a `Cluster`.
+
+The table names the path between two devices, not its speed. Speeds are those of the device's NVLinks and its PCIe slot,
+in one direction.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from shardwise.cluster import catalog
+from shardwise.cluster.cluster import Cluster
+from shardwise.cluster.device import Link
+from shardwise.errors import UserError
+
+PATHS = {
+    "PIX": "one PCIe switch",
+    "PXB": "several PCIe switches, not the processor",
+    "PHB": "the processor's PCIe host bridge",
+    "NODE": "several host bridges of one NUMA node",
+    "SYS": "the link between NUMA nodes, which all that cross it share",
+}
+"""Paths over PCIe as nvidia-smi names them, nearest first -> what lies on them."""
+
+_OLDER = {"SOC": "SYS"}
+_NEAR = ("PIX", "PXB")
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_GPU = re.compile(r"GPU\d{1,4}")
+_NVLINK = re.compile(r"NV(\d{1,3})")
+_LISTED = re.compile(r"GPU \d+: (.+?)(?: \(UUID.*)?")
+MOST_TEXT = 1_000_000
+"""Characters beyond which a text is no such table."""
+
+
+@dataclass(frozen=True)
+class Wires:
+    """How a device's ports are made: NVLinks (most of a device, bytes/s of each) and PCIe (generation, bytes/s)."""
+
+    links: int
+    each: float
+    pcie: str
+    slot: float
+
+
+_GEN4, _GEN5 = ("4.0", 31e9), ("5.0", 63e9)
+_AMPERE, _HOPPER, _BLACKWELL = Wires(12, 25e9, *_GEN4), Wires(18, 25e9, *_GEN5), Wires(18, 50e9, *_GEN5)
+_PCIE_ALONE = Wires(0, 0.0, *_GEN4)
+WIRES: Mapping[str, Wires] = {
+    "A100-80GB-SXM": _AMPERE, "A100-40GB-SXM": _AMPERE, "A100-80GB-PCIe": _AMPERE, "A10G": _PCIE_ALONE,
+    "H100-80GB-SXM": _HOPPER, "H100-PCIe": _HOPPER, "H200": _HOPPER, "B200": _BLACKWELL, "B300": _BLACKWELL,
+    "GB200-NVL72": _BLACKWELL, "GB300-NVL72": _BLACKWELL, "L40S": _PCIE_ALONE, "L4": _PCIE_ALONE,
+    "RTX-4090": _PCIE_ALONE,
+}  # fmt: skip
+"""NVIDIA's devices of the catalog. Links and their speed: NVIDIA, A100, Hopper and Blackwell architecture whitepapers
+(600, 900 and 1,800 GB/s a GPU, both directions together, over 12, 18 and 18 links); PCIe as in `accelerators.py`."""
+
+NAMES = {
+    "A100-SXM4-80GB": "A100-80GB-SXM", "A100-SXM4-40GB": "A100-40GB-SXM", "A100 80GB PCIe": "A100-80GB-PCIe",
+    "A10G": "A10G", "H100 80GB HBM3": "H100-80GB-SXM", "H100 PCIe": "H100-PCIe", "H200": "H200", "B200": "B200",
+    "B300": "B300", "GB200": "GB200-NVL72", "GB300": "GB300-NVL72", "L40S": "L40S", "L4": "L4",
+    "GeForce RTX 4090": "RTX-4090",
+}  # fmt: skip
+"""What NVIDIA's driver calls a device -> its name in the catalog."""
+
+
+@dataclass(frozen=True)
+class Topology:
+    """GPUs of one node. paths: (GPU, GPU or NIC) -> "NV12", "PIX", ...; device: what the driver calls them, empty where
+    the text does not say."""
+
+    gpus: tuple[str, ...]
+    nics: tuple[str, ...]
+    paths: Mapping[tuple[str, str], str]
+    device: str = ""
+
+    def between(self) -> Counter[str]:
+        """Path -> how many pairs of GPUs have it."""
+        pairs = [(a, b) for i, a in enumerate(self.gpus) for b in self.gpus[i + 1 :]]
+        return Counter(self.paths[pair] for pair in pairs)
+
+    def islands(self) -> list[tuple[str, ...]]:
+        """GPUs that NVLinks join, directly or over others; one without any is an island of its own."""
+        left, found = list(self.gpus), []
+        while left:
+            island = [left.pop(0)]
+            for gpu in island:
+                island += [other for other in left if _NVLINK.fullmatch(self.paths[gpu, other])]
+                left = [other for other in left if other not in island]
+            found.append(tuple(sorted(island, key=self.gpus.index)))
+        return found
+
+    def near_nics(self) -> tuple[str, ...]:
+        """NICs that share a PCIe switch with some GPU; all of them where none does."""
+        near = tuple(nic for nic in self.nics if any(self.paths[gpu, nic] in _NEAR for gpu in self.gpus))
+        return near or self.nics
+
+
+def read(text: str) -> Topology:
+    """The table that `nvidia-smi topo -m` prints, and the device's name where `nvidia-smi -L` stands above it.
+
+    Raises `UserError` in one line for a text that is not such a table, or only a part of one.
+    """
+    if len(text) > MOST_TEXT:
+        raise UserError(f"that is no table of nvidia-smi topo -m: it has more than {MOST_TEXT:,} characters")
+    lines = [_ESCAPES.sub("", line).strip() for line in text.splitlines()]
+    heads = [at for at, line in enumerate(lines) if _head(line)]
+    if not heads:
+        raise UserError("that is no table of nvidia-smi topo -m: no line names the columns GPU0, GPU1, ...")
+    columns = _head(lines[heads[0]])
+    if len(columns) != len(set(columns)):
+        raise UserError("the table of nvidia-smi topo -m names a column twice")
+    gpus = tuple(name for name in columns if _GPU.fullmatch(name))
+    rows = {}
+    for line in lines[heads[0] + 1 :]:
+        name, *cells = line.split() or [""]
+        if name in gpus and name not in rows:
+            rows[name] = _row(name, cells, columns)
+    if missing := [gpu for gpu in gpus if gpu not in rows]:
+        raise UserError(f"the table of nvidia-smi topo -m has no row {missing[0]}: give all of it")
+    paths = {(gpu, other): path for gpu, row in rows.items() for other, path in row.items()}
+    for a in gpus:
+        for b in gpus:
+            if paths[a, b] != paths[b, a]:
+                raise UserError(f"{a} to {b} is {paths[a, b]}, but {b} to {a} is {paths[b, a]}: is the table whole?")
+    names = {match[1].strip() for line in lines if (match := _LISTED.fullmatch(line))}
+    if len(names) > 1:
+        raise UserError(f"this node has different GPUs ({', '.join(sorted(names))}); a cluster has one kind of device")
+    return Topology(gpus, tuple(name for name in columns if name not in gpus), paths, next(iter(names), ""))
+
+
+def _head(line: str) -> list[str]:
+    """The devices that a line names as columns; empty where it is no head of a table."""
+    names = re.split(r"\s(?:CPU|NUMA|GPU NUMA)\s", f"{line} ", maxsplit=1)[0].split()
+    there = names and _GPU.fullmatch(names[0]) and not any(_path(name) for name in names)
+    return names if there else []
+
+
+def _path(cell: str) -> str:
+    """The path that a cell of the table names, empty where it is none."""
+    known = cell == "X" or cell in PATHS or _NVLINK.fullmatch(cell)
+    return cell if known else _OLDER.get(cell, "")
+
+
+def _row(name: str, cells: list[str], columns: list[str]) -> dict[str, str]:
+    if len(cells) < len(columns):
+        raise UserError(f"row {name} of the table has {len(cells)} of {len(columns)} entries: give all of it")
+    found = {}
+    for column, cell in zip(columns, cells, strict=False):
+        path = _path(cell)
+        if not path or (path == "X") != (column == name) or path == "NV0":
+            wanted = "X" if column == name else f"NV#, {', '.join(PATHS)}"
+            raise UserError(f"{name} to {column} is {cell!r} in the table; it should be {wanted}")
+        found[column] = path
+    return found
+
+
+def device_of(topology: Topology, given: str | None) -> str:
+    """The catalog's name of the node's devices: the given one, or what the driver calls them. Raises `UserError`."""
+    name = given
+    if name is None:
+        called = topology.device.removeprefix("NVIDIA ").strip()
+        name = NAMES.get(called)
+        if name is None:
+            told = f"{topology.device!r} is not in the catalog" if called else "the table does not name the GPUs"
+            raise UserError(f"{told}; give --device, such as --device H100")
+    known = catalog.lookup(name).device.name
+    if known not in WIRES:
+        raise UserError(f"{known} is not NVIDIA's: its links are not those of nvidia-smi topo -m")
+    return known
+
+
+def cluster_of(
+    topology: Topology, device: str, nodes: int = 1, nic_gbits: float | None = None, islands: bool = False
+) -> Cluster:
+    """`nodes` such nodes. device: its name in the catalog. nic_gbits: Gb/s of one NIC; without, the network is the
+    catalog's usual one. islands: groups that NVLinks join become nodes, with PCIe between them, of one machine.
+
+    A node has one kind of link, so the slowest path between any two of its GPUs. Raises `UserError`.
+    """
+    entry, wires = catalog.lookup(device), WIRES[device]
+    if islands:
+        return _islands(topology, device, nodes, nic_gbits)
+    intra = _intra(topology, topology.gpus, entry.intra, wires, device)
+    return Cluster(nodes, len(topology.gpus), entry.device, intra, _network(topology, entry.inter, nic_gbits))
+
+
+def _islands(topology: Topology, device: str, nodes: int, nic_gbits: float | None) -> Cluster:
+    entry, wires, found = catalog.lookup(device), WIRES[device], topology.islands()
+    sizes = {len(island) for island in found}
+    joined = [gpu for island in found for gpu in island]
+    if nodes > 1 or nic_gbits is not None:
+        raise UserError("--islands describes one machine: leave out --nodes and --nic-gbits")
+    if len(sizes) > 1 or len(found) == 1 or sizes == {1} or joined != list(topology.gpus):
+        told = "; ".join(" ".join(island) for island in found)
+        raise UserError(f"--islands wants groups of equal size, one after the other, that NVLinks join; here: {told}")
+    intra = min(
+        (_intra(topology, island, entry.intra, wires, device) for island in found),
+        key=lambda link: link.bandwidth or 0.0,
+    )
+    return Cluster(len(found), sizes.pop(), entry.device, intra, _pcie(topology, topology.gpus, wires))
+
+
+def _intra(topology: Topology, gpus: tuple[str, ...], usual: Link, wires: Wires, device: str) -> Link:
+    """The link of a group: its NVLinks where they join every pair, else PCIe."""
+    if len(gpus) == 1:
+        return usual
+    rows = [[topology.paths[gpu, other] for other in gpus if other != gpu] for gpu in gpus]
+    counts = [[int(match[1]) for path in row if (match := _NVLINK.fullmatch(path))] for row in rows]
+    if any(map(len, counts)) and not wires.links:
+        raise UserError(f"the table has NVLinks, but {device} has none; give --device as it is")
+    if most := max((n for row in counts for n in row if n > wires.links), default=0):
+        raise UserError(f"the table has NV{most}, but {device} has {wires.links} NVLinks; give --device as it is")
+    if any(len(row) < len(gpus) - 1 for row in counts):
+        return _pcie(topology, gpus, wires)
+    # Over a switch all links lead to each peer; without one, each to one peer alone.
+    switched = any(sum(row) > wires.links for row in counts)
+    links = min(max(row) if switched else sum(row) for row in counts)
+    how = "over a switch" if switched else f"at most {max(map(max, counts))} of them to one peer"
+    told = f"nvidia-smi topo -m: {links} NVLinks of {wires.each / 1e9:g} GB/s a direction, {how}"
+    found = Link(None, links * wires.each, told)
+    if "NVLink" in usual.source and usual.bandwidth == found.bandwidth:
+        return usual
+    return replace(found, alpha=usual.alpha) if "NVLink" in usual.source else found
+
+
+def _pcie(topology: Topology, gpus: tuple[str, ...], wires: Wires) -> Link:
+    """The farthest path's. What it reaches is at most the slot's speed."""
+    found = {topology.paths[a, b] for a in gpus for b in gpus if a != b}
+    farthest = max(found & PATHS.keys(), key=list(PATHS).index)
+    told = f"nvidia-smi topo -m: {farthest}, over {PATHS[farthest]}; at most PCIe {wires.pcie} x16"
+    return Link(None, wires.slot, told)
+
+
+def _network(topology: Topology, usual: Link, nic_gbits: float | None) -> Link:
+    if nic_gbits is None:
+        return usual
+    if not 0 < nic_gbits < 1e6:
+        raise UserError("--nic-gbits must be a positive number of Gb/s")
+    nics = topology.near_nics()
+    if not nics:
+        raise UserError("--nic-gbits: the table has no NICs")
+    told = f"nvidia-smi topo -m: {len(nics)} NICs of {nic_gbits:g} Gb/s (given) for {len(topology.gpus)} GPUs"
+    return Link(None, len(nics) * nic_gbits * 1e9 / 8 / len(topology.gpus), told)
+
+
+def explained(topology: Topology) -> Iterator[str]:
+    """What the table says, a line each: the paths between GPUs, nearest first, and where the NICs are."""
+    order = list(PATHS)
+    pairs = topology.between()
+    for path in sorted(pairs, key=lambda path: (order.index(path) if path in order else -1, path)):
+        over = PATHS[path] if path in PATHS else f"{path[2:]} NVLinks"
+        yield f"{path}: {pairs[path]} pair{'s' if pairs[path] > 1 else ''} of GPUs, over {over}"
+    groups = topology.islands()
+    if 1 < len(groups) < len(topology.gpus):
+        yield f"NVLinks join {'; '.join(' '.join(group) for group in groups if len(group) > 1)}, and not all GPUs"
+    if topology.nics:
+        near = len([nic for nic in topology.nics if any(topology.paths[gpu, nic] in _NEAR for gpu in topology.gpus)])
+        yield f"{len(topology.nics)} NICs, {near} of them behind the PCIe switch of a GPU"
