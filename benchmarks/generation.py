@@ -11,6 +11,7 @@ bandwidth (read beside it, with as many threads as ranks) the weights and the ca
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import tempfile
@@ -33,7 +34,7 @@ from shardwise.serving.job import ServingJob, weights_in
 from shardwise.serving.messages import Finished, Sampling, Token
 from shardwise.serving.service import Service
 
-PLAIN, INT8 = "transformers", "int8"
+PLAIN, BF16, INT8 = "transformers", "bf16", "int8"
 SHAPE = {
     "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12,
     "num_key_value_heads": 4, "vocab_size": 32000, "max_position_embeddings": 2048, "tie_word_embeddings": False,
@@ -42,10 +43,12 @@ SHAPE = {
 
 @dataclass(frozen=True)
 class Contender:
-    """name: in the table. ranks: cores that it uses. weight_bytes: what every token must read of the weights, over all
-    ranks. seconds: (prompts [B, P], tokens) -> seconds from everybody's first token to the last one."""
+    """name: in the table. alone: who computes the same on one rank. ranks: cores that it uses. weight_bytes: what every
+    token must read of the weights, over all ranks. seconds: (prompts [B, P], tokens) -> seconds from everybody's first
+    token to the last one."""
 
     name: str
+    alone: str
     ranks: int
     weight_bytes: float
     seconds: Callable[[torch.Tensor, int], float]
@@ -129,15 +132,17 @@ def contenders(folder: Path, batch: int, context: int, stack: ExitStack) -> list
     model, _ = weights_in(folder)
     total, blocks, _active = count_parts(model)
     read = total - model.vocab * model.hidden  # of the embedding a token reads one row
-    found = [Contender(PLAIN, 1, 2.0 * read, peer(folder))]
-    for name, layout, quantize in (("bf16", "dp=1", "none"), (INT8, "dp=1", INT8), ("bf16, tp=2", "tp=2", "none")):
+    found = [Contender(PLAIN, PLAIN, 1, 2.0 * read, peer(folder))]
+    for quantize, layout in itertools.product(("none", INT8), ("dp=1", "tp=2")):
+        alone = INT8 if quantize == INT8 else BF16
         job = ServingJob(
             model, Layout.parse(layout), str(folder), context=context, batch=batch, reuse=False, quantize=quantize
         )
         service = stack.enter_context(Service(job))
         service.start()
         width = 1.0 if quantize == INT8 else 2.0
-        found.append(Contender(name, job.layout.ranks, blocks * width + 2.0 * (read - blocks), ours(service)))
+        name = alone if job.layout.ranks == 1 else f"{alone}, {layout}"
+        found.append(Contender(name, alone, job.layout.ranks, blocks * width + 2.0 * (read - blocks), ours(service)))
     return found
 
 
@@ -171,7 +176,7 @@ def measure(model: ModelConfig, everybody: list[Contender], args: argparse.Names
         for each in everybody:
             median = statistics.median(rates[each.name])
             ratios = [a / b for a, b in zip(rates[each.name], rates[PLAIN], strict=True)]
-            alone = [a / b for a, b in zip(rates[each.name], rates["bf16"], strict=True)]
+            alone = [a / b for a, b in zip(rates[each.name], rates[each.alone], strict=True)]
             rows.append({
                 "batch": batch, "contender": each.name, "tokens_per_s": median,
                 "over_transformers": statistics.median(ratios), "lowest": min(ratios), "highest": max(ratios),

@@ -36,7 +36,6 @@ def test_every_row_sees_its_own_sequence(dtype, sequences, heads, scattered, see
     generator = torch.Generator().manual_seed(seed)
     cache = PagedCache(heads[1], PAGES * SIZE, WIDTH, dtype, CPU)
     cache.tensor.fill_(torch.nan)  # what was never written must not count
-    forward = cache.attention()
     pages = torch.randperm(PAGES, generator=generator).tolist() if scattered else list(range(PAGES))
     chunks, content = [], []
     for number, (length, cached) in enumerate(sequences, 1):
@@ -47,16 +46,16 @@ def test_every_row_sees_its_own_sequence(dtype, sequences, heads, scattered, see
         q, k, v = (torch.randn(length, n, WIDTH, generator=generator).to(dtype) for n in (heads[0], heads[1], heads[1]))
         if cached:
             rows = rows_of(Turn((Chunk(sequence, 0, cached, False),)), SIZE, CPU)
-            forward(q[None, :cached], k[None, :cached], v[None, :cached], rows)
+            cache.attend(torch.cat((q, k, v), 1)[:cached], rows)
         chunks.append(Chunk(sequence, cached, length, True))
         content.append((q, k, v))
     order = sorted(range(len(chunks)), key=lambda i: chunks[i].stop - chunks[i].start > 1)
     turn = Turn(tuple(chunks[i] for i in order))
     parts = [[x[chunks[i].start :] for x in content[i]] for i in order]
-    q, k, v = (torch.cat(each)[None] for each in zip(*parts, strict=True))
+    heads_of_all = torch.cat([torch.cat(each) for each in zip(*parts, strict=True)], 1)
     before, attention._SCORES = attention._SCORES, 20
     try:
-        found = forward(q, k, v, rows_of(turn, SIZE, CPU))[0]
+        found = cache.attend(heads_of_all, rows_of(turn, SIZE, CPU)).unflatten(1, (-1, WIDTH))
     finally:
         attention._SCORES = before
     expected = torch.cat([_exact(content[i][0][chunks[i].start :], *content[i][1:], chunks[i].start) for i in order])

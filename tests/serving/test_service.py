@@ -149,7 +149,7 @@ def test_jobs_that_no_engine_can_have(folder: Path, tmp_path: Path) -> None:
             job_of(folder, "dp=1", **options)
     for layout, words in (
         ("tp=3", "valid tp: 1, 2, 4"), ("dp=2,zero=1", "use zero=0"), ("tp=2,sp", "leave sp out"),
-        ("dp=2,pp=2,zero=3", "pp with zero=0"),
+        ("dp=2,pp=2,zero=3", "use dp=4,zero=3,precision=fp32 or dp=2,pp=2"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=words):
             job_of(folder, layout)

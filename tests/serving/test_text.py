@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -78,3 +80,15 @@ def test_stop_tokens_and_a_missing_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 4]}))
     assert Text.open(tmp_path).stop_tokens == (3, 4)
     assert Text.open(tmp_path).decode(Text.open(tmp_path).encode("日本")) == "日本"
+
+
+def test_others_run_while_megabytes_become_tokens() -> None:
+    text = _bytes()
+    working = threading.Thread(target=text.encode, args=("some words and é " * 60_000,))
+    turns = 0
+    working.start()
+    while working.is_alive():
+        time.sleep(1e-4)
+        turns += 1
+    # Who held Python's lock all the time would leave a turn at the beginning and one at the end.
+    assert turns > 10

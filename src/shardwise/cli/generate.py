@@ -17,7 +17,7 @@ from queue import SimpleQueue
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cli import compared
+from shardwise.cli import compared, pretended
 from shardwise.cli.output import print_json
 from shardwise.errors import UserError
 
@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine(parser)
     group = parser.add_argument_group("what it cost")
     group.add_argument("--report", type=Path, metavar="DIR", help="write a StepReport for every turn to a new folder")
+    pretended.add_argument(group)
     compared.add_arguments(parser)
 
 
@@ -85,8 +86,9 @@ def job_of(args: argparse.Namespace, report: str | None = None) -> ServingJob:
 
     from shardwise.cli.quantities import bytes_of
     from shardwise.layout import Layout
+    from shardwise.predict.generation.fit import CHUNK, PAGE, largest_page_bytes
     from shardwise.predict.generation.split import check_generation
-    from shardwise.serving.job import BATCH, CHUNK, PAGE, ServingJob, page_bytes, weights_in
+    from shardwise.serving.job import BATCH, ServingJob, weights_in
 
     layout = Layout.parse(args.layout)
     if args.precision:
@@ -96,9 +98,10 @@ def job_of(args: argparse.Namespace, report: str | None = None) -> ServingJob:
     check_generation(layout, model)
     pages = 0
     if args.cache is not None:
-        pages = bytes_of("--cache", args.cache) // page_bytes(model, layout)
+        page = largest_page_bytes(model, layout)
+        pages = bytes_of("--cache", args.cache) // page
         if not pages:
-            raise UserError(f"--cache {args.cache} holds no page: one takes {page_bytes(model, layout):,} bytes")
+            raise UserError(f"--cache {args.cache} holds no page: one takes {page:,} bytes")
     return ServingJob(
         model, layout, str(folder), context=args.context, page=PAGE, pages=pages,
         chunk=CHUNK if args.chunk is None else args.chunk, batch=BATCH if args.batch is None else args.batch,
@@ -112,6 +115,8 @@ def run(args: argparse.Namespace) -> int:
         return compared.run(args)
     if find_spec("torch") is None:
         raise UserError("generation needs torch: pip install 'shardwise[train]'")
+    if args.pretend is not None:
+        return pretended.run(args)
     sampling = _sampling_of(args)
     with _report_folder(args.report) as notes:
         job = job_of(args, notes)

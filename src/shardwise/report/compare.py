@@ -16,7 +16,7 @@ from shardwise.report.exposure import Exposure, exposures
 from shardwise.report.step_report import DTYPE_BYTES, Bytes, LedgerRow, Role, StepReport
 from shardwise.report.units import format_ranks
 
-EXACT_CLASSES = ("parameters", "gradients", "optimizer", "saved", "comm")
+EXACT_CLASSES = ("parameters", "gradients", "optimizer", "saved", "comm", "cache")
 """The classes that a prediction must meet to the byte."""
 
 PEAK_TOLERANCE = 0.05
@@ -112,8 +112,9 @@ class Comparison:
     """The outcome of `compare`.
 
     pairs: the ranks that both reports know, split as finely as either report splits them. rows: ledger rows of each
-    pair, in `a`'s order. bytes: the six classes and the peak of each pair. ranks_only_a, ranks_only_b: ranks that
-    one report lacks. differences: in which settings (model, layout, workload, cluster) the reports differ, a text each.
+    pair, in `a`'s order. bytes: the classes and the peak of each pair, the cache's where one has it. ranks_only_a,
+    ranks_only_b: ranks that one report lacks. differences: in which settings (model, layout, workload, cluster) the
+    reports differ, a text each.
     """
 
     a: StepReport
@@ -233,6 +234,8 @@ def _counts(ledger: tuple[LedgerRow, ...]) -> dict[LedgerKey, int]:
 def _byte_rows(pair: RolePair, compiled: bool) -> Iterator[ComparedBytes]:
     a, b = asdict(pair.a.bytes), asdict(pair.b.bytes)
     for name in Bytes.__dataclass_fields__:
+        if name == "cache" and not (a[name] or b[name]):
+            continue
         yield ComparedBytes(pair.role, name, a[name], b[name], free=compiled and name == "saved")
     yield ComparedBytes(pair.role, "peak", pair.a.peak_bytes, pair.b.peak_bytes, free=compiled)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwise.report.page.markup import Markup, element, number
-from shardwise.report.page.palette import BYTE_CLASSES, KINDS, figure_css
+from shardwise.report.page.palette import KINDS, classes_of, figure_css
 from shardwise.report.step_report import Bytes
 from shardwise.report.units import format_bytes
 
@@ -53,8 +53,8 @@ class Bar:
 
 
 def memory_bar(label: str, detail: str, held: Bytes) -> Bar:
-    """A bar of the six classes of bytes, the most of each; beside it the peak, which may be less than their sum."""
-    return Bar(label, detail, tuple(Segment(name, getattr(held, name)) for name in BYTE_CLASSES), held.total)
+    """A bar of the classes of bytes, the most of each; beside it the peak, which may be less than their sum."""
+    return Bar(label, detail, tuple(Segment(name, getattr(held, name)) for name in classes_of([held])), held.total)
 
 
 def ticks(limit: float, unit: float = 1.0, about: int = 5) -> list[float]:

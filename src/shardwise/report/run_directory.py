@@ -1,11 +1,12 @@
 """What a run leaves on disk, and how it is read back.
 
-    <run>/run.json            configuration, layout, workload, status
-    <run>/events.jsonl        one JSON object a line, only ever appended to
-    <run>/reports/*.json      step reports: predicted, measured
-    <run>/reports/trace.json  the measured report's timelines, for ui.perfetto.dev
-    <run>/errors/*.txt        tracebacks of ranks that failed
-    <run>/checkpoints/step-N  written by the checkpoint code
+    <run>/run.json                configuration, layout, workload, status
+    <run>/events.jsonl            one JSON object a line, only ever appended to
+    <run>/reports/*.json          step reports: predicted, measured
+    <run>/reports/timelines.json  a step of all ranks on one clock
+    <run>/reports/trace.json      the measured report's timelines, for ui.perfetto.dev
+    <run>/errors/*.txt            tracebacks of ranks that failed
+    <run>/checkpoints/step-N      written by the checkpoint code
 
 One process writes a run; any number may read it meanwhile.
 """
@@ -16,11 +17,13 @@ import contextlib
 import json
 import os
 import re
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from shardwise.errors import UserError
+from shardwise.report.rank_timelines import RankTimelines
 from shardwise.report.strict_json import strict
 
 ERRORS = "errors"
@@ -33,6 +36,9 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.writing_s = 0.0
+        """CPU seconds that this process has spent on writing events and timelines: what a run costs for being
+        followed while it goes on."""
         self._events: BinaryIO | None = None
 
     @classmethod
@@ -112,6 +118,20 @@ class RunDirectory:
         """Where the trace of the measured report's timelines lies."""
         return self.reports / "trace.json"
 
+    @property
+    def timelines_path(self) -> Path:
+        """Where the timelines of all ranks lie."""
+        return self.reports / "timelines.json"
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """What a run that has ended says of itself (result.json); empty for any other."""
+        try:
+            data = json.loads((self.path / "result.json").read_bytes())
+        except (OSError, ValueError):
+            return {}
+        return data if isinstance(data, dict) else {}
+
     def checkpoint(self, step: int) -> Path:
         """Where the checkpoint of this step lies, or will lie."""
         return self.checkpoints / f"step-{step}"
@@ -128,6 +148,7 @@ class RunDirectory:
     def append(self, event: Mapping[str, Any]) -> None:
         """Append one event and hand it to the operating system. JSON has no NaN: it is written as the text "NaN",
         and infinities as "Infinity" and "-Infinity", which `float` reads back. Raises `UserError` if it cannot."""
+        began = time.thread_time()
         line = json.dumps(strict(dict(event)), allow_nan=False, separators=(",", ":")) + "\n"
         try:
             if self._events is None:
@@ -136,6 +157,13 @@ class RunDirectory:
             self._events.flush()
         except OSError as error:
             raise UserError(f"cannot write {self.events_path}: {error.strerror}") from None
+        self.writing_s += time.thread_time() - began
+
+    def write_timelines(self, timelines: RankTimelines) -> None:
+        """Write a step of all ranks. Raises `UserError` if it cannot."""
+        began = time.thread_time()
+        timelines.write(self.timelines_path)
+        self.writing_s += time.thread_time() - began
 
     def events(self, after: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
         """(cursor, event) of each whole event after a cursor; pass the last cursor to see only what came since.

@@ -72,7 +72,8 @@ class Bytes:
     saved: tensors saved for backward at the end of a micro-batch's forward pass, each storage once, parameters
     excluded. comm: buffers of the engine that gathers and reductions pass through. other: the rest of the peak
     (transient results, inputs, tables). absent: what of these is not there at the peak, since classes reach their most
-    at different times (gradients when backward ends, saved tensors when it begins). total: the peak.
+    at different times (gradients when backward ends, saved tensors when it begins). cache: room for keys and values,
+    which only generation has. total: the peak.
     """
 
     parameters: int = 0
@@ -82,6 +83,7 @@ class Bytes:
     comm: int = 0
     other: int = 0
     absent: int = 0
+    cache: int = 0
 
     @classmethod
     def of(cls, peak: int, **classes: int) -> Bytes:
@@ -91,7 +93,7 @@ class Bytes:
 
     @property
     def total(self) -> int:
-        held = self.parameters + self.gradients + self.optimizer + self.saved + self.comm + self.other
+        held = self.parameters + self.gradients + self.optimizer + self.saved + self.comm + self.cache + self.other
         return held - self.absent
 
     def to_json(self) -> dict[str, int]:

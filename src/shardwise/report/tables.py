@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from shardwise.report.compare import PEAK_TOLERANCE, ComparedBytes, ComparedRow, Comparison
 from shardwise.report.exposure import Exposure
 from shardwise.report.grouping import compared_ledgers, group_compared, group_ledger, ledgers
-from shardwise.report.page.palette import BYTE_CLASSES
+from shardwise.report.page.palette import KINDS, classes_of
 from shardwise.report.step_report import LedgerRow, Role, StepReport
 from shardwise.report.transport import transport_lines
 from shardwise.report.units import byte_note, format_bytes, format_ranks, format_role, format_share, format_time
@@ -41,7 +41,7 @@ def memory_table(report: StepReport, binary: bool = False, capacity: int | None 
 def _add_role_memory(table: Table, role: Role, longest: int, binary: bool, capacity: int | None) -> None:
     peak = role.peak_bytes
     name = _text(format_role(role.role, role.ranks))
-    for field, kind in BYTE_CLASSES.items():
+    for field, kind in classes_of([role.bytes]).items():
         held = getattr(role.bytes, field)
         share = format_share(held / peak) if peak else "0%"
         table.add_row(name, kind.label, format_bytes(held, binary), share, _bar(held, longest, kind.light))
@@ -134,7 +134,7 @@ def _compared_memory(comparison: Comparison, binary: bool) -> Table:
     for row in comparison.bytes:
         name = "" if row.role == shown else format_role(row.role, ranks_of[row.role])
         shown = row.role
-        label = BYTE_CLASSES[row.byte_class].label if row.byte_class in BYTE_CLASSES else row.byte_class
+        label = KINDS[row.byte_class].label if row.byte_class in KINDS else row.byte_class
         sides = (format_bytes(row.a, binary), format_bytes(row.b, binary))
         peak = row.byte_class == "peak"
         table.add_row(_text(name), label, *sides, difference(row, binary), _byte_mark(row), end_section=peak)

@@ -6,7 +6,7 @@ STEP = {
     "memory": "memory-bound kernels",
     "tensor": "collectives inside blocks (tp, cp)",
     "experts": "routing to experts",
-    "host": "waiting for launches",
+    "host": "waiting for launches, or for a core",
     "bubble": "pipeline bubble",
     "pipeline": "messages between stages",
     "data": "gradients and parameters over dp",

@@ -1,13 +1,12 @@
 """Attention over a paged cache: what a turn's tokens see is gathered, or read where it is.
 
-A block's cache is two tensors [kv heads, slots, head dim]; a page is `size` slots that follow each other, so that a
-sequence whose pages do, too, is a view of them. A turn's tokens come as one row of T tokens: single tokens of B
+A block's cache is [2, kv heads, slots, head dim], keys and values; a page is `size` slots that follow each other, so
+that a sequence whose pages do, too, is a view of them. A turn's tokens come as one row of T tokens: single tokens of B
 sequences first, which are attended in one go, then chunks, one by one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -119,63 +118,78 @@ def _slots(pages: list[list[int]], size: int, device: torch.device) -> Tensor:
 
 
 class PagedCache:
-    """Keys and values of one block on one rank: [2, kv heads, slots, head dim]."""
+    """Keys and values of one block on one rank: [2, kv heads, slots, head dim]. heads: K, of keys as of values."""
 
     def __init__(self, heads: int, slots: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.heads = heads
         self.tensor = torch.empty(2, heads, slots, width, dtype=dtype, device=device)
-        self.keys, self.values = self.tensor.unbind(0)
+        self._rows = self.tensor.flatten(0, 1)
+        self._cpu = device.type == "cpu"
 
-    def attention(self) -> Callable[[Tensor, Tensor, Tensor, Batch], Tensor]:
-        """The forward of a `CoreAttention` that keeps what it sees here. q: [1, T, H, D]; k, v: [1, T, K, D]."""
-        keys, values = self.keys, self.values
-
-        def forward(q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
-            assert isinstance(batch, Rows)
-            keys.index_copy_(1, batch.slots, k[0].transpose(0, 1))
-            values.index_copy_(1, batch.slots, v[0].transpose(0, 1))
-            if len(batch.groups) == 1:
-                return self._group(q[0], batch.groups[0])[None]
-            return torch.cat([self._group(q[0, g.first : g.last], g) for g in batch.groups])[None]
-
-        return forward
+    def attend(self, heads: Tensor, rows: Rows) -> Tensor:
+        """Keep a turn's keys and values, and attend. heads: [T, H + 2 K, D], queries first; returns [T, H D]."""
+        self._rows.index_copy_(1, rows.slots, heads[:, -2 * self.heads :].transpose(0, 1))
+        q = heads[:, : -2 * self.heads]
+        if len(rows.groups) == 1:
+            return self._group(q, rows.groups[0])
+        return torch.cat([self._group(q[g.first : g.last], g) for g in rows.groups])
 
     def _group(self, q: Tensor, group: Group) -> Tensor:
-        """q: [rows of all its sequences, H, D]; returns the same shape."""
-        keys, values = self.keys, self.values
-        heads, width = keys.shape[0], keys.shape[2]
-        sequences = 1
+        """q: [rows of all its sequences, H, D]; returns [rows, H D]."""
         if group.slots is None:
-            k = keys[None, :, group.start : group.start + group.length]
-            v = values[None, :, group.start : group.start + group.length]
+            kv = self.tensor[:, :, group.start : group.start + group.length]
         else:
-            sequences = len(group.slots) // group.length
-            shape = heads, sequences, group.length, width
-            k = keys.index_select(1, group.slots).view(shape).transpose(0, 1)
-            v = values.index_select(1, group.slots).view(shape).transpose(0, 1)
+            kv = self._rows.index_select(1, group.slots).unflatten(0, (2, -1))
+        sequences = 1 if group.slots is None else len(group.slots) // group.length
+        if len(q) == sequences:
+            if sequences == 1:
+                return _one(q, kv)
+            if self._cpu:
+                return _several(q, kv.unflatten(2, (sequences, -1)), group.mask)
+        k, v = kv.unflatten(2, (sequences, -1)).transpose(1, 2)
         q = q.unflatten(0, (sequences, -1)).transpose(1, 2)
-        if q.dtype == torch.bfloat16 and q.device.type == "cpu":
+        if q.dtype == torch.bfloat16 and self._cpu:
             # torch's fused attention takes several times as long in bf16 as what is done here.
-            out = _one_row(q, k, v, group.mask) if q.shape[2] == 1 else _products(q, k, v, group.mask)
+            out = _products(q, k, v, group.mask)
         else:
             out = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=group.mask, is_causal=group.causal, enable_gqa=q.shape[1] != heads
+                q, k, v, attn_mask=group.mask, is_causal=group.causal, enable_gqa=q.shape[1] != self.heads
             )
-        return out.transpose(1, 2).flatten(0, 1)
+        return out.transpose(1, 2).flatten(0, 1).flatten(1)
+
+
+def _one(q: Tensor, kv: Tensor) -> Tensor:
+    """One query of one sequence, which sees all there is; the heads that share a key are rows of one product.
+
+    q: [1, H, D]; kv: [2, K, L, D]; returns [1, H D].
+    """
+    grouped = q.view(1, kv.shape[1], -1, q.shape[2])
+    if q.dtype == torch.bfloat16 and q.device.type == "cpu":
+        # torch's fused attention takes several times as long in bf16 for few rows.
+        k, v = kv.float()
+        found = F.scaled_dot_product_attention(grouped.float(), k[None], v[None]).to(q.dtype)
+    else:
+        found = F.scaled_dot_product_attention(grouped, kv[:1], kv[1:])
+    return found.view(1, -1)
+
+
+def _several(q: Tensor, kv: Tensor, mask: Tensor | None) -> Tensor:
+    """One query of each of B sequences as products over all of them; softmax in fp32, or wider.
+
+    q: [B, H, D]; kv: [2, K, B, L, D]; mask: [B, 1, 1, L], None where all is seen. Returns [B, H D].
+    """
+    k, v = kv
+    grouped = (q * q.shape[2] ** -0.5).unflatten(1, (len(k), -1)).transpose(0, 1)
+    scores = torch.matmul(grouped, k.transpose(2, 3))
+    if mask is not None:
+        scores.masked_fill_(~mask[:, 0], -torch.inf)
+    wide = torch.float32 if q.dtype == torch.bfloat16 else q.dtype
+    weights = torch.softmax(scores, -1, dtype=wide).to(q.dtype)
+    return torch.matmul(weights, v).transpose(0, 1).flatten(1)
 
 
 _SCORES = 1 << 22
 """Scores that are held at a time."""
-
-
-def _one_row(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """One query of each sequence, in fp32.
-
-    q: [B, H, 1, D]; k, v: [B, K, L, D]; mask: [B, 1, 1, L], None where all is seen. Returns q's shape.
-    """
-    found = F.scaled_dot_product_attention(
-        q.float(), k.float(), v.float(), attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1]
-    )
-    return found.to(q.dtype)
 
 
 def _products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:

@@ -18,8 +18,6 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint import Held, needs
-from shardwise.decoder.attention import CoreAttention
-from shardwise.decoder.modules import swap_forward
 from shardwise.layout import Workload, unit_plan
 from shardwise.layout.placement import kv_heads_held
 from shardwise.runtime.comms import Comms
@@ -52,9 +50,10 @@ class Generator:
         self.caches = {
             part: PagedCache(heads, slots, job.model.head_dim, self.dtype, device) for part in plan.blocks(self.stage)
         }
-        for part, cache in self.caches.items():
-            cores = [module for module in self.stages.parts[part].modules() if isinstance(module, CoreAttention)]
-            swap_forward(cores[0], cache.attention())
+        if plan.layout.stage < 3:
+            for unit in self.engine.units.values():
+                unit.whole.untyped_storage().resize_(0)  # until it is read
+        comms.quick = True
 
     @property
     def cache_bytes(self) -> int:
@@ -67,19 +66,34 @@ class Generator:
         return sum(tensor.nbytes for tensor in self.engine.storages()["parameters"]) - self._saved
 
     def load(self, weights: Weights, progress: Progress = lambda done, of: None) -> None:
-        """Read what this rank holds, and nothing else, straight to where it stays; unit by unit, so that what is kept
-        in another form is there twice for one unit alone. Raises `UserError`."""
+        """Read what this rank holds, and nothing else, straight to where it stays. Raises `UserError`.
+
+        Memory comes part by part, and what is kept in another form is there twice for one part alone: those with the
+        most of it first, as long as there is little else.
+        """
         pieces = needs(self.job.model, self.job.layout, self.rank)
         total = sum(held.stop - held.start for held in pieces) * self.dtype.itemsize
         done, read = 0, set()
-        for part in self.plan.parts:
+        for part in sorted(self.plan.parts, key=self._twice, reverse=True):
             units = [unit.name for unit in self.plan.units_of(part) if unit.name not in read]
             read.update(units)
+            self._make_room(units)
             for held in (piece for piece in pieces if piece.unit in units):
                 self.comms.pulse.work(f"the reading of {held.name}")
                 done += self._read(weights, held)
                 progress(done, total)
             self._adopt(part)
+
+    def _twice(self, part: str) -> int:
+        """Elements of a part that are there twice while it is laid out."""
+        return sum(unit.padded for unit in self.plan.units_of(part)) if self._keep(part).copies else 0
+
+    def _make_room(self, units: list[str]) -> None:
+        """Memory, with nothing in it, for units that have none yet."""
+        if self.plan.layout.stage < 3:
+            for whole in (self.engine.units[name].whole for name in units):
+                whole.untyped_storage().resize_(whole.nbytes)
+                whole.zero_()
 
     def _read(self, weights: Weights, held: Held) -> int:
         """Fill a run of a unit's interval; returns its bytes."""
@@ -94,7 +108,7 @@ class Generator:
     def _adopt(self, part: str) -> None:
         """Keep a part's weights in the form in which they are multiplied with."""
         keep = self._keep(part)
-        self._saved += apply_generation(self.stages.decoder, part, self.plan, self.comms, keep)
+        self._saved += apply_generation(self.stages.decoder, part, self.plan, self.comms, keep, self.caches.get(part))
         if keep.copies:
             self.engine.units[part].whole.untyped_storage().resize_(0)
 

@@ -18,16 +18,12 @@ from shardwise.checkpoint import Checkpoint, Piece, find, model_of
 from shardwise.checkpoint.huggingface import HuggingFaceWeights
 from shardwise.errors import LayoutError, UserError
 from shardwise.layout import Layout
-from shardwise.layout.placement import kv_heads_held
 from shardwise.model import ModelConfig
+from shardwise.predict.generation.fit import CHUNK, PAGE
 from shardwise.predict.generation.split import check_generation
 
-PAGE = 16
-"""Tokens of a page of the cache."""
 CONTEXT = 4096
 """Longest sequence where nobody asked for another, and the model knows so many positions."""
-CHUNK = 256
-"""Tokens of prompts that a turn takes along at most."""
 BATCH = 8
 
 _CHOICES = {
@@ -47,8 +43,9 @@ class ServingJob:
     cache; 0 for as many as `batch` sequences of `context` tokens fill. chunk: tokens of prompts in a turn. batch: the
     most sequences at a time. reuse: pages of equal prefixes are computed once. prompts: under zero=3, whether every
     data rank has requests of its "own" or all of them the "same" ones. quantize: "int8" keeps the blocks' matrices in
-    8 bits. hang: seconds without progress after which a rank counts as stuck. report: folder for a `StepReport` of
-    every turn.
+    8 bits. hang: seconds without progress after which a rank counts as stuck. report: folder for the ranks' notes, of
+    which a `StepReport` of every turn is made. pretend: seconds that a stage waits in every turn in place of its
+    arithmetic; 0 computes.
     Raises `UserError` for values that no engine can have, and `LayoutError` for layouts that generation does not know.
     """
 
@@ -68,6 +65,7 @@ class ServingJob:
     device: str = "cpu"
     hang: float = 60.0
     report: str | None = None
+    pretend: float = 0.0
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
@@ -105,11 +103,6 @@ class ServingJob:
         """Groups of ranks that have requests of their own."""
         return 1 if self.layout.stage == 3 and self.prompts == "same" else self.layout.dp
 
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one page on one rank, all its blocks; the most of any stage."""
-        return page_bytes(self.model, self.layout, self.page)
-
     def to_json(self) -> dict[str, Any]:
         data = {f.name: getattr(self, f.name) for f in fields(self)}
         return data | {"model": self.model.to_json(), "layout": str(self.layout)}
@@ -124,15 +117,6 @@ class ServingJob:
     @classmethod
     def read(cls, path: Path) -> ServingJob:
         return cls.from_json(json.loads(path.read_text()))
-
-
-def page_bytes(model: ModelConfig, layout: Layout, page: int = PAGE) -> int:
-    """Bytes of one page of keys and values on one rank, all its blocks; the most of any stage."""
-    from shardwise.layout.pipeline import stages
-
-    blocks = max(stages(model, layout).layers) if layout.pp > 1 else model.layers
-    width = {"bfloat16": 2, "float32": 4, "float64": 8}[layout.dtype]
-    return 2 * blocks * kv_heads_held(model, layout.tp) * model.head_dim * page * width
 
 
 class Weights(Protocol):
@@ -192,7 +176,8 @@ class Loading:
 @dataclass(frozen=True)
 class Ready:
     """A replica answers from now on. parameter_bytes, cache_bytes: of its first rank. transport: what carries its
-    collectives. seconds: that loading took. page_tokens: of a page."""
+    collectives. seconds: that loading took. page_tokens: of a page. hop: seconds of a message between stages, measured
+    where arithmetic is pretended."""
 
     replica: int
     context: int
@@ -202,3 +187,4 @@ class Ready:
     cache_bytes: int
     transport: str
     seconds: float
+    hop: float = 0.0

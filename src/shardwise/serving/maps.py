@@ -6,7 +6,7 @@ nothing, row-parallel ones sum over tp, and the head's logits are gathered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -14,32 +14,44 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.decoder import Batch, Decoder
-from shardwise.decoder.attention import Rope
+from shardwise.decoder.attention import Attention
 from shardwise.decoder.decoder import Head
+from shardwise.decoder.gpt import MLP, GPTBlock
+from shardwise.decoder.llama import GatedMLP, LlamaBlock
 from shardwise.decoder.modules import Linear, Linears, Lookup, RMSNorm, TiedLinear, swap_forward
 from shardwise.layout.placement import kind_of
 from shardwise.layout.units import UnitPlan
 from shardwise.runtime.comms import Comms
 from shardwise.runtime.tensor_parallel import vocabulary_range
-from shardwise.serving.attention import Rows
+from shardwise.serving.attention import PagedCache, Rows
+from shardwise.serving.blocks import (
+    attention_forward,
+    block_forward,
+    gated_mlp_forward,
+    mlp_forward,
+    rms_norm_forward,
+)
 from shardwise.serving.products import MakeProduct, Product
 
 LOGITS = "logits"
 """Unit of the ledger: the gather of the logits that are wanted."""
 
 
-def apply_generation(decoder: Decoder, part: str, plan: UnitPlan, comms: Comms, keep: MakeProduct) -> int:
+def apply_generation(
+    decoder: Decoder, part: str, plan: UnitPlan, comms: Comms, keep: MakeProduct, cache: PagedCache | None
+) -> int:
     """Give the modules of a part, whose weights have been read, the forward of generation.
 
-    keep: how its matrices are kept. Returns the bytes that these then take less than in their flat buffer, to which
-    nothing of the part refers any more where `keep.copies`.
+    keep: how its matrices are kept. cache: a block's. Returns the bytes that the matrices then take less than in their
+    flat buffer, to which nothing of the part refers any more where `keep.copies`.
     """
     module = dict(decoder.parts())[part]
     if keep.copies:
         _own_vectors(module)
     saved = 0
-    for name, child in list(module.named_modules(prefix=part)):
+    for name, child in reversed(list(module.named_modules(prefix=part))):
         saved += _swap(child, name, part, plan, comms, keep)
+        _fuse(child, cache)
     if part == "head":
         swap_forward(module, partial(_head, decoder.head, plan, comms))
     return saved
@@ -66,11 +78,22 @@ def _swap(module: nn.Module, name: str, unit: str, plan: UnitPlan, comms: Comms,
         return _drop([module], keep)
     if isinstance(module, Lookup):
         swap_forward(module, _lookup(module, unit, plan, comms))
-    elif isinstance(module, RMSNorm):
-        swap_forward(module, partial(_rms_norm, module))
-    elif isinstance(module, Rope):
-        swap_forward(module, _rotated)
     return 0
+
+
+def _fuse(module: nn.Module, cache: PagedCache | None) -> None:
+    """What is more than one map, over the forwards that its parts have got."""
+    if isinstance(module, RMSNorm):
+        swap_forward(module, rms_norm_forward(module))
+    elif isinstance(module, Attention):
+        assert cache is not None
+        swap_forward(module, attention_forward(module, cache))
+    elif isinstance(module, GatedMLP):
+        swap_forward(module, gated_mlp_forward(module))
+    elif isinstance(module, MLP):
+        swap_forward(module, mlp_forward(module))
+    elif isinstance(module, LlamaBlock | GPTBlock):
+        swap_forward(module, block_forward(module))
 
 
 def _drop(maps: Sequence[Linear], keep: MakeProduct) -> int:
@@ -83,15 +106,13 @@ def _drop(maps: Sequence[Linear], keep: MakeProduct) -> int:
     return saved
 
 
-def _columns(maps: Sequence[Linear], keep: MakeProduct) -> Callable[[Tensor], tuple[Tensor, ...]]:
-    """Several column-parallel maps of one input: one product where their weights lie end to end."""
+def _columns(maps: Sequence[Linear], keep: MakeProduct) -> Product:
+    """Several column-parallel maps of one input, side by side: one product where their weights lie end to end."""
     weight, bias = _joined([m.weight for m in maps], keep), _joined([m.bias for m in maps], keep)
     if weight is None or (bias is None and maps[0].bias is not None):
         products = [keep(m.weight, m.bias) for m in maps]
-        return lambda x: tuple(each(x) for each in products)
-    widths = [len(m.weight) for m in maps]
-    whole = keep(weight, bias)
-    return lambda x: whole(x).split(widths, -1)
+        return lambda x: torch.cat([each(x) for each in products], -1)
+    return keep(weight, bias)
 
 
 def _joined(tensors: Sequence[Tensor | None], keep: MakeProduct) -> Tensor | None:
@@ -140,19 +161,6 @@ def _head(head: Head, plan: UnitPlan, comms: Comms, x: Tensor, batch: Batch) -> 
     if plan.layout.tp > 1:
         logits = comms.gather_dim(logits, 1, "tp", LOGITS)[:, : plan.model.vocab]
     return logits
-
-
-def _rms_norm(module: RMSNorm, x: Tensor) -> Tensor:
-    return F.rms_norm(x, module.weight.shape, module.weight, module.eps)
-
-
-def _rotated(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """Pairs (i, i + D/2) turned by the angles of the tables."""
-    cos, sin = tables
-    half = cos.shape[-1]
-    first, second = x[..., :half], x[..., half : 2 * half]
-    turned = [first * cos - second * sin, second * cos + first * sin]
-    return torch.cat(turned if 2 * half == x.shape[-1] else [*turned, x[..., 2 * half :]], -1)
 
 
 def end_to_end(tensors: Sequence[Tensor]) -> Tensor | None:

@@ -86,7 +86,7 @@ class Int8:
             if len(rows) > _FEW:
                 y = F.linear(rows, numbers.to(x.dtype)).mul_(scales)
             else:
-                y = torch.ops.aten._weight_int8pack_mm.default(rows, numbers, scales)
+                y = torch._weight_int8pack_mm(rows, numbers, scales)
             if bias is not None:
                 y += bias
             return y.view(*x.shape[:-1], -1)

@@ -23,15 +23,16 @@ import torch.distributed as dist
 from shardwise.errors import UserError
 from shardwise.layout import Grid
 from shardwise.report.step_report import Bytes, Phase
-from shardwise.runtime.heap import keep_freed_memory
+from shardwise.runtime.heap import give_back_freed_memory, keep_freed_memory
 from shardwise.runtime.job import pulse
 from shardwise.runtime.job import rank as process
 from shardwise.runtime.job.launch import USER_MISTAKE
 from shardwise.runtime.setup import make_comms
 from shardwise.serving.engine import Generator
 from shardwise.serving.job import Loading, Ready, ServingJob, weights_in
-from shardwise.serving.lockstep import Done, Lockstep
+from shardwise.serving.lockstep import Done, Hear, Lockstep
 from shardwise.serving.messages import Asked, Drain, Load
+from shardwise.serving.pretend import PretendedStage
 from shardwise.serving.recording import Note, notes_file
 from shardwise.serving.service import JOB, connect
 
@@ -39,6 +40,9 @@ TICK = 0.5
 """Seconds after which a replica without work goes through a turn all the same: a sign of life."""
 _LONGEST = 86400.0
 """Seconds that ranks wait for each other at the beginning and at the end."""
+_GIVE_BACK = 60.0
+"""Seconds of work after which a rank gives the memory back that it has freed. The blocks of compiled products come and
+go in ever new sizes, and without that its memory grows for many minutes."""
 _PROGRESS = 0.2
 """Seconds between two words about loading."""
 
@@ -97,16 +101,26 @@ class Notes:
         self._file: IO[str] = notes_file(folder, generator.rank).open("w", buffering=1)
         held = generator.engine.storages()
         slots = sum(tensor.nbytes for tensor in held["comm"])
-        self._bytes = Bytes(parameters=generator.parameter_bytes, comm=slots, other=generator.cache_bytes)
+        self._bytes = Bytes(parameters=generator.parameter_bytes, comm=slots, cache=generator.cache_bytes)
         self._turn = 0
 
     def begin(self) -> None:
         self._comms.start_recording()
-        self._started = time.perf_counter()
+        self._began = time.monotonic()
+
+    def hearing(self, hear: Hear) -> Hear:
+        """The same; a turn begins when it has been heard what there is to do, not with waiting for that."""
+
+        def heard(idle: bool) -> list[Asked]:
+            found = hear(idle)
+            self._began = time.monotonic()
+            return found
+
+        return heard
 
     def end(self, done: Done, load: Load) -> None:
         """The turn is over, in which somebody had something to do."""
-        seconds = time.perf_counter() - self._started
+        seconds = time.monotonic() - self._began
         self._comms.stop_recording()
         self._turn += 1
         ledger, transport = self._comms.ledger(), self._comms.transport()
@@ -114,7 +128,8 @@ class Notes:
         cached = self._generator.cache_bytes * load.pages // load.of_pages
         rows = tuple(replace(row, phase=phase) for row in ledger)
         note = Note(
-            self._turn, phase, done.turn.tokens, len(done.turn.wanted), seconds, cached, self._bytes, rows, transport
+            self._turn, phase, done.turn.tokens, len(done.turn.wanted), seconds, self._began, cached, self._bytes, rows,
+            transport,
         )  # fmt: skip
         self._file.write(note.to_line())
 
@@ -134,13 +149,14 @@ def run(rank: int, job: ServingJob, folder: Path, signs: pulse.Pulse) -> None:
     comms = make_comms(
         job.layout, job.model, rank, timeout=job.hang + pulse.MARGIN, transport=job.transport, pulse=signs
     )
-    generator = Generator(job, comms, rank, device)
+    generator = (PretendedStage if job.pretend else Generator)(job, comms, rank, device)
     generator.load(weights, way.loading if way else lambda done, of: None)
+    hop = generator.hop() if isinstance(generator, PretendedStage) else 0.0
     _wait_for_all("the start of the replica", together, signs)
     if way:
         way.tell([Ready(
             way.replica, job.context, job.pages, job.page, generator.parameter_bytes, generator.cache_bytes,
-            comms.backend, time.monotonic() - started,
+            comms.backend, time.monotonic() - started, hop,
         )])  # fmt: skip
     serve(generator, way, signs)
     _wait_for_all("the end of the replica", together, signs)
@@ -157,9 +173,11 @@ def _wait_for_all(words: str, together: Any, signs: pulse.Pulse) -> None:
 
 def serve(generator: Generator, way: Way | None, signs: pulse.Pulse) -> None:
     """Turns, until the service wants no more."""
-    lockstep = Lockstep(generator, way.hear if way else None)
     notes = Notes(generator, Path(generator.job.report)) if generator.job.report else None
+    hear = None if way is None else way.hear if notes is None else notes.hearing(way.hear)
+    lockstep = Lockstep(generator, hear)
     more, number = True, 0
+    worked, given = False, time.monotonic()
     while more:
         number += 1
         signs.step(number)
@@ -171,6 +189,10 @@ def serve(generator: Generator, way: Way | None, signs: pulse.Pulse) -> None:
             notes.end(done, load)
         if way:
             way.after(done, load)
+        worked = worked or lockstep.active
+        if worked and (not lockstep.active or time.monotonic() - given > _GIVE_BACK):
+            give_back_freed_memory()
+            worked, given = False, time.monotonic()
     lockstep.finish()
 
 

@@ -20,17 +20,29 @@ from shardwise.serving.job import ServingJob
 @dataclass(frozen=True)
 class Note:
     """One turn on one rank. tokens: that it computed; rows: of them, those whose logits were wanted. kv_bytes: of keys
-    and values that sequences had in the cache after it. seconds: from beginning to end."""
+    and values that sequences had in the cache after it. seconds: from beginning to end. began: seconds of the host's
+    monotonic clock."""
 
     turn: int
     phase: Phase
     tokens: int
     rows: int
     seconds: float
+    began: float
     kv_bytes: int
     bytes: Bytes
     ledger: tuple[LedgerRow, ...]
     transport: tuple[TransportRow, ...]
+
+    @property
+    def ended(self) -> float:
+        """By the same clock."""
+        return self.began + self.seconds
+
+    @property
+    def waited(self) -> float:
+        """Seconds in which the rank stood still for others."""
+        return sum(row.wait_s or 0.0 for row in self.transport)
 
     def to_line(self) -> str:
         return json.dumps(asdict(self)) + "\n"
@@ -61,7 +73,7 @@ def reports(job: ServingJob, folder: Path) -> Iterator[tuple[str, StepReport]]:
     for rank in range(job.layout.ranks):
         together.setdefault(0 if job.layout.stage == 3 else grid.coordinates(rank)["dp"], []).append(rank)
     for replica, ranks in together.items():
-        for number, found in _turns({rank: _read(notes_file(folder, rank)) for rank in ranks}):
+        for number, found in _turns({rank: {n.turn: n for n in read_notes(folder, rank)} for rank in ranks}):
             phase = "prefill" if any(note.phase == "prefill" for note in found.values()) else "decode"
             name = f"turn-{number:05}-{phase}"
             yield f"replica-{replica}-{name}" if len(together) > 1 else name, _report(job, phase, found)
@@ -106,11 +118,10 @@ def _sum(a: float | None, b: float | None) -> float | None:
     return None if a is None or b is None else a + b
 
 
-def _read(file: Path) -> dict[int, Note]:
-    if not file.exists():
-        return {}
-    notes = (Note.from_line(line) for line in file.read_text().splitlines())
-    return {note.turn: note for note in notes}
+def read_notes(folder: Path, rank: int) -> list[Note]:
+    """What a rank has noted, turn by turn."""
+    file = notes_file(folder, rank)
+    return [Note.from_line(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def _report(job: ServingJob, phase: str, notes: dict[int, Note]) -> StepReport:
@@ -126,6 +137,6 @@ def _report(job: ServingJob, phase: str, notes: dict[int, Note]) -> StepReport:
         roles=merge_roles(
             {r: Role(f"rank {r}", (r,), n.bytes, n.ledger, n.transport) for r, n in notes.items()}
         ),
-        time=max(note.seconds for note in notes.values()),
-        notes=("bytes: weights, buffers of gathered weights, and the whole cache as other",),
+        time=max(note.ended for note in notes.values()) - first.began,
+        notes=("bytes: weights, buffers of gathered weights, and the whole cache, used or not",),
     )  # fmt: skip

@@ -19,12 +19,19 @@ def choose(logits: Tensor, samplings: list[Sampling], places: list[int]) -> tupl
     logits: [B, vocab]. places: how many tokens precede each in its sequence.
     """
     wide = logits.float() if logits.dtype != torch.float64 else logits
-    tokens = wide.argmax(-1)
+    tokens = _greatest(wide)
     for row, (sampling, place) in enumerate(zip(samplings, places, strict=True)):
         if sampling.temperature > 0:
             tokens[row] = _draw(wide[row], sampling, uniform(sampling.seed, place))
-    chosen = wide.gather(1, tokens[:, None])[:, 0]
-    return tokens.double().cpu(), (chosen - torch.logsumexp(wide, -1)).double().cpu()
+    logprobs = torch.log_softmax(wide, -1).gather(1, tokens[:, None])[:, 0]
+    return tokens.double().cpu(), logprobs.double().cpu()
+
+
+def _greatest(logits: Tensor) -> Tensor:
+    """The first greatest of each row. On CPUs numpy's takes a tenth of the time of torch's."""
+    if logits.device.type != "cpu":
+        return logits.argmax(-1)
+    return torch.from_numpy(logits.numpy().argmax(-1))
 
 
 def uniform(seed: int, place: int) -> float:

@@ -30,9 +30,11 @@ Sink = Callable[[Token | Finished], object]
 
 JOB, SOCKET, KEY = "job.json", "socket", "key"
 """Files of the folder that a service shares with its ranks."""
-PRIMITIVES, _KEPT = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", 128
-"""How many products of different shapes oneDNN keeps compiled: as many are possible as numbers of tokens in a turn, and
-the 1,024 that it keeps by itself fill a rank's memory. A user's own setting counts."""
+PRIMITIVES, _KEPT = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"), 128
+"""How many products of different shapes stay compiled, in oneDNN's own cache and in that of torch's layer above it
+(ideep), which holds on to what the first one lets go. As many are possible as numbers of tokens in a turn, each takes
+0.3 MB, and the 1,024 that both keep by themselves fill a rank's memory. A user's own setting counts."""
+TUNABLES = "GLIBC_TUNABLES"
 _PATIENCE = 1.0
 """Seconds that ranks get to end when the service is closed."""
 _LONGEST = 100
@@ -112,7 +114,7 @@ class Service:
                 rank0_stdout=2,
                 patience=_PATIENCE,
                 hang=self.job.hang,
-                env={PRIMITIVES: os.environ.get(PRIMITIVES, str(_KEPT))},
+                env={name: os.environ.get(name, str(_KEPT)) for name in PRIMITIVES} | _large_pages(),
                 stop=self._stop,
             )
         except UserError as error:
@@ -240,6 +242,12 @@ class Service:
                 if isinstance(answer, Finished):
                     self._sinks.pop(answer.id, None)
             sink(answer)  # type: ignore[arg-type]
+
+
+def _large_pages() -> dict[str, str]:
+    """Have glibc ask for pages of 2 MB, unless the user has settings of his own. A token reads all weights, and
+    with pages of 4 kB looking up where they are takes its time (docs/generation.md)."""
+    return {} if TUNABLES in os.environ else {TUNABLES: "glibc.malloc.hugetlb=1"}
 
 
 def _private_folder() -> Path:

@@ -13,7 +13,7 @@ from shardwise.errors import UserError
 from shardwise.layout import Layout
 from shardwise.model import ModelConfig
 from shardwise.predict.generation.fit import Fit, Served, fit_on_cluster
-from shardwise.predict.generation.split import check_generation, plan_of, sequences_of
+from shardwise.predict.generation.split import check_generation, check_length, plan_of, sequences_of
 from shardwise.predict.generation.timing import FEW, Strategy, Taken, pricing_for
 from shardwise.predict.generation.training import Trained, trained
 from shardwise.predict.generation.turns import Turn, steady_gathers, turn_ledger
@@ -30,7 +30,6 @@ HOST = "shardwise-cpu"
 
 CHUNK = 2048
 """Tokens of a prompt in one pass on a cluster."""
-
 
 SEQ = 8192
 """Tokens of a sequence of the training step."""
@@ -254,11 +253,7 @@ def compare(
     Raises `LayoutError` for a layout that does not suit the model or the cluster, `UserError` for what is not known
     (devices without constants, engines), and for a prompt and answer that exceed the model's positions.
     """
-    if asked.prompt + asked.output > model.max_positions:
-        raise UserError(
-            f"{model.name} knows {model.max_positions} positions: a prompt of {asked.prompt} tokens and {asked.output} "
-            "more are too many"
-        )
+    check_length(model, asked.prompt, asked.output)
     if len(set(layouts)) < len(layouts):
         raise UserError("--compare names a layout twice: give different ones")
     engine = serving_engine(engine or (HOST if cluster.device.kind == "cpu" else ENGINE)).name

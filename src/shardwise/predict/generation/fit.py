@@ -120,16 +120,21 @@ class Fit:
         return f"{self.model.name} on one rank" if self.layout.ranks == 1 else f"{self.model.name} as {self.layout}"
 
     def _largest(self) -> str:
-        if not self.largest_context:
-            bare = self.held.weights + self.held.slots
-            return (
-                f"no context fits {self.served.batch} sequences, and the weights alone take {format_bytes(bare)}: "
-                "split them further (tp, pp, zero=3), use int8, or fewer sequences"
-            )
-        return (
-            f"the largest context for {self.served.batch} sequences is {self.largest_context:,} tokens, and "
-            f"{self.largest_batch:,} sequences of {self.served.context:,} tokens fit"
-        )
+        """What would fit: in a shorter context, with fewer sequences, or else how the weights would."""
+        assert self.room is not None
+        batch, context = f"{self.served.batch:,} sequences", f"{self.served.context:,} tokens"
+        fewer = f"{self.largest_batch:,} sequences of {context} fit" if self.largest_batch else ""
+        if self.largest_context:
+            fewer = fewer or f"not even one sequence of {context} fits"
+            return f"the largest context for {batch} is {self.largest_context:,} tokens, and {fewer}"
+        if fewer:
+            return f"no context fits {batch}, but {fewer}"
+        bare = self.held.weights + self.held.slots
+        if bare > self.room:
+            how = "split them further (tp, pp, zero=3), or use int8"
+        else:
+            how = "give fewer sequences and a shorter context, or split them further (tp, pp, zero=3)"
+        return f"no context fits {batch}, and the weights alone take {format_bytes(bare)}: {how}"
 
 
 def serving_fit(model: ModelConfig, layout: Layout, served: Served, room: float | None = None) -> Fit:
@@ -177,20 +182,31 @@ def weight_bytes(plan: UnitPlan, int8: bool = False) -> int:
     if not int8:
         return sum(unit.padded for unit in plan.units) * width
     return sum(
-        placed.numel + width * placed.shape[0] if _matrix_of_block(placed) else placed.numel * width
+        placed.numel + width * placed.shape[0] if is_matrix_of_block(placed) else placed.numel * width
         for unit in plan.units
         for placed in unit.placed
     )
 
 
-def _matrix_of_block(placed: Placed) -> bool:
+def is_matrix_of_block(placed: Placed) -> bool:
+    """Whether it is one of those that may be stored in fewer bits."""
     return placed.name.startswith("blocks.") and len(placed.shape) == 2
 
 
 def page_bytes(plan: UnitPlan, page: int = PAGE) -> int:
     """Bytes of one page of keys and values on a rank, all its blocks."""
-    heads = kv_heads_held(plan.model, plan.layout.tp)
-    return 2 * len(blocks_of(plan)) * heads * plan.model.head_dim * page * DTYPE_BYTES[plan.layout.dtype]
+    return len(blocks_of(plan)) * page_bytes_of_block(plan.model, plan.layout.tp, plan.layout.dtype, page)
+
+
+def page_bytes_of_block(model: ModelConfig, tp: int, dtype: str, page: int = PAGE) -> int:
+    """Bytes of one block's keys and values of a page on one of `tp` ranks; heads are replicated where tp exceeds
+    them."""
+    return 2 * kv_heads_held(model, tp) * model.head_dim * page * DTYPE_BYTES[dtype]
+
+
+def largest_page_bytes(model: ModelConfig, layout: Layout, page: int = PAGE) -> int:
+    """Bytes of one page on the rank that holds most of it."""
+    return max(page_bytes(plan_of(model, layout, stage), page) for stage in range(layout.pp))
 
 
 def _held(plan: UnitPlan, served: Served) -> Held:

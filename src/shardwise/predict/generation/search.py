@@ -29,14 +29,22 @@ from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, UnitPlan, Workload
 from shardwise.layout.legality import valid_tp
-from shardwise.layout.placement import Placed, kv_heads_held
+from shardwise.layout.placement import Placed
 from shardwise.model import ModelConfig
 from shardwise.predict.generation.comparison import ENGINE, crossover, serving_engine
-from shardwise.predict.generation.fit import PAGE, Served, passing_bytes, room_on
-from shardwise.predict.generation.split import check_generation, plan_of
+from shardwise.predict.generation.fit import (
+    PAGE,
+    Served,
+    is_matrix_of_block,
+    page_bytes_of_block,
+    passing_bytes,
+    room_on,
+)
+from shardwise.predict.generation.split import check_generation, check_length, plan_of
 from shardwise.predict.generation.timing import FEW, Strategy, pricing_for
 from shardwise.predict.search.space import MOST_DEVICES
 from shardwise.predict.time.kernels import WIDTH
+from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import Engine
 from shardwise.predict.time.serving import INT4_GROUP_BYTES, Serving, decode_pass, prefill_pass
 from shardwise.report.units import format_bytes
@@ -177,11 +185,7 @@ def _check(model: ModelConfig, cluster: Cluster, workload: Workload, top: int) -
         raise UserError(f"{cluster} has {cluster.devices:,} devices; clusters of up to {MOST_DEVICES:,} are searched")
     if min(workload.prompt, workload.output, workload.concurrency) < 1:
         raise UserError("serving needs --prompt, --output and --concurrency, each a positive number")
-    if workload.prompt + workload.output > model.max_positions:
-        raise UserError(
-            f"{model.name} knows {model.max_positions} positions: a prompt of {workload.prompt} tokens and "
-            f"{workload.output} more are too many"
-        )
+    check_length(model, workload.prompt, workload.output)
     if top < 1:
         raise UserError(f"--top must be a positive integer, not {top}")
     check_generation(Layout(), model)
@@ -298,32 +302,36 @@ class _Space:
         first, last = each.get("embedding", 0.0) + tied, each.get("head", 0.0) + tied
         return _Sizes(each["blocks.0"], first, last, first + last - tied)
 
-    def _page_bytes(self, tp: int, pp: int) -> float:
-        heads = kv_heads_held(self.model, tp)
-        return 2.0 * ceil(self.model.layers / pp) * heads * self.model.head_dim * PAGE * WIDTH["bfloat16"]
+    def _page_bytes(self, tp: int, pp: int) -> int:
+        return ceil(self.model.layers / pp) * page_bytes_of_block(self.model, tp, "bfloat16")
 
     def _seconds(self, weights: str, tp: Num, pp: Num, dp: Num, batch: Num) -> tuple[Num, Num]:
-        """(token(c), prompt) of arrays of candidates; a prompt's part of the stage that is busiest with it."""
-        context = self.workload.prompt + self.workload.output / 2
+        """(token(c), prompt) of arrays of candidates."""
         serving = Serving(weights, "bfloat16", tp)
+        few, many = (pricing_for(self.cluster, each) for each in (True, False))
+        token = np.where(
+            batch <= FEW, self._token(serving, pp, dp, batch, few), self._token(serving, pp, dp, batch, many)
+        )
+        return token, np.where(batch <= FEW, self._prompt(serving, few), self._prompt(serving, many))
+
+    def _token(self, serving: Serving, pp: Num, dp: Num, batch: Num, pricing: Pricing) -> Num:
+        """Seconds of a token, half-way through the answers: through all stages, or as long as the slowest one takes for
+        all groups of sequences (`timing` has the same for one layout)."""
+        layers, group = self.model.layers, np.ceil(batch / pp)
+        through = decode_pass(
+            self.model, serving, group, self.workload.prompt + self.workload.output / 2, self.engine, pricing
+        )
+        block, ends = sum(through.block.values()), through.head + through.host
+        hop = np.where(pp > 1, pricing.collectives.hop(group * self.model.hidden * 2.0, serving.tp * dp), 0.0)
+        slowest = np.maximum(np.ceil(layers / pp) * block, layers // pp * block + ends) + hop
+        once = layers * block + ends + pp * hop
+        return np.maximum(once, np.minimum(batch, pp) * slowest)
+
+    def _prompt(self, serving: Serving, pricing: Pricing) -> Num:
+        """Seconds in which a prompt is read, chunk by chunk, by all stages together."""
         chunk = min(self.workload.prompt, self.engine.most_tokens)
-        pieces = ceil(self.workload.prompt / chunk)
-        token = read = None
-        for few in (False, True):
-            pricing = pricing_for(self.cluster, few)
-            group = np.ceil(batch / pp)
-            through = decode_pass(self.model, serving, group, context, self.engine, pricing)
-            block = sum(through.block.values())
-            hop = np.where(pp > 1, pricing.collectives.hop(group * self.model.hidden * 2.0, tp * dp), 0.0)
-            ends = through.head + through.host
-            slowest = np.maximum(np.ceil(self.model.layers / pp) * block, self.model.layers // pp * block + ends) + hop
-            once = self.model.layers * block + ends + pp * hop
-            seconds = np.maximum(once, np.minimum(batch, pp) * slowest)
-            token = seconds if token is None else np.where(batch <= FEW, seconds, token)
-            whole = prefill_pass(self.model, serving, 1.0, chunk, self.engine, pricing).whole(self.model.layers)
-            seconds = pieces * whole.seconds + 0.0 * batch
-            read = seconds if read is None else np.where(batch <= FEW, seconds, read)
-        return token, read
+        whole = prefill_pass(self.model, serving, 1.0, chunk, self.engine, pricing).whole(self.model.layers)
+        return ceil(self.workload.prompt / chunk) * whole.seconds
 
     def _answered(self, token: Num, read: Num, pp: Num, batch: Num, dp: Num, clients: Num) -> tuple[Num, Num, Num]:
         """(first token, each token, tokens/s of all) for `batch` sequences at a time and `clients` in each of `dp`
@@ -377,7 +385,7 @@ class _Space:
 
 def _stored(placed: Placed, weights: str) -> float:
     """Bytes of a parameter: the blocks' matrices in their type with its scales, the rest in 16 bits."""
-    if not (placed.name.startswith("blocks.") and len(placed.shape) == 2) or weights == "bfloat16":
+    if weights == "bfloat16" or not is_matrix_of_block(placed):
         return placed.numel * 2.0
     scales = {"int8": 2.0 * placed.shape[0], "int4": INT4_GROUP_BYTES * placed.numel}.get(weights, 4.0)
     return placed.numel * WIDTH[weights] + scales

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 from shardwise.errors import LayoutError, UserError
@@ -25,9 +26,20 @@ def check_generation(layout: Layout, model: ModelConfig, devices: int | None = N
     if layout.virtual > 1:
         raise LayoutError(f"virtual={layout.virtual} is for training: generation has one chunk of layers a stage")
     if layout.pp > 1 and layout.stage == 3:
-        raise LayoutError("weights are gathered without a pipeline: use zero=3 with pp=1, or pp with zero=0")
+        gathering = replace(layout, pp=1, dp=layout.dp * layout.pp, shard=0)
+        staged = replace(layout, zero=0, shard=0)
+        raise LayoutError(f"weights are gathered without a pipeline, with pp=1: use {gathering} or {staged}")
     if devices is not None and layout.ranks > devices:
         raise LayoutError(f"layout {layout} needs {layout.ranks} ranks, but there are {devices} devices")
+
+
+def check_length(model: ModelConfig, prompt: int, output: int) -> None:
+    """Raise `UserError` when a prompt and an answer of so many tokens exceed the model's positions."""
+    if prompt + output > model.max_positions:
+        raise UserError(
+            f"{model.name} knows {model.max_positions} positions: a prompt of {prompt} tokens and {output} more are "
+            "too many"
+        )
 
 
 @lru_cache(maxsize=64)

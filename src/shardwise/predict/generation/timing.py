@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from shardwise.cluster import Cluster
 from shardwise.cluster.catalog import lookup
@@ -57,6 +58,16 @@ class Taken:
         return {"seconds": self.seconds, "parts": dict(self.parts), "gathers": self.gathers}
 
 
+class Gathered(NamedTuple):
+    """The gather of one part's units under weight gathering. exposed: of its seconds, those in which nothing is
+    computed; hidden: those beside the arithmetic of the part before, which they slow."""
+
+    part: str
+    seconds: float
+    exposed: float
+    hidden: float
+
+
 @lru_cache(maxsize=16)
 def pricing_for(cluster: Cluster, few: bool) -> Pricing:
     """What prices passes of a few sequences (`FEW`), or of many. Raises `UserError` for a device without constants."""
@@ -88,13 +99,16 @@ class Strategy:
     def token(self, sequences: int, context: float) -> Taken:
         """Seconds from one token of a sequence to its next one, with `sequences` under way in all ranks together, of
         `context` tokens on average."""
-        each = sequences_of(self.layout, sequences)
-        pricing = pricing_for(self.cluster, each <= FEW)
-        group = -(-each // self.layout.pp)
-        through = decode_pass(self.model, self.serving, group, context, self.engine, pricing)
+        through, pricing, group = self.decoding(sequences, context)
         if self.layout.stage == 3:
             return self._gathering(through, pricing)
-        return self._staged(through, pricing, group, min(each, self.layout.pp))
+        return self._staged(through, pricing, group, min(sequences_of(self.layout, sequences), self.layout.pp))
+
+    def decoding(self, sequences: int, context: float) -> tuple[PassSeconds, Pricing, int]:
+        """One pass of `token`: its seconds, what priced them, and the sequences of which it makes one token each."""
+        each = sequences_of(self.layout, sequences)
+        pricing, group = pricing_for(self.cluster, each <= FEW), -(-each // self.layout.pp)
+        return decode_pass(self.model, self.serving, group, context, self.engine, pricing), pricing, group
 
     def prompt(self, tokens: int, chunk: int, sequences: int = 1) -> Taken:
         """Seconds to read a prompt of `tokens` tokens in chunks on each of `sequences`, up to its first new token."""
@@ -128,20 +142,25 @@ class Strategy:
     def _gathering(self, through: PassSeconds, pricing: Pricing) -> Taken:
         """While a part computes, the next one is gathered, where another slot is free for it: embedding and head share
         one, and so do the last two blocks where their number is even."""
+        found = self.gathers(float(sum(through.block.values())), pricing)
+        exposed, hidden = sum(one.exposed for one in found), sum(one.hidden for one in found)
+        parts = {name: float(seconds) for name, seconds in through.whole(self.model.layers).parts.items()}
+        parts["data"] = exposed + pricing.constants.value("contention") * hidden
+        return Taken(sum(parts.values()), parts, exposed + hidden)
+
+    def gathers(self, block: float, pricing: Pricing) -> list[Gathered]:
+        """What is gathered in a pass of `block` seconds a block, part by part."""
         plan = plan_of(self.model, self.layout)
         gathers = _gather_seconds(plan, pricing)
-        one = float(sum(through.block.values()))
-        exposed = hidden = 0.0
+        found = []
         for before, part in zip(["", *plan.parts], plan.parts, strict=False):
             coming = [unit for unit in plan.units_of(part) if unit.name in gathers]
             seconds = sum(gathers[unit.name] for unit in coming)
             in_use = {unit.slot for unit in plan.units_of(before)} if before else set()
             free = before.startswith("blocks.") and not in_use & {unit.slot for unit in coming}
-            hidden += min(seconds, one) if free else 0.0
-            exposed += max(seconds - one, 0.0) if free else seconds
-        parts = {name: float(seconds) for name, seconds in through.whole(self.model.layers).parts.items()}
-        parts["data"] = exposed + pricing.constants.value("contention") * hidden
-        return Taken(sum(parts.values()), parts, exposed + hidden)
+            hidden = min(seconds, block) if free else 0.0
+            found.append(Gathered(part, seconds, max(seconds - block, 0.0) if free else seconds, hidden))
+        return found
 
     def _staged(self, through: PassSeconds, pricing: Pricing, group: int, lanes: int) -> Taken:
         """A token goes through all stages; with several groups under way it waits for their turns, too, where the
@@ -149,7 +168,7 @@ class Strategy:
         parts = {name: float(seconds) for name, seconds in through.whole(self.model.layers).parts.items()}
         if self.layout.pp == 1:
             return Taken(sum(parts.values()), parts)
-        hop = self._hop(group, pricing)
+        hop = self.hop(group, pricing)
         parts["pipeline"] = self.layout.pp * hop
         slowest = max(self._stage_seconds(through)) + hop
         parts["bubble"] = max(0.0, lanes * slowest - sum(parts.values()))
@@ -162,7 +181,7 @@ class Strategy:
         if self.layout.pp == 1:
             parts = {name: pieces * seconds for name, seconds in whole.items()}
             return Taken(sum(parts.values()), parts)
-        hop, slowest, once = self._hop(tokens, pricing), max(self._stage_seconds(through)), sum(whole.values())
+        hop, slowest, once = self.hop(tokens, pricing), max(self._stage_seconds(through)), sum(whole.values())
         seconds = once + (self.layout.pp - 1) * hop + (pieces - 1) * (slowest + hop)
         parts = {name: pieces * part * slowest / once for name, part in whole.items()}
         parts["pipeline"] = (self.layout.pp + pieces - 2) * hop
@@ -177,7 +196,7 @@ class Strategy:
         seconds[-1] += float(through.head + through.host)
         return seconds
 
-    def _hop(self, tokens: int, pricing: Pricing) -> float:
+    def hop(self, tokens: int, pricing: Pricing) -> float:
         """A message between stages; the last one's, a token id a sequence, is counted as if it were as long."""
         nbytes = tokens * self.model.hidden * WIDTH[self.layout.dtype]
         return float(pricing.collectives.hop(nbytes, self.layout.tp * self.layout.cp * self.layout.dp))

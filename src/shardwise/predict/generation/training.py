@@ -49,6 +49,3 @@ def trained(model: ModelConfig, layout: Layout, seq: int, engine: Engine, cluste
         float(found.forward),
         float(sent.unit_gather) if layout.stage == 3 else 0.0,
     )
-
-
-__all__ = ["Trained", "trained"]

@@ -16,9 +16,10 @@ from shardwise.layout.units import UnitPlan
 from shardwise.report.step_report import LedgerRow, Phase
 
 Key = tuple[str, str, str, str, str, int]
-
+"""A row of the ledger without its count."""
 
 CONTROL, TOKENS = "control", "tokens"
+"""Units of what ranks in step hear, and of the tokens that the last stage has chosen."""
 
 
 @dataclass(frozen=True)

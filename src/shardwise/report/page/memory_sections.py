@@ -11,7 +11,7 @@ from shardwise.report.figures import (
 from shardwise.report.page.bar_figure import byte_figure
 from shardwise.report.page.document import Cell, Section, check, table
 from shardwise.report.page.markup import Markup, element, join
-from shardwise.report.page.palette import BYTE_CLASSES
+from shardwise.report.page.palette import KINDS
 from shardwise.report.step_report import Bytes
 from shardwise.report.tables import difference, gpu_counts
 from shardwise.report.units import (
@@ -45,7 +45,7 @@ def _memory_table(comparison: Comparison, binary: bool) -> Markup:
     ranks = {pair.role: pair.ranks for pair in comparison.pairs}
     rows = []
     for row in comparison.bytes:
-        label = BYTE_CLASSES[row.byte_class].label if row.byte_class in BYTE_CLASSES else row.byte_class
+        label = KINDS[row.byte_class].label if row.byte_class in KINDS else row.byte_class
         good = row.accepted
         text = difference(row, binary)
         verdict = Cell(text) if good is None else check(good, text)

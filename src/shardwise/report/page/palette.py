@@ -5,7 +5,10 @@ The colours are Okabe and Ito's (jfly.uni-koeln.de/color, 2008), lightened for d
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+from shardwise.report.step_report import Bytes
 
 
 @dataclass(frozen=True)
@@ -29,9 +32,14 @@ BYTE_CLASSES = {
     "comm": Kind("communication buffers", "C", "#d55e00", "#f08445", "M0,0 L8,8 M0,8 L8,0"),
     "other": Kind("rest of the peak", "R", "#9aa0a8", "#868c95", "M-2,6 L2,10 M0,0 L8,8 M6,-2 L10,2"),
 }
-"""The classes of `Bytes`, in its order."""
+"""The classes of `Bytes` in a training step, in its order."""
 
-KINDS = BYTE_CLASSES | {
+CACHE = {"cache": Kind("keys and values", "K", "#56b4e9", "#56b4e9", "M4,0 V8 M0,4 H8")}
+"""The one that only generation has."""
+
+KINDS = {
+    **BYTE_CLASSES,
+    **CACHE,
     "waited": Kind("stood still for it", "W", "#d55e00", "#f08445", "M0,0 L8,8 M0,8 L8,0"),
     "hidden": Kind("hidden behind computation", "H", "#56b4e9", "#56b4e9", "M0,4 H8"),
     "forward": Kind("forward", "F", "#0072b2", "#56a8e0", white_letter=True),
@@ -42,6 +50,12 @@ KINDS = BYTE_CLASSES | {
     "train": Kind("training loss", "", "#0072b2", "#56a8e0"),
     "validation": Kind("validation loss", "", "#d55e00", "#f08445", dotted=True),
 }
+
+
+def classes_of(every: Iterable[Bytes]) -> dict[str, Kind]:
+    """The classes that are shown of ranks which hold `every`: those of training, and the cache where there is one."""
+    return BYTE_CLASSES | CACHE if any(held.cache for held in every) else BYTE_CLASSES
+
 
 THEMES = {
     "light": {

@@ -124,7 +124,7 @@ class _Routes:
             return several
         for text in several:
             self._front.check_length([text], "prompt")
-        return self._front.encode(several)
+        return self._front.text.encode_all(several)
 
     async def _answered(
         self,

@@ -93,10 +93,6 @@ class Front:
                 code="context_length_exceeded",
             )
 
-    def encode(self, texts: list[str]) -> list[list[int]]:
-        """The tokens of prompts. For a thread beside the event loop's: unlike `encode`, this lets others run."""
-        return [found.ids for found in self.text.tokenizer.encode_batch(texts)]
-
     def max_tokens(self, prompt: list[int], wanted: Wanted, where: str) -> int:
         """Tokens that an answer may have. Raises `Problem` (400) where the context does not allow them."""
         room = self.context - len(prompt)

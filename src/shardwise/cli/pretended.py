@@ -1,0 +1,128 @@
+"""`shardwise generate --pretend`: the bubble of a prompt that goes through the stages in chunks, beside its simulation.
+
+The engine runs as it does for a prompt; only a stage's arithmetic is replaced by a wait.
+"""
+
+from __future__ import annotations
+
+import argparse
+from queue import SimpleQueue
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from shardwise.cli.output import print_json
+from shardwise.errors import UserError
+
+if TYPE_CHECKING:
+    from shardwise.serving.bubble import Filled
+    from shardwise.serving.job import Ready, ServingJob
+    from shardwise.serving.messages import Finished, Token
+    from shardwise.serving.service import Service
+
+ROUNDS = 5
+"""Times that the prompt is read, after one that is not counted."""
+
+
+def add_argument(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--pretend", metavar="TIME", help="instead of generating: every stage of a pipeline waits TIME "
+                       "(20ms) for a chunk in place of its arithmetic; prints the bubble of the prompt (of a whole "
+                       "context where none is given) as measured and as simulated")  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    from dataclasses import replace
+    from pathlib import Path
+
+    from shardwise.cli.generate import job_of
+    from shardwise.schedule.pipeline.times import seconds_of
+    from shardwise.serving import bubble
+
+    seconds = seconds_of(args.pretend)
+    _check(args, seconds)
+    with TemporaryDirectory(prefix="shardwise-notes-") as notes:
+        job = job_of(args, notes)
+        prompt = _prompt(args, job)
+        job = replace(job, context=len(prompt) + 1, batch=1, pages=0, reuse=False, pretend=seconds)
+        if job.layout.pp == 1 or job.layout.dp > 1:
+            raise UserError(f"--pretend measures one pipeline, which {job.layout} is not: give --layout pp=2")
+        ready = _read(job, prompt)
+        found = bubble.measured(job, Path(notes))[1:]
+    simulated = bubble.simulated(job.layout.pp, found[0].chunks, seconds, ready.hop)
+    _show(job, ready, found, simulated, as_json=args.json)
+    return 0
+
+
+def _check(args: argparse.Namespace, seconds: float) -> None:
+    """Raise `UserError` for what makes no sense where nobody computes."""
+    if not seconds > 0:
+        raise UserError(f"--pretend {args.pretend}: give the time of a chunk, such as 20ms")
+    if len(args.prompt) + len(args.prompt_file) + len(args.tokens) > 1:
+        raise UserError("--pretend reads one prompt: give one, or none for a whole context")
+    given = {"--report": args.report, "--max-tokens": args.max_tokens, "--batch": args.batch, "--cache": args.cache}
+    if wrong := [name for name, value in given.items() if value is not None]:
+        raise UserError(f"--pretend reads a prompt and generates nothing: leave {wrong[0]} out")
+    if args.device != "cpu":
+        raise UserError("--pretend needs no GPU: leave --device out")
+
+
+def _prompt(args: argparse.Namespace, job: ServingJob) -> list[int]:
+    from shardwise.cli.generate import read_prompts
+
+    if args.prompt or args.prompt_file or args.tokens:
+        ((prompt,), _) = read_prompts(args)
+        return prompt
+    return [0] * (job.context - 1)
+
+
+def _read(job: ServingJob, prompt: list[int]) -> Ready:
+    """Have the prompt read again and again, one at a time. Raises `RunFailed` when a rank dies."""
+    from shardwise.serving.messages import Sampling
+    from shardwise.serving.service import Service
+
+    with Service(job) as service:
+        service.check(prompt, Sampling(max_tokens=1))
+        ready = service.start()
+        for _ in range(1 + ROUNDS):
+            _once(service, prompt)
+        service.drain()
+    return ready
+
+
+def _once(service: Service, prompt: list[int]) -> None:
+    from shardwise.runtime.job.launch import RunFailed
+    from shardwise.serving.messages import Finished, Sampling
+
+    heard: SimpleQueue[Token | Finished] = SimpleQueue()
+    service.submit(prompt, Sampling(max_tokens=1), heard.put)
+    while not isinstance(said := heard.get(), Finished):
+        pass
+    if said.reason == "error":
+        raise RunFailed(said.error)
+
+
+def _show(job: ServingJob, ready: Ready, found: list[Filled], simulated: Filled, *, as_json: bool) -> None:
+    from shardwise.report.units import format_share, format_time
+    from shardwise.serving.bubble import median
+
+    middle = median(found)
+    ratio = middle.bubble / simulated.bubble
+    if as_json:
+        print_json({
+            "layout": str(job.layout), "stages": job.layout.pp, "chunks": middle.chunks, "chunk_tokens": job.chunk,
+            "pretend_s": job.pretend, "transport": ready.transport, "hop_s": ready.hop,
+            "bubbles": [each.bubble for each in found], "measured": _figures(middle),
+            "simulated": _figures(simulated), "ratio": ratio,
+        })  # fmt: skip
+        return
+    print(
+        f"{job.layout.pp} stages, {middle.chunks} chunks of {job.chunk} tokens; a stage waits "
+        f"{format_time(job.pretend)} for a chunk, a message between two of them takes {format_time(ready.hop)}"
+    )
+    every = ", ".join(format_share(each.bubble) for each in found)
+    print(f"bubble over ideal  {format_share(middle.bubble)} measured, the median of {every}; "
+          f"{format_share(simulated.bubble)} simulated; ratio {ratio:.3f}")  # fmt: skip
+    print(f"makespan           {format_time(middle.makespan)} measured, {format_time(simulated.makespan)} simulated")
+
+
+def _figures(one: Filled) -> dict[str, Any]:
+    return {"bubble_over_ideal": one.bubble, "makespan_s": one.makespan, "busy_s": list(one.busy)}

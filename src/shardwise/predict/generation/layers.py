@@ -1,0 +1,92 @@
+"""A token's way through the layers: what is computed and what is moved, and when.
+
+`timing` says what a token takes in all; here the same seconds are laid out one after the other.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from shardwise.layout.pipeline import stages
+from shardwise.predict.generation.split import plan_of
+from shardwise.predict.generation.timing import Strategy
+from shardwise.predict.time.pricing import Pricing
+from shardwise.predict.time.serving import PassSeconds, decode_products
+
+ATTENTION, SUM, FEED_FORWARD, GATHER, MESSAGE, HEAD, HOST, WAIT = (
+    "attention", "sum", "feed-forward", "gather", "message", "output head", "host", "waiting for other groups",
+)  # fmt: skip
+MOVING = (SUM, GATHER, MESSAGE)
+"""What moves data; WAIT does nothing; all else computes."""
+
+Block = tuple[tuple[str, float], ...]
+"""(what, seconds) of one block, one after the other."""
+
+
+class Piece(NamedTuple):
+    """Something that happens for a token. stage: the pipeline stage that does it (0 without a pipeline). part: of the
+    model, or "" for what belongs to none. what: one of this module's names. start, seconds: in seconds."""
+
+    stage: int
+    part: str
+    what: str
+    start: float
+    seconds: float
+
+    @property
+    def end(self) -> float:
+        return self.start + self.seconds
+
+
+def way(strategy: Strategy, sequences: int, context: float) -> list[Piece]:
+    """The pieces of `strategy.token(sequences, context)`, in order; the last one ends after its seconds. A gather may
+    go on beside the arithmetic of the part before; other pieces follow each other."""
+    through, pricing, group = strategy.decoding(sequences, context)
+    block = _block(strategy, through, pricing, group)
+    if strategy.layout.stage == 3:
+        return _gathering(strategy, through, pricing, block)
+    found, now, layer = [], 0.0, 0
+    counts = stages(strategy.model, strategy.layout).layers
+    for stage, count in enumerate(counts):
+        todo = [(f"blocks.{layer + i}", what, seconds) for i in range(count) for what, seconds in block]
+        layer += count
+        if stage == len(counts) - 1:
+            todo += [("head", HEAD, float(through.head)), ("", HOST, float(through.host))]
+        if len(counts) > 1:
+            todo.append(("", MESSAGE, strategy.hop(group, pricing)))
+        for part, what, seconds in todo:
+            found.append(Piece(stage, part, what, now, seconds))
+            now += seconds
+    rest = strategy.token(sequences, context).parts.get("bubble", 0.0)
+    return [piece for piece in [*found, Piece(0, "", WAIT, now, rest)] if piece.seconds]
+
+
+def _block(strategy: Strategy, through: PassSeconds, pricing: Pricing, group: int) -> Block:
+    """What a block's seconds go to, in order. Of the memory-bound kernels one half is counted with each part."""
+    found = decode_products(strategy.model, strategy.serving, group, strategy.engine, pricing)
+    products = [float(seconds) for seconds in found]
+    attention, memory, sums = (float(through.block[name]) for name in ("attention", "memory", "tensor"))
+    return (
+        (ATTENTION, sum(products[:2]) + attention + memory / 2),
+        (SUM, sums / 2),
+        (FEED_FORWARD, sum(products[2:]) + memory / 2),
+        (SUM, sums / 2),
+    )
+
+
+def _gathering(strategy: Strategy, through: PassSeconds, pricing: Pricing, block: Block) -> list[Piece]:
+    """Part by part: what of its gather is not hidden, then its arithmetic, which the next part's gather slows."""
+    plan, slowed = plan_of(strategy.model, strategy.layout), pricing.constants.value("contention")
+    gathers = strategy.gathers(sum(seconds for _, seconds in block), pricing)
+    found, now, before = [], 0.0, 0.0
+    for part, gather, coming in zip(plan.parts, gathers, [*gathers[1:], None], strict=True):
+        todo = block if part.startswith("blocks.") else ((HEAD, float(through.head)),) if part == "head" else ()
+        if gather.seconds:
+            found.append(Piece(0, part, GATHER, before if gather.hidden else now, gather.seconds))
+        before = now = now + gather.exposed
+        whole = sum(seconds for _, seconds in todo)
+        longer = 1 + slowed * coming.hidden / whole if coming and whole else 1.0
+        for what, seconds in todo:
+            found.append(Piece(0, part, what, now, seconds * longer))
+            now += seconds * longer
+    return [piece for piece in [*found, Piece(0, "", HOST, now, float(through.host))] if piece.seconds]

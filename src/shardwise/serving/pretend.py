@@ -1,0 +1,54 @@
+"""`PretendedStage`: a stage whose arithmetic is a timed wait. Processes, messages, scheduler and cache are the real
+ones, so that what a pipeline makes of a prompt's chunks can be measured on any machine (`bubble.py`)."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+from shardwise.runtime.pretend.job import WORD
+from shardwise.runtime.pretend.rank import hop
+from shardwise.serving.attention import Rows
+from shardwise.serving.engine import Generator, Progress
+from shardwise.serving.job import Weights
+from shardwise.serving.scheduler import Turn
+
+_NUMBERS = 128
+"""Turns are counted up to here, and then anew: every type of activations has these numbers."""
+
+
+class PretendedStage(Generator):
+    """Waits `job.pretend` seconds in every turn that has tokens; what a wait lasts too long, the next one lasts less,
+    unless the rank stood still for others in between. What it sends begins with the turn's number, and what it gets is
+    checked to be of this turn."""
+
+    _turn, _late = 0, 0.0
+
+    def load(self, weights: Weights, progress: Progress = lambda done, of: None) -> None:
+        """Nothing is read: nobody computes."""
+
+    def forward(self, turn: Turn, rows: Rows, x: Tensor | None = None) -> Tensor:
+        """What `Generator.forward` gives, without its values; on the last stage every token is 0."""
+        self._turn = (self._turn + 1) % _NUMBERS
+        if x is not None and (found := int(x.view(-1)[0])) != self._turn:
+            raise RuntimeError(f"the message of turn {self._turn} was expected, that of turn {found} came")
+        self._wait()
+        if "head" in self.plan.parts:
+            return torch.zeros(len(turn.wanted), self.plan.model.vocab, dtype=self.dtype, device=self.device)
+        shape = 1, turn.tokens, self.plan.model.hidden
+        return torch.full(shape, float(self._turn), dtype=self.dtype, device=self.device)
+
+    def _wait(self) -> None:
+        now = time.monotonic()
+        stood = sum(timing.wait for timing in self.comms.timings.values())
+        until = now + self.job.pretend - max(0.0, self._late - stood)
+        if until > now:
+            time.sleep(until - now)
+        self._late = time.monotonic() - until
+
+    def hop(self) -> float:
+        """Seconds of a message between stages, as large as a whole chunk's. All ranks must call it."""
+        nbytes = self.job.chunk * self.plan.model.hidden * self.dtype.itemsize
+        return hop(self.comms, -(-nbytes // WORD) * WORD)
