@@ -92,7 +92,8 @@ def test_reports_of_every_turn(folder: Path, tmp_path: Path, layout: str, capsys
         rows = {row.unit for role in report.roles for row in role.ledger}
         assert rows >= ({"control", "blocks.0", "blocks.1"} if "zero" in layout else {"control", "stage 1"})
         assert all(row.wait_s is not None for role in report.roles for row in role.transport)
-        assert report.time and all(role.bytes.parameters for role in report.roles)
+        assert report.time and all(role.bytes.parameters and role.bytes.cache for role in report.roles)
+        assert not any(role.bytes.other for role in report.roles)
     steady = [[(role.ranks, role.ledger) for role in report.roles] for report in reports[2:]]
     assert steady[1] == steady[2]
     refused(capsys, "not empty", folder, "--tokens", 1, "--report", out)
@@ -135,6 +136,26 @@ def test_folders_that_cannot_be_read_are_named(
         file.truncate(5000)
     refused(capsys, "cut short", tmp_path, "--tokens", "1")
     refused(capsys, "no such folder", tmp_path / "nowhere", "--tokens", "1")
+
+
+def test_the_bubble_of_pretended_stages_is_laid_beside_the_simulated_one(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = generate(folder, "--layout", "pp=2", "--chunk", 32, "--pretend", "3ms", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["stages"], found["chunks"], len(found["bubbles"])) == (2, 8, 5)
+    measured, simulated = found["measured"], found["simulated"]
+    assert simulated["busy_s"] == pytest.approx([0.024, 0.024]) and found["hop_s"] > 0
+    assert simulated["bubble_over_ideal"] == pytest.approx(1 / 8 + found["hop_s"] / 0.024)
+    assert all(busy >= 0.9 * 0.024 for busy in measured["busy_s"]) and measured["makespan_s"] >= 9 * 0.003 * 0.9
+    assert found["ratio"] == measured["bubble_over_ideal"] / simulated["bubble_over_ideal"]
+    shown = generate(folder, "--layout", "pp=2", "--tokens", "1,2,3", "--chunk", 1, "--pretend", "1ms").stdout
+    assert "3 chunks of 1 tokens" in shown and "simulated; ratio" in shown
+    refused(capsys, "measures one pipeline", folder, "--layout", "tp=2", "--pretend", "1ms")
+    refused(capsys, "such as 20ms", folder, "--layout", "pp=2", "--pretend", "0ms")
+    refused(capsys, "one prompt", folder, "--layout", "pp=2", "--pretend", "1ms", "--tokens", 1, "--tokens", 2)
+    refused(capsys, "leave --max-tokens out", folder, "--layout", "pp=2", "--pretend", "1ms", "--max-tokens", 3)
 
 
 def test_an_interrupt_leaves_nothing_behind(folder: Path) -> None:

@@ -34,6 +34,15 @@ def line_with(text, *parts):
     return line
 
 
+def test_the_cache_is_shown_where_there_is_one():
+    held = replace(HELD, cache=7_000_000)
+    for found in (memory_table(report(held=held)), comparison_tables(compare(report(held=held), report()))):
+        line_with(shown(found), "keys and values", "7.00 MB")
+    for found in (memory_table(report()), comparison_tables(compare(report(), report("measured")))):
+        assert "keys and values" not in shown(found)
+    assert held.total == HELD.total + 7_000_000
+
+
 def test_memory_shows_every_class_and_the_peak():
     text = shown(memory_table(report()))
     for figure in ("9.00 MB", "4.00 MB", "18.0 MB", "41.0 MB", "6.00 MB", "22.0 MB", "100 MB", "41.0%", "GB = 1e9"):

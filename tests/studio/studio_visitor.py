@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +14,24 @@ from shardwise.cluster import Cluster
 from shardwise.layout import Layout, Workload
 from shardwise.model.catalog import get
 from shardwise.predict import estimate
+from shardwise.report.rank_timelines import Recorded, aligned
 from shardwise.report.run_directory import RunDirectory
 from shardwise.studio.columns import Table, encode
 from shardwise.studio.server import Studio
+
+LIMIT = 90
+"""Seconds after which what has not happened is not waited for any more; whoever else uses the machine costs some."""
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[Studio]:
+    """A server that shows the runs of a folder."""
+    with Studio(0, folder) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
 
 
 def plain_columns(table: Table) -> dict[str, list[Any]]:
@@ -35,12 +53,17 @@ def make_run(path: Path, steps: int, status: str = "finished") -> None:
             predicted, source="measured", time=0.25, roles=(replace(predicted.roles[0], timeline=TIMELINE),)
         )
         measured.write(run.report("measured"))
+        recorded = {rank: Recorded("here", 1_000 + DELAY * rank, TIMELINE) for rank in range(2)}
+        run.write_timelines(aligned(recorded, 4, 2))
 
 
 def step_event(step: int) -> dict[str, Any]:
     figures = {"grad_norm": 1.0 / step, "seconds": 0.5, "tokens_per_s": 512.0, "mfu": 0.25, "lr": 1e-3}
     return {"time": 1e9 + step, "step": step, "loss": 7.5 - 0.1 * step} | figures
 
+
+DELAY = 2_000_000
+"""Nanoseconds by which the second rank of the run begins its step later."""
 
 TIMELINE = tuple(
     {"name": name, "stream": stream, "start_s": start, "duration_s": seconds}
@@ -60,7 +83,7 @@ class Visitor:
     def __init__(self, browser: Any, studio: Studio, **options: Any) -> None:
         self.studio = studio
         self.context = browser.new_context(**({"viewport": {"width": 1200, "height": 900}} | options))
-        self.context.set_default_timeout(20_000)
+        self.context.set_default_timeout(1000 * LIMIT)
         self.page = self.context.new_page()
         self.refused: list[str] = []
         self.problems: list[str] = []
@@ -82,7 +105,7 @@ class Visitor:
 
     def until(self, expression: str) -> None:
         """Wait until an expression is true; the page's own policy forbids to wait inside it."""
-        for _ in range(400):
+        for _ in range(20 * LIMIT):
             if self.page.evaluate(expression):
                 return
             self.page.wait_for_timeout(50)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -100,6 +101,21 @@ def test_the_highest_moment_is_the_predicted_peak(
     assert max(view.tables["moments"].columns["together"]) == report.roles[0].peak_bytes
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "interleaved"])
+def test_a_pipelines_highest_moment_is_the_predicted_peak(schedule: str) -> None:
+    given = {"model": "tiny-llama", "cluster": "4xH100", "pp": "2", "zero": "1", "seq": "64", "batch": "16"}
+    given |= {"schedule": schedule, "virtual": "1" if schedule == "1f1b" else "2"}
+    layout = Layout(dp=2, pp=2, zero=1, schedule=schedule, virtual=int(given["virtual"]))
+    report = estimate(get("tiny-llama"), layout, Workload(seq=64, batch=16), Cluster.parse("4xH100"))
+    for place in range(2):
+        moments = memory.data(given | {"place": str(place)}).tables["moments"].columns
+        peak = next(role.peak_bytes for role in report.roles if 2 * place in role.ranks)
+        assert max(moments["together"]) == peak
+        spans = sorted((a, b) for a, b in zip(moments["from"], moments["to"], strict=True) if a < b)
+        assert len(spans) > 16 and spans[0][0] == 0
+        assert all(end == pytest.approx(start) for (_, end), (start, _) in pairwise(spans)), "it works or waits"
+
+
 def test_what_would_fit_is_estimate_again() -> None:
     view = memory.data({"model": "llama-3-8b", "cluster": "8xH100"})
     fits = view.tables["fits"].columns
@@ -160,7 +176,35 @@ def test_so_far_is_the_sum_of_the_tokens() -> None:
     assert columns["A takes"][0] == middle["first token"][0] and columns["A takes"][199] == middle["last token"][0]
 
 
-@pytest.mark.parametrize("text", ["tp=4", "dp=4,zero=3", "tp=2,dp=2,zero=3", "pp=2,tp=2", "pp=4"])
+STRATEGIES = ["tp=4", "dp=4,zero=3", "tp=2,dp=2,zero=3", "pp=2,tp=2", "pp=4"]
+
+
+@pytest.mark.parametrize("text", STRATEGIES)
+@pytest.mark.parametrize("batch", ["1", "32"])
+def test_the_way_through_the_layers_takes_what_a_token_takes(text: str, batch: str) -> None:
+    given = {"model": "tiny-llama", "cluster": "4xH100", "a": text, "b": text, "prompt": "16", "output": "4"}
+    view = tokens.data(given | {"batch": batch})
+    token, layers = view.tables["compared"].columns["token half-way"][0], get("tiny-llama").layers
+    drawn = view.more["through"]["columns"]
+    ends = drawn["start"] + drawn["seconds"]
+    assert max(ends) == pytest.approx(token, rel=1e-12)
+    columns = view.tables["through"].columns
+    done = columns["A is done after"]
+    assert columns["layer"] == list(range(1, layers + 1)) and done == sorted(done) and done[-1] < token
+    kinds = [view.more["through"]["kinds"][kind] for kind in drawn["kind"]]
+    moved = sum(seconds for seconds, kind in zip(drawn["seconds"], kinds, strict=True) if kind == "communication")
+    assert moved > 0 and sum(columns["A moves"]) <= moved * (1 + 1e-12)
+    steps = view.tables["layer"].columns
+    told = [seconds for act, seconds in zip(steps["what"], steps["takes"], strict=True) if act != "in all"]
+    middle = layers // 2
+    for step, what in ((2, "computes"), (4, "computes")):
+        assert 0 < told[step] < columns[f"A {what}"][middle]
+    gathers = told[1] if "zero=3" in text else 0.0
+    assert gathers + told[3] + (told[5] if "pp" not in text else told[3]) == pytest.approx(columns["A moves"][middle])
+    assert steps["takes"][-1] == pytest.approx(token / layers)
+
+
+@pytest.mark.parametrize("text", STRATEGIES)
 def test_what_ranks_hold_covers_the_layer_once(text: str) -> None:
     view = tokens.data(
         {"model": "tiny-llama", "cluster": "4xH100", "a": text, "b": text, "prompt": "16", "output": "4"}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from studio_visitor import make_run, step_event
+from studio_visitor import DELAY, make_run, step_event
 
 from shardwise.errors import UserError
 from shardwise.report.run_directory import RunDirectory
@@ -44,6 +44,20 @@ def test_no_name_leads_out_of_the_folder(tmp_path: Path, name: str) -> None:
         events({"run": name}, tmp_path / "runs")
     with pytest.raises(UserError, match="holds no run"):
         data({"run": name}, tmp_path / "runs")
+
+
+def test_all_ranks_lie_on_one_clock(tmp_path: Path) -> None:
+    make_run(tmp_path / "one", steps=1)
+    view = data({"run": "one"}, tmp_path)
+    drawn = view.more["timeline"]
+    streams = ("compute", "communication", "waiting")
+    assert drawn["rows"] == [f"rank {rank} {stream}" for rank in range(2) for stream in streams]
+    starts = [drawn["columns"]["start"][drawn["columns"]["rank"] // 3 == rank] for rank in range(2)]
+    assert starts[1] - starts[0] == pytest.approx(DELAY / 1e9)
+    assert view.more["timeline_of"] == "Step 4 on all 2 ranks, on one clock."
+    (tmp_path / "one" / "reports" / "timelines.json").unlink()
+    alone = data({"run": "one"}, tmp_path).more["timeline"]
+    assert {row.rpartition(" ")[0] for row in alone["rows"]} == {"rank 0"}
 
 
 def test_an_empty_or_missing_folder_says_so(tmp_path: Path) -> None:

@@ -146,6 +146,27 @@ def test_what_plays_by_itself_and_what_does_not(browser: Any, studio: Any) -> No
     still.close()
 
 
+def test_layers_and_the_steps_inside_one_are_gone_through_by_keys(visitor: Any, runs: Any) -> None:
+    given = STATES["tokens"] | {"a": "tp=4", "b": "dp=4,zero=3"}
+    page = visitor.open(address("tokens", given | {"_step": "2"}))
+    columns = expected("tokens", given, runs)["through"]
+    through, layer = (page.locator(f'[data-figure="{name}"]') for name in ("through", "layer"))
+    visitor.tab_to('[data-figure="through"] .player input')
+    for _ in range(3):
+        page.keyboard.press("ArrowRight")
+    visitor.until("location.hash.includes('_layer=3')")
+    said = through.locator(".sentence").inner_text()
+    assert said.startswith(f"Layer 3 of {len(columns['layer'])} is done: A after ") and "B after " in said
+    assert layer.locator("p a").count() == 0
+    layer.get_by_role("button", name="Next step").click()
+    visitor.until("location.hash.includes('_step=3')")
+    link = layer.locator("p a")
+    assert link.count() == 1, "tp sums at this step, and nothing else moves"
+    link.click()
+    page.wait_for_selector('[data-figure="rounds"]')
+    assert (visitor.given["collective"], visitor.given["ranks"]) == ("all-reduce", "4")
+
+
 def test_a_slider_keeps_the_focus_and_the_last_value_wins(visitor: Any, runs: Any) -> None:
     page = visitor.open("pipelines?ranks=2&micro=4&_tables=compared")
     visitor.tab_to('[data-control="F"] input')

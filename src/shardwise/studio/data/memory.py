@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, islice
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
@@ -21,10 +21,12 @@ from shardwise.predict.activations import Sizes, saved_bytes, saved_items
 from shardwise.predict.buffers import held_through_step
 from shardwise.predict.memory import OPTIMIZER_BYTES, optimizer_bytes, parameter_bytes
 from shardwise.predict.peak import backwards, inputs, loss, optimizer, saved_inputs, tables
+from shardwise.predict.pipeline import moments
 from shardwise.report.page.palette import BYTE_CLASSES
 from shardwise.report.step_report import DTYPE_BYTES, StepReport
 from shardwise.report.units import format_bytes, format_count, format_ranks
-from shardwise.schedule.pipeline.memory import Held, levels
+from shardwise.schedule.pipeline.simulate import simulate
+from shardwise.schedule.pipeline.times import Times
 from shardwise.studio.columns import How, Table, View
 from shardwise.studio.query import Query
 
@@ -134,21 +136,33 @@ def _peak(
     return peak, None if capacity is None else peak <= capacity, ""
 
 
+class Moment(NamedTuple):
+    """Bytes at one moment of a step. words: what is done. gradients, comm; rest: activations and all that is transient.
+    start, end: when, in a pipeline whose schedule is not too long to be simulated; else both 0."""
+
+    words: str
+    gradients: int
+    comm: int
+    rest: int
+    start: float = 0.0
+    end: float = 0.0
+
+
 def _moments(plan: UnitPlan) -> Table:
     rows = _through_pipeline(plan) if plan.layout.pp > 1 else _through_step(plan)
     lasting = {"parameters": parameter_bytes(plan), "optimizer state": optimizer_bytes(plan)}
     if plan.layout.offload != "none":
         lasting["optimizer state"] = 0
-    columns: dict[str, list[Any]] = {"moment": [row[0] for row in rows]}
-    columns |= {name: [nbytes] * len(rows) for name, nbytes in lasting.items()}
-    for i, name in enumerate(("gradients", "communication buffers", "activations and the rest"), 1):
-        columns[name] = [row[i] for row in rows]
-    columns["together"] = [sum(lasting.values()) + sum(row[1:]) for row in rows]
-    return Table(f"{plan.role}: one moment after the other", columns, dict.fromkeys(list(columns)[1:], "bytes"))
-
-
-Moment = tuple[str, int, int, int]
-"""In words; bytes of gradients, of communication buffers, of activations and all that is transient."""
+    columns: dict[str, list[Any]] = {"moment": [row.words for row in rows]}
+    if any(row.end for row in rows):
+        columns |= {"from": [row.start for row in rows], "to": [row.end for row in rows]}
+    sizes = {name: [nbytes] * len(rows) for name, nbytes in lasting.items()} | {
+        "gradients": [row.gradients for row in rows],
+        "communication buffers": [row.comm for row in rows],
+        "activations and the rest": [row.rest for row in rows],
+        "together": [sum(lasting.values()) + row.gradients + row.comm + row.rest for row in rows],
+    }
+    return Table(f"{plan.role}: one moment after the other", columns | sizes, dict.fromkeys(sizes, "bytes"))
 
 
 def _through_step(plan: UnitPlan) -> list[Moment]:
@@ -163,11 +177,11 @@ def _through_step(plan: UnitPlan) -> list[Moment]:
         if one.when == "loss":
             label = "a later micro-batch: " if index else ""
             found += [
-                (f"{label}forward {part}", one.gradients, one.comm + slots, there + nbytes)
+                Moment(f"{label}forward {part}", one.gradients, one.comm + slots, there + nbytes)
                 for part, nbytes in zip(plan.parts, saved, strict=True)
             ]
         rest = there + beside[one.when, one.part] + one.arriving
-        found.append((_words(one.when, one.part), one.gradients, one.comm + slots, rest))
+        found.append(Moment(_words(one.when, one.part), one.gradients, one.comm + slots, rest))
     return found
 
 
@@ -182,20 +196,28 @@ def _words(when: str, part: str) -> str:
 
 
 def _through_pipeline(plan: UnitPlan) -> list[Moment]:
-    """A rank of a pipeline, one computation after the other: what is saved; gradients and buffers at their most."""
-    from shardwise.predict.memory import predict_bytes
+    """A rank of a pipeline: the fullest moment of each of its actions, and what is there while it waits."""
+    names, spans = [*map(str, plan.actions), "optimizer"], _spans(plan)
+    found: list[Moment] = []
+    left, now = (0, 0, 0), 0.0
+    for full, after in islice(moments(plan), MOST_MOMENTS):
+        start, end = spans[full.place] if spans else (0.0, 0.0)
+        if start > now and end > start:
+            found.append(Moment("waits", *left, now, start))
+        found.append(Moment(names[full.place], full.gradients, full.comm, full.rest, start, end))
+        left, now = (after.gradients, after.comm, after.rest), max(now, end)
+    return found
 
-    schedule, s, most = plan.schedule, Sizes.of(plan), predict_bytes(plan)
+
+def _spans(plan: UnitPlan) -> list[tuple[float, float]] | None:
+    """(begin, end) of each action of the rank and of the optimizer, where a forward of one micro-batch on a rank takes
+    1, and so do its gradients of inputs and of weights; None for steps that are too long to be drawn."""
+    schedule = plan.schedule
     assert schedule
-    saved = [0.0] * schedule.stages
-    for stage, parts in plan.stages.items():
-        saved[stage] = sum(sum(saved_items(plan, s, part).values()) for part in parts)
-    held = Held(tuple(saved), tuple(saved), (0.0,) * schedule.stages)
-    actions = schedule.actions[plan.pp_rank]
-    return [
-        (str(actions[level.index]), most.gradients, most.comm, round(max(level.held, level.during)))
-        for level in list(levels(schedule, plan.pp_rank, held))[:MOST_MOMENTS]
-    ]
+    if len(plan.actions) > MOST_MOMENTS:
+        return None
+    found = simulate(schedule, Times.shared(schedule, 1, 1, 1))
+    return [*found.spans[plan.pp_rank], (found.makespan, found.makespan + 1)]
 
 
 def _how_devices(model: ModelConfig, plan: UnitPlan, report: StepReport, command: str) -> How:
@@ -224,14 +246,16 @@ def _how_devices(model: ModelConfig, plan: UnitPlan, report: StepReport, command
 def _how_moments(plan: UnitPlan, command: str) -> How:
     if plan.layout.pp > 1:
         lines = [
-            "One column a computation of this rank's list. Activations: what the stage's forward saves, until its "
-            "backward ends. Gradients and buffers: the most that there is of them in the step."
+            "Every action of this rank's list with the fullest moment while it is done, as estimate follows them; the "
+            "highest is the predicted peak.",
+            "Time: the schedule simulated, where a forward on a rank takes 1, and so do its gradients of inputs and of "
+            "weights (Pipelines has other times).",
         ]
     else:
         lines = [
             "One column a moment at which something large comes or goes: each part's forward, the loss, each part's "
             "backward and the reduction of its gradients, the optimizer. The highest is the predicted peak."
         ]
-    if plan.micro_batches > 2:
+    if plan.micro_batches > 2 and plan.layout.pp == 1:
         lines.append(f"Two of {plan.micro_batches} micro-batches: from the second one on they are alike.")
     return How(lines, command)

@@ -6,6 +6,7 @@ import json
 
 from shardwise.errors import UserError
 from shardwise.report.compare import compare
+from shardwise.report.page.palette import classes_of
 from shardwise.report.step_report import StepReport
 from shardwise.studio.columns import How, View
 from shardwise.studio.data import timelines
@@ -27,6 +28,7 @@ def opened(content: bytes) -> View:
             [f"Read from the file: a {report.source} step of {report.layout} on {report.cluster}.", *report.notes]
         )
         more = {"kind": "report", "title": f"{report.source} step, {report.layout}", "timeline": timeline.to_json()}
+        more["classes"] = list(classes_of(role.bytes for role in report.roles))
         return View({}, {}, tables, dict.fromkeys(tables, how), more)
     timeline = timelines.of_trace(data)
     how = How(

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from shardwise.errors import UserError
 from shardwise.report.units import format_share, format_time
 from shardwise.schedule.pipeline import PipelineSchedule, build, find, generators
-from shardwise.schedule.pipeline.action import COMPUTE
+from shardwise.schedule.pipeline.action import COMPUTE, Kind
+from shardwise.schedule.pipeline.bulk import without_collections
 from shardwise.schedule.pipeline.closed_forms import FORMS, Case
-from shardwise.schedule.pipeline.memory import Peak, levels, peaks
+from shardwise.schedule.pipeline.memory import Level, Peak, levels, peak
 from shardwise.schedule.pipeline.simulate import Simulated, simulate
 from shardwise.schedule.pipeline.times import Times
 from shardwise.studio.columns import How, Table, View
@@ -25,7 +26,14 @@ KINDS = ("forward", "backward", "input", "weight", "overlap", "message", "collec
 MOST_EVENTS, MOST_LISTED = 1_500_000, 100_000
 """Events that are drawn, and actions that are listed, at most."""
 
-_KIND = {"F": 0, "B": 1, "I": 2, "W": 3, "OVERLAP_F_B": 4}
+_MESSAGE, _COLLECTIVE, _FREE = 5, 6, 7
+_KIND = {"F": 0, "B": 1, "I": 2, "W": 3, "OVERLAP_F_B": 4, "RESHARD": _FREE} | {
+    kind: _MESSAGE if kind.startswith(("SEND", "RECV")) else _COLLECTIVE
+    for kind in get_args(Kind)
+    if kind not in COMPUTE and kind != "RESHARD"
+}
+_COLUMNS = {"rank": "u2", "start": "f8", "seconds": "f8", "kind": "u1", "micro": "i4", "stage": "u2"}
+"""Of the events, with their types."""
 
 
 def data(given: Mapping[str, str]) -> View:
@@ -62,9 +70,10 @@ def data(given: Mapping[str, str]) -> View:
 
 @dataclass(frozen=True)
 class _Found:
-    """A schedule in time, and what its ranks hold at most."""
+    """A schedule in time; what its ranks hold one computation after the other (rows of `Level`), and at most."""
 
     simulated: Simulated
+    levels: list[np.ndarray[Any, Any]]
     peaks: list[Peak]
 
     @property
@@ -79,39 +88,43 @@ def _simulated(name: str, p: int, m: int, v: int, F: float, I: float, W: float, 
     virtual = found.virtual if found.objection(p, m, v) else v
     if p * m * virtual * 8 > MOST_EVENTS:
         raise UserError(f"{p} ranks x {m} micro-batches are too many events to draw: give fewer micro-batches")
-    schedule = build(name, p, m, virtual)
-    times = replace(Times.shared(schedule, F / 1e3, I / 1e3, W / 1e3), hop=hop / 1e3)
-    return _Found(simulate(schedule, times), peaks(schedule))
+    with without_collections():
+        schedule = build(name, p, m, virtual)
+        times = replace(Times.shared(schedule, F / 1e3, I / 1e3, W / 1e3), hop=hop / 1e3)
+        held, most = [], []
+        for rank, mine in enumerate(schedule.actions):
+            rows = list(levels(schedule, rank))
+            held.append(np.array(rows, dtype="f8").reshape(-1, len(Level._fields)))
+            most.append(peak(mine, rows))
+        return _Found(simulate(schedule, times), held, most)
 
 
 def _events(one: Simulated, compute_only: bool = True) -> dict[str, np.ndarray[Any, Any]]:
     """rank, start, seconds, kind, micro, stage of every event; messages from posting to completion."""
-    rows: list[tuple[int, float, float, int, int, int]] = []
+    columns: dict[str, list[np.ndarray[Any, Any]]] = {name: [] for name in _COLUMNS}
     for rank, (mine, spans) in enumerate(zip(one.schedule.actions, one.spans, strict=True)):
-        for action, (start, end) in zip(mine, spans, strict=True):
-            if action.kind in COMPUTE:
-                leaf = action.leaves()[0]
-                rows.append((rank, start, end - start, _KIND[action.kind], leaf.micro, leaf.stage))
-            elif not compute_only and end > start and action.kind != "RESHARD":
-                kind = 5 if action.kind.startswith(("SEND", "RECV")) else 6
-                rows.append((rank, start, end - start, kind, action.micro, action.stage))
-    columns = zip(*rows, strict=True)
-    kinds = ("u2", "f8", "f8", "u1", "i4", "u2")
-    names = ("rank", "start", "seconds", "kind", "micro", "stage")
-    return {name: np.array(column, dtype=kind) for name, kind, column in zip(names, kinds, columns, strict=True)}
+        names, stages, micros, _, parts = zip(*mine, strict=True)
+        kinds = np.fromiter(map(_KIND.__getitem__, names), dtype="u1", count=len(mine))
+        start, end = np.array(spans).T
+        stage, micro = np.array(stages), np.array(micros)
+        for i in np.flatnonzero(kinds == _KIND["OVERLAP_F_B"]).tolist():
+            stage[i], micro[i] = parts[i][0].stage, parts[i][0].micro
+        # What takes no time and is no computation is nothing that happens; neither is freeing parameters.
+        kept = kinds < _MESSAGE if compute_only else (kinds < _MESSAGE) | ((end > start) & (kinds < _FREE))
+        found = (np.full(len(mine), rank), start, end - start, kinds, micro, stage)
+        for column, values in zip(columns.values(), found, strict=True):
+            column.append(values[kept])
+    return {name: np.concatenate(columns[name]).astype(dtype) for name, dtype in _COLUMNS.items()}
 
 
 def _drawn(found: _Found) -> dict[str, Any]:
     """Events and, rank by rank, what is held for backward over time (in what one micro-batch takes a rank)."""
     one, schedule = found.simulated, found.schedule
     held = []
-    for rank in range(schedule.ranks):
-        at, most = [0.0], [0.0]
-        for level in levels(schedule, rank):
-            start, end = one.spans[rank][level.index]
-            at += [start, end]
-            most += [level.during, level.held]
-        held.append({"at": np.array(at), "held": np.array(most)})
+    for spans, mine in zip(one.spans, found.levels, strict=True):
+        place, _, _, after, during = mine.T
+        at = np.concatenate(([0.0], np.array(spans)[place.astype(int)].reshape(-1)))
+        held.append({"at": at, "held": np.concatenate(([0.0], np.stack((during, after), axis=1).reshape(-1)))})
     return {
         "name": schedule.name,
         "summary": find(schedule.name).summary,

@@ -9,6 +9,8 @@ from typing import Any
 from shardwise.errors import UserError
 from shardwise.report.compare import Comparison, compare
 from shardwise.report.exposure import exposures
+from shardwise.report.page.palette import BYTE_CLASSES
+from shardwise.report.rank_timelines import RankTimelines
 from shardwise.report.run_directory import RunDirectory
 from shardwise.report.step_report import StepReport
 from shardwise.report.units import format_share, format_time
@@ -18,6 +20,9 @@ from shardwise.studio.query import Query
 
 STEP_COLUMNS = {"step": "", "loss": "", "grad_norm": "", "seconds": "seconds", "tokens_per_s": "count", "mfu": "share"}
 """Columns of the steps, as events have them, with their units."""
+
+WRITING = ("writing_share", "writing_cpu_s", "step_cpu_s")
+"""Of result.json: what the run has written for this page, as a share of a step's CPU time, and in seconds a step."""
 
 
 def listed(runs: Path) -> list[str]:
@@ -49,10 +54,9 @@ def data(given: Mapping[str, str], runs: Path) -> View:
     )
     more: dict[str, Any] = {"folder": str(runs), "cursor": cursor, **_about(here, told)}
     reports = _reports(here)
-    if "measured" in reports:
-        timeline = timelines.of_report(reports["measured"])
-        tables["timeline"], how["timeline"] = timeline.table(), _how_timeline(here, reports["measured"])
-        more["timeline"] = timeline.to_json()
+    if drawn := _timeline(here, reports.get("measured")):
+        timeline, how["timeline"], more["timeline_of"] = drawn
+        tables["timeline"], more["timeline"] = timeline.table(), timeline.to_json()
     if reports:
         sides = list(reports.values())
         both = compare(sides[0], sides[-1])
@@ -60,6 +64,7 @@ def data(given: Mapping[str, str], runs: Path) -> View:
         lines = ["Predicted before the run, measured inside it; every row of one against the same row of the other."]
         how |= {table: How(lines, f"shardwise compare {here.path}") for table in ("memory", "ledger")}
         more |= {"equal_ledger": both.equal_ledger, "peak_error": both.peak_error, "has": list(reports)}
+        more["classes"] = list(BYTE_CLASSES)
     return View(query.state, {"run": names}, tables, how, more)
 
 
@@ -93,7 +98,8 @@ def _about(here: RunDirectory, told: Mapping[str, Any]) -> dict[str, Any]:
         "layout": config.get("layout", ""),
         "model": config.get("model", {}).get("name", ""),
         "steps_wanted": config.get("steps"),
-        "reports": [name for name in ("predicted", "measured") if here.report(name).is_file()],
+        "reports": [name for name in ("predicted", "measured", "timelines") if here.report(name).is_file()],
+        "writing": {name: here.result.get(name) for name in WRITING},
     }
 
 
@@ -157,13 +163,43 @@ def ledger_table(both: Comparison) -> Table:
 
 
 def _how_steps(here: RunDirectory, told: Mapping[str, Any]) -> How:
-    line = "What the training wrote after every step: the loss is summed over tokens and divided by their number."
-    return How([line, f"status: {told.get('status', 'unknown')}"], f"tail -f {here.events_path}")
+    lines = ["What the training wrote after every step: the loss is summed over tokens and divided by their number."]
+    share, writing, step = (here.result.get(name) for name in WRITING)
+    if share and writing and step:
+        lines.append(
+            f"Writing it took {format_time(writing)} of a step's {format_time(step)} of CPU time, "
+            f"{format_share(share)}, measured inside the process that writes (result.json: writing_share)."
+        )
+    return How([*lines, f"status: {told.get('status', 'unknown')}"], f"tail -f {here.events_path}")
 
 
-def _how_timeline(here: RunDirectory, report: StepReport) -> How:
-    lines = [f"Measured inside the processes; the step took {format_time(report.time)}."] if report.time else []
-    for rank, found in exposures(report):
-        exposed = format_share(found.share(found.exposed))
-        lines.append(f"rank {rank}: {exposed} of the step is communication that no computation hides")
-    return How([*lines, "Ranks whose ledgers and bytes are equal are drawn once."], f"shardwise compare {here.path}")
+def _timeline(here: RunDirectory, measured: StepReport | None) -> tuple[timelines.Timeline, How, str] | None:
+    """(the timeline, how it was measured, what it shows in words): of all ranks, where the run has recorded them; else
+    of each role's lowest."""
+    if not here.timelines_path.is_file():
+        if measured is None:
+            return None
+        lines = ["Ranks whose ledgers and bytes are equal are drawn once."]
+        return timelines.of_report(measured), _how_timeline(here, measured, lines), "One rank of each kind."
+    found = RankTimelines.read(here.timelines_path)
+    lines = ["Every rank notes when its step began by its host's monotonic clock, which all ranks there share."]
+    if found.hosts > 1:
+        lines.append(
+            "Hosts have no clock in common: the moments at which each one's first rank left the barrier before the "
+            "step count as the same one."
+        )
+    left = found.world - len(found.ranks)
+    words = f"Step {found.step} on all {found.world} ranks, on one clock."
+    if left:
+        words = f"Step {found.step} on {len(found.ranks)} of {found.world} ranks, on one clock; more would be too long."
+    return timelines.of_ranks(found), _how_timeline(here, measured, lines), words
+
+
+def _how_timeline(here: RunDirectory, report: StepReport | None, lines: list[str]) -> How:
+    found = ["Measured inside the processes, in one undisturbed step."]
+    if report and report.time:
+        found = [f"Measured inside the processes; the median step took {format_time(report.time)}."]
+    for rank, figures in exposures(report) if report else ():
+        exposed = format_share(figures.share(figures.exposed))
+        found.append(f"rank {rank}: {exposed} of the step is communication that no computation hides")
+    return How([*found, *lines], f"shardwise compare {here.path}")

@@ -1,4 +1,4 @@
-"""Timelines as columns: a step report's, or those of a Chrome trace."""
+"""Timelines as columns: those of all ranks of a run, a step report's, or those of a Chrome trace."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardwise.errors import UserError
-from shardwise.report.exposure import COMMUNICATION, WAITING, Span, spans
+from shardwise.report.exposure import COMMUNICATION, COMPUTE, WAITING, Span, spans
+from shardwise.report.rank_timelines import RankTimelines
 from shardwise.report.step_report import StepReport
 from shardwise.studio.columns import Table
 
@@ -17,6 +18,7 @@ KINDS = ("forward", "backward", "recompute", "update", "rest", "communication", 
 """Kinds of events, by number."""
 _BY_WORD = {"forward": 0, "backward": 1, "recompute": 2, "optimizer": 3, "optimizer:": 3}
 _STREAMS = {COMMUNICATION: 5, WAITING: 6}
+_ORDER = {COMPUTE: 0, COMMUNICATION: 1, WAITING: 2}
 
 MOST_LISTED = 50_000
 """Events up to which there is a table of them."""
@@ -63,6 +65,25 @@ class Timeline(NamedTuple):
             "takes": [event.seconds for event in ordered],
         }
         return Table("Every event", columns, {"start": "seconds", "takes": "seconds"})
+
+
+def of_ranks(found: RankTimelines) -> Timeline:
+    """A row for each stream of each rank, all on one clock, which begins with the first rank's step."""
+    rows: list[str] = []
+    events: list[Event] = []
+    for one in found.ranks:
+        place = f"rank {one.rank}" if found.hosts == 1 else f"host {one.host} rank {one.rank}"
+        lanes = {stream: len(rows) + i for i, stream in enumerate(_streams(one.spans))}
+        rows += [f"{place} {stream}" for stream in lanes]
+        for span in one.spans:
+            start, seconds = (one.start + span.start) / 1e9, (span.stop - span.start) / 1e9
+            events.append(Event(lanes[span.stream], start, seconds, _kind(span), span.name))
+    return Timeline(rows, events)
+
+
+def _streams(found: tuple[Span, ...]) -> list[str]:
+    """The streams that there are, the usual ones first."""
+    return sorted({span.stream for span in found}, key=lambda stream: (_ORDER.get(stream, len(_ORDER)), stream))
 
 
 def of_report(report: StepReport) -> Timeline:

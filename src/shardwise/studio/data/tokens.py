@@ -16,6 +16,7 @@ from shardwise.model import ModelConfig
 from shardwise.model.catalog import catalog, resolve
 from shardwise.model.parameters import count
 from shardwise.predict.claims.table import claims
+from shardwise.predict.generation import layers
 from shardwise.predict.generation.comparison import ENGINE, Asked, Generated, compare, usual_layouts
 from shardwise.predict.generation.split import plan_of
 from shardwise.predict.generation.timing import Strategy
@@ -25,6 +26,7 @@ from shardwise.report import time_parts
 from shardwise.report.step_report import DTYPE_BYTES
 from shardwise.report.units import format_bytes, format_count, format_spans, format_time
 from shardwise.studio.columns import How, Table, View
+from shardwise.studio.data import tokens_layer
 from shardwise.studio.query import Query
 
 CLUSTERS = ("8xH100", "4xH100", "8xA100", "8xH200", "8xB200", "8xL40S")
@@ -62,31 +64,38 @@ def data(given: Mapping[str, str]) -> View:
     command = f"shardwise generate {model.name} --cluster {cluster} --compare {names}"
     command += f" --prompt-tokens {asked.prompt} --max-tokens {asked.output} --batch {asked.batch}"
     holdings = [list(_holdings(model, layout)) for layout in layouts]
+    ways = [_way(model, layout, cluster, asked) for layout in layouts]
+    told = [
+        (layout, tokens_layer.steps(model, layout, way, asked.batch), one.middle.seconds / model.layers)
+        for layout, way, one in zip(layouts, ways, ones, strict=True)
+    ]
     return View(
         state,
         choices,
         {
             "compared": _compared(ones, asked),
             "holds": _holds(layouts, holdings, model),
-            "layer": _layer_table(model, layouts, cluster, asked),
+            "layer": tokens_layer.layer_table(told),
+            "through": tokens_layer.through_table(model, layouts, ways),
             "where": _where(ones),
             "trained": _trained(ones),
         },
         {
             "compared": _how_compared(ones, model, command),
             "holds": _how_holds(model, layouts),
-            "layer": How(
-                ["One block of one pass: kernels from the engine profile's tables, collectives from the cluster's."],
-                command,
-                "docs/generation.md",
-            ),
+            "layer": tokens_layer.how_layer(told, command),
+            "through": tokens_layer.how_through(layouts, ways, command),
             "where": How([f"{one.layout}: {_sum_of(one)}" for one in ones], command, "docs/generation.md"),
             "trained": How([_how_trained(one) for one in ones], command, "docs/prediction.md"),
         },
         {
             "matrices": _matrices(model),
-            "sides": [_side(model, one, pieces) for one, pieces in zip(ones, holdings, strict=True)],
-            "sentences": [_both(model, layouts, step) for step in range(STEPS)],
+            "sides": [
+                _side(model, cluster, one, pieces, steps)
+                for one, pieces, (_, steps, _) in zip(ones, holdings, told, strict=True)
+            ],
+            "through": tokens_layer.through_drawn(layouts, ways),
+            "sentences": [tokens_layer.sentence(model, layouts[0].ranks, i) for i in range(tokens_layer.STEPS)],
             "parameters": count(model),
             "capacity": cluster.memory_per_device,
             "ratios": [ratio.to_json() for ratio in found.ratios],
@@ -147,10 +156,19 @@ def _asked(given: Mapping[str, str]) -> _Asked:
     return _Asked(query.state, choices, model, cluster, tuple(layouts), asked)
 
 
+def _strategy(model: ModelConfig, layout: Layout, cluster: Cluster) -> Strategy:
+    return Strategy(model, layout, engine(ENGINE), cluster)
+
+
+def _way(model: ModelConfig, layout: Layout, cluster: Cluster, asked: Asked) -> list[layers.Piece]:
+    """How the token half-way through the answer goes through the layers."""
+    return layers.way(_strategy(model, layout, cluster), asked.batch, asked.prompt + asked.output / 2)
+
+
 @lru_cache(maxsize=64)
 def _seconds(model: ModelConfig, layout: Layout, cluster: Cluster, asked: Asked) -> list[float]:
     """Of each token of the answer."""
-    strategy = Strategy(model, layout, engine(ENGINE), cluster)
+    strategy = _strategy(model, layout, cluster)
     return [strategy.token(asked.batch, asked.prompt + i).seconds for i in range(1, asked.output + 1)]
 
 
@@ -216,66 +234,13 @@ def _matrices(model: ModelConfig) -> list[dict[str, Any]]:
     ]
 
 
-# -- one layer, step by step
-
-STEPS = 6
+# -- both strategies
 
 
-def _both(model: ModelConfig, layouts: tuple[Layout, ...], step: int) -> str:
-    return (
-        f"Before the first token: each of {layouts[0].ranks} devices holds its part of the weights. "
-        f"{model.name} has {model.layers} layers; this is one of them.",
-        "A token arrives, a vector of one number for each of the model's "
-        f"{model.hidden:,} dimensions. What must come first?",
-        "Attention: the token's vector meets the layer's query, key, value and output matrices.",
-        "What attention gave must be whole before the next part.",
-        "The feed-forward part: the two large matrices, and back.",
-        f"The layer is done. {model.layers - 1} more like it, and the model has its next token.",
-    )[step]
-
-
-def _steps(model: ModelConfig, layout: Layout) -> list[tuple[str, str]]:
-    """(what each device does, in words) for each of the `STEPS` steps."""
-    vector = format_bytes(model.hidden * DTYPE_BYTES[layout.dtype])
-    if layout.stage == 3:
-        unit = plan_of(model, layout).by_name["blocks.0"]
-        whole, part = (format_bytes(n * DTYPE_BYTES[layout.dtype]) for n in (unit.numel, unit.shard_numel))
-        return [
-            (
-                "hold",
-                f"Each device holds 1/{layout.shard_ranks} of the layer, cut like a tape across its matrices: {part}.",
-            ),
-            ("gather", f"All gather the whole layer: each receives what it lacks of {whole}."),
-            ("multiply", "Every device multiplies with the whole matrices, for its own tokens alone."),
-            ("multiply", "Nothing to sum. Meanwhile the next layer is being gathered."),
-            ("multiply", "The whole feed-forward, too."),
-            ("free", f"The {whole} are freed again: only the own 1/{layout.shard_ranks} stays."),
-        ]
-    if layout.pp > 1:
-        blocks = [name for name in plan_of(model, layout).parts if name.startswith("blocks.")]
-        return [
-            ("hold", f"Each stage holds whole layers: the first one {len(blocks)} of {model.layers}."),
-            ("wait", "The first stage has the token; the others wait, unless other sequences keep them busy."),
-            ("one", "One device alone multiplies with the whole matrices."),
-            ("one", "Nothing to sum: it has all there is of the layer."),
-            ("one", "The whole feed-forward, too."),
-            ("send", f"After {len(blocks)} layers it sends a vector of {vector} on, and waits."),
-        ]
-    if layout.tp > 1:
-        return [
-            ("hold", f"Each device holds a slice of every matrix, whole heads of attention: 1/{layout.tp} in all."),
-            ("hold", "Nothing has to come: every device has the token's vector already."),
-            ("multiply", "Every device multiplies with its own slices, and attends with its own heads."),
-            ("sum", f"The {layout.tp} partial results are added up on all: {vector} a token, an all-reduce."),
-            ("multiply", "Every device multiplies with its own slice of the feed-forward."),
-            ("sum", f"Added up once more: {vector} a token. Weights have not moved at all."),
-        ]
-    return [("hold", "One device holds all of the layer."), *[("multiply", "It computes alone.")] * (STEPS - 1)]
-
-
-def _side(model: ModelConfig, one: Generated, pieces: list[Piece]) -> dict[str, Any]:
+def _side(
+    model: ModelConfig, cluster: Cluster, one: Generated, pieces: list[Piece], told: list[tokens_layer.Step]
+) -> dict[str, Any]:
     layout, grid = one.layout, Grid.of(one.layout, model)
-    steps = _steps(model, layout)
     return {
         "layout": str(layout),
         "ranks": layout.ranks,
@@ -284,25 +249,16 @@ def _side(model: ModelConfig, one: Generated, pieces: list[Piece]) -> dict[str, 
         "stages": [_blocks_of(plan_of(model, layout, stage)) for stage in range(layout.pp)],
         "stage_of": [grid.coordinates(rank)["pp"] for rank in range(layout.ranks)],
         "pieces": [piece._asdict() for piece in pieces],
-        "acts": [act for act, _ in steps],
-        "words": [words for _, words in steps],
+        "acts": [step.act for step in told],
+        "words": [step.words for step in told],
+        "seconds": [step.seconds for step in told],
+        "links": [tokens_layer.link(step, cluster) for step in told],
     }
 
 
 def _blocks_of(plan: UnitPlan) -> str:
     numbers = tuple(int(part.split(".")[1]) for part in plan.parts if part.startswith("blocks."))
     return f"layers {format_spans(numbers)}"
-
-
-def _layer_table(model: ModelConfig, layouts: tuple[Layout, ...], cluster: Cluster, asked: Asked) -> Table:
-    rows: list[tuple[Any, ...]] = []
-    for layout in layouts:
-        taken = Strategy(model, layout, engine(ENGINE), cluster).token(asked.batch, asked.prompt + asked.output / 2)
-        for step, (act, words) in enumerate(_steps(model, layout)):
-            rows.append((str(layout), step, act, words))
-        rows.append((str(layout), STEPS, "in all", f"{format_time(taken.seconds / model.layers)} a layer on average"))
-    names = ("strategy", "step", "what", "in words")
-    return Table("One layer, step by step", dict(zip(names, map(list, zip(*rows, strict=True)), strict=True)))
 
 
 # -- one token, and a training step

@@ -47,8 +47,9 @@ export function mount(root, page) {
     draw: (context, width, height) => data && drawMoments(context, width, height, data) });
   tip(page, moments.canvas, (px) => {
     if (!data) return "";
-    const { columns } = data.tables.moments, n = columns.moment.length, i = Math.floor((px - 64) / (moments.canvas.clientWidth - 64 - 16) * n);
-    return i >= 0 && i < n ? `${columns.moment[i]}\n${bytes(columns.together[i])}` : "";
+    const { columns } = data.tables.moments, spans = spansOf(columns), at = (px - 64) / (moments.canvas.clientWidth - 64 - 16) * spans.end;
+    const i = spans.from.findLastIndex((from, k) => from <= at && at < spans.to[k]);
+    return i >= 0 ? `${columns.moment[i]}\n${bytes(columns.together[i])}` : "";
   });
   root.append(h("div", { class: "panels" }, controls.map((each) => each.node)), devices.node, fits.node, moments.node);
 
@@ -66,7 +67,7 @@ export function mount(root, page) {
     devices.describe(columns.devices.map((name, i) => `${name}: ${bytes(columns.peak[i])}`).join("; "));
     showGrid(answer);
     fits.show(answer);
-    moments.note.textContent = answer.state.place || answer.more.places > 1 ? `Stage ${answer.state.place} of ${answer.more.places} of the pipeline, one computation after the other.` : "One micro-batch's forward and backward, then the next one's, and the optimizer.";
+    moments.note.textContent = answer.state.place || answer.more.places > 1 ? `Rank ${answer.state.place} of the ${answer.more.places} of a pipeline, over time: what its computations hold while they run, and what stays while it waits.` : "One micro-batch's forward and backward, then the next one's, and the optimizer.";
     moments.show(answer);
     moments.describe(`Bytes held at ${answer.tables.moments.columns.moment.length} moments of a step; the most is ${bytes(Math.max(...answer.tables.moments.columns.together))}.`);
   }
@@ -96,19 +97,26 @@ function drawDevices(context, width, data) {
   bars(context, width, rows, { unit: "bytes", limit: data.more.capacity, limitName: "device", left: 130 });
 }
 
+/** From when to when each moment lasts: in a pipeline by the simulation, else one after the other. */
+function spansOf(columns) {
+  const n = columns.moment.length;
+  if (!columns.from) return { from: columns.moment.map((_, i) => i), to: columns.moment.map((_, i) => i + 1), end: n, timed: false };
+  return { from: columns.from, to: columns.to, end: Math.max(...columns.to), timed: true };
+}
+
 function drawMoments(context, width, height, data) {
   const theme = colours(), { columns } = data.tables.moments, n = columns.moment.length, { capacity } = data.more;
-  const box = { left: 64, right: width - 16, top: 22, bottom: height - 40 };
+  const box = { left: 64, right: width - 16, top: 22, bottom: height - 40 }, spans = spansOf(columns);
   const most = Math.max(...columns.together), high = capacity && capacity < 3 * most ? Math.max(most, capacity) * 1.08 : most * 1.08;
-  const y = scale(0, high, box.bottom, box.top), wide = (box.right - box.left) / n;
-  axes(context, theme, box, scale(0, n, box.left, box.right), y, { yUnit: "bytes", yName: "held", xMarks: [], xName: "moments of a step" });
+  const x = scale(0, spans.end, box.left, box.right), y = scale(0, high, box.bottom, box.top);
+  axes(context, theme, box, x, y, { yUnit: "bytes", yName: "held", xMarks: spans.timed ? undefined : [], xName: spans.timed ? "time, in forwards of one micro-batch on a rank" : "moments of a step" });
   const base = new Float64Array(n);
   for (const [name, kind] of Object.entries(MOMENT_KINDS)) {
     context.fillStyle = hatched(context, kind);
     context.beginPath();
     for (let i = 0; i < n; i++) {
-      const value = columns[name][i], top = y(base[i] + value);
-      context.rect(box.left + i * wide, top, wide + 0.35, y(base[i]) - top);
+      const value = columns[name][i], top = y(base[i] + value), left = x(spans.from[i]);
+      context.rect(left, top, Math.max(x(spans.to[i]) - left, 0) + 0.35, y(base[i]) - top);
       base[i] += value;
     }
     context.fill();

@@ -14,7 +14,7 @@ import { timeWindow } from "studio/lib/window";
 import { fact } from "studio/views/collectives";
 
 export const lead = "A training run on disk beside what was predicted for it. A run that is still going is followed live.";
-const EVERY = 1000, CLASSES = ["parameters", "gradients", "optimizer", "saved", "comm", "other"];
+const EVERY = 1000;
 
 export function mount(root, page) {
   const controls = [panel("Run", select(page, "run", "Run"))];
@@ -33,7 +33,7 @@ export function mount(root, page) {
     const i = events ? eventAt(events, shown.current(), timeline.canvas.clientWidth, x, y) : -1;
     return i < 0 ? "" : `${events.name(i)}\n${seconds(events.startOf(i))}, takes ${seconds(events.secondsOf(i))}`;
   });
-  const classKeys = h("ul", { class: "legend" }, swatches(CLASSES));
+  const classKeys = h("ul", { class: "legend" });
   const memory = figure(page, { name: "memory", title: "Memory", extras: [classKeys], height: () => barsHeight(memoryRows(data).length || 1), draw: (context, width) => data?.tables.memory && bars(context, width, memoryRows(data), { unit: "bytes", left: 190 }) });
   const ledger = figure(page, { name: "ledger", title: "Ledger" });
   root.append(h("div", { class: "panels" }, controls.map((each) => each.node)), steps.node, timeline.node, memory.node, ledger.node, validation.node);
@@ -50,6 +50,7 @@ export function mount(root, page) {
     }
     steps.node.hidden = false;
     setTimeline(answer.more.timeline);
+    timeline.note.textContent = answer.more.timeline_of ?? "";
     showReports(answer);
     keys.replaceChildren(...legend(curves(answer)));
     clearTimeout(timer);
@@ -63,7 +64,7 @@ export function mount(root, page) {
       facts.replaceChildren();
       return;
     }
-    status.textContent = more.status === "running" ? `Training: step ${columns.step[last] ?? 0} of ${more.steps_wanted}.` : `This run is ${more.status || "of unknown state"}.`;
+    status.textContent = more.status === "running" ? `Training: step ${columns.step[last] ?? 0} of ${more.steps_wanted}.` : `This run is ${more.status || "of unknown state"}.${more.writing?.writing_share ? ` What it wrote for this page took ${share(more.writing.writing_share)} of a step's CPU time.` : ""}`;
     facts.replaceChildren(fact("Model", more.model, more.layout || "one device"),
       fact("Step", `${columns.step[last] ?? 0}`, `of ${more.steps_wanted}, ${more.ranks} rank${more.ranks === 1 ? "" : "s"}`),
       fact("Loss", last < 0 ? "–" : plain(columns.loss[last]), "of the last step"),
@@ -75,7 +76,8 @@ export function mount(root, page) {
     if (!tables.ledger) return;
     ledger.note.textContent = more.has?.length === 2 ? (more.equal_ledger ? "✓ Every collective that was predicted was observed, and no other." : "✗ What was observed differs from what was predicted.") : "The collectives of one step.";
     memory.note.textContent = more.has?.length === 2 ? `The predicted peak is off by ${share(more.peak_error)}.` : "";
-    memory.describe(memoryRows({ tables }).map((row) => `${row.label}: ${bytes(row.total)}`).join("; "));
+    classKeys.replaceChildren(...swatches(more.classes));
+    memory.describe(memoryRows({ tables, more }).map((row) => `${row.label}: ${bytes(row.total)}`).join("; "));
   }
 
   function setTimeline(given) {
@@ -102,7 +104,7 @@ export function mount(root, page) {
       if (closed) return;
       for (const table of ["steps", "validation"]) for (const [name, values] of Object.entries(fresh[table])) data.tables[table].columns[name] = [...data.tables[table].columns[name], ...values];
       const changed = fresh.reports.join() !== data.more.reports.join() || fresh.status !== "running";
-      Object.assign(data.more, { cursor: fresh.cursor, status: fresh.status, reports: fresh.reports });
+      Object.assign(data.more, { cursor: fresh.cursor, status: fresh.status, reports: fresh.reports, writing: fresh.writing });
       page.refuse("");
       if (changed) return page.fetch();
       tell();
@@ -147,6 +149,7 @@ export function mount(root, page) {
       }
       setTimeline(answer.more.timeline.rows.length ? answer.more.timeline : null);
       showReports(answer);
+      timeline.note.textContent = "";
       timeline.node.querySelector("h2").textContent = `${file.name}: ${answer.more.title}`;
       timeline.node.scrollIntoView({ block: "nearest" });
     } catch (error) {
@@ -176,7 +179,7 @@ function memoryRows(data) {
   const { columns } = data.tables.memory, sides = Object.keys(columns).filter((name) => !["ranks", "class", "difference", "as it should be"].includes(name));
   return [...new Set(columns.ranks)].flatMap((ranks) => sides.map((side) => {
     const of = (name) => columns[side][columns.class.findIndex((each, i) => each === name && columns.ranks[i] === ranks)] ?? 0;
-    return { label: ranks, detail: side, total: of("peak"), parts: CLASSES.map((name) => [name, of(name)]) };
+    return { label: ranks, detail: side, total: of("peak"), parts: data.more.classes.map((name) => [name, of(name)]) };
   }));
 }
 

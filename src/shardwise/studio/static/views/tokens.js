@@ -2,16 +2,21 @@
 
 import { bars, barsHeight } from "studio/lib/bars";
 import { panel, select, slider, text } from "studio/lib/controls";
+import { inside } from "studio/lib/data";
 import { h } from "studio/lib/dom";
 import { figure } from "studio/lib/figure";
 import { bytes, count, seconds } from "studio/lib/format";
+import { drawGantt, eventAt, ganttHeight, prepare, rowHeight, TOP as GANTT_TOP } from "studio/lib/gantt";
+import { swatches } from "studio/lib/legend";
 import { legend, lines } from "studio/lib/lines";
 import { player } from "studio/lib/player";
 import { colourOf, colours, hatched, inkOn, numbered } from "studio/lib/theme";
+import { tip } from "studio/lib/tip";
+import { timeWindow } from "studio/lib/window";
 import { fact } from "studio/views/collectives";
 
 export const lead = "A large model does not fit one device, so its weights lie on several. What must happen for one token then? Two ways beside each other.";
-export const forgets = (changes) => ("output" in changes || "batch" in changes || "prompt" in changes ? ["_token"] : "cluster" in changes || "model" in changes ? ["_token", "_step", "a", "b"] : ["_token"]);
+export const forgets = (changes) => ("output" in changes || "batch" in changes || "prompt" in changes ? ["_token", "_window"] : "cluster" in changes || "model" in changes ? ["_token", "_step", "_layer", "_window", "a", "b"] : ["_token", "_window"]);
 
 const PROMPTS = [128, 256, 512, 1024, 2048, 4096], OUTPUTS = [16, 32, 64, 128, 200, 256, 512, 1024], BATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 256];
 const ACTS = { hold: "", gather: "G", multiply: "M", one: "M", sum: "S", free: "F", send: "X", wait: "W" };
@@ -23,10 +28,21 @@ export function mount(root, page) {
       slider(page, "output", "Answer", { values: OUTPUTS, words: (n) => `${n} tokens` }), slider(page, "batch", "Sequences at a time", { values: BATCHES })),
     panel("Two strategies", text(page, "a", "A", { size: 12, help: "tp=8, dp=8,zero=3 or pp=8" }), text(page, "b", "B", { size: 12 }), select(page, "precision", "Precision")),
   ];
-  let data = null, answer = null, step = 0, token = 0;
-  const layerPlay = player(page, { name: "_step", label: "Step of the layer", seconds: 2.6, onFrame: (at) => { step = at; layer.redraw(); } });
-  const layer = figure(page, { name: "layer", title: "One layer, one token", above: [layerPlay.node], extras: [h("ul", { class: "legend" }, layerKeys())], height: (width) => layerHeight(width, data),
+  let data = null, answer = null, events = null, step = 0, token = 0, passed = 0;
+  const layerPlay = player(page, { name: "_step", label: "Step of the layer", seconds: 2.6, onFrame: (at) => { step = at; showLinks(); layer.redraw(); } });
+  const links = h("p", { class: "lead" });
+  const layer = figure(page, { name: "layer", title: "One layer, one token", above: [layerPlay.node], extras: [links, h("ul", { class: "legend" }, layerKeys())], height: (width) => layerHeight(width, data),
     draw: (context, width) => data && drawLayer(context, width, data, step) });
+  const throughPlay = player(page, { name: "_layer", label: "Layer", seconds: 0.15, onFrame: (at) => { passed = at; through.redraw(); } });
+  const shown = timeWindow(page, { name: "_window", extent: () => events?.latest || 1, onChange: () => through.redraw() });
+  const throughKeys = h("ul", { class: "legend" });
+  const through = figure(page, { name: "through", title: "One token through all layers", lead: "Both on one scale of time. The mark stands where each one has done the layer; drag to move, + and − to zoom into single layers and their collectives.", above: [throughPlay.node, shown.node], extras: [throughKeys],
+    height: () => (events ? ganttHeight(events.rows) : 60), draw: (context, width) => events && drawThrough(context, width, data, events, shown.current(), Math.round(passed)) });
+  shown.listen(through.canvas);
+  tip(page, through.canvas, (x, y) => {
+    const i = events ? eventAt(events, shown.current(), through.canvas.clientWidth, x, y) : -1;
+    return i < 0 ? "" : `${events.name(i)}\n${seconds(data.more.through.columns.start[i])}, takes ${seconds(data.more.through.columns.seconds[i])}`;
+  });
   const facts = h("div", { class: "columns" });
   const compared = figure(page, { name: "compared", title: "What one token takes", above: [facts] });
   const tokenPlay = player(page, { name: "_token", label: "Token", seconds: 0.04, onFrame: (at) => { token = at; spent.redraw(); } });
@@ -40,7 +56,7 @@ export function mount(root, page) {
   const trained = figure(page, { name: "trained", title: "The same layer in training", height: () => barsHeight(data ? data.tables.trained.columns.strategy.length + data.tables.trained.columns["its gather takes"].filter((v) => v > 0).length : 2), draw: (context, width) => data && drawTrained(context, width, data) });
   const claims = h("div", { class: "claims" });
   const wrong = h("section", { class: "figure" }, h("div", { class: "head" }, h("h2", {}, "Figures that are often told, and wrong")), claims);
-  root.append(h("div", { class: "panels" }, controls.map((each) => each.node)), layer.node, compared.node, spent.node, holds.node, where.node, trained.node, wrong);
+  root.append(h("div", { class: "panels" }, controls.map((each) => each.node)), layer.node, through.node, compared.node, spent.node, holds.node, where.node, trained.node, wrong);
   let first = true;
 
   function show(given, part) {
@@ -61,6 +77,7 @@ export function mount(root, page) {
     layer.describe(given.more.sides.map((side, i) => `${"AB"[i]}, ${side.layout}: ${side.words.join(" ")}`).join(" "));
     if (first && kept === null && !matchMedia("(prefers-reduced-motion: reduce)").matches) layerPlay.start();
     first = false;
+    setThrough(given);
     showFacts(given);
     for (const each of [compared, holds, where, trained]) each.show(given);
     holds.describe(given.more.sides.map((side, i) => `${"AB"[i]}, ${side.layout}: ${side.words[0]}`).join(" "));
@@ -70,6 +87,29 @@ export function mount(root, page) {
     trained.note.textContent = gathering < 0 ? "In training 8,192 tokens a device share every matrix." : `With 8,192 tokens a device the block before computes ${seconds(t["one block computes"][gathering])}: a gather of ${seconds(t["its gather takes"][gathering])} ${t["its gather takes"][gathering] <= t["one block computes"][gathering] ? "hides behind it" : "does not hide behind it"}. With one token there is nothing to hide behind.`;
     partKeys.replaceChildren(...partNames(given).map((name, n) => h("li", {}, h("span", { class: "swatch", style: `background:${numbered(n)};color:#fff`, "aria-hidden": "true" }, h("span", { class: "plate" }, String.fromCharCode(97 + n))), name)));
     claims.replaceChildren(...given.more.claims.map((each) => h("details", {}, h("summary", {}, `“${each.says}”`), h("p", {}, `No: ${each.why}.`))));
+  }
+
+  /** What moves at this step of the layer, as the view of collectives shows it. */
+  function showLinks() {
+    const now = data && !inside ? data.more.sides.map((side, i) => [`${"AB"[i]}: ${side.layout}`, side.links[Math.ceil(step)]]).filter(([, link]) => link) : [];
+    links.hidden = !now.length;
+    links.replaceChildren(...now.map(([name, link]) => h("a", { href: `#${link}` }, `${name}, ${link.includes("all-gather") ? "all-gather" : "all-reduce"} chunk by chunk`)).flatMap((node, i) => (i ? [" · ", node] : [node])));
+  }
+
+  function setThrough(given) {
+    const { rows, kinds, names, columns } = given.more.through;
+    events = prepare(columns, rows.length, kinds);
+    events.name = (i) => names[columns.name[i]];
+    events.left = 120;
+    shown.renew();
+    const lines = layersDone(given);
+    throughPlay.show(lines, Number(page.local("_layer", 0)));
+    throughKeys.replaceChildren(...swatches([...new Set(columns.kind)].sort().map((k) => kinds[k])).map((item, i) => {
+      item.lastChild.textContent = LANES[kinds[[...new Set(columns.kind)].sort()[i]]] ?? item.lastChild.textContent;
+      return item;
+    }));
+    through.show(given);
+    through.describe(`Timeline of one token: ${lines[lines.length - 1]}`);
   }
 
   function showFacts({ tables, more }) {
@@ -83,6 +123,29 @@ export function mount(root, page) {
   }
 
   return { show };
+}
+
+const LANES = { forward: "a layer's arithmetic", update: "output head", rest: "the host", communication: "gathers, sums and messages", waited: "waits for other sequences" };
+
+/** A sentence for each layer that is done. */
+function layersDone({ tables, more }) {
+  const { columns } = tables.through, n = columns.layer.length;
+  const told = (i) => more.sides.map((side, k) => `${"AB"[k]} after ${seconds(columns[`${"AB"[k]} is done after`][i])}`).join(", ");
+  return [`The token's vector stands before the first of ${n} layers.`, ...columns.layer.map((layer, i) => `Layer ${layer} of ${n} is done: ${told(i)}.`)];
+}
+
+function drawThrough(context, width, data, events, window, passed) {
+  const { rows, sides } = data.more.through, theme = colours();
+  const x = drawGantt(context, width, events, window, { labels: (row) => rows[row] });
+  if (!passed) return;
+  sides.forEach((side, row) => {
+    const at = x(data.tables.through.columns[`${"AB"[side]} is done after`][passed - 1]), top = GANTT_TOP + row * rowHeight(events.rows);
+    if (at < x(window[0]) || at > x(window[1])) return;
+    context.fillStyle = theme.surface;
+    context.fillRect(at - 2.5, top - 2, 5, rowHeight(events.rows) + 2);
+    context.fillStyle = theme.ink;
+    context.fillRect(at - 1, top - 2, 2, rowHeight(events.rows) + 2);
+  });
 }
 
 function times(n) {
@@ -161,6 +224,11 @@ function drawSide(context, width, side, letter, step, share, ranks) {
   context.font = context.font.replace("12px", "600 14px");
   context.fillText(`${letter}: ${side.layout}`, 0, 9);
   context.font = context.font.replace("600 14px", "12px");
+  const soFar = side.seconds.slice(0, step + 1).reduce((all, each) => all + each, 0);
+  context.textAlign = "right";
+  const takes = side.seconds[step] ? `takes ${seconds(side.seconds[step])}; so far ` : "so far ";
+  context.fillText(soFar ? `${takes}${seconds(soFar)}` : "", width - 4, 9);
+  context.textAlign = "left";
   context.fillStyle = theme.muted;
   wrap(context, side.words[step], width).slice(0, 2).forEach((line, i) => context.fillText(line, 0, 29 + i * 16));
   for (let rank = 0; rank < ranks; rank++) {

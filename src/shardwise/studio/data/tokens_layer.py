@@ -1,0 +1,246 @@
+"""Tokens, layer by layer: what each device does inside one, and how a token goes through all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+from urllib.parse import urlencode
+
+from shardwise.cluster import Cluster
+from shardwise.layout import Layout
+from shardwise.model import ModelConfig
+from shardwise.predict.generation.layers import (
+    ATTENTION,
+    FEED_FORWARD,
+    GATHER,
+    HEAD,
+    HOST,
+    MESSAGE,
+    MOVING,
+    SUM,
+    WAIT,
+    Piece,
+)
+from shardwise.predict.generation.split import plan_of, sequences_of
+from shardwise.report.step_report import DTYPE_BYTES
+from shardwise.report.units import format_bytes, format_time
+from shardwise.studio.columns import How, Table
+from shardwise.studio.data.collectives import MOST_RANKS
+from shardwise.studio.data.timelines import Event, Timeline
+
+STEPS = 6
+"""Steps in which a layer is told."""
+
+_KINDS = {ATTENTION: 0, FEED_FORWARD: 0, HEAD: 3, HOST: 4, WAIT: 6} | dict.fromkeys(MOVING, 5)
+"""What a piece does -> the kind of event it is drawn as (`timelines.KINDS`)."""
+
+
+class Step(NamedTuple):
+    """What each device does at one step of a layer. act: a word for the drawing; seconds: what it takes; collective:
+    (name, ranks, bytes) of what moves."""
+
+    act: str
+    words: str
+    seconds: float = 0.0
+    collective: tuple[str, int, int] | None = None
+
+
+def sentence(model: ModelConfig, ranks: int, step: int) -> str:
+    """What happens at a step of a layer under any strategy."""
+    return (
+        f"Before the first token: each of {ranks} devices holds its part of the weights. {model.name} has "
+        f"{model.layers} layers; this is one of them.",
+        "A token arrives, a vector of one number for each of the model's "
+        f"{model.hidden:,} dimensions. What must come first?",
+        "Attention: the token's vector meets the layer's query, key, value and output matrices.",
+        "What attention gave must be whole before the next part.",
+        "The feed-forward part: the two large matrices, and back.",
+        f"The layer is done. {model.layers - 1} more like it, and the model has its next token.",
+    )[step]
+
+
+def steps(model: ModelConfig, layout: Layout, pieces: Sequence[Piece], sequences: int) -> list[Step]:
+    """The `STEPS` steps of a layer in the middle of a token's way, with so many sequences on all ranks together."""
+    taken = _of_one_layer(model, pieces)
+    added = _sum(model, layout, taken[SUM], -(-sequences_of(layout, sequences) // layout.pp))
+    if layout.stage == 3:
+        return _gathering(model, layout, taken, added)
+    if layout.pp > 1:
+        return _staged(model, layout, taken, added)
+    if layout.tp > 1:
+        return [
+            Step("hold", f"Each device holds a slice of every matrix, whole heads of attention: 1/{layout.tp} in all."),
+            Step("hold", "Nothing has to come: every device has the token's vector already."),
+            Step(
+                "multiply",
+                "Every device multiplies with its own slices, and attends with its own heads.",
+                taken[ATTENTION],
+            ),
+            added,
+            Step("multiply", "Every device multiplies with its own slice of the feed-forward.", taken[FEED_FORWARD]),
+            added._replace(words=f"{added.words} Weights have not moved at all."),
+        ]
+    return [
+        Step("hold", "One device holds all of the layer."),
+        Step("hold", "Nothing has to come."),
+        Step("multiply", "It computes alone.", taken[ATTENTION]),
+        Step("hold", "Nothing to sum."),
+        Step("multiply", "It computes alone.", taken[FEED_FORWARD]),
+        Step("hold", "Nothing to sum."),
+    ]
+
+
+def _of_one_layer(model: ModelConfig, pieces: Sequence[Piece]) -> dict[str, float]:
+    """Seconds of each kind of piece in the block in the middle; of one sum, and one message."""
+    middle = f"blocks.{model.layers // 2}"
+    found = {
+        what: next((p.seconds for p in pieces if p.part == middle and p.what == what), 0.0)
+        for what in (ATTENTION, SUM, FEED_FORWARD, GATHER)
+    }
+    return found | {MESSAGE: next((p.seconds for p in pieces if p.what == MESSAGE), 0.0)}
+
+
+def _sum(model: ModelConfig, layout: Layout, seconds: float, sequences: int) -> Step:
+    """The sum of partial results over tp; nothing where there is none."""
+    if layout.tp == 1:
+        return Step("multiply", "Nothing to sum.")
+    vector = model.hidden * DTYPE_BYTES[layout.dtype]
+    words = f"The {layout.tp} partial results are added up on all: {format_bytes(vector)} a token, an all-reduce."
+    return Step("sum", words, seconds, ("all-reduce", layout.tp, vector * sequences))
+
+
+def _gathering(model: ModelConfig, layout: Layout, taken: dict[str, float], added: Step) -> list[Step]:
+    unit, width, ranks = plan_of(model, layout).by_name["blocks.0"], DTYPE_BYTES[layout.dtype], layout.shard_ranks
+    whole, part = (format_bytes(n * width) for n in (unit.numel, unit.shard_numel))
+    slices = "layer" if layout.tp == 1 else "slice of the layer"
+    return [
+        Step("hold", f"Each device holds 1/{ranks} of the {slices}, cut like a tape across its matrices: {part}."),
+        Step(
+            "gather",
+            f"All gather the whole {slices}: each receives what it lacks of {whole}.",
+            taken[GATHER],
+            ("all-gather", ranks, unit.padded * width),
+        ),
+        Step("multiply", "Every device multiplies with what it gathered, for its own tokens alone.", taken[ATTENTION]),
+        added._replace(words=f"{added.words} Meanwhile the next layer is being gathered."),
+        Step("multiply", "The whole feed-forward, too.", taken[FEED_FORWARD]),
+        Step(
+            "free",
+            f"The {whole} are freed again: only the own 1/{ranks} stays."
+            + (f" Before that, once more: {added.words}" if layout.tp > 1 else ""),
+            added.seconds,
+        ),
+    ]
+
+
+def _staged(model: ModelConfig, layout: Layout, taken: dict[str, float], added: Step) -> list[Step]:
+    blocks = [name for name in plan_of(model, layout).parts if name.startswith("blocks.")]
+    vector = model.hidden * DTYPE_BYTES[layout.dtype]
+    alone = "One device alone multiplies" if layout.tp == 1 else f"The stage's {layout.tp} devices alone multiply"
+    between = Step("one", "Nothing to sum: it has all there is of the layer.") if layout.tp == 1 else added
+    return [
+        Step("hold", f"Each stage holds whole layers: the first one {len(blocks)} of {model.layers}."),
+        Step("wait", "The first stage has the token; the others wait, unless other sequences keep them busy."),
+        Step("one", f"{alone} with {'the whole matrices' if layout.tp == 1 else 'their slices'}.", taken[ATTENTION]),
+        between,
+        Step("one", "The whole feed-forward, too.", taken[FEED_FORWARD]),
+        Step(
+            "send",
+            f"After {len(blocks)} layers it sends a vector of {format_bytes(vector)} on, and waits.",
+            taken[MESSAGE] + added.seconds,
+        ),
+    ]
+
+
+def link(step: Step, cluster: Cluster) -> str:
+    """The state of the Collectives view that shows what moves at a step chunk by chunk; empty where nothing does."""
+    if step.act not in ("gather", "sum") or not step.collective or step.collective[1] > MOST_RANKS:
+        return ""
+    collective, ranks, nbytes = step.collective
+    return "collectives?" + urlencode(
+        {"collective": collective, "ranks": ranks, "bytes": nbytes, "cluster": str(cluster)}
+    )
+
+
+def layer_table(sides: Sequence[tuple[Layout, list[Step], float]]) -> Table:
+    """Every step under each strategy with its seconds. sides: (strategy, its steps, seconds of a token over layers)."""
+    rows: list[tuple[Any, ...]] = []
+    for layout, told, average in sides:
+        so_far = 0.0
+        for number, step in enumerate(told):
+            so_far += step.seconds
+            rows.append((str(layout), number, step.act, step.words, step.seconds, so_far))
+        rows.append((str(layout), STEPS, "in all", "a token's time over the number of layers", average, None))
+    names = ("strategy", "step", "what", "in words", "takes", "so far")
+    columns = dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))
+    return Table("One layer, step by step", columns, {"takes": "seconds", "so far": "seconds"})
+
+
+def how_layer(sides: Sequence[tuple[Layout, list[Step], float]], command: str) -> How:
+    """How the seconds of the steps come about."""
+    lines = ["One block of one pass: kernels from the engine profile's tables, collectives from the cluster's prices."]
+    for layout, told, average in sides:
+        sums = " + ".join(f"{step.act} {format_time(step.seconds)}" for step in told if step.seconds)
+        lines.append(f"{layout}: {sums}; a token's time over its layers is {format_time(average)}")
+    lines.append("Memory-bound kernels (norms, rotation, activation) are counted one half with each part.")
+    lines.append("A gather goes on beside the arithmetic of the layer before: it costs what that does not hide.")
+    return How(lines, command, "docs/generation.md")
+
+
+# -- through all layers
+
+
+def through_table(model: ModelConfig, layouts: Sequence[Layout], ways: Sequence[Sequence[Piece]]) -> Table:
+    """When each strategy is done with each layer, and how much of that it has computed and moved."""
+    columns: dict[str, list[Any]] = {"layer": list(range(1, model.layers + 1))}
+    units: dict[str, str] = {}
+    for side, pieces in zip("AB", ways, strict=False):
+        of = {f"blocks.{i}": [p for p in pieces if p.part == f"blocks.{i}"] for i in range(model.layers)}
+        columns |= {
+            f"{side} computes": [sum(p.seconds for p in found if p.what not in MOVING) for found in of.values()],
+            f"{side} moves": [sum(p.seconds for p in found if p.what in MOVING) for found in of.values()],
+            f"{side} is done after": [max(p.end for p in found) for found in of.values()],
+        }
+        units |= dict.fromkeys(list(columns)[-3:], "seconds")
+    names = " and ".join(map(str, layouts))
+    return Table(f"One token through all layers: {names}", columns, units)
+
+
+def through_drawn(layouts: Sequence[Layout], ways: Sequence[Sequence[Piece]]) -> dict[str, Any]:
+    """The pieces as events: a row for what a strategy computes and one for what it moves, or in a pipeline one for each
+    stage. sides: which strategy each row is of."""
+    rows: list[str] = []
+    sides: list[int] = []
+    events: list[Event] = []
+    for number, (layout, pieces) in enumerate(zip(layouts, ways, strict=True)):
+        lanes: dict[tuple[int, bool], int] = {}
+        for lane in sorted({_lane(layout, p) for p in pieces}):
+            lanes[lane] = len(rows)
+            does = f"stage {lane[0]}" if layout.pp > 1 else "moves" if lane[1] else "computes"
+            rows.append(f"{'AB'[number]} {does}")
+            sides.append(number)
+        for p in pieces:
+            name = f"{_layer(p.part)}{p.what}"
+            events.append(Event(lanes[_lane(layout, p)], p.start, p.seconds, _KINDS[p.what], name))
+    return Timeline(rows, events).to_json() | {"sides": sides}
+
+
+def _lane(layout: Layout, piece: Piece) -> tuple[int, bool]:
+    """(stage, whether it moves data): without a pipeline a gather goes on beside arithmetic."""
+    return piece.stage, layout.pp == 1 and piece.what in MOVING
+
+
+def _layer(part: str) -> str:
+    if part.startswith("blocks."):
+        return f"layer {int(part.split('.')[1]) + 1}: "
+    return "" if part in ("", "head") else f"{part}: "
+
+
+def how_through(layouts: Sequence[Layout], ways: Sequence[Sequence[Piece]], command: str) -> How:
+    """How the pieces are laid out."""
+    lines = ["The token half-way through the answer: its parts one after the other, as each strategy runs them."]
+    for layout, pieces in zip(layouts, ways, strict=True):
+        taken = format_time(max(piece.end for piece in pieces))
+        lines.append(f"{layout}: {len(pieces)} pieces, {taken} in all, which is the token's time")
+    lines.append("A gather begins when the layer before begins to compute, where there is a free buffer for it.")
+    return How(lines, command, "docs/generation.md")
