@@ -4,22 +4,23 @@
     python benchmarks/step_times.py here.toml [--layouts WORD ...] [--rounds 7] [--json FILE]
 
 Each layout trains the same global batch with the trainer's own settings (AdamW, clipping, shared memory, one thread a
-rank). The layouts are built one after the other, and once more in the opposite order: a step's measured time is the
-median of all rounds of both, from the first rank's start to the last rank's end. Predicted is what
-`shardwise estimate --cluster here.toml` says. Printed: both, the error, the 80% range, and over all layouts the mean
-error, and Kendall's tau over the pairs whose measured times differ by more than 10%.
+rank). All are built first (12 take 8 GB) and then take turns, every second round in the opposite order, so that a
+machine whose speed drifts is as fast for each. A step's measured time is the median of its rounds, from the first
+rank's start to the last rank's end. Predicted is what `shardwise estimate --cluster here.toml` says. Printed: both,
+the error, the 80% range, and over all layouts the mean error, and Kendall's tau over the pairs whose measured times
+differ by more than 10%.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -89,28 +90,34 @@ class Row:
 # -- in every rank
 
 
+Step = Callable[[int], tuple[float, float, float]]
+"""Trains the global batch of an index; (start, end, CPU seconds)."""
+
+
 def measure(layouts: list[Layout], rounds: int) -> dict[str, list[float]]:
     """Layout -> seconds of each round."""
-    found: dict[str, list[float]] = {}
-    for layout in [*layouts, *reversed(layouts)]:
-        clock = _steps(layout, rounds)
-        found[str(layout)] = found.get(str(layout), []) + train_step.over_ranks(clock)["seconds"]
+    steps = [_built(layout) for layout in layouts]
+    clocks: list[list[tuple[float, float, float]]] = [[] for _ in layouts]
+    for index in range(rounds):
+        turns = list(zip(steps, clocks, strict=True))
+        for step, clock in turns if index % 2 == 0 else reversed(turns):
+            clock.append(step(WARM + index))
         if dist.get_rank() == 0:
-            print(f"  {layout}: {statistics.median(found[str(layout)]) * 1e3:.0f} ms", flush=True)
-        gc.collect()
-    return found
+            took = " ".join(f"{1e3 * (ended - started):.0f}" for started, ended, _ in (clock[-1] for clock in clocks))
+            print(f"  round {index + 1} of {rounds}: {took} ms", flush=True)
+    return {str(layout): train_step.over_ranks(clock)["seconds"] for layout, clock in zip(layouts, clocks, strict=True)}
 
 
-def _steps(layout: Layout, rounds: int) -> list[tuple[float, float, float]]:
-    """(start, end, CPU seconds) of each round's step, after those that warm up."""
+def _built(layout: Layout) -> Step:
+    """The step of a layout that is built here, after those that warm up."""
     rank, config = dist.get_rank(), OptimizerConfig(lr=1e-4)
     comms = make_comms(layout, MODEL, rank, timeout=300, transport="shared")
     plan = unit_plan(MODEL, layout, WORKLOAD, rank=rank, backend=comms.backend)
     program = Program(plan, comms, config, lambda p, i: initial_values(p, i, SEED), torch.device("cpu"))
     setting = peers.Setting(MODEL, WORKLOAD.seq, WORKLOAD.batch, layout.precision, RANKS)
     share = peers.data_share(setting) if layout.dp > 1 else slice(None)
-    clock = []
-    for index in range(WARM + rounds):
+
+    def step(index: int) -> tuple[float, float, float]:
         ids, targets = peers.tokens(setting, index, share)
         pairs = [
             (stream_view(peers.plain_batch(i.contiguous()), layout, plan.tp_rank), t.contiguous())
@@ -119,9 +126,11 @@ def _steps(layout: Layout, rounds: int) -> list[tuple[float, float, float]]:
         dist.barrier()
         started, used = time.perf_counter(), time.process_time()
         program.step(pairs, config.lr)
-        clock.append((started, time.perf_counter(), time.process_time() - used))
-    comms.close()
-    return clock[WARM:]
+        return started, time.perf_counter(), time.process_time() - used
+
+    for index in range(WARM):
+        step(index)
+    return step
 
 
 def rank_main(rank: int, job: dict[str, Any]) -> None:
@@ -173,7 +182,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("cluster", help="file that `shardwise calibrate device --ranks 2` has written")
     parser.add_argument("--layouts", nargs="+", metavar="WORD", help="only those whose text contains one of the words")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--rounds", type=int, default=7, help="timed steps of each layout, twice")
+    parser.add_argument("--rounds", type=int, default=7, help="timed steps of each layout (%(default)s)")
     parser.add_argument("--json", type=Path, help="write the table, raw times, machine and date here")
     args = parser.parse_args()
     if args.rounds < 1:

@@ -86,6 +86,19 @@ def test_a_refusal_names_the_largest_context():
     assert 0 < found.largest_context < 512
 
 
+def test_a_refusal_says_what_of_batch_context_and_weights_is_too_large():
+    short, whole = (fit("", Served(context, 1)).held.total for context in (16, 512))
+    many = fit("", Served(64, 20_000), fit("", Served(64, 100)).held.total)
+    assert not many.largest_context and many.largest_batch == 100
+    assert "no context fits 20,000 sequences, but 100 sequences of 64 tokens fit" in many.refusal()
+    long = fit("", Served(512, 1), (short + whole) / 2)
+    assert long.largest_context and not long.largest_batch
+    assert f"{long.largest_context:,} tokens, and not even one sequence of 512 tokens fits" in long.refusal()
+    assert "fewer sequences and a shorter context" in fit("", Served(512, 20_000), (short + whole) / 2).refusal()
+    heavy = fit("", Served(64, 1), count(MODEL)).refusal()
+    assert "the weights alone take" in heavy and "split them further" in heavy and "shorter" not in heavy
+
+
 def test_numbers_that_make_no_sense():
     with pytest.raises(UserError, match="context must be at least 1, not 0"):
         Served(0)

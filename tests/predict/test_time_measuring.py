@@ -20,6 +20,7 @@ from shardwise.predict.step_seconds import step_seconds
 from shardwise.predict.time import Kernels, Pricing, Split, constants, engine, training_step
 from shardwise.predict.time.block import Shape, block, head
 from shardwise.predict.time.measuring import COUNTED, device_of, family_of, filled
+from shardwise.predict.time.traffic import held_parameters
 
 MODEL = ModelConfig("small", vocab=512, hidden=256, layers=4, heads=4, kv_heads=4, ffn=704, max_positions=512)
 AXIS = (16, 256, 2048)
@@ -27,6 +28,7 @@ RATES = {"float32": 1e11, "bfloat16": 4e11}
 TURNS = {"forward": 1.0, "input": 1.1, "weight": 0.9}
 COPY = 2e10
 SIZES = (1024, 1 << 16, 1 << 22)
+LENGTHS = (128, 512, 2048)
 
 
 def took(dtype: str, m: int, n: int, k: int) -> float:
@@ -34,7 +36,13 @@ def took(dtype: str, m: int, n: int, k: int) -> float:
     return 2e-6 + 2.0 * m * n * k * (1 + 20 / k + 8 / m) / RATES[dtype]
 
 
-def samples(ranks: int = 2, speed: float = 1.0):
+def attended(dtype: str, width: int, length: int) -> float:
+    """A kernel that works on 512 keys at a time, whatever the mask leaves of them."""
+    keys = 512 * -(-length // 512)
+    return 4.0 * 8 * width * length * (length + keys) / 2 / (0.5 * RATES[dtype]) * (1 + 32 / length)
+
+
+def samples(ranks: int = 2, speed: float = 1.0, taken: float | None = None):
     found = []
 
     def add(what, of, shape, seconds):
@@ -42,9 +50,9 @@ def samples(ranks: int = 2, speed: float = 1.0):
 
     for dtype, shape, turn in product(RATES, product(AXIS, AXIS, AXIS), TURNS):
         add("product", (dtype, turn), shape, took(dtype, *shape) * TURNS[turn])
-    for dtype, width, length in product(RATES, (64, 128), (128, 512, 2048)):
-        forward = 4.0 * 8 * width * length * (length + 1) / 2 / (0.5 * RATES[dtype]) * (1 + 32 / length)
-        for way, times in (("forward", 1), ("both", 4)):
+    for dtype, width, length in product(RATES, (64, 128), LENGTHS):
+        forward = attended(dtype, width, length)
+        for way, times in (("forward", 1), ("both", 2 + LENGTHS.index(length))):
             add("attention", (dtype, way), (1, length, 8, width), forward * times)
     add("copy", (), (1 << 24,), 2 * (1 << 24) / COPY)
     for dtype, of in product(RATES, (*COUNTED, "optimizer")):
@@ -52,6 +60,8 @@ def samples(ranks: int = 2, speed: float = 1.0):
     for dtype in RATES:
         add("row", (dtype,), (1024, 1024), 1e-4)
     add("block", (), (), 3e-4)
+    if taken is not None:
+        add("taken", (), (), taken * speed)
     for op, nbytes in product(("all_reduce", "all_gather", "reduce_scatter", "message"), SIZES if ranks > 1 else ()):
         add("collective", (op,), (nbytes, ranks), 1e-5 + nbytes * 1e-9)
     return {"about": {"torch": "0"}, "samples": found}
@@ -87,12 +97,26 @@ def test_measured_products_are_predicted(read_back):
     assert float(kernels.matmul(512, 700, 1000, "float32")) == pytest.approx(took("float32", 512, 700, 1000), rel=0.1)
 
 
-def test_measured_attention_is_predicted():
-    kernels = Kernels(constants(device()))
-    for dtype, width, length in product(RATES, (64, 128), (128, 512, 2048)):
-        sample = 4.0 * 8 * width * length * (length + 1) / 2 / (0.5 * RATES[dtype]) * (1 + 32 / length)
-        assert float(kernels.attention(1, length, length, 8, 8, width, dtype=dtype)) == pytest.approx(sample, rel=0.05)
-    assert kernels.attention_ratio(64, "float32") == pytest.approx(3.0)
+def test_measured_attention_is_predicted(read_back):
+    kernels = Kernels(constants(read_back.device))
+    for dtype, width, length in product(RATES, (64, 128), LENGTHS):
+        seconds = float(kernels.attention(1, length, length, 8, 8, width, dtype=dtype))
+        assert seconds == pytest.approx(attended(dtype, width, length), rel=0.002)
+        ratio = float(kernels.attention_ratio(width, length, dtype))
+        assert ratio == pytest.approx(1.0 + LENGTHS.index(length), rel=0.001)
+    # Between the lengths what lies between; beyond them what the last one says.
+    assert 1.0 < float(kernels.attention_ratio(64, 256, "float32")) < 2.0
+    assert float(kernels.attention_ratio(64, 8192, "float32")) == pytest.approx(3.0, rel=0.001)
+
+
+def test_a_file_without_lengths_is_read_as_before():
+    found = device()
+    bare = {key: value for key, value in found.measured["attention"]["float32"]["64"].items() if key != "residual"}
+    del bare["lengths"]
+    attention = {dtype: {"64": bare | {"backward": 0.8}} for dtype in RATES}
+    kernels = Kernels(constants(replace(found, measured={**found.measured, "attention": attention})))
+    assert kernels.attention_ratio(64, 512, "float32") == pytest.approx(2.0)
+    assert float(kernels.attention(1, 512, 512, 8, 8, 64, dtype="float32")) > 0
 
 
 @pytest.mark.parametrize("dtype", RATES)
@@ -138,6 +162,78 @@ def test_fp32_takes_longer_than_bf16():
         step_seconds(MODEL, Layout.parse(f"dp=2,precision={p}"), Workload(128, 8), cluster()) for p in ("bf16", "fp32")
     )
     assert slow.parts["matmul"] > 3 * fast.parts["matmul"] and slow.parts["data"] > fast.parts["data"]
+
+
+def seconds(text: str, told=None, batch: int = 8, name: str | None = None):
+    layout = Layout.parse(f"{text},precision=fp32")
+    return step_seconds(MODEL, layout, Workload(128, batch), cluster(told), name)
+
+
+@pytest.mark.parametrize(
+    ("text", "meeting"),
+    [("dp=2", 1), ("dp=2,zero=1", 1), ("dp=2,zero=2", 2), ("dp=2,zero=3", 2), ("tp=2", 2), ("tp=2,sp", 2), ("cp=2", 2)],
+)
+def test_who_meets_in_every_block_loses_what_others_take_of_each(text, meeting):
+    free, shared = seconds(text), seconds(text, samples(taken=0.05))
+    assert free.parts["host"] == 0.0
+    computing = sum(free.parts[part] for part in ("matmul", "attention", "memory", "tensor"))
+    # What stage 3 gathers block by block is held up with its block.
+    most = computing + free.parts["data"]
+    assert 0.05 * meeting * computing <= shared.parts["host"] * 1.0001 <= 0.05 * meeting * most * 1.0002
+    rest = {part: value for part, value in shared.parts.items() if part != "host"}
+    assert rest == {part: value for part, value in free.parts.items() if part != "host"}
+
+
+def test_sequences_are_copied_where_a_micro_batch_has_several():
+    still = replace(engine("shardwise-cpu"), sequence_copies=False)
+    known = Pricing(cluster())
+
+    def copying(micro, **kind):
+        split = Split(128, micro=micro, micro_batches=8 // micro, tp=2, dtype="float32", **kind)
+        with_copies, without = (
+            training_step(MODEL, split, profile, known).parts["memory"] for profile in (engine("shardwise-cpu"), still)
+        )
+        return float(with_copies - without)
+
+    assert copying(1, sp=True) == copying(4) == 0.0
+    tensor = 4.0 * 128 * MODEL.hidden * 2
+    each = float(known.kernels.pass_over(2 * tensor, dtype="float32"))
+    # Ten of a block, two of the embedding and three of the head, in each of four micro-batches.
+    assert copying(2, sp=True) == pytest.approx(4 * (10 * MODEL.layers + 5) * each, rel=1e-6)
+
+
+def test_the_vocabulary_ends_have_their_collectives():
+    """Sums of the embedding's rows and of the head's gradient, beside four of every block; and two of the loss."""
+    model, known, none = replace(MODEL, layers=1), Pricing(cluster()), engine("shardwise-cpu")
+
+    def tensor(model, sp):
+        split = Split(128, micro=2, tp=2, sp=sp, dtype="float32")
+        return float(training_step(model, split, none, known).parts["tensor"])
+
+    price, full, tokens = known.collectives.seconds, 4.0 * 256 * MODEL.hidden, 256
+    loss = float(sum(price("all_reduce", 4.0 * n * tokens, 2) for n in (1, 2)))
+    gather, scatter = (float(price(op, full, 2)) for op in ("all_gather_into", "reduce_scatter"))
+    assert tensor(model, False) == pytest.approx(6 * float(price("all_reduce", full, 2)) + loss, rel=1e-9)
+    # One more gather of the head's input in backward, as in a block, where there are two of them.
+    assert tensor(model, True) == pytest.approx((6 + 3) * gather + (4 + 2) * scatter + loss, rel=1e-9)
+
+
+def test_shards_of_gradients_are_added_to_for_each_micro_batch():
+    added = {
+        zero: [seconds(f"dp=2,zero={zero},micro={micro}", name="shardwise-cpu").parts["data"] for micro in (4, 2, 1)]
+        for zero in (2, 3)
+    }
+    for few, more, most in added.values():
+        assert most - more == pytest.approx(2 * (more - few), rel=1e-6)
+    profile, known = engine("shardwise-cpu"), Pricing(cluster())
+    split = Split(128, micro_batches=4, dp=2, shard=2, zero=2, dtype="float32")
+    with_it, without = (
+        float(training_step(MODEL, split, software, known).parts["data"])
+        for software in (profile, replace(profile, shard_add_bytes=0.0))
+    )
+    shard = sum(float(each) for each in held_parameters(MODEL, split, profile)) / 2
+    each = float(known.kernels.pass_over(12.0 * shard, dtype="float32"))
+    assert with_it - without == pytest.approx(4 * each, rel=1e-9)
 
 
 def test_stage_3_waits_for_tables_where_nothing_is_hidden():

@@ -2,7 +2,7 @@
 
 Why: a checkpoint is read again by nobody soon. The page cache would take new pages for all of it, copy into them and
 drop what is worth more; on two cores that both train, that was four fifths of what a save took of a rank's time
-(docs/decisions.md). FastPersist (Wang et al., 2024, arXiv:2406.13768, section 4.2) writes checkpoints so, too.
+(docs/decisions.md). FastPersist (Wang et al., 2024, arXiv:2406.13768) writes checkpoints so, too.
 """
 
 from __future__ import annotations

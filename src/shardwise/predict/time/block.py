@@ -107,6 +107,8 @@ def block(model: ModelConfig, shape: Shape, engine: Engine, kernels: Kernels, ex
     """One transformer block. experts: its feed-forward is the model's mixture of experts."""
     tally = Tally(kernels, shape.wide)
     stream = shape.stream * model.hidden * shape.width
+    # Sequences are gathered twice and scattered twice; backward the same, and gathered twice more (Korthikanti 2022).
+    _laid_out(tally, model, shape, engine, 4, 6)
     _norm(tally, model, stream, engine)
     _attention(tally, model, shape, engine)
     _residual(tally, stream, engine)
@@ -124,6 +126,15 @@ def _norm(tally: Tally, model: ModelConfig, stream: Num, engine: Engine) -> None
     # Forward reads and writes; backward reads input and gradient, writes, and sums the weight's gradient apart; the
     # gradient that arrives over the residual is added.
     tally.memory(2 * stream, (3 + 3) * stream, (1, 3), "norm")
+
+
+def _laid_out(tally: Tally, model: ModelConfig, shape: Shape, engine: Engine, forward: int, backward: int) -> None:
+    """Copies of so many gathered or scattered tensors, whose shards of sequences lie end to end in memory only where
+    there is one sequence."""
+    if engine.sequence_copies:
+        copied = 1.0 * ((np.asarray(shape.stream) < shape.tokens) & (np.asarray(shape.micro) > 1))
+        moved = 2 * shape.tokens * model.hidden * shape.width * copied
+        tally.memory(forward * moved, backward * moved, (forward * copied, backward * copied))
 
 
 def _residual(tally: Tally, stream: Num, engine: Engine) -> None:
@@ -191,7 +202,7 @@ def _fused_core(tally: Tally, model: ModelConfig, shape: Shape, engine: Engine) 
     slower = kernels.constants.value("triton_attention") if engine.attention_kernel == "triton" else 1.0
     forward = kernels.attention(shape.micro, shape.seq, shape.keys, heads, kv, width, dtype=shape.wide)
     forward = forward * causal * slower
-    tally.add("attention", forward, kernels.attention_ratio(width, shape.wide) * forward, (1, 3))
+    tally.add("attention", forward, kernels.attention_ratio(width, shape.keys, shape.wide) * forward, (1, 3))
 
 
 def _score_core(tally: Tally, model: ModelConfig, shape: Shape, engine: Engine) -> None:
@@ -250,6 +261,7 @@ def embedding(model: ModelConfig, shape: Shape, engine: Engine, kernels: Kernels
     tally = Tally(kernels, shape.wide)
     rows = shape.tokens * model.hidden * shape.width
     tally.memory(2 * rows, 3 * rows, (2, 3))
+    _laid_out(tally, model, shape, engine, 1, 1)
     if engine.dropout:
         tally.memory(2.5 * rows, 2.5 * rows)
     return tally
@@ -259,6 +271,7 @@ def head(model: ModelConfig, shape: Shape, engine: Engine, kernels: Kernels) -> 
     """The final norm, the product with the vocabulary, the loss over it."""
     tally = Tally(kernels, shape.wide)
     vocab = padded_vocab(model, engine, shape.tp) / shape.tp
+    _laid_out(tally, model, shape, engine, 1, 2)
     _norm(tally, model, shape.stream * model.hidden * shape.width, engine)
     wide = Shape(shape.micro, shape.seq, shape.tp, shape.stream, shape.keys, dtype=shape.wide)
     tally.linear(shape.tokens, vocab, model.hidden, wide, accumulate=engine.accumulate_bytes)

@@ -81,7 +81,8 @@ class Kernels:
 
         queries, keys: tokens of one sequence. A causal mask leaves half of the square where both are equal.
         window: keys that a token sees at most, 0 for all. Latency, efficiency and the loss on short sequences are
-        fitted on measured kernels (`Constants.sources`).
+        fitted on measured kernels (`Constants.sources`); where a form has `lengths`, with what was measured over that
+        at each of them.
         """
         form, dtype = self.constants.attention(head_dim, dtype)
         seen = np.asarray(keys, dtype=float)
@@ -91,18 +92,21 @@ class Kernels:
         peak = self.constants.peak(dtype) * form["efficiency"]
         compute = flops / peak * (1 + form["short_tokens"] / seen)
         moved = WIDTH[dtype] * 2.0 * batch * head_dim * (heads * queries + kv_heads * keys)
-        return compute + moved / (self.constants.bandwidth * form["bandwidth_share"]) + form["latency_s"]
+        seconds = compute + moved / (self.constants.bandwidth * form["bandwidth_share"]) + form["latency_s"]
+        return seconds * np.exp(_by_length(form, "residual", seen)) if "lengths" in form else seconds
 
     def attention_backward(self, batch: Num, tokens: Num, heads: Num, kv_heads: Num, head_dim: Num,
                            causal: bool = True, window: Num = 0) -> Num:  # fmt: skip
         """Seconds of the fused backward: five products for the forward's two, at a lower share of the peak (Dao 2023,
         FlashAttention-2, section 3 and figures 5 and 6)."""
         forward = self.attention(batch, tokens, tokens, heads, kv_heads, head_dim, causal, window=window)
-        return forward * self.attention_ratio(head_dim)
+        return forward * self.attention_ratio(head_dim, tokens)
 
-    def attention_ratio(self, head_dim: Num, dtype: str = "bfloat16") -> float:
+    def attention_ratio(self, head_dim: Num, keys: Num, dtype: str = "bfloat16") -> Num:
         """The fused backward's seconds over the forward's: five products for two, at another share of the peak."""
         form, _ = self.constants.attention(head_dim, dtype)
+        if "lengths" in form:
+            return 2.5 * _by_length(form, "backward", keys)
         return 2.5 * (form["backward"] if "backward" in form else self.constants.value("attention_backward"))
 
     def pass_over(self, nbytes: Num, of: str = "", dtype: str = "bfloat16") -> Num:
@@ -114,6 +118,12 @@ class Kernels:
         share = next((self.constants.values[name] for name in known if name in self.constants.values), None)
         share = share or self.constants.value("stream")
         return nbytes / (self.constants.bandwidth * share) + self._latency
+
+
+def _by_length(form: Mapping[str, Any], name: str, keys: Num) -> Num:
+    """A figure of a form of attention that was measured at several lengths: between them in the logarithm, at the ends
+    beyond them."""
+    return np.interp(np.log(keys), np.log(form["lengths"]), form[name])
 
 
 class Surface:

@@ -8,7 +8,6 @@ form) and, where ranks measured together, `collectives` (sizes, and seconds by c
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from statistics import median
 from typing import Any, Literal
 
 import numpy as np
@@ -98,6 +97,8 @@ def _values(samples: Samples, bandwidth: float) -> dict[str, float]:
         elif sample["what"] == "row":
             dtype, moved = sample["of"][0], float(np.prod(sample["shape"])) * WIDTH[sample["of"][0]]
             values[f"gemv_{dtype}"] = _figure(moved / (bandwidth * sample["seconds"]))
+        elif sample["what"] == "taken":
+            values["taken"] = _figure(max(sample["seconds"], 0.0))
     return values
 
 
@@ -144,8 +145,9 @@ def filled(table: NDArray) -> NDArray:
     return table
 
 
-def _attention(samples: Samples, dtype: str, peak: float, bandwidth: float) -> dict[str, dict[str, float]]:
-    """Head width -> efficiency and loss on short sequences, for `Kernels.attention`; and the backward's ratio."""
+def _attention(samples: Samples, dtype: str, peak: float, bandwidth: float) -> dict[str, dict[str, Any]]:
+    """Head width -> efficiency and loss on short sequences, for `Kernels.attention`; and at each length ln(measured /
+    that), and the backward's ratio."""
     ways: dict[str, dict[tuple[int, ...], float]] = {"forward": {}, "both": {}}
     for sample in samples:
         if sample["what"] == "attention" and sample["of"][0] == dtype:
@@ -153,17 +155,18 @@ def _attention(samples: Samples, dtype: str, peak: float, bandwidth: float) -> d
     forms = {}
     for width in sorted({shape[3] for shape in ways["forward"]}):
         mine = {shape: seconds for shape, seconds in ways["forward"].items() if shape[3] == width}
-        back = median(ways["both"][shape] / seconds - 1 for shape, seconds in mine.items())
-        rows, took = [], []
-        for (batch, length, heads, _), seconds in mine.items():
-            flops = 4.0 * batch * heads * width * length * (length + 1) / 2
-            moved = WIDTH[dtype] * 4.0 * batch * width * heads * length
-            took.append(max(seconds - moved / bandwidth, seconds / 5))
-            rows.append([flops / peak, flops / peak / length])
-        whole, short = _fitted(np.array(rows), np.array(took))
+        back = [max(ways["both"][shape] / seconds - 1, 0.5) for shape, seconds in mine.items()]
+        batch, length, heads, _ = np.array(list(mine), dtype=float).T
+        seconds = np.array(list(mine.values()))
+        compute = 4.0 * batch * heads * width * length * (length + 1) / 2 / peak
+        moving = WIDTH[dtype] * 4.0 * batch * width * heads * length / bandwidth
+        rows = np.stack([compute, compute / length], axis=1)
+        whole, short = _fitted(rows, np.maximum(seconds - moving, seconds / 5))
+        over = np.log(seconds / (rows @ [whole, short] + moving))
         forms[str(width)] = {
             "efficiency": _figure(1 / whole), "short_tokens": _figure(short / whole), "bandwidth_share": 1.0,
-            "latency_s": 0.0, "backward": _figure(max(back, 0.5) / 2.5),
+            "latency_s": 0.0, "lengths": length.tolist(), "residual": np.round(over, 3).tolist(),
+            "backward": [_figure(ratio / 2.5) for ratio in back],
         }  # fmt: skip
     return forms
 

@@ -99,8 +99,9 @@ def _pieces(model: ModelConfig, split: Split, engine: Engine, pricing: Pricing) 
             one = _block_seconds(model, shape, split, engine, pricing, experts)
             per_block = {name: per_block.get(name, 0.0) + one[name] * (layers / model.layers) for name in one}
     forward, weights = per_block.pop("forward"), per_block.pop("weights")
-    first = _edge(embedding(model, shape, engine, pricing.kernels))
-    last = _edge(head(model, shape, engine, pricing.kernels))
+    summed, gathered = _ends(model, shape, split, engine, pricing)
+    first = _edge(embedding(model, shape, engine, pricing.kernels), summed)
+    last = _edge(head(model, shape, engine, pricing.kernels), gathered)
     return Pieces(per_block, first, last, forward, weights)
 
 
@@ -135,26 +136,45 @@ def _recomputed(split: Split) -> tuple[Num, Num]:
     return 1.0 * ((recompute == "full") | (recompute == "input")), 1.0 * (recompute == "selective")
 
 
-def _edge(tally: Tally) -> Parts:
+def _edge(tally: Tally, tensor: Num) -> Parts:
     parts = {kind: tally.forward[kind] + tally.backward[kind] for kind in tally.forward}
-    return parts | {"launches": tally.launches["forward"] + tally.launches["backward"]}
+    return parts | {"tensor": tensor, "launches": tally.launches["forward"] + tally.launches["backward"]}
 
 
 def _tensor(model: ModelConfig, shape: Shape, split: Split, engine: Engine, pricing: Pricing) -> tuple[Num, Num]:
     """Exposed collectives of a block over tp and cp, forward and backward: two sums each way (Shoeybi et al. 2019), a
     gather and a scatter each under sp, which gathers twice more in backward (Korthikanti et al. 2022)."""
-    price = pricing.collectives.seconds
-    full = shape.tokens * model.hidden * split.width
     hidden = pricing.constants.value("tensor_hidden") if engine.tensor_overlap else 0.0
-    sp, whole = np.asarray(split.sp), _recomputed(split)[0]
-    gather = price("all_gather_into", full, np.where(sp, split.tp, 1))
-    scatter = price("reduce_scatter", full, np.where(sp, split.tp, 1))
-    reduce = price("all_reduce", full, np.where(sp, 1, split.tp))
-    forward = 2 * (gather + scatter + reduce)
+    whole = _recomputed(split)[0]
+    gather, scatter = _sequences(model, shape, split, pricing)
+    forward = 2 * (gather + scatter)
     # Of backward's, the two gathers that come again for weights' gradients have nothing beside them.
     back = forward + 2 * gather
     exposed_back = 2 * gather + (back - 2 * gather) * (1 - hidden)
     return forward, forward * whole + exposed_back
+
+
+def _sequences(model: ModelConfig, shape: Shape, split: Split, pricing: Pricing) -> tuple[Num, Num]:
+    """The collectives over tp on a micro-batch's whole stream: the gather of its shards, under sp alone; and the sum,
+    which sp scatters."""
+    price = pricing.collectives.seconds
+    full = shape.tokens * model.hidden * split.width
+    sp = np.asarray(split.sp)
+    sharded, whole = np.where(sp, split.tp, 1), np.where(sp, 1, split.tp)
+    scatter = price("reduce_scatter", full, sharded) + price("all_reduce", full, whole)
+    return price("all_gather_into", full, sharded), scatter
+
+
+def _ends(model: ModelConfig, shape: Shape, split: Split, engine: Engine, pricing: Pricing) -> tuple[Num, Num]:
+    """Exposed collectives over tp of the embedding, whose rows are summed, and of the head with its loss: the input is
+    gathered, forward and again in backward, its gradient summed, and of each token the maximum, the sum and the
+    target's logit (Shoeybi et al. 2019, section 3)."""
+    if np.all(np.asarray(split.tp) == 1):
+        return 0.0, 0.0
+    hidden = pricing.constants.value("tensor_hidden") if engine.tensor_overlap else 0.0
+    gather, scatter = _sequences(model, shape, split, pricing)
+    tokens = [pricing.collectives.seconds("all_reduce", 4.0 * n * shape.tokens, split.tp) for n in (1, 2)]
+    return gather + scatter, 2 * gather + scatter * (1 - hidden) + sum(tokens)
 
 
 def _ring(model: ModelConfig, shape: Shape, split: Split, pricing: Pricing, tally: Tally) -> tuple[Num, Num]:
@@ -168,7 +188,7 @@ def _ring(model: ModelConfig, shape: Shape, split: Split, pricing: Pricing, tall
     kv = 2 * shape.micro * split.seq * np.maximum(model.kv_width / split.tp, model.head_dim) * split.width
     messages = pricing.collectives.seconds("all_gather_into", kv, split.cp, split.tp)
     ahead = sum(tally.selective.values())
-    back = ahead * pricing.kernels.attention_ratio(model.head_dim, shape.wide)
+    back = ahead * pricing.kernels.attention_ratio(model.head_dim, shape.keys, shape.wide)
     hidden, covered = pricing.constants.value("tensor_hidden"), 1 - 1 / np.asarray(split.cp)
 
     def left(messages: Num, busy: Num) -> Num:

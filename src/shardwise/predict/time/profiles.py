@@ -33,8 +33,10 @@ class Engine:
     attention_kernel: "measured" (the device's best, as in its constants) or "triton" (FlashAttention in Triton).
     softmax_multiple: the fused softmax needs sequences x heads of a rank to be a multiple of this. metric_losses:
     further losses computed on the logits for metrics. qkv_copied: the gradients of queries, keys and values are
-    concatenated. pipeline_launches: work of the host for a stage's sends, receives and bookkeeping of one micro-
-    batch, in launches.
+    concatenated. sequence_copies: under sequence parallelism, gathered shards of several sequences are copied to lie
+    end to end, and so are those that are to be scattered. shard_add_bytes: moved for a parameter of a rank's shard and
+    micro-batch to add a reduced gradient to those before (stages 2 and 3). pipeline_launches: work of the host for a
+    stage's sends, receives and bookkeeping of one micro-batch, in launches.
 
     For serving: head_replicated: every tp rank has the whole output head; head_quantised: it is stored as the blocks
     are. reads_peers: all-reduces of small messages read the peers' buffers at once. scales_apart: products with int8
@@ -71,6 +73,8 @@ class Engine:
     softmax_multiple: int = 1
     metric_losses: int = 0
     qkv_copied: bool = False
+    sequence_copies: bool = False
+    shard_add_bytes: float = 0.0
     pipeline_launches: int = 0
     head_replicated: bool = False
     head_quantised: bool = False
@@ -121,6 +125,9 @@ def _megatron_2022() -> Engine:
             "fused_softmax": f"{_MEGATRON} v3.0, megatron/model/fused_softmax.py",
             "softmax_multiple": f"{_MEGATRON} v3.0, fused_softmax.py, is_kernel_available: attn_batches % 4 == 0",
             "qkv_copied": f"{_MEGATRON} v3.0, transformer.py: split_tensor_along_last_dim, whose backward concatenates",
+            "sequence_copies": f"{_MEGATRON} v3.0, mpu/mappings.py, _gather_along_first_dim: a stream is [seq, batch, "
+            "hidden]",
+            "shard_add_bytes": "no shards of gradients",
             "attention_kernel": "no fused attention",
             "metric_losses": "none",
             "pipeline_launches": f"{_MEGATRON} v3.0, schedules.py and p2p_communication.py: two exchanges",
@@ -177,6 +184,8 @@ def _megatron_deepspeed() -> Engine:
         "optimizer_bytes": f"{_ADAM} (28); norm and unscaling read and write g (12); weights are written (6)",
         "accumulate_bytes": f"{source}: autograd adds each micro-batch's 16-bit gradient: two reads, one write",
         "vocab_multiple": f"{source}: --make-vocab-size-divisible-by 128, times tp",
+        "sequence_copies": f"{source}: no sequence parallelism",
+        "shard_add_bytes": f"{source}: runtime/zero/stage_1_and_2.py, stage 1 reduces after the last micro-batch",
     }
     return replace(
         base, name="megatron-deepspeed-2022", wgrad_accumulates=False, tensor_overlap=False, grad_bytes=2.0,
@@ -209,12 +218,15 @@ def _llm_foundry() -> Engine:
         gather_overlap=True,
         grad_bytes=4.0,
         optimizer_bytes=40.0,
+        shard_add_bytes=12.0,
         facts=_SERVING
         | {
             "attention": f"{source}: attn_impl: triton or flash, scripts/train/benchmarking",
             "attention_kernel": f"{source}: attn_impl triton, scripts/train/yamls/pretrain/mpt-*.yaml",
             "metric_losses": f"{source}: modeling_mpt.py, train_metrics = LanguageCrossEntropy and LanguagePerplexity",
             "qkv_copied": f"{source}: models/layers/attention.py, qkv.chunk(3), whose backward concatenates",
+            "sequence_copies": "no sequence parallelism",
+            "shard_add_bytes": "torch FSDP, _runtime_utils.py, _accumulate_sharded_grad: += in the parameters' fp32",
             "softmax_multiple": "inside the fused attention",
             "pipeline_launches": "no pipeline",
             "fused_softmax": "inside the fused attention",
@@ -248,8 +260,12 @@ def _llm_foundry_pure() -> Engine:
     facts = {
         "grad_bytes": f"{source}: gradients are reduced in bf16",
         "optimizer_bytes": f"{source}: parameters, gradients and both moments in bf16",
+        "shard_add_bytes": "torch FSDP, _runtime_utils.py, _accumulate_sharded_grad: += in the parameters' bf16",
     }
-    return replace(base, name="llm-foundry-pure", grad_bytes=2.0, optimizer_bytes=20.0, facts={**base.facts, **facts})
+    return replace(
+        base, name="llm-foundry-pure", grad_bytes=2.0, optimizer_bytes=20.0, shard_add_bytes=6.0,
+        facts={**base.facts, **facts},
+    )  # fmt: skip
 
 
 def _megatron_bridge() -> Engine:
@@ -270,6 +286,7 @@ def _megatron_bridge() -> Engine:
         graphs=True,
         grad_bytes=4.0,
         optimizer_bytes=40.0,
+        shard_add_bytes=12.0,
         vocab_multiple=128,
         facts=_SERVING
         | {
@@ -277,6 +294,8 @@ def _megatron_bridge() -> Engine:
             "attention_kernel": f"{source}: cuDNN, NVIDIA's own for each device",
             "metric_losses": "none",
             "qkv_copied": f"{source}: TransformerEngine's SplitAlongDim and no_interleaved layouts avoid it",
+            "sequence_copies": f"{source}: Megatron-Core's stream is [seq, batch, hidden]",
+            "shard_add_bytes": f"{source}: Megatron-Core, megatron_fsdp: a reduced shard is added to an fp32 buffer",
             "softmax_multiple": "inside the fused attention",
             "pipeline_launches": "captured with the graphs",
             "fused_softmax": "inside the fused attention",
@@ -383,6 +402,8 @@ def _shardwise() -> Engine:
         pipeline_overlap=True,
         grad_bytes=2.0,
         optimizer_bytes=40.0,
+        sequence_copies=True,
+        shard_add_bytes=12.0,
         pipeline_launches=8,
         facts=_SERVING
         | {
@@ -396,6 +417,8 @@ def _shardwise() -> Engine:
             "fused_loss": "runtime/loss.py: a few rows at a time, without a second copy of the logits",
             "metric_losses": "none",
             "qkv_copied": "decoder/modules.py, Linears: three products, whose gradients are never joined",
+            "sequence_copies": "runtime/comms.py, gather_dim and reduce_scatter_dim: a stream is [batch, seq, hidden]",
+            "shard_add_bytes": "runtime/engine.py, add_gradients: reads both, writes one, in fp32",
             "dropout": "not counted: models of the Llama kind have none",
             "experts_captured": "no experts",
             "graphs": "runtime/step.py: every operation is called from Python",

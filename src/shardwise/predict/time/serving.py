@@ -82,12 +82,7 @@ def decode_pass(
 ) -> PassSeconds:
     """`decode_step`, part by part."""
     known = pricing.constants
-    block: dict[str, Num] = {"weights": 0.0}
-    for wide, deep, copies in _products(model, serving, batch):
-        # A compiled engine reads all experts of a product in one kernel.
-        at_once, times = (wide * copies, 1.0) if engine.compiled else (wide, copies)
-        each = _product(batch, at_once, deep, serving.weights, engine, pricing)
-        block["weights"] = block["weights"] + times * each
+    block: dict[str, Num] = {"weights": sum(decode_products(model, serving, batch, engine, pricing))}
     heads = model.vocab / (1 if engine.head_replicated else serving.tp)
     head = _product(batch, heads, model.hidden, _head_type(serving, engine), engine, pricing)
     cache = cache_bytes_per_token(model, serving) * np.maximum(context, 1.0) * batch / model.layers
@@ -95,6 +90,19 @@ def decode_pass(
     block["memory"] = _elementwise(model, serving, batch, engine, pricing)
     block["tensor"] = 2 * _sum(batch * model.hidden * WIDTH[serving.stream], serving.tp, engine, pricing)
     return PassSeconds(block, head, known.value("iteration_s") * (not engine.compiled) + batch * engine.request_s)
+
+
+def decode_products(
+    model: ModelConfig, serving: Serving, batch: Num, engine: Engine, pricing: Pricing
+) -> tuple[Num, ...]:
+    """Seconds of each linear layer of a block in `decode_pass`: queries, keys and values; attention's output; into the
+    feed-forward part; out of it."""
+    found = []
+    for wide, deep, copies in _products(model, serving, batch):
+        # A compiled engine reads all experts of a product in one kernel.
+        at_once, times = (wide * copies, 1.0) if engine.compiled else (wide, copies)
+        found.append(times * _product(batch, at_once, deep, serving.weights, engine, pricing))
+    return tuple(found)
 
 
 def prefill_pass(

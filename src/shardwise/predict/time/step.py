@@ -31,8 +31,8 @@ class StepSeconds:
     """Seconds of a step, and where they go: `parts` adds up to `seconds`.
 
     matmul, attention, memory: of the busiest stage, all micro-batches, recomputation included. host: waiting for
-    launches. tensor, experts, pipeline, data: exposed collectives and sends. bubble: idle in the pipeline.
-    optimizer: the update.
+    launches; on a CPU, for cores that others have. tensor, experts, pipeline, data: exposed collectives and sends.
+    bubble: idle in the pipeline. optimizer: the update.
     """
 
     seconds: Num
@@ -59,6 +59,7 @@ def step_parts(
     parts["pipeline"] = _hops(split, engine, sent)
     window = total(micro, "experts") * 2 / 3
     parts["data"] = parts["data"] + _reduced(model, split, engine, pricing, sent, window)
+    parts["data"] = parts["data"] + _added(model, split, engine, pricing)
     parts["optimizer"] = _optimizer(model, split, engine, pricing)
     return parts
 
@@ -137,11 +138,19 @@ def _narrow(array: Num) -> Num:
 
 def _host(model: ModelConfig, launches: Num, split: Split, engine: Engine, pricing: Pricing, busy: Num) -> Num:
     """Seconds for which the device waits for the host in a micro-batch: launches that take longer than what they
-    start. A stage of a pipeline receives and sends both ways."""
+    start, a stage of a pipeline receiving and sending both ways; and, of a CPU, what others take of its core."""
     if engine.graphs and (engine.experts_captured or not model.experts):
         return 0.0 * busy
     hops = np.where(np.asarray(split.pp) > 1, engine.pipeline_launches, 0)
-    return _meeting((launches + hops) * pricing.constants.value("launch_s"), busy) - busy
+    waiting = _meeting((launches + hops) * pricing.constants.value("launch_s"), busy) - busy
+    taken = pricing.constants.values.get("taken", 0.0)
+    return waiting + taken * _in_step(split) * busy if taken else waiting
+
+
+def _in_step(split: Split) -> Num:
+    """Ranks that meet in every block, so that what holds up one of them holds up all: those of tensor and context
+    parallelism, and those that shard gradients or parameters. Others meet once a step, and each lost as much."""
+    return split.tp * split.cp * np.where(np.asarray(split.zero) >= 2, split.shard, 1)
 
 
 def _meeting(host: Num, device: Num) -> Num:
@@ -173,6 +182,14 @@ def _reduced(model: ModelConfig, split: Split, engine: Engine, pricing: Pricing,
     last = exposed(sent.reduce + sent.replicas, window, engine.grad_overlap)
     before = earlier * exposed(sent.reduce, window, engine.grad_overlap)
     return last + before + exposed(sent.gather, window / 2, beside) + sent.tied
+
+
+def _added(model: ModelConfig, split: Split, engine: Engine, pricing: Pricing) -> Num:
+    """Stages 2 and 3 add each micro-batch's reduced gradients to their shards."""
+    dense, routed = held_parameters(model, split, engine)
+    numel = np.where(np.asarray(split.zero) >= 2, (dense + routed) / split.shard, 0.0)
+    nbytes = numel * engine.shard_add_bytes
+    return np.where(nbytes > 0, pricing.kernels.pass_over(nbytes, dtype="float32"), 0.0) * split.micro_batches
 
 
 def _sharded(model: ModelConfig, split: Split, engine: Engine, pricing: Pricing, sent: Traffic, busy: Num) -> Num:
