@@ -46,9 +46,12 @@ def _serve(pipe: Connection, index: int) -> None:
             dist.init_process_group("gloo", init_method=f"file://{store}", rank=index, world_size=world)
             try:
                 result = getattr(importlib.import_module(module), function)(index, payload)
-                dist.barrier()  # a rank that is done must not take back what another still reads
+                # A rank that is done must not take back what another still reads. Who lost a peer has left by himself.
+                if dist.is_initialized():
+                    dist.barrier()
             finally:
-                dist.destroy_process_group()
+                if dist.is_initialized():
+                    dist.destroy_process_group()
             pipe.send((True, result))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
