@@ -40,6 +40,7 @@ figures: $(VENV)/.test  ## make docs/claims.md and the README's picture again, a
 	@$(BIN)/python docs/figures.py --numbers
 
 screenshots: $(VENV)/.test  ## the page's views in light and dark, for the README: docs/screenshots/
+	@test -d runs || $(BIN)/python -m shardwise demo
 	@$(BIN)/python docs/screenshots.py
 
 fit: $(VENV)/.test  ## fit the time model's constants: make fit TABLES="training.json serving.json"
@@ -52,6 +53,7 @@ bench: $(VENV)/.bench  ## steps, saves and reshards beside what a user would pic
 	@$(BIN)/python benchmarks/reshard.py
 	@$(BIN)/python benchmarks/pipelines.py --json benchmarks/results/pipelines.json
 	@$(BIN)/python benchmarks/generation.py --json benchmarks/results/generation.json
+	@$(BIN)/python benchmarks/prefill_bubble.py --json benchmarks/results/prefill_bubble.json
 
 bench-scaling: $(VENV)/.train  ## throughput on 1, 2 and 4 ranks against the ideal, and the predicted curve beyond
 	@$(BIN)/python benchmarks/scaling.py --json benchmarks/results/scaling.json

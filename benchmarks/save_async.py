@@ -2,9 +2,11 @@
 
     python benchmarks/save_async.py [--layout dp=2,zero=1,precision=fp32] [--steps 50] [--every 10] [--rounds 5]
 
-Each contender trains `--steps` steps a round; the last save's end is waited for and counts. Prints, for saving in the
-background and for saving at once, the share of its tokens/s that a run keeps: the median over rounds of the ratio to
-the round's plain steps, with the lowest and the highest. A plain contender against itself shows the machine's unrest.
+Each contender trains `--steps` steps a round; the last save's end is waited for and counts. A round begins and ends
+with plain steps, whose mean is what savers are held against: what the machine does slowly, such as growing hot, falls
+out. Prints, for saving in the background and for saving at once, the share of its tokens/s that a run keeps, and how
+much more processor time it takes (all threads of all ranks): medians over rounds of the ratios, with the lowest and the
+highest. The plain steps at a round's end against those at its beginning show the machine's unrest.
 """
 
 from __future__ import annotations
@@ -44,16 +46,25 @@ def rank_main(rank: int, job: dict[str, Any]) -> None:
     torch.set_float32_matmul_precision("medium")
     layout = Layout.parse(job["layout"])
     dist.init_process_group("gloo", init_method=f"file://{job['store']}", rank=rank, world_size=layout.ranks)
-    seconds: dict[str, list[float]] = {name: [] for name in CONTENDERS}
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in CONTENDERS}
     run = _Run(layout, rank, Path(job["folder"]), job["every"])
     run.steps(3)  # fills caches
     for number in range(job["rounds"]):
         # Every second round the other way round: what comes first may have it easier.
         for name in CONTENDERS if number % 2 == 0 else CONTENDERS[::-1]:
             seconds[name].append(run.round(job["steps"], name))
+    every: list[Any] = [None] * layout.ranks
+    dist.all_gather_object(every, seconds)
     if rank == 0:
-        size = Checkpoint.open(run.last).manifest.nbytes
-        Path(job["out"]).write_text(json.dumps({"seconds": seconds, "checkpoint_bytes": size}))
+        found = {
+            "seconds": {name: [wall for wall, _ in seconds[name]] for name in CONTENDERS},
+            "cpu_seconds": {
+                name: [sum(cpu for _, cpu in ranks) for ranks in zip(*(one[name] for one in every), strict=True)]
+                for name in CONTENDERS
+            },
+            "checkpoint_bytes": Checkpoint.open(run.last).manifest.nbytes,
+        }
+        Path(job["out"]).write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
@@ -89,17 +100,36 @@ class _Run:
                 saver.save(Position(self.done, 0, self.done))
                 self.last = saver.folder / f"step-{self.done}"
 
-    def round(self, steps: int, name: str) -> float:
-        """Seconds of `steps` steps under a contender's name."""
+    def round(self, steps: int, name: str) -> tuple[float, float]:
+        """(seconds, this process's processor seconds) of `steps` steps under a contender's name."""
         saver = self.savers.get(name)
         self.done += -self.done % self.every
         dist.barrier()
-        started = time.perf_counter()
+        started, worked = time.perf_counter(), time.process_time()
         self.steps(steps, saver)
         if saver is not None:
             saver.finish()
         dist.barrier()
-        return time.perf_counter() - started
+        return time.perf_counter() - started, time.process_time() - worked
+
+
+def compared(found: dict[str, Any], name: str, tokens: int) -> dict[str, Any]:
+    """What a contender keeps of the plain steps' speed, and how much of their processor time it takes."""
+
+    def ratios(kind: str) -> list[float]:
+        first, last, mine = (found[kind][each] for each in ("plain", "plain again", name))
+        # The last plain steps are held against the first, everything else against the mean of both.
+        base = first if name == "plain again" else [(a + b) / 2 for a, b in zip(first, last, strict=True)]
+        return [own / plain for own, plain in zip(mine, base, strict=True)]
+
+    kept, cpu = [1 / ratio for ratio in ratios("seconds")], ratios("cpu_seconds")
+    return {
+        "tokens_per_s": tokens / statistics.median(found["seconds"][name]),
+        "kept": statistics.median(kept),
+        "range": [min(kept), max(kept)],
+        "cpu": statistics.median(cpu),
+        "cpu_range": [min(cpu), max(cpu)],
+    }
 
 
 def main() -> None:
@@ -119,17 +149,16 @@ def main() -> None:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     tokens = args.steps * SEQ * BATCH
-    plain = found["seconds"]["plain"]
     size = found["checkpoint_bytes"] / 1e6
     print(f"{args.layout}; {args.steps} steps, a checkpoint of {size:.0f} MB every {args.every}")
-    print(f"{'plain':<12} {tokens / statistics.median(plain):8,.0f} tokens/s")
-    rows = {}
-    for name in CONTENDERS[1:]:
-        ratios = [before / mine for before, mine in zip(plain, found["seconds"][name], strict=True)]
-        rate = tokens / statistics.median(found["seconds"][name])
-        rows[name] = {"tokens_per_s": rate, "kept": statistics.median(ratios), "range": [min(ratios), max(ratios)]}
-        kept = rows[name]["kept"]
-        print(f"{name:<12} {rate:8,.0f} tokens/s, {kept:.1%} of plain ({min(ratios):.1%} to {max(ratios):.1%})")
+    print(f"{'plain':<12} {tokens / statistics.median(found['seconds']['plain']):8,.0f} tokens/s")
+    rows = {name: compared(found, name, tokens) for name in CONTENDERS[1:]}
+    for name, row in rows.items():
+        low, high = row["range"]
+        print(
+            f"{name:<12} {row['tokens_per_s']:8,.0f} tokens/s, {row['kept']:.1%} of plain ({low:.1%} to {high:.1%}), "
+            f"{row['cpu'] - 1:+.1%} processor time ({row['cpu_range'][0] - 1:+.1%} to {row['cpu_range'][1] - 1:+.1%})"
+        )
     if args.json:
         args.json.write_text(json.dumps({**found, "rows": rows}, indent=1) + "\n")
 
