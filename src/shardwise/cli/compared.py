@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cli.output import print_json, show
+from shardwise.cli.output import print_json, show, side_by_side
 from shardwise.errors import UserError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-    from rich.table import Table
 
     from shardwise.cli.compared_here import Here
     from shardwise.layout import Layout
@@ -131,7 +130,7 @@ def _measured(args: argparse.Namespace, prompted: bool) -> Measured:
 
 
 def _prompts(args: argparse.Namespace) -> list[list[int]]:
-    from shardwise.cli.generate import read_prompts
+    from shardwise.cli.prompts import read_prompts
 
     return read_prompts(args)[0]
 
@@ -211,20 +210,6 @@ def tables(found: Comparison) -> Iterator[RenderableType]:
     yield side_by_side([str(one.layout) for one in found.strategies], rows)
     yield from _ratios(found)
     yield from _notes(found)
-
-
-def side_by_side(names: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> Table:
-    """A column for each name."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), pad_edge=False, show_edge=False)
-    table.add_column("")
-    for name in names:
-        table.add_column(name, justify="right", overflow="fold")
-    for words, cells in rows:
-        table.add_row(words, *cells)
-    return table
 
 
 Row = tuple[str, "Callable[[Generated], str]"]

@@ -67,7 +67,7 @@ class Here:
 def measure(args: argparse.Namespace, layouts: Sequence[Layout], prompts: Sequence[Sequence[int]], output: int,
             echo: Callable[[str], object]) -> list[Here]:  # fmt: skip
     """Run each layout on the weights in `args.model`. Raises `UserError`, and `RunFailed` when a rank dies."""
-    from shardwise.cli.generate import job_of
+    from shardwise.cli.engine import job_of
 
     jobs = []
     for layout in layouts:
@@ -176,7 +176,7 @@ def _of_role(job: ServingJob, role: Role) -> list[Any]:
 
 def tables(name: str, found: Sequence[Here], prompts: int) -> Iterator[RenderableType]:
     """All that is printed of what was measured."""
-    from shardwise.cli.compared import side_by_side
+    from shardwise.cli.output import side_by_side
 
     many = f"{prompts} sequences at a time" if prompts > 1 else "one sequence"
     yield f"{name}, measured here: {many}, {len(found[0].tokens[0])} tokens each\n"

@@ -18,34 +18,29 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli import compared, pretended
+from shardwise.cli.engine import add_engine, fit_of, job_of
 from shardwise.cli.output import print_json
+from shardwise.cli.prompts import add_prompts, read_prompts
 from shardwise.errors import UserError
 
 if TYPE_CHECKING:
     from shardwise.serving.job import Ready, ServingJob
     from shardwise.serving.messages import Finished, Sampling, Token
     from shardwise.serving.service import Service
-    from shardwise.serving.text import Stream, Text
+    from shardwise.serving.text import Stream
 
 MAX_TOKENS = 64
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a folder of weights; with --compare also a catalog's name")
-    _prompts(parser)
+    add_prompts(parser)
     _sampling(parser)
     add_engine(parser)
     group = parser.add_argument_group("what it cost")
     group.add_argument("--report", type=Path, metavar="DIR", help="write a StepReport for every turn to a new folder")
     pretended.add_argument(group)
     compared.add_arguments(parser)
-
-
-def _prompts(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what is continued; several options, several prompts")
-    group.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a text")
-    group.add_argument("--prompt-file", action="append", default=[], type=Path, metavar="FILE", help="a file's text")
-    group.add_argument("--tokens", action="append", default=[], metavar="1,2,3", help="token ids; needs no tokenizer")
 
 
 def _sampling(parser: argparse.ArgumentParser) -> None:
@@ -56,58 +51,6 @@ def _sampling(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--top-p", type=float, default=1.0, metavar="X", help="among those that have this share (1)")
     group.add_argument("--seed", type=int, default=0, metavar="N", help="equal seeds give equal answers (0)")
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end an answer before this text")
-
-
-def add_engine(parser: argparse.ArgumentParser) -> None:
-    """Options of the engine itself."""
-    group = parser.add_argument_group("the engine")
-    group.add_argument("--layout", metavar="TEXT", default="", help="how it is split: tp=2, pp=2, dp=2,zero=3 (dp=1)")
-    group.add_argument("--precision", choices=("bf16", "fp32", "fp64"), help="in place of the layout's (bf16)")
-    group.add_argument("--int8", action="store_true", help="keep the blocks' matrices in 8 bits")
-    group.add_argument("--context", type=int, default=0, metavar="N", help="tokens of the longest sequence (the "
-                       "model's, at most 4,096)")  # fmt: skip
-    group.add_argument("--cache", metavar="SIZE", help="of keys and values on each rank, such as 1GiB (as batch and "
-                       "context need)")  # fmt: skip
-    group.add_argument("--batch", type=int, metavar="N", help="sequences at a time on each replica (8)")
-    group.add_argument("--chunk", type=int, metavar="N", help="tokens of prompts in a turn (256)")
-    group.add_argument("--no-reuse", action="store_true", help="compute equal beginnings of prompts again")
-    group.add_argument("--same", action="store_true", help="under zero=3: all ranks compute all prompts")
-    group.add_argument("--transport", choices=("auto", "shared", "gloo"), default="auto", help="what carries "
-                       "collectives between CPU ranks (auto)")  # fmt: skip
-    group.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where ranks compute (cpu)")
-    group.add_argument("--threads", type=int, default=1, metavar="N", help="of each rank's matrix products (1)")
-    group.add_argument("--hang", type=float, default=60.0, metavar="S", help="seconds without progress after which to "
-                       "give up (60)")  # fmt: skip
-
-
-def job_of(args: argparse.Namespace, report: str | None = None) -> ServingJob:
-    """The engine that the arguments of `add_engine`, and `args.model`, describe. Raises `UserError`."""
-    from dataclasses import replace
-
-    from shardwise.cli.quantities import bytes_of
-    from shardwise.layout import Layout
-    from shardwise.predict.generation.fit import CHUNK, PAGE, largest_page_bytes
-    from shardwise.predict.generation.split import check_generation
-    from shardwise.serving.job import BATCH, ServingJob, weights_in
-
-    layout = Layout.parse(args.layout)
-    if args.precision:
-        layout = replace(layout, precision=args.precision)
-    folder = Path(args.model).absolute()
-    model, _ = weights_in(folder)
-    check_generation(layout, model)
-    pages = 0
-    if args.cache is not None:
-        page = largest_page_bytes(model, layout)
-        pages = bytes_of("--cache", args.cache) // page
-        if not pages:
-            raise UserError(f"--cache {args.cache} holds no page: one takes {page:,} bytes")
-    return ServingJob(
-        model, layout, str(folder), context=args.context, page=PAGE, pages=pages,
-        chunk=CHUNK if args.chunk is None else args.chunk, batch=BATCH if args.batch is None else args.batch,
-        reuse=not args.no_reuse, prompts="same" if args.same else "own", quantize="int8" if args.int8 else "none",
-        transport=args.transport, threads=args.threads, device=args.device, hang=args.hang, report=report,
-    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -146,8 +89,6 @@ def _fitted(args: argparse.Namespace, job: ServingJob, prompts: list[list[int]],
     and cache do not fit here."""
     from dataclasses import replace
 
-    from shardwise.cli.serve import fit_of
-
     if args.cache is None:
         longest = max(map(len, prompts)) + sampling.max_tokens
         context = args.context or min(max(longest, 1), job.model.max_positions)
@@ -164,33 +105,6 @@ def _sampling_of(args: argparse.Namespace) -> Sampling:
 
     count = MAX_TOKENS if args.max_tokens is None else args.max_tokens
     return Sampling(count, args.temperature, args.top_k, args.top_p, args.seed)
-
-
-def read_prompts(args: argparse.Namespace) -> tuple[list[list[int]], Text | None]:
-    """(token ids of every prompt, what makes text of tokens where something does). Raises `UserError`."""
-    from shardwise.serving.job import tokenizer_of
-    from shardwise.serving.text import Text
-
-    texts = list(args.prompt)
-    for file in args.prompt_file:
-        try:
-            texts.append(file.read_text())
-        except OSError as error:
-            raise UserError(f"cannot read {file}: {error.strerror}") from None
-        except UnicodeDecodeError:
-            raise UserError(f"{file} is not UTF-8 text") from None
-    if not texts and not args.tokens:
-        raise UserError("nothing to continue: give --prompt TEXT, --prompt-file FILE or --tokens 1,2,3")
-    text = Text.open(args.model) if texts or args.stop or tokenizer_of(args.model) else None
-    prompts = [text.encode(each) for each in texts] if text else []
-    return prompts + [_ids(each) for each in args.tokens], text
-
-
-def _ids(text: str) -> list[int]:
-    try:
-        return [int(word) for word in text.split(",")]
-    except ValueError:
-        raise UserError(f"--tokens {text}: give token ids, such as 1,2,3") from None
 
 
 @dataclass

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.table import Table
 
 
 def print_json(data: Any) -> None:
@@ -24,3 +26,17 @@ def show(*things: RenderableType) -> None:
         console.width = 160
     for thing in things:
         console.print(thing)
+
+
+def side_by_side(names: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> Table:
+    """A column for each name."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), pad_edge=False, show_edge=False)
+    table.add_column("")
+    for name in names:
+        table.add_column(name, justify="right", overflow="fold")
+    for words, cells in rows:
+        table.add_row(words, *cells)
+    return table

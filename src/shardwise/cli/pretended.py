@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     from dataclasses import replace
     from pathlib import Path
 
-    from shardwise.cli.generate import job_of
+    from shardwise.cli.engine import job_of
     from shardwise.schedule.pipeline.times import seconds_of
     from shardwise.serving import bubble
 
@@ -66,7 +66,7 @@ def _check(args: argparse.Namespace, seconds: float) -> None:
 
 
 def _prompt(args: argparse.Namespace, job: ServingJob) -> list[int]:
-    from shardwise.cli.generate import read_prompts
+    from shardwise.cli.prompts import read_prompts
 
     if args.prompt or args.prompt_file or args.tokens:
         ((prompt,), _) = read_prompts(args)

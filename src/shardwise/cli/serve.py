@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import signal
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -21,7 +20,7 @@ from socket import socket
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from shardwise.cli.generate import add_engine, job_of
+from shardwise.cli.engine import add_engine, fit_of, job_of
 from shardwise.errors import UserError
 
 if TYPE_CHECKING:
@@ -127,35 +126,6 @@ def _text_and_chat(folder: str) -> tuple[Text, Chat]:
     if file is None:
         raise UserError(f"{folder} has no tokenizer.json, and a server reads and writes text: put one there")
     return Text.open(folder), Chat(file)
-
-
-def fit_of(job: ServingJob) -> Fit:
-    """Whether weights and cache fit, before anything is loaded."""
-    from shardwise.cluster.catalog import lookup
-    from shardwise.predict.generation.fit import RESERVED_CUDA, Served, fit_on_host, serving_fit
-
-    # A cache that was given in bytes holds fewer sequences of the whole context than may run.
-    full = max(1, min(job.batch, job.pages * job.page // job.context))
-    served = Served(job.context, full, job.page, job.chunk, job.quantize == "int8")
-    if job.device == "cpu":
-        return fit_on_host(job.model, job.layout, served, lookup("CPU").device.memory_bytes)
-    devices = _cuda_memory()
-    if not devices:
-        return serving_fit(job.model, job.layout, served)
-    sharing = -(-job.layout.ranks // len(devices))
-    return serving_fit(job.model, job.layout, served, (min(devices) - RESERVED_CUDA) / sharing)
-
-
-def _cuda_memory() -> list[int]:
-    """Bytes of each visible device; none where `nvidia-smi` cannot tell. torch would take a second to ask."""
-    asked = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
-        asked += ["-i", visible]
-    try:
-        said = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True).stdout
-        return [int(line) << 20 for line in said.split()]
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return []
 
 
 @contextmanager

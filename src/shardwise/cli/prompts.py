@@ -1,0 +1,46 @@
+"""Prompts on a command line: texts, files or tokens."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardwise.errors import UserError
+
+if TYPE_CHECKING:
+    from shardwise.serving.text import Text
+
+
+def add_prompts(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what is continued; several options, several prompts")
+    group.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a text")
+    group.add_argument("--prompt-file", action="append", default=[], type=Path, metavar="FILE", help="a file's text")
+    group.add_argument("--tokens", action="append", default=[], metavar="1,2,3", help="token ids; needs no tokenizer")
+
+
+def read_prompts(args: argparse.Namespace) -> tuple[list[list[int]], Text | None]:
+    """(token ids of every prompt, what makes text of tokens where something does). Raises `UserError`."""
+    from shardwise.serving.job import tokenizer_of
+    from shardwise.serving.text import Text
+
+    texts = list(args.prompt)
+    for file in args.prompt_file:
+        try:
+            texts.append(file.read_text())
+        except OSError as error:
+            raise UserError(f"cannot read {file}: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise UserError(f"{file} is not UTF-8 text") from None
+    if not texts and not args.tokens:
+        raise UserError("nothing to continue: give --prompt TEXT, --prompt-file FILE or --tokens 1,2,3")
+    text = Text.open(args.model) if texts or args.stop or tokenizer_of(args.model) else None
+    prompts = [text.encode(each) for each in texts] if text else []
+    return prompts + [_ids(each) for each in args.tokens], text
+
+
+def _ids(text: str) -> list[int]:
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise UserError(f"--tokens {text}: give token ids, such as 1,2,3") from None
