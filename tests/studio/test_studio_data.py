@@ -179,6 +179,16 @@ def test_so_far_is_the_sum_of_the_tokens() -> None:
 STRATEGIES = ["tp=4", "dp=4,zero=3", "tp=2,dp=2,zero=3", "pp=2,tp=2", "pp=4"]
 
 
+def test_a_slower_link_takes_longer_and_sends_as_much() -> None:
+    state = {"model": "llama-3-8b", "cluster": "4xH100", "output": "8"}
+    usual, slow = tokens.spent(state), tokens.spent(state | {"link": "50"})
+    assert usual.state["link"] == 450 and slow.state["link"] == 50
+    before, after = usual.tables["spent"].columns, slow.tables["spent"].columns
+    for side in "AB":
+        assert after[f"{side} sends"] == before[f"{side} sends"]
+        assert after[f"{side} takes"][0] > before[f"{side} takes"][0]
+
+
 @pytest.mark.parametrize("text", STRATEGIES)
 @pytest.mark.parametrize("batch", ["1", "32"])
 def test_the_way_through_the_layers_takes_what_a_token_takes(text: str, batch: str) -> None:

@@ -63,6 +63,8 @@ def data(given: Mapping[str, str]) -> View:
     names = " ".join(f'"{layout}"' for layout in layouts)
     command = f"shardwise generate {model.name} --cluster {cluster} --compare {names}"
     command += f" --prompt-tokens {asked.prompt} --max-tokens {asked.output} --batch {asked.batch}"
+    if cluster.intra.source == "the page":
+        command += f" (with bandwidth = {cluster.intra.bandwidth:g} under [intra] in a cluster's file)"
     holdings = [list(_holdings(model, layout)) for layout in layouts]
     ways = [_way(model, layout, cluster, asked) for layout in layouts]
     told = [
@@ -138,7 +140,7 @@ def spent(given: Mapping[str, str]) -> View:
 def _asked(given: Mapping[str, str]) -> _Asked:
     query = Query(given)
     model = resolve(query.text("model", "llama-3-70b"))
-    cluster = Cluster.parse(query.text("cluster", "8xH100"))
+    cluster = _linked(query, Cluster.parse(query.text("cluster", "8xH100")))
     usual = [str(layout) for layout in usual_layouts(model, cluster)]
     if not usual:
         raise UserError(f"{model.name} cannot be split over all {cluster.devices} devices: choose another cluster")
@@ -154,6 +156,15 @@ def _asked(given: Mapping[str, str]) -> _Asked:
     choices = {"model": list(catalog()), "cluster": list(CLUSTERS), "precision": list(PRECISIONS)}
     choices |= {"a": usual, "b": usual}
     return _Asked(query.state, choices, model, cluster, tuple(layouts), asked)
+
+
+def _linked(query: Query, cluster: Cluster) -> Cluster:
+    """The cluster with the link inside its nodes that the state wants: GB/s that a device sends, 0 where not known."""
+    usual = (cluster.intra.bandwidth or 0.0) / 1e9
+    wanted = query.number("link", usual, 0.0, 1e6)
+    if wanted == usual or not wanted:
+        return cluster
+    return replace(cluster, intra=replace(cluster.intra, bandwidth=wanted * 1e9, speeds=(), source="the page"))
 
 
 def _strategy(model: ModelConfig, layout: Layout, cluster: Cluster) -> Strategy:

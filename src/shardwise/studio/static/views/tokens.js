@@ -1,7 +1,7 @@
 // Tokens: who holds what of the weights, one layer step by step, and what every token adds up to; two strategies.
 
 import { bars, barsHeight } from "studio/lib/bars";
-import { panel, select, slider, text } from "studio/lib/controls";
+import { number, panel, select, slider, text } from "studio/lib/controls";
 import { inside } from "studio/lib/data";
 import { h } from "studio/lib/dom";
 import { figure } from "studio/lib/figure";
@@ -16,7 +16,7 @@ import { timeWindow } from "studio/lib/window";
 import { fact } from "studio/views/collectives";
 
 export const lead = "A large model does not fit one device, so its weights lie on several. What must happen for one token then? Two ways beside each other.";
-export const forgets = (changes) => ("output" in changes || "batch" in changes || "prompt" in changes ? ["_token", "_window"] : "cluster" in changes || "model" in changes ? ["_token", "_step", "_layer", "_window", "a", "b"] : ["_token", "_window"]);
+export const forgets = (changes) => ("output" in changes || "batch" in changes || "prompt" in changes ? ["_token", "_window"] : "cluster" in changes || "model" in changes ? ["_token", "_step", "_layer", "_window", "a", "b", ...("cluster" in changes ? ["link"] : [])] : ["_token", "_window"]);
 
 const PROMPTS = [128, 256, 512, 1024, 2048, 4096], OUTPUTS = [16, 32, 64, 128, 200, 256, 512, 1024], BATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 256];
 const ACTS = { hold: "", gather: "G", multiply: "M", one: "M", sum: "S", free: "F", send: "X", wait: "W" };
@@ -24,7 +24,7 @@ const ACT_WORDS = { hold: "holds", gather: "gathers", multiply: "multiplies", on
 
 export function mount(root, page) {
   const controls = [
-    panel("What is generated", text(page, "model", "Model", { size: 14 }), text(page, "cluster", "Devices"), slider(page, "prompt", "Prompt", { values: PROMPTS, words: (n) => `${n} tokens` }),
+    panel("What is generated", text(page, "model", "Model", { size: 14 }), text(page, "cluster", "Devices"), number(page, "link", "Link in a node, GB/s", { most: 1e6, step: "any", help: "what a device sends, one direction" }), slider(page, "prompt", "Prompt", { values: PROMPTS, words: (n) => `${n} tokens` }),
       slider(page, "output", "Answer", { values: OUTPUTS, words: (n) => `${n} tokens` }), slider(page, "batch", "Sequences at a time", { values: BATCHES })),
     panel("Two strategies", text(page, "a", "A", { size: 12, help: "tp=8, dp=8,zero=3 or pp=8" }), text(page, "b", "B", { size: 12 }), select(page, "precision", "Precision")),
   ];
