@@ -6,7 +6,6 @@ A job that exceeds its time limit kills the whole pool, which the next job start
 from __future__ import annotations
 
 import atexit
-import gc
 import importlib
 import os
 import tempfile
@@ -33,8 +32,6 @@ def _serve(pipe: Connection, index: int) -> None:
     torch.set_num_threads(1)
     import torch.distributed as dist
 
-    # What is there already stays: only what a job leaves behind is looked through.
-    gc.freeze()
     while True:
         try:
             job = pipe.recv()
@@ -56,8 +53,6 @@ def _serve(pipe: Connection, index: int) -> None:
         except BaseException:
             pipe.send((False, traceback.format_exc()))
         job = payload = result = None
-        # A program's parts refer to each other, and to memory of peers, who look through all open files for theirs.
-        gc.collect()
 
 
 class Pool:
