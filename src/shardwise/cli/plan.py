@@ -92,7 +92,9 @@ def _check_kind(args: argparse.Namespace) -> None:
         raise UserError(f"--{strange[0].replace('_', '-')} belongs to {kind}")
     needed = SERVING if args.serve else ("seq", "batch")
     if missing := [f"--{name}" for name in needed if getattr(args, name) is None]:
-        raise UserError(f"plan{' --serve' * args.serve} needs {', '.join(missing)}")
+        asked = args.find == "batch" and missing == ["--batch"]
+        why = ": the step whose largest micro-batch is told, too" if asked else ""
+        raise UserError(f"plan{' --serve' * args.serve} needs {', '.join(missing)}{why}")
     if args.serve and args.by == "memory":
         raise UserError("--by memory is for training; serving has throughput, cost and pareto")
 
