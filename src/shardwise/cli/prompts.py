@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 
 def add_prompts(parser: argparse.ArgumentParser) -> None:
+    """Adds `--prompt`, `--prompt-file` and `--tokens`, each of which may be given several times."""
     group = parser.add_argument_group("what is continued; several options, several prompts")
     group.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a text")
     group.add_argument("--prompt-file", action="append", default=[], type=Path, metavar="FILE", help="a file's text")
