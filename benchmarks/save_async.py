@@ -1,12 +1,16 @@
-"""What asynchronous saving costs a run: 50 steps with a save every 10, and 50 without, interleaved in one set of ranks.
+"""What asynchronous saving costs a run: 50 steps with a save every 10, beside 50 without, in one set of ranks.
 
     python benchmarks/save_async.py [--layout dp=2,zero=1,precision=fp32] [--steps 50] [--every 10] [--rounds 5]
+        [--json FILE [--more]]
 
-Each contender trains `--steps` steps a round; the last save's end is waited for and counts. A round begins and ends
-with plain steps, whose mean is what savers are held against: what the machine does slowly, such as growing hot, falls
-out. Prints, for saving in the background and for saving at once, the share of its tokens/s that a run keeps, and how
-much more processor time it takes (all threads of all ranks): medians over rounds of the ratios, with the lowest and the
-highest. The plain steps at a round's end against those at its beginning show the machine's unrest.
+A round is `--steps` steps of each contender, who take turns of `--every` steps: a machine that runs 10% slower for ten
+seconds, as shared ones do, would otherwise decide which contender it hits. Savers save as their turn begins; what is
+written in the background is waited for at its end, and counts. Everyone comes after everyone else equally often. Two
+contenders are plain steps; savers are held against the mean of both, and one against the other shows the unrest.
+
+Prints, for saving in the background and for saving at once, the share of its tokens/s that a run keeps, and how much
+more processor time it takes (all threads of all ranks): the median over all turns, each of which has one save, against
+the plain turns beside it; the lowest and the highest of the rounds; and how long a save keeps training waiting.
 """
 
 from __future__ import annotations
@@ -17,8 +21,10 @@ import shutil
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import peers
 import torch
@@ -38,6 +44,8 @@ from shardwise.runtime.step import Program
 MODEL = ModelConfig("bench", vocab=2048, hidden=256, layers=4, heads=4, kv_heads=4, ffn=704, max_positions=512)
 SEQ, BATCH = 256, 8
 CONTENDERS = ("plain", "async", "sync", "plain again")
+ORDERS = ((0, 1, 3, 2), (1, 2, 0, 3), (2, 3, 1, 0), (3, 0, 2, 1))
+"""Turns of the contenders: over all of them, each comes right after each other one once."""
 
 
 def rank_main(rank: int, job: dict[str, Any]) -> None:
@@ -46,26 +54,37 @@ def rank_main(rank: int, job: dict[str, Any]) -> None:
     torch.set_float32_matmul_precision("medium")
     layout = Layout.parse(job["layout"])
     dist.init_process_group("gloo", init_method=f"file://{job['store']}", rank=rank, world_size=layout.ranks)
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in CONTENDERS}
     run = _Run(layout, rank, Path(job["folder"]), job["every"])
-    run.steps(3)  # fills caches
-    for number in range(job["rounds"]):
-        # Every second round the other way round: what comes first may have it easier.
-        for name in CONTENDERS if number % 2 == 0 else CONTENDERS[::-1]:
-            seconds[name].append(run.round(job["steps"], name))
+    for saver in run.savers.values():
+        run.steps(3)  # fills caches
+        run.save(saver)
+        saver.finish()
+    rounds = [run.round(job["steps"] // job["every"]) for _ in range(job["rounds"])]
     every: list[Any] = [None] * layout.ranks
-    dist.all_gather_object(every, seconds)
+    dist.all_gather_object(every, rounds)
     if rank == 0:
+
+        def told(name: str, what: Callable[[list[Took]], float]) -> list[list[float]]:
+            """Of each round the contender's turns; what: the number of a turn, of what it took every rank."""
+            each = [list(zip(*(found[number][name] for found in every), strict=True)) for number in range(len(rounds))]
+            return [[what(list(ranks)) for ranks in turns] for turns in each]
+
         found = {
-            "seconds": {name: [wall for wall, _ in seconds[name]] for name in CONTENDERS},
-            "cpu_seconds": {
-                name: [sum(cpu for _, cpu in ranks) for ranks in zip(*(one[name] for one in every), strict=True)]
-                for name in CONTENDERS
-            },
+            "seconds": {name: told(name, lambda ranks: ranks[0].seconds) for name in CONTENDERS},
+            "cpu_seconds": {name: told(name, lambda ranks: sum(r.cpu_seconds for r in ranks)) for name in CONTENDERS},
+            "held_seconds": {name: told(name, lambda ranks: ranks[0].held_seconds) for name in run.savers},
             "checkpoint_bytes": Checkpoint.open(run.last).manifest.nbytes,
         }
         Path(job["out"]).write_text(json.dumps(found))
     dist.destroy_process_group()
+
+
+class Took(NamedTuple):
+    """Of one turn on one rank: seconds, the process's processor seconds, those that its save kept training waiting."""
+
+    seconds: float
+    cpu_seconds: float
+    held_seconds: float
 
 
 class _Run:
@@ -92,44 +111,68 @@ class _Run:
         self.done = 0
         self.last = folder
 
-    def steps(self, count: int, saver: Saver | None = None) -> None:
+    def steps(self, count: int) -> None:
         for _ in range(count):
             self.program.step(self.micro_batches, 1e-4)
             self.done += 1
-            if saver is not None and self.done % self.every == 0:
-                saver.save(Position(self.done, 0, self.done))
-                self.last = saver.folder / f"step-{self.done}"
 
-    def round(self, steps: int, name: str) -> tuple[float, float]:
-        """(seconds, this process's processor seconds) of `steps` steps under a contender's name."""
-        saver = self.savers.get(name)
-        self.done += -self.done % self.every
+    def save(self, saver: Saver) -> None:
+        saver.save(Position(self.done, 0, self.done))
+        self.last = saver.folder / f"step-{self.done}"
+
+    def round(self, turns: int) -> dict[str, list[Took]]:
+        """So many turns of every contender."""
+        found: dict[str, list[Took]] = {name: [] for name in CONTENDERS}
+        for turn in range(turns):
+            for index in ORDERS[turn % len(ORDERS)]:
+                found[CONTENDERS[index]].append(self.turn(self.savers.get(CONTENDERS[index])))
+        return found
+
+    def turn(self, saver: Saver | None) -> Took:
         dist.barrier()
         started, worked = time.perf_counter(), time.process_time()
-        self.steps(steps, saver)
+        if saver is not None:
+            self.save(saver)
+        held = time.perf_counter() - started
+        self.steps(self.every)
         if saver is not None:
             saver.finish()
         dist.barrier()
-        return time.perf_counter() - started, time.process_time() - worked
+        return Took(time.perf_counter() - started, time.process_time() - worked, held)
 
 
 def compared(found: dict[str, Any], name: str, tokens: int) -> dict[str, Any]:
-    """What a contender keeps of the plain steps' speed, and how much of their processor time it takes."""
+    """What a contender keeps of the plain steps' speed, and how much of their processor time it takes. tokens: of a
+    round.
 
-    def ratios(kind: str) -> list[float]:
-        first, last, mine = (found[kind][each] for each in ("plain", "plain again", name))
-        # The last plain steps are held against the first, everything else against the mean of both.
-        base = first if name == "plain again" else [(a + b) / 2 for a, b in zip(first, last, strict=True)]
-        return [own / plain for own, plain in zip(mine, base, strict=True)]
+    One of the plain ones is held against the other, everything else against the mean of both. kept, cpu: medians of the
+    turns, each against the plain turns beside it. range: of the rounds, all of whose turns count.
+    """
 
-    kept, cpu = [1 / ratio for ratio in ratios("seconds")], ratios("cpu_seconds")
+    def ratios(kind: str) -> tuple[list[float], list[float]]:
+        plain = [found[kind]["plain"]] if name == "plain again" else [found[kind]["plain"], found[kind]["plain again"]]
+        turns, rounds = [], []
+        for number, mine in enumerate(found[kind][name]):
+            base = [statistics.mean(beside) for beside in zip(*(each[number] for each in plain), strict=True)]
+            turns += [own / other for own, other in zip(mine, base, strict=True)]
+            rounds.append(sum(mine) / sum(base))
+        return turns, rounds
+
+    turns, rounds = ratios("seconds")
+    cpu_turns, cpu_rounds = ratios("cpu_seconds")
     return {
-        "tokens_per_s": tokens / statistics.median(found["seconds"][name]),
-        "kept": statistics.median(kept),
-        "range": [min(kept), max(kept)],
-        "cpu": statistics.median(cpu),
-        "cpu_range": [min(cpu), max(cpu)],
+        "tokens_per_s": tokens / statistics.median(map(sum, found["seconds"][name])),
+        "kept": 1 / statistics.median(turns),
+        "range": [1 / max(rounds), 1 / min(rounds)],
+        "cpu": statistics.median(cpu_turns),
+        "cpu_range": [min(cpu_rounds), max(cpu_rounds)],
     }
+
+
+def joined(earlier: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """The rounds of two runs of this benchmark."""
+    kinds = ("seconds", "cpu_seconds", "held_seconds")
+    return found | {kind: {name: earlier[kind][name] + found[kind][name] for name in found[kind]} for kind in kinds}
 
 
 def main() -> None:
@@ -140,25 +183,34 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="where checkpoints are written (a temporary folder)")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--more", action="store_true", help="count the rounds that the --json file holds already, too")
     args = parser.parse_args()
+    if args.more and not args.json:
+        parser.error("--more needs --json")
     folder = Path(tempfile.mkdtemp(prefix="save-async-", dir=args.folder))
     try:
         job = vars(args) | {"store": f"{folder}/store", "out": f"{folder}/out", "folder": str(folder / "checkpoints")}
         mp.spawn(rank_main, (job,), nprocs=Layout.parse(args.layout).ranks)
         found = json.loads((folder / "out").read_text())
+        if args.more:
+            found = joined(json.loads(args.json.read_text()), found)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     tokens = args.steps * SEQ * BATCH
     size = found["checkpoint_bytes"] / 1e6
-    print(f"{args.layout}; {args.steps} steps, a checkpoint of {size:.0f} MB every {args.every}")
-    print(f"{'plain':<12} {tokens / statistics.median(found['seconds']['plain']):8,.0f} tokens/s")
+    rounds = len(found["seconds"]["plain"])
+    print(f"{args.layout}; {args.steps} steps, a checkpoint of {size:.0f} MB every {args.every}; {rounds} rounds")
+    print(f"{'plain':<12} {tokens / statistics.median(map(sum, found['seconds']['plain'])):8,.0f} tokens/s")
     rows = {name: compared(found, name, tokens) for name in CONTENDERS[1:]}
     for name, row in rows.items():
         low, high = row["range"]
         print(
-            f"{name:<12} {row['tokens_per_s']:8,.0f} tokens/s, {row['kept']:.1%} of plain ({low:.1%} to {high:.1%}), "
+            f"{name:<12} {row['tokens_per_s']:8,.0f} tokens/s, "
+            f"{row['kept']:.1%} of plain (rounds {low:.1%} to {high:.1%}), "
             f"{row['cpu'] - 1:+.1%} processor time ({row['cpu_range'][0] - 1:+.1%} to {row['cpu_range'][1] - 1:+.1%})"
         )
+    for name, held in found["held_seconds"].items():
+        print(f"{name:<12} a save keeps training waiting for {1000 * statistics.median(chain(*held)):.1f} ms")
     if args.json:
         args.json.write_text(json.dumps({**found, "rows": rows}, indent=1) + "\n")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from simulated import LLAMA, save, state_of
 
-from shardwise.checkpoint import find, keep_last, latest
+from shardwise.checkpoint import Checkpoint, find, keep_last, latest
 from shardwise.checkpoint.manifest import NAME
 from shardwise.errors import UserError
 
@@ -51,6 +51,25 @@ def test_keeping_the_last(tmp_path):
     assert {path.name for path in removed} == {"step-1", "step-2", "step-3"}
     assert names(tmp_path) == {"step-4", "step-6", "step-7", "notes"}
     assert keep_last(tmp_path, 2) == []
+
+
+def test_known_ones_are_not_opened_again(tmp_path, monkeypatch):
+    make(tmp_path, 1, 2, 4)
+    known = {tmp_path / "step-4"}
+    opened = []
+    plain = Checkpoint.open
+
+    def noted(path):
+        opened.append(path.name)
+        return plain(path)
+
+    monkeypatch.setattr(Checkpoint, "open", noted)
+    assert {path.name for path in keep_last(tmp_path, 2, known)} == {"step-1"}
+    assert sorted(opened) == ["step-1", "step-2"] and known == {tmp_path / "step-2", tmp_path / "step-4"}
+    make(tmp_path, 6)
+    opened.clear()
+    keep_last(tmp_path, 2, known | {tmp_path / "step-6"})
+    assert opened == [] and names(tmp_path) == {"step-4", "step-6"}
 
 
 def test_the_last_good_one_is_never_removed(tmp_path):

@@ -34,10 +34,40 @@ def test_parts_of_any_length_follow_each_other(sizes, seed):
         assert written(Path(folder) / "file", parts) == b"".join(parts)
 
 
-def test_a_file_system_that_knows_no_direct_writes(tmp_path, monkeypatch):
-    def refuse(*_):
-        raise OSError(errno.EINVAL, "Invalid argument")
+def written_from_image(path: Path, parts: list[bytes]) -> bytes:
+    image = straight.memory(sum(map(len, parts)) or 1)
+    at, file = 0, StraightFile(path, image)
+    for part in parts:
+        image[at : at + len(part)] = part
+        at += len(part)
+        file.write(memoryview(part))
+    assert file.finish() == at
+    return path.read_bytes()
 
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.integers(0, 40_000), max_size=8),
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([8192, 4097]),
+    st.booleans(),
+)
+def test_what_lies_in_an_image_is_written_from_there(sizes, seed, chunk, direct):
+    """Chunks of 4,097 bytes stand in for a disk that wants more than a page; the last bytes never fill one."""
+    values = np.random.default_rng(seed)
+    parts = [values.bytes(size) for size in sizes]
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(straight, "CHUNK", chunk)
+        if not direct:
+            patch.setattr(fcntl, "fcntl", refuse)
+        assert written_from_image(Path(folder) / "file", parts) == b"".join(parts)
+
+
+def refuse(*_):
+    raise OSError(errno.EINVAL, "Invalid argument")
+
+
+def test_a_file_system_that_knows_no_direct_writes(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "fcntl", refuse)
     monkeypatch.setattr(straight, "CHUNK", 4096)
     parts = [b"a" * 5000, b"b" * 9001]
@@ -51,15 +81,20 @@ def test_a_file_system_that_takes_the_flag_and_not_the_writes(tmp_path, monkeypa
     assert written(tmp_path / "file", parts) == b"".join(parts)
 
 
-def test_direct_writes_leave_nothing_in_the_page_cache(tmp_path):
-    """What makes it worth having. Skips where the temporary folder's file system refuses direct writes."""
-    file = StraightFile(tmp_path / "file")
+@pytest.mark.parametrize("from_image", [False, True])
+def test_direct_writes_leave_nothing_in_the_page_cache(tmp_path, from_image):
+    """What makes it worth having; only the last page goes through it. Skips where the temporary folder's file system
+    refuses direct writes."""
+    size = 3 * straight.CHUNK // 2 + 5
+    file = StraightFile(tmp_path / "file", straight.memory(size) if from_image else None)
     if not file._straight:
         pytest.skip("no direct writes here")
-    file.write(memoryview(bytes(4 * straight.CHUNK)))
+    file.write(memoryview(bytes(size)))
     file.finish()
-    with (tmp_path / "file").open("rb") as read, pytest.raises(BlockingIOError):
-        os.preadv(read.fileno(), [bytearray(4096)], 0, os.RWF_NOWAIT)
+    with (tmp_path / "file").open("rb") as read:
+        for page in (0, straight.CHUNK, size - 5 - 4096):
+            with pytest.raises(BlockingIOError):
+                os.preadv(read.fileno(), [bytearray(4096)], page, os.RWF_NOWAIT)
 
 
 def test_a_new_file_never_replaces_one(tmp_path):

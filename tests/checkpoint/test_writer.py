@@ -21,12 +21,14 @@ from shardwise.checkpoint import (
     Checkpoint,
     Entry,
     Manifest,
+    PartImage,
     PartWriter,
     Piece,
     TensorSpec,
     commit,
     keep_last,
     latest,
+    straight,
     write_part,
 )
 from shardwise.checkpoint.manifest import BLOCK, NAME
@@ -84,6 +86,34 @@ def test_chunks_give_the_same_file_as_whole_arrays(tmp_path):
     chunked = write_part(tmp_path / "cut", 0, entries, (values[a:b] for a, b in pairwise(cuts)))
     assert whole == chunked and len(whole.part.pieces[0].crc32) == 4
     assert (tmp_path / "whole" / whole.part.name).read_bytes() == (tmp_path / "cut" / whole.part.name).read_bytes()
+
+
+def test_an_image_is_written_as_the_same_file(tmp_path, monkeypatch):
+    """Of entries of any length, an empty one among them, and again with other values in the same memory."""
+    monkeypatch.setattr(straight, "CHUNK", 1 << 16)
+    rng = np.random.default_rng(2)
+    sizes, dtypes = [7, 0, BLOCK // 4 + 12345, 1, 50_001], ["float32", "float64", "float32", "float32", "float64"]
+    entries = [
+        Entry(f"model/{i}", TensorSpec((size + 3,), dtype), Piece(((0, size + 3),), 1, size + 1))
+        for i, (size, dtype) in enumerate(zip(sizes, dtypes, strict=True))
+    ]
+    image = PartImage(entries)
+    for attempt in ("a", "b"):
+        arrays = [rng.standard_normal(size).astype(dtype) for size, dtype in zip(sizes, dtypes, strict=True)]
+        plain = write_part(tmp_path / "plain" / attempt, 0, entries, arrays)
+        for own, array in zip(image.arrays, (array for array in arrays if array.size), strict=True):
+            own[:] = array
+        assert write_part(tmp_path / "image" / attempt, 0, entries, image.arrays, image) == plain
+        files = [tmp_path / folder / attempt / plain.part.name for folder in ("plain", "image")]
+        assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_an_image_that_the_disk_does_not_take(tmp_path):
+    entries = [Entry("model/a", TensorSpec((40_000,), "float32"), Piece.whole(((0, 40_000),)))]
+    image = PartImage(entries)
+    with largest_file(100_000), pytest.raises(UserError, match=r"cannot write checkpoint .*: File too large"):
+        write_part(tmp_path / "step-1", 0, entries, image.arrays, image)
+    assert not list((tmp_path / "step-1").iterdir())
 
 
 def test_what_does_not_fit_the_entries_is_a_defect(tmp_path):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -32,13 +34,22 @@ class Trained:
 
 
 def straight(rank: int, payload: tuple[Case, Layout, str | None, int, int]) -> Trained:
-    """Train. Payload: case, layout, folder of checkpoints or None, the step after which to save, and the last step."""
+    """Train. Payload: case, layout, folder of checkpoints or None, the step after which to save, and the last step.
+
+    The same state is saved once more, into `folder`-later, in the background: what was copied is written only when
+    training has ended.
+    """
     case, layout, folder, save_at, until = payload
     runner = _Runner(case, layout, rank)
     runner.train(save_at)
+    slow = None
     if folder is not None:
-        runner.save(folder)
+        runner.save(Saver, folder, later=False)
+        slow = runner.save(_SlowSaver, f"{folder}-later", later=True)
     runner.train(until)
+    if slow is not None:
+        slow.go.set()
+        slow.finish()
     runner.close()
     return runner.trained
 
@@ -51,11 +62,26 @@ def go_on(rank: int, payload: tuple[Case, Layout, list[tuple[str, str | None]], 
         runner = _Runner(case, layout, rank)
         runner.at = restore(runner.program, Checkpoint.open(source))
         if folder is not None:
-            runner.save(folder)
+            runner.save(Saver, folder, later=False)
         runner.train(until)
         runner.close()
         found.append(runner.trained)
     return found
+
+
+class _SlowSaver(Saver):
+    """One that writes nothing before `go` is set."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.go = threading.Event()
+
+    def _write(self, *args: Any) -> None:
+        assert self.go.wait(60)
+        super()._write(*args)
+
+
+S = TypeVar("S", bound=Saver)
 
 
 class _Runner:
@@ -85,9 +111,10 @@ class _Runner:
             self.trained.losses.append(loss)
             self.at = Position(step + 1, self.at.samples + count, self.program.optimizer.steps)
 
-    def save(self, folder: str) -> None:
-        saver = Saver(self.program, Path(folder), seed=SEED, about={}, keep=0, later=False, timeout=60.0)
+    def save(self, kind: type[S], folder: str, later: bool) -> S:
+        saver = kind(self.program, Path(folder), seed=SEED, about={}, keep=0, later=later, timeout=60.0)
         saver.save(self.at)
+        return saver
 
     def close(self) -> None:
         dist.barrier()

@@ -101,6 +101,15 @@ def test_a_run_goes_on_under_any_layout(to: str, undisturbed: dict, tmp_path: Pa
         assert all_samples(ranks, parsed) == all_samples(before, layout(text))[SAVED:]
 
 
+@pytest.mark.parametrize("text", sorted({text for sources in chosen().values() for text in sources}))
+def test_what_is_saved_in_the_background_is_the_state_as_it_was(text: str, undisturbed: dict) -> None:
+    """Later steps have changed every weight by the time that the copy is written."""
+    path, _ = undisturbed[text]
+    later = Checkpoint.open(path.parent.with_name(f"{path.parent.name}-later") / path.name)
+    later.verify()
+    assert diff(Checkpoint.open(path), later) == []
+
+
 def test_the_layouts_have_what_they_are_to_be_tried_with() -> None:
     parsed = [layout(text) for text in LAYOUTS]
     assert all(layout(text).pp > 1 for text in PIPELINES)

@@ -10,9 +10,10 @@ from shardwise.checkpoint.manifest import Manifest, PartRecord, TensorSpec
 from shardwise.checkpoint.pieces import Held, needs, writes
 from shardwise.checkpoint.reader import Checkpoint
 from shardwise.checkpoint.resharding import TensorDifference, diff, model_of, reshard, shapes
-from shardwise.checkpoint.writer import Entry, PartWriter, commit, write_part
+from shardwise.checkpoint.writer import Entry, PartImage, PartWriter, commit, write_part
 
 __all__ = [
-    "Checkpoint", "Entry", "Held", "Manifest", "PartRecord", "PartWriter", "Piece", "TensorDifference", "TensorSpec",
-    "commit", "diff", "find", "keep_last", "latest", "model_of", "needs", "reshard", "shapes", "write_part", "writes",
+    "Checkpoint", "Entry", "Held", "Manifest", "PartImage", "PartRecord", "PartWriter", "Piece", "TensorDifference",
+    "TensorSpec", "commit", "diff", "find", "keep_last", "latest", "model_of", "needs", "reshard", "shapes",
+    "write_part", "writes",
 ]  # fmt: skip

@@ -60,28 +60,33 @@ def find(path: Path) -> Checkpoint:
     return Checkpoint.open(path)
 
 
-def keep_last(folder: Path, count: int) -> list[Path]:
+def keep_last(folder: Path, count: int, known: set[Path] | None = None) -> list[Path]:
     """Remove all whole checkpoints but the `count` newest, and what saves that were cut off left behind before the
     newest whole one. Returns what was removed.
 
-    A folder with a manifest that cannot be opened is left for a person to look at. Raises `UserError` when `count` is
-    below 1, and when a folder cannot be removed.
+    A folder with a manifest that cannot be opened is left for a person to look at. known: those that are whole, which
+    are not opened again; it is kept up to date. Raises `UserError` when `count` is below 1, and when a folder cannot be
+    removed.
     """
+    known = set() if known is None else known
     if count < 1:
         raise UserError(f"at least 1 checkpoint must be kept, not {count}")
     whole, partial = [], []
     for _, path in steps(folder):
         try:
-            Checkpoint.open(path)
+            if path not in known:
+                Checkpoint.open(path)
         except UserError:
             if not (path / NAME).exists():
                 partial.append(path)
         else:
             whole.append(path)
+            known.add(path)
             # Those after the newest whole one may be being written right now.
             abandoned = list(partial)
     removed = [*whole[:-count], *abandoned] if whole else []
     for path in removed:
+        known.discard(path)
         _remove(path)
     return removed
 

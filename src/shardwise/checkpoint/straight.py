@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -18,19 +19,37 @@ CHUNK = 4 << 20
 """Bytes written at once: enough that what a call and the disk's answer take does not count."""
 
 
-class StraightFile:
-    """A new file. Raises `FileExistsError` when there is one, and what the operating system says of a full disk."""
+def memory(nbytes: int) -> mmap.mmap:
+    """Memory from which files can be written directly: a map of its own begins at a page's start."""
+    made = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        # Not every kernel has huge pages; the disk's driver looks each page up.
+        with suppress(OSError):
+            made.madvise(mmap.MADV_HUGEPAGE)
+    return made
 
-    def __init__(self, path: Path) -> None:
+
+class StraightFile:
+    """A new file. Raises `FileExistsError` when there is one, and what the operating system says of a full disk.
+
+    image: `memory` that holds the whole file's bytes already; what is written is then not copied, and is where it will
+    be in the file.
+    """
+
+    def __init__(self, path: Path, image: mmap.mmap | None = None) -> None:
         self._file = open(path, "xb", buffering=0)  # noqa: SIM115 (closed by finish or close)
-        # A map of its own begins at a page's start, as direct writes must.
-        self._map = mmap.mmap(-1, CHUNK)
-        self._chunk = np.frombuffer(self._map, dtype=np.uint8)
+        self._image = None if image is None else memoryview(image)
+        self._chunk = np.frombuffer(memory(CHUNK), dtype=np.uint8) if image is None else np.empty(0, np.uint8)
         self._filled = 0
         self._straight = self._mode(os.O_DIRECT)
 
     def write(self, data: memoryview) -> None:
         """The next bytes. What is written last may reach the disk only with `finish`."""
+        if self._image is not None:
+            self._filled += len(data)
+            if self._filled >= CHUNK:
+                self._flush(self._filled % CHUNK)
+            return
         values = np.frombuffer(data, dtype=np.uint8)
         while len(values):
             part = values[: CHUNK - self._filled]
@@ -43,6 +62,7 @@ class StraightFile:
     def finish(self) -> int:
         """Wait until all of it is on the disk, and close it. Returns its bytes."""
         # The end is seldom as long as direct writes want it.
+        self._flush(self._filled % mmap.PAGESIZE)
         self._go_round()
         self._flush()
         size = self._file.tell()
@@ -54,8 +74,10 @@ class StraightFile:
         """Close it as it is."""
         self._file.close()
 
-    def _flush(self) -> None:
-        left = memoryview(self._map)[: self._filled]
+    def _flush(self, rest: int = 0) -> None:
+        """Write what has come together, but for the last `rest` bytes."""
+        source = self._chunk.data if self._image is None else self._image[self._file.tell() :]
+        left = source[: self._filled - rest]
         while len(left):
             try:
                 left = left[self._file.write(left) :]
@@ -65,7 +87,9 @@ class StraightFile:
                 if not self._straight:
                     raise
                 self._go_round()
-        self._filled = 0
+        if self._image is None:
+            self._chunk[:rest] = self._chunk[self._filled - rest : self._filled]
+        self._filled = rest
 
     def _go_round(self) -> None:
         """From here on through the page cache."""

@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from mmap import mmap
 from pathlib import Path
 from typing import Self
 
@@ -21,7 +22,7 @@ import numpy as np
 from shardwise.checkpoint.dtypes import CODES, numpy_dtype, raw
 from shardwise.checkpoint.geometry import Piece, full
 from shardwise.checkpoint.manifest import BLOCK, NAME, PART_NAME, Manifest, Part, PartRecord, StoredPiece, TensorSpec
-from shardwise.checkpoint.straight import StraightFile
+from shardwise.checkpoint.straight import StraightFile, memory
 from shardwise.errors import UserError
 
 
@@ -54,13 +55,13 @@ class PartWriter:
     """One part file, a valid safetensors file, written from its start to its end.
 
     Call `write` with the elements of all entries in order, in chunks that do not cross from one entry into the next,
-    then `finish`. In a `with` block, an error or a missing `finish` removes the file. Raises `UserError` when the
-    folder cannot be written.
+    then `finish`. In a `with` block, an error or a missing `finish` removes the file. image: of these entries, when
+    what is written is its `arrays`. Raises `UserError` when the folder cannot be written.
     """
 
-    def __init__(self, folder: Path, rank: int, entries: Sequence[Entry]) -> None:
+    def __init__(self, folder: Path, rank: int, entries: Sequence[Entry], image: PartImage | None = None) -> None:
         self.entries = [entry for entry in entries if entry.piece.numel]
-        header = _header(self.entries)
+        header = image.header if image else _header(self.entries)
         self._left = iter(self.entries)
         self._entry: Entry | None = None
         self._at = 0
@@ -68,7 +69,7 @@ class PartWriter:
         self._finished = False
         with _plainly(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            self.path, self._file = _create(folder, rank)
+            self.path, self._file = _create(folder, rank, image.memory if image else None)
         self._header, self._header_crc32 = len(header), zlib.crc32(header)
         try:
             self._put(memoryview(header))
@@ -132,25 +133,44 @@ class PartWriter:
             self._file.write(data)
 
 
-def write_part(folder: Path, rank: int, entries: Sequence[Entry], arrays: Iterable[np.ndarray]) -> PartRecord:
+class PartImage:
+    """A part file's bytes in memory: a copy of a rank's state that is written as it lies there.
+
+    arrays: for each entry that is not empty, the contiguous vector of its elements, to be filled.
+    """
+
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        entries = [entry for entry in entries if entry.piece.numel]
+        self.header = _header(entries)
+        at = len(self.header)
+        self.memory = memory(at + sum(entry.nbytes for entry in entries))
+        self.memory[:at] = self.header
+        self.arrays: list[np.ndarray] = []
+        for entry in entries:
+            self.arrays.append(np.frombuffer(self.memory, numpy_dtype(entry.spec.dtype), entry.piece.numel, at))
+            at += entry.nbytes
+
+
+def write_part(
+    folder: Path, rank: int, entries: Sequence[Entry], arrays: Iterable[np.ndarray], image: PartImage | None = None
+) -> PartRecord:
     """Write one rank's part: `arrays` are the elements of the entries in their order, taken one at a time.
 
-    Returns the record for `Manifest.of`, once the file is on the disk. Raises `UserError` when it cannot be written;
-    nothing is left of it then, and earlier checkpoints are untouched.
+    image: as in `PartWriter`. Returns the record for `Manifest.of`, once the file is on the disk. Raises `UserError`
+    when it cannot be written; nothing is left of it then, and earlier checkpoints are untouched.
     """
-    with PartWriter(folder, rank, entries) as writer:
+    with PartWriter(folder, rank, entries, image) as writer:
         for array in arrays:
             writer.write(array)
         return writer.finish()
 
 
 def commit(folder: Path, manifest: Manifest) -> None:
-    """Make a checkpoint of a folder in which all parts have been written: its manifest appears, whole.
+    """Make a checkpoint of a folder in which all parts have been written: its manifest (`Manifest.of`) appears, whole.
 
     Parts that an earlier attempt left in the folder are removed. Raises `UserError` when the manifest cannot be
     written, or the parts are not what it says.
     """
-    manifest.check()
     check_files(folder, manifest)
     path, partial = folder / NAME, folder / f"{NAME}.partial"
     with _plainly(path):
@@ -197,13 +217,13 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _create(folder: Path, rank: int) -> tuple[Path, StraightFile]:
+def _create(folder: Path, rank: int, image: mmap | None) -> tuple[Path, StraightFile]:
     """(path, open file) of a new part; a file that an earlier attempt left may belong to a checkpoint still."""
     attempt = 1
     while True:
         path = folder / (f"rank-{rank:05d}.{attempt}.safetensors" if attempt > 1 else f"rank-{rank:05d}.safetensors")
         try:
-            return path, StraightFile(path)
+            return path, StraightFile(path, image)
         except FileExistsError:
             attempt += 1
 

@@ -7,7 +7,7 @@ asynchronous save never meets the training's collectives; rank 0 writes the mani
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,6 +24,7 @@ from shardwise.checkpoint import (
     Entry,
     Held,
     Manifest,
+    PartImage,
     PartRecord,
     Piece,
     TensorSpec,
@@ -81,7 +82,8 @@ class Saver:
         plan = program.plan
         self.writes = writes(plan.model, plan.layout, self.rank)
         self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-        self._copies: list[Tensor] = []
+        self._image: PartImage | None = None
+        self._whole: set[Path] = set()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -90,13 +92,16 @@ class Saver:
         self.finish()
         entries, tensors = self._entries()
         if not self.later:
-            self._write(position, entries, tensors)
+            self._write(position, entries, map(_array, self._each(), tensors))
             return
         # Kept from save to save: memory that is new costs more than what is copied into it.
-        self._copies = self._copies or [torch.empty_like(tensor, device="cpu") for tensor in tensors]
-        for copy, tensor in zip(self._copies, tensors, strict=True):
-            copy.copy_(tensor)
-        self._thread = threading.Thread(target=self._guarded, args=(position, entries, self._copies), name="save")
+        self._image = self._image or PartImage(entries)
+        for held, array, tensor in zip(self._each(), self._image.arrays, tensors, strict=True):
+            padded = held.stored.numel < held.local.numel
+            torch.from_numpy(array).copy_(torch.from_numpy(_array(held, tensor)) if padded else tensor)
+        self._thread = threading.Thread(
+            target=self._guarded, args=(position, entries, self._image.arrays, self._image), name="save"
+        )
         self._thread.start()
 
     def finish(self) -> None:
@@ -132,13 +137,19 @@ class Saver:
                 tensors.append(run)
         return entries, tensors
 
-    def _write(self, position: Position, entries: list[Entry], tensors: list[Tensor]) -> None:
+    def _each(self) -> list[Held]:
+        """What is held of each entry."""
+        return [*self.writes] * len(KINDS)
+
+    def _write(
+        self, position: Position, entries: list[Entry], arrays: Iterable[np.ndarray], image: PartImage | None = None
+    ) -> None:
         folder = self.folder / f"step-{position.step}"
         self.pulse.step(position.step)
         self.pulse.work("the save of its part")
         outcome: PartRecord | str
         try:
-            outcome = write_part(folder, self.rank, entries, self._arrays(tensors))
+            outcome = write_part(folder, self.rank, entries, self._told(arrays), image)
         except UserError as error:
             outcome = str(error)
         # Whoever failed must say so: the others wait for its record.
@@ -151,10 +162,12 @@ class Saver:
             self._clear(folder, outcome)
             raise UserError(verdict[0])
 
-    def _arrays(self, tensors: list[Tensor]) -> Iterator[np.ndarray]:
-        for held, tensor in zip([*self.writes] * len(KINDS), tensors, strict=True):
+    def _told(self, arrays: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+        """The arrays, with a sign of life before each is made."""
+        found = iter(arrays)
+        for held in self._each():
             self.pulse.work(f"the save of {held.name}")
-            yield _array(held, tensor)
+            yield next(found)
 
     def _together(self, words: str, collective: Callable[..., object], *args: Any) -> None:
         """A collective of the saving ranks. Raises `RuntimeError` in words when a peer is lost in it."""
@@ -191,7 +204,8 @@ class Saver:
             )
             commit(folder, manifest)
             if self.keep:
-                keep_last(self.folder, self.keep)
+                self._whole.add(folder)
+                keep_last(self.folder, self.keep, self._whole)
         except UserError as error:
             return str(error)
         return None
