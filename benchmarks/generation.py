@@ -5,7 +5,11 @@
 Every contender computes with one thread a rank and decodes greedily from the same random prompts; a round asks each in
 turn, every second round in the other order. What counts is decoding alone: the tokens between the moment when every
 sequence of a batch has its first and the end. Prints medians, ratios round by round, and what share of the memory's
-bandwidth (read beside it, with as many threads as ranks) the weights and the cache that a step must read come to.
+bandwidth (read beside it, by as many processes as ranks) the weights and the cache that a step must read come to.
+
+"products alone" bounds the rows above it: processes that do the matrix products of a rank's tokens and nothing else, so
+that two of them over one are all that a second core can give. llama.cpp takes part where it is installed
+(`peer_llama_cpp.py`); its threads stand where ranks stand, and q8_0 are its numbers of 8 bits.
 """
 
 from __future__ import annotations
@@ -13,16 +17,20 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import multiprocessing
+import os
 import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import peer_llama_cpp as llama_cpp
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -32,9 +40,12 @@ from shardwise.model import ModelConfig
 from shardwise.model.parameters import count_parts
 from shardwise.serving.job import ServingJob, weights_in
 from shardwise.serving.messages import Finished, Sampling, Token
-from shardwise.serving.service import Service
+from shardwise.serving.products import Int8, MakeProduct, Packed, Plain
+from shardwise.serving.service import TUNABLES, Service
 
-PLAIN, BF16, INT8 = "transformers", "bf16", "int8"
+PLAIN, BF16, INT8, LLAMA = "transformers", "bf16", "int8", "llama.cpp"
+Q8_0 = 34 / 32
+"""Bytes of a number in llama.cpp's format of 8 bits: 32 share a scale of 16 bits."""
 SHAPE = {
     "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12,
     "num_key_value_heads": 4, "vocab_size": 32000, "max_position_embeddings": 2048, "tie_word_embeddings": False,
@@ -127,37 +138,132 @@ def ours(service: Service) -> Callable[[torch.Tensor, int], float]:
     return seconds
 
 
-def contenders(folder: Path, batch: int, context: int, stack: ExitStack) -> list[Contender]:
-    """Everybody, loaded and waiting."""
+def contenders(folder: Path, batch: int, context: int, stack: ExitStack) -> tuple[list[Contender], dict[str, str]]:
+    """Everybody, loaded and waiting; and who does not take part, with the reason."""
     model, _ = weights_in(folder)
     total, blocks, _active = count_parts(model)
     read = total - model.vocab * model.hidden  # of the embedding a token reads one row
     found = [Contender(PLAIN, PLAIN, 1, 2.0 * read, peer(folder))]
-    for quantize, layout in itertools.product(("none", INT8), ("dp=1", "tp=2")):
-        alone = INT8 if quantize == INT8 else BF16
+    for kind, ranks in itertools.product((BF16, INT8), (1, 2)):
+        nbytes = blocks * (1.0 if kind == INT8 else 2.0) + 2.0 * (read - blocks)
+        name = kind if ranks == 1 else f"{kind}, tp={ranks}"
         job = ServingJob(
-            model, Layout.parse(layout), str(folder), context=context, batch=batch, reuse=False, quantize=quantize
-        )
+            model, Layout.parse(f"tp={ranks}"), str(folder), context=context, batch=batch, reuse=False,
+            quantize="none" if kind == BF16 else kind,
+        )  # fmt: skip
         service = stack.enter_context(Service(job))
         service.start()
-        width = 1.0 if quantize == INT8 else 2.0
-        name = alone if job.layout.ranks == 1 else f"{alone}, {layout}"
-        found.append(Contender(name, alone, job.layout.ranks, blocks * width + 2.0 * (read - blocks), ours(service)))
-    return found
+        found.append(Contender(name, kind, ranks, nbytes, ours(service)))
+        alone = stack.enter_context(SideBySide(ranks, multiplying, model, kind, ranks))
+        found.append(Contender(f"{name}: products alone", f"{kind}: products alone", ranks, nbytes, products(alone)))
+    reason = llama_cpp.missing()
+    if reason is not None:
+        return found, {LLAMA: reason}
+    for kind, width in (("BF16", 2.0), ("Q8_0", Q8_0)):
+        path = folder / f"{kind}.gguf"
+        llama_cpp.write_gguf(folder, path, kind)
+        for threads in (1, 2):
+            alone = f"{LLAMA} {kind.lower()}"
+            name = alone if threads == 1 else f"{alone}, {threads} threads"
+            run = llama_cpp.engine(path, batch, context, threads)
+            found.append(Contender(name, alone, threads, blocks * width + 2.0 * (read - blocks), run))
+    return found, {}
 
 
-def bandwidth(threads: int) -> float:
-    """Bytes a second that so many threads read from memory at best: the quickest of several sums over 512 MB."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    data = torch.ones(1 << 26, dtype=torch.int64)
-    best = float("inf")
-    for _ in range(7):
-        started = time.perf_counter()
-        data.sum()
-        best = min(best, time.perf_counter() - started)
-    torch.set_num_threads(before)
-    return data.nbytes / best
+Work = Callable[[int, int], None]
+"""(rows of x, passes)."""
+
+
+class SideBySide:
+    """Processes of one thread each that do the same, which `make`, called in each of them, returns."""
+
+    def __init__(self, ranks: int, make: Callable[..., Work], *args: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._together = context.Barrier(ranks)  # goes with this object, not before
+        self._ways: list[Connection] = []
+        with large_pages():
+            for _ in range(ranks):
+                way, theirs = context.Pipe()
+                given = theirs, self._together, make, args
+                context.Process(target=beside, args=given, daemon=True).start()
+                self._ways.append(way)
+
+    def __enter__(self) -> SideBySide:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for way in self._ways:
+            way.send(None)
+
+    def seconds(self, rows: int, passes: int) -> float:
+        """Until the last of them is through."""
+        for way in self._ways:
+            way.send((rows, passes))
+        return max(way.recv() for way in self._ways)
+
+
+@contextmanager
+def large_pages() -> Iterator[None]:
+    """For processes that are started meanwhile, as `Service` has it for its ranks."""
+    before = os.environ.get(TUNABLES)
+    os.environ.setdefault(TUNABLES, "glibc.malloc.hugetlb=1")
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[TUNABLES]
+
+
+def beside(way: Connection, together: Any, make: Callable[..., Work], args: tuple[Any, ...]) -> None:
+    """One of these processes."""
+    torch.set_num_threads(1)
+    with torch.inference_mode():
+        work = make(*args)
+        while (asked := way.recv()) is not None:
+            together.wait()
+            started = time.perf_counter()
+            work(*asked)
+            way.send(time.perf_counter() - started)
+
+
+def multiplying(model: ModelConfig, kind: str, ranks: int) -> Work:
+    """The products of one rank's tokens."""
+    plain: MakeProduct = Packed() if Packed.serves(torch.bfloat16, torch.device("cpu")) else Plain()
+    keep = Int8() if kind == INT8 else plain
+    hidden, ffn = model.hidden, model.ffn // ranks
+    shapes = [((model.q_width + 2 * model.kv_width) // ranks, hidden), (hidden, model.q_width // ranks)]
+    shapes += [(2 * ffn, hidden), (hidden, ffn)]
+    made = [(keep(torch.randn(shape).bfloat16(), None), shape[1]) for _ in range(model.layers) for shape in shapes]
+    made.append((plain(torch.randn(model.vocab // ranks, hidden).bfloat16(), None), hidden))
+
+    def work(rows: int, passes: int) -> None:
+        inputs = {width: torch.ones(1, rows, width, dtype=torch.bfloat16) for _, width in made}
+        for _ in range(passes):
+            for product, width in made:
+                product(inputs[width])
+
+    return work
+
+
+def products(alone: SideBySide) -> Callable[[torch.Tensor, int], float]:
+    return lambda prompts, tokens: alone.seconds(len(prompts), tokens - 1)
+
+
+def reading(nbytes: int) -> Work:
+    data = torch.ones(nbytes // 8, dtype=torch.int64)
+
+    def work(_rows: int, passes: int) -> None:
+        for _ in range(passes):
+            data.sum()
+
+    return work
+
+
+def bandwidth(ranks: int) -> float:
+    """Bytes a second that so many processes read from memory together at best: the quickest of several sums."""
+    nbytes = 1 << 28
+    with SideBySide(ranks, reading, nbytes) as readers:
+        return ranks * nbytes / min(readers.seconds(1, 1) for _ in range(9))
 
 
 def measure(model: ModelConfig, everybody: list[Contender], args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -190,7 +296,7 @@ def measure(model: ModelConfig, everybody: list[Contender], args: argparse.Names
 def table(rows: list[dict[str, Any]]) -> Table:
     found = Table(title="decoding, one thread a rank")
     for column in ("batch", "contender", "tokens/s", "over transformers", "over one rank", "of the bandwidth"):
-        found.add_column(column, justify="left" if column == "contender" else "right")
+        found.add_column(column, justify="left" if column == "contender" else "right", no_wrap=True)
     for row in rows:
         found.add_row(
             str(row["batch"]), row["contender"], f"{row['tokens_per_s']:.1f}",
@@ -212,11 +318,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         write_model(Path(folder))
         model, _ = weights_in(folder)
-        everybody = contenders(Path(folder), max(args.batches), args.prompt + args.tokens + 1, stack)
+        everybody, skipped = contenders(Path(folder), max(args.batches), args.prompt + args.tokens + 1, stack)
         rows = measure(model, everybody, args)
-    Console(width=120).print(table(rows))
+    console = Console(width=120)
+    console.print(table(rows))
+    for name, reason in skipped.items():
+        console.print(f"{name}: {reason}")
     if args.json:
-        args.json.write_text(json.dumps({"shape": SHAPE, "rows": rows}, indent=1) + "\n")
+        args.json.write_text(json.dumps({"shape": SHAPE, "rows": rows, "skipped": skipped}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
