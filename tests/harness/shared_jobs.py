@@ -21,6 +21,7 @@ from shardwise.errors import UserError
 from shardwise.layout import Layout
 from shardwise.runtime.setup import make_comms
 from shardwise.runtime.transport import SharedTransport
+from shardwise.runtime.transport.adding import Target
 from shardwise.runtime.transport.shared import TWO_SHOT_FROM
 from shardwise.schedule import build
 
@@ -43,9 +44,9 @@ def _collectives(transport: SharedTransport, generator: random.Random) -> None:
     elif kind == 1:
         transport.all_gather(x, torch.full((n,), 1.0)).wait()
     elif kind == 2:
-        reduction = transport.reduction(x, torch.float32).start()
-        reduction.wait()
-        assert (reduction.piece == transport.ranks).all()
+        piece = torch.empty(n)
+        transport.reduction(x, lambda: Target(piece)).start().wait()
+        assert (piece == transport.ranks).all()
     elif kind == 3:
         transport.quick.all_gather(x, torch.full((n,), 1.0))
         assert (x == 1).all()

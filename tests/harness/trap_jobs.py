@@ -22,6 +22,7 @@ from shardwise.model import ModelConfig
 from shardwise.model.parameters import parameters
 from shardwise.runtime.loss import summed_cross_entropy
 from shardwise.runtime.setup import make_comms
+from shardwise.runtime.transport.adding import Target
 
 Boundary = dict[str, tuple[Tensor, Tensor | None]]
 """Module -> (its output, that output's gradient), of one micro-batch."""
@@ -133,15 +134,19 @@ def tiny_gradients(rank: int, payload: tuple[Case, Layout, int, float]) -> list[
     return [(n, float(f.grads_interval.min()), float(f.grads_interval.max())) for n, f in engine.units.items()]
 
 
-def small_pieces(rank: int, payload: Layout) -> Tensor:
-    """bf16 reduce-scatter: the first rank gives 256, the others 1 (which bf16 addition would lose)."""
+def small_pieces(rank: int, payload: tuple[Layout, str]) -> list[Tensor]:
+    """bf16 reduce-scatter: the first rank gives 256, the others 1 (which bf16 addition would lose). Its sums in fp32,
+    the same added to what was there, and in bf16."""
     from harness.space import MODELS
 
-    comms = make_comms(payload, MODELS["llama"], rank, timeout=60.0)
-    full = torch.full((payload.dp * 3,), 256.0 if rank == 0 else 1.0, dtype=torch.bfloat16)
-    out: list[Tensor] = []
-    comms.reduce_scatter(full, "data", "test", lambda piece: out.append(piece.clone())).wait()
-    return out[0]
+    layout, transport = payload
+    comms = make_comms(layout, MODELS["llama"], rank, timeout=60.0, transport=transport)
+    found = []
+    for out, adds in ((torch.empty(3), False), (torch.ones(3), True), (torch.empty(3).bfloat16(), False)):
+        full = torch.full((layout.dp * 3,), 256.0 if rank == 0 else 1.0, dtype=torch.bfloat16)
+        comms.reduce_scatter(full, "data", "test", lambda out=out, adds=adds: Target(out, adds)).wait()
+        found.append(out)
+    return found
 
 
 def delayed(rank: int, payload: tuple[Case, Layout, Outcome, int]) -> RankOutcome:

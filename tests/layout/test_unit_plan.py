@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 from hypothesis import given, settings
 
@@ -129,6 +131,20 @@ def test_whatever_a_part_reads_is_in_its_slot(split: Split) -> None:
             if (use.kind, use.part) != ("backward", "embedding"):
                 assert all(resident[unit.slot] == unit for unit in plan.units_of(use.part))
     assert len(plan.slots) <= 2 + split[0].tied
+
+
+@given(split_models())
+def test_units_are_staged_by_turns_where_ranks_read_each_other(split: Split) -> None:
+    assert not plan_of(split).staging_slots
+    plan = UnitPlan(*split, 0, "shared")
+    if plan.layout.stage < 3 or plan.layout.pp > 1:
+        assert not plan.staging_slots
+        return
+    assert set(plan.staging_slots) == {unit.name for unit in plan.units}
+    assert all(plan.by_name[name].padded <= plan.staging_sizes[slot] for name, slot in plan.staging_slots.items())
+    done = [unit.name for part in reversed(plan.parts) for unit in plan.finished_after(part)]
+    assert all(plan.staging_slots[before] != plan.staging_slots[after] for before, after in pairwise(done))
+    assert [name for name, slot in plan.staging_slots.items() if slot == "tied"] == ["tied"] * split[0].tied
 
 
 @given(split_models())

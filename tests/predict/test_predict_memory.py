@@ -110,6 +110,19 @@ def test_gradients_come_while_activations_go(split: tuple[ModelConfig, Layout, W
 
 
 @given(split_models())
+def test_gradients_that_others_read_lie_in_lasting_memory(split: tuple[ModelConfig, Layout, Workload]) -> None:
+    """Two units' worth, and a tied weight's, whatever the moment; nothing else is staged."""
+    plan = UnitPlan(*split, 0, "shared")
+    if not plan.staging_slots:
+        return
+    lasting = sum(plan.staging_sizes.values()) * DTYPE_BYTES[plan.layout.dtype]
+    moments = list(held_through_step(plan))
+    assert {moment.comm for moment in moments} == {lasting}
+    assert moments[0].gradients == 0
+    assert moments[-1].gradients == gradient_bytes(plan)
+
+
+@given(split_models())
 def test_higher_stages_hold_no_more_training_state(split: tuple[ModelConfig, Layout, Workload]) -> None:
     model, layout, workload = split
     plans = [UnitPlan(model, Layout(dp=layout.dp, tp=layout.tp, zero=z), workload, 0, "gloo") for z in range(4)]

@@ -285,6 +285,27 @@ class UnitPlan:
         return sizes
 
     @cached_property
+    def staging_slots(self) -> dict[str, str]:
+        """Unit -> the memory where its gradients are staged, if ranks of one host read it in place: units take two in
+        turn, in the order of their backwards, and a tied weight, whose gradient waits longer, has its own. They are
+        there all through training. Under a pipeline whole stages wait for their reduction.
+        """
+        if not self.trains or self.layout.stage < 3 or self.layout.pp > 1 or self.backend != "shared":
+            return {}
+        turns = [unit.name for part in reversed(self.parts) for unit in self.units_of(part) if unit.name == part]
+        return {name: ("even", "odd")[turn % 2] for turn, name in enumerate(turns)} | (
+            {"tied": "tied"} if "tied" in self.by_name else {}
+        )
+
+    @cached_property
+    def staging_sizes(self) -> dict[str, int]:
+        """Elements of each slot: the largest unit that is staged there."""
+        sizes: dict[str, int] = {}
+        for name, slot in self.staging_slots.items():
+            sizes[slot] = max(sizes.get(slot, 0), self.by_name[name].padded)
+        return sizes
+
+    @cached_property
     def scratch(self) -> int:
         """Most elements of the buffer in which a reduce-scatter receives the peers' pieces, in `wire_dtype`.
 

@@ -32,3 +32,8 @@ def optimizer_chunk(elements: int) -> int:
     """Of so many elements of an interval, those that the optimizer converts and updates at a time, where gradients or
     weights are not in the precision of the masters."""
     return max(1 << 17, elements // PIECES)
+
+
+def sum_chunk(elements: int) -> int:
+    """Of so many elements, those that are added up at a time in another precision than they are in."""
+    return min(elements, max(1 << 17, elements // PIECES))

@@ -2,7 +2,9 @@
 
 An accumulator comes with the first gradient of its unit and stays until the optimizer has read it. A full gradient that
 is staged, and the scratch of a reduce-scatter, stay until the next unit's gradients are complete, whose reduction waits
-for the one before: so communication runs behind one part's backward, and nothing is held for longer.
+for the one before: so communication runs behind one part's backward, and nothing is held for longer. Where ranks read
+each other's staged gradients in place, that memory is there all the time, and an accumulator comes with the start of
+its unit's reduction.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardwise.layout.units import Residency, Unit, UnitPlan
+from shardwise.model.chunking import sum_chunk
 from shardwise.report.step_report import DTYPE_BYTES
 
 When = Literal["loss", "begin", "backward", "reduction", "optimizer"]
@@ -52,6 +55,7 @@ class Walk:
         self.flying: Unit | None = None
         self.residency = Residency(plan)
         self.gathered = 0
+        self.staging_bytes = sum(plan.staging_sizes.values()) * DTYPE_BYTES[plan.layout.dtype]
 
     def state(self) -> State:
         """All that is there, as something to compare and to come back to."""
@@ -64,9 +68,8 @@ class Walk:
 
     def now(self, when: When, part: str = "", arriving: int = 0) -> Held:
         scratch = self.flying.padded * DTYPE_BYTES[self.plan.wire_dtype] if self.flying and self.plan.scratch else 0
-        return Held(
-            when, part, sum(self.accumulators.values()), sum(self.staged.values()) + scratch + self.gathered, arriving
-        )
+        comm = sum(self.staged.values()) + scratch + self.gathered + self.staging_bytes
+        return Held(when, part, sum(self.accumulators.values()), comm, arriving)
 
     def accumulate(self, unit: Unit) -> None:
         elements = unit.shard_numel if self.stage >= 2 else unit.padded
@@ -78,9 +81,14 @@ class Walk:
             if not self.plan.stages_gradients:
                 self.accumulate(unit)
                 continue
-            if self.flying is unit:
+            if self.flying is unit or (self.staging_bytes and self.flying and self._same_slot(self.flying, unit)):
                 yield from self.land("begin", part)
+            if self.staging_bytes:
+                continue
             self.staged[unit.name] = unit.padded * DTYPE_BYTES[self.plan.layout.dtype]
+
+    def _same_slot(self, a: Unit, b: Unit) -> bool:
+        return self.plan.staging_slots[a.name] == self.plan.staging_slots[b.name]
 
     def collect(self, part: str) -> Iterator[Held]:
         """Below stage 2, what has been staged goes to the accumulators."""
@@ -92,6 +100,8 @@ class Walk:
     def reduce(self, part: str) -> Iterator[Held]:
         """The gradients of `part` start on their way."""
         for unit in self.plan.finished_after(part) if self.stage else ():
+            if self.staging_bytes:
+                self.accumulate(unit)
             yield from self.land("reduction", part)
             self.flying = unit
             yield self.now("reduction", part)
@@ -112,10 +122,19 @@ class Walk:
             return
         if self.stage >= 2:
             self.accumulate(self.flying)
-        wide = self.plan.wire_dtype == "bfloat16" and self.plan.backend != "nccl"
-        yield self.now(when, part, self.flying.shard_numel * DTYPE_BYTES["float32"] if wide else 0)
+        yield self.now(when, part, added_up(self.flying.shard_numel, self.plan.grad_dtype, self.plan))
         self.staged.pop(self.flying.name, None)
         self.flying = None
+
+
+def added_up(elements: int, dtype: str, plan: UnitPlan) -> int:
+    """Bytes of the chunk in fp32 through which a sum over the data ranks of so many elements arrives in `dtype`."""
+    return wide_chunk(elements, dtype, plan.layout.shard_ranks) if plan.backend != "nccl" else 0
+
+
+def wide_chunk(elements: int, dtype: str, pieces: int) -> int:
+    """Bytes of it for so many pieces, of which two take one addition in bf16."""
+    return sum_chunk(elements) * DTYPE_BYTES["float32"] if dtype == "bfloat16" and pieces > 2 else 0
 
 
 def held_through_step(plan: UnitPlan) -> Iterator[Held]:

@@ -19,7 +19,7 @@ from shardwise.predict.activations import (
     saved_items,
     saved_mask,
 )
-from shardwise.predict.buffers import When, held_through_step
+from shardwise.predict.buffers import When, held_through_step, wide_chunk
 
 
 def peak_beyond_lasting(plan: UnitPlan) -> int:
@@ -120,11 +120,11 @@ def _column_backward(plan: UnitPlan, s: Sizes) -> int:
 
 def _scatter(plan: UnitPlan, s: Sizes) -> int:
     """A reduce-scatter of activations: partial sums, the same in pieces, on gloo the peers' pieces; the result, and for
-    bf16 its sum in fp32."""
+    bf16 a chunk of its sum in fp32."""
     full = s.tokens * s.hidden * s.element
     copies = (1 if plan.layout.micro == 1 else 2) + (plan.backend == "gloo")
-    wide = 4 if s.element == 2 else 0
-    return copies * full + s.stream * s.hidden * (s.element + wide)
+    result = s.stream * s.hidden
+    return copies * full + result * s.element + wide_chunk(result, plan.layout.dtype, plan.layout.tp)
 
 
 def _dropout(plan: UnitPlan, elements: int) -> int:

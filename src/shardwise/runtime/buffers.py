@@ -84,3 +84,23 @@ class Buffer:
             self._storage().resize_(0)
             self._tally.add(self._kind, -self._bytes)
             self._bytes = 0
+
+
+class Share:
+    """The first elements of a buffer that is there for good, which several users hold one after the other: what a
+    `Buffer` of its own would be to each of them. reclaim: called before one of them takes it."""
+
+    def __init__(self, whole: Buffer, elements: int, reclaim: Callable[[Tensor], object]) -> None:
+        self.tensor, self.held = whole.tensor[:elements], False
+        self._reclaim = reclaim
+
+    def take(self) -> Tensor:
+        """The tensor, of undefined content."""
+        assert not self.held, "the buffer is in use"
+        self._reclaim(self.tensor)
+        self.held = True
+        return self.tensor
+
+    def free(self) -> None:
+        """Its user needs it no more."""
+        self.held = False

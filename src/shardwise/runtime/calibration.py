@@ -40,6 +40,7 @@ from shardwise.runtime.comms import Comms
 from shardwise.runtime.job.rank import leave, main
 from shardwise.runtime.loss import summed_cross_entropy
 from shardwise.runtime.setup import make_comms
+from shardwise.runtime.transport.adding import Target
 
 Call = Callable[[], object]
 
@@ -342,7 +343,7 @@ def _collective(comms: Comms, op: str, elements: int) -> Collective:
     calls: dict[str, Call] = {
         "all_reduce": lambda: comms.all_reduce(next(tensors), "data", "probe"),
         "all_gather": lambda: comms.all_gather(next(tensors), piece, "shard", "probe"),
-        "reduce_scatter": lambda: comms.reduce_scatter(next(tensors), "shard", "probe", piece.copy_),
+        "reduce_scatter": lambda: comms.reduce_scatter(next(tensors), "shard", "probe", lambda: Target(piece)),
     }
     just = piece if op == "all_gather" else whole[0]
     return Collective(calls[op], just.zero_ if small else lambda: None)

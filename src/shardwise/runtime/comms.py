@@ -25,6 +25,7 @@ from shardwise.layout.units import Backend
 from shardwise.report.step_report import LedgerRow, Phase, TransportRow
 from shardwise.runtime.job.pulse import Pulse
 from shardwise.runtime.transport import Mail, SharedTransport
+from shardwise.runtime.transport.adding import Target, add_up, wide_room
 from shardwise.runtime.transport.shared import PIECE
 
 Key = tuple[str, str, str, str, str, int]
@@ -65,6 +66,9 @@ class Waiting(Protocol):
     """What can be waited for."""
 
     def wait(self) -> None: ...
+
+    def arrived(self) -> bool:
+        """Whether it is complete, or this rank could complete it now without waiting, as far as can be told."""
 
 
 class Pending:
@@ -120,13 +124,18 @@ class Pending:
 class Deferred:
     """A collective that whoever waits for it does himself: nothing moves, and no time counts, before."""
 
-    def __init__(self, issue: Callable[[], Waiting]) -> None:
+    def __init__(self, issue: Callable[[], Waiting], arrived: Callable[[], bool] | None = None) -> None:
         self._issue: Callable[[], Waiting] | None = issue
+        self._arrived = arrived
 
     def wait(self) -> None:
         if self._issue is not None:
             issue, self._issue = self._issue, None
             issue().wait()
+
+    def arrived(self) -> bool:
+        """Whether waiting for it would take no time but that of the work itself, as far as that can be told."""
+        return self._issue is None or (self._arrived is not None and self._arrived())
 
 
 DONE = Pending([], None, None, 0.0)
@@ -265,12 +274,14 @@ class Comms:
         later: bool,
         finish: Callable[[], object] | None = None,
         deferred: bool = False,
+        arrived: Callable[[], bool] | None = None,
     ) -> Waiting:
-        """Start a collective, and wait for it unless it is wanted `later`. deferred: it is done by waiting for it."""
+        """Start a collective, and wait for it unless it is wanted `later`. deferred: it is done by waiting for it, and
+        `arrived` says whether the others are there."""
         at_once = not (later and self.overlap)
         if deferred and not at_once:
             words = self._last
-            return Deferred(lambda: self._started(start, timing, True, finish, words))
+            return Deferred(lambda: self._started(start, timing, True, finish, words), arrived)
         pending = self._started(start, timing, at_once, finish, self._last)
         if at_once:
             pending.wait()
@@ -369,38 +380,58 @@ class Comms:
         full: Tensor,
         axes: str,
         unit: str,
-        finish: Callable[[Tensor], object],
+        into: Callable[[], Target],
         *,
+        done: Callable[[], object] | None = None,
         scratch: Tensor | None = None,
         later: bool = False,
+        lent: bool = False,
     ) -> Waiting:
-        """Sum `full` over the group and hand this rank its piece: `finish(piece)`, in `full`'s dtype or wider.
+        """Sum `full` over the group and put this rank's piece where `into` says, which is asked when the sum is made.
 
-        full: flat, its size divisible by the group's. scratch: as many elements as `full`, where peers' pieces are
-        received on gloo. The piece is only valid during `finish`, and may lie in its place within `full`.
+        full: flat, its size divisible by the group's; its content is undefined afterwards. done: told when the piece is
+        there. scratch: as many elements as `full`, where peers' pieces are received on gloo. lent: `full` lies in
+        memory that `lend` gave, and may be written again after `reclaim`.
         """
         group = self._groups[axes]
         ranks = self.size(axes)
         piece = full.numel() // ranks
-        wide = torch.float32 if full.dtype == torch.bfloat16 else full.dtype
         if axes in self._shared:
             timing = self._record("reduce_scatter", axes, unit, full, full.numel(), self.backend)
-            reduction = self._shared[axes].reduction(full, wide)
-            return self._issue(reduction.start, timing, later, lambda: finish(reduction.piece), deferred=True)
+            reduction = self._shared[axes].reduction(full, into, lent=lent)
+            if lent:
+                # Peers may read from now on, whenever this rank does.
+                reduction.start()
+                # Who measures memory wants all to happen at the same moments each time.
+                arrived = None if self.settle else reduction.arrived
+                return self._issue(lambda: reduction, timing, later, done, deferred=True, arrived=arrived)
+            return self._issue(reduction.start, timing, later, done, deferred=True)
+
+        def finish(pieces: list[Tensor]) -> None:
+            target = into()
+            add_up(pieces, target, wide_room(target, len(pieces)))
+            if done is not None:
+                done()
+
         if self.backend != "gloo":
             # NCCL, which sums bf16 in bf16; or a dry run of shared memory, which holds what that would.
             timing = self._record("reduce_scatter", axes, unit, full, full.numel(), self.backend)
             out = full.view(ranks, piece)[self.index(axes)]
             return self._issue(
                 lambda: dist.reduce_scatter_single(out, full, group=group, async_op=True),
-                timing, later, lambda: finish(out if self.backend == "nccl" else out.to(wide)),
+                timing, later, lambda: finish([out] if self.backend == "nccl" else [out] * ranks),
             )  # fmt: skip
         timing = self._record("reduce_scatter", axes, unit, full, full.numel(), "all-to-all, sum in rank order")
         received = torch.empty_like(full) if scratch is None else scratch[: full.numel()]
         return self._issue(
             lambda: dist.all_to_all_single(received, full, group=group, async_op=True),
-            timing, later, lambda: finish(_summed(received.view(ranks, piece), wide)),
+            timing, later, lambda: finish(list(received.view(ranks, piece))),
         )  # fmt: skip
+
+    def reclaim(self, full: Tensor, axes: str) -> None:
+        """Wait until nobody reads a tensor that was given to a reduction as `lent`."""
+        if axes in self._shared:
+            self._shared[axes].reclaim(full)
 
     def read(self, scalar: Tensor) -> float:
         """The number in a tensor of one element, on the host. The one place where the program looks at data."""
@@ -456,16 +487,5 @@ class Comms:
         shape = (*x.shape[:dim], x.shape[dim] // ranks, *x.shape[dim + 1 :])
         pieces = x.unflatten(dim, (ranks, -1)).movedim(dim, 0).contiguous()
         out = x.new_empty(shape)
-        self.reduce_scatter(pieces.view(-1), axes, unit, out.view(-1).copy_)
+        self.reduce_scatter(pieces.view(-1), axes, unit, lambda: Target(out.view(-1)))
         return out
-
-
-def _summed(pieces: Tensor, wide: torch.dtype) -> Tensor:
-    """Sum of the rows in their order, in `wide`; the first row is overwritten where that is its dtype.
-
-    Row by row is twice as fast as torch.sum over a first dim of a few rows.
-    """
-    total = pieces[0].to(wide)
-    for piece in pieces[1:]:
-        total.add_(piece)
-    return total

@@ -17,13 +17,16 @@ slot of its own, and the schedule's actions say when it is filled (`unshard`) an
 gradients of a stage are reduced (`reduce`).
 
 Nothing is held before it is needed: an accumulator comes with its unit's first gradient of a step and goes when the
-optimizer has read it; full gradients on their way, and the scratch of their reduction, go when the sum is in.
+optimizer has read it; full gradients on their way, and the scratch of their reduction, go when the sum is in. Where
+ranks of one host read each other's memory, full gradients of stage 3 are staged in *staging slots* that units take in
+turn, and that stay, as the weights' slots do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -34,9 +37,10 @@ from shardwise.layout.pipeline import releases_early, splits_backward
 from shardwise.layout.placement import Placed
 from shardwise.layout.units import Phase, Residency, Unit, UnitPlan, Use
 from shardwise.model.parameters import Parameter
-from shardwise.runtime.buffers import Buffer, Tally
+from shardwise.runtime.buffers import Buffer, Share, Tally
 from shardwise.runtime.comms import Comms, Waiting
 from shardwise.runtime.gradients import Place, WeightGradients, give_place
+from shardwise.runtime.transport.adding import Target
 
 Values = Callable[[Parameter, Tensor], Tensor]
 """(parameter, row-major global positions) -> float64 values: where initial weights come from."""
@@ -58,11 +62,19 @@ class FlatUnit:
     interval of it, the same memory as `whole` below stage 3; at stage 3 it is in the optimizer's precision (fp32 for
     bf16), and each gather sends it rounded. grads: the accumulator, whole or interval by stage.
     staging: the full gradient in compute precision that autograd adds into, where that is not the accumulator.
-    A plan without a training step has no gradients.
+    A plan without a training step has no gradients. shared: where the full gradient is staged, if that memory is shared
+    by units.
     """
 
     def __init__(
-        self, unit: Unit, plan: UnitPlan, slots: dict[str, Buffer], shard_index: int, device: torch.device, tally: Tally
+        self,
+        unit: Unit,
+        plan: UnitPlan,
+        slots: dict[str, Buffer],
+        shard_index: int,
+        device: torch.device,
+        tally: Tally,
+        shared: Share | None,
     ) -> None:
         self.unit, self.plan = unit, plan
         stage, n = plan.layout.stage, unit.shard_numel
@@ -75,11 +87,12 @@ class FlatUnit:
         else:
             self.whole = torch.zeros(unit.padded, dtype=dtype, device=device)
             self.interval = self.whole[self.start : self.stop]
-        self.staging: Buffer | None = None
+        self.staging: Buffer | Share | None = shared
         if plan.trains:
             elements = n if stage >= 2 else unit.padded
             self.grads = Buffer("gradients", elements, torch_dtype(plan.grad_dtype), device, tally)
-            self.staging = Buffer("comm", unit.padded, dtype, device, tally) if plan.stages_gradients else None
+            if plan.stages_gradients and shared is None:
+                self.staging = Buffer("comm", unit.padded, dtype, device, tally)
         self.places: list[Place] = []
         self._overwritten: list[Place] = []
         self._added_to: list[Tensor] = []
@@ -112,7 +125,7 @@ class FlatUnit:
         return own
 
     @property
-    def full_grads(self) -> Buffer:
+    def full_grads(self) -> Buffer | Share:
         """The whole unit's gradients, where backward adds them up."""
         return self.grads if self.staging is None else self.staging
 
@@ -147,12 +160,17 @@ class FlatUnit:
                 place.view.zero_()
                 place.empty = False
 
+    def accumulator(self) -> Target:
+        """Where one micro-batch's gradient goes: to those before it, if there are any."""
+        return Target(self.grads.tensor, True) if self.grads.held else Target(self.grads.take())
+
     def add_gradients(self, piece: Tensor) -> None:
         """Accumulate one micro-batch's gradient."""
-        if self.grads.held:
-            self.grads.tensor.add_(piece)
+        into, adds = self.accumulator()
+        if adds:
+            into.add_(piece)
         else:
-            self.grads.take().copy_(piece)
+            into.copy_(piece)
 
 
 def local_values(placed: Placed, start: int, stop: int, values: Values, device: torch.device) -> Tensor:
@@ -200,11 +218,15 @@ class Engine:
         self._splits = plan.layout.pp > 1 and splits_backward(plan.layout.schedule, releases_early(plan.layout))
         self.stage = plan.layout.stage
         self.tally = Tally()
-        self._slots = self._make_slots(device)
+        self._slots, self._lent = self._make_slots(device, plan.slots if self.stage == 3 else {})
+        self._staging_slots, self._reads_staged = self._make_slots(device, plan.staging_sizes)
         scratch_dtype = plan.wire_dtype if plan.trains else plan.layout.dtype
         self._scratch = Buffer("comm", plan.scratch, torch_dtype(scratch_dtype), device, self.tally)
         shard_index = comms.index("shard") if plan.layout.shard_ranks > 1 else 0
-        self.units = {u.name: FlatUnit(u, plan, self._slots, shard_index, device, self.tally) for u in plan.units}
+        self.units = {
+            u.name: FlatUnit(u, plan, self._slots, shard_index, device, self.tally, self._staging_share(u))
+            for u in plan.units
+        }
         self._gathers: dict[str, Waiting] = {}
         self._reductions: dict[str, Waiting] = {}
         self._residency = Residency(plan) if plan.layout.pp > 1 else None
@@ -219,19 +241,23 @@ class Engine:
             for slot in self._slots.values():
                 slot.free()
 
-    def _make_slots(self, device: torch.device) -> dict[str, Buffer]:
-        """The buffers that gathered weights take in turn at stage 3."""
-        if self.stage < 3:
-            return {}
-        dtype, wanted = torch_dtype(self.plan.layout.dtype), self.plan.slots
+    def _make_slots(self, device: torch.device, wanted: dict[str, int]) -> tuple[dict[str, Buffer], bool]:
+        """Buffers of so many elements that units take in turn; whether the other ranks read them in place."""
+        dtype = torch_dtype(self.plan.layout.dtype)
         # Under a pipeline they come and go.
-        lent = {} if self.plan.layout.pp > 1 else self.comms.lend(wanted, dtype, "shard")
+        lent = {} if self.plan.layout.pp > 1 or not wanted else self.comms.lend(wanted, dtype, "shard")
         slots = {}
         for name, elements in wanted.items():
             slots[name] = Buffer("comm", elements, dtype, device, self.tally, lent.get(name))
             slots[name].take().zero_()
-        self._lent = bool(lent)
-        return slots
+        return slots, bool(lent)
+
+    def _staging_share(self, unit: Unit) -> Share | None:
+        """Where a unit's full gradient is staged, if that memory is there for good."""
+        if unit.name not in self.plan.staging_slots:
+            return None
+        whole = self._staging_slots[self.plan.staging_slots[unit.name]]
+        return Share(whole, unit.padded, partial(self.comms.reclaim, axes="shard"))
 
     def _bind(self, overwriting: Collection[nn.Module]) -> None:
         """Replace the decoder's parameters by views of the flat buffers, with gradients as views too."""
@@ -348,8 +374,16 @@ class Engine:
         for flat in self._flats(part):
             if flat.staging is not None and flat.unit.name in self._reductions:
                 self._reductions[flat.unit.name].wait()
+            if self._staging_slots and not flat.full_grads.held:
+                self._clear_staging_slot(self.plan.staging_slots[flat.unit.name])
             if not flat.full_grads.held:
                 flat.make_room()
+
+    def _clear_staging_slot(self, slot: str) -> None:
+        """End the reduction of gradients that still lie where others are to be staged."""
+        for name, pending in self._reductions.items():
+            if self.plan.staging_slots[name] == slot:
+                pending.wait()
 
     def finish_backward(self, part: str) -> None:
         """`part`'s backward is over: what it staged goes to the accumulators, or is reduced where that is due."""
@@ -377,10 +411,12 @@ class Engine:
         for flat in self._finished(part):
             grads = flat.full_grads if self.stage >= 2 else flat.grads
             self._sum_over_tensor_ranks(flat, grads.tensor)
-            if self.stage >= 2:
-                self._reduce_scatter(flat, grads, flat.add_gradients)
+            if self._staging_slots:
+                self._reduce_in_place(flat, grads)
+            elif self.stage >= 2:
+                self._reduce_scatter(flat, grads, flat.accumulator)
             elif self.stage == 1:
-                self._reduce_scatter(flat, grads, flat.grads_interval.copy_)
+                self._reduce_scatter(flat, grads, partial(Target, flat.grads_interval))
             else:
                 name = flat.unit.name
                 self._reductions[name] = self.comms.all_reduce(grads.tensor, "data", name, later=True)
@@ -422,22 +458,34 @@ class Engine:
             if start < stop:
                 self.comms.all_reduce(grads[start:stop], axis, flat.unit.name)
 
-    def _reduce_scatter(self, flat: FlatUnit, full: Buffer, add: Callable[[Tensor], object]) -> None:
-        """Send a unit's full gradients on their way: `add` gets this rank's piece of the sum. A full gradient that is
-        staged is then done with, and its memory goes."""
+    def _reduce_scatter(self, flat: FlatUnit, full: Buffer | Share, into: Callable[[], Target]) -> None:
+        """Send a unit's full gradients on their way: this rank's piece of the sum goes to `into`. A full gradient that
+        is staged is then done with, and its memory goes."""
         for pending in self._reductions.values():
             pending.wait()  # one scratch buffer: the previous reduction must have left it
         scratch = self._scratch.take(flat.unit.padded) if self.plan.scratch else None
 
-        def finish(piece: Tensor) -> None:
-            add(piece)
+        def done() -> None:
             self._scratch.free()
             if full is flat.staging:
                 full.free()
 
         self._reductions[flat.unit.name] = self.comms.reduce_scatter(
-            full.tensor, "shard", flat.unit.name, finish, scratch=scratch, later=True
+            full.tensor, "shard", flat.unit.name, into, done=done, scratch=scratch, later=True
         )
+
+    def _reduce_in_place(self, flat: FlatUnit, full: Buffer | Share) -> None:
+        """The same where peers read what is staged: they may from now on. Whoever comes last finds all there, and adds
+        up at once what the others come back for later: so ranks need not go in step."""
+        into, name = flat.accumulator(), flat.unit.name
+        before = list(self._reductions.values())
+        self._reductions[name] = self.comms.reduce_scatter(
+            full.tensor, "shard", name, lambda: into, done=full.free, later=True, lent=self._reads_staged
+        )
+        for pending in before:
+            pending.wait()
+        if self._reductions[name].arrived():
+            self._reductions[name].wait()
 
     def finish_step(self) -> None:
         """All backwards are over: wait for the reductions, and sum over replicas of the shard group (HSDP)."""
@@ -472,7 +520,7 @@ class Engine:
         flats = list(self.units.values())
         weights = [flat.interval if self.stage == 3 else flat.whole for flat in flats]
         staged = [flat.staging for flat in flats if flat.staging is not None]
-        comm = [*self._slots.values(), *staged, self._scratch]
+        comm = [*self._slots.values(), *self._staging_slots.values(), *staged, self._scratch]
         return {
             "parameters": weights,
             "gradients": [flat.grads.tensor for flat in flats] if self.plan.trains else [],

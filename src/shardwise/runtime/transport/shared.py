@@ -25,6 +25,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shardwise.runtime.transport.adding import Target, add_up, wide_room
 from shardwise.runtime.transport.memory import ALIGNED, Patience, Peer, Segment, can_share
 from shardwise.runtime.transport.plan import Move, Places, RankPlan, rank_plan
 from shardwise.schedule import CommSchedule, build
@@ -195,21 +196,33 @@ class SharedTransport:
         flat, n = out.view(-1), piece.numel()
         own = flat[self.rank * n : (self.rank + 1) * n]
         if own.data_ptr() != piece.data_ptr():
-            if (last := self._lent.pop(flat.data_ptr(), None)) is not None:
-                last.settle()
+            self.reclaim(flat)
             own.copy_(piece.reshape(-1))
         schedule = _direct("all-gather", self.ranks)
         windows = [Window(width, n, start) for start, width in self._pieces(flat, n, PIECE // flat.element_size())]
         flights = Flights([self.start(schedule, flat, window, self.ranks * window.width) for window in windows])
-        if lent and self.sees(flat):
-            for flight in flights.flights:
-                flight.lends = True
-            self._lent[flat.data_ptr()] = flights
+        if lent:
+            self.lend(flat, flights)
         return flights
 
-    def reduction(self, full: Tensor, wide: torch.dtype) -> Reduction:
-        """A reduce-scatter of flat `full`, whose sums are made in `wide`, to be started."""
-        return Reduction(self, full, wide)
+    def lend(self, memory: Tensor, flights: Flights) -> None:
+        """Let peers go on reading the flights' memory until `reclaim`."""
+        if self.sees(memory):
+            for flight in flights.flights:
+                flight.lends = True
+            self._lent[memory.data_ptr()] = flights
+
+    def reduction(self, full: Tensor, into: Callable[[], Target], *, lent: bool = False) -> Reduction:
+        """A reduce-scatter of flat `full`, to be started, whose piece for this rank goes where `into` says.
+
+        lent: `full` is not written again before `reclaim`, so that a rank need not wait until others have read it.
+        """
+        return Reduction(self, full, into, lent)
+
+    def reclaim(self, memory: Tensor) -> None:
+        """Wait until the peers have read what lies in memory that was lent to a reduction."""
+        if (flights := self._lent.pop(memory.data_ptr(), None)) is not None:
+            flights.settle()
 
     def reduce_scatter(self, full: Tensor) -> Flights:
         """Announce a sum of flat `full` over the ranks, of which each gets its piece in its place. Others stay."""
@@ -347,26 +360,34 @@ class Flights:
 
 
 class Reduction:
-    """A reduce-scatter: after `wait`, `piece` is this rank's piece of the sum of all ranks' buffers.
+    """A reduce-scatter: `wait` adds up the ranks' pieces for this one, straight into the place where the sum stays."""
 
-    Where the sum is made in the buffer's own dtype, the piece is the rank's place within the buffer. Other places are
-    left as they were.
-    """
-
-    def __init__(self, transport: SharedTransport, full: Tensor, wide: torch.dtype) -> None:
-        self._transport, self._full, self._wide = transport, full, wide
-        n = full.numel() // transport.ranks
-        self.piece = full[transport.rank * n : (transport.rank + 1) * n]
+    def __init__(self, transport: SharedTransport, full: Tensor, into: Callable[[], Target], lent: bool) -> None:
+        self._transport, self._full, self._into, self._lent = transport, full, into, lent
 
     def start(self) -> Reduction:
         self._under_way = self._transport.reduce_scatter(self._full)
+        if self._lent:
+            self._transport.lend(self._full, self._under_way)
         return self
 
+    def arrived(self) -> bool:
+        """Whether all peers have come to it."""
+        return all(flight.arrived() for flight in self._under_way.flights)
+
     def wait(self) -> None:
-        if self._wide != self.piece.dtype:
-            self.piece = self.piece.to(self._wide)
-            for flight in self._under_way.flights:
-                flight.accumulator = self.piece[flight.window.offset :][: flight.window.width]
+        ranks, rank = self._transport.ranks, self._transport.rank
+        n = self._full.numel() // ranks
+        own, target = self._full[rank * n : (rank + 1) * n], self._into()
+        wide = wide_room(target, ranks)
+
+        def adds_up(flight: Flight) -> Callable[[list[Tensor]], None]:
+            part = slice(flight.window.offset, flight.window.offset + flight.window.width)
+            into = target._replace(tensor=target.tensor[part])
+            return lambda found: add_up([own[part], *found], into, wide)
+
+        for flight in self._under_way.flights:
+            flight.adds_up = adds_up(flight)
         self._under_way.wait()
 
 
@@ -374,8 +395,8 @@ class Flight:
     """One rank's part of one collective under way. `wait` does what is left of it; the memory is the caller's again.
 
     Of memory in a segment the start is announced at once. Any other is brought into sight when it is waited for.
-    accumulator: where this rank adds up what nobody else reads, instead of in the memory itself. lends: peers may go on
-    reading the memory after `wait`, until `settle`.
+    adds_up: takes what this rank reads of all others in its one round, instead of the memory itself. lends: peers may
+    go on reading the memory after `wait`, until `settle`.
     """
 
     def __init__(
@@ -388,7 +409,7 @@ class Flight:
         sequence: int,
     ) -> None:
         self._transport, self._plan, self.window = transport, plan, window
-        self.accumulator: Tensor | None = None
+        self.adds_up: Callable[[list[Tensor]], None] | None = None
         self.lends = False
         self._memory: Tensor | None = memory
         self._own, self._dtype = flat_array(memory), memory.dtype
@@ -418,12 +439,22 @@ class Flight:
                 for at, private, length in self.window.pieces(*span):
                     self._own[private : private + length] = self._seen(at, at + length)
             # What peers may still read is the stage, which waits for them.
-            self._own, self._memory, self.accumulator = _NOTHING, None, None
+            self._own, self._memory, self.adds_up = _NOTHING, None, None
 
     def settle(self) -> None:
         """Wait until the peers have read what they read of this rank."""
         for fence in self._plan.after:
             self._await(fence.peer, _READ, fence.round)
+
+    def arrived(self) -> bool:
+        """Whether all whom this rank reads have come to where it reads them."""
+        transport, at = self._transport, self._at + _READY
+        return self._done or all(
+            transport.theirs[move.peer][at] > self._tag + step.number
+            for step in self._plan.steps
+            for move in step.moves
+            if move.peer != transport.rank
+        )
 
     # -- its flags
 
@@ -472,8 +503,13 @@ class Flight:
             flags[ready] = self._tag + step.number + 1
             for fence in step.before:
                 self._await(fence.peer, _READ, fence.round)
-            for move, place in zip(step.moves, where, strict=True):
-                self._take(move, place, step.number)
+            if self.adds_up is None:
+                for move, place in zip(step.moves, where, strict=True):
+                    self._take(move, place, step.number)
+            elif step.moves:
+                with _unwatched():
+                    sources = (self._there(move, step.number) for move in step.moves)
+                    self.adds_up([torch.from_numpy(source).view(self._dtype) for source in sources])
             flags[read] = self._tag + step.number + 1
             for fence in step.between:
                 self._await(fence.peer, _READ, fence.round)
@@ -485,20 +521,20 @@ class Flight:
         if move.peer == self._plan.rank:
             source = self._place(move.source, place.source)
         else:
-            self._await(move.peer, _READY, round)
-            word = self._transport.theirs[move.peer][self._at + _BASE]
-            array, base = self._transport.there(move.peer, word, self._own.dtype)
-            source = array[base + move.source[0] : base + move.source[1]]
+            source = self._there(move, round)
         if move.aside is not None:
             self._transport.aside(self._plan.aside, self._own.dtype)[slice(*move.aside)] = source
         else:
             self._apply(source, move, place)
 
+    def _there(self, move: Move, round: int) -> Array:
+        """What a move reads of a peer, when that has come to the round."""
+        self._await(move.peer, _READY, round)
+        word = self._transport.theirs[move.peer][self._at + _BASE]
+        array, base = self._transport.there(move.peer, word, self._own.dtype)
+        return array[base + move.source[0] : base + move.source[1]]
+
     def _apply(self, source: Array, move: Move, place: Places) -> None:
-        if self.accumulator is not None:
-            with _unwatched():
-                self.accumulator.add_(torch.from_numpy(source).view(self._dtype))
-            return
         new = self._place(move.target, place.new)
         if move.reduce:
             self._combine(self._place(move.target, place.old), source, new)
