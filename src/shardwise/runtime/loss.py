@@ -23,52 +23,65 @@ class _CrossEntropy(torch.autograd.Function):
     """Saves the logits, the log-sum-exp of each token and the targets; the backward overwrites the logits.
 
     Works through a few rows at a time, which the cache holds from one operation to the next, and no second copy of the
-    logits exists in any precision. The sums start from this rank's own maxima and are scaled to those of all.
+    logits exists in any precision. The sums over this rank's columns are scaled to those over all.
     """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, start: int, stop: int, comms: Comms) -> Tensor:
         rows = logits.detach().view(-1, logits.shape[-1])
-        rows[:, stop - start :] = torch.finfo(logits.dtype).min  # columns that only pad the vocabulary
-        flat = targets.reshape(-1)
+        if rows.shape[1] > stop - start:
+            rows[:, stop - start :] = torch.finfo(logits.dtype).min  # columns that only pad the vocabulary
+        flat, split = targets.reshape(-1), comms.size("tp") > 1
         wide = torch.float32 if logits.dtype == torch.bfloat16 else logits.dtype
-        own = torch.empty(len(flat), dtype=wide, device=logits.device)
-        sums = torch.empty(2, len(flat), dtype=wide, device=logits.device)
+        local = (_column(flat, start, stop) if split else flat.clamp(min=0))[:, None]
+        target = rows.gather(1, local)
+        own_lse = torch.empty(len(flat), dtype=wide, device=logits.device)
         for part in _chunks(rows):
-            torch.amax(rows[part].to(wide), -1, out=own[part])
-            # The largest log-probability is -log(sum exp(x - max)); torch's softmax has the fastest exponential.
-            torch.amax(torch.log_softmax(rows[part], -1, dtype=wide), -1, out=sums[0, part])
-        own_lse = own - sums[0]
-        top = own.clone()
-        comms.all_reduce(top, "tp", "cross-entropy", maximum=True)
-        torch.exp(own_lse - top, out=sums[0])
-        local, inside = _local(flat, start, stop)
-        torch.mul(rows.gather(1, local[:, None])[:, 0], inside, out=sums[1])
-        comms.all_reduce(sums, "tp", "cross-entropy")
-        lse = top.add_(sums[0].log())
+            # A column's logit less its log-probability is the sum; torch's softmax has the fastest exponential. Over tp
+            # sums are compared: the largest column has them best, the target's is the quickest.
+            logged = torch.log_softmax(rows[part], -1, dtype=wide)
+            if split:
+                torch.sub(rows[part].amax(-1), logged.amax(-1), out=own_lse[part])
+            else:
+                torch.sub(target[part], logged.gather(1, local[part]), out=own_lse[part, None])
+            del logged
+        lse, target = own_lse, target[:, 0].to(wide)
+        if split:
+            top = own_lse.clone()
+            comms.all_reduce(top, "tp", "cross-entropy", maximum=True)
+            sums = torch.stack([torch.exp(own_lse - top), target * _inside(flat, start, stop)])
+            comms.all_reduce(sums, "tp", "cross-entropy")
+            lse, target = top.add_(sums[0].log()), sums[1]
         ctx.start, ctx.stop = start, stop
-        ctx.save_for_backward(rows, lse, targets, own_lse if comms.size("tp") > 1 else None)
-        return torch.where(flat == IGNORED, 0.0, lse - sums[1]).sum()
+        ctx.save_for_backward(rows, lse, targets, own_lse if split else None)
+        return torch.where(flat == IGNORED, 0.0, lse - target).sum()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         rows, lse, targets, own_lse = ctx.saved_tensors
         flat = targets.reshape(-1)
-        scale = torch.where(flat == IGNORED, 0.0, grads[0].to(lse.dtype))
-        # Softmax over the columns at hand is that over all of them but for a factor a row.
-        factor = scale.clone() if own_lse is None else scale * (own_lse - lse).exp_()
-        local, inside = _local(flat, ctx.start, ctx.stop)
-        there = scale.mul_(inside).neg_()[:, None]
+        factor = torch.where(flat == IGNORED, 0.0, grads[0].to(lse.dtype))
+        if own_lse is None:
+            local, there = flat.clamp(min=0)[:, None], -factor[:, None]
+        else:
+            local = _column(flat, ctx.start, ctx.stop)[:, None]
+            there = -(factor * _inside(flat, ctx.start, ctx.stop))[:, None]
+            # Softmax over the columns at hand is that over all of them but for a factor a row.
+            factor = factor * (own_lse - lse).exp_()
         for part in _chunks(rows):
             softmax = torch.softmax(rows[part], -1, dtype=lse.dtype).mul_(factor[part, None])
-            rows[part] = softmax.scatter_add_(1, local[part, None], there[part])
+            rows[part] = softmax.scatter_add_(1, local[part], there[part])
         return rows.view(*targets.shape, -1), None, None, None, None
 
 
-def _local(targets: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    """(column of each target among the local ones, 0 elsewhere; whether it is local)."""
-    inside = (targets >= start) & (targets < stop)
-    return torch.where(inside, targets - start, 0), inside
+def _inside(targets: Tensor, start: int, stop: int) -> Tensor:
+    """Whether each target is among the local columns."""
+    return (targets >= start) & (targets < stop)
+
+
+def _column(targets: Tensor, start: int, stop: int) -> Tensor:
+    """The column of each target among the local ones, 0 where it is elsewhere."""
+    return torch.where(_inside(targets, start, stop), targets - start, 0)
 
 
 def summed_cross_entropy(logits: Tensor, targets: Tensor, start: int, stop: int, comms: Comms) -> Tensor:

@@ -23,24 +23,11 @@ from shardwise.runtime.recompute import recompute, recompute_attention_cores
 from shardwise.runtime.tensor_parallel import apply_tensor_parallel, vocabulary_range
 
 
-class _AfterForward(torch.autograd.Function):
-    """Identity at a part's output: its backward is the moment before the part's backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, before_backward: Callable[[], None]) -> Tensor:
-        ctx.before_backward = before_backward
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        ctx.before_backward()
-        return grads[0], None
-
-
 class _BeforeForward(torch.autograd.Function):
-    """Identity at a part's input: its backward runs when every gradient inside the part has been accumulated.
+    """Identity at a stage's input: its backward runs when every gradient inside the first part has been accumulated.
 
-    Autograd runs ready nodes latest-created first, and this one was created before all others of the part.
+    Autograd runs ready nodes latest-created first, and this one was created before all others of the part. A hook of
+    the input itself could run before the last accumulation, as both are at the end of the graph.
     """
 
     @staticmethod
@@ -148,13 +135,17 @@ class Stages:
 
     def _part(self, name: str, part: nn.Module, x: Tensor | None, batch: Batch) -> Tensor:
         engine = self.engine
-        if x is not None:
+        if x is not None and x.is_leaf:
             x = _BeforeForward.apply(x, lambda: engine.finish_backward(name))  # type: ignore[no-untyped-call]
+        elif x is not None:
+            # Runs when the gradient of the part's input is complete, before the part that made it goes backward.
+            x.register_hook(lambda grad: engine.finish_backward(name))
         engine.visit("forward", name)
         if self.plan.layout.recompute == "full" and name.startswith("blocks."):
             assert x is not None
             y = recompute(lambda x: part(x, batch), x)
         else:
             y = part(x, batch)
-        out: Tensor = _AfterForward.apply(y, lambda: engine.visit("backward", name))  # type: ignore[no-untyped-call]
-        return out
+        assert y.grad_fn is not None
+        y.grad_fn.register_prehook(lambda grads: engine.visit("backward", name))
+        return y

@@ -12,6 +12,7 @@ from shardwise.cli.output import print_json
 from shardwise.cli.pipeline.given import add_schedule, check, count, schedule_of
 from shardwise.cli.quantities import bytes_of
 from shardwise.errors import UserError
+from shardwise.runtime.installed import require
 
 if TYPE_CHECKING:
     from shardwise.runtime.pretend.job import Case, Measured
@@ -33,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--saved", metavar="SIZE", help=text)
     text = "part of what F saves that W needs (1)"
     parser.add_argument("--weight-share", type=float, default=1.0, metavar="X", help=text)
-    text = "latency of a message in the simulation; auto: that between two of the ranks, measured first (auto)"
+    text = "latency of a message in the simulation; auto: that between neighbours, measured first (auto)"
     parser.add_argument("--hop", default="auto", metavar="TIME", help=text)
     text = "what carries messages: shared memory, or gloo; auto prefers the first (auto)"
     parser.add_argument("--transport", choices=("auto", "shared", "gloo"), default="auto", help=text)
@@ -49,6 +50,7 @@ def run(args: argparse.Namespace) -> int:
     if args.pretend is None or args.layout is not None:
         model = f"shardwise train MODEL --layout {args.layout or 'pp=4,schedule=1f1b'}"
         raise UserError(f"run replaces arithmetic by waits: give --pretend F=20ms,I=20ms,W=20ms; a model: {model}")
+    require("running schedules", "torch")
     hop = None if args.hop == "auto" else seconds_of(args.hop)
     if args.trace and args.all:
         raise UserError("--trace draws one schedule: leave --all out")

@@ -105,7 +105,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Measurement:
-    """transport: what carried messages, "shared" or "gloo". hop: seconds of a message between two ranks, from handing
+    """transport: what carried messages, "shared" or "gloo". hop: seconds of a message to the next rank, from handing
     it over until a rank that stands still for it has it; 0 for one rank. cases: in the order given."""
 
     transport: str

@@ -22,8 +22,8 @@ from shardwise.runtime.pretend.job import WORD, Case, Job
 from shardwise.runtime.pretend.worker import TimedWorker
 from shardwise.schedule.pipeline.times import Times
 
-TURNS, PAUSE = 40, 0.005
-"""Messages by which a hop is measured, and seconds for which its receiver stands still before each."""
+TURNS, PAUSE = 40, 0.01
+"""Messages of each rank by which a hop is measured, and seconds from one to the next."""
 
 
 def make_comms(ranks: int, rank: int, transport: str, timeout: float) -> Comms:
@@ -52,21 +52,25 @@ def step(case: Case, comms: Comms, nbytes: int) -> dict[str, Any]:
 
 
 def hop(comms: Comms, nbytes: int) -> float:
-    """Seconds of a message between ranks 0 and 1, the median of many, by the clock that all processes share.
+    """Seconds of a message to the next rank, the median of many, by the clock that all processes share.
 
-    The receiver stands still for it, as a stage does: a rank that has just posted its receive is quicker.
+    All ranks hand one over at the same moment, as those of a pipeline do whose stages take equally long: they share the
+    host's cores. Each then stands still for the one of the rank before.
     """
-    mine, seen = comms.index("pp"), []
+    mine, ranks = comms.index("pp"), dist.get_world_size()
     message = torch.zeros(nbytes // WORD, dtype=torch.int64)
-    for turn in range(TURNS if mine < 2 <= dist.get_world_size() else 0):
-        if mine == turn % 2:
-            time.sleep(PAUSE)
-            message[0] = time.monotonic_ns()
-            comms.send(message, 1 - mine, "hop").wait()
-        else:
-            comms.receive(message, 1 - mine, "hop").wait()
-            seen.append((time.monotonic_ns() - int(message[0])) / 1e9)
-    every: list[Any] = [None] * dist.get_world_size()
+    arrived, seen = torch.empty_like(message), []
+    clocks: list[Any] = [None] * ranks
+    dist.all_gather_object(clocks, time.monotonic())
+    for turn in range(1, TURNS + 1 if ranks > 1 else 0):
+        arriving = comms.receive(arrived, (mine - 1) % ranks, "hop")
+        time.sleep(max(0.0, max(clocks) + turn * PAUSE - time.monotonic()))
+        message[0] = time.monotonic_ns()
+        leaving = comms.send(message, (mine + 1) % ranks, "hop")
+        arriving.wait()
+        seen.append((time.monotonic_ns() - int(arrived[0])) / 1e9)
+        leaving.wait()
+    every: list[Any] = [None] * ranks
     dist.all_gather_object(every, seen)
     return statistics.median([seconds for theirs in every for seconds in theirs] or [0.0])
 
