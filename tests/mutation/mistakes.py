@@ -22,7 +22,7 @@ TESTS = ("tests/runtime/test_traps.py", "tests/runtime/test_pipeline_traps.py")
 ENGINE, UNITS, STEP, LOSS = "runtime/engine.py", "layout/units.py", "runtime/step.py", "runtime/loss.py"
 OPTIMIZER, LINEAR, PLACEMENT = "runtime/optimizer.py", "runtime/linear.py", "layout/placement.py"
 GRADIENTS = "runtime/gradients.py"
-COMMS, ATTENTION, MODULES, SETUP = "runtime/comms.py", "decoder/attention.py", "decoder/modules.py", "runtime/setup.py"
+ATTENTION, MODULES, SETUP = "decoder/attention.py", "decoder/modules.py", "runtime/setup.py"
 CHECKPOINTING = "runtime/checkpointing.py"
 PIPELINE, SCHEDULE, LISTS = "runtime/pipeline.py", "schedule/pipeline/plan.py", "schedule/pipeline/completion.py"
 
@@ -112,15 +112,15 @@ MISTAKES = (
     Mistake(15, "stages 0 and 1 synchronise every micro-batch", ENGINE,
             "(self.stage >= 2 or self._last_micro_batch)", "True", "trap_15"),
     Mistake(15, "a micro-batch's gradient replaces the ones before", ENGINE,
-            "self.grads.tensor.add_(piece)", "self.grads.tensor.copy_(piece)", "trap_15"),
+            "Target(self.grads.tensor, True) if", "Target(self.grads.tensor) if", "trap_15"),
     Mistake(15, "gradients of the step before stay in", OPTIMIZER, "state.flat.grads.free()", "pass", "trap_15"),
     Mistake(15, "a later product overwrites what a place holds", GRADIENTS,
             "self.view.addmm_(a, b)", "torch.mm(a, b, out=self.view)", "trap_15"),
     Mistake(16, "bf16 micro-batches are summed in bf16", UNITS,
             ' and self.micro_batches == 1:\n            return "bfloat16"', ':\n            return "bfloat16"',
             "trap_16"),
-    Mistake(16, "pieces of ranks are summed in bf16", COMMS,
-            "wide = torch.float32 if full.dtype == torch.bfloat16 else full.dtype", "wide = full.dtype", "trap_16"),
+    Mistake(16, "pieces of ranks are summed in bf16", "runtime/transport/adding.py",
+            "if into.dtype != torch.bfloat16 or pieces + target.adds <= 2:", "if True:", "trap_16"),
     Mistake(19, "a gathered weight is used before it has come", ENGINE,
             "self._gathers.pop(name).wait()", "self._gathers.pop(name)", "trap_19"),
     Mistake(19, "a weight is prefetched over one in use", ENGINE,

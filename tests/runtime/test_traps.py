@@ -345,8 +345,8 @@ TINY = 2.0**-9
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_trap_16_a_thousand_tiny_gradients_do_not_vanish(zero: int) -> None:
-    count = 1024
+def test_trap_16_hundreds_of_tiny_gradients_do_not_vanish(zero: int) -> None:
+    count = 256
     model = MODELS["llama"].replace(vocab=5, hidden=8, heads=2, head_dim=4, kv_heads=1, ffn=6)
     layout = Layout(dp=2, zero=zero)
     case = Case(model, Workload(2, 2 * (count + 1)), "bf16")
@@ -356,10 +356,12 @@ def test_trap_16_a_thousand_tiny_gradients_do_not_vanish(zero: int) -> None:
             assert smallest == largest == expected, unit
 
 
-def test_trap_16_ranks_are_summed_in_fp32() -> None:
-    for piece in run_ranks("harness.trap_jobs:small_pieces", 4, Layout(dp=4)):
-        assert piece.dtype == torch.float32
-        assert piece.tolist() == [259.0] * 3
+@pytest.mark.parametrize("transport", ["gloo", "shared"])
+def test_trap_16_ranks_are_summed_in_fp32(transport: str) -> None:
+    for plain, added, low in run_ranks("harness.trap_jobs:small_pieces", 4, (Layout(dp=4), transport)):
+        assert plain.tolist() == [259.0] * 3
+        assert added.tolist() == [260.0] * 3
+        assert low.tolist() == torch.full((3,), 259.0).bfloat16().tolist()
 
 
 # -- 19: races between communication and computation
@@ -369,6 +371,7 @@ def test_trap_16_ranks_are_summed_in_fp32() -> None:
     "point",
     points(
         {"model": "qwen3", "dp": 2, "zero": 3, "accumulate": 2},
+        {"model": "llama", "dp": 2, "zero": 3, "accumulate": 3},
         {"model": "llama", "dp": 2, "zero": 2, "accumulate": 3},
         {"model": "gpt2", "dp": 2, "tp": 2, "zero": 3, "sp": True, "recompute": "input", "accumulate": 2},
         {"model": "llama", "dp": 3, "zero": 1, "accumulate": 2},
