@@ -60,6 +60,30 @@ def test_other_orders(by, capsys):
     assert "best: " in out
 
 
+def test_experts_are_planned_and_their_error_is_said(capsys):
+    sparse = ["plan", "mixtral-8x7b", "--cluster", "2x8xH100", "--seq", "4096", "--batch", "64", "--fix", "pp=2,cp=1"]
+    assert main([*sparse, "--top", "2"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    for words in ("ep=", "routing to experts", "28% off on average", "spread evenly over the experts"):
+        assert words in out
+    assert main([*sparse, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    first = found["ranked"][0]
+    assert first["high"] / first["low"] > 2 and len(found["notes"]) == 3
+    assert "ep" in {one["key"] for one in found["alternatives"]}
+    assert main([*SMALL, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["notes"] == []
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "fix"),
+    [("deepseek-v3", "32x8xH200", "pp=8,cp=1,tp=1,micro=1,ep=32"), ("bloom-176b", "48x8xA100", "pp=12,tp=4,cp=1")],
+)
+def test_latent_attention_and_alibi_are_planned(model, cluster, fix, capsys):
+    assert main(["plan", model, "--cluster", cluster, "--seq", "2048", "--batch", "512", "--fix", fix]) == 0
+    assert "best: " in capsys.readouterr().out
+
+
 def test_days_money_and_failures(capsys):
     run = ["--tokens", "1T", "--price", "2.5", "--mtbf", "50000", "--save", "60", "--restart", "300"]
     assert main([*SMALL, *run, "--json"]) == 0
@@ -120,6 +144,9 @@ def test_the_other_way_round(capsys):
         ({"--batch": "-1"}, "must be positive integers"),
         ({"--seq": "0"}, "must be positive integers"),
         ({"--top": "0"}, "--top must be a positive integer"),
+        ({"--top": "99999999"}, "--top shows at most 10,000 layouts"),
+        ({"--mtbf": "-1", "--save": "60"}, "--mtbf must be a positive number, not -1"),
+        ({"--tokens": "1T", "--price": "inf"}, "--price must be a positive number, not inf"),
         ({"--fix": "tp=5"}, "leave tp free"),
         ({"--engine": "megatron-brige"}, "did you mean megatron-bridge"),
         ({"--reserve": "lots"}, "give a size"),
@@ -137,7 +164,6 @@ def test_the_other_way_round(capsys):
         ({"--find": "sequence", "--top": "3"}, "--top does nothing with --find sequence"),
         ({"--find": "scaling", "--mtbf": "100", "--save": "60"}, "--mtbf does nothing with --find scaling"),
         ({"--find": "btach"}, "invalid choice"),
-        ({"MODEL": "mixtral-8x7b"}, "mixtral-8x7b cannot be planned yet"),
         ({"--mtbf": "100"}, "--mtbf and --save belong together"),
         ({"--find": "cluster"}, "--deadline is for --find cluster"),
         ({"--find": "cluster", "--deadline": "3"}, "needs --tokens"),

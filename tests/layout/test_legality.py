@@ -37,7 +37,7 @@ def test_valid_tp_divides_heads_and_suits_key_value_heads() -> None:
         (LLAMA, "pp=8", None, "8 stages for 4 layers; at most 4"),
         (LLAMA, "pp=2,stages=3/2", None, "adds up to 5 layers"),
         (LLAMA, "dp=2,ep=2", None, "a model without experts"),
-        (EXPERTS, "dp=3,ep=3", None, "ep=3 does not divide its 8 experts"),
+        (EXPERTS, "dp=3,ep=3", None, "ep=3 does not divide its 8 experts; valid ep: 1"),
         (GPT.replace(attention_dropout=0.1), "tp=2", None, "add attention=math"),
         (LLAMA, "dp=4,micro=2", Workload(8, 12), "nearest that can: 8 or 16"),
         (LLAMA, "dp=4", Workload(8, 3), "nearest that can: 4"),

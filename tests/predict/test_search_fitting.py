@@ -42,7 +42,7 @@ def both(name: str, layout: Layout):
     """(as the search has it, as `predict_bytes` has its fullest rank)."""
     _, seq, batch = CASES[name]
     model, workload = get(name), Workload(seq, batch)
-    held = Memory(model, workload, layout.attention).of(frame_of(layout, workload))
+    held = Memory(model, workload, layout.attention).of(frame_of(model, layout, workload))
     grid = Grid.of(layout, model)
     ends = {0, min(1, layout.pp - 1), layout.pp // 2, layout.pp - 1}
     ranks = (grid.rank(pp=stage, dp=0, cp=0, tp=0) for stage in ends)
@@ -90,7 +90,9 @@ def test_a_frame_has_what_each_of_its_candidates_has_alone():
         for _ in range(20):
             r, z, o = (draw.randrange(n) for n in frame.shape)
             if frame.possible[r][o]:
-                alone = frame_of(frame.layout(frame.rows[r], frame.shardings[z], frame.orders[o]), space.workload)
+                alone = frame_of(
+                    space.model, frame.layout(frame.rows[r], frame.shardings[z], frame.orders[o]), space.workload
+                )
                 assert float(np.ravel(memory.of(alone).total)[0]) == together[r, z, o]
 
 

@@ -8,7 +8,9 @@ import pytest
 
 from shardwise.cluster import Cluster
 from shardwise.layout import Workload
+from shardwise.model import ModelConfig
 from shardwise.model.catalog import get
+from shardwise.model.config import Experts
 from shardwise.predict.search import Space, price_one, search
 from shardwise.predict.search.fitting import Memory
 from shardwise.predict.search.ranking import blocks
@@ -19,13 +21,19 @@ SEARCHES = {
     "tiny-llama": ("4xL4", 512, 4, "megatron-bridge", {"cp": 1}),
     "gpt2": ("4xA10G", 1024, 2, "megatron-lm-2022", {"cp": 1}),
     "llama-3.2-1b": ("3xRTX4090", 2048, 6, "llm-foundry", {}),
+    "sparse": ("4xL4", 512, 4, "megatron-bridge", {"cp": 1, "micro": 1}),
 }
+SPARSE = get("tiny-llama").replace(name="sparse", experts=Experts(4, 2, 128, shared=1, dense_layers=1), heads=4)
+
+
+def model_of(name: str) -> ModelConfig:
+    return SPARSE if name == "sparse" else get(name)
 
 
 def space_of(name: str) -> tuple[Space, Pricing]:
     cluster, seq, batch, software, fixed = SEARCHES[name]
     on = Cluster.parse(cluster)
-    return Space(get(name), on, Workload(seq, batch), engine(software), fixed), Pricing(on)
+    return Space(model_of(name), on, Workload(seq, batch), engine(software), fixed), Pricing(on)
 
 
 def one_at_a_time(space: Space, pricing: Pricing, usable: float):
@@ -70,11 +78,14 @@ def test_the_winners_are_those_of_a_loop_over_all(name):
         ("megatron-1t", "512x8xA100", 2048, 4096, "megatron-lm-2022", 60),
         ("llama-3-70b", "8x8xH100", 8192, 256, "megatron-bridge", 60),
         ("qwen2.5-14b", "3x8xH100", 4096, 48, "llm-foundry", 40),
+        ("mixtral-8x7b", "4x8xH100", 4096, 64, "megatron-bridge", 60),
+        ("deepseek-v3", "64x8xH200", 4096, 512, "megatron-bridge", 60),
+        ("bloom-176b", "48x8xA100", 2048, 96, "megatron-deepspeed-bf16", 30),
     ],
 )
 def test_figures_are_those_of_one_at_a_time(name, cluster, seq, batch, software, count):
     on = Cluster.parse(cluster)
-    fixed = {"cp": 1, "micro": 1} if name == "megatron-1t" else {}
+    fixed = {"cp": 1, "micro": 1} if name in ("megatron-1t", "deepseek-v3") else {}
     space = Space(get(name), on, Workload(seq, batch), engine(software), fixed)
     pricing, draw = Pricing(on), random.Random(name)
     memory = Memory(space.model, space.workload, space.attention)

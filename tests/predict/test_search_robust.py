@@ -15,6 +15,7 @@ from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload, check
 from shardwise.layout.legality import valid_tp
 from shardwise.model import ModelConfig
+from shardwise.model.config import Experts, LatentAttention
 from shardwise.predict.search import Space, price_one, search
 from shardwise.predict.search.fitting import Memory
 from shardwise.predict.search.pricing import frame_of
@@ -24,6 +25,17 @@ from shardwise.predict.time import Pricing, engine
 EXAMPLES = 10_000 if os.environ.get("SHARDWISE_ALL") == "1" else 80
 TRAINING = ("megatron-bridge", "megatron-lm-2022", "llm-foundry")
 QUIET = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@st.composite
+def mixtures(draw: st.DrawFn, layers: int) -> Experts:
+    """Experts of a model with so many layers, of which the first ones may have none."""
+    count = draw(st.sampled_from([1, 2, 3, 8, 64, 256]))
+    return Experts(
+        count, draw(st.integers(1, min(count, 8))), draw(st.sampled_from([100, 768, 14336])),
+        shared=draw(st.integers(0, 2)), dense_layers=draw(st.integers(0, min(3, layers))),
+        router_bias=draw(st.booleans()),
+    )  # fmt: skip
 
 
 @st.composite
@@ -38,11 +50,16 @@ def models(draw: st.DrawFn) -> ModelConfig:
         "ffn": draw(st.sampled_from([100, 3072, 14336, 53248])), "max_positions": 1 << 20, "tied": draw(st.booleans()),
     }  # fmt: skip
     if draw(st.booleans()):
-        return ModelConfig(**shared, qk_norm=draw(st.booleans()), bias=draw(st.sampled_from(["none", "qkv"])))
+        experts = draw(st.none() | mixtures(shared["layers"]))
+        latent = draw(st.sampled_from([None, None, LatentAttention(96, 64, 32, 16, 32)]))
+        return ModelConfig(
+            **shared, qk_norm=draw(st.booleans()), bias=draw(st.sampled_from(["none", "qkv"])), experts=experts,
+            latent_attention=latent,
+        )  # fmt: skip
     dropout = draw(st.sampled_from([0.0, 0.1]))
     return ModelConfig(
-        **shared, norm="layernorm", positions="learned", activation="gelu", gated=False, bias="all", dropout=dropout,
-        attention_dropout=dropout,
+        **shared, norm="layernorm", positions=draw(st.sampled_from(["learned", "alibi"])), activation="gelu",
+        embedding_norm=draw(st.booleans()), gated=False, bias="all", dropout=dropout, attention_dropout=dropout,
     )  # fmt: skip
 
 
@@ -61,7 +78,7 @@ def questions(draw: st.DrawFn) -> tuple[ModelConfig, str, tuple[int, int], Layou
     model, layout = draw(models()), draw(any_layouts())
     if draw(st.integers(0, 5)) == 0:
         return model, draw(CLUSTERS), draw(NONSENSE), layout
-    usual = dict.fromkeys(("ep", "etp", "virtual"), 1) | {
+    usual = dict.fromkeys(("etp", "virtual") if model.experts else ("ep", "etp", "virtual"), 1) | {
         "stages": (),
         "hpz": 0,
         "offload": "none",
@@ -74,7 +91,7 @@ def questions(draw: st.DrawFn) -> tuple[ModelConfig, str, tuple[int, int], Layou
     try:
         layout = replace(
             layout, **{key: value for key, value in usual.items() if key not in kept}, schedule=schedule, tp=tp,
-            sp=layout.sp and tp > 1, attention="math" if model.attention_dropout else "sdpa",
+            sp=tp > 1 and (layout.sp or bool(model.experts)), attention="math" if model.attention_dropout else "sdpa",
         )  # fmt: skip
     except UserError:
         layout = Layout(tp=tp)
@@ -111,12 +128,20 @@ def test_random_questions_get_figures_or_one_line(question, software, whole):
 def priced(draw: st.DrawFn) -> tuple[ModelConfig, Layout, Workload]:
     """A model, a layout that a search could come upon, and a workload for it."""
     tp, pp, dp, cp = (draw(st.sampled_from([1, 2, 4])) for _ in range(4))
-    model = ModelConfig("random", 32000, 1024, 4 * pp, 16, 4096, 4096, kv_heads=draw(st.sampled_from([4, 16])))
+    layers, experts, ep = 4 * pp, None, 1
+    if draw(st.booleans()):
+        dense = draw(st.sampled_from([0, 0, 1, 3]))
+        experts = Experts(8, draw(st.integers(1, 8)), 1024, draw(st.integers(0, 1)), dense)
+        ep = draw(st.sampled_from([n for n in (1, 2, 4, 8) if (dp * cp * tp) % n == 0]))
+    model = ModelConfig(
+        "random", 32000, 1024, layers, 16, 4096, 4096, kv_heads=draw(st.sampled_from([4, 16])), experts=experts
+    )
     schedule = draw(st.sampled_from(["1f1b", "gpipe", "zb-h1", "interleaved"])) if pp > 1 else "1f1b"
     zero = draw(st.integers(0, 3))
     layout = Layout(
         dp=dp, tp=tp, pp=pp, cp=cp, zero=zero, shard=draw(st.sampled_from([0, 2])) if zero and dp * cp > 2 else 0,
-        sp=draw(st.booleans()) if tp > 1 else False, schedule=schedule, virtual=2 if schedule == "interleaved" else 1,
+        sp=tp > 1 and (experts is not None or draw(st.booleans())), schedule=schedule, ep=ep,
+        virtual=2 if schedule == "interleaved" else 1,
         micro=draw(st.sampled_from([1, 2])), recompute=draw(st.sampled_from(["none", "selective", "full"])),
     )  # fmt: skip
     return model, layout, Workload(1024, dp * layout.micro * pp * draw(st.sampled_from([1, 2, 4])))
@@ -133,6 +158,19 @@ def test_a_slower_link_makes_nothing_faster(case, share, which, software):
     assert slower >= fast * (1 - 1e-9)
 
 
+@settings(QUIET, max_examples=max(40, EXAMPLES // 10))
+@given(priced())
+def test_experts_on_more_ranks_need_no_more_memory(case):
+    """Each rank has fewer of them; without ZeRO, with which their states have fewer ranks to be sharded over, too."""
+    model, layout, workload = case
+    if model.experts is None or layout.data_ranks * layout.tp % (2 * layout.ep) or layout.ep == 8:
+        return
+    one, more = (replace(layout, zero=0, shard=0, ep=ep) for ep in (layout.ep, 2 * layout.ep))
+    memory = Memory(model, workload, "sdpa")
+    few, many = (float(memory.of(frame_of(model, each, workload)).total.max()) for each in (one, more))
+    assert many < few
+
+
 @settings(QUIET, max_examples=max(60, EXAMPLES // 5))
 @given(priced())
 def test_more_sequences_need_no_less_memory(case):
@@ -140,7 +178,7 @@ def test_more_sequences_need_no_less_memory(case):
 
     def needed(layout: Layout, batch: int) -> float:
         at = replace(workload, batch=batch)
-        return float(Memory(model, at, "sdpa").of(frame_of(layout, at)).total.max())
+        return float(Memory(model, at, "sdpa").of(frame_of(model, layout, at)).total.max())
 
     assert needed(layout, 2 * workload.batch) >= needed(layout, workload.batch)
     larger = replace(layout, micro=2 * layout.micro)

@@ -10,15 +10,21 @@ from shardwise.cluster import Cluster
 from shardwise.errors import LayoutError, UserError
 from shardwise.layout import Layout, Workload, check
 from shardwise.model.catalog import get
+from shardwise.model.config import Experts
 from shardwise.predict.search import Space
 from shardwise.predict.search.fixing import fixed_of
 from shardwise.predict.search.overlaps import SWITCHES, distinct, words
+from shardwise.predict.search.pricing import frame_of
 from shardwise.predict.search.space import Frame, divisors, in_closed_form
 from shardwise.predict.time import engine
 from shardwise.predict.time.split import SCHEDULES
 
 BRIDGE = engine("megatron-bridge")
-MODELS = ("tiny-llama", "gpt2", "llama-3-8b", "llama-3-70b", "qwen2.5-14b", "megatron-22b", "megatron-1t", "gpt2-xl")
+MODELS = (
+    "tiny-llama", "gpt2", "llama-3-8b", "llama-3-70b", "qwen2.5-14b", "megatron-22b", "megatron-1t", "gpt2-xl",
+    "mixtral-8x7b", "deepseek-v3", "bloom-176b",
+)  # fmt: skip
+SPARSE = get("tiny-llama").replace(name="sparse", experts=Experts(6, 2, 64), heads=4, kv_heads=2)
 
 
 def space(model="tiny-llama", cluster="8xH100", seq=512, batch=16, fix="") -> Space:
@@ -53,14 +59,15 @@ def test_candidates_are_legal_layouts(name, text, seq, batch, data):
 
 
 @pytest.mark.parametrize(
-    ("name", "cluster", "seq", "batch"), [("tiny-llama", "8xH100", 512, 8), ("gpt2", "6xH100", 384, 12)]
+    ("model", "cluster", "seq", "batch"),
+    [(get("tiny-llama"), "8xH100", 512, 8), (get("gpt2"), "6xH100", 384, 12), (SPARSE, "12xH100", 384, 6)],
 )
-def test_nothing_is_there_twice_and_nothing_is_missing(name, cluster, seq, batch):
+def test_nothing_is_there_twice_and_nothing_is_missing(model, cluster, seq, batch):
     """Against all values of all keys, those that `check` refuses left out."""
-    found = space(name, cluster, seq, batch)
+    found = Space(model, Cluster.parse(cluster), Workload(seq, batch), BRIDGE)
     texts = [str(layout) for frame in found.frames for layout in layouts(frame)]
     assert len(texts) == len(set(texts)) == found.size
-    model, devices = get(name), found.cluster.devices
+    devices = found.cluster.devices
     degrees = divisors(devices)
     wanted = set()
     for tp, pp, cp in product(degrees, repeat=3):
@@ -73,13 +80,17 @@ def every_layout(model, found: Space, tp, pp, cp, dp):
     chunks = [v for v in range(1, model.layers + 1) if v == 1 or (pp > 1 and model.layers % (pp * v) == 0)]
     stages = [(0, 0)] + [(z, s) for z in (1, 2, 3) for s in range(2, dp * cp + 1)]
     shapes = product((False, True), ("none", "selective", "full"), range(1, found.workload.batch + 1), stages)
-    for (sp, recompute, micro, (zero, shard)), schedule, virtual in product(shapes, SCHEDULES, chunks):
-        if pp == 1 and schedule != "1f1b":
+    experts = range(1, model.experts.count + 1) if model.experts else (1,)
+    for (sp, recompute, micro, (zero, shard)), schedule, virtual, ep in product(shapes, SCHEDULES, chunks, experts):
+        if (pp == 1 and schedule != "1f1b") or (model.experts and tp > 1 and not sp):
+            continue
+        # A shard group has the same experts several times, or a part of them.
+        if zero and (shard * tp) % ep and ep % (shard * tp):
             continue
         try:
             layout = Layout(
                 dp=dp, tp=tp, pp=pp, cp=cp, zero=zero, shard=shard, sp=sp, recompute=recompute, micro=micro,
-                schedule=schedule, virtual=virtual, attention=found.attention,
+                schedule=schedule, virtual=virtual, attention=found.attention, ep=ep,
             )  # fmt: skip
             check(layout, model, found.workload, found.cluster.devices)
         except UserError:
@@ -126,7 +137,6 @@ def test_what_cannot_be_fixed_is_said_in_a_line(text, words):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"model": "mixtral-8x7b"}, "cannot be planned yet"),
         ({"cluster": "125000x8xH100"}, "1,000,000 devices"),
         ({"model": "gpt2", "seq": 4096}, "1024 learned positions"),
     ],
@@ -134,6 +144,24 @@ def test_what_cannot_be_fixed_is_said_in_a_line(text, words):
 def test_what_cannot_be_searched_is_said_in_a_line(arguments, words):
     with pytest.raises(UserError, match=words):
         space(**arguments)
+
+
+def test_decoders_of_other_kinds_are_not_planned():
+    model = get("gpt2").replace(gated=True)
+    with pytest.raises(UserError, match="gpt2 cannot be planned yet: LayerNorm with a gated"):
+        Space(model, Cluster.parse("8xH100"), Workload(512, 16), BRIDGE)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("tp=2,dp=4,ep=2", "needs sp"), ("tp=2,dp=6,sp,ep=3,zero=1,shard=2", "shard group's 2 x tp = 4"),
+        ("dp=4,ep=4,etp=1,hpz=0,offload=cpu", "does not price offload=cpu"),
+    ],
+)  # fmt: skip
+def test_splits_of_experts_that_no_search_comes_upon_are_refused(text, words):
+    with pytest.raises(UserError, match=words):
+        frame_of(SPARSE, Layout.parse(text), Workload(512, 24))
 
 
 def test_a_search_needs_sequences():

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from shardwise.predict.search.space import Space
 
 FINDS = ("cluster", "model", "sequence", "batch", "scaling")
-TOP = 10
+TOP, MOST_SHOWN = 10, 10_000
 BY = ("throughput", "memory", "cost", "pareto")
 
 
@@ -68,6 +68,11 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--seq and --batch must be positive integers")
     if (args.mtbf is None) != (args.save is None):
         raise UserError("--mtbf and --save belong together: how often a device fails, and how long saving takes")
+    for name in ("mtbf", "save", "price"):
+        if (value := getattr(args, name)) is not None and not 0 < value < float("inf"):
+            raise UserError(f"--{name} must be a positive number, not {value:g}")
+    if args.top > MOST_SHOWN:
+        raise UserError(f"--top shows at most {MOST_SHOWN:,} layouts, not {args.top:,}")
     if (args.deadline is not None) != (args.find == "cluster"):
         raise UserError("--deadline is for --find cluster, which needs it")
     if args.find:

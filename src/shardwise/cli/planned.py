@@ -48,6 +48,9 @@ def plan_tables(plan: Plan) -> Iterator[RenderableType]:
     if plan.alternatives:
         yield "\nwhy not"
         yield from (f"  {why_not(one, plan)}" for one in plan.alternatives)
+    if plan.notes:
+        yield "\nwhat is assumed"
+        yield from (f"  {note}" for note in plan.notes)
 
 
 _ORDERS = {

@@ -7,6 +7,7 @@ and the nearest legal values.
 from __future__ import annotations
 
 from dataclasses import replace
+from math import gcd
 
 from shardwise.errors import LayoutError, UserError
 from shardwise.layout import pipeline
@@ -24,6 +25,12 @@ def valid_tp(model: ModelConfig, limit: int = 1024) -> list[int]:
     ]
 
 
+def valid_ep(model: ModelConfig, ranks: int) -> list[int]:
+    """Expert-parallel degrees: those that divide the model's experts and the `ranks` of a stage (dp x cp x tp)."""
+    most = gcd(model.experts.count, ranks) if model.experts else 1
+    return [degree for degree in range(1, most + 1) if most % degree == 0]
+
+
 def check(layout: Layout, model: ModelConfig, workload: Workload | None = None, ranks: int | None = None) -> None:
     """Raise `LayoutError` when `layout` cannot split `model`, `workload` or a cluster of `ranks` devices."""
     if layout.tp not in valid_tp(model):
@@ -34,8 +41,10 @@ def check(layout: Layout, model: ModelConfig, workload: Workload | None = None, 
     if layout.pp > 1:
         _check_pipeline(layout, model, workload)
     if layout.ep > 1 and (model.experts is None or model.experts.count % layout.ep):
-        count = f"its {model.experts.count} experts" if model.experts else "a model without experts"
-        raise LayoutError(f"ep={layout.ep} does not divide {count}")
+        if not model.experts:
+            raise LayoutError(f"ep={layout.ep} splits experts: {model.name} is a model without experts; leave it out")
+        valid = ", ".join(map(str, valid_ep(model, layout.data_ranks * layout.tp)))
+        raise LayoutError(f"ep={layout.ep} does not divide its {model.experts.count} experts; valid ep: {valid}")
     if model.attention_dropout and layout.attention == "sdpa":
         raise LayoutError(
             f"{model.name} drops attention probabilities, which needs attention=math (the fused kernel's mask cannot "

@@ -8,6 +8,9 @@ from typing import Any
 from shardwise.errors import UserError
 from shardwise.layout.layout import Layout
 
+MOST = 1_000_000_000
+"""Of each number of a workload: what is counted over a step then fits a machine's integers."""
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -28,6 +31,8 @@ class Workload:
             value = getattr(self, key)
             if not isinstance(value, int) or value < 0:
                 raise UserError(f"workload: {key} must be a positive integer, not {value!r}")
+            if value > MOST:
+                raise UserError(f"workload: {key} must be at most {MOST:,}, not {value:,}")
         if (self.seq > 0) != (self.batch > 0):
             raise UserError("workload: a training step needs both a sequence length and a batch (--seq and --batch)")
 

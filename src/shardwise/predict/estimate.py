@@ -36,7 +36,7 @@ def estimate(
         raise UserError("estimate needs a training workload: give a sequence length and a batch (--seq and --batch)")
     check(layout, model, workload, cluster.devices if cluster else None)
     if reason := model.why_not_runnable():
-        raise UserError(f"{model.name} cannot be estimated yet: {reason}")
+        raise UserError(f"{model.name} cannot be estimated yet: {reason}{_planned(model, cluster)}")
     backend = backend or usual_backend(cluster)
     roles = [_role(model, layout, workload, backend, place) for place in range(layout.pp)]
     timing, why = try_step_seconds(model, layout, workload, cluster, engine)
@@ -52,6 +52,15 @@ def estimate(
         timing=timing.to_json() if timing else None,
         notes=tuple(notes),
     )
+
+
+def _planned(model: ModelConfig, cluster: Cluster | None) -> str:
+    """Where the search has the figures of a model that no decoder here computes."""
+    from shardwise.predict.search.space import why_not_planned
+
+    if cluster is None or why_not_planned(model):
+        return ""
+    return "; `shardwise plan` has its memory and time, of one layout with --fix"
 
 
 def _role(model: ModelConfig, layout: Layout, workload: Workload, backend: Backend, place: int) -> Role:

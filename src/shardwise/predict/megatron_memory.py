@@ -69,6 +69,15 @@ def state_bytes(model: ModelConfig, tp: int = 1, pp: int = 1) -> float:
 REDUCE_BUCKET = 5e8
 """Elements of the buffer that gradients are reduced in: DeepSpeed, reduce_bucket_size, its default."""
 
+COMMUNICATOR_BYTES = {1: 0.0, 2: 544 * 2**20}
+"""Of an NCCL communicator inside a node of A100 with NVLink, by its ranks, as measured: NVIDIA/nccl issue 964."""
+LARGER_COMMUNICATOR_BYTES = 688 * 2**20
+"""Of one with more than two ranks, from the same place."""
+
+Optimizer = Literal["whole", "sharded", "wide"]
+"""DeepSpeed's: at ZeRO stage 0 in 16 bits (FP16_Optimizer), at stage 1 in 16 bits, and with fp32 sums of all gradients
+(BF16_Optimizer)."""
+
 
 def deepspeed_bytes(
     model: ModelConfig,
@@ -78,18 +87,17 @@ def deepspeed_bytes(
     micro_batches: int,
     tp: int,
     dp: int,
-    sharded: bool,
-    wide: bool,
+    optimizer: Optimizer,
 ) -> float:
     """Bytes of the fuller one of a pipeline's ends, under Megatron-DeepSpeed with every layer recomputed.
 
-    layers: of each stage; a table of the vocabulary is on the first and on the last one. sharded: ZeRO stage 1. wide:
-    gradients of micro-batches are summed in fp32, on every rank whole. The CUDA context is not in it.
+    layers: of each stage; a table of the vocabulary is on the first and on the last one. The CUDA context is not in it,
+    nor communicators between nodes, whose size nobody states.
 
-    States: weights and gradients in 16 bits; a master copy and two moments; at the step, the rank's own gradients
-    once more, flat in 16 bits and in fp32 (DeepSpeed, runtime/zero/stage_1_and_2.py), or, if wide, fp32 sums of all
-    gradients (runtime/bf16_optimizer.py). Activations: of each micro-batch in flight the input of every layer, and what
-    the stage was sent and sends (runtime/pipe/engine.py).
+    Activations: of each micro-batch in flight the input of every layer, and what the stage was sent and sends
+    (DeepSpeed 0.6, runtime/pipe/engine.py). Two communicators span the tp ranks: Megatron-LM's own, and the
+    one over which the pipeline's messages are cut (runtime/pipe/topology.py). All buffers are added up: torch's
+    allocator gives none back.
     """
     table, block = model.vocab * model.hidden / tp, 12 * model.hidden**2 / tp
     stream = 2.0 * seq * micro * model.hidden
@@ -97,11 +105,28 @@ def deepspeed_bytes(
     found = []
     for stage in {0, len(layers) - 1}:
         last = stage == len(layers) - 1
-        weights = layers[stage] * block + table
-        own = weights / dp if sharded else weights
-        states = 8 * weights + 12 * own if wide else 4 * weights + 12 * own + (6 * own if sharded else 0)
+        states = _deepspeed_states(layers[stage] * block + table, table, dp, optimizer)
         flying = min(len(layers) - stage, micro_batches) * stream * (layers[stage] + 2)
-        # In 16 bits, in fp32, and the gradient of that.
-        logits = seq * micro * model.vocab / tp * (2 + 4 + 4) if last else 0.0
+        # In fp32, in place of which come the softmax and its gradient; and in 16 bits (megatron/mpu/cross_entropy.py).
+        logits = seq * micro * model.vocab / tp * (4 + 2) if last else 0.0
         found.append(states + flying + again + logits)
-    return max(found) + REDUCE_BUCKET * (4 if wide else 2)
+    return max(found) + 2 * COMMUNICATOR_BYTES.get(tp, LARGER_COMMUNICATOR_BYTES)
+
+
+def _deepspeed_states(weights: float, table: float, dp: int, optimizer: Optimizer) -> float:
+    """Bytes of `weights` parameters with all that updates them. table: elements of the largest one.
+
+    Weights and gradients in 16 bits, a master copy and two moments, a bucket of gradients that are reduced. Besides:
+
+    - whole: at the step, all gradients in fp32, one by one, and once more end to end (runtime/fp16/fused_optimizer.py).
+    - sharded: at the step, the rank's own gradients end to end in 16 bits and in fp32 (runtime/zero/stage_1_and_2.py).
+    - wide: fp32 sums of all gradients, to which each micro-batch's are added as an fp32 copy, one at a time
+      (runtime/bf16_optimizer.py, update_hp_grads).
+
+    Where sums are kept in 16 bits, autograd makes each micro-batch's gradient of a parameter before it adds it.
+    """
+    if optimizer == "wide":
+        return 8 * weights + 12 * weights / dp + 4 * table + 4 * REDUCE_BUCKET
+    own = weights / dp
+    updating = 20 * weights if optimizer == "whole" else 18 * own
+    return 4 * weights + updating + 2 * table + 2 * REDUCE_BUCKET

@@ -65,7 +65,7 @@ def step_seconds(
     split = replace(Split.of(layout, workload), schedule=layout.schedule if layout.pp > 1 else "1f1b")
     step = training_step(model, split, attending(engine_of(name), layout.attention), pricing)
     parts = {part: float(seconds) for part, seconds in step.parts.items()}
-    around = time_range(parts, pricing.constants)
+    around = time_range(parts, pricing.constants, routed=bool(model.experts))
     return StepSeconds(name, sum(parts.values()), float(around.low), float(around.high), parts, pricing.constants.notes)
 
 

@@ -93,7 +93,7 @@ def split_of(row: Row, model: ModelConfig, assumed: list[str]) -> Split:
     if batch % (dp * micro):
         raise UserError(f"a batch of {batch} does not divide among dp x micro = {dp} x {micro}")
     recompute = _recompute(row, assumed)
-    zero = _zero(row, assumed)
+    zero = stage_of(row, assumed)
     sp = "sequence parallel" in str(row.get("techniques", "")) or ("megatron-bridge" in source(row) and tp > 1)
     return Split(
         seq=whole(row, "seq"),
@@ -121,7 +121,8 @@ def _recompute(row: Row, assumed: list[str]) -> str:
     return told
 
 
-def _zero(row: Row, assumed: list[str]) -> int:
+def stage_of(row: Row, assumed: list[str]) -> int:
+    """The ZeRO stage of a training row, whether there are ranks to shard over or not."""
     sharding = {"yes": 3, "FULL_SHARD": 3, "SHARD_GRAD_OP": 2}.get(str(row.get("fsdp")))
     if sharding:
         return sharding

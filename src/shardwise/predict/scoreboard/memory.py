@@ -13,7 +13,7 @@ from statistics import fmean
 
 from shardwise.errors import UserError
 from shardwise.predict.megatron_memory import deepspeed_bytes
-from shardwise.predict.scoreboard.configuration import Row, engine_of, model_of, split_of, whole
+from shardwise.predict.scoreboard.configuration import Row, engine_of, model_of, split_of, stage_of, whole
 from shardwise.predict.search.fitting import RESERVED_BYTES
 
 GIB = 1024**3
@@ -80,7 +80,7 @@ def _held(row: Row) -> Held:
     wide = REBALANCED in str(row.get("notes"))
     nbytes = deepspeed_bytes(
         model, _stages(model.layers, split.pp, wide), split.seq, split.micro, split.micro_batches, split.tp,
-        whole(row, "dp", split.dp), split.zero == 1, wide,
+        whole(row, "dp", split.dp), "wide" if wide else "sharded" if stage_of(row, assumed) else "whole",
     )  # fmt: skip
     return Held(row, nbytes + RESERVED_BYTES, measured * GIB)
 

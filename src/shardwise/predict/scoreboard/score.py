@@ -115,7 +115,8 @@ def _trained(group: list[Case], prices: _Prices) -> list[Prediction]:
     step = training_step(group[0].model, replace(splits[0], **arrays), engine(group[0].engine), pricing)
     shape = (len(group),)
     parts = {name: np.broadcast_to(np.asarray(part, dtype=float), shape) for name, part in step.parts.items()}
-    around = time_range(parts, pricing.constants, len(group[0].assumed))
+    routed = bool(group[0].model.experts)
+    around = time_range(parts, pricing.constants, len(group[0].assumed), routed)
     return [
         Prediction(
             case,

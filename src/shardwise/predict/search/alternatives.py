@@ -12,7 +12,7 @@ from shardwise.cluster import Cluster
 from shardwise.predict.search.pricing import Priced
 from shardwise.predict.search.ranking import Block, Place
 
-KEYS = ("tp", "pp", "cp", "zero", "micro", "recompute", "sp", "schedule")
+KEYS = ("tp", "pp", "cp", "ep", "zero", "micro", "recompute", "sp", "schedule")
 """The keys whose neighbouring values are looked at."""
 
 
@@ -47,7 +47,7 @@ class ByChoice:
     def offer(self, block: Block) -> None:
         frame, shape = block.frame, block.frame.shape
         seconds, nbytes = np.broadcast_to(block.seconds, shape), block.nbytes
-        whole = {"tp": [frame.tp] * shape[0], "pp": [frame.pp] * shape[0]}
+        whole = {key: [getattr(frame, key)] * shape[0] for key in ("tp", "pp", "ep")}
         rows = {key: [getattr(row, key) for row in frame.rows] for key in ("cp", "micro", "sp", "recompute")}
         for axis, values in (
             (0, whole | rows),
@@ -88,7 +88,7 @@ class ByChoice:
             # What no legal candidate has is not an alternative.
             there = (value for (known, value), nbytes in self.least.items() if known == key and nbytes < np.inf)
             values = sorted(set(there), key=str)
-            if key in ("tp", "pp", "cp", "micro"):
+            if key in ("tp", "pp", "cp", "ep", "micro"):
                 below = max((v for v in values if v < mine), default=None)
                 above = min((v for v in values if v > mine), default=None)
                 values = [v for v in (below, above) if v is not None]
@@ -107,4 +107,4 @@ def against(winner: Priced, key: str, value: Any, other: Priced | None, least: f
 
 def _extent(one: Priced, key: str) -> int:
     """Devices from the first to the last of a group of the ranks that `key` splits a block over; 0 for other keys."""
-    return {"tp": one.layout.tp, "cp": one.layout.tp * one.layout.cp}.get(key, 0)
+    return {"tp": one.layout.tp, "cp": one.layout.tp * one.layout.cp, "ep": one.layout.ep}.get(key, 0)

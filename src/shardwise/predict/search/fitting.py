@@ -6,13 +6,14 @@ order in which gradients come and activations go, for arrays of candidates, from
 holds the two to each other.
 
 A pipeline's fullest rank is its first, its second or its last: ranks between hold no more blocks or micro-batches than
-the second, and neither embedding nor head.
+the second, and neither embedding nor head. Where the model's first blocks have no experts, the first ranks that have
+them in all of theirs can be it, too.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache, reduce
+from functools import cache, partial, reduce
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,8 +23,9 @@ from shardwise.layout.units import Unit
 from shardwise.model import ModelConfig
 from shardwise.predict import peak
 from shardwise.predict.activations import Sizes, kept_items, saved_items
-from shardwise.predict.search.moments import Alone, Saved
-from shardwise.predict.search.pipelined import First, Last, Second
+from shardwise.predict.search.mixed import Mixed, alike, more
+from shardwise.predict.search.moments import Alone, Rank, Saved
+from shardwise.predict.search.pipelined import Between, First, Last
 from shardwise.predict.search.space import Frame
 from shardwise.report.step_report import Bytes
 
@@ -55,9 +57,15 @@ class Held(NamedTuple):
         return self.classes().to_json() | {"total": round(self.total)}
 
 
-def places(pp: int) -> list[int]:
+def places(model: ModelConfig, pp: int) -> list[int]:
     """The ranks of a pipeline that can be the fullest, in the order of `Memory.ends`."""
-    return sorted({0, min(1, pp - 1), pp - 1})
+    last = pp - 1
+    found = {0, min(1, last), last}
+    if model.experts and (dense := model.experts.dense_layers):
+        # The first ones that have experts in all of their blocks, without chunks and with the smallest ones.
+        each, rest = divmod(model.layers, pp)
+        found |= {next((p for p in range(pp) if p * each + min(p, rest) >= dense), last), min(dense, last)}
+    return sorted(found)
 
 
 class Memory:
@@ -66,8 +74,9 @@ class Memory:
     def __init__(self, model: ModelConfig, workload: Workload, attention: str) -> None:
         self.model, self.workload, self.attention = model, workload, attention
         # Its blocks are alike.
-        self._one_block = model.replace(layers=1)
+        self._one_block = alike(model).replace(layers=1)
         self._saved, self._units = cache(self._one), cache(self._of_tp)
+        self._mixed = cache(partial(Mixed, model)) if model.experts or model.latent_attention else lambda tp: None
 
     def of(self, frame: Frame) -> Held:
         """The fullest rank of each candidate of a frame, arrays of its shape or smaller ones that broadcast to it."""
@@ -87,11 +96,12 @@ class Memory:
         """The ranks of each candidate's pipeline that can be the fullest, as `places` names them."""
         rows = [self._saved(frame.tp, *row) for row in frame.rows]
         saved = Saved(*(np.array(column, dtype=float)[:, None, None] for column in zip(*rows, strict=True)))
-        units = self._units(frame.tp)
-        if frame.pp == 1:
-            return (Held(*Alone(self.model, frame, units, saved).held()),)
-        ends = (First, Last) if frame.pp == 2 else (First, Second, Last)
-        return tuple(Held(*end(self.model, frame, units, saved).held()) for end in ends)
+        units, mixed = self._units(frame.tp), self._mixed(frame.tp)
+        kinds: dict[int, type[Rank]] = {0: First, frame.pp - 1: Last} if frame.pp > 1 else {0: Alone}
+        return tuple(
+            Held(*kinds.get(place, Between)(self.model, frame, place, units, saved, mixed).held())
+            for place in places(self.model, frame.pp)
+        )
 
     def _distinct(self, frame: Frame) -> tuple[Frame, list[int]]:
         """The frame with those rows only that differ in memory, and which of them stands for each row.
@@ -121,19 +131,20 @@ class Memory:
         s, parts = Sizes.of(plan), ["embedding", "blocks.0", "head"]
         embedding, block, head = (sum(saved_items(plan, s, part).values()) for part in parts)
         moments, apart = (peak.backwards(plan, s, parts, late) for late in (False, True))
+        extra = more(self.model, s, recompute)
         return Saved(
-            embedding,
-            block,
+            embedding + extra.embedding,
+            block + extra.block,
             head,
             kept_embedding=sum(kept_items(plan, s, "embedding").values()),
-            kept_block=sum(kept_items(plan, s, "blocks.0").values()),
+            kept_block=sum(kept_items(plan, s, "blocks.0").values()) + extra.kept,
             kept_head=sum(kept_items(plan, s, "head").values()),
             known_embedding=peak.saved_inputs(plan, s, "embedding"),
             known_head=peak.saved_inputs(plan, s, "head"),
             loss=peak.loss(s),
             in_head=moments["backward", "head"] - embedding - block - head,
-            in_block=moments["backward", "blocks.0"] - embedding - block,
-            in_block_apart=apart["backward", "blocks.0"] - embedding - block,
+            in_block=moments["backward", "blocks.0"] - embedding - block + extra.in_block,
+            in_block_apart=apart["backward", "blocks.0"] - embedding - block + extra.in_block,
             in_embedding=moments["backward", "embedding"],
             after_block=moments["reduction", "blocks.0"] - embedding,
             after_edge=moments["reduction", "embedding"],

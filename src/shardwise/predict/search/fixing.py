@@ -13,7 +13,7 @@ from shardwise.predict.time.split import SCHEDULES
 WORDS = {"schedule": SCHEDULES, "recompute": ("none", "selective", "full")}
 """Keys whose value is a word -> the words that are searched."""
 
-KEYS = ("dp", "tp", "pp", "cp", "zero", "shard", "sp", "schedule", "virtual", "micro", "recompute")
+KEYS = ("dp", "tp", "pp", "cp", "ep", "zero", "shard", "sp", "schedule", "virtual", "micro", "recompute")
 """The keys of a layout over which a search goes."""
 
 

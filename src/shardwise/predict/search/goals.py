@@ -18,7 +18,7 @@ from shardwise.model.parameters import count
 from shardwise.predict.search.pricing import Priced
 from shardwise.predict.search.ranking import search
 from shardwise.predict.search.shortfall import Least, least
-from shardwise.predict.search.space import MOST_DEVICES, Frame, Space
+from shardwise.predict.search.space import MOST_DEVICES, Frame, Space, why_not_planned
 from shardwise.predict.time.pricing import Pricing
 
 DAY, HOUR = 86400.0, 3600.0
@@ -125,7 +125,7 @@ def largest_model(space: Space, usable: float) -> ModelConfig:
     family = space.model.name.rsplit("-", 1)[0]
     members = [model for name, model in catalog().items() if name.rsplit("-", 1)[0] == family]
     for model in sorted(members, key=count, reverse=True):
-        if not model.why_not_runnable() and _fits(replace(space, model=model), usable):
+        if not why_not_planned(model) and _fits(replace(space, model=model), usable):
             return model
     raise UserError(f"no model of the family {family} fits {space.cluster}")
 

@@ -18,6 +18,7 @@ import numpy as np
 from shardwise.layout.units import Unit
 from shardwise.model import ModelConfig
 from shardwise.predict.memory import OPTIMIZER_BYTES
+from shardwise.predict.search.mixed import Mixed
 from shardwise.predict.search.space import Frame
 from shardwise.report.step_report import DTYPE_BYTES
 
@@ -68,10 +69,17 @@ class Rank(ABC):
     """One rank of every candidate of a frame: which units it has, and what its gradients take."""
 
     embedding = head = True
-    place = 0
 
-    def __init__(self, model: ModelConfig, frame: Frame, units: dict[str, Unit], saved: Saved) -> None:
-        self.frame, self.saved = frame, saved
+    def __init__(
+        self,
+        model: ModelConfig,
+        frame: Frame,
+        place: int,
+        units: dict[str, Unit],
+        saved: Saved,
+        mixed: Mixed | None = None,
+    ) -> None:
+        self.frame, self.place, self.saved = frame, place, saved
         # As even as can be, the first with one more.
         self.layers = model.layers // frame.pp + (self.place < model.layers % frame.pp)
         self.stage = np.array([s.stage for s in frame.shardings])[:, None]
@@ -79,8 +87,11 @@ class Rank(ABC):
         ranks: Any = np.array([s.ranks for s in frame.shardings])[:, None]
         here = {"embedding": self.embedding, "tied": self.embedding or self.head, "blocks.0": True, "head": self.head}
         cut = {name: replace(unit, shard_ranks=ranks) for name, unit in units.items() if here[name]}
-        self.padded = {name: unit.padded for name, unit in cut.items()}
-        self.shard = {name: unit.shard_numel for name, unit in cut.items()}
+        self.padded: dict[str, Num] = {name: unit.padded for name, unit in cut.items()}
+        self.shard: dict[str, Num] = {name: unit.shard_numel for name, unit in cut.items()}
+        if mixed is not None:
+            # The mean of this rank's blocks; experts have other ranks to be sharded over.
+            self.padded["blocks.0"], self.shard["blocks.0"] = mixed.held(frame, self.place, self.layers)
         self.counts = np.array(frame.counts)[:, None, None]
         self.many = self.counts > 1
 
@@ -100,7 +111,9 @@ class Rank(ABC):
 
     def accumulated(self, *names: str) -> Num:
         """Bytes of units' accumulators, of those that this rank has."""
-        kept = (np.where(self.sharded, self.shard[name], self.padded[name]) for name in names if name in self.padded)
+        kept: Iterator[Num] = (
+            np.where(self.sharded, self.shard[name], self.padded[name]) for name in names if name in self.padded
+        )
         return sum(kept) * self.grad_bytes
 
     def staged(self, *names: str) -> Num:

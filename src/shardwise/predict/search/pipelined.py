@@ -13,10 +13,7 @@ import numpy as np
 
 from shardwise.layout import Layout
 from shardwise.layout.pipeline import releases_early
-from shardwise.layout.units import Unit
-from shardwise.model import ModelConfig
-from shardwise.predict.search.moments import Moment, Num, Rank, Saved
-from shardwise.predict.search.space import Frame
+from shardwise.predict.search.moments import Moment, Num, Rank
 from shardwise.schedule.pipeline.closed_forms import FORMS
 from shardwise.schedule.pipeline.completion import RESIDENT
 
@@ -254,18 +251,14 @@ class First(_Piped):
     head = False
 
 
-class Second(_Piped):
-    """The rank after the first one, where there are more than two: none between holds more."""
+class Between(_Piped):
+    """A rank with neither embedding nor head. The second rank holds no less than those after it, where blocks are
+    alike."""
 
     embedding = head = False
-    place = 1
 
 
 class Last(_Piped):
     """A pipeline's last rank."""
 
     embedding = False
-
-    def __init__(self, model: ModelConfig, frame: Frame, units: dict[str, Unit], saved: Saved) -> None:
-        self.place = frame.pp - 1
-        super().__init__(model, frame, units, saved)

@@ -27,6 +27,16 @@ ENGINE = "megatron-bridge"
 """The profile that is planned for where none is named: today's Megatron-Core."""
 
 
+EXPERTS = (
+    "experts: published steps of such models are predicted 28% off on average, from -69% to +101% (26 rows of "
+    "Megatron-Bridge, docs/prediction.md), so the ranges are wide, and layouts this close are not told apart",
+    "tokens are taken to spread evenly over the experts, none dropped: a rank whose experts get a fifth more than the "
+    "mean takes that much longer for them, and keeps as much more of their activations",
+    "every token is sent to each of its experts apart: software that sends it to a node once loses less between nodes",
+)
+"""What is said with every plan of a model with experts."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """The best layouts of a model on a cluster, best first, and what there is to say about the first.
@@ -47,6 +57,11 @@ class Plan:
     fitting: int
     alternatives: tuple[Alternative, ...]
     unlimited: Priced | None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the figures assume that a person would want to know, a sentence each."""
+        return EXPERTS if self.model.experts else ()
 
     @property
     def winner(self) -> Priced:
@@ -84,6 +99,7 @@ class Plan:
             "ranked": [self._row(one) for one in self.ranked],
             "unlimited": None if self.unlimited is None else self._row(self.unlimited),
             "alternatives": [_told(each) for each in self.alternatives],
+            "notes": list(self.notes),
         }
 
     def _row(self, one: Priced) -> dict[str, Any]:
@@ -122,7 +138,7 @@ def plan(
     that no other one beats in time and memory). fixed: keys of the layout and the value that they must have. reserved:
     bytes of a device that training cannot have. explain: with alternatives, and what memory costs.
     Raises `UserError` in one line where there is no legal layout or none fits, with what would have to change; and for
-    what is not known: devices without constants, models with experts, engines that do not train.
+    what is not known: devices without constants, decoders of other kinds, engines that do not train.
     """
     if top < 1:
         raise UserError(f"--top must be a positive integer, not {top}")

@@ -1,8 +1,8 @@
 """Seconds of many candidates at once, and of one layout alone.
 
 Both go through the same functions of `predict.time`: one layout through `training_step`; a frame of candidates through
-`step_parts`, with the pieces of a micro-batch taken from a table that has each (tp, cp, micro) of a space once, and the
-traffic of the data ranks computed once a mesh.
+`step_parts`, with the pieces of a micro-batch taken from a table that has each (tp, ep, cp, micro) of a space once, and
+the traffic of the data ranks computed once a mesh.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.model import ModelConfig
 from shardwise.predict.search.fitting import Held, Memory, places
-from shardwise.predict.search.space import RECOMPUTE, Frame, Order, Row, Sharding, in_closed_form
+from shardwise.predict.search.space import RECOMPUTE, Frame, Order, Row, Sharding, in_closed_form, objection
 from shardwise.predict.time.pieces import Pieces, pieces
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import Engine
@@ -88,14 +88,22 @@ def price_all(
     memory: Memory | None = None,
 ) -> list[Priced]:
     """Several layouts' seconds and bytes, as `price_one` has them: those that one call can price, together."""
-    frames = [frame_of(layout, workload) for layout, _ in chosen]
+    frames = [frame_of(model, layout, workload) for layout, _ in chosen]
     parts = _each(
         chosen, lambda of: (of[1], of[0].schedule, of[0].attention), partial(_parts, model, workload, pricing)
     )
     memory_of = cache(lambda attention: memory or Memory(model, workload, attention))
     held = _each(frames, lambda frame: replace(frame, rows=(), shardings=(), orders=()), partial(_held, memory_of))
     return [
-        Priced(layout, engine, sum(mine.values()), mine, time_range(mine, pricing.constants), fullest, place)
+        Priced(
+            layout,
+            engine,
+            sum(mine.values()),
+            mine,
+            time_range(mine, pricing.constants, routed=bool(model.experts)),
+            fullest,
+            place,
+        )
         for (layout, engine), mine, (fullest, place) in zip(chosen, parts, held, strict=True)
     ]
 
@@ -123,7 +131,7 @@ def _parts(
     return [{name: float(part[i]) for name, part in parts.items()} for i in range(len(splits))]
 
 
-_COLUMNS = ("micro", "micro_batches", "tp", "pp", "dp", "cp", "virtual", "shard", "zero", "sp", "recompute")
+_COLUMNS = ("micro", "micro_batches", "tp", "pp", "dp", "cp", "ep", "virtual", "shard", "zero", "sp", "recompute")
 """What of a split may be an array."""
 
 
@@ -133,28 +141,28 @@ def _held(memory_of: Callable[[str], Memory], frames: list[Frame]) -> list[tuple
         tuple(dict.fromkeys(getattr(frame, name)[0] for frame in frames)) for name in ("rows", "shardings", "orders")
     )
     together = replace(frames[0], rows=rows, shardings=shardings, orders=orders)
-    ends = [
-        [np.broadcast_to(figure, together.shape) for figure in end]
-        for end in memory_of(together.attention).ends(together)
-    ]
+    memory = memory_of(together.attention)
+    ends = [[np.broadcast_to(figure, together.shape) for figure in end] for end in memory.ends(together)]
     found = []
     for frame in frames:
         at = rows.index(frame.rows[0]), shardings.index(frame.shardings[0]), orders.index(frame.orders[0])
         mine = [Held(*(float(figure[at]) for figure in end)) for end in ends]
         place = max(range(len(mine)), key=lambda end: mine[end].total)
-        found.append((mine[place], places(frame.pp)[place]))
+        found.append((mine[place], places(memory.model, frame.pp)[place]))
     return found
 
 
-def frame_of(layout: Layout, workload: Workload) -> Frame:
+def frame_of(model: ModelConfig, layout: Layout, workload: Workload) -> Frame:
     """The frame that has this layout alone. Raises `UserError` where the batch does not divide, and for a layout that
     no search comes upon."""
     usual = Layout()
-    for key in ("ep", "etp", "hpz", "stages", "offload", "compile", "precision", "grads", "order"):
+    for key in ("etp", "hpz", "stages", "offload", "compile", "precision", "grads", "order"):
         if (value := getattr(layout, key)) != getattr(usual, key):
             raise UserError(f"the planner does not price {key}={value} yet")
     if layout.recompute not in RECOMPUTE:
         raise UserError(f"the planner does not price recompute={layout.recompute} yet")
+    if reason := objection(model, layout.tp, layout.sp, layout.ep, layout.shard_ranks if layout.stage else 1):
+        raise UserError(reason)
     count = workload.micro_batches(layout)
     if layout.pp > 1 and not in_closed_form(layout.schedule, layout.virtual, layout.pp, count):
         raise UserError(
@@ -165,7 +173,7 @@ def frame_of(layout: Layout, workload: Workload) -> Frame:
     return Frame(
         layout.tp, layout.pp, layout.dp * layout.cp, layout.attention, workload.batch,
         (Row(layout.cp, layout.sp, layout.recompute, layout.micro),),
-        (Sharding(layout.stage, layout.shard_ranks if layout.stage else 1),), (order,),
+        (Sharding(layout.stage, layout.shard_ranks if layout.stage else 1),), (order,), layout.ep,
     )  # fmt: skip
 
 
@@ -176,7 +184,7 @@ class Prices:
         self, model: ModelConfig, workload: Workload, attention: str, pricing: Pricing, frames: Iterable[Frame]
     ) -> None:
         self.model, self.workload, self.attention, self.pricing = model, workload, attention, pricing
-        rows = dict.fromkeys((f.tp, *row) for f in frames for row in f.rows)
+        rows = dict.fromkeys((f.tp, f.ep, *row) for f in frames for row in f.rows)
         self._row = {row: index for index, row in enumerate(rows)}
         self._numbers = [np.array(column) for column in zip(*rows, strict=True)]
         self._table = cache(self._pieces)
@@ -187,7 +195,7 @@ class Prices:
         """Seconds of a step for each candidate, an array of the frame's shape; those that are not `possible` have
         figures without meaning."""
         software = attending(engine, self.attention)
-        rows = np.array([self._row[frame.tp, *row] for row in frame.rows])
+        rows = np.array([self._row[frame.tp, frame.ep, *row] for row in frame.rows])
         inside = _inside(software)
         found = self._table(inside).each(lambda column: column[rows][:, None, None])
         share = np.stack([self._share(inside, order)[rows] for order in frame.orders], axis=-1)[:, None, :]
@@ -205,6 +213,7 @@ class Prices:
             pp=frame.pp,
             dp=frame.data // cp,
             cp=cp,
+            ep=frame.ep,
             virtual=np.array([order.virtual for order in frame.orders])[None, None, :],
             shard=np.array([sharding.ranks for sharding in frame.shardings])[None, :, None],
             zero=np.array([sharding.stage for sharding in frame.shardings])[None, :, None],
@@ -213,8 +222,8 @@ class Prices:
         )
 
     def _pieces(self, engine: Engine) -> Pieces:
-        tp, cp, sp, recompute, micro = self._numbers
-        split = Split(seq=self.workload.seq, tp=tp, cp=cp, micro=micro, sp=sp, recompute=recompute)
+        tp, ep, cp, sp, recompute, micro = self._numbers
+        split = Split(seq=self.workload.seq, tp=tp, ep=ep, cp=cp, micro=micro, sp=sp, recompute=recompute)
         found = pieces(self.model, split, engine, self.pricing).joined()
         return found.each(lambda column: np.broadcast_to(column, len(self._row)))
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
-from shardwise.layout.legality import valid_tp
+from shardwise.layout.legality import valid_ep, valid_tp
 from shardwise.model import ModelConfig
 from shardwise.predict.search.fixing import check_fixed
 from shardwise.predict.time.profiles import Engine
@@ -57,8 +57,8 @@ class Order(NamedTuple):
 
 @dataclass(frozen=True)
 class Frame:
-    """Candidates of one tp and pp: rows x shardings x orders, where `possible`. data: ranks of a model's part, which is
-    dp x cp."""
+    """Candidates of one tp, pp and ep: rows x shardings x orders, where `possible`. data: ranks of a model's part,
+    which is dp x cp."""
 
     tp: int
     pp: int
@@ -68,6 +68,7 @@ class Frame:
     rows: tuple[Row, ...]
     shardings: tuple[Sharding, ...]
     orders: tuple[Order, ...]
+    ep: int = 1
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
@@ -100,8 +101,29 @@ class Frame:
         return Layout(
             dp=self.data // row.cp, tp=self.tp, pp=self.pp, cp=row.cp, zero=sharding.stage,
             shard=sharding.ranks if sharding.stage else 0, sp=row.sp, schedule=order.schedule,
-            virtual=order.virtual, micro=row.micro, recompute=row.recompute, attention=self.attention,
+            virtual=order.virtual, micro=row.micro, recompute=row.recompute, attention=self.attention, ep=self.ep,
         )  # fmt: skip
+
+
+def why_not_planned(model: ModelConfig) -> str | None:
+    """The reason why no search knows this model, or None. More can be planned than runs here: mixtures of experts,
+    latent attention, ALiBi and a norm after the embedding have memory and time, too."""
+    usual: dict[str, Any] = {"experts": None, "latent_attention": None, "embedding_norm": False}
+    if model.positions == "alibi":
+        usual["positions"] = "learned"
+    return model.replace(**usual).why_not_runnable()
+
+
+def objection(model: ModelConfig, tp: int, sp: bool, ep: int = 1, shard: int = 1) -> str:
+    """Why a model with experts cannot be split so, as far as the planner knows; empty where it can. shard: ranks that
+    ZeRO shards over, 1 without it."""
+    if not model.experts:
+        return ""
+    if tp > 1 and not sp:
+        return "with experts, tp needs sp: the ranks of a tp group route different tokens, as in Megatron-Core"
+    if shard > 1 and (shard * tp) % ep and ep % (shard * tp):
+        return f"ep={ep} must divide, or be a multiple of, the shard group's {shard} x tp = {shard * tp} ranks"
+    return ""
 
 
 @cache
@@ -135,7 +157,7 @@ class Space:
             raise UserError(
                 "a search needs a training workload: give a sequence length and a batch (--seq and --batch)"
             )
-        if reason := self.model.why_not_runnable():
+        if reason := why_not_planned(self.model):
             raise UserError(f"{self.model.name} cannot be planned yet: {reason}")
         if self.cluster.devices > MOST_DEVICES:
             raise UserError(
@@ -172,8 +194,10 @@ class Space:
         for tp, pp, cp, dp in self.meshes(self.cluster.devices):
             rows.setdefault((tp, pp, dp * cp), []).extend(self._rows(tp, cp, dp))
         for (tp, pp, data), of in rows.items():
-            shardings, orders = tuple(self._shardings(data)), tuple(self._orders(pp))
-            yield Frame(tp, pp, data, self.attention, self.workload.batch, tuple(of), shardings, orders)
+            orders = tuple(self._orders(pp))
+            for ep in self._expert_degrees(tp, data):
+                shardings = tuple(self._shardings(data, tp, ep))
+                yield Frame(tp, pp, data, self.attention, self.workload.batch, tuple(of), shardings, orders, ep)
 
     def meshes(self, devices: int) -> Iterator[tuple[int, int, int, int]]:
         """(tp, pp, cp, dp) whose product is `devices`, where the model can be split so."""
@@ -193,15 +217,21 @@ class Space:
         if seq % cp or batch % dp:
             return
         whole = tp > 1 and seq % (cp * tp) == 0
-        for sp, recompute, micro in product((False, True) if whole else (False,), RECOMPUTE, divisors(batch // dp)):
+        kinds = [sp for sp in (False, True) if (whole or not sp) and not objection(self.model, tp, sp)]
+        for sp, recompute, micro in product(kinds, RECOMPUTE, divisors(batch // dp)):
             if self.allows("sp", sp) and self.allows("recompute", recompute) and self.allows("micro", micro):
                 yield Row(cp, sp, recompute, micro)
 
-    def _shardings(self, data: int) -> Iterator[Sharding]:
+    def _expert_degrees(self, tp: int, data: int) -> Iterator[int]:
+        return (ep for ep in valid_ep(self.model, data * tp) if self.allows("ep", ep))
+
+    def _shardings(self, data: int, tp: int, ep: int) -> Iterator[Sharding]:
         for stage in ZERO if data > 1 else (0,):
             if not self.allows("zero", stage):
                 continue
             for ranks in divisors(data)[1:] if stage else [1]:
+                if stage and objection(self.model, tp, tp > 1, ep, ranks):
+                    continue
                 # shard=0 is how a layout says dp x cp.
                 if self.allows("shard", ranks) or (ranks == data and self.allows("shard", 0)):
                     yield Sharding(stage, ranks)

@@ -193,9 +193,7 @@ def _latent_projections(tally: Tally, model: ModelConfig, shape: Shape, engine: 
 
 
 def _fused_core(tally: Tally, model: ModelConfig, shape: Shape, engine: Engine) -> None:
-    heads, kv = model.heads / shape.tp, np.maximum(model.kv_heads / shape.tp, 1)
-    latent = model.latent_attention
-    width = (latent.nope_head_dim + latent.rope_head_dim + latent.v_head_dim) / 2 if latent else model.head_dim
+    heads, kv, width = model.heads / shape.tp, np.maximum(model.kv_heads / shape.tp, 1), core_width(model)
     kernels = tally.kernels
     # Under context parallelism the halves of a causal mask are dealt out evenly: each rank has half of its rectangle.
     causal = np.where(np.asarray(shape.keys) == shape.seq, 1.0, 0.5)
@@ -205,9 +203,15 @@ def _fused_core(tally: Tally, model: ModelConfig, shape: Shape, engine: Engine) 
     tally.add("attention", forward, kernels.attention_ratio(width, shape.keys, shape.wide) * forward, (1, 3))
 
 
+def core_width(model: ModelConfig) -> float:
+    """Width of a head in the attention's core: of latent attention, the mean of its two products'."""
+    latent = model.latent_attention
+    return (latent.nope_head_dim + latent.rope_head_dim + latent.v_head_dim) / 2 if latent else model.head_dim
+
+
 def _score_core(tally: Tally, model: ModelConfig, shape: Shape, engine: Engine) -> None:
     """Q Kᵀ, scale and mask and softmax, dropout, P V: what Megatron-LM did before fused attention."""
-    heads, d, mm = model.heads / shape.tp, model.head_dim, tally.kernels.matmul
+    heads, d, mm = model.heads / shape.tp, core_width(model), tally.kernels.matmul
     batch, seq, keys, wide = shape.micro * heads, shape.seq, shape.keys, shape.wide
     scores, context = mm(seq, keys, d, wide, batch), mm(seq, d, keys, wide, batch)
     # A head width that is no multiple of eight elements leaves 16-byte loads unused (NVIDIA, Matrix Multiplication
@@ -262,6 +266,8 @@ def embedding(model: ModelConfig, shape: Shape, engine: Engine, kernels: Kernels
     rows = shape.tokens * model.hidden * shape.width
     tally.memory(2 * rows, 3 * rows, (2, 3))
     _laid_out(tally, model, shape, engine, 1, 1)
+    if model.embedding_norm:
+        _norm(tally, model, shape.stream * model.hidden * shape.width, engine)
     if engine.dropout:
         tally.memory(2.5 * rows, 2.5 * rows)
     return tally

@@ -113,7 +113,8 @@ def _entry(name: str) -> dict[str, Any]:
     entry = _file()["devices"].get(name)
     if entry is None:
         raise UserError(
-            f"no constants of time for {name}; known are {', '.join(known_devices())} (`make fit`, calibrate)"
+            f"no constants of time for {name}; known are {', '.join(known_devices())}; to measure another: "
+            "`shardwise calibrate device --ranks N --out FILE.toml` there, then --cluster FILE.toml"
         )
     return entry
 

@@ -65,13 +65,16 @@ class Kernels:
 
     def _tiles(self, m: Num, n: Num, k: Num, peak: float, batch: Num, dtype: str = "bfloat16") -> Num:
         sms, form, best = self.constants.sms, self.constants.form(dtype), None
+        # Batched products are not split over the sum.
+        alone = np.asarray(batch) == 1
         for rows, columns, efficiency in form["tiles"]:
             tiles = batch * np.ceil(m / rows) * np.ceil(n / columns)
             one = 2.0 * rows * columns * sms / (peak * efficiency)
-            for split in SPLITS if np.all(batch == 1) else (1,):
+            for split in SPLITS if alone.any() else (1,):
                 seconds = np.ceil(tiles * split / sms) * one * (k / split + form["prologue_k"])
                 if split > 1:
                     seconds = seconds + split * 8.0 * m * n / self.constants.bandwidth + form["split_latency_s"]
+                    seconds = seconds if alone.all() else np.where(alone, seconds, np.inf)
                 best = seconds if best is None else np.minimum(best, seconds)
         return best
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.model import ModelConfig
-from shardwise.predict.time.block import Shape, Tally, block, embedding, head
+from shardwise.predict.time.block import Shape, Tally, block, core_width, embedding, head
 from shardwise.predict.time.kernels import WIDTH
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import Engine
@@ -92,7 +92,8 @@ def _pieces(model: ModelConfig, split: Split, engine: Engine, pricing: Pricing) 
     )
     kinds = [(False, model.layers)]
     if model.experts:
-        kinds = [(False, model.experts.dense_layers), (True, model.layers - model.experts.dense_layers)]
+        dense = min(model.experts.dense_layers, model.layers)
+        kinds = [(False, dense), (True, model.layers - dense)]
     per_block: Parts = {}
     for experts, layers in kinds:
         if layers:
@@ -116,6 +117,9 @@ def _block_seconds(model: ModelConfig, shape: Shape, split: Split, engine: Engin
         for kind in tally.forward
     }
     ahead, back = _tensor(model, shape, split, engine, pricing)
+    if experts and model.experts and not model.experts.shared:
+        # Only attention is split over tp: routed tokens are those of a rank's own shard of the sequence.
+        ahead, back = ahead / 2, back / 2
     around = _ring(model, shape, split, pricing, tally)
     ahead, back = ahead + around[0], back + around[1]
     parts["tensor"] = ahead + back
@@ -185,7 +189,8 @@ def _ring(model: ModelConfig, shape: Shape, split: Split, pricing: Pricing, tall
     """
     if not np.any(np.asarray(split.cp) > 1):
         return 0.0, 0.0
-    kv = 2 * shape.micro * split.seq * np.maximum(model.kv_width / split.tp, model.head_dim) * split.width
+    held = model.heads if model.latent_attention else model.kv_heads
+    kv = 2 * shape.micro * split.seq * np.maximum(held / split.tp, 1) * core_width(model) * split.width
     messages = pricing.collectives.seconds("all_gather_into", kv, split.cp, split.tp)
     ahead = sum(tally.selective.values())
     back = ahead * pricing.kernels.attention_ratio(model.head_dim, shape.keys, shape.wide)

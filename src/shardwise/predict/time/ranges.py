@@ -40,10 +40,11 @@ class Range:
         return self.high / self.low - 1
 
 
-def time_range(parts: Mapping[str, Num], known: Constants, assumed: int = 0) -> Range:
+def time_range(parts: Mapping[str, Num], known: Constants, assumed: int = 0, routed: bool = False) -> Range:
     """The range around the sum of `parts` (seconds by part, numbers or arrays), a factor up and down.
 
-    assumed: how many facts about the run were not known and had to be assumed.
+    assumed: how many facts about the run were not known and had to be assumed. routed: the model has experts, whose
+    routing on the host and uneven loads are not modelled.
     """
     seconds = sum(parts.values())
     sigma = uncertainty()
@@ -53,6 +54,7 @@ def time_range(parts: Mapping[str, Num], known: Constants, assumed: int = 0) -> 
         of_kind[kind] = of_kind.get(kind, 0.0) + part
     squared = sigma["common"] ** 2 + assumed * sigma["assumed"] ** 2
     squared = squared + (sigma["borrowed"] ** 2 if known.notes else 0.0)
+    squared = squared + (sigma["routed"] ** 2 if routed else 0.0)
     for kind, part in of_kind.items():
         squared = squared + (sigma[kind] * part / seconds) ** 2
     factor = np.exp(Z80 * np.sqrt(squared))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from shardwise.layout import Layout, Workload
 
 Num = Any
@@ -41,6 +43,18 @@ class Split:
     def width(self) -> float:
         """Bytes of an element of weights, activations and messages: 2 under narrow types, too."""
         return 4.0 if self.dtype == "float32" else 2.0
+
+    @property
+    def expert_data(self) -> Num:
+        """Ranks that hold the same experts: expert ranks are taken of a stage's dp x cp x tp ranks, and an expert is
+        never split (Megatron-Core's folded mesh with an expert-tensor degree of 1: Liu et al. 2025, arXiv 2504.14960).
+        """
+        return np.maximum(self.dp * self.cp * self.tp // self.ep, 1)
+
+    @property
+    def expert_shard(self) -> Num:
+        """Ranks that ZeRO shards experts over: those of a shard group and its tp ranks that hold the same ones."""
+        return np.where(np.asarray(self.zero) > 0, np.maximum(self.shard * self.tp // self.ep, 1), 1)
 
     @classmethod
     def of(cls, layout: Layout, workload: Workload, dtype: str | None = None) -> Split:

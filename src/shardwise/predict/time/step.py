@@ -186,8 +186,7 @@ def _reduced(model: ModelConfig, split: Split, engine: Engine, pricing: Pricing,
 
 def _added(model: ModelConfig, split: Split, engine: Engine, pricing: Pricing) -> Num:
     """Stages 2 and 3 add each micro-batch's reduced gradients to their shards."""
-    dense, routed = held_parameters(model, split, engine)
-    numel = np.where(np.asarray(split.zero) >= 2, (dense + routed) / split.shard, 0.0)
+    numel = np.where(np.asarray(split.zero) >= 2, _updated(model, split, engine), 0.0)
     nbytes = numel * engine.shard_add_bytes
     return np.where(nbytes > 0, pricing.kernels.pass_over(nbytes, dtype="float32"), 0.0) * split.micro_batches
 
@@ -208,11 +207,16 @@ def _sharded(model: ModelConfig, split: Split, engine: Engine, pricing: Pricing,
 
 
 def _optimizer(model: ModelConfig, split: Split, engine: Engine, pricing: Pricing) -> Num:
-    dense, routed = held_parameters(model, split, engine)
     wide = split.dtype if split.dtype == "float32" else "bfloat16"
-    numel = (dense + routed) / np.where(np.asarray(split.zero) > 0, split.shard, 1)
-    update = pricing.kernels.pass_over(numel * engine.optimizer_bytes, "optimizer", wide)
+    update = pricing.kernels.pass_over(_updated(model, split, engine) * engine.optimizer_bytes, "optimizer", wide)
     return update + pricing.constants.value("step_s")
+
+
+def _updated(model: ModelConfig, split: Split, engine: Engine) -> Num:
+    """Parameters of the busiest rank that its optimizer updates: of its shard."""
+    dense, routed = held_parameters(model, split, engine)
+    numel = dense / np.where(np.asarray(split.zero) > 0, split.shard, 1)
+    return numel + routed / split.expert_shard if model.experts else numel
 
 
 __all__ = ["Pricing", "Split", "StepSeconds", "bubble_share", "step_parts", "training_step"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -45,27 +46,51 @@ def traffic(model: ModelConfig, split: Split, engine: Engine, pricing: Pricing) 
     reduce = price("all_reduce", dense * grad_bytes, whole, split.tp)
     reduce = reduce + price("reduce_scatter", dense * grad_bytes, partly, split.tp)
     gather = price("all_gather_into", dense * split.width, partly, split.tp)
-    if model.experts:
-        spread = np.maximum(data * split.tp / split.ep, 1)
-        whole, partly = np.where(zero == 0, spread, 1), np.where((zero == 1) | (zero == 2), spread, 1)
-        reduce = reduce + price("all_reduce", routed * grad_bytes, whole, split.ep)
-        reduce = reduce + price("reduce_scatter", routed * grad_bytes, partly, split.ep)
-        gather = gather + price("all_gather_into", routed * split.width, partly, split.ep)
     owners = np.where(zero == 0, data, split.shard)
-    shards = (dense + routed) * grad_bytes / owners
+    shards = dense * grad_bytes / owners
     replicas = price("all_reduce", shards, np.where(zero == 0, 1, data // owners), split.tp * owners)
-    unit, split_up = count_parts(model)[1] / model.layers / split.tp, np.where(zero == 3, split.shard, 1)
+    split_up = np.where(zero == 3, split.shard, 1)
+    unit = _parameters(model)[0] / model.layers / split.tp
+    unit_gather = price("all_gather_into", unit * split.width, split_up, split.tp)
+    unit_reduce = price("reduce_scatter", unit * grad_bytes, split_up, split.tp)
+    if model.experts:
+        of_experts = _expert_traffic(model, split, pricing, routed, grad_bytes)
+        reduce, gather, replicas = reduce + of_experts[0], gather + of_experts[1], replicas + of_experts[2]
+        unit_gather, unit_reduce = unit_gather + of_experts[3], unit_reduce + of_experts[4]
     table = padded_vocab(model, engine, split.tp) * model.hidden / split.tp
     return Traffic(
         reduce,
         gather,
         replicas,
-        price("all_gather_into", unit * split.width, split_up, split.tp),
-        price("reduce_scatter", unit * grad_bytes, split_up, split.tp),
+        unit_gather,
+        unit_reduce,
         price("all_gather_into", table * split.width, split_up, split.tp),
         price("reduce_scatter", table * grad_bytes, split_up, split.tp),
         _tied(model, split, engine, pricing),
         _hop(model, split, engine, pricing),
+    )
+
+
+def _expert_traffic(
+    model: ModelConfig, split: Split, pricing: Pricing, routed: Num, grad_bytes: float
+) -> tuple[Num, Num, Num, Num, Num]:
+    """Of the experts alone, over the ranks that hold the same ones, which lie `ep` apart: reduce, gather, replicas,
+    unit_gather, unit_reduce."""
+    price, zero = pricing.collectives.seconds, np.asarray(split.zero)
+    spread, owners = split.expert_data, split.expert_shard
+    whole, partly = np.where(zero == 0, spread, 1), np.where((zero == 1) | (zero == 2), owners, 1)
+    reduce = price("all_reduce", routed * grad_bytes, whole, split.ep)
+    reduce = reduce + price("reduce_scatter", routed * grad_bytes, partly, split.ep)
+    gather = price("all_gather_into", routed * split.width, partly, split.ep)
+    groups = np.where(zero == 0, 1, np.maximum(spread // owners, 1))
+    replicas = price("all_reduce", routed * grad_bytes / owners, groups, split.ep * owners)
+    unit, split_up = _parameters(model)[1] / model.layers / split.ep, np.where(zero == 3, owners, 1)
+    return (
+        reduce,
+        gather,
+        replicas,
+        price("all_gather_into", unit * split.width, split_up, split.ep),
+        price("reduce_scatter", unit * grad_bytes, split_up, split.ep),
     )
 
 
@@ -92,12 +117,19 @@ def _hop(model: ModelConfig, split: Split, engine: Engine, pricing: Pricing) -> 
 
 def held_parameters(model: ModelConfig, split: Split, engine: Engine) -> tuple[Num, Num]:
     """Parameters of the busiest rank: (all but the experts', the experts')."""
-    routed = 0.0
-    if model.experts:
-        layers = model.layers - model.experts.dense_layers
-        branches = 3 if model.gated else 2
-        routed = layers * model.experts.count * branches * model.hidden * model.experts.ffn
-    blocks = (count_parts(model)[1] - routed) / (split.pp * split.tp)
+    others, routed = _parameters(model)
+    blocks = others / (split.pp * split.tp)
     table = padded_vocab(model, engine, split.tp) * model.hidden / split.tp
     tables = np.where(np.asarray(split.pp) == 1, 1 if model.tied else 2, 1)
     return blocks + table * tables, routed / (split.pp * split.ep) + 0.0 * blocks
+
+
+@lru_cache
+def _parameters(model: ModelConfig) -> tuple[float, float]:
+    """Of all blocks: (all but the experts', the experts' without shared ones)."""
+    blocks = count_parts(model)[1]
+    if not model.experts:
+        return float(blocks), 0.0
+    layers = max(0, model.layers - model.experts.dense_layers)
+    routed = layers * model.experts.count * (3 if model.gated else 2) * model.hidden * model.experts.ffn
+    return float(blocks - routed), float(routed)

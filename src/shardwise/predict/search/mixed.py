@@ -1,0 +1,117 @@
+"""What blocks of models take that no decoder here computes: mixtures of experts, and latent attention.
+
+To memory, such a block is a dense one with as wide an inner part for each token and heads as wide (`alike`), and what
+routing and low ranks save beside that (`more`); its parameters are counted apart, since experts have other ranks to be
+sharded over (`Mixed`). Tokens are taken to spread evenly over the experts, none dropped: a rank's experts then see as
+many rows as its own tokens choose. Megatron-Core's split is assumed: experts are never cut, routers and the low ranks'
+first projections are on every tp rank, shared experts and all else is split over tp.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shardwise.layout import Layout
+from shardwise.layout.placement import place, width_held
+from shardwise.model import ModelConfig
+from shardwise.model.parameters import Parameter, part_parameters
+from shardwise.predict.activations import Sizes
+from shardwise.predict.search.space import Frame
+
+Num = Any
+
+ROUTING_BYTES = 8
+"""Saved for a token and expert: its probability in fp32, and the map of what was chosen, with the logits' gradient to
+be made of them."""
+
+SPLIT_ROWS = ("attention.q_up", "attention.kv_up")
+SHARED = ".mlp.shared."
+
+
+def alike(model: ModelConfig) -> ModelConfig:
+    """The model itself, or a dense one with plain attention whose blocks save as much in their widths."""
+    changes: dict[str, Any] = {}
+    if experts := model.experts:
+        changes |= {"experts": None, "ffn": (experts.active + experts.shared) * experts.ffn}
+    if latent := model.latent_attention:
+        # Queries and keys are wider than values and what comes out: in all, four of the mean width.
+        both = latent.nope_head_dim + latent.rope_head_dim + latent.v_head_dim
+        changes |= {"latent_attention": None, "kv_heads": model.heads, "head_dim": 2 * -(-both // 4)}
+    return model.replace(**changes) if changes else model
+
+
+class More(NamedTuple):
+    """Bytes of one micro-batch beyond those of a block `alike` and of a plain embedding: saved by the embedding and by
+    a block, kept from the gradient of its input to that of its weights, and passing in its backward."""
+
+    embedding: int
+    block: int
+    kept: int
+    in_block: int
+
+
+def more(model: ModelConfig, s: Sizes, recompute: str) -> More:
+    """What routing, low ranks and a norm after the embedding save. s: sizes of the model that is `alike`."""
+    saved = rows = 0
+    if latent := model.latent_attention:
+        # Each low rank before and after its norm, and the keys' rotated part.
+        saved += s.stream * (2 * latent.q_rank + 2 * latent.kv_rank + latent.rope_head_dim) * s.element
+    if experts := model.experts:
+        # The rows that experts read, and those that they return, which the probabilities' gradients are made of.
+        rows = s.stream * experts.active * s.hidden * s.element
+        saved += 2 * rows + s.stream * experts.count * ROUTING_BYTES
+    again = recompute == "full"
+    norm = (s.stream * s.hidden + 2 * s.stream) * s.element if model.embedding_norm else 0
+    return More(norm, 0 if again else saved, 2 * rows, rows + (saved if again else 0))
+
+
+class Mixed:
+    """The parameters of blocks of a model with experts or latent attention on one of tp ranks."""
+
+    def __init__(self, model: ModelConfig, tp: int) -> None:
+        self.model, self.tp = model, tp
+        self._first = model.layers if not model.experts else min(model.experts.dense_layers, model.layers)
+
+    @cached_property
+    def _dense(self) -> int:
+        """Elements of a block without experts."""
+        return sum(self._numel(p) for p in part_parameters(self.model, "blocks.0")) if self._first else 0
+
+    @cached_property
+    def _routed(self) -> tuple[int, int]:
+        """Elements of a block with experts: (all else, the experts of all ranks)."""
+        if self._first == self.model.layers:
+            return 0, 0
+        found = list(part_parameters(self.model, f"blocks.{self._first}"))
+        experts = [p for p in found if ".mlp.experts." in p.name]
+        return sum(self._numel(p) for p in found) - sum(map(self._numel, experts)), sum(p.numel for p in experts)
+
+    def _numel(self, parameter: Parameter) -> int:
+        name = parameter.name
+        if SHARED in name or any(part in name for part in SPLIT_ROWS):
+            return width_held(parameter.numel, self.tp)
+        return place(parameter, self.model, Layout(tp=self.tp), 0).numel
+
+    def held(self, frame: Frame, place: int, layers: int) -> tuple[Num, Num]:
+        """Elements of one of the `layers` blocks that a pipeline's rank has, whole and one rank's shard of it: means,
+        arrays of shardings x orders."""
+        ranks = np.array([sharding.ranks for sharding in frame.shardings])[:, None]
+        stage = np.array([sharding.stage for sharding in frame.shardings])[:, None]
+        same = np.where(stage > 0, np.maximum(ranks * self.tp // frame.ep, 1), 1)
+        dense = np.array([self._without(frame.pp, order.virtual, place, layers) for order in frame.orders])
+        own, experts = self._routed
+        parts = ((dense, self._dense, ranks), (layers - dense, own, ranks), (layers - dense, experts // frame.ep, same))
+        shards = [(count * -(-numel // n), n) for count, numel, n in parts]
+        return sum(shard * n for shard, n in shards) / layers, sum(shard for shard, _ in shards) / layers
+
+    def _without(self, pp: int, virtual: int, place: int, layers: int) -> int:
+        """Blocks without experts, which are the model's first ones, among those of a pipeline's rank."""
+        if virtual == 1:
+            before = place * (self.model.layers // pp) + min(place, self.model.layers % pp)
+            return max(0, min(self._first - before, layers))
+        each = self.model.layers // (pp * virtual)
+        starts = (chunk * each for chunk in range(place, pp * virtual, pp))
+        return sum(max(0, min(self._first - start, each)) for start in starts)

@@ -1,0 +1,118 @@
+"""Blocks with experts and latent attention: their parameters are the model's, and their memory a dense block's where
+they are no more than that."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.layout import Layout, Workload
+from shardwise.model import ModelConfig
+from shardwise.model.catalog import get
+from shardwise.model.config import Experts
+from shardwise.model.parameters import count, part_parameters
+from shardwise.predict.search.fitting import Held, Memory, places
+from shardwise.predict.search.mixed import Mixed, alike
+from shardwise.predict.search.pricing import frame_of
+
+SPARSE = ("mixtral-8x7b", "deepseek-v3")
+
+
+def edges(model: ModelConfig) -> int:
+    return sum(p.numel for part in ("embedding", "head") for p in part_parameters(model, part))
+
+
+def held(model: ModelConfig, text: str, seq: int = 512, batch: int = 1 << 12) -> list[Held]:
+    """Of the ranks of a pipeline that can be the fullest."""
+    workload = Workload(seq, batch)
+    layout = Layout.parse(text)
+    ends = Memory(model, workload, layout.attention).ends(frame_of(model, layout, workload))
+    return [Held(*(float(np.ravel(figure)[0]) for figure in end)) for end in ends]
+
+
+@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize("ep", [1, 8])
+def test_without_a_pipeline_a_rank_has_its_share_of_the_model(name, ep):
+    model = get(name)
+    (all_of_it,) = held(model, "dp=8")
+    (one,) = held(model, f"dp=8,ep={ep}")
+    experts = sum(
+        p.numel for i in range(model.layers) for p in part_parameters(model, f"blocks.{i}") if ".experts." in p.name
+    )
+    assert all_of_it.parameters == 2 * count(model)
+    assert one.parameters == 2 * (count(model) - experts + experts // ep)
+    assert one.optimizer == 12 * (count(model) - experts + experts // ep)
+
+
+def test_states_of_experts_are_sharded_over_the_ranks_that_hold_the_same_ones():
+    """Of 16 ranks of data, 2 have the same eighth of the experts."""
+    model = get("mixtral-8x7b")
+    (one,) = held(model, "dp=16,ep=8,zero=1")
+    experts = model.layers * 8 * 3 * model.hidden * model.experts.ffn
+    dense = count(model) - experts
+    assert one.optimizer == pytest.approx(12 * (dense / 16 + experts / 8 / 2), rel=1e-6)
+    (apart,) = held(model, "dp=16,ep=8,zero=1,shard=4")
+    assert apart.optimizer == pytest.approx(12 * (dense / 4 + experts / 8), rel=1e-6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 12), st.integers(0, 12), st.sampled_from([1, 2, 4]), st.data())
+def test_the_ranks_of_a_pipeline_have_all_blocks(layers, dense, virtual, data):
+    """Blocks with and without experts, over all places of a pipeline."""
+    pp = data.draw(st.integers(1, layers))
+    virtual = virtual if layers % (pp * virtual) == 0 else 1
+    model = get("tiny-llama").replace(layers=layers, experts=Experts(4, 2, 64, dense_layers=dense))
+    mixed = Mixed(model, 1)
+    share = [layers // pp + (place < layers % pp) for place in range(pp)]
+    without = [mixed._without(pp, virtual, place, share[place]) for place in range(pp)]
+    assert sum(without) == min(dense, layers)
+    assert all(0 <= few <= all_of_it for few, all_of_it in zip(without, share, strict=True))
+
+
+@pytest.mark.parametrize("text", ["dp=8", "dp=4,tp=2,sp,zero=1", "dp=2,tp=2,pp=2,sp,zero=2", "dp=2,pp=4,zero=3"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_one_expert_for_every_token_is_a_dense_block_that_routes(text, recompute):
+    """As many weights but for the router's, and no less memory: rows are laid out twice."""
+    dense = get("llama-3.2-1b")
+    sparse = dense.replace(name="sparse", experts=Experts(1, 1, dense.ffn))
+    router = dense.layers * dense.hidden
+    for plain, mixed in zip(held(dense, f"{text},recompute={recompute}"),
+                            held(sparse, f"{text},recompute={recompute}"), strict=True):  # fmt: skip
+        tp = Layout.parse(text).tp
+        more = mixed.parameters - plain.parameters
+        # Experts are not split over tp.
+        whole = dense.layers * 3 * dense.hidden * dense.ffn * (1 - 1 / tp)
+        assert abs(more) <= 4 * (router + whole) * 1.01 and (tp > 1 or more >= 0)
+        assert mixed.saved >= plain.saved
+        assert mixed.total > plain.total
+
+
+def test_a_model_without_either_is_itself():
+    for name in ("llama-3-8b", "gpt2", "bloom-176b"):
+        assert alike(get(name)) is get(name) or alike(get(name)) == get(name)
+    like = alike(get("deepseek-v3"))
+    assert like.experts is None and like.latent_attention is None and like.ffn == 9 * 2048
+    # Queries and keys of 192, values and what comes out of 128, for each of 128 heads.
+    assert 2 * like.q_width + 2 * like.kv_width == 128 * (2 * 192 + 2 * 128)
+
+
+def test_a_pipeline_behind_blocks_without_experts_can_be_fullest_later():
+    model = get("deepseek-v3")
+    assert places(model, 32) == [0, 1, 2, 3, 31] and places(model, 2) == [0, 1]
+    assert places(get("mixtral-8x7b"), 8) == [0, 1, 7]
+    ends = held(model, "dp=8,tp=4,pp=32,sp,ep=32,zero=1,recompute=full")
+    parameters = [end.parameters for end in ends]
+    assert parameters[3] == parameters[2] > 1.3 * parameters[1]
+
+
+def test_capacity_is_what_tokens_choose():
+    """Twice as many experts for each token save about twice as much in the experts."""
+    model = get("mixtral-8x7b")
+    two, four = (held(model.replace(experts=Experts(8, active, 14336)), "dp=8,ep=8,zero=1")[0] for active in (2, 4))
+    rows = 512 * 2
+    inner = rows * (4 * 14336 + 2 * 4096) * 2 * model.layers
+    assert four.saved - two.saved == pytest.approx(inner, rel=0.01)
+
+
+def test_edges_are_those_of_the_model():
+    assert edges(alike(get("deepseek-v3"))) == edges(get("deepseek-v3"))
