@@ -13,6 +13,7 @@ import shardwise
 from shardwise import ModelConfig, UserError, Workload, api
 from shardwise.data import Corpus
 from shardwise.report import StepReport
+from shardwise.runtime import installed
 from shardwise.runtime.config import TrainConfig
 from shardwise.runtime.job.launch import Ending, RunFailed
 
@@ -179,9 +180,21 @@ def test_mistakes(ranks, changes, words):
 
 
 def test_torch_is_asked_for_by_name(ranks, monkeypatch):
-    monkeypatch.setattr(api, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"pip install 'shardwise\[train\]'"):
+    monkeypatch.setattr(installed, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"training needs torch: pip install 'shardwise\[train\]'"):
         train()
+
+
+def test_what_the_machine_cannot_hold_is_not_begun(ranks, monkeypatch):
+    predicted = shardwise.estimate(MODEL, shardwise.Layout(dp=2), WORKLOAD)
+    held = sum(len(role.ranks) * role.peak_bytes for role in predicted.roles)
+    monkeypatch.setattr("shardwise.cluster.catalog._machine_memory", lambda: held)
+    train(layout="dp=2")
+    monkeypatch.setattr("shardwise.cluster.catalog._machine_memory", lambda: held - 1)
+    with pytest.raises(UserError, match=r"small/model under dp=2 would hold .* on this machine of .*: train a smaller"):
+        train(layout="dp=2", out="none")
+    assert len(ranks.configs) == 1 and not Path("none").exists()
+    train(layout="dp=2,compile=block")
 
 
 def test_inside_torchrun_no_ranks_are_started(ranks, monkeypatch):

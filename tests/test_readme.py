@@ -72,6 +72,10 @@ def test_the_commands_run_in_the_order_given(tmp_path):
     said = [run(*command, cwd=tmp_path) for command in commands]
     assert any("14.0 GB" in out for out in said), "the ZeRO table of 7B"
     assert any("bytes by class equal" in out and "✗" not in out for out in said), "the comparison"
+    (layouts,) = re.findall(r"every legal layout, ([\d,]+) of them", README)
+    assert any(f"{layouts} legal layouts" in out for out in said), "the plan"
+    (times,) = re.findall(r"sends ([\d,]+) times the bytes", README.replace("\n", " "))
+    assert any(f"{times} times" in out for out in said), "the comparison of strategies"
     assert (tmp_path / "runs/first/result.json").is_file() and (tmp_path / "runs/second/result.json").is_file()
 
 

@@ -18,7 +18,6 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +28,7 @@ from shardwise.model.catalog import resolve
 from shardwise.report.run_directory import RunDirectory, next_free, occupied
 from shardwise.report.step_report import StepReport
 from shardwise.runtime.config import OptimizerConfig, TrainConfig
+from shardwise.runtime.installed import require
 from shardwise.runtime.job.launch import INTERRUPTED, RANK_FAILED, USER_MISTAKE, RunFailed, check_port, say
 from shardwise.runtime.job.restart import WORKER, begun_by_this_job, continued, torchrun_restarts, until_done
 
@@ -150,6 +150,7 @@ def run(
     if elastic and not restarts:
         raise UserError("an elastic run shrinks when it is started again: allow that with --restarts N")
     _check_out(config)
+    _check_fits(config)
     if port:
         check_port(port)
     config = with_corpus(config, progress)
@@ -335,8 +336,7 @@ def _check_inputs(config: TrainConfig) -> None:
         from shardwise.data.tokenizer import tokenizer_file
 
         tokenizer_file(Path(config.tokenizer))
-    if find_spec("torch") is None:
-        raise UserError("training needs torch: pip install 'shardwise[train]'")
+    require("training", "torch", "tokenizers")
 
 
 def _file_name(name: str) -> str:
@@ -357,6 +357,25 @@ def _check_out(config: TrainConfig) -> None:
         raise UserError(
             f"{out} has gone on to step {newest.manifest.step}: to go on from step {mine.manifest.step} give the new "
             "run a directory of its own with --out"
+        )
+
+
+def _check_fits(config: TrainConfig) -> None:
+    """Raise `UserError` for what this machine cannot hold: the system would end ranks without a word, or others'."""
+    from shardwise.predict import estimate
+    from shardwise.report.units import format_bytes
+
+    cluster = _cluster(config, nodes=1)
+    room = cluster.device.memory_bytes
+    if room is None or config.layout.compile != "off":
+        return
+    predicted = estimate(config.model, config.layout, config.workload, cluster)
+    held = sum(len(role.ranks) * role.peak_bytes for role in predicted.roles)
+    if held > room:
+        raise UserError(
+            f"{config.model.name} under {config.layout} would hold {format_bytes(held)} on this machine of "
+            f"{format_bytes(room)}: train a smaller model (such as --set layers=2), or give fewer or shorter sequences "
+            "to a micro-batch; `shardwise estimate` shows what takes how much"
         )
 
 

@@ -83,6 +83,8 @@ def test_cost_marks_the_cheapest_and_tells_crossovers(collective):
         (["show", "all-reduce", "ring", "--ranks", "4", "--elements", "-1"], "--elements must not be negative"),
         (["show", "all-reduce", "ring", "--ranks", "4", "--root", "1"], "no option 'root'"),
         (["show", "all-reduce", "ring", "--ranks", "2", "--frames", "/nowhere/f.json"], "cannot write frames"),
+        (["show", "all-reduce", "ring", "--ranks", "1025"], "--ranks 1025: up to 1,024 can be shown"),
+        (["show", "broadcast", "chain", "--ranks", "4", "--segments", "9999"], "--segments 9999: up to 1,024"),
         (["verify"], "--all"),
         (["verify", "all-reduce", "--all"], "either --all or names"),
         (["verify", "--all", "--ranks", "8-2"], "--ranks 8-2: give numbers"),

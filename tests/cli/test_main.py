@@ -56,6 +56,12 @@ def test_every_command_has_help_and_json(command, name):
     assert code == 0 and "--json" in out and "--traceback" in out
 
 
+@pytest.mark.parametrize("action", ["checkpoint verify", "collective show", "pipeline run", "calibrate network"])
+def test_every_action_shows_what_every_command_takes(command, action):
+    code, out, _ = command(*action.split(), "--help")
+    assert code == 0 and "--json" in out and "--traceback" in out
+
+
 def test_unknown_words(command):
     mistake(command("estimte"), "unknown command 'estimte'", "did you mean estimate?")
     mistake(command("xyz"), "unknown command 'xyz'", ", ".join(COMMANDS))
@@ -183,6 +189,7 @@ class TestEstimate:
         mistake(command("estimate", "--params", "7e9"), "--zero-table")
         mistake(command("estimate", "--zero-table", "8"), "MODEL or --params")
         mistake(command("estimate", "gpt2", "--params", "7e9", "--zero-table", "8"), "MODEL or --params")
+        mistake(command("estimate", "gpt2", "--zero-table", "8", "--seq", "8"), "leave it out with --zero-table")
         for numbers in ("0", "a", "1,,2", "-4"):
             mistake(command("estimate", "--params", "7e9", f"--zero-table={numbers}"), "--zero-table")
         for params in ("many", "nan", "-1", "inf", "0", "7X"):

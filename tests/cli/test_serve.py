@@ -12,6 +12,7 @@ from harness.command_line import mistake
 from shardwise.cli import serve
 from shardwise.cli.main import Parser
 from shardwise.predict.generation.fit import Fit
+from shardwise.runtime import installed
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +85,7 @@ def test_folders_that_hold_no_model_or_no_tokenizer(command, model, tmp_path):
 
 @pytest.mark.parametrize("package", ["starlette", "uvicorn", "jinja2"])
 def test_a_missing_extra_is_named(command, model, package, monkeypatch):
-    monkeypatch.setattr(serve, "find_spec", lambda name: None if name == package else object())
+    monkeypatch.setattr(installed, "find_spec", lambda name: None if name == package else object())
     mistake(command("serve", model), package, "pip install 'shardwise[serve]'")
 
 
@@ -97,3 +98,5 @@ def fit_of(model: Path, *arguments: str) -> Fit:
 def test_the_fit_of_a_cache_given_in_bytes_is_that_cache(model):
     one = fit_of(model, "--batch", "1").held.cache
     assert fit_of(model, "--batch", "50", "--cache", str(3 * one + one // 2)).held.cache == 3 * one
+    assert fit_of(model, "--batch", "2", "--cache", str(3 * one)).held.cache == 3 * one
+    assert not fit_of(model, "--cache", "99999TB").fits

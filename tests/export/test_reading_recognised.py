@@ -30,7 +30,8 @@ def test_arguments(text, engine):
     [
         ([], None, "nothing to explain"),
         (["none.json"], None, "cannot read none.json"),
-        (["none"], None, "no file none"),
+        (["none"], None, "no file 'none'"),
+        ([""], None, "no file ''"),
         (["\0"], None, "no file"),
         (["\0.json"], None, "cannot read"),
         (["."], None, "no file"),

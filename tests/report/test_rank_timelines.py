@@ -68,7 +68,7 @@ def test_a_damaged_file_is_one_line(tmp_path: Path, text: str) -> None:
 
 def test_another_version_and_a_missing_file_say_so(tmp_path: Path) -> None:
     path = tmp_path / "timelines.json"
-    path.write_text('{"schema_version": 9, "step": 1, "world": 1, "names": [], "streams": [], "timelines": []}')
+    path.write_text('{"schema_version": 9, "what": "another version has"}')
     with pytest.raises(UserError, match="schema version 9, not 1"):
         RankTimelines.read(path)
     with pytest.raises(UserError, match="cannot read timelines"):

@@ -166,14 +166,9 @@ def test_update_changes_only_its_fields(tmp_path):
     assert json.loads((tmp_path / "a" / "run.json").read_text()) == {"layout": "dp=2", "status": "finished"}
 
 
-def test_paths(tmp_path):
+def test_reports_lie_in_the_run(tmp_path):
     run = RunDirectory.create(tmp_path / "a", {})
     assert run.report("predicted") == tmp_path / "a" / "reports" / "predicted.json"
-    for step in (200, 30, 1000):
-        run.checkpoint(step).mkdir()
-    (run.checkpoints / "step-5.partial").mkdir()
-    (run.checkpoints / "step-7").write_text("not a directory")
-    assert run.checkpoint_steps() == [30, 200, 1000]
 
 
 def test_next_free_is_above_all_that_exist(tmp_path):

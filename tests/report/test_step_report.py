@@ -73,6 +73,7 @@ ROW = {
         {k: v for k, v in GOOD.items() if k != "layout"},
         GOOD | {"roles": [{"role": "all"}]},
         GOOD | {"roles": [GOOD["roles"][0] | {"bytes": {"parameters": 1, "wings": 2}}]},
+        GOOD | {"roles": [GOOD["roles"][0] | {"bytes": {"parameters": "many"}}]},
         GOOD | {"roles": [GOOD["roles"][0] | {"ledger": [ROW | {"dtype": "float7"}]}]},
         GOOD | {"roles": [GOOD["roles"][0] | {"ledger": [ROW | {"elements": "many"}]}]},
     ],
@@ -89,7 +90,7 @@ def test_damage_is_a_user_error_of_one_line(tmp_path, damage):
 def test_what_is_not_json_is_a_user_error(tmp_path, text):
     path = tmp_path / "r.json"
     path.write_text(text)
-    with pytest.raises(UserError, match=r"r\.json"):
+    with pytest.raises(UserError, match=r"r\.json is not valid JSON"):
         StepReport.read(path)
 
 

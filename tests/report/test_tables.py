@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from report_strategies import reports
 from rich.console import Console
 
-from shardwise.report import Bytes, LedgerRow, Role, StepReport, TransportRow, compare
-from shardwise.report.tables import comparison_tables, ledger_table, memory_table, transport_table, zero_table
+from shardwise.report import Bytes, LedgerRow, Role, StepReport, compare
+from shardwise.report.tables import comparison_tables, ledger_table, memory_table, zero_table
 
 HELD = Bytes(9_000_000, 4_000_000, 18_000_000, 41_000_000, 6_000_000, 22_000_000)
 LEDGER = (
@@ -84,12 +84,6 @@ def test_missing_ranks_and_other_settings_are_named():
     assert "lacks rank 1" in text and "layout: dp=2,zero=3 / dp=1" in text
 
 
-def test_transport_sums_blocks():
-    transport = tuple(TransportRow(i, "ring", 10, 2, 0.002, 0.001) for i in range(80))
-    line = line_with(shown(transport_table(report(transport=transport))), "blocks.0-79 \u00d780")
-    assert "160 ms" in line and "80.0 ms" in line and "160 " in line
-
-
 def test_zero_table_has_stages_as_rows_and_gpus_as_columns():
     cells = {stage: {8: 1e9 * (100 - 30 * stage), 64: 1e9 * (90 - 30 * stage)} for stage in range(4)}
     text = shown(zero_table(cells, "seven billion", capacity=40 * 10**9))
@@ -110,7 +104,6 @@ def test_any_reports_can_be_shown(a, b, binary, width):
     for table in (
         memory_table(a, binary),
         ledger_table(a, binary),
-        transport_table(a),
         comparison_tables(compare(a, b)),
     ):
         assert shown(table, width) is not None

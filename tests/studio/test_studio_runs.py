@@ -130,3 +130,5 @@ def test_a_dropped_file_is_drawn(visitor: Any, runs: Path) -> None:
     visitor.ready()
     page.locator('[data-figure="timeline"] .buttons button').first.click()
     assert visitor.table("timeline")["takes"][0] == 0.08
+    visitor.after(lambda: page.evaluate("location.hash = '#runs?run=first'"))
+    assert page.locator('[data-figure="timeline"] h2').text_content() == "One step on every rank"

@@ -5,16 +5,22 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
+FLAGS = {
+    "--json": "print one JSON object instead of tables",
+    "--traceback": "show where an unexpected error came from",
+}
+"""What every command and every action takes, with its help."""
+
 
 def actions(parser: argparse.ArgumentParser) -> Callable[[str, str], argparse.ArgumentParser]:
     """A function (name, help text) -> parser that gives `parser` one action after the other."""
     added_to = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
 
-    def action(name: str, text: str) -> argparse.ArgumentParser:
-        added = added_to.add_parser(name, help=text, description=text, allow_abbrev=False)
+    def action(name: str, summary: str) -> argparse.ArgumentParser:
+        added = added_to.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         # Left out, they must not overwrite what stands before the action.
-        for flag in ("--json", "--traceback"):
-            added.add_argument(flag, action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        for flag, text in FLAGS.items():
+            added.add_argument(flag, action="store_true", default=argparse.SUPPRESS, help=text)
         return added
 
     return action

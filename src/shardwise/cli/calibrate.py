@@ -1,7 +1,7 @@
 """What this host can do, measured: figures for the cluster file that `--cluster FILE` of other commands reads.
 
 `device` times matrix products, attention, passes over memory and the trainer's collectives: with them `estimate`,
-`plan` and `explain` say how long a step takes (`calibrate_device.py`).
+`plan` and `explain` say how long a step takes.
 
 `topology` reads the output of `nvidia-smi topo -m`, or asks NVML: which links a node has, and what they can do.
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from shardwise.cli import collective_bench
 from shardwise.cli.output import print_json, show
 from shardwise.errors import UserError
+from shardwise.runtime.installed import require
 
 if TYPE_CHECKING:
     from shardwise.cluster import Cluster, Device, Link
@@ -64,6 +65,7 @@ def cpu_name() -> str:
 
 
 def _check(args: argparse.Namespace) -> None:
+    require("measuring", "torch")
     if not 1 <= args.ranks <= collective_bench.MOST_RANKS:
         raise UserError(f"--ranks {args.ranks}: between 1 and {collective_bench.MOST_RANKS} can measure on one host")
     if args.threads < 1:

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli import collective_bench
 from shardwise.cli.actions import actions
-from shardwise.cli.output import print_json, show
+from shardwise.cli.output import print_json, progress, show
 from shardwise.cli.quantities import bytes_of, numbers
 from shardwise.errors import UserError
 
@@ -21,13 +20,16 @@ if TYPE_CHECKING:
     from shardwise.schedule import Algorithm
     from shardwise.schedule.choose import Choice, Pricer
 
+MOST_SHOWN = 1024
+"""Ranks, and segments, that are shown round by round."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     action = actions(parser)
     action("list", "all collectives and their algorithms")
     rounds = action("show", "every round of an algorithm: who sends what to whom, and what each rank then holds")
     _add_algorithm(rounds)
-    rounds.add_argument("--ranks", type=int, required=True, metavar="P")
+    rounds.add_argument("--ranks", type=int, required=True, metavar="P", help="how many take part")
     rounds.add_argument("--elements", type=int, metavar="N", help="elements of the buffer; left out, one a chunk")
     for option, text in (
         ("root", "the rank with the data, or the result (broadcast, scatter, gather, reduce)"),
@@ -43,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cost = action("cost", "every algorithm of a collective on a cluster, cheapest first, and where that changes")
     cost.add_argument("collective", metavar="COLLECTIVE")
     cost.add_argument("--bytes", required=True, metavar="SIZE", help="of the full tensor: 4096, 64MB, 1GiB")
-    cost.add_argument("--ranks", type=int, required=True, metavar="P")
+    cost.add_argument("--ranks", type=int, required=True, metavar="P", help="how many take part")
     cost.add_argument("--cluster", required=True, metavar="TEXT", help="such as 8x8xH100, or a TOML file")
     cost.add_argument("--nics", type=int, metavar="N", help="NICs of a node; left out, one for each device")
     bench = action("bench", "measure algorithms on processes of this host, beside the backend's own")
@@ -88,6 +90,7 @@ def _show(args: argparse.Namespace) -> int:
     from shardwise.schedule import build
     from shardwise.schedule.show import describe, frames
 
+    _printable(args)
     given = {name: value for name in ("root", "segments", "node") if (value := getattr(args, name)) is not None}
     schedule = build(args.collective, args.algorithm, args.ranks, **given)
     elements = schedule.chunks if args.elements is None else args.elements
@@ -104,6 +107,13 @@ def _show(args: argparse.Namespace) -> int:
         for line in describe(schedule, elements):
             print(line)
     return 0
+
+
+def _printable(args: argparse.Namespace) -> None:
+    """Raise `UserError` for numbers whose rounds nobody could read, before they are made."""
+    for name in ("ranks", "segments"):
+        if (getattr(args, name) or 0) > MOST_SHOWN:
+            raise UserError(f"--{name} {getattr(args, name)}: up to {MOST_SHOWN:,} can be shown round by round")
 
 
 def _verify(args: argparse.Namespace) -> int:
@@ -140,14 +150,12 @@ def _verified(algorithm: Algorithm, ranks: list[int]) -> dict[str, Any]:
     name = f"{algorithm.collective} {algorithm.name}"
     findings = []
     for p in ranks:
-        if sys.stderr.isatty():
-            print(f"\r\033[K{name}: {p} ranks", end="", file=sys.stderr, flush=True)
+        progress(f"{name}: {p} ranks")
         findings += [
             {"ranks": p, "rank": found.rank, "chunk": found.chunk, "round": found.round, "text": str(found)}
             for found in verify(build(algorithm.collective, algorithm.name, p))
         ]
-    if sys.stderr.isatty():
-        print("\r\033[K", end="", file=sys.stderr, flush=True)
+    progress()
     return {"collective": algorithm.collective, "algorithm": algorithm.name, "ranks": ranks, "findings": findings}
 
 

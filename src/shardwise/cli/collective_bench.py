@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.output import print_json, show
 from shardwise.errors import UserError
+from shardwise.runtime.installed import require
 
 if TYPE_CHECKING:
     from shardwise.schedule import Algorithm
@@ -58,7 +59,8 @@ def run(args: argparse.Namespace, algorithms: list[Algorithm], sizes: list[int])
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise `UserError` for ranks, rounds or a limit that make no sense."""
+    """Raise `UserError` without torch, and for ranks, rounds or a limit that make no sense."""
+    require("measuring", "torch")
     if not 1 < args.ranks <= MOST_RANKS:
         raise UserError(f"--ranks {args.ranks}: between 2 and {MOST_RANKS} can be measured on one host")
     if args.rounds < 1:

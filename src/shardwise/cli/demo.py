@@ -28,7 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from shardwise import demo
+    from shardwise.runtime.installed import require
 
+    require("the tour", "torch", "tokenizers")
     started = time.monotonic()
     out = demo.run_directory(args.out)
     if args.json:

@@ -47,6 +47,8 @@ def job_of(args: argparse.Namespace, report: str | None = None) -> ServingJob:
     from shardwise.predict.generation.split import check_generation
     from shardwise.serving.job import BATCH, ServingJob, weights_in
 
+    if not 0 < args.hang < float("inf"):
+        raise UserError(f"--hang must be a positive number of seconds, not {args.hang:g}")
     layout = Layout.parse(args.layout)
     if args.precision:
         layout = replace(layout, precision=args.precision)
@@ -72,8 +74,8 @@ def fit_of(job: ServingJob) -> Fit:
     from shardwise.cluster.catalog import lookup
     from shardwise.predict.generation.fit import RESERVED_CUDA, Served, fit_on_host, serving_fit
 
-    # A cache that was given in bytes holds fewer sequences of the whole context than may run.
-    full = max(1, min(job.batch, job.pages * job.page // job.context))
+    # A cache that was given in bytes may hold fewer sequences of the whole context than may run, or more.
+    full = max(1, job.pages * job.page // job.context)
     served = Served(job.context, full, job.page, job.chunk, job.quantize == "int8")
     if job.device == "cpu":
         return fit_on_host(job.model, job.layout, served, lookup("CPU").device.memory_bytes)

@@ -45,6 +45,9 @@ def _step(args: argparse.Namespace) -> int:
         raise UserError("--seq and --batch must be positive integers")
     workload = Workload(seq=args.seq, batch=args.batch, isolate_documents=args.isolate_documents)
     if args.dry_run:
+        from shardwise.runtime.installed import require
+
+        require("--dry-run", "torch")
         from shardwise.runtime.dryrun import dry_run
 
         report = dry_run(model, layout, workload, cluster)
@@ -75,6 +78,9 @@ def _zero_table(args: argparse.Namespace) -> int:
         raise UserError("--params needs the numbers of GPUs: add --zero-table 1,2,4,8,16")
     if (args.params is None) == (args.model is None):
         raise UserError("--zero-table needs either MODEL or --params")
+    for name in ("layout", "cluster", "seq", "batch"):
+        if getattr(args, name) is not None:
+            raise UserError(f"--{name} belongs to one step's estimate: leave it out with --zero-table")
 
     from shardwise.model.parameters import count
     from shardwise.predict import zero_table

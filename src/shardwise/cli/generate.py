@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from queue import SimpleQueue
 from tempfile import TemporaryDirectory
@@ -22,6 +21,7 @@ from shardwise.cli.engine import add_engine, fit_of, job_of
 from shardwise.cli.output import print_json
 from shardwise.cli.prompts import add_prompts, read_prompts
 from shardwise.errors import UserError
+from shardwise.runtime.installed import require
 
 if TYPE_CHECKING:
     from shardwise.serving.job import Ready, ServingJob
@@ -56,8 +56,7 @@ def _sampling(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.compare is not None:
         return compared.run(args)
-    if find_spec("torch") is None:
-        raise UserError("generation needs torch: pip install 'shardwise[train]'")
+    require("generation", "torch")
     if args.pretend is not None:
         return pretended.run(args)
     sampling = _sampling_of(args)

@@ -18,6 +18,7 @@ from contextlib import suppress
 from importlib import import_module
 from typing import NoReturn
 
+from shardwise.cli.actions import FLAGS
 from shardwise.errors import UserError
 
 COMMANDS = {
@@ -27,10 +28,10 @@ COMMANDS = {
     "generate": "continue prompts with a model that is split over processes; what each token moved",
     "serve": "answer OpenAI's clients over HTTP with a model that is split over processes",
     "compare": "two step reports against each other, or one run's prediction against its measurement",
-    "checkpoint": "inspect, verify, reshard or diff the checkpoints of runs",
-    "collective": "algorithms of collectives: show, verify, price",
+    "checkpoint": "inspect, verify, reshard, diff, export or import checkpoints",
+    "collective": "algorithms of collectives: show, verify, price, measure",
     "pipeline": "pipeline schedules: show, verify, simulate, bubble, run",
-    "calibrate": "measure this host: a cluster file for predictions",
+    "calibrate": "a cluster file for predictions: this host measured, or nvidia-smi's table read",
     "validate": "predicted against published measurements, source by source",
     "explain": "what a configuration of vLLM, DeepSpeed, Megatron-LM, torchtitan or accelerate is and does",
     "studio": "the page: watch what happens inside the devices, in a browser, offline",
@@ -102,8 +103,8 @@ def _dispatch(argv: list[str]) -> int:
     command = import_module(f"shardwise.cli.{name}")
     parser = Parser(prog=f"shardwise {name}", description=command.__doc__, allow_abbrev=False)
     command.add_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    parser.add_argument("--traceback", action="store_true", help="show where an unexpected error came from")
+    for flag, text in FLAGS.items():
+        parser.add_argument(flag, action="store_true", help=text)
     return command.run(parser.parse_args(rest))
 
 

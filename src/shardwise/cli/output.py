@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,12 @@ if TYPE_CHECKING:
 def print_json(data: Any) -> None:
     """One JSON document on standard output."""
     print(json.dumps(data, indent=1, allow_nan=False))
+
+
+def progress(line: str = "") -> None:
+    """On a terminal, put a line where the last one stood; none at the end, so that nothing of it stays."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
 
 
 def show(*things: RenderableType) -> None:

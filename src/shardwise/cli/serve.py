@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from socket import socket
 from types import FrameType
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.cli.engine import add_engine, fit_of, job_of
 from shardwise.errors import UserError
+from shardwise.runtime.installed import require
 
 if TYPE_CHECKING:
     from shardwise.predict.generation.fit import Fit
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    _check_installed()
+    require("serving", "starlette", "uvicorn", "jinja2", "tokenizers", "torch", extra="serve")
     from shardwise.runtime.job.launch import say
     from shardwise.serving.http.server import bind
 
@@ -96,13 +96,6 @@ def _serve(args: argparse.Namespace, sock: socket, served: _Served) -> None:
         app = application(front, served.name, served.chat, version=__version__, api_key=served.key)
         tell = partial(_tell, f"{url_of(sock)}/v1", served, ready, args.json)
         run_server(app, front, sock, grace=args.grace, ready=tell, echo=say)
-
-
-def _check_installed() -> None:
-    """Raise `UserError` naming the extra where one of its packages is missing."""
-    for package in ("starlette", "uvicorn", "jinja2", "tokenizers", "torch"):
-        if find_spec(package) is None:
-            raise UserError(f"serving needs {package}: pip install 'shardwise[serve]'")
 
 
 def _checked(args: argparse.Namespace) -> tuple[str | None, str]:

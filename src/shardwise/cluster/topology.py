@@ -92,10 +92,13 @@ class Topology:
             found.append(tuple(sorted(island, key=self.gpus.index)))
         return found
 
+    def switched_nics(self) -> tuple[str, ...]:
+        """NICs that share a PCIe switch with some GPU."""
+        return tuple(nic for nic in self.nics if any(self.paths[gpu, nic] in _NEAR for gpu in self.gpus))
+
     def near_nics(self) -> tuple[str, ...]:
-        """NICs that share a PCIe switch with some GPU; all of them where none does."""
-        near = tuple(nic for nic in self.nics if any(self.paths[gpu, nic] in _NEAR for gpu in self.gpus))
-        return near or self.nics
+        """`switched_nics`; all of them where there are none."""
+        return self.switched_nics() or self.nics
 
 
 def read(text: str) -> Topology:
@@ -257,5 +260,4 @@ def explained(topology: Topology) -> Iterator[str]:
     if 1 < len(groups) < len(topology.gpus):
         yield f"NVLinks join {'; '.join(' '.join(group) for group in groups if len(group) > 1)}, and not all GPUs"
     if topology.nics:
-        near = len([nic for nic in topology.nics if any(topology.paths[gpu, nic] in _NEAR for gpu in topology.gpus)])
-        yield f"{len(topology.nics)} NICs, {near} of them behind the PCIe switch of a GPU"
+        yield f"{len(topology.nics)} NICs, {len(topology.switched_nics())} of them behind the PCIe switch of a GPU"

@@ -115,7 +115,7 @@ def _load(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], str, 
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(data, dict):
-        raise UserError(f"{path} holds a JSON {type(data).__name__}, not the object that a config.json is")
+        raise UserError(f"{path} is JSON, but not the object that a config.json is")
     return data, str(path), path.resolve().parent.name or None
 
 

@@ -85,17 +85,17 @@ class RankTimelines:
         """Read what `write` has written. Raises `UserError` naming the file when it is missing or damaged."""
         try:
             data = json.loads(path.read_bytes())
-            version = data["schema_version"]
+            if (version := data["schema_version"]) != VERSION:
+                raise UserError(f"{path}: timelines of schema version {version!r}, not {VERSION}")
             names, streams = data["names"], data["streams"]
             ranks = tuple(_rank(one, names, streams) for one in data["timelines"])
-            found = cls(int(data["step"]), int(data["world"]), ranks)
+            return cls(int(data["step"]), int(data["world"]), ranks)
         except OSError as error:
             raise UserError(f"cannot read timelines {path}: {error.strerror}") from None
+        except UserError:
+            raise
         except (ValueError, KeyError, TypeError, IndexError):
             raise UserError(f"{path} is damaged: it holds no timelines") from None
-        if version != VERSION:
-            raise UserError(f"{path}: timelines of schema version {version!r}, not {VERSION}")
-        return found
 
 
 def _rank(data: Mapping[str, Any], names: list[str], streams: list[str]) -> RankTimeline:

@@ -28,7 +28,6 @@ from shardwise.report.strict_json import strict
 
 ERRORS = "errors"
 """Folder of a run in which ranks that failed leave their tracebacks."""
-_STEP = re.compile(r"step-(\d+)", re.ASCII)
 
 
 class RunDirectory:
@@ -131,15 +130,6 @@ class RunDirectory:
         except (OSError, ValueError):
             return {}
         return data if isinstance(data, dict) else {}
-
-    def checkpoint(self, step: int) -> Path:
-        """Where the checkpoint of this step lies, or will lie."""
-        return self.checkpoints / f"step-{step}"
-
-    def checkpoint_steps(self) -> list[int]:
-        """Steps that have a checkpoint directory, ascending; whether each is complete, its manifest says."""
-        found = self.checkpoints.iterdir() if self.checkpoints.is_dir() else ()
-        return sorted(int(match[1]) for path in found if (match := _STEP.fullmatch(path.name)) and path.is_dir())
 
     @property
     def events_path(self) -> Path:

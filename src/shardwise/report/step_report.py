@@ -154,7 +154,9 @@ class StepReport:
             fields["roles"] = tuple(_role(r) for r in data["roles"])
             fields["notes"] = tuple(data.get("notes", ()))
             return cls(**fields)
-        except (KeyError, TypeError) as error:
+        except KeyError as missing:
+            raise UserError(f"damaged StepReport: {missing} is missing") from None
+        except TypeError as error:
             raise UserError(f"damaged StepReport: {error}") from None
 
     def write(self, path: Path) -> None:
@@ -168,19 +170,28 @@ class StepReport:
             return cls.from_json(json.loads(path.read_text()))
         except OSError as error:
             raise UserError(f"cannot read report {path}: {error.strerror}") from None
-        except (UserError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        except UserError as error:
             raise UserError(f"{path}: {error}") from None
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{path} is not valid JSON: {error}") from None
 
 
 def _role(data: dict[str, Any]) -> Role:
     return Role(
         role=data["role"],
         ranks=tuple(data["ranks"]),
-        bytes=Bytes(**data["bytes"]),
+        bytes=_bytes(data["bytes"]),
         ledger=tuple(_ledger_row(row) for row in data["ledger"]),
         transport=tuple(TransportRow(**row) for row in data.get("transport", ())),
         timeline=tuple(data.get("timeline", ())),
     )
+
+
+def _bytes(data: dict[str, Any]) -> Bytes:
+    held = Bytes(**data)
+    if not all(isinstance(value, int) for value in held.to_json().values()):
+        raise TypeError(f"bytes {data}")
+    return held
 
 
 def _ledger_row(data: dict[str, Any]) -> LedgerRow:

@@ -15,7 +15,6 @@ from shardwise.report.exposure import Exposure
 from shardwise.report.grouping import compared_ledgers, group_compared, group_ledger, ledgers
 from shardwise.report.page.palette import KINDS, classes_of
 from shardwise.report.step_report import LedgerRow, Role, StepReport
-from shardwise.report.transport import transport_lines
 from shardwise.report.units import byte_note, format_bytes, format_ranks, format_role, format_share, format_time
 
 if TYPE_CHECKING:
@@ -76,25 +75,6 @@ def _ledger(ranks: tuple[int, ...], rows: tuple[LedgerRow, ...], binary: bool) -
         table.add_row(*map(_text, cells), format_bytes(payload, binary))
     calls, payload = sum(row.count for row in rows), sum(row.payload_bytes for row in rows)
     table.add_row(_text("all", "bold"), "", "", "", str(calls), format_bytes(payload, binary))
-    return table
-
-
-def transport_table(report: StepReport, binary: bool = False) -> Group:
-    """Time and waiting of each kind of collective, one table for the lowest rank of each role that recorded any."""
-    from rich.console import Group
-
-    return Group(*_apart([_transport(role, binary) for role in report.roles if role.transport]))
-
-
-def _transport(role: Role, binary: bool) -> Table:
-    table = _table(f"communication of one step, rank {min(role.ranks)}")
-    _columns(table, ("operation", "axes", "unit"), ("calls", "payload", "time", "waited"))
-    phase = ""
-    for line in transport_lines(role):
-        phase = _head_line(table, phase, line.phase)
-        times = ("" if s is None else format_time(s) for s in (line.time_s, line.wait_s))
-        cells = (f" {line.op}", line.axes, line.label, str(line.calls), format_bytes(line.payload_bytes, binary))
-        table.add_row(*map(_text, (*cells, *times)))
     return table
 
 

@@ -18,10 +18,6 @@ AXES = ("data", "shard", "replicate", "tp", "kv", "pp", "data_pp", "shard_tp_pp"
 """Every group over which the runtime communicates."""
 
 
-TRANSPORTS = ("auto", "shared", "gloo")
-"""auto: shared memory where all ranks are on one host that can, else gloo. GPUs always use NCCL."""
-
-
 def make_comms(
     layout: Layout,
     model: ModelConfig,
@@ -34,7 +30,7 @@ def make_comms(
 ) -> Comms:
     """The process groups of `rank`; every rank of the job must call this. timeout: seconds.
 
-    transport: one of `TRANSPORTS`. Raises `UserError` when it is "shared" and memory cannot be shared here.
+    transport: one of `config.TRANSPORTS`. Raises `UserError` when it is "shared" and memory cannot be shared here.
     """
     grid = Grid.of(layout, model)
     if transport != "gloo" and dist.get_backend() == "gloo" and dist.get_world_size() > 1:

@@ -31,8 +31,6 @@ COLLECTIVES = {
     "all-to-all": "a piece of every rank for every rank",
 }
 ROOTED = ("broadcast", "scatter", "gather", "reduce")
-DIVIDED = ("scatter", "gather", "all-gather", "reduce-scatter", "all-to-all")
-"""Collectives whose data chunks are the ranks' pieces: as many chunks as ranks."""
 REDUCING = ("reduce", "reduce-scatter", "all-reduce")
 
 

@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.output import print_json, show
-from shardwise.cli.pipeline.given import add_times, count, timing_of
+from shardwise.cli.pipeline.given import add_times, count, sized, timing_of
 from shardwise.cli.quantities import numbers
 from shardwise.errors import UserError
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("schedules", metavar="SCHEDULE", nargs="*", help="left out, all of training but naive")
-    parser.add_argument("--ranks", type=int, required=True, metavar="P")
+    parser.add_argument("--ranks", type=int, required=True, metavar="P", help="stages of the pipeline, one a rank")
     parser.add_argument("--micro", default="4,8,16,32,64", metavar="M,...", help="such as 4,8,16 or 4-64")
     parser.add_argument("--virtual", type=int, metavar="V", help="left out, what each schedule needs at least")
     parser.add_argument("--want", metavar="SHARE", help="a bubble of the total time, such as 5%%")
@@ -53,8 +53,7 @@ def _compared(args: argparse.Namespace) -> list[tuple[Generator, int]]:
     """The schedules to compare, each with its chunks a rank."""
     from shardwise.schedule.pipeline import build, find, generators
 
-    if args.ranks < 1:
-        raise UserError(f"--ranks must be a positive integer, not {args.ranks}")
+    sized(args.ranks, max(numbers("--micro", args.micro)), args.virtual)
     named = [find(name) for name in args.schedules]
     p = args.ranks
     others = [g for g in generators() if g.train and g.name != "naive" and not g.objection(p, 4 * p, g.virtual)]

@@ -19,6 +19,8 @@ GENERATOR_OPTIONS = {
     "warmup": "forwards of rank 0 before its first pair (1f1b); left out, P - 1",
     "tokens": "tokens of each micro-batch (decode)",
 }
+MOST_CELLS = 1_000_000
+"""Forward passes of a schedule that is made action by action: about a minute, and a gigabyte."""
 EARLY = "a B sends its input's gradient before it computes those of weights (as training does)"
 
 
@@ -26,8 +28,8 @@ def add_schedule(parser: argparse.ArgumentParser) -> None:
     """Flags that `schedule_of` reads."""
     parser.add_argument("schedule", metavar="SCHEDULE", nargs="?")
     parser.add_argument("--file", type=Path, help="instead: a schedule written by show, or by torch (.csv)")
-    parser.add_argument("--ranks", type=int, metavar="P")
-    parser.add_argument("--micro", type=int, metavar="M")
+    parser.add_argument("--ranks", type=int, metavar="P", help="stages of the pipeline, one a rank")
+    parser.add_argument("--micro", type=int, metavar="M", help="micro-batches of a step")
     parser.add_argument("--virtual", type=int, metavar="V", help="left out, what the schedule needs at least")
     parser.add_argument("--zero", type=int, default=0, metavar="Z", help="ZeRO stage: adds gathers and reductions")
     parser.add_argument("--tied", action="store_true", help="the embedding is the head's table, too")
@@ -70,11 +72,24 @@ def schedule_of(args: argparse.Namespace) -> PipelineSchedule:
     if args.ranks is None or args.micro is None:
         raise UserError(f"{args.action} needs --ranks and --micro")
     found = find(args.schedule)
+    sized(args.ranks, args.micro, args.virtual)
     options = {name: value for name in GENERATOR_OPTIONS if (value := getattr(args, name)) is not None}
     virtual = found.virtual if args.virtual is None else args.virtual
     return build(
         found.name, args.ranks, args.micro, virtual, zero=args.zero, tied=args.tied, early=args.early, **options
     )
+
+
+def sized(ranks: int, micro: int, virtual: int | None) -> None:
+    """Raise `UserError` for numbers that make no schedule, or one too large to be written out action by action."""
+    for name, value in (("ranks", ranks), ("micro", micro), ("virtual", virtual)):
+        if value is not None and value < 1:
+            raise UserError(f"--{name} must be a positive integer, not {value}")
+    if (cells := ranks * micro * (virtual or 1)) > MOST_CELLS:
+        raise UserError(
+            f"{ranks} ranks x {micro} micro-batches x {virtual or 1} chunks are {cells:,} passes; "
+            f"up to {MOST_CELLS:,} are written out"
+        )
 
 
 def read(path: Path, zero: int, tied: bool) -> PipelineSchedule:

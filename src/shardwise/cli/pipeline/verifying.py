@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cli.output import print_json
+from shardwise.cli.output import print_json, progress
 from shardwise.cli.pipeline.given import EARLY, count, read
 from shardwise.cli.quantities import numbers
 from shardwise.errors import UserError
@@ -80,15 +79,13 @@ def _verified(name: str, schedules: Iterator[tuple[str, PipelineSchedule]]) -> d
 
     findings, checked = [], 0
     for case, schedule in schedules:
-        if sys.stderr.isatty():
-            print(f"\r\033[K{name}: {case}", end="", file=sys.stderr, flush=True)
+        progress(f"{name}: {case}")
         checked += 1
         findings += [
             {"case": case, "rank": found.rank, "index": found.index, "action": str(found.action), "text": str(found)}
             for found in verify(schedule)
         ]
-    if sys.stderr.isatty():
-        print("\r\033[K", end="", file=sys.stderr, flush=True)
+    progress()
     return {"schedule": name, "checked": checked, "findings": findings}
 
 

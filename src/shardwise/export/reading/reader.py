@@ -66,7 +66,7 @@ def _source(config: Sequence[str]) -> _Source:
     if path.suffix in (".json", ".toml", ".yaml", ".yml"):
         return _Source(_table(path), path.suffix.lstrip("."), path.parent)
     if not _is_file(path):
-        raise UserError(f"no file {config[0]}; give a configuration file, or an engine's arguments as one text")
+        raise UserError(f"no file {config[0]!r}; give a configuration file, or an engine's arguments as one text")
     return _Source(split(_text(path)), "arguments", path.parent)
 
 

@@ -351,7 +351,8 @@ class _Crew:
         reports = [report for rank in self.ranks if (report := Failure.read(rank.error_file))]
         if mistake := next((report for report in reports if report.kind == "user"), None):
             return Ending(USER_MISTAKE, mistake.message)
-        line = f"stopped by {signal.Signals(number).name}: all {self.size} ranks have ended"
+        whose = f"all {self.size} ranks have" if self.size > 1 else "the rank has"
+        line = f"stopped by {signal.Signals(number).name}: {whose} ended"
         return Ending(128 + number, line)
 
     def _stuck(self, started: float) -> tuple[int, str] | None:

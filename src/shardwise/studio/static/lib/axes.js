@@ -3,7 +3,7 @@
 import { mark } from "studio/lib/format";
 
 /** Round numbers between low and high: 1, 2 or 5 times a power of ten. */
-export function ticks(low, high, about = 6) {
+function ticks(low, high, about = 6) {
   const span = high - low;
   if (!(span > 0)) return [low];
   const rough = span / about, power = 10 ** Math.floor(Math.log10(rough));
@@ -16,7 +16,7 @@ export function ticks(low, high, about = 6) {
 }
 
 /** Powers of ten (or of `base`) between low and high, thinned to about so many. */
-export function powers(low, high, about = 7, base = 10) {
+function powers(low, high, about = 7, base = 10) {
   const first = Math.ceil(Math.log(low) / Math.log(base) - 1e-9), last = Math.floor(Math.log(high) / Math.log(base) + 1e-9);
   const step = Math.max(1, Math.ceil((last - first + 1) / about)), found = [];
   for (let i = first; i <= last; i += step) found.push(base ** i);

@@ -85,7 +85,7 @@ export function figure(page, { name, title, lead, height, draw, extras = [], abo
   return self;
 }
 
-export const FONT = "12px system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif";
+const FONT = "12px system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif";
 
 function toggle(label, box, onclick) {
   const id = unique("behind");

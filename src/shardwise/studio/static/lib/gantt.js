@@ -41,7 +41,7 @@ export function rowHeight(rows) {
 }
 
 /** Where the rows begin: behind their names. */
-export function leftOf(events, width) {
+function leftOf(events, width) {
   return Math.min(events.left ?? LEFT, width * 0.35);
 }
 

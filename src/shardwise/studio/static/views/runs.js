@@ -15,6 +15,7 @@ import { fact } from "studio/views/collectives";
 
 export const lead = "A training run on disk beside what was predicted for it. A run that is still going is followed live.";
 const EVERY = 1000;
+const TIMELINE = "One step on every rank";
 
 export function mount(root, page) {
   const controls = [panel("Run", select(page, "run", "Run"))];
@@ -25,7 +26,7 @@ export function mount(root, page) {
     draw: (context, width, height) => data && lines(context, width, height, curves(data), { xName: "step", yName: "loss", tight: true }) });
   const validation = figure(page, { name: "validation", title: "Validation" });
   const shown = timeWindow(page, { name: "_window", extent: () => events?.latest || 1, onChange: () => timeline.redraw() });
-  const timeline = figure(page, { name: "timeline", title: "One step on every rank", above: [shown.node], extras: [kindKeys],
+  const timeline = figure(page, { name: "timeline", title: TIMELINE, above: [shown.node], extras: [kindKeys],
     height: () => (events ? ganttHeight(events.rows) : 60),
     draw: (context, width) => events && drawGantt(context, width, events, shown.current(), { labels: (row) => events.labels[row], left: events.left }) });
   shown.listen(timeline.canvas);
@@ -50,6 +51,7 @@ export function mount(root, page) {
     }
     steps.node.hidden = false;
     setTimeline(answer.more.timeline);
+    timeline.node.querySelector("h2").textContent = TIMELINE;
     timeline.note.textContent = answer.more.timeline_of ?? "";
     showReports(answer);
     keys.replaceChildren(...legend(curves(answer)));

@@ -1,0 +1,29 @@
+"""Files that are there whole or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shardwise.errors import UserError
+from shardwise.report.files import write_whole
+
+
+def test_what_was_there_is_replaced(tmp_path):
+    for text in ("first", "second"):
+        write_whole(tmp_path / "a", text)
+        assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"a": text}
+
+
+def test_what_cannot_be_written_leaves_nothing(tmp_path):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(UserError, match=r"cannot write report .*folder: Is a directory"):
+        write_whole(tmp_path / "folder", "text", "report")
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+@pytest.mark.parametrize("path", [".", "/", ""])
+def test_a_folder_is_no_file(path):
+    with pytest.raises(UserError, match="it is a folder; name a file"):
+        write_whole(Path(path), "text")
