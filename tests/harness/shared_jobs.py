@@ -100,6 +100,20 @@ def quick_alone(ranks: int, payload: tuple[int, int]) -> list[Tensor]:
     return found
 
 
+def pieces(rank: int, ranks: int, elements: int) -> Tensor:
+    """A rank's part of what `summed` sums."""
+    return torch.randn(ranks * elements, generator=torch.Generator().manual_seed(rank))
+
+
+def summed(rank: int, elements: int) -> Tensor:
+    """This rank's piece of a sum over the ranks, added to what was there before."""
+    transport = _world()
+    kept = torch.ones(elements)
+    full = pieces(rank, transport.ranks, elements)
+    transport.reduction(full, lambda: Target(kept, adds=True)).start().wait()
+    return kept
+
+
 def killed(rank: int, payload: tuple[int, float]) -> None:
     """Collectives without end; the last rank is killed after so many seconds."""
     number, after = payload

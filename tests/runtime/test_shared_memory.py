@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import random
+from functools import reduce
 from pathlib import Path
 
 import pytest
 import torch
 
 from harness.pool import Pool, RankFailed, run_ranks
-from harness.shared_jobs import Said, quick_alone
+from harness.shared_jobs import Said, pieces, quick_alone
 from harness.space import seed
 
 MEBIBYTE = 1 << 20
@@ -53,6 +54,15 @@ def test_small_sums_and_gathers_have_the_same_bits_everywhere(ranks: int) -> Non
     for found in run_ranks("harness.shared_jobs:quick", ranks, payload):
         assert len(found) == len(expected)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_what_is_added_up_has_the_bits_of_the_ranks_order(ranks: int) -> None:
+    """On every rank, as on gloo: so a run goes on alike where memory cannot be shared."""
+    elements = 1000
+    every = [pieces(rank, ranks, elements).view(ranks, elements) for rank in range(ranks)]
+    for rank, found in enumerate(run_ranks("harness.shared_jobs:summed", ranks, elements)):
+        assert torch.equal(found, reduce(torch.add, [each[rank] for each in every], torch.ones(elements)))
 
 
 def test_64_megabytes_are_enough_for_any_tensor() -> None:

@@ -381,10 +381,11 @@ class Reduction:
         own, target = self._full[rank * n : (rank + 1) * n], self._into()
         wide = wide_room(target, ranks)
 
-        def adds_up(flight: Flight) -> Callable[[list[Tensor]], None]:
+        def adds_up(flight: Flight) -> Callable[[dict[int, Tensor]], None]:
             part = slice(flight.window.offset, flight.window.offset + flight.window.width)
             into = target._replace(tensor=target.tensor[part])
-            return lambda found: add_up([own[part], *found], into, wide)
+            # In the order of the ranks, as on gloo: the same bits.
+            return lambda found: add_up([found.get(peer, own[part]) for peer in range(ranks)], into, wide)
 
         for flight in self._under_way.flights:
             flight.adds_up = adds_up(flight)
@@ -395,8 +396,8 @@ class Flight:
     """One rank's part of one collective under way. `wait` does what is left of it; the memory is the caller's again.
 
     Of memory in a segment the start is announced at once. Any other is brought into sight when it is waited for.
-    adds_up: takes what this rank reads of all others in its one round, instead of the memory itself. lends: peers may
-    go on reading the memory after `wait`, until `settle`.
+    adds_up: takes what this rank reads of all others in its one round, by peer, instead of the memory itself. lends:
+    peers may go on reading the memory after `wait`, until `settle`.
     """
 
     def __init__(
@@ -409,7 +410,7 @@ class Flight:
         sequence: int,
     ) -> None:
         self._transport, self._plan, self.window = transport, plan, window
-        self.adds_up: Callable[[list[Tensor]], None] | None = None
+        self.adds_up: Callable[[dict[int, Tensor]], None] | None = None
         self.lends = False
         self._memory: Tensor | None = memory
         self._own, self._dtype = flat_array(memory), memory.dtype
@@ -508,8 +509,8 @@ class Flight:
                     self._take(move, place, step.number)
             elif step.moves:
                 with _unwatched():
-                    sources = (self._there(move, step.number) for move in step.moves)
-                    self.adds_up([torch.from_numpy(source).view(self._dtype) for source in sources])
+                    sources = {move.peer: self._there(move, step.number) for move in step.moves}
+                    self.adds_up({p: torch.from_numpy(each).view(self._dtype) for p, each in sources.items()})
             flags[read] = self._tag + step.number + 1
             for fence in step.between:
                 self._await(fence.peer, _READ, fence.round)
