@@ -183,7 +183,7 @@ def pipelines_tables(result: Row) -> Iterator[tuple[str, str]]:
     orders = [r["order"] for r in result["results"]]
     pairs, wrong = sum(order["pairs"] for order in orders), sum(len(order["wrong"]) for order in orders)
     note = (
-        f"\nIn the simulations a message takes what one between two of the ranks took: {hops}. Ratios are between "
+        f"\nIn the simulations a message takes what one between ranks took: {hops}. Ratios are between "
         f"{min(ratios):.3f} and {max(ratios):.3f}; {pairs - wrong} of {pairs} pairs that differ by more than 5% in the "
         "simulation were measured in that order.\n"
     )
