@@ -4,11 +4,11 @@
                                    [--transport auto] [--json FILE]
 
 For each number of ranks and micro-batches, `shardwise pipeline run --all` runs every schedule that is legal for them,
-by turns in one set of processes. Messages are real, and the simulation gives each the time that one to the next
-rank was measured to take while all hand one over. A rank waits the given times for each micro-batch, whatever number of chunks shares them.
-Printed are makespans, measured (median over steps) and simulated, with their ratio; how many are within 5%; and how
-many pairs of schedules whose simulated makespans differ by more than 5% were measured in that order. Any other load on
-the machine shows: a rank must get a core when its wait is over.
+by turns in one set of processes. Messages are real, and the simulation gives each the time that one to the next rank
+was measured to take while all hand one over. A rank waits the given times for each micro-batch, whatever number of
+chunks shares them. Printed are makespans, measured (median over steps) and simulated, with their ratio; how many are
+within 5%; and how many pairs of schedules whose simulated makespans differ by more than 5% were measured in that
+order. Any other load on the machine shows: a rank must get a core when its wait is over.
 """
 
 from __future__ import annotations
