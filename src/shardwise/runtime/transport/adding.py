@@ -27,7 +27,7 @@ def wide_room(target: Target, pieces: int) -> Tensor | None:
 
 def add_up(pieces: list[Tensor], target: Target, wide: Tensor | None) -> None:
     """Put the sum of flat `pieces`, of the target's size and one dtype, into the target, rounded once where that is
-    bf16. wide: what `wide_room` gave.
+    bf16. wide: what `wide_room` gave. A target that is overwritten may be the first piece itself, and no other.
 
     Where dtypes differ it goes chunk by chunk: the cache holds what torch converts.
     """

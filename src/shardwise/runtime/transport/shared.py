@@ -384,8 +384,10 @@ class Reduction:
         def adds_up(flight: Flight) -> Callable[[dict[int, Tensor]], None]:
             part = slice(flight.window.offset, flight.window.offset + flight.window.width)
             into = target._replace(tensor=target.tensor[part])
-            # In the order of the ranks, as on gloo: the same bits.
-            return lambda found: add_up([found.get(peer, own[part]) for peer in range(ranks)], into, wide)
+            # Added to what was there in the order of the ranks, as on gloo: the same bits. What is overwritten may be
+            # this rank's own piece, which then comes first.
+            order = sorted(range(ranks), key=lambda peer: peer if target.adds else peer != rank)
+            return lambda found: add_up([found.get(peer, own[part]) for peer in order], into, wide)
 
         for flight in self._under_way.flights:
             flight.adds_up = adds_up(flight)
