@@ -48,3 +48,14 @@ def test_room_is_made_for_more_than_one_addition_in_bf16(ranks: int, adds: bool,
     room = wide_room(Target(torch.empty(elements, dtype=BF16), adds), ranks)
     assert (len(room) if room is not None else 0) == needs * sum_chunk(elements)
     assert wide_room(Target(torch.empty(elements), adds), ranks) is None
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_what_is_overwritten_may_be_the_first_piece(ranks: int, dtype: torch.dtype) -> None:
+    """As this rank's own piece of a whole gradient is, at stage 1."""
+    pieces = [torch.randn(1000, generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in range(ranks)]
+    expected = sum((piece.float() for piece in pieces), torch.zeros(1000)).to(dtype)
+    target = Target(pieces[0])
+    add_up(pieces, target, wide_room(target, ranks))
+    assert torch.equal(pieces[0], expected)
