@@ -9,7 +9,9 @@ import pytest
 
 import shardwise
 from shardwise.cli.main import main
-from shardwise.layout import Layout
+from shardwise.errors import UserError
+from shardwise.layout import Layout, Workload, check_runnable
+from shardwise.model.catalog import get
 
 SMALL = ["plan", "llama-3-8b", "--cluster", "8xH100", "--seq", "4096", "--batch", "32"]
 
@@ -84,6 +86,73 @@ def test_latent_attention_and_alibi_are_planned(model, cluster, fix, capsys):
     assert "best: " in capsys.readouterr().out
 
 
+def test_what_train_refuses_is_said(capsys):
+    long = ["plan", "llama-3-8b", "--cluster", "8xH100", "--seq", "131072", "--batch", "2", "--top", "2"]
+    refusal = "not runnable by `train` yet: context parallelism; --fix cp=1 plans without it"
+    assert main([*long, "--fix", "cp=4"]) == 0
+    assert f"\n{refusal}\n" in capsys.readouterr().out
+    assert main([*long, "--fix", "cp=4", "--json"]) == 0
+    assert [row["not_runnable"] for row in json.loads(capsys.readouterr().out)["ranked"]] == [refusal] * 2
+    assert main([*SMALL, "--fix", "cp=1", "--json"]) == 0
+    found = [row["not_runnable"] for row in json.loads(capsys.readouterr().out)["ranked"]]
+    assert found == [None] * 10
+    mixed = ["plan", "mixtral-8x7b", "--cluster", "8x8xH100", "--seq", "4096", "--batch", "64", "--top", "1"]
+    assert main(mixed) == 0
+    assert "not runnable by `train` yet: mixture-of-experts" in capsys.readouterr().out
+
+
+def test_runnable_is_what_check_runnable_says(capsys):
+    """Of layouts that differ in this alone, `train` takes just those of which nothing is said."""
+    model = get("llama-3-8b")
+    assert main([*SMALL, "--by", "pareto", "--json"]) == 0
+    ranked = json.loads(capsys.readouterr().out)["ranked"]
+    assert {row["not_runnable"] is None for row in ranked} == {True, False}
+    for row in ranked:
+        try:
+            check_runnable(Layout.parse(row["layout"]), model, Workload(seq=4096, batch=32))
+        except UserError:
+            assert row["not_runnable"]
+        else:
+            assert row["not_runnable"] is None
+
+
+def test_others_that_train_refuses_are_counted(capsys):
+    asked = ["plan", "gpt2", "--cluster", "2xH100", "--seq", "512", "--batch", "8"]
+    assert main([*asked, "--json"]) == 0
+    winner, *others = (row["not_runnable"] for row in json.loads(capsys.readouterr().out)["ranked"])
+    assert winner is None
+    refused = sum(each is not None for each in others)
+    assert refused
+    assert main(asked) == 0
+    words = f"{refused} of the others shown: not runnable by `train` yet: context parallelism"
+    assert words in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("layout", ["tp=2,dp=32,sp,zero=3", "dp=8,pp=4,cp=2,zero=1,schedule=zb-h1,ep=8,recompute=full"])
+def test_estimate_names_the_command_that_has_a_model_with_experts(layout, capsys):
+    asked = ["--cluster", "8x8xH100", "--seq", "4096", "--batch", "64"]
+    assert main(["estimate", "mixtral-8x7b", *asked, "--layout", layout]) == 2
+    told = capsys.readouterr().err
+    command = told[told.index("shardwise plan ") :].split()[1:]
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [Layout.parse(row["layout"]) for row in found["ranked"]] == [Layout.parse(layout)]
+
+
+def test_estimate_says_what_the_plan_needs(capsys):
+    asked = ["--cluster", "8xH100", "--seq", "4096", "--batch", "64", "--layout", "tp=2,dp=4"]
+    assert main(["estimate", "mixtral-8x7b", *asked]) == 2
+    assert "but not of this layout: with experts, tp needs sp" in capsys.readouterr().err
+
+
+def test_a_long_search_says_where_it_is(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert main([*SMALL, "--find", "cluster", "--tokens", "20B", "--deadline", "1", "--fix", "cp=1,pp=1"]) == 0
+    told = capsys.readouterr().err.split("\r\033[K")
+    assert told[1].startswith("8xH100-80GB-SXM: ") and told[1].endswith(" layouts") and len(told) > 3
+    assert told[-1] == ""
+
+
 def test_days_money_and_failures(capsys):
     run = ["--tokens", "1T", "--price", "2.5", "--mtbf", "50000", "--save", "60", "--restart", "300"]
     assert main([*SMALL, *run, "--json"]) == 0
@@ -146,8 +215,16 @@ def test_the_other_way_round(capsys):
         ({"--top": "0"}, "--top must be a positive integer"),
         ({"--top": "99999999"}, "--top shows at most 10,000 layouts"),
         ({"--mtbf": "-1", "--save": "60"}, "--mtbf must be a positive number, not -1"),
-        ({"--tokens": "1T", "--price": "inf"}, "--price must be a positive number, not inf"),
-        ({"--fix": "tp=5"}, "leave tp free"),
+        ({"--restart": "60"}, "--restart needs --mtbf"),
+        ({"--restart": "-1", "--mtbf": "50", "--save": "60"}, "--restart must not be negative, not -1"),
+        ({"--tokens": "1T", "--price": "1e308"}, "--price must be a positive number up to 1e+15, not 1e+308"),
+        ({"--tokens": "1T", "--price": "inf"}, "--price must be a positive number up to 1e+15, not inf"),
+        ({"--fix": "tp=5"}, "leave tp free (valid tp: 1, 2, 4, 8)"),
+        ({"--fix": "pp=5"}, "leave pp free (valid pp: 1, 2, 4, 8)"),
+        ({"--fix": "ep=2"}, "llama-3-8b is a model without experts; leave ep out"),
+        ({"--fix": "ep=2", "--find": "scaling"}, "llama-3-8b is a model without experts; leave ep out"),
+        ({"MODEL": "mixtral-8x7b", "--fix": "ep=3"}, "divide the 8 experts of mixtral-8x7b; valid ep: 1, 2, 4, 8"),
+        ({"MODEL": "mixtral-8x7b", "--cluster": "6xH100", "--batch": "12", "--fix": "ep=4"}, "(valid ep: 1, 2)"),
         ({"--engine": "megatron-brige"}, "did you mean megatron-bridge"),
         ({"--reserve": "lots"}, "give a size"),
         ({"--reserve": "900GB"}, "reserved"),

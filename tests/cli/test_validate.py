@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from shardwise.cli.main import main
 
 KEYS = {
@@ -16,6 +18,18 @@ def test_json_is_a_list_of_scores(capsys):
     assert len(found) >= 7
     assert all(set(score) == KEYS for score in found)
     assert all(score["rows"] and score["mean_abs_error"] < 0.25 for score in found)
+
+
+def test_json_has_every_row_where_they_are_asked_for(capsys):
+    assert main(["validate", "--rows", "--json"]) == 0
+    for score in json.loads(capsys.readouterr().out):
+        assert set(score) == KEYS | {"predictions"} and len(score["predictions"]) == score["rows"]
+        errors = [abs(row["error"]) for row in score["predictions"]]
+        assert sum(errors) / len(errors) == pytest.approx(score["mean_abs_error"])
+        for row in score["predictions"]:
+            assert row["seconds"] / row["measured_seconds"] - 1 == row["error"]
+            assert row["inside"] == (row["low"] <= row["measured_seconds"] <= row["high"])
+            assert (row["reason"] is not None) == (abs(row["error"]) > 0.25)
 
 
 def test_skipped_rows_and_misses_are_said(capsys, tmp_path):

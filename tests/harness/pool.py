@@ -13,6 +13,7 @@ import signal
 import tempfile
 import time
 import traceback
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -45,11 +46,15 @@ def _serve(pipe: Connection, index: int, port: int, stack: Path) -> None:
             job = pipe.recv()
         except EOFError:
             return
-        target, world, number, payload = job
+        target, world, number, limit, payload = job
         try:
             module, _, function = target.partition(":")
             dist.init_process_group(
-                "gloo", store=dist.PrefixStore(f"job-{number}", store), rank=index, world_size=world
+                "gloo",
+                store=dist.PrefixStore(f"job-{number}", store),
+                rank=index,
+                world_size=world,
+                timeout=timedelta(seconds=max(limit, LIMIT)),
             )
             try:
                 result = getattr(importlib.import_module(module), function)(index, payload)
@@ -100,7 +105,7 @@ class Pool:
         self._grow(world)
         self._jobs += 1
         for _, pipe in self.workers[:world]:
-            pipe.send((target, world, self._jobs, payload))
+            pipe.send((target, world, self._jobs, limit, payload))
         results, failures, silent = self._answers(world, limit)
         where = self._where(silent)
         if silent or failures:

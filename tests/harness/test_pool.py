@@ -44,6 +44,12 @@ def leave_a_word(rank: int, payload: Any) -> bool:
     return found
 
 
+def patience(rank: int, payload: Any) -> float:
+    """Seconds that the group's collectives wait."""
+    group: Any = dist.group.WORLD
+    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+
 def brief(rank: int, payload: Any) -> int:
     time.sleep(0.2)
     return rank
@@ -69,6 +75,11 @@ def test_a_failure_comes_first_and_then_where_the_others_stand(pool: Pool) -> No
 def test_jobs_do_not_meet_in_what_an_earlier_one_left(pool: Pool) -> None:
     for _ in range(3):
         assert pool.run("harness.test_pool:leave_a_word", 2) == [False, False]
+
+
+def test_collectives_wait_as_long_as_a_job_may_take(pool: Pool) -> None:
+    assert pool.run("harness.test_pool:patience", 2) == [module.LIMIT] * 2
+    assert pool.run("harness.test_pool:patience", 2, limit=module.LIMIT + 60) == [module.LIMIT + 60] * 2
 
 
 def test_time_while_the_tests_are_stopped_does_not_count(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.runtime.transport.buffers import held, lay_out, result
+from harness.memories import held, lay_out, result
 from shardwise.runtime.transport.sends import SendTransport
 from shardwise.schedule import CommSchedule, build
 from shardwise.schedule.collectives import REDUCING

@@ -14,7 +14,7 @@ from shardwise.model.catalog import get
 from shardwise.model.parameters import count_parts
 from shardwise.predict.generation.comparison import decode_round
 from shardwise.predict.generation.split import check_generation, plan_of, sequences_of
-from shardwise.predict.generation.turns import Turn, first_gathers, steady_gathers, turn_ledger
+from shardwise.predict.generation.turns import Turn, steady_gathers, turn_ledger
 from shardwise.predict.generation.volume import kind_of, payload, ring_volume
 from shardwise.predict.token_traffic import summed_bytes
 from shardwise.schedule import build
@@ -54,26 +54,20 @@ def test_a_pipeline_hands_one_vector_along():
     assert {row.elements for end in ends for row in end if row.unit.startswith("stage ")} == {5 * 32}
 
 
-def test_gathers_of_the_first_turn_and_of_those_after_it():
+def test_gathers_of_the_turns_after_the_first():
     plan = plan_of(MODEL, Layout.parse("dp=2,zero=3"))
-    assert first_gathers(plan) == steady_gathers(plan) == ("embedding", *(f"blocks.{i}" for i in range(4)), "head")
+    blocks = tuple(f"blocks.{i}" for i in range(4))
+    assert steady_gathers(plan) == ("embedding", *blocks, "head")
     tied = plan_of(MODEL.replace(tied=True), Layout.parse("dp=2,zero=3"))
     # The table has a slot of its own, and stays.
-    assert first_gathers(tied)[0] == "tied" and steady_gathers(tied) == first_gathers(tied)[1:]
-    assert first_gathers(plan_of(MODEL, Layout.parse("tp=2"))) == ()
+    assert steady_gathers(tied) == (*blocks, "head")
+    assert steady_gathers(plan_of(MODEL, Layout.parse("tp=2"))) == ()
 
 
 def test_what_is_in_its_slot_stays():
     """One block alone is the only one of the inner slot: it is gathered once."""
     plan = plan_of(MODEL.replace(layers=1), Layout.parse("dp=2,zero=3"))
-    assert first_gathers(plan) == ("embedding", "blocks.0", "head") and steady_gathers(plan) == ("embedding", "head")
-
-
-@given(models(), st.integers(2, 5))
-def test_the_first_turn_gathers_every_unit_once(model, ranks):
-    plan = plan_of(model, Layout.parse(f"dp={ranks},zero=3"))
-    assert sorted(first_gathers(plan)) == sorted(plan.by_name)
-    assert set(steady_gathers(plan)) <= set(first_gathers(plan))
+    assert steady_gathers(plan) == ("embedding", "head")
 
 
 @given(models().filter(lambda model: model.layers > 1), st.sampled_from([2, 4]), st.integers(1, 3))

@@ -37,7 +37,7 @@ def four(tmp_path_factory) -> Measurement:
     """A loop and a V on four ranks, over gloo."""
     cases = case("interleaved", 4, 4, tied=True), case("zb-v", 4, 5, zero=2)
     out = tmp_path_factory.mktemp("four") / "result.json"
-    run_ranks("shardwise.runtime.pretend.rank:run", 4, Job(cases, 64, 1, "gloo", 60.0, str(out)))
+    run_ranks("shardwise.runtime.pretend.rank:run", 4, Job(cases, 64, 1, "gloo", timeout=60.0, out=str(out)))
     return result_of(cases, json.loads(out.read_text()))
 
 
@@ -103,7 +103,7 @@ def test_a_rank_s_share_is_cut_into_stages():
 
 def test_jobs_are_read_as_they_were_written(tmp_path):
     cases = tuple(case(g.name, 3, 6, zero=3, tied=True) for g in generators())
-    job = Job(cases, 64, 3, "gloo", 60.0, "out.json")
+    job = Job(cases, 64, 3, "gloo", timeout=60.0, out="out.json")
     (tmp_path / "job.json").write_text(json.dumps(job.to_json()))
     assert Job.read(tmp_path / "job.json") == job
     assert "OVERLAP_F_B" in json.dumps([each.to_json() for each in cases])

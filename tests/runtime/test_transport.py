@@ -12,11 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.memories import held, lay_out, result
 from harness.pool import run_ranks
 from harness.space import seed
 from harness.transport_jobs import Case, Payload
 from shardwise.errors import UserError
-from shardwise.runtime.transport.buffers import held, lay_out, result
 from shardwise.runtime.transport.sends import Post, SendTransport, compile_steps
 from shardwise.schedule import Algorithm, algorithms, build
 from shardwise.schedule.collectives import REDUCING
@@ -193,9 +193,3 @@ def test_a_memory_that_does_not_fit_is_refused(collective, ranks, shape, words):
     name = "ring" if collective == "all-reduce" else "pairwise"
     with pytest.raises(UserError, match=words):
         SendTransport(Group()).run(build(collective, name, ranks), torch.zeros(shape))
-
-
-def test_a_rank_must_bring_its_piece():
-    schedule = build("all-gather", "ring", 3)
-    with pytest.raises(UserError, match="of 10 elements: rank 1 brings 3 elements, not 4"):
-        lay_out(schedule, 1, torch.zeros(4), 10)

@@ -97,6 +97,7 @@ def test_names_are_forgiving():
         ("all-reduce", "ring", 0, {}, "positive integer"),
         ("all-reduce", "ring", 4, {"segments": 2}, "no option 'segments'; it has none"),
         ("broadcast", "chain", 4, {"segments": 0}, "segments must be a positive integer"),
+        ("broadcast", "chain", 4, {"root": -1}, "root must be an integer from 0, not -1"),
         ("broadcast", "chain", 4, {"root": 4}, "root 4 is none of the 4 ranks"),
         ("all-reduce", "hierarchical", 12, {"node": 5}, "node=5 does not divide 12 ranks; these do: 1, 2, 3, 4, 6, 12"),
         ("all-reduce", "one-shot", 5000, {}, "at most 1024 ranks"),

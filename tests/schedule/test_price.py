@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 from collective_reference import PAIRS_LISTED
@@ -21,13 +23,28 @@ from shardwise.schedule.closed_forms import (
     lower_bounds,
 )
 from shardwise.schedule.engine import play
-from shardwise.schedule.network import NCCL_NET_ALPHA, Network, NetworkClock, Tier
+from shardwise.schedule.network import NCCL_NET_ALPHA, Network, Tier
 from shardwise.schedule.price import price, profile
 from shardwise.schedule.program import lower
 
 ALPHA, BETA, GAMMA = 3.1e-6, 7.3e-11, 1.7e-12
 INTRA, INTER = Tier(1e-6, 1e-11), Tier(5e-6, 3e-11)
 POWERS = [2**k for k in range(1, 11)]
+
+
+@dataclass(frozen=True)
+class NetworkClock:
+    """A network as the engine's clock: seconds by elements of `element_bytes` bytes. NICs are not shared in it."""
+
+    network: Network
+    element_bytes: float = 1
+
+    def message(self, src: int, dst: int, elements: int) -> float:
+        alpha, beta = self.network.intra if self.network.node[src] == self.network.node[dst] else self.network.inter
+        return alpha + elements * self.element_bytes * beta
+
+    def addition(self, elements: int) -> float:
+        return elements * self.element_bytes * self.network.gamma
 
 
 def near(value: float) -> object:

@@ -13,7 +13,7 @@ from harness.turn_jobs import Followed, Script, Seen
 from shardwise.layout import Grid, Layout, UnitPlan, Workload, unit_plan
 from shardwise.model import ModelConfig
 from shardwise.predict.generation.fit import Served, page_bytes, passing_bytes, weight_bytes
-from shardwise.predict.generation.turns import Turn, first_gathers, steady_gathers, turn_ledger
+from shardwise.predict.generation.turns import Turn, steady_gathers, turn_ledger
 from shardwise.report.step_report import DTYPE_BYTES, LedgerRow
 from shardwise.serving.messages import Asked, Cancel, Request, Sampling
 
@@ -84,6 +84,12 @@ def test_every_turn_moves_what_was_predicted(text, model, prompts):
     for rank, one in enumerate(told):
         _check_rank(rank, [each.turns for each in told], model, layout, own)
         _check_bytes(one, unit_plan(model, layout, Workload(), rank=rank))
+
+
+def first_gathers(plan: UnitPlan) -> tuple[str, ...]:
+    """The units that the first turn gathers, which finds all slots empty."""
+    first, _ = plan.generating_uses("decode")
+    return tuple(name for use in first for name in use.gathers) if plan.layout.stage == 3 else ()
 
 
 def _check_rank(rank: int, everyone: list[list[Seen]], model: ModelConfig, layout: Layout, own: bool) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from shardwise.cli import collective_bench
 from shardwise.cli.output import print_json, show
 from shardwise.errors import UserError
+from shardwise.runtime import TRANSPORTS
 from shardwise.runtime.installed import require
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="(auto: cuda if there is one)"
     )
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="of each rank's matrix products (1)")
-    parser.add_argument("--transport", choices=("auto", "shared", "gloo"), default="auto", help="of ranks, as in train")
+    parser.add_argument("--transport", choices=TRANSPORTS, default="auto", help="of ranks, as in train")
     parser.add_argument(
         "--seconds", type=float, default=SECONDS, metavar="S", help=f"of measuring, about ({SECONDS:g})"
     )

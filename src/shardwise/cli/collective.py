@@ -22,6 +22,12 @@ if TYPE_CHECKING:
 
 MOST_SHOWN = 1024
 """Ranks, and segments, that are shown round by round."""
+MOST_ELEMENTS = 10**15
+MOST_VERIFIED = 512
+"""Ranks: a ring of them takes 20 s and 700 MB, one of twice as many two minutes and 3 GB."""
+MOST_PRICED = 65_536
+MOST_EXCHANGED = {"all-to-all": 24_576, "reduce-scatter": 24_576}
+"""Ranks that are priced in about a minute; of p ranks, a pairwise exchange has p - 1 rounds that are not alike."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,8 +100,8 @@ def _show(args: argparse.Namespace) -> int:
     given = {name: value for name in ("root", "segments", "node") if (value := getattr(args, name)) is not None}
     schedule = build(args.collective, args.algorithm, args.ranks, **given)
     elements = schedule.chunks if args.elements is None else args.elements
-    if elements < 0:
-        raise UserError(f"--elements must not be negative, got {elements}")
+    if not 0 <= elements <= MOST_ELEMENTS:
+        raise UserError(f"--elements must lie between 0 and {MOST_ELEMENTS:,}, not {elements}")
     if args.frames:
         try:
             args.frames.write_text(json.dumps(frames(schedule, elements)) + "\n")
@@ -118,6 +124,8 @@ def _printable(args: argparse.Namespace) -> None:
 
 def _verify(args: argparse.Namespace) -> int:
     ranks = numbers("--ranks", args.ranks)
+    if ranks[-1] > MOST_VERIFIED:
+        raise UserError(f"--ranks {args.ranks}: algorithms are verified on up to {MOST_VERIFIED} ranks")
     chosen = _chosen(args)
     results: list[dict[str, Any]] = []
     for algorithm in chosen:
@@ -169,14 +177,20 @@ def _print_verified(result: dict[str, Any]) -> None:
 
 def _cost(args: argparse.Namespace) -> int:
     from shardwise.cluster import Cluster
+    from shardwise.schedule.algorithms import collective_name
     from shardwise.schedule.choose import pricer
 
     nbytes, cluster = bytes_of("--bytes", args.bytes), Cluster.parse(args.cluster)
     if args.ranks < 1:
         raise UserError(f"--ranks must be a positive integer, not {args.ranks}")
-    prices = pricer(args.collective, args.ranks, cluster, args.nics)
+    name = collective_name(args.collective)
+    if args.ranks > (most := MOST_EXCHANGED.get(name, MOST_PRICED)):
+        raise UserError(f"--ranks {args.ranks}: {name} is priced on up to {most:,} ranks")
+    prices = pricer(name, args.ranks, cluster, args.nics)
+    progress(f"{name} on {_ranks(args.ranks)}")
     ranked = prices.ranked(nbytes)
     changes = prices.crossovers(1 << 8, 1 << 34)
+    progress()
     if not args.json:
         _print_cost(ranked, prices, nbytes, str(cluster))
         names = ", ".join(f"{c.algorithm} from {_size(c.nbytes)}" for c in changes)

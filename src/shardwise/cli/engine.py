@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.errors import UserError
+from shardwise.runtime import TRANSPORTS
 
 if TYPE_CHECKING:
     from shardwise.predict.generation.fit import Fit
@@ -29,7 +30,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--chunk", type=int, metavar="N", help="tokens of prompts in a turn (256)")
     group.add_argument("--no-reuse", action="store_true", help="compute equal beginnings of prompts again")
     group.add_argument("--same", action="store_true", help="under zero=3: all ranks compute all prompts")
-    group.add_argument("--transport", choices=("auto", "shared", "gloo"), default="auto", help="what carries "
+    group.add_argument("--transport", choices=TRANSPORTS, default="auto", help="what carries "
                        "collectives between CPU ranks (auto)")  # fmt: skip
     group.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where ranks compute (cpu)")
     group.add_argument("--threads", type=int, default=1, metavar="N", help="of each rank's matrix products (1)")

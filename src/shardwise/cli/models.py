@@ -12,6 +12,9 @@ from shardwise.model import ModelConfig
 from shardwise.model.catalog import resolve
 from shardwise.model.config import Activation, Bias, Norm, Positions
 
+MOST_LAYERS, MOST_PARAMETERS = 10_000, 10**15
+"""Of a model; some hundred times what anybody has trained, and few enough for 64-bit counts of bytes."""
+
 
 def add_model(parser: argparse.ArgumentParser, optional: bool = False) -> None:
     """Add MODEL and --set."""
@@ -46,15 +49,28 @@ def change(model: ModelConfig, text: str) -> ModelConfig:
             raise UserError(f"--set {word}: a model has no field {name!r}; {hint}")
         if not equals or not value:
             raise UserError(f"--set {word}: {name} needs a value, such as {name}={getattr(model, name)}")
-        changes[name] = _value(word, str(fields[name].type), value)
+        changes[name] = _value(_short(word), str(fields[name].type), value)
     if not changes:
-        return model
+        return _counted(model)
     changes.setdefault("published_params", None)
     if model.kv_heads == model.heads and "heads" in changes:
         changes.setdefault("kv_heads", 0)
     if model.q_width == model.hidden and changes.keys() & {"hidden", "heads"}:
         changes.setdefault("head_dim", 0)
-    return model.replace(**changes)
+    return _counted(model.replace(**changes))
+
+
+def _counted(model: ModelConfig) -> ModelConfig:
+    """The model. Raises `UserError` for one so large that nothing here could count it."""
+    from shardwise.model.parameters import count
+
+    if model.layers > MOST_LAYERS:
+        raise UserError(f"model {model.name!r}: {model.layers:,} layers; at most {MOST_LAYERS:,} are planned for")
+    if (parameters := count(model)) > MOST_PARAMETERS:
+        raise UserError(
+            f"model {model.name!r}: {parameters:.3g} parameters; at most {MOST_PARAMETERS:.0e} are planned for"
+        )
+    return model
 
 
 # A dataclass checks no types: the words that a field may have are checked here.
@@ -78,6 +94,14 @@ def _value(word: str, kind: str, value: str) -> Any:
     if convert is None:
         raise UserError(f"--set {word}: this field has parts of its own; change it in a config.json")
     try:
-        return convert(value)
+        number = convert(value)
     except ValueError:
-        raise UserError(f"--set {word}: {value!r} is not {'an integer' if convert is int else 'a number'}") from None
+        words = "an integer" if convert is int else "a number"
+        raise UserError(f"--set {word}: {_short(repr(value))} is not {words}") from None
+    if not 0 <= number <= MOST_PARAMETERS:
+        raise UserError(f"--set {word}: give a number from 0 to {MOST_PARAMETERS:.0e}")
+    return number
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:57]}..."

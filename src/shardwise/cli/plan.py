@@ -16,7 +16,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.models import add_model, model_of
-from shardwise.cli.output import print_json, show
+from shardwise.cli.output import print_json, progress, show
 from shardwise.errors import UserError
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 FINDS = ("cluster", "model", "sequence", "batch", "scaling")
 TOP, MOST_SHOWN = 10, 10_000
+MOST = 1e15
+"""Of a price, and of times: what is made of more has no number."""
 BY = ("throughput", "memory", "cost", "pareto")
 
 
@@ -69,8 +71,11 @@ def run(args: argparse.Namespace) -> int:
     if (args.mtbf is None) != (args.save is None):
         raise UserError("--mtbf and --save belong together: how often a device fails, and how long saving takes")
     for name in ("mtbf", "save", "price"):
-        if (value := getattr(args, name)) is not None and not 0 < value < float("inf"):
-            raise UserError(f"--{name} must be a positive number, not {value:g}")
+        if (value := getattr(args, name)) is not None and not 0 < value <= MOST:
+            raise UserError(f"--{name} must be a positive number{f' up to {MOST:g}' * (value > MOST)}, not {value:g}")
+    if args.restart and (args.mtbf is None or not 0 < args.restart <= MOST):
+        wrong = "needs --mtbf" if args.mtbf is None else f"must not be negative, not {args.restart:g}"
+        raise UserError(f"--restart {wrong}")
     if args.top > MOST_SHOWN:
         raise UserError(f"--top shows at most {MOST_SHOWN:,} layouts, not {args.top:,}")
     if (args.deadline is not None) != (args.find == "cluster"):
@@ -204,7 +209,10 @@ def _find(args: argparse.Namespace, model: Any, cluster: Any, workload: Any) -> 
     from shardwise.predict.search.space import Space
 
     space = Space(model, cluster, workload, training_engine(_engine(args)), _fixed(args))
-    answer = _answer(args, space, usable_bytes(cluster, _reserved(args)))
+    try:
+        answer = _answer(args, space, usable_bytes(cluster, _reserved(args)))
+    finally:
+        progress()
     if args.json:
         print_json(answer)
     else:
@@ -221,7 +229,7 @@ def _answer(args: argparse.Namespace, space: Space, usable: float) -> dict[str, 
         if not 0 < args.deadline < float("inf"):
             raise UserError("--deadline must be a positive number of days")
         tokens, deadline = tokens_of(args.tokens), args.deadline * goals.DAY
-        return _told(goals.cheapest_cluster(space, usable, tokens, deadline, args.price, _power(args)))
+        return _told(goals.cheapest_cluster(space, usable, tokens, deadline, args.price, _power(args), progress))
     if args.find == "model":
         return {"model": goals.largest_model(space, usable).name, "cluster": str(space.cluster)}
     if args.find == "sequence":
@@ -229,7 +237,7 @@ def _answer(args: argparse.Namespace, space: Space, usable: float) -> dict[str, 
         return {"seq": seq, "layout": str(found.layout), "bytes": round(found.nbytes), "cluster": str(space.cluster)}
     if args.find == "batch":
         return _batch(space, usable)
-    sizes = goals.scaling(space, usable)
+    sizes = goals.scaling(space, usable, progress)
     return {
         "sizes": [
             {

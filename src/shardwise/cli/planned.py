@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,9 @@ def plan_tables(plan: Plan) -> Iterator[RenderableType]:
         f"{_ORDERS[plan.by]}\n"
     )
     yield _ranked(plan)
-    yield f"\nbest: {winner.layout}\n"
+    yield f"\nbest: {winner.layout}"
+    yield from _refused(plan)
+    yield ""
     grid = Grid.of(winner.layout, plan.model)
     ranks = tuple(sorted(grid.group("dp_cp_tp", grid.rank(pp=winner.place, dp=0, cp=0, tp=0))))
     name = "all" if winner.layout.pp == 1 else f"fullest: stage {winner.place}"
@@ -90,6 +93,15 @@ def _ranked(plan: Plan) -> Table:
         ]
         table.add_row(*cells, *([format_count(plan.device_seconds(one))] if plan.by == "cost" else []))
     return table
+
+
+def _refused(plan: Plan) -> Iterator[str]:
+    """What the runtime here does not run of what is shown."""
+    if reason := plan.not_runnable(plan.winner):
+        yield reason
+        return
+    others = Counter(filter(None, map(plan.not_runnable, plan.ranked)))
+    yield from (f"{count} of the others shown: {reason}" for reason, count in others.items())
 
 
 def _time(plan: Plan) -> Table:

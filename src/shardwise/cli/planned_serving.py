@@ -45,7 +45,7 @@ def serving_tables(plan: ServingPlan) -> Iterator[RenderableType]:
         f"clients, prompts of {work.prompt:,} tokens, answers of {work.output:,}, software of {plan.engine}"
     )
     yield (
-        f"{plan.considered:,} deployments, {plan.fitting:,} fit in {format_bytes(plan.room)} a device; "
+        f"{plan.considered:,} deployments, {plan.fitting:,} fit in {format_bytes(plan.usable)} a device; "
         f"{_ORDERS[plan.by]}\n"
     )
     yield _table(plan.ranked)

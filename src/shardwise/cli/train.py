@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.cli.models import add_model, model_of
 from shardwise.cli.output import print_json
 from shardwise.errors import UserError
+from shardwise.runtime import TRANSPORTS
 
 if TYPE_CHECKING:
     from shardwise.runtime.config import TrainConfig
@@ -62,7 +63,7 @@ def _run(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--device", choices=("cpu", "cuda"), help="where ranks compute (cpu)")
     group.add_argument("--threads", type=int, metavar="N", help="threads of each rank's matrix products (1)")
     group.add_argument("--matmul", choices=("highest", "high", "medium"), help="fp32 product precision (highest)")
-    group.add_argument("--transport", choices=("auto", "shared", "gloo"), help="what carries collectives between CPU "
+    group.add_argument("--transport", choices=TRANSPORTS, help="what carries collectives between CPU "
                        "ranks: shared memory on one host, or gloo; auto prefers the first (auto)")  # fmt: skip
     group.add_argument("--no-overlap", action="store_true", help="do not communicate while computing; same bits")
     group.add_argument("--port", type=int, default=0, metavar="N", help="where the ranks meet; left out, a file serves")

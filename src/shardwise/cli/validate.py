@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     predictions, refused = predict(asked)
     found = scores(predictions, [*skipped, *refused])
     if args.json:
-        print_json([asdict(score) for score in found])
+        print_json([asdict(score) | _told(score, predictions, args.rows) for score in found])
         return 0
     _print_scores(found)
     _print_rows(predictions, args.rows)
@@ -38,6 +38,29 @@ def run(args: argparse.Namespace) -> int:
         for reason, count in score.skipped.items():
             print(f"{score.source}: {count} row{'s' if count > 1 else ''} skipped: {reason}")
     return 0
+
+
+def _told(score: Score, predictions: list[Prediction], rows: bool) -> dict[str, Any]:
+    """The rows of a source, as plain data, where they are asked for."""
+    if not rows:
+        return {}
+    return {"predictions": [_row(one) for one in predictions if one.case.source == score.source]}
+
+
+def _row(one: Prediction) -> dict[str, Any]:
+    from shardwise.predict.scoreboard import MISS, reason
+
+    return {
+        "case": one.case.describe(),
+        "seconds": one.seconds,
+        "low": float(one.range.low),
+        "high": float(one.range.high),
+        "measured_seconds": one.measured,
+        "error": one.error,
+        "inside": one.inside,
+        "assumed": list(one.case.assumed),
+        "reason": reason(one) if abs(one.error) > MISS else None,
+    }
 
 
 def _print_scores(found: list[Score]) -> None:

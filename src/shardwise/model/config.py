@@ -106,11 +106,15 @@ class ModelConfig:
                     f"model {self.name!r}: hidden={self.hidden} is not divisible by heads={self.heads}; give head_dim"
                 )
             object.__setattr__(self, "head_dim", self.hidden // self.heads)
+        if self.head_dim < 1:
+            raise UserError(f"model {self.name!r}: head_dim must be a positive integer, not {self.head_dim!r}")
         if self.heads % self.kv_heads:
             raise UserError(f"model {self.name!r}: heads={self.heads} is not a multiple of kv_heads={self.kv_heads}")
         for field in ("dropout", "attention_dropout"):
             if not 0.0 <= getattr(self, field) < 1.0:
                 raise UserError(f"model {self.name!r}: {field} must lie in [0, 1), not {getattr(self, field)!r}")
+        if not 0.0 <= self.rotary_fraction <= 1.0:
+            raise UserError(f"model {self.name!r}: rotary_fraction must lie in [0, 1], not {self.rotary_fraction!r}")
         if self.positions == "rope" and int(self.head_dim * self.rotary_fraction) % 2:
             raise UserError(f"model {self.name!r}: the rotated part of head_dim={self.head_dim} must be even")
 

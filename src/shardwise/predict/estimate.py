@@ -36,7 +36,7 @@ def estimate(
         raise UserError("estimate needs a training workload: give a sequence length and a batch (--seq and --batch)")
     check(layout, model, workload, cluster.devices if cluster else None)
     if reason := model.why_not_runnable():
-        raise UserError(f"{model.name} cannot be estimated yet: {reason}{_planned(model, cluster)}")
+        raise UserError(f"{model.name} cannot be estimated yet: {reason}{_planned(model, layout, workload, cluster)}")
     backend = backend or usual_backend(cluster)
     roles = [_role(model, layout, workload, backend, place) for place in range(layout.pp)]
     timing, why = try_step_seconds(model, layout, workload, cluster, engine)
@@ -54,13 +54,20 @@ def estimate(
     )
 
 
-def _planned(model: ModelConfig, cluster: Cluster | None) -> str:
-    """Where the search has the figures of a model that no decoder here computes."""
-    from shardwise.predict.search.space import why_not_planned
+def _planned(model: ModelConfig, layout: Layout, workload: Workload, cluster: Cluster | None) -> str:
+    """Where the search has the figures of a model that no decoder here computes: the command for this layout."""
+    from shardwise.model.catalog import catalog
+    from shardwise.predict.search.fixing import text_of
+    from shardwise.predict.search.space import objection, why_not_planned
 
     if cluster is None or why_not_planned(model):
         return ""
-    return "; `shardwise plan` has its memory and time, of one layout with --fix"
+    shard = layout.shard_ranks if layout.stage else 1
+    if why := objection(model, layout.tp, layout.sp, layout.ep, shard):
+        return f"; `shardwise plan` has its memory and time, but not of this layout: {why}"
+    name = model.name if catalog().get(model.name) == model else "MODEL"
+    asked = f"--cluster {cluster} --seq {workload.seq} --batch {workload.batch}"
+    return f"; its memory and time: shardwise plan {name} {asked} --fix {text_of(layout)}"
 
 
 def _role(model: ModelConfig, layout: Layout, workload: Workload, backend: Backend, place: int) -> Role:

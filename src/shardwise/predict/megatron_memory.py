@@ -14,9 +14,6 @@ from shardwise.model import ModelConfig
 
 Recompute = Literal["none", "selective", "full"]
 
-STATE_BYTES = 18
-"""Of a parameter: weight and gradient in fp16 and fp32, both moments and the master copy (2 + 4 + 12)."""
-
 BLOCK_ITEMS = {
     "attention": {"input": 2, "queries, keys, values": 6, "projection's input": 2, "dropout mask": 1},
     "mlp": {"input": 2, "activation's input": 8, "second product's input": 8, "dropout mask": 1},
@@ -58,12 +55,6 @@ def activation_bytes(
     1 + (pp - 1) / (pp x virtual) times that when interleaved."""
     held = model.layers * (1 + (pp - 1) / (pp * virtual) if virtual > 1 else 1)
     return held * block_activations(model, micro, seq, tp, sp, recompute)
-
-
-def state_bytes(model: ModelConfig, tp: int = 1, pp: int = 1) -> float:
-    """Bytes of parameters, gradients and optimizer of a stage's layers; biases, norms and the embedding left out, as
-    in the paper's figure 1."""
-    return STATE_BYTES * 12 * model.layers * model.hidden**2 / (tp * pp)
 
 
 REDUCE_BUCKET = 5e8

@@ -10,6 +10,7 @@ from typing import Any
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.model import ModelConfig
+from shardwise.runtime import TRANSPORTS
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,8 @@ class TrainConfig:
             raise UserError(f"steps must be a positive integer, not {self.steps}")
         if self.device not in ("cpu", "cuda"):
             raise UserError(f"device must be cpu or cuda, not {self.device!r}")
-        if self.transport not in ("auto", "shared", "gloo"):
-            raise UserError(f"transport must be auto, shared or gloo, not {self.transport!r}")
+        if self.transport not in TRANSPORTS:
+            raise UserError(f"transport must be one of {', '.join(TRANSPORTS)}, not {self.transport!r}")
         if self.matmul not in ("highest", "high", "medium"):
             raise UserError(f"matmul must be highest, high or medium, not {self.matmul!r}")
 

@@ -159,25 +159,6 @@ class Network:
         filled = not rest and bool((self.node.reshape(self.nodes, g) == self.node[::g, None]).all())
         return g if filled and len(np.unique(self.node[::g])) == self.nodes else None
 
-    def message(self, src: int, dst: int, nbytes: float) -> float:
-        """Seconds that one message takes when nothing else is under way."""
-        alpha, beta = self.intra if self.node[src] == self.node[dst] else self.inter
-        return alpha + nbytes * beta
-
-
-@dataclass(frozen=True)
-class NetworkClock:
-    """A network as the engine's clock: seconds by elements of `element_bytes` bytes. NICs are not shared in it."""
-
-    network: Network
-    element_bytes: float = 1
-
-    def message(self, src: int, dst: int, elements: int) -> float:
-        return self.network.message(src, dst, elements * self.element_bytes)
-
-    def addition(self, elements: int) -> float:
-        return elements * self.element_bytes * self.network.gamma
-
 
 def _tier(cluster: Cluster, link: Link, where: str, field: str, notes: list[str]) -> Tier:
     alpha = link.alpha

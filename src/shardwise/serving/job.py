@@ -21,6 +21,7 @@ from shardwise.layout import Layout
 from shardwise.model import ModelConfig
 from shardwise.predict.generation.fit import CHUNK, PAGE
 from shardwise.predict.generation.split import check_generation
+from shardwise.runtime import TRANSPORTS
 
 CONTEXT = 4096
 """Longest sequence where nobody asked for another, and the model knows so many positions."""
@@ -29,7 +30,7 @@ BATCH = 8
 _CHOICES = {
     "prompts": ("own", "same"),
     "quantize": ("none", "int8"),
-    "transport": ("auto", "shared", "gloo"),
+    "transport": TRANSPORTS,
     "device": ("cpu", "cuda"),
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +15,7 @@ from shardwise.schedule.engine import play
 from shardwise.schedule.pipeline import Action, build, complete
 from shardwise.schedule.pipeline.action import COMPUTE
 from shardwise.schedule.pipeline.flow import flow
-from shardwise.schedule.pipeline.lowering import PipelineClock, lower
+from shardwise.schedule.pipeline.lowering import lower
 from shardwise.schedule.pipeline.memory import Held, levels, peaks
 from shardwise.schedule.pipeline.plan import PipelineSchedule, loop
 from shardwise.schedule.pipeline.simulate import simulate
@@ -23,6 +23,20 @@ from shardwise.schedule.pipeline.timeline import report
 from shardwise.schedule.pipeline.times import Times
 from shardwise.schedule.program import Action as Primitive
 from shardwise.schedule.program import Program
+
+
+@dataclass(frozen=True)
+class PipelineClock:
+    """Seconds of the messages of a lowered pipeline, for `play(..., ports="pair")`."""
+
+    times: Times
+
+    def message(self, src: int, dst: int, elements: int) -> float:
+        hop = self.times.hop if self.times.overlap else 0.0
+        return (0.0, hop, self.times.tied)[elements]
+
+    def addition(self, elements: int) -> float:
+        return 0.0
 
 
 @st.composite

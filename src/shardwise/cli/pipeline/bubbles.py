@@ -51,9 +51,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _compared(args: argparse.Namespace) -> list[tuple[Generator, int]]:
     """The schedules to compare, each with its chunks a rank."""
-    from shardwise.schedule.pipeline import build, find, generators
+    from shardwise.schedule.pipeline import find, generators
 
-    sized(args.ranks, max(numbers("--micro", args.micro)), args.virtual)
+    sized(args.ranks, max(numbers("--micro", args.micro)), 1 if args.virtual is None else args.virtual)
     named = [find(name) for name in args.schedules]
     p = args.ranks
     others = [g for g in generators() if g.train and g.name != "naive" and not g.objection(p, 4 * p, g.virtual)]
@@ -63,7 +63,8 @@ def _compared(args: argparse.Namespace) -> list[tuple[Generator, int]]:
         # Many micro-batches suit every schedule: what is refused then is refused for p or v.
         if not named and g.objection(p, 4 * p, virtual):
             virtual = g.virtual
-        build(g.name, p, 4 * p, virtual)
+        if legal := g.objection(p, 4 * p, virtual):
+            raise UserError(f"{g.name} cannot have p={p}, v={virtual}: {legal}")
         found.append((g, virtual))
     return found
 

@@ -19,8 +19,8 @@ GENERATOR_OPTIONS = {
     "warmup": "forwards of rank 0 before its first pair (1f1b); left out, P - 1",
     "tokens": "tokens of each micro-batch (decode)",
 }
-MOST_CELLS = 1_000_000
-"""Forward passes of a schedule that is made action by action: about a minute, and a gigabyte."""
+MOST_CELLS = 500_000
+"""Forward passes of a schedule that is made action by action: about a minute to simulate, and a gigabyte."""
 EARLY = "a B sends its input's gradient before it computes those of weights (as training does)"
 
 
@@ -72,24 +72,25 @@ def schedule_of(args: argparse.Namespace) -> PipelineSchedule:
     if args.ranks is None or args.micro is None:
         raise UserError(f"{args.action} needs --ranks and --micro")
     found = find(args.schedule)
-    sized(args.ranks, args.micro, args.virtual)
     options = {name: value for name in GENERATOR_OPTIONS if (value := getattr(args, name)) is not None}
     virtual = found.virtual if args.virtual is None else args.virtual
+    sized(args.ranks, args.micro, virtual, options.get("tokens", found.options.get("tokens", 1)))
     return build(
         found.name, args.ranks, args.micro, virtual, zero=args.zero, tied=args.tied, early=args.early, **options
     )
 
 
-def sized(ranks: int, micro: int, virtual: int | None) -> None:
+def sized(ranks: int, micro: int, virtual: int, tokens: int = 1) -> None:
     """Raise `UserError` for numbers that make no schedule, or one too large to be written out action by action."""
-    for name, value in (("ranks", ranks), ("micro", micro), ("virtual", virtual)):
-        if value is not None and value < 1:
+    for name, value in (("ranks", ranks), ("micro", micro), ("virtual", virtual), ("tokens", tokens)):
+        if value < 1:
             raise UserError(f"--{name} must be a positive integer, not {value}")
-    if (cells := ranks * micro * (virtual or 1)) > MOST_CELLS:
-        raise UserError(
-            f"{ranks} ranks x {micro} micro-batches x {virtual or 1} chunks are {cells:,} passes; "
-            f"up to {MOST_CELLS:,} are written out"
-        )
+    each = ranks * virtual * tokens
+    if (cells := each * micro) > MOST_CELLS:
+        counts = [count(ranks, "rank"), count(micro, "micro-batch")]
+        counts += [count(n, what) for n, what in ((virtual, "chunk"), (tokens, "token")) if n > 1]
+        most = f": --micro {MOST_CELLS // each} at most" if each <= MOST_CELLS else ""
+        raise UserError(f"{' x '.join(counts)} are {cells:,} passes; up to {MOST_CELLS:,} are written out{most}")
 
 
 def read(path: Path, zero: int, tied: bool) -> PipelineSchedule:
@@ -148,16 +149,19 @@ def shares_of(args: argparse.Namespace, schedule: PipelineSchedule) -> tuple[flo
     """Each stage's part of the model's work; empty for equal ones. Raises `UserError` for layers that do not fit."""
     from shardwise.schedule.pipeline.stages import Stages
 
+    layers = getattr(args, "layers", None)
+    if layers is not None and layers < 1:
+        raise UserError(f"--layers must be a positive integer, not {layers}")
     if getattr(args, "stages", None):
-        stages = Stages.parse(args.stages, schedule.stages, args.layers)
-    elif getattr(args, "layers", None):
-        stages = Stages.even(args.layers, schedule.stages)
+        stages = Stages.parse(args.stages, schedule.stages, layers)
+    elif layers:
+        stages = Stages.even(layers, schedule.stages)
     elif getattr(args, "head", 0):
         raise UserError("--head counts in layers: give --layers or --stages, too")
     else:
         return ()
-    if args.head < 0:
-        raise UserError(f"--head must not be negative, got {args.head}")
+    if not 0 <= args.head <= MOST_CELLS:
+        raise UserError(f"--head must lie between 0 and {MOST_CELLS:,} layers, not {args.head:g}")
     return stages.shares(head=args.head)
 
 

@@ -12,6 +12,7 @@ from shardwise.cli.output import print_json
 from shardwise.cli.pipeline.given import add_schedule, check, count, schedule_of
 from shardwise.cli.quantities import bytes_of
 from shardwise.errors import UserError
+from shardwise.runtime import TRANSPORTS
 from shardwise.runtime.installed import require
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "latency of a message in the simulation; auto: that between neighbours, measured first (auto)"
     parser.add_argument("--hop", default="auto", metavar="TIME", help=text)
     text = "what carries messages: shared memory, or gloo; auto prefers the first (auto)"
-    parser.add_argument("--transport", choices=("auto", "shared", "gloo"), default="auto", help=text)
+    parser.add_argument("--transport", choices=TRANSPORTS, default="auto", help=text)
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write the measured timelines for ui.perfetto.dev")
     parser.add_argument("--layout", help=argparse.SUPPRESS)  # only to say where layouts are run
 

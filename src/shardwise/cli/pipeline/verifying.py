@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.output import print_json, progress
-from shardwise.cli.pipeline.given import EARLY, count, read
+from shardwise.cli.pipeline.given import EARLY, count, read, sized
 from shardwise.cli.quantities import numbers
 from shardwise.errors import UserError
 
@@ -68,6 +68,8 @@ def _legal(
     if not legal and not args.all:
         # Where nothing that was asked for is legal, its message says what would be.
         legal = cases[:1]
+    for p, m, v in legal:
+        sized(p, m, v)
     for p, m, v in legal:
         schedule = build(found.name, p, m, v, zero=args.zero, tied=args.tied, early=args.early)
         yield f"p={p}, m={m}, v={v}", schedule

@@ -31,6 +31,7 @@ from shardwise.layout import Layout, UnitPlan, Workload
 from shardwise.layout.legality import valid_tp
 from shardwise.layout.placement import Placed
 from shardwise.model import ModelConfig
+from shardwise.predict.answer import Answer
 from shardwise.predict.generation.comparison import ENGINE, crossover, serving_engine
 from shardwise.predict.generation.fit import (
     PAGE,
@@ -96,42 +97,21 @@ class Deployment:
 
 
 @dataclass(frozen=True)
-class ServingPlan:
-    """The best deployments, best first. room: bytes of a device. curve: with as many clients as sequences at a time,
-    from one on, those that none beats in both time per token and tokens/s; fastest tokens first. quantised: the best in
-    fewer bits on at most half of the devices that the best in 16 bits takes, and that one; None where there is no such
-    pair. gathering: the best of those that gather weights, None where none fits. crossover: ranks, and the tokens of
-    one pass from which on gathering is faster there than tensor parallelism; None where tp cannot be split so."""
+class ServingPlan(Answer[Deployment]):
+    """The best deployments. curve: with as many clients as sequences at a time, from one on, those that none beats in
+    both time per token and tokens/s; fastest tokens first. quantised: the best in fewer bits on at most half of the
+    devices that the best in 16 bits takes, and that one; None where there is no such pair. gathering: the best of those
+    that gather weights, None where none fits. crossover: ranks, and the tokens of one pass from which on gathering is
+    faster there than tensor parallelism; None where tp cannot be split so."""
 
-    model: ModelConfig
-    cluster: Cluster
-    workload: Workload
-    engine: str
-    by: By
-    room: float
-    ranked: tuple[Deployment, ...]
     curve: tuple[Deployment, ...]
-    considered: int
-    fitting: int
     quantised: tuple[Deployment, Deployment] | None
     gathering: Deployment | None
     crossover: tuple[int, int | None] | None
 
-    @property
-    def winner(self) -> Deployment:
-        return self.ranked[0]
-
     def to_json(self) -> dict[str, Any]:
         """Plain data: what `plan --serve --json` prints."""
-        return {
-            "model": self.model.name,
-            "cluster": str(self.cluster),
-            "workload": self.workload.to_json(),
-            "engine": self.engine,
-            "by": self.by,
-            "usable_bytes": self.room,
-            "considered": self.considered,
-            "fitting": self.fitting,
+        return self.asked_json() | {
             "ranked": [one.to_json() for one in self.ranked],
             "curve": [one.to_json() for one in self.curve],
             "quantised_on_fewer": self.quantised and self.quantised[0].to_json(),
@@ -175,7 +155,7 @@ def plan_serving(
     curve = _curve(unhurried)
     return ServingPlan(
         model, cluster, workload, engine, by, room,
-        tuple(curve if by == "pareto" else ranked)[:top], tuple(curve), space.considered, len(everything),
+        tuple(curve if by == "pareto" else ranked)[:top], space.considered, len(everything), tuple(curve),
         _quantised_on_fewer(found), min(gathered, key=lambda one: _order(one, by), default=None), space.crossover(),
     )  # fmt: skip
 

@@ -42,7 +42,7 @@ class Turn:
 
 
 def turn_ledger(plan: UnitPlan, turn: Turn, gathered: tuple[str, ...] = (), own: bool = True) -> tuple[LedgerRow, ...]:
-    """All rows of `plan`'s rank in one turn, sorted. gathered: units that are gathered in it: `first_gathers` or
+    """All rows of `plan`'s rank in one turn, sorted. gathered: units that are gathered in it, such as
     `steady_gathers`. own: under zero=3, whether data ranks have requests of their own, or all of them the same."""
     rows: Counter[Key] = Counter()
     _control(rows, plan, turn, own and plan.layout.stage == 3)
@@ -105,18 +105,9 @@ def padded_vocab(plan: UnitPlan) -> int:
     return -(-plan.model.vocab // plan.layout.tp) * plan.layout.tp
 
 
-def first_gathers(plan: UnitPlan) -> tuple[str, ...]:
-    """The units that the first turn gathers: it finds all slots empty."""
-    return _gathered(plan)[0]
-
-
 def steady_gathers(plan: UnitPlan) -> tuple[str, ...]:
-    """The units that every later turn gathers: a slot remembers its unit until another one takes it."""
-    return _gathered(plan)[1]
-
-
-def _gathered(plan: UnitPlan) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The units that every turn but the first gathers: a slot remembers its unit until another one takes it."""
     if plan.layout.stage < 3:
-        return (), ()
-    first, later = (tuple(name for use in uses for name in use.gathers) for uses in plan.generating_uses("decode"))
-    return first, later
+        return ()
+    _, later = plan.generating_uses("decode")
+    return tuple(name for use in later for name in use.gathers)

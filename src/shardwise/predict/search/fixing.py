@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardwise.errors import UserError
-from shardwise.layout.layout import CHOICES
+from shardwise.layout.layout import CHOICES, Layout
 from shardwise.predict.time.split import SCHEDULES
 
 WORDS = {"schedule": SCHEDULES, "recompute": ("none", "selective", "full")}
@@ -45,6 +45,20 @@ def check_fixed(fixed: Mapping[str, Any]) -> None:
         elif type(value) is not int or value < (0 if key in ("zero", "shard") else 1) or (key == "zero" and value > 3):
             allowed = "0, 1, 2 or 3" if key == "zero" else "a positive integer"
             raise UserError(f"{key} must be {allowed}, not {value!r}")
+
+
+def text_of(layout: Layout) -> str:
+    """What fixes a layout, as far as it is searched, as `fixed_of` reads it."""
+    degrees = {key: getattr(layout, key) for key in ("dp", "tp", "pp", "cp") if getattr(layout, key) > 1}
+    others = {"ep": layout.ep, "zero": layout.stage, "micro": layout.micro}
+    if layout.stage:
+        others["shard"] = layout.shard_ranks
+    if layout.pp > 1:
+        others |= {"virtual": layout.virtual}
+    words = [f"{key}={value}" for key, value in (degrees | others).items()]
+    words += [f"sp={str(layout.sp).lower()}"] if layout.tp > 1 else []
+    chosen = {"recompute": layout.recompute} | ({"schedule": layout.schedule} if layout.pp > 1 else {})
+    return ",".join(words + [f"{key}={value}" for key, value in chosen.items() if value in WORDS[key]])
 
 
 def _value(text: str, key: str, value: str | None) -> Any:

@@ -5,7 +5,7 @@ Each asks the search again for other clusters, models or sequences; all answers 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -18,8 +18,11 @@ from shardwise.model.parameters import count
 from shardwise.predict.search.pricing import Priced
 from shardwise.predict.search.ranking import search
 from shardwise.predict.search.shortfall import Least, least
-from shardwise.predict.search.space import MOST_DEVICES, Frame, Space, why_not_planned
+from shardwise.predict.search.space import MOST_DEVICES, Frame, Space, why_not_fixed, why_not_planned
 from shardwise.predict.time.pricing import Pricing
+
+Progress = Callable[[str], object]
+"""Gets a line about what is searched now."""
 
 DAY, HOUR = 86400.0, 3600.0
 """Seconds."""
@@ -80,11 +83,12 @@ class Size(NamedTuple):
     efficiency: float
 
 
-def scaling(space: Space, usable: float) -> list[Size]:
+def scaling(space: Space, usable: float, progress: Progress = lambda line: None) -> list[Size]:
     """The best layout on 1, 2, 4, ... and all nodes, each with the same batch."""
     found: list[Size] = []
     base = 0.0
     for part in _sizes(space, space.cluster.nodes):
+        progress(_searched(part))
         best = _fastest(part, usable)
         rate = space.workload.batch * space.workload.seq / best.seconds if best else 0.0
         base = base or rate / part.cluster.devices
@@ -93,7 +97,13 @@ def scaling(space: Space, usable: float) -> list[Size]:
 
 
 def cheapest_cluster(
-    space: Space, usable: float, tokens: float, deadline: float, price: float | None, power: Power | None = None
+    space: Space,
+    usable: float,
+    tokens: float,
+    deadline: float,
+    price: float | None,
+    power: Power | None = None,
+    progress: Progress = lambda line: None,
 ) -> Run:
     """The run of least cost that ends within `deadline` seconds, over clusters of 1, 2, 3, 4, 6, 8, 12, ... nodes,
     until one is in time but costs a fifth more than another.
@@ -106,6 +116,7 @@ def cheapest_cluster(
         # More devices than 64 a sequence have too little to do.
         if part.cluster.devices > space.workload.batch * 64:
             break
+        progress(_searched(part))
         if best := _fastest(part, usable):
             runs.append(run_of(best, part.cluster, space.workload, tokens, price, power))
             cheapest = min(run.device_hours for run in runs)
@@ -125,7 +136,9 @@ def largest_model(space: Space, usable: float) -> ModelConfig:
     family = space.model.name.rsplit("-", 1)[0]
     members = [model for name, model in catalog().items() if name.rsplit("-", 1)[0] == family]
     for model in sorted(members, key=count, reverse=True):
-        if not why_not_planned(model) and _fits(replace(space, model=model), usable):
+        if why_not_planned(model) or why_not_fixed(model, space.fixed):
+            continue
+        if _fits(replace(space, model=model), usable):
             return model
     raise UserError(f"no model of the family {family} fits {space.cluster}")
 
@@ -208,6 +221,10 @@ def largest_micro(space: Space, usable: float) -> Least | None:
 def _fits(space: Space, usable: float, frames: Iterable[Frame] | None = None) -> Least | None:
     found = least(space, frames)
     return found if found and found.nbytes <= usable else None
+
+
+def _searched(space: Space) -> str:
+    return f"{space.cluster}: {space.size:,} layouts"
 
 
 def _fastest(space: Space, usable: float) -> Priced | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import exp, inf, sqrt
+from math import exp, expm1, inf, sqrt
 
 from shardwise.errors import UserError
 
@@ -37,5 +37,5 @@ def goodput(mean_between: float, save: float, restart: float) -> Goodput:
     # Beyond this there is no progress, and no number for it.
     if (restart + interval + save) / mean_between > 700:
         return Goodput(interval, 0.0)
-    passes = mean_between * exp(restart / mean_between) * (exp((interval + save) / mean_between) - 1)
+    passes = mean_between * exp(restart / mean_between) * expm1((interval + save) / mean_between)
     return Goodput(interval, interval / passes)

@@ -12,11 +12,13 @@ from shardwise.errors import UserError
 from shardwise.layout import Workload
 from shardwise.model import ModelConfig
 from shardwise.model.flops import training_flops_per_sequence
+from shardwise.predict.answer import Answer
 from shardwise.predict.search import shortfall
 from shardwise.predict.search.alternatives import Alternative, ByChoice, against
 from shardwise.predict.search.fitting import RESERVED_BYTES
 from shardwise.predict.search.pricing import Priced, price_all, price_one
 from shardwise.predict.search.ranking import Found, search
+from shardwise.predict.search.runnable import why_not_trained
 from shardwise.predict.search.space import Space
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import ENGINES, Engine
@@ -38,23 +40,13 @@ EXPERTS = (
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Answer[Priced]):
     """The best layouts of a model on a cluster, best first, and what there is to say about the first.
 
-    cluster: the whole one; `by="cost"` may choose layouts on fewer of its nodes. usable: bytes of a device. considered:
-    legal candidates, fitting: of them those that fit. unlimited: the fastest layout if memory were no limit, None where
-    that is the winner.
+    cluster: the whole one; `by="cost"` may choose layouts on fewer of its nodes. unlimited: the fastest layout if
+    memory were no limit, None where that is the winner.
     """
 
-    model: ModelConfig
-    cluster: Cluster
-    workload: Workload
-    engine: str
-    by: By
-    usable: float
-    ranked: tuple[Priced, ...]
-    considered: int
-    fitting: int
     alternatives: tuple[Alternative, ...]
     unlimited: Priced | None
 
@@ -62,10 +54,6 @@ class Plan:
     def notes(self) -> tuple[str, ...]:
         """What the figures assume that a person would want to know, a sentence each."""
         return EXPERTS if self.model.experts else ()
-
-    @property
-    def winner(self) -> Priced:
-        return self.ranked[0]
 
     def tokens_per_second(self, one: Priced) -> float:
         """Of all devices together."""
@@ -87,20 +75,16 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data: what `shardwise plan --json` prints."""
-        return {
-            "model": self.model.name,
-            "cluster": str(self.cluster),
-            "workload": self.workload.to_json(),
-            "engine": self.engine,
-            "by": self.by,
-            "usable_bytes": self.usable,
-            "considered": self.considered,
-            "fitting": self.fitting,
+        return self.asked_json() | {
             "ranked": [self._row(one) for one in self.ranked],
             "unlimited": None if self.unlimited is None else self._row(self.unlimited),
             "alternatives": [_told(each) for each in self.alternatives],
             "notes": list(self.notes),
         }
+
+    def not_runnable(self, one: Priced) -> str | None:
+        """Why this project's `train` refuses its layout, which is for the engine's software; None where it runs it."""
+        return why_not_trained(one.layout, self.model, self.workload)
 
     def _row(self, one: Priced) -> dict[str, Any]:
         return {
@@ -115,6 +99,7 @@ class Plan:
             "bytes": one.held.to_json(),
             "pipeline_rank": one.place,
             "parts": one.parts,
+            "not_runnable": self.not_runnable(one),
         }
 
 

@@ -69,11 +69,7 @@ def why_no_layout(space: Space) -> UserError:
     """One line where there is no legal layout at all: which fixed key, batch or number of devices is to blame."""
     wanted = f"no layout{_with(space)} splits {space.model.name} over the {space.cluster.devices} devices of "
     wanted += f"{space.cluster} with {space.workload.batch} sequences of {space.workload.seq} tokens"
-    ways = [
-        f"leave {key} free"
-        for key in space.fixed
-        if replace(space, fixed={k: v for k, v in space.fixed.items() if k != key}).frames
-    ]
+    ways = [_other_values(key, frames) for key, frames in _freed(space) if frames]
     replicas = sorted({dp for _, _, cp, dp in space.meshes(space.cluster.devices) if space.workload.seq % cp == 0})
     if replicas and not any(space.workload.batch % dp == 0 for dp in replicas):
         ways.append(f"take a batch that is a multiple of {replicas[0]}")
@@ -83,6 +79,20 @@ def why_no_layout(space: Space) -> UserError:
             ways.append(f"use {smaller.cluster}")
             break
     return UserError(f"{wanted}; {' or '.join(ways) if ways else 'give other numbers of devices or sequences'}")
+
+
+def _freed(space: Space) -> Iterator[tuple[str, tuple[Frame, ...]]]:
+    """Each fixed key, and the frames that there are where it is free."""
+    for key in space.fixed:
+        yield key, replace(space, fixed={k: v for k, v in space.fixed.items() if k != key}).frames
+
+
+def _other_values(key: str, frames: Iterable[Frame]) -> str:
+    """Of a degree that has frames of its own, the values that it can have."""
+    if key not in ("tp", "pp", "ep"):
+        return f"leave {key} free"
+    values = sorted({getattr(frame, key) for frame in frames})
+    return f"leave {key} free (valid {key}: {', '.join(map(str, values))})"
 
 
 def _with(space: Space) -> str:

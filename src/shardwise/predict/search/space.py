@@ -7,7 +7,7 @@ frame is a grid of arrays and never a list of layouts. `Space` defines exactly w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache
 from itertools import product
@@ -114,6 +114,21 @@ def why_not_planned(model: ModelConfig) -> str | None:
     return model.replace(**usual).why_not_runnable()
 
 
+def why_not_fixed(model: ModelConfig, fixed: Mapping[str, Any]) -> str:
+    """Why no layout of this model, on any cluster, has what is fixed; empty where one may."""
+    ep = fixed.get("ep", 1)
+    if ep > 1 and not model.experts:
+        return f"ep={ep} splits experts, and {model.name} is a model without experts; leave ep out"
+    if model.experts and model.experts.count % ep:
+        count = model.experts.count
+        return f"ep={ep} does not divide the {count} experts of {model.name}; valid ep: {_listed(divisors(count))}"
+    return ""
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
 def objection(model: ModelConfig, tp: int, sp: bool, ep: int = 1, shard: int = 1) -> str:
     """Why a model with experts cannot be split so, as far as the planner knows; empty where it can. shard: ranks that
     ZeRO shards over, 1 without it."""
@@ -159,6 +174,8 @@ class Space:
             )
         if reason := why_not_planned(self.model):
             raise UserError(f"{self.model.name} cannot be planned yet: {reason}")
+        if reason := why_not_fixed(self.model, self.fixed):
+            raise UserError(reason)
         if self.cluster.devices > MOST_DEVICES:
             raise UserError(
                 f"{self.cluster} has {self.cluster.devices:,} devices; clusters of up to {MOST_DEVICES:,} are searched"

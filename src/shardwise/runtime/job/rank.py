@@ -12,13 +12,15 @@ rest. Imports no torch.
 from __future__ import annotations
 
 import faulthandler
+import json
 import os
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, Self, TypeVar
 
 from shardwise.errors import UserError
 from shardwise.runtime.job.launch import (
@@ -33,15 +35,21 @@ from shardwise.runtime.job.launch import (
 )
 
 
-class Job(Protocol):
-    """What ranks are there for. timeout: seconds that a rank waits for others."""
+@dataclass(frozen=True, kw_only=True)
+class RankJob:
+    """What ranks are there for, as their file says. timeout: seconds that a rank waits for others. out: file for what
+    they find."""
 
-    @property
-    def timeout(self) -> float: ...
+    timeout: float
+    out: str
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        return cls(**json.loads(path.read_text()))
 
 
 T = TypeVar("T")
-J = TypeVar("J", bound=Job)
+J = TypeVar("J", bound=RankJob)
 
 
 def main(argv: list[str], read: Callable[[Path], J], run: Callable[[int, J], object]) -> int:

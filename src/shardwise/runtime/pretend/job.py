@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.runtime.job.measuring import whole
+from shardwise.runtime.job.rank import RankJob
 from shardwise.schedule.pipeline import PipelineSchedule
 from shardwise.schedule.pipeline.memory import Held
 from shardwise.schedule.pipeline.simulate import Simulated, simulate
@@ -59,16 +60,14 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(RankJob):
     """What the ranks find in their file. nbytes: of a message. steps: of each case, after one that is not counted.
-    transport: "auto", "shared" or "gloo". timeout: seconds that a rank waits for others. out: file for the result."""
+    transport: one of `runtime.TRANSPORTS`."""
 
     cases: tuple[Case, ...]
     nbytes: int
     steps: int
     transport: str
-    timeout: float
-    out: str
 
     def to_json(self) -> dict[str, Any]:
         return {**vars(self), "cases": [case.to_json() for case in self.cases]}
@@ -129,7 +128,7 @@ def measure(cases: Sequence[Case], nbytes: int, steps: int, transport: str = "au
     longest = max(simulate(case.schedule, case.times).makespan for case in cases)
 
     def job(out: str) -> dict[str, Any]:
-        return Job(tuple(cases), nbytes, steps, transport, _TIMEOUT + 2 * longest, out).to_json()
+        return Job(tuple(cases), nbytes, steps, transport, timeout=_TIMEOUT + 2 * longest, out=out).to_json()
 
     return result_of(cases, whole("shardwise.runtime.pretend.rank", job, ranks))
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.errors import UserError
-from shardwise.runtime.job.rank import leave, main
+from shardwise.runtime.job.rank import RankJob, leave, main
 from shardwise.runtime.transport import SendTransport, shared_transport
 from shardwise.schedule import CommSchedule, build
 
@@ -37,22 +37,15 @@ Call = Callable[[], object]
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(RankJob):
     """What is measured. algorithms: (collective, algorithm). sizes: bytes of the full tensor. transports: "shared",
-    "sends". limit: seconds after which no new block starts. timeout: seconds that a rank waits for others. out: file
-    for the cells, written anew after each."""
+    "sends". limit: seconds after which no new block starts. `out` is written anew after each cell."""
 
     algorithms: list[tuple[str, str]]
     sizes: list[int]
     transports: list[str]
     rounds: int
     limit: float
-    timeout: float
-    out: str
-
-    @classmethod
-    def read(cls, path: Path) -> Job:
-        return cls(**json.loads(path.read_text()))
 
 
 @dataclass(frozen=True)

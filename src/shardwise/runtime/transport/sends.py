@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.errors import UserError
-from shardwise.runtime.transport.buffers import elements_of
 from shardwise.schedule import CommSchedule
 from shardwise.schedule.program import Action, Span, lower
 
@@ -205,8 +204,8 @@ class SendTransport:
     def run(self, schedule: CommSchedule, memory: Tensor) -> None:
         """Run this rank's part in place; every rank of the group must call it with the same schedule.
 
-        memory: the schedule's whole memory, shape (bounds(elements)[-1],), contiguous: see `buffers.lay_out`. What is
-        added is added in the memory's dtype. On CUDA the result is ready for what follows on the current stream.
+        memory: the schedule's whole memory, shape (bounds(elements)[-1],), contiguous. What is added is added in the
+        memory's dtype. On CUDA the result is ready for what follows on the current stream.
         Raises `UserError` for a memory that does not fit, and what torch raises when a peer is lost or late.
         """
         plan = self._plan(schedule, memory)
@@ -238,3 +237,18 @@ class SendTransport:
 
     def _bytes(self) -> int:
         return sum(plan.buffer.nbytes for plan in self._plans.values())
+
+
+def elements_of(schedule: CommSchedule, memory: Tensor) -> int:
+    """Elements of the full tensor (padded, of an all-to-all) that this memory is for.
+
+    Raises `UserError` for a memory that is not one contiguous row of the schedule's regions.
+    """
+    elements, rest = divmod(memory.numel(), len(schedule.regions))
+    if memory.dim() != 1 or not memory.is_contiguous() or rest or schedule.data_elements(elements) != elements:
+        raise UserError(
+            f"{schedule.name} needs a contiguous memory of one dim and {len(schedule.regions)} x n elements"
+            + (f", n a multiple of {schedule.chunks}" if schedule.collective == "all-to-all" else "")
+            + f"; this one has the shape {tuple(memory.shape)}"
+        )
+    return elements

@@ -107,7 +107,8 @@ def build(collective: str, algorithm: str, ranks: int, **options: int) -> CommSc
             known = ", ".join(found.options) or "none"
             raise UserError(f"{found.collective} {found.name} has no option {option!r}; it has {known}")
         if type(value) is not int or value < (0 if option == "root" else 1):
-            raise UserError(f"{option} must be {'an' if option == 'root' else 'a positive'} integer, not {value!r}")
+            allowed = "an integer from 0" if option == "root" else "a positive integer"
+            raise UserError(f"{option} must be {allowed}, not {value!r}")
     chosen = {**found.options, **options}
     root = chosen.get("root", 0)
     if root >= ranks:

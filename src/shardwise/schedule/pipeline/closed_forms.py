@@ -121,11 +121,6 @@ FORMS = {
 """Schedule -> its formulas."""
 
 
-def over_ideal(p: int, m: int) -> float:
-    """GPipe's and 1F1B's bubble over the ideal time: (p - 1) / m."""
-    return (p - 1) / m
-
-
 def of_total(p: int, m: int) -> float:
-    """The same bubble of the total time: (p - 1) / (m + p - 1)."""
+    """GPipe's and 1F1B's bubble of the total time: (p - 1) / (m + p - 1)."""
     return (p - 1) / (m + p - 1)

@@ -1,12 +1,10 @@
-"""A pipeline as a `Program`, the form below collectives and pipelines, and the clock that goes with it.
+"""A pipeline as a `Program`, the form below collectives and pipelines.
 
 Message sizes stand for what is sent: 1 element for an activation or its gradient, 2 for the tied table, none for the
-loss, so that `PipelineClock` can tell what each takes.
+loss, so that a clock can tell what each takes.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 from shardwise.schedule.pipeline.action import COMPUTE, Action
 from shardwise.schedule.pipeline.plan import PipelineSchedule
@@ -17,20 +15,6 @@ from shardwise.schedule.program import Program
 ACTIVATION, TABLE, LOSS = ((0, 1),), ((0, 2),), ((0, 0),)
 BESIDE = "collectives"
 """The stream of gathers and reductions."""
-
-
-@dataclass(frozen=True)
-class PipelineClock:
-    """Seconds of the messages of a lowered pipeline, for `engine.play(..., ports="pair")`."""
-
-    times: Times
-
-    def message(self, src: int, dst: int, elements: int) -> float:
-        hop = self.times.hop if self.times.overlap else 0.0
-        return (0.0, hop, self.times.tied)[elements]
-
-    def addition(self, elements: int) -> float:
-        return 0.0
 
 
 def lower(schedule: PipelineSchedule, times: Times | None = None) -> Program:

@@ -10,6 +10,7 @@ from shardwise.errors import UserError
 from shardwise.schedule.pipeline.action import Action
 from shardwise.schedule.pipeline.plan import PipelineSchedule
 
+MOST_SECONDS = 1e9
 UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9, "": 1.0}
 
 
@@ -85,7 +86,9 @@ def seconds_of(text: str) -> float:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e-?\d+)?)\s*([a-zµ]*)\s*", text)
     if not match or match[2] not in UNITS:
         raise UserError(f"{text!r} is no time; give one such as 20ms, 1.5s or 300us")
-    return float(match[1]) * UNITS[match[2]]
+    if (seconds := float(match[1]) * UNITS[match[2]]) > MOST_SECONDS:
+        raise UserError(f"{text!r} is too long a time; give at most {MOST_SECONDS:g} seconds")
+    return seconds
 
 
 def parse_times(text: str) -> dict[str, float]:

@@ -42,12 +42,7 @@ function makePage(view, given) {
     onLocal: (f) => onLocal.push(f), refuse: fail, pending: false };
   let mounted = null, timer = 0, abort = null, closed = false;
 
-  document.title = `${title} · shardwise studio`;
-  for (const [name, link] of Object.entries(links)) {
-    if (name === view) link.setAttribute("aria-current", "page");
-    else link.removeAttribute("aria-current");
-  }
-  main.replaceChildren(h("p", { class: "loading" }, "Computing…"));
+  announce(view, title);
 
   function set(changes, soon = false) {
     given = { ...given };
@@ -97,11 +92,7 @@ function makePage(view, given) {
         if (closed || signal.aborted) return;
         answers[part] = answer;
         message.hidden = true;
-        if (!mounted) {
-          main.replaceChildren(h("div", { class: "intro" }, h("h1", {}, title), h("p", {}, MODULES[view].lead)));
-          mounted = MODULES[view].mount(main, self);
-          if (inside) main.querySelectorAll("fieldset.panel").forEach((each) => { each.disabled = true; });
-        }
+        mounted ??= mount(MODULES[view], title, self);
         mounted.show(answer, part);
       }
       self.pending = false;
@@ -123,6 +114,24 @@ function makePage(view, given) {
   }
 
   return self;
+}
+
+/** The view's name where the browser and the navigation have it, until its answer comes. */
+function announce(view, title) {
+  document.title = `${title} · shardwise studio`;
+  for (const [name, link] of Object.entries(links)) {
+    if (name === view) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  }
+  main.replaceChildren(h("p", { class: "loading" }, "Computing…"));
+}
+
+/** Put a view's module into the page. A file that was exported has one state, which nothing changes. */
+function mount(module, title, given) {
+  main.replaceChildren(h("div", { class: "intro" }, h("h1", {}, title), h("p", {}, module.lead)));
+  const mounted = module.mount(main, given);
+  if (inside) main.querySelectorAll("fieldset.panel").forEach((each) => { each.disabled = true; });
+  return mounted;
 }
 
 function busy() {

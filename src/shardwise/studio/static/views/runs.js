@@ -20,25 +20,16 @@ const TIMELINE = "One step on every rank";
 export function mount(root, page) {
   const controls = [panel("Run", select(page, "run", "Run"))];
   const status = h("p", { class: "sentence", "aria-live": "polite" }), facts = h("dl", { class: "facts" });
-  let data = null, events = null, timer = 0, waiting = false, closed = false;
-  const keys = h("ul", { class: "legend" }), kindKeys = h("ul", { class: "legend" });
+  let data = null, timer = 0, waiting = false, closed = false;
+  const keys = h("ul", { class: "legend" });
   const steps = figure(page, { name: "steps", title: "Loss", above: [status, facts], extras: [keys], height: 290,
     draw: (context, width, height) => data && lines(context, width, height, curves(data), { xName: "step", yName: "loss", tight: true }) });
   const validation = figure(page, { name: "validation", title: "Validation" });
-  const shown = timeWindow(page, { name: "_window", extent: () => events?.latest || 1, onChange: () => timeline.redraw() });
-  const timeline = figure(page, { name: "timeline", title: TIMELINE, above: [shown.node], extras: [kindKeys],
-    height: () => (events ? ganttHeight(events.rows) : 60),
-    draw: (context, width) => events && drawGantt(context, width, events, shown.current(), { labels: (row) => events.labels[row], left: events.left }) });
-  shown.listen(timeline.canvas);
-  tip(page, timeline.canvas, (x, y) => {
-    const i = events ? eventAt(events, shown.current(), timeline.canvas.clientWidth, x, y) : -1;
-    return i < 0 ? "" : `${events.name(i)}\n${seconds(events.startOf(i))}, takes ${seconds(events.secondsOf(i))}`;
-  });
-  const classKeys = h("ul", { class: "legend" });
+  const timeline = timelineFigure(page), classKeys = h("ul", { class: "legend" });
   const memory = figure(page, { name: "memory", title: "Memory", extras: [classKeys], height: () => barsHeight(memoryRows(data).length || 1), draw: (context, width) => data?.tables.memory && bars(context, width, memoryRows(data), { unit: "bytes", left: 190 }) });
   const ledger = figure(page, { name: "ledger", title: "Ledger" });
   root.append(h("div", { class: "panels" }, controls.map((each) => each.node)), steps.node, timeline.node, memory.node, ledger.node, validation.node);
-  if (!inside) root.append(dropArea());
+  if (!inside) root.append(dropArea(open));
   page.cleanup(() => { closed = true; clearTimeout(timer); });
 
   function show(answer) {
@@ -50,9 +41,7 @@ export function mount(root, page) {
       if (answer.tables[name]) each.show(answer);
     }
     steps.node.hidden = false;
-    setTimeline(answer.more.timeline);
-    timeline.node.querySelector("h2").textContent = TIMELINE;
-    timeline.note.textContent = answer.more.timeline_of ?? "";
+    timeline.set(answer.more.timeline, TIMELINE, answer.more.timeline_of ?? "");
     showReports(answer);
     keys.replaceChildren(...legend(curves(answer)));
     clearTimeout(timer);
@@ -60,18 +49,9 @@ export function mount(root, page) {
   }
 
   function tell() {
-    const { more } = data, { columns } = data.tables.steps, last = columns.step.length - 1;
-    if (!data.state.run) {
-      status.textContent = `There is no run in ${more.folder} yet: shardwise demo makes one, or drop a report below.`;
-      facts.replaceChildren();
-      return;
-    }
-    status.textContent = more.status === "running" ? `Training: step ${columns.step[last] ?? 0} of ${more.steps_wanted}.` : `This run is ${more.status || "of unknown state"}.${more.writing?.writing_share ? ` What it wrote for this page took ${share(more.writing.writing_share)} of a step's CPU time.` : ""}`;
-    facts.replaceChildren(fact("Model", more.model, more.layout || "one device"),
-      fact("Step", `${columns.step[last] ?? 0}`, `of ${more.steps_wanted}, ${more.ranks} rank${more.ranks === 1 ? "" : "s"}`),
-      fact("Loss", last < 0 ? "–" : plain(columns.loss[last]), "of the last step"),
-      fact("Speed", last < 0 ? "–" : `${count(median(columns.tokens_per_s))} tokens/s`, "median of its steps"));
-    steps.describe(`Line: loss over ${columns.step.length} steps.`);
+    status.textContent = sentence(data);
+    facts.replaceChildren(...(data.state.run ? runFacts(data) : []));
+    if (data.state.run) steps.describe(`Line: loss over ${data.tables.steps.columns.step.length} steps.`);
   }
 
   function showReports({ tables, more }) {
@@ -80,21 +60,6 @@ export function mount(root, page) {
     memory.note.textContent = more.has?.length === 2 ? `The predicted peak is off by ${share(more.peak_error)}.` : "";
     classKeys.replaceChildren(...swatches(more.classes));
     memory.describe(memoryRows({ tables, more }).map((row) => `${row.label}: ${bytes(row.total)}`).join("; "));
-  }
-
-  function setTimeline(given) {
-    timeline.node.hidden = !given;
-    if (!given) return;
-    events = prepare(given.columns, given.rows.length, given.kinds);
-    events.labels = given.rows;
-    events.name = (i) => given.names[given.columns.name[i]];
-    events.startOf = (i) => given.columns.start[i];
-    events.secondsOf = (i) => given.columns.seconds[i];
-    events.left = 150;
-    shown.renew();
-    kindKeys.replaceChildren(...swatches([...new Set(given.columns.kind)].sort().map((k) => given.kinds[k])));
-    timeline.describe(`Timeline of ${given.rows.length} rows and ${given.columns.start.length} events over ${seconds(events.latest)}.`);
-    timeline.redraw();
   }
 
   /** What is new since the cursor; when reports have come or the run has ended, everything once more. */
@@ -122,20 +87,6 @@ export function mount(root, page) {
     }
   }
 
-  function dropArea() {
-    const input = h("input", { type: "file", accept: ".json,application/json", id: "opened", class: "unseen", onchange: () => input.files[0] && open(input.files[0]) });
-    const area = h("div", { class: "drop" }, h("button", { type: "button", onclick: () => input.click() }, "Open a file"), input,
-      h("label", { for: "opened" }, "or drop a step report (reports/*.json) or a Chrome trace here: it stays on this machine."));
-    area.addEventListener("dragover", (event) => { event.preventDefault(); area.classList.add("over"); });
-    area.addEventListener("dragleave", () => area.classList.remove("over"));
-    area.addEventListener("drop", (event) => {
-      event.preventDefault();
-      area.classList.remove("over");
-      if (event.dataTransfer.files[0]) open(event.dataTransfer.files[0]);
-    });
-    return area;
-  }
-
   async function open(file) {
     delete document.body.dataset.ready;
     try {
@@ -149,10 +100,8 @@ export function mount(root, page) {
         each.node.hidden = !answer.tables[name];
         if (answer.tables[name]) each.show(answer);
       }
-      setTimeline(answer.more.timeline.rows.length ? answer.more.timeline : null);
+      timeline.set(answer.more.timeline.rows.length ? answer.more.timeline : null, `${file.name}: ${answer.more.title}`, "");
       showReports(answer);
-      timeline.note.textContent = "";
-      timeline.node.querySelector("h2").textContent = `${file.name}: ${answer.more.title}`;
       timeline.node.scrollIntoView({ block: "nearest" });
     } catch (error) {
       page.refuse(`${file.name}: ${error.message}`);
@@ -161,6 +110,71 @@ export function mount(root, page) {
   }
 
   return { show };
+}
+
+/** The figure of a step's events; `set` shows others, or hides it where there are none. */
+function timelineFigure(page) {
+  let events = null;
+  const keys = h("ul", { class: "legend" });
+  const shown = timeWindow(page, { name: "_window", extent: () => events?.latest || 1, onChange: () => timeline.redraw() });
+  const timeline = figure(page, { name: "timeline", title: TIMELINE, above: [shown.node], extras: [keys],
+    height: () => (events ? ganttHeight(events.rows) : 60),
+    draw: (context, width) => events && drawGantt(context, width, events, shown.current(), { labels: (row) => events.labels[row], left: events.left }) });
+  shown.listen(timeline.canvas);
+  tip(page, timeline.canvas, (x, y) => {
+    const i = events ? eventAt(events, shown.current(), timeline.canvas.clientWidth, x, y) : -1;
+    return i < 0 ? "" : `${events.name(i)}\n${seconds(events.startOf(i))}, takes ${seconds(events.secondsOf(i))}`;
+  });
+
+  function set(given, title, note) {
+    timeline.node.querySelector("h2").textContent = title;
+    timeline.note.textContent = note;
+    timeline.node.hidden = !given;
+    if (!given) return;
+    events = prepare(given.columns, given.rows.length, given.kinds);
+    events.labels = given.rows;
+    events.name = (i) => given.names[given.columns.name[i]];
+    events.startOf = (i) => given.columns.start[i];
+    events.secondsOf = (i) => given.columns.seconds[i];
+    events.left = 150;
+    shown.renew();
+    keys.replaceChildren(...swatches([...new Set(given.columns.kind)].sort().map((k) => given.kinds[k])));
+    timeline.describe(`Timeline of ${given.rows.length} rows and ${given.columns.start.length} events over ${seconds(events.latest)}.`);
+    timeline.redraw();
+  }
+
+  return { ...timeline, set };
+}
+
+/** How far a run is, or where there would be one. */
+function sentence({ more, state, tables }) {
+  if (!state.run) return `There is no run in ${more.folder} yet: shardwise demo makes one, or drop a report below.`;
+  if (more.status === "running") return `Training: step ${tables.steps.columns.step.at(-1) ?? 0} of ${more.steps_wanted}.`;
+  const writing = more.writing?.writing_share;
+  return `This run is ${more.status || "of unknown state"}.${writing ? ` What it wrote for this page took ${share(writing)} of a step's CPU time.` : ""}`;
+}
+
+function runFacts({ more, tables }) {
+  const { columns } = tables.steps, last = columns.step.length - 1;
+  return [fact("Model", more.model, more.layout || "one device"),
+    fact("Step", `${columns.step[last] ?? 0}`, `of ${more.steps_wanted}, ${more.ranks} rank${more.ranks === 1 ? "" : "s"}`),
+    fact("Loss", last < 0 ? "–" : plain(columns.loss[last]), "of the last step"),
+    fact("Speed", last < 0 ? "–" : `${count(median(columns.tokens_per_s))} tokens/s`, "median of its steps")];
+}
+
+/** Where a file is dropped, or chosen, which `open` then gets. */
+function dropArea(open) {
+  const input = h("input", { type: "file", accept: ".json,application/json", id: "opened", class: "unseen", onchange: () => input.files[0] && open(input.files[0]) });
+  const area = h("div", { class: "drop" }, h("button", { type: "button", onclick: () => input.click() }, "Open a file"), input,
+    h("label", { for: "opened" }, "or drop a step report (reports/*.json) or a Chrome trace here: it stays on this machine."));
+  area.addEventListener("dragover", (event) => { event.preventDefault(); area.classList.add("over"); });
+  area.addEventListener("dragleave", () => area.classList.remove("over"));
+  area.addEventListener("drop", (event) => {
+    event.preventDefault();
+    area.classList.remove("over");
+    if (event.dataTransfer.files[0]) open(event.dataTransfer.files[0]);
+  });
+  return area;
 }
 
 function curves(data) {

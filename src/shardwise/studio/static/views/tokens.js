@@ -28,22 +28,12 @@ export function mount(root, page) {
       slider(page, "output", "Answer", { values: OUTPUTS, words: (n) => `${n} tokens` }), slider(page, "batch", "Sequences at a time", { values: BATCHES })),
     panel("Two strategies", text(page, "a", "A", { size: 12, help: "tp=8, dp=8,zero=3 or pp=8" }), text(page, "b", "B", { size: 12 }), select(page, "precision", "Precision")),
   ];
-  let data = null, answer = null, events = null, step = 0, token = 0, passed = 0;
+  let data = null, answer = null, step = 0, token = 0;
   const layerPlay = player(page, { name: "_step", label: "Step of the layer", seconds: 2.6, onFrame: (at) => { step = at; showLinks(); layer.redraw(); } });
   const links = h("p", { class: "lead" });
   const layer = figure(page, { name: "layer", title: "One layer, one token", above: [layerPlay.node], extras: [links, h("ul", { class: "legend" }, layerKeys())], height: (width) => layerHeight(width, data),
     draw: (context, width) => data && drawLayer(context, width, data, step) });
-  const throughPlay = player(page, { name: "_layer", label: "Layer", seconds: 0.15, onFrame: (at) => { passed = at; through.redraw(); } });
-  const shown = timeWindow(page, { name: "_window", extent: () => events?.latest || 1, onChange: () => through.redraw() });
-  const throughKeys = h("ul", { class: "legend" });
-  const through = figure(page, { name: "through", title: "One token through all layers", lead: "Both on one scale of time. The mark stands where each one has done the layer; drag to move, + and − to zoom into single layers and their collectives.", above: [throughPlay.node, shown.node], extras: [throughKeys],
-    height: () => (events ? ganttHeight(events.rows) : 60), draw: (context, width) => events && drawThrough(context, width, data, events, shown.current(), Math.round(passed)) });
-  shown.listen(through.canvas);
-  tip(page, through.canvas, (x, y) => {
-    const i = events ? eventAt(events, shown.current(), through.canvas.clientWidth, x, y) : -1;
-    return i < 0 ? "" : `${events.name(i)}\n${seconds(data.more.through.columns.start[i])}, takes ${seconds(data.more.through.columns.seconds[i])}`;
-  });
-  const facts = h("div", { class: "columns" });
+  const through = throughFigure(page), facts = h("div", { class: "columns" });
   const compared = figure(page, { name: "compared", title: "What one token takes", above: [facts] });
   const tokenPlay = player(page, { name: "_token", label: "Token", seconds: 0.04, onFrame: (at) => { token = at; spent.redraw(); } });
   const spentKeys = h("ul", { class: "legend" });
@@ -77,14 +67,14 @@ export function mount(root, page) {
     layer.describe(given.more.sides.map((side, i) => `${"AB"[i]}, ${side.layout}: ${side.words.join(" ")}`).join(" "));
     if (first && kept === null && !matchMedia("(prefers-reduced-motion: reduce)").matches) layerPlay.start();
     first = false;
-    setThrough(given);
-    showFacts(given);
+    through.set(given);
+    facts.replaceChildren(...sideFacts(given));
+    compared.note.textContent = comparison(given);
     for (const each of [compared, holds, where, trained]) each.show(given);
     holds.describe(given.more.sides.map((side, i) => `${"AB"[i]}, ${side.layout}: ${side.words[0]}`).join(" "));
     where.describe(given.tables.where.columns.strategy.join(" and "));
     trained.describe("Bars: what one block computes in a training step, and how long its gather takes.");
-    const t = given.tables.trained.columns, gathering = t["its gather takes"].findIndex((v) => v > 0);
-    trained.note.textContent = gathering < 0 ? "In training 8,192 tokens a device share every matrix." : `With 8,192 tokens a device the block before computes ${seconds(t["one block computes"][gathering])}: a gather of ${seconds(t["its gather takes"][gathering])} ${t["its gather takes"][gathering] <= t["one block computes"][gathering] ? "hides behind it" : "does not hide behind it"}. With one token there is nothing to hide behind.`;
+    trained.note.textContent = hidden(given);
     partKeys.replaceChildren(...partNames(given).map((name, n) => h("li", {}, h("span", { class: "swatch", style: `background:${numbered(n)};color:#fff`, "aria-hidden": "true" }, h("span", { class: "plate" }, String.fromCharCode(97 + n))), name)));
     claims.replaceChildren(...given.more.claims.map((each) => h("details", {}, h("summary", {}, `“${each.says}”`), h("p", {}, `No: ${each.why}.`))));
   }
@@ -96,8 +86,26 @@ export function mount(root, page) {
     links.replaceChildren(...now.map(([name, link]) => h("a", { href: `#${link}` }, `${name}, ${link.includes("all-gather") ? "all-gather" : "all-reduce"} chunk by chunk`)).flatMap((node, i) => (i ? [" · ", node] : [node])));
   }
 
-  function setThrough(given) {
+  return { show };
+}
+
+/** The figure of one token through all layers; `set` shows another answer's. */
+function throughFigure(page) {
+  let data = null, events = null, passed = 0;
+  const throughPlay = player(page, { name: "_layer", label: "Layer", seconds: 0.15, onFrame: (at) => { passed = at; through.redraw(); } });
+  const shown = timeWindow(page, { name: "_window", extent: () => events?.latest || 1, onChange: () => through.redraw() });
+  const throughKeys = h("ul", { class: "legend" });
+  const through = figure(page, { name: "through", title: "One token through all layers", lead: "Both on one scale of time. The mark stands where each one has done the layer; drag to move, + and − to zoom into single layers and their collectives.", above: [throughPlay.node, shown.node], extras: [throughKeys],
+    height: () => (events ? ganttHeight(events.rows) : 60), draw: (context, width) => events && drawThrough(context, width, data, events, shown.current(), Math.round(passed)) });
+  shown.listen(through.canvas);
+  tip(page, through.canvas, (x, y) => {
+    const i = events ? eventAt(events, shown.current(), through.canvas.clientWidth, x, y) : -1;
+    return i < 0 ? "" : `${events.name(i)}\n${seconds(data.more.through.columns.start[i])}, takes ${seconds(data.more.through.columns.seconds[i])}`;
+  });
+
+  function set(given) {
     const { rows, kinds, names, columns } = given.more.through;
+    data = given;
     events = prepare(columns, rows.length, kinds);
     events.name = (i) => names[columns.name[i]];
     events.left = 120;
@@ -112,17 +120,31 @@ export function mount(root, page) {
     through.describe(`Timeline of one token: ${lines[lines.length - 1]}`);
   }
 
-  function showFacts({ tables, more }) {
-    const c = tables.compared.columns;
-    facts.replaceChildren(...c.strategy.map((name, i) => h("dl", { class: "facts side" },
-      fact(`${"AB"[i]}`, name, c.fits[i] === false ? "✗ does not fit" : `✓ ${bytes(c.weights[i])} of weights a device`),
-      fact("A token sends", bytes(c["a token sends"][i]), "from each device"), fact("and takes", seconds(c["token half-way"][i]), `80% range ${seconds(c["80% from"][i])} to ${seconds(c.to[i])}`),
-      fact("All sequences", `${count(c["tokens/s"][i])} tokens/s`, `prompt read in ${seconds(c.prompt[i])}`))));
-    const [x, y] = c["a token sends"], [s, t] = c["token half-way"];
-    compared.note.textContent = c.strategy.length < 2 ? "" : `${x < y ? c.strategy[1] : c.strategy[0]} sends ${times(Math.max(x, y) / Math.min(x, y))} as many bytes; ${s < t ? c.strategy[1] : c.strategy[0]} takes ${times(Math.max(s, t) / Math.min(s, t))} as long.${more.ratios.length ? ` Gathering sends less from ${Math.ceil(more.ratios[0].fewer_bytes_from_tokens).toLocaleString("en-US")} tokens in one pass on${more.ratios[0].faster_from_tokens ? `, and is faster from about ${more.ratios[0].faster_from_tokens.toLocaleString("en-US")}` : ""}.` : ""}`;
-  }
+  return { ...through, set };
+}
 
-  return { show };
+function sideFacts({ tables }) {
+  const c = tables.compared.columns;
+  return c.strategy.map((name, i) => h("dl", { class: "facts side" },
+    fact(`${"AB"[i]}`, name, c.fits[i] === false ? "✗ does not fit" : `✓ ${bytes(c.weights[i])} of weights a device`),
+    fact("A token sends", bytes(c["a token sends"][i]), "from each device"), fact("and takes", seconds(c["token half-way"][i]), `80% range ${seconds(c["80% from"][i])} to ${seconds(c.to[i])}`),
+    fact("All sequences", `${count(c["tokens/s"][i])} tokens/s`, `prompt read in ${seconds(c.prompt[i])}`)));
+}
+
+/** Which strategy sends more for a token, which takes longer, and from where on gathering pays. */
+function comparison({ tables, more }) {
+  const c = tables.compared.columns, [x, y] = c["a token sends"], [s, t] = c["token half-way"], ratio = more.ratios[0];
+  if (c.strategy.length < 2) return "";
+  const faster = ratio?.faster_from_tokens ? `, and is faster from about ${ratio.faster_from_tokens.toLocaleString("en-US")}` : "";
+  return `${x < y ? c.strategy[1] : c.strategy[0]} sends ${times(Math.max(x, y) / Math.min(x, y))} as many bytes; ${s < t ? c.strategy[1] : c.strategy[0]} takes ${times(Math.max(s, t) / Math.min(s, t))} as long.${ratio ? ` Gathering sends less from ${Math.ceil(ratio.fewer_bytes_from_tokens).toLocaleString("en-US")} tokens in one pass on${faster}.` : ""}`;
+}
+
+/** Whether a gather hides behind the block before it in training. */
+function hidden({ tables }) {
+  const t = tables.trained.columns, gathering = t["its gather takes"].findIndex((v) => v > 0);
+  if (gathering < 0) return "In training 8,192 tokens a device share every matrix.";
+  const computes = t["one block computes"][gathering], gather = t["its gather takes"][gathering];
+  return `With 8,192 tokens a device the block before computes ${seconds(computes)}: a gather of ${seconds(gather)} ${gather <= computes ? "hides behind it" : "does not hide behind it"}. With one token there is nothing to hide behind.`;
 }
 
 const LANES = { forward: "a layer's arithmetic", update: "output head", rest: "the host", communication: "gathers, sums and messages", waited: "waits for other sequences" };

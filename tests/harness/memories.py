@@ -15,25 +15,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardwise.errors import UserError
+from shardwise.runtime.transport.sends import elements_of
 from shardwise.schedule import CommSchedule
 from shardwise.schedule.collectives import inputs
 from shardwise.schedule.comm import Region
-
-
-def elements_of(schedule: CommSchedule, memory: Tensor) -> int:
-    """Elements of the full tensor (padded, of an all-to-all) that this memory is for.
-
-    Raises `UserError` for a memory that is not one contiguous row of the schedule's regions.
-    """
-    elements, rest = divmod(memory.numel(), len(schedule.regions))
-    if memory.dim() != 1 or not memory.is_contiguous() or rest or schedule.data_elements(elements) != elements:
-        raise UserError(
-            f"{schedule.name} needs a contiguous memory of one dim and {len(schedule.regions)} x n elements"
-            + (f", n a multiple of {schedule.chunks}" if schedule.collective == "all-to-all" else "")
-            + f"; this one has the shape {tuple(memory.shape)}"
-        )
-    return elements
 
 
 def held(schedule: CommSchedule, rank: int, elements: int) -> tuple[int, int]:
@@ -49,13 +34,9 @@ def lay_out(schedule: CommSchedule, rank: int, given: Tensor, elements: int) -> 
     """A memory, shape (bounds(elements)[-1],), for a full tensor of `elements` elements, of the dtype and device given.
 
     given: what the rank holds of it, see `held`, shape (stop - start,); of a rank that holds nothing any tensor, for
-    its dtype and device. What is no input is left undefined. Raises `UserError` for another size.
+    its dtype and device. What is no input is left undefined.
     """
     start, stop = held(schedule, rank, elements)
-    if stop > start and given.numel() != stop - start:
-        raise UserError(
-            f"{schedule.name} of {elements} elements: rank {rank} brings {stop - start} elements, not {given.numel()}"
-        )
     memory = torch.empty(int(schedule.bounds(elements)[-1]), dtype=given.dtype, device=given.device)
     if schedule.collective == "all-to-all":
         memory[elements : schedule.data_elements(elements)] = 0

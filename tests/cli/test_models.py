@@ -1,0 +1,70 @@
+"""`--set`: whatever value a field is given, a command answers or says in one line why it cannot."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.cli.main import main
+from shardwise.model import ModelConfig
+
+COMMANDS = (
+    ["plan", "llama-3-8b", "--cluster", "8xH100", "--seq", "512", "--batch", "8", "--fix", "tp=2,pp=1,cp=1", "--json"],
+    [
+        "estimate",
+        "llama-3-8b",
+        "--cluster",
+        "8xH100",
+        "--layout",
+        "tp=2,dp=4,zero=1,sp",
+        "--seq",
+        "512",
+        "--batch",
+        "8",
+    ],
+    ["estimate", "gpt2", "--cluster", "4xcpu", "--layout", "dp=4,zero=3", "--seq", "64", "--batch", "4", "--json"],
+)
+FIELDS = [field.name for field in dataclasses.fields(ModelConfig)]
+VALUES = st.sampled_from(
+    ["1e20", "1" + "0" * 20, str(2**63 - 1), "9" * 5000, "1000000007", "-1", "0", "1", "2", "3", "0.5", "nan", "inf",
+     "-inf", "1e308", "1e-320", "", "none", "true", "all", "alibi", "learned", "layernorm", "gelu"]
+) | st.integers().map(str) | st.floats().map(str)  # fmt: skip
+
+
+def ends(argv: list[str]) -> tuple[int, str]:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(argv)
+    assert (out.getvalue() == "") == (code != 0)
+    return code, err.getvalue()
+
+
+@given(st.sampled_from(COMMANDS), st.lists(st.tuples(st.sampled_from(FIELDS), VALUES), min_size=1, max_size=3))
+@settings(max_examples=150)
+def test_any_value_of_any_field(command, changes):
+    code, told = ends([*command, *(f"--set={field}={value}" for field, value in changes)])
+    assert (code, told) == (0, "") or (code == 2 and told.count("\n") == 1 and len(told) < 500)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("vocab=1e20", "'1e20' is not an integer"),
+        ("vocab=100000000000000000000", "vocab=100000000000000000000: give a number from 0 to 1e+15"),
+        ("hidden=1000000000", "parameters; at most 1e+15 are planned for"),
+        ("layers=10001", "10,001 layers; at most 10,000 are planned for"),
+        ("rope_theta=nan", "give a number from 0"),
+        ("norm_eps=inf", "give a number from 0"),
+        ("head_dim=-2", "give a number from 0"),
+        ("rotary_fraction=1.5", "rotary_fraction must lie in [0, 1]"),
+        ("vocab=" + "9" * 5000, "is not an integer"),
+    ],
+)
+def test_absurd_values_are_one_line(change, words):
+    code, told = ends([*COMMANDS[0], "--set", change])
+    assert code == 2 and words in told and told.count("\n") == 1
