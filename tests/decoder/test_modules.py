@@ -46,10 +46,11 @@ def test_rms_norm_is_torchs() -> None:
 def test_rope_turns_pairs_of_elements(name: str) -> None:
     config = MODELS[name]
     rope, x = Rope(config), double(2, 5, 3, config.head_dim)
-    tables = rope.tables(torch.arange(5).expand(2, 5), torch.float64)
-    half = tables[0].shape[-1]
+    positions = torch.arange(5).expand(2, 5)
+    angles, tables = rope.tables(positions, torch.float64), rope.whole(positions, torch.float64)
+    half = angles[0].shape[-1]
     assert 2 * half == int(config.head_dim * config.rotary_fraction)
-    turned = torch.complex(x[..., :half], x[..., half : 2 * half]) * torch.complex(*tables)
+    turned = torch.complex(x[..., :half], x[..., half : 2 * half]) * torch.complex(*angles)
     expected = torch.cat([turned.real, turned.imag, x[..., 2 * half :]], -1)
     torch.testing.assert_close(rope(x, tables), expected)
     assert torch.autograd.gradcheck(lambda x: rope(x, tables), x)
@@ -60,7 +61,7 @@ def test_attention_depends_on_distances_alone() -> None:
     q, k = double(1, 1, 1, 8), double(1, 1, 1, 8, seed=1)
 
     def score(at: int, other: int) -> Tensor:
-        tables = [rope.tables(torch.tensor([[p]]), torch.float64) for p in (at, other)]
+        tables = [rope.whole(torch.tensor([[p]]), torch.float64) for p in (at, other)]
         return (rope(q, tables[0]) * rope(k, tables[1])).sum()
 
     torch.testing.assert_close(score(7, 3), score(19, 15))

@@ -21,7 +21,7 @@ TESTS = ("tests/runtime/test_traps.py", "tests/runtime/test_pipeline_traps.py")
 
 ENGINE, UNITS, STEP, LOSS = "runtime/engine.py", "layout/units.py", "runtime/step.py", "runtime/loss.py"
 OPTIMIZER, LINEAR, PLACEMENT = "runtime/optimizer.py", "runtime/linear.py", "layout/placement.py"
-GRADIENTS = "runtime/gradients.py"
+GRADIENTS, JOINED = "runtime/gradients.py", "runtime/joined.py"
 ATTENTION, MODULES, SETUP = "decoder/attention.py", "decoder/modules.py", "runtime/setup.py"
 CHECKPOINTING = "runtime/checkpointing.py"
 PIPELINE, SCHEDULE, LISTS = "runtime/pipeline.py", "schedule/pipeline/plan.py", "schedule/pipeline/completion.py"
@@ -89,6 +89,8 @@ MISTAKES = (
             'self.comms.all_reduce(x, "tp", self.unit)\n', "pass\n", "trap_10"),
     Mistake(10, "a column-parallel input's gradient stays a partial sum", LINEAR,
             'return x, self.comms.all_reduce(x, "tp", self.unit, later=True)', "return x, DONE", "trap_10"),
+    Mistake(10, "a joined block's row-parallel output stays a partial sum", JOINED,
+            "return self.site.reduce(y).add_(residual)", "return y.add_(residual)", "trap_10"),
     Mistake(11, "norm weights under sequence parallelism keep their own gradients", PLACEMENT,
             "partial = layout.sp or any(", "partial = any(", "trap_11"),
     Mistake(11, "norms of heads keep the gradients of their own heads", PLACEMENT,
@@ -114,6 +116,8 @@ MISTAKES = (
     Mistake(15, "a micro-batch's gradient replaces the ones before", ENGINE,
             "Target(self.grads.tensor, True) if", "Target(self.grads.tensor) if", "trap_15"),
     Mistake(15, "gradients of the step before stay in", OPTIMIZER, "state.flat.grads.free()", "pass", "trap_15"),
+    Mistake(15, "a later joined product overwrites what its places hold", JOINED,
+            "whole.empty = places[0].empty", "whole.empty = True", "trap_15"),
     Mistake(15, "a later product overwrites what a place holds", GRADIENTS,
             "self.view.addmm_(a, b)", "torch.mm(a, b, out=self.view)", "trap_15"),
     Mistake(16, "bf16 micro-batches are summed in bf16", UNITS,

@@ -160,6 +160,7 @@ def test_trap_09_vocabulary_parallel_cross_entropy(tp: int, kind: str) -> None:
 BOUNDARIES = points(
     {"model": "llama", "tp": 2, "micro": 2},
     {"model": "llama", "tp": 2, "sp": True, "micro": 2},
+    {"model": "llama", "tp": 2, "micro": 2, "attention": "math"},
     {"model": "mqa", "tp": 3, "sp": True, "attention": "math"},
     {"model": "gpt2", "tp": 2},
     {"model": "neox", "tp": 3, "sp": True},
@@ -213,8 +214,10 @@ def _compared(point: Point) -> list[str]:
 def test_trap_10_no_boundary_is_a_partial_sum_in_disguise(point: Point) -> None:
     whole = plain_boundaries(point.case)
     ranks = run_ranks("harness.trap_jobs:boundaries", point.layout.ranks, (point.case, point.layout))
-    keys = _compared(point)
-    assert len(keys) >= 20
+    # Blocks that compute in two functions around their core have no boundaries inside (`runtime/blocks.py`).
+    joined = point.id.startswith("llama") and point.layout.attention == "sdpa"
+    keys = [key for key in _compared(point) if key in ranks[0]]
+    assert len(keys) >= (7 if joined else 20)
     gradients = 0
     for key in keys:
         cut = _sharded(key, point)
@@ -226,7 +229,7 @@ def test_trap_10_no_boundary_is_a_partial_sum_in_disguise(point: Point) -> None:
             mine = _assemble([r[key][1] for r in ranks], cut)
             torch.testing.assert_close(mine, gradient, rtol=1e-9, atol=1e-12, msg=f"gradient of {key}")
             gradients += 1
-    assert gradients >= 15
+    assert gradients >= (6 if joined else 15)
 
 
 # -- 11: replicated weights that each rank uses for its own share

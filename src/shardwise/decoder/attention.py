@@ -13,42 +13,41 @@ from shardwise.decoder.modules import Batch, Dropout, Linear, Linears, RMSNorm
 from shardwise.model import ModelConfig
 
 
+def rotate(x: Tensor, tables: tuple[Tensor, Tensor], back: bool = False) -> Tensor:
+    """Rotate pairs (i, i + r/2) of the first r numbers of x [B, S, H, D] in place by the angles of `Rope.whole`, or
+    back."""
+    cos, sin = tables
+    turned = x[..., : cos.shape[-1]]
+    partners = turned.roll(cos.shape[-1] // 2, -1)
+    turned.mul_(cos).addcmul_(partners, sin, value=-1 if back else 1)
+    return x
+
+
 class _Rotate(torch.autograd.Function):
-    """Rotation of pairs (i, i + D/2) by the angles of the tables; the backward turns the other way. Saves nothing."""
+    """`rotate` of a copy. Saves nothing."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.tables = cos, sin
-        return _Rotate._turn(x, cos, sin)
+        return rotate(x.clone(), ctx.tables)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.tables
-        return _Rotate._turn(grads[0], cos, -sin), None, None
-
-    @staticmethod
-    def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        half = cos.shape[-1]
-        out = torch.empty_like(x)
-        first, second = x[..., :half], x[..., half : 2 * half]
-        torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
-        torch.mul(second, cos, out=out[..., half : 2 * half]).addcmul_(first, sin)
-        if 2 * half < x.shape[-1]:
-            out[..., 2 * half :] = x[..., 2 * half :]
-        return out
+        return rotate(grads[0].clone(), ctx.tables, back=True), None, None
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """What `_Rotate` computes, as a compiler wants it: nothing written in place, and a backward of its own making."""
-    half = cos.shape[-1]
+    half = cos.shape[-1] // 2
     first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], -1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
+    partners = torch.cat([second, first], -1)
+    return torch.cat([x[..., : 2 * half] * cos + partners * sin, rest], -1)
 
 
 class Rope(nn.Module):
     """Rotary position embedding (Su et al. 2021) on x [B, S, H, D], with Llama-3's frequency scaling.
 
-    `tables(positions)` gives (cos, sin), each [B, S, 1, rotated/2] in compute precision.
+    `whole(positions)` gives (cos, sin), each [B, S, 1, rotated] in compute precision, sin with the sign of its half.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -75,10 +74,16 @@ class Rope(nn.Module):
 
     def shared(self, batch: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The tables of a batch's positions, made once for all blocks."""
-        tables: tuple[Tensor, Tensor] = batch.shared("rope", lambda: self.tables(batch.positions, dtype))
+        tables: tuple[Tensor, Tensor] = batch.shared("rope", lambda: self.whole(batch.positions, dtype))
         return tables
 
+    def whole(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """What both numbers of each pair are multiplied with, so that all are in one go."""
+        cos, sin = self.tables(positions, dtype)
+        return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+
     def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the angles of positions [B, S], each [B, S, 1, rotated/2]."""
         angles = positions.double()[..., None] * self._inverse.to(positions.device)
         return angles.cos().to(dtype).unsqueeze(2), angles.sin().to(dtype).unsqueeze(2)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -124,27 +125,43 @@ class TiedLinear(nn.Module):
         return F.linear(x, self.weight)
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(x / rms(x) * weight, 1 / rms(x) [..., 1]), the latter in fp32 for bf16."""
+    wide = x.float() if x.dtype == torch.bfloat16 else x
+    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    rstd = torch.addcmul(_scalar(eps, wide.dtype, x.device), norm, norm, value=1 / x.shape[-1]).rsqrt_()
+    return (wide * rstd).to(x.dtype).mul_(weight), rstd
+
+
+@cache
+def _scalar(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.full((), value, dtype=dtype, device=device)
+
+
+def rms_norm_backward(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of x and weight from that of what `rms_norm` has made of them."""
+    normed, width = x * rstd, x.shape[-1]
+    dy, scale = dy.to(normed.dtype), weight.to(normed.dtype)
+    product = dy * normed
+    dw = product.flatten(0, -2).sum(0)
+    inner = product.mul_(scale).sum(-1, keepdim=True)
+    dx = torch.mul(dy, scale, out=product).addcmul_(normed, inner, value=-1 / width).mul_(rstd)
+    return dx.to(x.dtype), dw.to(weight.dtype)
+
+
 class _RMSNorm(torch.autograd.Function):
     """Saves (x, 1/rms, weight): the built-in decomposes on CPU and saves several copies of x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = torch.float32 if x.dtype == torch.bfloat16 else x.dtype
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
-        rstd = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        y, rstd = rms_norm(x, weight, eps)
         ctx.save_for_backward(x, rstd, weight)
-        return (x * rstd).to(x.dtype).mul_(weight)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, rstd, weight = ctx.saved_tensors
-        normed = x * rstd
-        dy, scale = grads[0].to(normed.dtype), weight.to(normed.dtype)
-        product = dy * normed
-        dw = product.flatten(0, -2).sum(0)
-        inner = (product @ scale).div_(x.shape[-1]).unsqueeze_(-1)
-        dx = torch.mul(dy, scale, out=product).addcmul_(normed, inner, value=-1).mul_(rstd)
-        return dx.to(x.dtype), dw.to(weight.dtype), None
+        return *rms_norm_backward(grads[0], *ctx.saved_tensors), None
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -93,8 +93,10 @@ def tables(plan: UnitPlan, s: Sizes) -> int:
     """What the blocks of one micro-batch share and do not save: rotary tables, masks."""
     model = plan.model
     rotated = int(model.head_dim * model.rotary_fraction) if model.positions == "rope" else 0
-    shared = s.tokens * rotated * s.element + mask_bytes(plan, s) - saved_mask(plan, s)
+    shared = 2 * s.tokens * rotated * s.element + mask_bytes(plan, s) - saved_mask(plan, s)
     if plan.layout.attention == "math" and not plan.workload.isolate_documents:
+        shared += s.seq * s.seq * s.element
+    if plan.layout.attention == "sdpa" and s.element == 4 and takes_products(plan):
         shared += s.seq * s.seq * s.element
     return shared
 

@@ -30,16 +30,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.decoder import Batch
-from shardwise.decoder.attention import Rope
-from shardwise.decoder.llama import LlamaBlock
+from shardwise.decoder.attention import CoreAttention, Rope
 from shardwise.decoder.modules import RMSNorm
-from shardwise.layout import Grid, Layout
+from shardwise.layout import Grid, Layout, Workload, unit_plan
 from shardwise.model import ModelConfig
 from shardwise.model.chunking import optimizer_chunk
+from shardwise.runtime.attention import shorten_attention
 from shardwise.runtime.comms import Comms
-from shardwise.runtime.job.rank import leave, main
+from shardwise.runtime.job.rank import RankJob, leave, main
 from shardwise.runtime.loss import summed_cross_entropy
 from shardwise.runtime.setup import make_comms
+from shardwise.runtime.stages import Stages
 from shardwise.runtime.transport.adding import Target
 
 Call = Callable[[], object]
@@ -60,10 +61,10 @@ BETWEEN = 16 << 20
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(RankJob):
     """What is measured. device: torch's name. seconds: how long it may take, about. axes: lengths of products; widths,
     lengths: of attention's heads and sequences; tokens: of passes over memory; sizes: bytes of collectives. transport:
-    as the trainer's. timeout: seconds that a rank waits for others. out: file for the samples."""
+    as the trainer's."""
 
     device: str
     seconds: float
@@ -73,12 +74,6 @@ class Job:
     tokens: int
     sizes: list[int]
     transport: str
-    timeout: float
-    out: str
-
-    @classmethod
-    def read(cls, path: Path) -> Job:
-        return cls(**json.loads(path.read_text()))
 
 
 @dataclass(frozen=True)
@@ -150,7 +145,7 @@ def _product(dtype: torch.dtype, m: int, n: int, k: int, turn: str, device: torc
 
 
 def attentions(job: Job, device: torch.device) -> Iterator[Probe]:
-    """The fused attention, causal: forward, and forward with backward."""
+    """The runtime's fused attention, causal: forward, and forward with backward."""
     for dtype, width, length in product(DTYPES, job.widths, job.lengths):
         heads, batch = 8, max(1, min(512, job.lengths[-1] // 4) // length)
         for way in ("forward", "both"):
@@ -162,16 +157,22 @@ def _attention(dtype: torch.dtype, shape: tuple[int, ...], backward: bool, devic
     def make() -> Call:
         q, k, v = (torch.randn(shape, device=device).to(dtype).requires_grad_(backward) for _ in range(3))
         dy = torch.randn(shape, device=device).to(dtype)
+        core, batch = CoreAttention(MODEL, "probe"), _batch(shape[0], shape[1], device)
+        shorten_attention(core)
 
         def call() -> None:
-            first, second, third = (x.transpose(1, 2) for x in (q, k, v))
-            out = F.scaled_dot_product_attention(first, second, third, is_causal=True).transpose(1, 2)
+            out = core.forward(q, k, v, batch)
             if backward:
                 torch.autograd.grad(out, (q, k, v), dy)
 
         return call
 
     return make
+
+
+def _batch(sequences: int, length: int, device: torch.device) -> Batch:
+    positions = torch.arange(length, device=device).expand(sequences, length)
+    return Batch(positions, positions, positions, None, positions, positions)
 
 
 def passes(job: Job, device: torch.device) -> Iterator[Probe]:
@@ -190,7 +191,6 @@ def passes(job: Job, device: torch.device) -> Iterator[Probe]:
         yield "pass", ("optimizer", _name(dtype)), (elements,), partial(_optimizer, elements, dtype, device)
         for deep in (1024, 4096):
             yield "row", (_name(dtype),), (deep, deep), _product(dtype, 1, deep, deep, "forward", device)
-    yield "block", (), (), partial(_block, device)
 
 
 def _copy(nbytes: int, device: torch.device) -> Call:
@@ -238,7 +238,7 @@ def _rotation(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) 
     heads = shape[1] // 128
     config = MODEL.replace(hidden=shape[1], heads=heads, kv_heads=heads, head_dim=128, max_positions=shape[0])
     rope = Rope(config)
-    tables = rope.tables(torch.arange(shape[0], device=device)[None], dtype)
+    tables = rope.whole(torch.arange(shape[0], device=device)[None], dtype)
     x = _leaf((1, shape[0], heads, 128), dtype, device)
     dy = torch.randn_like(x)
     return lambda: torch.autograd.grad(rope(x, tables), x, dy)
@@ -289,16 +289,23 @@ def _optimizer(elements: int, dtype: torch.dtype, device: torch.device) -> Call:
     return call
 
 
-def _block(device: torch.device) -> Call:
+def blocks(job: Job, device: torch.device, ranks: int) -> Iterator[Probe]:
     """A block so small that it takes what its operations take to be called."""
-    block = LlamaBlock(MODEL, "blocks.0").to(device)
-    for parameter in block.parameters():
-        nn.init.constant_(parameter, 0.01)
+    layout, workload = Layout(dp=ranks, precision="fp32"), Workload(seq=8, batch=ranks)
+    comms = _comms(layout, job)
+    plan = unit_plan(MODEL, layout, workload, rank=dist.get_rank(), backend=comms.backend)
+    yield "block", (), (), partial(_block, Stages(plan, comms, device), device)
+    comms.close()
+
+
+def _block(stages: Stages, device: torch.device) -> Call:
+    for unit in stages.engine.units.values():
+        unit.whole.fill_(0.01)
+    block, batch = stages.parts["blocks.0"], _batch(1, 8, device)
     x = torch.randn(1, 8, MODEL.hidden, device=device, requires_grad=True)
-    positions = torch.arange(8, device=device)[None]
-    batch = Batch(positions, positions, positions, None, positions, positions)
-    leaves = [x, *block.parameters()]
-    return lambda: torch.autograd.grad(block(x, batch), leaves, torch.ones_like(x))
+    dy = torch.ones_like(x)
+    stages.engine.trying("blocks.0").__enter__()  # what gradients are added to stays as long as the probe
+    return lambda: torch.autograd.grad(block(x, batch), x, dy)
 
 
 def collectives(job: Job, ranks: int) -> Iterator[Probe]:
@@ -417,6 +424,7 @@ class Bench:
         yield from products(self.job, self.device, most)
         yield from attentions(self.job, self.device)
         yield from passes(self.job, self.device)
+        yield from blocks(self.job, self.device, self.ranks)
         if together:
             yield from collectives(self.job, self.ranks)
 

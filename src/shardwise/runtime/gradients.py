@@ -36,9 +36,20 @@ class Place:
         else:
             # The product reads and writes what is there piece by piece: on a CPU that is slow once no cache holds it.
             step = product_chunk(*self.view.shape)
+            if step >= len(self.view):
+                self.view.add_(torch.mm(a, b))
+                return
             for start in range(0, len(self.view), step):
                 part = slice(start, start + step)
                 self.view[part].add_(torch.mm(a[part], b))
+        self.empty = False
+
+    def add(self, gradient: Tensor) -> None:
+        """Add a gradient of the view's shape."""
+        if self.empty:
+            self.view.copy_(gradient)
+        else:
+            self.view.add_(gradient)
         self.empty = False
 
     def add_sum(self, rows: Tensor) -> None:

@@ -52,8 +52,8 @@ class Site:
         return x, self.comms.all_reduce(x, "tp", self.unit, later=True)
 
 
-def _rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
+def as_rows(x: Tensor) -> Tensor:
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
 class _Column(torch.autograd.Function):
@@ -70,7 +70,7 @@ class _Column(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
         site: Site = ctx.site
-        dys = [_rows(dy) for dy in grads]
+        dys = [as_rows(dy) for dy in grads]
         dx = dys[0] @ weights[0]
         for dy, weight in zip(dys[1:], weights[1:], strict=True):
             dx.addmm_(dy, weight)
@@ -79,13 +79,13 @@ class _Column(torch.autograd.Function):
         x = x.detach()  # without the graph that made it, which would outlive its backward
 
         def products() -> None:
-            columns = _rows(site.gather(x))
+            columns = as_rows(site.gather(x))
             for module, dy in zip(maps, dys, strict=True):
                 place_of(module.weight).add_product(dy.t(), columns)
 
         site.weights.add(site.unit, products, x, *dys)
         for module, dy in zip(maps, dys, strict=True):
-            _add_bias(module, dy)
+            add_bias(module, dy)
         pending.wait()
         return (None, None, dx, *[None] * len(weights))
 
@@ -105,14 +105,14 @@ class _Row(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         site, module, x = ctx.site, ctx.module, x.detach()
         full = site.gather(grads[0])
-        rows = _rows(full)
+        rows = as_rows(full)
         dx = (rows @ weight).view(*full.shape[:-1], -1)
-        site.weights.add(site.unit, lambda: place_of(module.weight).add_product(rows.t(), _rows(x)), x, rows)
-        _add_bias(module, _rows(grads[0]))
+        site.weights.add(site.unit, lambda: place_of(module.weight).add_product(rows.t(), as_rows(x)), x, rows)
+        add_bias(module, as_rows(grads[0]))
         return None, None, dx, None
 
 
-def _add_bias(module: Map, dy: Tensor) -> None:
+def add_bias(module: Map, dy: Tensor) -> None:
     """dy: [T, out]."""
     if module.bias is not None:
         place_of(module.bias).add_sum(dy)
@@ -143,7 +143,7 @@ class _Lookup(torch.autograd.Function):
             dy, local = site.gather(grads[0]), saved
             if split:
                 dy, local = dy.masked_fill((local < 0).unsqueeze(-1), 0), local.clamp(min=0)
-            place_of(module.weight).add_rows(local.flatten(), _rows(dy))
+            place_of(module.weight).add_rows(local.flatten(), as_rows(dy))
 
         site.weights.add(site.unit, rows, saved, grads[0])
         return None, None, None, None, None

@@ -102,21 +102,22 @@ class Optimizer:
         low = grads.dtype != state.master.dtype or apart
         for span in state.spans:
             step = optimizer_chunk(len(weights)) if low and not weights.is_cuda else span.stop - span.start
-            for start in range(span.start, span.stop, step):
-                chunk = slice(start, min(start + step, span.stop))
-                own = grads[chunk].to(state.master.dtype)
+            every = (grads, weights, state.master, state.first, state.second)
+            for chunk in zip(*(each[span.start : span.stop].split(step) for each in every), strict=True):
+                gradient, weight, master, first, second = chunk
+                own = gradient.to(master.dtype)
                 if coefficient < 1.0:
                     own.mul_(coefficient)
-                self._adamw(state, chunk, own, lr, span.decay)
+                self._adamw(master, own, first, second, lr, span.decay)
                 if apart:
-                    weights[chunk].copy_(state.master[chunk])
+                    weight.copy_(master)
 
-    def _adamw(self, state: _State, chunk: slice, grads: Tensor, lr: float, decay: bool) -> None:
+    def _adamw(self, master: Tensor, gradient: Tensor, first: Tensor, second: Tensor, lr: float, decay: bool) -> None:
         torch._fused_adamw_(
-            [state.master[chunk]],
-            [grads],
-            [state.first[chunk]],
-            [state.second[chunk]],
+            [master],
+            [gradient],
+            [first],
+            [second],
             [],
             [self._step],
             lr=lr,

@@ -9,10 +9,12 @@ from torch import nn
 
 from shardwise.decoder import Decoder
 from shardwise.decoder.attention import Attention
+from shardwise.decoder.llama import LlamaBlock
 from shardwise.decoder.modules import Linear, Linears, Lookup, TiedLinear, swap_forward
 from shardwise.layout.placement import kind_of, place
 from shardwise.layout.units import UnitPlan
 from shardwise.model.parameters import part_parameters
+from shardwise.runtime.blocks import join_block
 from shardwise.runtime.comms import Comms
 from shardwise.runtime.gradients import WeightGradients
 from shardwise.runtime.linear import Site, column, columns, lookup, row
@@ -51,6 +53,9 @@ def _swap(module: nn.Module, name: str, site: Site, plan: UnitPlan) -> list[nn.M
         return [module]
     if isinstance(module, Attention):
         module.core.first_head = plan.tp_rank * (plan.model.heads // plan.layout.tp)
+    # A compiler joins by itself; unfused attention saves scaled queries, and keeping those as well would cost memory.
+    if isinstance(module, LlamaBlock) and plan.layout.compile != "block" and plan.layout.attention == "sdpa":
+        join_block(module, site)
     return []
 
 

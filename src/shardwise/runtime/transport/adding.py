@@ -37,10 +37,8 @@ def add_up(pieces: list[Tensor], target: Target, wide: Tensor | None) -> None:
         return
     apart = wide is not None or (pieces[0].dtype != into.dtype and not into.is_cuda)
     step = max(1, sum_chunk(len(into)) if apart else len(into))
-    for start in range(0, len(into), step):
-        part = into[start : start + step]
+    for part, *rows in zip(*(each.split(step) for each in (into, *pieces)), strict=True):
         total = part if wide is None else wide[: len(part)]
-        rows = [piece[start : start + step] for piece in pieces]
         if not adds:
             total.copy_(rows.pop(0))
         elif wide is not None:

@@ -1,0 +1,156 @@
+"""A Llama block in two functions: what comes before its attention's core, and what comes after it.
+
+With few tokens in a micro-batch a third of a step is not arithmetic but calls: of operators, of autograd's nodes, of
+memory (docs/performance.md). So norm, projections and rotation are one function with a backward of its own, and so is
+all that follows attention. The same bytes are saved as where the decoder's modules compute one by one
+(`predict/activations.py`), which they do wherever this cannot: with dropout, norms of heads, and weights that do not
+lie end to end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise.decoder import Batch
+from shardwise.decoder.attention import rotate
+from shardwise.decoder.llama import LlamaBlock
+from shardwise.decoder.modules import RMSNorm, rms_norm, rms_norm_backward, swap_forward
+from shardwise.runtime.gradients import place_of
+from shardwise.runtime.joined import Joined, Row
+from shardwise.runtime.linear import Site
+
+Tables = tuple[Tensor, Tensor]
+"""What `Rope.whole` gives."""
+
+
+class _Parts:
+    """What the functions of one block compute with."""
+
+    def __init__(self, block: LlamaBlock, site: Site, qkv: Joined, gate_up: Joined) -> None:
+        self.site, self.qkv, self.gate_up = site, qkv, gate_up
+        self.heads = [rows // block.attention.head_dim for rows in qkv.rows]
+        self.norms = block.attention_norm, block.mlp_norm
+        self.out, self.down = Row(block.attention.out, site), Row(block.mlp.down, site)
+
+
+def _norm_backward(norm: RMSNorm, dy: Tensor, x: Tensor, rstd: Tensor) -> Tensor:
+    dx, dw = rms_norm_backward(dy, x, rstd, norm.weight)
+    place_of(norm.weight).add(dw)
+    return dx
+
+
+class _Before(torch.autograd.Function):
+    """Queries, keys and values of norm(x), rotated. Saves x, 1/rms and norm(x)."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: _Parts, tables: Tables, x: Tensor) -> tuple[Tensor, ...]:
+        norm, seen = parts.norms[0], tables[0].shape[:2]
+        normed, rstd = rms_norm(x, norm.weight, norm.eps)
+        y = parts.qkv.forward(parts.site.gather(normed)).view(*seen, sum(parts.heads), -1)
+        rotate(y[:, :, : -parts.heads[2]], tables)
+        ctx.parts, ctx.tables = parts, tables
+        ctx.save_for_backward(x, rstd, normed)
+        return y.split(parts.heads, 2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        x, rstd, normed = _taken(ctx)
+        parts: _Parts = ctx.parts
+        dy = _side_by_side(grads)
+        rotate(dy[:, :, : -parts.heads[2]], ctx.tables, back=True)
+        dnormed = parts.qkv.backward(parts.site, normed, dy.view(-1, parts.qkv.weight.shape[0]))
+        del dy, normed
+        return None, None, _norm_backward(parts.norms[0], dnormed, x, rstd)
+
+
+class _After(torch.autograd.Function):
+    """x' = x + out(attended), then x' + down(silu(gate) * up) of norm(x').
+
+    Saves what attention has found, x', 1/rms, norm(x'), gate and up, silu(gate) and its product with up.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, parts: _Parts, attended: Tensor, x: Tensor) -> Tensor:
+        norm = parts.norms[1]
+        ctx.parts, ctx.shape = parts, attended.shape
+        attended = attended.reshape(-1, attended.shape[2] * attended.shape[3])
+        x = parts.out.forward(attended, x)
+        normed, rstd = rms_norm(x, norm.weight, norm.eps)
+        y = parts.gate_up.forward(parts.site.gather(normed))
+        gate, up = y.chunk(2, 1)
+        silu = F.silu(gate)
+        product = silu * up
+        ctx.save_for_backward(attended, x, rstd, normed, y, silu, product)
+        return parts.down.forward(product, x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        attended, x, rstd, normed, y, silu, product = _taken(ctx)
+        parts: _Parts = ctx.parts
+        inner = parts.down.backward(product, grads[0])
+        del product
+        dy = _gate_backward(inner, y, silu)
+        del inner, y, silu
+        dnormed = parts.gate_up.backward(parts.site, normed, dy)
+        del dy, normed
+        dx = _norm_backward(parts.norms[1], dnormed, x, rstd).add_(grads[0])
+        return None, parts.out.backward(attended, dx).view(ctx.shape), dx
+
+
+def _taken(ctx: Any) -> tuple[Tensor, ...]:
+    """What was saved; from now on autograd holds none of it, so that it goes as soon as nobody needs it."""
+    saved: tuple[Tensor, ...] = ctx.saved_tensors
+    ctx.maybe_clear_saved_tensors()
+    return saved
+
+
+def _gate_backward(grad: Tensor, y: Tensor, silu: Tensor) -> Tensor:
+    """The gradients of gate and up, side by side as in y [B S, 2 ffn], from that of silu(gate) * up."""
+    gate, up = y.chunk(2, 1)
+    dy = torch.empty_like(y)
+    dgate, dup = dy.chunk(2, 1)
+    torch.mul(grad, silu, out=dup)
+    torch.mul(grad, up, out=dgate)
+    torch.ops.aten.silu_backward.grad_input(dgate, gate, grad_input=dgate)
+    return dy
+
+
+def _side_by_side(grads: Sequence[Tensor]) -> Tensor:
+    """Gradients of queries, keys and values [B, S, heads, D] as one tensor: the one that attention's backward has made
+    them in (`runtime/attention.py`), or a copy where they are apart."""
+    whole = grads[0]._base
+    heads = sum(each.shape[2] for each in grads)
+    if whole is not None and whole.dim() == 4 and whole.shape[2] == heads and whole.is_contiguous():
+        parts = whole.split([each.shape[2] for each in grads], 2)
+        if all(a.data_ptr() == b.data_ptr() and a.stride() == b.stride() for a, b in zip(parts, grads, strict=True)):
+            return whole
+    return torch.cat(tuple(grads), 2)
+
+
+def join_block(block: LlamaBlock, site: Site) -> None:
+    """Let a block compute in two functions, where it can."""
+    attention, apart = block.attention, block.forward
+    rope, core = attention.rope, attention.core
+    if attention.q_norm is not None or rope is None or block.attention_dropout.drop or block.mlp_dropout.drop:
+        return
+
+    @cache
+    def parts() -> _Parts | None:
+        qkv, gate_up = Joined.of(attention.qkv), Joined.of(block.mlp.gate_up)
+        return None if qkv is None or gate_up is None else _Parts(block, site, qkv, gate_up)
+
+    def forward(x: Tensor, batch: Batch) -> Tensor:
+        found = parts()
+        if found is None:
+            return apart(x, batch)
+        q, k, v = _Before.apply(found, rope.shared(batch, x.dtype), x)  # type: ignore[no-untyped-call]
+        out: Tensor = _After.apply(found, core(q, k, v, batch), x)  # type: ignore[no-untyped-call]
+        return out
+
+    swap_forward(block, forward)

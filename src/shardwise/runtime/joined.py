@@ -1,0 +1,104 @@
+"""Linear maps of a block by hand, forward and backward: several of one input as one product, and row-parallel ones.
+
+The weights of several maps of one input lie end to end in their unit's flat buffer, and so do their gradients: one
+product in place of two or three has fewer calls, larger operands, and no sums of the input's gradients between them.
+Communication is that of `linear.py`, of which these are the counterparts without autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shardwise.decoder.modules import Linear, Linears
+from shardwise.runtime.gradients import Place, place_of
+from shardwise.runtime.linear import Site, add_bias, as_rows
+
+
+def end_to_end(tensors: Sequence[Tensor]) -> Tensor | None:
+    """One tensor on the memory of several that lie one behind the other, with a version counter of its own; None where
+    they do not."""
+    first = tensors[0]
+    storage, at = first.untyped_storage(), first.storage_offset()
+    for tensor in tensors:
+        if tensor.untyped_storage()._cdata != storage._cdata or tensor.storage_offset() != at:
+            return None
+        if not tensor.is_contiguous() or tensor.dtype != first.dtype or tensor.shape[1:] != first.shape[1:]:
+            return None
+        at += tensor.numel()
+    own = torch.empty(0, dtype=first.dtype, device=first.device)
+    own.set_(storage, first.storage_offset(), (sum(map(len, tensors)), *first.shape[1:]), first.stride())
+    return own
+
+
+class Joined:
+    """Maps of one input whose weights lie end to end, as one. weight: [all rows, in]; bias: [all rows] or None."""
+
+    def __init__(self, maps: Sequence[Linear], weight: Tensor, bias: Tensor | None) -> None:
+        self.maps, self.weight, self.bias = maps, weight, bias
+        self.rows = [len(m.weight) for m in maps]
+        self._transposed = weight.t()
+        self._gradient: Tensor | None = None
+
+    @classmethod
+    def of(cls, linears: Linears) -> Joined | None:
+        """The maps of `linears`, if they lie end to end where they are now."""
+        maps = [child for child in linears.children() if isinstance(child, Linear)]
+        weight = end_to_end([m.weight.detach() for m in maps])
+        biases = [m.bias.detach() for m in maps if m.bias is not None]
+        bias = end_to_end(biases) if biases else None
+        return None if weight is None or (biases and bias is None) else cls(maps, weight, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [B, S, in] -> [B S, all rows]."""
+        y = torch.mm(as_rows(x), self._transposed)
+        if self.bias is not None:
+            y += self.bias
+        return y
+
+    def backward(self, site: Site, x: Tensor, dy: Tensor) -> Tensor:
+        """The gradient of x; those of the weights are added where they stay, now or later.
+
+        x: [B, S or S / tp, in], not yet gathered; dy: [B S, all rows].
+        """
+        dx, pending = site.reduce_later(torch.mm(dy, self.weight).view(len(x), -1, x.shape[2]))
+        site.weights.add(site.unit, lambda: self._add_product(dy, as_rows(site.gather(x))), x, dy)
+        if self.bias is not None:
+            for module, part in zip(self.maps, dy.split(self.rows, 1), strict=True):
+                add_bias(module, part)
+        pending.wait()
+        return dx
+
+    def _add_product(self, dy: Tensor, x: Tensor) -> None:
+        places = [place_of(m.weight) for m in self.maps]
+        if self._gradient is None:
+            self._gradient = end_to_end([place.view for place in places])
+            assert self._gradient is not None, "gradients lie as their weights do"
+        whole = Place(self._gradient)
+        whole.empty = places[0].empty
+        whole.add_product(dy.t(), x)
+        for place in places:
+            place.empty = False
+
+
+class Row:
+    """A row-parallel map without bias, whose sum over ranks is added to the residual stream."""
+
+    def __init__(self, module: Linear, site: Site) -> None:
+        self.site, self.module = site, module
+        self._weight = module.weight.detach()
+        self._transposed = self._weight.t()
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        """x: [B S, in]; residual: [B, S or S / tp, out]; returns the latter's shape."""
+        y = torch.mm(x, self._transposed).view(len(residual), -1, residual.shape[2])
+        return self.site.reduce(y).add_(residual)
+
+    def backward(self, x: Tensor, dy: Tensor) -> Tensor:
+        """The gradient of x; that of the weight is added where it stays, now or later. dy: [B, S or S / tp, out]."""
+        rows = as_rows(self.site.gather(dy))
+        place = place_of(self.module.weight)
+        self.site.weights.add(self.site.unit, lambda: place.add_product(rows.t(), x), x, rows)
+        return torch.mm(rows, self._weight)

@@ -1,0 +1,118 @@
+"""Blocks in two functions beside the same blocks computed module by module by autograd, in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shardwise.decoder.llama import LlamaBlock
+from shardwise.decoder.modules import Batch
+from shardwise.model import ModelConfig
+from shardwise.runtime.blocks import join_block
+from shardwise.runtime.comms import DONE
+from shardwise.runtime.gradients import Place, WeightGradients, give_place
+from shardwise.runtime.linear import Site
+
+MODEL = ModelConfig("joined", vocab=17, hidden=24, layers=1, heads=4, kv_heads=2, ffn=20, max_positions=64)
+
+
+class _Alone:
+    """Communication of one rank."""
+
+    def all_reduce(self, *_: Any, **__: Any) -> Any:
+        return DONE
+
+
+def _block(model: ModelConfig) -> LlamaBlock:
+    make = torch.Generator().manual_seed(0)
+    block = LlamaBlock(model, "blocks.0").double()
+    for parameter in block.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=make, dtype=torch.float64) / 3
+    return block
+
+
+def _joined(model: ModelConfig, apart: bool = False) -> tuple[LlamaBlock, WeightGradients, dict[str, Place]]:
+    """The same block with its weights end to end as in a flat buffer, and its gradients too. apart: with a gap."""
+    block, places = _block(model), {}
+    named = sorted(block.named_parameters(), key=lambda pair: pair[1].dim(), reverse=True)
+    gap = int(apart)
+    flat = torch.zeros(2, sum(p.numel() + gap for _, p in named), dtype=torch.float64)
+    at = 0
+    for name, parameter in named:
+        held, gradient = (row[at : at + parameter.numel()].view(parameter.shape) for row in flat)
+        held.copy_(parameter.data)
+        parameter.data = held
+        places[name] = Place(gradient)
+        give_place(parameter, places[name])
+        at += parameter.numel() + gap
+    weights = WeightGradients()
+    join_block(block, Site(_Alone(), "blocks.0", False, weights))  # type: ignore[arg-type]
+    return block, weights, places
+
+
+def _batch(batch: int, seq: int) -> Batch:
+    index = torch.arange(seq).expand(batch, seq).contiguous()
+    return Batch(index, index, index, None, index, index)
+
+
+def _nodes(out: Tensor) -> set[str]:
+    found, waiting = set(), [out.grad_fn]
+    while waiting:
+        if (node := waiting.pop()) is not None and node not in found:
+            found.add(node)
+            waiting += [following for following, _ in node.next_functions]
+    return {type(node).__name__ for node in found}
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(1, 3),
+    st.integers(1, 12),
+    st.sampled_from([(1, 1), (4, 4), (4, 2), (6, 1)]),
+    st.sampled_from([2, 6]),
+    st.sampled_from(["none", "qkv"]),
+    st.booleans(),
+)
+def test_outputs_and_gradients(
+    batch: int, seq: int, heads: tuple[int, int], width: int, bias: str, later: bool
+) -> None:
+    model = MODEL.replace(heads=heads[0], kv_heads=heads[1], head_dim=width, bias=bias)
+    plain, (joined, weights, places) = _block(model), _joined(model)
+    for step in range(2):  # the second adds to the first
+        make = torch.Generator().manual_seed(step)
+        x, grad = (torch.randn(batch, seq, model.hidden, generator=make, dtype=torch.float64) for _ in range(2))
+        mine, right = x.clone().requires_grad_(), x.clone().requires_grad_()
+        expected = plain(right, _batch(batch, seq))
+        expected.backward(grad)
+        out = joined(mine, _batch(batch, seq))
+        assert {"_BeforeBackward", "_AfterBackward"} <= _nodes(out)
+        torch.testing.assert_close(out, expected)
+        if later:
+            with weights.apart() as products:
+                out.backward(grad)
+            assert len(products) == 4
+            with torch.no_grad():
+                for product in products:
+                    product.add()
+        else:
+            out.backward(grad)
+        torch.testing.assert_close(mine.grad, right.grad)
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(places[name].view, parameter.grad, msg=name)
+
+
+@pytest.mark.parametrize(
+    "change", [{"qk_norm": True}, {"dropout": 0.1}, {}], ids=["norms of heads", "dropout", "weights with gaps"]
+)
+def test_what_it_cannot_join_is_computed_module_by_module(change: dict[str, Any]) -> None:
+    model = MODEL.replace(**change)
+    block, *_ = _joined(model, apart=not change)
+    x = torch.ones(1, 3, model.hidden, dtype=torch.float64).requires_grad_()
+    out = block(x, _batch(1, 3))
+    assert not {"_BeforeBackward", "_AfterBackward"} & _nodes(out)
+    torch.testing.assert_close(out, _block(model)(x, _batch(1, 3)))
