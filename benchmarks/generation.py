@@ -1,6 +1,6 @@
 """Decoding beside `transformers`, in one interleaved run: tokens/s of a model of about 100 million parameters.
 
-    python benchmarks/generation.py [--rounds 5] [--tokens 64] [--prompt 64] [--batches 1 8] [--json FILE]
+    python benchmarks/generation.py [--rounds 5] [--tokens 64] [--prompt 64] [--batches 1 8 32] [--json FILE]
 
 Every contender computes with one thread a rank and decodes greedily from the same random prompts; a round asks each in
 turn, every second round in the other order. What counts is decoding alone: the tokens between the moment when every
@@ -8,8 +8,9 @@ sequence of a batch has its first and the end. Prints medians, ratios round by r
 bandwidth (read beside it, by as many processes as ranks) the weights and the cache that a step must read come to.
 
 "products alone" bounds the rows above it: processes that do the matrix products of a rank's tokens and nothing else, so
-that two of them over one are all that a second core can give. llama.cpp takes part where it is installed
-(`peer_llama_cpp.py`); its threads stand where ranks stand, and q8_0 are its numbers of 8 bits.
+that two of them over one are all that a second core can give. fp32, of which a token reads twice the bytes, takes part
+with 8 sequences. Nobody computes probabilities of tokens, as `generate` does not. llama.cpp takes part where it is
+installed (`peer_llama_cpp.py`); its threads stand where ranks stand, and q8_0 are its numbers of 8 bits.
 """
 
 from __future__ import annotations
@@ -41,9 +42,11 @@ from shardwise.model.parameters import count_parts
 from shardwise.serving.job import ServingJob, weights_in
 from shardwise.serving.messages import Finished, Sampling, Token
 from shardwise.serving.products import Int8, MakeProduct, Packed, Plain
-from shardwise.serving.service import TUNABLES, Service
+from shardwise.serving.service import MEMORY, TUNABLES, Service
 
-PLAIN, BF16, INT8, LLAMA = "transformers", "bf16", "int8", "llama.cpp"
+PLAIN, BF16, INT8, FP32, LLAMA = "transformers", "bf16", "int8", "fp32", "llama.cpp"
+WIDTHS = {BF16: 2.0, INT8: 1.0, FP32: 4.0}
+"""Bytes of a number in a block's matrices."""
 Q8_0 = 34 / 32
 """Bytes of a number in llama.cpp's format of 8 bits: 32 share a scale of 16 bits."""
 SHAPE = {
@@ -56,13 +59,14 @@ SHAPE = {
 class Contender:
     """name: in the table. alone: who computes the same on one rank. ranks: cores that it uses. weight_bytes: what every
     token must read of the weights, over all ranks. seconds: (prompts [B, P], tokens) -> seconds from everybody's first
-    token to the last one."""
+    token to the last one. batch: the only one with which it takes part; None for all."""
 
     name: str
     alone: str
     ranks: int
     weight_bytes: float
     seconds: Callable[[torch.Tensor, int], float]
+    batch: int | None = None
 
 
 def write_model(folder: Path) -> None:
@@ -130,7 +134,7 @@ def ours(service: Service) -> Callable[[torch.Tensor, int], float]:
                 firsts.setdefault(answer.id, time.perf_counter())
 
         for prompt in prompts.tolist():
-            service.submit(prompt, Sampling(max_tokens=tokens), sink)
+            service.submit(prompt, Sampling(max_tokens=tokens, logprobs=False), sink)
         for _ in range(len(prompts)):
             over.acquire()
         return time.perf_counter() - max(firsts.values())
@@ -144,18 +148,20 @@ def contenders(folder: Path, batch: int, context: int, stack: ExitStack) -> tupl
     total, blocks, _active = count_parts(model)
     read = total - model.vocab * model.hidden  # of the embedding a token reads one row
     found = [Contender(PLAIN, PLAIN, 1, 2.0 * read, peer(folder))]
-    for kind, ranks in itertools.product((BF16, INT8), (1, 2)):
-        nbytes = blocks * (1.0 if kind == INT8 else 2.0) + 2.0 * (read - blocks)
-        name = kind if ranks == 1 else f"{kind}, tp={ranks}"
+    for kind, ranks in itertools.product((BF16, INT8, FP32), (1, 2)):
+        nbytes = blocks * WIDTHS[kind] + max(2.0, WIDTHS[kind]) * (read - blocks)
+        name, only = kind if ranks == 1 else f"{kind}, tp={ranks}", 8 if kind == FP32 else None
+        layout = Layout.parse(f"tp={ranks},precision=fp32" if kind == FP32 else f"tp={ranks}")
         job = ServingJob(
-            model, Layout.parse(f"tp={ranks}"), str(folder), context=context, batch=batch, reuse=False,
-            quantize="none" if kind == BF16 else kind,
+            model, layout, str(folder), context=context, batch=batch, reuse=False,
+            quantize=INT8 if kind == INT8 else "none",
         )  # fmt: skip
         service = stack.enter_context(Service(job))
         service.start()
-        found.append(Contender(name, kind, ranks, nbytes, ours(service)))
+        found.append(Contender(name, kind, ranks, nbytes, ours(service), only))
         alone = stack.enter_context(SideBySide(ranks, multiplying, model, kind, ranks))
-        found.append(Contender(f"{name}: products alone", f"{kind}: products alone", ranks, nbytes, products(alone)))
+        name, over = f"{name}: products alone", f"{kind}: products alone"
+        found.append(Contender(name, over, ranks, nbytes, products(alone), only))
     reason = llama_cpp.missing()
     if reason is not None:
         return found, {LLAMA: reason}
@@ -206,7 +212,7 @@ class SideBySide:
 def large_pages() -> Iterator[None]:
     """For processes that are started meanwhile, as `Service` has it for its ranks."""
     before = os.environ.get(TUNABLES)
-    os.environ.setdefault(TUNABLES, "glibc.malloc.hugetlb=1")
+    os.environ.setdefault(TUNABLES, MEMORY)
     try:
         yield
     finally:
@@ -228,16 +234,17 @@ def beside(way: Connection, together: Any, make: Callable[..., Work], args: tupl
 
 def multiplying(model: ModelConfig, kind: str, ranks: int) -> Work:
     """The products of one rank's tokens."""
-    plain: MakeProduct = Packed() if Packed.serves(torch.bfloat16, torch.device("cpu")) else Plain()
+    dtype = torch.float32 if kind == FP32 else torch.bfloat16
+    plain: MakeProduct = Packed() if Packed.serves(dtype, torch.device("cpu")) else Plain()
     keep = Int8() if kind == INT8 else plain
     hidden, ffn = model.hidden, model.ffn // ranks
     shapes = [((model.q_width + 2 * model.kv_width) // ranks, hidden), (hidden, model.q_width // ranks)]
     shapes += [(2 * ffn, hidden), (hidden, ffn)]
-    made = [(keep(torch.randn(shape).bfloat16(), None), shape[1]) for _ in range(model.layers) for shape in shapes]
-    made.append((plain(torch.randn(model.vocab // ranks, hidden).bfloat16(), None), hidden))
+    made = [(keep(torch.randn(shape).to(dtype), None), shape[1]) for _ in range(model.layers) for shape in shapes]
+    made.append((plain(torch.randn(model.vocab // ranks, hidden).to(dtype), None), hidden))
 
     def work(rows: int, passes: int) -> None:
-        inputs = {width: torch.ones(1, rows, width, dtype=torch.bfloat16) for _, width in made}
+        inputs = {width: torch.ones(1, rows, width, dtype=dtype) for _, width in made}
         for _ in range(passes):
             for product, width in made:
                 product(inputs[width])
@@ -266,11 +273,12 @@ def bandwidth(ranks: int) -> float:
         return ranks * nbytes / min(readers.seconds(1, 1) for _ in range(9))
 
 
-def measure(model: ModelConfig, everybody: list[Contender], args: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(model: ModelConfig, everyone: list[Contender], args: argparse.Namespace) -> list[dict[str, Any]]:
     """One row for each batch and contender."""
-    speeds = {ranks: bandwidth(ranks) for ranks in {each.ranks for each in everybody}}
+    speeds = {ranks: bandwidth(ranks) for ranks in {each.ranks for each in everyone}}
     rows = []
     for batch in args.batches:
+        everybody = [each for each in everyone if each.batch in (None, batch)]
         prompts = torch.randint(1, model.vocab, (batch, args.prompt), generator=torch.Generator().manual_seed(batch))
         rates: dict[str, list[float]] = {each.name: [] for each in everybody}
         for each in everybody:
@@ -278,10 +286,11 @@ def measure(model: ModelConfig, everybody: list[Contender], args: argparse.Names
         for number in range(args.rounds):
             for each in everybody if number % 2 == 0 else everybody[::-1]:
                 rates[each.name].append(batch * (args.tokens - 1) / each.seconds(prompts, args.tokens))
-        cache = batch * (args.prompt + args.tokens / 2) * 2 * model.layers * model.kv_width * 2
+        numbers = batch * (args.prompt + args.tokens / 2) * 2 * model.layers * model.kv_width
         for each in everybody:
             median = statistics.median(rates[each.name])
             ratios = [a / b for a, b in zip(rates[each.name], rates[PLAIN], strict=True)]
+            cache = numbers * (4 if each.alone.startswith(FP32) else 2)
             alone = [a / b for a, b in zip(rates[each.name], rates[each.alone], strict=True)]
             rows.append({
                 "batch": batch, "contender": each.name, "tokens_per_s": median,
@@ -311,7 +320,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--prompt", type=int, default=64, help="tokens of each prompt")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)

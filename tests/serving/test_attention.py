@@ -34,7 +34,7 @@ def _exact(q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
 def test_every_row_sees_its_own_sequence(dtype, sequences, heads, scattered, seed) -> None:  # type: ignore[no-untyped-def]
     """sequences: (tokens, of which so many are in the cache already)."""
     generator = torch.Generator().manual_seed(seed)
-    cache = PagedCache(heads[1], PAGES * SIZE, WIDTH, dtype, CPU)
+    cache = PagedCache(heads[1], PAGES, SIZE, WIDTH, dtype, CPU)
     cache.tensor.fill_(torch.nan)  # what was never written must not count
     pages = torch.randperm(PAGES, generator=generator).tolist() if scattered else list(range(PAGES))
     chunks, content = [], []

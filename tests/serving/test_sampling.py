@@ -59,6 +59,20 @@ def test_greedy_takes_the_first_of_the_likeliest_and_tells_its_probability() -> 
     assert torch.allclose(logprobs, torch.log_softmax(logits.double(), -1).gather(1, tokens.long()[:, None])[:, 0])
 
 
+def test_probabilities_are_told_to_those_who_want_them() -> None:
+    logits = torch.tensor([[1.0, 3.0], [0.0, -1.0], [2.0, 0.5]]).log_softmax(-1)
+    tokens, logprobs = choose(logits, [Sampling(logprobs=False), Sampling(), Sampling(logprobs=False)], [0] * 3)
+    assert tokens.tolist() == [1, 0, 0] and logprobs.isnan().tolist() == [True, False, True]
+    assert math.isclose(logprobs[1], logits[1, 0], rel_tol=1e-6)
+
+
+@given(st.lists(st.lists(st.floats(-9, 9, width=16), min_size=3, max_size=3), min_size=1, max_size=4))
+def test_greedy_takes_the_greatest_in_bf16(rows: list[list[float]]) -> None:
+    logits = torch.tensor(rows).bfloat16()
+    tokens, _ = choose(logits, [Sampling(logprobs=False)] * len(rows), [0] * len(rows))
+    assert torch.equal(logits.gather(1, tokens.long()[:, None])[:, 0], logits.amax(-1))
+
+
 @given(st.integers(-(2**63), 2**63), st.integers(0, 10**6), st.integers(0, 5))
 def test_a_token_depends_on_its_own_request_alone(seed: int, place: int, others: int) -> None:
     assert 0 <= uniform(seed, place) < 1 and uniform(seed, place) == uniform(seed, place)

@@ -1,8 +1,13 @@
-"""Attention over a paged cache: what a turn's tokens see is gathered, or read where it is.
+"""Attention over a paged cache: what a turn's tokens see is gathered page by page, or read where it is.
 
 A block's cache is [2, kv heads, slots, head dim], keys and values; a page is `size` slots that follow each other, so
 that a sequence whose pages do, too, is a view of them. A turn's tokens come as one row of T tokens: single tokens of B
 sequences first, which are attended in one go, then chunks, one by one.
+
+Single tokens see whole pages, of which the end is masked: shapes then change with the pages and not with every token,
+and oneDNN need not compile its products anew in every turn. A masked key weighs nothing, and nothing times a number
+is nothing, but what was never written, or belonged to somebody else, may be no number: a page is cleared when a
+sequence begins it.
 """
 
 from __future__ import annotations
@@ -21,16 +26,17 @@ from shardwise.serving.scheduler import Chunk, Turn
 class Group:
     """Rows [first, last) of a turn that are attended together. rows: of queries in each sequence, B sequences.
 
-    start, length: the slots, where they follow each other; else `slots` [B * length] names them. mask: [B, 1, rows,
-    length], True where a query sees a key; None where it sees all of them. causal: rows see what was before them, and
-    there is nothing else.
+    length: of each sequence. start: the first of its slots, where they follow each other; else `pages` names those in
+    which they lie, equally many of each sequence. mask: [B, 1, rows, length], True where a query sees a key; None where
+    it sees all of them. causal: rows see what was before them, and there is nothing else.
     """
 
     first: int
     last: int
     length: int
+    sequences: int = 1
     start: int = -1
-    slots: Tensor | None = None
+    pages: Tensor | None = None
     mask: Tensor | None = None
     causal: bool = False
 
@@ -39,11 +45,13 @@ class Group:
 class Rows(Batch):
     """A turn as the decoder takes it: B = 1 sequence of T tokens. slots: [T], where their keys and values go.
 
-    wanted: rows whose logits are wanted; None for all.
+    begun: pages that are not full after the turn, and had nothing of their sequence before; None for none. wanted: rows
+    whose logits are wanted; None for all.
     """
 
     slots: Tensor = field(default_factory=lambda: torch.empty(0))
     groups: tuple[Group, ...] = ()
+    begun: Tensor | None = None
     wanted: Tensor | None = None
 
 
@@ -53,11 +61,14 @@ def rows_of(turn: Turn, size: int, device: torch.device, *, score: bool = False)
     positions: list[int] = []
     slots: list[int] = []
     wanted: list[int] = []
+    begun: list[int] = []
     for chunk in turn.chunks:
         sequence = chunk.sequence
         ids += sequence.tokens[chunk.start : chunk.stop]
         positions += range(chunk.start, chunk.stop)
         slots += [sequence.pages[p // size] * size + p % size for p in range(chunk.start, chunk.stop)]
+        if chunk.stop % size and chunk.stop - chunk.stop % size >= chunk.start:
+            begun.append(sequence.pages[chunk.stop // size])
         if chunk.wanted:
             wanted.append(len(ids) - 1)
     numbers = torch.tensor([ids, positions, slots], dtype=torch.int64, device=device)
@@ -65,6 +76,7 @@ def rows_of(turn: Turn, size: int, device: torch.device, *, score: bool = False)
     return Rows(
         numbers[0:1], numbers[1:2], numbers[1:2], None, numbers[1:2], numbers[1:2],
         slots=numbers[2], groups=tuple(_groups(turn, size, device)),
+        begun=torch.tensor(begun, dtype=torch.int64, device=device) if begun else None,
         wanted=None if every else torch.tensor(wanted, dtype=torch.int64, device=device),
     )  # fmt: skip
 
@@ -90,64 +102,62 @@ def _alone(chunk: Chunk, first: int, size: int, device: torch.device) -> Group:
     if rows > 1 and not causal:
         mask = torch.ones(rows, length, dtype=torch.bool, device=device).tril_(chunk.start)[None, None]
     if pages[-1] - pages[0] == len(pages) - 1 and pages == list(range(pages[0], pages[-1] + 1)):
-        return Group(first, first + rows, length, pages[0] * size, mask=mask, causal=causal)
-    slots = _slots([pages], size, device)[0, :length]
-    return Group(first, first + rows, length, slots=slots, mask=mask, causal=causal)
+        return Group(first, first + rows, length, start=pages[0] * size, mask=mask, causal=causal)
+    table = torch.tensor(pages, dtype=torch.int64, device=device)
+    return Group(first, first + rows, length, pages=table, mask=mask, causal=causal)
 
 
 def _together(chunks: list[Chunk], size: int, device: torch.device) -> Group:
-    """Single tokens of several sequences: each sees its own keys, and what pads them up to the longest is masked."""
+    """Single tokens of several sequences: each sees its own keys, and what fills its last page, and pages up to those
+    of the longest, is masked."""
     lengths = [chunk.stop for chunk in chunks]
-    longest = max(lengths)
-    pages = [chunk.sequence.pages[: -(-chunk.stop // size)] for chunk in chunks]
-    most = -(-longest // size)
-    # Padding must be keys that were written: what was never written may be no number.
-    slots = _slots([own + own[:1] * (most - len(own)) for own in pages], size, device)[:, :longest]
+    most = -(-max(lengths) // size)
+    table: list[int] = []
+    for chunk in chunks:
+        own = chunk.sequence.pages[: -(-chunk.stop // size)]
+        table += own + own[:1] * (most - len(own))
     mask = None
-    if min(lengths) < longest:
-        there = torch.arange(longest, device=device)[None] < torch.tensor(lengths, device=device)[:, None]
-        slots = torch.where(there, slots, slots[:, :1])
+    if min(lengths) < most * size:
+        there = torch.arange(most * size, device=device)[None] < torch.tensor(lengths, device=device)[:, None]
         mask = there[:, None, None]
-    return Group(0, len(chunks), longest, slots=slots.reshape(-1), mask=mask)
-
-
-def _slots(pages: list[list[int]], size: int, device: torch.device) -> Tensor:
-    """[B, pages * size]: the slots of equally many pages of each sequence."""
-    table = torch.tensor(pages, dtype=torch.int64, device=device)
-    return (table[:, :, None] * size + torch.arange(size, device=device)).flatten(1)
+    pages = torch.tensor(table, dtype=torch.int64, device=device)
+    return Group(0, len(chunks), most * size, sequences=len(chunks), pages=pages, mask=mask)
 
 
 class PagedCache:
-    """Keys and values of one block on one rank: [2, kv heads, slots, head dim]. heads: K, of keys as of values."""
+    """Keys and values of one block on one rank: [2, kv heads, slots, head dim]. heads: K, of keys as of values. size:
+    slots of a page."""
 
-    def __init__(self, heads: int, slots: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, heads: int, pages: int, size: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self.heads = heads
-        self.tensor = torch.empty(2, heads, slots, width, dtype=dtype, device=device)
+        self.tensor = torch.empty(2, heads, pages * size, width, dtype=dtype, device=device)
         self._rows = self.tensor.flatten(0, 1)
+        self._pages = self._rows.view(2 * heads, pages, size * width)
         self._cpu = device.type == "cpu"
 
     def attend(self, heads: Tensor, rows: Rows) -> Tensor:
         """Keep a turn's keys and values, and attend. heads: [T, H + 2 K, D], queries first; returns [T, H D]."""
+        if rows.begun is not None:
+            self._pages.index_fill_(1, rows.begun, 0)
         self._rows.index_copy_(1, rows.slots, heads[:, -2 * self.heads :].transpose(0, 1))
         q = heads[:, : -2 * self.heads]
         if len(rows.groups) == 1:
-            return self._group(q, rows.groups[0])
-        return torch.cat([self._group(q[g.first : g.last], g) for g in rows.groups])
+            return self._group(q, rows.groups[0], rows)
+        return torch.cat([self._group(q[g.first : g.last], g, rows) for g in rows.groups])
 
-    def _group(self, q: Tensor, group: Group) -> Tensor:
+    def _group(self, q: Tensor, group: Group, rows: Rows) -> Tensor:
         """q: [rows of all its sequences, H, D]; returns [rows, H D]."""
-        if group.slots is None:
+        if group.pages is None:
             kv = self.tensor[:, :, group.start : group.start + group.length]
         else:
-            kv = self._rows.index_select(1, group.slots).unflatten(0, (2, -1))
-        sequences = 1 if group.slots is None else len(group.slots) // group.length
-        if len(q) == sequences:
-            if sequences == 1:
-                return _one(q, kv)
-            if self._cpu:
-                return _several(q, kv.unflatten(2, (sequences, -1)), group.mask)
-        k, v = kv.unflatten(2, (sequences, -1)).transpose(1, 2)
-        q = q.unflatten(0, (sequences, -1)).transpose(1, 2)
+            kv = self._pages.index_select(1, group.pages)
+            kv = kv.view(2, self.heads, group.sequences, -1, q.shape[2])[:, :, :, : group.length]
+        if len(q) == 1:
+            return _one(q, kv.view(2, self.heads, -1, q.shape[2]))
+        if self._cpu and len(q) == group.sequences:
+            return _several(q, kv, rows)
+        k, v = kv.view(2, self.heads, group.sequences, -1, q.shape[2]).transpose(1, 2)
+        q = q.unflatten(0, (group.sequences, -1)).transpose(1, 2)
         if q.dtype == torch.bfloat16 and self._cpu:
             # torch's fused attention takes several times as long in bf16 as what is done here.
             out = _products(q, k, v, group.mask)
@@ -163,29 +173,30 @@ def _one(q: Tensor, kv: Tensor) -> Tensor:
 
     q: [1, H, D]; kv: [2, K, L, D]; returns [1, H D].
     """
-    grouped = q.view(1, kv.shape[1], -1, q.shape[2])
-    if q.dtype == torch.bfloat16 and q.device.type == "cpu":
-        # torch's fused attention takes several times as long in bf16 for few rows.
-        k, v = kv.float()
-        found = F.scaled_dot_product_attention(grouped.float(), k[None], v[None]).to(q.dtype)
-    else:
-        found = F.scaled_dot_product_attention(grouped, kv[:1], kv[1:])
-    return found.view(1, -1)
+    if q.device.type != "cpu":
+        grouped = q.view(1, kv.shape[1], -1, q.shape[2])
+        return F.scaled_dot_product_attention(grouped, kv[:1], kv[1:]).view(1, -1)
+    if q.dtype == torch.bfloat16:
+        # For so few rows oneDNN takes longer to begin with a product in bf16 than fp32 takes to end it.
+        return _one(q.float(), kv.float()).to(q.dtype)
+    (k, v), width = kv, q.shape[2]
+    scores = torch.bmm((q * width**-0.5).view(len(k), -1, width), k.transpose(1, 2))
+    return torch.bmm(torch.softmax(scores, -1), v).view(1, -1)
 
 
-def _several(q: Tensor, kv: Tensor, mask: Tensor | None) -> Tensor:
-    """One query of each of B sequences as products over all of them; softmax in fp32, or wider.
+def _several(q: Tensor, kv: Tensor, rows: Rows) -> Tensor:
+    """One query of each of the B sequences of a turn's first group as products over all of them. torch's softmax
+    computes in fp32, or wider.
 
-    q: [B, H, D]; kv: [2, K, B, L, D]; mask: [B, 1, 1, L], None where all is seen. Returns [B, H D].
+    q: [B, H, D]; kv: [2, K, B, L, D]; returns [B, H D].
     """
     k, v = kv
     grouped = (q * q.shape[2] ** -0.5).unflatten(1, (len(k), -1)).transpose(0, 1)
     scores = torch.matmul(grouped, k.transpose(2, 3))
+    mask = rows.groups[0].mask
     if mask is not None:
-        scores.masked_fill_(~mask[:, 0], -torch.inf)
-    wide = torch.float32 if q.dtype == torch.bfloat16 else q.dtype
-    weights = torch.softmax(scores, -1, dtype=wide).to(q.dtype)
-    return torch.matmul(weights, v).transpose(0, 1).flatten(1)
+        scores += rows.shared("unseen", lambda: torch.zeros_like(scores).masked_fill_(~mask[:, 0], -torch.inf))
+    return torch.matmul(torch.softmax(scores, -1), v).transpose(0, 1).flatten(1)
 
 
 _SCORES = 1 << 22

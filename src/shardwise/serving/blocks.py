@@ -105,15 +105,15 @@ def mlp_forward(mlp: MLP) -> Product:
     return lambda x: down(F.gelu(up(x), approximate=approximate))
 
 
-def rms_norm_forward(norm: RMSNorm) -> Product:
+def rms_norm_forward(norm: RMSNorm, stays: bool) -> Product:
     """On CPUs the layer norm of x beside -x, whose mean is 0 and whose variance is x's mean square: torch has one
-    kernel for that, and makes its own `rms_norm` of seven."""
-    eps = norm.eps
+    kernel for that, and makes its own `rms_norm` of seven. stays: the weight will not change."""
+    eps, width = norm.eps, len(norm.weight)
+    twice = torch.cat((norm.weight, norm.weight)).detach() if stays else None
 
     def mirrored(x: Tensor) -> Tensor:
-        width = x.shape[-1]
-        both = torch.layer_norm(torch.cat((x, x.neg()), -1), (2 * width,), None, None, eps)
-        return both[..., :width] * norm.weight
+        weight = torch.cat((norm.weight, norm.weight)) if twice is None else twice
+        return torch.layer_norm(torch.cat((x, x.neg()), -1), (2 * width,), weight, None, eps)[..., :width]
 
     def plain(x: Tensor) -> Tensor:
         return F.rms_norm(x, norm.weight.shape, norm.weight, eps)

@@ -46,9 +46,9 @@ class Generator:
         self.stage = next(iter(plan.stages))
         self._saved = 0
         """Bytes that weights take less than in their flat buffers."""
-        heads, slots = kv_heads_held(job.model, job.layout.tp), job.pages * job.page
+        heads, width = kv_heads_held(job.model, job.layout.tp), job.model.head_dim
         self.caches = {
-            part: PagedCache(heads, slots, job.model.head_dim, self.dtype, device) for part in plan.blocks(self.stage)
+            part: PagedCache(heads, job.pages, job.page, width, self.dtype, device) for part in plan.blocks(self.stage)
         }
         if plan.layout.stage < 3:
             for unit in self.engine.units.values():
@@ -129,13 +129,16 @@ class Generator:
     def forward(self, turn: Turn, rows: Rows, x: Tensor | None = None) -> Tensor:
         """A turn through this rank's stage: from what the stage before has sent to what the next one takes, [1, T,
         hidden]; on the last stage to the logits that are wanted, [B, vocab]."""
-        if self.plan.layout.pp == 1:
+        gathers = self.plan.layout.stage == 3
+        if gathers:
             self.engine.begin_turn("prefill" if turn.prefill else "decode")
+        self.comms.pulse.work("the forward pass")
         for part in self.plan.stages[self.stage]:
-            self.engine.visit("forward", part)
+            if gathers:
+                self.engine.visit("forward", part)
             if part == "head" and rows.wanted is not None and not len(rows.wanted):
                 return torch.empty(0, self.plan.model.vocab, dtype=self.dtype, device=self.device)
-            x = self.stages.parts[part](x, rows)
+            x = self.stages.parts[part].forward(x, rows)
         assert x is not None
         return x
 

@@ -22,6 +22,7 @@ from shardwise.decoder.modules import Linear, Linears, Lookup, RMSNorm, TiedLine
 from shardwise.layout.placement import kind_of
 from shardwise.layout.units import UnitPlan
 from shardwise.runtime.comms import Comms
+from shardwise.runtime.joined import end_to_end
 from shardwise.runtime.tensor_parallel import vocabulary_range
 from shardwise.serving.attention import PagedCache, Rows
 from shardwise.serving.blocks import (
@@ -51,7 +52,7 @@ def apply_generation(
     saved = 0
     for name, child in reversed(list(module.named_modules(prefix=part))):
         saved += _swap(child, name, part, plan, comms, keep)
-        _fuse(child, cache)
+        _fuse(child, cache, stays=keep.copies)
     if part == "head":
         swap_forward(module, partial(_head, decoder.head, plan, comms))
     return saved
@@ -81,10 +82,10 @@ def _swap(module: nn.Module, name: str, unit: str, plan: UnitPlan, comms: Comms,
     return 0
 
 
-def _fuse(module: nn.Module, cache: PagedCache | None) -> None:
-    """What is more than one map, over the forwards that its parts have got."""
+def _fuse(module: nn.Module, cache: PagedCache | None, *, stays: bool) -> None:
+    """What is more than one map, over the forwards that its parts have got. stays: its weights will not change."""
     if isinstance(module, RMSNorm):
-        swap_forward(module, rms_norm_forward(module))
+        swap_forward(module, rms_norm_forward(module, stays))
     elif isinstance(module, Attention):
         assert cache is not None
         swap_forward(module, attention_forward(module, cache))
@@ -161,17 +162,3 @@ def _head(head: Head, plan: UnitPlan, comms: Comms, x: Tensor, batch: Batch) -> 
     if plan.layout.tp > 1:
         logits = comms.gather_dim(logits, 1, "tp", LOGITS)[:, : plan.model.vocab]
     return logits
-
-
-def end_to_end(tensors: Sequence[Tensor]) -> Tensor | None:
-    """One tensor on the memory of several that lie one behind the other; None where they do not."""
-    first = tensors[0]
-    at = first.data_ptr()
-    for tensor in tensors:
-        if tensor.data_ptr() != at or tensor.shape[1:] != first.shape[1:] or not tensor.is_contiguous():
-            return None
-        at += tensor.numel() * tensor.element_size()
-    shape = (sum(len(tensor) for tensor in tensors), *first.shape[1:])
-    own = torch.empty(0, dtype=first.dtype, device=first.device)
-    own.set_(first.untyped_storage(), first.storage_offset(), shape, first.stride())
-    return own

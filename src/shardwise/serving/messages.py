@@ -19,7 +19,8 @@ class Sampling:
     temperature: 0 takes the likeliest token. top_k: choose among so many likeliest, 0 for all. top_p: among the
     likeliest whose probabilities add up to this much (Holtzman et al. 2020). seed: of the request's own random numbers;
     equal seeds give equal tokens, whatever else is being served and under any layout. stop_tokens: ids after which
-    nothing follows (they are given out, too). Raises `UserError` for values outside their range.
+    nothing follows (they are given out, too). logprobs: whether the probabilities of chosen tokens are wanted, which
+    takes a pass over all others'. Raises `UserError` for values outside their range.
     """
 
     max_tokens: int = 16
@@ -28,6 +29,7 @@ class Sampling:
     top_p: float = 1.0
     seed: int = 0
     stop_tokens: tuple[int, ...] = ()
+    logprobs: bool = True
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -63,7 +65,8 @@ class Drain:
 
 @dataclass(frozen=True)
 class Token:
-    """The next token of a request. logprob: natural logarithm of its probability before any temperature or cut."""
+    """The next token of a request. logprob: natural logarithm of its probability before any temperature or cut; NaN
+    where it is not wanted."""
 
     id: int
     token: int

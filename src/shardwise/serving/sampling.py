@@ -14,24 +14,35 @@ _FEW = 512
 
 
 def choose(logits: Tensor, samplings: list[Sampling], places: list[int]) -> tuple[Tensor, Tensor]:
-    """(tokens [B], logarithms of their probabilities [B]), both float64 and on the CPU.
+    """(tokens [B], logarithms of their probabilities [B], NaN where they are not wanted), both float64 and on the CPU.
 
     logits: [B, vocab]. places: how many tokens precede each in its sequence.
     """
-    wide = logits.float() if logits.dtype != torch.float64 else logits
-    tokens = _greatest(wide)
+    tokens = _greatest(logits)
     for row, (sampling, place) in enumerate(zip(samplings, places, strict=True)):
         if sampling.temperature > 0:
-            tokens[row] = _draw(wide[row], sampling, uniform(sampling.seed, place))
-    logprobs = torch.log_softmax(wide, -1).gather(1, tokens[:, None])[:, 0]
-    return tokens.double().cpu(), logprobs.double().cpu()
+            tokens[row] = _draw(logits[row], sampling, uniform(sampling.seed, place))
+    logprobs = torch.full((len(samplings),), torch.nan, dtype=torch.float64)
+    if wanted := [row for row, sampling in enumerate(samplings) if sampling.logprobs]:
+        asked = logits if len(wanted) == len(samplings) else logits[wanted]
+        wide = torch.log_softmax(asked, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
+        logprobs[wanted] = wide.gather(1, tokens[wanted, None])[:, 0].double().cpu()
+    return tokens.double().cpu(), logprobs
 
 
 def _greatest(logits: Tensor) -> Tensor:
     """The first greatest of each row. On CPUs numpy's takes a tenth of the time of torch's."""
     if logits.device.type != "cpu":
         return logits.argmax(-1)
-    return torch.from_numpy(logits.numpy().argmax(-1))
+    if logits.dtype != torch.bfloat16:
+        return torch.from_numpy(logits.numpy().argmax(-1))
+    # numpy knows no bfloat16. Numbers from zero on are in the order of their bits, and above all others.
+    bits = logits.view(torch.int16).numpy()
+    tokens = bits.argmax(-1)
+    for row, token in enumerate(tokens):
+        if bits[row, token] < 0:
+            tokens[row] = logits[row].float().numpy().argmax()
+    return torch.from_numpy(tokens)
 
 
 def uniform(seed: int, place: int) -> float:

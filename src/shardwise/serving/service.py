@@ -34,7 +34,7 @@ PRIMITIVES, _KEPT = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"), 1
 """How many products of different shapes stay compiled, in oneDNN's own cache and in that of torch's layer above it
 (ideep), which holds on to what the first one lets go. As many are possible as numbers of tokens in a turn, each takes
 0.3 MB, and the 1,024 that both keep by themselves fill a rank's memory. A user's own setting counts."""
-TUNABLES = "GLIBC_TUNABLES"
+TUNABLES, MEMORY = "GLIBC_TUNABLES", "glibc.malloc.hugetlb=1:glibc.malloc.mxfast=0:glibc.malloc.tcache_count=200"
 _PATIENCE = 1.0
 """Seconds that ranks get to end when the service is closed."""
 _LONGEST = 100
@@ -114,7 +114,7 @@ class Service:
                 rank0_stdout=2,
                 patience=_PATIENCE,
                 hang=self.job.hang,
-                env={name: os.environ.get(name, str(_KEPT)) for name in PRIMITIVES} | _large_pages(),
+                env={name: os.environ.get(name, str(_KEPT)) for name in PRIMITIVES} | _memory(),
                 stop=self._stop,
             )
         except UserError as error:
@@ -244,10 +244,11 @@ class Service:
             sink(answer)  # type: ignore[arg-type]
 
 
-def _large_pages() -> dict[str, str]:
-    """Have glibc ask for pages of 2 MB, unless the user has settings of his own. A token reads all weights, and
-    with pages of 4 kB looking up where they are takes its time (docs/generation.md)."""
-    return {} if TUNABLES in os.environ else {TUNABLES: "glibc.malloc.hugetlb=1"}
+def _memory() -> dict[str, str]:
+    """Have glibc ask for pages of 2 MB, and keep small blocks at hand, unless the user has settings of his own. A token
+    reads all weights, and with pages of 4 kB looking up where they are takes its time; and every operation asks for
+    some dozens of small blocks (docs/generation.md)."""
+    return {} if TUNABLES in os.environ else {TUNABLES: MEMORY}
 
 
 def _private_folder() -> Path:

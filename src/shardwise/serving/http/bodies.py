@@ -181,6 +181,7 @@ class Wanted:
         stop, options = body["stop"], body["stream_options"] or {}
         seed = secrets.randbelow(_SEEDS) if body["seed"] is None else body["seed"] % _SEEDS
         longest = body.get("max_completion_tokens")
+        logprobs = body["logprobs"] is True or (body["logprobs"] == 0 and body["logprobs"] is not False)
         return cls(
             max_tokens=body["max_tokens"] if longest is None else longest,
             usual=_COMPLETION_TOKENS if "prompt" in body else None,
@@ -189,12 +190,13 @@ class Wanted:
                 top_k=body["top_k"],
                 top_p=float(body["top_p"]),
                 seed=seed,
+                logprobs=logprobs,
             ),
             n=body["n"],
             stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
             stream=body["stream"],
             include_usage=bool(options.get("include_usage")),
-            logprobs=body["logprobs"] is True or (body["logprobs"] == 0 and body["logprobs"] is not False),
+            logprobs=logprobs,
         )
 
     def sampling_of(self, choice: int, max_tokens: int, stop_tokens: tuple[int, ...]) -> Sampling:
