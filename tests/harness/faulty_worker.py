@@ -22,8 +22,7 @@ Fault = dict[str, Any]
 
 
 def main(fault: Fault, argv: list[str]) -> int:
-    from shardwise.decoder import attention
-    from shardwise.runtime import batches, checkpointing, engine, optimizer
+    from shardwise.runtime import batches, blocks, checkpointing, engine, optimizer
     from shardwise.runtime.job import pulse, worker
 
     (Path(fault["pids"]) / str(os.getpid())).touch()
@@ -49,7 +48,7 @@ def main(fault: Fault, argv: list[str]) -> int:
     before(pulse.Pulse, "step", note)
     places: dict[str, tuple[Any, str]] = {
         "data": (batches.Batches, "step"),
-        "forward": (attention.Attention, "forward"),
+        "forward": (blocks, "rms_norm"),
         "backward": (engine.Engine, "finish_backward"),
         "optimizer": (optimizer.Optimizer, "_update"),
         "save": (checkpointing, "write_part"),

@@ -135,7 +135,7 @@ class Patience:
 
     SPINS = 2000
     YIELDS_S = 0.002
-    NAP_S, LONGEST_NAP_S = 50e-6, 1e-3
+    NAP_S, LONGEST_NAP_S = 50e-6, 5e-3
     LOOKS_EVERY_S = 0.02
 
     def __init__(self, ranks: int, cores: int, timeout: float) -> None:
