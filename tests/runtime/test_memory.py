@@ -69,7 +69,9 @@ def test_what_recompute_saves_and_costs(attention: str) -> None:
             (attention, recompute, f"{held.saved:,}", f"{held.total:,}", f"{predicted.total:,}",
              f"{max(r.seconds for r in ranks):.4f}"),
         )  # fmt: skip
-    assert saved["none"] > saved["selective"] > saved["full"] > saved["input"]
+    # Fused attention of short sequences saves nothing that the rest of the block does not.
+    assert saved["none"] > saved["selective"] if attention == "math" else saved["none"] == saved["selective"]
+    assert saved["selective"] > saved["full"] > saved["input"]
 
 
 def blank(model: ModelConfig) -> Outcome:

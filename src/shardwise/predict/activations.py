@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from shardwise.layout.placement import kv_heads_held, width_held
 from shardwise.layout.units import UnitPlan
+from shardwise.model.chunking import LONGEST_SHORT, SHORTEST
 from shardwise.report.step_report import DTYPE_BYTES
 
 
@@ -85,10 +86,17 @@ def _attention_core(plan: UnitPlan, s: Sizes) -> Items:
     if plan.layout.recompute == "selective":
         return {}
     if plan.layout.attention == "sdpa":
-        return {"log-sum-exp": s.tokens * s.heads * s.statistic}
+        return {} if takes_products(plan) else {"log-sum-exp": s.tokens * s.heads * s.statistic}
     square = s.tokens * s.heads * s.seq * s.element
     copies = {"probabilities": square}
     return copies | ({"dropped probabilities": square} if plan.model.attention_dropout else {})
+
+
+def takes_products(plan: UnitPlan) -> bool:
+    """Whether fused attention is that of `runtime/attention.py`: on CPUs, where sequences are short."""
+    layout, longest = plan.layout, LONGEST_SHORT.get(plan.layout.dtype, 0)
+    short = SHORTEST <= plan.workload.seq <= longest and plan.backend != "nccl"
+    return short and layout.compile != "block" and not plan.workload.isolate_documents
 
 
 def saved_items(plan: UnitPlan, s: Sizes, part: str) -> Items:

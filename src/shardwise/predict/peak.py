@@ -9,7 +9,7 @@ makes and frees tensors in the decoder, and the engine its buffers.
 from __future__ import annotations
 
 from shardwise.layout.units import UnitPlan
-from shardwise.model.chunking import ATTENTION_ROWS, LONGEST_SHORT, SHORTEST, dropout_chunk, loss_chunk, optimizer_chunk
+from shardwise.model.chunking import ATTENTION_ROWS, dropout_chunk, loss_chunk, optimizer_chunk
 from shardwise.predict.activations import (
     Sizes,
     block_items,
@@ -18,6 +18,7 @@ from shardwise.predict.activations import (
     saved_bytes,
     saved_items,
     saved_mask,
+    takes_products,
 )
 from shardwise.predict.buffers import When, held_through_step, wide_chunk
 
@@ -96,8 +97,8 @@ def tables(plan: UnitPlan, s: Sizes) -> int:
     shared = 2 * s.tokens * rotated * s.element + mask_bytes(plan, s) - saved_mask(plan, s)
     if plan.layout.attention == "math" and not plan.workload.isolate_documents:
         shared += s.seq * s.seq * s.element
-    if plan.layout.attention == "sdpa" and s.element == 4 and takes_products(plan):
-        shared += s.seq * s.seq * s.element
+    if plan.layout.attention == "sdpa" and takes_products(plan):
+        shared += 4 * min(s.seq, ATTENTION_ROWS) ** 2
     return shared
 
 
@@ -190,7 +191,7 @@ def _mlp_backward(plan: UnitPlan, s: Sizes) -> int:
 def _core_backward(plan: UnitPlan, s: Sizes) -> int:
     """Explicit attention: the gradients of probabilities and scores, when the feed-forward's tensors are gone."""
     if plan.layout.attention == "sdpa":
-        return _short_backward(plan, s) if plan.backend != "nccl" and takes_products(plan) else 0
+        return _short_backward(plan, s) if takes_products(plan) else 0
     square = s.tokens * s.heads * s.seq * s.element
     dropped = bool(plan.model.attention_dropout)
     selective = plan.layout.recompute == "selective"
@@ -199,14 +200,6 @@ def _core_backward(plan: UnitPlan, s: Sizes) -> int:
     again = 2 * s.tokens * (s.q + s.kv) * s.element if selective else 0
     hashed = _dropout(plan, s.tokens * s.heads * s.seq) + 2 * 8 * s.tokens * s.heads if dropped else 0
     return copies * square + again + hashed - _mlp_items(plan, s) - s.stream * s.hidden * s.element
-
-
-def takes_products(plan: UnitPlan) -> bool:
-    """Whether fused attention has the backward of `runtime/attention.py`, where ranks compute on CPUs."""
-    layout, longest = plan.layout, LONGEST_SHORT.get(plan.layout.dtype, 0)
-    return (
-        SHORTEST <= plan.workload.seq <= longest and layout.compile != "block" and not plan.workload.isolate_documents
-    )
 
 
 def _short_backward(plan: UnitPlan, s: Sizes) -> int:
