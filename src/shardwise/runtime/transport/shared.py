@@ -281,8 +281,9 @@ class Quick:
         self._views: dict[tuple[int, int, torch.dtype], list[Tensor]] = {}
 
     def sums(self, tensor: Tensor) -> bool:
-        """Whether a tensor is small enough to be summed here; ranks that have equal ones agree."""
-        return (self.ranks - 1) * tensor.nbytes < TWO_SHOT_FROM
+        """Whether a tensor is small enough to be summed here; ranks that have equal ones agree. It may be larger than
+        what a flight does in one shot: starting a flight takes longer than reading some kilobytes twice."""
+        return tensor.nbytes <= AREA
 
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None:
         """Sum, or maximum, over the ranks, in place; on every rank the same bits. tensor: contiguous."""
