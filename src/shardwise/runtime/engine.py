@@ -40,7 +40,7 @@ from shardwise.model.parameters import Parameter
 from shardwise.runtime.buffers import Buffer, Share, Tally
 from shardwise.runtime.comms import Comms, Waiting
 from shardwise.runtime.gradients import Place, WeightGradients, give_place
-from shardwise.runtime.transport.adding import Target, add_up
+from shardwise.runtime.transport.adding import Target
 
 Values = Callable[[Parameter, Tensor], Tensor]
 """(parameter, row-major global positions) -> float64 values: where initial weights come from."""
@@ -166,7 +166,11 @@ class FlatUnit:
 
     def add_gradients(self, piece: Tensor) -> None:
         """Accumulate one micro-batch's gradient."""
-        add_up([piece], self.accumulator(), None)
+        into, adds = self.accumulator()
+        if adds:
+            into.add_(piece)
+        else:
+            into.copy_(piece)
 
 
 def local_values(placed: Placed, start: int, stop: int, values: Values, device: torch.device) -> Tensor:
