@@ -41,7 +41,7 @@ from shardwise.model import ModelConfig
 from shardwise.model.parameters import count_parts
 from shardwise.serving.job import ServingJob, weights_in
 from shardwise.serving.messages import Finished, Sampling, Token
-from shardwise.serving.products import Int8, MakeProduct, Packed, Plain
+from shardwise.serving.products import MakeProduct, Packed, Plain, int8
 from shardwise.serving.service import MEMORY, TUNABLES, Service
 
 PLAIN, BF16, INT8, FP32, LLAMA = "transformers", "bf16", "int8", "fp32", "llama.cpp"
@@ -236,7 +236,7 @@ def multiplying(model: ModelConfig, kind: str, ranks: int) -> Work:
     """The products of one rank's tokens."""
     dtype = torch.float32 if kind == FP32 else torch.bfloat16
     plain: MakeProduct = Packed() if Packed.serves(dtype, torch.device("cpu")) else Plain()
-    keep = Int8() if kind == INT8 else plain
+    keep = int8(dtype, torch.device("cpu")) if kind == INT8 else plain
     hidden, ffn = model.hidden, model.ffn // ranks
     shapes = [((model.q_width + 2 * model.kv_width) // ranks, hidden), (hidden, model.q_width // ranks)]
     shapes += [(2 * ffn, hidden), (hidden, ffn)]

@@ -46,7 +46,7 @@ def test_int8_keeps_a_byte_a_weight_of_the_blocks_matrices():
     plan = plan_of(MODEL, Layout())
     matrices = [p for u in plan.units for p in u.placed if p.name.startswith("blocks.") and len(p.shape) == 2]
     saved = weight_bytes(plan) - weight_bytes(plan, int8=True)
-    assert saved == sum(p.numel - 2 * p.shape[0] for p in matrices)
+    assert saved == sum(p.numel - 4 * p.shape[0] for p in matrices)
     with pytest.raises(UserError, match="zero=0 with int8"):
         fit("dp=2,zero=3", Served(64, int8=True))
 

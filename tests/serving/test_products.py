@@ -16,7 +16,7 @@ from harness.pool import run_ranks
 from shardwise.layout import Layout
 from shardwise.serving.job import ServingJob, weights_in
 from shardwise.serving.messages import Asked, Request, Sampling, Token
-from shardwise.serving.products import Int8, Packed, Plain, quantise
+from shardwise.serving.products import Bytes, Int8, Packed, Plain, quantise
 
 CPU = torch.device("cpu")
 
@@ -38,6 +38,39 @@ def test_products_are_those_of_the_matrix(dtype: torch.dtype, rows: int, bias: b
     rounded = numbers.double() * scales.double()[:, None]
     exact = F.linear(x.double(), rounded, None if offset is None else offset.double())
     assert float((Int8()(weight, offset)(x).double() - exact).abs().max()) < 2 * close
+
+
+@pytest.mark.skipif(not Bytes.serves(torch.bfloat16, CPU), reason="this CPU has no instructions for bytes")
+@pytest.mark.parametrize("rows", [1, 2, 64, 65, 130])
+@pytest.mark.parametrize(("outputs", "inputs"), [(53, 72), (1, 3), (130, 257)])
+def test_products_of_bytes_lose_nothing_that_bf16_keeps(rows: int, outputs: int, inputs: int) -> None:
+    """Rows of very different sizes, none of which depends on the others, to within bf16's rounding of the result and
+    16 bits of a row's largest number."""
+    generator = torch.Generator().manual_seed(rows)
+    weight, x = (torch.randn(n, inputs, generator=generator).bfloat16() for n in (outputs, rows))
+    x *= torch.logspace(-9, 9, rows)[:, None].bfloat16()
+    numbers, scales = quantise(weight)
+    rounded = numbers.double() * scales.double()[:, None]
+    exact = x.double() @ rounded.t()
+    product = Bytes()(weight, None)
+    y = product(x)
+    assert y.dtype == torch.bfloat16
+    step = x.double().abs().amax(1, keepdim=True) / 32600 / 2
+    assert bool(((y.double() - exact).abs() <= exact.abs() / 250 + step * rounded.abs().sum(1)).all())
+    apart = torch.cat([product(x[n : n + 2]) for n in range(0, rows, 2)])
+    assert bool(((y - apart).abs() <= y.abs() / 64 + step).all())
+
+
+@pytest.mark.skipif(not Bytes.serves(torch.bfloat16, CPU), reason="this CPU has no instructions for bytes")
+@pytest.mark.parametrize("rows", [1, 3])
+def test_products_of_bytes_pass_on_what_is_no_number(rows: int) -> None:
+    product = Bytes()(torch.randn(5, 8).bfloat16(), None)
+    assert not product(torch.zeros(rows, 8).bfloat16()).any()
+    for bad in (float("nan"), float("inf")):
+        x = torch.ones(rows, 8).bfloat16()
+        x[0, 3] = bad
+        y = product(x)
+        assert not y[0].isfinite().any() and bool(y[1:].isfinite().all())
 
 
 def test_eight_bits_are_the_nearest() -> None:

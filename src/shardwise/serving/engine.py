@@ -27,7 +27,7 @@ from shardwise.runtime.transport.shared import flat_array
 from shardwise.serving.attention import PagedCache, Rows, rows_of
 from shardwise.serving.job import ServingJob, Weights
 from shardwise.serving.maps import apply_generation
-from shardwise.serving.products import Int8, MakeProduct, Packed, Plain
+from shardwise.serving.products import MakeProduct, Packed, Plain, int8
 from shardwise.serving.scheduler import Turn
 
 Progress = Callable[[int, int], object]
@@ -118,7 +118,7 @@ class Generator:
         if table or self.plan.layout.stage == 3:
             return Plain()
         if self.job.quantize == "int8" and part != "head":
-            return Int8()
+            return int8(self.dtype, self.device)
         return Packed() if Packed.serves(self.dtype, self.device) else Plain()
 
     def rows(self, turn: Turn, *, score: bool = False) -> Rows:

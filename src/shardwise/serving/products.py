@@ -1,7 +1,7 @@
 """Products with a matrix that stays: as it was read, laid out anew for the processor, or in 8 bits.
 
 A token's arithmetic is reading weights. On CPUs oneDNN reads a matrix that it has laid out itself about twice as fast
-as a row-major one, in bf16 as in fp32 and for few rows as for many.
+as a row-major one, in bf16, fp32 and 8 bits, and for few rows as for many.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise.predict.generation.fit import BYTE_ROWS, SCALE_BYTES
+
 _ROWS = 8
 """Rows for which oneDNN lays a matrix out; what it chooses for these does well from 1 to 256."""
 _FEW = 32
@@ -20,6 +22,13 @@ _FEW = 32
 
 _VECTOR = 32
 """Numbers that are multiplied at a time."""
+
+_LARGEST = 32600
+"""What the largest activation of a row becomes: both bytes of every whole number up to it are then in their range."""
+_CENTRE = torch.tensor([128.0 * 257 + 0.5])
+"""Added to whole numbers of both signs: each byte is 128 larger, and cutting off rounds."""
+_SIGNED = torch.zeros(1, dtype=torch.int32)
+"""The zero point of weights."""
 
 Product = Callable[[Tensor], Tensor]
 """x [..., in] -> x W^T + b [..., out]."""
@@ -69,8 +78,13 @@ class Packed:
         return weight.nbytes
 
 
+def int8(dtype: torch.dtype, device: torch.device) -> MakeProduct:
+    """8 bits a number, and one scale for each row (output)."""
+    return Bytes() if Bytes.serves(dtype, device) else Int8()
+
+
 class Int8:
-    """8 bits a number, and one scale for each row (output): weights alone are rounded, activations are not."""
+    """8-bit matrices by torch's product for them: weights alone are rounded, activations are not."""
 
     copies = True
 
@@ -95,6 +109,57 @@ class Int8:
 
     def nbytes(self, weight: Tensor) -> int:
         return weight.numel() + len(weight) * weight.element_size()
+
+
+class Bytes:
+    """8-bit matrices by oneDNN's product of bytes, for which CPUs have instructions (VNNI): with one row as fast as
+    torch's, with eight twice as fast.
+
+    A row of activations becomes m / 32600 (256 high + low), m its largest magnitude, and high and low are two rows of
+    one product, so that the matrix is read once. To a row's large numbers 16 bits are more than bf16's own 8.
+    """
+
+    copies = True
+
+    @staticmethod
+    def serves(dtype: torch.dtype, device: torch.device) -> bool:
+        if device.type != "cpu" or dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
+            return False
+        return torch.cpu._is_vnni_supported()
+
+    def __call__(self, weight: Tensor, bias: Tensor | None) -> Product:
+        numbers, scales = quantise(weight)
+        packed, scales = torch.ops.onednn.qlinear_prepack(numbers, None), scales.float() / _LARGEST
+        linear = torch.ops.onednn.qlinear_pointwise.default
+
+        def some(rows: Tensor) -> Tensor:
+            """rows: [n, in] -> [n, out]."""
+            largest: Tensor | float
+            if alone := len(rows) == 1:  # takes fewer operators
+                largest = float(rows.abs().max())
+                whole = torch.add(_CENTRE, rows, alpha=_LARGEST / largest if largest else 0.0)
+            else:
+                largest = rows.abs().amax(1, keepdim=True).float()
+                whole = torch.mul(rows, _LARGEST / largest).add_(_CENTRE)
+            whole = whole.to(torch.int32)
+            halves = torch.cat((whole, whole >> 8)).to(torch.uint8)
+            scale = largest if alone else 1.0
+            y = linear(halves, scale, 128, packed, scales, _SIGNED, None, 1.0, 0, torch.float32, "none", [], "")
+            low, high = y.chunk(2)
+            y = low.add_(high, alpha=256)
+            return (y if alone else y.mul_(largest)).to(rows.dtype)
+
+        def product(x: Tensor) -> Tensor:
+            rows = x.reshape(-1, x.shape[-1])
+            y = some(rows) if len(rows) <= BYTE_ROWS else torch.cat([some(part) for part in rows.split(BYTE_ROWS)])
+            if bias is not None:
+                y += bias
+            return y.view(*x.shape[:-1], -1)
+
+        return product
+
+    def nbytes(self, weight: Tensor) -> int:
+        return weight.numel() + SCALE_BYTES * len(weight)
 
 
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -24,6 +24,11 @@ from shardwise.report.units import format_bytes
 PAGE, CHUNK = 16, 256
 """Tokens of a page of the cache, and of prompts in a turn, where nobody says otherwise."""
 
+SCALE_BYTES = 4
+"""Of the scale of a row of an 8-bit matrix."""
+BYTE_ROWS = 64
+"""Rows of activations that are multiplied with an 8-bit matrix at a time."""
+
 MOST = 1 << 20
 """Sequences beyond which nobody asks for more."""
 
@@ -175,14 +180,15 @@ def room_on(cluster: Cluster) -> float | None:
 
 def weight_bytes(plan: UnitPlan, int8: bool = False) -> int:
     """Weights of a rank as they stay: in the layout's precision, at stage 3 its interval of each unit; with int8, the
-    blocks' matrices in 8 bits and a scale in that precision for each of their rows."""
+    blocks' matrices in 8 bits and a scale for each of their rows, in fp32 (half of that where 16 bits are multiplied
+    without the CPU's instructions for bytes)."""
     width = DTYPE_BYTES[plan.layout.dtype]
     if plan.layout.stage == 3:
         return sum(unit.shard_numel for unit in plan.units) * width
     if not int8:
         return sum(unit.padded for unit in plan.units) * width
     return sum(
-        placed.numel + width * placed.shape[0] if is_matrix_of_block(placed) else placed.numel * width
+        placed.numel + SCALE_BYTES * placed.shape[0] if is_matrix_of_block(placed) else placed.numel * width
         for unit in plan.units
         for placed in unit.placed
     )
@@ -226,7 +232,8 @@ _INDEX = 16
 def passing_bytes(plan: UnitPlan, served: Served) -> int:
     """A turn's widest moment: residual stream, its normed copy and what the feed-forward opens up to, or queries, keys,
     values and their output, and a copy of one block's cache with its mask, where pages do not follow each other; or the
-    logits of every sequence, gathered, and again in fp32."""
+    logits of every sequence, gathered, and again in fp32. With int8 also some rows of activations in bytes and of sums
+    in 32 bits, or, without instructions for bytes, the matrix in full."""
     model, tp = plan.model, plan.layout.tp
     width, tokens = DTYPE_BYTES[plan.layout.dtype], served.chunk + served.batch
     opened = tokens * (3 if model.gated else 2) * width_held(model.ffn, tp) * width
@@ -235,7 +242,15 @@ def passing_bytes(plan: UnitPlan, served: Served) -> int:
     copied = served.pages * served.page * (2 * heads * model.head_dim * width + _INDEX) + served.chunk * served.context
     block = tokens * 3 * model.hidden * width + max(opened, attended + copied)
     logits = served.batch * padded_vocab(plan) * (2 * width + 4) if "head" in plan.parts else 0
-    return max(block, logits)
+    return max(block + (_bytes_multiplied(plan, tokens) if served.int8 else 0), logits)
+
+
+def _bytes_multiplied(plan: UnitPlan, tokens: int) -> int:
+    model, tp = plan.model, plan.layout.tp
+    ffn, attended = width_held(model.ffn, tp), model.heads // tp * model.head_dim
+    columns = max(model.hidden, ffn, attended)
+    rows = max(model.hidden, ffn * (2 if model.gated else 1), attended + 2 * kv_heads_held(model, tp) * model.head_dim)
+    return max(min(tokens, BYTE_ROWS) * (16 * columns + 10 * rows), columns * rows * DTYPE_BYTES[plan.layout.dtype])
 
 
 def _longest(plan: UnitPlan, served: Served, room: float) -> int:
