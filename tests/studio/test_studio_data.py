@@ -135,6 +135,9 @@ def test_the_plan_is_the_searchs() -> None:
     for i, seconds in enumerate(ranked["step"]):
         assert sum(parts[name][i] for name in parts if name != "layout") == pytest.approx(seconds)
     assert len(view.tables["alternatives"].columns["instead"]) == len(found["alternatives"])
+    assert view.more["not_runnable"] == found["ranked"][0]["not_runnable"]
+    fixed = plan.data({"model": "llama-3-8b", "cluster": "8xH100", "seq": "4096", "batch": "64", "fix": "cp=2"})
+    assert fixed.more["not_runnable"].startswith("not runnable by `train` yet: context parallelism")
 
 
 def test_every_scored_run_is_a_dot() -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.models import add_model, model_of
@@ -20,6 +21,7 @@ from shardwise.cli.output import print_json, progress, show
 from shardwise.errors import UserError
 
 if TYPE_CHECKING:
+    from shardwise.layout import Layout, Workload
     from shardwise.predict.search.goals import Power
     from shardwise.predict.search.space import Space
 
@@ -229,12 +231,14 @@ def _answer(args: argparse.Namespace, space: Space, usable: float) -> dict[str, 
         if not 0 < args.deadline < float("inf"):
             raise UserError("--deadline must be a positive number of days")
         tokens, deadline = tokens_of(args.tokens), args.deadline * goals.DAY
-        return _told(goals.cheapest_cluster(space, usable, tokens, deadline, args.price, _power(args), progress))
+        run = goals.cheapest_cluster(space, usable, tokens, deadline, args.price, _power(args), progress)
+        return _told(run) | _refusal(space, run.one.layout)
     if args.find == "model":
         return {"model": goals.largest_model(space, usable).name, "cluster": str(space.cluster)}
     if args.find == "sequence":
         seq, found = goals.longest_sequence(space, usable)
-        return {"seq": seq, "layout": str(found.layout), "bytes": round(found.nbytes), "cluster": str(space.cluster)}
+        told = {"seq": seq, "layout": str(found.layout), "bytes": round(found.nbytes), "cluster": str(space.cluster)}
+        return told | _refusal(space, found.layout, replace(space.workload, seq=seq))
     if args.find == "batch":
         return _batch(space, usable)
     sizes = goals.scaling(space, usable, progress)
@@ -247,6 +251,7 @@ def _answer(args: argparse.Namespace, space: Space, usable: float) -> dict[str, 
                 "tokens_per_second": size.tokens_per_second if size.best else None,
                 "efficiency": size.efficiency if size.best else None,
             }
+            | (_refusal(space, size.best.layout) if size.best else {"not_runnable": None})
             for size in sizes
         ]
     }
@@ -267,7 +272,14 @@ def _batch(space: Space, usable: float) -> dict[str, Any]:
         "micro": None if micro is None else micro.layout.micro,
         "micro_layout": None if micro is None else str(micro.layout),
         "micro_bytes": None if micro is None else round(micro.nbytes),
-    }
+    } | _refusal(space, found.layout, replace(space.workload, batch=batch))
+
+
+def _refusal(space: Space, layout: Layout, workload: Workload | None = None) -> dict[str, str | None]:
+    """Why this project's `train` refuses what was found. workload: where it is not the one that was asked."""
+    from shardwise.predict.search.runnable import why_not_trained
+
+    return {"not_runnable": why_not_trained(layout, space.model, workload or space.workload)}
 
 
 def tokens_of(text: str) -> float:

@@ -201,6 +201,10 @@ def answer_lines(find: str, answer: dict[str, Any]) -> Iterator[RenderableType]:
         yield f"{format_bytes(answer['bytes'])} on the fullest device"
     else:
         yield _curve(answer["sizes"])
+        refused = Counter(size["not_runnable"] for size in answer["sizes"] if size["not_runnable"])
+        yield from (f"{count} of these: {reason}" for reason, count in refused.items())
+    if reason := answer.get("not_runnable"):
+        yield str(reason)
 
 
 def _batch(answer: dict[str, Any]) -> Iterator[str]:

@@ -62,6 +62,7 @@ def data(given: Mapping[str, str]) -> View:
             "parameters": count(found.model),
             "fixes": [_fix(one) for one in found.alternatives],
             "memory_binds": _memory_binds(found),
+            "not_runnable": found.not_runnable(winner),
         },
     )
 

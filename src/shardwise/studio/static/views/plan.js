@@ -24,8 +24,8 @@ export function mount(root, page) {
       select(page, "by", "Best is", { labels: BY }), text(page, "fix", "The layout must have", { help: "such as tp=8,zero=1", size: 14 })),
   ];
   let data = null, scored = null;
-  const facts = h("dl", { class: "facts" }), binds = h("p", { class: "muted" });
-  const ranked = figure(page, { name: "ranked", title: "The best layouts", above: [facts], extras: [binds], height: () => barsHeight(data ? data.tables.ranked.columns.place.length : 1),
+  const facts = h("dl", { class: "facts" }), binds = h("p", { class: "muted" }), refused = h("p", { class: "muted" });
+  const ranked = figure(page, { name: "ranked", title: "The best layouts", above: [facts], extras: [binds, refused], height: () => barsHeight(data ? data.tables.ranked.columns.place.length : 1),
     draw: (context, width) => data && drawRanked(context, width, data) });
   const keys = h("ul", { class: "legend" });
   const parts = figure(page, { name: "parts", title: "Where a step's time goes", extras: [keys], height: () => barsHeight(data ? data.tables.parts.columns.layout.length : 1),
@@ -61,6 +61,7 @@ export function mount(root, page) {
       fact("MFU", share(more.mfu), "of the devices' peak arithmetic"),
       fact("Memory", bytes(more.nbytes), `of ${bytes(more.usable)} usable a device`));
     binds.textContent = more.memory_binds;
+    refused.textContent = more.not_runnable ?? "";
     ranked.show(answer);
     ranked.describe(`The best: ${more.best}, ${seconds(more.seconds)} a step.`);
     parts.show(answer);
