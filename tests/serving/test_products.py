@@ -63,6 +63,14 @@ def test_products_of_bytes_lose_nothing_that_bf16_keeps(rows: int, outputs: int,
 
 @pytest.mark.skipif(not Bytes.serves(torch.bfloat16, CPU), reason="this CPU has no instructions for bytes")
 @pytest.mark.parametrize("rows", [1, 3])
+def test_products_of_bytes_round_to_the_nearest(rows: int) -> None:
+    """Numbers and their opposites cancel out; cut off, each pair would leave one step."""
+    x = torch.rand(rows, 500).bfloat16()
+    assert float(Bytes()(torch.ones(1, 1000).bfloat16(), None)(torch.cat((x, -x), 1)).abs().max()) < 4 / 32600
+
+
+@pytest.mark.skipif(not Bytes.serves(torch.bfloat16, CPU), reason="this CPU has no instructions for bytes")
+@pytest.mark.parametrize("rows", [1, 3])
 def test_products_of_bytes_pass_on_what_is_no_number(rows: int) -> None:
     product = Bytes()(torch.randn(5, 8).bfloat16(), None)
     assert not product(torch.zeros(rows, 8).bfloat16()).any()
