@@ -35,6 +35,7 @@ from shardwise.predict.answer import Answer
 from shardwise.predict.generation.comparison import ENGINE, crossover, serving_engine
 from shardwise.predict.generation.fit import (
     PAGE,
+    SCALE_BYTES,
     Served,
     is_matrix_of_block,
     page_bytes_of_block,
@@ -253,26 +254,27 @@ class _Space:
         for pp in range(1, min(self.model.layers, self.cluster.devices // tp) + 1):
             weight, page = sizes.stage(self.model.layers, pp), self._page_bytes(tp, pp)
             name = f"tp={tp},pp={pp} in {TYPES[weights]}"
-            pages, most = self._capacity(plan, weight, page, name)
+            int8 = weights == "int8"
+            pages, most = self._capacity(plan, weight, page, name, int8)
             for dp in _powers(self.cluster.devices // (tp * pp)):
                 self.considered += 1
                 needed = min(most, ceil(self.workload.concurrency / dp))
                 wanted = [(needed, True), *((batch, False) for batch in _powers(most))] if most else []
                 for batch, asked in wanted:
-                    yield tp, pp, dp, batch, pages * PAGE, self._held(plan, weight, page, batch), asked
+                    yield tp, pp, dp, batch, pages * PAGE, self._held(plan, weight, page, batch, int8), asked
 
-    def _capacity(self, plan: UnitPlan, weight: float, page: float, name: str) -> tuple[int, int]:
+    def _capacity(self, plan: UnitPlan, weight: float, page: float, name: str, int8: bool = False) -> tuple[int, int]:
         """(pages of the cache, sequences that run at a time) beside `weight` bytes. The least that is needed at all is
         remembered for `nothing`."""
-        self.least = min(self.least, (self._held(plan, weight, page, 1), name))
+        self.least = min(self.least, (self._held(plan, weight, page, 1, int8), name))
         counts = range(1, self.engine.most_sequences + 1)
-        most = bisect_right(counts, self.room, key=lambda batch: self._held(plan, weight, page, batch))
-        passing = passing_bytes(plan, Served(self.length, max(most, 1)))
+        most = bisect_right(counts, self.room, key=lambda batch: self._held(plan, weight, page, batch, int8))
+        passing = passing_bytes(plan, Served(self.length, max(most, 1), int8=int8))
         return max(0, int((self.room - weight - passing) // page)), most
 
-    def _held(self, plan: UnitPlan, weight: float, page: float, batch: int) -> float:
+    def _held(self, plan: UnitPlan, weight: float, page: float, batch: int, int8: bool = False) -> float:
         """Bytes of a rank with the cache of `batch` whole sequences."""
-        served = Served(self.length, batch)
+        served = Served(self.length, batch, int8=int8)
         return weight + passing_bytes(plan, served) + served.pages * page
 
     def _sizes(self, tp: int, weights: str) -> _Sizes:
@@ -367,7 +369,7 @@ def _stored(placed: Placed, weights: str) -> float:
     """Bytes of a parameter: the blocks' matrices in their type with its scales, the rest in 16 bits."""
     if weights == "bfloat16" or not is_matrix_of_block(placed):
         return placed.numel * 2.0
-    scales = {"int8": 2.0 * placed.shape[0], "int4": INT4_GROUP_BYTES * placed.numel}.get(weights, 4.0)
+    scales = {"int8": SCALE_BYTES * placed.shape[0], "int4": INT4_GROUP_BYTES * placed.numel}.get(weights, 4.0)
     return placed.numel * WIDTH[weights] + scales
 
 
