@@ -111,18 +111,21 @@ def happened(attempt: Attempt) -> float:
 # -- hangs made on purpose
 
 
-@pytest.mark.parametrize(
-    ("layout", "rank", "what", "where", "named", "more"),
-    [
-        (FOUR, 2, "hang", "forward", "in forward of blocks.0, after all_gather_into over", {}),
-        (TWO, 1, "hang", "backward", "in backward of head, after", {}),
-        (TWO, 0, "hang", "optimizer", "in the optimizer, after all_reduce over dp for gradient norm in optimizer", {}),
-        (TWO, 1, "hang", "save", "in the save of its part, after all_reduce over dp for loss", {}),
-        (TWO, 0, "hang", "save", "in the save of its part, after the broadcast", {"save_async": True}),
-        (TWO, 1, "freeze", "backward", "in backward of head, after", {}),
-        (ONE, 0, "hang", "data", "in the next batch", {}),
-    ],
-)
+HANGS: list[tuple[str, int, str, str, str, dict[str, Any]]] = [
+    (FOUR, 2, "hang", "forward", "in forward of blocks.0, after all_gather_into over", {}),
+    (TWO, 1, "hang", "backward", "in backward of head, after", {}),
+    (TWO, 0, "hang", "optimizer", "in the optimizer, after all_reduce over dp for gradient norm in optimizer", {}),
+    (TWO, 1, "hang", "save", "in the save of its part, after all_reduce over dp for loss", {}),
+    (TWO, 0, "hang", "save", "in the save of its part, after the broadcast", {"save_async": True}),
+    (TWO, 1, "freeze", "backward", "in backward of head, after", {}),
+    (ONE, 0, "hang", "data", "in the next batch", {}),
+]
+"""(layout, rank, what, where, what is named, more settings). The first always, three of the others by the date."""
+if os.environ.get("SHARDWISE_ALL") != "1":
+    HANGS = HANGS[:1] + random.Random(f"hangs {seed()}").sample(HANGS[1:], 3)
+
+
+@pytest.mark.parametrize(("layout", "rank", "what", "where", "named", "more"), HANGS)
 def test_a_hang_is_found_and_named_and_the_run_ends_as_if_nothing_had_happened(
     runs: Path, layout: str, rank: int, what: str, where: str, named: str, more: dict[str, Any]
 ) -> None:
