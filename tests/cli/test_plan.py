@@ -111,6 +111,7 @@ def test_what_train_refuses_of_what_is_found_is_said(find, capsys):
     told = json.loads(capsys.readouterr().out)
     told = told["sizes"][-1] if find == "scaling" else told
     assert told["not_runnable"].startswith(refusal)
+    assert find != "batch" or told["micro_not_runnable"].startswith(refusal)
     assert main([*SMALL, "--find", find, "--fix", "cp=1", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert all(size["not_runnable"] is None for size in told.get("sizes", [told]))

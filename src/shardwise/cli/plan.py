@@ -272,6 +272,7 @@ def _batch(space: Space, usable: float) -> dict[str, Any]:
         "micro": None if micro is None else micro.layout.micro,
         "micro_layout": None if micro is None else str(micro.layout),
         "micro_bytes": None if micro is None else round(micro.nbytes),
+        "micro_not_runnable": None if micro is None else _refusal(space, micro.layout)["not_runnable"],
     } | _refusal(space, found.layout, replace(space.workload, batch=batch))
 
 

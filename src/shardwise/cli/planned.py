@@ -203,7 +203,7 @@ def answer_lines(find: str, answer: dict[str, Any]) -> Iterator[RenderableType]:
         yield _curve(answer["sizes"])
         refused = Counter(size["not_runnable"] for size in answer["sizes"] if size["not_runnable"])
         yield from (f"{count} of these: {reason}" for reason, count in refused.items())
-    if reason := answer.get("not_runnable"):
+    if find != "batch" and (reason := answer.get("not_runnable")):
         yield str(reason)
 
 
@@ -214,12 +214,14 @@ def _batch(answer: dict[str, Any]) -> Iterator[str]:
         f"{answer['cluster']}, with {answer['layout']}"
     )
     yield f"{format_bytes(answer['bytes'])} on the fullest device"
+    yield from filter(None, [answer["not_runnable"]])
     of = f"of a step of {answer['of_batch']:,} sequences"
     if answer["micro"] is None:
         yield f"largest micro-batch {of}: none fits"
     else:
         yield f"largest micro-batch {of}: {answer['micro']:,}, with {answer['micro_layout']}"
         yield f"{format_bytes(answer['micro_bytes'])} on the fullest device"
+        yield from filter(None, [answer["micro_not_runnable"]])
 
 
 def _curve(sizes: list[dict[str, Any]]) -> Table:
