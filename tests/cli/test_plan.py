@@ -101,18 +101,18 @@ def test_what_train_refuses_is_said(capsys):
     assert "not runnable by `train` yet: mixture-of-experts" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("find", ["sequence", "batch", "scaling"])
+@pytest.mark.parametrize("find", ["sequence", "batch", "scaling", "cluster"])
 def test_what_train_refuses_of_what_is_found_is_said(find, capsys):
     refusal = "not runnable by `train` yet: context parallelism"
-    asked = [*SMALL, "--find", find, "--fix", "cp=2"]
-    assert main(asked) == 0
+    asked = [*SMALL, "--find", find, *(["--tokens", "20B", "--deadline", "1"] if find == "cluster" else [])]
+    assert main([*asked, "--fix", "cp=2"]) == 0
     assert refusal in capsys.readouterr().out
-    assert main([*asked, "--json"]) == 0
+    assert main([*asked, "--fix", "cp=2", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     told = told["sizes"][-1] if find == "scaling" else told
     assert told["not_runnable"].startswith(refusal)
     assert find != "batch" or told["micro_not_runnable"].startswith(refusal)
-    assert main([*SMALL, "--find", find, "--fix", "cp=1", "--json"]) == 0
+    assert main([*asked, "--fix", "cp=1", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert all(size["not_runnable"] is None for size in told.get("sizes", [told]))
 

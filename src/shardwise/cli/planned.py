@@ -192,6 +192,7 @@ def answer_lines(find: str, answer: dict[str, Any]) -> Iterator[RenderableType]:
     if find == "cluster":
         yield f"cheapest: {answer['cluster']} with {answer['layout']}"
         yield _run(answer)
+        yield from _refusal(answer)
     elif find == "model":
         yield f"largest: {answer['model']} fits {answer['cluster']}"
     elif find == "batch":
@@ -199,12 +200,16 @@ def answer_lines(find: str, answer: dict[str, Any]) -> Iterator[RenderableType]:
     elif find == "sequence":
         yield f"longest: {answer['seq']:,} tokens fit {answer['cluster']}, with {answer['layout']}"
         yield f"{format_bytes(answer['bytes'])} on the fullest device"
+        yield from _refusal(answer)
     else:
         yield _curve(answer["sizes"])
         refused = Counter(size["not_runnable"] for size in answer["sizes"] if size["not_runnable"])
         yield from (f"{count} of these: {reason}" for reason, count in refused.items())
-    if find != "batch" and (reason := answer.get("not_runnable")):
-        yield str(reason)
+
+
+def _refusal(answer: dict[str, Any], key: str = "not_runnable") -> Iterator[str]:
+    if answer[key]:
+        yield answer[key]
 
 
 def _batch(answer: dict[str, Any]) -> Iterator[str]:
@@ -214,14 +219,14 @@ def _batch(answer: dict[str, Any]) -> Iterator[str]:
         f"{answer['cluster']}, with {answer['layout']}"
     )
     yield f"{format_bytes(answer['bytes'])} on the fullest device"
-    yield from filter(None, [answer["not_runnable"]])
+    yield from _refusal(answer)
     of = f"of a step of {answer['of_batch']:,} sequences"
     if answer["micro"] is None:
         yield f"largest micro-batch {of}: none fits"
     else:
         yield f"largest micro-batch {of}: {answer['micro']:,}, with {answer['micro_layout']}"
         yield f"{format_bytes(answer['micro_bytes'])} on the fullest device"
-        yield from filter(None, [answer["micro_not_runnable"]])
+        yield from _refusal(answer, "micro_not_runnable")
 
 
 def _curve(sizes: list[dict[str, Any]]) -> Table:

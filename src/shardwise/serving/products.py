@@ -113,7 +113,7 @@ class Int8:
 
 class Bytes:
     """8-bit matrices by oneDNN's product of bytes, for which CPUs have instructions (VNNI): with one row as fast as
-    torch's, with eight twice as fast.
+    torch's, with eight 1.5 to 2 times as fast.
 
     A row of activations becomes m / 32600 (256 high + low), m its largest magnitude, and high and low are two rows of
     one product, so that the matrix is read once. To a row's large numbers 16 bits are more than bf16's own 8.
