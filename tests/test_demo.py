@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.today import EVERYTHING
 from shardwise import TrainResult, UserError, compare, demo
 from shardwise.cli.main import main
 from shardwise.report import Bytes, LedgerRow, Role, StepReport
@@ -114,7 +115,7 @@ def test_json_is_one_object(short, capsys):
     assert len(data["failures"]) == 1 and data["training"]["steps"] == 4
 
 
-@pytest.mark.skipif(not os.environ.get("SHARDWISE_ALL"), reason="a minute long: make test-all")
+@pytest.mark.skipif(not EVERYTHING, reason="a minute long: make test-all")
 def test_the_whole_tour(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run(

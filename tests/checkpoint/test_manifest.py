@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import random
 import resource
 import zlib
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 from simulated import LLAMA, save, state_of, write_rank
 
-from harness.space import seed
+from harness.today import EVERYTHING, seed
 from shardwise.checkpoint import Checkpoint, model_of
 from shardwise.checkpoint.manifest import NAME, Manifest
 from shardwise.errors import UserError
@@ -112,8 +111,7 @@ def test_the_limit_of_memory_works():
 
 
 def test_thousands_of_changed_manifests(checkpoint):
-    everything = os.environ.get("SHARDWISE_ALL") == "1"
-    count, rng = (10_000, random.Random(3)) if everything else (4_000, random.Random(seed()))
+    count, rng = (10_000, random.Random(3)) if EVERYTHING else (4_000, random.Random(seed()))
     path = checkpoint.folder / NAME
     original = path.read_bytes()
     refused = 0

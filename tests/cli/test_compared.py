@@ -1,13 +1,13 @@
 """`shardwise generate --compare`: strategies side by side, predicted without torch or weights, or as they ran here."""
 
 import json
-import os
 import subprocess
 import sys
 
 import pytest
 
 from harness.huggingface import pretrained
+from harness.today import EVERYTHING
 from shardwise.cli.main import main
 from shardwise.model import ModelConfig
 from shardwise.model.huggingface import from_huggingface
@@ -91,7 +91,7 @@ def model_in(folder) -> ModelConfig:
 
 def test_what_runs_here_moves_what_was_predicted(tmp_path, capsys):
     pretrained("llama").save_pretrained(tmp_path)
-    layouts = ["zero=3,dp=2", "tp=2"] if os.environ.get("SHARDWISE_ALL") else ["zero=3,dp=2"]
+    layouts = ["zero=3,dp=2", "tp=2"] if EVERYTHING else ["zero=3,dp=2"]
     assert main(["generate", str(tmp_path), "--compare", *layouts, "--precision", "fp32",
                  "--tokens", "1,2,3,4,5", "--max-tokens", "6", "--cluster", "8xH100", "--json"]) == 0  # fmt: skip
     told = json.loads(capsys.readouterr().out)

@@ -17,6 +17,7 @@ import torch
 
 from harness.huggingface import pretrained
 from harness.processes import alive, children
+from harness.today import EVERYTHING
 from shardwise.cli.main import main
 from shardwise.report import StepReport
 
@@ -75,7 +76,7 @@ def test_answers_are_those_of_transformers_as_text_and_as_json(folder: Path) -> 
         assert answer["prompt_tokens"] == len(ids) and answer["tokens"] == tokens[: len(answer["tokens"])]
 
 
-@pytest.mark.parametrize("layout", EVERY if os.environ.get("SHARDWISE_ALL") == "1" else EVERY[:1])
+@pytest.mark.parametrize("layout", EVERY if EVERYTHING else EVERY[:1])
 def test_reports_of_every_turn(folder: Path, tmp_path: Path, layout: str, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "reports"
     done = generate(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import random
 from functools import cache
 from typing import Any
 
 from harness.reference import BF16_STEPS, STEPS, Case
-from harness.space import MODELS, SEQ, WORLDS, Point, covering, seed, stratified
+from harness.space import MODELS, SEQ, WORLDS, Point, covering, stratified
+from harness.today import EVERYTHING, seed
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload, check_runnable
 
@@ -87,6 +87,6 @@ def _features(point: Point) -> set[tuple[str, Any]]:
 
 def selected_pipelines() -> tuple[Point, ...]:
     """What the tests run: every case with SHARDWISE_ALL=1, else today's sample."""
-    if os.environ.get("SHARDWISE_ALL") == "1":
+    if EVERYTHING:
         return pipeline_cases()
     return stratified(pipeline_cases(), _features, seed(), SAMPLE)

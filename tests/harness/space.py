@@ -7,16 +7,15 @@ space of their own in `pipelines.py`, covered and sampled by the same means.
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import date
 from functools import cache
 from itertools import combinations
 from typing import Any
 
 from harness.reference import BF16_STEPS, STEPS, Case
+from harness.today import EVERYTHING, seed
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload, check_runnable
 from shardwise.model import ModelConfig
@@ -163,11 +162,6 @@ def covering(
     return tuple(sorted(chosen, key=lambda p: (p.layout.ranks, p.id)))
 
 
-def seed() -> int:
-    """SHARDWISE_SEED, else today's date as a number."""
-    return int(os.environ.get("SHARDWISE_SEED") or date.today().strftime("%Y%m%d"))
-
-
 def _features(point: Point) -> set[tuple[str, Any]]:
     wanted = ("zero", "sp", "recompute", "attention", "precision", "model", "accumulate", "documents", "ignore")
     found = {(name, point[name]) for name in wanted} | {("ranks", point.layout.ranks)}
@@ -203,4 +197,4 @@ def stratified(
 
 def selected() -> tuple[Point, ...]:
     """What the tests run: every case with SHARDWISE_ALL=1, else today's sample."""
-    return all_cases() if os.environ.get("SHARDWISE_ALL") == "1" else sample(seed())
+    return all_cases() if EVERYTHING else sample(seed())

@@ -6,6 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from harness.today import some_of
 from shardwise.cluster import Cluster
 from shardwise.layout import Workload
 from shardwise.model import ModelConfig
@@ -49,7 +50,7 @@ def one_at_a_time(space: Space, pricing: Pricing, usable: float):
     return [one for one in found if one.held.total <= usable]
 
 
-@pytest.mark.parametrize("name", SEARCHES)
+@pytest.mark.parametrize("name", some_of(SEARCHES, 2, "winners"))
 def test_the_winners_are_those_of_a_loop_over_all(name):
     space, pricing = space_of(name)
     # A limit that some exceed.
@@ -74,14 +75,18 @@ def test_the_winners_are_those_of_a_loop_over_all(name):
 
 @pytest.mark.parametrize(
     ("name", "cluster", "seq", "batch", "software", "count"),
-    [
-        ("megatron-1t", "512x8xA100", 2048, 4096, "megatron-lm-2022", 60),
-        ("llama-3-70b", "8x8xH100", 8192, 256, "megatron-bridge", 60),
-        ("qwen2.5-14b", "3x8xH100", 4096, 48, "llm-foundry", 40),
-        ("mixtral-8x7b", "4x8xH100", 4096, 64, "megatron-bridge", 60),
-        ("deepseek-v3", "64x8xH200", 4096, 512, "megatron-bridge", 60),
-        ("bloom-176b", "48x8xA100", 2048, 96, "megatron-deepspeed-bf16", 30),
-    ],
+    some_of(
+        [
+            ("megatron-1t", "512x8xA100", 2048, 4096, "megatron-lm-2022", 60),
+            ("llama-3-70b", "8x8xH100", 8192, 256, "megatron-bridge", 60),
+            ("qwen2.5-14b", "3x8xH100", 4096, 48, "llm-foundry", 40),
+            ("mixtral-8x7b", "4x8xH100", 4096, 64, "megatron-bridge", 60),
+            ("deepseek-v3", "64x8xH200", 4096, 512, "megatron-bridge", 60),
+            ("bloom-176b", "48x8xA100", 2048, 96, "megatron-deepspeed-bf16", 30),
+        ],
+        3,
+        "figures",
+    ),
 )
 def test_figures_are_those_of_one_at_a_time(name, cluster, seq, batch, software, count):
     on = Cluster.parse(cluster)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from math import isfinite
 
@@ -10,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from harness.strategies import any_layouts
+from harness.today import EVERYTHING
 from shardwise.cluster import Cluster, Link
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload, check
@@ -22,7 +22,7 @@ from shardwise.predict.search.pricing import frame_of
 from shardwise.predict.search.shortfall import usable_bytes
 from shardwise.predict.time import Pricing, engine
 
-EXAMPLES = 10_000 if os.environ.get("SHARDWISE_ALL") == "1" else 80
+EXAMPLES = 10_000 if EVERYTHING else 80
 TRAINING = ("megatron-bridge", "megatron-lm-2022", "llm-foundry")
 QUIET = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 

@@ -6,8 +6,6 @@ second where a C++ compiler takes twenty. A few go through inductor itself. SHAR
 
 from __future__ import annotations
 
-import os
-import random
 import sysconfig
 from dataclasses import replace
 from pathlib import Path
@@ -19,13 +17,13 @@ from harness.checks import assert_ledger, assert_parity, assert_replicas_equal, 
 from harness.compile_jobs import Compiled
 from harness.pool import run_ranks
 from harness.reference import Case
-from harness.space import MODELS, Point, all_cases, point, sample, seed
+from harness.space import MODELS, Point, all_cases, point, sample
+from harness.today import EVERYTHING, seed, some_of
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.predict import estimate
 from shardwise.predict.memory import predict_bytes
 
-ALL = os.environ.get("SHARDWISE_ALL") == "1"
 TRACED = "aot_eager_decomp_partition"
 RANKS = 2
 LIMIT = 400.0
@@ -61,7 +59,7 @@ def assert_all(point: Point, ranks: list[Compiled]) -> None:
 
 def traced() -> tuple[Point, ...]:
     few = sample(seed(), count=4, most_ranks=RANKS)
-    return tuple(p for p in all_cases() if p.layout.ranks <= RANKS) if ALL else few
+    return tuple(p for p in all_cases() if p.layout.ranks <= RANKS) if EVERYTHING else few
 
 
 @pytest.mark.parametrize("point", traced(), ids=lambda p: p.id)
@@ -83,7 +81,7 @@ def missing() -> str | None:
     return None if headers.exists() else f"no C++ headers of Python at {headers}"
 
 
-@pytest.mark.parametrize("point", INDUCTOR if ALL else random.Random(seed()).sample(INDUCTOR, 1), ids=lambda p: p.id)
+@pytest.mark.parametrize("point", some_of(INDUCTOR, 1, "inductor"), ids=lambda p: p.id)
 def test_inductor(point: Point) -> None:
     if reason := missing():
         pytest.skip(reason)

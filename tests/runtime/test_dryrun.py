@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import random
 from types import SimpleNamespace
 
 import pytest
 
 from harness.forked import context
-from harness.space import seed
+from harness.today import EVERYTHING, seed
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout, Workload
 from shardwise.model.catalog import get
@@ -52,7 +51,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def cases() -> list[tuple[str, str, int, int]]:
-    if os.environ.get("SHARDWISE_ALL") == "1":
+    if EVERYTHING:
         return TWO + REST
     # Thousands of ranks of 70 billion parameters take most of a minute: every third day, in place of two others.
     generator = random.Random(seed())

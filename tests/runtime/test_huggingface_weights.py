@@ -19,6 +19,7 @@ from torch import Tensor
 
 from harness.huggingface import FAMILIES, STEPS, pretrained, tokens
 from harness.pool import run_ranks
+from harness.today import some_of
 from shardwise.checkpoint import Checkpoint
 from shardwise.checkpoint.huggingface import export
 from shardwise.layout import Layout
@@ -44,7 +45,7 @@ def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return model, root
 
 
-@pytest.mark.parametrize("text", LAYOUTS)
+@pytest.mark.parametrize("text", some_of(LAYOUTS, 2, "weights"))
 def test_logits_training_and_export(folders: tuple[Any, Path], text: str, tmp_path: Path) -> None:
     theirs, root = folders
     source, layout = root / LAYOUTS[text], Layout.parse(text)

@@ -8,7 +8,6 @@ prime vocabulary, hidden size and MLP width, and dropout.
 
 from __future__ import annotations
 
-import os
 import random
 from itertools import product
 from pathlib import Path
@@ -18,7 +17,7 @@ import pytest
 from harness.pool import run_ranks
 from harness.reference import Case
 from harness.resume_jobs import STEPS, Trained
-from harness.space import seed
+from harness.today import EVERYTHING, seed
 from shardwise.checkpoint import Checkpoint, diff
 from shardwise.layout import Layout, Workload
 from shardwise.model import ModelConfig
@@ -38,7 +37,7 @@ PIPELINES = (
 )  # fmt: skip
 EVERY = LAYOUTS + PIPELINES
 SAVED = 3
-PAIRS = 8
+PAIRS = 5
 SECONDS_A_PAIR = 30.0
 
 
@@ -48,7 +47,7 @@ def layout(text: str) -> Layout:
 
 def chosen() -> dict[str, list[str]]:
     """Layout to load under -> layouts to load from: a seeded sample with two equal pairs, or all pairs."""
-    if os.environ.get("SHARDWISE_ALL") == "1":
+    if EVERYTHING:
         piped = [pair for pair in product(EVERY, EVERY) if set(pair) & set(PIPELINES)]
         pairs = [*product(LAYOUTS, LAYOUTS), *piped[::3]]
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from functools import reduce
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 
 from harness.pool import Pool, RankFailed, run_ranks
 from harness.shared_jobs import Said, pieces, quick_alone
-from harness.space import seed
+from harness.today import EVERYTHING, seed
 
 MEBIBYTE = 1 << 20
 
@@ -30,7 +29,7 @@ def test_a_rank_killed_inside_collectives_is_named_and_nothing_is_left() -> None
     generator = random.Random(seed())
     pool = Pool(3)
     try:
-        for number in range(20 if os.environ.get("SHARDWISE_ALL") == "1" else 3):
+        for number in range(20 if EVERYTHING else 3):
             assert pool.run("harness.shared_jobs:healthy", 3, 20) == [0, 0, 0]
             processes = [process.pid for process, _ in pool.workers]
             with pytest.raises(RankFailed, match="RuntimeError: rank 2 has ended"):

@@ -26,7 +26,7 @@ import pytest
 
 import shardwise
 from harness import forked
-from harness.space import seed
+from harness.today import EVERYTHING, seed, some_of
 from shardwise import api
 from shardwise.checkpoint import Checkpoint, diff, latest
 from shardwise.errors import UserError
@@ -120,12 +120,12 @@ HANGS: list[tuple[str, int, str, str, str, dict[str, Any]]] = [
     (TWO, 1, "freeze", "backward", "in backward of head, after", {}),
     (ONE, 0, "hang", "data", "in the next batch", {}),
 ]
-"""(layout, rank, what, where, what is named, more settings). The first always, three of the others by the date."""
-if os.environ.get("SHARDWISE_ALL") != "1":
-    HANGS = HANGS[:1] + random.Random(f"hangs {seed()}").sample(HANGS[1:], 3)
+"""(layout, rank, what, where, what is named, more settings)."""
 
 
-@pytest.mark.parametrize(("layout", "rank", "what", "where", "named", "more"), HANGS)
+@pytest.mark.parametrize(
+    ("layout", "rank", "what", "where", "named", "more"), HANGS[:1] + some_of(HANGS[1:], 3, "hangs")
+)
 def test_a_hang_is_found_and_named_and_the_run_ends_as_if_nothing_had_happened(
     runs: Path, layout: str, rank: int, what: str, where: str, named: str, more: dict[str, Any]
 ) -> None:
@@ -301,9 +301,9 @@ def losses(out: Path) -> dict[int, float]:
     return {event["step"]: event["loss"] for event in events if "loss" in event}
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", some_of(["sync", "async"], 1, "kills"))
 def test_kills_at_random_moments_lose_no_more_than_the_steps_since_the_last_save(runs: Path, mode: str) -> None:
-    kills = 20 if os.environ.get("SHARDWISE_ALL") == "1" else 2
+    kills = 20 if EVERYTHING else 2
     generator = random.Random(f"{seed()} {mode}")
     every, steps, out = 2, 7 * kills + 8, runs / f"killed-{mode}"
     arguments = command(runs, out, FOUR, steps, "--save-every", str(every), "--keep-last", "0")

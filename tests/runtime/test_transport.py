@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Iterator
 
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 
 from harness.memories import held, lay_out, result
 from harness.pool import run_ranks
-from harness.space import seed
+from harness.today import EVERYTHING, seed
 from harness.transport_jobs import Case, Payload
 from shardwise.errors import UserError
 from shardwise.runtime.transport.sends import Post, SendTransport, compile_steps
@@ -48,7 +47,7 @@ def cases(p: int, transport: str) -> Iterator[Case]:
     everything = [(n, dtype) for n in sizes(p) for dtype in DTYPES]
     generator = random.Random(f"{seed()} {p} {transport}")
     for algorithm in algorithms():
-        chosen = everything if os.environ.get("SHARDWISE_ALL") == "1" else [generator.choice(everything)]
+        chosen = everything if EVERYTHING else [generator.choice(everything)]
         for n, dtype in chosen:
             yield Case(algorithm.collective, algorithm.name, n, dtype, options(algorithm, p, generator))
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from harness.pool import run_ranks
-from harness.space import Point, point, sample, seed
+from harness.space import Point, point, sample
+from harness.today import seed
 from harness.witness import realised
 
 POINTS = (

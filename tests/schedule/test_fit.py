@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import pytest
 
-from harness import space
+from harness.today import some_of
 from shardwise.cluster import Cluster, Device, Link, Speed
 from shardwise.errors import UserError
 from shardwise.schedule import algorithms, build
@@ -53,7 +51,7 @@ def test_figures_without_noise_come_back(ranks):
     assert figures(found) == pytest.approx(figures(LINK), rel=0.01)
 
 
-@pytest.mark.parametrize("seed", range(3) if os.environ.get("SHARDWISE_ALL") == "1" else [space.seed() % 3])
+@pytest.mark.parametrize("seed", some_of(range(3), 1, "noise"))
 def test_noise_and_outliers_do_not_move_them(seed):
     cluster = Cluster(1, 4, DEVICE, LINK, LINK)
     given = samples(cluster, 4, FITTED)

@@ -7,7 +7,6 @@ sequences are computed again, some prompts begin alike, and one request is cance
 from __future__ import annotations
 
 import copy
-import os
 import random
 from functools import cache
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch
 from harness.generation import Script, Seen
 from harness.huggingface import FAMILIES, STEPS, pretrained
 from harness.pool import run_ranks
-from harness.space import seed
+from harness.today import EVERYTHING, seed
 from shardwise.checkpoint import Checkpoint
 from shardwise.checkpoint.huggingface import export
 from shardwise.layout import Layout
@@ -45,7 +44,7 @@ CASES = [(model, layout, index) for index, (model, layout) in enumerate((m, la) 
 
 def selected() -> list[tuple[str, str, int]]:
     """Every case with SHARDWISE_ALL=1; else every layout once, with today's models."""
-    if os.environ.get("SHARDWISE_ALL") == "1":
+    if EVERYTHING:
         return CASES
     generator = random.Random(seed())
     return [generator.choice([case for case in CASES if case[1] == layout]) for layout in LAYOUTS]

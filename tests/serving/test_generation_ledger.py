@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterator
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 
 from harness.pool import run_ranks
+from harness.today import EVERYTHING
 from harness.turn_jobs import Followed, Script, Seen
 from shardwise.layout import Grid, Layout, UnitPlan, Workload, unit_plan
 from shardwise.model import ModelConfig
@@ -32,7 +32,7 @@ CASES = [
     ("dp=2,tp=2", GPT), ("dp=4,zero=3,shard=2", LLAMA), ("tp=4,precision=fp32", LLAMA), ("dp=1", LLAMA),
 ]  # fmt: skip
 JOB = {"context": 32, "batch": 3, "page": 4, "chunk": 4}
-SAMPLE = CASES if os.environ.get("SHARDWISE_ALL") else [CASES[i] for i in (0, 3, 5, 8)]
+SAMPLE = CASES if EVERYTHING else [CASES[i] for i in (0, 3, 5, 8)]
 
 
 def request(number: int, prompt: int, output: int) -> Request:

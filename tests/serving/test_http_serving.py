@@ -24,6 +24,7 @@ from described_requests import ASKED, changed, is_described, values
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from harness.today import EVERYTHING
 from shardwise.serving.service import PRIMITIVES
 
 SRC = Path(__file__).parents[2] / "src"
@@ -225,7 +226,7 @@ def test_64_streams_with_cancels_neither_lose_nor_cross_tokens(served):
     so_far = served.metrics().get(cancelled, 0)
     asyncio.run(crowd.gather(seconds=0))
     settled(served)
-    warm, long = (30, 60) if os.environ.get("SHARDWISE_ALL") == "1" else (3, 5)
+    warm, long = (30, 60) if EVERYTHING else (3, 5)
     asyncio.run(crowd.gather(warm))
     settled(served)
     before = resident(served)

@@ -12,10 +12,11 @@ import pytest
 from studio_visitor import LIMIT, Visitor, plain_columns, serving
 
 from harness import forked
+from harness.today import EVERYTHING
 from shardwise.studio.data.runs import data
 
 pytestmark = pytest.mark.usefixtures("leftovers")
-STEPS = 900 if os.environ.get("SHARDWISE_ALL") == "1" else 220
+STEPS = 900 if EVERYTHING else 220
 
 
 def training(folder: Path) -> forked.Started:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from studio_visitor import Visitor, plain_columns
 
+from harness.today import some_of
 from shardwise.studio.data.registry import VIEWS, answer, parts
 
 STATES = {
@@ -55,7 +56,7 @@ def test_tables_are_the_functions_values(visitor: Any, runs: Any, view: str) -> 
             assert visitor.page.locator(f'[data-figure="{name}"] .how li').count() > 0
 
 
-@pytest.mark.parametrize("view", CONTROLS)
+@pytest.mark.parametrize("view", some_of(CONTROLS, 3, "keyboard"))
 def test_keyboard_alone(visitor: Any, runs: Any, view: str) -> None:
     slider, choice = CONTROLS[view]
     page = visitor.open(address(view, STATES[view]))
@@ -72,7 +73,7 @@ def test_keyboard_alone(visitor: Any, runs: Any, view: str) -> None:
     assert visitor.table(first) == rows
 
 
-@pytest.mark.parametrize("view", CONTROLS)
+@pytest.mark.parametrize("view", some_of(CONTROLS, 3, "mouse"))
 def test_mouse_alone(visitor: Any, runs: Any, view: str) -> None:
     slider, choice = CONTROLS[view]
     page = visitor.open(address(view, STATES[view]))

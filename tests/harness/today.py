@@ -1,0 +1,25 @@
+"""What a day's tests take of what is generated: a sample by the day's seed, or everything with SHARDWISE_ALL=1."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterable
+from datetime import date
+from typing import TypeVar
+
+T = TypeVar("T")
+EVERYTHING = os.environ.get("SHARDWISE_ALL") == "1"
+
+
+def seed() -> int:
+    """SHARDWISE_SEED, which repeats another day's sample; else today's date as a number."""
+    return int(os.environ.get("SHARDWISE_SEED") or date.today().strftime("%Y%m%d"))
+
+
+def some_of(cases: Iterable[T], count: int, name: str) -> list[T]:
+    """`count` of `cases`, in their order, or all of them. name: of what they are; each name has a sample of its own."""
+    every = list(cases)
+    if EVERYTHING:
+        return every
+    return [every[i] for i in sorted(random.Random(f"{name} {seed()}").sample(range(len(every)), count))]
