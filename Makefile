@@ -8,10 +8,6 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 # The layouts that `make test` samples rotate with the date; give SHARDWISE_SEED to repeat another day's.
 SHARDWISE_SEED ?= $(shell date +%Y%m%d)
 
-# Two processes run the tests; one of them, alone, those of the ranks (tests/conftest.py). WORKERS=0: no other process.
-WORKERS ?= 2
-PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
-
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all mutation lint figures screenshots fit bench bench-scaling bench-gpu clean
 
@@ -25,10 +21,10 @@ test test-all mutation bench bench-scaling: export OMP_NUM_THREADS := 1
 
 test: $(VENV)/.test  ## all tests, with a sample of layouts that rotates with the date
 	@echo "layouts are sampled with the seed SHARDWISE_SEED=$(SHARDWISE_SEED)"
-	@SHARDWISE_SEED=$(SHARDWISE_SEED) $(PYTEST)
+	@SHARDWISE_SEED=$(SHARDWISE_SEED) $(BIN)/python -m pytest -q
 
 test-all: $(VENV)/.test  ## all tests, with every generated layout
-	@SHARDWISE_ALL=1 $(PYTEST)
+	@SHARDWISE_ALL=1 $(BIN)/python -m pytest -q
 
 mutation: $(VENV)/.test  ## put known mistakes back, and see that a test fails for each
 	@$(BIN)/python tests/mutation/run.py

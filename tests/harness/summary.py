@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-tables: dict[str, list[tuple[str, ...]]] = {}
-"""Title -> header and rows."""
+_tables: dict[str, list[tuple[str, ...]]] = {}
 
 
 def add(title: str, header: tuple[str, ...], row: tuple[str, ...]) -> None:
     """Add a row to the table `title`; the first call's header stands above it."""
-    tables.setdefault(title, [header]).append(row)
+    _tables.setdefault(title, [header]).append(row)
 
 
 def sections() -> Iterator[tuple[str, list[str]]]:
     """(title, aligned lines) of every table."""
-    for title, rows in tables.items():
+    for title, rows in _tables.items():
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         yield title, ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
