@@ -8,13 +8,18 @@ from collections.abc import Iterable
 from datetime import date
 from typing import TypeVar
 
+import pytest
+
 T = TypeVar("T")
 EVERYTHING = os.environ.get("SHARDWISE_ALL") == "1"
 
 
 def seed() -> int:
     """SHARDWISE_SEED, which repeats another day's sample; else today's date as a number."""
-    return int(os.environ.get("SHARDWISE_SEED") or date.today().strftime("%Y%m%d"))
+    given = os.environ.get("SHARDWISE_SEED") or date.today().strftime("%Y%m%d")
+    if not given.isdecimal():
+        pytest.exit(f"SHARDWISE_SEED must be a whole number, not {given!r}", 2)
+    return int(given)
 
 
 def some_of(cases: Iterable[T], count: int, name: str) -> list[T]:

@@ -1,5 +1,5 @@
 """Weights from Hugging Face folders and back, with `transformers` as the judge: what it wrote gives its logits under
-four layouts, and what is exported after training is, bit by bit, what it then loads."""
+four layouts (two a day), and what is exported after training is, bit by bit, what it then loads."""
 
 from __future__ import annotations
 
