@@ -101,6 +101,13 @@ def test_what_train_refuses_is_said(capsys):
     assert "not runnable by `train` yet: mixture-of-experts" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("find", ["sequence", "batch"])
+def test_a_degree_that_no_layout_has_is_not_blamed_on_memory(find, capsys):
+    assert main([*SMALL, "--find", find, "--fix", "cp=3"]) == 2
+    told = capsys.readouterr().err
+    assert "no layout with cp=3" in told and "leave cp free" in told and "does not fit" not in told
+
+
 @pytest.mark.parametrize("find", ["sequence", "batch", "scaling", "cluster"])
 def test_what_train_refuses_of_what_is_found_is_said(find, capsys):
     refusal = "not runnable by `train` yet: context parallelism"

@@ -17,7 +17,7 @@ from shardwise.model.catalog import catalog
 from shardwise.model.parameters import count
 from shardwise.predict.search.pricing import Priced
 from shardwise.predict.search.ranking import search
-from shardwise.predict.search.shortfall import Least, least
+from shardwise.predict.search.shortfall import Least, least, why_no_layout
 from shardwise.predict.search.space import MOST_DEVICES, Frame, Space, why_not_fixed, why_not_planned
 from shardwise.predict.time.pricing import Pricing
 
@@ -143,6 +143,11 @@ def largest_model(space: Space, usable: float) -> ModelConfig:
     raise UserError(f"no model of the family {family} fits {space.cluster}")
 
 
+def _none(space: Space, words: str) -> UserError:
+    """`words`, that nothing fits; unless there is no layout, which no memory would mend."""
+    return UserError(words) if space.frames else why_no_layout(space)
+
+
 def longest_sequence(space: Space, usable: float) -> tuple[int, Least]:
     """The longest sequence that fits, to an eighth, and the layout that does. Raises `UserError` where none does."""
     tried: dict[int, Least | None] = {}
@@ -155,7 +160,7 @@ def longest_sequence(space: Space, usable: float) -> tuple[int, Least]:
 
     seq = 1024
     if not fits(seq):
-        raise UserError(f"{space.model.name} does not fit {space.cluster} even with sequences of {seq} tokens")
+        raise _none(space, f"{space.model.name} does not fit {space.cluster} even with sequences of {seq} tokens")
     while fits(2 * seq) and seq < 1 << 24:
         seq *= 2
     step = seq // 8
@@ -190,7 +195,7 @@ def largest_batch(space: Space, usable: float) -> tuple[int, Least]:
         elif batch or size > devices:
             break
     if not batch:
-        raise UserError(f"{space.model.name} does not fit {space.cluster} with {_sequences(space)} in any batch")
+        raise _none(space, f"{space.model.name} does not fit {space.cluster} with {_sequences(space)} in any batch")
     step = batch // 8
     while step and step % odd == 0 and fits(batch + step):
         batch += step
