@@ -46,7 +46,7 @@ from shardwise.serving.service import MEMORY, TUNABLES, Service
 
 PLAIN, BF16, INT8, FP32, LLAMA = "transformers", "bf16", "int8", "fp32", "llama.cpp"
 WIDTHS = {BF16: 2.0, INT8: 1.0, FP32: 4.0}
-"""Bytes of a number in a block's matrices."""
+"""Bytes of a number in matrices."""
 Q8_0 = 34 / 32
 """Bytes of a number in llama.cpp's format of 8 bits: 32 share a scale of 16 bits."""
 SHAPE = {
@@ -149,7 +149,7 @@ def contenders(folder: Path, batch: int, context: int, stack: ExitStack) -> tupl
     read = total - model.vocab * model.hidden  # of the embedding a token reads one row
     found = [Contender(PLAIN, PLAIN, 1, 2.0 * read, peer(folder))]
     for kind, ranks in itertools.product((BF16, INT8, FP32), (1, 2)):
-        nbytes = blocks * WIDTHS[kind] + max(2.0, WIDTHS[kind]) * (read - blocks)
+        nbytes = WIDTHS[kind] * read
         name, only = kind if ranks == 1 else f"{kind}, tp={ranks}", 8 if kind == FP32 else None
         layout = Layout.parse(f"tp={ranks},precision=fp32" if kind == FP32 else f"tp={ranks}")
         job = ServingJob(
@@ -240,8 +240,8 @@ def multiplying(model: ModelConfig, kind: str, ranks: int) -> Work:
     hidden, ffn = model.hidden, model.ffn // ranks
     shapes = [((model.q_width + 2 * model.kv_width) // ranks, hidden), (hidden, model.q_width // ranks)]
     shapes += [(2 * ffn, hidden), (hidden, ffn)]
-    made = [(keep(torch.randn(shape).to(dtype), None), shape[1]) for _ in range(model.layers) for shape in shapes]
-    made.append((plain(torch.randn(model.vocab // ranks, hidden).to(dtype), None), hidden))
+    shapes = [*shapes * model.layers, (model.vocab // ranks, hidden)]
+    made = [(keep(torch.randn(shape).to(dtype), None), shape[1]) for shape in shapes]
 
     def work(rows: int, passes: int) -> None:
         inputs = {width: torch.ones(1, rows, width, dtype=dtype) for _, width in made}

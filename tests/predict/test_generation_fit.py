@@ -42,9 +42,12 @@ def test_gathered_weights_keep_a_share_and_two_slots():
     assert 2 * largest <= held.slots <= 4 * largest
 
 
-def test_int8_keeps_a_byte_a_weight_of_the_blocks_matrices():
-    plan = plan_of(MODEL, Layout())
-    matrices = [p for u in plan.units for p in u.placed if p.name.startswith("blocks.") and len(p.shape) == 2]
+@pytest.mark.parametrize("tied", [False, True])
+def test_int8_keeps_a_byte_a_weight_of_matrices_but_tables(tied):
+    plan = plan_of(MODEL.replace(tied=tied), Layout())
+    tables = {name for u in plan.units for name in (p.name for p in u.placed) if name.startswith("embedding.")}
+    matrices = [p for u in plan.units for p in u.placed if p.name not in tables and len(p.shape) == 2]
+    assert tied != any(p.name.startswith("head.") for p in matrices)
     saved = weight_bytes(plan) - weight_bytes(plan, int8=True)
     assert saved == sum(p.numel - 4 * p.shape[0] for p in matrices)
     with pytest.raises(UserError, match="zero=0 with int8"):

@@ -21,7 +21,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the engine")
     group.add_argument("--layout", metavar="TEXT", default="", help="how it is split: tp=2, pp=2, dp=2,zero=3 (dp=1)")
     group.add_argument("--precision", choices=("bf16", "fp32", "fp64"), help="in place of the layout's (bf16)")
-    group.add_argument("--int8", action="store_true", help="keep the blocks' matrices in 8 bits")
+    group.add_argument("--int8", action="store_true", help="keep matrices in 8 bits")
     group.add_argument("--context", type=int, default=0, metavar="N", help="tokens of the longest sequence (the "
                        "model's, at most 4,096)")  # fmt: skip
     group.add_argument("--cache", metavar="SIZE", help="of keys and values on each rank, such as 1GiB (as batch and "

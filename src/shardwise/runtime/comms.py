@@ -212,6 +212,13 @@ class Comms:
         assert isinstance(group, dist.ProcessGroup)
         return group
 
+    def rest(self, resting: bool) -> None:
+        """Whether what this rank waits for is unlikely to come soon: it then leaves its core alone meanwhile."""
+        for transport in self._shared.values():
+            transport.patience.rests = resting
+        if self._mail is not None:
+            self._mail.patience.rests = resting
+
     def close(self) -> None:
         """Give back what was shared with other ranks."""
         for transport in {id(found): found for found in self._shared.values()}.values():

@@ -117,7 +117,7 @@ class Generator:
         table = part == "embedding" or (part == "head" and self.plan.model.tied)
         if table or self.plan.layout.stage == 3:
             return Plain()
-        if self.job.quantize == "int8" and part != "head":
+        if self.job.quantize == "int8":
             return int8(self.dtype, self.device)
         return Packed() if Packed.serves(self.dtype, self.device) else Plain()
 

@@ -43,9 +43,9 @@ class ServingJob:
     answer together; 0 for the model's, at most `CONTEXT`. page: tokens of a page of the cache. pages: of a replica's
     cache; 0 for as many as `batch` sequences of `context` tokens fill. chunk: tokens of prompts in a turn. batch: the
     most sequences at a time. reuse: pages of equal prefixes are computed once. prompts: under zero=3, whether every
-    data rank has requests of its "own" or all of them the "same" ones. quantize: "int8" keeps the blocks' matrices in
-    8 bits. hang: seconds without progress after which a rank counts as stuck. report: folder for the ranks' notes, of
-    which a `StepReport` of every turn is made. pretend: seconds that a stage waits in every turn in place of its
+    data rank has requests of its "own" or all of them the "same" ones. quantize: "int8" keeps matrices in 8 bits, but
+    for tables. hang: seconds without progress after which a rank counts as stuck. report: folder for the ranks' notes,
+    of which a `StepReport` of every turn is made. pretend: seconds that a stage waits in every turn in place of its
     arithmetic; 0 computes.
     Raises `UserError` for values that no engine can have, and `LayoutError` for layouts that generation does not know.
     """

@@ -122,17 +122,20 @@ class Lockstep:
         """What all ranks of the replica now hear."""
         header = torch.zeros(1 + self._replicas, dtype=torch.int64, device=self.generator.device)
         message = b""
+        idle = max(self._state, self._own_state) != ACTIVE
         if self._hear is not None:
-            heard = self._hear(max(self._state, self._own_state) != ACTIVE)
+            heard = self._hear(idle)
             state = self._own_state
             if heard:
                 message = pickle.dumps(heard)
                 state = ACTIVE if any(isinstance(asked, Request) for asked in heard) else state
             header[0], header[1 + self._replica] = state, len(message)
+        self.comms.rest(idle)
         if self.first:
             self.comms.all_reduce(header, self._step, CONTROL, maximum=True)
         else:
             self.comms.receive(header, self.place - 1, CONTROL).wait()
+        self.comms.rest(False)
         self._state, *sizes = header.tolist()
         payload = self._payload(message, sizes[self._replica])
         if not self.last:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.predict.generation.fit import BYTE_ROWS, SCALE_BYTES
+from shardwise.predict.generation.fit import BYTE_ROWS, SCALE_BYTES, WIDE_OUTPUTS
 
 _ROWS = 8
 """Rows for which oneDNN lays a matrix out; what it chooses for these does well from 1 to 256."""
@@ -98,7 +98,8 @@ class Int8:
             rows = x.reshape(-1, x.shape[-1])
             rows = F.pad(rows, (0, padding)) if padding else rows
             if len(rows) > _FEW:
-                y = F.linear(rows, numbers.to(x.dtype)).mul_(scales)
+                wide = [F.linear(rows, some.to(x.dtype)) for some in numbers.split(WIDE_OUTPUTS)]
+                y = torch.cat(wide, -1).mul_(scales)
             else:
                 y = torch._weight_int8pack_mm(rows, numbers, scales)
             if bias is not None:
@@ -135,18 +136,18 @@ class Bytes:
         def some(rows: Tensor) -> Tensor:
             """rows: [n, in] -> [n, out]."""
             largest: Tensor | float
-            if alone := len(rows) == 1:  # takes fewer operators
+            count = len(rows)
+            if alone := count == 1:  # takes fewer operators, and oneDNN takes longer for two rows than for four
                 largest = float(rows.abs().max())
                 whole = torch.add(_CENTRE, rows, alpha=_LARGEST / largest if largest else 0.0)
             else:
                 largest = rows.abs().amax(1, keepdim=True).float()
                 whole = torch.mul(rows, _LARGEST / largest).add_(_CENTRE)
             whole = whole.to(torch.int32)
-            halves = torch.cat((whole, whole >> 8)).to(torch.uint8)
+            halves = torch.cat((whole, whole >> 8) * (2 if alone else 1)).to(torch.uint8)
             scale = largest if alone else 1.0
             y = linear(halves, scale, 128, packed, scales, _SIGNED, None, 1.0, 0, torch.float32, "none", [], "")
-            low, high = y.chunk(2)
-            y = low.add_(high, alpha=256)
+            y = y[:count].add_(y[count : 2 * count], alpha=256)
             return (y if alone else y.mul_(largest)).to(rows.dtype)
 
         def product(x: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ SEQ = 8192
 @dataclass(frozen=True)
 class Asked:
     """What is generated. batch: sequences at the same time, on all ranks of a layout together. seq: tokens of the
-    sequences of the training step beside it. int8: the blocks' matrices are kept in 8 bits."""
+    sequences of the training step beside it. int8: matrices are kept in 8 bits, but for tables."""
 
     prompt: int
     output: int

@@ -28,6 +28,8 @@ SCALE_BYTES = 4
 """Of the scale of a row of an 8-bit matrix."""
 BYTE_ROWS = 64
 """Rows of activations that are multiplied with an 8-bit matrix at a time."""
+WIDE_OUTPUTS = 8192
+"""Rows of an 8-bit matrix that are turned back to 16 or 32 bits at a time."""
 
 MOST = 1 << 20
 """Sequences beyond which nobody asks for more."""
@@ -40,7 +42,7 @@ training/performance/README.md."""
 @dataclass(frozen=True)
 class Served:
     """How a model is served. context: tokens of the longest sequence; batch: the most sequences at a time in a replica;
-    page: tokens of a page; chunk: tokens of prompts in a turn; int8: the blocks' matrices are kept in 8 bits."""
+    page: tokens of a page; chunk: tokens of prompts in a turn; int8: matrices are kept in 8 bits, but for tables."""
 
     context: int
     batch: int = 8
@@ -179,8 +181,8 @@ def room_on(cluster: Cluster) -> float | None:
 
 
 def weight_bytes(plan: UnitPlan, int8: bool = False) -> int:
-    """Weights of a rank as they stay: in the layout's precision, at stage 3 its interval of each unit; with int8, the
-    blocks' matrices in 8 bits and a scale for each of their rows, in fp32 (half of that where 16 bits are multiplied
+    """Weights of a rank as they stay: in the layout's precision, at stage 3 its interval of each unit; with int8, what
+    `has_fewer_bits` in 8 bits and a scale for each of its rows, in fp32 (half of that where 16 bits are multiplied
     without the CPU's instructions for bytes)."""
     width = DTYPE_BYTES[plan.layout.dtype]
     if plan.layout.stage == 3:
@@ -188,15 +190,17 @@ def weight_bytes(plan: UnitPlan, int8: bool = False) -> int:
     if not int8:
         return sum(unit.padded for unit in plan.units) * width
     return sum(
-        placed.numel + SCALE_BYTES * placed.shape[0] if is_matrix_of_block(placed) else placed.numel * width
+        placed.numel + SCALE_BYTES * placed.shape[0] if has_fewer_bits(placed, "int8") else placed.numel * width
         for unit in plan.units
         for placed in unit.placed
     )
 
 
-def is_matrix_of_block(placed: Placed) -> bool:
-    """Whether it is one of those that may be stored in fewer bits."""
-    return placed.name.startswith("blocks.") and len(placed.shape) == 2
+def has_fewer_bits(placed: Placed, weights: str) -> bool:
+    """Whether a parameter is stored in this type of weights: the blocks' matrices are, and with int8 the head's, too,
+    where it has one of its own. Tables stay as they are."""
+    of_head = weights == "int8" and placed.name == "head.out.weight"
+    return of_head or (placed.name.startswith("blocks.") and len(placed.shape) == 2)
 
 
 def page_bytes(plan: UnitPlan, page: int = PAGE) -> int:
@@ -233,7 +237,7 @@ def passing_bytes(plan: UnitPlan, served: Served) -> int:
     """A turn's widest moment: residual stream, its normed copy and what the feed-forward opens up to, or queries, keys,
     values and their output, and a copy of one block's cache with its mask, where pages do not follow each other; or the
     logits of every sequence, gathered, and again in fp32. With int8 also some rows of activations in bytes and of sums
-    in 32 bits, or, without instructions for bytes, the matrix in full."""
+    in 32 bits, or, without instructions for bytes, some rows of the matrix as they were."""
     model, tp = plan.model, plan.layout.tp
     width, tokens = DTYPE_BYTES[plan.layout.dtype], served.chunk + served.batch
     opened = tokens * (3 if model.gated else 2) * width_held(model.ffn, tp) * width
@@ -242,15 +246,18 @@ def passing_bytes(plan: UnitPlan, served: Served) -> int:
     copied = served.pages * served.page * (2 * heads * model.head_dim * width + _INDEX) + served.chunk * served.context
     block = tokens * 3 * model.hidden * width + max(opened, attended + copied)
     logits = served.batch * padded_vocab(plan) * (2 * width + 4) if "head" in plan.parts else 0
-    return max(block + (_bytes_multiplied(plan, tokens) if served.int8 else 0), logits)
+    if served.int8:
+        ffn, own = width_held(model.ffn, tp), model.heads // tp * model.head_dim
+        opens = max(model.hidden, ffn * (2 if model.gated else 1), own + 2 * heads * model.head_dim)
+        block += _passing_product(tokens, max(model.hidden, ffn, own), opens, width)
+        if logits and not model.tied:
+            logits += _passing_product(served.batch, model.hidden, padded_vocab(plan) // tp, width)
+    return max(block, logits)
 
 
-def _bytes_multiplied(plan: UnitPlan, tokens: int) -> int:
-    model, tp = plan.model, plan.layout.tp
-    ffn, attended = width_held(model.ffn, tp), model.heads // tp * model.head_dim
-    columns = max(model.hidden, ffn, attended)
-    rows = max(model.hidden, ffn * (2 if model.gated else 1), attended + 2 * kv_heads_held(model, tp) * model.head_dim)
-    return max(min(tokens, BYTE_ROWS) * (16 * columns + 10 * rows), columns * rows * DTYPE_BYTES[plan.layout.dtype])
+def _passing_product(rows: int, inputs: int, outputs: int, width: int) -> int:
+    """Bytes that a product with an 8-bit matrix takes beside its result, by bytes or with the matrix turned back."""
+    return max(min(rows, BYTE_ROWS) * (16 * inputs + 10 * outputs), inputs * min(outputs, WIDE_OUTPUTS) * width)
 
 
 def _longest(plan: UnitPlan, served: Served, room: float) -> int:

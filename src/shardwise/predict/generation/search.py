@@ -37,7 +37,7 @@ from shardwise.predict.generation.fit import (
     PAGE,
     SCALE_BYTES,
     Served,
-    is_matrix_of_block,
+    has_fewer_bits,
     page_bytes_of_block,
     passing_bytes,
     room_on,
@@ -366,8 +366,8 @@ class _Space:
 
 
 def _stored(placed: Placed, weights: str) -> float:
-    """Bytes of a parameter: the blocks' matrices in their type with its scales, the rest in 16 bits."""
-    if weights == "bfloat16" or not is_matrix_of_block(placed):
+    """Bytes of a parameter: matrices in their type with its scales, the rest in 16 bits."""
+    if weights == "bfloat16" or not has_fewer_bits(placed, weights):
         return placed.numel * 2.0
     scales = {"int8": SCALE_BYTES * placed.shape[0], "int4": INT4_GROUP_BYTES * placed.numel}.get(weights, 4.0)
     return placed.numel * WIDTH[weights] + scales

@@ -405,6 +405,7 @@ def _shardwise() -> Engine:
         sequence_copies=True,
         shard_add_bytes=12.0,
         pipeline_launches=8,
+        head_quantised=True,
         facts=_SERVING
         | {
             "attention": "decoder/attention.py: scaled_dot_product_attention; attention=math has explicit products",
@@ -437,6 +438,7 @@ def _shardwise() -> Engine:
             "optimizer_bytes": "runtime/optimizer.py: the norm reads g (4), clipping reads and writes it (8), fused "
             "AdamW reads p, m, v and g and writes p, m and v (28)",
             "vocab_multiple": "layout/placement.py: padded to a multiple of tp alone",
+            "head_quantised": "serving/engine.py, _keep: int8 is for the head's own matrix, too",
         },
     )
 

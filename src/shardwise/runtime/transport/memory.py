@@ -128,9 +128,10 @@ class Peer:
 
 class Patience:
     """How a rank waits for a flag: it spins while that is likely to be short, then lets others run, then naps, the
-    longer the longer it has waited: ranks of an engine that nobody asks anything wait for each other all day.
+    longer the longer it has waited.
 
     spins: polls before the first yield; none where ranks share cores, since the one that is waited for needs this one.
+    rests: nothing is likely to come soon, as while nobody asks an engine anything: its naps are the longest at once.
     """
 
     SPINS = 2000
@@ -141,6 +142,7 @@ class Patience:
     def __init__(self, ranks: int, cores: int, timeout: float) -> None:
         self.spins = self.SPINS if ranks <= cores else 0
         self.timeout = timeout
+        self.rests = False
 
     def wait(self, flags: memoryview, at: int, value: int, peer: Peer) -> None:
         """Return when flags[at] >= value. Raises `RuntimeError` when the peer has ended, or after the timeout."""
@@ -150,7 +152,9 @@ class Patience:
         started = now = time.monotonic()
         looked = started
         while flags[at] < value:
-            if now - started < self.YIELDS_S:
+            if self.rests:
+                time.sleep(self.LONGEST_NAP_S)
+            elif now - started < self.YIELDS_S:
                 os.sched_yield()
             else:
                 time.sleep(min(max(self.NAP_S, (now - started) / 100), self.LONGEST_NAP_S))
