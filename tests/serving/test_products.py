@@ -14,6 +14,7 @@ from harness.generation import Script
 from harness.huggingface import pretrained
 from harness.pool import run_ranks
 from shardwise.layout import Layout
+from shardwise.serving import products
 from shardwise.serving.job import ServingJob, weights_in
 from shardwise.serving.messages import Asked, Request, Sampling, Token
 from shardwise.serving.products import Bytes, Int8, Packed, Plain, quantise
@@ -79,6 +80,12 @@ def test_products_of_bytes_pass_on_what_is_no_number(rows: int) -> None:
         x[0, 3] = bad
         y = product(x)
         assert not y[0].isfinite().any() and bool(y[1:].isfinite().all())
+
+
+def test_wide_matrices_are_turned_back_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "WIDE_OUTPUTS", 16)
+    x, numbers = torch.randn(40, 32), torch.randint(-127, 128, (53, 32), dtype=torch.int8)
+    assert float((products._widened(x, numbers) - x @ numbers.float().t()).abs().max()) < 1e-2
 
 
 def test_eight_bits_are_the_nearest() -> None:

@@ -98,8 +98,7 @@ class Int8:
             rows = x.reshape(-1, x.shape[-1])
             rows = F.pad(rows, (0, padding)) if padding else rows
             if len(rows) > _FEW:
-                wide = [F.linear(rows, some.to(x.dtype)) for some in numbers.split(WIDE_OUTPUTS)]
-                y = torch.cat(wide, -1).mul_(scales)
+                y = _widened(rows, numbers).mul_(scales)
             else:
                 y = torch._weight_int8pack_mm(rows, numbers, scales)
             if bias is not None:
@@ -110,6 +109,16 @@ class Int8:
 
     def nbytes(self, weight: Tensor) -> int:
         return weight.numel() + len(weight) * weight.element_size()
+
+
+def _widened(rows: Tensor, numbers: Tensor) -> Tensor:
+    """rows [n, in] times `numbers` [out, in], some of which at a time are turned back to the rows' type: [n, out]."""
+    if len(numbers) <= WIDE_OUTPUTS:
+        return F.linear(rows, numbers.to(rows.dtype))
+    y = rows.new_empty(len(rows), len(numbers))
+    for into, some in zip(y.split(WIDE_OUTPUTS, 1), numbers.split(WIDE_OUTPUTS), strict=True):
+        into.copy_(F.linear(rows, some.to(rows.dtype)))
+    return y
 
 
 class Bytes:

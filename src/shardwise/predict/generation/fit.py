@@ -257,7 +257,9 @@ def passing_bytes(plan: UnitPlan, served: Served) -> int:
 
 def _passing_product(rows: int, inputs: int, outputs: int, width: int) -> int:
     """Bytes that a product with an 8-bit matrix takes beside its result, by bytes or with the matrix turned back."""
-    return max(min(rows, BYTE_ROWS) * (16 * inputs + 10 * outputs), inputs * min(outputs, WIDE_OUTPUTS) * width)
+    return max(
+        min(rows, BYTE_ROWS) * (16 * inputs + 10 * outputs), (inputs + rows) * min(outputs, WIDE_OUTPUTS) * width
+    )
 
 
 def _longest(plan: UnitPlan, served: Served, room: float) -> int:
