@@ -1,0 +1,64 @@
+"""When ranks in step may rest: while nobody has anything to do, and no longer."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from shardwise.layout import Layout
+from shardwise.model import ModelConfig
+from shardwise.serving.job import ServingJob
+from shardwise.serving.lockstep import CONTROL, Lockstep
+from shardwise.serving.messages import Asked, Cancel, Request, Sampling
+
+LLAMA = ModelConfig("m", vocab=53, hidden=24, layers=4, heads=4, kv_heads=2, ffn=42, max_positions=64)
+
+
+class _Comms:
+    """Nobody else is there. waits: for each wait, whether the rank rested, and what for."""
+
+    def __init__(self) -> None:
+        self.resting = False
+        self.waits: list[tuple[bool, str]] = []
+
+    def rest(self, resting: bool) -> None:
+        self.resting = resting
+
+    def all_reduce(self, tensor: torch.Tensor, axes: str, unit: str, *, maximum: bool = False) -> None:
+        self.waits.append((self.resting, unit))
+
+
+class _Generator:
+    """Computes nothing: every turn's tokens are 0."""
+
+    def __init__(self, comms: _Comms) -> None:
+        layout = Layout.parse("tp=2")
+        self.comms, self.stage, self.device = comms, 0, torch.device("cpu")
+        self.job, self.plan = ServingJob(LLAMA, layout, "nowhere", context=32), SimpleNamespace(layout=layout)
+
+    def begin(self, turn: Any) -> None: ...
+    def idle(self) -> None: ...
+    def rows(self, turn: Any) -> None: ...
+    def forward(self, turn: Any, rows: Any, x: Any) -> torch.Tensor:
+        assert not self.comms.resting
+        return torch.zeros(len(turn.wanted), LLAMA.vocab)
+
+
+def test_ranks_rest_while_there_is_nothing_to_do_and_no_longer() -> None:
+    comms = _Comms()
+    asked: list[list[Asked]] = [[], [], [Request(1, (1, 2, 3), Sampling(max_tokens=3))], [], [], [Cancel(9)], []]
+    left = list(asked)
+    lockstep = Lockstep(_Generator(comms), lambda idle: left.pop(0))  # type: ignore[arg-type]
+    waited, states = [], []
+    for _ in asked:
+        comms.waits.clear()
+        lockstep.turn()
+        assert not comms.resting and comms.waits[0][1] == CONTROL
+        waited.append([resting for resting, _ in comms.waits])
+        states.append(lockstep.active)
+    assert states == [False, False, True, True, True, False, False]
+    # A request comes into an idle turn, and its payload follows at once. That all tokens are there, the ranks tell each
+    # other in the turn after the last one.
+    assert waited == [[True], [True], [True, False], [False], [False], [False, False], [True]]
