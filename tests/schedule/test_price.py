@@ -122,13 +122,24 @@ def test_on_two_tiers_the_engine_is_never_slower(algorithm, p):
     assert played.seconds <= price(schedule, network, 100 * schedule.chunks).seconds * (1 + 1e-9)
 
 
-@given(st.sampled_from(algorithms()), st.integers(1, 24), st.sampled_from([1, 2, 4]))
-@settings(max_examples=60, deadline=None)
-def test_one_round_of_a_stage_speaks_for_all(algorithm, p, nics):
-    schedule = build(algorithm.collective, algorithm.name, p)
+@given(st.sampled_from(algorithms()), st.integers(1, 24), st.sampled_from([1, 2, 4]), st.integers(1, 12))
+@settings(max_examples=100, deadline=None)
+def test_one_round_speaks_for_all_of_its_stage_and_of_those_alike(algorithm, p, nics, segments):
+    options = {"segments": segments} if "segments" in algorithm.options else {}
+    schedule = build(algorithm.collective, algorithm.name, p, **options)
     network = Network(np.arange(p) // 4, INTRA, INTER, GAMMA, nics)
     each = schedule.with_rounds(list(schedule.rounds()))
     assert terms(price(schedule, network, 1e6)) == near(terms(price(each, network, 1e6)))
+
+
+@given(st.sampled_from([a for a in algorithms() if "segments" in a.options]), st.integers(2, 40), st.integers(1, 12))
+@settings(max_examples=40, deadline=None)
+def test_stages_that_are_alike_have_the_same_messages_but_for_which_chunks(algorithm, p, segments):
+    known: dict[object, list[tuple[object, ...]]] = {}
+    for stage in build(algorithm.collective, algorithm.name, p, segments=segments).stages:
+        (round,) = stage.rounds()
+        rows = list(zip(*(getattr(round, name).tolist() for name in ("src", "dst", "count", "reduce")), strict=True))
+        assert stage.alike is not None and known.setdefault(stage.alike, rows) == rows
 
 
 def test_ranks_of_a_node_share_its_nics():

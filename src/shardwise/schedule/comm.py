@@ -11,7 +11,7 @@ travel as one message.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -113,13 +113,15 @@ class Round:
 class Stage:
     """`repeat` rounds between the same pairs of ranks with equally many chunks each: only *which* chunks move differs.
 
-    make: k -> the k-th round, made when it is asked for, so that a schedule of 16,384 ranks stays small. A price needs
-    one of the rounds only.
+    make: k -> the k-th round, made when it is asked for, so that a schedule of 16,384 ranks stays small. alike: stages
+    of a schedule that are equal in it have rounds between the same pairs with equally many chunks each, too. A price
+    needs one of all these rounds only.
     """
 
     make: Callable[[int], Round]
     repeat: int = 1
     label: str = ""
+    alike: Hashable = None
 
     @classmethod
     def once(cls, round: Round, label: str = "") -> Stage:

@@ -16,7 +16,7 @@ two sizes next to it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -116,10 +116,10 @@ def _profile(schedule: CommSchedule, network: Network) -> Profile:
     loads: Counter[Load] = Counter()
     sent = np.zeros(schedule.ranks)
     steps = 0
-    rounds: Iterable[tuple[Round, int]] = ((stage.make(0), stage.repeat) for stage in schedule.stages)
+    rounds: Iterable[tuple[Round, int]] = _kinds(schedule)
     written: NDArray[np.bool_] | None = None
     if network.repeated and network.saved:
-        # Which chunks move matters here, so one round of a stage does not stand for all.
+        # Which chunks move matters here, so one round does not stand for others.
         rounds = ((round, 1) for round in schedule.rounds())
         written = np.zeros(schedule.ranks * schedule.width, dtype=np.bool_)
         for round in schedule.rounds():
@@ -130,6 +130,19 @@ def _profile(schedule: CommSchedule, network: Network) -> Profile:
         sent += repeat * parts
         steps += repeat if parts.any() else 0
     return Profile(tuple(loads.items()), steps, float(sent.max(initial=0.0)), network.startup if steps else 0.0)
+
+
+def _kinds(schedule: CommSchedule) -> Iterator[tuple[Round, int]]:
+    """One round of each kind, and how many of them there are."""
+    alike = Counter[Hashable]()
+    for stage in schedule.stages:
+        if stage.alike is not None:
+            alike[stage.alike] += stage.repeat
+    for stage in schedule.stages:
+        if stage.alike is None:
+            yield stage.make(0), stage.repeat
+        elif repeat := alike.pop(stage.alike, 0):
+            yield stage.make(0), repeat
 
 
 def price(schedule: CommSchedule, network: Network, nbytes: float) -> Price:
@@ -203,11 +216,15 @@ def _port_seconds(port: NDArray, sizes: _Floats, across: NDArray[np.bool_], netw
 
 
 def _longest(alpha: _Floats, beta: _Floats) -> set[Line]:
-    """For each latency that occurs, the port with most bytes."""
-    values, which = np.unique(alpha, return_inverse=True)
-    most = np.zeros(len(values))
-    np.maximum.at(most, which, beta)
-    return {Line(float(a), float(b)) for a, b in zip(values, most, strict=True)}
+    """The port with most bytes among those of the longest latency; of ports with more bytes the same, and so on."""
+    lines = set()
+    while len(alpha):
+        most = alpha.max()
+        longest = float(beta[alpha == most].max())
+        lines.add(Line(float(most), longest))
+        more = beta > longest
+        alpha, beta = alpha[more], beta[more]
+    return lines
 
 
 def _front(lines: set[Line]) -> list[Line]:

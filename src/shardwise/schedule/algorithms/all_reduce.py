@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
+from numpy.typing import NDArray
 
 from shardwise.schedule.algorithms.patterns import (
     distances,
@@ -39,6 +42,16 @@ def tree(p: int) -> Draft:
     return Draft(1, [*tree_up(p), *tree_down(p)])
 
 
+@lru_cache(maxsize=4)
+def _timed_trees(p: int) -> tuple[NDArray[np.int64], ...]:
+    """The edges of both trees, parents and children, and the first round of each; kept for other numbers of segments,
+    since they are found edge by edge."""
+    trees = two_trees(p)
+    src, dst = (np.concatenate(ends) for ends in zip(*trees, strict=True))
+    colours = np.split(two_colours(src, dst), 2)
+    return src, dst, np.concatenate([first_rounds(*tree, of) for tree, of in zip(trees, colours, strict=True)])
+
+
 @algorithm(
     "all-reduce",
     "double-tree",
@@ -49,10 +62,7 @@ def double_tree(p: int, segments: int = 8) -> Draft:
     """Every rank has two children in one tree at most, so that it sends and receives one segment a round: edges of one
     colour are due in even rounds, those of the other in odd ones."""
     half = (segments + 1) // 2
-    trees = two_trees(p)
-    src, dst = (np.concatenate(ends) for ends in zip(*trees, strict=True))
-    colours = np.split(two_colours(src, dst), 2)
-    start = np.concatenate([first_rounds(*tree, colour) for tree, colour in zip(trees, colours, strict=True)])
+    src, dst, start = _timed_trees(p)
     first = np.repeat([0, half], p - 1)
     up, down = (pipelined(src, dst, start, first, half, period=2, up=up) for up in (True, False))
     return Draft(2 * half, [*up, *down])

@@ -185,10 +185,16 @@ def pipelined(
         ends = (dst, src) if up else (src, dst)
         return Round.of(ends[0][live], ends[1][live], (first + segment)[live], reduce=up)
 
-    # A time at which no edge is due would be an empty round.
-    due: list[int] = np.unique(np.add.outer(np.unique(start), np.arange(segments) * period)).tolist()
+    # A time at which no edge is due would be an empty round. Edges that start together are due together.
+    moving: dict[int, list[int]] = {}
+    for begin in np.unique(start).tolist():
+        for t in range(begin, begin + segments * period, period):
+            moving.setdefault(t, []).append(begin)
     label = "reduce" if up else "broadcast"
-    return Stage.each(due[::-1] if up else due, at, label)
+    return [
+        Stage(lambda _, t=t: at(t), 1, label, (label, *moving[t]))  # type: ignore[misc]
+        for t in sorted(moving, reverse=up)
+    ]
 
 
 def two_trees(p: int) -> list[tuple[Ints, Ints]]:
