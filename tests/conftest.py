@@ -35,7 +35,7 @@ def pytest_report_header() -> str:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    for title, lines in summary.sections():
+    for title, lines in summary.sections(terminalreporter.stats.get("passed", [])):
         terminalreporter.section(title)
         for line in lines:
             terminalreporter.write_line(line)

@@ -5,8 +5,10 @@ The classes are exact and the peak is within 5%; what each mode costs in time is
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -56,7 +58,7 @@ def test_memory(model: ModelConfig, text: str, batch: int, recompute: str, atten
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "math"])
-def test_what_recompute_saves_and_costs(attention: str) -> None:
+def test_what_recompute_saves_and_costs(attention: str, record_property: Callable[[str, Any], None]) -> None:
     saved = {}
     for recompute in RECOMPUTE:
         case, layout = build(LLAMA, "dp=2,zero=2,micro=8,precision=fp32", 16, recompute, attention, False)
@@ -64,6 +66,7 @@ def test_what_recompute_saves_and_costs(attention: str) -> None:
         held, predicted = ranks[0].role.bytes, predict_bytes(unit_plan(LLAMA, layout, case.workload))
         saved[recompute] = held.saved
         summary.add(
+            record_property,
             "recompute: memory and time of a step (2 blocks, 1,024 tokens, 2 ranks)",
             ("attention", "recompute", "saved", "peak", "predicted peak", "seconds a step"),
             (attention, recompute, f"{held.saved:,}", f"{held.total:,}", f"{predicted.total:,}",

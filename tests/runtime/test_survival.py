@@ -124,7 +124,7 @@ HANGS: list[tuple[str, int, str, str, str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(
-    ("layout", "rank", "what", "where", "named", "more"), HANGS[:1] + some_of(HANGS[1:], 3, "hangs")
+    ("layout", "rank", "what", "where", "named", "more"), HANGS[:1] + some_of(HANGS[1:], 2, "hangs")
 )
 def test_a_hang_is_found_and_named_and_the_run_ends_as_if_nothing_had_happened(
     runs: Path, layout: str, rank: int, what: str, where: str, named: str, more: dict[str, Any]
