@@ -63,6 +63,18 @@ def test_products_of_bytes_lose_nothing_that_bf16_keeps(rows: int, outputs: int,
 
 
 @pytest.mark.skipif(not Bytes.serves(torch.bfloat16, CPU), reason="this CPU has no instructions for bytes")
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 64), (2304, 768), (768, 2048)])
+def test_matrices_take_what_is_counted(outputs: int, inputs: int) -> None:
+    """Of sizes that oneDNN need not fill up: those of bytes have a scale and a sum of oneDNN's for each row."""
+    weight = torch.ones(outputs, inputs).bfloat16()
+    numbers, scales = quantise(weight)
+    packed = torch.ops.onednn.qlinear_prepack(numbers, None)
+    assert torch.ops.mkldnn._nbytes(packed) + scales.float().nbytes == Bytes().nbytes(weight)
+    packed = torch.ops.mkldnn._reorder_linear_weight.default(weight, 8)
+    assert torch.ops.mkldnn._nbytes(packed) == Packed().nbytes(weight)
+
+
+@pytest.mark.skipif(not Bytes.serves(torch.bfloat16, CPU), reason="this CPU has no instructions for bytes")
 @pytest.mark.parametrize("rows", [1, 3])
 def test_products_of_bytes_round_to_the_nearest(rows: int) -> None:
     """Numbers and their opposites cancel out but for ties; cut off, each of 500 pairs would leave one step."""

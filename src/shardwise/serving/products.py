@@ -169,7 +169,7 @@ class Bytes:
         return product
 
     def nbytes(self, weight: Tensor) -> int:
-        return weight.numel() + SCALE_BYTES * len(weight)
+        return weight.numel() + SCALE_BYTES[2] * len(weight)
 
 
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:

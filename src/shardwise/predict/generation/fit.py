@@ -24,8 +24,9 @@ from shardwise.report.units import format_bytes
 PAGE, CHUNK = 16, 256
 """Tokens of a page of the cache, and of prompts in a turn, where nobody says otherwise."""
 
-SCALE_BYTES = 4
-"""Of the scale of a row of an 8-bit matrix."""
+SCALE_BYTES = {2: 8, 4: 4}
+"""Beside each row of an 8-bit matrix, by the bytes of an activation: a scale, and where activations of 16 bits become
+bytes the sum that makes up for their zero point."""
 BYTE_ROWS = 64
 """Rows of activations that are multiplied with an 8-bit matrix at a time."""
 WIDE_OUTPUTS = 8192
@@ -182,7 +183,7 @@ def room_on(cluster: Cluster) -> float | None:
 
 def weight_bytes(plan: UnitPlan, int8: bool = False) -> int:
     """Weights of a rank as they stay: in the layout's precision, at stage 3 its interval of each unit; with int8, what
-    `has_fewer_bits` in 8 bits and a scale for each of its rows, in fp32 (half of that where 16 bits are multiplied
+    `has_fewer_bits` in 8 bits with `SCALE_BYTES` for each of its rows (a quarter of those where 16 bits are multiplied
     without the CPU's instructions for bytes)."""
     width = DTYPE_BYTES[plan.layout.dtype]
     if plan.layout.stage == 3:
@@ -190,7 +191,7 @@ def weight_bytes(plan: UnitPlan, int8: bool = False) -> int:
     if not int8:
         return sum(unit.padded for unit in plan.units) * width
     return sum(
-        placed.numel + SCALE_BYTES * placed.shape[0] if has_fewer_bits(placed, "int8") else placed.numel * width
+        placed.numel + SCALE_BYTES[width] * placed.shape[0] if has_fewer_bits(placed, "int8") else placed.numel * width
         for unit in plan.units
         for placed in unit.placed
     )

@@ -369,7 +369,7 @@ def _stored(placed: Placed, weights: str) -> float:
     """Bytes of a parameter: matrices in their type with its scales, the rest in 16 bits."""
     if weights == "bfloat16" or not has_fewer_bits(placed, weights):
         return placed.numel * 2.0
-    scales = {"int8": SCALE_BYTES * placed.shape[0], "int4": INT4_GROUP_BYTES * placed.numel}.get(weights, 4.0)
+    scales = {"int8": SCALE_BYTES[2] * placed.shape[0], "int4": INT4_GROUP_BYTES * placed.numel}.get(weights, 4.0)
     return placed.numel * WIDTH[weights] + scales
 
 
