@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -40,6 +42,23 @@ def test_signs_pass_through_a_file(tmp_path: Path) -> None:
     saving.idle()
     first, second = signs_in(theirs)
     assert (first.state, first.doing, second.state) == (WORKING, "forward of blocks.1", IDLE)
+
+
+def test_who_has_begun_is_never_read_as_not_having_begun(tmp_path: Path) -> None:
+    """However often it writes just then: it would count as silent since the start, and the run would end."""
+    file = tmp_path / "pulse"
+    theirs = pulse.create(file)
+    writes = "import sys; from pathlib import Path; from shardwise.runtime.job import pulse\n"
+    writes += "mine = pulse.Pulse(pulse.memory(Path(sys.argv[1])))\nwhile True: mine.step(7)"
+    writer = subprocess.Popen([sys.executable, "-c", writes, str(file)])
+    try:
+        deadline = time.monotonic() + 60
+        while not pulse.read(theirs).time:
+            assert writer.poll() is None and time.monotonic() < deadline
+        assert {pulse.read(theirs).step for _ in range(100_000)} == {7}
+    finally:
+        writer.kill()
+        writer.wait()
 
 
 def test_words_that_are_too_long_do_not_spill_over() -> None:

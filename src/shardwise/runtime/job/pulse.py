@@ -105,7 +105,8 @@ class Pulse:
         self._head(IDLE)
 
     def _head(self, state: int) -> None:
-        _HEAD.pack_into(self._memory, self._at, time.monotonic(), self._step, state)
+        # In one copy: `pack_into` begins with zeros, which is what a rank that never began has there.
+        self._memory[self._at : self._at + _HEAD.size] = _HEAD.pack(time.monotonic(), self._step, state)
 
     def _write(self, at: int, text: str) -> None:
         data = text.encode()[:_WORDS]
