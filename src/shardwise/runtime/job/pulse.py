@@ -66,8 +66,8 @@ class Sign:
 class Pulse:
     """One thread's signs. Without memory of its own it notes them where nobody looks.
 
-    `collective` and `work` are called thousands of times a second. Nothing guards them against a reader in between:
-    who reads to find a rank that is stuck, reads what nobody is writing.
+    `collective` and `work` are called thousands of times a second. Nothing guards them against a reader in between, who
+    may find new words beside an old moment, but never a moment that was not written.
     """
 
     def __init__(self, memory: Memory | None = None, lane: int = TRAINING) -> None:
