@@ -49,7 +49,9 @@ def test_int8_keeps_a_byte_a_weight_of_matrices_but_tables(tied):
     matrices = [p for u in plan.units for p in u.placed if p.name not in tables and len(p.shape) == 2]
     assert tied != any(p.name.startswith("head.") for p in matrices)
     saved = weight_bytes(plan) - weight_bytes(plan, int8=True)
-    assert saved == sum(p.numel - 8 * p.shape[0] for p in matrices)
+    assert saved == sum(p.numel - 2 * p.shape[0] for p in matrices)
+    tiled = sum(-(-p.shape[0] // 48) * 48 * 512 + 12 * p.shape[0] for p in matrices)
+    assert weight_bytes(plan, int8=True, cpu=True) == weight_bytes(plan) - sum(2 * p.numel for p in matrices) + tiled
     with pytest.raises(UserError, match="zero=0 with int8"):
         fit("dp=2,zero=3", Served(64, int8=True))
 

@@ -1,11 +1,12 @@
 """Products with a matrix that stays: as it was read, laid out anew for the processor, or in 8 bits.
 
 A token's arithmetic is reading weights. On CPUs oneDNN reads a matrix that it has laid out itself about twice as fast
-as a row-major one, in bf16, fp32 and 8 bits, and for few rows as for many.
+as a row-major one, in bf16 and fp32, for few rows as for many; FBGEMM does one of 8 bits.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Protocol
 
@@ -13,22 +14,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.predict.generation.fit import BYTE_ROWS, SCALE_BYTES, WIDE_OUTPUTS
+from shardwise.predict.generation.fit import BYTE_ROWS, WIDE_OUTPUTS, int8_bytes
 
 _ROWS = 8
 """Rows for which oneDNN lays a matrix out; what it chooses for these does well from 1 to 256."""
+_QUICK = 4
+"""Rows as which one or two go in: oneDNN takes longer for those than for three to six."""
 _FEW = 32
 """Rows up to which 8-bit matrices are multiplied with as they are; more pay for turning them back first."""
 
 _VECTOR = 32
 """Numbers that are multiplied at a time."""
 
-_LARGEST = 32600
-"""What the largest activation of a row becomes: both bytes of every whole number up to it are then in their range."""
-_CENTRE = torch.tensor([128.0 * 257 + 0.5])
-"""Added to whole numbers of both signs: each byte is 128 larger, and cutting off rounds."""
-_SIGNED = torch.zeros(1, dtype=torch.int32)
-"""The zero point of weights."""
+_BYTE, _ZERO = 127, 128
+"""The largest number that a byte stands for, and the byte of 0."""
+_LEAST = torch.tensor([torch.finfo(torch.float32).tiny])
+"""Added to a row's step, so that rows of zeros are divided by something."""
 
 Product = Callable[[Tensor], Tensor]
 """x [..., in] -> x W^T + b [..., out]."""
@@ -72,7 +73,16 @@ class Packed:
     def __call__(self, weight: Tensor, bias: Tensor | None) -> Product:
         packed = torch.ops.mkldnn._reorder_linear_weight.default(weight.contiguous(), _ROWS)
         linear = torch.ops.mkldnn._linear_pointwise.default
-        return lambda x: linear(x, packed, bias, "none", [], "")
+
+        def product(x: Tensor) -> Tensor:
+            count = x.numel() // x.shape[-1]
+            if count not in (1, 2):
+                return linear(x, packed, bias, "none", [], "")
+            rows = x.reshape(count, -1)
+            rows = rows.expand(_QUICK, -1) if count == 1 else rows.repeat(_QUICK // count, 1)
+            return linear(rows, packed, bias, "none", [], "")[:count].view(*x.shape[:-1], -1)
+
+        return product
 
     def nbytes(self, weight: Tensor) -> int:
         return weight.nbytes
@@ -108,7 +118,7 @@ class Int8:
         return product
 
     def nbytes(self, weight: Tensor) -> int:
-        return weight.numel() + len(weight) * weight.element_size()
+        return int8_bytes(*weight.shape, width=weight.element_size(), tiled=False)
 
 
 def _widened(rows: Tensor, numbers: Tensor) -> Tensor:
@@ -122,10 +132,9 @@ def _widened(rows: Tensor, numbers: Tensor) -> Tensor:
 
 
 class Bytes:
-    """8-bit matrices by oneDNN's product of bytes, for which CPUs have instructions (VNNI): with one row as fast as
-    torch's, with eight 1.5 to 2 times as fast.
+    """8-bit matrices by FBGEMM's product of bytes, for which CPUs have instructions (VNNI).
 
-    A row of activations becomes m / 32600 (256 high + low), m its largest magnitude, and high and low are two rows of
+    A row of activations becomes m / 127 (high + low / 254), m its largest magnitude, and high and low are two rows of
     one product, so that the matrix is read once. To a row's large numbers 16 bits are more than bf16's own 8.
     """
 
@@ -133,31 +142,25 @@ class Bytes:
 
     @staticmethod
     def serves(dtype: torch.dtype, device: torch.device) -> bool:
-        if device.type != "cpu" or dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
+        if device.type != "cpu" or dtype != torch.bfloat16:
             return False
-        return torch.cpu._is_vnni_supported()
+        return "fbgemm" in torch.backends.quantized.supported_engines and torch.cpu._is_vnni_supported()
 
     def __call__(self, weight: Tensor, bias: Tensor | None) -> Product:
-        numbers, scales = quantise(weight)
-        packed, scales = torch.ops.onednn.qlinear_prepack(numbers, None), scales.float() / _LARGEST
-        linear = torch.ops.onednn.qlinear_pointwise.default
+        packed = _laid_out(*quantise(weight))
+        linear = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
 
         def some(rows: Tensor) -> Tensor:
             """rows: [n, in] -> [n, out]."""
-            largest: Tensor | float
-            count = len(rows)
-            if alone := count == 1:  # takes fewer operators, and oneDNN takes longer for two rows than for four
-                largest = float(rows.abs().max())
-                whole = torch.add(_CENTRE, rows, alpha=_LARGEST / largest if largest else 0.0)
-            else:
-                largest = rows.abs().amax(1, keepdim=True).float()
-                whole = torch.mul(rows, _LARGEST / largest).add_(_CENTRE)
-            whole = whole.to(torch.int32)
-            halves = torch.cat((whole, whole >> 8) * (2 if alone else 1)).to(torch.uint8)
-            scale = largest if alone else 1.0
-            y = linear(halves, scale, 128, packed, scales, _SIGNED, None, 1.0, 0, torch.float32, "none", [], "")
-            y = y[:count].add_(y[count : 2 * count], alpha=256)
-            return (y if alone else y.mul_(largest)).to(rows.dtype)
+            x = rows.float()
+            step = torch.add(_LEAST, x.abs().amax(1, keepdim=True), alpha=1 / _BYTE)
+            both = x.new_empty(2, *x.shape)
+            high, low = both.unbind()
+            torch.div(x, step, out=low)
+            torch.round(low, out=high)
+            low.sub_(high).mul_(2 * _BYTE)
+            y, finer = linear(both, 1.0, _ZERO, packed).unbind()
+            return y.add_(finer, alpha=1 / (2 * _BYTE)).mul_(step).to(rows.dtype)
 
         def product(x: Tensor) -> Tensor:
             rows = x.reshape(-1, x.shape[-1])
@@ -169,7 +172,22 @@ class Bytes:
         return product
 
     def nbytes(self, weight: Tensor) -> int:
-        return weight.numel() + SCALE_BYTES[2] * len(weight)
+        return int8_bytes(*weight.shape, width=weight.element_size(), tiled=True)
+
+
+def _laid_out(numbers: Tensor, scales: Tensor) -> torch.ScriptObject:
+    """FBGEMM's own layout of a matrix [out, in] of bytes with a scale for each row."""
+    quantized, before = torch.backends.quantized, torch.backends.quantized.engine
+    quantized.engine = "fbgemm"
+    try:
+        with warnings.catch_warnings():
+            # Tensors of quantized types are to go from torch, and nothing else is taken here (2.13).
+            warnings.simplefilter("ignore")
+            zeros = torch.zeros(len(scales), dtype=torch.int64)
+            matrix = torch._make_per_channel_quantized_tensor(numbers, scales.double(), zeros, 0)
+        return torch.ops.quantized.linear_prepack(matrix, None)
+    finally:
+        quantized.engine = before
 
 
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -24,9 +24,11 @@ from shardwise.report.units import format_bytes
 PAGE, CHUNK = 16, 256
 """Tokens of a page of the cache, and of prompts in a turn, where nobody says otherwise."""
 
-SCALE_BYTES = {2: 8, 4: 4}
-"""Beside each row of an 8-bit matrix, by the bytes of an activation: a scale, and where activations of 16 bits become
-bytes the sum that makes up for their zero point."""
+_TILE = 48, 512
+"""Rows (outputs) and columns (inputs) of the tiles that FBGEMM makes of an 8-bit matrix for AVX-512 VNNI; the last ones
+are filled up."""
+_BESIDE_ROW = 12
+"""Bytes that FBGEMM keeps beside each row: its scale, its zero point and its sum."""
 BYTE_ROWS = 64
 """Rows of activations that are multiplied with an 8-bit matrix at a time."""
 WIDE_OUTPUTS = 8192
@@ -43,13 +45,15 @@ training/performance/README.md."""
 @dataclass(frozen=True)
 class Served:
     """How a model is served. context: tokens of the longest sequence; batch: the most sequences at a time in a replica;
-    page: tokens of a page; chunk: tokens of prompts in a turn; int8: matrices are kept in 8 bits, but for tables."""
+    page: tokens of a page; chunk: tokens of prompts in a turn; int8: matrices are kept in 8 bits, but for tables;
+    cpu: on CPUs, where such matrices are laid out in tiles (`int8_bytes`)."""
 
     context: int
     batch: int = 8
     page: int = PAGE
     chunk: int = CHUNK
     int8: bool = False
+    cpu: bool = False
 
     def __post_init__(self) -> None:
         for name in ("context", "batch", "page", "chunk"):
@@ -164,13 +168,13 @@ def serving_fit(model: ModelConfig, layout: Layout, served: Served, room: float 
 
 def fit_on_host(model: ModelConfig, layout: Layout, served: Served, memory: int | None) -> Fit:
     """`serving_fit` where all ranks share `memory` bytes of one host. None: not known."""
-    return serving_fit(model, layout, served, None if memory is None else memory / layout.ranks)
+    return serving_fit(model, layout, replace(served, cpu=True), None if memory is None else memory / layout.ranks)
 
 
 def fit_on_cluster(model: ModelConfig, layout: Layout, served: Served, cluster: Cluster) -> Fit:
     """`serving_fit` on the devices of a cluster. Raises `LayoutError` where there are too few."""
     check_generation(layout, model, cluster.devices)
-    return serving_fit(model, layout, served, room_on(cluster))
+    return serving_fit(model, layout, replace(served, cpu=cluster.device.kind != "cuda"), room_on(cluster))
 
 
 def room_on(cluster: Cluster) -> float | None:
@@ -181,20 +185,30 @@ def room_on(cluster: Cluster) -> float | None:
     return max(memory - RESERVED_CUDA, 0.0)
 
 
-def weight_bytes(plan: UnitPlan, int8: bool = False) -> int:
+def weight_bytes(plan: UnitPlan, int8: bool = False, *, cpu: bool = False) -> int:
     """Weights of a rank as they stay: in the layout's precision, at stage 3 its interval of each unit; with int8, what
-    `has_fewer_bits` in 8 bits with `SCALE_BYTES` for each of its rows (a quarter of those where 16 bits are multiplied
-    without the CPU's instructions for bytes)."""
+    `has_fewer_bits` as in `int8_bytes` (less on CPUs that have no instructions for bytes)."""
     width = DTYPE_BYTES[plan.layout.dtype]
     if plan.layout.stage == 3:
         return sum(unit.shard_numel for unit in plan.units) * width
     if not int8:
         return sum(unit.padded for unit in plan.units) * width
+    tiled = cpu and width == 2
     return sum(
-        placed.numel + SCALE_BYTES[width] * placed.shape[0] if has_fewer_bits(placed, "int8") else placed.numel * width
+        int8_bytes(*placed.shape, width=width, tiled=tiled) if has_fewer_bits(placed, "int8") else placed.numel * width
         for unit in plan.units
         for placed in unit.placed
     )
+
+
+def int8_bytes(outputs: int, inputs: int, *, width: int, tiled: bool) -> int:
+    """Bytes of an 8-bit matrix: a byte a number and for each row a scale of `width` bytes; or tiled, as CPUs keep it
+    that multiply bytes with bytes for activations of 16 bits. Matrices that lie end to end share a last tile, so that
+    those of one input take up to 47 rows less each."""
+    if not tiled:
+        return outputs * (inputs + width)
+    rows, columns = (-(-size // tile) * tile for size, tile in zip((outputs, inputs), _TILE, strict=True))
+    return rows * columns + _BESIDE_ROW * outputs
 
 
 def has_fewer_bits(placed: Placed, weights: str) -> bool:
@@ -223,7 +237,7 @@ def largest_page_bytes(model: ModelConfig, layout: Layout, page: int = PAGE) -> 
 def _held(plan: UnitPlan, served: Served) -> Held:
     slots = sum(plan.slots.values()) if plan.layout.stage == 3 else 0
     return Held(
-        weight_bytes(plan, served.int8),
+        weight_bytes(plan, served.int8, cpu=served.cpu),
         slots * DTYPE_BYTES[plan.layout.dtype],
         served.pages * page_bytes(plan, served.page),
         passing_bytes(plan, served),
@@ -259,7 +273,7 @@ def passing_bytes(plan: UnitPlan, served: Served) -> int:
 def _passing_product(rows: int, inputs: int, outputs: int, width: int) -> int:
     """Bytes that a product with an 8-bit matrix takes beside its result, by bytes or with the matrix turned back."""
     return max(
-        min(rows, BYTE_ROWS) * (16 * inputs + 10 * outputs), (inputs + rows) * min(outputs, WIDE_OUTPUTS) * width
+        min(rows, BYTE_ROWS) * (16 * inputs + 18 * outputs), (inputs + rows) * min(outputs, WIDE_OUTPUTS) * width
     )
 
 

@@ -35,9 +35,9 @@ from shardwise.predict.answer import Answer
 from shardwise.predict.generation.comparison import ENGINE, crossover, serving_engine
 from shardwise.predict.generation.fit import (
     PAGE,
-    SCALE_BYTES,
     Served,
     has_fewer_bits,
+    int8_bytes,
     page_bytes_of_block,
     passing_bytes,
     room_on,
@@ -219,6 +219,7 @@ class _Space:
 
     def __init__(self, model: ModelConfig, cluster: Cluster, workload: Workload, engine: Engine, room: float) -> None:
         self.model, self.cluster, self.workload, self.engine, self.room = model, cluster, workload, engine, room
+        self.cpu = cluster.device.kind != "cuda"
         self.considered = 0
         self.least: tuple[float, str] = (np.inf, "")
         self.length = workload.prompt + workload.output
@@ -269,17 +270,17 @@ class _Space:
         self.least = min(self.least, (self._held(plan, weight, page, 1, int8), name))
         counts = range(1, self.engine.most_sequences + 1)
         most = bisect_right(counts, self.room, key=lambda batch: self._held(plan, weight, page, batch, int8))
-        passing = passing_bytes(plan, Served(self.length, max(most, 1), int8=int8))
+        passing = passing_bytes(plan, Served(self.length, max(most, 1), int8=int8, cpu=self.cpu))
         return max(0, int((self.room - weight - passing) // page)), most
 
     def _held(self, plan: UnitPlan, weight: float, page: float, batch: int, int8: bool = False) -> float:
         """Bytes of a rank with the cache of `batch` whole sequences."""
-        served = Served(self.length, batch, int8=int8)
+        served = Served(self.length, batch, int8=int8, cpu=self.cpu)
         return weight + passing_bytes(plan, served) + served.pages * page
 
     def _sizes(self, tp: int, weights: str) -> _Sizes:
         plan = plan_of(self.model, Layout(tp=tp))
-        each = {unit.name: sum(_stored(p, weights) for p in unit.placed) for unit in plan.units}
+        each = {unit.name: sum(_stored(p, weights, cpu=self.cpu) for p in unit.placed) for unit in plan.units}
         tied = each.get("tied", 0.0)
         first, last = each.get("embedding", 0.0) + tied, each.get("head", 0.0) + tied
         return _Sizes(each["blocks.0"], first, last, first + last - tied)
@@ -365,11 +366,13 @@ class _Space:
         )
 
 
-def _stored(placed: Placed, weights: str) -> float:
+def _stored(placed: Placed, weights: str, *, cpu: bool) -> float:
     """Bytes of a parameter: matrices in their type with its scales, the rest in 16 bits."""
     if weights == "bfloat16" or not has_fewer_bits(placed, weights):
         return placed.numel * 2.0
-    scales = {"int8": SCALE_BYTES[2] * placed.shape[0], "int4": INT4_GROUP_BYTES * placed.numel}.get(weights, 4.0)
+    if weights == "int8":
+        return int8_bytes(*placed.shape, width=2, tiled=cpu)
+    scales = INT4_GROUP_BYTES * placed.numel if weights == "int4" else 4.0
     return placed.numel * WIDTH[weights] + scales
 
 
