@@ -59,14 +59,13 @@ SHAPE = {
 class Contender:
     """name: in the table. alone: who computes the same on one rank. ranks: cores that it uses. weight_bytes: what every
     token must read of the weights, over all ranks. seconds: (prompts [B, P], tokens) -> seconds from everybody's first
-    token to the last one. batch: the only one with which it takes part; None for all."""
+    token to the last one."""
 
     name: str
     alone: str
     ranks: int
     weight_bytes: float
     seconds: Callable[[torch.Tensor, int], float]
-    batch: int | None = None
 
 
 def write_model(folder: Path) -> None:
@@ -150,7 +149,7 @@ def contenders(folder: Path, batch: int, context: int, stack: ExitStack) -> tupl
     found = [Contender(PLAIN, PLAIN, 1, 2.0 * read, peer(folder))]
     for kind, ranks in itertools.product((BF16, INT8, FP32), (1, 2)):
         nbytes = WIDTHS[kind] * read
-        name, only = kind if ranks == 1 else f"{kind}, tp={ranks}", 8 if kind == FP32 else None
+        name = kind if ranks == 1 else f"{kind}, tp={ranks}"
         layout = Layout.parse(f"tp={ranks},precision=fp32" if kind == FP32 else f"tp={ranks}")
         job = ServingJob(
             model, layout, str(folder), context=context, batch=batch, reuse=False,
@@ -158,10 +157,10 @@ def contenders(folder: Path, batch: int, context: int, stack: ExitStack) -> tupl
         )  # fmt: skip
         service = stack.enter_context(Service(job))
         service.start()
-        found.append(Contender(name, kind, ranks, nbytes, ours(service), only))
+        found.append(Contender(name, kind, ranks, nbytes, ours(service)))
         alone = stack.enter_context(SideBySide(ranks, multiplying, model, kind, ranks))
         name, over = f"{name}: products alone", f"{kind}: products alone"
-        found.append(Contender(name, over, ranks, nbytes, products(alone), only))
+        found.append(Contender(name, over, ranks, nbytes, products(alone)))
     reason = llama_cpp.missing()
     if reason is not None:
         return found, {LLAMA: reason}
@@ -278,16 +277,15 @@ def measure(model: ModelConfig, everyone: list[Contender], args: argparse.Namesp
     speeds = {ranks: bandwidth(ranks) for ranks in {each.ranks for each in everyone}}
     rows = []
     for batch in args.batches:
-        everybody = [each for each in everyone if each.batch in (None, batch)]
         prompts = torch.randint(1, model.vocab, (batch, args.prompt), generator=torch.Generator().manual_seed(batch))
-        rates: dict[str, list[float]] = {each.name: [] for each in everybody}
-        for each in everybody:
+        rates: dict[str, list[float]] = {each.name: [] for each in everyone}
+        for each in everyone:
             each.seconds(prompts, 4)
         for number in range(args.rounds):
-            for each in everybody if number % 2 == 0 else everybody[::-1]:
+            for each in everyone if number % 2 == 0 else everyone[::-1]:
                 rates[each.name].append(batch * (args.tokens - 1) / each.seconds(prompts, args.tokens))
         numbers = batch * (args.prompt + args.tokens / 2) * 2 * model.layers * model.kv_width
-        for each in everybody:
+        for each in everyone:
             median = statistics.median(rates[each.name])
             ratios = [a / b for a, b in zip(rates[each.name], rates[PLAIN], strict=True)]
             cache = numbers * (4 if each.alone.startswith(FP32) else 2)
