@@ -8,11 +8,13 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 # The layouts that `make test` samples rotate with the date; give SHARDWISE_SEED to repeat another day's.
 SHARDWISE_SEED ?= $(shell date +%Y%m%d)
 
-# Ranks that work together, some against time, have the cores to themselves; all else goes two files at a time. Both run,
-# whatever the first says.
-RANKS := tests/runtime tests/serving tests/test_demo.py tests/test_readme.py
-PYTEST = failed=0; $(BIN)/python -m pytest -q $(RANKS) || failed=1; \
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests $(RANKS:%=--ignore=%) || failed=1; exit $$failed
+# Ranks that work together, some against time, have the cores to themselves; all else goes two files at a time, the longest
+# first. Both run, whatever the first says.
+RANKS := tests/runtime/ tests/serving/
+LONG := tests/test_readme.py tests/test_demo.py tests/runtime/test_dryrun.py
+OTHERS := $(LONG) $(filter-out $(RANKS) $(LONG),$(wildcard tests/*/ tests/test_*.py))
+PYTEST = failed=0; $(BIN)/python -m pytest -q $(RANKS) $(LONG:%=--ignore=%) || failed=1; \
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(OTHERS) || failed=1; exit $$failed
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all mutation lint figures screenshots fit bench bench-scaling bench-gpu clean
