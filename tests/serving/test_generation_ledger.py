@@ -128,6 +128,6 @@ def test_int8_takes_the_bytes_that_were_predicted(precision):
         if precision == "fp32":
             assert told.weights == predicted
         elif Bytes.serves(torch.bfloat16, torch.device("cpu")):
-            assert told.weights == predicted and told.passing <= passing_bytes(plan, Served(**JOB, int8=True, cpu=True))
+            assert told.weights == predicted and told.passing <= passing_bytes(plan, Served(**JOB, int8=True))
         else:
             assert told.weights <= predicted

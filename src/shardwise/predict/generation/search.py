@@ -270,12 +270,12 @@ class _Space:
         self.least = min(self.least, (self._held(plan, weight, page, 1, int8), name))
         counts = range(1, self.engine.most_sequences + 1)
         most = bisect_right(counts, self.room, key=lambda batch: self._held(plan, weight, page, batch, int8))
-        passing = passing_bytes(plan, Served(self.length, max(most, 1), int8=int8, cpu=self.cpu))
+        passing = passing_bytes(plan, Served(self.length, max(most, 1), int8=int8))
         return max(0, int((self.room - weight - passing) // page)), most
 
     def _held(self, plan: UnitPlan, weight: float, page: float, batch: int, int8: bool = False) -> float:
         """Bytes of a rank with the cache of `batch` whole sequences."""
-        served = Served(self.length, batch, int8=int8, cpu=self.cpu)
+        served = Served(self.length, batch, int8=int8)
         return weight + passing_bytes(plan, served) + served.pages * page
 
     def _sizes(self, tp: int, weights: str) -> _Sizes:
