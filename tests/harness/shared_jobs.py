@@ -22,7 +22,7 @@ from shardwise.layout import Layout
 from shardwise.runtime.setup import make_comms
 from shardwise.runtime.transport import SharedTransport
 from shardwise.runtime.transport.adding import Target
-from shardwise.runtime.transport.shared import TWO_SHOT_FROM
+from shardwise.runtime.transport.shared import SLOTS, TWO_SHOT_FROM
 from shardwise.schedule import build
 
 TIMEOUT = 20.0
@@ -111,6 +111,22 @@ def summed(rank: int, elements: int) -> Tensor:
     kept = torch.ones(elements)
     full = pieces(rank, transport.ranks, elements)
     transport.reduction(full, lambda: Target(kept, adds=True)).start().wait()
+    return kept
+
+
+def summed_later(rank: int, elements: int) -> Tensor:
+    """The same of memory that peers read in place, waited for when so many other sums have come and gone that it was
+    long ended to make room for them."""
+    transport = _world()
+    kept = torch.ones(elements)
+    full = transport.empty(transport.ranks * elements, torch.float32).copy_(pieces(rank, transport.ranks, elements))
+    first = transport.reduction(full, lambda: Target(kept, adds=True), lent=True).start()
+    others = [transport.all_reduce(torch.full((1,), 1.0)) for _ in range(SLOTS)]
+    assert transport.started[0].window.width != elements  # it is not under way any more
+    for other in others:
+        other.wait()
+    first.wait()
+    transport.reclaim(full)
     return kept
 
 

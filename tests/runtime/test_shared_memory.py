@@ -12,8 +12,11 @@ import torch
 from harness.pool import Pool, RankFailed, run_ranks
 from harness.shared_jobs import Said, pieces, quick_alone
 from harness.today import EVERYTHING, seed
+from shardwise.runtime.transport.shared import PIECE, SLOTS
 
 MEBIBYTE = 1 << 20
+LARGE = (SLOTS // 2 + 3) * PIECE // 8
+"""Numbers of a rank's piece with which a sum has more parts than may be under way at once."""
 
 
 def mapped(pid: int) -> str:
@@ -55,12 +58,12 @@ def test_small_sums_and_gathers_have_the_same_bits_everywhere(ranks: int) -> Non
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_what_is_added_up_has_the_bits_of_the_ranks_order(ranks: int) -> None:
+@pytest.mark.parametrize("job", ["summed", "summed_later"])
+@pytest.mark.parametrize(("ranks", "elements"), [(2, 1000), (3, 1000), (4, 1000), (2, LARGE), (3, LARGE)])
+def test_what_is_added_up_has_the_bits_of_the_ranks_order(job: str, ranks: int, elements: int) -> None:
     """On every rank, as on gloo: so a run goes on alike where memory cannot be shared."""
-    elements = 1000
     every = [pieces(rank, ranks, elements).view(ranks, elements) for rank in range(ranks)]
-    for rank, found in enumerate(run_ranks("harness.shared_jobs:summed", ranks, elements)):
+    for rank, found in enumerate(run_ranks(f"harness.shared_jobs:{job}", ranks, elements)):
         assert torch.equal(found, reduce(torch.add, [each[rank] for each in every], torch.ones(elements)))
 
 

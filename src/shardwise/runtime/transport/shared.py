@@ -31,6 +31,8 @@ from shardwise.runtime.transport.plan import Move, Places, RankPlan, rank_plan
 from shardwise.schedule import CommSchedule, build
 
 Array = NDArray[Any]
+AddsUp = Callable[[dict[int, Tensor]], None]
+"""Adds up what a rank reads of others, by peer, and what it has itself."""
 
 SLOTS = 64
 """Collectives whose flags are kept apart; more than are ever under way at once."""
@@ -224,15 +226,18 @@ class SharedTransport:
         if (flights := self._lent.pop(memory.data_ptr(), None)) is not None:
             flights.settle()
 
-    def reduce_scatter(self, full: Tensor) -> Flights:
-        """Announce a sum of flat `full` over the ranks, of which each gets its piece in its place. Others stay."""
+    def reduce_scatter(self, full: Tensor, adding: Callable[[Window], AddsUp]) -> Flights:
+        """Announce a sum of flat `full` over the ranks, of which each gets its piece.
+
+        adding: what puts the sum of a part of that piece, a row of the window, into its place.
+        """
         n = full.numel() // self.ranks
         schedule = _direct("reduce-scatter", self.ranks)
         windows = [
             Window(width, n, start)
             for start, width in self._pieces(full, n, PIECE // full.element_size() // self.ranks)
         ]
-        return Flights([self.start(schedule, full, window, self.ranks * window.width) for window in windows])
+        return Flights([self.start(schedule, full, w, self.ranks * w.width, adds_up=adding(w)) for w in windows])
 
     def _pieces(self, tensor: Tensor, elements: int, most: int) -> list[tuple[int, int]]:
         """(start, length) of the parts in which a collective is done: one where peers see the tensor itself."""
@@ -241,17 +246,24 @@ class SharedTransport:
         return [(start, min(most, elements - start)) for start in range(0, elements, most)]
 
     def start(
-        self, schedule: CommSchedule, memory: Tensor, window: Window, elements: int, combine: str = "sum"
+        self,
+        schedule: CommSchedule,
+        memory: Tensor,
+        window: Window,
+        elements: int,
+        combine: str = "sum",
+        adds_up: AddsUp | None = None,
     ) -> Flight:
-        """Announce a collective over `elements` elements; every rank must start the same ones in the same order.
+        """Announce a collective over `elements` elements; every rank must start the same ones in the same order. When
+        many are under way, the first of them are ended here.
 
-        window: where the schedule's memory lies in the flat tensor `memory`.
+        window: where the schedule's memory lies in the flat tensor `memory`. combine, adds_up: as `Flight` has them.
         """
         while len(self.started) >= SLOTS // 2:
             self.started[0].wait()
         self._sequence += 1
         plan = _plan(schedule, elements, self.rank)
-        flight = Flight(self, plan, memory, window, combine, self._sequence)
+        flight = Flight(self, plan, memory, window, combine, adds_up, self._sequence)
         self.started.append(flight)
         return flight
 
@@ -365,9 +377,12 @@ class Reduction:
 
     def __init__(self, transport: SharedTransport, full: Tensor, into: Callable[[], Target], lent: bool) -> None:
         self._transport, self._full, self._into, self._lent = transport, full, into, lent
+        self._target: tuple[Target, Tensor | None] | None = None
 
     def start(self) -> Reduction:
-        self._under_way = self._transport.reduce_scatter(self._full)
+        if not self._lent:
+            self._aim()
+        self._under_way = self._transport.reduce_scatter(self._full, self._adding)
         if self._lent:
             self._transport.lend(self._full, self._under_way)
         return self
@@ -377,30 +392,38 @@ class Reduction:
         return all(flight.arrived() for flight in self._under_way.flights)
 
     def wait(self) -> None:
-        ranks, rank = self._transport.ranks, self._transport.rank
-        n = self._full.numel() // ranks
-        own, target = self._full[rank * n : (rank + 1) * n], self._into()
-        wide = wide_room(target, ranks)
+        self._aim()
+        self._under_way.wait()
 
-        def adds_up(flight: Flight) -> Callable[[dict[int, Tensor]], None]:
-            part = slice(flight.window.offset, flight.window.offset + flight.window.width)
-            into = target._replace(tensor=target.tensor[part])
+    def _aim(self) -> tuple[Target, Tensor | None]:
+        """Where the sum goes, asked once, before any part of it is made, and room to make it."""
+        if self._target is None:
+            target = self._into()
+            self._target = target, wide_room(target, self._transport.ranks)
+        return self._target
+
+    def _adding(self, window: Window) -> AddsUp:
+        ranks, rank = self._transport.ranks, self._transport.rank
+        part = slice(window.offset, window.offset + window.width)
+
+        def adds_up(found: dict[int, Tensor]) -> None:
+            target, wide = self._aim()
+            n = self._full.numel() // ranks
+            own = self._full[rank * n : (rank + 1) * n][part]
             # Added to what was there in the order of the ranks, as on gloo: the same bits. What is overwritten may be
             # this rank's own piece, which then comes first.
             order = sorted(range(ranks), key=lambda peer: peer if target.adds else peer != rank)
-            return lambda found: add_up([found.get(peer, own[part]) for peer in order], into, wide)
+            add_up([found.get(peer, own) for peer in order], target._replace(tensor=target.tensor[part]), wide)
 
-        for flight in self._under_way.flights:
-            flight.adds_up = adds_up(flight)
-        self._under_way.wait()
+        return adds_up
 
 
 class Flight:
     """One rank's part of one collective under way. `wait` does what is left of it; the memory is the caller's again.
 
     Of memory in a segment the start is announced at once. Any other is brought into sight when it is waited for.
-    adds_up: takes what this rank reads of all others in its one round, by peer, instead of the memory itself. lends:
-    peers may go on reading the memory after `wait`, until `settle`.
+    adds_up: takes what this rank reads of all others in its one round, by peer, instead of the memory itself, whoever
+    ends the flight. lends: peers may go on reading the memory after `wait`, until `settle`.
     """
 
     def __init__(
@@ -410,10 +433,11 @@ class Flight:
         memory: Tensor,
         window: Window,
         combine: str,
+        adds_up: AddsUp | None,
         sequence: int,
     ) -> None:
         self._transport, self._plan, self.window = transport, plan, window
-        self.adds_up: Callable[[dict[int, Tensor]], None] | None = None
+        self._adds_up = adds_up
         self.lends = False
         self._memory: Tensor | None = memory
         self._own, self._dtype = flat_array(memory), memory.dtype
@@ -434,6 +458,7 @@ class Flight:
         self._transport.started.remove(self)
         stage = None if self._resident else self._enter()
         self._go()
+        self._adds_up = None
         if stage is None:
             if not self.lends:
                 self.settle()
@@ -443,7 +468,7 @@ class Flight:
                 for at, private, length in self.window.pieces(*span):
                     self._own[private : private + length] = self._seen(at, at + length)
             # What peers may still read is the stage, which waits for them.
-            self._own, self._memory, self.adds_up = _NOTHING, None, None
+            self._own, self._memory = _NOTHING, None
 
     def settle(self) -> None:
         """Wait until the peers have read what they read of this rank."""
@@ -507,13 +532,13 @@ class Flight:
             flags[ready] = self._tag + step.number + 1
             for fence in step.before:
                 self._await(fence.peer, _READ, fence.round)
-            if self.adds_up is None:
+            if self._adds_up is None:
                 for move, place in zip(step.moves, where, strict=True):
                     self._take(move, place, step.number)
             elif step.moves:
                 with _unwatched():
                     sources = {move.peer: self._there(move, step.number) for move in step.moves}
-                    self.adds_up({p: torch.from_numpy(each).view(self._dtype) for p, each in sources.items()})
+                    self._adds_up({p: torch.from_numpy(each).view(self._dtype) for p, each in sources.items()})
             flags[read] = self._tag + step.number + 1
             for fence in step.between:
                 self._await(fence.peer, _READ, fence.round)
