@@ -246,6 +246,43 @@ def test_signals_end_the_launcher_and_all_ranks(tmp_path, number, deaf):
     assert errors.splitlines()[-1] == f"stopped by {signal.Signals(number).name}: all 3 ranks have ended"
 
 
+LISTENING = """
+asked = []
+signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+(here / f"ready-{rank}").touch()
+while not asked:
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize(
+    ("ends", "why"),
+    [
+        ("fail('error', 'no space left', step=3)", "rank 1 failed at step 3: no space left"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "rank 1 was killed by SIGKILL"),
+        ("os.kill(os.getpid(), signal.SIGTERM)", ""),  # as one that does not listen yet
+    ],
+)
+def test_a_rank_that_fails_while_it_ends_in_order_is_named(tmp_path, ends, why):
+    """The others, which miss it, are not; nor is anybody where a rank was ended before it could listen."""
+    last = f"signal.signal(signal.SIGTERM, signal.SIG_DFL); {ends}"
+    body = f"{LISTENING}if rank == 1:\n    {last}\ntime.sleep(0.3)\nfail('peer', 'lost a peer')"
+    launcher = start_launcher(tmp_path, body)
+    launcher.send_signal(signal.SIGTERM)
+    _, errors = launcher.communicate(timeout=30)
+    assert launcher.returncode == 128 + signal.SIGTERM
+    line = errors.splitlines()[-1]
+    assert line.startswith(f"stopped, without saving: {why}" if why else "stopped by SIGTERM: all 3 ranks have ended")
+
+
+def test_a_mistake_that_shows_while_it_ends_is_the_user_s(tmp_path):
+    body = f"{LISTENING}fail('user', 'the folder has gone', code=2)"
+    launcher = start_launcher(tmp_path, body)
+    launcher.send_signal(signal.SIGTERM)
+    _, errors = launcher.communicate(timeout=30)
+    assert (launcher.returncode, errors.splitlines()[-1]) == (2, "the folder has gone")
+
+
 def test_signal_handlers_are_put_back(tmp_path):
     before = signal.getsignal(signal.SIGTERM)
     Launched(tmp_path, "", 1)
