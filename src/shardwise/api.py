@@ -44,7 +44,8 @@ _OPTIONS = [field.name for field in fields(TrainConfig) if field.name not in _GI
 
 @dataclass(frozen=True)
 class TrainResult:
-    """A finished run. out: its directory. summary: what the trainer wrote to result.json."""
+    """A finished run. out: its directory. summary: what the trainer wrote to result.json, in which a loss that is no
+    number is the text "NaN"."""
 
     out: Path
     summary: dict[str, Any]

@@ -20,7 +20,7 @@ from harness.space import MODELS
 from shardwise.errors import UserError
 from shardwise.layout import Layout
 from shardwise.runtime.setup import make_comms
-from shardwise.runtime.transport import SharedTransport
+from shardwise.runtime.transport import Mail, SharedTransport
 from shardwise.runtime.transport.adding import Target
 from shardwise.runtime.transport.shared import SLOTS, TWO_SHOT_FROM
 from shardwise.schedule import build
@@ -128,6 +128,25 @@ def summed_later(rank: int, elements: int) -> Tensor:
     first.wait()
     transport.reclaim(full)
     return kept
+
+
+def mailed(rank: int, sizes: list[int]) -> int:
+    """A header and a message of each size from the first rank to the last, one at a time; the bytes of all segments
+    that this rank has made for messages."""
+    transport = _world()
+    assert dist.group.WORLD is not None
+    mail = Mail(transport, dist.group.WORLD, TIMEOUT)
+    ring = mail.shared_bytes
+    for n in sizes:
+        for x in (torch.tensor([n, 1]), torch.arange(n, dtype=torch.uint8)):
+            if rank == 0:
+                mail.send(x, 1)
+            else:
+                out = torch.empty_like(x)
+                mail.receive(out, 0).wait()
+                assert torch.equal(out, x)
+        transport.all_reduce(torch.ones(1)).wait()  # it has been taken
+    return mail.shared_bytes - ring
 
 
 def killed(rank: int, payload: tuple[int, float]) -> None:

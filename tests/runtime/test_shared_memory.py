@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from harness.pool import Pool, RankFailed, run_ranks
 from harness.shared_jobs import Said, pieces, quick_alone
 from harness.today import EVERYTHING, seed
+from shardwise.runtime.transport.mail import PAGE, _room
 from shardwise.runtime.transport.shared import PIECE, SLOTS
 
 MEBIBYTE = 1 << 20
@@ -65,6 +68,24 @@ def test_what_is_added_up_has_the_bits_of_the_ranks_order(job: str, ranks: int, 
     every = [pieces(rank, ranks, elements).view(ranks, elements) for rank in range(ranks)]
     for rank, found in enumerate(run_ranks(f"harness.shared_jobs:{job}", ranks, elements)):
         assert torch.equal(found, reduce(torch.add, [each[rank] for each in every], torch.ones(elements)))
+
+
+@pytest.mark.parametrize("order", ["rising", "falling", "any"])
+def test_messages_of_every_size_share_a_few_segments(order: str) -> None:
+    """As a service's prompts make them: in the worst case one segment of each room, and one more of the largest."""
+    sizes = list(range(0, 300_000, 701))
+    if order != "rising":
+        sizes = sizes[::-1] if order == "falling" else random.Random(seed()).sample(sizes, len(sizes))
+    sent, _ = run_ranks("harness.shared_jobs:mailed", 2, sizes)
+    largest = max(sizes)
+    assert largest <= sent <= {"rising": 9, "falling": 3, "any": 9}[order] * largest
+
+
+@given(st.integers(0, 1 << 40))
+def test_a_segment_is_hardly_larger_than_its_message(nbytes: int) -> None:
+    room = _room(nbytes)
+    assert nbytes <= room <= max(nbytes * 5 / 4, nbytes + PAGE) and room > 0
+    assert _room(room) == room
 
 
 def test_64_megabytes_are_enough_for_any_tensor() -> None:

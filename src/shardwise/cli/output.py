@@ -7,14 +7,16 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from shardwise.report.strict_json import strict
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
 
 def print_json(data: Any) -> None:
-    """One JSON document on standard output."""
-    print(json.dumps(data, indent=1, allow_nan=False))
+    """One JSON document on standard output, with NaN and infinities as texts."""
+    print(json.dumps(strict(data), indent=1, allow_nan=False))
 
 
 def progress(line: str = "") -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -12,8 +13,10 @@ from typing import Any
 
 from shardwise.errors import UserError
 from shardwise.report.exposure import Exposure, exposures
+from shardwise.report.files import write_whole
 from shardwise.report.run_directory import RunDirectory
 from shardwise.report.step_report import StepReport
+from shardwise.report.strict_json import strict
 from shardwise.report.trace import write_trace
 from shardwise.runtime.config import TrainConfig
 
@@ -38,6 +41,7 @@ class Record:
         self._live = sys.stdout.isatty()
         self._shown = 0.0
         self._first = True
+        self._diverged = False
 
     def _tensorboard(self) -> Any:
         from torch.utils.tensorboard import SummaryWriter
@@ -49,6 +53,13 @@ class Record:
         self.directory.append({"time": time.time(), **event})
         names = ("loss", "grad_norm", "lr", "tokens_per_s", "mfu")
         self._draw(event["step"], {f"train/{name}": event[name] for name in names})
+        if not (self._diverged or math.isfinite(event["loss"])):
+            self._diverged = True
+            self.warn(
+                f"the loss of step {event['step']} is {event['loss']}: training has diverged; start again with a "
+                "smaller --lr",
+                event["step"],
+            )
         last = event["step"] == self.config.steps
         # On a terminal one line is rewritten; elsewhere a line every few seconds.
         if self._live or last or self._first or time.monotonic() - self._shown > 5:
@@ -99,11 +110,11 @@ class Record:
         return figures
 
     def finish(self, result: dict[str, Any]) -> None:
-        path = self.directory.path / "result.json"
+        text = json.dumps(strict(result), indent=1, allow_nan=False)
         try:
-            path.write_text(json.dumps(result, indent=1) + "\n")
-        except OSError as error:
-            raise UserError(f"cannot write {path}: {error.strerror}; its checkpoints are whole") from None
+            write_whole(self.directory.path / "result.json", f"{text}\n")
+        except UserError as error:
+            raise UserError(f"{error}; its checkpoints are whole") from None
         self.directory.update(status="finished", finished=time.time())
         if self._board:
             with suppress(OSError):

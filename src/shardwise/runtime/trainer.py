@@ -161,7 +161,7 @@ class _Run:
             seed=config.seed, about=config.to_json(), keep=config.keep_last, later=config.save_async,
             timeout=timeout, pulse=pulse.Pulse(memory, pulse.SAVING),
         )  # fmt: skip
-        self.stop = StopRequest(self.rank)
+        self.stop = StopRequest()
         self.first_step = self.at.step
         self.times: list[float] = []
         self.cpu_times: list[float] = []

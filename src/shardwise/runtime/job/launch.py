@@ -358,8 +358,11 @@ class _Crew:
         return Ending(128 + number, line)
 
     def _broke_off(self) -> bool:
-        """Whether a rank failed instead of ending as it was told. Whoever SIGTERM ended did not listen yet, and had done
-        nothing that could be lost; that others then miss it is no failure."""
+        """Whether a rank failed instead of ending as it was told.
+
+        Whoever SIGTERM ended did not listen yet, and had done nothing that could be lost; that others then miss it is
+        no failure.
+        """
         codes = self._codes()
         return -signal.SIGTERM not in codes and any(code not in (None, 0, INTERRUPTED) for code in codes)
 

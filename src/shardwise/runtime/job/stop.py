@@ -29,7 +29,7 @@ class Stopped(Exception):
 class StopRequest:
     """Whether this job was told to stop. Installs signal handlers where it may (the main thread)."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self) -> None:
         self.asked = False
         self._noted = False
         self._told = False

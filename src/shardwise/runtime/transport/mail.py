@@ -21,6 +21,9 @@ from shardwise.runtime.transport.shared import SharedTransport, flat_array
 OUTSTANDING = 4096
 """Messages to one rank that may lie there untaken; more than that, and a send waits."""
 
+PAGE = 4096
+"""Bytes of which segments have a multiple."""
+
 _WORDS = ALIGNED // 8
 _RING, _TAKEN = _WORDS, _WORDS + OUTSTANDING
 _EACH = _WORDS + 2 * OUTSTANDING
@@ -63,16 +66,23 @@ class Mail:
         self._own[mine] = number + 1
         return Sent()
 
+    @property
+    def shared_bytes(self) -> int:
+        """Of all segments that this rank has made."""
+        return sum(segment.nbytes for segment in self._segments)
+
     def _place(self, peer: int, nbytes: int) -> Segment:
         """A segment of `nbytes` or more with no message in it."""
         taken, under_way, free = self._theirs[peer], self._under_way[peer], self._free[peer]
         for number in list(under_way):
             if taken[self.rank * _EACH + _TAKEN + number % OUTSTANDING] > number:
                 free.append(under_way.pop(number))
-        for index, segment in enumerate(free):
-            if segment.nbytes >= nbytes:
-                return free.pop(index)
-        self._segments.append(_segment(max(nbytes, 1)))
+        if fits := [segment for segment in free if segment.nbytes >= nbytes]:
+            # The smallest: a small message in the place of a large one would have that make another.
+            found = min(fits, key=lambda segment: segment.nbytes)
+            free.remove(found)
+            return found
+        self._segments.append(_segment(_room(nbytes)))
         return self._segments[-1]
 
     def receive(self, out: Tensor, peer: int) -> Arriving:
@@ -110,6 +120,13 @@ class Arriving:
 
     def wait(self) -> None:
         self._mail.take(self._out, self._peer, self._number)
+
+
+def _room(nbytes: int) -> int:
+    """Bytes of a segment for a message of so many: at most a quarter more, beyond some pages. Messages come in any size,
+    as prompts do, and their segments stay: with four sizes from one power of two to the next they do not add up."""
+    step = max(PAGE, 1 << max(0, (nbytes - 1).bit_length() - 3))
+    return max(1, -(-nbytes // step)) * step
 
 
 def _segment(nbytes: int) -> Segment:

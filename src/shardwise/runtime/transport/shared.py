@@ -49,6 +49,8 @@ TWO_SHOT_FROM = 32 << 10
 """Bytes from which an all-reduce of two ranks reads each part once and not twice: `shardwise collective bench`."""
 AREA = 64 << 10
 """Bytes of either place through which what is small goes (`Quick`)."""
+VIEWS = 1024
+"""Sizes of which `Quick` keeps where they lie; prompts have ever new ones."""
 PIECE = 1 << 20
 """Bytes that go through the segment at a time, where a tensor does not live in one: they stay in the core's cache."""
 
@@ -323,6 +325,8 @@ class Quick:
         key = place, flat.numel(), flat.dtype
         found = self._views.get(key)
         if found is None:
+            if len(self._views) == VIEWS:
+                self._views.clear()
             found = self._views[key] = self._view(*key)
         found[self.rank].copy_(flat)
         self._flags[_QUICK] = count
