@@ -111,8 +111,8 @@ def test_a_run_too_short_for_a_timeline_has_a_report_without(text: Path, tmp_pat
 
 
 def test_a_run_that_diverges_says_so_and_its_results_are_json(text: Path, tmp_path: Path) -> None:
-    words = command(text, tmp_path / "run", "--lr", "1e30", "--clip", "0", "--json", layout="dp=1,precision=fp32", steps=4)
-    done = shardwise(*words)
+    far = ("--lr", "1e30", "--clip", "0", "--json")
+    done = shardwise(*command(text, tmp_path / "run", *far, layout="dp=1,precision=fp32", steps=4))
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("is nan: training has diverged") == 1
     for found in (done.stdout, (tmp_path / "run/result.json").read_text()):

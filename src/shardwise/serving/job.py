@@ -79,6 +79,8 @@ class ServingJob:
             if getattr(self, name) < 0:
                 raise UserError(f"{name} must be at least 0, not {getattr(self, name)}")
         check_generation(self.layout, self.model)
+        if self.prompts == "same" and self.layout.stage < 3:
+            raise LayoutError("the same prompts on all data ranks are for zero=3: leave `same` out")
         if self.layout.shard and self.prompts == "same":
             raise LayoutError("all data ranks with the same prompts are one group: leave shard out, or prompts=own")
         if self.quantize != "none" and self.layout.stage == 3:

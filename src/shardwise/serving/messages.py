@@ -10,6 +10,8 @@ from typing import Literal
 from shardwise.errors import UserError
 
 Reason = Literal["stop", "length", "cancelled", "error"]
+NOTHING = -1
+"""In place of a token that could not be chosen."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +20,7 @@ class Sampling:
 
     temperature: 0 takes the likeliest token. top_k: choose among so many likeliest, 0 for all. top_p: among the
     likeliest whose probabilities add up to this much (Holtzman et al. 2020). seed: of the request's own random numbers;
-    equal seeds give equal tokens, whatever else is being served and under any layout. stop_tokens: ids after which
+    equal seeds give equal ones, whatever else is being served and under any layout. stop_tokens: ids after which
     nothing follows (they are given out, too). logprobs: whether the probabilities of chosen tokens are wanted, which
     takes a pass over all others'. Raises `UserError` for values outside their range.
     """

@@ -1,5 +1,6 @@
 """Choosing tokens. The random number of a token depends on its request's seed and on its place in the sequence alone:
-equal seeds give equal tokens whatever else is being served, and whoever draws."""
+equal seeds give equal numbers whatever else is being served, and whoever draws. Tokens are equal as far as logits are:
+in fp32 but for rounding, while in bf16 and with 8-bit matrices logits differ with the rows that a turn computes."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardwise.decoder import random
-from shardwise.serving.messages import Sampling
+from shardwise.serving.messages import NOTHING, Sampling
 
 _FEW = 512
 """Likeliest tokens that are sorted first: mostly the share `top_p` lies among them."""
@@ -16,9 +17,11 @@ _FEW = 512
 def choose(logits: Tensor, samplings: list[Sampling], places: list[int]) -> tuple[Tensor, Tensor]:
     """(tokens [B], logarithms of their probabilities [B], NaN where they are not wanted), both float64 and on the CPU.
 
-    logits: [B, vocab]. places: how many tokens precede each in its sequence.
+    logits: [B, vocab]. places: how many tokens precede each in its sequence. Of logits that are no numbers there is no
+    token: `NOTHING`.
     """
     tokens = _greatest(logits)
+    nothing = logits.gather(1, tokens[:, None])[:, 0].isnan()
     for row, (sampling, place) in enumerate(zip(samplings, places, strict=True)):
         if sampling.temperature > 0:
             tokens[row] = _draw(logits[row], sampling, uniform(sampling.seed, place))
@@ -27,7 +30,7 @@ def choose(logits: Tensor, samplings: list[Sampling], places: list[int]) -> tupl
         asked = logits if len(wanted) == len(samplings) else logits[wanted]
         wide = torch.log_softmax(asked, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
         logprobs[wanted] = wide.gather(1, tokens[wanted, None])[:, 0].double().cpu()
-    return tokens.double().cpu(), logprobs
+    return tokens.masked_fill_(nothing, NOTHING).double().cpu(), logprobs
 
 
 def _greatest(logits: Tensor) -> Tensor:
@@ -52,7 +55,9 @@ def uniform(seed: int, place: int) -> float:
 
 def _draw(logits: Tensor, sampling: Sampling, number: float) -> Tensor:
     """The first token up to which the probabilities of those that count add up to more than `number` of their sum."""
-    scaled = logits.double() / sampling.temperature
+    wide = logits.double()
+    # The greatest becomes 0: no temperature is so small that it would be infinite.
+    scaled = (wide - wide.max()) / sampling.temperature
     if not sampling.top_k and sampling.top_p == 1:
         return _at(torch.softmax(scaled, -1).cumsum(-1), number)
     indices, sums = _likeliest(scaled, sampling)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from bisect import insort
 from dataclasses import dataclass, field
 
-from shardwise.serving.messages import Answer, Finished, Load, Reason, Request, Token
+from shardwise.serving.messages import NOTHING, Answer, Finished, Load, Reason, Request, Token
 from shardwise.serving.pages import START, Key, Pages, page_key
 
 
@@ -123,6 +123,9 @@ class Scheduler:
             if sequence.over:
                 continue
             sequence.waits = False
+            if token == NOTHING:
+                answers.append(self._end(sequence, "error", "the logits are no numbers: its weights may be damaged"))
+                continue
             sequence.tokens.append(token)
             sampling = sequence.request.sampling
             answers.append(Token(sequence.request.id, token, logprob))
@@ -132,11 +135,11 @@ class Scheduler:
                 answers.append(self._end(sequence, "length"))
         return answers
 
-    def _end(self, sequence: Sequence, reason: Reason) -> Finished:
+    def _end(self, sequence: Sequence, reason: Reason, error: str = "") -> Finished:
         sequence.over = True
         self._give_back(sequence)
         (self.running if sequence in self.running else self.waiting).remove(sequence)
-        return Finished(sequence.request.id, reason, sequence.reused)
+        return Finished(sequence.request.id, reason, sequence.reused, error)
 
     # -- a turn
 

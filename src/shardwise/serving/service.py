@@ -15,8 +15,8 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ PRIMITIVES, _KEPT = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"), 1
 (ideep), which holds on to what the first one lets go. As many are possible as numbers of tokens in a turn, each takes
 0.3 MB, and the 1,024 that both keep by themselves fill a rank's memory. A user's own setting counts."""
 TUNABLES, MEMORY = "GLIBC_TUNABLES", "glibc.malloc.hugetlb=1:glibc.malloc.mxfast=0:glibc.malloc.tcache_count=200"
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PATIENCE = 1.0
 """Seconds that ranks get to end when the service is closed."""
 _LONGEST = 100
@@ -143,16 +144,17 @@ class Service:
 
     def close(self) -> None:
         """End the ranks at once, and leave nothing behind. May be called again."""
-        with self._changed:
-            self._closing = True
-        self._stop.append(signal.SIGTERM)
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join()
-        for way in self._ways.values():
-            way.close()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        with _unbroken():
+            with self._changed:
+                self._closing = True
+            self._stop.append(signal.SIGTERM)
+            for thread in self._threads:
+                if thread is not threading.current_thread():
+                    thread.join()
+            for way in self._ways.values():
+                way.close()
+            if self._folder is not None:
+                shutil.rmtree(self._folder, ignore_errors=True)
 
     def __enter__(self) -> Service:
         return self
@@ -242,6 +244,20 @@ class Service:
                 if isinstance(answer, Finished):
                     self._sinks.pop(answer.id, None)
             sink(answer)  # type: ignore[arg-type]
+
+
+@contextmanager
+def _unbroken() -> Iterator[None]:
+    """No signal breaks off what takes a second or two, and must not be left half done."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in _ENDING}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
 
 
 def _memory() -> dict[str, str]:

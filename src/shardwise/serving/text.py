@@ -1,6 +1,7 @@
 """Text to tokens and back: what a front end needs of a tokenizer, and answers as text while they come.
 
-A stream gives out no half of a character, and nothing that may still become a stop string. Imports no torch.
+Control tokens that a prompt spells are tokens, as `transformers` has it: who completes a text writes all of it. A
+stream gives out no half of a character, and nothing that may still become a stop string. Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 _LONGEST = 4
 """Tokens that a character of UTF-8 takes at most: what is no character by then will be none."""
+_CONTEXT = 8
+"""Tokens of a prompt that an answer's text may depend on: tokenizers of SentencePiece drop a text's first blank."""
+_ANCHOR = "a"
+"""What tokens are spelled behind."""
 
 
 class Text:
@@ -26,6 +31,8 @@ class Text:
 
     def __init__(self, tokenizer: Tokenizer, stop_tokens: Sequence[int]) -> None:
         self.tokenizer, self.stop_tokens = tokenizer, tuple(stop_tokens)
+        tokenizer.encode_special_tokens = False
+        self._anchor: list[int] = tokenizer.encode(_ANCHOR, add_special_tokens=False).ids
 
     @classmethod
     def open(cls, folder: Path | str) -> Text:
@@ -49,7 +56,11 @@ class Text:
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         """The tokens of each of several prompts. Other threads run meanwhile, as they do not with `Tokenizer.encode`:
-        a prompt of megabytes takes seconds."""
+        a prompt of megabytes takes seconds. Raises `UserError` for what is no text."""
+        try:
+            "".join(texts).encode()
+        except UnicodeEncodeError:
+            raise UserError("a prompt has bytes that are not UTF-8, and so no text; write it anew as UTF-8") from None
         return [found.ids for found in self.tokenizer.encode_batch(list(texts))]
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -58,22 +69,26 @@ class Text:
         return text
 
     def spelled(self, token: int) -> str:
-        """One token as text."""
-        text: str = self.tokenizer.decode([token], skip_special_tokens=False)
-        return text
+        """One token as text, with the blank that it begins with in the middle of a text."""
+        before: str = self.tokenizer.decode(self._anchor, skip_special_tokens=False)
+        text: str = self.tokenizer.decode([*self._anchor, token], skip_special_tokens=False)
+        return text[len(before) :]
 
-    def stream(self, stop: Sequence[str] = ()) -> Stream:
-        """An answer to come, which ends before the stop string that is complete first."""
-        return Stream(self, stop)
+    def stream(self, stop: Sequence[str] = (), prompt: Sequence[int] = ()) -> Stream:
+        """An answer to come, which ends before the stop string that is complete first. prompt: the tokens that it
+        continues; none for one that stands for itself."""
+        return Stream(self, stop, prompt)
 
 
 class Stream:
     """Tokens of one answer on their way to text. stopped: a stop string has come, and nothing follows."""
 
-    def __init__(self, text: Text, stop: Sequence[str]) -> None:
+    def __init__(self, text: Text, stop: Sequence[str], prompt: Sequence[int] = ()) -> None:
         self._text, self._stop = text, tuple(filter(None, stop))
-        self._tokens: list[int] = []
-        self._start = self._given = 0
+        self._tokens = list(prompt[-_CONTEXT:])
+        if text.decode(self._tokens).endswith(_UNKNOWN):
+            self._tokens = []  # half a character, whose other half the answer has
+        self._start, self._given = 0, len(self._tokens)
         """Tokens before `_start` have no influence on the text of those from `_given` on, which is still to come."""
         self._held = ""
         self.stopped = False
@@ -84,9 +99,15 @@ class Stream:
             return ""
         self._tokens.append(token)
         new = self._new()
-        if new.endswith(_UNKNOWN) and len(self._tokens) - self._given < _LONGEST:
+        if not new.endswith(_UNKNOWN):
+            self._start, self._given = self._given, len(self._tokens)
+            return self._certain(new)
+        if len(self._tokens) - self._given < _LONGEST:
             return ""
-        self._start, self._given = self._given, len(self._tokens)
+        # The first of them has become no character, and the last ones still may.
+        new = self._new(self._given + 1)
+        self._given += 1
+        self._start = max(self._start, self._given - _CONTEXT)
         return self._certain(new)
 
     def end(self) -> str:
@@ -97,10 +118,11 @@ class Stream:
         rest, self._held = self._held, ""
         return certain if self.stopped else certain + rest
 
-    def _new(self) -> str:
-        """Text of the tokens that have not been given out. Some tokens' text depends on those before them."""
+    def _new(self, stop: int | None = None) -> str:
+        """Text of the tokens before `stop` that have not been given out. Some tokens' text depends on those before
+        them."""
         before = self._text.decode(self._tokens[self._start : self._given])
-        return self._text.decode(self._tokens[self._start :])[len(before) :]
+        return self._text.decode(self._tokens[self._start : stop])[len(before) :]
 
     def _certain(self, new: str) -> str:
         text = self._held + new

@@ -56,8 +56,10 @@ class RunFailed(RuntimeError):
 
 
 def say(line: str) -> None:
-    """Write a line to standard error."""
-    print(line, file=sys.stderr, flush=True)
+    """Write a line to standard error, if anybody reads it: who has left must not end what goes on here."""
+    if sys.stderr is not None:
+        with suppress(OSError):
+            print(line, file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)

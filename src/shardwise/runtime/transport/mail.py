@@ -123,8 +123,11 @@ class Arriving:
 
 
 def _room(nbytes: int) -> int:
-    """Bytes of a segment for a message of so many: at most a quarter more, beyond some pages. Messages come in any size,
-    as prompts do, and their segments stay: with four sizes from one power of two to the next they do not add up."""
+    """Bytes of a segment for a message of so many: at most a quarter more, beyond some pages.
+
+    Messages come in any size, as prompts do, and their segments stay: with four sizes from one power of two to the next
+    they do not add up.
+    """
     step = max(PAGE, 1 << max(0, (nbytes - 1).bit_length() - 3))
     return max(1, -(-nbytes // step)) * step
 

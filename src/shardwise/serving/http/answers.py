@@ -66,6 +66,7 @@ class Answers(ABC):
         pieces: dict[int, list[Piece]] = {choice: [] for choice in range(generation.choices)}
         async for piece in generation.pieces():
             pieces[piece.choice].append(piece)
+        await generation.settled()
         choices = [self._whole(choice, its) for choice, its in pieces.items()]
         return {**self._head, "object": self.whole_kind, "choices": choices, "usage": usage(generation)}
 
@@ -83,6 +84,7 @@ class Answers(ABC):
             yield event(problem.to_json())
             return
         if self._wanted.include_usage:
+            await generation.settled()
             yield event({**head, "choices": [], "usage": usage(generation)})
         yield DONE
 
@@ -156,7 +158,7 @@ def _joined(choice: int, pieces: list[Piece]) -> Piece:
 
 
 def usage(generation: Generation) -> dict[str, Any]:
-    """Counts of tokens. Those that the cache knew already are known when sequences have ended."""
+    """Counts of tokens, of a generation that has settled."""
     asked, made = generation.prompt_tokens, generation.generated
     return {
         "prompt_tokens": asked,

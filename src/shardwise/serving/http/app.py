@@ -8,7 +8,6 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterable
-from contextlib import suppress
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -57,7 +56,12 @@ def application(front: Front, model: str, chat: Chat, *, version: str, api_key: 
             Route("/metrics", routes.metrics, methods=["GET"]),
             Route("/openapi.json", routes.openapi, methods=["GET"]),
         ],
-        exception_handlers={Problem: _refused, HTTPException: _no_route, Exception: _defect},
+        exception_handlers={
+            Problem: _refused,
+            HTTPException: _no_route,
+            ClientDisconnect: _left_alone,
+            Exception: _defect,
+        },
     )
     app.router.redirect_slashes = False
     return _Gate(app, front, api_key)
@@ -106,20 +110,23 @@ class _Routes:
 
     async def completions(self, request: Request) -> ASGIApp:
         arrived = time.monotonic()
-        body, wanted = await self._asked(request, COMPLETION)
-        prompts = await asyncio.to_thread(self._prompts, body["prompt"])
+        with self._front.reading():
+            body, wanted = await self._asked(request, COMPLETION)
+            prompts = await asyncio.to_thread(self._prompts, body["prompt"], wanted.n)
         return await self._answered(request, Completions, prompts, wanted, "prompt", arrived)
 
     async def chats(self, request: Request) -> ASGIApp:
         arrived = time.monotonic()
-        body, wanted = await self._asked(request, CHAT)
-        self._front.check_length(_texts(body["messages"]), "messages")
-        prompt = await asyncio.to_thread(self._chat.encode, body["messages"])
+        with self._front.reading():
+            body, wanted = await self._asked(request, CHAT)
+            self._front.check_length(_texts(body["messages"]), "messages")
+            prompt = await asyncio.to_thread(self._chat.encode, body["messages"])
         return await self._answered(request, Chats, [prompt], wanted, "messages", arrived)
 
-    def _prompts(self, prompt: Any) -> list[list[int]]:
-        """Token ids of one prompt or of several, each a text or ids."""
+    def _prompts(self, prompt: Any, n: int) -> list[list[int]]:
+        """Token ids of one prompt or of several, each a text or ids. n: choices of each."""
         several = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
+        self._front.check_count(len(several) * n, "n" if n > 1 else "prompt")
         if not isinstance(several[0], str):
             return several
         for text in several:
@@ -137,7 +144,8 @@ class _Routes:
     ) -> ASGIApp:
         # The front may have been closed while the prompt was read.
         self._front.refuse_if_closed()
-        generation = Generation(self._front, prompts, wanted, param, arrived)
+        continues = kind is Completions
+        generation = Generation(self._front, prompts, wanted, param, arrived, continues=continues)
         answers = kind(self._model, wanted, self._front.text.spelled)
         if wanted.stream:
             return _EventStream(answers.events(generation), generation)
@@ -150,9 +158,10 @@ class _Routes:
     async def _asked(self, request: Request, schema: Schema) -> tuple[dict[str, Any], Wanted]:
         """The checked body of a request for generation."""
         self._front.refuse_if_closed()
-        kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
-            raise Problem(415, f"the body is said to be {kind}: send it with the header Content-Type: application/json")
+            said = f"is said to be {kind}" if kind else "is not said to be JSON"
+            raise Problem(415, f"the body {said}: send it with the header Content-Type: application/json")
         data = await self._bytes(request)
         body = await asyncio.to_thread(_read, data, schema) if len(data) > _INLINE_BYTES else _read(data, schema)
         self._check_name(body["model"])
@@ -265,8 +274,7 @@ class _Gate:
             app = _response(Problem(401, "the API key is missing or wrong: Authorization: Bearer KEY",
                                     code="invalid_api_key", headers={"www-authenticate": "Bearer"}))  # fmt: skip
         try:
-            with suppress(ClientDisconnect):
-                await app(scope, receive, counted)
+            await app(scope, receive, counted)
         except Exception:
             log.exception("%s %s failed", scope["method"], path)
         finally:
@@ -297,6 +305,10 @@ async def _no_route(request: Request, error: Exception) -> Response:
     words = {404: f"there is no {where}: see /openapi.json", 405: f"{where} is not allowed"}
     message = words.get(error.status_code, error.detail)
     return _response(Problem(error.status_code, message, headers=dict(error.headers or {})))
+
+
+async def _left_alone(request: Request, error: Exception) -> Response:
+    return Response(status_code=_CLIENT_LEFT)
 
 
 async def _defect(request: Request, error: Exception) -> Response:

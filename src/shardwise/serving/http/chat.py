@@ -1,13 +1,16 @@
 """Conversations as prompts: the chat template of a tokenizer, rendered as `transformers` does it.
 
 A template is Jinja that came with the weights, so it runs in Jinja's sandbox. Control tokens that it writes are tokens;
-spelled out in somebody's message they are text (`transformers` has that as `sanitize_control_tokens`).
+spelled out in somebody's message they are text (`transformers` has that as `sanitize_control_tokens`, and knows them
+the same way: special tokens, and added ones that the template spells). Of the latter an assistant's message may have
+some, as those around a model's thoughts, for which templates look.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,12 +38,13 @@ class Chat:
         self._plain: Tokenizer = load(file)
         self._tokens: Tokenizer = load(file)
         self._tokens.encode_special_tokens = False
-        added = self._tokens.get_added_tokens_decoder().values()
-        control = sorted((token.content for token in added if token.special), key=len, reverse=True)
-        control = [word for word in control if len(word) > 1]
-        self._control = re.compile("|".join(map(re.escape, control)) or "(?!)")
-        self._broken = re.compile(f"({'|'.join(re.escape(_broken(word)) for word in control) or '(?!)'})|{_MARK}")
         source, self._names = _read(file.parent)
+        added = self._tokens.get_added_tokens_decoder().values()
+        long = [token for token in added if len(token.content) > 1]
+        self._special = {token.content for token in long if token.special}
+        spelled = {token.content for token in long if token.content in (source or "")}
+        self._control, self._of_assistants = _any(self._special | spelled), _any(self._special)
+        self._broken = re.compile(f"({_any(map(_broken, self._special | spelled)).pattern})|{_MARK}")
         self._template = _compiled(source, file.parent) if source is not None else None
 
     @property
@@ -80,11 +84,13 @@ class Chat:
             content = "\n".join(part["text"] for part in content)
         # The role of OpenAI's newer models for what all templates call system.
         role = "system" if message["role"] == "developer" else message["role"]
-        name = {"name": self._marked(message["name"])} if message.get("name") is not None else {}
-        return {"role": role, "content": self._marked(content), **name}
+        control = self._of_assistants if role == "assistant" else self._control
 
-    def _marked(self, text: str) -> str:
-        return self._control.sub(lambda found: _broken(found[0]), text.replace(_MARK, ""))
+        def marked(text: str) -> str:
+            return control.sub(lambda found: _broken(found[0]), text.replace(_MARK, ""))
+
+        name = {"name": marked(message["name"])} if message.get("name") is not None else {}
+        return {"role": role, "content": marked(content), **name}
 
     def _encode(self, text: str) -> list[int]:
         # Odd pieces were spelled out, or are None where a template has left a mark alone by cutting a message.
@@ -92,29 +98,44 @@ class Chat:
         for index, piece in enumerate(self._broken.split(text)):
             if piece:
                 tokenizer = self._plain if index % 2 else self._tokens
+                word = piece.replace(_MARK, "")
+                # An added token that is not special is a token wherever it is whole.
+                parts = [word[0], word[1:]] if index % 2 and word not in self._special else [word]
                 # Unlike `encode`, this lets other threads run meanwhile.
-                ids += tokenizer.encode_batch([piece.replace(_MARK, "")], add_special_tokens=False)[0].ids
+                for found in tokenizer.encode_batch(parts, add_special_tokens=False):
+                    ids += found.ids
         return ids
+
+
+def _any(words: Iterable[str]) -> re.Pattern[str]:
+    """Any of them, the longest that there is; nothing where there are none."""
+    return re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True))) or "(?!)")
 
 
 def _broken(word: str) -> str:
     return word[0] + _MARK + word[1:]
 
 
+def _configured(file: Path) -> dict[str, Any]:
+    """What a file beside the tokenizer says; nothing where there is none. Raises `UserError`."""
+    if not file.is_file():
+        return {}
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise UserError(f"{file} is not a tokenizer's configuration: it should be a JSON object")
+    return config
+
+
 def _read(folder: Path) -> tuple[str | None, dict[str, str]]:
     """(source of the template, texts of the named tokens); chat_template.jinja comes before tokenizer_config.json."""
-    file = folder / "tokenizer_config.json"
-    config: Any = {}
-    if file.is_file():
-        try:
-            config = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise UserError(f"{file} cannot be read: {error}") from None
-        if not isinstance(config, dict):
-            raise UserError(f"{file} is not a tokenizer's configuration: it should be a JSON object")
+    config = _configured(folder / "tokenizer_config.json")
+    older = _configured(folder / "special_tokens_map.json")
     names = {}
     for name in _NAMED:
-        token = config.get(name)
+        token = config.get(name, older.get(name))
         token = token.get("content") if isinstance(token, dict) else token
         if isinstance(token, str):
             names[name] = token

@@ -7,8 +7,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Iterable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +59,8 @@ class Front:
         self.open = 0
         """Sequences that the engine has not finished."""
         self.live: set[Generation] = set()
+        self.readers: set[asyncio.Task[Any]] = set()
+        """Who reads a request that is no generation yet."""
         self._seconds = 1.0
         """What a sequence takes, smoothed."""
 
@@ -67,12 +69,32 @@ class Front:
         if self.engine.failure is not None:
             raise Problem(503, f"the engine has failed: {self.engine.failure}", code="engine_failed")
         if self.stopping:
-            raise Problem(503, "the server is stopping", code="stopping", headers={"connection": "close"})
+            raise _stopping()
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """While a request's body and prompt are read. Raises `Problem` (503) where that is broken off as the server
+        stops."""
+        task = asyncio.current_task()
+        assert task is not None
+        self.readers.add(task)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if self.stopping:
+                raise _stopping() from None
+            raise
+        finally:
+            self.readers.discard(task)
+
+    def check_count(self, count: int, param: str) -> None:
+        """Raise `Problem` (400) for more sequences than there are places, before anything is done for them."""
+        if count > self.limit:
+            raise Problem(400, f"{count} sequences in one request exceed the {self.limit} of this server", param=param)
 
     def admit(self, count: int, param: str) -> None:
         """Raise `Problem` unless there is room for `count` sequences: 429 for now, 400 for ever."""
-        if count > self.limit:
-            raise Problem(400, f"{count} sequences in one request exceed the {self.limit} of this server", param=param)
+        self.check_count(count, param)
         if self.open + count > self.limit:
             wait = min(_RETRY_MOST, max(1, math.ceil(self._seconds * count / self.places)))
             raise Problem(
@@ -135,6 +157,10 @@ class Front:
         }
 
 
+def _stopping() -> Problem:
+    return Problem(503, "the server is stopping", code="stopping", headers={"connection": "close"})
+
+
 @dataclass
 class _Sequence:
     """One choice of one prompt. number: the engine's. counted: tokens so far; last: when the newest came. held: those
@@ -153,14 +179,17 @@ class _Sequence:
 class Generation:
     """The sequences of one request: `n` choices of each prompt, in the order of prompts.
 
-    prompts: token ids. arrived: when the request came, by `time.monotonic`. Raises `Problem` when the engine does not
-    take them.
+    prompts: token ids. continues: whether answers go on with their prompt's text. arrived: when the request came, by
+    `time.monotonic`. Raises `Problem` when the engine does not take them.
     """
 
-    def __init__(self, front: Front, prompts: list[list[int]], wanted: Wanted, param: str, arrived: float) -> None:
-        self._front, self._wanted, self._arrived = front, wanted, arrived
+    def __init__(
+        self, front: Front, prompts: list[list[int]], wanted: Wanted, param: str, arrived: float, *, continues: bool
+    ) -> None:
+        self._front, self._wanted, self._arrived, self._continues = front, wanted, arrived, continues
         self._loop = asyncio.get_running_loop()
         self._pieces: asyncio.Queue[Piece | Problem] = asyncio.Queue()
+        self._over = asyncio.Event()
         self._sequences: list[_Sequence] = []
         self.prompt_tokens = sum(map(len, prompts))
         self.reused = 0
@@ -180,7 +209,7 @@ class Generation:
         front.metrics.prompt_tokens += self.prompt_tokens * wanted.n
 
     def _submit(self, prompt: list[int], sampling: Sampling) -> None:
-        sequence = _Sequence(self._front.text.stream(self._wanted.stop))
+        sequence = _Sequence(self._front.text.stream(self._wanted.stop, prompt if self._continues else ()))
         choice = len(self._sequences)
 
         def sink(answer: Token | Finished) -> None:
@@ -225,8 +254,14 @@ class Generation:
         self._pieces.put_nowait(problem)
         self.cancel()
 
+    async def settled(self) -> None:
+        """Wait until the engine has finished all sequences, those that a stop string has ended, too: what of their
+        prompts it found in the cache is known then."""
+        await self._over.wait()
+
     def _drop_if_over(self) -> None:
         if all(sequence.ended for sequence in self._sequences):
+            self._over.set()
             self._front.live.discard(self)
 
     # -- on the event loop, one answer of the engine at a time

@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -24,7 +25,7 @@ GRACE = 30.0
 _LAST_BYTES = 1
 """Seconds that clients get to read what has been written."""
 _LOOK = 0.05
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -34,8 +35,9 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         sock = socket.socket(family, socket.SOCK_STREAM)
-    except OSError as error:
-        raise UserError(f"{host} is no address of this host: {error.strerror or error}") from None
+    except (OSError, UnicodeError) as error:  # the latter of names that DNS cannot have
+        reason = getattr(error, "strerror", None) or "no name that a host can have"
+        raise UserError(f"{host} is no address of this host: {reason}") from None
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind(address)
@@ -64,7 +66,8 @@ def run(
     ready: Callable[[], object],
     echo: Callable[[str], object],
 ) -> None:
-    """Serve until SIGINT or SIGTERM, then finish what runs, for at most `grace` seconds; a second signal ends at once.
+    """Serve until SIGINT, SIGTERM or SIGHUP, then finish what runs, for at most `grace` seconds; a second signal ends
+    it at once.
 
     ready: called when connections are taken; echo: gets lines. Raises `RunFailed` when the engine has failed, after
     every client has been told, and `UserError` when another program has come to listen at the address meanwhile.
@@ -113,23 +116,34 @@ async def _run(
 ) -> None:
     server = listener(app)
     signals: list[int] = []
-    loop = asyncio.get_running_loop()
-    for number in _SIGNALS:
-        loop.add_signal_handler(number, signals.append, number)
     serving = asyncio.create_task(server.serve(sockets=[sock]))
-    try:
-        while not server.started and not serving.done():
-            await asyncio.sleep(_LOOK / 10)
-        if not serving.done():
-            ready()
-            await _until_the_end(front, serving, signals, grace, echo)
-    finally:
-        server.should_exit = True
-        await serving
-        for number in _SIGNALS:
-            loop.remove_signal_handler(number)
+    with _noted(signals):
+        try:
+            while not server.started and not serving.done():
+                await asyncio.sleep(_LOOK / 10)
+            if not serving.done():
+                ready()
+                await _until_the_end(front, serving, signals, grace, echo)
+        finally:
+            server.should_exit = True
+            await serving
     if front.engine.failure is not None:
         raise RunFailed(front.engine.failure)
+
+
+@contextmanager
+def _noted(signals: list[int]) -> Iterator[None]:
+    """Signals are noted meanwhile, but for those that are ignored; afterwards they do what they did before."""
+
+    def note(number: int, frame: FrameType | None) -> None:
+        signals.append(number)
+
+    before = {number: signal.signal(number, note) for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
 
 
 async def _until_the_end(
@@ -144,7 +158,11 @@ async def _until_the_end(
     front.stopping = True
     name = signal.Signals(signals[0]).name if signals else "the end"
     echo(f"{name}: {len(front.live)} running request(s) finish within {grace:g} s, no new ones are taken")
-    await _until(lambda: not front.live or len(signals) > 1 or front.engine.failure is not None, grace)
+    await _until(
+        lambda: not (front.live or front.readers) or len(signals) > 1 or front.engine.failure is not None, grace
+    )
+    for reader in list(front.readers):
+        reader.cancel()
     for generation in list(front.live):
         generation.abort(Problem(503, "the server was stopped before the answer was complete", code="stopping"))
     # The answers that have just been finished or broken off are still to be written.
