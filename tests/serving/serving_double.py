@@ -129,7 +129,7 @@ class EngineDouble:
         request, prompt = each.request, each.request.prompt
         if request.id in self._cancelled:
             self._running.remove(each)
-            return each.sink, [Finished(request.id, "cancelled")]
+            return each.sink, [Finished(request.id, "cancelled", reused=1)]
         ends = prompt[-1] == 0 and each.made == len(prompt) - 1
         token = END if ends else prompt[each.made % len(prompt)]
         each.made += 1

@@ -116,6 +116,12 @@ def test_a_stop_string_ends_the_answer_and_cancels_the_request(server, stop):
     assert answer["choices"][0]["finish_reason"] == "stop"
     assert answer["choices"][0]["text"] == "a"
     assert answer["usage"]["completion_tokens"] == 3
+    # Known when the engine has ended it, which is after its text has.
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 1
+    last = server.events(COMPLETIONS, prompt="abcd", max_tokens=100, stop=stop, stream_options={"include_usage": True})[
+        -2
+    ]
+    assert last["usage"]["prompt_tokens_details"]["cached_tokens"] == 1
     assert server.engine.submitted[-1].id in server.engine.cancels
     until(lambda: server.front.open == 0)
 
@@ -294,6 +300,8 @@ def test_ten_megabytes_are_413_and_the_server_goes_on(server):
 def test_other_kinds_of_bodies_paths_and_methods(server):
     plain = {"content-type": "text/plain"}
     refused(server.ask("POST", COMPLETIONS, {"prompt": "a"}, plain), 415, None, "text/plain", "application/json")
+    # As a page's request without a type, for which a browser asks nobody.
+    refused(server.ask("POST", COMPLETIONS, {"prompt": "a"}, {"content-type": ""}), 415, None, "application/json")
     refused(server.ask("GET", "/v2/nothing"), 404, None, "GET /v2/nothing")
     refused(server.ask("DELETE", COMPLETIONS), 405, None, "not allowed")
 
@@ -356,6 +364,24 @@ def test_a_client_that_leaves_cancels_what_it_asked_for(tmp_path, stream):
         assert {1, 2} <= set(server.engine.cancels)
         assert server.front.metrics.finished == {(("reason", "cancelled"),): 2}
         assert server.front.metrics.generated_tokens < 2 * 190
+
+
+def test_a_client_that_leaves_before_its_body_is_there_is_no_server_s_error(tmp_path):
+    with serving(tmp_path) as server:
+        way = socket.create_connection(("127.0.0.1", server.port))
+        kind = "content-type: application/json"
+        way.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\n{kind}\r\ncontent-length: 100\r\n\r\n{{".encode())
+        until(lambda: server.front.readers)
+        way.close()
+        until(lambda: not server.front.readers and server.front.metrics.requests)
+        assert server.front.metrics.requests == {(("path", COMPLETIONS), ("status", "499")): 1}
+
+
+def test_more_prompts_than_places_are_refused_before_they_are_read(tmp_path, monkeypatch):
+    with serving(tmp_path, slots=2, queue=3) as server:
+        monkeypatch.setattr(server.front.text, "encode_all", lambda texts: pytest.fail("they are tokens already"))
+        refused(server.post(COMPLETIONS, prompt=["a"] * 6), 400, "prompt", "6 sequences", "5 of this server")
+        refused(server.post(COMPLETIONS, prompt=["a"] * 3, n=2), 400, "n", "6 sequences")
 
 
 def test_over_the_queue_limit_is_429_with_a_time_to_come_back(tmp_path):

@@ -74,6 +74,39 @@ def test_templates_are_found_where_folders_have_them(tmp_path):
         assert chat.known and decoded(chat, chat.encode(TALK)) == text
 
 
+def test_named_tokens_may_lie_in_a_file_of_their_own(tmp_path):
+    write_tokenizer(tmp_path, TEMPLATES["named tokens"])
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(NAMES | {"bos_token": "<|end|>"}))
+    older = Chat(tmp_path / "tokenizer.json")
+    talk = TALK[1:2]
+    assert decoded(older, older.encode(talk)) == f"<|end|>{TALK[1]['content']}<|end|>"
+    both = chat_of(tmp_path, TEMPLATES["named tokens"])
+    assert decoded(both, both.encode(talk)) == f"<|user|>{TALK[1]['content']}<|end|>"
+
+
+def with_plain_token(folder: Path, template: str) -> Chat:
+    """A tokenizer with an added token that is not special, as some models have for who speaks and for thoughts."""
+    from tokenizers import AddedToken, Tokenizer
+
+    file = write_tokenizer(folder, template)
+    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.add_tokens([AddedToken("</think>", special=False, normalized=False)])
+    tokenizer.save(str(file))
+    return Chat(file)
+
+
+def test_added_tokens_that_a_template_spells_are_control_tokens(tmp_path):
+    source = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}</think>"
+    chat = with_plain_token(tmp_path, source)
+    token = chat._tokens.token_to_id("</think>")
+    ids = chat.encode([{"role": "user", "content": "a</think>b"}])
+    assert decoded(chat, ids) == "a</think>b</think>" and ids.count(token) == 1 and ids[-1] == token
+    # An assistant's thoughts are left to the template, which looks for them.
+    assert decoded(chat, chat.encode([{"role": "assistant", "content": "a</think>b"}])) == "b</think>"
+    plain = with_plain_token(tmp_path, "{{ messages[0].content }}")
+    assert plain._tokens.token_to_id("</think>") in plain.encode([{"role": "user", "content": "a</think>b"}])
+
+
 SPELLED = st.lists(st.sampled_from(["<|end|>", "<|", "end", "|>", "a", " ", "é", "\U000f5a00"]))
 
 

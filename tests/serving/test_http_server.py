@@ -74,7 +74,7 @@ def kill(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_lets_what_runs_finish_and_nothing_new_begin(tmp_path, number):
     def story(clients: Clients, engine: EngineDouble) -> None:
         clients.ask("stream", prompt="ab", max_tokens=30, stream=True)
@@ -126,6 +126,42 @@ def test_clients_that_do_nothing_are_not_waited_for_in_many_words(tmp_path, capf
         way.close()
 
 
+def test_who_is_still_reading_a_request_refuses_it_in_the_form_of_all_errors(tmp_path):
+    ways = []
+
+    def story(clients: Clients, engine: EngineDouble) -> None:
+        kind = b"content-type: application/json"
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n" + kind + b"\r\ncontent-length: 100\r\n\r\n{"
+        for _ in range(2):
+            ways.append(socket.create_connection(("127.0.0.1", clients.port), timeout=30))
+            ways[-1].sendall(head)
+        while len(clients.front.readers) < 2:
+            time.sleep(0.005)
+        kill(signal.SIGTERM)
+        while not clients.front.stopping:
+            time.sleep(0.005)
+        ways[0].sendall(b'"prompt": "ab"}'.ljust(99))  # one comes in time, the other never
+
+    clients, _ = run(tmp_path, story, grace=0.5)
+    for way in ways:
+        response = http.client.HTTPResponse(way)
+        response.begin()
+        assert response.status == 503 and json.loads(response.read())["error"]["code"] == "stopping"
+        way.close()
+    assert not clients.front.readers
+
+
+def test_signals_do_afterwards_what_they_did_before(tmp_path):
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    ignored = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        run(tmp_path, lambda clients, engine: (kill(signal.SIGHUP), kill(signal.SIGTERM)))
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, ignored)
+    assert {number: signal.getsignal(number) for number in before} == before
+
+
 def test_a_second_signal_ends_the_patience(tmp_path):
     def story(clients: Clients, engine: EngineDouble) -> None:
         clients.ask("whole", prompt="ab", max_tokens=190)
@@ -167,8 +203,9 @@ def test_addresses_that_cannot_be_had():
     for host, port, words in (("127.0.0.1", 70000, "port 70000 does not exist"), ("203.0.113.7", 0, "cannot be used")):
         with pytest.raises(UserError, match=words):
             server.bind(host, port)
-    with pytest.raises(UserError, match="is no address"):
-        server.bind("no such host", 0)
+    for host in ("no such host", "a..b", "x" * 64):
+        with pytest.raises(UserError, match="is no address"):
+            server.bind(host, 0)
 
 
 def test_an_address_that_was_lost_while_weights_were_read(tmp_path):

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.serving.messages import Sampling
+from shardwise.serving.messages import NOTHING, Sampling
 from shardwise.serving.sampling import choose, uniform
 
 PROBABILITIES = torch.tensor([0.05, 0.4, 0.2, 0.25, 0.1], dtype=torch.float64)
@@ -50,6 +50,21 @@ def test_a_wide_vocabulary_is_cut_as_a_narrow_one() -> None:
     assert 0.8 * 0.9 * 3000 * (1 - math.exp(-DRAWS / 2700)) < len(found) <= 2702
     assert len(_drawn(Sampling(temperature=1.0, top_k=800, seed=2), logits)) <= 800
     assert len(_drawn(Sampling(temperature=1.0, seed=2), logits)) > 800
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 2}, {"top_p": 0.9}])
+@pytest.mark.parametrize("temperature", [5e-324, 1e-310, 1e-30])
+def test_next_to_no_temperature_takes_the_likeliest(temperature: float, options: dict[str, float]) -> None:
+    logits = 40 * PROBABILITIES.log().float()
+    assert _drawn(Sampling(temperature=temperature, seed=3, **options), logits) == {1: 1.0}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_of_what_are_no_numbers_there_is_no_token(dtype: torch.dtype, temperature: float) -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0], [0.0, math.nan, -1.0], [math.nan] * 3], dtype=dtype)
+    tokens, _ = choose(logits, [Sampling(temperature=temperature, top_k=1)] * 3, [0, 0, 0])
+    assert tokens.tolist() == [1, NOTHING, NOTHING]
 
 
 def test_greedy_takes_the_first_of_the_likeliest_and_tells_its_probability() -> None:

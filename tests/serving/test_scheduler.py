@@ -7,7 +7,7 @@ from collections import Counter, deque
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.serving.messages import Finished, Request, Sampling, Token
+from shardwise.serving.messages import NOTHING, Finished, Request, Sampling, Token
 from shardwise.serving.pages import START, Pages, page_key
 from shardwise.serving.scheduler import Scheduler, Turn
 
@@ -116,6 +116,17 @@ def test_stop_tokens_end_a_request_and_are_given_out() -> None:
     answers = scheduler.take(scheduler.plan(), [4], [0.0]) + scheduler.take(scheduler.plan(), [3], [0.0])
     assert answers == [Token(1, 4, 0.0), Token(1, 3, 0.0), Finished(1, "stop")]
     assert not scheduler.active
+
+
+def test_a_request_without_a_token_ends_alone() -> None:
+    scheduler = Scheduler(Pages(8, SIZE), batch=2, chunk=8)
+    for number in (1, 2):
+        scheduler.add(Request(number, (5, number), Sampling(max_tokens=2)))
+    answers = scheduler.take(scheduler.plan(), [NOTHING, 4], [0.0, 0.0])
+    assert [type(answer) for answer in answers] == [Finished, Token]
+    assert answers[0].reason == "error" and "no numbers" in answers[0].error
+    assert scheduler.take(scheduler.plan(), [4], [0.0])[-1] == Finished(2, "length")
+    assert not scheduler.active and scheduler.pages.free == 8
 
 
 def test_equal_beginnings_are_computed_once_and_the_oldest_unused_pages_go_first() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -117,6 +118,33 @@ def test_a_rank_that_is_killed_ends_every_request_with_one_line(folder: Path) ->
         with pytest.raises(RunFailed, match="rank 1"):
             service.submit([1], Sampling(), answers[0])
     assert not children()
+
+
+def test_signals_do_not_break_off_the_end(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The folder with the socket's key goes, and so do the ranks."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    service, heard = Service(job_of(folder, "tp=2")), []
+    service.start()
+
+    def insist() -> None:
+        while not service._closing:
+            time.sleep(0.001)
+        for number in numbers:
+            os.kill(os.getpid(), number)
+
+    insisting = threading.Thread(target=insist)
+    before = {number: signal.signal(number, lambda number, _: heard.append(number)) for number in numbers}
+    try:
+        insisting.start()
+        service.close()
+        insisting.join()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert heard == [signal.SIGTERM]  # the one after the end
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert not list(tmp_path.glob("shardwise-serve-*"))
 
 
 def test_what_cannot_be_loaded_is_one_line_and_nothing_is_left(folder: Path, tmp_path: Path) -> None:

@@ -71,6 +71,55 @@ def test_bytes_that_make_no_character_do_not_hold_the_rest_back() -> None:
     assert "".join(seen).endswith("ab")
 
 
+@given(st.binary(max_size=12), words)
+def test_what_is_no_character_costs_no_other_one(noise: bytes, whole: str) -> None:
+    """The text is that of all tokens at once, but for half a character at its end."""
+    alphabet = TEXT.encode("".join(map(chr, range(128)))), TEXT.encode("日🙂é\u0fff\U00090000")
+    known = sorted({token for tokens in alphabet for token in tokens})
+    tokens = [known[byte % len(known)] for byte in noise] + TEXT.encode(whole)
+    stream = TEXT.stream()
+    seen = "".join([*(stream.add(token) for token in tokens), stream.end()])
+    expected = TEXT.decode(tokens)
+    assert seen.rstrip("\N{REPLACEMENT CHARACTER}") == expected.rstrip("\N{REPLACEMENT CHARACTER}")
+    assert expected.startswith(seen)
+
+
+def _sentencepiece() -> Text:
+    """A tokenizer in the form of Llama 2's: a blank begins every text, and is dropped where a text begins."""
+    model = tokenizers.models.BPE({"▁": 0, "a": 1, "b": 2, "▁a": 3, "▁b": 4, "<s>": 5}, [("▁", "a"), ("▁", "b")])
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.normalizer = tokenizers.normalizers.Sequence(
+        [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = tokenizers.decoders.Sequence(
+        [tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.Fuse(), tokenizers.decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens(["<s>"])
+    return Text(tokenizer, ())
+
+
+def test_an_answer_that_continues_a_text_keeps_the_blank_between_them() -> None:
+    text = _sentencepiece()
+    prompt, answer = text.encode("a b a"), text.encode("b a")
+    for before, expected in ((prompt, " b a"), ((), "b a"), ([5], "b a")):
+        stream = text.stream((), before)
+        assert "".join([*(stream.add(token) for token in answer), stream.end()]) == expected
+    assert [text.spelled(token) for token in answer] == [" b", " a"]
+    half = TEXT.encode("日")
+    stream = TEXT.stream((), half[:2])
+    assert "".join([stream.add(half[2]), stream.end(), TEXT.stream((), half[:1]).end()]) == ""
+
+
+def test_special_tokens_that_a_prompt_spells_are_tokens() -> None:
+    text = _sentencepiece()
+    assert text.encode("<s>a")[0] == 5
+
+
+def test_a_prompt_that_is_no_text_is_said() -> None:
+    with pytest.raises(UserError, match="not UTF-8"):
+        TEXT.encode("a\udcff")
+
+
 def test_stop_tokens_and_a_missing_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 7}))
     with pytest.raises(UserError, match=r"has no tokenizer\.json"):

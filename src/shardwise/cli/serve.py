@@ -1,7 +1,7 @@
 """Serve a model over HTTP as OpenAI's clients expect it, split over the local processes that its layout asks for.
 
 MODEL is a Hugging Face folder, or a checkpoint or run of `shardwise train`, whatever layout it was trained under.
-SIGINT and SIGTERM end it in order: running requests are finished, new ones refused.
+SIGINT, SIGTERM and SIGHUP end it in order: running requests are finished, new ones refused.
 """
 
 from __future__ import annotations
@@ -9,17 +9,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from socket import socket
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from shardwise.cli.engine import add_engine, fit_of, job_of
+from shardwise.cli.interrupts import ended_as_interrupted
 from shardwise.errors import UserError
 from shardwise.runtime.installed import require
 
@@ -60,7 +57,8 @@ def run(args: argparse.Namespace) -> int:
         say(line)
     if not fit.fits:
         raise UserError(fit.refusal())
-    with bind(args.host, args.port) as sock, _terminated_as_interrupted():
+    # The server itself ends in order; before that, while weights are read, there is nothing to be finished.
+    with bind(args.host, args.port) as sock, ended_as_interrupted():
         _serve(args, sock, _Served(name, key, job, fit, text, chat))
     say("stopped")
     return 0
@@ -119,20 +117,6 @@ def _text_and_chat(folder: str) -> tuple[Text, Chat]:
     if file is None:
         raise UserError(f"{folder} has no tokenizer.json, and a server reads and writes text: put one there")
     return Text.open(folder), Chat(file)
-
-
-@contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """While weights are read, SIGTERM ends the command as SIGINT does, and leaves nothing behind either."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt("stopped by SIGTERM before the server was ready")
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _tell(url: str, served: _Served, ready: Ready, as_json: bool) -> None:

@@ -45,7 +45,7 @@ _COMMON: dict[str, Schema] = {
     ),
     "top_k": _field("integer", 0, "choose among so many likeliest tokens, 0 for all", minimum=0, maximum=_MOST_TOKENS),
     "n": _field("integer", 1, "choices for each prompt", minimum=1, maximum=MOST_CHOICES),
-    "seed": _field("integer", None, "equal seeds give equal tokens", minimum=-_SEEDS, maximum=_SEEDS - 1),
+    "seed": _field("integer", None, "equal seeds give equal random numbers", minimum=-_SEEDS, maximum=_SEEDS - 1),
     "stop": {
         "anyOf": [
             {"type": "string", "minLength": 1},

@@ -168,7 +168,7 @@ class _Sequence:
     """
 
     stream: Stream
-    number: int = 0
+    number: int
     counted: int = 0
     last: float = 0.0
     held: tuple[Chosen, ...] = ()
@@ -209,7 +209,6 @@ class Generation:
         front.metrics.prompt_tokens += self.prompt_tokens * wanted.n
 
     def _submit(self, prompt: list[int], sampling: Sampling) -> None:
-        sequence = _Sequence(self._front.text.stream(self._wanted.stop, prompt if self._continues else ()))
         choice = len(self._sequences)
 
         def sink(answer: Token | Finished) -> None:
@@ -217,8 +216,9 @@ class Generation:
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._take, choice, answer)
 
-        sequence.number = self._front.engine.submit(prompt, sampling, sink)
-        self._sequences.append(sequence)
+        number = self._front.engine.submit(prompt, sampling, sink)
+        stream = self._front.text.stream(self._wanted.stop, prompt if self._continues else ())
+        self._sequences.append(_Sequence(stream, number))
         self._front.open += 1
 
     @property
