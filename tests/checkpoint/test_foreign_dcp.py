@@ -348,6 +348,21 @@ def test_the_command_imports(small, tmp_path, capsys):
     assert "--tokenizer, --seq" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("now", [1e-4, 0.0])
+def test_a_run_goes_on_at_the_rate_that_its_schedule_had_come_to(tmp_path, now):
+    """Not at the peak, which schedulers keep beside it."""
+    tokenizer, state = tmp_path / "tokenizer.json", _state()
+    tokenizer.write_text("{}")
+    state["optim"]["param_groups"][0] |= {"lr": now, "initial_lr": 1e-2}
+    run = Continuation(data="stdlib", tokenizer=str(tokenizer), seq=8, batch=4)
+    saved = _save(state, tmp_path / "saved")
+    if not now:
+        with pytest.raises(UserError, match="schedule has ended, at a learning rate of 0"):
+            import_checkpoint(saved, tmp_path / "out", SMALL, run=run)
+        return
+    assert import_checkpoint(saved, tmp_path / "out", SMALL, run=run).about["optimizer"]["lr"] == now
+
+
 def test_a_resumed_run_takes_the_other_optimizers_settings(small, tmp_path):
     from shardwise.api import configure_resumed
 
@@ -360,6 +375,7 @@ def test_a_resumed_run_takes_the_other_optimizers_settings(small, tmp_path):
     optimizer = config.optimizer
     assert (optimizer.lr, optimizer.betas, optimizer.eps, optimizer.weight_decay) == (1e-3, (0.8, 0.9), 1e-7, 0.2)
     assert [learning_rate(optimizer, step, 5) for step in (2, 3, 4)] == pytest.approx([1e-3] * 3)
+    assert optimizer.clip == 0
     assert config.model == SMALL and config.workload == Workload(seq=8, batch=4)
     with pytest.raises(UserError, match="does not say how its run was configured"):
         import_checkpoint(small, tmp_path / "bare", SMALL)

@@ -137,10 +137,20 @@ def test_random_numbers_are_the_same_on_every_machine() -> None:
 
 
 def test_normal_numbers_are_standard() -> None:
-    drawn = random.normal(random.key("moments"), torch.arange(200_000))
+    drawn = random.normal(random.key("moments"), torch.arange(2_000_000))
     moments = [drawn.mean(), drawn.square().mean(), drawn.pow(3).mean(), drawn.pow(4).mean()]
     # Sixteen summed uniforms have a fourth moment of 3 - 6 / (5 * 16).
     assert torch.stack(moments).tolist() == pytest.approx([0, 1, 0, 2.925], abs=0.05)
+
+
+def test_normal_numbers_do_not_depend_on_each_other() -> None:
+    """Nor do those of counters that differ by a number: rows of a matrix, or tokens' embeddings."""
+    drawn = random.normal(random.key("lags"), torch.arange(1 << 18))
+    lags = [*range(1, 600), 768, 1024, 4096, 1 << 15]
+    most = max(abs(float((drawn[:-lag] * drawn[lag:]).mean())) for lag in lags)
+    assert most < 5 / (len(drawn) - lags[-1]) ** 0.5
+    largest = float(torch.linalg.matrix_norm(drawn.view(512, 512), 2))
+    assert largest == pytest.approx(2 * 512**0.5, rel=0.05)  # of a Gaussian matrix
 
 
 def test_initial_values_have_their_deviation() -> None:

@@ -33,6 +33,7 @@ from shardwise.errors import UserError
 from shardwise.layout import Workload
 from shardwise.model import ModelConfig
 from shardwise.runtime.job.launch import RunFailed
+from shardwise.runtime.job.stop import StopRequest
 
 pytestmark = pytest.mark.usefixtures("leftovers")
 LIMIT = 150
@@ -361,6 +362,23 @@ def restarted(out: Path) -> int:
 
 LONG = 60
 """Steps of a run that is still at work when somebody has looked at its first ones, however busy the machine."""
+
+
+def test_all_ranks_end_before_the_same_step_whenever_they_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where that is beyond the last one: some have seen it before they are through, others have not."""
+    from torch.distributed import HashStore
+
+    store = HashStore()
+    monkeypatch.setattr("torch.distributed.distributed_c10d._get_default_store", lambda: store)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        told, other = StopRequest(), StopRequest()
+        told._note(signal.SIGTERM, None)
+        assert [told.agreed(4), told.agreed(5), told.agreed(6)] == [False, False, True]
+        assert [other.agreed(5), other.agreed(6), other.agreed(7)] == [False, True, True]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -48,7 +48,8 @@ def normal(key: int, counter: torch.Tensor) -> torch.Tensor:
     """
     total = torch.zeros_like(counter)
     for word in range(4):
-        bits = hash64(key + word * _GOLDEN * 0x51, counter)
+        # No two counters have a word in common: 2^62 of them, each with four of its own.
+        bits = hash64(key, 4 * counter + word)
         for part in range(4):
             total += (bits >> (16 * part)) & 0xFFFF
     mean, variance = 16 * 65535 / 2, 16 * (65536.0**2 - 1) / 12

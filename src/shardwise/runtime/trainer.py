@@ -184,9 +184,10 @@ class _Run:
         self.peak = matmul_rate(self.device, torch_dtype(config.layout.dtype))
         start, loss = self.at.step, self.record.loss if self.record else float("nan")
         measured = max(start, min(start + MEASURED_STEP, config.steps - 2)) if config.report else -1
-        first = self._validate(start)
+        first, stopped = self._validate(start), False
         for step in range(start, config.steps):
-            if self.stop.agreed(step):
+            stopped = self.stop.agreed(step)
+            if stopped:
                 break
             loss = self._observed(step, measure=step == measured)
             if step + 1 == config.steps:
@@ -198,7 +199,7 @@ class _Run:
         if self.role is not None:  # no step was left after the measured one
             self.roles, self.role = self._gather(self.role, None), None
         self._save(last=True)
-        if self.stop.asked:
+        if stopped:
             self.pulse.idle()
             raise Stopped(self.at.step, config.out)
         return self._finish(first, self._validate(config.steps), loss)

@@ -235,8 +235,8 @@ def _about(state: ForeignState, model: ModelConfig, found: Found, run: Continuat
         "out": "",
         "corpus": "",
         "steps": max(1, state.steps or 0),
-        # The other trainer's schedule is unknown: its learning rate stays as it is.
-        "optimizer": {**_optimizer(state), "warmup": 0, "final_share": 1.0},
+        # The other trainer's schedule is unknown: its learning rate stays as it is. Nothing says that it clips, either.
+        "optimizer": {**_optimizer(state), "warmup": 0, "final_share": 1.0, "clip": 0.0},
     }
 
 
@@ -252,4 +252,9 @@ def _optimizer(state: ForeignState) -> dict[str, Any]:
             listed = ", ".join(map(str, distinct)) or "none"
             raise UserError(f"{state.folder}: its parameter groups have {listed} as {name}, and here there is one")
         shared[name] = distinct[0]
+    if not shared["lr"]:
+        raise UserError(
+            f"{state.folder}: its schedule has ended, at a learning rate of 0, and so would the run go on; leave data, "
+            "seq and tokenizer out, and train from the weights"
+        )
     return shared

@@ -34,7 +34,6 @@ from shardwise.errors import UserError
 _MOMENT = re.compile(r"(?P<stem>(?:.*\.)?state\.(?P<name>.+))\.(?P<field>\w+)", re.DOTALL)
 _GROUP = re.compile(r"(?:.*\.)?param_groups\.(?P<group>.+)\.(?P<field>\w+)", re.DOTALL)
 _FIELDS = {"exp_avg": "first", "exp_avg_sq": "second", "step": "step"}
-_SETTINGS = (*SETTINGS, "initial_lr")
 _RANK_FILE = re.compile(r"__([0-9]{1,9})_[0-9]{1,9}\.distcp", re.ASCII)
 
 
@@ -106,7 +105,7 @@ def _groups(folder: Path, entries: dict[str, _Entry]) -> list[dict[str, Any]]:
         if key.rpartition(".")[2] == "param_groups":
             content = _object(folder, key, entry)
             whole += content if isinstance(content, list) else []
-        elif (match := _GROUP.fullmatch(key)) and match["field"] in _SETTINGS:
+        elif (match := _GROUP.fullmatch(key)) and match["field"] in SETTINGS:
             found.setdefault(match["group"], {})[match["field"]] = _object(folder, key, entry)
     distinct: list[dict[str, Any]] = []
     for group in (settings(group) for group in [*whole, *found.values()]):

@@ -86,10 +86,8 @@ def settings(group: Any) -> dict[str, Any]:
     """Learning rate, betas, epsilon and weight decay of a parameter group, those of them that are plain numbers."""
     if not isinstance(group, dict):
         return {}
-    # A scheduler keeps the peak beside what it makes of it.
-    values = {"lr": group.get("initial_lr", group.get("lr"))}
-    values |= {name: group.get(name) for name in SETTINGS[1:]}
-    return {name: plain for name, value in values.items() if (plain := _plain(value)) is not None}
+    # What a scheduler has made of the peak: it goes on from there, though by which schedule is unknown.
+    return {name: plain for name in SETTINGS if (plain := _plain(group.get(name))) is not None}
 
 
 def _plain(value: Any) -> float | list[float] | None:

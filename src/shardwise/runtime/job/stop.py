@@ -30,7 +30,6 @@ class StopRequest:
     """Whether this job was told to stop. Installs signal handlers where it may (the main thread)."""
 
     def __init__(self) -> None:
-        self.asked = False
         self._noted = False
         self._told = False
         self._store = dist.distributed_c10d._get_default_store()
@@ -44,12 +43,10 @@ class StopRequest:
         self._noted = True
 
     def agreed(self, step: int) -> bool:
-        """Called by every rank before `step`: whether all end here."""
+        """Called by every rank before `step`: whether all end here. All are told the same, whenever each has seen what
+        was written."""
         if self._noted and not self._told:
             self._told = True
             # The first to write wins: a store has no other way to agree.
             self._store.compare_set(_KEY, "", str(step + _AHEAD))
-        if not self._store.check([_KEY]):
-            return False
-        self.asked = True
-        return step >= int(self._store.get(_KEY))
+        return self._store.check([_KEY]) and step >= int(self._store.get(_KEY))
