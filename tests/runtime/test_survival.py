@@ -32,6 +32,7 @@ from shardwise.checkpoint import Checkpoint, diff, latest
 from shardwise.errors import UserError
 from shardwise.layout import Workload
 from shardwise.model import ModelConfig
+from shardwise.report.run_directory import occupied
 from shardwise.runtime.job.launch import RunFailed
 from shardwise.runtime.job.stop import StopRequest
 
@@ -191,6 +192,18 @@ def test_a_damaged_checkpoint_is_passed_over(runs: Path) -> None:
     assert done.result is not None and done.result.losses == undisturbed(runs, ONE)
     assert any("is missing" in line and "an earlier one is used" in line for line in done.lines)
     assert done.restarts[0]["from"].endswith("step-4")
+
+
+def test_what_one_rank_cannot_read_leaves_no_run(runs: Path) -> None:
+    """The others may have read theirs by then: the same command must be possible once more."""
+    whole = run(runs, ONE, steps=2)
+    part = whole.out / "checkpoints/step-2/rank-00000.safetensors"
+    data = bytearray(part.read_bytes())
+    data[-8] ^= 1
+    part.write_bytes(data)
+    done = run(runs, TWO, steps=4, resume=str(part.parent))
+    assert isinstance(done.error, UserError) and "the checksum of" in str(done.error) and not done.alive
+    assert not done.out.exists() or not occupied(done.out)
 
 
 # -- fewer ranks

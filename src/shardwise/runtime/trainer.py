@@ -155,6 +155,10 @@ class _Run:
                 raise UserError(f"{config.resume} has done {self.at.step} steps already: ask for more with --steps")
         elif config.weights:
             start_from(self.program, open_weights(config.weights, config.model))
+        # A run that one rank cannot begin leaves no directory, which a second attempt would find occupied.
+        self.pulse.wait("the barrier before the run begins")
+        dist.barrier()
+        self.pulse.work()
         self.record = Record(config, self.world, self.at.step) if self.rank == 0 else None
         self.saver = Saver(
             self.program, RunDirectory(Path(config.out)).checkpoints,
