@@ -117,6 +117,8 @@ def test_collectives_that_tell_nothing_go_by_their_name_and_roles_without_timeli
         ({"name": "f", "stream": "compute", "start_s": 1.0}, "duration_s is missing"),
         (event(start_s=-1.0), "no span of time"),
         (event(duration_s=float("inf")), "no span of time"),
+        (event(start_s=1e300), "no span of time"),
+        (event(start_s=10**400), "must be numbers of seconds"),
         (event(args=[1]), "args must be an object"),
     ],
 )

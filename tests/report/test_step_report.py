@@ -61,12 +61,39 @@ ROW = {
     "elements": 1,
     "count": 1,
 }
+CARRIED = {"row": 0, "algorithm": "ring", "bytes_sent": 1, "steps": 1, "time_s": 0.5, "wait_s": 0.0}
+
+
+def role(**damage):
+    return GOOD | {"roles": [GOOD["roles"][0] | damage]}
 
 
 @pytest.mark.parametrize(
     "damage",
     [
         [],
+        GOOD | {"layout": None},
+        GOOD | {"source": ["measured"]},
+        GOOD | {"model": "gpt2"},
+        GOOD | {"time": float("inf")},
+        GOOD | {"time": -1.0},
+        GOOD | {"notes": "one"},
+        role(ranks=[]),
+        role(ranks=[-1]),
+        role(ranks=[True]),
+        role(role=3),
+        role(bytes={"parameters": 10**400}),
+        role(bytes={"parameters": -1}),
+        role(bytes={"absent": 1}),
+        role(ledger=[ROW | {"axes": ["dp"]}]),
+        role(ledger=[ROW | {"unit": None}]),
+        role(ledger=[ROW | {"dtype": []}]),
+        role(ledger=[ROW | {"phase": "sideways"}]),
+        role(ledger=[ROW | {"count": -1}]),
+        role(ledger=[ROW | {"elements": 10**400}]),
+        role(ledger=[ROW], transport=[CARRIED | {"row": 1}]),
+        role(ledger=[ROW], transport=[CARRIED | {"time_s": float("nan")}]),
+        role(timeline=["event"]),
         GOOD | {"schema_version": 2},
         GOOD | {"roles": 5},
         GOOD | {"surprise": 1},
@@ -84,6 +111,12 @@ def test_damage_is_a_user_error_of_one_line(tmp_path, damage):
     with pytest.raises(UserError, match=r"r\.json") as caught:
         StepReport.read(path)
     assert "\n" not in str(caught.value)
+
+
+def test_what_is_not_damaged_is_read_from_a_text_of_a_path_too(tmp_path):
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps(role(ledger=[ROW], transport=[CARRIED])))
+    assert StepReport.read(str(path)).roles[0].transport[0].time_s == 0.5
 
 
 @pytest.mark.parametrize("text", ["", "{", "\x00\x01"])

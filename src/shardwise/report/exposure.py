@@ -5,7 +5,6 @@ Spans are counted in whole nanoseconds, so that parts add up to the whole.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,9 @@ from shardwise.report.units import format_share
 COMPUTE, COMMUNICATION, WAITING = STREAMS = ("compute", "communication", "waiting")
 """The streams of a timeline: what the rank computes; each collective from its issue to its completion; when the rank
 stands still for one."""
+
+LONGEST = 1e12
+"""Seconds that an event of a timeline may begin after its step, and last."""
 
 Intervals = list[tuple[int, int]]
 """(start, stop) in nanoseconds."""
@@ -49,9 +51,9 @@ def _span(event: dict[str, Any], place: str) -> Span:
         start, duration = float(event["start_s"]), float(event["duration_s"])
     except KeyError as error:
         raise UserError(f"{place}: {error.args[0]} is missing") from None
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise UserError(f"{place}: start_s and duration_s must be numbers of seconds") from None
-    if not (0 <= start < math.inf and 0 <= duration < math.inf):
+    if not (0 <= start <= LONGEST and 0 <= duration <= LONGEST):
         raise UserError(f"{place}: start_s={start} and duration_s={duration} are no span of time")
     args = event.get("args") or {}
     if not isinstance(args, dict):

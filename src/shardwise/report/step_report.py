@@ -6,9 +6,11 @@ Predictions, dry runs and real runs return the same object, so that any two of t
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, replace
+import reprlib
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from shardwise.errors import UserError
 from shardwise.report.files import write_whole
@@ -19,6 +21,9 @@ SCHEMA_VERSION = 1
 
 Source = Literal["predicted", "dry-run", "measured"]
 Phase = Literal["forward", "backward", "optimizer", "loss", "prefill", "decode"]
+
+Checks = Mapping[str, Callable[[Any], bool]]
+"""Field -> whether a value can be what a file says of it."""
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "uint8": 1, "bool": 1}
 
@@ -150,10 +155,10 @@ class StepReport:
             version = data.get("schema_version") if isinstance(data, dict) else None
             raise UserError(f"not a StepReport of schema version {SCHEMA_VERSION} (found {version!r})")
         try:
-            fields = dict(data)
-            fields["roles"] = tuple(_role(r) for r in data["roles"])
-            fields["notes"] = tuple(data.get("notes", ()))
-            return cls(**fields)
+            told = dict(_checked(data, _REPORT, "report"))
+            told["roles"] = tuple(_role(role) for role in data["roles"])
+            told["notes"] = tuple(data.get("notes", ()))
+            return cls(**told)
         except KeyError as missing:
             raise UserError(f"damaged StepReport: {missing} is missing") from None
         except TypeError as error:
@@ -164,8 +169,9 @@ class StepReport:
         write_whole(path, json.dumps(strict(self.to_json()), indent=1, allow_nan=False) + "\n", "report")
 
     @classmethod
-    def read(cls, path: Path) -> StepReport:
+    def read(cls, path: Path | str) -> StepReport:
         """Read a report file. Raises `UserError` naming the file when it is missing or damaged."""
+        path = Path(path)
         try:
             return cls.from_json(json.loads(path.read_text()))
         except OSError as error:
@@ -176,29 +182,96 @@ class StepReport:
             raise UserError(f"{path} is not valid JSON: {error}") from None
 
 
+# Reading: a report may come from anywhere, and what is wrong in it is said here, not where it is first used.
+
+_MOST = 1 << 63
+"""Of counts and bytes: more are of no machine."""
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_whole(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _MOST
+
+
+def _is_seconds(value: Any) -> bool:
+    return value is None or (type(value) in (int, float) and 0 <= value < _MOST)
+
+
+def _is_list_of(item: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, (list, tuple)) and all(map(item, value))
+
+
+_REPORT: Checks = {
+    "source": get_args(Source).__contains__,
+    "model": _is_object,
+    "layout": _is_text,
+    "workload": _is_object,
+    "cluster": _is_text,
+    "roles": _is_list_of(_is_object),
+    "time": _is_seconds,
+    "timing": lambda value: value is None or _is_object(value),
+    "notes": _is_list_of(_is_text),
+}
+_ROLE: Checks = {
+    "role": _is_text,
+    "ranks": lambda value: bool(value) and _is_list_of(_is_whole)(value),
+    "bytes": _is_object,
+    "ledger": _is_list_of(_is_object),
+    "transport": _is_list_of(_is_object),
+    "timeline": _is_list_of(_is_object),
+}
+_LEDGER_ROW: Checks = {
+    "phase": get_args(Phase).__contains__,
+    "op": _is_text,
+    "axes": _is_text,
+    "unit": _is_text,
+    "dtype": lambda value: _is_text(value) and value in DTYPE_BYTES,
+    "elements": _is_whole,
+    "count": _is_whole,
+}
+_TRANSPORT_ROW: Checks = {
+    "row": _is_whole,
+    "algorithm": _is_text,
+    "bytes_sent": lambda value: value is None or _is_whole(value),
+    "steps": lambda value: value is None or _is_whole(value),
+    "time_s": _is_seconds,
+    "wait_s": _is_seconds,
+}
+_BYTES: Checks = dict.fromkeys((each.name for each in fields(Bytes)), _is_whole)
+
+
+def _checked(data: dict[str, Any], checks: Checks, what: str) -> dict[str, Any]:
+    """`data`. Raises `TypeError` for a value that cannot be meant; what is missing, or too much, others will say."""
+    for name, right in checks.items():
+        if name in data and not right(data[name]):
+            raise TypeError(f"{what}: {name} cannot be {reprlib.repr(data[name])}")
+    return data
+
+
 def _role(data: dict[str, Any]) -> Role:
-    return Role(
+    _checked(data, _ROLE, "role")
+    role = Role(
         role=data["role"],
         ranks=tuple(data["ranks"]),
-        bytes=_bytes(data["bytes"]),
-        ledger=tuple(_ledger_row(row) for row in data["ledger"]),
-        transport=tuple(TransportRow(**row) for row in data.get("transport", ())),
+        bytes=Bytes(**_checked(data["bytes"], _BYTES, "bytes")),
+        ledger=tuple(LedgerRow(**_checked(row, _LEDGER_ROW, "ledger row")) for row in data["ledger"]),
+        transport=tuple(
+            TransportRow(**_checked(row, _TRANSPORT_ROW, "transport row")) for row in data.get("transport", ())
+        ),
         timeline=tuple(data.get("timeline", ())),
     )
-
-
-def _bytes(data: dict[str, Any]) -> Bytes:
-    held = Bytes(**data)
-    if not all(isinstance(value, int) for value in held.to_json().values()):
-        raise TypeError(f"bytes {data}")
-    return held
-
-
-def _ledger_row(data: dict[str, Any]) -> LedgerRow:
-    row = LedgerRow(**data)
-    if row.dtype not in DTYPE_BYTES or not isinstance(row.elements, int) or not isinstance(row.count, int):
-        raise TypeError(f"ledger row {data}")
-    return row
+    if role.transport and max(row.row for row in role.transport) >= len(role.ledger):
+        raise TypeError("a transport row is of no ledger row")
+    if role.peak_bytes < 0:
+        raise TypeError("more bytes are absent than there are")
+    return role
 
 
 def merge_roles(per_rank: dict[int, Role]) -> tuple[Role, ...]:
