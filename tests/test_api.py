@@ -169,6 +169,19 @@ def test_text_that_does_not_fill_a_sequence(ranks):
         ({"validate_batches": 0}, "validate_batches must be at least 1"),
         ({"hang": 0.0}, "hang must be a positive number"),
         ({"max_bytes": 0}, "max_bytes must be at least 1"),
+        ({"seed": 1 << 64}, "seed must be at most 18446744073709551615"),
+        ({"threads": 100_000}, "threads must be at most 1024"),
+        ({"hang": 10**400}, "hang must be a positive number"),
+        ({"steps": 1.5}, "steps must be a whole number, not 1.5"),
+        ({"steps": True}, "steps must be a whole number, not True"),
+        ({"seed": "a"}, "seed must be a whole number, not 'a'"),
+        ({"max_bytes": "x"}, "max_bytes must be a whole number or None, not 'x'"),
+        ({"hang": None}, "hang must be a number, not None"),
+        ({"report": 1}, "report must be True or False, not 1"),
+        ({"restarts": "1"}, "restarts must be a whole number, not '1'"),
+        ({"model": 3}, "model must be of type ModelConfig, not 3"),
+        ({"layout": None}, "layout must be of type Layout, not None"),
+        ({"workload": {"seq": 8}}, "workload must be of type Workload"),
         ({"optimizer": shardwise.runtime.config.OptimizerConfig(lr=float("inf"))}, "lr must be a positive number"),
     ],
 )
@@ -177,6 +190,19 @@ def test_mistakes(ranks, changes, words):
         train(**changes)
     assert words in str(caught.value)
     assert not ranks.configs and not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"lr": "1e-3"}, "lr must be a number, not '1e-3'"),
+        ({"warmup": 0.1}, "warmup must be a whole number"),
+        ({"betas": [0.9, 0.95]}, r"betas must be \(a number, a number\), not \[0.9, 0.95\]"),
+    ],
+)
+def test_mistakes_of_the_optimizer(changes, words):
+    with pytest.raises(UserError, match=words):
+        shardwise.runtime.config.OptimizerConfig(**changes)
 
 
 def test_torch_is_asked_for_by_name(ranks, monkeypatch):

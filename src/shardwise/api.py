@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
@@ -27,7 +27,7 @@ from shardwise.model import ModelConfig
 from shardwise.model.catalog import resolve
 from shardwise.report.run_directory import RunDirectory, next_free, occupied
 from shardwise.report.step_report import StepReport
-from shardwise.runtime.config import OptimizerConfig, TrainConfig
+from shardwise.runtime.config import OptimizerConfig, TrainConfig, check_type
 from shardwise.runtime.installed import require
 from shardwise.runtime.job.launch import INTERRUPTED, RANK_FAILED, USER_MISTAKE, RunFailed, check_port, say
 from shardwise.runtime.job.restart import WORKER, begun_by_this_job, continued, torchrun_restarts, until_done
@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from shardwise.layout.units import Backend
 
 RUNS = Path("runs")
+
+MOST_THREADS = 1024
+"""Of a rank: a host of today has fewer cores, and not many times as many can be started."""
 
 _GIVEN = {"model", "layout", "workload", "data", "out", "corpus", "steps", "optimizer", "restart"}
 _OPTIONS = [field.name for field in fields(TrainConfig) if field.name not in _GIVEN]
@@ -146,6 +149,8 @@ def run(
     """
     if under_torchrun():
         raise UserError("torchrun has started this process as one rank: use torchrun -m shardwise train")
+    for name, number in (("port", port), ("restarts", restarts)):
+        check_type(name, number, int)
     if restarts < 0:
         raise UserError(f"restarts must be at least 0, not {restarts}")
     if elastic and not restarts:
@@ -228,9 +233,12 @@ def configure(
     """
     _check_options(options)
     model = resolve(model) if isinstance(model, str) else model
+    check_type("model", model, ModelConfig)
     if vocab is not None:
         model = model.replace(vocab=vocab)
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
+    check_type("layout", layout, Layout)
+    check_type("workload", workload, Workload)
     if not workload.batch:
         raise UserError("training needs a sequence length and a batch (--seq and --batch)")
     check_runnable(layout, model, workload)
@@ -280,9 +288,10 @@ def configure_resumed(checkpoint: Path | str, out: Path | str | None = None, **c
     asked = {name: getattr(config, name) for name in _OPTIONS} | {"optimizer": config.optimizer}
     asked |= {"data": config.data, "steps": config.steps, "layout": config.layout, "workload": config.workload}
     asked |= changes | {"resume": str(found.folder)}
-    if asked["steps"] <= found.manifest.step:
+    config = configure(config.model, out=out, **asked)
+    if config.steps <= found.manifest.step:
         raise UserError(f"{found.folder} has done {found.manifest.step} steps already: ask for more with --steps")
-    return configure(config.model, out=out, **asked)
+    return config
 
 
 def _starting_from(folder: Path, model: ModelConfig, tokenizer: Path | str | None) -> dict[str, str]:
@@ -306,8 +315,11 @@ def _check_options(options: dict[str, Any]) -> None:
 
 
 def _check_numbers(config: TrainConfig) -> None:
-    """What argparse and dataclasses let through."""
+    """What is of the right type, and still no number to train with."""
+    from shardwise.checkpoint.manifest import SEEDS
+
     chosen = config.optimizer
+    largest = sys.float_info.max
     bounds: list[tuple[str, float, float]] = [
         ("warmup", chosen.warmup, 0),
         ("weight decay", chosen.weight_decay, 0),
@@ -322,11 +334,14 @@ def _check_numbers(config: TrainConfig) -> None:
     if config.max_bytes is not None:
         bounds.append(("max_bytes", config.max_bytes, 1))
     for name, value, least in bounds:
-        if not least <= value < math.inf:
+        if not least <= value <= largest:
             raise UserError(f"{name} must be at least {least:g}, not {value!r}")
     for name, value in (("lr", chosen.lr), ("hang", config.hang)):
-        if not 0 < value < math.inf:
+        if not 0 < value <= largest:
             raise UserError(f"{name} must be a positive number, not {value!r}")
+    for name, number, most in (("seed", config.seed, SEEDS - 1), ("threads", config.threads, MOST_THREADS)):
+        if number > most:
+            raise UserError(f"{name} must be at most {most}, not {number}")
 
 
 def _check_inputs(config: TrainConfig) -> None:

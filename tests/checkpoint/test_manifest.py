@@ -184,6 +184,17 @@ def test_it_reads_what_it_writes(checkpoint):
     json.loads(manifest.to_bytes())
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("seed", 1 << 64), ("step", -1), ("samples", 1 << 60), ("optimizer_steps", 1.5)]
+)
+def test_what_would_not_be_read_is_not_written(tmp_path, name, value):
+    record = write_rank(tmp_path, SMALL, Layout(), 0, state_of(SMALL, kinds=("model",)))
+    common = {"step": 1, "samples": 1, "seed": (1 << 64) - 1, "optimizer_steps": 1, "about": {}}
+    assert Manifest.parse(Manifest.of([record], **common).to_bytes()).seed == (1 << 64) - 1
+    with pytest.raises(UserError, match=f"{name} must be a whole number"):
+        Manifest.of([record], **common | {name: value})
+
+
 def test_ranks_that_disagree_and_ranks_that_are_missing(tmp_path):
     layout, state = Layout.parse("tp=2"), state_of(SMALL, kinds=("model",))
     first, second = (write_rank(tmp_path, SMALL, layout, rank, state) for rank in range(2))

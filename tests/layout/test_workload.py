@@ -15,3 +15,8 @@ def test_numbers_beyond_any_cluster_are_refused(key):
     assert getattr(Workload(**{key: MOST} | PARTNERS.get(key, {})), key) == MOST
     with pytest.raises(UserError, match=f"{key} must be at most 1,000,000,000, not 1,000,000,001"):
         Workload(**{key: MOST + 1} | PARTNERS.get(key, {}))
+
+
+def test_true_is_no_number():
+    with pytest.raises(UserError, match="seq must be a positive integer, not True"):
+        Workload(seq=True, batch=1)

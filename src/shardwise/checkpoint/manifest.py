@@ -39,7 +39,11 @@ LONGEST = 1 << 30
 
 PART_NAME = re.compile(r"rank-[0-9]{5,9}(\.[0-9]{1,9})?\.safetensors", re.ASCII)
 
+SEEDS = 1 << 64
+"""Seeds are less: torch takes no others."""
+
 _LIMIT = 1 << 48
+_NUMBERS = {"step": (0, _LIMIT), "samples": (0, _LIMIT), "seed": (-(1 << 63), SEEDS), "optimizer_steps": (0, _LIMIT)}
 _TAIL = re.compile(rb',\n"crc32": "([0-9a-f]{8})"}\n')
 _TAIL_BYTES = 23
 
@@ -138,7 +142,10 @@ class Manifest:
         return sum(part.nbytes for part in self.parts)
 
     def check(self) -> None:
-        """Raise `UserError` unless each element of each tensor is held once, and each byte of each file known."""
+        """Raise `UserError` unless each element of each tensor is held once, each byte of each file known, and each
+        number one that is read back."""
+        for name, (low, high) in _NUMBERS.items():
+            _integer(getattr(self, name), name, low, high)
         if len({part.name for part in self.parts}) < len(self.parts):
             raise UserError("two files have one name")
         held: dict[str, list[Piece]] = {name: [] for name in self.tensors}
@@ -245,15 +252,11 @@ def _check_piece(stored: StoredPiece, spec: TensorSpec | None, file: str) -> Non
 
 
 def _manifest(content: Any) -> Manifest:
-    numbers = ["step", "samples", "seed", "optimizer_steps"]
-    top = _fields(content, "the manifest", ["format", *numbers, "tensors", "files", "about", "crc32"])
+    top = _fields(content, "the manifest", ["format", *_NUMBERS, "tensors", "files", "about", "crc32"])
     if not isinstance(top["tensors"], dict) or not isinstance(top["about"], dict):
         raise UserError("tensors and about must be objects")
     return Manifest(
-        step=_integer(top["step"], "step"),
-        samples=_integer(top["samples"], "samples"),
-        seed=_integer(top["seed"], "seed", low=-(1 << 63), high=1 << 64),
-        optimizer_steps=_integer(top["optimizer_steps"], "optimizer_steps"),
+        **{name: top[name] for name in _NUMBERS},
         tensors={_tensor_name(name): _spec(name, value) for name, value in top["tensors"].items()},
         parts=tuple(_list(top["files"], "files", _part)),
         about=top["about"],

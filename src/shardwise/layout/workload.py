@@ -29,7 +29,7 @@ class Workload:
     def __post_init__(self) -> None:
         for key in ("seq", "batch", "prompt", "output", "concurrency"):
             value = getattr(self, key)
-            if not isinstance(value, int) or value < 0:
+            if type(value) is not int or value < 0:
                 raise UserError(f"workload: {key} must be a positive integer, not {value!r}")
             if value > MOST:
                 raise UserError(f"workload: {key} must be at most {MOST:,}, not {value:,}")

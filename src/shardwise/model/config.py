@@ -98,7 +98,7 @@ class ModelConfig:
             object.__setattr__(self, "kv_heads", self.heads)
         for field in ("vocab", "hidden", "layers", "heads", "ffn", "max_positions", "kv_heads"):
             value = getattr(self, field)
-            if not isinstance(value, int) or value < 1:
+            if type(value) is not int or value < 1:
                 raise UserError(f"model {self.name!r}: {field} must be a positive integer, not {value!r}")
         if not self.head_dim:
             if self.hidden % self.heads:

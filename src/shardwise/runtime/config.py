@@ -5,12 +5,47 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.model import ModelConfig
 from shardwise.runtime import TRANSPORTS
+
+_WORDS = {int: "a whole number", float: "a number", bool: "True or False", str: "a text", type(None): "None"}
+
+
+def check_type(name: str, value: Any, kind: Any) -> None:
+    """Raise `UserError` unless `value` is of `kind`: a class, a union of some, or a tuple of so many."""
+    if not _is(value, kind):
+        raise UserError(f"{name} must be {_in_words(kind)}, not {value!r}")
+
+
+def _is(value: Any, kind: Any) -> bool:
+    if get_origin(kind) in (Union, UnionType):
+        return any(_is(value, each) for each in get_args(kind))
+    if get_origin(kind) is tuple:
+        kinds = get_args(kind)
+        return isinstance(value, tuple) and len(value) == len(kinds) and all(map(_is, value, kinds))
+    if kind in (int, float):
+        # True and False are no numbers here, though Python has them so.
+        return not isinstance(value, bool) and isinstance(value, (int, kind))
+    return isinstance(value, kind)
+
+
+def _in_words(kind: Any) -> str:
+    if get_origin(kind) in (Union, UnionType):
+        return " or ".join(map(_in_words, get_args(kind)))
+    if get_origin(kind) is tuple:
+        return f"({', '.join(map(_in_words, get_args(kind)))})"
+    return _WORDS.get(kind, f"of type {kind.__name__}")
+
+
+def _check_fields(config: Any) -> None:
+    """Raise `UserError` for a field of another type than it is declared with: a rank would only die of it."""
+    for name, kind in get_type_hints(type(config)).items():
+        check_type(name, getattr(config, name), kind)
 
 
 @dataclass(frozen=True)
@@ -27,6 +62,9 @@ class OptimizerConfig:
     warmup: int = 10
     final_share: float = 0.1
     clip: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -77,6 +115,7 @@ class TrainConfig:
     hang: float = 600.0
 
     def __post_init__(self) -> None:
+        _check_fields(self)
         if self.steps < 1:
             raise UserError(f"steps must be a positive integer, not {self.steps}")
         if self.device not in ("cpu", "cuda"):
