@@ -21,12 +21,11 @@ def run(args: argparse.Namespace) -> int:
     """Plan serving as `args` asks. Raises `UserError`."""
     from shardwise.cluster import Cluster
     from shardwise.layout import Workload
-    from shardwise.predict.generation.comparison import ENGINE
     from shardwise.predict.generation.search import plan_serving
 
     workload = Workload(prompt=args.prompt, output=args.output, concurrency=args.concurrency)
     found = plan_serving(
-        model_of(args), Cluster.parse(args.cluster), workload, engine=args.engine or ENGINE, by=args.by, top=args.top
+        model_of(args), Cluster.parse(args.cluster), workload, engine=args.engine, by=args.by, top=args.top
     )
     if args.json:
         print_json(found.to_json())

@@ -18,6 +18,8 @@ from shardwise.predict.generation.timing import FEW, Strategy, Taken, pricing_fo
 from shardwise.predict.generation.training import Trained, trained
 from shardwise.predict.generation.turns import Turn, steady_gathers, turn_ledger
 from shardwise.predict.generation.volume import Volume, payload, ring_volume
+from shardwise.predict.search.space import check_size
+from shardwise.predict.step_seconds import usual_engine
 from shardwise.predict.time.profiles import ENGINES, Engine
 from shardwise.predict.time.profiles import engine as engine_of
 from shardwise.predict.token_traffic import traffic_ratio
@@ -26,7 +28,7 @@ from shardwise.report.step_report import LedgerRow
 ENGINE, TRAINER = "tensorrt-llm", "megatron-bridge"
 """Profiles of the software that is assumed on GPUs: for generation, and for the training step beside it."""
 HOST = "shardwise-cpu"
-"""The same on CPUs, for both: this project's own."""
+"""This project's own on CPUs, which serves and trains."""
 
 CHUNK = 2048
 """Tokens of a prompt in one pass on a cluster."""
@@ -253,10 +255,11 @@ def compare(
     Raises `LayoutError` for a layout that does not suit the model or the cluster, `UserError` for what is not known
     (devices without constants, engines), and for a prompt and answer that exceed the model's positions.
     """
+    check_size(cluster)
     check_length(model, asked.prompt, asked.output)
     if len(set(layouts)) < len(layouts):
         raise UserError("--compare names a layout twice: give different ones")
-    engine = serving_engine(engine or (HOST if cluster.device.kind == "cpu" else ENGINE)).name
+    engine = serving_engine(engine or usual_engine(cluster, ENGINE)).name
     return Comparison(
         model, cluster, asked, engine, tuple(_generated(model, each, cluster, asked, engine) for each in layouts)
     )
@@ -278,7 +281,7 @@ def _generated(model: ModelConfig, layout: Layout, cluster: Cluster, asked: Aske
         strategy.prompt(asked.prompt, asked.chunk),
         strategy.token(asked.batch, asked.prompt + 1), middle, strategy.token(asked.batch, asked.prompt + asked.output),
         (float(around.low), float(around.high)),
-        trained(model, layout, asked.seq, engine_of(HOST if cluster.device.kind == "cpu" else TRAINER), cluster),
+        trained(model, layout, asked.seq, engine_of(usual_engine(cluster, TRAINER)), cluster),
     )  # fmt: skip
 
 
@@ -298,6 +301,6 @@ def crossover(gathering: Strategy, tensor: Strategy) -> int | None:
     if not faster(high):
         return None
     while high > low * 1.01 + 1:
-        between = isqrt(low * high)
+        between = max(low + 1, isqrt(low * high))
         low, high = (low, between) if faster(between) else (between, high)
     return high
