@@ -176,6 +176,15 @@ def test_toml_with_a_device_of_its_own(tmp_path):
         ('devices_per_node = 8\ndevice = "H100"\n[intra]\nbandwidth = 0', "bandwidth must be positive"),
         ('devices_per_node = 8\ndevice = "H100"\n[inter]\nalpha = -1e-6', "alpha must be finite and not negative"),
         ('devices_per_node = 8\ndevice = "H100"\ninter = 1', "inter must be a table"),
+        (f'nodes = 1{"0" * 400}\ndevices_per_node = 8\ndevice = "H100"', "nodes must be at most 999,999,999"),
+        ('devices_per_node = 4\n[device]\nname = "G"\nkind = "cpu"\nmemory_bytes = 3', "more than 3 for 4 ranks"),
+        (f'devices_per_node = 8\n[device]\nname = "G"\nmemory_bytes = 1{"0" * 400}', "memory_bytes must be at most"),
+        ('devices_per_node = 8\n[device]\nname = "G"\nmemory_bandwidth = 1e-300', "bandwidth must be at least 1e-15"),
+        ('devices_per_node = 8\n[device]\nname = "G"\npeak_flops = { bf16 = 1e300 }', "bf16 must be at most 1e+24"),
+        ('devices_per_node = 8\n[device]\nname = "G"\nwatts = 1e300', "watts must be at most 1e+24"),
+        ('devices_per_node = 8\ndevice = "H100"\n[intra]\nalpha = 1e300', "alpha must be at most 1e+24"),
+        ('devices_per_node = 8\ndevice = "H100"\n[intra]\nbandwidth = 1e-300', "bandwidth must be at least 1e-15"),
+        ('devices_per_node = 8\ndevice = "H100"\n[intra]\nspeeds = [{ bytes = 1, copy = 1e-300 }]', "copy must be at"),
     ],
 )
 def test_bad_toml_is_refused_by_file_and_field(tmp_path, text, hint):

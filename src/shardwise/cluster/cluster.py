@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import reprlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,9 @@ from typing import Any
 from shardwise.cluster import catalog
 from shardwise.cluster.device import Device, Link, Speed
 from shardwise.errors import UserError
+
+MOST_COUNTED = 999_999_999
+"""Of nodes, and of a node's devices."""
 
 _TEXT = re.compile(r"(?:(\d+)x)?(\d+)x(\D.*)", re.IGNORECASE | re.DOTALL)
 
@@ -32,6 +36,13 @@ class Cluster:
             value = getattr(self, what)
             if type(value) is not int or value < 1:
                 raise UserError(f"a cluster's {what} must be a positive integer, not {value!r}")
+            if value > MOST_COUNTED:
+                raise UserError(f"a cluster's {what} must be at most {MOST_COUNTED:,}, not {reprlib.repr(value)}")
+        if self.memory_per_device == 0:
+            raise UserError(
+                f"device {self.device.name!r}: memory_bytes must be more than {self.device.memory_bytes} for "
+                f"{self.devices_per_node:,} ranks that share it"
+            )
 
     @property
     def devices(self) -> int:
@@ -99,8 +110,8 @@ class Cluster:
 
 def _count(digits: str, text: str) -> int:
     # More digits than any cluster has: int() itself refuses very long ones with an error of its own.
-    if len(digits) > 9 or int(digits) < 1:
-        raise UserError(f"cluster {text!r}: the counts must lie between 1 and 999999999")
+    if len(digits) > len(str(MOST_COUNTED)) or int(digits) < 1:
+        raise UserError(f"cluster {text!r}: the counts must lie between 1 and {MOST_COUNTED}")
     return int(digits)
 
 

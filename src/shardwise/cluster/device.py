@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from shardwise.errors import UserError
+
+LEAST, MOST = 1e-15, 1e24
+"""Of what bytes and FLOPs are divided by, and of every figure: beyond lies no machine, and times of such figures
+overflow."""
+
+
+def _check(what: str, value: float | None, zero: bool = False) -> None:
+    """Raise `UserError` for a figure that no machine has. zero: whether it may be that."""
+    if value is None or (0 if zero else LEAST) <= value <= MOST:
+        return
+    if not 0 <= value < float("inf") or value == 0:
+        wanted = "finite and not negative" if zero else "positive"
+    else:
+        wanted = f"at most {MOST:g}" if value > MOST else f"at least {LEAST:g}"
+    raise UserError(f"{what} must be {wanted}, not {reprlib.repr(value)}")
 
 
 @dataclass(frozen=True)
@@ -35,8 +51,7 @@ class Device:
         figures = {"memory_bytes": self.memory_bytes, "memory_bandwidth": self.memory_bandwidth, "watts": self.watts}
         figures |= {f"peak_flops.{dtype}": value for dtype, value in self.peak_flops.items()}
         for what, value in figures.items():
-            if value is not None and not 0 < value < float("inf"):
-                raise UserError(f"device {self.name!r}: {what} must be positive, not {value!r}")
+            _check(f"device {self.name!r}: {what}", value)
 
     def peak(self, dtype: str) -> float | None:
         """Dense FLOP/s in that dtype, None when not known."""
@@ -61,9 +76,7 @@ class Speed:
 
     def __post_init__(self) -> None:
         for what in ("nbytes", "bandwidth", "addition", "copy", "again"):
-            value = getattr(self, what)
-            if value is not None and not 0 < value < float("inf"):
-                raise UserError(f"a link's speed: {what} must be positive, not {value!r}")
+            _check(f"a link's speed: {what}", getattr(self, what))
 
 
 @dataclass(frozen=True)
@@ -88,11 +101,8 @@ class Link:
 
     def __post_init__(self) -> None:
         for what in ("alpha", "startup", "copy_alpha"):
-            value = getattr(self, what)
-            if value is not None and not 0 <= value < float("inf"):
-                raise UserError(f"a link's {what} must be finite and not negative, not {value!r}")
-        if self.bandwidth is not None and not 0 < self.bandwidth < float("inf"):
-            raise UserError(f"a link's bandwidth must be positive, not {self.bandwidth!r}")
+            _check(f"a link's {what}", getattr(self, what), zero=True)
+        _check("a link's bandwidth", self.bandwidth)
         sizes = [speed.nbytes for speed in self.speeds]
         if sizes != sorted(set(sizes)):
             raise UserError("a link's speeds must stand in the order of their sizes, each size once")
