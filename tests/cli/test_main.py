@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -109,6 +111,39 @@ def test_a_reader_that_leaves_is_no_error():
     )
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize("buffered", [True, False])
+@pytest.mark.parametrize("words", [("--help",), ("collective", "list", "--json")])
+def test_output_that_cannot_be_written_is_one_line(tmp_path, words, buffered):
+    def little_room() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+
+    with (tmp_path / "out").open("wb") as out:
+        done = subprocess.run(
+            [sys.executable, "-m", "shardwise", *words],
+            stdout=out, stderr=subprocess.PIPE, text=True, preexec_fn=little_room,
+            env={**ENVIRONMENT, "PYTHONUNBUFFERED": "" if buffered else "1"},
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (2, "shardwise: error: cannot write: File too large\n")
+
+
+def test_output_that_is_closed_is_one_line():
+    done = subprocess.run(
+        ["sh", "-c", f"exec {sys.executable} -m shardwise collective list >&-"],
+        stderr=subprocess.PIPE, text=True, env=ENVIRONMENT,
+    )  # fmt: skip
+    assert done.returncode == 2 and done.stderr.startswith("shardwise: error: standard output is closed")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_disk_without_room_is_no_bug(command, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "a.json.partial")
+
+    monkeypatch.setattr("shardwise.cli.compare.compare", full)
+    report().write(Path("a.json"))
+    mistake(command("compare", "a.json", "a.json"), "cannot write to a.json.partial: No space left on device")
 
 
 def test_a_terminal_without_these_characters_gets_question_marks(tmp_path):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import os
 import sys
 import traceback
@@ -54,6 +55,9 @@ def main(argv: list[str] | None = None) -> int:
         with suppress(AttributeError):
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:
+        if sys.stdout is None:
+            # Closed: the next file that is opened would get its number, and what ranks write there.
+            raise UserError("standard output is closed: send it to /dev/null if nobody shall read it")
         code = _dispatch(argv)
         sys.stdout.flush()
         return code
@@ -65,8 +69,12 @@ def main(argv: list[str] | None = None) -> int:
         return _fail(str(error) or "interrupted", 130)
     except BrokenPipeError:
         # Whoever read us has left; the interpreter must not complain about it either when it flushes.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 141
+    except OSError as error:
+        if not (_output_refused() or error.errno in _NO_ROOM):
+            return _unexpected(error, "--traceback" in argv)
+        return _fail(f"cannot write{f' to {error.filename}' if error.filename else ''}: {error.strerror}", 2)
     except Exception as error:
         return _unexpected(error, "--traceback" in argv)
 
@@ -74,6 +82,23 @@ def main(argv: list[str] | None = None) -> int:
 def _fail(line: str, code: int) -> int:
     print(f"shardwise: error: {' '.join(line.split())}", file=sys.stderr)
     return code
+
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def _output_refused() -> bool:
+    """Whether standard output refuses what it still has to take, which then is dropped."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _drop_output()
+        return True
+    return False
+
+
+def _drop_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _unexpected(error: Exception, show: bool) -> int:
