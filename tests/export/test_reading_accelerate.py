@@ -175,7 +175,7 @@ def test_without_pyyaml_the_extra_is_named(tmp_path, monkeypatch):
 
     monkeypatch.setitem(sys.modules, "yaml", None)
     (tmp_path / "a.yaml").write_text("distributed_type: FSDP")
-    with pytest.raises(UserError, match=r"needs yaml: pip install 'shardwise\[export\]'"):
+    with pytest.raises(UserError, match=r"^reading a.yaml needs yaml: pip install 'shardwise\[export\]'"):
         read([str(tmp_path / "a.yaml")])
 
 

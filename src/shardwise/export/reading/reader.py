@@ -90,13 +90,13 @@ def _text(path: Path) -> str:
 def _table(path: Path) -> Mapping[str, Any]:
     """The table of a JSON, TOML or YAML file. Raises `UserError` where it is none."""
     text = _text(path)
+    yaml = require("yaml", "export", f"reading {path.name}") if path.suffix not in (".json", ".toml") else None
     try:
         if path.suffix == ".json":
             data = json.loads(text)
-        elif path.suffix == ".toml":
+        elif yaml is None:
             data = tomllib.loads(text)
         else:
-            yaml = require("yaml", "export", f"reading {path.name}")
             try:
                 data = yaml.safe_load(text)
             except yaml.YAMLError as error:
