@@ -72,6 +72,7 @@ def test_export_writes_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["--export", "missing/page.html", "--view", "pipelines"], "cannot write missing/page.html"),
         (["--export", ".", "--view", "pipelines"], "cannot write .: it is a folder; name a file"),
         (["--runs", "text.txt", "--no-browser"], "--runs text.txt: that is a file"),
+        (["--export", "page.html", "--view", "pipelines", "--runs", "text.txt"], "--runs text.txt: that is a file"),
         (["--port", "70000", "--no-browser"], "a port is 0 to 65535"),
         (["--export", "page.html", "--view", "runs?run=none", "--runs", "nowhere"], "nowhere holds no run 'none'"),
     ],

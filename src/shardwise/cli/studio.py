@@ -24,6 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.runs.exists() and not args.runs.is_dir():
+        raise UserError(f"--runs {args.runs}: that is a file; name the folder that holds runs")
     return _export(args) if args.export else _serve(args)
 
 
@@ -46,8 +48,6 @@ def _serve(args: argparse.Namespace) -> int:
     view, _ = parse_view(args.view or "")
     if view not in VIEWS:
         raise UserError(f"--view {args.view}: there are {', '.join(VIEWS)}")
-    if args.runs.exists() and not args.runs.is_dir():
-        raise UserError(f"--runs {args.runs}: that is a file; name the folder that holds runs")
     with Studio(args.port, args.runs) as studio:
         address = studio.address + (f"#{args.view.removeprefix('#')}" if args.view else "")
         if args.json:
