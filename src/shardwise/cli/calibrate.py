@@ -90,7 +90,7 @@ def _sizes(args: argparse.Namespace) -> list[int]:
     if len(sizes) < 3:
         raise UserError(f"--sizes {args.sizes}: give three sizes or more, since every second one is held back")
     args.limit, args.cluster = _NO_LIMIT, None
-    collective_bench.check(args)
+    collective_bench.check(args, sizes)
     return sizes
 
 

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, algorithms: list[Algorithm], sizes: list[int]) -> int:
     """Measure these algorithms at these sizes in bytes, and print it. Raises `UserError`, `RunFailed` when a rank dies,
     and `KeyboardInterrupt`, with what was measured until then printed."""
-    check(args)
+    check(args, sizes)
     network = _network(args)
     found, failure = measure(args, algorithms, sizes)
     result = {
@@ -58,8 +58,12 @@ def run(args: argparse.Namespace, algorithms: list[Algorithm], sizes: list[int])
     return 0
 
 
-def check(args: argparse.Namespace) -> None:
-    """Raise `UserError` without torch, and for ranks, rounds or a limit that make no sense."""
+def check(args: argparse.Namespace, sizes: list[int]) -> None:
+    """Raise `UserError` without torch, for ranks, rounds or a limit that make no sense, and for sizes in bytes of which
+    this host cannot hold one on each rank."""
+    from shardwise.cluster.catalog import lookup
+    from shardwise.report.units import format_bytes
+
     require("measuring", "torch")
     if not 1 < args.ranks <= MOST_RANKS:
         raise UserError(f"--ranks {args.ranks}: between 2 and {MOST_RANKS} can be measured on one host")
@@ -67,6 +71,12 @@ def check(args: argparse.Namespace) -> None:
         raise UserError(f"--rounds must be a positive integer, not {args.rounds}")
     if not args.limit > 0:
         raise UserError(f"--limit must be a positive number of seconds, not {args.limit:g}")
+    room, largest = lookup("CPU").device.memory_bytes, max(sizes)
+    if room is not None and args.ranks * largest > room:
+        raise UserError(
+            f"--sizes {args.sizes}: {format_bytes(largest)} on each of {args.ranks} ranks are more than this machine's "
+            f"{format_bytes(room)}"
+        )
 
 
 def _network(args: argparse.Namespace) -> Network | None:
