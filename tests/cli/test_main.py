@@ -225,7 +225,12 @@ class TestEstimate:
         mistake(command("estimate", "--zero-table", "8"), "MODEL or --params")
         mistake(command("estimate", "gpt2", "--params", "7e9", "--zero-table", "8"), "MODEL or --params")
         mistake(command("estimate", "gpt2", "--zero-table", "8", "--seq", "8"), "leave it out with --zero-table")
-        for numbers in ("0", "a", "1,,2", "-4"):
+        for flag in ("--dry-run", "--isolate-documents"):
+            mistake(command("estimate", "gpt2", "--zero-table", "8", flag), f"{flag} belongs to one step's estimate")
+        mistake(
+            command("estimate", "--params", "7e9", "--zero-table", "8", "--set", "layers=2"), "--set changes a model"
+        )
+        for numbers in ("", "0", "a", "1,,2", "-4"):
             mistake(command("estimate", "--params", "7e9", f"--zero-table={numbers}"), "--zero-table")
         for params in ("many", "nan", "-1", "inf", "0", "7X"):
             mistake(command("estimate", f"--params={params}", "--zero-table", "8"), "--params")

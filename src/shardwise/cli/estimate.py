@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    return _zero_table(args) if args.zero_table or args.params else _step(args)
+    return _step(args) if args.zero_table is None and args.params is None else _zero_table(args)
 
 
 def _step(args: argparse.Namespace) -> int:
@@ -74,18 +74,21 @@ def _step(args: argparse.Namespace) -> int:
 
 
 def _zero_table(args: argparse.Namespace) -> int:
-    if not args.zero_table:
+    if args.zero_table is None:
         raise UserError("--params needs the numbers of GPUs: add --zero-table 1,2,4,8,16")
     if (args.params is None) == (args.model is None):
         raise UserError("--zero-table needs either MODEL or --params")
-    for name in ("layout", "cluster", "seq", "batch"):
-        if getattr(args, name) is not None:
-            raise UserError(f"--{name} belongs to one step's estimate: leave it out with --zero-table")
+    for name in ("layout", "cluster", "seq", "batch", "isolate_documents", "dry_run"):
+        if getattr(args, name) not in (None, False):
+            flag = name.replace("_", "-")
+            raise UserError(f"--{flag} belongs to one step's estimate: leave it out with --zero-table")
+    if args.params is not None and args.set:
+        raise UserError("--set changes a model, and --params names none: give MODEL in its place")
 
     from shardwise.model.parameters import count
     from shardwise.predict import zero_table
 
-    params = parameters_of(args.params) if args.params else float(count(model_of(args)))
+    params = parameters_of(args.params) if args.params is not None else float(count(model_of(args)))
     table = zero_table(params, gpus_of(args.zero_table))
     if args.json:
         gigabytes = {str(stage): {str(n): held / 1e9 for n, held in row.items()} for stage, row in table.items()}

@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, metavar="N", help="sequences a step, over all devices")
     parser.add_argument("--top", type=int, default=TOP, metavar="N", help=f"how many layouts are shown ({TOP})")
     parser.add_argument("--by", choices=BY, default="throughput", help="what the best is: throughput unless given")
-    parser.add_argument("--fix", default="", metavar="KEY=VALUE,...", help="what the layout must have: tp=8,zero=1")
+    parser.add_argument("--fix", metavar="KEY=VALUE,...", help="what the layout must have: tp=8,zero=1")
     parser.add_argument("--engine", metavar="PROFILE", help="the software (megatron-bridge; tensorrt-llm with --serve; "
                         "on CPUs shardwise-cpu)")  # fmt: skip
     parser.add_argument("--reserve", metavar="SIZE", help="of a device's memory, what training cannot have (2GB)")
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--save", type=float, metavar="SECONDS", help="for which a checkpoint stops the run, with --mtbf"
     )
-    parser.add_argument("--restart", type=float, default=0.0, metavar="SECONDS", help="from a failure to going on (0)")
+    parser.add_argument("--restart", type=float, metavar="SECONDS", help="from a failure to going on (0)")
     parser.add_argument("--find", choices=FINDS, help="ask the other way round; cluster needs --tokens and --deadline")
     parser.add_argument("--deadline", type=float, metavar="DAYS", help="for --find cluster")
     parser.add_argument("--serve", action="store_true", help="plan serving in place of training")
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     for name in ("mtbf", "save", "price"):
         if (value := getattr(args, name)) is not None and not 0 < value <= MOST:
             raise UserError(f"--{name} must be a positive number{f' up to {MOST:g}' * (value > MOST)}, not {value:g}")
-    if args.restart and (args.mtbf is None or not 0 < args.restart <= MOST):
+    if args.restart is not None and (args.mtbf is None or not 0 <= args.restart <= MOST):
         wrong = "needs --mtbf" if args.mtbf is None else f"must not be negative, not {args.restart:g}"
         raise UserError(f"--restart {wrong}")
     if args.top > MOST_SHOWN:
@@ -99,7 +99,7 @@ SERVING = ("prompt", "output", "concurrency")
 
 def _check_kind(args: argparse.Namespace) -> None:
     """Words of training do nothing with --serve, nor those of serving without."""
-    strange = [name for name in (TRAINING if args.serve else SERVING) if getattr(args, name)]
+    strange = [name for name in (TRAINING if args.serve else SERVING) if getattr(args, name) is not None]
     if strange:
         kind = "training: leave it out with --serve" if args.serve else "serving: add --serve"
         raise UserError(f"--{strange[0].replace('_', '-')} belongs to {kind}")
@@ -147,32 +147,32 @@ def _plan(args: argparse.Namespace, model: Any, cluster: Any, workload: Any) -> 
 def _fixed(args: argparse.Namespace) -> dict[str, Any]:
     from shardwise.predict.search.fixing import fixed_of
 
-    return fixed_of(args.fix)
+    return fixed_of(args.fix or "")
 
 
 def _reserved(args: argparse.Namespace) -> float:
     from shardwise.cli.quantities import bytes_of
     from shardwise.predict.search.fitting import RESERVED_BYTES
 
-    return bytes_of("--reserve", args.reserve) if args.reserve else RESERVED_BYTES
+    return bytes_of("--reserve", args.reserve) if args.reserve is not None else RESERVED_BYTES
 
 
 def _campaign(args: argparse.Namespace, found: Any) -> dict[str, Any]:
     """What a whole run takes with the winner, and how much of the time failures leave."""
     told: dict[str, Any] = {}
     one = found.winner
-    if args.tokens:
+    if args.tokens is not None:
         from shardwise.predict.search.goals import run_of
 
         tokens, power = tokens_of(args.tokens), _power(args)
         told["run"] = _told(run_of(one, found.cluster, found.workload, tokens, args.price, power))
     for name in ("price", "pue", "host_watts"):
-        if not args.tokens and getattr(args, name) is not None:
+        if args.tokens is None and getattr(args, name) is not None:
             raise UserError(f"--{name.replace('_', '-')} needs --tokens: how long the run is")
     if args.mtbf is not None:
         from shardwise.predict.search.goodput import goodput
 
-        share = goodput(args.mtbf * 3600 / one.layout.ranks, args.save, args.restart)
+        share = goodput(args.mtbf * 3600 / one.layout.ranks, args.save, args.restart or 0.0)
         told["goodput"] = {"interval_seconds": share.interval, "share": share.share}
     return told
 
