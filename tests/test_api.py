@@ -291,7 +291,7 @@ def test_a_rank_of_torchrun_checks_the_number_of_ranks(monkeypatch, capsys):
 
 def test_an_unfinished_run_has_no_result(tmp_path):
     with pytest.raises(UserError, match="has no result"):
-        api.TrainResult.read(tmp_path)
+        api.TrainResult.read(str(tmp_path))
     (tmp_path / "result.json").write_text("{")
     with pytest.raises(UserError, match="damaged"):
         api.TrainResult.read(tmp_path)

@@ -72,8 +72,9 @@ class TrainResult:
         return StepReport.read(RunDirectory(self.out).report("predicted"))
 
     @classmethod
-    def read(cls, out: Path) -> TrainResult:
+    def read(cls, out: Path | str) -> TrainResult:
         """The result of a run directory. Raises `UserError` when the run did not finish."""
+        out = Path(out)
         try:
             return cls(out, json.loads((out / "result.json").read_text()))
         except OSError as error:

@@ -55,9 +55,6 @@ def main(argv: list[str] | None = None) -> int:
         with suppress(AttributeError):
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:
-        if sys.stdout is None:
-            # Closed: the next file that is opened would get its number, and what ranks write there.
-            raise UserError("standard output is closed: send it to /dev/null if nobody shall read it")
         code = _dispatch(argv)
         sys.stdout.flush()
         return code
@@ -112,6 +109,9 @@ def _unexpected(error: Exception, show: bool) -> int:
 
 
 def _dispatch(argv: list[str]) -> int:
+    if sys.stdout is None:
+        # Closed: the next file that is opened would get its number, and what ranks write there.
+        raise UserError("standard output is closed: send it to /dev/null if nobody shall read it")
     while argv and argv[0] == "--traceback":
         argv = argv[1:]
     if not argv or argv[0] in ("-h", "--help", "help"):
