@@ -8,6 +8,7 @@ import resource
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -115,16 +116,35 @@ def summed(rank: int, elements: int) -> Tensor:
 
 
 def summed_later(rank: int, elements: int) -> Tensor:
-    """The same of memory that peers read in place, waited for when so many other sums have come and gone that it was
-    long ended to make room for them."""
+    """The same of memory that peers read in place, waited for when so many other sums were begun that it was long ended
+    to make room for them."""
+    return _summed_around(rank, elements, _begun_together)
+
+
+def summed_last(rank: int, elements: int) -> Tensor:
+    """The same, where the others come and go one by one, as a forward pass's gathers do."""
+    return _summed_around(rank, elements, _one_by_one)
+
+
+def _begun_together(transport: SharedTransport) -> None:
+    others = [transport.all_reduce(torch.full((1,), 1.0)) for _ in range(SLOTS)]
+    for other in others:
+        other.wait()
+
+
+def _one_by_one(transport: SharedTransport) -> None:
+    for number in range(3 * SLOTS):
+        x = torch.full((2 * transport.ranks,), float(number))
+        transport.all_gather(x, x[:2].clone()).wait()
+
+
+def _summed_around(rank: int, elements: int, others: Callable[[SharedTransport], None]) -> Tensor:
     transport = _world()
     kept = torch.ones(elements)
     full = transport.empty(transport.ranks * elements, torch.float32).copy_(pieces(rank, transport.ranks, elements))
     first = transport.reduction(full, lambda: Target(kept, adds=True), lent=True).start()
-    others = [transport.all_reduce(torch.full((1,), 1.0)) for _ in range(SLOTS)]
-    assert transport.started[0].window.width != elements  # it is not under way any more
-    for other in others:
-        other.wait()
+    others(transport)
+    assert not transport.started
     first.wait()
     transport.reclaim(full)
     return kept

@@ -61,7 +61,7 @@ def test_small_sums_and_gathers_have_the_same_bits_everywhere(ranks: int) -> Non
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("job", ["summed", "summed_later"])
+@pytest.mark.parametrize("job", ["summed", "summed_later", "summed_last"])
 @pytest.mark.parametrize(("ranks", "elements"), [(2, 1000), (3, 1000), (4, 1000), (2, LARGE), (3, LARGE)])
 def test_what_is_added_up_has_the_bits_of_the_ranks_order(job: str, ranks: int, elements: int) -> None:
     """On every rank, as on gloo: so a run goes on alike where memory cannot be shared."""

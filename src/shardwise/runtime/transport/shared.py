@@ -35,7 +35,7 @@ AddsUp = Callable[[dict[int, Tensor]], None]
 """Adds up what a rank reads of others, by peer, and what it has itself."""
 
 SLOTS = 64
-"""Collectives whose flags are kept apart; more than are ever under way at once."""
+"""Collectives whose flags are kept apart: the one that is oldest under way, and all since, on a rank that is ahead."""
 _WORDS = ALIGNED // 8
 _QUICK = SLOTS * _WORDS
 _AREAS = (SLOTS + 1) * ALIGNED
@@ -256,14 +256,15 @@ class SharedTransport:
         combine: str = "sum",
         adds_up: AddsUp | None = None,
     ) -> Flight:
-        """Announce a collective over `elements` elements; every rank must start the same ones in the same order. When
-        many are under way, the first of them are ended here.
+        """Announce a collective over `elements` elements; every rank must start the same ones in the same order. Those
+        that began long before are ended here, however few are still under way.
 
         window: where the schedule's memory lies in the flat tensor `memory`. combine, adds_up: as `Flight` has them.
         """
-        while len(self.started) >= SLOTS // 2:
-            self.started[0].wait()
         self._sequence += 1
+        # A peer may be half of all slots behind: whose flags lie where those of the next ones will is ended on both.
+        while self.started and self._sequence - self.started[0].sequence >= SLOTS // 2:
+            self.started[0].wait()
         plan = _plan(schedule, elements, self.rank)
         flight = Flight(self, plan, memory, window, combine, adds_up, self._sequence)
         self.started.append(flight)
@@ -446,6 +447,7 @@ class Flight:
         self._memory: Tensor | None = memory
         self._own, self._dtype = flat_array(memory), memory.dtype
         self._combine = _combiner(combine, memory.dtype)
+        self.sequence = sequence
         self._at, self._tag = sequence % SLOTS * _WORDS, sequence * _ROUNDS
         self._done = False
         self._sight, self._shift = self._own, 0
