@@ -189,7 +189,8 @@ class Comparison:
         for one in self.strategies:
             for other in self.strategies:
                 pure = other.layout.tp == other.layout.ranks == one.layout.shard_ranks
-                if one.layout.stage == 3 and one.layout.tp == 1 and pure:
+                alike = other.layout.dtype == one.layout.dtype
+                if one.layout.stage == 3 and one.layout.tp == 1 and pure and alike:
                     found.append(self._ratio(one, other))
         return tuple(found)
 
@@ -298,6 +299,6 @@ def crossover(gathering: Strategy, tensor: Strategy) -> int | None:
     if not faster(high):
         return None
     while high > low * 1.01 + 1:
-        between = isqrt(low * high)
+        between = max(low + 1, isqrt(low * high))
         low, high = (low, between) if faster(between) else (between, high)
     return high
