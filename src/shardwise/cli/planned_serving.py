@@ -21,12 +21,11 @@ def run(args: argparse.Namespace) -> int:
     """Plan serving as `args` asks. Raises `UserError`."""
     from shardwise.cluster import Cluster
     from shardwise.layout import Workload
-    from shardwise.predict.generation.comparison import ENGINE
     from shardwise.predict.generation.search import plan_serving
 
     workload = Workload(prompt=args.prompt, output=args.output, concurrency=args.concurrency)
     found = plan_serving(
-        model_of(args), Cluster.parse(args.cluster), workload, engine=args.engine or ENGINE, by=args.by, top=args.top
+        model_of(args), Cluster.parse(args.cluster), workload, engine=args.engine, by=args.by, top=args.top
     )
     if args.json:
         print_json(found.to_json())
@@ -42,7 +41,7 @@ def serving_tables(plan: ServingPlan) -> Iterator[RenderableType]:
     work = plan.workload
     yield (
         f"{plan.model.name}: {format_count(count(plan.model))} parameters on {plan.cluster}, {work.concurrency:,} "
-        f"clients, prompts of {work.prompt:,} tokens, answers of {work.output:,}, software of {plan.engine}"
+        f"client{'s' * (work.concurrency > 1)}, prompts of {work.prompt:,} tokens, answers of {work.output:,}, software of {plan.engine}"
     )
     yield (
         f"{plan.considered:,} deployments, {plan.fitting:,} fit in {format_bytes(plan.usable)} a device; "

@@ -184,7 +184,8 @@ class Comparison:
 
     @cached_property
     def ratios(self) -> tuple[Ratio, ...]:
-        """Each strategy that gathers weights, against tensor parallelism on as many ranks, where both are here."""
+        """Each strategy that gathers weights, against tensor parallelism on as many ranks in the same precision, where
+        both are here."""
         found = []
         for one in self.strategies:
             for other in self.strategies:
@@ -223,17 +224,23 @@ class Comparison:
         }
 
 
-def serving_engine(name: str) -> Engine:
-    """The profile of that name. Raises `UserError` for one that there is not, and for one that only trains."""
-    found = engine_of(name)
+def serving_engine(name: str | None, cluster: Cluster) -> Engine:
+    """The profile of that name; None for the usual one of such devices. Raises `UserError` for one that there is not,
+    and for one that only trains."""
+    found = engine_of(name or _usual(cluster, ENGINE))
     serving = [e.name for e in ENGINES.values() if not e.facts["decode_kernels"].startswith("not used")] + [HOST]
-    if name not in serving:
-        raise UserError(f"{name} does not serve; profiles that do are {', '.join(serving)}")
+    if found.name not in serving:
+        raise UserError(f"{found.name} does not serve; profiles that do are {', '.join(serving)}")
     return found
 
 
+def _usual(cluster: Cluster, on_gpus: str) -> str:
+    return HOST if cluster.device.kind == "cpu" else on_gpus
+
+
 def usual_layouts(model: ModelConfig, cluster: Cluster) -> list[Layout]:
-    """The pure strategies on all devices, as far as the model allows."""
+    """The pure strategies on all devices, as far as the model allows. Raises `UserError` for models that do not run."""
+    check_generation(Layout(), model)
     found = []
     for text in (f"tp={cluster.devices}", f"dp={cluster.devices},zero=3", f"pp={cluster.devices}"):
         try:
@@ -257,9 +264,9 @@ def compare(
     check_length(model, asked.prompt, asked.output)
     if len(set(layouts)) < len(layouts):
         raise UserError("--compare names a layout twice: give different ones")
-    engine = serving_engine(engine or (HOST if cluster.device.kind == "cpu" else ENGINE)).name
+    name = serving_engine(engine, cluster).name
     return Comparison(
-        model, cluster, asked, engine, tuple(_generated(model, each, cluster, asked, engine) for each in layouts)
+        model, cluster, asked, name, tuple(_generated(model, each, cluster, asked, name) for each in layouts)
     )
 
 
@@ -279,7 +286,7 @@ def _generated(model: ModelConfig, layout: Layout, cluster: Cluster, asked: Aske
         strategy.prompt(asked.prompt, asked.chunk),
         strategy.token(asked.batch, asked.prompt + 1), middle, strategy.token(asked.batch, asked.prompt + asked.output),
         (float(around.low), float(around.high)),
-        trained(model, layout, asked.seq, engine_of(HOST if cluster.device.kind == "cpu" else TRAINER), cluster),
+        trained(model, layout, asked.seq, engine_of(_usual(cluster, TRAINER)), cluster),
     )  # fmt: skip
 
 

@@ -2,10 +2,12 @@
 sequences run at a time.
 
 A deployment of `concurrency` clients that each send a new request as soon as their last one is answered. Its replicas
-share them out; a replica that has no room for all of its clients' sequences lets the others wait. While a sequence is
-answered, each of the other c - 1 of its replica reads a prompt once, so that with n output tokens
+share them out, one more in some than in others where they do not divide; a replica that has no room for all of its
+clients' sequences lets the others wait. The first token comes of the prompt's own pass. While the n - 1 that follow are
+made, each of the other c - 1 sequences of the replica reads a prompt once:
 
-    time per token = token(c) + (c - 1) / n x prompt       tokens/s of a replica = c n / (n token(c) + c prompt)
+    time per token = token(c) + (c - 1) / (n - 1) x prompt
+    tokens/s of a replica = c n / ((n - 1) token(c) + c prompt)
 
 where token(c) and prompt are `timing`'s seconds. Where clients outnumber sequences, they wait for the others' answers,
 so that by Little's law clients x n = tokens/s x seconds of an answer, waiting included.
@@ -32,7 +34,7 @@ from shardwise.layout.legality import valid_tp
 from shardwise.layout.placement import Placed
 from shardwise.model import ModelConfig
 from shardwise.predict.answer import Answer
-from shardwise.predict.generation.comparison import ENGINE, crossover, serving_engine
+from shardwise.predict.generation.comparison import crossover, serving_engine
 from shardwise.predict.generation.fit import (
     PAGE,
     Served,
@@ -48,7 +50,7 @@ from shardwise.predict.search.space import MOST_DEVICES
 from shardwise.predict.time.kernels import WIDTH
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import Engine
-from shardwise.predict.time.serving import INT4_GROUP_BYTES, Serving, decode_pass, prefill_pass
+from shardwise.predict.time.serving import INT4_GROUP_BYTES, Serving, decode_pass, decode_products, prefill_pass
 from shardwise.report.units import format_bytes
 
 Num = Any
@@ -60,9 +62,10 @@ TYPES = {"bfloat16": "bf16", "float8_e4m3fn": "fp8", "int8": "int8", "int4": "in
 
 @dataclass(frozen=True)
 class Deployment:
-    """One way to serve. weights: of the blocks, torch's name. batch: sequences at a time in one replica. first_token:
-    seconds from a request to its first token, waiting included; token: from one token to the next. held: bytes of the
-    fullest rank, the cache filled; cache_tokens: that a replica's cache has room for."""
+    """One way to serve. weights: of the blocks, torch's name. batch: sequences at a time in one replica, the one with
+    most clients. first_token: seconds from a request to its first token there, waiting included; token: from one token
+    to the next. tokens_per_second: of all replicas together. held: bytes of the fullest rank, the cache filled;
+    cache_tokens: that a replica's cache has room for."""
 
     layout: Layout
     weights: str
@@ -127,13 +130,14 @@ def plan_serving(
     cluster: Cluster,
     workload: Workload,
     *,
-    engine: str = ENGINE,
+    engine: str | None = None,
     by: By = "throughput",
     top: int = 10,
 ) -> ServingPlan:
     """The best `top` deployments for `workload.concurrency` clients of `prompt` and `output` tokens: every legal degree
     of tp, pp and replicas, each type of weights that the device computes with, 1, 2, 4, ... sequences at a time.
 
+    engine: a profile of `predict.time.ENGINES`; None for the usual one of such devices.
     by: "throughput", "cost" (tokens/s of a device) or "pareto" (the curve of tokens/s against time per token).
     Raises `UserError` where nothing fits, with what is missing; for devices without constants or memory, for workloads
     without requests or longer than the model's positions, and for models that do not run.
@@ -142,7 +146,7 @@ def plan_serving(
     room = room_on(cluster)
     if room is None:
         raise UserError(f"{cluster.device.name}: its memory is not known; describe it in a TOML file (memory_bytes)")
-    space = _Space(model, cluster, workload, serving_engine(engine), room)
+    space = _Space(model, cluster, workload, serving_engine(engine, cluster), room)
     found, unhurried = [], []
     for weights in space.types:
         asked, free = space.split(weights)
@@ -155,7 +159,7 @@ def plan_serving(
     ranked = sorted(everything, key=lambda one: _order(one, by))
     curve = _curve(unhurried)
     return ServingPlan(
-        model, cluster, workload, engine, by, room,
+        model, cluster, workload, space.engine.name, by, room,
         tuple(curve if by == "pareto" else ranked)[:top], space.considered, len(everything), tuple(curve),
         _quantised_on_fewer(found), min(gathered, key=lambda one: _order(one, by), default=None), space.crossover(),
     )  # fmt: skip
@@ -227,8 +231,20 @@ class _Space:
 
     @cached_property
     def types(self) -> list[str]:
-        """Weights in 8 bits of floating point only where the device multiplies them."""
-        return [name for name in TYPES if name != "float8_e4m3fn" or self.cluster.device.peak(name)]
+        """16 bits, and whatever else the engine has constants for on the device; 8 bits of floating point only where
+        the device multiplies them."""
+        pricing = pricing_for(self.cluster, True)
+
+        def known(name: str) -> bool:
+            if name == "float8_e4m3fn" and not self.cluster.device.peak(name):
+                return False
+            try:
+                decode_products(self.model, Serving(name), 1.0, self.engine, pricing)
+            except UserError:
+                return False
+            return True
+
+        return [name for name in TYPES if name == "bfloat16" or known(name)]
 
     def split(self, weights: str) -> tuple[list[Deployment], list[Deployment]]:
         """Deployments that fit with one type of weights, none of which gathers: for the clients that there are, as many
@@ -237,11 +253,15 @@ class _Space:
         if not rows:
             return [], []
         tp, pp, dp, batch, cache, held, most = (np.array(column) for column in zip(*rows, strict=True))
-        token, read = self._seconds(weights, tp, pp, dp, batch)
-        clients = np.where(most, np.ceil(self.workload.concurrency / dp), batch)
+        clients = np.where(most, self.workload.concurrency, dp * batch)
+        slower, faster = (
+            self._answered(*self._seconds(weights, tp, pp, dp, np.minimum(batch, each)), pp, batch, each)
+            for each in (-(-clients // dp), np.maximum(clients // dp, 1))
+        )
+        rates = self._rate(clients, dp, slower[2], faster[2])
         asked: list[Deployment] = []
         free: list[Deployment] = []
-        for i, times in enumerate(zip(*self._answered(token, read, pp, batch, dp, clients), strict=True)):
+        for i, times in enumerate(zip(*slower[:2], rates, strict=True)):
             layout = Layout(dp=int(dp[i]), tp=int(tp[i]), pp=int(pp[i]))
             first, each, rate = map(float, times)
             one = Deployment(layout, weights, int(batch[i]), first, each, rate, float(held[i]), int(cache[i]))
@@ -258,9 +278,11 @@ class _Space:
             int8 = weights == "int8"
             pages, most = self._capacity(plan, weight, page, name, int8)
             for dp in _powers(self.cluster.devices // (tp * pp)):
-                self.considered += 1
-                needed = min(most, ceil(self.workload.concurrency / dp))
-                wanted = [(needed, True), *((batch, False) for batch in _powers(most))] if most else []
+                # More replicas than clients are for the curve alone: nobody asks them anything.
+                wanted = [(batch, False) for batch in _powers(most)]
+                if dp <= self.workload.concurrency:
+                    self.considered += 1
+                    wanted += [(min(most, ceil(self.workload.concurrency / dp)), True)] if most else []
                 for batch, asked in wanted:
                     yield tp, pp, dp, batch, pages * PAGE, self._held(plan, weight, page, batch, int8), asked
 
@@ -316,16 +338,20 @@ class _Space:
         whole = prefill_pass(self.model, serving, 1.0, chunk, self.engine, pricing).whole(self.model.layers)
         return ceil(self.workload.prompt / chunk) * whole.seconds
 
-    def _answered(self, token: Num, read: Num, pp: Num, batch: Num, dp: Num, clients: Num) -> tuple[Num, Num, Num]:
-        """(first token, each token, tokens/s of all) for `batch` sequences at a time and `clients` in each of `dp`
-        replicas."""
-        output = self.workload.output
+    def _answered(self, token: Num, read: Num, pp: Num, batch: Num, clients: Num) -> tuple[Num, Num, Num]:
+        """Seconds of (first token, each token, a whole answer) for at most `batch` sequences at a time of `clients` in
+        one replica."""
         busy = read / pp  # of the busiest stage; the others work on other prompts meanwhile
-        running = np.minimum(batch, clients)
-        each = token + (running - 1) / output * busy
-        answer = read + output * each
-        waiting = np.maximum(clients / running - 1, 0.0) * answer
-        return waiting + read + token, each, dp * clients * output / (waiting + answer)
+        running, following = np.minimum(batch, clients), self.workload.output - 1
+        answer = read + following * token + (running - 1) * busy
+        waiting = (clients / running - 1) * answer
+        return waiting + read, token + (running - 1) * busy / max(following, 1), waiting + answer
+
+    def _rate(self, clients: Num, dp: Num, slower: Num, faster: Num) -> Num:
+        """Tokens/s of `clients` in `dp` replicas together. slower, faster: seconds of an answer in replicas with
+        one client more than the others, and in those."""
+        fewer, more = clients // dp, clients % dp
+        return self.workload.output * (more * (fewer + 1) / slower + (dp - more) * fewer / faster)
 
     def gathered(self) -> Iterator[Deployment]:
         """Deployments whose data ranks gather weights, in 16 bits; each tp with as many data ranks as there are."""
@@ -340,11 +366,14 @@ class _Space:
             self.considered += 1
             if not most:
                 continue
-            clients = ceil(self.workload.concurrency / dp)
-            batch = min(most, clients)
+            clients = self.workload.concurrency
+            busiest = ceil(clients / dp)
+            batch = min(most, busiest)
             token = strategy.token(batch * dp, self.workload.prompt + self.workload.output / 2).seconds
             read = strategy.prompt(self.workload.prompt, min(self.workload.prompt, self.engine.most_tokens)).seconds
-            first, each, rate = map(float, self._answered(token, read, 1, batch, dp, clients))
+            first, each, answer = map(float, self._answered(token, read, 1, batch, busiest))
+            # All ranks gather in step: none is faster than the busiest one.
+            rate = float(self._rate(clients, dp, answer, answer))
             held = self._held(plan, weight, self._page_bytes(tp, 1), batch)
             yield Deployment(layout, "bfloat16", batch, first, each, rate, held, pages * PAGE)
 
