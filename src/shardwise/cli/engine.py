@@ -75,9 +75,7 @@ def fit_of(job: ServingJob) -> Fit:
     from shardwise.cluster.catalog import lookup
     from shardwise.predict.generation.fit import RESERVED_CUDA, Served, fit_on_host, serving_fit
 
-    # A cache that was given in bytes may hold fewer sequences of the whole context than may run, or more.
-    full = max(1, job.pages * job.page // job.context)
-    served = Served(job.context, full, job.page, job.chunk, job.quantize == "int8")
+    served = Served(job.context, job.batch, job.page, job.chunk, job.quantize == "int8", cache=job.pages)
     if job.device == "cpu":
         return fit_on_host(job.model, job.layout, served, lookup("CPU").device.memory_bytes)
     devices = _cuda_memory()
