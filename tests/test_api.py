@@ -221,6 +221,20 @@ def test_preparing_together_prepares_once(monkeypatch):
     assert sum("prepared already" in line for line in lines) == 3
 
 
+def test_what_a_killed_preparation_left_is_removed(monkeypatch):
+    config = api.configure(MODEL, "dp=2", WORKLOAD, "text", out="runs/here")
+    left = Path("runs/corpora/.partial-corpus-0123456789ab-01234567")
+    left.mkdir(parents=True)
+    (left / "train.bin").touch()
+    # Without a lock somebody may be at work there.
+    with monkeypatch.context() as without:
+        without.setattr("fcntl.flock", lambda *_: (_ for _ in ()).throw(OSError("no locks")))
+        api.with_corpus(config, print)
+        assert left.exists()
+    corpus = Path(api.with_corpus(config, print).corpus)
+    assert sorted(path.name for path in corpus.parent.iterdir()) == [".lock", corpus.name]
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_of_torchrun(monkeypatch, rank):
     monkeypatch.setenv("RANK", str(rank))

@@ -410,9 +410,12 @@ def with_corpus(config: TrainConfig, progress: Callable[[str], None]) -> TrainCo
     tokens than the model has rows, and text that does not fill one sequence.
     """
     from shardwise.data import Sampler, prepare
+    from shardwise.data.corpus import remove_unfinished
 
     corpora = Path(config.out).absolute().parent / "corpora"
-    with _lock(corpora):
+    with _lock(corpora) as alone:
+        if alone:
+            remove_unfinished(corpora)
         corpus = prepare(
             config.data,
             corpora,
@@ -436,7 +439,8 @@ def with_corpus(config: TrainConfig, progress: Callable[[str], None]) -> TrainCo
 
 
 @contextmanager
-def _lock(folder: Path) -> Iterator[None]:
+def _lock(folder: Path) -> Iterator[bool]:
+    """Wait for whoever holds the folder, then hold it. Yields whether that worked."""
     import fcntl
 
     try:
@@ -446,9 +450,11 @@ def _lock(folder: Path) -> Iterator[None]:
         raise UserError(f"cannot write to {folder}: {error.strerror}; choose another --out") from None
     with file:
         # Some network file systems have no locks: then the same text is merely prepared more than once.
+        alone = False
         with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+            alone = True
+        yield alone
 
 
 def _raise_for(code: int, line: str) -> None:

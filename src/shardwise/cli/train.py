@@ -9,6 +9,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise.cli.interrupts import ended_as_interrupted
 from shardwise.cli.models import add_model, model_of
 from shardwise.cli.output import print_json
 from shardwise.errors import UserError
@@ -117,10 +118,11 @@ def run(args: argparse.Namespace) -> int:
         "elastic": args.elastic,
         "rank0_stdout": 2 if args.json else None,
     }
-    if args.resume is not None:
-        result = resume(args.resume, **_changes(args), **started)
-    else:
-        result = train(**_request(args), **started)
+    with ended_as_interrupted():  # while there are no ranks: the launcher of these hears signals itself
+        if args.resume is not None:
+            result = resume(args.resume, **_changes(args), **started)
+        else:
+            result = train(**_request(args), **started)
     if args.json:
         print_json({"out": str(result.out), **result.summary})
     else:

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 FORMAT = 1
 Progress = Callable[[str], None]
 
+_PARTIAL = ".partial-"
 _PIECE = 1 << 18
 """Characters that are encoded as one text at most: longer documents are cut after a line, to bound memory."""
 _BATCH = 1 << 20
@@ -182,7 +183,7 @@ def _place(out: Path, fingerprint: str, say: Progress) -> tuple[str, Corpus | No
 def _publish(out: Path, name: str, write: Callable[[Path], None]) -> Corpus:
     """Let `write` fill a hidden folder and give it its name when it is complete."""
     out.mkdir(parents=True, exist_ok=True)
-    partial = out / f".partial-{name}-{secrets.token_hex(4)}"
+    partial = out / f"{_PARTIAL}{name}-{secrets.token_hex(4)}"
     partial.mkdir()
     try:
         write(partial)
@@ -195,6 +196,12 @@ def _publish(out: Path, name: str, write: Callable[[Path], None]) -> Corpus:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return Corpus.open(out / name)
+
+
+def remove_unfinished(out: Path) -> None:
+    """Remove what preparations that were killed have left below `out`. Only for whoever knows that none runs there."""
+    for partial in out.glob(f"{_PARTIAL}*"):
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 class _Preparation:
