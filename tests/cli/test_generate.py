@@ -20,6 +20,7 @@ from harness.processes import alive, children
 from harness.today import EVERYTHING
 from shardwise.cli.main import main
 from shardwise.report import StepReport
+from shardwise.serving.service import Service
 
 EVERY = ["dp=2,zero=3", "pp=2"]
 TEXT = "the quick brown fox jumps over the lazy dog; " * 20
@@ -157,6 +158,44 @@ def test_the_bubble_of_pretended_stages_is_laid_beside_the_simulated_one(
     refused(capsys, "such as 20ms", folder, "--layout", "pp=2", "--pretend", "0ms")
     refused(capsys, "one prompt", folder, "--layout", "pp=2", "--pretend", "1ms", "--tokens", 1, "--tokens", 2)
     refused(capsys, "leave --max-tokens out", folder, "--layout", "pp=2", "--pretend", "1ms", "--max-tokens", 3)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--tokens", "1", "--report", "turns"],
+        ["--compare", "tp=2"],
+        ["--layout", "pp=2", "--chunk", "32", "--pretend", "3ms"],
+    ],
+    ids=["plain", "compare", "pretend"],
+)
+def test_a_signal_before_there_are_ranks_leaves_nothing_behind(
+    folder: Path, tmp_path: Path, arguments: list[str], number: signal.Signals, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Service's folder, the notes' and the reports' are there when it comes."""
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    monkeypatch.chdir(tmp_path)
+    came: list[int] = []
+
+    def start(*_: object) -> None:
+        came.append(len(list((tmp_path / "temporary").iterdir())))
+        signal.raise_signal(number)
+
+    monkeypatch.setattr(Service, "_thread", start)
+
+    def unheard(*_: object) -> None:
+        raise AssertionError("nobody listened")
+
+    before = signal.signal(number, unheard)
+    try:
+        assert main(["generate", str(folder), *arguments]) == 130
+    finally:
+        signal.signal(number, before)
+    assert capsys.readouterr().err == f"shardwise: error: stopped by {number.name}\n" and came[0] > 0
+    assert [path.name for path in tmp_path.rglob("*")] == ["temporary"]
 
 
 def test_an_interrupt_leaves_nothing_behind(folder: Path) -> None:
