@@ -138,8 +138,17 @@ def test_the_crossover_is_one():
     assert gathering.one_pass(tokens * 0.9 / 8).seconds > tensor.one_pass(tokens * 0.9).seconds
 
 
+@pytest.mark.parametrize("first", [2, 3, 4, 79, 80, 5000])
+def test_the_crossover_is_found_wherever_it_is(first):
+    def taking(seconds):
+        return SimpleNamespace(layout=Layout(dp=2), one_pass=lambda tokens: SimpleNamespace(seconds=seconds(tokens)))
+
+    found = crossover(taking(lambda tokens: 1.0), taking(lambda tokens: 1.0 if tokens >= first else 0.0))
+    assert first <= found <= first * 1.01 + 1
+
+
 @given(st.integers(2, 64), st.integers(1, 5_000_000))
-def test_the_crossover_is_found_wherever_it_is(ranks, threshold):
+def test_the_crossover_is_within_a_hundredth_of_any_threshold(ranks, threshold):
     """Within a hundredth, down to single tokens, after a few passes."""
     passes = []
 
@@ -169,6 +178,9 @@ def test_questions_that_cannot_be_answered():
         compare(LLAMA, [Layout.parse("tp=8")], NODE, Asked(8000, 256))
     with pytest.raises(LayoutError, match="needs 16 ranks, but there are 8"):
         compare(LLAMA, [Layout.parse("tp=16")], NODE, Asked(100, 10))
+    crowd = Cluster.parse("999999x8xH100")
+    with pytest.raises(UserError, match="has 7,999,992 devices; clusters of up to 65,536 are searched"):
+        compare(LLAMA, usual_layouts(LLAMA, crowd), crowd, Asked(100, 10))
     with pytest.raises(UserError, match="twice"):
         compare(LLAMA, [Layout.parse("dp=1,tp=8"), Layout.parse("tp=8")], NODE, Asked(100, 10))
     with pytest.raises(UserError, match="output must be a positive number, not 0"):

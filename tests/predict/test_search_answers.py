@@ -10,6 +10,8 @@ from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.model.catalog import get
+from shardwise.predict import estimate
+from shardwise.predict.generation.search import plan_serving
 from shardwise.predict.search import Space, plan, price_one, search
 from shardwise.predict.search.fitting import Memory
 from shardwise.predict.search.goals import (
@@ -114,6 +116,21 @@ def test_a_sequence_that_is_too_long_is_named():
 def test_an_engine_that_does_not_train_is_refused(name):
     with pytest.raises(UserError, match="does not train; profiles that do are megatron-lm-2022"):
         plan(get("llama-3-8b"), Cluster.parse("8xH100"), Workload(4096, 8), engine=name)
+
+
+def test_on_cpus_every_answer_is_for_this_projects_software():
+    model, workload = get("tiny-llama"), Workload(seq=512, batch=8)
+    gpus = Cluster.parse("2xH100")
+    cpus = replace(gpus, device=replace(gpus.device, kind="cpu"))
+    found = plan(model, cpus, workload)
+    alone = estimate(model, found.winner.layout, workload, cpus)
+    assert found.engine == alone.timing["engine"] == "shardwise-cpu" and alone.time == found.winner.seconds
+    serving = Workload(prompt=100, output=20, concurrency=4)
+    assert plan_serving(model, cpus, serving).engine == "shardwise-cpu"
+    assert plan(model, cpus, workload, engine="megatron-bridge").engine == "megatron-bridge"
+    assert (plan(model, gpus, workload).engine, plan_serving(model, gpus, serving).engine) == (
+        "megatron-bridge", "tensorrt-llm",
+    )  # fmt: skip
 
 
 def test_cost_may_leave_nodes_out():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -177,6 +178,17 @@ def test_so_far_is_the_sum_of_the_tokens() -> None:
             )
     middle = tokens.data({"output": "200"}).tables["compared"].columns
     assert columns["A takes"][0] == middle["first token"][0] and columns["A takes"][199] == middle["last token"][0]
+
+
+def test_on_cpus_the_page_asks_the_same_software_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = Cluster.parse("2xH100")
+    cpus = replace(gpus, device=replace(gpus.device, kind="cpu"))
+    monkeypatch.setattr(Cluster, "parse", lambda text: cpus)
+    state = {"model": "tiny-llama", "cluster": "calibrated.toml", "prompt": "64", "output": "4"}
+    spent, middle = tokens.spent(state).tables["spent"].columns, tokens.data(state).tables["compared"].columns
+    assert spent["A takes"][0] == middle["first token"][0]
+    asked = {"model": "tiny-llama", "cluster": "calibrated.toml", "seq": "512", "batch": "8"}
+    assert any("shardwise-cpu" in line for line in plan.data(asked).how["ranked"].steps)
 
 
 STRATEGIES = ["tp=4", "dp=4,zero=3", "tp=2,dp=2,zero=3", "pp=2,tp=2", "pp=4"]

@@ -40,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top", type=int, default=TOP, metavar="N", help=f"how many layouts are shown ({TOP})")
     parser.add_argument("--by", choices=BY, default="throughput", help="what the best is: throughput unless given")
     parser.add_argument("--fix", default="", metavar="KEY=VALUE,...", help="what the layout must have: tp=8,zero=1")
-    parser.add_argument("--engine", metavar="PROFILE", help="the software (megatron-bridge; tensorrt-llm with --serve)")
+    parser.add_argument("--engine", metavar="PROFILE", help="the software (megatron-bridge; tensorrt-llm with --serve; "
+                        "on CPUs shardwise-cpu)")  # fmt: skip
     parser.add_argument("--reserve", metavar="SIZE", help="of a device's memory, what training cannot have (2GB)")
     parser.add_argument("--tokens", metavar="N", help="of a whole run, such as 15T: days, device-hours and money")
     parser.add_argument("--price", type=float, metavar="X", help="of one device for an hour")
@@ -127,7 +128,7 @@ def _plan(args: argparse.Namespace, model: Any, cluster: Any, workload: Any) -> 
         model,
         cluster,
         workload,
-        engine=_engine(args),
+        engine=args.engine,
         by=args.by,
         top=args.top,
         fixed=_fixed(args),
@@ -141,12 +142,6 @@ def _plan(args: argparse.Namespace, model: Any, cluster: Any, workload: Any) -> 
 
     show(*plan_tables(found), *campaign_lines(told))
     return 0
-
-
-def _engine(args: argparse.Namespace) -> str:
-    from shardwise.predict.search import ENGINE
-
-    return args.engine or ENGINE
 
 
 def _fixed(args: argparse.Namespace) -> dict[str, Any]:
@@ -206,11 +201,13 @@ def _told(run: Any) -> dict[str, Any]:
 
 def _find(args: argparse.Namespace, model: Any, cluster: Any, workload: Any) -> int:
     from shardwise.cli.planned import answer_lines
-    from shardwise.predict.search.plan import training_engine
+    from shardwise.predict.search.plan import ENGINE, training_engine
     from shardwise.predict.search.shortfall import usable_bytes
     from shardwise.predict.search.space import Space
+    from shardwise.predict.step_seconds import usual_engine
 
-    space = Space(model, cluster, workload, training_engine(_engine(args)), _fixed(args))
+    engine = args.engine or usual_engine(cluster, ENGINE)
+    space = Space(model, cluster, workload, training_engine(engine), _fixed(args))
     try:
         answer = _answer(args, space, usable_bytes(cluster, _reserved(args)))
     finally:

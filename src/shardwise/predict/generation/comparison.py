@@ -18,6 +18,8 @@ from shardwise.predict.generation.timing import FEW, Strategy, Taken, pricing_fo
 from shardwise.predict.generation.training import Trained, trained
 from shardwise.predict.generation.turns import Turn, steady_gathers, turn_ledger
 from shardwise.predict.generation.volume import Volume, payload, ring_volume
+from shardwise.predict.search.space import check_size
+from shardwise.predict.step_seconds import usual_engine
 from shardwise.predict.time.profiles import ENGINES, Engine
 from shardwise.predict.time.profiles import engine as engine_of
 from shardwise.predict.token_traffic import traffic_ratio
@@ -26,7 +28,7 @@ from shardwise.report.step_report import LedgerRow
 ENGINE, TRAINER = "tensorrt-llm", "megatron-bridge"
 """Profiles of the software that is assumed on GPUs: for generation, and for the training step beside it."""
 HOST = "shardwise-cpu"
-"""The same on CPUs, for both: this project's own."""
+"""This project's own on CPUs, which serves and trains."""
 
 CHUNK = 2048
 """Tokens of a prompt in one pass on a cluster."""
@@ -224,18 +226,13 @@ class Comparison:
         }
 
 
-def serving_engine(name: str | None, cluster: Cluster) -> Engine:
-    """The profile of that name; None for the usual one of such devices. Raises `UserError` for one that there is not,
-    and for one that only trains."""
-    found = engine_of(name or _usual(cluster, ENGINE))
+def serving_engine(name: str) -> Engine:
+    """The profile of that name. Raises `UserError` for one that there is not, and for one that only trains."""
+    found = engine_of(name)
     serving = [e.name for e in ENGINES.values() if not e.facts["decode_kernels"].startswith("not used")] + [HOST]
-    if found.name not in serving:
-        raise UserError(f"{found.name} does not serve; profiles that do are {', '.join(serving)}")
+    if name not in serving:
+        raise UserError(f"{name} does not serve; profiles that do are {', '.join(serving)}")
     return found
-
-
-def _usual(cluster: Cluster, on_gpus: str) -> str:
-    return HOST if cluster.device.kind == "cpu" else on_gpus
 
 
 def usual_layouts(model: ModelConfig, cluster: Cluster) -> list[Layout]:
@@ -261,12 +258,13 @@ def compare(
     Raises `LayoutError` for a layout that does not suit the model or the cluster, `UserError` for what is not known
     (devices without constants, engines), and for a prompt and answer that exceed the model's positions.
     """
+    check_size(cluster)
     check_length(model, asked.prompt, asked.output)
     if len(set(layouts)) < len(layouts):
         raise UserError("--compare names a layout twice: give different ones")
-    name = serving_engine(engine, cluster).name
+    engine = serving_engine(engine or usual_engine(cluster, ENGINE)).name
     return Comparison(
-        model, cluster, asked, name, tuple(_generated(model, each, cluster, asked, name) for each in layouts)
+        model, cluster, asked, engine, tuple(_generated(model, each, cluster, asked, engine) for each in layouts)
     )
 
 
@@ -286,7 +284,7 @@ def _generated(model: ModelConfig, layout: Layout, cluster: Cluster, asked: Aske
         strategy.prompt(asked.prompt, asked.chunk),
         strategy.token(asked.batch, asked.prompt + 1), middle, strategy.token(asked.batch, asked.prompt + asked.output),
         (float(around.low), float(around.high)),
-        trained(model, layout, asked.seq, engine_of(_usual(cluster, TRAINER)), cluster),
+        trained(model, layout, asked.seq, engine_of(usual_engine(cluster, TRAINER)), cluster),
     )  # fmt: skip
 
 

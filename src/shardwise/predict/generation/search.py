@@ -34,7 +34,7 @@ from shardwise.layout.legality import valid_tp
 from shardwise.layout.placement import Placed
 from shardwise.model import ModelConfig
 from shardwise.predict.answer import Answer
-from shardwise.predict.generation.comparison import crossover, serving_engine
+from shardwise.predict.generation.comparison import ENGINE, crossover, serving_engine
 from shardwise.predict.generation.fit import (
     PAGE,
     Served,
@@ -46,7 +46,8 @@ from shardwise.predict.generation.fit import (
 )
 from shardwise.predict.generation.split import check_generation, check_length, plan_of
 from shardwise.predict.generation.timing import FEW, Strategy, pricing_for
-from shardwise.predict.search.space import MOST_DEVICES
+from shardwise.predict.search.space import check_size
+from shardwise.predict.step_seconds import usual_engine
 from shardwise.predict.time.kernels import WIDTH
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import Engine
@@ -137,16 +138,17 @@ def plan_serving(
     """The best `top` deployments for `workload.concurrency` clients of `prompt` and `output` tokens: every legal degree
     of tp, pp and replicas, each type of weights that the device computes with, 1, 2, 4, ... sequences at a time.
 
-    engine: a profile of `predict.time.ENGINES`; None for the usual one of such devices.
-    by: "throughput", "cost" (tokens/s of a device) or "pareto" (the curve of tokens/s against time per token).
+    engine: a profile of `predict.time.ENGINES`; None for the usual one of such devices. by: "throughput", "cost"
+    (tokens/s of a device) or "pareto" (the curve of tokens/s against time per token).
     Raises `UserError` where nothing fits, with what is missing; for devices without constants or memory, for workloads
     without requests or longer than the model's positions, and for models that do not run.
     """
     _check(model, cluster, workload, top)
+    engine = engine or usual_engine(cluster, ENGINE)
     room = room_on(cluster)
     if room is None:
         raise UserError(f"{cluster.device.name}: its memory is not known; describe it in a TOML file (memory_bytes)")
-    space = _Space(model, cluster, workload, serving_engine(engine, cluster), room)
+    space = _Space(model, cluster, workload, serving_engine(engine), room)
     found, unhurried = [], []
     for weights in space.types:
         asked, free = space.split(weights)
@@ -159,15 +161,14 @@ def plan_serving(
     ranked = sorted(everything, key=lambda one: _order(one, by))
     curve = _curve(unhurried)
     return ServingPlan(
-        model, cluster, workload, space.engine.name, by, room,
+        model, cluster, workload, engine, by, room,
         tuple(curve if by == "pareto" else ranked)[:top], space.considered, len(everything), tuple(curve),
         _quantised_on_fewer(found), min(gathered, key=lambda one: _order(one, by), default=None), space.crossover(),
     )  # fmt: skip
 
 
 def _check(model: ModelConfig, cluster: Cluster, workload: Workload, top: int) -> None:
-    if cluster.devices > MOST_DEVICES:
-        raise UserError(f"{cluster} has {cluster.devices:,} devices; clusters of up to {MOST_DEVICES:,} are searched")
+    check_size(cluster)
     if min(workload.prompt, workload.output, workload.concurrency) < 1:
         raise UserError("serving needs --prompt, --output and --concurrency, each a positive number")
     check_length(model, workload.prompt, workload.output)

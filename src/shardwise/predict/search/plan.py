@@ -20,13 +20,14 @@ from shardwise.predict.search.pricing import Priced, price_all, price_one
 from shardwise.predict.search.ranking import Found, search
 from shardwise.predict.search.runnable import why_not_trained
 from shardwise.predict.search.space import Space
+from shardwise.predict.step_seconds import usual_engine
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import ENGINES, Engine
 from shardwise.predict.time.profiles import engine as engine_of
 
 By = Literal["throughput", "memory", "cost", "pareto"]
 ENGINE = "megatron-bridge"
-"""The profile that is planned for where none is named: today's Megatron-Core."""
+"""The profile that is planned for where none is named, but on CPUs: today's Megatron-Core."""
 
 
 EXPERTS = (
@@ -108,7 +109,7 @@ def plan(
     cluster: Cluster,
     workload: Workload,
     *,
-    engine: str = ENGINE,
+    engine: str | None = None,
     by: By = "throughput",
     top: int = 10,
     fixed: Mapping[str, Any] | None = None,
@@ -118,7 +119,8 @@ def plan(
     """The best `top` layouts for training `model` on `cluster`, exactly: all legal ones are held against memory, and
     those that fit are priced.
 
-    engine: a profile of `predict.time.ENGINES`, the software whose overlaps and kernels are assumed. by: "throughput",
+    engine: a profile of `predict.time.ENGINES`, the software whose overlaps and kernels are assumed; None is `ENGINE`,
+    on CPUs this project's own. by: "throughput",
     "memory", "cost" (device-seconds of a step, on as many nodes as pay off: 1, 2, 4, ... and all), or "pareto" (all
     that no other one beats in time and memory). fixed: keys of the layout and the value that they must have. reserved:
     bytes of a device that training cannot have. explain: with alternatives, and what memory costs.
@@ -127,6 +129,7 @@ def plan(
     """
     if top < 1:
         raise UserError(f"--top must be a positive integer, not {top}")
+    engine = engine or usual_engine(cluster, ENGINE)
     space = Space(model, cluster, workload, training_engine(engine), dict(fixed or {}))
     usable = shortfall.usable_bytes(cluster, reserved)
     choices = ByChoice()

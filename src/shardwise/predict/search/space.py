@@ -31,6 +31,12 @@ MOST_DEVICES = 65536
 """Devices of a cluster that is searched."""
 
 
+def check_size(cluster: Cluster) -> None:
+    """Raise `UserError` for more devices than layouts are searched or laid side by side for."""
+    if cluster.devices > MOST_DEVICES:
+        raise UserError(f"{cluster} has {cluster.devices:,} devices; clusters of up to {MOST_DEVICES:,} are searched")
+
+
 class Row(NamedTuple):
     """What a micro-batch is, and how its activations are kept: what of memory and time depends on it is computed
     apart."""
@@ -176,10 +182,7 @@ class Space:
             raise UserError(f"{self.model.name} cannot be planned yet: {reason}")
         if reason := why_not_fixed(self.model, self.fixed):
             raise UserError(reason)
-        if self.cluster.devices > MOST_DEVICES:
-            raise UserError(
-                f"{self.cluster} has {self.cluster.devices:,} devices; clusters of up to {MOST_DEVICES:,} are searched"
-            )
+        check_size(self.cluster)
         if self.workload.seq > self.model.max_positions and self.model.positions == "learned":
             raise UserError(
                 f"sequences of {self.workload.seq} tokens exceed the {self.model.max_positions} learned positions of "

@@ -21,6 +21,7 @@ from shardwise.predict.generation.comparison import ENGINE, Asked, Generated, co
 from shardwise.predict.generation.split import plan_of
 from shardwise.predict.generation.timing import Strategy
 from shardwise.predict.generation.turns import padded_vocab
+from shardwise.predict.step_seconds import usual_engine
 from shardwise.predict.time.profiles import engine
 from shardwise.report import time_parts
 from shardwise.report.step_report import DTYPE_BYTES
@@ -168,7 +169,7 @@ def _linked(query: Query, cluster: Cluster) -> Cluster:
 
 
 def _strategy(model: ModelConfig, layout: Layout, cluster: Cluster) -> Strategy:
-    return Strategy(model, layout, engine(ENGINE), cluster)
+    return Strategy(model, layout, engine(usual_engine(cluster, ENGINE)), cluster)
 
 
 def _way(model: ModelConfig, layout: Layout, cluster: Cluster, asked: Asked) -> list[layers.Piece]:
