@@ -72,6 +72,14 @@ def test_prediction_needs_no_torch():
         ([*NODE, "--compare", "--max-tokens", "9000"], "knows 8192 positions"),
         ([*NODE, "--compare", "--layout", "tp=8"], "--layout does nothing here"),
         ([*NODE, "--compare", "--prompt", "Once"], "--prompt does nothing here"),
+        ([*NODE, "--compare", "--top-p", "0.5"], "--top-p does nothing here"),
+        ([*NODE, "--compare", "--pretend", "3ms"], "--pretend does nothing here"),
+        ([*NODE, "--compare", "--no-reuse"], "--no-reuse does nothing here"),
+        ([*NODE, "--compare", "--transport", "gloo"], "--transport does nothing here"),
+        ([*NODE, "--compare", "--threads", "4"], "--threads does nothing here"),
+        ([*NODE, "--compare", "--hang", "3"], "--hang does nothing here"),
+        ([*NODE, "--compare", "--device", "cuda"], "--device does nothing here"),
+        (["generate", "mixtral-8x7b", "--compare", "--cluster", "8xH100"], "mixture-of-experts"),
         ([*NODE, "--compare", "--int8"], "int8 weights are not gathered"),
         (["generate", "llama-3-70b", "--compare", "tp=2", "--train-seq", "8"], "--train-seq does nothing here"),
         (["generate", "llama-3-70b", "--compare", "tp=2"], "no folder of weights: give one, or predict with --cluster"),
@@ -88,6 +96,10 @@ def test_mistakes_are_one_line(arguments, words, capsys):
 def test_layouts_are_needed_to_run_here(tmp_path, capsys):
     assert main(["generate", str(tmp_path), "--compare"]) == 2
     assert 'needs layouts to run here, such as "tp=2"' in capsys.readouterr().err
+    assert main(["generate", str(tmp_path), "--compare", "tp=2", "dp=1,tp=2"]) == 2
+    assert "names a layout twice" in capsys.readouterr().err
+    assert main(["generate", str(tmp_path), "--compare", "tp=2", "--top-p", "0.5"]) == 2
+    assert "--top-p does nothing here" in capsys.readouterr().err
 
 
 def model_in(folder) -> ModelConfig:

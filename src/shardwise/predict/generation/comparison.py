@@ -250,6 +250,12 @@ def usual_layouts(model: ModelConfig, cluster: Cluster) -> list[Layout]:
     return found
 
 
+def check_different(layouts: Sequence[Layout]) -> None:
+    """Raise `UserError` where a layout is there twice, however it is written."""
+    if len(set(layouts)) < len(layouts):
+        raise UserError("--compare names a layout twice: give different ones")
+
+
 def compare(
     model: ModelConfig, layouts: Sequence[Layout], cluster: Cluster, asked: Asked, engine: str | None = None
 ) -> Comparison:
@@ -260,8 +266,7 @@ def compare(
     """
     check_size(cluster)
     check_length(model, asked.prompt, asked.output)
-    if len(set(layouts)) < len(layouts):
-        raise UserError("--compare names a layout twice: give different ones")
+    check_different(layouts)
     engine = serving_engine(engine or usual_engine(cluster, ENGINE)).name
     return Comparison(
         model, cluster, asked, engine, tuple(_generated(model, each, cluster, asked, engine) for each in layouts)
