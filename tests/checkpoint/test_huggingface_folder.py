@@ -252,6 +252,21 @@ def test_export_overwrites_nothing_and_leaves_nothing(tmp_path):
     mistake(lambda: export(save(tmp_path / "s", lost, "dp=1", state_of(lost)), tmp_path / "out"), "Hugging Face")
 
 
+def test_more_layers_than_tensors_are_not_even_counted(tmp_path):
+    write(tmp_path / "folder", LLAMA)
+    config = json.loads((tmp_path / "folder" / "config.json").read_text())
+    (tmp_path / "folder" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**12}))
+    mistake(lambda: HuggingFaceWeights.open(tmp_path / "folder"), SINGLE, "too few for the 1,000,000,000,000 layers")
+
+
+@pytest.mark.parametrize("name", ["a\0b", "a\ud800b", "../a", "", 3, None])
+def test_a_weight_map_names_files_beside_it(name, tmp_path):
+    write(tmp_path / "folder", LLAMA, max_shard_bytes=9000)
+    index = json.loads((tmp_path / "folder" / INDEX).read_text())
+    (tmp_path / "folder" / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(index["weight_map"], name)}))
+    mistake(lambda: HuggingFaceWeights.open(tmp_path / "folder"), INDEX, "no weight_map from tensors to files")
+
+
 @pytest.mark.parametrize(
     ("tokenizer", "end"),
     [
