@@ -60,8 +60,16 @@ def test_one_client_has_one_answer_at_a_time():
         assert one.tokens_per_second * (one.first_token + 255 * one.token) == pytest.approx(256)
     sixteen = [one for one in found if one.weights == "bfloat16" and one.layout.stage == 0]
     assert str(sixteen[0].layout) == "tp=8" and sixteen[0].batch == 1
-    (alone,) = compare(LLAMA, [sixteen[0].layout], NODE, Asked(1024, 256)).strategies
-    assert sixteen[0].first_token == pytest.approx(alone.prompt.seconds)
+
+
+@pytest.mark.parametrize("prompt", [100, 2048, 6000])
+def test_the_first_token_is_when_a_comparison_has_it(prompt):
+    """Whatever the prompt's length and the strategy: in as many chunks, through as many stages."""
+    found = plan_serving(LLAMA, NODE, Workload(prompt=prompt, output=100, concurrency=1), top=10_000).ranked
+    of_layout = {one.layout: one.first_token for one in found if one.weights == "bfloat16"}
+    layouts = [Layout.parse(text) for text in ("tp=8", "tp=4,pp=2", "pp=8", "dp=8,zero=3", "tp=2,dp=4,zero=3")]
+    for one in compare(LLAMA, layouts, NODE, Asked(prompt, 100)).strategies:
+        assert of_layout[one.layout] == pytest.approx(one.prompt.seconds)
 
 
 @pytest.mark.parametrize("clients", [4, 5, 7, 9, 24])

@@ -34,7 +34,7 @@ from shardwise.layout.legality import valid_tp
 from shardwise.layout.placement import Placed
 from shardwise.model import ModelConfig
 from shardwise.predict.answer import Answer
-from shardwise.predict.generation.comparison import ENGINE, crossover, serving_engine
+from shardwise.predict.generation.comparison import CHUNK, ENGINE, crossover, serving_engine
 from shardwise.predict.generation.fit import (
     PAGE,
     Served,
@@ -256,7 +256,7 @@ class _Space:
         tp, pp, dp, batch, cache, held, most = (np.array(column) for column in zip(*rows, strict=True))
         clients = np.where(most, self.workload.concurrency, dp * batch)
         slower, faster = (
-            self._answered(*self._seconds(weights, tp, pp, dp, np.minimum(batch, each)), pp, batch, each)
+            self._answered(*self._seconds(weights, tp, pp, dp, np.minimum(batch, each)), batch, each)
             for each in (-(-clients // dp), np.maximum(clients // dp, 1))
         )
         rates = self._rate(clients, dp, slower[2], faster[2])
@@ -311,14 +311,15 @@ class _Space:
     def _page_bytes(self, tp: int, pp: int) -> int:
         return ceil(self.model.layers / pp) * page_bytes_of_block(self.model, tp, "bfloat16")
 
-    def _seconds(self, weights: str, tp: Num, pp: Num, dp: Num, batch: Num) -> tuple[Num, Num]:
-        """(token(c), prompt) of arrays of candidates."""
+    def _seconds(self, weights: str, tp: Num, pp: Num, dp: Num, batch: Num) -> tuple[Num, Num, Num]:
+        """(token(c), prompt, of it the busiest stage's) of arrays of candidates."""
         serving = Serving(weights, "bfloat16", tp)
-        few, many = (pricing_for(self.cluster, each) for each in (True, False))
-        token = np.where(
-            batch <= FEW, self._token(serving, pp, dp, batch, few), self._token(serving, pp, dp, batch, many)
+        few, many = (
+            (self._token(serving, pp, dp, batch, pricing), *self._prompt(serving, pp, dp, pricing))
+            for pricing in (pricing_for(self.cluster, True), pricing_for(self.cluster, False))
         )
-        return token, np.where(batch <= FEW, self._prompt(serving, few), self._prompt(serving, many))
+        token, read, busy = (np.where(batch <= FEW, *each) for each in zip(few, many, strict=True))
+        return token, read, busy
 
     def _token(self, serving: Serving, pp: Num, dp: Num, batch: Num, pricing: Pricing) -> Num:
         """Seconds of a token, half-way through the answers: through all stages, or as long as the slowest one takes for
@@ -333,16 +334,24 @@ class _Space:
         once = layers * block + ends + pp * hop
         return np.maximum(once, np.minimum(batch, pp) * slowest)
 
-    def _prompt(self, serving: Serving, pricing: Pricing) -> Num:
-        """Seconds in which a prompt is read, chunk by chunk, by all stages together."""
-        chunk = min(self.workload.prompt, self.engine.most_tokens)
-        whole = prefill_pass(self.model, serving, 1.0, chunk, self.engine, pricing).whole(self.model.layers)
-        return ceil(self.workload.prompt / chunk) * whole.seconds
+    def _prompt(self, serving: Serving, pp: Num, dp: Num, pricing: Pricing) -> tuple[Num, Num]:
+        """Seconds in which a prompt is read, in chunks that follow each other through the stages, and those that the
+        busiest stage works on it (`timing` has the same for one layout)."""
+        layers, prompt = self.model.layers, self.workload.prompt
+        pieces = ceil(prompt / CHUNK)
+        one, whole = (
+            prefill_pass(self.model, serving, 1.0, tokens, self.engine, pricing) for tokens in (prompt / pieces, prompt)
+        )
+        block = sum({**one.block, "attention": whole.block["attention"] / pieces}.values())
+        ends = one.head + one.host
+        nbytes = ceil(prompt / pieces) * self.model.hidden * 2.0
+        hop = np.where(pp > 1, pricing.collectives.hop(nbytes, serving.tp * dp), 0.0)
+        slowest = np.maximum(np.ceil(layers / pp) * block, layers // pp * block + ends) + hop
+        return layers * block + ends + (pp - 1) * hop + (pieces - 1) * slowest, pieces * slowest
 
-    def _answered(self, token: Num, read: Num, pp: Num, batch: Num, clients: Num) -> tuple[Num, Num, Num]:
+    def _answered(self, token: Num, read: Num, busy: Num, batch: Num, clients: Num) -> tuple[Num, Num, Num]:
         """Seconds of (first token, each token, a whole answer) for at most `batch` sequences at a time of `clients` in
-        one replica."""
-        busy = read / pp  # of the busiest stage; the others work on other prompts meanwhile
+        one replica. busy: of a prompt, those of the busiest stage; the others work on other prompts meanwhile."""
         running, following = np.minimum(batch, clients), self.workload.output - 1
         answer = read + following * token + (running - 1) * busy
         waiting = (clients / running - 1) * answer
@@ -371,8 +380,8 @@ class _Space:
             busiest = ceil(clients / dp)
             batch = min(most, busiest)
             token = strategy.token(batch * dp, self.workload.prompt + self.workload.output / 2).seconds
-            read = strategy.prompt(self.workload.prompt, min(self.workload.prompt, self.engine.most_tokens)).seconds
-            first, each, answer = map(float, self._answered(token, read, 1, batch, busiest))
+            read = strategy.prompt(self.workload.prompt, CHUNK).seconds
+            first, each, answer = map(float, self._answered(token, read, read, batch, busiest))
             # All ranks gather in step: none is faster than the busiest one.
             rate = float(self._rate(clients, dp, answer, answer))
             held = self._held(plan, weight, self._page_bytes(tp, 1), batch)
