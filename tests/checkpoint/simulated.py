@@ -97,11 +97,11 @@ def write_rank(folder: Path, model: ModelConfig, layout: Layout, rank: int, stat
     return write_part(folder, rank, entries, arrays)
 
 
-def save(folder: Path, model: ModelConfig, text: str, state: Arrays, step: int = 7) -> Checkpoint:
-    """A checkpoint as all ranks of a layout would write it."""
+def save(folder: Path, model: ModelConfig, text: str, state: Arrays, step: int = 7, **more: str) -> Checkpoint:
+    """A checkpoint as all ranks of a layout would write it. more: of its manifest's `about`."""
     layout = Layout.parse(text)
     records = [write_rank(folder, model, layout, rank, state) for rank in range(layout.ranks)]
-    about = {"model": model.to_json(), "layout": text, "workload": {"seq": 8, "batch": 4}}
+    about = {"model": model.to_json(), "layout": text, "workload": {"seq": 8, "batch": 4}, **more}
     manifest = Manifest.of(records, step=step, samples=4 * step, seed=3, optimizer_steps=step, about=about)
     commit(folder, manifest)
     return Checkpoint.open(folder)

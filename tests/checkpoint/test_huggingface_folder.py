@@ -252,6 +252,47 @@ def test_export_overwrites_nothing_and_leaves_nothing(tmp_path):
     mistake(lambda: export(save(tmp_path / "s", lost, "dp=1", state_of(lost)), tmp_path / "out"), "Hugging Face")
 
 
+def test_more_layers_than_tensors_are_not_even_counted(tmp_path):
+    write(tmp_path / "folder", LLAMA)
+    config = json.loads((tmp_path / "folder" / "config.json").read_text())
+    (tmp_path / "folder" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**12}))
+    mistake(lambda: HuggingFaceWeights.open(tmp_path / "folder"), SINGLE, "too few for the 1,000,000,000,000 layers")
+
+
+@pytest.mark.parametrize("name", ["a\0b", "a\ud800b", "../a", "", 3, None])
+def test_a_weight_map_names_files_beside_it(name, tmp_path):
+    write(tmp_path / "folder", LLAMA, max_shard_bytes=9000)
+    index = json.loads((tmp_path / "folder" / INDEX).read_text())
+    (tmp_path / "folder" / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(index["weight_map"], name)}))
+    mistake(lambda: HuggingFaceWeights.open(tmp_path / "folder"), INDEX, "no weight_map from tensors to files")
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "end"),
+    [
+        (None, None),
+        ({"added_tokens": [{"id": 5, "content": "<|endoftext|>"}], "model": {"vocab": {"a": 0, "</s>": 2}}}, 5),
+        ({"added_tokens": None, "model": {"vocab": {"a": 0, "b": 1, "</s>": 2}}}, 2),
+        ({"model": {"vocab": [["a", -1.0], ["<eos>", 0.0]]}}, 1),
+        ({"model": {"vocab": {"a": 0}}}, None),
+        ({"model": []}, None),
+        ([], None),
+    ],
+)
+def test_the_token_that_ends_answers_is_the_tokenizers_own(tokenizer, end, tmp_path):
+    """And none where it is not known, rather than the family's."""
+    (tmp_path / "corpus").mkdir()
+    if tokenizer is not None:
+        (tmp_path / "corpus" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    run = save(tmp_path / "s", LLAMA, "dp=1", state_of(LLAMA, kinds=("model",)), corpus=str(tmp_path / "corpus"))
+    files = export(run, tmp_path / "out").files
+    assert ("tokenizer.json" in files) == (tokenizer is not None)
+    for name in ("config.json", "generation_config.json"):
+        told = json.loads((tmp_path / "out" / name).read_text())
+        assert (told["bos_token_id"], told["eos_token_id"]) == (None, end)
+    assert HuggingFaceWeights.open(tmp_path / "out").model == LLAMA.replace(name="out")
+
+
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory) -> tuple[Path, bytes]:
     folder = tmp_path_factory.mktemp("mutated") / "folder"

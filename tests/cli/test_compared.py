@@ -8,10 +8,15 @@ import pytest
 
 from harness.huggingface import pretrained
 from harness.today import EVERYTHING
+from shardwise.cli import compared_here
 from shardwise.cli.main import main
+from shardwise.layout import Layout
 from shardwise.model import ModelConfig
 from shardwise.model.huggingface import from_huggingface
 from shardwise.model.parameters import count_parts
+from shardwise.report.step_report import Bytes
+from shardwise.serving.job import ServingJob
+from shardwise.serving.recording import Note
 
 NODE = ["generate", "llama-3-70b", "--cluster", "8xH100"]
 
@@ -67,6 +72,14 @@ def test_prediction_needs_no_torch():
         ([*NODE, "--compare", "--max-tokens", "9000"], "knows 8192 positions"),
         ([*NODE, "--compare", "--layout", "tp=8"], "--layout does nothing here"),
         ([*NODE, "--compare", "--prompt", "Once"], "--prompt does nothing here"),
+        ([*NODE, "--compare", "--top-p", "0.5"], "--top-p does nothing here"),
+        ([*NODE, "--compare", "--pretend", "3ms"], "--pretend does nothing here"),
+        ([*NODE, "--compare", "--no-reuse"], "--no-reuse does nothing here"),
+        ([*NODE, "--compare", "--transport", "gloo"], "--transport does nothing here"),
+        ([*NODE, "--compare", "--threads", "4"], "--threads does nothing here"),
+        ([*NODE, "--compare", "--hang", "3"], "--hang does nothing here"),
+        ([*NODE, "--compare", "--device", "cuda"], "--device does nothing here"),
+        (["generate", "mixtral-8x7b", "--compare", "--cluster", "8xH100"], "mixture-of-experts"),
         ([*NODE, "--compare", "--int8"], "int8 weights are not gathered"),
         (["generate", "llama-3-70b", "--compare", "tp=2", "--train-seq", "8"], "--train-seq does nothing here"),
         (["generate", "llama-3-70b", "--compare", "tp=2"], "no folder of weights: give one, or predict with --cluster"),
@@ -83,10 +96,60 @@ def test_mistakes_are_one_line(arguments, words, capsys):
 def test_layouts_are_needed_to_run_here(tmp_path, capsys):
     assert main(["generate", str(tmp_path), "--compare"]) == 2
     assert 'needs layouts to run here, such as "tp=2"' in capsys.readouterr().err
+    assert main(["generate", str(tmp_path), "--compare", "tp=2", "dp=1,tp=2"]) == 2
+    assert "names a layout twice" in capsys.readouterr().err
+    assert main(["generate", str(tmp_path), "--compare", "tp=2", "--top-p", "0.5"]) == 2
+    assert "--top-p does nothing here" in capsys.readouterr().err
 
 
 def model_in(folder) -> ModelConfig:
     return from_huggingface(folder)
+
+
+def test_sequences_that_begin_and_end_apart_count_where_all_are_decoded(tmp_path, capsys):
+    pretrained("llama").save_pretrained(tmp_path)
+    assert main(["generate", str(tmp_path), "--compare", "zero=3,dp=2", "--batch", "3", "--prompt-tokens", "7",
+                 "--chunk", "3", "--max-tokens", "5", "--json"]) == 0  # fmt: skip
+    (one,) = json.loads(capsys.readouterr().out)["measured"]["strategies"]
+    assert [len(tokens) for tokens in one["tokens"]] == [5, 5, 5]
+    assert one["ring_bytes_of_a_token"] == one["predicted_ring_bytes_of_a_token"]
+
+
+def test_what_one_or_two_tokens_do_not_tell_is_blank(tmp_path, capsys):
+    pretrained("llama").save_pretrained(tmp_path)
+    command = ["generate", str(tmp_path), "--compare", "dp=1", "--max-tokens"]
+    assert main([*command, "2", "--json"]) == 0
+    (one,) = json.loads(capsys.readouterr().out)["measured"]["strategies"]
+    assert (
+        one["growth"] is None and min(one[name] for name in ("token_seconds", "tokens_per_second", "cache_bytes")) > 0
+    )
+    assert one["ring_bytes_of_a_token"] == one["predicted_ring_bytes_of_a_token"]
+    assert main([*command, "1"]) == 0
+    out = capsys.readouterr().out
+    assert "1 token each" in out and "dp=1: no turn decoded all sequences" in out
+    rows = {line.strip() for line in out.splitlines()}
+    assert rows >= {"tokens/s, all sequences", "time of a token (median)", "cache of a rank before the last tokens"}
+
+
+def note(tokens: int, phase: str = "decode") -> Note:
+    return Note(1, phase, tokens, tokens, 0.0, 0.0, 0, Bytes(), (), ())
+
+
+def test_full_rounds_are_those_in_which_every_sequence_has_one_more_token(tmp_path):
+    """Of a pipeline as many turns as it has stages; of ranks in step all together; of replicas the busiest."""
+    model = ModelConfig("m", vocab=50, hidden=32, layers=4, heads=4, kv_heads=2, ffn=48, max_positions=64)
+
+    def rounds(text: str, sequences: int, *turns: list[Note]) -> list[int]:
+        job = ServingJob(model, Layout.parse(text), str(tmp_path))
+        return [
+            len(compared_here._full_rounds(job, dict(enumerate(turns)), rank, sequences)) for rank in range(len(turns))
+        ]
+
+    staged = [note(1, "prefill"), note(2), note(1), note(2), note(1), note(1), note(1), note(1)]
+    assert rounds("pp=2", 3, staged, staged) == [2, 2]
+    assert rounds("dp=2,zero=3", 3, [note(1), note(2), note(2)], [note(1, "prefill"), note(1), note(0)]) == [1, 1]
+    assert rounds("dp=2", 3, [note(2), note(2), note(1)], [note(1), note(1)]) == [2, 2]
+    assert rounds("tp=2", 2, [note(1), note(2, "prefill")], [note(1), note(2, "prefill")]) == [0, 0]
 
 
 def test_what_runs_here_moves_what_was_predicted(tmp_path, capsys):

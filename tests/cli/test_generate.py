@@ -19,7 +19,13 @@ from harness.huggingface import pretrained
 from harness.processes import alive, children
 from harness.today import EVERYTHING
 from shardwise.cli.main import main
+from shardwise.layout import Grid, Layout
+from shardwise.model import ModelConfig
 from shardwise.report import StepReport
+from shardwise.report.step_report import Bytes
+from shardwise.serving.job import ServingJob
+from shardwise.serving.recording import Note, notes_file, reports
+from shardwise.serving.service import Service
 
 EVERY = ["dp=2,zero=3", "pp=2"]
 TEXT = "the quick brown fox jumps over the lazy dog; " * 20
@@ -85,19 +91,43 @@ def test_reports_of_every_turn(folder: Path, tmp_path: Path, layout: str, capsys
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     names = [path.name for path in sorted(out.iterdir())]
-    reports = [StepReport.read(out / name) for name in names]
+    told = [StepReport.read(out / name) for name in names]
     assert [name.split("-")[2] for name in names] == ["prefill.json"] * 2 + ["decode.json"] * 3
-    assert [report.workload["tokens"] for report in reports] == [6, 4, 1, 1, 1]
-    for report in reports:
+    assert [report.workload["tokens"] for report in told] == [6, 4, 1, 1, 1]
+    for report in told:
         assert sorted(rank for role in report.roles for rank in role.ranks) == [0, 1]
         rows = {row.unit for role in report.roles for row in role.ledger}
         assert rows >= ({"control", "blocks.0", "blocks.1"} if "zero" in layout else {"control", "stage 1"})
         assert all(row.wait_s is not None for role in report.roles for row in role.transport)
         assert report.time and all(role.bytes.parameters and role.bytes.cache for role in report.roles)
         assert not any(role.bytes.other for role in report.roles)
-    steady = [[(role.ranks, role.ledger) for role in report.roles] for report in reports[2:]]
+    steady = [[(role.ranks, role.ledger) for role in report.roles] for report in told[2:]]
     assert steady[1] == steady[2]
     refused(capsys, "not empty", folder, "--tokens", 1, "--report", out)
+
+
+@pytest.mark.parametrize(
+    ("layout", "prompts", "expected"),
+    [
+        ("dp=2,zero=3", "own", (5, 2)),
+        ("dp=2,tp=2,zero=3", "own", (5, 2)),
+        ("dp=2,zero=3", "same", (3, 1)),
+        ("tp=2,pp=2", "own", (3, 1)),
+        ("dp=2,tp=2", "own", (3, 1)),
+    ],
+)
+def test_a_turn_has_the_tokens_and_rows_of_each_data_rank_once(
+    tmp_path: Path, layout: str, prompts: str, expected: tuple[int, int]
+) -> None:
+    model = ModelConfig("m", vocab=50, hidden=32, layers=4, heads=4, kv_heads=2, ffn=48, max_positions=64)
+    job = ServingJob(model, Layout.parse(layout), str(tmp_path), prompts=prompts)
+    grid = Grid.of(job.layout, model)
+    for rank in range(job.layout.ranks):
+        tokens = 2 if prompts == "own" and grid.coordinates(rank)["dp"] else 3
+        note = Note(1, "prefill", tokens, 1, 0.5, 0.0, 0, Bytes(), (), ())
+        notes_file(tmp_path, rank).write_text(note.to_line())
+    _, report = next(reports(job, tmp_path))
+    assert (report.workload["tokens"], report.workload["rows"]) == expected
 
 
 @pytest.mark.parametrize(
@@ -109,6 +139,9 @@ def test_reports_of_every_turn(folder: Path, tmp_path: Path, layout: str, capsys
         (("--prompt", "x", "--max-tokens", "256"), "exceed the context of 256"),
         (("--tokens", "1,x"), "give token ids"),
         (("--tokens", "300"), "token 300 does not exist"),
+        (("--tokens", "1", "--hang", "1e300"), "--hang must be a positive number of seconds, at most 1e+09"),
+        (("--tokens", "1", "--hang", "nan"), "--hang must be a positive number of seconds"),
+        (("--tokens", "1", "--threads", "100000"), "--threads must be at most 1,024, not 100,000"),
         (("--prompt-file", "/nowhere"), "cannot read /nowhere"),
         ((), "nothing to continue"),
         (("--prompt", "x", "--layout", "dp=2,zero=2"), "use zero=0 (replicas) or zero=3"),
@@ -157,6 +190,44 @@ def test_the_bubble_of_pretended_stages_is_laid_beside_the_simulated_one(
     refused(capsys, "such as 20ms", folder, "--layout", "pp=2", "--pretend", "0ms")
     refused(capsys, "one prompt", folder, "--layout", "pp=2", "--pretend", "1ms", "--tokens", 1, "--tokens", 2)
     refused(capsys, "leave --max-tokens out", folder, "--layout", "pp=2", "--pretend", "1ms", "--max-tokens", 3)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--tokens", "1", "--report", "turns"],
+        ["--compare", "tp=2"],
+        ["--layout", "pp=2", "--chunk", "32", "--pretend", "3ms"],
+    ],
+    ids=["plain", "compare", "pretend"],
+)
+def test_a_signal_before_there_are_ranks_leaves_nothing_behind(
+    folder: Path, tmp_path: Path, arguments: list[str], number: signal.Signals, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Service's folder, the notes' and the reports' are there when it comes."""
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    monkeypatch.chdir(tmp_path)
+    came: list[int] = []
+
+    def start(*_: object) -> None:
+        came.append(len(list((tmp_path / "temporary").iterdir())))
+        signal.raise_signal(number)
+
+    monkeypatch.setattr(Service, "_thread", start)
+
+    def unheard(*_: object) -> None:
+        raise AssertionError("nobody listened")
+
+    before = signal.signal(number, unheard)
+    try:
+        assert main(["generate", str(folder), *arguments]) == 130
+    finally:
+        signal.signal(number, before)
+    assert capsys.readouterr().err == f"shardwise: error: stopped by {number.name}\n" and came[0] > 0
+    assert [path.name for path in tmp_path.rglob("*")] == ["temporary"]
 
 
 def test_an_interrupt_leaves_nothing_behind(folder: Path) -> None:

@@ -97,6 +97,21 @@ def fit_of(model: Path, *arguments: str) -> Fit:
 
 def test_the_fit_of_a_cache_given_in_bytes_is_that_cache(model):
     one = fit_of(model, "--batch", "1").held.cache
-    assert fit_of(model, "--batch", "50", "--cache", str(3 * one + one // 2)).held.cache == 3 * one
-    assert fit_of(model, "--batch", "2", "--cache", str(3 * one)).held.cache == 3 * one
-    assert not fit_of(model, "--cache", "99999TB").fits
+    few = fit_of(model, "--batch", "50", "--cache", str(3 * one + one // 2))
+    assert few.held.cache == 3 * one + one // 2 and "cache of 224 tokens" in next(few.lines())
+    many = fit_of(model, "--batch", "2", "--cache", "1GB")
+    assert many.held.cache == pytest.approx(1e9, rel=1e-4)
+    assert many.held.passing == fit_of(model, "--batch", "2").held.passing  # two run, however many it has room for
+    far = fit_of(model, "--cache", "99999TB")
+    assert not far.fits and re.search(
+        r"with a cache of 100 PB needs .*; the largest cache that fits is ", far.refusal()
+    )
+
+
+@pytest.mark.parametrize(("context", "batch"), [(17, 8), (16, 3), (64, 1)])
+def test_the_announced_cache_is_the_one_that_will_be_made(model, context, batch):
+    """Whole pages for each sequence, and no more sequences than may run."""
+    found = fit_of(model, "--context", str(context), "--batch", str(batch))
+    one = fit_of(model, "--context", "16", "--batch", "1").held.cache
+    assert found.held.cache == batch * -(-context // 16) * one
+    assert f"cache of {batch} x {context} tokens" in next(found.lines())

@@ -104,6 +104,12 @@ def test_a_refusal_says_what_of_batch_context_and_weights_is_too_large():
     assert "the weights alone take" in heavy and "split them further" in heavy and "shorter" not in heavy
 
 
+def test_positions_without_end_are_as_many_as_fit():
+    far = fit("", Served(64, 2), 1e6, MODEL.replace(max_positions=10**30))
+    assert far.largest_context == fit("", Served(64, 2), 1e6, MODEL.replace(max_positions=1 << 20)).largest_context > 0
+    assert fit("", Served(64, 2), 1e3, MODEL.replace(max_positions=10**30)).largest_context == 0
+
+
 def test_numbers_that_make_no_sense():
     with pytest.raises(UserError, match="context must be at least 1, not 0"):
         Served(0)

@@ -4,8 +4,9 @@ import pytest
 
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
-from shardwise.layout import Workload
+from shardwise.layout import Layout, Workload
 from shardwise.model.catalog import get
+from shardwise.predict.generation.comparison import Asked, compare
 from shardwise.predict.generation.fit import Served, fit_on_cluster, room_on
 from shardwise.predict.generation.search import TYPES, plan_serving
 from shardwise.predict.generation.timing import FEW, Strategy
@@ -25,8 +26,9 @@ def test_every_deployment_is_priced_as_it_would_be_alone():
         token = alone.token(one.batch * one.layout.dp, ASKED.prompt + ASKED.output / 2).seconds
         read = alone.prompt(ASKED.prompt, ASKED.prompt).seconds
         if one.batch <= FEW:  # stages' messages aside
-            assert one.first_token == pytest.approx(token + read, rel=0.02)
-            assert one.token == pytest.approx(token + (one.batch - 1) / ASKED.output * read / one.layout.pp, rel=0.01)
+            assert one.first_token == pytest.approx(read, rel=0.02)
+            others = (one.batch - 1) / (ASKED.output - 1) * read / one.layout.pp
+            assert one.token == pytest.approx(token + others, rel=0.01)
         assert token < one.token < 1.5 * token or one.batch == 1
 
 
@@ -47,6 +49,56 @@ def test_clients_times_tokens_are_rate_times_answer():
     for one in found:
         answer = one.first_token + (asked.output - 1) * one.token
         assert one.tokens_per_second * answer == pytest.approx(150 * 500, rel=0.02)
+
+
+def test_one_client_has_one_answer_at_a_time():
+    """Whatever else could be served: its rate is that of its own tokens, and one replica answers."""
+    asked = Workload(prompt=1024, output=256, concurrency=1)
+    found = plan_serving(LLAMA, NODE, asked, top=10_000).ranked
+    for one in found:
+        assert one.layout.stage == 3 or one.layout.dp == 1
+        assert one.tokens_per_second * (one.first_token + 255 * one.token) == pytest.approx(256)
+    sixteen = [one for one in found if one.weights == "bfloat16" and one.layout.stage == 0]
+    assert str(sixteen[0].layout) == "tp=8" and sixteen[0].batch == 1
+
+
+@pytest.mark.parametrize("prompt", [100, 2048, 6000])
+def test_the_first_token_is_when_a_comparison_has_it(prompt):
+    """Whatever the prompt's length and the strategy: in as many chunks, through as many stages."""
+    found = plan_serving(LLAMA, NODE, Workload(prompt=prompt, output=100, concurrency=1), top=10_000).ranked
+    of_layout = {one.layout: one.first_token for one in found if one.weights == "bfloat16"}
+    layouts = [Layout.parse(text) for text in ("tp=8", "tp=4,pp=2", "pp=8", "dp=8,zero=3", "tp=2,dp=4,zero=3")]
+    for one in compare(LLAMA, layouts, NODE, Asked(prompt, 100)).strategies:
+        assert of_layout[one.layout] == pytest.approx(one.prompt.seconds)
+
+
+@pytest.mark.parametrize("clients", [4, 5, 7, 9, 24])
+def test_replicas_with_one_client_more_are_slower_and_the_others_are_not(clients):
+    """dp=4 gives what four replicas give alone, each with its own clients."""
+
+    def rate(concurrency: int, dp: int) -> float:
+        asked = Workload(prompt=2000, output=20, concurrency=concurrency)
+        found = plan_serving(SMALL, NODE, asked, top=10_000).ranked
+        return next(
+            one.tokens_per_second for one in found if one.weights == "bfloat16" and one.layout == Layout(dp=dp, tp=2)
+        )
+
+    fewer, more = divmod(clients, 4)
+    alone = (4 - more) * rate(fewer, 1) + (more * rate(fewer + 1, 1) if more else 0.0)
+    assert rate(clients, 4) == pytest.approx(alone)
+
+
+def test_ranks_that_gather_count_the_clients_that_there_are():
+    for clients in (1, 7, 9):
+        asked = Workload(prompt=1000, output=100, concurrency=clients)
+        one = plan_serving(SMALL, NODE, asked).gathering
+        assert one.tokens_per_second * (one.first_token + 99 * one.token) == pytest.approx(clients * 100)
+
+
+def test_an_answer_of_one_token_is_its_prompt():
+    asked = Workload(prompt=1000, output=1, concurrency=1)
+    for one in plan_serving(SMALL, NODE, asked).ranked:
+        assert one.tokens_per_second == pytest.approx(1 / one.first_token)
 
 
 def test_orders_and_the_curve():
@@ -72,6 +124,11 @@ def test_what_was_weighed():
 def test_eight_bits_of_floating_point_need_a_device_that_has_them():
     kinds = {one.weights for one in plan_serving(SMALL, Cluster.parse("4xA100"), ASKED, top=10_000).ranked}
     assert kinds == {"bfloat16", "int8", "int4"}
+
+
+def test_types_that_the_engine_has_no_constants_for_are_left_out():
+    found = plan_serving(LLAMA, NODE, ASKED, engine="gpt-fast", top=10_000)
+    assert {one.weights for one in found.ranked} == {"bfloat16", "int8", "int4"}
 
 
 def test_one_device_has_nothing_to_split():

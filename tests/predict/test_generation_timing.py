@@ -11,7 +11,7 @@ from shardwise.cluster import Cluster
 from shardwise.errors import LayoutError, UserError
 from shardwise.layout import Layout
 from shardwise.model.catalog import get
-from shardwise.predict.generation.comparison import Asked, compare, crossover, usual_layouts
+from shardwise.predict.generation.comparison import MOST_TOKENS, Asked, compare, crossover, usual_layouts
 from shardwise.predict.generation.split import plan_of
 from shardwise.predict.generation.timing import FEW, Strategy, pricing_for
 from shardwise.predict.time import decode_step, engine, prefill
@@ -147,6 +147,32 @@ def test_the_crossover_is_found_wherever_it_is(first):
     assert first <= found <= first * 1.01 + 1
 
 
+@given(st.integers(2, 64), st.integers(1, 5_000_000))
+def test_the_crossover_is_within_a_hundredth_of_any_threshold(ranks, threshold):
+    """Within a hundredth, down to single tokens, after a few passes."""
+    passes = []
+
+    def strategy_of(seconds):
+        return SimpleNamespace(layout=SimpleNamespace(dp=ranks), one_pass=lambda n: SimpleNamespace(seconds=seconds(n)))
+
+    def gathering(tokens: float) -> float:
+        passes.append(tokens)
+        assert len(passes) < 60
+        return 0.0 if round(tokens * ranks) >= threshold else 2.0
+
+    found = crossover(strategy_of(gathering), strategy_of(lambda tokens: 1.0))
+    if threshold > MOST_TOKENS:
+        assert found is None
+    else:
+        assert max(threshold, ranks) <= found <= max(threshold, ranks) * 1.01 + 1
+
+
+def test_ratios_compare_one_precision():
+    layouts = [Layout.parse(text) for text in ("dp=8,zero=3", "tp=8,precision=fp32", "tp=8")]
+    (ratio,) = compare(LLAMA, layouts, NODE, Asked(100, 20)).ratios
+    assert ratio.tensor == Layout(tp=8) and ratio.blocks == ratio.tokens
+
+
 def test_questions_that_cannot_be_answered():
     with pytest.raises(UserError, match="knows 8192 positions"):
         compare(LLAMA, [Layout.parse("tp=8")], NODE, Asked(8000, 256))
@@ -161,6 +187,8 @@ def test_questions_that_cannot_be_answered():
         Asked(1, 0)
     with pytest.raises(UserError, match="not runnable"):
         compare(get("mixtral-8x7b"), [Layout.parse("tp=8")], NODE, Asked(100, 10))
+    with pytest.raises(UserError, match="not runnable"):
+        usual_layouts(get("mixtral-8x7b"), NODE)
 
 
 def test_an_unknown_bandwidth_is_one_line():

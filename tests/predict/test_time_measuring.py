@@ -15,6 +15,8 @@ from shardwise.layout import Layout, Workload
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import get
 from shardwise.predict import estimate
+from shardwise.predict.generation.comparison import Asked, compare
+from shardwise.predict.generation.search import plan_serving
 from shardwise.predict.search import plan
 from shardwise.predict.step_seconds import step_seconds
 from shardwise.predict.time import Kernels, Pricing, Split, constants, engine, training_step
@@ -95,6 +97,12 @@ def test_measured_products_are_predicted(read_back):
         assert float(kernels.matmul(*shape, dtype, turned=turn)) == pytest.approx(expected, rel=0.03), (shape, turn)
     # Between the shapes of the grid, too.
     assert float(kernels.matmul(512, 700, 1000, "float32")) == pytest.approx(took("float32", 512, 700, 1000), rel=0.1)
+
+
+def test_a_measured_cpu_serves_with_this_projects_own_engine(read_back):
+    planned = plan_serving(MODEL, read_back, Workload(prompt=100, output=20, concurrency=2))
+    compared = compare(MODEL, [Layout.parse("tp=2")], read_back, Asked(100, 20))
+    assert planned.engine == compared.engine == "shardwise-cpu"
 
 
 def test_measured_attention_is_predicted(read_back):

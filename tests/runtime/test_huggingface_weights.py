@@ -144,6 +144,15 @@ def _shardwise(*args: object) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+def _always(token: int) -> Any:
+    """A processor of `generate` for which nothing but a token is likely."""
+
+    def only(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(scores, -1e9).index_fill_(1, torch.tensor([token]), 0.0)
+
+    return only
+
+
 def test_commands_from_a_folder_to_a_folder(tmp_path: Path) -> None:
     import transformers
 
@@ -172,8 +181,12 @@ def test_commands_from_a_folder_to_a_folder(tmp_path: Path) -> None:
     assert model.dtype == torch.bfloat16 and model.config.vocab_size == 300
     saved = Checkpoint.open(run / "checkpoints" / "step-3").read("model/head.norm.weight", dtype="bfloat16")
     assert np.array_equal(model.model.norm.weight.detach().view(torch.uint16).numpy(), saved)
-    words = transformers.AutoTokenizer.from_pretrained(out)("line 77 holds 5929").input_ids
-    assert words == tokenizer.encode("line 77 holds 5929").ids
+    theirs, ids = transformers.AutoTokenizer.from_pretrained(out), tokenizer.encode("line 77 holds 5929").ids
+    assert theirs("line 77 holds 5929").input_ids == ids and theirs.eos_token == "<|endoftext|>"
+    for token, count in ((tokenizer.token_to_id("<|endoftext|>"), 1), (2, 4)):  # 2 ends Llama's own answers
+        assert model.generate(torch.tensor([ids]), max_new_tokens=4, logits_processor=[_always(token)]).shape[1] == (
+            len(ids) + count
+        )
 
     # So small a step changes no bit: what comes out is what went in, and nothing that the seed has drawn.
     still = _shardwise(*train, 1, *layout[:-1], tmp_path / "still", "--lr", "1e-30")

@@ -24,6 +24,10 @@ SHORT_PROMPT, SHORT_OUTPUT = 32, 32
 """The same, measured here."""
 
 
+HERE = ["prompt", "prompt_file", "tokens", "context", "cache", "no_reuse", "transport", "device", "threads", "hang"]
+"""Options of what runs on this machine, of which a prediction for a cluster knows nothing."""
+
+
 class _Compared(argparse.Action):
     """An option of the comparison asks for it: --compare without layouts."""
 
@@ -57,11 +61,12 @@ def run(args: argparse.Namespace) -> int:
     weights; predicted with --cluster. Raises `UserError`, and `RunFailed` when a rank dies."""
     prompted = bool(args.prompt or args.prompt_file or args.tokens)
     here = args.cluster is None or (prompted and Path(args.model).is_dir())
-    never = ["layout", "report", "stop", "same", "temperature", "top_k", "seed"]
-    only = ["engine", "train_seq"] if args.cluster is None else []
-    only += ["prompt_tokens"] if prompted else []
-    only += [] if here else ["prompt", "prompt_file", "tokens", "context", "cache"]
-    if given := [name for name in (*never, *only) if getattr(args, name, None)]:
+    idle = ["layout", "report", "pretend", "stop", "same", "temperature", "top_k", "top_p", "seed"]
+    idle += ["engine", "train_seq"] if args.cluster is None else []
+    idle += ["prompt_tokens"] if prompted else []
+    idle += [] if here else HERE
+    usual = _usual()
+    if given := [name for name in idle if getattr(args, name) != usual.get_default(name)]:
         raise UserError(f"--{given[0].replace('_', '-')} does nothing here: leave it out with --compare")
     told: dict[str, Any] = {}
     if here:
@@ -74,6 +79,15 @@ def run(args: argparse.Namespace) -> int:
         for index, found in enumerate(told.values()):
             show(*[""] * index, *found.tables())
     return 0
+
+
+def _usual() -> argparse.ArgumentParser:
+    """A parser, for what options are where nobody gives them."""
+    from shardwise.cli import generate
+
+    parser = argparse.ArgumentParser()
+    generate.add_arguments(parser)
+    return parser
 
 
 @dataclass(frozen=True)
@@ -114,12 +128,14 @@ def _measured(args: argparse.Namespace, prompted: bool) -> Measured:
     import sys
 
     from shardwise.cli import compared_here
+    from shardwise.predict.generation.comparison import check_different
 
     if not Path(args.model).is_dir():
         raise UserError(f"{args.model} is no folder of weights: give one, or predict with --cluster 8xH100")
     layouts = layouts_of(args)
     if not layouts:
         raise UserError('--compare needs layouts to run here, such as "tp=2" "zero=3,dp=2" "pp=2"')
+    check_different(layouts)
     asked = _asked(args, prompt=SHORT_PROMPT, output=SHORT_OUTPUT)
     prompts = _prompts(args) if prompted else _stand_ins(model_named(args).vocab, asked)
     terminal = sys.stderr.isatty()

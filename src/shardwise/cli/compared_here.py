@@ -5,53 +5,63 @@ from __future__ import annotations
 import argparse
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from shardwise.layout import Grid
 from shardwise.predict.generation.comparison import Round, decode_round
 from shardwise.predict.generation.split import check_generation, plan_of
 from shardwise.predict.generation.volume import Volume, ring_volume
+from shardwise.report.units import format_bytes, format_share, format_time
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from shardwise.layout import Layout
-    from shardwise.report.step_report import Role, StepReport
     from shardwise.serving.job import ServingJob
     from shardwise.serving.messages import Finished, Token
+    from shardwise.serving.recording import Note
+
+    Noted = Mapping[int, Sequence[Note]]
+    """Rank -> its notes."""
+    _Moved = tuple[Volume | None, float | None, float | None]
+    """What a rank sends for a token, its collectives and messages, and its seconds of waiting."""
 
 
 @dataclass(frozen=True)
 class Here:
-    """One strategy as it ran. tokens: of each answer. sent: by the rank that sends most, for a token, in decoding
-    turns; calls: its collectives and messages; waited: seconds for which it stood still for them. first: seconds to
-    the first token, the slowest answer's; token: from one token to the next, the median; growth: of its last quarter
-    over its first, as a share. rate: tokens/s from the first token of all to the last."""
+    """One strategy as it ran. tokens: of each answer. sent: by the rank that sends most, for a token, in the rounds of
+    decoding that have all sequences; calls: its collectives and messages; waited: seconds for which it stood still for
+    them. first: seconds to the first token, the slowest answer's; token: from one token to the next, the median;
+    growth: of the answers' last quarters over their first, as a share. rate: tokens/s from the first token of all to
+    the last. parameter_bytes: of the first rank; cache_bytes: of the fullest one, before the last tokens. None is what
+    so few tokens do not tell."""
 
     layout: Layout
     tokens: tuple[tuple[int, ...], ...]
     predicted: Round
-    sent: Volume
-    calls: float
-    waited: float
+    sent: Volume | None
+    calls: float | None
+    waited: float | None
     first: float
-    token: float
-    growth: float
-    rate: float
+    token: float | None
+    growth: float | None
+    rate: float | None
     parameter_bytes: int
-    cache_bytes: int
+    cache_bytes: int | None
 
     def to_json(self) -> dict[str, Any]:
         return {
             "layout": str(self.layout),
             "tokens": [list(answer) for answer in self.tokens],
-            "ring_bytes_of_a_token": self.sent.to_json(),
+            "ring_bytes_of_a_token": self.sent and self.sent.to_json(),
             "predicted_ring_bytes_of_a_token": self.predicted.volume_of_token.to_json(),
             "collectives_of_a_token": self.calls,
             "waiting_seconds_of_a_token": self.waited,
@@ -83,7 +93,7 @@ def measure(args: argparse.Namespace, layouts: Sequence[Layout], prompts: Sequen
 def _run(job: ServingJob, prompts: Sequence[Sequence[int]], output: int, echo: Callable[[str], object]) -> Here:
     from dataclasses import replace
 
-    from shardwise.serving.recording import reports
+    from shardwise.serving.recording import read_notes
     from shardwise.serving.service import Service
 
     with TemporaryDirectory(prefix="shardwise-notes-") as notes:
@@ -93,27 +103,27 @@ def _run(job: ServingJob, prompts: Sequence[Sequence[int]], output: int, echo: C
             echo(f"{job.layout}: answering")
             told = _answers(service, prompts, output)
             service.drain()
-        decoding = _decoding(reports(job, Path(notes)))
-    gaps = [times[i + 1] - times[i] for times, _ in told for i in range(1, len(times) - 1)]
-    quarter = max(1, len(gaps) // 4)
+        noted = {rank: read_notes(Path(notes), rank) for rank in range(job.layout.ranks)}
+    gaps = [[times[i + 1] - times[i] for i in range(1, len(times) - 1)] for times, _ in told]
     ended, began = max(times[-1] for times, _ in told), min(times[1] for times, _ in told)
-    made = sum(len(tokens) for _, tokens in told)
-    sent, calls, waited, cached = _moved(job, decoding)
+    later = sum(map(len, gaps))
+    cached = max(note.kv_bytes for notes_of_rank in noted.values() for note in notes_of_rank)
+    predicted = decode_round(job.model, job.layout, len(prompts))
     return Here(
-        job.layout, tuple(tuple(tokens) for _, tokens in told), decode_round(job.model, job.layout, len(prompts)),
-        sent, calls, waited, max(times[1] - times[0] for times, _ in told), median(gaps) if gaps else 0.0,
-        median(gaps[-quarter:]) / median(gaps[:quarter]) - 1 if gaps else 0.0,
-        (made - len(told)) / (ended - began) if ended > began else 0.0, ready.parameter_bytes, cached,
+        job.layout, tuple(tuple(tokens) for _, tokens in told), predicted,
+        *_moved(job, noted, len(prompts), predicted.made), max(times[1] - times[0] for times, _ in told),
+        median(chain(*gaps)) if later else None, _growth(gaps), later / (ended - began) if later else None,
+        ready.parameter_bytes, cached if later else None,
     )  # fmt: skip
 
 
-def _decoding(reports: Iterator[tuple[str, StepReport]]) -> list[StepReport]:
-    """The decoding turns, without each replica's last one: it counts turns of control after the last answer, too."""
-    of_replica: dict[str, list[StepReport]] = defaultdict(list)
-    for name, report in reports:
-        if report.workload["phase"] == "decode":
-            of_replica[name.partition("turn-")[0]].append(report)
-    return [report for turns in of_replica.values() for report in (turns[:-1] or turns)]
+def _growth(gaps: Sequence[Sequence[float]]) -> float | None:
+    """Of the last quarter of each answer's gaps between tokens over its first, medians of all."""
+    if min(map(len, gaps)) < 2:
+        return None
+    quarters = [(each[: max(1, len(each) // 4)], each[-max(1, len(each) // 4) :]) for each in gaps]
+    first, last = (median(chain(*found)) for found in zip(*quarters, strict=True))
+    return last / first - 1
 
 
 def _answers(service: Any, prompts: Sequence[Sequence[int]], output: int) -> list[tuple[list[float], list[int]]]:
@@ -146,32 +156,43 @@ def _answers(service: Any, prompts: Sequence[Sequence[int]], output: int) -> lis
     return told
 
 
-def _moved(job: ServingJob, decoding: Sequence[StepReport]) -> tuple[Volume, float, float, int]:
-    """(what a rank sends for a token, collectives for it, seconds of waiting, bytes of the cache in the end) of the
-    rank that sends most, over all decoding turns."""
-    sums: dict[int, list[Any]] = defaultdict(lambda: [Fraction(0), Fraction(0), Fraction(0), 0, 0.0, 0])
-    for report in decoding:
-        for role in report.roles:
-            found = _of_role(job, role)
-            for rank in role.ranks:
-                sums[rank] = [
-                    had + new for had, new in zip(sums[rank], [*found, report.workload["tokens"]], strict=True)
-                ]
-    cached = max((max(map(int, report.workload["kv_bytes"].values())) for report in decoding), default=0)
-    if not sums:
-        return Volume(), 0.0, 0.0, cached
-    *volume, calls, waited, tokens = max(sums.values(), key=lambda each: sum(each[:3]) / max(1, each[5]))
-    tokens = max(1, tokens)
-    return Volume(*volume).over(tokens), calls / tokens, waited / tokens, cached
+def _moved(job: ServingJob, noted: Noted, sequences: int, made: int) -> _Moved:
+    """By the rank that sends most, in its full rounds; nothing where there was none."""
+    rounds = {rank: _full_rounds(job, noted, rank, sequences) for rank in noted}
+    found = [_of_rank(job, rank, turns) for rank, turns in rounds.items() if turns]
+    if not found:
+        return None, None, None
+    volume, calls, waited = max(found, key=lambda each: each[0].total)
+    return volume.over(made), calls / made, waited / made
 
 
-def _of_role(job: ServingJob, role: Role) -> list[Any]:
-    from shardwise.layout import Grid
+def _full_rounds(job: ServingJob, noted: Noted, rank: int, sequences: int) -> list[list[Note]]:
+    """The rank's notes of the turns, as many together as there are stages, in which each sequence of the ranks in step
+    has one more token: others still read prompts, or are over for some."""
+    grid = Grid.of(job.layout, job.model)
+    in_step = grid.group("shard", rank) if job.replicas > 1 else (rank,)
+    places = [grid.coordinates(each)["dp"] for each in in_step] if job.replicas > 1 else [0]
+    whole = sum(sequences // job.replicas + (place < sequences % job.replicas) for place in places)
+    together = list(zip(*(noted[each] for each in in_step), strict=False))
+    found: list[list[Note]] = []
+    turn = 0
+    while turn + job.layout.pp <= len(together):
+        notes = [note for turns in together[turn : turn + job.layout.pp] for note in turns]
+        if sum(note.tokens for note in notes) == whole and all(note.phase == "decode" for note in notes):
+            found.append(list(noted[rank][turn : turn + job.layout.pp]))
+            turn += job.layout.pp
+        else:
+            turn += 1
+    return found
 
-    stage = Grid.of(job.layout, job.model).coordinates(role.ranks[0])["pp"]
-    volume = ring_volume(role.ledger, plan_of(job.model, job.layout, stage))
-    waited = sum(row.wait_s or 0.0 for row in role.transport)
-    return [volume.blocks, volume.edges, volume.other, sum(row.count for row in role.ledger), waited]
+
+def _of_rank(job: ServingJob, rank: int, rounds: Sequence[Sequence[Note]]) -> tuple[Volume, float, float]:
+    """(ring volume, collectives and messages, seconds of waiting) of a round, the mean."""
+    plan = plan_of(job.model, job.layout, Grid.of(job.layout, job.model).coordinates(rank)["pp"])
+    notes = [note for each in rounds for note in each]
+    rows = [row for note in notes for row in note.ledger]
+    calls, waited = sum(row.count for row in rows), sum(note.waited for note in notes)
+    return ring_volume(rows, plan).over(len(rounds)), calls / len(rounds), waited / len(rounds)
 
 
 def tables(name: str, found: Sequence[Here], prompts: int) -> Iterator[RenderableType]:
@@ -179,51 +200,56 @@ def tables(name: str, found: Sequence[Here], prompts: int) -> Iterator[Renderabl
     from shardwise.cli.output import side_by_side
 
     many = f"{prompts} sequences at a time" if prompts > 1 else "one sequence"
-    yield f"{name}, measured here: {many}, {len(found[0].tokens[0])} tokens each\n"
+    count = len(found[0].tokens[0])
+    yield f"{name}, measured here: {many}, {count} token{'s' * (count > 1)} each\n"
     yield side_by_side(
         [str(one.layout) for one in found], [(words, [cell(one) for one in found]) for words, cell in ROWS]
     )
     yield from (_against(found[0], one) for one in found[1:])
+    for one in found:
+        if one.sent is None:
+            yield f"{one.layout}: no turn decoded all sequences, so what a token sends is not known: more --max-tokens"
 
 
 def _against(base: Here, one: Here) -> str:
     same = "the same tokens" if one.tokens == base.tokens else "other tokens (sums are rounded differently)"
-    words = f"{one.layout} against {base.layout}: {same}, {one.token / base.token:.3g} times its seconds a token"
-    if base.sent.blocks and one.sent.blocks:
+    words = f"{one.layout} against {base.layout}: {same}"
+    if one.token and base.token:
+        words += f", {one.token / base.token:.3g} times its seconds a token"
+    if base.sent and one.sent and base.sent.blocks and one.sent.blocks:
         words += f", {float(one.sent.blocks / base.sent.blocks):,.4g} times its bytes for the blocks"
     return words
 
 
-def _bytes(of: Callable[[Here], float | Fraction]) -> Callable[[Here], str]:
-    from shardwise.report.units import format_bytes
-
-    return lambda one: format_bytes(float(of(one)))
-
-
-def _time(of: Callable[[Here], float]) -> Callable[[Here], str]:
-    from shardwise.report.units import format_time
-
-    return lambda one: format_time(of(one))
+def _cell(words: Callable[[float], str], of: Callable[[Here], float | Fraction | None]) -> Callable[[Here], str]:
+    """A figure in words; blank where it is not known."""
+    return lambda one: "" if (value := of(one)) is None else words(float(value))
 
 
-def _share(one: Here) -> str:
-    from shardwise.report.units import format_share
+def _bytes(of: Callable[[Here], float | Fraction | None]) -> Callable[[Here], str]:
+    return _cell(format_bytes, of)
 
-    return format_share(one.growth, signed=True)
+
+def _sent(of: Callable[[Volume], Fraction]) -> Callable[[Here], str]:
+    return _bytes(lambda one: None if one.sent is None else of(one.sent))
+
+
+def _time(of: Callable[[Here], float | None]) -> Callable[[Here], str]:
+    return _cell(format_time, of)
 
 
 ROWS: list[tuple[str, Callable[[Here], str]]] = [
-    ("a rank sends for a token (ring volume)", _bytes(lambda one: one.sent.total)),
+    ("a rank sends for a token (ring volume)", _sent(lambda sent: sent.total)),
     ("  predicted", _bytes(lambda one: one.predicted.volume_of_token.total)),
-    ("  blocks", _bytes(lambda one: one.sent.blocks)),
-    ("  embedding, head, logits", _bytes(lambda one: one.sent.edges)),
-    ("  control, chosen tokens", _bytes(lambda one: one.sent.other)),
-    ("collectives and messages of a token", lambda one: f"{one.calls:.4g}"),
+    ("  blocks", _sent(lambda sent: sent.blocks)),
+    ("  embedding, head, logits", _sent(lambda sent: sent.edges)),
+    ("  control, chosen tokens", _sent(lambda sent: sent.other)),
+    ("collectives and messages of a token", _cell("{:.4g}".format, lambda one: one.calls)),
     ("time of a token (median)", _time(lambda one: one.token)),
     ("  of it waiting for other ranks", _time(lambda one: one.waited)),
-    ("  last tokens against first", _share),
-    ("tokens/s, all sequences", lambda one: f"{one.rate:.4g}"),
+    ("  last tokens against first", _cell(partial(format_share, signed=True), lambda one: one.growth)),
+    ("tokens/s, all sequences", _cell("{:.4g}".format, lambda one: one.rate)),
     ("prompt until its first token", _time(lambda one: one.first)),
     ("weights of a rank", _bytes(lambda one: one.parameter_bytes)),
-    ("cache of a rank at the end", _bytes(lambda one: one.cache_bytes)),
+    ("cache of a rank before the last tokens", _bytes(lambda one: one.cache_bytes)),
 ]

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from shardwise.serving.job import ServingJob
 
 
+LONGEST_HANG, MOST_THREADS = 1e9, 1024
+"""Seconds that ranks can wait for each other, and threads that they can start."""
+
+
 def add_engine(parser: argparse.ArgumentParser) -> None:
     """Options of the engine itself."""
     group = parser.add_argument_group("the engine")
@@ -48,8 +52,10 @@ def job_of(args: argparse.Namespace, report: str | None = None) -> ServingJob:
     from shardwise.predict.generation.split import check_generation
     from shardwise.serving.job import BATCH, ServingJob, weights_in
 
-    if not 0 < args.hang < float("inf"):
-        raise UserError(f"--hang must be a positive number of seconds, not {args.hang:g}")
+    if not 0 < args.hang <= LONGEST_HANG:
+        raise UserError(f"--hang must be a positive number of seconds, at most {LONGEST_HANG:g}, not {args.hang:g}")
+    if args.threads > MOST_THREADS:
+        raise UserError(f"--threads must be at most {MOST_THREADS:,}, not {args.threads:,}")
     layout = Layout.parse(args.layout)
     if args.precision:
         layout = replace(layout, precision=args.precision)
@@ -75,9 +81,7 @@ def fit_of(job: ServingJob) -> Fit:
     from shardwise.cluster.catalog import lookup
     from shardwise.predict.generation.fit import RESERVED_CUDA, Served, fit_on_host, serving_fit
 
-    # A cache that was given in bytes may hold fewer sequences of the whole context than may run, or more.
-    full = max(1, job.pages * job.page // job.context)
-    served = Served(job.context, full, job.page, job.chunk, job.quantize == "int8")
+    served = Served(job.context, job.batch, job.page, job.chunk, job.quantize == "int8", cache=job.pages)
     if job.device == "cpu":
         return fit_on_host(job.model, job.layout, served, lookup("CPU").device.memory_bytes)
     devices = _cuda_memory()

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.cli import compared, pretended
 from shardwise.cli.engine import add_engine, fit_of, job_of
+from shardwise.cli.interrupts import ended_as_interrupted
 from shardwise.cli.output import print_json
 from shardwise.cli.prompts import add_prompts, read_prompts
 from shardwise.errors import UserError
@@ -54,6 +55,11 @@ def _sampling(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    with ended_as_interrupted():
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
     if args.compare is not None:
         return compared.run(args)
     require("generation", "torch")

@@ -39,9 +39,10 @@ def serving_tables(plan: ServingPlan) -> Iterator[RenderableType]:
     from shardwise.model.parameters import count
 
     work = plan.workload
+    clients = f"{work.concurrency:,} client{'s' * (work.concurrency > 1)}"
     yield (
-        f"{plan.model.name}: {format_count(count(plan.model))} parameters on {plan.cluster}, {work.concurrency:,} "
-        f"clients, prompts of {work.prompt:,} tokens, answers of {work.output:,}, software of {plan.engine}"
+        f"{plan.model.name}: {format_count(count(plan.model))} parameters on {plan.cluster}, {clients}, prompts of "
+        f"{work.prompt:,} tokens, answers of {work.output:,}, software of {plan.engine}"
     )
     yield (
         f"{plan.considered:,} deployments, {plan.fitting:,} fit in {format_bytes(plan.usable)} a device; "

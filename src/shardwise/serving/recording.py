@@ -125,14 +125,16 @@ def read_notes(folder: Path, rank: int) -> list[Note]:
 
 
 def _report(job: ServingJob, phase: str, notes: dict[int, Note]) -> StepReport:
-    first = notes[min(notes)]
-    tokens = sum(note.tokens for note in notes.values()) if job.replicas > 1 else first.tokens
+    first, grid = notes[min(notes)], Grid.of(job.layout, job.model)
+    # Data ranks have tokens of their own, or all the same ones; ranks of one replica have the same.
+    of_data = {grid.coordinates(rank)["dp"]: note for rank, note in notes.items()} if job.replicas > 1 else {0: first}
+    tokens, rows = (sum(getattr(note, name) for note in of_data.values()) for name in ("tokens", "rows"))
     cached = {rank: note.kv_bytes for rank, note in notes.items()}
     return StepReport(
         source="measured",
         model=job.model.to_json(),
         layout=str(job.layout),
-        workload={"phase": phase, "turn": first.turn, "tokens": tokens, "rows": first.rows, "kv_bytes": cached},
+        workload={"phase": phase, "turn": first.turn, "tokens": tokens, "rows": rows, "kv_bytes": cached},
         cluster=f"{job.layout.ranks}x{'CPU' if job.device == 'cpu' else 'GPU'}",
         roles=merge_roles(
             {r: Role(f"rank {r}", (r,), n.bytes, n.ledger, n.transport) for r, n in notes.items()}

@@ -1,6 +1,7 @@
 """Writing a checkpoint's weights as a Hugging Face folder that `transformers` loads, one band of a tensor at a time.
 
-The run's tokenizer comes along where it is still where the run had it.
+The run's tokenizer comes along where it is still where the run had it, and its end-of-text token as the one that ends
+answers.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from shardwise.checkpoint.huggingface.weights import INDEX, SINGLE
 from shardwise.checkpoint.reader import Checkpoint
 from shardwise.checkpoint.resharding import model_of
 from shardwise.checkpoint.writer import sync_folder
+from shardwise.data.tokenizer import KNOWN_ENDS
 from shardwise.errors import UserError
 from shardwise.model.config import ModelConfig
 from shardwise.model.huggingface import to_huggingface
@@ -66,7 +68,8 @@ def export(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Callable[[int], object] = lambda done: None,
 ) -> Exported:
-    """Write a checkpoint's weights to a new folder: config.json, and one safetensors file or several with an index.
+    """Write a checkpoint's weights to a new folder: config.json, generation_config.json, and one safetensors file or
+    several with an index.
 
     dtype: "bfloat16" or "float32", of every tensor. max_shard_bytes: of tensors in one file; a larger tensor has one of
     its own. `progress` is called with the bytes written so far. Raises `UserError` when no family of Hugging Face
@@ -78,7 +81,11 @@ def export(
     if max_shard_bytes < 1:
         raise UserError(f"max_shard_bytes must be a positive integer, not {max_shard_bytes}")
     model = model_of(checkpoint)
-    config = to_huggingface(model) | {"torch_dtype": dtype}
+    tokenizer = _tokenizer(checkpoint)
+    end, number = _end_of_text(tokenizer) if tokenizer else (None, None)
+    # Left out, they are the family's own in transformers: other tokens of this tokenizer.
+    ends = {"bos_token_id": None, "eos_token_id": number}
+    config = to_huggingface(model) | {"torch_dtype": dtype} | ends
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} is in use; nothing was overwritten: choose another folder")
     shards = _shards(_tensors(model, dtype), max_shard_bytes)
@@ -86,10 +93,12 @@ def export(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _write_shards(output, checkpoint, shards, progress)
-        if tokenizer := _tokenizer(checkpoint):
+        if tokenizer:
             output.write("tokenizer.json", [tokenizer.read_bytes()])
             # Without it transformers takes the family's own class, which splits text in the family's own way.
-            output.write_json("tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+            settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
+            output.write_json("tokenizer_config.json", settings)
+        output.write_json("generation_config.json", ends)
         output.write_json("config.json", config)
         sync_folder(folder)
     except BaseException as error:
@@ -134,6 +143,18 @@ def _tokenizer(checkpoint: Checkpoint) -> Path | None:
         return path if path and path.is_file() else None
     except (OSError, ValueError):
         return None
+
+
+def _end_of_text(tokenizer: Path) -> tuple[str, int] | tuple[None, None]:
+    """The token that ends a document, as `data.tokenizer.end_of_text` finds it, and its id, without the library."""
+    try:
+        content = json.loads(tokenizer.read_bytes())
+        found = {added["content"]: added["id"] for added in content.get("added_tokens") or []}
+        vocab = content["model"]["vocab"]
+        found |= vocab if isinstance(vocab, dict) else {piece: number for number, (piece, _) in enumerate(vocab)}
+        return next(((token, int(found[token])) for token in KNOWN_ENDS if token in found), (None, None))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None, None
 
 
 def _tensors(model: ModelConfig, dtype: str) -> list[_Tensor]:

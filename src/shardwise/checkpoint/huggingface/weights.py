@@ -59,8 +59,14 @@ class HuggingFaceWeights:
         model = from_huggingface(folder)
         if reason := model.why_not_runnable():
             raise UserError(f"{folder}: {reason}")
-        names, wanted = family(model), places(model)
+        names = family(model)
         found = _with_trunk(_tensors(folder), names)
+        if model.layers > len(found):  # of which nobody could even list the parameters
+            raise UserError(
+                f"{_where(folder)} has {len(found):,} tensors, too few for the {model.layers:,} layers of the model of "
+                "its config.json"
+            )
+        wanted = places(model)
         twin = found.get(names.head) if model.tied else None
         if model.tied and names.embedding not in found and twin is not None:
             found[names.embedding], twin = twin, None
@@ -182,13 +188,17 @@ def _tensors(folder: Path) -> dict[str, FileTensor]:
     except (ValueError, RecursionError):
         raise UserError(f"{path} is not valid JSON") from None
     listed = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(listed, dict) or not all(isinstance(n, str) and Path(n).name == n for n in listed.values()):
+    if not isinstance(listed, dict) or not all(map(_is_name, listed.values())):
         raise UserError(f"{path} has no weight_map from tensors to files beside it")
     files = {name: tensors_of(folder / name) for name in dict.fromkeys(listed.values())}
     for tensor, name in listed.items():
         if tensor not in files[name]:
             raise UserError(f"{folder / name} lacks {tensor}, which {path} says it has")
     return {tensor: files[name][tensor] for tensor, name in listed.items()}
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and value.isprintable() and Path(value).name == value != ""
 
 
 def _with_trunk(found: dict[str, FileTensor], names: Family) -> dict[str, FileTensor]:

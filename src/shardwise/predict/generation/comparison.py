@@ -186,12 +186,14 @@ class Comparison:
 
     @cached_property
     def ratios(self) -> tuple[Ratio, ...]:
-        """Each strategy that gathers weights, against tensor parallelism on as many ranks, where both are here."""
+        """Each strategy that gathers weights, against tensor parallelism on as many ranks in the same precision, where
+        both are here."""
         found = []
         for one in self.strategies:
             for other in self.strategies:
                 pure = other.layout.tp == other.layout.ranks == one.layout.shard_ranks
-                if one.layout.stage == 3 and one.layout.tp == 1 and pure:
+                alike = other.layout.dtype == one.layout.dtype
+                if one.layout.stage == 3 and one.layout.tp == 1 and pure and alike:
                     found.append(self._ratio(one, other))
         return tuple(found)
 
@@ -234,7 +236,8 @@ def serving_engine(name: str) -> Engine:
 
 
 def usual_layouts(model: ModelConfig, cluster: Cluster) -> list[Layout]:
-    """The pure strategies on all devices, as far as the model allows."""
+    """The pure strategies on all devices, as far as the model allows. Raises `UserError` for models that do not run."""
+    check_generation(Layout(), model)
     found = []
     for text in (f"tp={cluster.devices}", f"dp={cluster.devices},zero=3", f"pp={cluster.devices}"):
         try:
@@ -247,6 +250,12 @@ def usual_layouts(model: ModelConfig, cluster: Cluster) -> list[Layout]:
     return found
 
 
+def check_different(layouts: Sequence[Layout]) -> None:
+    """Raise `UserError` where a layout is there twice, however it is written."""
+    if len(set(layouts)) < len(layouts):
+        raise UserError("--compare names a layout twice: give different ones")
+
+
 def compare(
     model: ModelConfig, layouts: Sequence[Layout], cluster: Cluster, asked: Asked, engine: str | None = None
 ) -> Comparison:
@@ -257,8 +266,7 @@ def compare(
     """
     check_size(cluster)
     check_length(model, asked.prompt, asked.output)
-    if len(set(layouts)) < len(layouts):
-        raise UserError("--compare names a layout twice: give different ones")
+    check_different(layouts)
     engine = serving_engine(engine or usual_engine(cluster, ENGINE)).name
     return Comparison(
         model, cluster, asked, engine, tuple(_generated(model, each, cluster, asked, engine) for each in layouts)

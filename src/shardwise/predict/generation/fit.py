@@ -46,7 +46,8 @@ training/performance/README.md."""
 class Served:
     """How a model is served. context: tokens of the longest sequence; batch: the most sequences at a time in a replica;
     page: tokens of a page; chunk: tokens of prompts in a turn; int8: matrices are kept in 8 bits, but for tables;
-    cpu: on CPUs, where such matrices are laid out in tiles (`int8_bytes`)."""
+    cpu: on CPUs, where such matrices are laid out in tiles (`int8_bytes`); cache: pages, where they are given in place
+    of as many as all sequences fill (0)."""
 
     context: int
     batch: int = 8
@@ -54,6 +55,7 @@ class Served:
     chunk: int = CHUNK
     int8: bool = False
     cpu: bool = False
+    cache: int = 0
 
     def __post_init__(self) -> None:
         for name in ("context", "batch", "page", "chunk"):
@@ -61,9 +63,14 @@ class Served:
                 raise UserError(f"{name} must be at least 1, not {getattr(self, name)}")
 
     @property
-    def pages(self) -> int:
-        """So that all sequences may be of the whole context."""
+    def full(self) -> int:
+        """Pages that all sequences fill, each of the whole context."""
         return self.batch * -(-self.context // self.page)
+
+    @property
+    def pages(self) -> int:
+        """Of the cache."""
+        return self.cache or self.full
 
 
 @dataclass(frozen=True)
@@ -107,10 +114,13 @@ class Fit:
         """For people: what is held, whether it fits, the largest context that does, and the valid degrees."""
         held = self.held
         slots = f" + slots of gathered weights {format_bytes(held.slots)}" if held.slots else ""
+        served = self.served
+        whole = f"{served.batch} x {served.context:,}"
+        tokens = whole if served.pages == served.full else f"{served.pages * served.page:,}"
         yield (
-            f"{self._name}: on the fullest rank weights {format_bytes(held.weights)}{slots} + cache of "
-            f"{self.served.batch} x {self.served.context:,} tokens {format_bytes(held.cache)} + what passes through "
-            f"{format_bytes(held.passing)} = {format_bytes(held.total)}"
+            f"{self._name}: on the fullest rank weights {format_bytes(held.weights)}{slots} + cache of {tokens} tokens "
+            f"{format_bytes(held.cache)} + what passes through {format_bytes(held.passing)} = "
+            f"{format_bytes(held.total)}"
         )
         if self.room is not None:
             verdict = "fits" if self.fits else "does not fit"
@@ -121,10 +131,12 @@ class Fit:
         """One line: what is missing, and what would fit."""
         assert self.room is not None
         missing = format_bytes(self.held.total - self.room)
+        what = f"{self.served.batch} sequences of {self.served.context:,} tokens"
+        if self.served.pages != self.served.full:
+            what = f"a cache of {format_bytes(self.held.cache)}"
         return (
-            f"{self._name} with {self.served.batch} sequences of {self.served.context:,} tokens needs "
-            f"{format_bytes(self.held.total)} a rank, {missing} more than the {format_bytes(self.room)} there are; "
-            f"{self._largest()}"
+            f"{self._name} with {what} needs {format_bytes(self.held.total)} a rank, {missing} more than the "
+            f"{format_bytes(self.room)} there are; {self._largest()}"
         )
 
     @property
@@ -134,6 +146,9 @@ class Fit:
     def _largest(self) -> str:
         """What would fit: in a shorter context, with fewer sequences, or else how the weights would."""
         assert self.room is not None
+        left = self.room - self.held.total + self.held.cache
+        if self.served.pages != self.served.full and left > 0:
+            return f"the largest cache that fits is {format_bytes(left)}"
         batch, context = f"{self.served.batch:,} sequences", f"{self.served.context:,} tokens"
         fewer = f"{self.largest_batch:,} sequences of {context} fit" if self.largest_batch else ""
         if self.largest_context:
@@ -258,7 +273,10 @@ def passing_bytes(plan: UnitPlan, served: Served) -> int:
     opened = tokens * (3 if model.gated else 2) * width_held(model.ffn, tp) * width
     heads = kv_heads_held(model, tp)
     attended = tokens * 2 * (model.heads // tp + heads) * model.head_dim * width
-    copied = served.pages * served.page * (2 * heads * model.head_dim * width + _INDEX) + served.chunk * served.context
+    copied = (
+        min(served.pages, served.full) * served.page * (2 * heads * model.head_dim * width + _INDEX)
+        + served.chunk * served.context
+    )
     block = tokens * 3 * model.hidden * width + max(opened, attended + copied)
     logits = served.batch * padded_vocab(plan) * (2 * width + 4) if "head" in plan.parts else 0
     if served.int8:
@@ -280,14 +298,16 @@ def _passing_product(rows: int, inputs: int, outputs: int, width: int) -> int:
 def _longest(plan: UnitPlan, served: Served, room: float) -> int:
     """Tokens that each of the sequences may have, whole pages, at most as many as the model knows positions."""
     most = plan.model.max_positions
-    counts = range(served.page, most + served.page, served.page)
-    fitting = bisect_right(counts, room, key=lambda n: _held(plan, replace(served, context=n)).total)
+    pages = min(-(-most // served.page), int(room // (served.batch * page_bytes(plan, served.page))))
+    fitting = bisect_right(
+        range(1, pages + 1), room, key=lambda n: _held(plan, replace(served, context=n * served.page, cache=0)).total
+    )
     return min(fitting * served.page, most)
 
 
 def _most(plan: UnitPlan, served: Served, room: float) -> int:
     """Sequences of the whole context."""
-    return bisect_right(range(1, MOST), room, key=lambda n: _held(plan, replace(served, batch=n)).total)
+    return bisect_right(range(1, MOST), room, key=lambda n: _held(plan, replace(served, batch=n, cache=0)).total)
 
 
 def _degrees(degrees: tuple[int, ...]) -> str:

@@ -2,10 +2,12 @@
 sequences run at a time.
 
 A deployment of `concurrency` clients that each send a new request as soon as their last one is answered. Its replicas
-share them out; a replica that has no room for all of its clients' sequences lets the others wait. While a sequence is
-answered, each of the other c - 1 of its replica reads a prompt once, so that with n output tokens
+share them out, one more in some than in others where they do not divide; a replica that has no room for all of its
+clients' sequences lets the others wait. The first token comes of the prompt's own pass. While the n - 1 that follow are
+made, each of the other c - 1 sequences of the replica reads a prompt once:
 
-    time per token = token(c) + (c - 1) / n x prompt       tokens/s of a replica = c n / (n token(c) + c prompt)
+    time per token = token(c) + (c - 1) / (n - 1) x prompt
+    tokens/s of a replica = c n / ((n - 1) token(c) + c prompt)
 
 where token(c) and prompt are `timing`'s seconds. Where clients outnumber sequences, they wait for the others' answers,
 so that by Little's law clients x n = tokens/s x seconds of an answer, waiting included.
@@ -32,7 +34,7 @@ from shardwise.layout.legality import valid_tp
 from shardwise.layout.placement import Placed
 from shardwise.model import ModelConfig
 from shardwise.predict.answer import Answer
-from shardwise.predict.generation.comparison import ENGINE, crossover, serving_engine
+from shardwise.predict.generation.comparison import CHUNK, ENGINE, crossover, serving_engine
 from shardwise.predict.generation.fit import (
     PAGE,
     Served,
@@ -49,7 +51,7 @@ from shardwise.predict.step_seconds import usual_engine
 from shardwise.predict.time.kernels import WIDTH
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import Engine
-from shardwise.predict.time.serving import INT4_GROUP_BYTES, Serving, decode_pass, prefill_pass
+from shardwise.predict.time.serving import INT4_GROUP_BYTES, Serving, decode_pass, decode_products, prefill_pass
 from shardwise.report.units import format_bytes
 
 Num = Any
@@ -61,9 +63,10 @@ TYPES = {"bfloat16": "bf16", "float8_e4m3fn": "fp8", "int8": "int8", "int4": "in
 
 @dataclass(frozen=True)
 class Deployment:
-    """One way to serve. weights: of the blocks, torch's name. batch: sequences at a time in one replica. first_token:
-    seconds from a request to its first token, waiting included; token: from one token to the next. held: bytes of the
-    fullest rank, the cache filled; cache_tokens: that a replica's cache has room for."""
+    """One way to serve. weights: of the blocks, torch's name. batch: sequences at a time in one replica, the one with
+    most clients. first_token: seconds from a request to its first token there, waiting included; token: from one token
+    to the next. tokens_per_second: of all replicas together. held: bytes of the fullest rank, the cache filled;
+    cache_tokens: that a replica's cache has room for."""
 
     layout: Layout
     weights: str
@@ -229,8 +232,20 @@ class _Space:
 
     @cached_property
     def types(self) -> list[str]:
-        """Weights in 8 bits of floating point only where the device multiplies them."""
-        return [name for name in TYPES if name != "float8_e4m3fn" or self.cluster.device.peak(name)]
+        """16 bits, and whatever else the engine has constants for on the device; 8 bits of floating point only where
+        the device multiplies them."""
+        pricing = pricing_for(self.cluster, True)
+
+        def known(name: str) -> bool:
+            if name == "float8_e4m3fn" and not self.cluster.device.peak(name):
+                return False
+            try:
+                decode_products(self.model, Serving(name), 1.0, self.engine, pricing)
+            except UserError:
+                return False
+            return True
+
+        return [name for name in TYPES if name == "bfloat16" or known(name)]
 
     def split(self, weights: str) -> tuple[list[Deployment], list[Deployment]]:
         """Deployments that fit with one type of weights, none of which gathers: for the clients that there are, as many
@@ -239,11 +254,15 @@ class _Space:
         if not rows:
             return [], []
         tp, pp, dp, batch, cache, held, most = (np.array(column) for column in zip(*rows, strict=True))
-        token, read = self._seconds(weights, tp, pp, dp, batch)
-        clients = np.where(most, np.ceil(self.workload.concurrency / dp), batch)
+        clients = np.where(most, self.workload.concurrency, dp * batch)
+        slower, faster = (
+            self._answered(*self._seconds(weights, tp, pp, dp, np.minimum(batch, each)), batch, each)
+            for each in (-(-clients // dp), np.maximum(clients // dp, 1))
+        )
+        rates = self._rate(clients, dp, slower[2], faster[2])
         asked: list[Deployment] = []
         free: list[Deployment] = []
-        for i, times in enumerate(zip(*self._answered(token, read, pp, batch, dp, clients), strict=True)):
+        for i, times in enumerate(zip(*slower[:2], rates, strict=True)):
             layout = Layout(dp=int(dp[i]), tp=int(tp[i]), pp=int(pp[i]))
             first, each, rate = map(float, times)
             one = Deployment(layout, weights, int(batch[i]), first, each, rate, float(held[i]), int(cache[i]))
@@ -260,9 +279,11 @@ class _Space:
             int8 = weights == "int8"
             pages, most = self._capacity(plan, weight, page, name, int8)
             for dp in _powers(self.cluster.devices // (tp * pp)):
-                self.considered += 1
-                needed = min(most, ceil(self.workload.concurrency / dp))
-                wanted = [(needed, True), *((batch, False) for batch in _powers(most))] if most else []
+                # More replicas than clients are for the curve alone: nobody asks them anything.
+                wanted = [(batch, False) for batch in _powers(most)]
+                if dp <= self.workload.concurrency:
+                    self.considered += 1
+                    wanted += [(min(most, ceil(self.workload.concurrency / dp)), True)] if most else []
                 for batch, asked in wanted:
                     yield tp, pp, dp, batch, pages * PAGE, self._held(plan, weight, page, batch, int8), asked
 
@@ -290,14 +311,15 @@ class _Space:
     def _page_bytes(self, tp: int, pp: int) -> int:
         return ceil(self.model.layers / pp) * page_bytes_of_block(self.model, tp, "bfloat16")
 
-    def _seconds(self, weights: str, tp: Num, pp: Num, dp: Num, batch: Num) -> tuple[Num, Num]:
-        """(token(c), prompt) of arrays of candidates."""
+    def _seconds(self, weights: str, tp: Num, pp: Num, dp: Num, batch: Num) -> tuple[Num, Num, Num]:
+        """(token(c), prompt, of it the busiest stage's) of arrays of candidates."""
         serving = Serving(weights, "bfloat16", tp)
-        few, many = (pricing_for(self.cluster, each) for each in (True, False))
-        token = np.where(
-            batch <= FEW, self._token(serving, pp, dp, batch, few), self._token(serving, pp, dp, batch, many)
+        few, many = (
+            (self._token(serving, pp, dp, batch, pricing), *self._prompt(serving, pp, dp, pricing))
+            for pricing in (pricing_for(self.cluster, True), pricing_for(self.cluster, False))
         )
-        return token, np.where(batch <= FEW, self._prompt(serving, few), self._prompt(serving, many))
+        token, read, busy = (np.where(batch <= FEW, *each) for each in zip(few, many, strict=True))
+        return token, read, busy
 
     def _token(self, serving: Serving, pp: Num, dp: Num, batch: Num, pricing: Pricing) -> Num:
         """Seconds of a token, half-way through the answers: through all stages, or as long as the slowest one takes for
@@ -312,22 +334,34 @@ class _Space:
         once = layers * block + ends + pp * hop
         return np.maximum(once, np.minimum(batch, pp) * slowest)
 
-    def _prompt(self, serving: Serving, pricing: Pricing) -> Num:
-        """Seconds in which a prompt is read, chunk by chunk, by all stages together."""
-        chunk = min(self.workload.prompt, self.engine.most_tokens)
-        whole = prefill_pass(self.model, serving, 1.0, chunk, self.engine, pricing).whole(self.model.layers)
-        return ceil(self.workload.prompt / chunk) * whole.seconds
+    def _prompt(self, serving: Serving, pp: Num, dp: Num, pricing: Pricing) -> tuple[Num, Num]:
+        """Seconds in which a prompt is read, in chunks that follow each other through the stages, and those that the
+        busiest stage works on it (`timing` has the same for one layout)."""
+        layers, prompt = self.model.layers, self.workload.prompt
+        pieces = ceil(prompt / CHUNK)
+        one, whole = (
+            prefill_pass(self.model, serving, 1.0, tokens, self.engine, pricing) for tokens in (prompt / pieces, prompt)
+        )
+        block = sum({**one.block, "attention": whole.block["attention"] / pieces}.values())
+        ends = one.head + one.host
+        nbytes = ceil(prompt / pieces) * self.model.hidden * 2.0
+        hop = np.where(pp > 1, pricing.collectives.hop(nbytes, serving.tp * dp), 0.0)
+        slowest = np.maximum(np.ceil(layers / pp) * block, layers // pp * block + ends) + hop
+        return layers * block + ends + (pp - 1) * hop + (pieces - 1) * slowest, pieces * slowest
 
-    def _answered(self, token: Num, read: Num, pp: Num, batch: Num, dp: Num, clients: Num) -> tuple[Num, Num, Num]:
-        """(first token, each token, tokens/s of all) for `batch` sequences at a time and `clients` in each of `dp`
-        replicas."""
-        output = self.workload.output
-        busy = read / pp  # of the busiest stage; the others work on other prompts meanwhile
-        running = np.minimum(batch, clients)
-        each = token + (running - 1) / output * busy
-        answer = read + output * each
-        waiting = np.maximum(clients / running - 1, 0.0) * answer
-        return waiting + read + token, each, dp * clients * output / (waiting + answer)
+    def _answered(self, token: Num, read: Num, busy: Num, batch: Num, clients: Num) -> tuple[Num, Num, Num]:
+        """Seconds of (first token, each token, a whole answer) for at most `batch` sequences at a time of `clients` in
+        one replica. busy: of a prompt, those of the busiest stage; the others work on other prompts meanwhile."""
+        running, following = np.minimum(batch, clients), self.workload.output - 1
+        answer = read + following * token + (running - 1) * busy
+        waiting = (clients / running - 1) * answer
+        return waiting + read, token + (running - 1) * busy / max(following, 1), waiting + answer
+
+    def _rate(self, clients: Num, dp: Num, slower: Num, faster: Num) -> Num:
+        """Tokens/s of `clients` in `dp` replicas together. slower, faster: seconds of an answer in replicas with
+        one client more than the others, and in those."""
+        fewer, more = clients // dp, clients % dp
+        return self.workload.output * (more * (fewer + 1) / slower + (dp - more) * fewer / faster)
 
     def gathered(self) -> Iterator[Deployment]:
         """Deployments whose data ranks gather weights, in 16 bits; each tp with as many data ranks as there are."""
@@ -342,11 +376,14 @@ class _Space:
             self.considered += 1
             if not most:
                 continue
-            clients = ceil(self.workload.concurrency / dp)
-            batch = min(most, clients)
+            clients = self.workload.concurrency
+            busiest = ceil(clients / dp)
+            batch = min(most, busiest)
             token = strategy.token(batch * dp, self.workload.prompt + self.workload.output / 2).seconds
-            read = strategy.prompt(self.workload.prompt, min(self.workload.prompt, self.engine.most_tokens)).seconds
-            first, each, rate = map(float, self._answered(token, read, 1, batch, dp, clients))
+            read = strategy.prompt(self.workload.prompt, CHUNK).seconds
+            first, each, answer = map(float, self._answered(token, read, read, batch, busiest))
+            # All ranks gather in step: none is faster than the busiest one.
+            rate = float(self._rate(clients, dp, answer, answer))
             held = self._held(plan, weight, self._page_bytes(tp, 1), batch)
             yield Deployment(layout, "bfloat16", batch, first, each, rate, held, pages * PAGE)
 
