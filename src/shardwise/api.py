@@ -292,7 +292,8 @@ def configure_resumed(checkpoint: Path | str, out: Path | str | None = None, **c
     config = configure(config.model, out=out, **asked)
     if config.steps <= found.manifest.step:
         raise UserError(f"{found.folder} has done {found.manifest.step} steps already: ask for more with --steps")
-    return config
+    # Its weights mean nothing for tokens that a tokenizer of other text would make.
+    return replace(config, corpus=before.get("corpus", ""))
 
 
 def _starting_from(folder: Path, model: ModelConfig, tokenizer: Path | str | None) -> dict[str, str]:
@@ -420,7 +421,8 @@ def _claimed(out: Path) -> Iterator[Path]:
 
 
 def with_corpus(config: TrainConfig, progress: Callable[[str], None]) -> TrainConfig:
-    """The configuration with its text prepared, in `corpora/` beside the run directory, where the next run finds it.
+    """The configuration with its text prepared, in `corpora/` beside the run directory, where the next run finds it. A
+    run that goes on, whose configuration names the corpus of before, keeps its tokenizer.
 
     Processes that ask together wait for the first one. Raises `UserError` for unusable text, a tokenizer with more
     tokens than the model has rows, and text that does not fill one sequence.
@@ -437,6 +439,7 @@ def with_corpus(config: TrainConfig, progress: Callable[[str], None]) -> TrainCo
             corpora,
             tokenizer=None if config.tokenizer is None else Path(config.tokenizer),
             vocab=config.model.vocab,
+            kept=Path(config.corpus) / "tokenizer.json" if config.corpus else None,
             max_bytes=config.max_bytes,
             text_field=config.text_field,
             progress=progress,

@@ -112,6 +112,21 @@ def test_changed_text_or_settings_go_to_another_folder(texts, tmp_path):
     assert (mapped == copy).all()
 
 
+def test_other_text_of_a_run_that_goes_on_has_its_tokenizer(texts, tmp_path):
+    before = make(texts, tmp_path / "out")
+    kept = before.path / "tokenizer.json"
+    assert make(texts, tmp_path / "out", kept=kept).path == before.path
+    for number in range(20):
+        (texts / f"more-{number}.txt").write_text("quite another text, of other words entirely\n" * 3)
+    after = make(texts, tmp_path / "out", kept=kept)
+    assert after.path != before.path and after.tokenizer().to_str() == before.tokenizer().to_str()
+    assert make(texts, tmp_path / "out", kept=kept).path == after.path
+    (texts / "last.txt").write_text("the last one\n")
+    other, lines = lines_of(texts, tmp_path / "out", kept=tmp_path / "gone.json")
+    assert other.tokenizer().to_str() != before.tokenizer().to_str()
+    assert any("warning" in line and "gone.json" in line and "--tokenizer" in line for line in lines)
+
+
 def test_an_interrupted_preparation_leaves_nothing(texts, tmp_path, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt

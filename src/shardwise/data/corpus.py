@@ -120,6 +120,7 @@ def prepare(
     *,
     tokenizer: Path | None,
     vocab: int,
+    kept: Path | None = None,
     validation_fraction: float = 0.05,
     max_bytes: int | None = None,
     text_field: str = "text",
@@ -128,6 +129,7 @@ def prepare(
     """Turn text into a corpus in a folder of its own below `out`, or open the one that is there already.
 
     source: see `sources`. tokenizer: a `tokenizer.json`; None trains byte-level BPE of `vocab` tokens on the text.
+    kept: the one that weights were trained with, to be taken before one is trained on other text than is there already.
     validation_fraction: share of the documents, chosen by a hash of their index, that is held out; both splits get at
     least one, and a single document gives its last tokens instead. max_bytes: UTF-8 bytes after which the text is cut.
     progress: called with a line of text now and then.
@@ -143,6 +145,14 @@ def prepare(
     fingerprint = _fingerprint(material, settings, tokenizer, vocab)
     try:
         name, found = _place(Path(out), fingerprint, say)
+        if found is None and tokenizer is None and kept is not None:
+            if kept.is_file():
+                tokenizer = kept
+                fingerprint = _fingerprint(material, settings, tokenizer, vocab)
+                name, found = _place(Path(out), fingerprint, say)
+            else:
+                say(f"warning: {kept}, by which the weights know tokens, has gone: one is trained anew, which is the "
+                    "same if the text is; else give theirs with --tokenizer")  # fmt: skip
         if found is not None:
             return found
         made = _Preparation(material, max_bytes, validation_fraction, say)
