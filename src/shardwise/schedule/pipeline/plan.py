@@ -105,6 +105,8 @@ class PipelineSchedule:
     def partner(self, action: Action) -> Action | None:
         """The other end of a message, as it must stand in the peer's list; None where there is no such message."""
         kind, stage, micro = action.kind, action.stage, action.micro
+        if kind == "SUM_TIED":
+            return Action(kind, 0 if stage else self.stages - 1, peer=self.placement[stage])
         if kind == "SEND_F":
             other, twin = self.output_of(stage, micro), "RECV_F"
         elif kind == "RECV_F":
