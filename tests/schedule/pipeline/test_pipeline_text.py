@@ -60,6 +60,8 @@ def test_texts_that_are_none(text, words):
         ("\n", "found none"),
         ("0F\n", "is no pipeline action"),
         ("(0F0;0X1)OVERLAP_F_B\n", "'0X1' is no pipeline action"),
+        ("(0F0;0F0)OVERLAP_F_B,0B0\n", "an OVERLAP_F_B is made of one F and one B"),
+        ("0F0,(0I0)OVERLAP_F_B,0W0\n", "an OVERLAP_F_B is made of one F and one B"),
     ],
 )
 def test_csv_that_is_none(text, words):

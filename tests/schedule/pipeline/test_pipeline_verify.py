@@ -173,6 +173,24 @@ def test_messages_say_what_is_wrong(rank, word, put, words):
     assert any(words in str(finding) for finding in found), list(map(str, found))
 
 
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (Action("F", 0, 1), Action("F", 0, 1)),
+        (Action("B", 0, 0), Action("B", 0, 1)),
+        (Action("F", 0, 1),),
+        (Action("REDUCE_GRAD", 0), Action("F", 0, 1)),
+    ],
+)
+def test_what_is_overlapped_is_one_forward_and_one_backward(parts):
+    mine = build("gpipe", 1, 2).actions[0]
+    at = next(index for index, action in enumerate(mine) if action in parts)
+    kept = [action for action in mine if action not in parts]
+    kept.insert(at, Action("OVERLAP_F_B", parts=parts))
+    wrong = replace(build("gpipe", 1, 2), actions=(tuple(kept),))
+    assert f"action {at} ({kept[at]}): an OVERLAP_F_B is made of one F and one B" in str(verify(wrong)[0])
+
+
 def test_parameters_must_be_there():
     schedule = build("interleaved", 2, 4, 4, zero=3, resident=1)
     assert verify(schedule) == []

@@ -88,12 +88,19 @@ class Action(NamedTuple):
         """Itself, or the parts of an OVERLAP_F_B."""
         return self.parts or (self,)
 
+    def overlaps(self) -> bool:
+        """Whether it has the parts of an OVERLAP_F_B: one F and one B."""
+        return self.kind == "OVERLAP_F_B" and sorted(part.kind for part in self.parts) == ["B", "F"]
+
 
 def parse_action(text: str) -> Action:
     """The action of a word as `str` gives it; peers are not in it. Raises `UserError` for words that are none."""
     word = text.strip()
     if match := re.fullmatch(r"\(([^()]+)\)OVERLAP_F_B", word):
-        return Action("OVERLAP_F_B", parts=tuple(parse_action(part) for part in match[1].split(";")))
+        action = Action("OVERLAP_F_B", parts=tuple(parse_action(part) for part in match[1].split(";")))
+        if not action.overlaps():
+            raise UserError(f"{word!r}: an OVERLAP_F_B is made of one F and one B")
+        return action
     match = _WORD.fullmatch(word)
     if not match or ((match[2] in _WITH_MICRO) != bool(match[3]) and match[2] != "REDUCE_GRAD"):
         raise UserError(

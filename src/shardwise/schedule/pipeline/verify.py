@@ -107,6 +107,8 @@ class _Lists:
                 if did & rule[1] == rule[0]:
                     done[stage][micro] = did | rule[3]
                     continue
+            if parts and not action.overlaps():
+                self.complain(rank, index, action, "an OVERLAP_F_B is made of one F and one B")
             parts = parts or (action,)
             for part in parts:
                 problem = self.place(part, held) or self.message(part)
