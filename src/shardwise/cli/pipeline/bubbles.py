@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from shardwise.schedule.pipeline.bubbles import curve, least_micro
 
-    wanted, timing = _share(args.want) if args.want else None, timing_of(args)
+    wanted, timing = None if args.want is None else _share(args.want), timing_of(args)
     micro = numbers("--micro", args.micro)
     found: list[dict[str, Any]] = []
     answers: list[str] = []

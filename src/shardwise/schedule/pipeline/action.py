@@ -60,7 +60,9 @@ COMPUTE = frozenset({"F", "I", "W", "B", "OVERLAP_F_B"})
 OURS = frozenset({"SUM_TIED", "SHARE_LOSS"})
 """Kinds that torch.distributed.pipelining does not have."""
 
-_WORD = re.compile(r"(\d+)(F|I|B|W|UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B|SUM_TIED|SHARE_LOSS)(\d*)")
+_WORD = re.compile(
+    r"(\d{1,9})(F|I|B|W|UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B|SUM_TIED|SHARE_LOSS)(\d{0,9})"
+)
 _WITH_MICRO = COMPUTE | {"SEND_F", "RECV_F", "SEND_B", "RECV_B"}
 
 
@@ -99,11 +101,11 @@ def parse_action(text: str) -> Action:
     if match := re.fullmatch(r"\(([^()]+)\)OVERLAP_F_B", word):
         action = Action("OVERLAP_F_B", parts=tuple(parse_action(part) for part in match[1].split(";")))
         if not action.overlaps():
-            raise UserError(f"{word!r}: an OVERLAP_F_B is made of one F and one B")
+            raise UserError(f"{word[:60]!r}: an OVERLAP_F_B is made of one F and one B")
         return action
     match = _WORD.fullmatch(word)
     if not match or ((match[2] in _WITH_MICRO) != bool(match[3]) and match[2] != "REDUCE_GRAD"):
         raise UserError(
-            f"{word!r} is no pipeline action; they look like 2F0, 1SEND_F3, 3UNSHARD or (0F4;7B1)OVERLAP_F_B"
+            f"{word[:60]!r} is no pipeline action; they look like 2F0, 1SEND_F3, 3UNSHARD or (0F4;7B1)OVERLAP_F_B"
         )
     return Action(match[2], int(match[1]), int(match[3]) if match[3] else -1)  # type: ignore[arg-type]

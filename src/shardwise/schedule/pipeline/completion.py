@@ -119,7 +119,8 @@ def _posts(
     used, ends = [_consumers(mine) for mine in bare.actions], _ends(bare)
     posts: list[Posts] = [defaultdict(list) for _ in bare.actions]
     for (source, rank), receives in arriving.items():
-        latest = [used[rank][kind == "RECV_B", stage, micro] for _, (kind, stage, micro, _, _) in receives]
+        # What nothing computes on is posted at once: that a computation is missing is for `verify` to say.
+        latest = [used[rank].get((kind == "RECV_B", stage, micro), 0) for _, (kind, stage, micro, _, _) in receives]
         for j in range(len(latest) - 2, -1, -1):
             latest[j] = min(latest[j], latest[j + 1])
         for j, (index, receive) in enumerate(receives):

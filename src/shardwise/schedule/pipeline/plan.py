@@ -14,6 +14,9 @@ from typing import Literal
 
 from shardwise.schedule.pipeline.action import Action
 
+MOST_PASSES = 500_000
+"""Forward passes of a schedule that is read or made action by action: about a minute to simulate, and a gigabyte."""
+
 Reduce = Literal["step", "micro"]
 End = tuple[int, int]
 """(stage, micro-batch)."""
