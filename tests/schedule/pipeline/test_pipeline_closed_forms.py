@@ -88,6 +88,13 @@ def test_peaks_are_the_formulas(name):
             assert found == pytest.approx(wanted)
 
 
+def test_what_is_held_at_most_is_as_many_micro_batches_as_are_counted():
+    """Also beside an overlapped F&B, whose F saves before its B frees."""
+    for p, m in ((2, 4), (4, 8), (4, 16)):
+        for peak in peaks(build("dualpipe-v", p, m, 2)):
+            assert peak.both / 2 == peak.held == (2 * p + 1) / 2
+
+
 def test_interleaved_s_first_rank_holds_what_the_table_says():
     for p, v in product((2, 3, 4, 8), (2, 3, 4)):
         assert FORMS["interleaved"].peak(p, 4 * p, v, 0) == (2 * (p - 1) + (v - 1) * p + 1) / v

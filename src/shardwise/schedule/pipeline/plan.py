@@ -65,9 +65,10 @@ class PipelineSchedule:
     @cached_property
     def held(self) -> tuple[tuple[int, ...], ...]:
         """Rank -> its stages, ascending."""
-        return tuple(
-            tuple(stage for stage, rank in enumerate(self.placement) if rank == mine) for mine in range(self.ranks)
-        )
+        found: list[list[int]] = [[] for _ in self.actions]
+        for stage, rank in enumerate(self.placement):
+            found[rank].append(stage)
+        return tuple(map(tuple, found))
 
     @property
     def virtual(self) -> int:

@@ -113,8 +113,8 @@ def from_csv(text: str, name: str = "csv", *, zero: int = 0, tied: bool = False)
     """A schedule from torch's CSV: "compute_comms" where it has messages or reductions, else "compute_only".
 
     What torch does not know is added: the loss for every rank, and the exchange of the tied table (`tied`). `zero` is
-    for "compute_only", see `build`. Raises `UserError` for words that are no actions, for stages on two ranks, for ranks
-    without any, and for a `zero` that the rows have no place for.
+    for "compute_only", see `build`. Raises `UserError` for words that are no actions, for stages on two ranks, for
+    ranks without any, and for a `zero` that the rows have no place for.
     """
     if zero not in ZERO_STAGES:
         raise UserError(f"zero must be 0, 1, 2 or 3, not {zero!r}")
@@ -142,9 +142,7 @@ def from_csv(text: str, name: str = "csv", *, zero: int = 0, tied: bool = False)
             tied=tied,
         )
     if zero:
-        raise UserError(
-            "zero is for computations alone: these rows have messages or reductions, and so all they gather"
-        )
+        raise UserError("zero is for computations alone: these rows have messages or reductions of their own")
     by_micro = any(leaf.kind == "REDUCE_GRAD" and leaf.micro >= 0 for leaf in leaves)
     bare = PipelineSchedule(
         name,
