@@ -189,6 +189,13 @@ def test_a_wrong_schedule_is_shown_without_times(pipeline, tmp_path):
         assert (code, err) == (0, "") and words in out and text in out and "time, where" not in out
 
 
+def test_a_narrow_terminal_loses_no_figure(pipeline, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "56")
+    code, out, _ = pipeline("bubble", "gpipe", "--ranks", 4, "--micro", "4-40")
+    assert code == 0 and "\x1b" in out and "…" not in out
+
+
 def test_nothing_heavy_is_loaded():
     run = "import sys\nfrom shardwise.cli.main import main\nmain(['pipeline', 'list', '--json'])"
     code = f"{run}\nsys.exit(bool({{'torch', 'rich'}} & set(sys.modules)))"

@@ -101,10 +101,10 @@ def _print_bubbles(ranks: int, micro: list[int], found: list[dict[str, Any]], wa
 
     print(f"bubble on {count(ranks, 'rank')}, over ideal / of the total time, against micro-batches")
     table = Table(box=None, pad_edge=False)
-    table.add_column("")
+    table.add_column("", overflow="fold")
     shown = micro if len(micro) <= 10 else micro[:: -(-len(micro) // 10)]
     for m in shown:
-        table.add_column(str(m), justify="right")
+        table.add_column(str(m), justify="right", overflow="fold")
     for entry in found:
         by_m = dict(entry["points"])
         cells = (
