@@ -12,7 +12,8 @@ import pytest
 
 import shardwise
 from shardwise.report.step_report import StepReport
-from shardwise.schedule.pipeline import generators
+from shardwise.schedule.pipeline import build, generators
+from shardwise.schedule.pipeline.text import to_text
 
 
 @pytest.fixture
@@ -148,6 +149,51 @@ def test_bubble_prints_plots_and_finds_the_least_number(pipeline):
 def test_mistakes_are_one_line(pipeline, argv, words):
     code, out, err = pipeline(*argv)
     assert (code, out) == (2, "") and words in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["simulate", "gpipe", "--ranks", "2", "--micro", "2", "--stages", ""], "stages="),
+        (["simulate", "gpipe", "--ranks", "2", "--micro", "2", "--bytes", "", "--bandwidth", ""], "--bytes"),
+        (["bubble", "gpipe", "--ranks", "2", "--want", ""], "--want"),
+    ],
+)
+def test_empty_values_are_not_absent(pipeline, argv, words):
+    code, out, err = pipeline(*argv)
+    assert (code, out) == (2, "") and words in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("action", ["show", "simulate", "run", "verify"])
+@pytest.mark.parametrize(
+    "flag", ["--early", "--tied", "--zero 2", "--ranks 4", "--micro 8", "--virtual 2", "--tokens 2"]
+)
+def test_what_a_file_says_itself_is_not_given_beside_it(pipeline, tmp_path, action, flag):
+    if (action, flag) == ("verify", "--tokens 2"):
+        return
+    file = tmp_path / "schedule.txt"
+    file.write_text(to_text(build("1f1b", 2, 2)))
+    pretend = ["--pretend", "F=1ms,B=1ms"] if action == "run" else []
+    code, out, err = pipeline(action, "--file", file, *flag.split(), *pretend)
+    assert (code, out) == (2, "") and f"leave {flag.split()[0]} out" in err and err.count("\n") == 1
+
+
+def test_a_wrong_schedule_is_shown_without_times(pipeline, tmp_path):
+    file = tmp_path / "wrong.txt"
+    for text, words in (
+        ("rank 0: 0F0 7F0", "action 1 (7F0): this rank has the stages 0 only"),
+        ("rank 0: 0F0 0F0", "action 1 (0F0): it happens a second time"),
+    ):
+        file.write_text(f"pipeline x micro=1 stages=0 forward-only\n{text}\n")
+        code, out, err = pipeline("show", "--file", file)
+        assert (code, err) == (0, "") and words in out and text in out and "time, where" not in out
+
+
+def test_a_narrow_terminal_loses_no_figure(pipeline, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "56")
+    code, out, _ = pipeline("bubble", "gpipe", "--ranks", 4, "--micro", "4-40")
+    assert code == 0 and "\x1b" in out and "…" not in out
 
 
 def test_nothing_heavy_is_loaded():

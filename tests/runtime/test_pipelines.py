@@ -9,7 +9,9 @@ import pytest
 
 from harness.checks import assert_ledger, assert_memory, assert_parity, assert_replicas_equal, train
 from harness.pipelines import CHOICES, pipeline_cases, selected_pipelines
-from harness.space import Point
+from harness.reference import Case
+from harness.space import MODELS, SEQ, Point
+from shardwise.layout import Layout, Workload
 
 
 @pytest.mark.parametrize("point", selected_pipelines(), ids=lambda p: p.id)
@@ -19,6 +21,16 @@ def test_pipeline(point: Point) -> None:
     assert_replicas_equal(ranks)
     assert_ledger(point.case, point.layout, ranks)
     assert_memory(point.case, point.layout, ranks)
+
+
+def test_messages_that_wait_for_other_stages_of_their_rank() -> None:
+    """Breadth-first leaves m - p messages between two chunks: over gloo a send is not complete before its receive."""
+    layout = Layout.parse("pp=2,virtual=2,schedule=breadth-first,precision=fp64")
+    case = Case(MODELS["llama"].replace(layers=4), Workload(SEQ, 7), layout.precision, layout.attention, steps=2)
+    ranks = train(case, layout, transport="gloo")
+    assert_parity(case, layout, ranks)
+    assert_ledger(case, layout, ranks)
+    assert_memory(case, layout, ranks)
 
 
 def test_the_space_of_pipelines_is_covered() -> None:

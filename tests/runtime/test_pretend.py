@@ -41,7 +41,16 @@ def four(tmp_path_factory) -> Measurement:
     return result_of(cases, json.loads(out.read_text()))
 
 
-@pytest.mark.parametrize("which", ["every", "four"])
+@pytest.fixture(scope="module")
+def many(tmp_path_factory) -> Measurement:
+    """Messages that wait for a rank's other stages, or for other tokens, over gloo: more micro-batches than 3p."""
+    cases = case("breadth-first", 2, 7), case("decode", 2, 8, tokens=3)
+    out = tmp_path_factory.mktemp("many") / "result.json"
+    run_ranks("shardwise.runtime.pretend.rank:run", 2, Job(cases, 64, 1, "gloo", timeout=30.0, out=str(out)))
+    return result_of(cases, json.loads(out.read_text()))
+
+
+@pytest.mark.parametrize("which", ["every", "four", "many"])
 def test_every_rank_does_its_list_and_holds_what_it_should(which, request):
     found = request.getfixturevalue(which)
     assert found.transport == ("shared" if which == "every" else "gloo") and found.hop > 0
@@ -58,7 +67,7 @@ def test_every_rank_does_its_list_and_holds_what_it_should(which, request):
                 assert all(before[1] <= after[0] for before, after in pairwise(spans))
 
 
-@pytest.mark.parametrize("which", ["every", "four"])
+@pytest.mark.parametrize("which", ["every", "four", "many"])
 def test_nothing_is_computed_before_what_it_needs(which, request):
     """All processes have one clock, so that causes must lie before effects on it."""
     for each in request.getfixturevalue(which).cases:

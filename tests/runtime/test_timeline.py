@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from harness.pool import run_ranks
-from harness.space import Point, point
+from harness.reference import Case
+from harness.space import MODELS, SEQ, Point, point
 from harness.timeline_jobs import DELAY, Recorded
+from shardwise.layout import Layout, Workload
 from shardwise.report.exposure import COMMUNICATION, COMPUTE, WAITING, Span, exposure, overlap, union
 from shardwise.runtime.timeline import Flight
 
@@ -154,6 +156,17 @@ def test_a_collective_without_a_future_lasts_until_the_rank_goes_on() -> None:
     clock.time = 9
     flight.arrived()
     assert flight.times(END) == (0, 9, 2)
+
+
+def test_messages_whose_end_gloo_does_not_tell_are_in_the_timeline() -> None:
+    layout = Layout.parse("pp=2,precision=fp32")
+    case = Case(MODELS["llama"], Workload(SEQ, 3), layout.precision, layout.attention)
+    for run in run_ranks("harness.timeline_jobs:record", 2, (case, layout, True)):
+        step = exposure(run.timeline).step
+        assert union([*intervals(stream(run, COMPUTE)), *intervals(stream(run, WAITING))]) == [(0, step)]
+        messages = [span for span in stream(run, COMMUNICATION) if span.args["op"] in ("send", "recv")]
+        assert len(messages) == 2 * 3 and all(0 <= span.start <= span.stop <= step for span in messages)
+        assert run.left == []
 
 
 def test_a_recorded_step_that_fails_leaves_nothing_behind() -> None:

@@ -59,8 +59,8 @@ class _Execution:
         self.arriving: dict[Key, tuple[Tensor, Waiting]] = {}
         self.made: dict[Key, Tensor] = {}
         self.leaving: dict[tuple[int, str], tuple[Tensor, Pending]] = {}
-        """(peer, way) -> the last message, which the one before it has made room for: as verified with rendezvous
-        sends, a schedule goes on when a send waits for its receive."""
+        """(peer, way) -> the last message; a send waits for the one before it. That is less than the schedule is
+        verified for, which is that every send waits for its own receive."""
 
     def run(self, rank: int) -> None:
         actions = self.schedule.actions[rank]

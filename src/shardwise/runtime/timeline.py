@@ -67,7 +67,8 @@ class Flight:
     """One collective under way; `Comms` and `Pending` tell it what happens. Moments are those of the timeline's clock.
 
     issued, waited, back: when it was issued, when the rank began to stand still for it, and went on. done: when it was
-    complete, as the transport tells, in whichever thread; None from a transport that does not.
+    complete, as the transport tells, in whichever thread; None from a transport that does not, as gloo of messages
+    between stages: such a one counts until the rank has waited for it.
     """
 
     timeline: Timeline
@@ -84,8 +85,11 @@ class Flight:
     def follow(self, works: list[Any]) -> None:
         """Have the moment noted at which the last of `works` is complete."""
         for work in works:
-            if hasattr(work, "get_future"):
-                work.get_future().add_done_callback(self._complete)
+            try:
+                future = work.get_future()
+            except (AttributeError, RuntimeError):
+                continue  # shared memory's works have none, and those of gloo's messages raise
+            future.add_done_callback(self._complete)
 
     def _complete(self, _: Any) -> None:
         self.done = self.timeline.now()

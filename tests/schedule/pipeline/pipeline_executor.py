@@ -1,5 +1,6 @@
-"""A small executor of pipeline actions inside one process: the contract of `Action`, and nothing of `verify`.
-Besides, any schedule, and any one mistake in it.
+"""A small executor of pipeline actions inside one process: the contract of `Action`, and nothing of `verify`. It waits
+wherever an executor may: at a send for its receive, at the tied table for the other end, at the loss for all. Besides,
+any schedule, and any one mistake in it.
 
 It knows what a step must come to (every stage's gradients from every micro-batch once, the loss on every rank, tied
 gradients summed), so that a schedule is right if, and only if, this executor gets there.
@@ -14,6 +15,9 @@ from random import Random
 from hypothesis import strategies as st
 
 from shardwise.schedule.pipeline import Action, PipelineSchedule, build, generators
+
+TABLE = -1
+"""What stands for the tied table's gradients in a message."""
 
 
 class Broken(Exception):
@@ -67,6 +71,7 @@ class _Step:
         self.resident: set[int] = set()
         self.tied: dict[int, tuple[int, int]] = {}
         self.losses: dict[int, object] = {}
+        self.arrived: defaultdict[str, set[int]] = defaultdict(set)
 
     def advance(self) -> bool:
         """One action of every rank that can go on; False when none can."""
@@ -89,7 +94,13 @@ class _Step:
         return ("B", stage + 1, micro) if kind in "IB" and stage < last else None
 
     def can(self, rank: int, action: Action) -> bool:
-        """Whether the messages that a computation waits for have arrived. Results of the rank itself must be there."""
+        """Whether what an action waits for is there: a computation's messages, a send's receive, the other ends of an
+        exchange. Results of the rank itself must be there."""
+        if action.kind in ("SEND_F", "SEND_B") and not self.receives[rank, action.peer]:
+            return False
+        if action.kind in ("SUM_TIED", "SHARE_LOSS"):
+            self.arrived[action.kind].add(rank)
+            return len(self.arrived[action.kind]) >= (2 if action.kind == "SUM_TIED" else self.schedule.ranks)
         for part in action.leaves() if action.kind in ("F", "I", "B", "OVERLAP_F_B") else ():
             source = self.inputs(rank, part)
             if source and self.schedule.placement[source[1]] != rank:
@@ -181,6 +192,8 @@ class _Step:
             if rank in self.tied or len(self.reduced.get(stage, ())) < self.schedule.micro:
                 raise Broken(f"{action} has no gradients to exchange")
             self.tied[rank] = (stage, peer)
+            self.meet(self.sends[rank, peer], TABLE, (rank, peer))
+            self.meet(self.receives[peer, rank], ("T", rank, -1), (peer, rank))
         elif kind == "SHARE_LOSS":
             last = self.schedule.stages - 1
             known = all(("F", last, k) in self.done for k in range(self.schedule.micro))
@@ -206,7 +219,8 @@ class _Step:
             raise Broken("not every rank has the loss, or from another rank than the last stage's")
         ends = (schedule.placement[0], schedule.placement[-1])
         wanted = {ends[0]: (0, ends[1]), ends[1]: (schedule.stages - 1, ends[0])}
-        if self.tied != (wanted if schedule.tied and ends[0] != ends[1] else {}):
+        tables = {rank: self.mail.get(("T", rank, -1)) == TABLE for rank in self.tied}
+        if self.tied != (wanted if schedule.tied and ends[0] != ends[1] else {}) or not all(tables.values()):
             raise Broken("the tied table's gradients are not summed by both ends")
 
 

@@ -7,7 +7,8 @@ from itertools import product
 
 import pytest
 
-from shardwise.schedule.pipeline import build, find
+from shardwise.schedule.pipeline import bubbles, build, find
+from shardwise.schedule.pipeline.bubbles import curve, least_micro
 from shardwise.schedule.pipeline.closed_forms import FORMS, Case, of_total
 from shardwise.schedule.pipeline.memory import peaks
 from shardwise.schedule.pipeline.simulate import simulate
@@ -87,6 +88,13 @@ def test_peaks_are_the_formulas(name):
             assert found == pytest.approx(wanted)
 
 
+def test_what_is_held_at_most_is_as_many_micro_batches_as_are_counted():
+    """Also beside an overlapped F&B, whose F saves before its B frees."""
+    for p, m in ((2, 4), (4, 8), (4, 16)):
+        for peak in peaks(build("dualpipe-v", p, m, 2)):
+            assert peak.both / 2 == peak.held == (2 * p + 1) / 2
+
+
 def test_interleaved_s_first_rank_holds_what_the_table_says():
     for p, v in product((2, 3, 4, 8), (2, 3, 4)):
         assert FORMS["interleaved"].peak(p, 4 * p, v, 0) == (2 * (p - 1) + (v - 1) * p + 1) / v
@@ -107,3 +115,27 @@ def test_zero_bubble_is_own_span():
     for name, v in (("zb-h2", 1), ("zb-v", 2)):
         simulated = simulate(build(name, 4, 12, v), Times.equal(4 * v, 1, 1, 1))
         assert set(simulated.own_idle) == {0} and set(simulated.idle) == {3}
+
+
+@pytest.mark.parametrize("hop", [0, 0.5, 3])
+@pytest.mark.parametrize(
+    ("name", "p", "v"), [("1f1b", 2, 1), ("1f1b", 3, 1), ("interleaved", 2, 2), ("dualpipe-v", 2, 2)]
+)
+def test_no_smaller_number_of_micro_batches_has_the_wanted_bubble(name, p, v, hop):
+    """With hops bubbles go up and down with m, so that halving would miss some."""
+
+    def timing(schedule):
+        return Times.equal(schedule.stages, 1, 3, 1).with_hop(hop)
+
+    found = {m: s.bubble_of_total for m, s in curve(name, p, v, list(range(1, 25)), timing)}
+    for wanted in sorted(found.values())[::4]:
+        least = least_micro(name, p, v, wanted, timing)
+        assert least.micro == min(m for m, bubble in found.items() if bubble <= wanted * (1 + 1e-9)) <= least.tried
+
+
+def test_where_not_all_numbers_can_be_tried_it_is_said(monkeypatch):
+    monkeypatch.setattr(bubbles, "TRIED", 2 * 8 * 8 // 2)
+    monkeypatch.setattr(bubbles, "LARGEST", 2 * 20)
+    found = {wanted: least_micro("gpipe", 2, 1, wanted, lambda s: Times.equal(2, 1, 1, 1).with_hop(0.5))
+             for wanted in (0.5, 0.1, 0.01)}  # fmt: skip
+    assert found == {0.5: (2, 20, 20), 0.1: (12, 8, 20), 0.01: (None, 8, 20)}

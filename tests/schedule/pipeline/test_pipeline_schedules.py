@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +12,7 @@ from shardwise.errors import UserError
 from shardwise.schedule.pipeline import build, find, generators
 from shardwise.schedule.pipeline.action import COMPUTE
 from shardwise.schedule.pipeline.memory import peaks
+from shardwise.schedule.pipeline.plan import PipelineSchedule
 from shardwise.schedule.pipeline.simulate import simulate
 from shardwise.schedule.pipeline.stages import Stages
 from shardwise.schedule.pipeline.times import Times, parse_times, seconds_of
@@ -156,6 +159,12 @@ def test_every_generator_says_what_it_is():
     for found in generators():
         assert found.summary and found.source and not found.objection(4, 16, found.virtual)
         assert find(found.name.upper().replace("-", "_")) is found
+
+
+def test_stages_of_very_many_ranks_are_found_at_once():
+    began = time.process_time()
+    many = PipelineSchedule("any", 1, tuple(range(20_000)), ((),) * 20_000)
+    assert many.held == tuple((rank,) for rank in range(20_000)) and time.process_time() - began < 2
 
 
 def test_the_number_of_actions_and_the_makespan_of_a_large_one():

@@ -29,6 +29,22 @@ def test_csv_has_all_but_names_and_options(schedule):
     assert replace(read, options=schedule.options) == schedule
 
 
+def test_blank_lines_at_the_end_are_no_ranks():
+    assert from_csv("0F0,0B0\n\n\n") == from_csv("0F0,0B0\n")
+
+
+def test_rows_that_say_what_they_gather_take_no_zero():
+    text = to_csv(build("1f1b", 2, 2, zero=3))
+    assert from_csv(text).gather
+    with pytest.raises(UserError, match="zero is for computations alone"):
+        from_csv(text, zero=3)
+
+
+@pytest.mark.parametrize("text", ["0F0,0B0\n1F1,1B1\n", "0B0,0F0\n1W0\n"])
+def test_computations_that_are_missing_are_for_verify_to_say(text):
+    assert verify(from_csv(text))
+
+
 def test_computations_alone_are_completed():
     for zero in range(4):
         schedule = build("dualpipe-v", 3, 7, 2, zero=zero)
@@ -45,6 +61,10 @@ def test_computations_alone_are_completed():
         ("pipeline x micro=1 stages=0/1\nrank 0: 0F0", "must name ranks 0 to 0"),
         ("pipeline x micro=1 stages=0\nrank 1: 0F0", "line 2 must begin with 'rank 0:'"),
         ("pipeline x micro=1 stages=0\nrank 0: 0G0", "'0G0' is no pipeline action"),
+        (f"pipeline x micro={10**21} stages=0\nrank 0: 0F0", "in the first line is not known"),
+        (f"pipeline x micro={'9' * 5000} stages=0\nrank 0: 0F0", "'micro=9{50,60}' in the first line is not known"),
+        ("pipeline x micro=300000000 stages=0\nrank 0: 0F0", "1 x 300000000 = 300,000,000 passes"),
+        ("pipeline x micro=2 stages=0 ring=-1\nrank 0: 0F0", "'ring=-1' in the first line"),
     ],
 )
 def test_texts_that_are_none(text, words):
@@ -59,7 +79,15 @@ def test_texts_that_are_none(text, words):
         ("0F0,2F0\n", "must be of stages 0, 1, 2, ..."),
         ("\n", "found none"),
         ("0F\n", "is no pipeline action"),
+        ("0F0,0B0\n\n1F0,1B0\n", "row 2 has no computations"),
+        ("0F0,1SEND_F0\n1RECV_F0\n", "row 2 has no computations"),
+        ("0F0,0B999999999\n", "1 x 1000000000 = 1,000,000,000 passes"),
+        ("0F0,0B99999999999999999\n", "'0B99999999999999999' is no pipeline action"),
+        (f"0F0,0B{'9' * 5000}\n", "'0B9{50,60}' is no pipeline action"),
+        ("0F0," + "x" * 200_000 + "\n", "this is no CSV"),
         ("(0F0;0X1)OVERLAP_F_B\n", "'0X1' is no pipeline action"),
+        ("(0F0;0F0)OVERLAP_F_B,0B0\n", "an OVERLAP_F_B is made of one F and one B"),
+        ("0F0,(0I0)OVERLAP_F_B,0W0\n", "an OVERLAP_F_B is made of one F and one B"),
     ],
 )
 def test_csv_that_is_none(text, words):

@@ -29,6 +29,51 @@ def test_schedules_are_right(name):
         assert [str(finding) for finding in verify(build(name, p, m, v))] == []
 
 
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_sends_that_wait_for_their_receives_never_stop_a_schedule(ahead):
+    """Also where many messages lie between two ranks: breadth-first and decode from m = 3p on, uneven groups."""
+    cases = [("breadth-first", p, m, v) for p in (2, 3, 5) for m in (3 * p - 1, 3 * p, 5 * p + 1) for v in (2, 3)]
+    cases += [("decode", p, m, 1) for p in (2, 3, 5) for m in (p, 3 * p, 4 * p + 1)]
+    cases += [("interleaved", p, m, v) for p, m in ((2, 3), (5, 14), (6, 16), (7, 18), (8, 20)) for v in (2, 3)]
+    for name, p, m, v in cases:
+        assert [str(finding) for finding in verify(build(name, p, m, v, ahead=ahead))] == [], (name, p, m, v)
+
+
+def test_a_send_whose_receive_is_posted_too_late_is_a_deadlock():
+    """Each rank posts its receive behind a send that waits for the other's; a send that went on at once would do."""
+    zero = [Action("F", 0, 0), Action("F", 0, 1), Action("F", 2, 0), Action("F", 2, 1)]
+    one = [Action("F", 1, 0), Action("F", 1, 1), Action("F", 3, 0), Action("F", 3, 1)]
+    schedule = complete("loop", [zero, one], loop(2, 2), 2, train=False)
+    assert verify(schedule) == [] and works(schedule)
+    late = [action for action in schedule.actions[0] if action.kind != "RECV_F"]
+    late[4:4] = [action for action in schedule.actions[0] if action.kind == "RECV_F"]
+    mine = list(schedule.actions[1])
+    mine.remove(second := Action("RECV_F", 1, 1, 0))
+    mine.insert(mine.index(Action("SEND_F", 1, 0, 0)) + 1, second)
+    stuck = replace(schedule, actions=(tuple(late), tuple(mine)))
+    assert not works(stuck)
+    assert str(verify(stuck)[0]) == (
+        "deadlock: rank 0, action 3 (0SEND_F1) waits for 1RECV_F1 of rank 1; "
+        "rank 1, action 2 (1SEND_F0) waits for 2RECV_F0 of rank 0"
+    )
+
+
+def test_exchanges_at_which_ranks_stand_still_have_one_place_in_all_lists():
+    """The loss is a sum over all ranks, and the tied table's messages go with those of stages."""
+    schedule = build("interleaved", 2, 2, 2, tied=True)
+    early = without(schedule, 1, "3SHARE_LOSS")
+    at = [str(a) for a in early.actions[1]].index("3F1") + 1
+    mine = (*early.actions[1][:at], Action("SHARE_LOSS", 3, peer=1), *early.actions[1][at:])
+    early = replace(early, actions=(early.actions[0], mine))
+    assert "(3SHARE_LOSS) waits for 3SHARE_LOSS of rank 0; rank 0, action" in "\n".join(map(str, verify(early)))
+    assert not works(early)
+    words = [str(a) for a in schedule.actions[1]]
+    mine = [a for a in schedule.actions[1] if a.kind != "SUM_TIED"]
+    mine.insert(words.index("3REDUCE_GRAD") + 1, schedule.actions[1][words.index("3SUM_TIED")])
+    tied = replace(schedule, actions=(schedule.actions[0], tuple(mine)))
+    assert verify(tied) and not works(tied)
+
+
 @settings(max_examples=60, deadline=None)
 @given(schedules())
 def test_what_is_right_runs(schedule):
@@ -126,6 +171,24 @@ def without(schedule: PipelineSchedule, rank: int, word: str, put: tuple[Action,
 def test_messages_say_what_is_wrong(rank, word, put, words):
     found = verify(without(build("1f1b", 3, 4), rank, word, put))
     assert any(words in str(finding) for finding in found), list(map(str, found))
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (Action("F", 0, 1), Action("F", 0, 1)),
+        (Action("B", 0, 0), Action("B", 0, 1)),
+        (Action("F", 0, 1),),
+        (Action("REDUCE_GRAD", 0), Action("F", 0, 1)),
+    ],
+)
+def test_what_is_overlapped_is_one_forward_and_one_backward(parts):
+    mine = build("gpipe", 1, 2).actions[0]
+    at = next(index for index, action in enumerate(mine) if action in parts)
+    kept = [action for action in mine if action not in parts]
+    kept.insert(at, Action("OVERLAP_F_B", parts=parts))
+    wrong = replace(build("gpipe", 1, 2), actions=(tuple(kept),))
+    assert f"action {at} ({kept[at]}): an OVERLAP_F_B is made of one F and one B" in str(verify(wrong)[0])
 
 
 def test_parameters_must_be_there():

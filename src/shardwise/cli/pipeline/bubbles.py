@@ -13,6 +13,7 @@ from shardwise.errors import UserError
 
 if TYPE_CHECKING:
     from shardwise.schedule.pipeline import Generator
+    from shardwise.schedule.pipeline.bubbles import Least
     from shardwise.schedule.pipeline.simulate import Simulated
 
 
@@ -26,27 +27,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from shardwise.schedule.pipeline.bubbles import MOST_MICRO, curve, least_micro
+    from shardwise.schedule.pipeline.bubbles import curve, least_micro
 
-    wanted, timing = _share(args.want) if args.want else None, timing_of(args)
+    wanted, timing = None if args.want is None else _share(args.want), timing_of(args)
     micro = numbers("--micro", args.micro)
     found: list[dict[str, Any]] = []
+    answers: list[str] = []
     for generator, virtual in _compared(args):
         points = curve(generator.name, args.ranks, virtual, micro, timing)
         entry: dict[str, Any] = {"schedule": generator.name, "virtual": virtual, "points": points}
         if wanted is not None:
-            entry["least_micro"] = least_micro(generator.name, args.ranks, virtual, wanted, timing)
+            least = least_micro(generator.name, args.ranks, virtual, wanted, timing)
+            entry |= {"least_micro": least.micro, "tried_up_to": min(least.tried, least.most)}
+            answers.append(f"{_named(entry)}: {args.want.strip()} of the total {_answer(least)}")
         found.append(entry)
     if args.json:
         print_json([entry | {"points": [_point(m, s) for m, s in entry["points"]]} for entry in found])
         return 0
     _print_bubbles(args.ranks, micro, found, wanted)
-    for entry in found if wanted is not None else ():
-        least = entry["least_micro"]
-        takes = f"takes at least {count(least, 'micro-batch')}"
-        answer = takes if least else f"is not reached with up to {MOST_MICRO:,} micro-batches"
-        print(f"{_named(entry)}: {args.want.strip()} of the total {answer}")
+    print(*answers, sep="\n", end="\n" if answers else "")
     return 0
+
+
+def _answer(least: Least) -> str:
+    if least.micro is None:
+        return f"is not reached with up to {least.most:,} micro-batches"
+    if least.tried >= least.micro:
+        return f"takes at least {count(least.micro, 'micro-batch')}"
+    return (
+        f"is reached with {count(least.micro, 'micro-batch')}; of fewer, not all above {least.tried} were tried: "
+        "with messages that take time, bubbles go up and down"
+    )
 
 
 def _compared(args: argparse.Namespace) -> list[tuple[Generator, int]]:
@@ -90,10 +101,10 @@ def _print_bubbles(ranks: int, micro: list[int], found: list[dict[str, Any]], wa
 
     print(f"bubble on {count(ranks, 'rank')}, over ideal / of the total time, against micro-batches")
     table = Table(box=None, pad_edge=False)
-    table.add_column("")
+    table.add_column("", overflow="fold")
     shown = micro if len(micro) <= 10 else micro[:: -(-len(micro) // 10)]
     for m in shown:
-        table.add_column(str(m), justify="right")
+        table.add_column(str(m), justify="right", overflow="fold")
     for entry in found:
         by_m = dict(entry["points"])
         cells = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,8 +19,6 @@ GENERATOR_OPTIONS = {
     "warmup": "forwards of rank 0 before its first pair (1f1b); left out, P - 1",
     "tokens": "tokens of each micro-batch (decode)",
 }
-MOST_CELLS = 500_000
-"""Forward passes of a schedule that is made action by action: about a minute to simulate, and a gigabyte."""
 EARLY = "a B sends its input's gradient before it computes those of weights (as training does)"
 
 
@@ -68,7 +66,7 @@ def schedule_of(args: argparse.Namespace) -> PipelineSchedule:
     if bool(args.schedule) == bool(args.file):
         raise UserError(f"{args.action} needs either SCHEDULE or --file")
     if args.file:
-        return read(args.file, args.zero, args.tied)
+        return read(args, ("ranks", "micro", "virtual", "early", *GENERATOR_OPTIONS))
     if args.ranks is None or args.micro is None:
         raise UserError(f"{args.action} needs --ranks and --micro")
     found = find(args.schedule)
@@ -82,27 +80,36 @@ def schedule_of(args: argparse.Namespace) -> PipelineSchedule:
 
 def sized(ranks: int, micro: int, virtual: int, tokens: int = 1) -> None:
     """Raise `UserError` for numbers that make no schedule, or one too large to be written out action by action."""
+    from shardwise.schedule.pipeline.plan import MOST_PASSES
+
     for name, value in (("ranks", ranks), ("micro", micro), ("virtual", virtual), ("tokens", tokens)):
         if value < 1:
             raise UserError(f"--{name} must be a positive integer, not {value}")
     each = ranks * virtual * tokens
-    if (cells := each * micro) > MOST_CELLS:
+    if (cells := each * micro) > MOST_PASSES:
         counts = [count(ranks, "rank"), count(micro, "micro-batch")]
         counts += [count(n, what) for n, what in ((virtual, "chunk"), (tokens, "token")) if n > 1]
-        most = f": --micro {MOST_CELLS // each} at most" if each <= MOST_CELLS else ""
-        raise UserError(f"{' x '.join(counts)} are {cells:,} passes; up to {MOST_CELLS:,} are written out{most}")
+        most = f": --micro {MOST_PASSES // each} at most" if each <= MOST_PASSES else ""
+        raise UserError(f"{' x '.join(counts)} are {cells:,} passes; up to {MOST_PASSES:,} are written out{most}")
 
 
-def read(path: Path, zero: int, tied: bool) -> PipelineSchedule:
-    """The schedule of a file. Raises `UserError` that names it."""
+def read(args: argparse.Namespace, others: Sequence[str]) -> PipelineSchedule:
+    """The schedule of --file. Raises `UserError` that names it, and for those of the flags `others`, and of --zero and
+    --tied, that say what stands in the file."""
     from shardwise.schedule.pipeline.text import from_csv, from_text
 
+    path: Path = args.file
+    if path.suffix != ".csv":
+        others = (*others, "zero", "tied")
+    absent = {"zero": 0, "tied": False, "early": False}
+    if given := [name for name in others if getattr(args, name) != absent.get(name)]:
+        raise UserError(f"a schedule of --file has its own numbers: leave --{given[0]} out")
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read schedule {path}: {getattr(error, 'strerror', None) or 'not text'}") from None
     try:
-        return from_csv(text, path.stem, zero=zero, tied=tied) if path.suffix == ".csv" else from_text(text)
+        return from_csv(text, path.stem, zero=args.zero, tied=args.tied) if path.suffix == ".csv" else from_text(text)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
 
@@ -130,8 +137,8 @@ def timing_of(args: argparse.Namespace) -> Callable[[PipelineSchedule], Times]:
     given, alpha = parse_times(args.times), seconds_of(args.hop)
     if (args.bytes is None) != (args.bandwidth is None):
         raise UserError("--bytes and --bandwidth go together: a message takes --hop + bytes / bandwidth")
-    nbytes = bytes_of("--bytes", args.bytes) if args.bytes else 0
-    bandwidth = bytes_of("--bandwidth", args.bandwidth) if args.bandwidth else 1
+    nbytes = 0 if args.bytes is None else bytes_of("--bytes", args.bytes)
+    bandwidth = 1 if args.bandwidth is None else bytes_of("--bandwidth", args.bandwidth)
     if not bandwidth or not 0 < args.together <= 1:
         raise UserError("--bandwidth must be positive, and --together above 0 and at most 1")
     recompute = getattr(args, "recompute", None) is not None
@@ -147,12 +154,13 @@ def timing_of(args: argparse.Namespace) -> Callable[[PipelineSchedule], Times]:
 
 def shares_of(args: argparse.Namespace, schedule: PipelineSchedule) -> tuple[float, ...]:
     """Each stage's part of the model's work; empty for equal ones. Raises `UserError` for layers that do not fit."""
+    from shardwise.schedule.pipeline.plan import MOST_PASSES
     from shardwise.schedule.pipeline.stages import Stages
 
     layers = getattr(args, "layers", None)
     if layers is not None and layers < 1:
         raise UserError(f"--layers must be a positive integer, not {layers}")
-    if getattr(args, "stages", None):
+    if getattr(args, "stages", None) is not None:
         stages = Stages.parse(args.stages, schedule.stages, layers)
     elif layers:
         stages = Stages.even(layers, schedule.stages)
@@ -160,8 +168,8 @@ def shares_of(args: argparse.Namespace, schedule: PipelineSchedule) -> tuple[flo
         raise UserError("--head counts in layers: give --layers or --stages, too")
     else:
         return ()
-    if not 0 <= args.head <= MOST_CELLS:
-        raise UserError(f"--head must lie between 0 and {MOST_CELLS:,} layers, not {args.head:g}")
+    if not 0 <= args.head <= MOST_PASSES:
+        raise UserError(f"--head must lie between 0 and {MOST_PASSES:,} layers, not {args.head:g}")
     return stages.shares(head=args.head)
 
 

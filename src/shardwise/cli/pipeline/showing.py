@@ -25,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from shardwise.schedule.pipeline.show import grid
     from shardwise.schedule.pipeline.text import to_csv, to_text
+    from shardwise.schedule.pipeline.verify import verify
 
     schedule = schedule_of(args)
     if args.compute_only and (not args.out or args.out.suffix != ".csv"):
@@ -36,8 +37,9 @@ def run(args: argparse.Namespace) -> int:
         print_json(_described(schedule))
         return 0
     print(title(schedule))
-    lines = list(grid(schedule))
-    if lines:
+    if wrong := verify(schedule):
+        print(f"\nthis schedule is wrong, see verify: {wrong[0]}")
+    elif lines := list(grid(schedule)):
         print("\ntime, where F, I and W of a stage take one unit each:", *lines, sep="\n")
     print("\nactions:", *to_text(schedule).splitlines()[1:], sep="\n")
     return 0

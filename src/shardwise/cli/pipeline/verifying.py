@@ -16,12 +16,15 @@ if TYPE_CHECKING:
     from shardwise.schedule.pipeline import Generator, PipelineSchedule
 
 
+NUMBERS = {"ranks": "1-16", "micro": "1-64", "virtual": "1-4"}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("schedule", metavar="SCHEDULE", nargs="?")
     parser.add_argument("--all", action="store_true", help="every schedule")
     parser.add_argument("--file", type=Path, help="a schedule written by show, or by torch (.csv)")
-    for name, default in (("ranks", "1-16"), ("micro", "1-64"), ("virtual", "1-4")):
-        parser.add_argument(f"--{name}", default=default, metavar="N,...", help=f"such as 8, {default} or 2,4")
+    for name, default in NUMBERS.items():
+        parser.add_argument(f"--{name}", metavar="N,...", help=f"such as 8 or 2,4; left out, {default}")
     parser.add_argument("--zero", type=int, default=0, metavar="Z", help="ZeRO stage: adds gathers and reductions")
     parser.add_argument("--tied", action="store_true", help="the embedding is the head's table, too")
     parser.add_argument("--early", action="store_true", help=EARLY)
@@ -49,10 +52,11 @@ def _to_verify(args: argparse.Namespace) -> Iterator[tuple[str, Iterator[tuple[s
     if (args.schedule is not None) + args.all + (args.file is not None) != 1:
         raise UserError("verify needs one of SCHEDULE, --all and --file")
     if args.file:
-        schedule = read(args.file, args.zero, args.tied)
+        schedule = read(args, (*NUMBERS, "early"))
         yield str(args.file), iter([(f"{schedule.ranks} ranks", schedule)])
         return
-    asked = [numbers(f"--{name}", getattr(args, name)) for name in ("ranks", "micro", "virtual")]
+    given = ((name, getattr(args, name), default) for name, default in NUMBERS.items())
+    asked = [numbers(f"--{name}", default if text is None else text) for name, text, default in given]
     for found in generators() if args.all else [find(args.schedule)]:
         yield found.name, _legal(found, asked, args)
 

@@ -53,7 +53,7 @@ def _naive_bubble(inputs: Inputs) -> Values:
 def _gpipe_bubble(inputs: Inputs) -> Values:
     # Strictly under 10%: one micro-batch fewer gives just that.
     under = 0.1 - 1e-6
-    least = {p: least_micro("gpipe", p, 1, under, unit_times) for p in (4, 8)}
+    least = {p: least_micro("gpipe", p, 1, under, unit_times).micro for p in (4, 8)}
     shares = {f"share{p}": of_total(p, m) for p, m in least.items() if m}
     return {str(p): m for p, m in least.items()} | {f"p{p}": m for p, m in least.items()} | shares
 

@@ -1,12 +1,14 @@
 """From the order in which ranks compute to all that they do: messages, gathers, reductions, the loss.
 
 Generators write down only the former. Receives are put ahead: the j-th receive from a rank is posted before the
-computation that takes the (j - ahead)-th. Since posting follows the order in which the other side sends, and no receive
-comes after a computation that needs a later one, a correct order of computations cannot deadlock by its messages.
+computation that takes the (j - ahead)-th, and in any case before its message is sent, where every F, I and W takes
+equally long. In that order of time no send comes before its receive: so lists in which a send stands still until its
+receive is posted cannot deadlock, where the order of computations cannot.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
@@ -15,6 +17,9 @@ from shardwise.schedule.pipeline.plan import PipelineSchedule, Reduce
 
 Posts = dict[int, list[Action]]
 """Index of a computation -> what is posted before it."""
+
+Sends = list[list[list[Action]]]
+"""Rank -> index of a computation -> its sends."""
 
 AHEAD = 1
 """Receives posted ahead of the one whose message is being computed on: a second buffer for each neighbour."""
@@ -49,7 +54,7 @@ def complete(
         name, micro, placement, tuple(map(tuple, order)), train, gather, reduce, tied, ring, options or {}
     )
     sends, arriving = _messages(bare)
-    posts = _posts(bare, arriving, ahead)
+    posts = _posts(bare, sends, arriving, ahead)
     lists = []
     for rank, mine in enumerate(bare.actions):
         gathers = _gathers(mine, resident) if gather else {}
@@ -57,9 +62,10 @@ def complete(
         reductions = _reductions(mine, micro, reduce) if train else {}
         out: list[Action] = []
         for index, action in enumerate(mine):
-            out += posts[rank].get(index, ())
+            out += posts[rank].get(2 * index, ())
             out += gathers.get(index, ())
             out.append(action)
+            out += posts[rank].get(2 * index + 1, ())
             out += sends[rank][index]
             out += reductions.get(index, ())
         lists.append((*out, *frees, *endings(bare, rank)))
@@ -79,14 +85,15 @@ def release(mine: Sequence[Action], placement: tuple[int, ...]) -> list[Action]:
     return found
 
 
-def _messages(bare: PipelineSchedule) -> tuple[list[list[list[Action]]], dict[tuple[int, int], list[Action]]]:
-    """Rank -> index of a computation -> its sends; (source, destination) -> receives in the order of the sends."""
-    arriving: dict[tuple[int, int], list[Action]] = defaultdict(list)
-    sends: list[list[list[Action]]] = []
+def _messages(bare: PipelineSchedule) -> tuple[Sends, dict[tuple[int, int], list[tuple[int, Action]]]]:
+    """The sends; (source, destination) -> receives in the order of the sends, each with the index of the computation
+    whose result it brings."""
+    arriving: dict[tuple[int, int], list[tuple[int, Action]]] = defaultdict(list)
+    sends: Sends = []
     placement = bare.placement
     for rank, mine in enumerate(bare.actions):
         own = []
-        for action in mine:
+        for index, action in enumerate(mine):
             found = []
             for kind, stage, micro, _, _ in action.parts or (action,):
                 if kind == "F":
@@ -99,24 +106,83 @@ def _messages(bare: PipelineSchedule) -> tuple[list[list[list[Action]]], dict[tu
                     continue
                 way = "F" if kind == "F" else "B"
                 found.append(Action(f"SEND_{way}", stage, micro, peer))  # type: ignore[arg-type]
-                arriving[rank, peer].append(Action(f"RECV_{way}", *after, rank))  # type: ignore[arg-type]
+                arriving[rank, peer].append((index, Action(f"RECV_{way}", *after, rank)))  # type: ignore[arg-type]
             own.append(found)
         sends.append(own)
     return sends, arriving
 
 
-def _posts(bare: PipelineSchedule, arriving: dict[tuple[int, int], list[Action]], ahead: int) -> list[Posts]:
-    """Rank -> what it posts before which computation."""
-    used = [_consumers(mine) for mine in bare.actions]
+def _posts(
+    bare: PipelineSchedule, sends: Sends, arriving: dict[tuple[int, int], list[tuple[int, Action]]], ahead: int
+) -> list[Posts]:
+    """Rank -> what it posts: at 2i before its i-th computation, at 2i + 1 after it, before its sends."""
+    used, ends = [_consumers(mine) for mine in bare.actions], _ends(bare)
     posts: list[Posts] = [defaultdict(list) for _ in bare.actions]
-    for (_, rank), receives in arriving.items():
-        latest = [used[rank][kind == "RECV_B", stage, micro] for kind, stage, micro, _, _ in receives]
+    for (source, rank), receives in arriving.items():
+        # What nothing computes on is posted at once: that a computation is missing is for `verify` to say.
+        latest = [used[rank].get((kind == "RECV_B", stage, micro), 0) for _, (kind, stage, micro, _, _) in receives]
         for j in range(len(latest) - 2, -1, -1):
             latest[j] = min(latest[j], latest[j + 1])
-        for j, receive in enumerate(receives):
-            at = latest[j - ahead] if j >= ahead else 0
+        for j, (index, receive) in enumerate(receives):
+            at = 2 * latest[j - ahead] if j >= ahead else 0
+            if at and index < len(ends[source]):
+                sent = ends[source][index]
+                before = bisect_right(ends[rank], sent)
+                if at >= 2 * before:
+                    # A computation that ends at that moment has it posted ahead of its own sends.
+                    tie = before > 0 and ends[rank][before - 1] == sent and sends[rank][before - 1]
+                    at = 2 * before - bool(tie)
             posts[rank][at].append(receive)
     return posts
+
+
+def _ends(bare: PipelineSchedule) -> list[list[int]]:
+    """Rank -> when each of its computations ends, where F, I and W take one unit each and messages none; as far as it
+    gets in an order that deadlocks."""
+    count, last = bare.micro, bare.stages - 1
+    # Results are numbered: by stage, then micro-batch, then whether it is a gradient.
+    made, asleep = [0] * (2 * bare.stages * count), {}
+    ends: list[list[int]] = [[] for _ in bare.actions]
+    ready = list(range(bare.ranks))[::-1]
+    while ready:
+        rank = ready.pop()
+        own, mine = ends[rank], bare.actions[rank]
+        now = own[-1] if own else 0
+        for index in range(len(own), len(mine)):
+            parts = mine[index].parts or mine[index : index + 1]
+            results, missing = [], -1
+            for kind, stage, micro, _, _ in parts:
+                if kind == "W":
+                    continue
+                number = 2 * (stage * count + micro)
+                if kind == "F":
+                    results.append(number)
+                    if stage:
+                        source = number - 2 * count
+                    elif bare.ring and micro >= bare.ring:
+                        source = 2 * (last * count + micro - bare.ring)
+                    else:
+                        continue
+                else:
+                    results.append(number + 1)
+                    if stage == last:
+                        continue
+                    source = number + 2 * count + 1
+                if not made[source]:
+                    missing = source
+                elif made[source] > now:
+                    now = made[source]
+            if missing >= 0:
+                asleep[missing] = rank
+                break
+            for part in parts:
+                now += 2 if part[0] == "B" else 1
+            own.append(now)
+            for number in results:
+                made[number] = now
+                if number in asleep:
+                    ready.append(asleep.pop(number))
+    return ends
 
 
 def _consumers(mine: Sequence[Action]) -> dict[tuple[bool, int, int], int]:

@@ -6,6 +6,10 @@ for the lowered `Program` (`lowering.py`), which tests hold it to, a hundred tim
 A rank takes its actions in order. Computations occupy it one after the other. Messages and collectives are started when
 the computation before them has ended, and go on beside later ones: a message when both ends are posted and the link
 between the two ranks, one each way, is free; gathers and reductions one after the other on a stream of the rank.
+
+With `rendezvous` every action that an executor may stand still at does so: a send until its receive is posted, both
+ends of the tied table for each other, all ranks for the loss. Lists that come to their end then do so under any
+executor that waits less.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardwise.schedule.pipeline.action import COMPUTE, Action
+from shardwise.schedule.pipeline.action import COMPUTE, OURS, Action
 from shardwise.schedule.pipeline.bulk import without_collections
 from shardwise.schedule.pipeline.plan import PipelineSchedule
 from shardwise.schedule.pipeline.times import Times
@@ -25,12 +29,13 @@ Post = tuple[float, int, int]
 
 @dataclass(frozen=True, order=True)
 class Waiting:
-    """A rank that stands still for ever: before its action `index`, for what it posted as `receive`."""
+    """A rank that stands still for ever: at its action `index`, for the action `awaited` of rank `peer`."""
 
     rank: int
     index: int
     action: Action
-    receive: Action
+    awaited: Action
+    peer: int
 
 
 @dataclass
@@ -42,19 +47,20 @@ class Flow:
     waiting: list[Waiting]
 
 
-def flow(schedule: PipelineSchedule, times: Times | None = None) -> Flow:
+def flow(schedule: PipelineSchedule, times: Times | None = None, *, rendezvous: bool = False) -> Flow:
     """Follow all ranks to the end, or until none can go on. Without times everything takes none.
 
+    rendezvous: sends and exchanges stand still until their other end is there; it is for `waiting` alone.
     The schedule's own lists must be in order: `verify` finds out before it asks who waits for whom.
     """
-    return _Flow(schedule, times or Times.none(schedule.stages)).run()
+    return _Flow(schedule, times or Times.none(schedule.stages), rendezvous).run()
 
 
 class _Flow:
     """Messages are numbered: by receiving stage, then micro-batch, then whether it is a gradient."""
 
-    def __init__(self, schedule: PipelineSchedule, times: Times) -> None:
-        self.schedule, self.times = schedule, times
+    def __init__(self, schedule: PipelineSchedule, times: Times, rendezvous: bool) -> None:
+        self.schedule, self.times, self.rendezvous = schedule, times, rendezvous
         ranks, messages = range(schedule.ranks), 2 * schedule.stages * schedule.micro
         self.seconds = {"F": times.forward, "I": times.input, "W": times.weight}
         self.seconds["B"] = tuple(map(sum, zip(times.input, times.weight, strict=True)))
@@ -67,6 +73,7 @@ class _Flow:
         self.posted: list[Post | None] = [None] * messages
         self.arrived: list[float | None] = [None] * messages
         self.asleep: dict[int, int] = {}
+        self.met: dict[str, set[int]] = defaultdict(set)
         self.exchanges: dict[tuple[str, int, int], Post] = {}
         self.link: dict[tuple[int, int], float] = defaultdict(float)
         self.gathered: dict[int, float] = {}
@@ -86,16 +93,28 @@ class _Flow:
         with without_collections():
             while self.ready:
                 self.advance(self.ready.pop())
-        waiting = []
-        for number, rank in self.asleep.items():
-            at = self.next[rank]
+        stuck = [rank for rank, spans in enumerate(self.spans) if self.next[rank] < len(spans)]
+        return Flow(self.spans, [self.waiting(rank) for rank in stuck])
+
+    def waiting(self, rank: int) -> Waiting:
+        """What a rank that cannot go on stands still for."""
+        at = self.next[rank]
+        action = self.schedule.actions[rank][at]
+        if action.kind in COMPUTE:
+            number = next(number for number, other in self.asleep.items() if other == rank)
             (stage, micro), gradient = divmod(number // 2, self.schedule.micro), number % 2
-            receive = Action("RECV_B" if gradient else "RECV_F", stage, micro)
-            waiting.append(Waiting(rank, at, self.schedule.actions[rank][at], receive))
-        return Flow(self.spans, sorted(waiting))
+            end = Action("RECV_B" if gradient else "RECV_F", stage, micro)
+        elif action.kind == "SHARE_LOSS":
+            late = next(other for other in range(self.schedule.ranks) if other not in self.met[action.kind])
+            return Waiting(rank, at, action, action, late)
+        else:
+            end = action
+        awaited = self.schedule.partner(end)
+        assert awaited
+        return Waiting(rank, at, action, awaited, self.schedule.placement[awaited.stage])
 
     def advance(self, rank: int) -> None:
-        """Take the rank's actions up to the first whose message has not come."""
+        """Take the rank's actions up to the first that waits for another rank's."""
         mine, spans, posted = self.schedule.actions[rank], self.spans[rank], self.posted
         count, delay = self.schedule.micro, 0.0 if self.times.overlap else self.times.hop
         index, now, end = self.next[rank], self.now[rank], len(mine)
@@ -104,25 +123,41 @@ class _Flow:
             if kind in COMPUTE:
                 begin = self.start(rank, parts or (action,), now)
                 if begin is None:
-                    self.next[rank], self.now[rank] = index, now
-                    return
+                    break
                 now = begin + (self.times.of(action) if parts else self.seconds[kind][stage])
                 spans[index] = (begin, now)
             elif micro >= 0 and kind != "REDUCE_GRAD":
                 if kind == "RECV_F" or kind == "RECV_B":
                     number = 2 * (stage * count + micro) + (kind == "RECV_B")
+                    if number in self.asleep:
+                        self.ready.append(self.asleep.pop(number))
                 else:
-                    now += delay
                     number = self.lands(kind, stage, micro)
+                    if self.rendezvous and posted[number] is None:
+                        self.asleep[number] = rank
+                        break
+                    now += delay
                 other, post = posted[number], (now, rank, index)
                 if other is None:
                     posted[number] = post
                 else:
                     self.meet(number, *((other, post) if kind[0] == "R" else (post, other)))
             else:
+                if self.rendezvous and kind in OURS and not self.meets(rank, action):
+                    break
                 now = self.beside(rank, index, action, now)
             index += 1
         self.next[rank], self.now[rank] = index, now
+
+    def meets(self, rank: int, action: Action) -> bool:
+        """Whether all that an exchange is between have come to it; the last one wakes the others."""
+        there = self.met[action.kind]
+        new = rank not in there
+        there.add(rank)
+        whole = len(there) == (2 if action.kind == "SUM_TIED" else self.schedule.ranks)
+        if whole and new:
+            self.ready += there - {rank}
+        return whole
 
     def lands(self, kind: str, stage: int, micro: int) -> int:
         """The message that a send is one end of."""

@@ -96,10 +96,12 @@ def peaks(schedule: PipelineSchedule, held: Held | None = None) -> list[Peak]:
 
 def peak(mine: tuple[Action, ...], found: Iterable[Level]) -> Peak:
     """The most of a rank's levels. mine: its list."""
-    nothing = Level(-1, 0, 0, 0.0, 0.0)
-    _, forward, weight, after, during = zip(nothing, *found, strict=True)
-    both = max(map(add, forward, weight))
-    return Peak(max(forward), max(weight), both, max(*after, *during), _buffers(mine))
+    rows = list(found)
+    # The F of an overlapped pair saves before the B frees.
+    forward = [0, *(level.forward + bool(mine[level.place].parts) for level in rows)]
+    weight = [0, *(level.weight for level in rows)]
+    held = max((max(level.held, level.during) for level in rows), default=0.0)
+    return Peak(max(forward), max(weight), max(map(add, forward, weight)), held, _buffers(mine))
 
 
 def _buffers(mine: tuple[Action, ...]) -> int:

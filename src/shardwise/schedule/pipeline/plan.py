@@ -14,6 +14,9 @@ from typing import Literal
 
 from shardwise.schedule.pipeline.action import Action
 
+MOST_PASSES = 500_000
+"""Forward passes of a schedule that is read or made action by action: about a minute to simulate, and a gigabyte."""
+
 Reduce = Literal["step", "micro"]
 End = tuple[int, int]
 """(stage, micro-batch)."""
@@ -62,9 +65,10 @@ class PipelineSchedule:
     @cached_property
     def held(self) -> tuple[tuple[int, ...], ...]:
         """Rank -> its stages, ascending."""
-        return tuple(
-            tuple(stage for stage, rank in enumerate(self.placement) if rank == mine) for mine in range(self.ranks)
-        )
+        found: list[list[int]] = [[] for _ in self.actions]
+        for stage, rank in enumerate(self.placement):
+            found[rank].append(stage)
+        return tuple(map(tuple, found))
 
     @property
     def virtual(self) -> int:
@@ -105,6 +109,8 @@ class PipelineSchedule:
     def partner(self, action: Action) -> Action | None:
         """The other end of a message, as it must stand in the peer's list; None where there is no such message."""
         kind, stage, micro = action.kind, action.stage, action.micro
+        if kind == "SUM_TIED":
+            return Action(kind, 0 if stage else self.stages - 1, peer=self.placement[stage])
         if kind == "SEND_F":
             other, twin = self.output_of(stage, micro), "RECV_F"
         elif kind == "RECV_F":

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args
@@ -19,7 +20,8 @@ from typing import Any, Literal, get_args
 from shardwise.errors import UserError
 from shardwise.schedule.pipeline.action import COMPUTE, OURS, Action, parse_action
 from shardwise.schedule.pipeline.completion import complete, endings
-from shardwise.schedule.pipeline.plan import PipelineSchedule
+from shardwise.schedule.pipeline.plan import MOST_PASSES, PipelineSchedule
+from shardwise.schedule.pipeline.registry import ZERO_STAGES
 
 Format = Literal["compute_only", "compute_comms"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -69,17 +71,32 @@ def _headline(line: str) -> PipelineSchedule:
             if word in _FLAGS:
                 flags[_FLAGS[word][0]] = _FLAGS[word][1]
             elif key == "stages":
-                placement = tuple(map(int, value.split("/")))
+                placement = tuple(map(_whole, value.split("/")))
             elif word == "reduce=micro":
                 flags["reduce"] = "micro"
             else:
-                numbers[key] = int(value)
+                numbers[key] = _whole(value)
         except ValueError:
-            raise UserError(f"pipeline text: {word!r} in the first line is not known") from None
+            raise UserError(f"pipeline text: {word[:60]!r} in the first line is not known") from None
     micro, ring = numbers.pop("micro", 0), numbers.pop("ring", 0)
     if micro < 1 or not placement:
         raise UserError("pipeline text: the first line needs micro=, and stages= with the rank of each stage")
+    _sized(len(placement), micro)
     return PipelineSchedule(words[1], micro, placement, (), ring=ring, options=numbers, **flags)
+
+
+def _whole(text: str) -> int:
+    """Raises `ValueError` for what is no number of at most nine digits."""
+    if not re.fullmatch(r"\d{1,9}", text):
+        raise ValueError
+    return int(text)
+
+
+def _sized(stages: int, micro: int) -> None:
+    """Raise `UserError` for numbers of a schedule that nobody could follow action by action."""
+    if stages * micro > MOST_PASSES:
+        passes = f"stages x micro-batches are {stages} x {micro} = {stages * micro:,} passes"
+        raise UserError(f"{passes}; schedules of up to {MOST_PASSES:,} are read")
 
 
 def to_csv(schedule: PipelineSchedule, format: Format = "compute_comms") -> str:
@@ -96,12 +113,21 @@ def from_csv(text: str, name: str = "csv", *, zero: int = 0, tied: bool = False)
     """A schedule from torch's CSV: "compute_comms" where it has messages or reductions, else "compute_only".
 
     What torch does not know is added: the loss for every rank, and the exchange of the tied table (`tied`). `zero` is
-    for "compute_only", see `build`. Raises `UserError` for words that are no actions, and for stages on two ranks.
+    for "compute_only", see `build`. Raises `UserError` for words that are no actions, for stages on two ranks, for
+    ranks without any, and for a `zero` that the rows have no place for.
     """
-    rows = [[parse_action(cell) for cell in row if cell.strip()] for row in csv.reader(io.StringIO(text))]
+    if zero not in ZERO_STAGES:
+        raise UserError(f"zero must be 0, 1, 2 or 3, not {zero!r}")
+    try:
+        rows = [[parse_action(cell) for cell in row if cell.strip()] for row in csv.reader(io.StringIO(text))]
+    except csv.Error as error:
+        raise UserError(f"this is no CSV: {error}") from None
+    while rows and not rows[-1]:
+        rows.pop()
     placement, kinds = _placement(rows), {action.kind for row in rows for action in row}
     leaves = [leaf for row in rows for action in row for leaf in action.leaves()]
     micro = 1 + max(leaf.micro for leaf in leaves)
+    _sized(len(placement), micro)
     train = any(leaf.kind in "IWB" for leaf in leaves)
     fed = [leaf.micro for leaf in leaves if leaf.kind == "RECV_F" and leaf.stage == 0]
     if kinds <= COMPUTE:
@@ -115,6 +141,8 @@ def from_csv(text: str, name: str = "csv", *, zero: int = 0, tied: bool = False)
             reduce="micro" if zero >= 2 and train else "step",
             tied=tied,
         )
+    if zero:
+        raise UserError("zero is for computations alone: these rows have messages or reductions of their own")
     by_micro = any(leaf.kind == "REDUCE_GRAD" and leaf.micro >= 0 for leaf in leaves)
     bare = PipelineSchedule(
         name,
@@ -141,6 +169,8 @@ def _placement(rows: Sequence[Sequence[Action]]) -> tuple[int, ...]:
                     raise UserError(f"stage {leaf.stage} computes on rank {found[leaf.stage]} and on rank {rank}")
     if not found or sorted(found) != list(range(len(found))):
         raise UserError(f"the computations must be of stages 0, 1, 2, ...; found {sorted(found) or 'none'}")
+    if idle := sorted(set(range(len(rows))) - set(found.values())):
+        raise UserError(f"row {idle[0] + 1} has no computations, though each row is a rank")
     return tuple(found[stage] for stage in range(len(found)))
 
 

@@ -5,8 +5,10 @@
    while they are computed with; gradients are reduced when they are complete, and a stage computes nothing afterwards
    (all of a step has one version of the weights); the tied table is summed by both its ends; every rank gets the loss
    from the rank that has it.
-2. Each pair of ranks: messages are received in the order in which they are sent.
-3. All lists together, with sends that wait for their receives: every rank comes to its end (`flow`).
+2. Each pair of ranks: messages, those of the tied table among them, are received in the order in which they are sent.
+3. All lists together: every rank comes to its end, though each send stands still until its receive is posted, both ends
+   of the tied table for each other, and all ranks for the loss (`flow` with `rendezvous`). The executors wait at fewer
+   places: what is proved for them all is that no rank waits for ever.
 
 What is wrong is named by rank, index and action. `memory.peaks` has what is held.
 """
@@ -105,6 +107,8 @@ class _Lists:
                 if did & rule[1] == rule[0]:
                     done[stage][micro] = did | rule[3]
                     continue
+            if parts and not action.overlaps():
+                self.complain(rank, index, action, "an OVERLAP_F_B is made of one F and one B")
             parts = parts or (action,)
             for part in parts:
                 problem = self.place(part, held) or self.message(part)
@@ -333,14 +337,20 @@ def _crossed(schedule: PipelineSchedule) -> list[Finding]:
                 sent[rank, peer].append((to * micro_batches + micro) * 2 + back)
             elif kind == "RECV_F" or kind == "RECV_B":
                 received[peer, rank].append((stage * micro_batches + micro) * 2 + (kind == "RECV_B"))
+            elif kind == "SUM_TIED":
+                sent[rank, peer].append(-1)
+                received[peer, rank].append(-1)
     wrong = [(src, dst) for (src, dst), messages in sent.items() if messages != received[src, dst]]
     return [_first_crossing(schedule, src, dst) for src, dst in wrong]
 
 
 def _first_crossing(schedule: PipelineSchedule, src: int, dst: int) -> Finding:
     sends, receives = (
-        [(i, a) for i, a in enumerate(schedule.actions[rank]) if a.peer == peer and a.kind.startswith(kind)]
-        for rank, peer, kind in ((src, dst, "SEND_"), (dst, src, "RECV_"))
+        [(i, a) for i, a in enumerate(schedule.actions[rank]) if a.peer == peer and a.kind in kinds]
+        for rank, peer, kinds in (
+            (src, dst, ("SEND_F", "SEND_B", "SUM_TIED")),
+            (dst, src, ("RECV_F", "RECV_B", "SUM_TIED")),
+        )
     )
     pairs = zip(sends, receives, strict=True)
     (at, send), (to, receive) = next(pair for pair in pairs if schedule.partner(pair[0][1]) != pair[1][1])
@@ -354,22 +364,17 @@ def _first_crossing(schedule: PipelineSchedule, src: int, dst: int) -> Finding:
 
 def _stuck(schedule: PipelineSchedule) -> list[Finding]:
     """Ranks that wait for ever, and for whom."""
-    waiting = flow(schedule).waiting
+    waiting = flow(schedule, rendezvous=True).waiting
     by_rank = {one.rank: one for one in waiting}
-    return [Finding(f"deadlock: {_chain(schedule, one, by_rank)}", one.rank, one.index, one.action) for one in waiting]
+    return [Finding(f"deadlock: {_chain(one, by_rank)}", one.rank, one.index, one.action) for one in waiting]
 
 
-def _chain(schedule: PipelineSchedule, one: Waiting, waiting: dict[int, Waiting]) -> str:
+def _chain(one: Waiting, waiting: dict[int, Waiting]) -> str:
     """Who waits for whom, around the circle."""
     links: list[str] = []
     seen: set[int] = set()
     while one.rank not in seen:
         seen.add(one.rank)
-        partner = schedule.partner(one.receive)
-        assert partner
-        peer = schedule.placement[partner.stage]
-        links.append(f"rank {one.rank}, action {one.index} ({one.action}) waits for {partner} of rank {peer}")
-        if peer not in waiting:
-            break
-        one = waiting[peer]
+        links.append(f"rank {one.rank}, action {one.index} ({one.action}) waits for {one.awaited} of rank {one.peer}")
+        one = waiting[one.peer]
     return "; ".join(links)
