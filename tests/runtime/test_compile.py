@@ -45,9 +45,10 @@ def train(case: Case, layout: Layout, backend: str) -> list[Compiled]:
     return run_ranks("harness.compile_jobs:train", layout.ranks, payload, limit=LIMIT)
 
 
-def assert_all(point: Point, ranks: list[Compiled]) -> None:
-    outcomes, layout = [rank.outcome for rank in ranks], compiled(point.layout)
-    assert_parity(point.case, layout, outcomes)
+def assert_all(point: Point, backend: str) -> None:
+    ranks, layout = train(point.case, point.layout, backend), compiled(point.layout)
+    outcomes = [rank.outcome for rank in ranks]
+    assert_parity(point.case, layout, outcomes, again=lambda case: [r.outcome for r in train(case, layout, backend)])
     assert_replicas_equal(outcomes)
     assert_ledger(point.case, layout, outcomes)
     for index, rank in enumerate(ranks):
@@ -64,7 +65,7 @@ def traced() -> tuple[Point, ...]:
 
 @pytest.mark.parametrize("point", traced(), ids=lambda p: p.id)
 def test_generated_layouts(point: Point) -> None:
-    assert_all(point, train(point.case, point.layout, TRACED))
+    assert_all(point, TRACED)
 
 
 def missing() -> str | None:
@@ -85,7 +86,7 @@ def missing() -> str | None:
 def test_inductor(point: Point) -> None:
     if reason := missing():
         pytest.skip(reason)
-    assert_all(point, train(point.case, point.layout, "inductor"))
+    assert_all(point, "inductor")
 
 
 DEEP = MODELS["llama"].replace(layers=12)

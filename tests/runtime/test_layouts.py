@@ -5,6 +5,7 @@ A sample by the day's seed; every case with SHARDWISE_ALL=1; SHARDWISE_SEED repe
 
 from __future__ import annotations
 
+from functools import partial
 from zlib import crc32
 
 import pytest
@@ -20,8 +21,9 @@ def transport_of(point: Point) -> str:
 
 @pytest.mark.parametrize("point", selected(), ids=lambda p: p.id)
 def test_layout(point: Point) -> None:
-    ranks = train(point.case, point.layout, transport=transport_of(point))
-    assert_parity(point.case, point.layout, ranks)
+    trained = partial(train, layout=point.layout, transport=transport_of(point))
+    ranks = trained(point.case)
+    assert_parity(point.case, point.layout, ranks, again=trained)
     assert_replicas_equal(ranks)
     assert_ledger(point.case, point.layout, ranks)
     assert_memory(point.case, point.layout, ranks)

@@ -5,6 +5,8 @@ A sample by the day's seed; every case with SHARDWISE_ALL=1; SHARDWISE_SEED repe
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from harness.checks import assert_ledger, assert_memory, assert_parity, assert_replicas_equal, train
@@ -16,8 +18,9 @@ from shardwise.layout import Layout, Workload
 
 @pytest.mark.parametrize("point", selected_pipelines(), ids=lambda p: p.id)
 def test_pipeline(point: Point) -> None:
-    ranks = train(point.case, point.layout, transport=point["transport"])
-    assert_parity(point.case, point.layout, ranks)
+    trained = partial(train, layout=point.layout, transport=point["transport"])
+    ranks = trained(point.case)
+    assert_parity(point.case, point.layout, ranks, again=trained)
     assert_replicas_equal(ranks)
     assert_ledger(point.case, point.layout, ranks)
     assert_memory(point.case, point.layout, ranks)

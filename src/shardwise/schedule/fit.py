@@ -72,7 +72,7 @@ class Fit:
             for k, nbytes in enumerate(self.sizes)
         )
         if speeds[-1].bandwidth is None:
-            raise UserError("these measurements do not tell a bandwidth: measure larger sizes")
+            raise UserError("these measurements tell no bandwidth: measure larger sizes, or when the host is less busy")
         alpha, startup, copy_alpha = (
             _digits(self.constant[name].value) if name in self.constant else 0.0
             for name in (f"{tier}.alpha", "startup", "local.alpha")
