@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,6 +23,16 @@ def leftovers(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     folder = str(tmp_path_factory.mktemp("leftovers"))
     monkeypatch.setenv("TMPDIR", folder)
     monkeypatch.setattr(tempfile, "tempdir", folder)
+
+
+@pytest.fixture
+def heeded() -> Iterator[None]:
+    """Signals do what they do in a shell of one's own: whoever runs the tests in a background, or with nohup, has them
+    ignored."""
+    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGINT, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def pytest_report_header() -> str:

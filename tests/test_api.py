@@ -14,7 +14,7 @@ from shardwise import ModelConfig, UserError, Workload, api
 from shardwise.data import Corpus
 from shardwise.report import StepReport
 from shardwise.runtime import installed
-from shardwise.runtime.config import TrainConfig
+from shardwise.runtime.config import OptimizerConfig, TrainConfig
 from shardwise.runtime.job.launch import Ending, RunFailed
 
 MODEL = ModelConfig("small/model", vocab=300, hidden=16, layers=1, heads=2, ffn=32, max_positions=64)
@@ -182,7 +182,11 @@ def test_text_that_does_not_fill_a_sequence(ranks):
         ({"model": 3}, "model must be of type ModelConfig, not 3"),
         ({"layout": None}, "layout must be of type Layout, not None"),
         ({"workload": {"seq": 8}}, "workload must be of type Workload"),
-        ({"optimizer": shardwise.runtime.config.OptimizerConfig(lr=float("inf"))}, "lr must be a positive number"),
+        ({"optimizer": OptimizerConfig(lr=float("inf"))}, "lr must be a positive number"),
+        ({"optimizer": OptimizerConfig(eps=0.0)}, "eps must be a positive number, not 0.0"),
+        ({"optimizer": OptimizerConfig(betas=(0.9, 1.0))}, "betas must be at least 0 and less than 1, not (0.9, 1.0)"),
+        ({"optimizer": OptimizerConfig(betas=(-0.1, 0.9))}, "betas must be at least 0"),
+        ({"optimizer": OptimizerConfig(final_share=1.5)}, "final_share must be between 0 and 1, not 1.5"),
     ],
 )
 def test_mistakes(ranks, changes, words):
@@ -202,7 +206,7 @@ def test_mistakes(ranks, changes, words):
 )
 def test_mistakes_of_the_optimizer(changes, words):
     with pytest.raises(UserError, match=words):
-        shardwise.runtime.config.OptimizerConfig(**changes)
+        OptimizerConfig(**changes)
 
 
 def test_torch_is_asked_for_by_name(ranks, monkeypatch):

@@ -27,7 +27,7 @@ from shardwise.model import ModelConfig
 from shardwise.model.catalog import resolve
 from shardwise.report.run_directory import RunDirectory, next_free, occupied
 from shardwise.report.step_report import StepReport
-from shardwise.runtime.config import OptimizerConfig, TrainConfig, check_type
+from shardwise.runtime.config import MOST_THREADS, OptimizerConfig, TrainConfig, check_type
 from shardwise.runtime.installed import require
 from shardwise.runtime.job.launch import INTERRUPTED, RANK_FAILED, USER_MISTAKE, RunFailed, check_port, say
 from shardwise.runtime.job.restart import WORKER, begun_by_this_job, continued, torchrun_restarts, until_done
@@ -37,9 +37,6 @@ if TYPE_CHECKING:
     from shardwise.layout.units import Backend
 
 RUNS = Path("runs")
-
-MOST_THREADS = 1024
-"""Of a rank: a host of today has fewer cores, and not many times as many can be started."""
 
 _GIVEN = {"model", "layout", "workload", "data", "out", "corpus", "steps", "optimizer", "restart"}
 _OPTIONS = [field.name for field in fields(TrainConfig) if field.name not in _GIVEN]
@@ -338,9 +335,13 @@ def _check_numbers(config: TrainConfig) -> None:
     for name, value, least in bounds:
         if not least <= value <= largest:
             raise UserError(f"{name} must be at least {least:g}, not {value!r}")
-    for name, value in (("lr", chosen.lr), ("hang", config.hang)):
+    for name, value in (("lr", chosen.lr), ("eps", chosen.eps), ("hang", config.hang)):
         if not 0 < value <= largest:
             raise UserError(f"{name} must be a positive number, not {value!r}")
+    if not all(0 <= beta < 1 for beta in chosen.betas):
+        raise UserError(f"betas must be at least 0 and less than 1, not {chosen.betas}")
+    if not 0 <= chosen.final_share <= 1:
+        raise UserError(f"final_share must be between 0 and 1, not {chosen.final_share!r}")
     for name, number, most in (("seed", config.seed, SEEDS - 1), ("threads", config.threads, MOST_THREADS)):
         if number > most:
             raise UserError(f"{name} must be at most {most}, not {number}")

@@ -32,7 +32,7 @@ class Script:
 @dataclass
 class Seen:
     """What one rank saw. logits: request -> place in its sequence -> [vocab], on the last stage. turns: (tokens, rows,
-    prefill, ledger) of those with tokens. used: pages at the end. gradients: bytes of them."""
+    prefill, ledger) of those with tokens. used: pages at the end. leaving: sends that were kept at a time, at most."""
 
     answers: list[Answer] = field(default_factory=list)
     logits: dict[int, dict[int, Tensor]] = field(default_factory=dict)
@@ -42,6 +42,7 @@ class Seen:
     read: int = 0
     share: int = 0
     preempted: int = 0
+    leaving: int = 0
 
 
 class _Scoring(Generator):
@@ -120,6 +121,7 @@ def run(lockstep: Lockstep, seen: Seen) -> None:
             turn = done.turn
             seen.turns.append((turn.tokens, len(turn.wanted), turn.prefill, comms.ledger()))
         seen.answers += done.answers
+        seen.leaving = max(seen.leaving, len(lockstep._leaving))
         more = done.more
     lockstep.finish()
     seen.used = lockstep.scheduler.pages.used

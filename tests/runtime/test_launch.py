@@ -27,7 +27,10 @@ from pathlib import Path
 from shardwise.runtime.job.launch import Failure, die_with_parent
 die_with_parent()
 rank, here = int(os.environ["RANK"]), Path(os.environ["TEST_FOLDER"])
-(here / f"pid-{rank}").write_text(str(os.getpid()))
+def started(number):  # whole or not at all: others read it as soon as it is there
+    (here / f"starting-{number}").write_text(str(os.getpid()))
+    (here / f"starting-{number}").rename(here / f"pid-{number}")
+started(rank)
 def fail(kind, message, step=None, code=1):
     Failure(kind, rank, step, message).write(Path(os.environ["SHARDWISE_ERROR_FILE"]))
     sys.exit(code)
@@ -175,7 +178,7 @@ def test_the_rank_that_reported_first_is_the_cause(tmp_path):
 def test_children_of_a_rank_do_not_survive_it(tmp_path):
     body = """
     if os.fork() == 0:
-        (here / f"pid-{10 + rank}").write_text(str(os.getpid()))
+        started(10 + rank)
         time.sleep(600)
     while len(list(here.glob("pid-1?"))) < 2:
         time.sleep(0.01)

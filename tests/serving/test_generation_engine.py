@@ -169,6 +169,19 @@ def test_one_request_alone(folders: Any, layout: str) -> None:
     check(model_of("llama"), asked, ranks, reuse=True)
 
 
+@pytest.mark.parametrize("transport", ["gloo", "shared"])
+def test_what_was_sent_is_not_kept_for_ever(folders: Any, transport: str) -> None:
+    folder = folders("llama")
+    job = ServingJob(
+        weights_in(folder)[0], Layout.parse("pp=3,precision=fp32"), str(folder), page=4, context=40, transport=transport
+    )
+    asked: dict[int, dict[int, list[Asked]]] = {0: {0: [Request(1, (1, 2, 3), Sampling(max_tokens=36))], 150: []}}
+    ranks = run_ranks("harness.generation:generate", 3, Script(job, asked))
+    check(model_of("llama"), asked, ranks, reuse=False)
+    # More than a hundred turns, most with a header and an activation, or with tokens for two stages.
+    assert all(rank.leaving <= 18 for rank in ranks), [rank.leaving for rank in ranks]
+
+
 def test_all_data_ranks_with_the_same_prompts(folders: Any) -> None:
     folder = folders("qwen3")
     job = ServingJob(

@@ -60,10 +60,21 @@ def run(folder: Path, story: Callable[[Clients, EngineDouble], None], grace: flo
     front, app = front_of(engine, folder)
     sock = server.bind("127.0.0.1", 0)
     clients, lines = Clients(sock.getsockname()[1], front), []
-    teller = threading.Thread(target=story, args=(clients, engine))
+    over = threading.Event()
+
+    def tell() -> None:
+        try:
+            story(clients, engine)
+        finally:
+            # A story that came to nothing would leave the server running for ever.
+            if not over.wait(30):
+                kill(signal.SIGTERM)
+
+    teller = threading.Thread(target=tell)
     try:
         server.run(app, front, sock, grace=grace, ready=teller.start, echo=lines.append)
     finally:
+        over.set()
         teller.join(30)
         clients.join()
         engine.close()
@@ -75,13 +86,14 @@ def kill(number: int) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_lets_what_runs_finish_and_nothing_new_begin(tmp_path, number):
+def test_a_signal_lets_what_runs_finish_and_nothing_new_begin(tmp_path, number, heeded):
     def story(clients: Clients, engine: EngineDouble) -> None:
         clients.ask("stream", prompt="ab", max_tokens=30, stream=True)
         clients.ask("whole", prompt="ab", max_tokens=30)
         clients.running(2)
         kill(number)
-        while not clients.front.stopping:
+        deadline = time.monotonic() + 10
+        while not clients.front.stopping and time.monotonic() < deadline:
             time.sleep(0.005)
         clients.ask("late", prompt="ab")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,21 @@ def test_an_empty_or_missing_folder_says_so(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "missing"):
         found = data({}, folder)
         assert found.state["run"] == "" and listed(folder) == []
+
+
+def test_the_latest_run_that_can_be_read_is_shown_first(tmp_path: Path) -> None:
+    make_run(tmp_path / "one", steps=1)
+    make_run(tmp_path / "two", steps=1)
+    os.utime(tmp_path / "one" / "events.jsonl", (0, 0))
+    assert data({}, tmp_path).state["run"] == "two"
+    (tmp_path / "two" / "run.json").write_text("{")
+    found = data({}, tmp_path)
+    assert found.state["run"] == "one" and found.choices["run"] == ["two", "one"]
+    with pytest.raises(UserError, match="damaged"):
+        data({"run": "two"}, tmp_path)
+    (tmp_path / "one" / "run.json").write_text("{")
+    with pytest.raises(UserError, match="damaged"):
+        data({}, tmp_path)
 
 
 def test_steps_without_numbers_are_left_open(tmp_path: Path) -> None:

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING
 
 from shardwise.errors import UserError
 from shardwise.runtime import TRANSPORTS
+from shardwise.runtime.config import MOST_THREADS
 
 if TYPE_CHECKING:
     from shardwise.predict.generation.fit import Fit
     from shardwise.serving.job import ServingJob
 
 
-LONGEST_HANG, MOST_THREADS = 1e9, 1024
-"""Seconds that ranks can wait for each other, and threads that they can start."""
+LONGEST_HANG = 1e9
+"""Seconds that ranks can wait for each other."""
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:

@@ -13,6 +13,9 @@ from shardwise.layout import Layout, Workload
 from shardwise.model import ModelConfig
 from shardwise.runtime import TRANSPORTS
 
+MOST_THREADS = 1024
+"""Of a rank: a host of today has fewer cores, and not many times as many can be started."""
+
 _WORDS = {int: "a whole number", float: "a number", bool: "True or False", str: "a text", type(None): "None"}
 
 

@@ -71,6 +71,8 @@ class Lockstep:
         self._turns: deque[tuple[Turn, Tensor | None]] = deque()
         """Turns whose tokens are not known yet, the oldest first; with what they have chosen on the last stage."""
         self._leaving: deque[tuple[Tensor, Pending]] = deque()
+        self._most = 2 * self.depth * max(3, self.depth - 1)
+        """Sends that are kept: those of 2 p turns. Older ones wait for nothing that comes after them."""
 
     @property
     def active(self) -> bool:
@@ -194,8 +196,10 @@ class Lockstep:
         return self.scheduler.take(turn, [int(token) for token in tokens], logprobs)
 
     def _send(self, tensor: Tensor, stage: int, unit: str) -> None:
+        """Send without waiting, but for what was sent turns ago: gloo never says that a send has arrived, and what is
+        waited for was taken before its taker had anything of a later turn to wait for."""
         self._leaving.append((tensor, self.comms.send(tensor.contiguous(), stage, unit)))
-        while self._leaving and self._leaving[0][1].arrived():
+        while self._leaving and (len(self._leaving) > self._most or self._leaving[0][1].arrived()):
             self._leaving.popleft()[1].wait()
 
     def finish(self) -> None:

@@ -41,7 +41,7 @@ class Waiting:
 @dataclass
 class Flow:
     """What came of it. spans: rank -> (start, end) of each action in seconds, messages from posting to completion;
-    None where it never happened. waiting: ranks that never came to their end."""
+    None where it never happened, and of messages under rendezvous. waiting: ranks that never came to their end."""
 
     spans: list[list[tuple[float, float] | None]]
     waiting: list[Waiting]
@@ -127,21 +127,27 @@ class _Flow:
                 now = begin + (self.times.of(action) if parts else self.seconds[kind][stage])
                 spans[index] = (begin, now)
             elif micro >= 0 and kind != "REDUCE_GRAD":
-                if kind == "RECV_F" or kind == "RECV_B":
+                if receives := kind == "RECV_F" or kind == "RECV_B":
                     number = 2 * (stage * count + micro) + (kind == "RECV_B")
+                else:
+                    number = self.lands(kind, stage, micro)
+                if self.rendezvous:
+                    if receives:
+                        posted[number] = (now, rank, index)
+                    elif posted[number]:
+                        self.arrived[number] = now
+                    else:
+                        self.asleep[number] = rank
+                        break
                     if number in self.asleep:
                         self.ready.append(self.asleep.pop(number))
                 else:
-                    number = self.lands(kind, stage, micro)
-                    if self.rendezvous and posted[number] is None:
-                        self.asleep[number] = rank
-                        break
-                    now += delay
-                other, post = posted[number], (now, rank, index)
-                if other is None:
-                    posted[number] = post
-                else:
-                    self.meet(number, *((other, post) if kind[0] == "R" else (post, other)))
+                    now += 0.0 if receives else delay
+                    other, post = posted[number], (now, rank, index)
+                    if other is None:
+                        posted[number] = post
+                    else:
+                        self.meet(number, *((other, post) if receives else (post, other)))
             else:
                 if self.rendezvous and kind in OURS and not self.meets(rank, action):
                     break

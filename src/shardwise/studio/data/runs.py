@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def data(given: Mapping[str, str], runs: Path) -> View:
     """One run: its steps so far, and where it has them its measured step beside the predicted one."""
     query = Query(given)
     names = listed(runs)
-    name = query.text("run", names[0] if names else "")
+    name = query.text("run", _usual(runs, names))
     query.done()
     if not name:
         empty = {"steps": _steps([]), "validation": _validation([])}
@@ -81,6 +82,15 @@ def events(given: Mapping[str, str], runs: Path) -> dict[str, Any]:
         "validation": _validation(found).to_json()["columns"],
         **_about(here, here.run),
     }
+
+
+def _usual(runs: Path, names: list[str]) -> str:
+    """The latest run that can be read: a damaged one is told of when it is asked for."""
+    for name in names:
+        with suppress(UserError):
+            if RunDirectory.open(runs / name).run:
+                return name
+    return next(iter(names), "")
 
 
 def _run(runs: Path, names: list[str], name: str) -> RunDirectory:
