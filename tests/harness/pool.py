@@ -6,8 +6,8 @@ A job that exceeds its time limit kills the whole pool, which the next job start
 from __future__ import annotations
 
 import atexit
-import gc
 import faulthandler
+import gc
 import importlib
 import os
 import signal
