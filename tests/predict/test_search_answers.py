@@ -227,6 +227,23 @@ def test_the_largest_model_and_the_longest_sequence():
         largest_model(space("llama-3-70b", "1xL4", 4096, 8), usable_bytes(Cluster.parse("1xL4")))
 
 
+def test_the_longest_sequence_on_three_devices_is_one_that_three_divides():
+    """cp=3 is for multiples of three alone: among powers of two the search would end at half of what fits."""
+    on = space("llama-3-8b", "3xH100", 4096, 1, tp=1, pp=1)
+    seq, found = longest_sequence(on, usable_bytes(on.cluster))
+    assert seq % 3 == 0 and found.layout.cp == 3 and found.nbytes <= usable_bytes(on.cluster)
+    assert least(space("llama-3-8b", "3xH100", seq + seq // 4, 1)).nbytes > usable_bytes(on.cluster)
+    fixed = space("llama-3-8b", "3xH100", 3072, 1, cp=3)
+    assert longest_sequence(fixed, usable_bytes(fixed.cluster))[0] >= seq
+    with pytest.raises(UserError, match="with sequences of 3072 tokens"):
+        longest_sequence(fixed, 1e9)
+
+
+def test_the_longest_sequence_of_few_learned_positions_is_all_of_them():
+    on = space("tiny-gpt", "3xH100", 64, 3)
+    assert longest_sequence(on, usable_bytes(on.cluster))[0] == on.model.max_positions < 1024
+
+
 @pytest.mark.parametrize(
     ("mean", "save", "restart"), [(3600.0, 60.0, 120.0), (20000.0, 300.0, 60.0), (500.0, 100.0, 50.0)]
 )

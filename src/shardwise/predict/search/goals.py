@@ -149,17 +149,28 @@ def _none(space: Space, words: str) -> UserError:
 
 
 def longest_sequence(space: Space, usable: float) -> tuple[int, Least]:
-    """The longest sequence that fits, to an eighth, and the layout that does. Raises `UserError` where none does."""
+    """The longest sequence that fits, to an eighth, and the layout that does. Raises `UserError` where none does.
+
+    Sequences are tried that every cp divides, from 1024 times the odd part of the number of devices on; from 1024 on
+    where that is too long.
+    """
     tried: dict[int, Least | None] = {}
+    learned = space.model.positions == "learned"
+
+    def of(seq: int) -> Space:
+        return replace(space, workload=replace(space.workload, seq=seq))
 
     def fits(seq: int) -> bool:
-        if space.model.positions == "learned" and seq > space.model.max_positions:
+        if learned and seq > space.model.max_positions:
             return False
-        tried[seq] = _fits(replace(space, workload=replace(space.workload, seq=seq)), usable)
+        tried[seq] = _fits(of(seq), usable)
         return tried[seq] is not None
 
-    seq = 1024
-    if not fits(seq):
+    shortest = min(1024, space.model.max_positions) if learned else 1024
+    odd = _odd(space.cluster.devices)
+    seq = next(filter(fits, dict.fromkeys((shortest * odd, shortest))), 0)
+    if not seq:
+        seq = shortest if learned or of(shortest).frames else shortest * odd
         raise _none(space, f"{space.model.name} does not fit {space.cluster} even with sequences of {seq} tokens")
     while fits(2 * seq) and seq < 1 << 24:
         seq *= 2
@@ -169,6 +180,11 @@ def longest_sequence(space: Space, usable: float) -> tuple[int, Least]:
     found = tried[seq]
     assert found
     return seq, found
+
+
+def _odd(number: int) -> int:
+    """The odd part of a number: what is left of it without its factors of two."""
+    return number // (number & -number)
 
 
 def largest_batch(space: Space, usable: float) -> tuple[int, Least]:
@@ -185,7 +201,7 @@ def largest_batch(space: Space, usable: float) -> tuple[int, Least]:
         return tried[batch] is not None
 
     devices = space.cluster.devices
-    odd = devices // (devices & -devices)
+    odd = _odd(devices)
     # Fewer sequences than replicas may have too few ranks to shard over: what does not fit may do so twice as large.
     sizes = [odd << k for k in range(25) if k == 0 or odd << k <= 1 << 24]
     batch = 0
