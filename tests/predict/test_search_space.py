@@ -119,6 +119,13 @@ def test_what_is_fixed_is_in_every_candidate():
     )
 
 
+def test_a_shard_group_of_all_is_what_layouts_without_zero_have():
+    for zero in ("zero=0", "zero=2"):
+        found, free = (space("llama-3-8b", "8xH100", 4096, 64, text) for text in (f"{zero},shard=0", zero))
+        every = {str(layout) for frame in free.frames for layout in layouts(frame) if not layout.shard}
+        assert {str(layout) for frame in found.frames for layout in layouts(frame)} == every
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

@@ -252,8 +252,8 @@ class Space:
             for ranks in divisors(data)[1:] if stage else [1]:
                 if stage and objection(self.model, tp, tp > 1, ep, ranks):
                     continue
-                # shard=0 is how a layout says dp x cp.
-                if self.allows("shard", ranks) or (ranks == data and self.allows("shard", 0)):
+                # shard=0 is how a layout says dp x cp, and all that it says without ZeRO.
+                if self.allows("shard", ranks) or ((not stage or ranks == data) and self.allows("shard", 0)):
                     yield Sharding(stage, ranks)
 
     def _orders(self, pp: int) -> Iterator[Order]:
