@@ -201,7 +201,7 @@ class _Piped(Rank):
         yield Moment((rest + less + self._kept + self.gradients + everything) * later, everything * later)
 
     def _between(self, some: Num) -> Iterator[Moment]:
-        """The loss and the optimizer."""
+        """The loss, the sum of a tied table's gradients, which the other end has sent, and the optimizer."""
         s = self.saved
         if self.head:
             messages = np.where(self.many & (some > 0), self._messages(True), self._messages(False))
@@ -212,6 +212,8 @@ class _Piped(Rank):
             yield Moment(rest + s.loss + (some - landing) * before + left, left)
         left = self.staged("blocks.0") * self.sharded
         yield Moment(self.gradients + left + self.widened, left)
+        if "tied" in self.shard:
+            yield Moment(self.gradients + self.shard["tied"] * self.grad_bytes, np.zeros(1))
 
     def _backward(self, found: Num | None, landing: Num, with_head: Num) -> Iterator[Moment]:
         """One stage's backward: its own activations and what gradients take. found: bytes of accumulators that are
@@ -230,6 +232,10 @@ class _Piped(Rank):
             grads = np.where(self.sharded, 0.0, acc * ~self.many) if found is None else found
             whole = blocks * s.block + edge + s.in_head + grads + own + left
             yield Moment(whole * with_head, (own + left) * with_head)
+        # In the first backward, an accumulator comes while the full gradient that goes into it is there.
+        collects = self.many & ~lasting & (found is None)
+        if self.head:
+            yield Moment((blocks * s.block + s.after_edge + acc + own) * collects, own * collects)
         for j in (np.float64(1.0), blocks):
             full = np.where(lasting, before + j * block, block) + left * ((j < blocks) | self.embedding | strange)
             so_far = np.where(lasting, 0.0, done + (j - self.many) * each) if found is None else found
@@ -239,10 +245,12 @@ class _Piped(Rank):
             # The gradient that a message brought to the first block is not there twice.
             inside = np.where(self._apart, s.in_block_apart, s.in_block) - s.message * ((j == 1) & (not self.head))
             yield Moment(below + s.block + inside + kept + so_far + full, full)
+            yield Moment((below + s.after_block + done + j * each + block) * collects, block * collects)
         if self.embedding:
             full = own + np.where(self.sharded | (self._delayed & self.many), blocks * block, 0.0)
             so_far = np.where(lasting, 0.0, blocks * each + acc * ~self.many) if found is None else found + landing
             yield Moment(s.in_embedding + self._delayed * blocks * s.kept_block + so_far + full, full)
+            yield Moment((s.after_edge + blocks * each + acc + own) * collects, own * collects)
 
 
 class First(_Piped):
