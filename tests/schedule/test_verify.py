@@ -12,6 +12,8 @@ from collective_reference import is_right, step_by_step
 
 from harness.today import EVERYTHING, seed
 from shardwise.schedule import CommSchedule, Round, Stage, algorithms, build
+from shardwise.schedule.engine import play
+from shardwise.schedule.program import lower
 from shardwise.schedule.verify import verify
 
 MUTANTS = 200
@@ -138,6 +140,17 @@ def test_races_are_found():
     assert "round 0, rank 1, chunk 0 is read while it is overwritten" in texts(passed_on)
     both = rounds_of("broadcast", 3, Round.of(0, [1, 2, 2], 0))
     assert texts(both) == ["round 0, rank 2, chunk 0 is written twice"]
+
+
+def test_an_addition_within_a_rank_of_what_arrives_to_be_added_is_a_race():
+    """Rank 0 adds its own data to rank 1's, as the round found it, while rank 1's data is added to its own."""
+    both = Round.join(Round.of(1, 0, 0, reduce=True), Round.of(0, 0, 0, to=1, reduce=True))
+    schedule = rounds_of("reduce", 2, Round.of(1, 0, 0, to=1), both, result="out")
+    program = lower(schedule, 1)
+    memory = [np.array([start, *[0] * (program.elements - 1)]) for start in (10, 1)]
+    play(program, memory=memory)
+    assert memory[0][1] != 11
+    assert texts(schedule) == ["round 1, rank 0, chunk 0 is read while it is overwritten"]
 
 
 def test_adding_to_what_peers_read_is_a_race_only_without_messages():

@@ -72,12 +72,15 @@ def _races(schedule: CommSchedule, number: int, round: Round) -> list[Finding]:
     """Chunks whose content depends on who comes first.
 
     What is added is staged, and added when all sends of the round are complete, unless ranks read each other's memory.
+    What a rank adds within its own memory is not staged: it is read among the round's additions.
     """
     width = schedule.width
     source, target, adds = round.cells(width)
-    written = np.zeros(schedule.ranks * width, dtype=bool)
-    written[target if schedule.reads else target[~adds]] = True
-    clashes = [(cell, "is read while it is overwritten") for cell in np.unique(source[written[source]]).tolist()]
+    written = np.zeros((2, schedule.ranks * width), dtype=bool)
+    written[0, target if schedule.reads else target[~adds]] = True
+    written[1, target] = True
+    late = np.repeat((round.src == round.dst) & round.reduce, round.count).astype(np.int64)
+    clashes = [(cell, "is read while it is overwritten") for cell in np.unique(source[written[late, source]]).tolist()]
     if len(target) and np.bincount(target, minlength=1).max() > 1:
         order = np.argsort(target, kind="stable")
         again = order[1:][target[order][1:] == target[order][:-1]]
