@@ -7,8 +7,10 @@ import pytest
 from shardwise.cluster import Cluster, Device, Link
 from shardwise.errors import UserError
 from shardwise.report import LedgerRow
+from shardwise.schedule import build
 from shardwise.schedule.choose import Cost, choose, cost, crossovers, pricer, transport_rows
 from shardwise.schedule.collectives import COLLECTIVES
+from shardwise.schedule.price import price
 
 DEVICE = Device("X", "cuda", 10**9, 3e12)
 FLAT = Cluster(1, 16, DEVICE, Link(1e-6, 1e9), Link(1e-6, 1e9))
@@ -39,6 +41,22 @@ def test_segments_suit_the_size():
     found = next(c for c in choose("broadcast", 1e6, 16, FLAT) if c.name == "chain")
     least = 1e6 / 1e9 + 14e-6 + 2 * (14 * 1e-6 * 1e6 / 1e9) ** 0.5
     assert found.price.seconds == pytest.approx(least, rel=0.02)
+
+
+@pytest.mark.parametrize(("collective", "name"), [("broadcast", "chain"), ("all-reduce", "double-tree")])
+def test_no_other_power_of_two_of_segments_is_cheaper(collective, name):
+    """Across nodes, too, where few of a pipeline's messages take the slow link, or most of the latency is elsewhere."""
+    slow_start = Cluster(4, 4, DEVICE, Link(1e-4, 1e11), Link(1e-6, 1e10))
+    many = Cluster.parse("16x8xA100")
+    for ranks, cluster in ((13, FLAT), (13, NODES), (13, slow_start), (125, many)):
+        prices = pricer(collective, ranks, cluster)
+        for nbytes in (0, 1e4, 1e5, 1e6, 1e8):
+            (found,) = (choice for choice in prices.ranked(nbytes) if choice.name == name)
+            others = [
+                price(build(collective, name, ranks, segments=1 << k), prices.network, nbytes).seconds
+                for k in range(10)
+            ]
+            assert found.price.seconds == pytest.approx(min(others), rel=1e-9)
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)

@@ -254,21 +254,30 @@ class Pricer:
         fixed = self._placed(algorithm)
         if "segments" not in algorithm.options or self.network.ranks == 1:
             return fixed, self._profile(algorithm, fixed).at(nbytes)
-        options = [{**fixed, "segments": segments} for segments in self._segments(algorithm, nbytes)]
-        prices = [(self._profile(algorithm, chosen).at(nbytes), chosen) for chosen in options]
-        price, chosen = min(prices, key=lambda pair: pair[0].seconds)
-        return chosen, price
 
-    def _segments(self, algorithm: Algorithm, nbytes: float) -> list[int]:
-        """Two powers of two around the best number of segments: with A + B s rounds of α + nβ/s seconds it is
-        sqrt(A nβ / (B α))."""
+        def price(segments: int) -> Price:
+            return self._profile(algorithm, {**fixed, "segments": segments}).at(nbytes)
+
+        def nearest_best(segments: int) -> int:
+            nearby = [s for s in (segments // 2, segments, 2 * segments) if 1 <= s <= MOST_SEGMENTS]
+            best = min(nearby, key=lambda s: price(s).seconds)
+            return best if best == segments else nearest_best(best)
+
+        # The formula knows one link. Across nodes a few segments, too, may be better than a few more and a few less:
+        # with more of them, one is on a slow link in every round.
+        starts = (2, self._segments(algorithm, nbytes))
+        segments = min(map(nearest_best, starts), key=lambda s: price(s).seconds)
+        return {**fixed, "segments": segments}, price(segments)
+
+    def _segments(self, algorithm: Algorithm, nbytes: float) -> int:
+        """About the best number of segments on one kind of link, a power of two from 2 on: with A + B s rounds of
+        α + nβ/s seconds it is sqrt(A nβ / (B α))."""
         two, four = (self._build(algorithm, segments=s).steps for s in (2, 4))
         growth = (four - two) / 2
         fill = max(two - 2 * growth, 0.0)
         alpha, beta = self.network.inter if self.network.nodes > 1 else self.network.intra
         best = sqrt(fill * nbytes * beta / (growth * alpha)) if alpha else MOST_SEGMENTS
-        low = 1 << max(0, min(int(best), MOST_SEGMENTS // 2).bit_length() - 1)
-        return [low, 2 * low]
+        return 2 << max(0, min(int(best), MOST_SEGMENTS // 2).bit_length() - 1)
 
     def _profile(self, algorithm: Algorithm, options: Mapping[str, int]) -> Profile | SizedProfile:
         key = algorithm.name, tuple(options.items())
