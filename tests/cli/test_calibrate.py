@@ -87,6 +87,7 @@ def test_tables_name_figures_and_what_was_held_back(calibrate, monkeypatch, tmp_
         (("--ranks", 2, "--out", "here.json"), "ends in .toml"),
         (("--ranks", 2, "--out", "nowhere/here.toml"), "there is no directory nowhere"),
         (("--ranks", 2, "--out", "broken.toml"), "broken.toml is not valid TOML"),
+        (("--ranks", 2, "--out", "/proc/here.toml"), "cannot write /proc/here.toml"),
     ],
 )
 def test_mistakes_are_told_before_anything_starts(calibrate, monkeypatch, tmp_path, argv, words):

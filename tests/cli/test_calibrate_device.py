@@ -77,10 +77,12 @@ def test_explain_times_the_engines_that_have_a_profile(command):
         (("--seconds", -1), "--seconds must be a positive number"),
         (("--out", "here.json"), "ends in .toml"),
         (("--out", "nowhere/here.toml"), "there is no directory nowhere"),
+        (("--out", "/proc/here.toml"), "cannot write /proc/here.toml"),
         (("--device", "cuda"), "torch sees no CUDA device"),
     ],
 )
 def test_mistakes_are_told_before_anything_starts(command, monkeypatch, argv, words):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("shardwise.cli.calibrate_device._measured", lambda *_: pytest.fail("ranks were started"))
     code, _, err = command("calibrate", "device", *argv)
     assert code == 2 and words in err and len(err.splitlines()) == 1

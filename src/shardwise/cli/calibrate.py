@@ -97,14 +97,17 @@ def _sizes(args: argparse.Namespace) -> list[int]:
 def _cluster(args: argparse.Namespace) -> Cluster:
     """What is known before: the file's, or this host. Raises `UserError` where the file could not be written later."""
     from shardwise.cluster import Cluster
+    from shardwise.report.files import check_place
 
     if args.out and args.out.suffix != ".toml":
         raise UserError(f"--out {args.out}: a cluster file's name ends in .toml")
-    if args.out and args.out.exists():
-        return Cluster.parse(str(args.out))
     if args.out and not args.out.parent.is_dir():
         raise UserError(f"--out {args.out}: there is no directory {args.out.parent}")
-    return Cluster.parse(f"{args.ranks}xcpu")
+    known = args.out and args.out.exists()
+    before = Cluster.parse(str(args.out) if known else f"{args.ranks}xcpu")
+    if args.out:
+        check_place(args.out)
+    return before
 
 
 def _measured(args: argparse.Namespace, chosen: list[Any], sizes: list[int]) -> tuple[list[Sample], float]:
@@ -174,6 +177,7 @@ def _noise(spread: float) -> str:
 
 def _write(file: Path, cluster: Cluster, found: Fit, header: list[str]) -> None:
     from shardwise.cluster.writing import to_toml
+    from shardwise.report.files import write_whole
     from shardwise.report.units import format_time
 
     times = [(name, found.constant[of]) for of, name in _TIMES.items() if of in found.constant]
@@ -181,10 +185,7 @@ def _write(file: Path, cluster: Cluster, found: Fit, header: list[str]) -> None:
     for k in range(len(found.sizes)):
         told = [(name, found.sized[of][k]) for of, name in _SPEEDS.items() if of in found.sized]
         remarks[f"intra.speeds.{k}"] = "; ".join(f"{name} {_interval(figure, _speed, -1)}" for name, figure in told)
-    try:
-        file.write_text(to_toml(cluster, header, remarks), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {file}: {error.strerror}") from None
+    write_whole(file, to_toml(cluster, header, remarks))
 
 
 def _interval(figure: Figure, words: Callable[[float], str], order: int = 1) -> str:

@@ -80,10 +80,14 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _before(out: Path | None) -> Cluster | None:
-    """What the file says so far."""
+    """What the file says so far. Raises `UserError` where it could not be written later."""
     from shardwise.cluster import Cluster
+    from shardwise.report.files import check_place
 
-    return Cluster.parse(str(out)) if out and out.exists() else None
+    before = Cluster.parse(str(out)) if out and out.exists() else None
+    if out:
+        check_place(out)
+    return before
 
 
 def _kind(args: argparse.Namespace) -> Literal["cpu", "cuda"]:
@@ -148,12 +152,10 @@ def _link(device: Device) -> Link | None:
 
 def _write(file: Path, cluster: Cluster) -> None:
     from shardwise.cluster.writing import to_toml
+    from shardwise.report.files import write_whole
 
     header = [f"{cluster.device.name}: {cluster.device.source}"]
-    try:
-        file.write_text(to_toml(cluster, header), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {file}: {error.strerror}") from None
+    write_whole(file, to_toml(cluster, header))
 
 
 def _tables(device: Device) -> list[Any]:

@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from shardwise.cluster.topology import cluster_of, device_of, explained
+    from shardwise.report.files import write_whole
 
     if args.out and args.out.suffix != ".toml":
         raise UserError(f"--out {args.out}: a cluster file's name ends in .toml")
@@ -40,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(_as_json(found, cluster, lines))
     if args.out:
-        _write(args.out, cluster, lines)
+        write_whole(args.out, _text(cluster, lines))
         if not args.json:
             print("\n".join([*lines, *_links(cluster), f"written: --cluster {shlex.quote(str(args.out))}"]))
     elif not args.json:
@@ -76,13 +77,6 @@ def _text(cluster: Cluster, lines: list[str]) -> str:
     from shardwise.cluster.writing import to_toml
 
     return to_toml(cluster, lines)
-
-
-def _write(file: Path, cluster: Cluster, lines: list[str]) -> None:
-    try:
-        file.write_text(_text(cluster, lines), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {file}: {error.strerror}") from None
 
 
 def _as_json(found: Topology, cluster: Cluster, lines: list[str]) -> dict[str, object]:
