@@ -19,6 +19,13 @@ def test_rows_are_broadcast_and_clipped():
     assert rows(Round.join(round, Round.of(1, 0, 0, to=7))) == [(0, 3, 4, 4, 2, 1, True), (1, 0, 0, 7, 1, 1, False)]
 
 
+def test_rows_are_taken_by_index_or_by_mask_and_may_be_none():
+    round = Round.of([0, 1, 2], 3, 4)
+    assert round.take([2, 0]).src.tolist() == [2, 0] and round.take(round.src > 1).src.tolist() == [2]
+    empty = round.take([])
+    assert len(empty) == len(round.take(round.src > 2)) == len(empty.take(empty.src > 1)) == 0
+
+
 chunks = st.integers(0, 20)
 many_rows = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), chunks, chunks, st.integers(1, 4)), min_size=1)
 

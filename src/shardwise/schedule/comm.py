@@ -78,6 +78,8 @@ class Round:
     def take(self, rows: ArrayLike) -> Round:
         """The rows with these indices, or where this mask is true."""
         index = np.asarray(rows)
+        # An empty list would be an array of floats.
+        index = index if index.size else index.astype(np.int64)
         return Round(*(column[index] for column in self.columns))
 
     def contiguous(self) -> Round:
