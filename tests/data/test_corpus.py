@@ -72,6 +72,17 @@ def test_a_single_document_gives_its_last_tokens(tmp_path, fraction):
     assert corpus.tokenizer().decode((train + validation)[:-1]) == file.read_text()
 
 
+def test_only_ends_of_documents_are_the_end_of_text(tmp_path):
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "[EOS]": 1, "a": 2}, unk_token="[UNK]"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    words.save(str(tmp_path / "t.json"))
+    text = tmp_path / "t.jsonl"
+    text.write_text("".join(json.dumps({"text": "a [EOS] a"}) + "\n" for _ in range(8)))
+    corpus = make(text, tmp_path / "out", tokenizer=tmp_path / "t.json")
+    for split in ("train", "validation"):
+        assert np.count_nonzero(corpus.tokens(split) == corpus.eos) == corpus.document_counts[split]
+
+
 def test_long_documents_are_encoded_in_pieces_without_loss(texts, tmp_path, monkeypatch):
     whole = make(texts, tmp_path / "whole")
     monkeypatch.setattr(corpus_module, "_PIECE", 40)

@@ -2,7 +2,16 @@ import json
 
 import pytest
 
-from shardwise.data.tokenizer import KNOWN_ENDS, end_of_text, load, pieces, sample, train, vocabulary_size
+from shardwise.data.tokenizer import (
+    KNOWN_ENDS,
+    encode_without,
+    end_of_text,
+    load,
+    pieces,
+    sample,
+    train,
+    vocabulary_size,
+)
 from shardwise.errors import UserError
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -43,6 +52,35 @@ def test_text_that_spells_the_end_of_text_token_does_not_encode_to_it(tmp_path):
         ids = tokenizer.encode("a<|endoftext|>b", add_special_tokens=False).ids
         assert end_of_text(tokenizer) not in ids
         assert tokenizer.decode(ids) == "a<|endoftext|>b"
+
+
+def ends_in_text():
+    """Tokenizers that find their end-of-text token in text, though special tokens are not looked for, and its id."""
+    models = tokenizers.models
+    added = json.loads(train(TEXTS, 300).to_str())
+    added["added_tokens"][0]["special"] = False
+    letters = [(letter, -3.0) for letter in "ab<>/s \n"]
+    unigram = tokenizers.Tokenizer(models.Unigram([("</s>", 0.0), *letters]))
+    unigram.add_special_tokens(["</s>"])
+    words = tokenizers.Tokenizer(models.WordLevel({"<unk>": 0, "[EOS]": 1, "a": 2, "b": 3}, unk_token="<unk>"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    yield tokenizers.Tokenizer.from_str(json.dumps(added)), "<|endoftext|>"
+    yield unigram, "</s>"
+    yield words, "[EOS]"
+
+
+@pytest.mark.parametrize(("tokenizer", "end"), list(ends_in_text()), ids=["not special", "unigram", "words"])
+def test_a_spelled_end_that_is_found_all_the_same_is_cut(tokenizer, end, tmp_path):
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load(tmp_path)
+    number = end_of_text(tokenizer)
+    text = f"a b {end} a{end}{end} b"
+    assert number in tokenizer.encode(text, add_special_tokens=False).ids
+    ids = encode_without(tokenizer, text, number)
+    assert ids and number not in ids
+    if end != "[EOS]":  # whose halves are unknown words
+        assert tokenizer.decode(ids).replace(" ", "") == text.replace(" ", "")
+    assert encode_without(tokenizer, "a b", number) == tokenizer.encode("a b", add_special_tokens=False).ids
 
 
 def test_loading_switches_truncation_and_padding_off(tmp_path):

@@ -26,6 +26,7 @@ from shardwise.data.sources import Source, open_source
 from shardwise.data.splits import SPLITS, Split, SplitFiles
 from shardwise.data.tokenizer import (
     SAMPLE_BYTES,
+    encode_without,
     end_of_text,
     load,
     pieces,
@@ -293,8 +294,11 @@ class _Preparation:
         encode = getattr(tokenizer, "encode_batch_fast", tokenizer.encode_batch)
         for batch in _batches(self._pieces()):
             texts = [piece for _, piece, _ in batch]
-            for (index, _, last), encoding in zip(batch, encode(texts, add_special_tokens=False), strict=True):
-                yield index, [*encoding.ids, eos] if last else encoding.ids
+            for (index, text, last), encoding in zip(batch, encode(texts, add_special_tokens=False), strict=True):
+                ids = encoding.ids
+                if eos in ids:
+                    ids = encode_without(tokenizer, text, eos)
+                yield index, [*ids, eos] if last else ids
 
 
 def _batches(parts: Iterable[tuple[int, str, bool]]) -> Iterator[list[tuple[int, str, bool]]]:

@@ -6,6 +6,7 @@ Every document ends with the end-of-text token, and no text, whatever it spells,
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -97,6 +98,23 @@ def end_of_text(tokenizer: Tokenizer, name: str = "the tokenizer") -> int:
 def vocabulary_size(tokenizer: Tokenizer) -> int:
     """Rows that an embedding of its tokens needs: the highest id plus one, counting ids that no token has."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+
+def encode_without(tokenizer: Tokenizer, text: str, end: int) -> list[int]:
+    """Ids of a text, `end` not among them, also where the tokenizer takes a spelling for that token.
+
+    `encode_special_tokens` keeps special tokens alone from that: an added token that is not special, a whole word or a
+    piece of a Unigram vocabulary is found in the text all the same. Such a spelling is cut in two, and what is one
+    character long left out.
+    """
+    encoding = tokenizer.encode(text, add_special_tokens=False)
+    ids: list[int] = encoding.ids
+    found = [offsets for number, offsets in zip(ids, encoding.offsets, strict=True) if number == end]
+    cuts = sorted({(start + stop) // 2 for start, stop in found if stop - start > 1})
+    if not cuts:
+        return [number for number in ids if number != end]
+    parts = (text[start:stop] for start, stop in pairwise([0, *cuts, len(text)]))
+    return [number for part in parts for number in encode_without(tokenizer, part, end)]
 
 
 def pieces(text: str, size: int) -> Iterator[str]:
