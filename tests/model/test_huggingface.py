@@ -348,6 +348,19 @@ def test_frequency_factors_in_the_wrong_order_are_refused():
     assert "high_freq_factor" in refusal(LLAMA_31_8B, rope_scaling=table)
 
 
+def test_rotary_settings_that_transformers_reads_over_are_refused():
+    bare = {k: v for k, v in NEOX_20B.items() if k not in ("rotary_emb_base", "rotary_pct")}
+    assert "rope_theta=100.0 is not read by transformers; write it as rotary_emb" in refusal(bare, rope_theta=100.0)
+    assert "write it as rotary_pct" in refusal(bare, partial_rotary_factor=0.5)
+    # What says the same, as transformers 4 wrote it, and what stands in the table, is fine.
+    assert from_huggingface(bare | {"rope_theta": 10000, "partial_rotary_factor": 0.25}) == from_huggingface(NEOX_20B)
+    table = {"rope_type": "default", "rope_theta": 100.0}
+    assert from_huggingface(bare | {"rope_scaling": table, "rope_theta": 100.0}).rope_theta == 100.0
+    assert "rope_parameters.rope_theta is not read by transformers beside rope_scaling" in refusal(
+        bare, rope_parameters=table, rope_scaling={"rope_type": "default"}
+    )
+
+
 def test_unknown_field_inside_rope_parameters_is_refused_by_name():
     table = {"rope_type": "default", "mrope_section": [1]}
     assert "rope_parameters.mrope_section" in refusal(MISTRAL_7B_V03, rope_parameters=table)

@@ -248,6 +248,7 @@ def _rope(
     rope = _Fields(merged, f.where)
     if counted:
         return {"positions": "rope", "rope_theta": rope.number(*theta_names, default=theta)}
+    _refuse_unread(f, ((theta_names, theta), (fraction_names, fraction)))
     kind = rope.take("rope_type", "type", default="default")
     if kind not in ("default", "llama3"):
         raise f.error(f"rope type {kind!r} is not supported; supported are default and llama3")
@@ -266,6 +267,23 @@ def _rope(
     rope.prefix = "rope_parameters."
     rope.refuse_unknown(f"rope type {kind}")
     return result
+
+
+def _refuse_unread(f: _Fields, settings: tuple[tuple[tuple[str, ...], float | None], ...]) -> None:
+    """Refuse rotary settings that transformers reads over, so that its model would be another one.
+
+    settings: for each its names, of which beside a table only the first is read, and its default.
+    """
+    scaling, parameters = f.table("rope_scaling"), f.table("rope_parameters")
+    for name, value in parameters.items():
+        if scaling and value is not None and name not in scaling:
+            raise f.error(f"rope_parameters.{name} is not read by transformers beside rope_scaling; write it there")
+    table = scaling or parameters
+    for (read, *others), default in settings:
+        for name in others:
+            value = f.take(name, default=None)
+            if value is not None and table.get(name) is None and value != f.take(read, default=default):
+                raise f.error(f"{name}={value!r} is not read by transformers; write it as {read}")
 
 
 def _llama3(rope: _Fields, max_positions: int) -> RopeScaling:
