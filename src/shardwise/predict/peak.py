@@ -14,6 +14,7 @@ from shardwise.predict.activations import (
     Sizes,
     block_items,
     feed_forward_kept,
+    kept_items,
     mask_bytes,
     saved_bytes,
     saved_items,
@@ -148,6 +149,7 @@ def _block_backward(plan: UnitPlan, s: Sizes, apart: bool) -> int:
         kept + _norm_backward(s, s.stream * s.hidden, plan) - _mlp_items(plan, s),
         kept + _core_backward(plan, s),
         kept + _head_norms_backward(plan, s),
+        _projections_backward(plan, s) if apart else 0,
     )  # fmt: skip
 
 
@@ -208,6 +210,14 @@ def _short_backward(plan: UnitPlan, s: Sizes) -> int:
     squares = 3 * s.heads * min(s.seq, ATTENTION_ROWS) * s.seq * 4
     grads = 2 * s.seq * s.q * 4 + s.tokens * (s.q + 2 * s.kv) * s.element
     return squares + grads - _mlp_items(plan, s) - s.stream * s.hidden * s.element
+
+
+def _projections_backward(plan: UnitPlan, s: Sizes) -> int:
+    """The gradient of attention's input, beside all that a block keeps for the gradients of its weights: of what it has
+    saved there are its input and the statistics of the first norm besides."""
+    stream, norm = s.stream * s.hidden * s.element, "attention norm statistics"
+    kept, items = kept_items(plan, s, "blocks"), block_items(plan, s)
+    return sum(kept.values()) + stream + items[norm] + _column_backward(plan, s) - sum(items.values())
 
 
 def _head_norms_backward(plan: UnitPlan, s: Sizes) -> int:
