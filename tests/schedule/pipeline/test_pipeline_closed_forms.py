@@ -133,6 +133,15 @@ def test_no_smaller_number_of_micro_batches_has_the_wanted_bubble(name, p, v, ho
         assert least.micro == min(m for m, bubble in found.items() if bubble <= wanted * (1 + 1e-9)) <= least.tried
 
 
+def test_the_bubble_of_zb_v_goes_up_and_down_without_hops_too():
+    def timing(schedule):
+        return Times.equal(schedule.stages, 1, 1, 3)
+
+    found = {m: s.bubble_of_total for m, s in curve("zb-v", 5, 2, list(range(1, 15)), timing)}
+    assert found[7] < 0.08 < found[8]
+    assert least_micro("zb-v", 5, 2, 0.08, timing).micro == min(m for m, bubble in found.items() if bubble <= 0.08) == 7
+
+
 def test_where_not_all_numbers_can_be_tried_it_is_said(monkeypatch):
     monkeypatch.setattr(bubbles, "TRIED", 2 * 8 * 8 // 2)
     monkeypatch.setattr(bubbles, "LARGEST", 2 * 20)

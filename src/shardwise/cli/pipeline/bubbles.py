@@ -56,7 +56,7 @@ def _answer(least: Least) -> str:
         return f"takes at least {count(least.micro, 'micro-batch')}"
     return (
         f"is reached with {count(least.micro, 'micro-batch')}; of fewer, not all above {least.tried} were tried: "
-        "with messages that take time, bubbles go up and down"
+        "bubbles go up and down"
     )
 
 

@@ -19,6 +19,9 @@ Timing = Callable[[PipelineSchedule], Times]
 MOST_MICRO = 4096
 """Micro-batches up to which a wanted bubble is looked for."""
 
+UNSTEADY = {"zb-v"}
+"""Schedules whose idle time goes up and down with m where F, I and W differ, even if messages take no time."""
+
 LARGEST, TRIED = 100_000, 200_000
 """Forward passes of the largest schedule that is made for it, and of all that are tried one by one: seconds each."""
 
@@ -47,9 +50,9 @@ class Least(NamedTuple):
 def least_micro(name: str, p: int, v: int, wanted: float, timing: Timing, **options: int) -> Least:
     """The least number of micro-batches whose bubble is at most `wanted` of the total time.
 
-    Where messages take no time idle time does not grow with m, and it is looked for by halves. Where they take some,
-    bubbles go up and down with m: as many numbers as `TRIED` allows are tried one after the other, those beyond by
-    halves. Raises `UserError` where no m is legal.
+    Where messages take no time idle time does not grow with m, and it is looked for by halves. Where they take some, of
+    an `UNSTEADY` schedule, and where gradients leave early, bubbles go up and down with m: as many numbers as `TRIED`
+    allows are tried one after the other, those beyond by halves. Raises `UserError` where no m is legal.
     """
     most = max(p, min(MOST_MICRO, LARGEST // (p * v)))
     legal = [m for m in range(1, most + 1) if not find(name).objection(p, m, v)]
@@ -62,7 +65,8 @@ def least_micro(name: str, p: int, v: int, wanted: float, timing: Timing, **opti
         return simulated(name, p, legal[at], v, timing, **options).bubble_of_total <= wanted * (1 + 1e-9)
 
     low = -1
-    if timing(build(name, p, legal[0], v, **options)).hop:  # type: ignore[arg-type]
+    hop = timing(build(name, p, legal[0], v, **options)).hop  # type: ignore[arg-type]
+    if hop or find(name).name in UNSTEADY or options.get("early"):
         one_by_one = isqrt(2 * TRIED // (p * v))
         while low < len(legal) - 1 and legal[low + 1] <= one_by_one:
             if good(low + 1):
