@@ -18,14 +18,17 @@ import torch
 from harness.huggingface import pretrained
 from harness.processes import alive, children
 from harness.today import EVERYTHING
+from shardwise.cli import generate as generating
 from shardwise.cli.main import main
 from shardwise.layout import Grid, Layout
 from shardwise.model import ModelConfig
 from shardwise.report import StepReport
 from shardwise.report.step_report import Bytes
 from shardwise.serving.job import ServingJob
+from shardwise.serving.messages import Finished, Sampling, Token
 from shardwise.serving.recording import Note, notes_file, reports
 from shardwise.serving.service import Service
+from shardwise.serving.text import Text
 
 EVERY = ["dp=2,zero=3", "pp=2"]
 TEXT = "the quick brown fox jumps over the lazy dog; " * 20
@@ -80,6 +83,26 @@ def test_answers_are_those_of_transformers_as_text_and_as_json(folder: Path) -> 
     for answer in result["answers"]:
         assert answer["text"] == whole[: whole.index(stop)] and answer["reason"] == "stop"
         assert answer["prompt_tokens"] == len(ids) and answer["tokens"] == tokens[: len(answer["tokens"])]
+
+
+def test_tokens_that_come_after_a_stop_string_are_no_part_of_the_answer(folder: Path) -> None:
+    text = Text.open(folder)
+
+    class Late:
+        """Has chosen all tokens before it hears of a cancel."""
+
+        def submit(self, prompt: list[int], sampling: Sampling, sink: Any) -> int:
+            for token in text.encode("fox;dog"):
+                sink(Token(1, token, -1.0))
+            sink(Finished(1, "cancelled"))
+            return 1
+
+        def cancel(self, number: int) -> None: ...
+
+    answer = generating._Answer([1], text.stream([";"]))
+    generating._generate(Late(), [answer], Sampling(), (), quiet=True)  # type: ignore[arg-type]
+    assert answer.text == "fox" and answer.tokens == text.encode("fox;") and answer.reason == "stop"
+    assert len(answer.logprobs) == len(answer.tokens)
 
 
 @pytest.mark.parametrize("layout", EVERY if EVERYTHING else EVERY[:1])

@@ -172,12 +172,13 @@ def _generate(service: Service, asked: list[_Answer], sampling: Sampling, stops:
             _show(answer.end(said) if alone else f"[{asked.index(answer) + 1}] {answer.text}{answer.end(said)}", quiet)
             _show("\n", quiet)
             continue
+        if answer.stream is not None and answer.stream.stopped:
+            continue  # it was chosen before the ranks heard that nobody wants it
         answer.first = answer.first or time.monotonic() - started
-        ended = answer.stream is not None and answer.stream.stopped
         new = answer.add(said, stops)
         if alone:
             _show(new, quiet)
-        if not ended and answer.stream is not None and answer.stream.stopped:
+        if answer.stream is not None and answer.stream.stopped:
             service.cancel(said.id)
     return time.monotonic() - started
 
