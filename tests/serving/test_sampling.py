@@ -67,6 +67,14 @@ def test_of_what_are_no_numbers_there_is_no_token(dtype: torch.dtype, temperatur
     assert tokens.tolist() == [1, NOTHING, NOTHING]
 
 
+@pytest.mark.parametrize("options", [{}, {"top_k": 2}, {"top_p": 0.9}])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_of_what_is_infinite_there_is_no_token(temperature: float, options: dict[str, float]) -> None:
+    logits = torch.tensor([[1.0, math.inf, 2.0], [-math.inf] * 3, [-math.inf, 3.0, -math.inf]])
+    tokens, _ = choose(logits, [Sampling(temperature=temperature, **options)] * 3, [0, 0, 0])
+    assert tokens.tolist() == [NOTHING, NOTHING, 1]
+
+
 def test_greedy_takes_the_first_of_the_likeliest_and_tells_its_probability() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0], [0.0, -1.0, -2.0]])
     tokens, logprobs = choose(logits, [Sampling(), Sampling()], [0, 0])

@@ -17,11 +17,11 @@ _FEW = 512
 def choose(logits: Tensor, samplings: list[Sampling], places: list[int]) -> tuple[Tensor, Tensor]:
     """(tokens [B], logarithms of their probabilities [B], NaN where they are not wanted), both float64 and on the CPU.
 
-    logits: [B, vocab]. places: how many tokens precede each in its sequence. Of logits that are no numbers there is no
-    token: `NOTHING`.
+    logits: [B, vocab]. places: how many tokens precede each in its sequence. Of logits that are no numbers, or the
+    greatest of which is infinite, there is no token: `NOTHING`.
     """
     tokens = _greatest(logits)
-    nothing = logits.gather(1, tokens[:, None])[:, 0].isnan()
+    nothing = ~logits.gather(1, tokens[:, None])[:, 0].isfinite()
     for row, (sampling, place) in enumerate(zip(samplings, places, strict=True)):
         if sampling.temperature > 0:
             tokens[row] = _draw(logits[row], sampling, uniform(sampling.seed, place))
