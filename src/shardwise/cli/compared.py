@@ -56,16 +56,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--engine", "PROFILE", "the software assumed on the cluster (tensorrt-llm; on CPUs shardwise-cpu)")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, usual: argparse.ArgumentParser) -> int:
     """Print the comparison that `args` asks for: measured here, where there is no --cluster or a prompt for a folder of
-    weights; predicted with --cluster. Raises `UserError`, and `RunFailed` when a rank dies."""
+    weights; predicted with --cluster. usual: knows what options are where nobody gives them. Raises `UserError`, and
+    `RunFailed` when a rank dies."""
     prompted = bool(args.prompt or args.prompt_file or args.tokens)
     here = args.cluster is None or (prompted and Path(args.model).is_dir())
     idle = ["layout", "report", "pretend", "stop", "same", "temperature", "top_k", "top_p", "seed"]
     idle += ["engine", "train_seq"] if args.cluster is None else []
     idle += ["prompt_tokens"] if prompted else []
     idle += [] if here else HERE
-    usual = _usual()
     if given := [name for name in idle if getattr(args, name) != usual.get_default(name)]:
         raise UserError(f"--{given[0].replace('_', '-')} does nothing here: leave it out with --compare")
     told: dict[str, Any] = {}
@@ -79,15 +79,6 @@ def run(args: argparse.Namespace) -> int:
         for index, found in enumerate(told.values()):
             show(*[""] * index, *found.tables())
     return 0
-
-
-def _usual() -> argparse.ArgumentParser:
-    """A parser, for what options are where nobody gives them."""
-    from shardwise.cli import generate
-
-    parser = argparse.ArgumentParser()
-    generate.add_arguments(parser)
-    return parser
 
 
 @dataclass(frozen=True)

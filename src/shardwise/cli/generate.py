@@ -61,7 +61,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     if args.compare is not None:
-        return compared.run(args)
+        usual = argparse.ArgumentParser()
+        add_arguments(usual)
+        return compared.run(args, usual)
     require("generation", "torch")
     if args.pretend is not None:
         return pretended.run(args)
