@@ -48,6 +48,21 @@ def test_narrowing():
     assert convert(values, "float64", "bfloat16").tolist() == [0x3F80, 0x7F80, 0xFF80, 0x3F80]
 
 
+def test_float64_becomes_bfloat16_in_one_rounding():
+    """Values a hair beside the middle of two bfloat16: as float32 they would be the middle itself. Against exact
+    arithmetic, since torch rounds twice, too."""
+    whole = EVERY_BF16[(EVERY_BF16 & 0x7FFF) < 0x7F00]
+    value, above = (convert(bits, "bfloat16", "float64") for bits in (whole, (whole + 1).astype("<u2")))
+    middle = (value + above) / 2  # exact: 8 bits and one more
+    for beside, expected in ((value, whole), (above, whole + 1)):
+        near = np.nextafter(middle, beside)
+        assert np.array_equal(convert(near, "float64", "bfloat16"), expected)
+    even = np.where(whole & 1, whole + 1, whole)
+    assert np.array_equal(convert(middle, "float64", "bfloat16"), even)
+    hard = np.array([np.nan, np.inf, -np.inf, 1e-320, -0.0, 3.3961775292304e38, 3.39617752923047e38])
+    assert convert(hard, "float64", "bfloat16").tolist() == [0x7FC0, 0x7F80, 0xFF80, 0, 0x8000, 0x7F7F, 0x7F80]
+
+
 def test_other_types_are_refused():
     with pytest.raises(UserError, match="do not store int8"):
         numpy_dtype("int8")

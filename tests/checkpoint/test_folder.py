@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from simulated import LLAMA, save, state_of
 
-from shardwise.checkpoint import Checkpoint, find, keep_last, latest
+from shardwise.checkpoint import Checkpoint, DamagedError, find, keep_last, latest, with_older
 from shardwise.checkpoint.manifest import NAME
 from shardwise.errors import UserError
 
@@ -117,3 +117,26 @@ def test_find(tmp_path):
         (run / "checkpoints" / f"step-{step}" / NAME).unlink()
     with pytest.raises(UserError, match="holds no whole checkpoint"):
         find(run)
+
+
+def test_an_older_checkpoint_is_named_beside_a_damaged_one(tmp_path):
+    """Where the damaged one still opens, its bytes alone being wrong, the older one resumes elsewhere."""
+    folder = tmp_path / "a run" / "checkpoints"
+    make(folder, 1, 2, 3)
+    (folder / "step-2" / "rank-00000.safetensors").unlink()
+    part = folder / "step-3" / "rank-00001.safetensors"
+    whole = part.read_bytes()
+    part.write_bytes(whole[:-1])
+    command = f"shardwise train --resume '{folder / 'step-1'}'"
+    for path in (folder.parent, folder, folder / "step-3"):
+        with pytest.raises(UserError) as caught:
+            find(path)
+        assert str(caught.value).startswith(f"{part} has ") and str(caught.value).endswith(f"; {THERE}{command}")
+    part.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(DamagedError) as damaged:
+        find(folder).verify()
+    assert str(with_older(damaged.value, folder / "step-3")).endswith(f"{THERE}{command} --out NEW_RUN")
+    assert with_older(damaged.value, folder / "step-1") is damaged.value
+
+
+THERE = "the checkpoint before it is there: "

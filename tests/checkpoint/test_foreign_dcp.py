@@ -363,6 +363,23 @@ def test_a_run_goes_on_at_the_rate_that_its_schedule_had_come_to(tmp_path, now):
     assert import_checkpoint(saved, tmp_path / "out", SMALL, run=run).about["optimizer"]["lr"] == now
 
 
+def test_decay_of_norms_that_a_resumed_run_lacks_is_said(tmp_path, capsys):
+    """One group, as `torch.optim.AdamW(model.parameters())` makes it, decays norms as well."""
+    state = _state()
+    decayed = _save(state, tmp_path / "decayed")
+    assert main(["checkpoint", "import", str(decayed), "--out", str(tmp_path / "a"), *_model_arguments()]) == 0
+    captured = capsys.readouterr()
+    assert captured.err.startswith("shardwise: warning: its AdamW decays every parameter (weight_decay 0.2), norms")
+    assert main(["checkpoint", "inspect", str(tmp_path / "a")]) == 0
+    assert "imported: its AdamW decays every parameter" in capsys.readouterr().out
+    alone = ["checkpoint", "import", str(decayed), "--weights-only", "--out", str(tmp_path / "b"), *_model_arguments()]
+    state["optim"]["param_groups"][0]["weight_decay"] = 0.0
+    plain = _save(state, tmp_path / "plain")
+    none = ["checkpoint", "import", str(plain), "--out", str(tmp_path / "c"), *_model_arguments()]
+    for arguments in (alone, none):
+        assert main(arguments) == 0 and capsys.readouterr().err == ""
+
+
 def test_a_resumed_run_takes_the_other_optimizers_settings(small, tmp_path):
     from shardwise.api import configure_resumed
 

@@ -317,6 +317,21 @@ def test_a_changed_header_is_refused_or_harmless(sound, data):
         assert "\n" not in str(error)
 
 
+def test_tensors_that_share_bytes_are_refused(sound):
+    """Alone each is within the file and as long as its shape: no other check finds them."""
+    folder, whole = sound
+    length = int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8 : 8 + length])
+    norms = [name for name in header if name.endswith("layernorm.weight")]
+    first, second = norms[:2]
+    for shift in (0, 2):
+        start, end = header[first]["data_offsets"]
+        changed = header | {second: header[second] | {"data_offsets": [start + shift, end + shift]}}
+        text = json.dumps(changed).encode()
+        (folder / SINGLE).write_bytes(len(text).to_bytes(8, "little") + text + whole[8 + length :])
+        mistake(lambda: HuggingFaceWeights.open(folder), SINGLE, first, second, "share bytes")
+
+
 def test_a_header_as_deep_as_it_is_long(sound):
     folder, _ = sound
     for text in (b"[" * 5000, b"[]", b'{"a": 3}', b'{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}'):

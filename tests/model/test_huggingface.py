@@ -309,7 +309,6 @@ def test_any_value_is_read_or_refused_in_one_line(data, name, value):
         ("gpt2", "add_cross_attention", True),
         ("gpt2", "activation_function", "relu"),
         ("gpt2", "embd_pdrop", 0.2),
-        ("gpt2", "n_ctx", 512),
         ("gpt-neox-20b", "attention_bias", False),
         ("gpt-neox-20b", "rotary_pct", 1.5),
         ("deepseek-v3", "moe_layer_freq", 2),
@@ -320,6 +319,14 @@ def test_any_value_is_read_or_refused_in_one_line(data, name, value):
 )
 def test_value_that_changes_the_mathematics_is_refused_by_name(name, field, value):
     assert field in refusal(PUBLISHED[name], **{field: value})
+
+
+def test_n_ctx_says_nothing_as_in_transformers():
+    """`GPT2Config(n_ctx=512).n_positions` is 1024 in transformers 5.23."""
+    assert from_huggingface(GPT2 | {"n_ctx": 512}).max_positions == 1024
+    without = {name: value for name, value in GPT2.items() if name != "n_positions"}
+    assert from_huggingface(without | {"n_ctx": 512}).max_positions == 1024
+    assert from_huggingface(without | {"n_ctx": 512, "max_position_embeddings": 256}).max_positions == 256
 
 
 @pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn", "longrope", "mrope"])

@@ -4,16 +4,17 @@ A run saves under one layout and goes on under any other. `writes` and `needs` s
 `commit` put it on the disk, `Checkpoint.read` gets any piece of it back.
 """
 
-from shardwise.checkpoint.folder import find, keep_last, latest
+from shardwise.checkpoint.folder import find, keep_last, latest, with_older
 from shardwise.checkpoint.geometry import Piece
 from shardwise.checkpoint.manifest import Manifest, PartRecord, TensorSpec
 from shardwise.checkpoint.pieces import Held, needs, writes
 from shardwise.checkpoint.reader import Checkpoint
+from shardwise.checkpoint.reading import DamagedError
 from shardwise.checkpoint.resharding import TensorDifference, diff, model_of, reshard, shapes
 from shardwise.checkpoint.writer import Entry, PartImage, PartWriter, commit, write_part
 
 __all__ = [
-    "Checkpoint", "Entry", "Held", "Manifest", "PartImage", "PartRecord", "PartWriter", "Piece", "TensorDifference",
-    "TensorSpec", "commit", "diff", "find", "keep_last", "latest", "model_of", "needs", "reshard", "shapes",
-    "write_part", "writes",
+    "Checkpoint", "DamagedError", "Entry", "Held", "Manifest", "PartImage", "PartRecord", "PartWriter", "Piece",
+    "TensorDifference", "TensorSpec", "commit", "diff", "find", "keep_last", "latest", "model_of", "needs", "reshard",
+    "shapes", "with_older", "write_part", "writes",
 ]  # fmt: skip

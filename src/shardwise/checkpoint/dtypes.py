@@ -39,8 +39,20 @@ def convert(array: np.ndarray, source: str, target: str) -> np.ndarray:
         wide = (array.astype("<u4") << 16).view("<f4") if source == "bfloat16" else array
         if target != "bfloat16":
             return wide.astype(_NUMPY[target], copy=False)
-        wide = wide.astype("<f4", copy=False)
+        wide = _float32_to_odd(wide) if source == "float64" else wide.astype("<f4", copy=False)
     word = wide.view("<u4")
     # Ties go to even: half of the last place that is kept, less one where that place is even already.
     rounded = ((word + (0x7FFF + ((word >> 16) & 1))) >> 16).astype("<u2")
     return np.where(np.isnan(wide), np.uint16(0x7FC0), rounded).astype("<u2", copy=False)
+
+
+def _float32_to_odd(array: np.ndarray) -> np.ndarray:
+    """Round float64 to float32 by truncation, with the last bit set where anything was cut off ("round to odd", Boldo
+    and Melquiond 2008). Rounding the result to fewer bits gives the same as rounding once; to nearest, values just
+    beside the middle of two would become the middle first.
+    """
+    near = array.astype("<f4")
+    word = near.view("<u4").copy()
+    word[np.abs(near) > np.abs(array)] -= 1
+    word[near != array] |= 1
+    return np.where(np.isnan(array), near, word.view("<f4"))

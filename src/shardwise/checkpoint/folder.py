@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from shardwise.checkpoint.manifest import NAME
 from shardwise.checkpoint.reader import Checkpoint
+from shardwise.checkpoint.reading import DamagedError
 from shardwise.checkpoint.writer import sync_folder
 from shardwise.errors import UserError
 
@@ -46,7 +48,7 @@ def latest(folder: Path, warn: Callable[[str], object] = lambda line: None) -> C
 def find(path: Path) -> Checkpoint:
     """The checkpoint that a path names: its own folder, or a run, or a run's checkpoints, for the newest one there.
 
-    Raises `UserError` when there is none, or the newest one is damaged: whoever names a run wants to know that.
+    Raises `UserError` when there is none, and when the newest one is damaged, `DamagedError` that names an older one.
     """
     if not path.is_dir():
         raise UserError(f"no such folder: {path}")
@@ -56,8 +58,34 @@ def find(path: Path) -> Checkpoint:
                 whole = [step for _, step in found if (step / NAME).exists()]
                 if not whole:
                     raise UserError(f"{folder} holds no whole checkpoint")
-                return Checkpoint.open(whole[-1])
-    return Checkpoint.open(path)
+                path = whole[-1]
+                break
+    try:
+        return Checkpoint.open(path)
+    except DamagedError as error:
+        raise with_older(error, path) from None
+
+
+def with_older(error: DamagedError, damaged: Path) -> DamagedError:
+    """The error, with the command that resumes the newest checkpoint before `damaged`, if there is one.
+
+    The new run needs a directory of its own where `damaged` still opens, since it then counts as the run's newest.
+    """
+    step = _STEP.fullmatch(damaged.name)
+    for number, path in reversed(steps(damaged.parent)):
+        if step and number < int(step[1]) and _opens(path):
+            elsewhere = " --out NEW_RUN" if _opens(damaged) else ""
+            command = f"shardwise train --resume {shlex.quote(str(path))}{elsewhere}"
+            return DamagedError(f"{error}; the checkpoint before it is there: {command}")
+    return error
+
+
+def _opens(path: Path) -> bool:
+    try:
+        Checkpoint.open(path)
+    except UserError:
+        return False
+    return True
 
 
 def keep_last(folder: Path, count: int, known: set[Path] | None = None) -> list[Path]:

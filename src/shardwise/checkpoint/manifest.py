@@ -26,6 +26,7 @@ from typing import Any
 
 from shardwise.checkpoint.dtypes import CODES, numpy_dtype
 from shardwise.checkpoint.geometry import Piece, tiles, volume
+from shardwise.checkpoint.reading import DamagedError
 from shardwise.errors import UserError
 from shardwise.report.strict_json import strict
 
@@ -201,11 +202,11 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """The manifest of a folder. Raises `UserError` when there is none, or it is damaged."""
+        """The manifest of a folder. Raises `UserError` when there is none, `DamagedError` when it is damaged."""
         path = folder / NAME
         try:
             if path.stat().st_size > LONGEST:
-                raise UserError(f"{path} is damaged: it is longer than any manifest")
+                raise DamagedError(f"{path} is damaged: it is longer than any manifest")
             data = path.read_bytes()
         except (FileNotFoundError, NotADirectoryError):
             raise UserError(f"{folder} holds no checkpoint: it has no {NAME}") from None
@@ -214,7 +215,7 @@ class Manifest:
         try:
             return cls.parse(data)
         except UserError as error:
-            raise UserError(f"{path} is damaged: {error}") from None
+            raise DamagedError(f"{path} is damaged: {error}") from None
 
 
 def blocks(nbytes: int) -> int:

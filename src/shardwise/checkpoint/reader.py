@@ -15,7 +15,7 @@ import numpy as np
 from shardwise.checkpoint.dtypes import bits, convert, numpy_dtype, raw
 from shardwise.checkpoint.geometry import Piece, copy, full, shared
 from shardwise.checkpoint.manifest import BLOCK, Manifest, Part, StoredPiece, TensorSpec
-from shardwise.checkpoint.reading import read_exactly
+from shardwise.checkpoint.reading import DamagedError, read_exactly
 from shardwise.checkpoint.writer import check_files
 from shardwise.errors import UserError
 
@@ -117,7 +117,7 @@ class Checkpoint:
                 data = raw(values)
                 _read_exactly(file.fileno(), data, stored.offset + index * BLOCK, path)
                 if zlib.crc32(data) != stored.crc32[index]:
-                    raise UserError(f"{path} is damaged: the checksum of {stored.tensor} is wrong")
+                    raise DamagedError(f"{path} is damaged: the checksum of {stored.tensor} is wrong")
                 yield block, values
 
     def _check_header(self, part: Part) -> None:
@@ -128,7 +128,7 @@ class Checkpoint:
         with _opened(path) as file:
             _read_exactly(file.fileno(), memoryview(header), 0, path)
         if zlib.crc32(header) != part.header_crc32:
-            raise UserError(f"{path} is damaged: the checksum of its header is wrong")
+            raise DamagedError(f"{path} is damaged: the checksum of its header is wrong")
         self._checked.add(part.name)
 
 
@@ -136,7 +136,7 @@ def _opened(path: Path) -> FileIO:
     try:
         return open(path, "rb", buffering=0)
     except FileNotFoundError:
-        raise UserError(f"{path} is missing: the checkpoint is not whole") from None
+        raise DamagedError(f"{path} is missing: the checkpoint is not whole") from None
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
 

@@ -7,13 +7,18 @@ import os
 from shardwise.errors import UserError
 
 
+class DamagedError(UserError):
+    """Files that are not as they were written: changed, cut short or missing."""
+
+
 def read_exactly(handle: int, data: memoryview, offset: int, what: str, short: str) -> None:
-    """Fill `data` from `offset` on. Raises `UserError`: "cannot read `what`", or `short` where the file ends before."""
+    """Fill `data` from `offset` on. Raises `UserError`: "cannot read `what`", and `DamagedError(short)` where the file
+    ends before."""
     while len(data):
         try:
             got = os.preadv(handle, [data], offset)
         except OSError as error:
             raise UserError(f"cannot read {what}: {error.strerror}") from None
         if not got:
-            raise UserError(short)
+            raise DamagedError(short)
         data, offset = data[got:], offset + got

@@ -22,6 +22,7 @@ import numpy as np
 from shardwise.checkpoint.dtypes import CODES, numpy_dtype, raw
 from shardwise.checkpoint.geometry import Piece, full
 from shardwise.checkpoint.manifest import BLOCK, NAME, PART_NAME, Manifest, Part, PartRecord, StoredPiece, TensorSpec
+from shardwise.checkpoint.reading import DamagedError
 from shardwise.checkpoint.straight import StraightFile, memory
 from shardwise.errors import UserError
 
@@ -195,7 +196,7 @@ def commit(folder: Path, manifest: Manifest) -> None:
 
 
 def check_files(folder: Path, manifest: Manifest) -> None:
-    """Raise `UserError` naming the first part file that is missing or not as long as the manifest says."""
+    """Raise `DamagedError` naming the first part file that is missing or not as long as the manifest says."""
     for part in manifest.parts:
         path = folder / part.name
         try:
@@ -203,9 +204,9 @@ def check_files(folder: Path, manifest: Manifest) -> None:
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror}") from None
         if size < 0:
-            raise UserError(f"{path} is missing: the checkpoint is not whole")
+            raise DamagedError(f"{path} is missing: the checkpoint is not whole")
         if size != part.nbytes:
-            raise UserError(f"{path} has {size} bytes, not {part.nbytes}: the checkpoint is damaged")
+            raise DamagedError(f"{path} has {size} bytes, not {part.nbytes}: the checkpoint is damaged")
 
 
 def sync_folder(folder: Path) -> None:

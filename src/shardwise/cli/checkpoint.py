@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -136,6 +137,8 @@ def _import(args: argparse.Namespace) -> int:
     manifest = import_checkpoint(
         args.folder, args.out, model_of(args), format=args.format, weights_only=args.weights_only, run=run
     )
+    for line in _differences_of_import(manifest):
+        print(f"shardwise: warning: {line}", file=sys.stderr)
     if args.json:
         about = manifest.about
         print_json({"checkpoint": str(args.out), "imported": about["imported"], **_counts(manifest)})
@@ -223,6 +226,13 @@ def _tensors(checkpoint: Checkpoint) -> dict[str, Any]:
     return {name: {"shape": spec.shape, "dtype": spec.dtype} for name, spec in checkpoint.tensors.items()}
 
 
+def _differences_of_import(manifest: Manifest) -> list[str]:
+    """Sentences on what an imported run does otherwise here than where it began."""
+    imported = manifest.about.get("imported")
+    differs = imported.get("differs") if isinstance(imported, dict) else None
+    return [_plain(line) for line in differs] if isinstance(differs, list) else []
+
+
 def _lines(checkpoint: Checkpoint) -> list[str]:
     """The checkpoint in a few lines: one for it, one for its run, one for each kind of tensor."""
     from shardwise.report.units import format_bytes, format_count
@@ -241,7 +251,7 @@ def _lines(checkpoint: Checkpoint) -> list[str]:
         dtypes = ", ".join(sorted({spec.dtype for spec in specs}))
         elements, size = sum(spec.numel for spec in specs), sum(spec.nbytes for spec in specs)
         lines.append(f"{kind}: {len(specs)} tensors, {format_count(elements)} elements, {dtypes}, {format_bytes(size)}")
-    return lines
+    return [*lines, *(f"imported: {line}" for line in _differences_of_import(manifest))]
 
 
 def _plain(text: str) -> str:

@@ -161,6 +161,15 @@ class Layout:
         return cls(**values)
 
 
+_SYNONYMS = {
+    **dict.fromkeys(("fp16", "float16", "half", "bfloat16", "mixed"), "bf16"),
+    **dict.fromkeys(("float32", "single", "tf32"), "fp32"),
+    **dict.fromkeys(("float64", "double"), "fp64"),
+}
+"""Other frameworks' words for a precision, and 16 bits of another kind -> the choice that is meant. By its letters fp16
+is nearest to fp64."""
+
+
 def _value(text: str, key: str, value: str | None) -> Any:
     if key == "sp":
         if value in (None, "true", "1"):
@@ -172,7 +181,8 @@ def _value(text: str, key: str, value: str | None) -> Any:
         raise LayoutError(f"layout {text!r}: {key} needs a value, such as {key}={_example(key)}")
     if key in CHOICES:
         if value not in CHOICES[key]:
-            near = difflib.get_close_matches(value, CHOICES[key], n=1, cutoff=0.5)
+            meant = [_SYNONYMS[value]] if _SYNONYMS.get(value) in CHOICES[key] else None
+            near = meant or difflib.get_close_matches(value, CHOICES[key], n=1, cutoff=0.5)
             hint = f"did you mean {near[0]}? " if near else ""
             raise LayoutError(f"layout {text!r}: {key}={value} is unknown; {hint}choices: {', '.join(CHOICES[key])}")
         return value

@@ -444,7 +444,8 @@ def _gpt_like(f: _Fields, hidden: int, heads: int) -> dict[str, Any]:
 
 def _gpt2(f: _Fields) -> dict[str, Any]:
     hidden, heads = f.integer("n_embd", "hidden_size"), f.integer("n_head", "num_attention_heads")
-    longest = f.integer("n_positions", "max_position_embeddings", "n_ctx", default=1024)
+    longest = f.integer("n_positions", "max_position_embeddings", default=1024)
+    f.take("n_ctx", default=None)  # in early configurations; transformers ignores it
     f.must_be("scale_attn_weights", True, why="attention scores without the square root of the head size")
     f.must_be("scale_attn_by_inverse_layer_idx", False, why="attention scores scaled by the layer's index")
     f.must_be("reorder_and_upcast_attn", False, why="another order and precision of the attention scores")

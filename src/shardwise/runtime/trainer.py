@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.checkpoint import find
+from shardwise.checkpoint import Checkpoint, DamagedError, with_older
 from shardwise.checkpoint.huggingface import open_weights
 from shardwise.data import Corpus, Sampler
 from shardwise.decoder import random
@@ -149,7 +149,7 @@ class _Run:
         self.entropy = corpus.unigram_entropy("validation")
         self.at = Position(0, 0, 0)
         if config.resume:
-            self.at = restore(self.program, find(Path(config.resume)))
+            self.at = self._restored(Path(config.resume))
             # A run that died after its last step has only its end to do again.
             if self.at.step > config.steps or (self.at.step == config.steps and not config.restart):
                 raise UserError(f"{config.resume} has done {self.at.step} steps already: ask for more with --steps")
@@ -173,6 +173,12 @@ class _Run:
         self.role: Role | None = None
         """What the measured step saw on this rank, while its times are still to come."""
         self.roles: dict[int, Role] | None = None
+
+    def _restored(self, checkpoint: Path) -> Position:
+        try:
+            return restore(self.program, Checkpoint.open(checkpoint))
+        except DamagedError as error:
+            raise with_older(error, checkpoint) from None
 
     def _say_compiling(self, words: str) -> None:
         if self.config.layout.compile != "off" and self.rank == 0:

@@ -72,7 +72,7 @@ def import_checkpoint(
     if run is not None and not held:
         raise UserError(f"{state.folder} has no optimizer state to go on from: leave data, seq and tokenizer out")
     found = {kind: _locate(state, kind, model) for kind in ("model", *(MOMENTS if held else ()))}
-    about = _about(state, model, found["model"], run)
+    about = _about(state, model, found["model"], held, run)
     steps = (state.steps or 0) if held else 0
     batch = about["workload"]["batch"] if run is not None else state.batch
     samples = state.samples if state.samples is not None else steps * (batch or 0)
@@ -214,8 +214,13 @@ def _cut(values: np.ndarray, place: Place, shape: tuple[int, ...]) -> np.ndarray
 # What is known of the run.
 
 
-def _about(state: ForeignState, model: ModelConfig, found: Found, run: Continuation | None) -> dict[str, Any]:
-    """As `TrainConfig` writes it where the run can go on; else the model, and where it came from."""
+def _about(
+    state: ForeignState, model: ModelConfig, found: Found, held: bool, run: Continuation | None
+) -> dict[str, Any]:
+    """As `TrainConfig` writes it where the run can go on; else the model, and where it came from.
+
+    held: whether AdamW's state is imported.
+    """
     precision = {"float64": "fp64", "float32": "fp32"}.get(found["embedding.tokens.weight"][0].dtype)
     about: dict[str, Any] = {
         "model": model.to_json(),
@@ -223,6 +228,8 @@ def _about(state: ForeignState, model: ModelConfig, found: Found, run: Continuat
         "layout": "dp=1" + (f",precision={precision}" if precision else ""),
         "imported": {**state.about, "folder": state.folder.name, "optimizer": state.groups},
     }
+    if held and (differs := _decays_norms(state)):
+        about["imported"]["differs"] = [differs]
     if run is None:
         return about
     batch = run.batch or state.batch
@@ -238,6 +245,17 @@ def _about(state: ForeignState, model: ModelConfig, found: Found, run: Continuat
         # The other trainer's schedule is unknown: its learning rate stays as it is. Nothing says that it clips, either.
         "optimizer": {**_optimizer(state), "warmup": 0, "final_share": 1.0, "clip": 0.0},
     }
+
+
+def _decays_norms(state: ForeignState) -> str:
+    """A sentence where every parameter group has weight decay: norms and biases can be in no other group then."""
+    decays = [group.get("weight_decay") for group in state.groups]
+    if not decays or not all(decays):
+        return ""
+    return (
+        f"its AdamW decays every parameter (weight_decay {', '.join(f'{decay:g}' for decay in decays)}), norms and "
+        "biases among them; a resumed run decays matrices alone"
+    )
 
 
 def _optimizer(state: ForeignState) -> dict[str, Any]:

@@ -90,7 +90,19 @@ def tensors_of(path: Path) -> dict[str, FileTensor]:
         raise UserError(f"{path} is damaged: its header is no JSON object")
     header.pop("__metadata__", None)
     start = 8 + length
-    return {name: _tensor(path, name, entry, start, size) for name, entry in header.items()}
+    tensors = {name: _tensor(path, name, entry, start, size) for name, entry in header.items()}
+    _check_apart(path, {name: tuple(entry["data_offsets"]) for name, entry in header.items()})
+    return tensors
+
+
+def _check_apart(path: Path, places: dict[str, tuple[int, int]]) -> None:
+    """Raise `UserError` for tensors that share bytes, which the format excludes."""
+    before, end = "", 0
+    for name, (first, last) in sorted(places.items(), key=lambda item: item[1]):
+        if first < end and first < last:
+            raise UserError(f"{path} is damaged: {name} and {before} share bytes")
+        if last > end:
+            before, end = name, last
 
 
 def _tensor(path: Path, name: str, entry: Any, start: int, size: int) -> FileTensor:
