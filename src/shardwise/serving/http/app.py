@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from shardwise.serving.http.answers import Answers, Chats, Completions, dump
 from shardwise.serving.http.bodies import CHAT, COMPLETION, Wanted
 from shardwise.serving.http.chat import Chat
+from shardwise.serving.http.connections import OVER_LIMIT
 from shardwise.serving.http.generation import Front, Generation
 from shardwise.serving.http.metrics import CONTENT_TYPE
 from shardwise.serving.http.openapi import description
@@ -273,6 +274,9 @@ class _Gate:
         if path.startswith("/v1/") and not self._knows(scope["headers"]):
             app = _response(Problem(401, "the API key is missing or wrong: Authorization: Bearer KEY",
                                     code="invalid_api_key", headers={"www-authenticate": "Bearer"}))  # fmt: skip
+        elif OVER_LIMIT in scope.get("state", {}) and path != "/health":
+            app = _response(Problem(503, "too many connections are open: try again later", code="too_many_connections",
+                                    headers={"connection": "close", "retry-after": "1"}))  # fmt: skip
         try:
             await app(scope, receive, counted)
         except Exception:

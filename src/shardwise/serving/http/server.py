@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 
 from shardwise.errors import UserError
 from shardwise.runtime.job.launch import RunFailed
+from shardwise.serving.http.connections import Config, Limits
 from shardwise.serving.http.generation import Front
 from shardwise.serving.http.problems import Problem
 
@@ -24,6 +25,8 @@ GRACE = 30.0
 """Seconds that running requests get to finish after a signal."""
 _LAST_BYTES = 1
 """Seconds that clients get to read what has been written."""
+_WAITING = 1024
+"""Connections that the kernel keeps until they are accepted."""
 _LOOK = 0.05
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -84,15 +87,22 @@ def run(
 class _Uvicorn(uvicorn.Server):
     """uvicorn without its signal handlers: it would refuse connections at once, and kill itself at the end."""
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        # asyncio takes one number for the connections that wait in the kernel and for those that it accepts at a time.
+        for sock in sockets or []:
+            sock.listen(_WAITING)
+
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
 
-def listener(app: ASGIApp) -> uvicorn.Server:
-    """The HTTP server of an application, not started yet."""
-    config = uvicorn.Config(
+def listener(app: ASGIApp, limits: Limits | None = None) -> uvicorn.Server:
+    """The HTTP server of an application, not started yet. limits: of connections; by default as descriptors allow."""
+    config = Config(
         app,
+        limits or Limits(),
         # Defects are logged by the application; uvicorn would add tracebacks for clients that it stops waiting for.
         log_config=None,
         log_level="critical",
@@ -100,7 +110,6 @@ def listener(app: ASGIApp) -> uvicorn.Server:
         lifespan="off",
         ws="none",
         server_header=False,
-        backlog=1024,
         timeout_graceful_shutdown=_LAST_BYTES,
     )
     return _Uvicorn(config)
