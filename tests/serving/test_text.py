@@ -65,6 +65,47 @@ def test_half_a_character_is_never_given_out() -> None:
     assert stream.add(first) == "" and stream.end() == ""
 
 
+def _fallback() -> Text:
+    """A tokenizer that spells what it does not know in bytes, as SentencePiece's do."""
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"a": 256, "<unk>": 257}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>"))
+    tokenizer.decoder = tokenizers.decoders.Sequence([tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()])
+    return Text(tokenizer, ())
+
+
+@pytest.mark.parametrize("text", [TEXT, _fallback()], ids=["byte-level", "byte-fallback"])
+@pytest.mark.parametrize("whole", ["\ufffd", "a\ufffd", "a\ufffd\ufffd", "\ufffda"])
+def test_a_replacement_character_that_the_text_has_is_given_out(text: Text, whole: str) -> None:
+    stream = text.stream()
+    seen = "".join(stream.add(token) for token in text.encode(whole))
+    assert (seen, stream.end()) == (whole, "")
+
+
+@pytest.mark.parametrize("text", [TEXT, _fallback()], ids=["byte-level", "byte-fallback"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_half_a_character_after_a_replacement_character_is_left_out(text: Text, count: int) -> None:
+    stream = text.stream()
+    tokens = [*text.encode("\ufffd"), *text.encode("日")[:count]]
+    assert "".join([*(stream.add(token) for token in tokens), stream.end()]) == "\ufffd"
+
+
+@pytest.mark.parametrize("text", [TEXT, _fallback()], ids=["byte-level", "byte-fallback"])
+def test_an_answer_that_ends_a_character_of_its_prompt_has_what_follows(text: Text) -> None:
+    first, *rest = text.encode("🙂")
+    stream = text.stream((), [*text.encode("a"), first])
+    assert "".join([*(stream.add(token) for token in [*rest, *text.encode("aa")]), stream.end()]) == "aa"
+
+
+def test_added_tokens_are_text_and_special_ones_nothing() -> None:
+    text = _bytes()
+    text.tokenizer.add_tokens(["é\ufffd"])
+    text.tokenizer.add_special_tokens(["<é>"])
+    text = Text(text.tokenizer, ())
+    half, added, special = text.encode("日")[0], text.encode("é\ufffd")[0], text.encode("<é>")[0]
+    sequences = [half], [half, added], [half, special], [added]
+    assert [text.bytes.half(tokens)[1] for tokens in sequences] == [1, 0, 1, 0]
+
+
 def test_bytes_that_make_no_character_do_not_hold_the_rest_back() -> None:
     stream, wrong = TEXT.stream(), TEXT.encode("日")[1]
     seen = [stream.add(token) for token in [wrong] * 5 + TEXT.encode("ab")]

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 from shardwise.errors import UserError
 from shardwise.serving.job import tokenizer_of
+from shardwise.serving.token_bytes import TokenBytes
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-_UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 _LONGEST = 4
 """Tokens that a character of UTF-8 takes at most: what is no character by then will be none."""
 _CONTEXT = 8
@@ -27,11 +27,12 @@ _ANCHOR = "a"
 
 
 class Text:
-    """A tokenizer. stop_tokens: ids after which an answer is over."""
+    """A tokenizer. stop_tokens: ids after which an answer is over. bytes: of its tokens."""
 
     def __init__(self, tokenizer: Tokenizer, stop_tokens: Sequence[int]) -> None:
         self.tokenizer, self.stop_tokens = tokenizer, tuple(stop_tokens)
         tokenizer.encode_special_tokens = False
+        self.bytes = TokenBytes(tokenizer)
         self._anchor: list[int] = tokenizer.encode(_ANCHOR, add_special_tokens=False).ids
 
     @classmethod
@@ -86,8 +87,6 @@ class Stream:
     def __init__(self, text: Text, stop: Sequence[str], prompt: Sequence[int] = ()) -> None:
         self._text, self._stop = text, tuple(filter(None, stop))
         self._tokens = list(prompt[-_CONTEXT:])
-        if text.decode(self._tokens).endswith(_UNKNOWN):
-            self._tokens = []  # half a character, whose other half the answer has
         self._start, self._given = 0, len(self._tokens)
         """Tokens before `_start` have no influence on the text of those from `_given` on, which is still to come."""
         self._held = ""
@@ -99,7 +98,7 @@ class Stream:
             return ""
         self._tokens.append(token)
         new = self._new()
-        if not new.endswith(_UNKNOWN):
+        if not any(self._text.bytes.half(self._tokens)):
             self._start, self._given = self._given, len(self._tokens)
             return self._certain(new)
         if len(self._tokens) - self._given < _LONGEST:
@@ -114,7 +113,9 @@ class Stream:
         """What was held back, now that no token follows; half a character is left out."""
         if self.stopped:
             return ""
-        certain = self._certain(self._new().rstrip(_UNKNOWN))
+        tokens, letters = self._text.bytes.half(self._tokens)
+        new = self._new(len(self._tokens) - tokens)
+        certain = self._certain(new[: len(new) - letters])
         rest, self._held = self._held, ""
         return certain if self.stopped else certain + rest
 
