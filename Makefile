@@ -17,7 +17,7 @@ PYTEST = failed=0; $(BIN)/python -m pytest -q $(RANKS) $(LONG:%=--ignore=%) || f
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(OTHERS) || failed=1; exit $$failed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all mutation lint figures screenshots fit bench bench-scaling bench-gpu clean
+.PHONY: help demo test test-all mutation lint figures screenshots snapshots fit bench bench-scaling bench-gpu clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -50,6 +50,9 @@ figures: $(VENV)/.test  ## make docs/claims.md and the README's picture again, a
 screenshots: $(VENV)/.test  ## the page's views in light and dark, for the README: docs/screenshots/
 	@test -d runs || $(BIN)/python -m shardwise demo
 	@$(BIN)/python docs/screenshots.py
+
+snapshots: $(VENV)/.test  ## what the commands print at 80 columns, for the tests: tests/cli/snapshots/
+	@SHARDWISE_SNAPSHOTS=write $(BIN)/python -m pytest -q tests/cli/test_eighty_columns.py
 
 fit: $(VENV)/.test  ## fit the time model's constants: make fit TABLES="training.json serving.json"
 	@$(BIN)/python benchmarks/fit_constants.py $(TABLES) --cross --write

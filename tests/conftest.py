@@ -17,6 +17,13 @@ settings.register_profile("shardwise", deadline=None)
 settings.load_profile("shardwise")
 
 
+@pytest.fixture(autouse=True)
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No width of whichever terminal, or test runner, started the tests."""
+    for name in ("COLUMNS", "LINES"):
+        monkeypatch.delenv(name, raising=False)
+
+
 @pytest.fixture
 def leftovers(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes that are killed leave their temporary files where pytest clears away."""

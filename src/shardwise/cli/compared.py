@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cli.output import print_json, show, side_by_side
+from shardwise.cli.output import print_json, show
 from shardwise.errors import UserError
+from shardwise.report.terminal import rows_by_name
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -214,7 +215,7 @@ def tables(found: Comparison) -> Iterator[RenderableType]:
         f"software of {found.engine}; {many}, a prompt of {asked.prompt:,} tokens and an answer of {asked.output:,}\n"
     )
     rows = [(words, [cell(one) for one in found.strategies]) for words, cell in _rows(found)]
-    yield side_by_side([str(one.layout) for one in found.strategies], rows)
+    yield rows_by_name([str(one.layout) for one in found.strategies], rows)
     yield from _ratios(found)
     yield from _notes(found)
 
@@ -246,7 +247,8 @@ def _timed(found: Comparison) -> Iterator[Row]:
         return lambda one: format_time(seconds) if (seconds := one.middle.parts.get(name, 0.0)) else ""
 
     yield "time of a token", lambda one: format_time(one.middle.seconds)
-    yield "  80% range", lambda one: f"{format_time(one.range[0])} to {format_time(one.range[1])}"
+    yield "  80% range, from", lambda one: format_time(one.range[0])
+    yield "  to", lambda one: format_time(one.range[1])
     for name, words in time_parts.TOKEN.items():
         if any(one.middle.parts.get(name) for one in found.strategies):
             yield f"  {words}", part(name)

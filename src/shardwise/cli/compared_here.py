@@ -197,12 +197,12 @@ def _of_rank(job: ServingJob, rank: int, rounds: Sequence[Sequence[Note]]) -> tu
 
 def tables(name: str, found: Sequence[Here], prompts: int) -> Iterator[RenderableType]:
     """All that is printed of what was measured."""
-    from shardwise.cli.output import side_by_side
+    from shardwise.report.terminal import rows_by_name
 
     many = f"{prompts} sequences at a time" if prompts > 1 else "one sequence"
     count = len(found[0].tokens[0])
     yield f"{name}, measured here: {many}, {count} token{'s' * (count > 1)} each\n"
-    yield side_by_side(
+    yield rows_by_name(
         [str(one.layout) for one in found], [(words, [cell(one) for one in found]) for words, cell in ROWS]
     )
     yield from (_against(found[0], one) for one in found[1:])

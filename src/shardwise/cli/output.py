@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardwise.report.strict_json import strict
+from shardwise.report.terminal import wrap
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-    from rich.table import Table
 
 
 def print_json(data: Any) -> None:
@@ -26,26 +26,12 @@ def progress(line: str = "") -> None:
 
 
 def show(*things: RenderableType) -> None:
-    """Texts and tables on standard output, as wide as a terminal, or as needed where there is none."""
+    """Print texts and tables on standard output, as wide as the terminal, as `COLUMNS` says, or 160 columns."""
     from rich.console import Console
 
     console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
+    if not console.is_terminal and "COLUMNS" not in os.environ:
         # A pipe has no width, and a table cut to 80 columns would lose what it shows.
         console.width = 160
     for thing in things:
-        console.print(thing)
-
-
-def side_by_side(names: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> Table:
-    """A column for each name."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), pad_edge=False, show_edge=False)
-    table.add_column("")
-    for name in names:
-        table.add_column(name, justify="right", overflow="fold")
-    for words, cells in rows:
-        table.add_row(words, *cells)
-    return table
+        console.print(wrap(thing, console.width) if isinstance(thing, str) else thing)

@@ -11,13 +11,14 @@ from shardwise.predict.search.alternatives import Alternative
 from shardwise.predict.search.plan import Plan
 from shardwise.report import time_parts
 from shardwise.report.step_report import Role, StepReport
+from shardwise.report.terminal import Column, FittedTable, new_table
 from shardwise.report.units import format_bytes, format_count, format_share, format_time
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-_BAR = 40
+_BAR = 24
 
 
 def plan_tables(plan: Plan) -> Iterator[RenderableType]:
@@ -64,23 +65,12 @@ _ORDERS = {
 }
 
 
-def _table(title: str) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    table.title, table.title_justify, table.title_style = title or None, "left", "bold"
-    return table
-
-
-def _ranked(plan: Plan) -> Table:
-    table = _table("")
-    table.add_column("")
-    table.add_column("layout", overflow="fold")
-    for name in ("step", "80% range", "tokens/s", "MFU", "memory"):
-        table.add_column(name, justify="right", no_wrap=True)
-    if plan.by == "cost":
-        table.add_column("device-s", justify="right")
+def _ranked(plan: Plan) -> FittedTable:
+    columns = [
+        Column(""), Column("layout", left=True, wraps=True), Column("step"), Column("80% range", drop=3),
+        Column("tokens/s", drop=1), Column("MFU", drop=2), Column("memory"),
+    ]  # fmt: skip
+    table = FittedTable([*columns, Column("device-s")] if plan.by == "cost" else columns)
     for place, one in enumerate(plan.ranked, 1):
         cells = [
             str(place),
@@ -108,7 +98,8 @@ def _time(plan: Plan) -> Table:
     from rich.text import Text
 
     one = plan.winner
-    table = _table(f"\ntime of one step ({format_time(one.seconds)})")
+    spread = f"80% range {format_time(float(one.range.low))} to {format_time(float(one.range.high))}"
+    table = new_table(f"\ntime of one step ({format_time(one.seconds)}, {spread})")
     table.add_column("part")
     table.add_column("time", justify="right")
     table.add_column("share", justify="right")
@@ -229,10 +220,12 @@ def _batch(answer: dict[str, Any]) -> Iterator[str]:
         yield from _refusal(answer, "micro_not_runnable")
 
 
-def _curve(sizes: list[dict[str, Any]]) -> Table:
-    table = _table("the same batch on more nodes")
-    for name in ("cluster", "layout", "step", "tokens/s", "efficiency"):
-        table.add_column(name, justify="left" if name in ("cluster", "layout") else "right")
+def _curve(sizes: list[dict[str, Any]]) -> FittedTable:
+    columns = (
+        Column("cluster", left=True), Column("layout", left=True, wraps=True), Column("step"),
+        Column("tokens/s", drop=1), Column("efficiency"),
+    )  # fmt: skip
+    table = FittedTable(columns, title="the same batch on more nodes")
     for size in sizes:
         if size["layout"] is None:
             table.add_row(size["cluster"], "nothing fits", "", "", "")

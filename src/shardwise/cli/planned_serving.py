@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from shardwise.cli.models import model_of
 from shardwise.cli.output import print_json, show
+from shardwise.report.terminal import Column, FittedTable
 from shardwise.report.units import format_bytes, format_count, format_share, format_time
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-    from rich.table import Table
 
     from shardwise.predict.generation.search import Deployment, ServingPlan
 
@@ -50,7 +50,7 @@ def serving_tables(plan: ServingPlan) -> Iterator[RenderableType]:
     )
     yield _table(plan.ranked)
     if plan.by != "pareto":
-        yield "\ntokens/s against time per token, with as many clients as sequences at a time"
+        yield "\ntokens/s against time per token, with as many clients as the batch size"
         yield _table(_spread(plan.curve, 8))
     yield ""
     yield from _weighed(plan)
@@ -59,21 +59,21 @@ def serving_tables(plan: ServingPlan) -> Iterator[RenderableType]:
 _ORDERS = {
     "throughput": "most tokens/s first",
     "cost": "most tokens/s of a device first",
-    "pareto": "with as many clients as sequences at a time, those that none beats in time per token and tokens/s",
+    "pareto": "with as many clients as the batch size, those that none beats in time per token and tokens/s",
 }
 
 
-def _table(found: Sequence[Deployment]) -> Table:
-    from rich import box
-    from rich.table import Table
+_COLUMNS = (
+    Column("layout", left=True, wraps=True), Column("weights", left=True), Column("devices", drop=4),
+    Column("batch size", drop=1), Column("first token", drop=2), Column("per token"), Column("tokens/s"),
+    Column("per device", drop=5), Column("memory", drop=3), Column("cache", drop=6),
+)  # fmt: skip
 
+
+def _table(found: Sequence[Deployment]) -> FittedTable:
     from shardwise.predict.generation.search import TYPES
 
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    for name, justify in (("layout", "left"), ("weights", "left")):
-        table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
-    for name in ("devices", "at a time", "first token", "per token", "tokens/s", "a device", "memory", "cache"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = FittedTable(_COLUMNS)
     for one in found:
         table.add_row(
             str(one.layout), TYPES[one.weights], str(one.devices), f"{one.layout.dp} x {one.batch}",

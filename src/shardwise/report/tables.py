@@ -15,6 +15,7 @@ from shardwise.report.exposure import Exposure
 from shardwise.report.grouping import compared_ledgers, group_compared, group_ledger, ledgers
 from shardwise.report.page.palette import KINDS, classes_of
 from shardwise.report.step_report import LedgerRow, Role, StepReport
+from shardwise.report.terminal import new_table
 from shardwise.report.units import byte_note, format_bytes, format_ranks, format_role, format_share, format_time
 
 if TYPE_CHECKING:
@@ -22,14 +23,16 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-_BAR = 28
+_BAR = 24
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
 def memory_table(report: StepReport, binary: bool = False, capacity: int | None = None) -> Table:
     """Bytes by class of each role, with bars on one scale; `capacity` is the bytes of one device's memory."""
-    table = _table(f"memory per rank ({byte_note(binary)})")
-    _columns(table, ("role", "class"), ("bytes", "share"))
+    table = new_table(f"memory per rank ({byte_note(binary)})")
+    _columns(table, ("role",), ())
+    table.add_column("class", no_wrap=True)
+    _columns(table, (), ("bytes", "share"))
     table.add_column("", min_width=_BAR)
     longest = max((role.peak_bytes for role in report.roles), default=0)
     for role in report.roles:
@@ -64,7 +67,7 @@ def ledger_table(report: StepReport, binary: bool = False) -> Group:
 
 
 def _ledger(ranks: tuple[int, ...], rows: tuple[LedgerRow, ...], binary: bool) -> Table:
-    table = _table(f"ledger of one step, {format_ranks(ranks)}")
+    table = new_table(f"ledger of one step, {format_ranks(ranks)}")
     _columns(table, ("operation", "axes", "unit"), ("elements", "count", "payload"))
     phase = ""
     for group in group_ledger(rows):
@@ -80,7 +83,7 @@ def _ledger(ranks: tuple[int, ...], rows: tuple[LedgerRow, ...], binary: bool) -
 
 def exposure_table(found: Sequence[tuple[str, int, Exposure]]) -> Table:
     """Where the time of a step went, a line for each (name of the report, rank, figures); shares are of the step."""
-    table = _table("time of one step, from its timeline: step = computed + exposed + idle")
+    table = new_table("time of one step, from its timeline: step = computed + exposed + idle")
     _columns(table, ("report", "rank"), ("step", "computed", "communicated", "hidden", "exposed", "idle"))
     for name, rank, figures in found:
         parts = (figures.compute, figures.communication, figures.hidden, figures.exposed, figures.idle)
@@ -107,7 +110,7 @@ def comparison_tables(comparison: Comparison, binary: bool = False) -> Group:
 
 
 def _compared_memory(comparison: Comparison, binary: bool) -> Table:
-    table = _table(f"memory per rank ({byte_note(binary)})")
+    table = new_table(f"memory per rank ({byte_note(binary)})")
     _columns(table, ("role", "class"), (*comparison.labels, "difference", ""))
     ranks_of = {pair.role: pair.ranks for pair in comparison.pairs}
     shown = ""
@@ -135,7 +138,7 @@ def _byte_mark(row: ComparedBytes) -> Text:
 
 def _compared_ledger(comparison: Comparison, ranks: tuple[int, ...], rows: tuple[ComparedRow, ...]) -> Table:
     equal = sum(row.equal for row in rows)
-    table = _table(f"ledger of one step, {format_ranks(ranks)}: {equal} of {len(rows)} rows equal")
+    table = new_table(f"ledger of one step, {format_ranks(ranks)}: {equal} of {len(rows)} rows equal")
     _columns(table, ("operation", "axes", "unit"), ("elements", *comparison.labels, ""))
     phase = ""
     for group in group_compared(rows):
@@ -173,7 +176,7 @@ def zero_table(
     from rich.console import Group
 
     limit = f", ✓ fits in {format_bytes(capacity, binary)}" if capacity is not None else ""
-    table = _table()
+    table = new_table()
     table.add_column("ZeRO stage")
     gpus = gpu_counts(cells)
     for count in gpus:
@@ -194,16 +197,6 @@ def _zero_cell(held: float | None, binary: bool, capacity: int | None) -> Text:
         return _text("")
     text = format_bytes(held, binary)
     return _text(text) if capacity is None else _mark(held <= capacity, text, text)
-
-
-def _table(title: str = "") -> Table:
-    from rich import box
-    from rich.table import Table
-
-    # Two spaces between columns: a compared ledger then fits a terminal of 80.
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    table.title, table.title_justify = _text(title, "bold") if title else None, "left"
-    return table
 
 
 def _apart(parts: Sequence[RenderableType]) -> list[RenderableType]:
