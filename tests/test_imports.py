@@ -18,6 +18,7 @@ PACKAGE = Path(shardwise.__file__).parent
 
 FLOORS = {
     "errors": 0,
+    "small_files": 0,
     "model": 1,
     "cluster": 1,
     "report": 1,

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shardwise.errors import UserError
+from shardwise.small_files import MOST
 from shardwise.studio.server import Studio
 
 
@@ -61,8 +64,38 @@ def test_other_origins_are_refused(studio: Studio) -> None:
 
 
 @pytest.mark.parametrize(
+    ("site", "status"), [("same-origin", 200), ("none", 200), ("same-site", 403), ("cross-site", 403)]
+)
+def test_another_site_is_refused_by_what_the_browser_says_of_it(studio: Studio, site: str, status: int) -> None:
+    for path in ("/", "/static/app.js", "/api/pipelines?ranks=2&micro=2"):
+        assert ask(studio, path, Sec_Fetch_Site=site)[0] == status
+    upload = ask(studio, "/api/open", "POST", b"[]", X_Studio="open", Sec_Fetch_Site=site)
+    assert upload[0] == (400 if status == 200 else 403)
+
+
+def test_only_small_regular_files_are_read(studio: Studio, tmp_path: Path) -> None:
+    pipe, large = tmp_path / "pipe", tmp_path / "large"
+    os.mkfifo(pipe)
+    os.mkfifo(tmp_path / "cluster.toml")
+    with large.open("wb") as file:
+        file.truncate(MOST + 1)
+    for view in ("plan", "memory", "tokens"):
+        for path, line in (
+            (pipe, "not a regular file"),
+            ("/dev/null", "not a regular file"),
+            (large, "larger than 16"),
+        ):
+            status, _, body = ask(studio, f"/api/{view}?model={path}")
+            assert status == 400 and line in json.loads(body)["error"]
+    status, _, body = ask(studio, f"/api/plan?cluster={tmp_path}/cluster.toml")
+    assert status == 400 and "not a regular file" in json.loads(body)["error"]
+
+
+@pytest.mark.parametrize(
     ("path", "line"),
     [
+        ("/api/plan?model=%00", "no model"),
+        (f"/api/plan?model={'x' * 5000}", "no model"),
         ("/api/pipelines?ranks=many", "ranks=many: give a whole number from 1 to 64"),
         ("/api/pipelines?rank=4", "this view has no 'rank'; did you mean ranks?"),
         ("/api/memory?tp=3", "tp=3"),

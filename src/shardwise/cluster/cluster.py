@@ -11,6 +11,7 @@ from typing import Any
 from shardwise.cluster import catalog
 from shardwise.cluster.device import Device, Link, Speed
 from shardwise.errors import UserError
+from shardwise.small_files import read_small
 
 MOST_COUNTED = 999_999_999
 """Of nodes, and of a node's devices."""
@@ -119,7 +120,7 @@ def _from_toml(path: Path) -> Cluster:
     import tomllib
 
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        data = tomllib.loads(read_small(path))
     except OSError as error:
         raise UserError(f"cannot read cluster file {path}: {error.strerror}") from None
     except ValueError as error:

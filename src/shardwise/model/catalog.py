@@ -7,8 +7,8 @@ integer in `published_params` is exact, a float is a rounded figure.
 from __future__ import annotations
 
 import difflib
+import os
 from functools import cache
-from pathlib import Path
 
 from shardwise.errors import UserError
 from shardwise.model.config import Experts, LatentAttention, ModelConfig, RopeScaling
@@ -34,7 +34,8 @@ def resolve(text: str) -> ModelConfig:
     """
     if found := _catalog().get(text.strip().lower()):
         return found
-    if not text.strip() or not Path(text).exists():
+    # Path.exists raises for a name that is too long.
+    if not text.strip() or not os.path.exists(text):  # noqa: PTH110
         raise UserError(
             f"no model {text!r}: neither in the catalog nor a config.json or a folder with one; {_nearest(text)}"
         )

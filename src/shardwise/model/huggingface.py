@@ -17,6 +17,7 @@ from typing import Any
 
 from shardwise.errors import UserError
 from shardwise.model.config import Activation, Experts, LatentAttention, ModelConfig, RopeScaling
+from shardwise.small_files import read_small
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -108,7 +109,7 @@ def _load(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], str, 
     if path.is_dir():
         path = path / "config.json"
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(read_small(path))
     except OSError as error:
         wanted = "give a config.json or the folder that holds it"
         raise UserError(f"cannot read {path}: {error.strerror}; {wanted}") from None

@@ -119,10 +119,16 @@ class _Handler(BaseHTTPRequestHandler):
         names = (HOST, "localhost")
         hosts = {f"{name}:{self.server.server_port}" for name in names} | set(names)
         origin = self.headers.get("Origin")
-        if self.headers.get("Host") in hosts and (origin is None or urlsplit(origin).netloc in hosts):
-            return True
+        if self.headers.get("Host") not in hosts or not (origin is None or urlsplit(origin).netloc in hosts):
+            return self._not_ours("this server answers to 127.0.0.1 only")
+        # Every current browser sends it; curl and older browsers do not.
+        if self.headers.get("Sec-Fetch-Site", "none") not in ("same-origin", "none"):
+            return self._not_ours("another site may not ask this server: paste the address into the browser instead")
+        return True
+
+    def _not_ours(self, line: str) -> bool:
         self.close_connection = True
-        self._refuse(403, "this server answers to 127.0.0.1 only")
+        self._refuse(403, line)
         return False
 
     def _refuse(self, code: int, line: str) -> None:
