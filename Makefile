@@ -42,10 +42,9 @@ lint: $(VENV)/.test  ## ruff and mypy
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-figures: $(VENV)/.test  ## make docs/claims.md and the README's picture again, and print the table that it quotes
+figures: $(VENV)/.test  ## make docs/claims.md and the output that the README quotes again
 	@$(BIN)/python docs/claims.py
-	@$(BIN)/python docs/figures.py
-	@$(BIN)/python docs/figures.py --numbers
+	@$(BIN)/python docs/readme.py
 
 screenshots: $(VENV)/.test  ## the page's views in light and dark, for the README: docs/screenshots/
 	@test -d runs || $(BIN)/python -m shardwise demo

@@ -50,11 +50,6 @@ def run(program: str, *words: str, cwd: Path) -> str:
     return done.stdout
 
 
-@pytest.fixture
-def figures() -> dict:
-    return runpy.run_path(str(ROOT / "docs" / "figures.py"))
-
-
 def test_the_first_use_is_ten_lines_that_run(tmp_path):
     (program,) = blocks("python")
     assert len(program.splitlines()) <= 10
@@ -74,29 +69,27 @@ def test_the_commands_run_in_the_order_given(tmp_path):
             command[command.index("--seconds") + 1] = "2"
     said = [run(*command, cwd=tmp_path) for command in commands]
     assert any("14.0 GB" in out for out in said), "the ZeRO table of 7B"
-    assert any("bytes by class equal" in out and "✗" not in out for out in said), "the comparison"
-    (layouts,) = re.findall(r"every legal layout, ([\d,]+) of them", README)
-    assert any(f"{layouts} legal layouts" in out for out in said), "the plan"
+    (compared,) = [line for block in blocks("text") for line in block.splitlines() if "bytes by class" in line]
+    peak = re.compile(r"within .*")  # differs by some bytes from host to host
+    verdicts = [peak.sub("", out.splitlines()[-1]) for out in said if "bytes by class" in out]
+    assert verdicts == [peak.sub("", compared)], "the comparison"
     (times,) = re.findall(r"sends ([\d,]+) times the bytes", README.replace("\n", " "))
     assert any(f"{times} times" in out for out in said), "the comparison of strategies"
     assert (tmp_path / "runs/first/result.json").is_file() and (tmp_path / "runs/second/result.json").is_file()
 
 
-def test_the_table_is_what_its_script_prints(figures):
-    assert f"\n\n{figures['numbers']()}\n\n" in README
-
-
-def test_the_picture_is_what_its_script_draws(figures):
-    assert f"]({figures['PICTURE'].relative_to(ROOT)})" in README
-    assert figures["PICTURE"].read_text(encoding="utf-8") == figures["picture"](), "make figures"
+def test_the_plan_shown_first_is_what_the_command_prints():
+    script = runpy.run_path(str(ROOT / "docs" / "readme.py"))
+    assert f"<!-- output: plan -->\n{script['plan_output']()}<!-- /output -->" in README, "make figures"
 
 
 def test_every_target_and_file_that_is_named_exists():
     targets = set(re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = set(re.findall(r"\bmake ([a-z-]+)", README))
     assert named and named <= targets
+    anchors = {title.lower().replace(",", "").replace(" ", "-") for title in re.findall(r"^##+ (.*)$", README, re.M)}
     for link in re.findall(r"\]\(([^)]+)\)", README):
-        assert (ROOT / link).is_file(), link
+        assert link.removeprefix("#") in anchors if link.startswith("#") else (ROOT / link).is_file(), link
 
 
 def test_what_is_said_not_to_run_is_refused():

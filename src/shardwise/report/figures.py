@@ -1,4 +1,4 @@
-"""SVG building blocks: stacked bars with their legend and scale, and a standalone picture of memory by class.
+"""SVG building blocks: stacked bars with their legend and scale.
 
 Inside a page the figures stretch with their container while their text keeps its size: positions along x are
 percentages. Classes and colours come from `palette.py`; a page that embeds a figure brings `figure_css()` and
@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwise.report.page.markup import Markup, element, number
-from shardwise.report.page.palette import KINDS, classes_of, figure_css
+from shardwise.report.page.palette import KINDS, classes_of
 from shardwise.report.step_report import Bytes
-from shardwise.report.units import format_bytes
 
 ROW, BAR_TOP, BAR_HEIGHT = 38, 7, 24
 """Height of a bar's row, and where the bar lies in it, in pixels."""
@@ -140,46 +139,6 @@ def axis_svg(limit: float, describe: Callable[[float], str], marks: Sequence[flo
     return element("svg", *labels, class_="axis", width="100%", height=18, aria_hidden="true")
 
 
-def memory_svg(
-    groups: Sequence[Sequence[Bar]], title: str, capacity: tuple[str, float] | None = None, binary: bool = False
-) -> str:
-    """A standalone SVG file: horizontal bars of memory by class, groups apart, with an optional named capacity line.
-
-    It brings its own background and follows the viewer's colour scheme, so it can stand on a light or dark page.
-    Bars far beyond the capacity are cut at `CUT` times it, with a torn edge; their totals are always written out.
-    """
-    bars = [bar for group in groups for bar in group]
-    limit = scale(bars, capacity[1] if capacity else None)
-    box = _Plot(left=150, top=98, width=610, height=ROW * len(bars) + _GAP * (len(groups) - 1))
-    parts = [element("text", title, x=24, y=34, class_="ink title"), *_legend_row(bars, 24, 52)]
-    parts += _scale_lines(box, limit, binary)
-    y = box.top
-    for group in groups:
-        for bar in group:
-            parts += _labelled_bar(bar, limit, binary, box, y)
-            y += ROW
-        y += _GAP
-    if capacity and capacity[1] <= limit:
-        parts += _capacity_line(box, capacity[0], capacity[1] / limit)
-    width, height = 880, box.top + box.height + 34
-    style = element("style", Markup(figure_css() + ".title{font-size:17px;font-weight:650}.small{font-size:11px}"))
-    background = element("rect", x=0.5, y=0.5, width=width - 1, height=height - 1, rx=10, class_="surface")
-    totals = "; ".join(f"{bar.label} {bar.detail}: {format_bytes(bar.total, binary)}" for bar in bars)
-    return element(
-        "svg",
-        style,
-        hatches(),
-        background,
-        *parts,
-        xmlns="http://www.w3.org/2000/svg",
-        viewBox=f"0 0 {width} {height}",
-        width=width,
-        height=height,
-        role="img",
-        aria_label=f"{title}. {totals}",
-    )
-
-
 def scale(bars: Sequence[Bar], capacity: float | None) -> float:
     """The right end of a chart's scale: the longest bar, or `CUT` capacities when a bar is longer than that."""
     longest = max((bar.length for bar in bars), default=0.0)
@@ -237,55 +196,3 @@ def used_kinds(bars: Sequence[Bar]) -> list[str]:
     """The kinds that some bar shows, in the palette's order."""
     used = {segment.kind for bar in bars for segment in bar.segments if segment.value > 0}
     return [kind for kind in KINDS if kind in used]
-
-
-_GAP = 16
-
-
-@dataclass(frozen=True)
-class _Plot:
-    """Where the bars of a standalone picture lie, in pixels."""
-
-    left: float
-    top: float
-    width: float
-    height: float
-
-
-def _legend_row(bars: Sequence[Bar], x: float, y: float) -> Iterator[Markup]:
-    for kind in used_kinds(bars):
-        label = KINDS[kind].label
-        yield element("svg", *area(kind, "0", "22", 0, 16, "11"), x=x, y=y, width=22, height=16)
-        yield element("text", label, x=x + 28, y=y + 12, class_="muted")
-        x += 28 + 6.8 * len(label) + 14
-
-
-def _scale_lines(box: _Plot, limit: float, binary: bool) -> Iterator[Markup]:
-    bottom = box.top + box.height
-    for mark in byte_ticks(limit, binary):
-        x = box.left + box.width * mark / limit
-        yield element("line", x1=x, x2=x, y1=box.top - 8, y2=bottom, class_="gridline")
-        text = tick_label(format_bytes(mark, binary))
-        yield element("text", text, x=x, y=bottom + 16, text_anchor="middle", class_="muted")
-
-
-def _capacity_line(box: _Plot, name: str, share: float) -> Iterator[Markup]:
-    x = box.left + box.width * share
-    for kind in ("under", "limit"):
-        yield element("line", x1=x, x2=x, y1=box.top - 8, y2=box.top + box.height, class_=kind)
-    yield element("text", name, x=x + 6, y=box.top - 11, class_="bad")
-
-
-def _labelled_bar(bar: Bar, limit: float, binary: bool, box: _Plot, y: float) -> Iterator[Markup]:
-    def describe(value: float) -> str:
-        return format_bytes(value, binary)
-
-    x = box.left - 12
-    yield element("text", bar.label, x=x, y=y + (16 if bar.detail else 23), text_anchor="end", class_="ink")
-    if bar.detail:
-        yield element("text", bar.detail, x=x, y=y + 30, text_anchor="end", class_="muted small")
-    cut = bar.length > limit
-    inside = [*_segments(bar, limit, describe), _torn_edge() if cut else None]
-    yield element("svg", *inside, x=box.left, y=y, width=box.width, height=ROW, overflow="visible")
-    end = box.left + box.width * min(bar.length / limit, 1.0)
-    yield element("text", describe(bar.total), x=end + (12 if cut else 8), y=y + 23, class_="ink")
