@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -10,7 +12,8 @@ from harness.reference import BF16_STEPS, STEPS, Case
 from harness.space import MODELS, SEQ, WORLDS, Point, covering, stratified
 from harness.today import EVERYTHING, seed
 from shardwise.errors import UserError
-from shardwise.layout import Layout, Workload, check_runnable
+from shardwise.layout import Grid, Layout, UnitPlan, Workload, check_runnable, unit_plan
+from shardwise.layout.units import Backend
 
 POOL = 1500
 LEAST = 90
@@ -78,6 +81,22 @@ def _draw(generator: random.Random) -> Point | None:
 def pipeline_cases() -> tuple[Point, ...]:
     """At least `LEAST` points that cover every pair of choices seen in a large draw."""
     return covering(_draw, POOL, LEAST, EIGHT_RANKS)
+
+
+def long_cases(generator: random.Random, count: int) -> Iterator[tuple[UnitPlan, int]]:
+    """(plan, place) of as many pipelines with up to a hundred micro-batches, on a place drawn at random."""
+    points = pipeline_cases()
+    while count:
+        point = generator.choice(points)
+        layout, workload, model = point.layout, point.case.workload, point.case.model
+        batch = layout.dp * layout.micro * generator.randrange(20, 100)
+        if layout.schedule == "interleaved":
+            batch = batch // (layout.dp * layout.micro * layout.pp) * layout.dp * layout.micro * layout.pp
+        place = generator.randrange(layout.pp)
+        rank = Grid.of(layout, model).rank(pp=place, dp=0, cp=0, tp=0)
+        backend: Backend = generator.choice(("shared", "gloo", "nccl"))
+        yield unit_plan(model, layout, replace(workload, batch=batch), rank=rank, backend=backend), place
+        count -= 1
 
 
 def _features(point: Point) -> set[tuple[str, Any]]:

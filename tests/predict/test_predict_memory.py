@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import random
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 
+from harness.pipelines import long_cases
 from harness.strategies import split_models
-from shardwise.layout import Layout, UnitPlan, Workload, unit_plan
+from harness.today import EVERYTHING, seed
+from shardwise.cluster import Cluster
+from shardwise.layout import Layout, UnitPlan, Workload, pipeline, unit_plan
 from shardwise.model import ModelConfig
+from shardwise.model.catalog import get
 from shardwise.model.parameters import count
+from shardwise.predict import estimate, ledger
 from shardwise.predict.activations import Sizes, block_items, saved_bytes, saved_items
 from shardwise.predict.buffers import held_through_step
 from shardwise.predict.memory import (
@@ -20,6 +26,7 @@ from shardwise.predict.memory import (
     parameter_bytes,
     predict_bytes,
 )
+from shardwise.predict.pipeline import _Rank, held_by_actions
 from shardwise.predict.states import zero_table
 from shardwise.report.step_report import DTYPE_BYTES
 
@@ -169,3 +176,43 @@ def test_sequence_parallelism_divides_everything_by_tp() -> None:
 def test_a_mask_is_saved_once_whatever_the_number_of_blocks() -> None:
     packed, plain = (unit_plan(MODEL, Layout(), Workload(16, 1, docs)) for docs in (True, False))
     assert saved_bytes(packed) - saved_bytes(plain) == 16 * 16 * 2
+
+
+# -- long pipelines: their steady state once
+
+
+def test_the_steady_state_counts_what_every_action_counts() -> None:
+    """Bytes, messages and gathers of a step from short steps are those of all its actions, one by one."""
+    left_out = set()
+    for plan, place in long_cases(random.Random(seed()), 1500 if EVERYTHING else 40):
+        name = f"{plan.layout} x{plan.micro_batches}, place {place}, {plan.backend}"
+        one_by_one = _Rank(plan)
+        for action in plan.actions:
+            one_by_one.do(action)
+        assert held_by_actions(plan) == one_by_one.end(), name
+        assert plan.count(ledger._pipeline) == ledger._pipeline(plan), name
+        assert plan.gather_counts() == plan._gathers_one_by_one(), name
+        left_out.add((plan.layout.schedule, plan.short.micro_batches < plan.micro_batches))
+    assert sum(short for _, short in left_out) >= 7
+
+
+@pytest.mark.parametrize(
+    ("layout", "sends"),
+    [("pp=8", 1), ("pp=8,schedule=gpipe", 1), ("pp=4,virtual=2,schedule=breadth-first,zero=3,dp=2", 3)],
+)
+def test_a_million_micro_batches_are_not_gone_through_one_by_one(
+    layout: str, sends: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+
+    def training(split: Layout, tied: bool, count: int) -> object:
+        made.append(count)
+        return build(split, tied, count)
+
+    build = pipeline.training
+    monkeypatch.setattr(pipeline, "training", training)
+    split, cluster = Layout.parse(layout), Cluster.parse("8xH100")
+    report = estimate(get("llama-3-8b"), split, Workload(4096, 1_000_000 * split.dp), cluster)
+    sent = sum(row.count for row in report.roles[0].ledger if row.op == "send")
+    assert sent == 1_000_000 * sends
+    assert max(made) < 100

@@ -18,6 +18,7 @@ from shardwise.report.step_report import Phase
 if TYPE_CHECKING:
     from shardwise.schedule.pipeline import Action, PipelineSchedule
     from shardwise.schedule.pipeline.stages import Stages
+    from shardwise.schedule.pipeline.steady import Steady
 
 _PHASES: dict[str, Phase] = {"F": "forward", "SEND_F": "forward", "RECV_F": "forward", "SHARE_LOSS": "loss"}
 
@@ -80,6 +81,14 @@ def training(layout: Layout, tied: bool, micro_batches: int) -> PipelineSchedule
                      early=releases_early(layout))  # fmt: skip
     except UserError as error:
         raise LayoutError(f"layout {layout}: {error}") from None
+
+
+@lru_cache(maxsize=256)
+def steady(schedule: str, pp: int, micro_batches: int) -> Steady:
+    """The short schedule whose steady state is that of `micro_batches` micro-batches."""
+    from shardwise.schedule.pipeline.steady import steady
+
+    return steady(schedule, pp, micro_batches)
 
 
 @lru_cache(maxsize=64)

@@ -20,10 +20,10 @@ Under a pipeline the schedule says when stages are gathered and freed, so that e
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from shardwise.cluster import Cluster
 from shardwise.layout import pipeline
@@ -36,10 +36,12 @@ from shardwise.model.parameters import part_parameters, parts
 
 if TYPE_CHECKING:
     from shardwise.schedule.pipeline import Action, PipelineSchedule
+    from shardwise.schedule.pipeline.steady import Steady
 
 Backend = Literal["gloo", "nccl", "shared"]
 """What carries the collectives: gloo, NCCL, or the memory that processes of one host share."""
 Phase = Literal["forward", "backward", "prefill", "decode"]
+K = TypeVar("K")
 
 
 @dataclass(frozen=True)
@@ -225,6 +227,34 @@ class UnitPlan:
     def micro_batches(self) -> int:
         return self.workload.micro_batches(self.layout)
 
+    @cached_property
+    def steady(self) -> Steady | None:
+        """The shorter step with the same steady state; None without a pipeline, where every micro-batch but the first
+        is like the next."""
+        return pipeline.steady(self.layout.schedule, self.layout.pp, self.micro_batches) if self.layout.pp > 1 else None
+
+    def of_micro_batches(self, count: int) -> UnitPlan:
+        """The same plan for a step of so many micro-batches."""
+        batch = count * self.layout.micro * self.layout.dp
+        return self if count == self.micro_batches else replace(self, workload=replace(self.workload, batch=batch))
+
+    @cached_property
+    def short(self) -> UnitPlan:
+        """The plan of the shorter step."""
+        return self.of_micro_batches(self.steady.micro if self.steady else min(self.micro_batches, 3))
+
+    def count(self, of_step: Callable[[UnitPlan], Counter[K]]) -> Counter[K]:
+        """What `of_step` counts in this step, from the short step and from one a period longer.
+
+        of_step: counts something of which every period of the steady state has the same number.
+        """
+        short, period = self.short.micro_batches, self.steady.period if self.steady else 1
+        found, repeats = of_step(self.short), (self.micro_batches - short) // period
+        if repeats:
+            longer = of_step(self.of_micro_batches(short + period))
+            found = Counter({key: found[key] + repeats * (n - found[key]) for key, n in longer.items()})
+        return found
+
     @property
     def tokens(self) -> int:
         """Tokens of one micro-batch that this rank attends with: micro x seq / cp."""
@@ -360,6 +390,9 @@ class UnitPlan:
 
     def gather_counts(self) -> Counter[tuple[str, str]]:
         """(phase, unit) -> gathers in one step of stage 3."""
+        return self.count(UnitPlan._gathers_one_by_one)
+
+    def _gathers_one_by_one(self) -> Counter[tuple[str, str]]:
         if self.layout.pp == 1:
             return Counter((use.phase, name) for uses in self.gathering_uses() for use in uses for name in use.gathers)
         found: Counter[tuple[str, str]] = Counter()

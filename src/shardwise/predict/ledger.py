@@ -25,7 +25,7 @@ def predict_ledger(plan: UnitPlan) -> tuple[LedgerRow, ...]:
         _partial_gradients(rows, plan)
     _data_parallel(rows, plan, grid)
     if plan.layout.pp > 1:
-        _pipeline(rows, plan)
+        rows.update(plan.count(_pipeline))
     _scalars(rows, plan, grid)
     return tuple(sorted(LedgerRow(*key, count=n) for key, n in rows.items() if n))  # type: ignore[arg-type]
 
@@ -106,9 +106,10 @@ def _data_parallel(rows: Counter[Key], plan: UnitPlan, grid: Grid) -> None:
             rows[("backward", "all_reduce", replicate, unit.name, plan.grad_dtype, unit.shard_numel)] += 1
 
 
-def _pipeline(rows: Counter[Key], plan: UnitPlan) -> None:
+def _pipeline(plan: UnitPlan) -> Counter[Key]:
     """Messages as the rank's actions have them, named by the stage that takes them; and the sum of a tied table's
     gradients where both ends of the pipeline hold it."""
+    rows: Counter[Key] = Counter()
     elements = plan.stream_tokens * plan.model.hidden
     for action, phase in zip(plan.actions, phases(plan.actions), strict=True):
         if action.kind in ("SEND_F", "SEND_B"):
@@ -120,6 +121,7 @@ def _pipeline(rows: Counter[Key], plan: UnitPlan) -> None:
             table = plan.by_name["tied"]
             for op in ("send", "recv"):
                 rows[(phase, op, "pp", "tied", plan.grad_dtype, table.shard_numel)] += 1
+    return rows
 
 
 def _scalars(rows: Counter[Key], plan: UnitPlan, grid: Grid) -> None:

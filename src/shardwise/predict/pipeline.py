@@ -40,6 +40,15 @@ class Most:
     comm: int = 0
     peak: int = 0
 
+    @property
+    def bytes(self) -> tuple[int, int, int, int]:
+        """In the order of the fields."""
+        return self.saved, self.gradients, self.comm, self.peak
+
+    def include(self, other: Most) -> None:
+        """Count another part of the step, too."""
+        self.saved, self.gradients, self.comm, self.peak = map(max, zip(self.bytes, other.bytes, strict=True))
+
 
 @dataclass(frozen=True)
 class _Stage:
@@ -70,11 +79,41 @@ class _Stage:
 
 
 def held_by_actions(plan: UnitPlan) -> Most:
-    """Follow the actions of `plan`'s rank through one step."""
-    rank = _Rank(plan)
-    for action in plan.actions:
+    """Follow the actions of `plan`'s rank through one step, those of its steady state once."""
+    assert plan.steady is not None
+    if plan.steady.grows and plan.steady.repeats:
+        return _continued(plan)
+    rank = _Rank(plan.short, inputs(plan, Sizes.of(plan)))
+    for action in rank.plan.actions:
         rank.follow(action)
     return rank.end()
+
+
+def _continued(plan: UnitPlan) -> Most:
+    """The same where a rank holds more the more micro-batches there are: by as much at every further period, which two
+    short steps show for each action."""
+    from shardwise.schedule.pipeline.steady import continuation
+
+    assert plan.steady is not None
+    lasting, short = inputs(plan, Sizes.of(plan)), plan.short
+    longer = short.of_micro_batches(short.micro_batches + plan.steady.period)
+    a, b = _by_action(short, lasting), _by_action(longer, lasting)
+    most = Most()
+    for one, place in zip(a, [*continuation(short.actions, longer.actions), -1], strict=True):
+        both = zip(one.bytes, b[place].bytes, strict=True)
+        most.include(Most(*(x + plan.steady.repeats * (y - x) for x, y in both)))
+    return most
+
+
+def _by_action(plan: UnitPlan, lasting: int) -> list[Most]:
+    """The most while each action is done, and in the end."""
+    rank, found = _Rank(plan, lasting), []
+    for action in plan.actions:
+        rank.most = Most()
+        rank.do(action)
+        found.append(rank.most)
+    rank.most = Most()
+    return [*found, rank.end()]
 
 
 class Moment(NamedTuple):
@@ -111,14 +150,16 @@ def moments(plan: UnitPlan) -> Iterator[tuple[Moment, Moment]]:
 
 
 class _Rank:
-    def __init__(self, plan: UnitPlan) -> None:
+    """lasting: bytes of the step's inputs; None for those of `plan`."""
+
+    def __init__(self, plan: UnitPlan, lasting: int | None = None) -> None:
         assert plan.schedule is not None
         self.plan, self.schedule, self.s = plan, plan.schedule, Sizes.of(plan)
         self.walk, self.most = Walk(plan), Most()
         self.message = self.s.stream * self.s.hidden * self.s.element
         self.stages = {stage: _Stage.of(plan, self.s, stage) for stage in plan.stages}
         self.mask, self.tables = saved_mask(plan, self.s), tables(plan, self.s)
-        self.lasting = inputs(plan, self.s)
+        self.lasting = inputs(plan, self.s) if lasting is None else lasting
         self.saved = self.kept = self.known = self.messages = 0
         # The gradient that a message brings is one that linear maps keep, unless it is gathered or dropped out first.
         self.keeps_messages = not (plan.layout.sp or plan.model.dropout)

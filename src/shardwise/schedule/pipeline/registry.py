@@ -41,6 +41,12 @@ class Generator:
     order: Callable[..., Order]
     shape: Literal["loop", "vee"] = "loop"
     train: bool = True
+    settles: int | None = None
+    """Micro-batches, as a multiple of p, after which a schedule is in its steady state (`steady.py`)."""
+    grows: bool = False
+    """Whether a rank holds all micro-batches of a step at a time."""
+    period: Callable[[int, int], int] = lambda p, m: 1
+    """(p, m) -> micro-batches after which the steady state repeats itself."""
 
     @cached_property
     def options(self) -> dict[str, int]:
@@ -89,11 +95,14 @@ def generator(
     rule: Rule = one_chunk,
     shape: Literal["loop", "vee"] = "loop",
     train: bool = True,
+    settles: int | None = None,
+    grows: bool = False,
+    period: Callable[[int, int], int] = lambda p, m: 1,
 ) -> Callable[[Callable[..., Order]], Callable[..., Order]]:
     """Make a generator known under a name; the fields are `Generator`'s."""
 
     def register(order: Callable[..., Order]) -> Callable[..., Order]:
-        _KNOWN[name] = Generator(name, summary, source, rule, order, shape, train)
+        _KNOWN[name] = Generator(name, summary, source, rule, order, shape, train, settles, grows, period)
         return order
 
     return register

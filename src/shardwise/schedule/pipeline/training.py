@@ -28,18 +28,26 @@ def alternate(forwards: Order, backwards: Order, warmup: int, weights: Order | N
     return out + weights[max(0, len(backwards) - lag) :]
 
 
-@generator("naive", "one micro-batch after the other, all the way and back", source="Huang et al. 2019, baseline")
+@generator(
+    "naive",
+    "one micro-batch after the other, all the way and back",
+    source="Huang et al. 2019, baseline",
+    settles=0,
+)
 def naive(p: int, m: int, v: int, rank: int) -> Order:
     return [do(rank, k) for k in range(m) for do in (F, B)]
 
 
-@generator("gpipe", "all forwards, then all backwards", source="Huang et al. 2019")
+@generator("gpipe", "all forwards, then all backwards", source="Huang et al. 2019", settles=2, grows=True)
 def gpipe(p: int, m: int, v: int, rank: int) -> Order:
     return [F(rank, k) for k in range(m)] + [B(rank, k) for k in range(m)]
 
 
 @generator(
-    "1f1b", "as soon as a backward can be done it is, one forward for one backward", source="Narayanan et al. 2019"
+    "1f1b",
+    "as soon as a backward can be done it is, one forward for one backward",
+    source="Narayanan et al. 2019",
+    settles=1,
 )
 def one_f_one_b(p: int, m: int, v: int, rank: int, warmup: int = 0) -> Order:
     """warmup: forwards of rank 0 before its first pair, at least p - 1; other ranks in proportion to their distance
@@ -52,6 +60,11 @@ def _looped(p: int, m: int, v: int) -> str:
     if p < 2:
         return "chunks go round between ranks: p of at least 2 (p=1 is 1f1b)"
     return "" if v >= 2 else "it has several chunks a rank: v of at least 2 (v=1 is gpipe or 1f1b)"
+
+
+def group_of(p: int, m: int) -> int:
+    """Micro-batches that an interleaved schedule takes through one chunk before it turns to the next."""
+    return m // max(1, m // p)
 
 
 def _interleaved(p: int, m: int, v: int) -> str:
@@ -68,10 +81,12 @@ def _interleaved(p: int, m: int, v: int) -> str:
     "1f1b over v chunks a rank, micro-batches in groups of p",
     source="Narayanan et al. 2021",
     rule=_interleaved,
+    settles=4,
+    period=group_of,
 )
 def interleaved(p: int, m: int, v: int, rank: int) -> Order:
     """Where p does not divide m, groups are larger, as torch's are: m // p equal ones."""
-    group = m // max(1, m // p)
+    group = group_of(p, m)
     steps = [(k // (group * v) * group + k % group, k // group % v) for k in range(m * v)]
     forwards = [F(chunk * p + rank, micro) for micro, chunk in steps]
     backwards = [B((v - 1 - chunk) * p + rank, micro) for micro, chunk in steps]
@@ -83,19 +98,31 @@ def interleaved(p: int, m: int, v: int, rank: int) -> Order:
     "each chunk does all micro-batches before the next one; backward likewise",
     source="Lamy-Poirier 2022",
     rule=_looped,
+    settles=2,
+    grows=True,
 )
 def breadth_first(p: int, m: int, v: int, rank: int) -> Order:
     stages = range(rank, p * v, p)
     return [F(s, k) for s in stages for k in range(m)] + [B(s, k) for s in reversed(stages) for k in reversed(range(m))]
 
 
-@generator("zb-h1", "1f1b with the weight gradients put off into the bubble, same memory", source="Qi et al. 2023")
+@generator(
+    "zb-h1",
+    "1f1b with the weight gradients put off into the bubble, same memory",
+    source="Qi et al. 2023",
+    settles=1,
+)
 def zb_h1(p: int, m: int, v: int, rank: int) -> Order:
     forwards, inputs, weights = ([do(rank, k) for k in range(m)] for do in (F, I, W))
     return alternate(forwards, inputs, min(p - 1 - rank, m), weights, rank)
 
 
-@generator("zb-h2", "zb-h1 with twice the warm-up and memory, no bubble of its own", source="Qi et al. 2023")
+@generator(
+    "zb-h2",
+    "zb-h1 with twice the warm-up and memory, no bubble of its own",
+    source="Qi et al. 2023",
+    settles=2,
+)
 def zb_h2(p: int, m: int, v: int, rank: int) -> Order:
     forwards, inputs, weights = ([do(rank, k) for k in range(m)] for do in (F, I, W))
     return alternate(forwards, inputs, min(2 * (p - 1 - rank), m), weights, 2 * rank)
@@ -133,6 +160,7 @@ class _Vee:
     source="Qi et al. 2024",
     rule=_vee,
     shape="vee",
+    settles=2,
 )
 def zb_v(p: int, m: int, v: int, rank: int) -> Order:
     return [action for action in _zb_v(_Vee(p, rank), p, max(m, 2 * p - 1), rank) if action.micro < m]
@@ -169,6 +197,7 @@ def _dualpipe(p: int, m: int, v: int) -> str:
     source="DeepSeek-AI 2024, Qi et al. 2025",
     rule=_dualpipe,
     shape="vee",
+    settles=2,
 )
 def dualpipe_v(p: int, m: int, v: int, rank: int) -> Order:
     return list(_dualpipe_v(_Vee(p, rank), p, m, rank))
