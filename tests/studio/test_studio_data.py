@@ -149,25 +149,6 @@ def test_every_scored_run_is_a_dot() -> None:
         assert error == predicted / measured - 1
 
 
-def test_the_first_state_of_tokens_is_generate_compare(capsys: pytest.CaptureFixture[str]) -> None:
-    from shardwise.cli.main import main
-
-    assert main(["generate", "llama-3-70b", "--compare", "--cluster", "8xH100", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["predicted"]["strategies"]
-    view = tokens.data({})
-    columns = view.tables["compared"].columns
-    told = {one["layout"]: one for one in found}
-    assert len(columns["strategy"]) == 2
-    for i, layout in enumerate(columns["strategy"]):
-        one = told[layout]
-        assert columns["a token sends"][i] == one["ring_bytes_of_a_token"]["total"]
-        assert columns["for blocks"][i] == one["ring_bytes_of_a_token"]["blocks"]
-        assert columns["prompt"][i] == one["prompt"]["seconds"]
-        for heading, key in (("first token", "first"), ("token half-way", "middle"), ("last token", "last")):
-            assert columns[heading][i] == one["token"][key]["seconds"]
-        assert columns["weights"][i] == one["bytes"]["weights"]
-
-
 def test_so_far_is_the_sum_of_the_tokens() -> None:
     columns = tokens.spent({"output": "200"}).tables["spent"].columns
     assert columns["token"][199] == 200

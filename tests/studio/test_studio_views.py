@@ -233,3 +233,17 @@ def test_json_of_the_server_is_the_functions(studio: Any, runs: Any) -> None:
     found = answer("pipelines", {"ranks": "3", "micro": "5"}, runs)
     assert data["state"] == dict(found.state)
     assert data["tables"]["compared"]["columns"] == plain_columns(found.tables["compared"])
+
+
+def test_bytes_and_times_are_of_the_same_tokens_and_less_time_is_of_the_longer(visitor: Any) -> None:
+    page = visitor.open("pipelines")
+    assert "zb-h1 takes 18.2% less time." in page.locator('[data-figure="compared"]').inner_text()
+    page = visitor.open("tokens?model=llama-3-8b&cluster=4xH100&a=tp=4&b=dp=4,zero=3&batch=64&output=16&_tables=spent")
+    facts = page.locator('[data-figure="compared"]').inner_text()
+    assert "A step (a token for each of 64 sequences) sends" in facts
+    assert "of weights a device, " in facts and "of them gathered" in facts
+    said = page.locator('[data-figure="spent"] .sentence').inner_text()
+    assert said.startswith("After 16 tokens of each of 64 sequences: each device of A has sent ")
+    columns = visitor.table("spent")
+    # Under ZeRO-3 the weights cross once a step, for however many sequences: 3/4 of 16 GB, 16 times.
+    assert columns["B sent so far"][-1] == pytest.approx(16 * 3 / 4 * 2 * 8_030_261_248, rel=1e-3)

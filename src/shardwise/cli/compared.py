@@ -52,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         group.add_argument(name, type=kind, metavar=metavar, action=_Compared, help=text)
 
     add("--cluster", "TEXT", "predict for [NODESx]GPUSxDEVICE or a TOML file; needs no weights")
+    add("--link", "GB/S", "what a device sends inside a node, one direction, in place of the cluster's", float)
     add("--prompt-tokens", "N", f"of the prompt, in place of a text ({PROMPT:,})", int)
     add("--train-seq", "N", "tokens of a sequence of the training step beside it (8,192)", int)
     add("--engine", "PROFILE", "the software assumed on the cluster (tensorrt-llm; on CPUs shardwise-cpu)")
@@ -64,7 +65,7 @@ def run(args: argparse.Namespace, usual: argparse.ArgumentParser) -> int:
     prompted = bool(args.prompt or args.prompt_file or args.tokens)
     here = args.cluster is None or (prompted and Path(args.model).is_dir())
     idle = ["layout", "report", "pretend", "stop", "same", "temperature", "top_k", "top_p", "seed"]
-    idle += ["engine", "train_seq"] if args.cluster is None else []
+    idle += ["engine", "train_seq", "link"] if args.cluster is None else []
     idle += ["prompt_tokens"] if prompted else []
     idle += [] if here else HERE
     if given := [name for name in idle if getattr(args, name) != usual.get_default(name)]:
@@ -155,6 +156,8 @@ def _predicted(args: argparse.Namespace, measured: Measured | None) -> Predicted
     from shardwise.predict.generation.comparison import compare, usual_layouts
 
     model, cluster = model_named(args), Cluster.parse(args.cluster)
+    if args.link is not None:
+        cluster = cluster.with_link(args.link * 1e9)
     layouts = layouts_of(args) or usual_layouts(model, cluster)
     if not layouts:
         raise UserError(f"no strategy splits {model.name} over all {cluster.devices} devices: name layouts to compare")
@@ -209,7 +212,9 @@ def tables(found: Comparison) -> Iterator[RenderableType]:
     from shardwise.report.units import format_count
 
     asked = found.asked
-    many = f"{asked.batch} sequences at a time" if asked.batch > 1 else "one sequence"
+    many = "one sequence"
+    if asked.batch > 1:
+        many = f"batch size {asked.batch:,} (a step gives each sequence one token)"
     yield (
         f"{found.model.name}: {format_count(count(found.model))} parameters on {found.cluster}, predicted for the "
         f"software of {found.engine}; {many}, a prompt of {asked.prompt:,} tokens and an answer of {asked.output:,}\n"
@@ -224,19 +229,24 @@ Row = tuple[str, "Callable[[Generated], str]"]
 
 
 def _rows(found: Comparison) -> Iterator[Row]:
-    yield from _moved()
+    yield from _moved(found)
     yield from _timed(found)
-    yield from _held()
+    yield from _held(found)
     yield from _trained(found)
 
 
-def _moved() -> Iterator[Row]:
+def _step(found: Comparison) -> str:
+    """What bytes and times are of: one more token of every sequence."""
+    return "a token" if found.asked.batch == 1 else f"a step of {found.asked.batch:,} tokens"
+
+
+def _moved(found: Comparison) -> Iterator[Row]:
     from shardwise.report.units import format_bytes
 
-    yield "a rank sends for a token (ring volume)", lambda one: format_bytes(float(one.round.volume_of_token.total))
-    yield "  blocks", lambda one: format_bytes(float(one.round.volume_of_token.blocks))
-    yield "  embedding, head, logits", lambda one: format_bytes(float(one.round.volume_of_token.edges))
-    yield "  control, chosen tokens", lambda one: format_bytes(float(one.round.volume_of_token.other))
+    yield f"a rank sends for {_step(found)} (ring volume)", lambda one: format_bytes(float(one.round.volume.total))
+    yield "  blocks", lambda one: format_bytes(float(one.round.volume.blocks))
+    yield "  embedding, head, logits", lambda one: format_bytes(float(one.round.volume.edges))
+    yield "  control, chosen tokens", lambda one: format_bytes(float(one.round.volume.other))
 
 
 def _timed(found: Comparison) -> Iterator[Row]:
@@ -246,7 +256,7 @@ def _timed(found: Comparison) -> Iterator[Row]:
     def part(name: str) -> Callable[[Generated], str]:
         return lambda one: format_time(seconds) if (seconds := one.middle.parts.get(name, 0.0)) else ""
 
-    yield "time of a token", lambda one: format_time(one.middle.seconds)
+    yield f"time of {_step(found)}", lambda one: format_time(one.middle.seconds)
     yield "  80% range, from", lambda one: format_time(one.range[0])
     yield "  to", lambda one: format_time(one.range[1])
     for name, words in time_parts.TOKEN.items():
@@ -257,10 +267,12 @@ def _timed(found: Comparison) -> Iterator[Row]:
     yield "prompt until its first token", lambda one: format_time(one.prompt.seconds)
 
 
-def _held() -> Iterator[Row]:
+def _held(found: Comparison) -> Iterator[Row]:
     from shardwise.report.units import format_bytes
 
-    yield "weights of a rank", lambda one: format_bytes(one.fit.held.weights + one.fit.held.slots)
+    yield "weights of a rank", lambda one: format_bytes(one.fit.held.all_weights)
+    if any(one.fit.held.slots for one in found.strategies):
+        yield "  of them gathered, in buffers", lambda one: format_bytes(slots) if (slots := one.fit.held.slots) else ""
     yield "cache of a rank after the prompt", lambda one: format_bytes(one.cache_bytes[0])
     yield "  at the end of the answer", lambda one: format_bytes(one.cache_bytes[1])
     yield "  fits", lambda one: "" if one.fit.room is None else "yes" if one.fit.fits else "no"

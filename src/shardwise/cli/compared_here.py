@@ -250,6 +250,6 @@ ROWS: list[tuple[str, Callable[[Here], str]]] = [
     ("  last tokens against first", _cell(partial(format_share, signed=True), lambda one: one.growth)),
     ("tokens/s, all sequences", _cell("{:.4g}".format, lambda one: one.rate)),
     ("prompt until its first token", _time(lambda one: one.first)),
-    ("weights of a rank", _bytes(lambda one: one.parameter_bytes)),
+    ("weights that stay on a rank", _bytes(lambda one: one.parameter_bytes)),
     ("cache of a rank before the last tokens", _bytes(lambda one: one.cache_bytes)),
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import reprlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,12 @@ class Cluster:
         """
         nodes = f"{self.nodes}x" if self.nodes > 1 else ""
         return f"{nodes}{self.devices_per_node}x{self.device.name}"
+
+    def with_link(self, bandwidth: float) -> Cluster:
+        """This cluster with another bandwidth inside its nodes, in bytes/s and one direction, in place of what was
+        measured there by size. Raises `UserError` for a bandwidth that no link has."""
+        source = f"bandwidth given; the rest: {self.intra.source}"
+        return replace(self, intra=replace(self.intra, bandwidth=bandwidth, speeds=(), source=source))
 
     @classmethod
     def parse(cls, text: str) -> Cluster:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,16 @@ from shardwise.report.strict_json import strict
 
 PACKED = 2048
 """Elements of an array from which on it travels as base64 of its little-endian bytes."""
+
+
+def command_line(*words: object) -> str:
+    """A `shardwise` command of these words, quoted for a shell."""
+    return shlex.join(["shardwise", *map(str, words)])
+
+
+def exact(value: float) -> str:
+    """All digits of a number: 450 or 0.1."""
+    return repr(float(value)).removesuffix(".0")
 
 
 @dataclass(frozen=True)

@@ -125,8 +125,8 @@ class Generated:
                 "payload_bytes": self.round.payload,
             },
             "bytes": {
-                "weights": self.fit.held.weights,
-                "slots": self.fit.held.slots,
+                "weights": self.fit.held.all_weights,
+                "gathered_buffers": self.fit.held.slots,
                 "cache_after_prompt": self.cache_bytes[0],
                 "cache_at_end": self.cache_bytes[1],
                 "fits": self.fit.fits,

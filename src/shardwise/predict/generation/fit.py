@@ -83,8 +83,13 @@ class Held:
     passing: int
 
     @property
+    def all_weights(self) -> int:
+        """Weights of a rank, buffers of gathered ones included."""
+        return self.weights + self.slots
+
+    @property
     def total(self) -> int:
-        return self.weights + self.slots + self.cache + self.passing
+        return self.all_weights + self.cache + self.passing
 
 
 @dataclass(frozen=True)
@@ -113,13 +118,13 @@ class Fit:
     def lines(self) -> Iterator[str]:
         """For people: what is held, whether it fits, the largest context that does, and the valid degrees."""
         held = self.held
-        slots = f" + slots of gathered weights {format_bytes(held.slots)}" if held.slots else ""
+        slots = f" ({format_bytes(held.slots)} of them buffers of gathered ones)" if held.slots else ""
         served = self.served
         whole = f"{served.batch} x {served.context:,}"
         tokens = whole if served.pages == served.full else f"{served.pages * served.page:,}"
         yield (
-            f"{self._name}: on the fullest rank weights {format_bytes(held.weights)}{slots} + cache of {tokens} tokens "
-            f"{format_bytes(held.cache)} + what passes through {format_bytes(held.passing)} = "
+            f"{self._name}: on the fullest rank weights {format_bytes(held.all_weights)}{slots} + cache of {tokens} "
+            f"tokens {format_bytes(held.cache)} + what passes through {format_bytes(held.passing)} = "
             f"{format_bytes(held.total)}"
         )
         if self.room is not None:
@@ -156,7 +161,7 @@ class Fit:
             return f"the largest context for {batch} is {self.largest_context:,} tokens, and {fewer}"
         if fewer:
             return f"no context fits {batch}, but {fewer}"
-        bare = self.held.weights + self.held.slots
+        bare = self.held.all_weights
         if bare > self.room:
             how = "split them further (tp, pp, zero=3), or use int8"
         else:

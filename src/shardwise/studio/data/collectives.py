@@ -14,7 +14,7 @@ from shardwise.schedule.closed_forms import CLOSED_FORMS
 from shardwise.schedule.collectives import COLLECTIVES, wanted
 from shardwise.schedule.comm import CommSchedule
 from shardwise.schedule.provenance import Holding, history
-from shardwise.studio.columns import How, Table, View
+from shardwise.studio.columns import How, Table, View, command_line
 from shardwise.studio.query import Query
 
 MOST_RANKS = 16
@@ -206,14 +206,14 @@ def _scaling(collective: str, nbytes: int, cluster: Cluster) -> Table:
 
 
 def _how_rounds(schedule: CommSchedule, options: Mapping[str, int]) -> How:
-    given = "".join(f" --{name} {value}" for name, value in options.items())
+    given = [word for name, value in options.items() for word in (f"--{name}", value)]
     return How(
         [
             f"{schedule.algorithm} is a list of rounds; each row says which rank sends which chunks to whom.",
             "Contribution sets: the rounds are executed over sets of ranks instead of numbers; an addition joins two.",
             f"{schedule.steps} rounds with messages for {schedule.ranks} ranks, {schedule.chunks} chunks.",
         ],
-        f"shardwise collective show {schedule.collective} {schedule.algorithm} --ranks {schedule.ranks}{given}",
+        command_line("collective", "show", schedule.collective, schedule.algorithm, "--ranks", schedule.ranks, *given),
     )
 
 
@@ -244,10 +244,8 @@ def _how_costs(prices: Pricer, ranked: list[Choice], nbytes: int, state: Mapping
         f"lower bound, each term for itself: {format_time(bound.alpha)} latency, {format_time(bound.beta)} bandwidth, "
         f"{format_time(bound.gamma)} adding; the dashed line is the largest of them"
     )
-    command = (
-        f"shardwise collective cost {prices.collective} --bytes {nbytes} --ranks {state['ranks']} "
-        f"--cluster {state['cluster']}"
-    )
+    words = ("--bytes", nbytes, "--ranks", state["ranks"], "--cluster", state["cluster"])
+    command = command_line("collective", "cost", prices.collective, *words)
     return How([*steps, *network.notes], command, form.source if form else "Chan et al. 2007 for the lower bounds")
 
 

@@ -27,7 +27,7 @@ from shardwise.report.step_report import DTYPE_BYTES, StepReport
 from shardwise.report.units import format_bytes, format_count, format_ranks
 from shardwise.schedule.pipeline.simulate import simulate
 from shardwise.schedule.pipeline.times import Times
-from shardwise.studio.columns import How, Table, View
+from shardwise.studio.columns import How, Table, View, command_line
 from shardwise.studio.query import Query
 
 CLUSTERS = ("8xH100", "2x8xH100", "8x8xH100", "8xA100", "8x8xA100", "8xB200", "1xH100")
@@ -54,8 +54,8 @@ def data(given: Mapping[str, str]) -> View:
         rank=Grid.of(layout, model).rank(pp=place, dp=0, cp=0, tp=0),
         backend=usual_backend(cluster),
     )
-    command = f"shardwise estimate {model.name} --layout {layout} --cluster {cluster} --seq {workload.seq}"
-    command += f" --batch {workload.batch}"
+    words = ("--layout", layout, "--cluster", query.state["cluster"], "--seq", workload.seq, "--batch", workload.batch)
+    command = command_line("estimate", query.state["model"], *words)
     return View(
         query.state,
         {"model": list(catalog()), "cluster": CLUSTERS, "schedule": CHOICES["schedule"]}
@@ -225,11 +225,10 @@ def _how_devices(model: ModelConfig, plan: UnitPlan, report: StepReport, command
     mine = sum(unit.padded for unit in plan.units)
     parts = [f"tp={layout.tp}" if layout.tp > 1 else "", f"pp={layout.pp}" if layout.pp > 1 else ""]
     split = " and ".join(filter(None, parts)) or "no split of the layers"
-    sharded = {0: "nothing", 1: "optimizer state", 2: "gradients and optimizer state", 3: "all of it"}[layout.stage]
     steps = [
         f"{model.name} has {format_count(count(model))} parameters; with {split} this rank has "
         f"{format_count(mine)} of them.",
-        f"ZeRO stage {layout.stage} shards {sharded} over {layout.shard_ranks} ranks.",
+        _what_is_sharded(layout),
         f"parameters {format_bytes(parameter_bytes(plan))}: {DTYPE_BYTES[layout.dtype]} bytes each in "
         f"{layout.precision}",
         f"optimizer state {format_bytes(optimizer_bytes(plan))}: {OPTIMIZER_BYTES[layout.precision]} bytes for each "
@@ -241,6 +240,14 @@ def _how_devices(model: ModelConfig, plan: UnitPlan, report: StepReport, command
     return How(
         [*steps, *report.notes], command, "docs/prediction.md; parameters to saved are exact, the peak within 5%"
     )
+
+
+def _what_is_sharded(layout: Layout) -> str:
+    if layout.shard_ranks == 1:
+        why = "" if layout.stage == 0 else f": ZeRO stage {layout.stage} has one data rank here"
+        return f"Nothing is sharded over data ranks{why}."
+    what = {1: "optimizer state", 2: "gradients and optimizer state", 3: "weights, gradients and optimizer state"}
+    return f"ZeRO stage {layout.stage} shards {what[layout.stage]} over {layout.shard_ranks} ranks."
 
 
 def _how_moments(plan: UnitPlan, command: str) -> How:

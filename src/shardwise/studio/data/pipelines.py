@@ -18,7 +18,7 @@ from shardwise.schedule.pipeline.closed_forms import FORMS, Case
 from shardwise.schedule.pipeline.memory import Level, Peak, levels, peak
 from shardwise.schedule.pipeline.simulate import Simulated, simulate
 from shardwise.schedule.pipeline.times import Times
-from shardwise.studio.columns import How, Table, View
+from shardwise.studio.columns import How, Table, View, command_line, exact
 from shardwise.studio.query import Query
 
 KINDS = ("forward", "backward", "input", "weight", "overlap", "message", "collective")
@@ -61,8 +61,7 @@ def data(given: Mapping[str, str]) -> View:
     tables["compared"] = _compared(found)
     how["compared"] = How(
         [f"{side}: {line}" for side, one in found.items() for line in _bubble_lines(one.simulated, milliseconds)],
-        f"shardwise pipeline bubble {' '.join(dict.fromkeys(one.schedule.name for one in found.values()))} "
-        f"--ranks {ranks} --micro {micro} --times {_times_text(milliseconds)}",
+        " && ".join(dict.fromkeys(_command(one.schedule, milliseconds, hop) for one in found.values())),
     )
     more = {side: _drawn(one) for side, one in found.items()}
     return View(query.state, {"a": names, "b": ["none", *names]}, tables, how, more | {"kinds": KINDS})
@@ -185,17 +184,21 @@ def _compared(found: Mapping[str, _Found]) -> Table:
 
 def _how(one: Simulated, milliseconds: Mapping[str, float], hop: float) -> How:
     s = one.schedule
-    virtual = f" --virtual {s.virtual}" if s.virtual > 1 else ""
     return How(
         [
             *_bubble_lines(one, milliseconds),
             "Every event starts when its rank is free and what it needs has arrived; the order is the schedule's.",
             "Activations: from F until I or B all that F saved; 1 is what a rank saves for one micro-batch.",
         ],
-        f"shardwise pipeline simulate {s.name} --ranks {s.ranks} --micro {s.micro}{virtual} "
-        f"--times {_times_text(milliseconds)} --hop {hop:g}ms",
+        _command(s, milliseconds, hop),
         find(s.name).source,
     )
+
+
+def _command(schedule: PipelineSchedule, milliseconds: Mapping[str, float], hop: float) -> str:
+    s, times = schedule, ",".join(f"{name}={exact(value)}ms" for name, value in milliseconds.items())
+    words = ("--ranks", s.ranks, "--micro", s.micro, "--virtual", s.virtual, "--times", times)
+    return command_line("pipeline", "simulate", s.name, *words, "--hop", f"{exact(hop)}ms")
 
 
 def _bubble_lines(one: Simulated, milliseconds: Mapping[str, float]) -> list[str]:
@@ -210,7 +213,3 @@ def _bubble_lines(one: Simulated, milliseconds: Mapping[str, float]) -> list[str
     if s.train and not one.times.hop and form.exact(case):
         lines.append(f"closed form: {form.text} = {format_time(form.bubble(case))} idle on the rank that has most")
     return lines
-
-
-def _times_text(milliseconds: Mapping[str, float]) -> str:
-    return ",".join(f"{name}={value:g}ms" for name, value in milliseconds.items())

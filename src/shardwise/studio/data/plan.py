@@ -16,11 +16,13 @@ from shardwise.predict.search.fixing import fixed_of
 from shardwise.predict.search.plan import Plan
 from shardwise.report import time_parts
 from shardwise.report.units import format_bytes, format_count, format_share, format_time
-from shardwise.studio.columns import How, Table, View
+from shardwise.studio.columns import How, Table, View, command_line
 from shardwise.studio.data.memory import CLUSTERS
 from shardwise.studio.query import Query
 
 BY = ("throughput", "memory", "cost", "pareto")
+TOP = 12
+"""Layouts that are shown."""
 
 
 def data(given: Mapping[str, str]) -> View:
@@ -32,8 +34,9 @@ def data(given: Mapping[str, str]) -> View:
     query.done()
     found = _found(model, cluster, seq, batch, by, fix)
     winner = found.winner
-    command = f"shardwise plan {model} --cluster {cluster} --seq {seq} --batch {batch}"
-    command += (f" --by {by}" if by != "throughput" else "") + (f" --fix {fix}" if fix else "")
+    words = ["--cluster", cluster, "--seq", seq, "--batch", batch, "--top", TOP]
+    words += ["--by", by] * (by != "throughput") + ["--fix", fix] * bool(fix)
+    command = command_line("plan", model, *words)
     return View(
         query.state,
         {"model": list(catalog()), "cluster": CLUSTERS, "by": BY},
@@ -70,7 +73,7 @@ def data(given: Mapping[str, str]) -> View:
 @lru_cache(maxsize=32)
 def _found(model: str, cluster: str, seq: int, batch: int, by: str, fix: str) -> Plan:
     workload = Workload(seq=seq, batch=batch)
-    return search(resolve(model), Cluster.parse(cluster), workload, by=by, fixed=fixed_of(fix), top=12)  # type: ignore[arg-type]
+    return search(resolve(model), Cluster.parse(cluster), workload, by=by, fixed=fixed_of(fix), top=TOP)  # type: ignore[arg-type]
 
 
 def _ranked(found: Plan) -> Table:
@@ -168,7 +171,7 @@ def scoreboard(given: Mapping[str, str]) -> View:
             "Each dot is one published run: its configuration is predicted without a look at the result.",
             "Seconds of a step; for serving, seconds a token. Inside the band the prediction is off by 25% or less.",
         ],
-        "shardwise validate --rows",
+        command_line("validate", "--rows"),
         "src/shardwise/predict/scoreboard/published.json: every row with its citation",
     )
     return View({}, {}, {"scoreboard": table, "sources": summary}, {"scoreboard": how, "sources": how})

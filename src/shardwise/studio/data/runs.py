@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +16,7 @@ from shardwise.report.rank_timelines import RankTimelines
 from shardwise.report.run_directory import RunDirectory
 from shardwise.report.step_report import StepReport
 from shardwise.report.units import format_share, format_time
-from shardwise.studio.columns import How, Table, View
+from shardwise.studio.columns import How, Table, View, command_line
 from shardwise.studio.data import timelines
 from shardwise.studio.query import Query
 
@@ -62,8 +63,10 @@ def data(given: Mapping[str, str], runs: Path) -> View:
         sides = list(reports.values())
         both = compare(sides[0], sides[-1])
         tables |= {"memory": memory_table(both), "ledger": ledger_table(both)}
-        lines = ["Predicted before the run, measured inside it; every row of one against the same row of the other."]
-        how |= {table: How(lines, f"shardwise compare {here.path}") for table in ("memory", "ledger")}
+        lines = ["Predicted, and measured inside the run; every row of one against the same row of the other."]
+        if len(reports) == 1:
+            lines = [f"The {next(iter(reports))} report alone: there is no other yet."]
+        how |= {table: How(lines, _compare(here)) for table in ("memory", "ledger")}
         more |= {"equal_ledger": both.equal_ledger, "peak_error": both.peak_error, "has": list(reports)}
         more["classes"] = list(BYTE_CLASSES)
     return View(query.state, {"run": names}, tables, how, more)
@@ -180,7 +183,7 @@ def _how_steps(here: RunDirectory, told: Mapping[str, Any]) -> How:
             f"Writing it took {format_time(writing)} of a step's {format_time(step)} of CPU time, "
             f"{format_share(share)}, measured inside the process that writes (result.json: writing_share)."
         )
-    return How([*lines, f"status: {told.get('status', 'unknown')}"], f"tail -f {here.events_path}")
+    return How([*lines, f"status: {told.get('status', 'unknown')}"], shlex.join(["tail", "-f", str(here.events_path)]))
 
 
 def _timeline(here: RunDirectory, measured: StepReport | None) -> tuple[timelines.Timeline, How, str] | None:
@@ -212,4 +215,10 @@ def _how_timeline(here: RunDirectory, report: StepReport | None, lines: list[str
     for rank, figures in exposures(report) if report else ():
         exposed = format_share(figures.share(figures.exposed))
         found.append(f"rank {rank}: {exposed} of the step is communication that no computation hides")
-    return How([*found, *lines], f"shardwise compare {here.path}")
+    return How([*found, *lines], _compare(here))
+
+
+def _compare(here: RunDirectory) -> str:
+    """The command that compares both reports; none where one is missing."""
+    both = all(here.report(name).is_file() for name in ("predicted", "measured"))
+    return command_line("compare", here.path) if both else ""

@@ -26,7 +26,7 @@ from shardwise.predict.time.profiles import engine
 from shardwise.report import time_parts
 from shardwise.report.step_report import DTYPE_BYTES
 from shardwise.report.units import format_bytes, format_count, format_spans, format_time
-from shardwise.studio.columns import How, Table, View
+from shardwise.studio.columns import How, Table, View, command_line, exact
 from shardwise.studio.data import tokens_layer
 from shardwise.studio.query import Query
 
@@ -61,11 +61,7 @@ def data(given: Mapping[str, str]) -> View:
     state, choices, model, cluster, layouts, asked = _asked(given)
     found = compare(model, layouts, cluster, asked)
     ones = found.strategies
-    names = " ".join(f'"{layout}"' for layout in layouts)
-    command = f"shardwise generate {model.name} --cluster {cluster} --compare {names}"
-    command += f" --prompt-tokens {asked.prompt} --max-tokens {asked.output} --batch {asked.batch}"
-    if cluster.intra.source == "the page":
-        command += f" (with bandwidth = {cluster.intra.bandwidth:g} under [intra] in a cluster's file)"
+    command = _command(state, cluster, layouts, asked)
     holdings = [list(_holdings(model, layout)) for layout in layouts]
     ways = [_way(model, layout, cluster, asked) for layout in layouts]
     told = [
@@ -84,7 +80,7 @@ def data(given: Mapping[str, str]) -> View:
             "trained": _trained(ones),
         },
         {
-            "compared": _how_compared(ones, model, command),
+            "compared": _how_compared(ones, model, asked, command),
             "holds": _how_holds(model, layouts),
             "layer": tokens_layer.how_layer(told, command),
             "through": tokens_layer.how_through(layouts, ways, command),
@@ -100,6 +96,7 @@ def data(given: Mapping[str, str]) -> View:
             "through": tokens_layer.through_drawn(layouts, ways),
             "sentences": [tokens_layer.sentence(model, layouts[0].ranks, i) for i in range(tokens_layer.STEPS)],
             "parameters": count(model),
+            "batch": asked.batch,
             "capacity": cluster.memory_per_device,
             "ratios": [ratio.to_json() for ratio in found.ratios],
             "claims": [{"says": claims()[name].says, "why": claims()[name].why} for name in CLAIMS],
@@ -115,7 +112,7 @@ def spent(given: Mapping[str, str]) -> View:
     units: dict[str, str] = {}
     for side, one in zip("AB", ones, strict=False):
         each = _seconds(model, one.layout, cluster, asked)
-        sent = float(one.round.volume_of_token.total)
+        sent = float(one.round.volume.total)
         columns |= {
             f"{side} takes": each,
             f"{side} sends": [sent] * asked.output,
@@ -126,13 +123,13 @@ def spent(given: Mapping[str, str]) -> View:
         units |= {f"{side} sends": "bytes", f"{side} sent so far": "bytes"}
     how = How(
         [
-            f"{side} = {one.layout}: every token sends {format_bytes(float(one.round.volume_of_token.total))} from "
-            f"each rank; the first takes {format_time(one.first.seconds)}, the last {format_time(one.last.seconds)}, "
-            "since more keys and values are read."
+            f"{side} = {one.layout}: a rank sends {format_bytes(float(one.round.volume.total))} for {_step(asked)}; "
+            f"the first takes {format_time(one.first.seconds)}, the last {format_time(one.last.seconds)}, since more "
+            "keys and values are read."
             for side, one in zip("AB", ones, strict=False)
         ]
         + ["So far: the sum of all tokens up to here, without the prompt."],
-        "shardwise generate --compare",
+        _command(state, cluster, layouts, asked),
         "docs/generation.md",
     )
     return View(state, choices, {"spent": Table("Token by token", columns, units)}, {"spent": how})
@@ -165,7 +162,21 @@ def _linked(query: Query, cluster: Cluster) -> Cluster:
     wanted = query.number("link", usual, 0.0, 1e6)
     if wanted == usual or not wanted:
         return cluster
-    return replace(cluster, intra=replace(cluster.intra, bandwidth=wanted * 1e9, speeds=(), source="the page"))
+    return cluster.with_link(wanted * 1e9)
+
+
+def _command(state: Mapping[str, Any], cluster: Cluster, layouts: tuple[Layout, ...], asked: Asked) -> str:
+    """`generate --compare` with the same numbers."""
+    words = [state["model"], "--cluster", state["cluster"]]
+    if cluster != Cluster.parse(state["cluster"]):
+        words += ["--link", exact(state["link"])]
+    sizes = ("--prompt-tokens", asked.prompt, "--max-tokens", asked.output, "--batch", asked.batch)
+    return command_line("generate", *words, "--compare", *layouts, *sizes)
+
+
+def _step(asked: Asked) -> str:
+    """What bytes and times are of: one more token of every sequence."""
+    return "a token" if asked.batch == 1 else f"a step, one token for each of {asked.batch:,} sequences"
 
 
 def _strategy(model: ModelConfig, layout: Layout, cluster: Cluster) -> Strategy:
@@ -277,10 +288,10 @@ def _blocks_of(plan: UnitPlan) -> str:
 
 
 def _compared(ones: tuple[Generated, ...], asked: Asked) -> Table:
-    volume = [one.round.volume_of_token for one in ones]
+    volume = [one.round.volume for one in ones]
     columns: dict[str, list[Any]] = {
         "strategy": [str(one.layout) for one in ones],
-        "a token sends": [float(one.total) for one in volume],
+        "a step sends": [float(one.total) for one in volume],
         "for blocks": [float(one.blocks) for one in volume],
         "for embedding and head": [float(one.edges) for one in volume],
         "prompt": [one.prompt.seconds for one in ones],
@@ -290,15 +301,15 @@ def _compared(ones: tuple[Generated, ...], asked: Asked) -> Table:
         "80% from": [one.range[0] for one in ones],
         "to": [one.range[1] for one in ones],
         "tokens/s": [one.tokens_per_second(asked.batch) for one in ones],
-        "weights": [one.fit.held.weights for one in ones],
-        "gathered": [one.fit.held.slots for one in ones],
+        "weights": [one.fit.held.all_weights for one in ones],
+        "of them gathered": [one.fit.held.slots for one in ones],
         "cache at the end": [one.cache_bytes[1] for one in ones],
         "fits": [one.fit.fits for one in ones],
     }
     times = ("prompt", "first token", "token half-way", "last token", "80% from", "to")
-    sizes = ("a token sends", "for blocks", "for embedding and head", "weights", "gathered", "cache at the end")
+    sizes = ("a step sends", "for blocks", "for embedding and head", "weights", "of them gathered", "cache at the end")
     units = dict.fromkeys(times, "seconds") | dict.fromkeys(sizes, "bytes") | {"tokens/s": "count"}
-    return Table("Two strategies, one prompt", columns, units)
+    return Table(f"Two strategies, one prompt; bytes and times are those of {_step(asked)}", columns, units)
 
 
 def _where(ones: tuple[Generated, ...]) -> Table:
@@ -331,25 +342,30 @@ def _sum_of(one: Generated) -> str:
     return f"{sums} = {format_time(one.middle.seconds)}"
 
 
-def _how_compared(ones: tuple[Generated, ...], model: ModelConfig, command: str) -> How:
-    lines = ["Bytes: what one rank sends for one token when every collective goes round a ring (docs/generation.md)."]
-    for one in ones:
-        layout, width = one.layout, DTYPE_BYTES[one.layout.dtype]
-        sent = format_bytes(float(one.round.volume_of_token.total))
-        plan = plan_of(model, layout)
-        if layout.stage == 3:
-            p = layout.shard_ranks
-            lines.append(f"{layout}: ({p} - 1)/{p} x {format_count(count(model))} weights x {width} bytes = {sent}")
-        elif layout.tp > 1:
-            p = layout.tp
-            lines.append(
-                f"{layout}: 2 ({p} - 1)/{p} x (2 x {model.layers} layers + 1) x {model.hidden:,} numbers x {width} "
-                f"bytes, and the logits ({p} - 1)/{p} x {padded_vocab(plan):,} x {width} = {sent}"
-            )
-        else:
-            vector = f"one vector of {model.hidden:,} numbers x {width} bytes a stage"
-            lines.append(f"{layout}: {vector}, and the token: {sent}")
+def _how_compared(ones: tuple[Generated, ...], model: ModelConfig, asked: Asked, command: str) -> How:
+    lines = [
+        f"Bytes: what one rank sends for {_step(asked)} when every collective goes round a ring (docs/generation.md).",
+        *(f"{one.layout}: {_formula(one, model)}" for one in ones),
+        "Weights: what a rank keeps, and the buffers for those that it gathers.",
+    ]
     return How(lines, command, "docs/generation.md")
+
+
+def _formula(one: Generated, model: ModelConfig) -> str:
+    """What a rank sends for a step: the formula of the pure strategies, the parts of others."""
+    layout, width, volume = one.layout, DTYPE_BYTES[one.layout.dtype], one.round.volume
+    sent, each = format_bytes(float(volume.total)), f" x {one.sequences} sequences" if one.sequences > 1 else ""
+    if layout.stage == 3 and layout.tp == 1:
+        p = layout.shard_ranks
+        return f"({p} - 1)/{p} x {format_count(count(model))} weights x {width} bytes = {sent}, however many sequences"
+    if layout.tp > 1 and layout.tp == layout.ranks:
+        p = layout.tp
+        return (
+            f"(2 ({p} - 1)/{p} x (2 x {model.layers} layers + 1) x {model.hidden:,} numbers + the logits, "
+            f"({p} - 1)/{p} x {padded_vocab(plan_of(model, layout)):,}) x {width} bytes{each} = {sent}"
+        )
+    blocks, edges, other = (format_bytes(float(part)) for part in (volume.blocks, volume.edges, volume.other))
+    return f"layers and messages between stages {blocks} + embedding, head and logits {edges} + tokens {other} = {sent}"
 
 
 def _how_holds(model: ModelConfig, layouts: tuple[Layout, ...]) -> How:

@@ -60,7 +60,7 @@ export function mount(root, page) {
     }));
     const [a, b] = [answer.more.a, answer.more.b];
     compared.note.textContent = !b || a.name === b.name ? "" : a.makespan === b.makespan ? "Both take the same time."
-      : `${a.makespan < b.makespan ? a.name : b.name} is faster by ${share(Math.max(a.makespan, b.makespan) / Math.min(a.makespan, b.makespan) - 1)}.`;
+      : `${a.makespan < b.makespan ? a.name : b.name} takes ${share(1 - Math.min(a.makespan, b.makespan) / Math.max(a.makespan, b.makespan))} less time.`;
     compared.show(answer);
     held.show(answer);
     held.describe(`Activations held over time, rank by rank, for ${a.name}: at most ${plain(a.peak)} micro-batches.`);

@@ -25,7 +25,7 @@ const ACT_WORDS = { hold: "holds", gather: "gathers", multiply: "multiplies", on
 export function mount(root, page) {
   const controls = [
     panel("What is generated", text(page, "model", "Model", { size: 14 }), text(page, "cluster", "Devices"), number(page, "link", "Link in a node, GB/s", { most: 1e6, step: "any", help: "what a device sends, one direction" }), slider(page, "prompt", "Prompt", { values: PROMPTS, words: (n) => `${n} tokens` }),
-      slider(page, "output", "Answer", { values: OUTPUTS, words: (n) => `${n} tokens` }), slider(page, "batch", "Sequences at a time", { values: BATCHES })),
+      slider(page, "output", "Answer", { values: OUTPUTS, words: (n) => `${n} tokens` }), slider(page, "batch", "Batch size", { values: BATCHES })),
     panel("Two strategies", text(page, "a", "A", { size: 12, help: "tp=8, dp=8,zero=3 or pp=8" }), text(page, "b", "B", { size: 12 }), select(page, "precision", "Precision")),
   ];
   let data = null, answer = null, step = 0, token = 0;
@@ -123,17 +123,22 @@ function throughFigure(page) {
   return { ...through, set };
 }
 
-function sideFacts({ tables }) {
+/** What bytes and times are of: one more token of every sequence. */
+function stepWords(batch) {
+  return batch === 1 ? "One token" : `A step (a token for each of ${count(batch)} sequences)`;
+}
+
+function sideFacts({ tables, more }) {
   const c = tables.compared.columns;
   return c.strategy.map((name, i) => h("dl", { class: "facts side" },
-    fact(`${"AB"[i]}`, name, c.fits[i] === false ? "✗ does not fit" : `✓ ${bytes(c.weights[i])} of weights a device`),
-    fact("A token sends", bytes(c["a token sends"][i]), "from each device"), fact("and takes", seconds(c["token half-way"][i]), `80% range ${seconds(c["80% from"][i])} to ${seconds(c.to[i])}`),
-    fact("All sequences", `${count(c["tokens/s"][i])} tokens/s`, `prompt read in ${seconds(c.prompt[i])}`)));
+    fact(`${"AB"[i]}`, name, c.fits[i] === false ? "✗ does not fit" : `✓ ${bytes(c.weights[i])} of weights a device${c["of them gathered"][i] ? `, ${bytes(c["of them gathered"][i])} of them gathered` : ""}`),
+    fact(`${stepWords(more.batch)} sends`, bytes(c["a step sends"][i]), "from each device"), fact("and takes", seconds(c["token half-way"][i]), `80% range ${seconds(c["80% from"][i])} to ${seconds(c.to[i])}`),
+    fact(more.batch === 1 ? "Speed" : "All sequences", `${count(c["tokens/s"][i])} tokens/s`, `prompt read in ${seconds(c.prompt[i])}`)));
 }
 
 /** Which strategy sends more for a token, which takes longer, and from where on gathering pays. */
 function comparison({ tables, more }) {
-  const c = tables.compared.columns, [x, y] = c["a token sends"], [s, t] = c["token half-way"], ratio = more.ratios[0];
+  const c = tables.compared.columns, [x, y] = c["a step sends"], [s, t] = c["token half-way"], ratio = more.ratios[0];
   if (c.strategy.length < 2) return "";
   const faster = ratio?.faster_from_tokens ? `, and is faster from about ${ratio.faster_from_tokens.toLocaleString("en-US")}` : "";
   return `${x < y ? c.strategy[1] : c.strategy[0]} sends ${times(Math.max(x, y) / Math.min(x, y))} as many bytes; ${s < t ? c.strategy[1] : c.strategy[0]} takes ${times(Math.max(s, t) / Math.min(s, t))} as long.${ratio ? ` Gathering sends less from ${Math.ceil(ratio.fewer_bytes_from_tokens).toLocaleString("en-US")} tokens in one pass on${faster}.` : ""}`;
@@ -176,7 +181,7 @@ function times(n) {
 
 function sentences({ tables }, data) {
   const c = tables.spent.columns, names = data.tables.compared.columns.strategy;
-  return ["No token yet: the prompt has been read.", ...c.token.map((n, i) => names.map((name, k) => `${"AB"[k]} has sent ${bytes(c[`${"AB"[k]} sent so far`][i])} and taken ${seconds(c[`${"AB"[k]} time so far`][i])}`).join("; ").replace(/^/, `After ${n} token${n === 1 ? "" : "s"}: `) + ".")];
+  return ["No token yet: the prompt has been read.", ...c.token.map((n, i) => names.map((name, k) => `each device of ${"AB"[k]} has sent ${bytes(c[`${"AB"[k]} sent so far`][i])} and taken ${seconds(c[`${"AB"[k]} time so far`][i])}`).join("; ").replace(/^/, `After ${n} token${n === 1 ? "" : "s"}${data.more.batch === 1 ? "" : ` of each of ${count(data.more.batch)} sequences`}: `) + ".")];
 }
 
 function spentLines({ tables }, data) {
@@ -188,7 +193,7 @@ function drawSpent(context, width, height, answer, data, token) {
   const at = Math.round(token);
   const series = spentLines(answer, data).map((each) => ({ ...each, points: each.points.slice(0, Math.max(2, at + 1)) }));
   const c = answer.tables.spent.columns, n = c.token.length, top = Math.max(...series.map((each, k) => c[`${"AB"[k]} time so far`][n - 1]));
-  lines(context, width, height, [...series, { name: "", bound: true, points: [[n, 0]] }], { yUnit: "seconds", xName: "tokens of the answer", yName: "time so far", top, marks: [[at, `${at}`]] });
+  lines(context, width, height, [...series, { name: "", bound: true, points: [[n, 0]] }], { yUnit: "seconds", xName: data.more.batch === 1 ? "tokens of the answer" : "tokens of each answer", yName: "time so far", top, marks: [[at, `${at}`]] });
 }
 
 function partNames(data) {

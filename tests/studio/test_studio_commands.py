@@ -1,0 +1,134 @@
+"""The command under "The same on the command line" prints the page's numbers: each is run as it stands."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pytest import CaptureFixture
+from studio_visitor import make_run
+
+from shardwise.cli.main import main
+from shardwise.report.step_report import StepReport
+from shardwise.studio.data import collectives, memory, pipelines, plan, runs, tokens
+
+
+@pytest.fixture
+def printed(capsys: CaptureFixture[str]) -> Any:
+    """Run a command line, several joined by &&; returns what each prints as JSON."""
+
+    def printed(command: str) -> list[Any]:
+        answers = []
+        for part in command.split(" && "):
+            program, *words = shlex.split(part)
+            assert program == "shardwise" and main([*words, "--json"]) == 0, part
+            answers.append(json.loads(capsys.readouterr().out))
+        return answers
+
+    return printed
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {},
+        {"batch": "64", "prompt": "100", "output": "32"},
+        {"model": "llama-3-8b", "cluster": "4xH100", "a": "tp=2,dp=2", "b": "pp=4", "batch": "3", "link": "50.25"},
+        {"model": "tiny-llama", "cluster": "2xH100", "prompt": "9", "output": "4", "precision": "fp32"},
+    ],
+    ids=["first", "batch", "link", "fp32"],
+)
+def test_tokens_are_generate_compare(state: dict[str, str], printed: Any) -> None:
+    view, spent = tokens.data(state), tokens.spent(state)
+    assert {how.command for how in view.how.values() if how.command} == {spent.how["spent"].command}
+    (found,) = printed(spent.how["spent"].command)
+    columns, so_far = view.tables["compared"].columns, spent.tables["spent"].columns
+    ones = found["predicted"]["strategies"]
+    assert columns["strategy"] == [one["layout"] for one in ones]
+    for i, one in enumerate(ones):
+        side, token, held = "AB"[i], one["token"], one["bytes"]
+        for heading, value in {
+            "a step sends": one["round"]["ring_bytes"]["total"], "for blocks": one["round"]["ring_bytes"]["blocks"],
+            "weights": held["weights"], "of them gathered": held["gathered_buffers"],
+            "cache at the end": held["cache_at_end"], "prompt": one["prompt"]["seconds"],
+            "first token": token["first"]["seconds"], "token half-way": token["middle"]["seconds"],
+            "last token": token["last"]["seconds"], "80% from": token["middle"]["low"], "to": token["middle"]["high"],
+        }.items():  # fmt: skip
+            assert columns[heading][i] == value, heading
+        assert view.tables["trained"].columns["step"][i] == one["training"]["seconds"]
+        # Bytes and seconds so far are both of all sequences.
+        assert so_far[f"{side} sends"][0] == one["round"]["ring_bytes"]["total"]
+        assert so_far[f"{side} takes"][-1] == token["last"]["seconds"]
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"batch": "8"},
+        {"model": "tiny-llama", "cluster": "2x2xH100", "tp": "2", "zero": "3", "seq": "64", "batch": "4", "sp": "1"},
+        {"model": "tiny-llama", "cluster": "1xH100", "seq": "64", "batch": "4", "recompute": "full", "zero": "1"},
+    ],
+    ids=["first", "sharded", "one"],
+)
+def test_memory_is_estimate(state: dict[str, str], printed: Any) -> None:
+    view = memory.data(state)
+    (found,) = printed(view.how["devices"].command)
+    roles, columns = StepReport.from_json(found).roles, view.tables["devices"].columns
+    assert columns["peak"] == [role.peak_bytes for role in roles]
+    assert columns["gradients"] == [role.bytes.gradients for role in roles]
+    assert not any("nothing over" in step or " 1 ranks" in step for step in view.how["devices"].steps)
+
+
+@pytest.mark.parametrize("state", [{"by": "memory"}, {"fix": "tp=2,zero=1"}], ids=["by", "fix"])
+def test_plans_are_plan(state: dict[str, str], printed: Any) -> None:
+    view = plan.data({"model": "llama-3-8b", "cluster": "8xH100", "seq": "4096", "batch": "64"} | state)
+    (found,) = printed(view.how["ranked"].command)
+    columns = view.tables["ranked"].columns
+    assert len(columns["layout"]) > 10
+    for heading, key in (("layout", "layout"), ("step", "seconds"), ("MFU", "mfu"), ("80% from", "low")):
+        assert columns[heading] == [row[key] for row in found["ranked"]]
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"ranks": "3", "micro": "6", "hop": "0.123456789"},
+        {"a": "interleaved", "b": "zb-v", "virtual": "3", "ranks": "2", "micro": "4", "F": "1.23456789", "W": "0"},
+    ],
+    ids=["hop", "chunks"],
+)
+def test_pipelines_are_simulate(state: dict[str, str], printed: Any) -> None:
+    view = pipelines.data(state)
+    columns = view.tables["compared"].columns
+    together = printed(view.how["compared"].command)
+    assert columns["step"] == [one["makespan_s"] for one in together]
+    assert columns["bubble over ideal"] == [one["bubble_over_ideal"] for one in together]
+    for side, one in zip("ab", together, strict=True):
+        assert [one] == printed(view.how[side].command)
+        assert view.tables[side].columns["idle"] == [rank["idle_s"] for rank in one["by_rank"]]
+        assert view.tables[side].columns["activations held"] == [rank["peak"]["held"] for rank in one["by_rank"]]
+
+
+def test_collectives_are_show_and_cost(printed: Any) -> None:
+    state = {"collective": "broadcast", "algorithm": "chain", "ranks": "5", "segments": "3", "root": "2"}
+    state |= {"cluster": "8xH100", "bytes": "1000"}
+    view, costs = collectives.data(state), collectives.costs(state)
+    (shown,) = printed(view.how["rounds"].command)
+    rounds, frames = view.tables["rounds"].columns, shown["frames"]
+    transfers = [(frame["round"] + 1, t["src"], t["dst"]) for frame in frames for t in frame["transfers"]]
+    assert list(zip(rounds["round"], rounds["from"], rounds["to"], strict=True)) == transfers
+    (found,) = printed(costs.how["costs"].command)
+    assert costs.tables["costs"].columns["time"] == [one["seconds"] for one in found["algorithms"]]
+    assert costs.more["crossovers"] == found["crossovers"]
+
+
+def test_runs_are_compare(tmp_path: Path, printed: Any) -> None:
+    make_run(tmp_path / "a run", steps=1)
+    view = runs.data({"run": "a run"}, tmp_path)
+    (found,) = printed(view.how["ledger"].command)
+    assert found["equal_ledger"] is view.more["equal_ledger"] is True
+    (tmp_path / "a run" / "reports" / "predicted.json").unlink()
+    assert runs.data({"run": "a run"}, tmp_path).how["ledger"].command == "", "there is nothing to compare with"
