@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import signal
 import threading
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import shardwise
 from shardwise import ModelConfig, UserError, Workload, api
+from shardwise.checkpoint import Entry, Manifest, Piece, TensorSpec, commit, write_part
+from shardwise.checkpoint.geometry import full
 from shardwise.data import Corpus
 from shardwise.report import StepReport
+from shardwise.report.run_directory import RunDirectory
 from shardwise.runtime import installed
 from shardwise.runtime.config import OptimizerConfig, TrainConfig
 from shardwise.runtime.job.launch import Ending, RunFailed
+from shardwise.runtime.job.locks import run_lock
 
 MODEL = ModelConfig("small/model", vocab=300, hidden=16, layers=1, heads=2, ffn=32, max_positions=64)
 WORKLOAD = Workload(seq=8, batch=4)
@@ -291,6 +300,200 @@ def test_a_rank_of_torchrun_checks_the_number_of_ranks(monkeypatch, capsys):
     assert api.train_as_rank(lambda: asked) == 2
     err = capsys.readouterr().err
     assert err.startswith("shardwise: error: layout dp=2 needs") and "there are 3" in err and err.count("\n") == 1
+
+
+# -- a run that goes on
+
+
+def begun(ranks, **changes) -> TrainConfig:
+    """The configuration of a run in runs/a that has a checkpoint after two steps."""
+    train(out="runs/a", **changes)
+    config = ranks.configs[-1]
+    checkpoint_of(config, Path("runs/a/checkpoints/step-2"))
+    return config
+
+
+def checkpoint_of(config: TrainConfig, folder: Path, **about) -> None:
+    entries = [Entry("model/x", TensorSpec((2,), "float32"), Piece.whole(full((2,))))]
+    record = write_part(folder, 0, entries, [np.zeros(2, np.float32)])
+    told = config.to_json() | about
+    commit(folder, Manifest.of([record], step=2, samples=8, seed=0, optimizer_steps=2, about=told))
+
+
+def resumed(ranks, lines=None, **changes) -> TrainConfig:
+    lines = [] if lines is None else lines
+    with suppress(FileExistsError):  # of the stand-in
+        api.resume("runs/a", steps=4, progress=lines.append, **changes)
+    return ranks.configs[-1]
+
+
+@pytest.mark.parametrize("fate", ["unchanged", "changed", "deleted"])
+def test_a_resumed_run_keeps_its_text(ranks, fate):
+    first = begun(ranks)
+    told = json.loads(Path("runs/a/checkpoints/step-2/manifest.json").read_text())["about"]
+    assert told["corpus_fingerprint"] == Corpus.open(Path(first.corpus)).fingerprint
+    if fate == "changed":
+        Path("text/0.txt").write_text("quite another text\n" * 40)
+    elif fate == "deleted":
+        shutil.rmtree("text")
+    lines: list[str] = []
+    again = resumed(ranks, lines)
+    assert (again.corpus, again.corpus_fingerprint) == (first.corpus, first.corpus_fingerprint)
+    assert again.former_corpus is None
+    assert lines == [f"the text is the run's own, in {first.corpus}; for other text give --data"]
+
+
+def test_other_text_is_asked_for_and_what_it_means_is_said(ranks):
+    first = begun(ranks)
+    Path("text/0.txt").write_text("quite another text\n" * 40)
+    lines: list[str] = []
+    again = resumed(ranks, lines, data="text")
+    assert again.corpus != first.corpus and again.former_corpus == first.corpus
+    theirs, ours = (Path(config.corpus, "tokenizer.json").read_text() for config in (first, again))
+    assert theirs == ours
+    assert lines[-1] == (
+        f"warning: from step-2 on the run trains on other text: text in place of {first.corpus}. Losses from there on "
+        "do not compare with those before"
+    )
+    # The run's own text from now on.
+    checkpoint_of(again, Path("runs/a/checkpoints/step-3"))
+    shutil.rmtree("text")
+    assert resumed(ranks).corpus == again.corpus
+
+
+def test_the_same_text_asked_for_is_no_other_text(ranks):
+    first = begun(ranks)
+    shutil.copytree("text", "elsewhere")
+    lines: list[str] = []
+    again = resumed(ranks, lines, data="elsewhere")
+    assert (again.corpus, again.former_corpus, lines[-1]) == (first.corpus, None, "the text is the run's own")
+
+
+def test_a_run_that_was_moved_finds_its_corpus(ranks):
+    first = begun(ranks)
+    shutil.rmtree("text")
+    Path("runs").rename("moved")
+    with suppress(FileExistsError):
+        api.resume("moved/a", steps=4, progress=print)
+    assert ranks.configs[-1].corpus == str(Path("moved/corpora").absolute() / Path(first.corpus).name)
+    api.resume("moved/a", steps=4, progress=print, out="far/away")
+    assert ranks.configs[-1].corpus == str(Path("moved/corpora").absolute() / Path(first.corpus).name)
+
+
+def test_a_corpus_that_has_gone_comes_again_from_the_same_text_alone(ranks):
+    first = begun(ranks)
+    shutil.rmtree("runs/corpora")
+    assert resumed(ranks).corpus_fingerprint == first.corpus_fingerprint
+    shutil.rmtree("runs/corpora")
+    Path("text/0.txt").write_text("quite another text\n" * 40)
+    with pytest.raises(UserError, match=r"is gone or damaged, .* from text: that is other text, .* with --data"):
+        resumed(ranks)
+    assert resumed(ranks, data="text").corpus_fingerprint != first.corpus_fingerprint
+
+
+def test_runs_of_earlier_versions_keep_their_corpus(ranks):
+    """Their configuration has no fingerprint, and the fingerprint of their corpus covers times of files."""
+    first = begun(ranks)
+    corpus = Path(first.corpus, "corpus.json")
+    corpus.write_text(json.dumps(json.loads(corpus.read_text()) | {"fingerprint": "0123456789ab" * 5}))
+    folder = Path("runs/a/checkpoints/step-2")
+    shutil.rmtree(folder)
+    old = {
+        name: value for name, value in first.to_json().items() if name not in ("corpus_fingerprint", "former_corpus")
+    }
+    checkpoint_of(first, folder)
+    manifest = Manifest.read(folder)
+    commit(folder, replace(manifest, about=old))
+    assert resumed(ranks).corpus == first.corpus
+    lines: list[str] = []
+    assert resumed(ranks, lines, data="text").former_corpus is None and lines[-1] == "the text is the run's own"
+    shutil.rmtree("text")
+    assert resumed(ranks).corpus == first.corpus
+
+
+def test_a_restart_by_torchrun_keeps_the_text_of_the_run(monkeypatch):
+    """Its ranks are given the same words again, whatever the text is by then."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "job"}.items():
+        monkeypatch.setenv(name, value)
+    trained: list[TrainConfig] = []
+
+    def guarded(configuration) -> int:
+        trained.append(configuration())
+        if not Path("here/run.json").exists():
+            RunDirectory.create("here", {"config": trained[0].to_json(), "job": "job"})
+        return 0
+
+    monkeypatch.setattr("shardwise.runtime.job.worker.guarded", guarded)
+    asked = api.configure(MODEL, "dp=2", WORKLOAD, "text", out="here")
+    assert api.train_as_rank(lambda: asked) == 0
+    Path("text/0.txt").write_text("quite another text\n" * 40)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert api.train_as_rank(lambda: asked) == 0
+    assert trained[1].corpus == trained[0].corpus and trained[1].restart == 1
+
+
+@pytest.mark.parametrize(
+    ("saved", "begun", "words"),
+    [
+        (True, True, "The run is saved up to step 2; resume with: shardwise train --resume 'runs/a run'"),
+        (False, True, "The run has no checkpoint yet: start it again with another --out, and with --save-every N"),
+        (False, False, "The run had not begun: start it again"),
+    ],
+)
+@pytest.mark.parametrize("code", [1, 130, 143])
+def test_a_run_that_did_not_finish_says_what_to_do(monkeypatch, capsys, saved, begun, words, code):
+    def supervise(command: list[str], *_: object, **__: object) -> Ending:
+        config = TrainConfig.read(Path(command[3]))
+        if begun:
+            RunDirectory.create(config.out, {"config": config.to_json()})
+        if saved:
+            checkpoint_of(config, Path(config.out, "checkpoints/step-2"))
+        return Ending(code, "rank 1 was killed by SIGKILL", (1,))
+
+    monkeypatch.setattr("shardwise.runtime.job.restart.supervise", supervise)
+    with pytest.raises((RunFailed, KeyboardInterrupt, SystemExit)) as caught:
+        train(out="runs/a run")
+    line = capsys.readouterr().err if code == 143 else str(caught.value)
+    assert line.removeprefix("shardwise: ").startswith(f"rank 1 was killed by SIGKILL. {words}") and "SIGKILL" in line
+
+
+# -- one training at a time
+
+
+def test_a_run_in_use_is_one_line_that_names_who_uses_it(ranks):
+    begun(ranks)
+    with run_lock(Path("runs/a")):
+        mine = rf"runs/a is in use by another training \(process {os.getpid()} on .+\): wait"
+        with pytest.raises(UserError, match=mine):
+            api.resume("runs/a", steps=4)
+        Path("new").mkdir()
+        with run_lock(Path("new")), pytest.raises(UserError, match="new is in use by another training"):
+            train(out="new")
+        assert shardwise.TrainResult.read("runs/a").losses == [5.5, 4.5], "whoever reads is not held back"
+    assert len(ranks.configs) == 1
+    resumed(ranks)
+    assert not list(Path("runs").rglob("a/.lock"))
+
+
+def test_the_first_rank_of_torchrun_holds_the_run(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("SHARDWISE_ERROR_FILE", raising=False)
+    asked = api.configure(MODEL, "dp=2", WORKLOAD, "text", out="here")
+
+    def guarded(configuration) -> int:
+        configuration()
+        with pytest.raises(UserError, match="here is in use"), run_lock(Path("here")):
+            pass
+        return 0
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shardwise.runtime.job.worker.guarded", guarded)
+        assert api.train_as_rank(lambda: asked) == 0
+    Path("here").mkdir()
+    with run_lock(Path("here")):
+        assert api.train_as_rank(lambda: asked) == 2
+    assert "shardwise: error: here is in use by another training (process " in capsys.readouterr().err
 
 
 def test_an_unfinished_run_has_no_result(tmp_path):

@@ -16,7 +16,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,9 @@ from shardwise.report.step_report import StepReport
 from shardwise.runtime.config import MOST_THREADS, OptimizerConfig, TrainConfig, check_type
 from shardwise.runtime.installed import require
 from shardwise.runtime.job.launch import INTERRUPTED, RANK_FAILED, USER_MISTAKE, RunFailed, check_port, say
+from shardwise.runtime.job.locks import run_lock
 from shardwise.runtime.job.restart import WORKER, begun_by_this_job, continued, torchrun_restarts, until_done
+from shardwise.runtime.job.text import with_corpus
 
 if TYPE_CHECKING:
     from shardwise.cluster import Cluster
@@ -38,7 +40,8 @@ if TYPE_CHECKING:
 
 RUNS = Path("runs")
 
-_GIVEN = {"model", "layout", "workload", "data", "out", "corpus", "steps", "optimizer", "restart"}
+_TEXT = ("corpus", "corpus_fingerprint", "former_corpus")
+_GIVEN = {"model", "layout", "workload", "data", "out", *_TEXT, "steps", "optimizer", "restart"}
 _OPTIONS = [field.name for field in fields(TrainConfig) if field.name not in _GIVEN]
 
 
@@ -157,8 +160,8 @@ def run(
     _check_fits(config)
     if port:
         check_port(port)
-    config = with_corpus(config, progress)
-    with _claimed(Path(config.out)) as folder:
+    with _claimed(config) as folder:
+        config = with_corpus(config, progress)
         ending, config = until_done(
             config,
             restarts=restarts,
@@ -184,16 +187,20 @@ def train_as_rank(config: Callable[[], TrainConfig], *, elastic: bool = False) -
 
     first = os.environ["RANK"] == "0"
     prepared: list[TrainConfig] = []
+    claim = ExitStack()
 
     def prepare() -> TrainConfig:
         asked = config()
         tell = say if first else lambda line: None
         ranks, restarts = int(os.environ["WORLD_SIZE"]), torchrun_restarts()
-        if begun_by_this_job(asked):
+        again = begun_by_this_job(asked)
+        if first and not again:
+            _check_out(asked)
+        if first:
+            claim.enter_context(_claimed(asked, again))
+        if again:
             asked = continued(asked, max(1, restarts), tell)
             tell(f"restart {'from ' + asked.resume if asked.resume else 'from the beginning'}")
-        elif first:
-            _check_out(asked)
         if elastic and ranks < asked.layout.ranks:
             smaller = fewer_ranks(asked.layout, asked.model, asked.workload, ranks)
             asked = replace(asked, layout=smaller or asked.layout)
@@ -201,10 +208,11 @@ def train_as_rank(config: Callable[[], TrainConfig], *, elastic: bool = False) -
         prepared.append(with_corpus(asked, tell))
         return prepared[0]
 
-    code = guarded(prepare)
-    if code == 0 and first:
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
-        _predict(prepared[0], nodes=max(1, prepared[0].layout.ranks // local))
+    with claim:
+        code = guarded(prepare)
+        if code == 0 and first:
+            local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+            _predict(prepared[0], nodes=max(1, prepared[0].layout.ranks // local))
     return code
 
 
@@ -229,6 +237,22 @@ def configure(
 
     Raises `UserError` for the first thing that is wrong. The configuration has no corpus yet.
     """
+    return _configure(model, layout, workload, data, steps, out, vocab, optimizer, options, {"corpus": ""})
+
+
+def _configure(
+    model: ModelConfig | str,
+    layout: Layout | str,
+    workload: Workload,
+    data: str | Path,
+    steps: int,
+    out: Path | str | None,
+    vocab: int | None,
+    optimizer: OptimizerConfig | None,
+    options: dict[str, Any],
+    text: dict[str, Any],
+) -> TrainConfig:
+    """text: the fields of `TrainConfig` about the corpus."""
     _check_options(options)
     model = resolve(model) if isinstance(model, str) else model
     check_type("model", model, ModelConfig)
@@ -250,9 +274,9 @@ def configure(
         workload=workload,
         data=str(data),
         out=str(out) if out is not None else str(next_free(RUNS / _file_name(model.name))),
-        corpus="",
         steps=steps,
         optimizer=optimizer or OptimizerConfig(),
+        **text,
         **options,
     )
     _check_numbers(config)
@@ -286,11 +310,19 @@ def configure_resumed(checkpoint: Path | str, out: Path | str | None = None, **c
     asked = {name: getattr(config, name) for name in _OPTIONS} | {"optimizer": config.optimizer}
     asked |= {"data": config.data, "steps": config.steps, "layout": config.layout, "workload": config.workload}
     asked |= changes | {"resume": str(found.folder)}
-    config = configure(config.model, out=out, **asked)
+    given = {name: asked.pop(name) for name in ("layout", "workload", "data", "steps", "optimizer")}
+    config = _configure(config.model, out=out, vocab=None, **given, options=asked, text=_text_of(config, changes))
     if config.steps <= found.manifest.step:
         raise UserError(f"{found.folder} has done {found.manifest.step} steps already: ask for more with --steps")
+    return config
+
+
+def _text_of(before: TrainConfig, changes: dict[str, Any]) -> dict[str, Any]:
+    """The corpus of a run that goes on: its own, unless other text, or other words for it, is asked for."""
+    if not before.corpus or not changes.keys() & {"data", "text_field", "max_bytes", "tokenizer"}:
+        return {"corpus": before.corpus, "corpus_fingerprint": before.corpus_fingerprint}
     # Its weights mean nothing for tokens that a tokenizer of other text would make.
-    return replace(config, corpus=before.get("corpus", ""))
+    return {"corpus": "", "former_corpus": before.corpus}
 
 
 def _starting_from(folder: Path, model: ModelConfig, tokenizer: Path | str | None) -> dict[str, str]:
@@ -348,13 +380,13 @@ def _check_numbers(config: TrainConfig) -> None:
 
 
 def _check_inputs(config: TrainConfig) -> None:
-    from shardwise.data.sources import open_source
-
-    open_source(config.data, config.text_field)
-    if config.tokenizer is not None:
+    if not config.corpus:
+        from shardwise.data.sources import open_source
         from shardwise.data.tokenizer import tokenizer_file
 
-        tokenizer_file(Path(config.tokenizer))
+        open_source(config.data, config.text_field)
+        if config.tokenizer is not None:
+            tokenizer_file(Path(config.tokenizer))
     require("training", "torch", "tokenizers")
 
 
@@ -408,73 +440,24 @@ def check_unused(out: Path) -> None:
 
 
 @contextmanager
-def _claimed(out: Path) -> Iterator[Path]:
-    """The run's folder, which is gone again when nothing was put into it."""
+def _claimed(config: TrainConfig, again: bool = False) -> Iterator[Path]:
+    """The run's folder, which no other training uses meanwhile, and which is gone again when nothing was put into it.
+
+    again: the run in it is the configuration's own.
+    """
+    out = Path(config.out)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot make the run directory {out}: {error.strerror}; choose another --out") from None
     try:
-        yield out
+        with run_lock(out):
+            if not again:
+                _check_out(config)  # somebody may have been there since it was looked at
+            yield out
     finally:
         with suppress(OSError):
             out.rmdir()
-
-
-def with_corpus(config: TrainConfig, progress: Callable[[str], None]) -> TrainConfig:
-    """The configuration with its text prepared, in `corpora/` beside the run directory, where the next run finds it. A
-    run that goes on, whose configuration names the corpus of before, keeps its tokenizer.
-
-    Processes that ask together wait for the first one. Raises `UserError` for unusable text, a tokenizer with more
-    tokens than the model has rows, and text that does not fill one sequence.
-    """
-    from shardwise.data import Sampler, prepare
-    from shardwise.data.corpus import remove_unfinished
-
-    corpora = Path(config.out).absolute().parent / "corpora"
-    with _lock(corpora) as alone:
-        if alone:
-            remove_unfinished(corpora)
-        corpus = prepare(
-            config.data,
-            corpora,
-            tokenizer=None if config.tokenizer is None else Path(config.tokenizer),
-            vocab=config.model.vocab,
-            kept=Path(config.corpus) / "tokenizer.json" if config.corpus else None,
-            max_bytes=config.max_bytes,
-            text_field=config.text_field,
-            progress=progress,
-        )
-    if corpus.vocab_size > config.model.vocab:
-        raise UserError(
-            f"the tokenizer has {corpus.vocab_size} tokens, but {config.model.name} has a vocabulary of "
-            f"{config.model.vocab}; add --vocab {corpus.vocab_size}, or leave --tokenizer out to train one that fits"
-        )
-    for split in ("train", "validation"):
-        try:
-            Sampler(corpus.tokens(split), config.workload.seq, config.seed)
-        except UserError as error:
-            raise UserError(f"{config.data}, {split} part: {error}") from None
-    return replace(config, corpus=str(corpus.path))
-
-
-@contextmanager
-def _lock(folder: Path) -> Iterator[bool]:
-    """Wait for whoever holds the folder, then hold it. Yields whether that worked."""
-    import fcntl
-
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / ".lock").open("w")
-    except OSError as error:
-        raise UserError(f"cannot write to {folder}: {error.strerror}; choose another --out") from None
-    with file:
-        # Some network file systems have no locks: then the same text is merely prepared more than once.
-        alone = False
-        with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
-            alone = True
-        yield alone
 
 
 def _raise_for(code: int, line: str) -> None:
@@ -485,7 +468,7 @@ def _raise_for(code: int, line: str) -> None:
     if code == INTERRUPTED:
         raise KeyboardInterrupt(line)
     if code:
-        say(line)
+        say(f"shardwise: {line}")
         raise SystemExit(code)
 
 

@@ -249,7 +249,7 @@ def test_a_signal_before_there_are_ranks_leaves_nothing_behind(
         assert main(["generate", str(folder), *arguments]) == 130
     finally:
         signal.signal(number, before)
-    assert capsys.readouterr().err == f"shardwise: error: stopped by {number.name}\n" and came[0] > 0
+    assert capsys.readouterr().err == f"shardwise: stopped by {number.name}\n" and came[0] > 0
     assert [path.name for path in tmp_path.rglob("*")] == ["temporary"]
 
 

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 import shardwise
 from harness.command_line import mistake
+from shardwise.api import TrainResult
 from shardwise.cli.estimate import parameters_of
 from shardwise.cli.main import COMMANDS
 from shardwise.cli.models import change
@@ -89,8 +91,8 @@ def test_an_unexpected_error_is_called_a_bug(command, monkeypatch):
 @pytest.mark.parametrize(
     ("error", "code", "line"),
     [
-        (KeyboardInterrupt(), 130, "shardwise: error: interrupted\n"),
-        (KeyboardInterrupt("stopped by SIGINT"), 130, "shardwise: error: stopped by SIGINT\n"),
+        (KeyboardInterrupt(), 130, "shardwise: interrupted\n"),
+        (KeyboardInterrupt("stopped by SIGINT"), 130, "shardwise: stopped by SIGINT\n"),
         (RunFailed("rank 2 was killed by SIGKILL"), 1, "shardwise: error: rank 2 was killed by SIGKILL\n"),
         (SystemExit(143), 143, ""),
     ],
@@ -382,6 +384,34 @@ class TestTrain:
         assert (code, out) == (2, "")
         assert "text.txt is binary" in err.splitlines()[-1] and "Traceback" not in err
         assert not Path("run").exists()
+
+    def test_a_rank_of_torchrun_says_where_the_run_is(self, command, small, monkeypatch):
+        def trained(config, **_: object) -> int:
+            Path(config().out).mkdir()
+            Path("run/result.json").touch()
+            return 0
+
+        class Left(SystemExit):
+            pass
+
+        def leave(code: int) -> None:
+            raise Left(code)
+
+        monkeypatch.setattr("shardwise.api.train_as_rank", trained)
+        monkeypatch.setattr("shardwise.runtime.job.rank.leave", leave)
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        for rank, said in (("0", "the run is in run\n  result.json         the result\n"), ("1", "")):
+            monkeypatch.setenv("RANK", rank)
+            assert command(*small) == (0, said, "")
+            shutil.rmtree("run")
+
+    def test_a_run_that_nobody_reads_has_succeeded_all_the_same(self, command, small, monkeypatch):
+        reading, writing = os.pipe()
+        os.close(reading)
+        monkeypatch.setattr("shardwise.api.train", lambda **_: TrainResult(Path("run"), {}))
+        with os.fdopen(writing, "w", buffering=1) as broken, monkeypatch.context() as patch:
+            patch.setattr("sys.stdout", broken)
+            assert command(*small)[0] == 0
 
     def test_under_torchrun_the_run_directory_is_named(self, command, small, no_ranks, monkeypatch):
         monkeypatch.setenv("RANK", "0")

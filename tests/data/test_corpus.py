@@ -116,11 +116,43 @@ def test_changed_text_or_settings_go_to_another_folder(texts, tmp_path):
     folders.append(make(texts, out, max_bytes=500).path)
     folders.append(make(texts, out, tokenizer=folders[0] / "tokenizer.json").path)
     os.utime(texts / "00.txt", ns=(1, 1))
-    folders.append(make(texts, out).path)
+    assert make(texts, out).path == folders[0], "the text is the same"
     (texts / "00.txt").write_text("changed")
     folders.append(make(texts, out).path)
     assert len(set(folders)) == len(folders) == len(list(out.iterdir()))
     assert (mapped == copy).all()
+
+
+def test_equal_names_sizes_and_times_do_not_make_texts_equal(tmp_path):
+    made = []
+    for name, word in (("one", "red"), ("two", "sea")):
+        file = tmp_path / name / "text.txt"
+        file.parent.mkdir()
+        file.write_text(f"a {word} and more words to learn from\n" * 50)
+        os.utime(file, ns=(1, 1))
+        made.append(make(file, tmp_path / "out"))
+    assert len({corpus.path for corpus in made}) == 2
+    for corpus, word in zip(made, ("red", "sea"), strict=True):
+        ids = corpus.tokens("train").tolist()
+        assert word in corpus.tokenizer().decode(ids)
+    copied = tmp_path / "elsewhere.txt"
+    copied.write_bytes((tmp_path / "two" / "text.txt").read_bytes())
+    assert make(copied, tmp_path / "out").path == made[1].path
+
+
+def test_large_text_says_that_it_is_read(texts, tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus_module, "_TELL", 2000)
+    _, lines = lines_of(texts, tmp_path / "out")
+    assert lines[0] == "read 0 GB of 0, to see whether they are prepared"
+
+
+def test_another_corpus_than_the_one_that_is_wanted_is_not_prepared(texts, tmp_path):
+    wanted = make(texts, tmp_path / "out").fingerprint
+    assert make(texts, tmp_path / "again", only=wanted).fingerprint == wanted
+    (texts / "00.txt").write_text("changed")
+    with pytest.raises(UserError, match="other text"):
+        make(texts, tmp_path / "other", only=wanted)
+    assert not (tmp_path / "other").exists()
 
 
 def test_other_text_of_a_run_that_goes_on_has_its_tokenizer(texts, tmp_path):

@@ -14,11 +14,20 @@ Ended = tuple[api.TrainResult | None, BaseException | None, list[str]]
 
 
 def train(config: TrainConfig, command: list[str], options: dict[str, Any]) -> Ended:
-    """(result, or what it failed with, what it said on the way) of a run whose ranks are started with `command`."""
+    """(result, or what it failed with, what it said on the way) of a run whose ranks are started with `command`.
+
+    unread, an option: rank 0 writes into a pipe whose reader has left.
+    """
     lines: list[str] = []
-    with open(os.devnull, "w") as null:
+    with open(_unread() if options.pop("unread", False) else os.devnull, "w") as output:
         try:
-            result = api.run(config, progress=lines.append, rank0_stdout=null.fileno(), worker=command, **options)
+            result = api.run(config, progress=lines.append, rank0_stdout=output.fileno(), worker=command, **options)
             return result, None, lines
         except (UserError, RunFailed) as failed:
             return None, failed, lines
+
+
+def _unread() -> int:
+    reading, writing = os.pipe()
+    os.close(reading)
+    return writing

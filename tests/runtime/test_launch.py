@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from pathlib import Path
@@ -16,7 +17,10 @@ import pytest
 
 import shardwise
 from shardwise.errors import UserError
+from shardwise.report.run_directory import LOCK, occupied
 from shardwise.runtime.job.launch import Failure, launch
+from shardwise.runtime.job.locks import run_lock, temporary_folder
+from shardwise.runtime.job.output import tolerant_output
 
 pytestmark = pytest.mark.usefixtures("leftovers")
 SOURCES = str(Path(shardwise.__file__).parents[1])
@@ -237,6 +241,23 @@ def test_no_rank_survives_a_launcher_that_is_killed(tmp_path):
     assert wait_until(lambda: not alive(tmp_path), 10)
 
 
+def test_the_folder_of_a_launcher_that_was_killed_goes_with_the_next_start(tmp_path, monkeypatch):
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    (temporary / "shardwise-foreign").mkdir()
+    launcher = start_launcher(tmp_path, SLEEP)
+    (left,) = (path for path in temporary.glob("shardwise-*") if path.name != "shardwise-foreign")
+    with temporary_folder():
+        assert left.exists(), "that of a launcher at work stays"
+    launcher.kill()
+    launcher.communicate()
+    assert left.exists()
+    with temporary_folder() as folder:
+        assert sorted(temporary.iterdir()) == sorted([folder, temporary / "shardwise-foreign"])
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("deaf", [False, True], ids=["obeying", "deaf"])
 def test_signals_end_the_launcher_and_all_ranks(tmp_path, number, deaf):
@@ -284,6 +305,55 @@ def test_a_mistake_that_shows_while_it_ends_is_the_user_s(tmp_path):
     launcher.send_signal(signal.SIGTERM)
     _, errors = launcher.communicate(timeout=30)
     assert (launcher.returncode, errors.splitlines()[-1]) == (2, "the folder has gone")
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from shardwise.runtime.job.locks import run_lock
+with run_lock(Path(sys.argv[1])):
+    print(flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_lock_is_free_when_its_holder_was_killed(tmp_path):
+    """Its file is still there then, and is no reason to refuse the folder."""
+    env = {**os.environ, "PYTHONPATH": SOURCES}
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], env=env, stdout=subprocess.PIPE)
+    holder.stdout.readline()
+    with pytest.raises(UserError, match=f"process {holder.pid} on"), run_lock(tmp_path):
+        pass
+    holder.kill()
+    holder.communicate()
+    assert (tmp_path / LOCK).exists() and not occupied(tmp_path)
+    with run_lock(tmp_path):
+        pass
+    assert not (tmp_path / LOCK).exists()
+
+
+def test_without_locks_nobody_is_held_back(tmp_path, monkeypatch):
+    monkeypatch.setattr("fcntl.flock", lambda *_: (_ for _ in ()).throw(OSError("no locks")))
+    with run_lock(tmp_path), run_lock(tmp_path):
+        pass
+
+
+def test_lost_output_is_said_once_and_raises_nothing(monkeypatch):
+    reading, writing = os.pipe()
+    os.close(reading)
+    lost: list[str] = []
+    with os.fdopen(writing, "w", buffering=1) as broken, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", broken)
+        patch.setattr(sys, "stderr", None)
+        with pytest.raises(BrokenPipeError):
+            print("heard by nobody", flush=True)
+        with tolerant_output(lost.append):
+            for _ in range(3):
+                print("heard by nobody", flush=True)
+            assert not sys.stdout.isatty() and sys.stderr is None
+        assert sys.stdout is broken
+        print("and now it is lost in order", flush=True)
+    assert lost == ["Broken pipe"]
 
 
 def test_signal_handlers_are_put_back(tmp_path):

@@ -86,7 +86,7 @@ def run(runs: Path, layout: str, fault: dict[str, Any] | None = None, **options:
     pids.mkdir()
     given = {"what": "hang", "rank": -1, "where": "forward", "step": 5} | (fault or {})
     command = [sys.executable, WORKER, json.dumps(given | {"once": str(once), "pids": str(pids)})]
-    launched = {name: options.pop(name) for name in ("restarts", "elastic") if name in options}
+    launched = {name: options.pop(name) for name in ("restarts", "elastic", "unread") if name in options}
     settings = {"save_every": 2, "hang": HANG, "validate_batches": 1, "tensorboard": False} | options
     config = api.configure(
         ModelConfig("small", **MODEL), layout, Workload(seq=32, batch=4), runs / "text", settings.pop("steps", STEPS),
@@ -152,7 +152,14 @@ def test_without_restarts_a_hang_is_one_line(runs: Path) -> None:
     assert isinstance(done.error, RunFailed) and not done.alive
     assert str(done.error).startswith("rank 0 made no progress for 3 s at step 2 in forward of blocks.0")
     assert "rank 1 waited for it in" in str(done.error) and "\n" not in str(done.error)
+    assert "no checkpoint yet: start it again with another --out, and with --save-every N" in str(done.error)
     assert json.loads((done.out / "run.json").read_text())["status"] == "failed"
+
+
+def test_output_that_nobody_reads_ends_no_run(runs: Path) -> None:
+    done = run(runs, ONE, unread=True)
+    assert done.result is not None, done.error
+    assert done.result.losses == undisturbed(runs, ONE)
 
 
 # -- a rank that dies, or raises
@@ -408,7 +415,13 @@ def test_a_signal_saves_and_says_how_to_go_on(runs: Path, number: signal.Signals
     found = latest(out / "checkpoints", warn=pytest.fail)
     assert found is not None and 3 <= found.manifest.step == reached < LONG
     found.verify()
-    words = re.search(rf"stopped after step {reached}; go on with: shardwise (train .*)", output)
+    line = output.splitlines()[-1]
+    words = re.fullmatch(
+        rf"shardwise: stopped by {number.name}: all 2 ranks have ended\. The run is saved up to step {reached}; "
+        r"resume with: shardwise (train .*)",
+        line,
+    )
+    assert "error" not in output and output.count("--resume") == 1
     assert words and json.loads((out / "run.json").read_text())["status"] == "stopped"
     with Process(shlex.split(words[1]), out) as training:
         code, output = training.end()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -105,6 +106,10 @@ def test_a_run_too_short_for_a_timeline_has_a_report_without(text: Path, tmp_pat
     assert done.returncode == 0, done.stderr
     measured = StepReport.read(tmp_path / "run/reports/measured.json")
     assert measured.roles[0].ledger and not measured.roles[0].timeline
+    assert re.search(r"step    1/1  loss \S+  recorded for the report in .*s: slower than other steps\n", done.stdout)
+    assert "tokens/s" not in done.stdout
+    (event,) = [event for event in map(json.loads, (tmp_path / "run/events.jsonl").open()) if "loss" in event]
+    assert event["recorded"] and event["tokens_per_s"] > 0
     assert "communication: " not in done.stdout and not (tmp_path / "run/reports/trace.json").exists()
     assert json.loads((tmp_path / "run/result.json").read_text())["communication"] is None
     assert "from its timeline" not in shardwise("compare", str(tmp_path / "run")).stdout
@@ -145,6 +150,7 @@ def test_two_torchrun_agents_train_the_run_of_four_local_ranks_bitwise(text: Pat
         for agent in agents:
             agent.kill()
     assert [agent.returncode for agent in agents] == [0, 0], outputs
+    assert [output.count(f"the run is in {tmp_path / 'agents'}\n") for output in outputs] in ([1, 0], [0, 1])
     assert losses(tmp_path / "local") == losses(tmp_path / "agents")
 
 

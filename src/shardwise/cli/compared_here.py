@@ -10,9 +10,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from shardwise.layout import Grid
@@ -20,6 +18,7 @@ from shardwise.predict.generation.comparison import Round, decode_round
 from shardwise.predict.generation.split import check_generation, plan_of
 from shardwise.predict.generation.volume import Volume, ring_volume
 from shardwise.report.units import format_bytes, format_share, format_time
+from shardwise.runtime.job.locks import temporary_folder
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -96,14 +95,14 @@ def _run(job: ServingJob, prompts: Sequence[Sequence[int]], output: int, echo: C
     from shardwise.serving.recording import read_notes
     from shardwise.serving.service import Service
 
-    with TemporaryDirectory(prefix="shardwise-notes-") as notes:
-        job = replace(job, report=notes)
+    with temporary_folder() as notes:
+        job = replace(job, report=str(notes))
         with Service(job, echo=lambda line: echo(f"{job.layout}: {line}")) as service:
             ready = service.start()
             echo(f"{job.layout}: answering")
             told = _answers(service, prompts, output)
             service.drain()
-        noted = {rank: read_notes(Path(notes), rank) for rank in range(job.layout.ranks)}
+        noted = {rank: read_notes(notes, rank) for rank in range(job.layout.ranks)}
     gaps = [[times[i + 1] - times[i] for i in range(1, len(times) - 1)] for times, _ in told]
     ended, began = max(times[-1] for times, _ in told), min(times[1] for times, _ in told)
     later = sum(map(len, gaps))

@@ -13,7 +13,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli import compared, pretended
@@ -23,6 +22,7 @@ from shardwise.cli.output import print_json
 from shardwise.cli.prompts import add_prompts, read_prompts
 from shardwise.errors import UserError
 from shardwise.runtime.installed import require
+from shardwise.runtime.job.locks import temporary_folder
 
 if TYPE_CHECKING:
     from shardwise.serving.job import Ready, ServingJob
@@ -237,8 +237,8 @@ def _report_folder(out: Path | None) -> Iterator[str | None]:
     except OSError as error:
         raise UserError(f"cannot make {out}: {error.strerror}; choose another --report") from None
     try:
-        with TemporaryDirectory(prefix="shardwise-notes-") as notes:
-            yield notes
+        with temporary_folder() as notes:
+            yield str(notes)
     finally:
         with suppress(OSError):
             out.rmdir()  # which only an empty one can be

@@ -63,7 +63,8 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         return _fail(str(error), 2)
     except KeyboardInterrupt as error:
-        return _fail(str(error) or "interrupted", 130)
+        # Somebody wanted that: no error.
+        return _end(str(error) or "interrupted", 130)
     except BrokenPipeError:
         # Whoever read us has left; the interpreter must not complain about it either when it flushes.
         _drop_output()
@@ -77,7 +78,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _fail(line: str, code: int) -> int:
-    print(f"shardwise: error: {' '.join(line.split())}", file=sys.stderr)
+    return _end(f"error: {line}", code)
+
+
+def _end(line: str, code: int) -> int:
+    print(f"shardwise: {' '.join(line.split())}", file=sys.stderr)
     return code
 
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import argparse
 from queue import SimpleQueue
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.output import print_json
 from shardwise.errors import UserError
+from shardwise.runtime.job.locks import temporary_folder
 
 if TYPE_CHECKING:
     from shardwise.serving.bubble import Filled
@@ -31,7 +31,6 @@ def add_argument(group: argparse._ArgumentGroup) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from dataclasses import replace
-    from pathlib import Path
 
     from shardwise.cli.engine import job_of
     from shardwise.schedule.pipeline.times import seconds_of
@@ -39,14 +38,14 @@ def run(args: argparse.Namespace) -> int:
 
     seconds = seconds_of(args.pretend)
     _check(args, seconds)
-    with TemporaryDirectory(prefix="shardwise-notes-") as notes:
-        job = job_of(args, notes)
+    with temporary_folder() as notes:
+        job = job_of(args, str(notes))
         prompt = _prompt(args, job)
         job = replace(job, context=len(prompt) + 1, batch=1, pages=0, reuse=False, pretend=seconds)
         if job.layout.pp == 1 or job.layout.dp > 1:
             raise UserError(f"--pretend measures one pipeline, which {job.layout} is not: give --layout pp=2")
         ready = _read(job, prompt)
-        found = bubble.measured(job, Path(notes))[1:]
+        found = bubble.measured(job, notes)[1:]
     simulated = bubble.simulated(job.layout.pp, found[0].chunks, seconds, ready.hop)
     _show(job, ready, found, simulated, as_json=args.json)
     return 0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from shardwise.cli.interrupts import ended_as_interrupted
 from shardwise.cli.models import add_model, model_of
@@ -94,23 +94,11 @@ _PLAIN = (
 
 
 def run(args: argparse.Namespace) -> int:
-    from shardwise.api import configure, configure_resumed, resume, train, train_as_rank, under_torchrun
-
-    def config() -> TrainConfig:
-        if args.resume is not None:
-            return configure_resumed(args.resume, **_changes(args))
-        return configure(**_request(args))
+    from shardwise.api import resume, train, under_torchrun
+    from shardwise.runtime.job.output import tolerant_output
 
     if under_torchrun():
-        from shardwise.runtime.job.rank import leave
-
-        if args.port:
-            raise UserError("under torchrun its own rendezvous counts: leave --port out")
-        if args.restarts:
-            raise UserError("torchrun starts ranks again itself: leave --restarts out, give torchrun --max-restarts N")
-        if args.out is None and args.resume is None:
-            raise UserError("under torchrun every rank must know the run directory: add --out DIR")
-        leave(train_as_rank(config, elastic=args.elastic))
+        _run_as_rank(args)
     # With --json nothing but the result may reach standard output: progress goes where errors go.
     started: dict[str, Any] = {
         "port": args.port,
@@ -126,8 +114,37 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"out": str(result.out), **result.summary})
     else:
-        _where(result.out)
+        with tolerant_output():  # a run has succeeded, whether or not anybody is there to read it
+            _where(result.out)
     return 0
+
+
+def _run_as_rank(args: argparse.Namespace) -> NoReturn:
+    """Be the rank that torchrun has started."""
+    from shardwise.api import configure, configure_resumed, train_as_rank
+    from shardwise.runtime.job.output import tolerant_output
+    from shardwise.runtime.job.rank import leave, number
+
+    if args.port:
+        raise UserError("under torchrun its own rendezvous counts: leave --port out")
+    if args.restarts:
+        raise UserError("torchrun starts ranks again itself: leave --restarts out, give torchrun --max-restarts N")
+    if args.out is None and args.resume is None:
+        raise UserError("under torchrun every rank must know the run directory: add --out DIR")
+    out: list[str] = []
+
+    def config() -> TrainConfig:
+        resumed = args.resume is not None
+        made = configure_resumed(args.resume, **_changes(args)) if resumed else configure(**_request(args))
+        out.append(made.out)
+        return made
+
+    code = train_as_rank(config, elastic=args.elastic)
+    if code == 0 and number() == 0 and not args.json:
+        with tolerant_output():
+            _where(Path(out[0]))
+    leave(code)
+    raise AssertionError("left")
 
 
 _OPTIMIZER = ("lr", "warmup", "weight_decay", "clip")
@@ -187,7 +204,7 @@ def _where(out: Path) -> None:
         "reports/trace.json": "a step's timeline: open it in ui.perfetto.dev",
         "tensorboard": f"see: tensorboard --logdir {out}",
     }
-    print(f"the run lies in {out}")
+    print(f"the run is in {out}")
     for name, what in known.items():
         path = out / name
         if path.is_file() or (path.is_dir() and any(path.iterdir())):

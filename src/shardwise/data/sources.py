@@ -39,12 +39,11 @@ class _NotTextError(UserError):
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file of a source. name: its path below the source's root, with `/`. size: bytes. mtime_ns: last change."""
+    """A file of a source. name: its path below the source's root, with `/`. size: bytes."""
 
     name: str
     path: Path
     size: int
-    mtime_ns: int
 
 
 @dataclass(frozen=True)
@@ -172,8 +171,7 @@ def _walk(root: Path, prune: Callable[[str], bool], keep: Callable[[str], bool])
 
 
 def _stat(path: Path, name: str) -> SourceFile:
-    stat = path.stat()
-    return SourceFile(name, path, stat.st_size, stat.st_mtime_ns)
+    return SourceFile(name, path, path.stat().st_size)
 
 
 def _file(path: Path, text_field: str) -> Iterator[str]:

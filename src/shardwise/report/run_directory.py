@@ -7,6 +7,7 @@
     <run>/reports/trace.json      the measured report's timelines, for ui.perfetto.dev
     <run>/errors/*.txt            tracebacks of ranks that failed
     <run>/checkpoints/step-N      written by the checkpoint code
+    <run>/.lock                   who writes it now (runtime/job/locks.py)
 
 One process writes a run; any number may read it meanwhile.
 """
@@ -28,6 +29,8 @@ from shardwise.report.strict_json import strict
 
 ERRORS = "errors"
 """Folder of a run in which ranks that failed leave their tracebacks."""
+LOCK = ".lock"
+"""File of a run that is there while it is being written; it says by which process."""
 
 
 class RunDirectory:
@@ -222,8 +225,8 @@ class RunDirectory:
 
 
 def occupied(path: Path) -> bool:
-    """Whether a folder holds anything but the tracebacks of a run that failed before it began."""
-    return any(entry.name != ERRORS for entry in path.iterdir())
+    """Whether a folder holds anything but the tracebacks of a run that failed before it began, and its lock."""
+    return any(entry.name not in (ERRORS, LOCK) for entry in path.iterdir())
 
 
 def next_free(base: Path | str) -> Path:

@@ -76,12 +76,13 @@ class TrainConfig:
 
     data: a source (file, folder, JSONL, Parquet, saved dataset, or "stdlib"). max_bytes: UTF-8 bytes after which its
     text is cut. tokenizer: a `tokenizer.json`, or None to train a byte-level BPE of the model's vocabulary on the data.
-    corpus: folder of the prepared tokens. out: the run directory. validate_every: steps between validations (0: only at
-    the end), each over `validate_batches` global batches. report: measure one steady step and write its StepReport.
-    save_every: steps between checkpoints (0: only at the end), of which the newest `keep_last` are kept (0: all);
-    save_async: training goes on while one is written. weights: a Hugging Face folder to start from. resume: the
-    checkpoint, or the run, to go on from; `weights` then counts no more.
-    restart: how many times the run has been started again after a failure, in its own directory.
+    corpus: folder of the prepared tokens, "" before they are prepared. corpus_fingerprint: identifies them.
+    former_corpus: the corpus that a resumed run had before it was given other text. out: the run directory.
+    validate_every: steps between validations (0: only at the end), each over `validate_batches` global batches.
+    report: measure one steady step and write its StepReport. save_every: steps between checkpoints (0: only at the
+    end), of which the newest `keep_last` are kept (0: all). save_async: training goes on while one is written.
+    weights: a Hugging Face folder to start from. resume: the checkpoint, or the run, to go on from; `weights` then
+    counts no more. restart: how many times the run has been started again after a failure, in its own directory.
     overlap: communicate while computing; off gives the same bits. transport: what carries collectives between CPU
     ranks: shared (memory, on one host), gloo, or auto, which prefers the first.
     matmul: torch's float32 matrix-product precision.
@@ -94,6 +95,8 @@ class TrainConfig:
     data: str
     out: str
     corpus: str
+    corpus_fingerprint: str = ""
+    former_corpus: str | None = None
     steps: int = 100
     tokenizer: str | None = None
     text_field: str = "text"

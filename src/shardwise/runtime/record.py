@@ -18,7 +18,9 @@ from shardwise.report.run_directory import RunDirectory
 from shardwise.report.step_report import StepReport
 from shardwise.report.strict_json import strict
 from shardwise.report.trace import write_trace
+from shardwise.report.units import format_time
 from shardwise.runtime.config import TrainConfig
+from shardwise.runtime.job.launch import say
 
 
 class Record:
@@ -36,7 +38,8 @@ class Record:
         self.directory = RunDirectory.create(config.out, about, resume=here)
         self.loss = self._last_loss(done) if here else float("nan")
         if config.resume or config.restart:
-            self.directory.append({"time": time.time(), "resumed": done, "from": config.resume})
+            other = {"corpus": config.corpus, "former_corpus": config.former_corpus} if config.former_corpus else {}
+            self.directory.append({"time": time.time(), "resumed": done, "from": config.resume, **other})
         self._board: Any = self._tensorboard() if config.tensorboard else None
         self._live = sys.stdout.isatty()
         self._shown = 0.0
@@ -48,10 +51,13 @@ class Record:
 
         return SummaryWriter(str(Path(self.config.out) / "tensorboard"))  # type: ignore[no-untyped-call]
 
-    def step(self, **event: Any) -> None:
-        """One training step: numbers by name, `step` and `loss` among them."""
-        self.directory.append({"time": time.time(), **event})
-        names = ("loss", "grad_norm", "lr", "tokens_per_s", "mfu")
+    def step(self, recorded: bool = False, **event: Any) -> None:
+        """One training step: numbers by name, `step` and `loss` among them.
+
+        recorded: every storage was followed for the report, so that its time says nothing about speed.
+        """
+        self.directory.append({"time": time.time(), **event, **({"recorded": True} if recorded else {})})
+        names = ("loss", "grad_norm", "lr", *(() if recorded else ("tokens_per_s", "mfu")))
         self._draw(event["step"], {f"train/{name}": event[name] for name in names})
         if not (self._diverged or math.isfinite(event["loss"])):
             self._diverged = True
@@ -63,10 +69,10 @@ class Record:
         last = event["step"] == self.config.steps
         # On a terminal one line is rewritten; elsewhere a line every few seconds.
         if self._live or last or self._first or time.monotonic() - self._shown > 5:
-            line = (
-                f"step {event['step']:>4}/{self.config.steps}  loss {event['loss']:.4f}  "
-                f"{event['tokens_per_s']:,.0f} tokens/s  MFU {event['mfu']:.1%}"
-            )
+            speed = f"{event['tokens_per_s']:,.0f} tokens/s  MFU {event['mfu']:.1%}"
+            if recorded:
+                speed = f"recorded for the report in {format_time(event['seconds'])}: slower than other steps"
+            line = f"step {event['step']:>4}/{self.config.steps}  loss {event['loss']:.4f}  {speed}"
             print(f"\r{line}   " if self._live else line, end="" if self._live and not last else "\n", flush=True)
             self._shown, self._first = time.monotonic(), False
 
@@ -79,7 +85,7 @@ class Record:
     def warn(self, text: str, step: int) -> None:
         """Something that a person should know and that does not end the run."""
         self.directory.append({"time": time.time(), "step": step, "warning": text})
-        print(f"shardwise: warning: {text}", file=sys.stderr, flush=True)
+        say(f"shardwise: warning: {text}")
 
     def _draw(self, step: int, scalars: dict[str, float]) -> None:
         """To TensorBoard, which a run does not depend on."""

@@ -23,7 +23,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -35,6 +34,7 @@ from typing import Any, Literal
 
 from shardwise.errors import UserError
 from shardwise.runtime.job import pulse
+from shardwise.runtime.job.locks import temporary_folder
 
 GRACE = 1.0
 """Seconds that the other ranks get to report what they saw, after one has failed."""
@@ -164,8 +164,8 @@ def supervise(
     """
     if port:
         check_port(port)
-    with tempfile.TemporaryDirectory(prefix="shardwise-") as folder, _signals(stop) as received:
-        crew = _Crew(command, ranks, Path(folder), logs or Path(folder), received, patience, hang)
+    with temporary_folder() as folder, _signals(stop) as received:
+        crew = _Crew(command, ranks, folder, logs or folder, received, patience, hang)
         shared = {
             **(env or {}),
             "WORLD_SIZE": str(ranks),

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from shardwise.errors import UserError
 from shardwise.runtime.job.launch import INTERRUPTED, USER_MISTAKE, Ending, RunFailed, supervise
+from shardwise.runtime.job.locks import temporary_folder
 
 PATIENCE = 5.0
 """Seconds that ranks get to end after a signal."""
@@ -24,8 +23,8 @@ def measured(
     job: from the file in which rank 0 is to leave its JSON to the job's own JSON. Raises how it ended where nothing was
     left: `UserError`, `RunFailed` or `KeyboardInterrupt`.
     """
-    with tempfile.TemporaryDirectory(prefix="shardwise-measure-") as folder:
-        out, file = Path(folder, "result.json"), Path(folder, "job.json")
+    with temporary_folder() as folder:
+        out, file = folder / "result.json", folder / "job.json"
         file.write_text(json.dumps(job(str(out))))
         failure = _failure(
             supervise([sys.executable, "-m", module, str(file)], ranks, threads=threads, patience=PATIENCE)

@@ -17,6 +17,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -133,8 +134,9 @@ def leave(code: int, *, at_once: bool = False) -> None:
 
     at_once: after a success, too. Taking gloo down while peers do so now and then aborts the process.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, AttributeError):  # nobody reads it, or it is closed
+            stream.flush()
     if code or at_once:
         os._exit(code)
     sys.exit(0)

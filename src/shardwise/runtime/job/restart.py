@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from shardwise.errors import UserError
 from shardwise.layout import fewer_ranks
-from shardwise.report.run_directory import ERRORS, RunDirectory
+from shardwise.report.run_directory import ERRORS, RunDirectory, occupied
 from shardwise.runtime.config import TrainConfig
 from shardwise.runtime.job.launch import RANK_FAILED, USER_MISTAKE, Ending, supervise
+from shardwise.runtime.job.locks import temporary_folder
 
 WORKER = (sys.executable, "-m", "shardwise.runtime.job.worker")
 """The command of a rank, before the path of its configuration."""
@@ -43,8 +44,8 @@ def until_done(
     """
     asked = config
     for attempt in range(restarts + 1):
-        with TemporaryDirectory(prefix="shardwise-") as temporary:
-            file = Path(temporary, "config.json")
+        with temporary_folder() as folder:
+            file = folder / "config.json"
             config.write(file)
             ending = supervise(
                 [*worker, str(file)],
@@ -66,7 +67,7 @@ def until_done(
         _tell(again, ending, restarts, smaller is not None, elastic, progress)
         config = again
     _close(Path(config.out), ending)
-    return ending, config
+    return _with_way_on(ending, Path(config.out)), config
 
 
 def continued(config: TrainConfig, restart: int, warn: Callable[[str], object]) -> TrainConfig:
@@ -74,7 +75,13 @@ def continued(config: TrainConfig, restart: int, warn: Callable[[str], object]) 
     from shardwise.checkpoint import latest
 
     found = latest(Path(config.out) / "checkpoints", warn)
-    return replace(config, restart=restart, resume=str(found.folder) if found else config.resume)
+    again = replace(config, restart=restart, resume=str(found.folder) if found else config.resume)
+    if config.corpus:
+        return again
+    # The text may have changed since the run began.
+    begun = RunDirectory.open(config.out).run.get("config", {})
+    corpus, fingerprint = (str(begun.get(name, "")) for name in ("corpus", "corpus_fingerprint"))
+    return replace(again, corpus=corpus, corpus_fingerprint=fingerprint, former_corpus=None)
 
 
 def torchrun_restarts() -> int:
@@ -92,7 +99,7 @@ def begun_by_this_job(config: TrainConfig) -> bool:
     # An agent whose own workers did not fail counts no restart; without a name of its own a job is known by that alone.
     if run.get("job") != job or (job in (None, "none") and not torchrun_restarts()):
         return False
-    changes = ("resume", "restart", "layout", "corpus")
+    changes = ("resume", "restart", "layout", "corpus", "corpus_fingerprint", "former_corpus")
     before, now = run.get("config"), json.loads(json.dumps(config.to_json()))
     return isinstance(before, dict) and all(before.get(key) == now[key] for key in now if key not in changes)
 
@@ -125,6 +132,22 @@ def _with_stack(ending: Ending, out: Path) -> Ending:
     except OSError:
         return ending
     return replace(ending, line=f"{ending.line}; where it stood: {file}")
+
+
+def _with_way_on(ending: Ending, out: Path) -> Ending:
+    """The ending of a run that did not finish, with what was saved of it and the command that resumes it."""
+    from shardwise.checkpoint import latest
+
+    if ending.code in (0, USER_MISTAKE):
+        return ending
+    if found := latest(out / "checkpoints"):
+        step, command = found.manifest.step, f"shardwise train --resume {shlex.quote(str(out))}"
+        way = f"The run is saved up to step {step}; resume with: {command}"
+    elif occupied(out):
+        way = "The run has no checkpoint yet: start it again with another --out, and with --save-every N to keep some"
+    else:
+        way = "The run had not begun: start it again"
+    return replace(ending, line=f"{ending.line}. {way}")
 
 
 def _close(out: Path, ending: Ending) -> None:

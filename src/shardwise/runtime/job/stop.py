@@ -22,7 +22,7 @@ class Stopped(Exception):
     """No error: the run was told to end. step: steps done, all of them saved. out: its run directory."""
 
     def __init__(self, step: int, out: str) -> None:
-        super().__init__(f"stopped after step {step}; go on with: shardwise train --resume {shlex.quote(out)}")
+        super().__init__(f"stopped after step {step}; resume with: shardwise train --resume {shlex.quote(out)}")
         self.step, self.out = step, out
 
 

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.report.run_directory import ERRORS
-from shardwise.runtime.job import rank
+from shardwise.runtime.job import pulse, rank
 from shardwise.runtime.job.launch import say
+from shardwise.runtime.job.output import tolerant_output
 from shardwise.runtime.job.rank import leave
 
 if TYPE_CHECKING:
@@ -48,10 +49,15 @@ def guarded(configuration: Callable[[], TrainConfig]) -> int:
         try:
             train(config)
         except Stopped as stopped:
-            if rank.number() == 0:
-                say(str(stopped))
+            if rank.number() == 0 and not pulse.watched():  # the launcher says it once all have ended
+                say(f"shardwise: {stopped}")
 
-    return rank.guarded(work, lambda: _keep_traceback(out))
+    def lost(reason: str) -> None:
+        where = f"; its steps are in {out / 'events.jsonl'}" if out else ""
+        say(f"shardwise: warning: standard output cannot be written ({reason}): the run continues{where}")
+
+    with tolerant_output(lost):
+        return rank.guarded(work, lambda: _keep_traceback(out))
 
 
 def _keep_traceback(out: Path | None) -> None:

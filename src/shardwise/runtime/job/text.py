@@ -1,0 +1,142 @@
+"""The text of a run as tokens: prepared once, beside the run, and kept by the run.
+
+A resumed run keeps its corpus, whatever has become of the file that was prepared; other text must be asked for. Imports
+no torch.
+"""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from filecmp import cmp
+from pathlib import Path
+
+from shardwise.data import Corpus, Sampler, prepare
+from shardwise.data.corpus import remove_unfinished
+from shardwise.data.splits import SPLITS
+from shardwise.errors import UserError
+from shardwise.runtime.config import TrainConfig
+
+Progress = Callable[[str], None]
+
+
+def with_corpus(config: TrainConfig, progress: Progress) -> TrainConfig:
+    """The configuration with its text as tokens: the corpus that it names, or one prepared in `corpora/` beside the run
+    directory, where the next run finds it. Text that replaces a run's former one is read by the former tokenizer.
+
+    Processes that ask together wait for the first one. Raises `UserError` for unusable text, a corpus that has gone, a
+    tokenizer with more tokens than the model has rows, and text that does not fill one sequence.
+    """
+    corpus = _kept(config, progress) if config.corpus else _prepared(config, progress)
+    if corpus.vocab_size > config.model.vocab:
+        raise UserError(
+            f"the tokenizer has {corpus.vocab_size} tokens, but {config.model.name} has a vocabulary of "
+            f"{config.model.vocab}; add --vocab {corpus.vocab_size}, or leave --tokenizer out to train one that fits"
+        )
+    for split in SPLITS:
+        try:
+            Sampler(corpus.tokens(split), config.workload.seq, config.seed)
+        except UserError as error:
+            raise UserError(f"{config.data}, {split} part: {error}") from None
+    former = config.former_corpus
+    if former and _say_change(config, corpus, progress):
+        former = None
+    return replace(config, corpus=str(corpus.path), corpus_fingerprint=corpus.fingerprint, former_corpus=former)
+
+
+def _kept(config: TrainConfig, progress: Progress) -> Corpus:
+    """The corpus that a run has had: where it was, beside the run, or prepared again from text that is the same."""
+    path = _found(config, config.corpus)
+    try:
+        corpus = Corpus.open(path)
+        if config.corpus_fingerprint not in ("", corpus.fingerprint):
+            raise UserError(f"{path} is another corpus than the run's")
+    except UserError:
+        try:
+            return _prepared(config, progress, only=config.corpus_fingerprint)
+        except UserError as error:
+            raise UserError(
+                f"the run's corpus {path} is gone or damaged, and cannot be made again from {config.data}: {error}; "
+                "name the text to train on with --data"
+            ) from None
+    progress(f"the text is the run's own, in {path}; for other text give --data")
+    return corpus
+
+
+def _found(config: TrainConfig, corpus: str) -> Path:
+    """Where a corpus is: in its place, or in `corpora` beside the run, where both were moved."""
+    places = [Path(corpus), _corpora(config) / Path(corpus).name]
+    if config.resume:
+        places.append(Path(config.resume).absolute().parents[2] / "corpora" / Path(corpus).name)
+    return next(filter(Path.exists, places), places[0])
+
+
+def _corpora(config: TrainConfig) -> Path:
+    return Path(config.out).absolute().parent / "corpora"
+
+
+def _prepared(config: TrainConfig, progress: Progress, only: str | None = None) -> Corpus:
+    """only: the fingerprint that it must have."""
+    corpora, former = _corpora(config), config.former_corpus
+    with _alone_in(corpora) as alone:
+        if alone:
+            remove_unfinished(corpora)
+        return prepare(
+            config.data,
+            corpora,
+            tokenizer=None if config.tokenizer is None else Path(config.tokenizer),
+            vocab=config.model.vocab,
+            kept=_found(config, former) / "tokenizer.json" if former else None,
+            max_bytes=config.max_bytes,
+            text_field=config.text_field,
+            only=only,
+            progress=progress,
+        )
+
+
+def _say_change(config: TrainConfig, corpus: Corpus, progress: Progress) -> bool:
+    """Say what it means that a run gets the text that was asked for. Returns whether it is the text of before."""
+    assert config.former_corpus is not None
+    former = _found(config, config.former_corpus)
+    if _equal(corpus, former):
+        progress("the text is the run's own")
+        return True
+    since = Path(config.resume).name if config.resume else "here"
+    progress(
+        f"warning: from {since} on the run trains on other text: {config.data} in place of {former}. Losses from there "
+        "on do not compare with those before"
+    )
+    return False
+
+
+def _equal(corpus: Corpus, former: Path) -> bool:
+    """Whether two corpora have equal tokens; fingerprints of earlier versions differ for the same text."""
+    try:
+        other = Corpus.open(former)
+    except UserError:
+        return False
+    if corpus.path.samefile(former):
+        return True
+    return corpus.token_counts == other.token_counts and all(
+        cmp(corpus.path / name, former / name, shallow=False)
+        for name in (*(f"{split}.bin" for split in SPLITS), "tokenizer.json")
+    )
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[bool]:
+    """Wait for whoever holds the folder, then hold it. Yields whether that worked."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / ".lock").open("w")
+    except OSError as error:
+        raise UserError(f"cannot write to {folder}: {error.strerror}; choose another --out") from None
+    with file:
+        # Some network file systems have no locks: then the same text is merely prepared more than once.
+        alone = False
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+            alone = True
+        yield alone
