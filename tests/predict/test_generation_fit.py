@@ -57,7 +57,7 @@ def test_int8_keeps_a_byte_a_weight_of_matrices_but_tables(tied):
 
 
 @given(
-    st.sampled_from(["", "tp=2", "tp=4", "pp=2", "pp=3", "tp=2,pp=2", "dp=2", "dp=3,zero=3", "tp=2,dp=2,zero=3"]),
+    st.sampled_from(["", "tp=2", "tp=4", "pp=2", "pp=3", "pp=3,stages=0/6/0", "tp=2,pp=2", "dp=2", "dp=3,zero=3", "tp=2,dp=2,zero=3"]),
     st.floats(1e4, 3e6), st.integers(1, 5), st.integers(1, 33), st.booleans(),
 )  # fmt: skip
 def test_the_largest_that_fits_fits_and_one_page_more_does_not(text, room, batch, page, int8):
@@ -108,6 +108,10 @@ def test_positions_without_end_are_as_many_as_fit():
     far = fit("", Served(64, 2), 1e6, MODEL.replace(max_positions=10**30))
     assert far.largest_context == fit("", Served(64, 2), 1e6, MODEL.replace(max_positions=1 << 20)).largest_context > 0
     assert fit("", Served(64, 2), 1e3, MODEL.replace(max_positions=10**30)).largest_context == 0
+    # A stage without blocks has no cache: those with blocks say how many fit.
+    staged, rest = (f"pp=2,stages={MODEL.layers}/0", "pp=2")
+    for text in (staged, rest):
+        assert 0 < fit(text, Served(64, 2), 1e6, MODEL.replace(max_positions=10**30)).largest_context < 10**6
 
 
 def test_numbers_that_make_no_sense():

@@ -303,7 +303,8 @@ def _passing_product(rows: int, inputs: int, outputs: int, width: int) -> int:
 def _longest(plan: UnitPlan, served: Served, room: float) -> int:
     """Tokens that each of the sequences may have, whole pages, at most as many as the model knows positions."""
     most = plan.model.max_positions
-    pages = min(-(-most // served.page), int(room // (served.batch * page_bytes(plan, served.page))))
+    one_each = max(1, served.batch * page_bytes(plan, served.page))  # 0 on a stage without blocks
+    pages = min(-(-most // served.page), int(room // one_each))
     fitting = bisect_right(
         range(1, pages + 1), room, key=lambda n: _held(plan, replace(served, context=n * served.page, cache=0)).total
     )
