@@ -57,7 +57,8 @@ def test_int8_keeps_a_byte_a_weight_of_matrices_but_tables(tied):
 
 
 @given(
-    st.sampled_from(["", "tp=2", "tp=4", "pp=2", "pp=3", "pp=3,stages=0/6/0", "tp=2,pp=2", "dp=2", "dp=3,zero=3", "tp=2,dp=2,zero=3"]),
+    st.sampled_from(["", "tp=2", "tp=4", "pp=2", "pp=3", "pp=3,stages=0/6/0", "tp=2,pp=2", "dp=2", "dp=3,zero=3",
+                     "tp=2,dp=2,zero=3"]),
     st.floats(1e4, 3e6), st.integers(1, 5), st.integers(1, 33), st.booleans(),
 )  # fmt: skip
 def test_the_largest_that_fits_fits_and_one_page_more_does_not(text, room, batch, page, int8):

@@ -6,12 +6,16 @@ import json
 import sys
 from collections import Counter
 from dataclasses import asdict, replace
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from shardwise.predict.time import Kernels, constants
 from shardwise.predict.time.measuring import device_of
+from shardwise.runtime import calibration
 from shardwise.runtime.calibration import (
     DTYPES,
     HOT,
@@ -81,6 +85,50 @@ def test_a_collective_is_timed_after_the_work_that_made_its_tensor(op, elements)
     # What the cache holds is one tensor again and again; of what it does not hold there are enough to fill it.
     pieces = 1 if 4 * elements <= HOT or op == "all_gather" else 8
     assert len({pointer for _, pointer in seen}) == pieces
+
+
+class Clock:
+    """Time that passes when it is looked at, a little, and when a call takes it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1e-6
+        return self.now
+
+    def take(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.mark.parametrize(("making", "calling"), [(0.0, 0.15), (0.02, 0.001), (0.2, 0.0)])
+def test_it_takes_about_the_seconds_that_were_given(monkeypatch, making, calling):
+    """Whatever tensors take to be made, and calls to be measured: all of it once, and again as far as time goes."""
+    clock, started = Clock(), 0
+    monkeypatch.setattr(calibration, "time", SimpleNamespace(perf_counter=clock, thread_time=clock))
+
+    monkeypatch.setattr(calibration, "_product", lambda *_: lambda: partial(clock.take, 0.003))
+
+    class Slow(calibration.Bench):
+        def _probes(self, most, together, more=1):
+            def make():
+                nonlocal started
+                started += 1
+                clock.take(making)
+                return partial(clock.take, calling)
+
+            yield "copy", (), (1,), lambda: partial(clock.take, 1e-6)
+            for number in range(49):
+                yield "block", (), (number,), make
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        found = Slow(replace(tiny(""), seconds=10.0)).run()
+    finally:
+        dist.destroy_process_group()
+    assert len([sample for sample in found if sample.what == "block"]) == 49
+    assert clock.now < 1.1 * max(10.0, 49 * (making + 2 * calling)) and started >= 49
+    assert started == 98 or clock.now > 9.0
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

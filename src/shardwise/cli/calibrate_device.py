@@ -110,7 +110,22 @@ def _measured(args: argparse.Namespace, kind: str) -> dict[str, Any]:
         return asdict(usual_job(kind, args.seconds, args.transport, out))
 
     told: dict[str, Any] = whole("shardwise.runtime.calibration", job, args.ranks, threads=args.threads)
+    _check_limits(told["samples"], kind)
     return told
+
+
+def _check_limits(samples: list[dict[str, Any]], kind: str) -> None:
+    """Raise `RunFailed` for a sample that no device can have, measured twice."""
+    from shardwise.runtime.job.launch import RunFailed
+    from shardwise.runtime.samples import Sample, above_limits
+
+    late = above_limits([Sample(**sample) for sample in samples], kind)
+    if late:
+        more = f", and {len(late) - 1} more like it" if len(late) > 1 else ""
+        raise RunFailed(
+            f"measured {next(iter(late.values()))}, which no device can do{more}: nothing is written; measure again "
+            "with more --seconds and nothing else running"
+        )
 
 
 def _device(told: dict[str, Any], args: argparse.Namespace, kind: Literal["cpu", "cuda"]) -> Device:

@@ -15,11 +15,11 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import cycle, product
+from itertools import cycle, islice, product, zip_longest
 from pathlib import Path
 from statistics import fmean, quantiles
 from typing import Any
@@ -39,6 +39,7 @@ from shardwise.runtime.attention import shorten_attention
 from shardwise.runtime.comms import Comms
 from shardwise.runtime.job.rank import RankJob, leave, main
 from shardwise.runtime.loss import summed_cross_entropy
+from shardwise.runtime.samples import Sample, within_limits
 from shardwise.runtime.setup import make_comms
 from shardwise.runtime.stages import Stages
 from shardwise.runtime.transport.adding import Target
@@ -51,6 +52,8 @@ ROUNDS = 8
 """Blocks of calls that a probe's time is spent on."""
 PASSES = 2
 """Times that all is measured."""
+LEAST = 8
+"""Part of an equal share of all the time that a probe of the first pass has at least."""
 MODEL = ModelConfig("probe", vocab=64, hidden=128, layers=1, heads=2, kv_heads=2, ffn=256, max_positions=64)
 ROTATED = 48 << 20
 """Bytes over which passes go in turn, so that what they read has left the caches, as in a step."""
@@ -74,18 +77,6 @@ class Job(RankJob):
     tokens: int
     sizes: list[int]
     transport: str
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One probe. what: product, attention, pass, collective, ... of: dtype and kind, in the words of the probe's maker;
-    shape: its numbers. seconds: of one call, the mean over ranks; of "taken", the seconds that a rank waited for its
-    core while others had it, for each second that it computed."""
-
-    what: str
-    of: tuple[str, ...]
-    shape: tuple[int, ...]
-    seconds: float
 
 
 Probe = tuple[str, tuple[str, ...], tuple[int, ...], Callable[[], Call]]
@@ -120,8 +111,11 @@ def products(job: Job, device: torch.device, most: float) -> Iterator[Probe]:
             yield "product", (_name(dtype), turn), (m, n, k), _product(dtype, m, n, k, turn, device)
 
 
-def _product(dtype: torch.dtype, m: int, n: int, k: int, turn: str, device: torch.device) -> Callable[[], Call]:
-    """Weights and saved activations come from memory, as in a step; what has just been computed lies in the cache."""
+def _product(
+    dtype: torch.dtype, m: int, n: int, k: int, turn: str, device: torch.device, more: int = 1
+) -> Callable[[], Call]:
+    """Weights and saved activations come from memory, as in a step; what has just been computed lies in the cache.
+    more: times the bytes that go round."""
 
     def make() -> Call:
         def hot(*shape: int) -> Tensor:
@@ -130,7 +124,9 @@ def _product(dtype: torch.dtype, m: int, n: int, k: int, turn: str, device: torc
             return fill.to(dtype)
 
         def cold(*shape: int) -> Iterator[Tensor]:
-            return cycle([hot(*shape) for _ in range(min(64, ROTATED // (math.prod(shape) * dtype.itemsize) + 1))])
+            return cycle(
+                [hot(*shape) for _ in range(min(64, more * ROTATED // (math.prod(shape) * dtype.itemsize) + 1))]
+            )
 
         if turn == "forward":
             x, w = hot(m, k), cold(n, k)
@@ -144,14 +140,15 @@ def _product(dtype: torch.dtype, m: int, n: int, k: int, turn: str, device: torc
     return make
 
 
-def attentions(job: Job, device: torch.device) -> Iterator[Probe]:
-    """The runtime's fused attention, causal: forward, and forward with backward."""
+def attentions(job: Job, device: torch.device, more: int = 1) -> Iterator[Probe]:
+    """The runtime's fused attention, causal: forward, and forward with backward. more: times the sequences."""
     for dtype, width, length in product(DTYPES, job.widths, job.lengths):
-        # On a CPU a head takes the same time beside one other as beside seven.
-        heads = 8 if device.type == "cuda" else min(8, max(2, 4096 // length))
-        batch = max(1, min(512, job.lengths[-1] // 4) // length)
+        if device.type == "cuda":  # enough to fill the device, or the host's calls would be timed
+            heads, batch = 32, max(1, 2 * job.tokens // length)
+        else:  # a head takes the same time beside one other as beside seven
+            heads, batch = min(8, max(2, 4096 // length)), max(1, min(512, job.lengths[-1] // 4) // length)
         for way in ("forward", "both"):
-            shape = batch, length, heads, width
+            shape = batch * more, length, heads, width
             yield "attention", (_name(dtype), way), shape, _attention(dtype, shape, way == "both", device)
 
 
@@ -177,8 +174,9 @@ def _batch(sequences: int, length: int, device: torch.device) -> Batch:
     return Batch(positions, positions, positions, None, positions, positions)
 
 
-def passes(job: Job, device: torch.device) -> Iterator[Probe]:
-    """Operations that memory binds, forward and backward, on `tokens` rows, each in the shape that it is counted by."""
+def passes(job: Job, device: torch.device, more: int = 1) -> Iterator[Probe]:
+    """Operations that memory binds, forward and backward, on `tokens` rows, each in the shape that it is counted by.
+    more: times the rows, and the bytes that go round."""
     copied = max(1 << 16, job.tokens << 16)
     yield "copy", (), (copied,), partial(_copy, copied, device)
     makers: dict[str, tuple[int, Callable[..., Call]]] = {
@@ -187,12 +185,12 @@ def passes(job: Job, device: torch.device) -> Iterator[Probe]:
     }  # fmt: skip
     for dtype in DTYPES:
         for name, (width, make) in makers.items():
-            shape = job.tokens, width
+            shape = job.tokens * more, width
             yield "pass", (name, _name(dtype)), shape, partial(_turns, make, shape, dtype, device)
         elements = job.tokens << 13
         yield "pass", ("optimizer", _name(dtype)), (elements,), partial(_optimizer, elements, dtype, device)
         for deep in (1024, 4096):
-            yield "row", (_name(dtype),), (deep, deep), _product(dtype, 1, deep, deep, "forward", device)
+            yield "row", (_name(dtype),), (deep, deep), _product(dtype, 1, deep, deep, "forward", device, more)
 
 
 def _copy(nbytes: int, device: torch.device) -> Call:
@@ -384,32 +382,53 @@ class Bench:
         self._alone = self.device.type == "cpu" and torch.get_num_threads() == 1
         self._clock = time.thread_time if self._alone else time.perf_counter
         self._passed = self._had = 0.0
+        self._started = time.perf_counter()
 
     def run(self) -> list[Sample]:
         """All probes, in the time that there is, each in two passes, far apart: a machine that is slow for seconds
-        slows one of them."""
+        slows one of them. What is quicker than it can be is measured again."""
         made = sum(1 for _ in self._probes(math.inf, False))
         budget = self.job.seconds / made / PASSES
         rate = 2.0 * 512**3 / self._seconds(_product(torch.float32, 512, 512, 512, "forward", self.device)(), budget)
         most = torch.tensor(rate * 2 * PASSES * budget)
         dist.all_reduce(most, dist.ReduceOp.MIN)  # all must have the same probes
-        passes = [self._pass(budget, float(most), made, number) for number in range(PASSES)]
-        found = [min(samples, key=lambda sample: sample.seconds) for samples in zip(*passes, strict=True)]
+        passes = [self._pass(float(most), number) for number in range(PASSES)]
+        found = [
+            min((sample for sample in samples if sample), key=lambda sample: sample.seconds)
+            for samples in zip_longest(*passes)
+        ]
         if self._alone:
             found.append(Sample("taken", (), (), self._passed / self._had - 1))
+        found = [replace(sample, seconds=seconds) for sample, seconds in zip(found, self._shared(found), strict=True)]
+        return within_limits(found, self.device.type, partial(self._again, found, float(most)))
+
+    def _shared(self, samples: Sequence[Sample]) -> list[float]:
+        """Seconds of each, the mean over all ranks; of messages the first rank's."""
         every: list[Any] = [None] * self.ranks
-        dist.all_gather_object(every, [sample.seconds for sample in found])
+        dist.all_gather_object(every, [sample.seconds for sample in samples])
         return [
-            Sample(s.what, s.of, s.shape, theirs[0] if s.of == ("message",) else fmean(theirs))
-            for s, theirs in zip(found, zip(*every, strict=True), strict=True)
+            theirs[0] if s.of == ("message",) else fmean(theirs)
+            for s, theirs in zip(samples, zip(*every, strict=True), strict=True)
         ]
 
-    def _pass(self, budget: float, most: float, made: int, number: int) -> list[Sample]:
-        """Every probe once."""
-        found = []
-        for at, (what, of, shape, make) in enumerate(self._probes(most, True), number * made + 1):
+    def _again(self, samples: list[Sample], most: float, at: int, more: int) -> float:
+        """Seconds of a sample's work, as a probe of the same place with `more` times the work has them."""
+        what, of, shape, make = next(islice(self._probes(most, False, more), at, None))
+        seconds = self._seconds(make(), self.job.seconds / len(samples))
+        whole = math.prod(shape) / math.prod(samples[at].shape)
+        return self._shared([Sample(what, of, shape, seconds / whole)])[0]
+
+    def _pass(self, most: float, number: int) -> list[Sample]:
+        """Every probe once; in a later pass, those for which there is time."""
+        found: list[Sample] = []
+        of_all = sum(1 for _ in self._probes(most, False)) + (4 * len(self.job.sizes) if self.ranks > 1 else 0)
+        for at, (what, of, shape, make) in enumerate(self._probes(most, True)):
+            budget = self._allowance(number, of_all - at, of_all)
+            if not budget:
+                break
             if self.rank == 0:
-                _progress(f"{what} {' '.join(of)} {'x'.join(map(str, shape))}", at, PASSES * made)
+                words = f"{what} {' '.join(of)} {'x'.join(map(str, shape))}"
+                _progress(words, number * of_all + at + 1, PASSES * of_all)
             call = make()
             if what != "collective":
                 seconds = self._seconds(call, budget)
@@ -422,23 +441,34 @@ class Bench:
             del call, make
         return found
 
-    def _probes(self, most: float, together: bool) -> Iterator[Probe]:
+    def _allowance(self, number: int, left: int, of_all: int) -> float:
+        """Seconds for the next of `left` probes of a pass, the same on all ranks: an equal part of what the pass still
+        has, on the wall's clock. The first pass is made whole, with a part for each; a later one ends, by 0, with the
+        time."""
+        rest = self.job.seconds * (number + 1) / PASSES - (time.perf_counter() - self._started)
+        least = self.job.seconds / of_all / LEAST
+        told = torch.tensor(max(rest / left, least) if rest > 0 or number == 0 else 0.0)
+        dist.broadcast(told, 0)
+        return float(told)
+
+    def _probes(self, most: float, together: bool, more: int = 1) -> Iterator[Probe]:
         yield from products(self.job, self.device, most)
-        yield from attentions(self.job, self.device)
-        yield from passes(self.job, self.device)
+        yield from attentions(self.job, self.device, more)
+        yield from passes(self.job, self.device, more)
         yield from blocks(self.job, self.device, self.ranks)
         if together:
             yield from collectives(self.job, self.ranks)
 
     def _seconds(self, call: Call, budget: float) -> float:
-        """Of one call, all ranks at once."""
+        """Of one call, all ranks at once, after one that has everything compiled."""
         call()
-        one = self._block(call, 1, self._clock)
-        count = max(1, min(1000, math.ceil(budget / ROUNDS / one)))
         dist.barrier()
-        blocks = [one] if count == 1 else []
-        least = 3 if one < ROUNDS * budget else 1  # what takes far more than its share is measured once a pass
-        while len(blocks) < least or (sum(blocks) * count < budget and len(blocks) < 4 * ROUNDS):
+        ends = time.perf_counter() + budget
+        blocks = [self._block(call, 1, self._clock)]
+        count = max(1, min(1000, math.ceil(budget / ROUNDS / blocks[0])))
+        if count > 1:
+            blocks.clear()
+        while not blocks or (time.perf_counter() < ends and len(blocks) < 4 * ROUNDS):
             blocks.append(self._block(call, count, self._clock))
         return quantiles(blocks, n=4, method="inclusive")[0] if len(blocks) > 1 else blocks[0]
 

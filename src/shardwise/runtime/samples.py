@@ -1,0 +1,94 @@
+"""Samples of `calibrate device`, and the physical limits that they must keep. Imports no torch.
+
+Attention is made of matrix products, so it cannot compute faster than the best one; what memory binds must at least
+read its operands and write its results, and cannot do that faster than a copy moves bytes. A sample beyond is an error
+of measuring: a call too short for its clock, data that never left a cache, or a disturbed product or copy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+MORE = 4
+"""Times as much work for what is measured again."""
+_TOLERANCE = 1.05
+_CACHED = {"cuda": 1.1, "cpu": 4.0}
+"""Times the rate of a copy that memory-bound operations may have. A CPU's last cache is shared, and may hold it all."""
+_WIDTH = {"float32": 4, "bfloat16": 2}
+_MOVED = {"": 3, "norm": 5, "activation": 8, "rotation": 4, "softmax": 5, "loss": 3}
+"""Elements that are read or written at least for each element of an operation: forward and backward, each operand and
+each result once; the addition has no backward."""
+_BOTH = 3
+"""Matrix products of attention forward and backward over those forward: backward computes two gradients of each."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One probe. what: product, attention, pass, collective, ... of: dtype and kind, in the words of the probe's maker;
+    shape: its numbers. seconds: of one call, the mean over ranks; of "taken", the seconds that a rank waited for its
+    core while others had it, for each second that it computed."""
+
+    what: str
+    of: tuple[str, ...]
+    shape: tuple[int, ...]
+    seconds: float
+
+
+def above_limits(samples: Sequence[Sample], kind: str) -> dict[int, str]:
+    """Index -> what is wrong, for every sample beyond its physical limit. kind: "cpu" or "cuda"."""
+    products, copies = _best_products(samples), _copied(samples)
+    found = {}
+    for at, sample in enumerate(samples):
+        if sample.what == "attention":
+            dtype, _ = sample.of
+            share, limit = _flops(sample) / sample.seconds / products[dtype], _TOLERANCE
+            rate = "the rate of matrix products"
+        elif nbytes := _least_bytes(sample):
+            share, limit = nbytes / sample.seconds / copies, _CACHED[kind]
+            rate = "the bandwidth of a copy"
+        else:
+            continue
+        if share > limit:
+            words = " ".join((sample.what, *filter(None, sample.of)))
+            found[at] = f"{words} {'x'.join(map(str, sample.shape))} at {share:.0%} of {rate}"
+    return found
+
+
+def within_limits(samples: Sequence[Sample], kind: str, again: Callable[[int, int], float]) -> list[Sample]:
+    """The samples, with those beyond their limits measured again with `MORE` times the work. again: from a sample's
+    index and `MORE` to the seconds that the sample's own work took. What is still beyond is for `above_limits`."""
+    late = above_limits(samples, kind)
+    return [replace(s, seconds=again(at, MORE)) if at in late else s for at, s in enumerate(samples)]
+
+
+def _best_products(samples: Sequence[Sample]) -> Mapping[str, float]:
+    """FLOP/s by dtype."""
+    best: dict[str, float] = {}
+    for sample in samples:
+        if sample.what == "product":
+            rate = 2.0 * math.prod(sample.shape) / sample.seconds
+            best[sample.of[0]] = max(best.get(sample.of[0], 0.0), rate)
+    return best
+
+
+def _copied(samples: Sequence[Sample]) -> float:
+    """Bytes/s, read and written."""
+    return next(2.0 * sample.shape[0] / sample.seconds for sample in samples if sample.what == "copy")
+
+
+def _flops(sample: Sample) -> float:
+    """Of causal attention."""
+    batch, length, heads, width = sample.shape
+    forward = 4.0 * batch * heads * width * length * (length + 1) / 2
+    return forward * (_BOTH if sample.of[1] == "both" else 1)
+
+
+def _least_bytes(sample: Sample) -> float:
+    """What an operation must move; 0 for those without a limit."""
+    if sample.what == "row":
+        return math.prod(sample.shape) * _WIDTH[sample.of[0]]
+    if sample.what == "pass" and sample.of[0] in _MOVED:
+        return math.prod(sample.shape) * _MOVED[sample.of[0]] * _WIDTH[sample.of[1]]
+    return 0

@@ -1,0 +1,77 @@
+"""Physical limits of what `calibrate device` measures, on invented times: no device is needed."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+
+import pytest
+
+from shardwise.cli.calibrate_device import _check_limits
+from shardwise.predict.time.measuring import _attention
+from shardwise.runtime.job.launch import RunFailed
+from shardwise.runtime.samples import MORE, Sample, above_limits, within_limits
+
+PEAK, BANDWIDTH = 700e12, 3e12
+LAUNCH = 60e-6
+"""Seconds of the host's call, which short kernels take instead of their own."""
+ATTENTION, ADDITION, ROW = (1, 8192, 32, 128), (8192, 1024), (4096, 4096)
+ATTENTION_FLOPS = 4.0 * 32 * 128 * 8192 * 8193 / 2
+
+
+def samples(attention: float = 0.6, addition: float = 0.9, row: float = 0.8) -> list[Sample]:
+    """Of a device with these shares of its limits."""
+    return [
+        Sample("product", ("bfloat16", "forward"), (8192, 8192, 8192), 2.0 * 8192**3 / PEAK),
+        Sample("product", ("bfloat16", "forward"), (32, 32, 32), LAUNCH),
+        Sample("attention", ("bfloat16", "forward"), ATTENTION, ATTENTION_FLOPS / PEAK / attention),
+        Sample("copy", (), (1 << 29,), 2.0 * (1 << 29) / BANDWIDTH),
+        Sample("pass", ("", "bfloat16"), ADDITION, 3 * 2.0 * 8192 * 1024 / BANDWIDTH / addition),
+        Sample("row", ("bfloat16",), ROW, 2.0 * 4096**2 / BANDWIDTH / row),
+        Sample("block", (), (), LAUNCH),
+    ]
+
+
+def test_what_a_device_can_do_is_not_measured_again() -> None:
+    assert above_limits(samples(), "cuda") == {}
+    assert within_limits(samples(), "cuda", lambda at, more: pytest.fail("measured again")) == samples()
+    assert above_limits(samples(addition=1.5), "cpu") == {}  # its cache
+
+
+@pytest.mark.parametrize(
+    ("shares", "at", "words"),
+    [
+        ({"attention": 5.2}, 2, "attention bfloat16 forward 1x8192x32x128 at 520% of the rate of matrix products"),
+        ({"addition": 1.5}, 4, "pass bfloat16 8192x1024 at 150% of the bandwidth of a copy"),
+        ({"row": 1.7}, 5, "row bfloat16 4096x4096 at 170% of the bandwidth of a copy"),
+    ],
+)
+def test_what_no_device_can_do_is_measured_again_and_then_rejected(shares, at, words) -> None:
+    wrong, right = samples(**shares), samples()
+    asked: list[tuple[int, int]] = []
+
+    def again(index: int, more: int) -> float:
+        asked.append((index, more))
+        return right[index].seconds
+
+    assert within_limits(wrong, "cuda", again) == right and asked == [(at, MORE)]
+    _check_limits([asdict(sample) for sample in right], "cuda")
+    # A clock that is wrong remains so.
+    remains = within_limits(wrong, "cuda", lambda index, more: wrong[index].seconds)
+    assert above_limits(remains, "cuda") == {at: words}
+    with pytest.raises(RunFailed, match=f"measured {words}, which no device can do: nothing is written; measure again"):
+        _check_limits([asdict(sample) for sample in remains], "cuda")
+
+
+def test_attention_s_efficiency_stays_below_the_best_product_where_calls_take_longer_than_kernels() -> None:
+    """Short calls cost what the host takes: a line through them alone would end far above the device's rate."""
+    taken = []
+    for length in (512, 2048, 8192):
+        shape = 1, length, 8, 128
+        flops = 4.0 * 8 * 128 * length * (length + 1) / 2
+        seconds = LAUNCH + flops / (0.9 * PEAK)
+        taken += [Sample("attention", ("bfloat16", "forward"), shape, seconds)]
+        taken += [Sample("attention", ("bfloat16", "both"), shape, 3.5 * seconds)]
+    quick = [replace(s, seconds=s.seconds * 0.8) if s.shape[1] == 8192 else s for s in taken]
+    for some in (taken, quick):
+        form = _attention([asdict(sample) for sample in some], "bfloat16", PEAK, BANDWIDTH)["128"]
+        assert 0 < form["efficiency"] <= 1 and form["short_tokens"] >= 0
