@@ -215,23 +215,43 @@ def test_what_ranks_hold_covers_the_layer_once(text: str) -> None:
     view = tokens.data(
         {"model": "tiny-llama", "cluster": "4xH100", "a": text, "b": text, "prompt": "16", "output": "4"}
     )
+    (side,) = view.more["sides"]
+    assert side["layout"] == str(Layout.parse(text))
+    for matrix in view.more["matrices"]:
+        rows, columns = matrix["rows"], matrix["columns"]
+        grid = np.zeros((rows, columns), dtype=int)
+        for piece in side["pieces"]:
+            for left, top, wide, high in piece["boxes"] if piece["name"] == matrix["name"] else ():
+                edges = np.array([top * rows, (top + high) * rows, left * columns, (left + wide) * columns])
+                a, b, c, d = edges.round().astype(int)
+                assert np.abs(edges - [a, b, c, d]).max() < 1e-6
+                grid[a:b, c:d] += 1
+                assert piece["elements"] >= (b - a) * (d - c)
+        assert (grid == 1).all(), matrix
+
+
+@pytest.mark.parametrize(
+    ("text", "of_all"), [("tp=8", 1 / 8), ("tp=4,pp=2", 1 / 8), ("tp=8,pp=2", 1 / 16), ("dp=8,zero=3", 1 / 8)]
+)
+def test_every_rank_is_drawn_with_its_share(text: str, of_all: float) -> None:
+    view = tokens.data({"cluster": "2x8xH100", "a": text, "b": text, "output": "1"})
+    (side,), sizes = view.more["sides"], {m["name"]: m["rows"] * m["columns"] for m in view.more["matrices"]}
     layout = Layout.parse(text)
-    assert [side["layout"] for side in view.more["sides"]] == [str(layout)]
-    covered = {
-        matrix["name"]: np.zeros((matrix["rows"], matrix["columns"]), dtype=int) for matrix in view.more["matrices"]
-    }
-    for piece in view.more["sides"][0]["pieces"]:
-        if piece["name"] not in covered:
-            continue
-        grid, span = covered[piece["name"]], slice(piece["start"], piece["stop"])
-        if piece["how"] == "rows":
-            grid[span] += 1
-        elif piece["how"] == "columns":
-            grid[:, span] += 1
-        elif piece["how"] == "flat" and layout.tp == 1:
-            grid.reshape(-1)[span] += 1
-    if not (layout.tp > 1 and layout.stage == 3) and layout.pp < 4:
-        assert all((grid == 1).all() for grid in covered.values())
+    assert len(side["devices"]) == layout.ranks
+    areas: dict[int, dict[str, float]] = {device["rank"]: {} for device in side["devices"]}
+    for piece in side["pieces"]:
+        if piece["boxes"]:
+            areas[piece["rank"]][piece["name"]] = sum(wide * high for _, _, wide, high in piece["boxes"])
+    for device in side["devices"]:
+        first, after = device["layers"]
+        assert (after - first) / 80 * device["share"] == pytest.approx(of_all, rel=0.01)
+        assert device["of_all"] == pytest.approx(of_all, rel=0.01)
+        area = sum(share * sizes[name] for name, share in areas[device["rank"]].items()) / sum(sizes.values())
+        assert area == pytest.approx(device["share"] if device["stage"] == 0 else 0.0, rel=0.01)
+        if layout.tp > 1 and device["stage"] == 0:
+            assert areas[device["rank"]] == pytest.approx(dict.fromkeys(sizes, 1 / layout.tp))
+    if layout.stage == 3:
+        assert all(len(parts) < len(sizes) for parts in areas.values()), "blocks of some matrices, no slice of each"
 
 
 @pytest.mark.parametrize("view", [view for view in VIEWS if view != "runs"])

@@ -9,6 +9,7 @@ import pytest
 from studio_visitor import Visitor, plain_columns
 
 from harness.today import some_of
+from shardwise.studio.columns import encode
 from shardwise.studio.data.registry import VIEWS, answer, parts
 
 STATES = {
@@ -247,3 +248,46 @@ def test_bytes_and_times_are_of_the_same_tokens_and_less_time_is_of_the_longer(v
     columns = visitor.table("spent")
     # Under ZeRO-3 the weights cross once a step, for however many sequences: 3/4 of 16 GB, 16 times.
     assert columns["B sent so far"][-1] == pytest.approx(16 * 3 / 4 * 2 * 8_030_261_248, rel=1e-3)
+
+
+COVERED = """async ([answer, side]) => {
+    const { layerPlaces, rowTop, MATRIX_HEIGHT } = await import("studio/views/tokens_layer");
+    const canvas = document.querySelector('[data-figure="layer"] canvas'), context = canvas.getContext("2d");
+    const style = getComputedStyle(document.documentElement), rgb = (name) => {
+        const n = parseInt(style.getPropertyValue(name).trim().slice(1), 16);
+        return [n >> 16 & 255, n >> 8 & 255, n & 255];
+    };
+    const ground = rgb("--raised"), full = rgb("--k-forward"), place = layerPlaces(canvas.clientWidth, answer)[side];
+    const covered = (x, y, w, h) => {
+        const { data } = context.getImageData(place.left + x, place.top + y, w, h);
+        let sum = 0;
+        for (let i = 0; i < data.length; i += 4) sum += (data[i] - ground[0]) / (full[0] - ground[0]);
+        return sum / (w * h);
+    };
+    return answer.more.sides[side].devices.map(({ rank }) => {
+        const of = (x, w) => covered(x, rowTop(rank), w, MATRIX_HEIGHT);
+        const matrices = place.matrices.map(({ name, x, w }) => [name, of(x, w)]);
+        return [of(place.strip.x, place.strip.w), Object.fromEntries(matrices)];
+    });
+}"""
+"""Of the ranks of a side: what part of the strip of all layers, and of each matrix, has the colour of what is held."""
+
+
+@pytest.mark.parametrize(
+    ("cluster", "a", "b"), [("8xH100", "tp=8", "dp=8,zero=3"), ("2x8xH100", "tp=4,pp=2", "tp=8,pp=2")]
+)
+def test_a_ranks_share_of_every_matrix_is_drawn_by_area(visitor: Any, runs: Any, cluster: str, a: str, b: str) -> None:
+    given = {"cluster": cluster, "a": a, "b": b, "output": "16"}
+    page = visitor.open(address("tokens", given))
+    found = json.loads(encode(answer("tokens", given, runs).to_json()))
+    drawn = []
+    for number, side in enumerate(found["more"]["sides"]):
+        drawn.append(page.evaluate(COVERED, [found, number]))
+        for device, (strip, matrices) in zip(side["devices"], drawn[-1], strict=True):
+            assert strip == pytest.approx(device["of_all"], abs=0.01)
+            boxes = {p["name"]: p["boxes"] for p in side["pieces"] if p["rank"] == device["rank"]}
+            for name, covered in matrices.items():
+                area = sum(wide * high for _, _, wide, high in boxes.get(name, ()))
+                assert covered == pytest.approx(area, abs=0.01), (side["layout"], device["rank"], name)
+    # Before the first token already, the two strategies look different.
+    assert any(abs(drawn[0][0][1][name] - drawn[1][0][1][name]) > 0.1 for name in drawn[0][0][1])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
-from shardwise.layout import Grid, Layout
+from shardwise.layout import Layout
 from shardwise.layout.units import UnitPlan
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import catalog, resolve
@@ -27,13 +27,11 @@ from shardwise.report import time_parts
 from shardwise.report.step_report import DTYPE_BYTES
 from shardwise.report.units import format_bytes, format_count, format_spans, format_time
 from shardwise.studio.columns import How, Table, View, command_line, exact
-from shardwise.studio.data import tokens_layer
+from shardwise.studio.data import tokens_holdings, tokens_layer
 from shardwise.studio.query import Query
 
 CLUSTERS = ("8xH100", "4xH100", "8xA100", "8xH200", "8xB200", "8xL40S")
 PRECISIONS = ("bf16", "fp32")
-MOST_DRAWN = 16
-"""Ranks up to which it is drawn who holds what."""
 PROMPT, OUTPUT, MOST_OUTPUT = 1024, 256, 1024
 CLAIMS = (
     "zero-inference-16gb",
@@ -62,7 +60,8 @@ def data(given: Mapping[str, str]) -> View:
     found = compare(model, layouts, cluster, asked)
     ones = found.strategies
     command = _command(state, cluster, layouts, asked)
-    holdings = [list(_holdings(model, layout)) for layout in layouts]
+    holdings = [tokens_holdings.pieces(model, layout) for layout in layouts]
+    devices = [tokens_holdings.devices(model, *each) for each in zip(layouts, holdings, strict=True)]
     ways = [_way(model, layout, cluster, asked) for layout in layouts]
     told = [
         (layout, tokens_layer.steps(model, layout, way, asked.batch), one.middle.seconds / model.layers)
@@ -73,7 +72,7 @@ def data(given: Mapping[str, str]) -> View:
         choices,
         {
             "compared": _compared(ones, asked),
-            "holds": _holds(layouts, holdings, model),
+            "holds": tokens_holdings.holds_table(layouts, holdings),
             "layer": tokens_layer.layer_table(told),
             "through": tokens_layer.through_table(model, layouts, ways),
             "where": _where(ones),
@@ -81,22 +80,24 @@ def data(given: Mapping[str, str]) -> View:
         },
         {
             "compared": _how_compared(ones, model, asked, command),
-            "holds": _how_holds(model, layouts),
+            "holds": tokens_holdings.how_holds(model, layouts, devices),
             "layer": tokens_layer.how_layer(told, command),
             "through": tokens_layer.how_through(layouts, ways, command),
             "where": How([f"{one.layout}: {_sum_of(one)}" for one in ones], command, "docs/generation.md"),
             "trained": How([_how_trained(one) for one in ones], command, "docs/prediction.md"),
         },
         {
-            "matrices": _matrices(model),
+            "matrices": tokens_holdings.matrices(model),
             "sides": [
-                _side(model, cluster, one, pieces, steps)
-                for one, pieces, (_, steps, _) in zip(ones, holdings, told, strict=True)
+                _side(model, cluster, one, steps, held, ranks)
+                for one, held, ranks, (_, steps, _) in zip(ones, holdings, devices, told, strict=True)
             ],
             "through": tokens_layer.through_drawn(layouts, ways),
             "sentences": [tokens_layer.sentence(model, layouts[0].ranks, i) for i in range(tokens_layer.STEPS)],
             "parameters": count(model),
             "batch": asked.batch,
+            "layers": model.layers,
+            "width": DTYPE_BYTES[layouts[0].dtype],
             "capacity": cluster.memory_per_device,
             "ratios": [ratio.to_json() for ratio in found.ratios],
             "claims": [{"says": claims()[name].says, "why": claims()[name].why} for name in CLAIMS],
@@ -195,83 +196,25 @@ def _seconds(model: ModelConfig, layout: Layout, cluster: Cluster, asked: Asked)
     return [strategy.token(asked.batch, asked.prompt + i).seconds for i in range(1, asked.output + 1)]
 
 
-# -- who holds what
-
-
-class Piece(NamedTuple):
-    """What a rank holds of one parameter of the first block. how: flat (elements), rows, columns, whole or nothing."""
-
-    rank: int
-    name: str
-    how: str
-    start: int
-    stop: int
-    elements: int
-
-
-def _ranks(model: ModelConfig, layout: Layout) -> Iterator[tuple[int, int, int]]:
-    """(rank, its tp index, its interval of a unit that is gathered) of the ranks with the first block."""
-    grid = Grid.of(layout, model)
-    for dp in range(layout.dp):
-        for tp in range(layout.tp):
-            yield grid.rank(pp=0, dp=dp, cp=0, tp=tp), tp, dp
-
-
-def _holdings(model: ModelConfig, layout: Layout) -> Iterator[Piece]:
-    for rank, tp, shard in _ranks(model, layout):
-        if rank >= MOST_DRAWN:
-            continue
-        unit = plan_of(model, layout, 0, tp).by_name["blocks.0"]
-        for offset, placed in zip(unit.offsets, unit.placed, strict=True):
-            name, size = placed.name.removeprefix("blocks.0."), placed.numel
-            if layout.stage == 3:
-                low, high = shard * unit.shard_numel, (shard + 1) * unit.shard_numel
-                start, stop = max(low, offset) - offset, min(high, offset + size) - offset
-                yield Piece(rank, name, "flat" if start < stop else "nothing", start, stop, max(0, stop - start))
-            elif placed.dim is None:
-                yield Piece(rank, name, "whole", 0, size, size)
-            else:
-                how = "rows" if placed.dim == 0 else "columns"
-                yield Piece(rank, name, how, placed.start, placed.stop, size)
-
-
-def _holds(layouts: tuple[Layout, ...], holdings: list[list[Piece]], model: ModelConfig) -> Table:
-    rows = [
-        (str(layout), *piece, piece.elements * DTYPE_BYTES[layout.dtype])
-        for layout, pieces in zip(layouts, holdings, strict=True)
-        for piece in pieces
-        if piece.how != "nothing"
-    ]
-    names = ("strategy", "rank", "parameter", "how", "from", "to", "elements", "bytes")
-    columns = dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))
-    return Table("What each rank holds of the first layer", columns, {"bytes": "bytes"})
-
-
-def _matrices(model: ModelConfig) -> list[dict[str, Any]]:
-    """The matrices of a block: name, rows, columns."""
-    unit = plan_of(model, Layout()).by_name["blocks.0"]
-    return [
-        {"name": placed.name.removeprefix("blocks.0."), "rows": placed.shape[0], "columns": placed.shape[1]}
-        for placed in unit.placed
-        if len(placed.shape) == 2
-    ]
-
-
 # -- both strategies
 
 
 def _side(
-    model: ModelConfig, cluster: Cluster, one: Generated, pieces: list[Piece], told: list[tokens_layer.Step]
+    model: ModelConfig,
+    cluster: Cluster,
+    one: Generated,
+    told: list[tokens_layer.Step],
+    held: list[tokens_holdings.Piece],
+    devices: list[tokens_holdings.Device],
 ) -> dict[str, Any]:
-    layout, grid = one.layout, Grid.of(one.layout, model)
+    layout = one.layout
     return {
         "layout": str(layout),
         "ranks": layout.ranks,
-        "shards": layout.shard_ranks if layout.stage == 3 else layout.tp,
         "gathers": layout.stage == 3,
         "stages": [_blocks_of(plan_of(model, layout, stage)) for stage in range(layout.pp)],
-        "stage_of": [grid.coordinates(rank)["pp"] for rank in range(layout.ranks)],
-        "pieces": [piece._asdict() for piece in pieces],
+        "pieces": [piece._asdict() for piece in held],
+        "devices": [device._asdict() for device in devices],
         "acts": [step.act for step in told],
         "words": [step.words for step in told],
         "seconds": [step.seconds for step in told],
@@ -280,7 +223,7 @@ def _side(
 
 
 def _blocks_of(plan: UnitPlan) -> str:
-    numbers = tuple(int(part.split(".")[1]) for part in plan.parts if part.startswith("blocks."))
+    numbers = tuple(int(part.split(".")[1]) + 1 for part in plan.parts if part.startswith("blocks."))
     return f"layers {format_spans(numbers)}"
 
 
@@ -366,19 +309,6 @@ def _formula(one: Generated, model: ModelConfig) -> str:
         )
     blocks, edges, other = (format_bytes(float(part)) for part in (volume.blocks, volume.edges, volume.other))
     return f"layers and messages between stages {blocks} + embedding, head and logits {edges} + tokens {other} = {sent}"
-
-
-def _how_holds(model: ModelConfig, layouts: tuple[Layout, ...]) -> How:
-    lines = ["The units and slices that the runtime itself follows (UnitPlan): nothing is drawn that is not so."]
-    whole = plan_of(model, Layout()).by_name["blocks.0"].numel
-    for layout in layouts:
-        unit = plan_of(model, layout).by_name["blocks.0"]
-        held = unit.shard_numel if layout.stage == 3 else unit.numel
-        lines.append(
-            f"{layout}: {format_count(held)} of the block's {format_count(whole)} parameters a rank = "
-            f"{format_bytes(held * DTYPE_BYTES[layout.dtype])}"
-        )
-    return How(lines)
 
 
 def _how_trained(one: Generated) -> str:

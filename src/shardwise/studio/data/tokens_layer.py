@@ -137,13 +137,14 @@ def _staged(model: ModelConfig, layout: Layout, taken: dict[str, float], added: 
     blocks = [name for name in plan_of(model, layout).parts if name.startswith("blocks.")]
     vector = model.hidden * DTYPE_BYTES[layout.dtype]
     alone = "One device alone multiplies" if layout.tp == 1 else f"The stage's {layout.tp} devices alone multiply"
+    slices = f", its {layout.tp} devices a slice of every matrix" if layout.tp > 1 else ""
     between = Step("one", "Nothing to sum: it has all there is of the layer.") if layout.tp == 1 else added
     return [
-        Step("hold", f"Each stage holds whole layers: the first one {len(blocks)} of {model.layers}."),
+        Step("hold", f"Each stage holds whole layers: the first one {len(blocks)} of {model.layers}{slices}."),
         Step("wait", "The first stage has the token; the others wait, unless other sequences keep them busy."),
         Step("one", f"{alone} with {'the whole matrices' if layout.tp == 1 else 'their slices'}.", taken[ATTENTION]),
         between,
-        Step("one", "The whole feed-forward, too.", taken[FEED_FORWARD]),
+        Step("one", f"The {'whole ' if layout.tp == 1 else ''}feed-forward, too.", taken[FEED_FORWARD]),
         Step(
             "send",
             f"After {len(blocks)} layers it sends a vector of {format_bytes(vector)} on, and waits.",

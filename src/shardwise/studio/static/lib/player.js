@@ -22,7 +22,7 @@ export function player(page, { name, label, onFrame, seconds = 1.1 }) {
   }
 
   function tell() {
-    const whole = Math.round(at);
+    const whole = Math.ceil(at);  // as the sentence: the step under way
     scrub.value = whole;
     place.textContent = `${whole} of ${sentences.length - 1}`;
     scrub.setAttribute("aria-valuetext", `step ${place.textContent}`);
@@ -42,7 +42,7 @@ export function player(page, { name, label, onFrame, seconds = 1.1 }) {
   }
 
   function toggle() {
-    if (running) return go(Math.round(at));
+    if (running) return go(Math.ceil(at));
     if (still()) return go(at >= sentences.length - 1 ? 0 : Math.floor(at) + 1);
     start();
   }

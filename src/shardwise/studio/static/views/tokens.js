@@ -10,17 +10,17 @@ import { drawGantt, eventAt, ganttHeight, prepare, rowHeight, TOP as GANTT_TOP }
 import { swatches } from "studio/lib/legend";
 import { legend, lines } from "studio/lib/lines";
 import { player } from "studio/lib/player";
-import { colourOf, colours, hatched, inkOn, numbered } from "studio/lib/theme";
+import { colours, numbered } from "studio/lib/theme";
 import { tip } from "studio/lib/tip";
 import { timeWindow } from "studio/lib/window";
 import { fact } from "studio/views/collectives";
+import { drawHolds, holdsAt, holdsHeight } from "studio/views/tokens_holds";
+import { drawLayer, layerAt, layerHeight, layerKeys } from "studio/views/tokens_layer";
 
 export const lead = "A large model does not fit one device, so its weights lie on several. What must happen for one token then? Two ways beside each other.";
 export const forgets = (changes) => ("output" in changes || "batch" in changes || "prompt" in changes ? ["_token", "_window"] : "cluster" in changes || "model" in changes ? ["_token", "_step", "_layer", "_window", "a", "b", ...("cluster" in changes ? ["link"] : [])] : ["_token", "_window"]);
 
 const PROMPTS = [128, 256, 512, 1024, 2048, 4096], OUTPUTS = [16, 32, 64, 128, 200, 256, 512, 1024], BATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 256];
-const ACTS = { hold: "", gather: "G", multiply: "M", one: "M", sum: "S", free: "F", send: "X", wait: "W" };
-const ACT_WORDS = { hold: "holds", gather: "gathers", multiply: "multiplies", one: "multiplies alone", sum: "sums", free: "frees", send: "sends on", wait: "waits" };
 
 export function mount(root, page) {
   const controls = [
@@ -39,8 +39,10 @@ export function mount(root, page) {
   const spentKeys = h("ul", { class: "legend" });
   const spent = figure(page, { name: "spent", title: "Token by token", above: [tokenPlay.node], extras: [spentKeys], height: 270,
     draw: (context, width, height) => answer && drawSpent(context, width, height, answer, data, token) });
-  const holds = figure(page, { name: "holds", title: "Who holds what of a layer", lead: "The matrices of one layer, drawn to scale; the numbers are ranks. Flat shards cut a layer like a tape; tensor slices cut every matrix along heads or columns.",
+  const holds = figure(page, { name: "holds", title: "Who holds what of a layer", lead: "The matrices of one layer with every rank's part; the numbers are ranks. Flat shards cut a layer like a tape; tensor slices cut every matrix along heads or columns. Small matrices are drawn larger than to scale.",
     height: (width) => holdsHeight(width, data), draw: (context, width) => data && drawHolds(context, width, data) });
+  tip(page, layer.canvas, (x, y) => (data ? layerAt(layer.canvas.clientWidth, data, x, y) : ""));
+  tip(page, holds.canvas, (x, y) => (data ? holdsAt(holds.canvas.clientWidth, data, x, y) : ""));
   const partKeys = h("ul", { class: "legend" });
   const where = figure(page, { name: "where", title: "Where a token's time goes", extras: [partKeys], height: () => barsHeight(data ? data.tables.where.columns.strategy.length : 2), draw: (context, width) => data && drawWhere(context, width, data) });
   const trained = figure(page, { name: "trained", title: "The same layer in training", height: () => barsHeight(data ? data.tables.trained.columns.strategy.length + data.tables.trained.columns["its gather takes"].filter((v) => v > 0).length : 2), draw: (context, width) => data && drawTrained(context, width, data) });
@@ -214,213 +216,4 @@ function drawTrained(context, width, data) {
     { label: `${"AB"[i]}: ${name}`, detail: "one block computes", parts: [["forward", columns["one block computes"][i]]], total: columns["one block computes"][i] },
     ...(columns["its gather takes"][i] ? [{ label: "", detail: "its gather takes", parts: [["communication", columns["its gather takes"][i]]], total: columns["its gather takes"][i] }] : []),
   ]), { unit: "seconds", left: 170 });
-}
-
-// -- one layer
-
-const ROW = 30, TOP = 64;
-
-function layerHeight(width, data) {
-  if (!data) return 100;
-  const each = TOP + Math.max(...data.more.sides.map((side) => Math.min(side.ranks, 16))) * ROW + 14;
-  return width < 640 ? data.more.sides.length * each : each;
-}
-
-function layerKeys() {
-  const item = (style, words) => h("li", {}, h("span", { class: "swatch", style, "aria-hidden": "true" }), words);
-  return [item("background:var(--k-forward)", "weights that a device holds"), item("background:var(--k-communication)", "gathered, to be freed again"),
-    item("background:var(--k-comm)", "on its way"), h("li", {}, "G gathers · M multiplies · S sums · X sends · F frees · W waits")];
-}
-
-function drawLayer(context, width, data, at) {
-  const { sides } = data.more, narrow = width < 640, wide = narrow ? width : width / sides.length - 14;
-  const step = Math.round(at), share = at - Math.floor(at), now = Math.ceil(at);
-  sides.forEach((side, i) => {
-    const ranks = Math.min(side.ranks, 16), left = narrow ? 0 : i * (width / sides.length + 7), top = narrow ? i * (TOP + ranks * ROW + 14) : 0;
-    context.save();
-    context.translate(left, top);
-    drawSide(context, wide, side, "AB"[i], share ? now : step, share || 1, ranks);
-    context.restore();
-  });
-}
-
-function drawSide(context, width, side, letter, step, share, ranks) {
-  const theme = colours(), act = side.acts[step], left = 58, right = width - 116;
-  context.textAlign = "left";
-  context.fillStyle = theme.ink;
-  context.font = context.font.replace("12px", "600 14px");
-  context.fillText(`${letter}: ${side.layout}`, 0, 9);
-  context.font = context.font.replace("600 14px", "12px");
-  const soFar = side.seconds.slice(0, step + 1).reduce((all, each) => all + each, 0);
-  context.textAlign = "right";
-  const takes = side.seconds[step] ? `takes ${seconds(side.seconds[step])}; so far ` : "so far ";
-  context.fillText(soFar ? `${takes}${seconds(soFar)}` : "", width - 4, 9);
-  context.textAlign = "left";
-  context.fillStyle = theme.muted;
-  wrap(context, side.words[step], width).slice(0, 2).forEach((line, i) => context.fillText(line, 0, 29 + i * 16));
-  for (let rank = 0; rank < ranks; rank++) {
-    const y = TOP + rank * ROW, mine = shareOf(side, rank);
-    context.fillStyle = theme.ink;
-    context.textAlign = "right";
-    context.fillText(`rank ${rank}`, left - 8, y + 11);
-    context.fillStyle = theme.raised;
-    context.fillRect(left, y, right - left, 22);
-    const borrowed = act === "gather" ? share : side.gathers && ["multiply", "free"].includes(act) ? (act === "free" ? 1 - share : 1) : 0;
-    if (borrowed > 0) {
-      context.fillStyle = hatched(context, "communication");
-      for (let other = 0; other < ranks; other++) {
-        if (other === rank) continue;
-        const [a, b] = shareOf(side, other), from = left + a * (right - left);
-        context.fillRect(from, y, (b - a) * (right - left) * borrowed, 22);
-      }
-    }
-    context.fillStyle = colourOf("forward");
-    for (const [a, b] of mine.length && Array.isArray(mine[0]) ? mine : [mine]) context.fillRect(left + a * (right - left), y, Math.max(0, (b - a) * (right - left)), 22);
-    context.strokeStyle = theme.line;
-    context.strokeRect(left + 0.5, y + 0.5, right - left - 1, 21);
-    does(context, theme, side, act, rank, right, y, share);
-  }
-  flights(context, theme, side, act, left, right, ranks, share);
-}
-
-/** What part of a bar, which stands for the layer (for pipelines: all layers), a rank holds. */
-function shareOf(side, rank) {
-  if (side.gathers || side.stages.length === 1) {
-    const n = side.shards, i = rank % n;
-    return [i / n, (i + 1) / n];
-  }
-  const stage = side.stage_of[rank], n = side.stages.length;
-  return [stage / n, (stage + 1) / n];
-}
-
-function does(context, theme, side, act, rank, right, y, share) {
-  const idle = ["one", "wait", "send"].includes(act) && side.stage_of[rank] !== 0;
-  const doing = idle ? "wait" : act, letter = ACTS[doing];
-  if (letter) {
-    const kind = { M: "forward", G: "communication", S: "comm", X: "comm", F: "rest", W: "rest" }[letter];
-    context.globalAlpha = idle ? 0.45 : 1;
-    context.fillStyle = hatched(context, kind);
-    context.beginPath();
-    context.roundRect(right + 8, y + 1, 20, 20, 4);
-    context.fill();
-    context.fillStyle = inkOn(kind);
-    context.textAlign = "center";
-    context.fillText(letter, right + 18, y + 11.5);
-    context.globalAlpha = 1;
-  }
-  context.textAlign = "left";
-  context.fillStyle = idle ? theme.muted : theme.ink;
-  context.fillText(ACT_WORDS[doing], right + (letter ? 34 : 8), y + 11);
-}
-
-/** Tiles that travel between the devices while they gather, sum or send. */
-function flights(context, theme, side, act, left, right, ranks, share) {
-  if (!["gather", "sum", "send"].includes(act) || share >= 1) return;
-  const size = act === "gather" ? 12 : 7;
-  const tile = (x, y) => {
-    context.fillStyle = colourOf("comm");
-    context.strokeStyle = theme.surface;
-    context.beginPath();
-    context.roundRect(x - size / 2, y - size / 2, size, size, 3);
-    context.fill();
-    context.stroke();
-  };
-  const row = (rank) => TOP + rank * ROW + 11;
-  if (act === "send") return tile(left + 20, row(0) + (row(Math.min(1, ranks - 1)) - row(0)) * share);
-  for (let rank = 0; rank < ranks; rank++) {
-    const [a, b] = shareOf(side, rank), x = act === "gather" ? left + ((a + b) / 2) * (right - left) : right - 14;
-    const reach = (rank + 1 + Math.floor(share * (ranks - 1))) % ranks, part = (share * (ranks - 1)) % 1, from = (reach + ranks - 1) % ranks;
-    tile(x, row(from) + (row(reach) - row(from)) * part);
-  }
-}
-
-function wrap(context, words, width) {
-  const found = [""];
-  for (const word of words.split(" ")) {
-    const longer = found[found.length - 1] ? `${found[found.length - 1]} ${word}` : word;
-    if (context.measureText(longer).width > width && found[found.length - 1]) found.push(word);
-    else found[found.length - 1] = longer;
-  }
-  return found;
-}
-
-// -- who holds what
-
-function placed(width, data) {
-  const { matrices, sides } = data.more, narrow = width < 640, wide = narrow ? width : width / sides.length - 16;
-  // Everything to one scale: matrices side by side, as wide as their columns and as high as their rows.
-  const gap = 14, all = matrices.reduce((sum, m) => sum + m.columns, 0), tallest = Math.max(...matrices.map((m) => m.rows));
-  const unit = Math.min((wide - gap * (matrices.length - 1)) / all, 300 / tallest);
-  return { narrow, wide, gap, unit, high: tallest * unit };
-}
-
-function holdsHeight(width, data) {
-  if (!data) return 100;
-  const { narrow, high } = placed(width, data);
-  return (high + 66) * (narrow ? data.more.sides.length : 1);
-}
-
-function drawHolds(context, width, data) {
-  const theme = colours(), { matrices, sides } = data.more, { narrow, wide, gap, unit, high } = placed(width, data);
-  sides.forEach((side, i) => {
-    const left = narrow ? 0 : i * (wide + 32), top = narrow ? i * (high + 66) : 0;
-    context.textAlign = "left";
-    context.fillStyle = theme.ink;
-    context.font = context.font.replace("12px", "600 14px");
-    context.fillText(`${"AB"[i]}: ${side.layout}${side.stages.length > 1 ? `, rank 0 has ${side.stages[0]}` : ""}`, left, top + 9);
-    context.font = context.font.replace("600 14px", "12px");
-    let x = left;
-    matrices.forEach((matrix, m) => {
-      const w = matrix.columns * unit, tall = matrix.rows * unit, y = top + 44;
-      context.fillStyle = theme.muted;
-      context.textAlign = "left";
-      context.save();
-      context.beginPath();
-      context.rect(x, y - 22, w + gap - 3, 20);
-      context.clip();
-      context.fillText(short(matrix.name), x, y - 12);
-      context.restore();
-      context.fillStyle = theme.raised;
-      context.fillRect(x, y, w, tall);
-      for (const piece of side.pieces) if (piece.name === `${matrix.name}` && piece.how !== "nothing") drawPiece(context, theme, piece, matrix, x, y, unit);
-      context.strokeStyle = theme.line;
-      context.strokeRect(x + 0.5, y + 0.5, w, tall);
-      x += w + gap;
-    });
-  });
-}
-
-function short(name) {
-  return { "attention.qkv.q.weight": "Q", "attention.qkv.k.weight": "K", "attention.qkv.v.weight": "V", "attention.out.weight": "out", "mlp.gate_up.gate.weight": "gate", "mlp.gate_up.up.weight": "up", "mlp.up.up.weight": "up", "mlp.down.weight": "down" }[name] ?? name.replace(".weight", "");
-}
-
-function drawPiece(context, theme, piece, matrix, x, y, unit) {
-  const { columns, rows } = matrix;
-  context.fillStyle = numbered(piece.rank);
-  const boxes = [];
-  if (piece.how === "rows") boxes.push([0, piece.start, columns, piece.stop - piece.start]);
-  else if (piece.how === "columns") boxes.push([piece.start, 0, piece.stop - piece.start, rows]);
-  else if (piece.how === "whole") boxes.push([0, 0, columns, rows]);
-  else {
-    // Row after row like a tape: a broken first and last row, whole rows between.
-    const first = Math.floor(piece.start / columns), last = Math.floor(piece.stop / columns);
-    boxes.push([0, first, columns, Math.max(last - first, 1)]);
-  }
-  let biggest = null;
-  for (const [cx, cy, cw, ch] of boxes) {
-    const box = [x + cx * unit, y + cy * unit, cw * unit, ch * unit];
-    context.fillRect(...box);
-    context.strokeStyle = theme.surface;
-    context.lineWidth = 0.7;
-    context.strokeRect(...box);
-    context.lineWidth = 1;
-    if (!biggest || box[2] * box[3] > biggest[2] * biggest[3]) biggest = box;
-  }
-  if (biggest[2] < 11 || biggest[3] < 13) return;
-  const word = String(piece.rank), w = context.measureText(word).width + 6;
-  context.fillStyle = "rgba(0,0,0,.45)";
-  context.fillRect(biggest[0] + biggest[2] / 2 - w / 2, biggest[1] + biggest[3] / 2 - 8, w, 16);
-  context.fillStyle = "#ffffff";
-  context.textAlign = "center";
-  context.fillText(word, biggest[0] + biggest[2] / 2, biggest[1] + biggest[3] / 2 + 0.5);
 }

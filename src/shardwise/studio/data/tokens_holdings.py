@@ -1,0 +1,197 @@
+"""Tokens, who holds what: the parts of a layer's matrices on each rank, from the plan that the runtime follows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from shardwise.layout import Grid, Layout
+from shardwise.layout.placement import Placed
+from shardwise.model import ModelConfig
+from shardwise.predict.generation.split import blocks_of, plan_of
+from shardwise.report.step_report import DTYPE_BYTES
+from shardwise.report.units import format_bytes, format_count, format_share, format_spans
+from shardwise.studio.columns import How, Table
+
+MOST_DRAWN = 16
+"""Ranks up to which it is drawn who holds what."""
+
+BLOCK = "blocks.0"
+
+Box = tuple[float, float, float, float]
+"""(left, top, width, height) of a part of a matrix, as shares of its columns and rows. A row is an output."""
+
+
+class Piece(NamedTuple):
+    """A rank's part of one parameter of the first block."""
+
+    rank: int
+    name: str
+    how: str
+    """flat (an interval of elements), rows, columns, whole or nothing."""
+    start: int
+    stop: int
+    elements: int
+    boxes: tuple[Box, ...]
+    """Where the part is in the matrix; empty for vectors."""
+
+
+def pieces(model: ModelConfig, layout: Layout) -> list[Piece]:
+    """Parts of the first block on the ranks that hold it, up to rank `MOST_DRAWN`."""
+    grid = Grid.of(layout, model)
+    ranks = {rank: grid.coordinates(rank) for rank in range(min(layout.ranks, MOST_DRAWN))}
+    return [piece for rank, at in ranks.items() if at["pp"] == 0 for piece in _of_rank(model, layout, rank, at)]
+
+
+def _of_rank(model: ModelConfig, layout: Layout, rank: int, at: dict[str, int]) -> Iterator[Piece]:
+    unit = plan_of(model, layout, 0, at["tp"]).by_name[BLOCK]
+    for offset, placed in zip(unit.offsets, unit.placed, strict=True):
+        name, size = placed.name.removeprefix(f"{BLOCK}."), placed.numel
+        if layout.stage == 3:
+            low = at["shard"] * unit.shard_numel
+            start, stop = max(low, offset) - offset, min(low + unit.shard_numel, offset + size) - offset
+            held = max(0, stop - start)
+            yield Piece(rank, name, "flat" if held else "nothing", start, stop, held, _boxes(placed, start, stop))
+        elif placed.dim is None:
+            yield Piece(rank, name, "whole", 0, size, size, _boxes(placed, 0, size))
+        else:
+            how = "rows" if placed.dim == 0 else "columns"
+            yield Piece(rank, name, how, placed.start, placed.stop, size, _boxes(placed, 0, size))
+
+
+def _boxes(placed: Placed, start: int, stop: int) -> tuple[Box, ...]:
+    """Elements [start, stop) of a rank's slice, row after row: a part of a row, whole rows, a part of a row."""
+    if len(placed.shape) != 2 or stop <= start:
+        return ()
+    wide = placed.shape[1]
+    (first, left), (last, right) = divmod(start, wide), divmod(stop, wide)
+    if first == last:
+        spans = [(first, first + 1, left, right)]
+    else:
+        spans = [(first, first + 1, left, wide)] * bool(left)
+        spans += [(first + bool(left), last, 0, wide), (last, last + 1, 0, right)]
+    boxes = (_box(placed, *span) for span in spans)
+    return tuple(box for box in boxes if box[2] > 0 and box[3] > 0)
+
+
+def _box(placed: Placed, top: int, bottom: int, left: int, right: int) -> Box:
+    """Rows [top, bottom) and columns [left, right) of a slice, in the whole matrix; padding is left out."""
+    rows, columns = placed.parameter.shape
+    cut = placed.stop - placed.start
+    if placed.dim == 0:
+        top, bottom = (placed.start + min(row, cut) for row in (top, bottom))
+    elif placed.dim == 1:
+        left, right = (placed.start + min(column, cut) for column in (left, right))
+    return left / columns, top / rows, (right - left) / columns, (bottom - top) / rows
+
+
+def matrices(model: ModelConfig) -> list[dict[str, Any]]:
+    """The matrices of a block: name, rows, columns."""
+    unit = plan_of(model, Layout()).by_name[BLOCK]
+    return [
+        {"name": placed.name.removeprefix(f"{BLOCK}."), "rows": placed.shape[0], "columns": placed.shape[1]}
+        for placed in unit.placed
+        if len(placed.shape) == 2
+    ]
+
+
+class Device(NamedTuple):
+    """A rank that is drawn."""
+
+    rank: int
+    stage: int
+    layers: tuple[int, int]
+    """Its layers: the first, and the one after the last."""
+    share: float
+    """Of each of these layers' matrices, by area."""
+    begins: float
+    """Where its share begins among those of the ranks that hold the same layers."""
+    of_all: float
+    """Share of all layers' matrices."""
+    group: list[int]
+    """The ranks that it gathers from, itself among them."""
+    sums: list[int]
+    """The ranks that add up partial results with it."""
+    next: int | None
+    """The rank that gets its messages."""
+    can: str
+    """What it can do with what it holds, in two words."""
+
+
+def devices(model: ModelConfig, layout: Layout, held: list[Piece]) -> list[Device]:
+    """The ranks that are drawn. held: `pieces` of the layout."""
+    grid, shares = Grid.of(layout, model), _shares(model, held)
+    stages = [_layers(model, layout, stage) for stage in range(layout.pp)]
+    found = []
+    for rank in range(min(layout.ranks, MOST_DRAWN)):
+        at = grid.coordinates(rank)
+        axes = {axis: at[axis] for axis in ("pp", "dp", "cp", "tp")}
+        layers, share = stages[at["pp"]], shares[grid.rank(**axes | {"pp": 0})]
+        place, of = at["tp"], layout.tp
+        if layout.stage == 3:
+            place, of = at["tp"] * layout.shard_ranks + at["shard"], layout.tp * layout.shard_ranks
+        found.append(
+            Device(
+                rank,
+                at["pp"],
+                (layers[0], layers[-1] + 1) if layers else (0, 0),
+                share,
+                min(place / of, 1 - share),
+                share * len(layers) / model.layers,
+                list(grid.group("shard", rank)) if layout.stage == 3 else [rank],
+                list(grid.group("tp", rank)),
+                grid.rank(**axes | {"pp": at["pp"] + 1}) if at["pp"] + 1 < layout.pp else None,
+                _can(layout, layers),
+            )
+        )
+    return found
+
+
+def _layers(model: ModelConfig, layout: Layout, stage: int) -> tuple[int, ...]:
+    return tuple(int(name.removeprefix("blocks.")) for name in blocks_of(plan_of(model, layout, stage)))
+
+
+def _shares(model: ModelConfig, held: list[Piece]) -> dict[int, float]:
+    """Rank of the first stage -> share of a block's matrices, by area."""
+    sizes = {matrix["name"]: matrix["rows"] * matrix["columns"] for matrix in matrices(model)}
+    found: dict[int, float] = {}
+    for piece in held:
+        area = sum(width * height for _, _, width, height in piece.boxes)
+        found[piece.rank] = found.get(piece.rank, 0.0) + area * sizes.get(piece.name, 0)
+    return {rank: area / sum(sizes.values()) for rank, area in found.items()}
+
+
+def _can(layout: Layout, layers: tuple[int, ...]) -> str:
+    if layout.stage == 3 and layout.shard_ranks > 1:
+        return "must gather"
+    if layout.pp > 1:
+        return f"layers {format_spans(tuple(n + 1 for n in layers))}" if layers else "no layer"
+    return "can compute"
+
+
+def holds_table(layouts: tuple[Layout, ...], holdings: list[list[Piece]]) -> Table:
+    """Every part of the first layer."""
+    rows = [
+        (str(layout), *piece[:-1], piece.elements * DTYPE_BYTES[layout.dtype])
+        for layout, held in zip(layouts, holdings, strict=True)
+        for piece in held
+        if piece.how != "nothing"
+    ]
+    names = ("strategy", "rank", "parameter", "how", "from", "to", "elements", "bytes")
+    columns = dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))
+    return Table("What each rank holds of the first layer", columns, {"bytes": "bytes"})
+
+
+def how_holds(model: ModelConfig, layouts: tuple[Layout, ...], sides: list[list[Device]]) -> How:
+    """Sizes of a rank's part of a layer, and its share of all layers."""
+    lines = ["The units and slices that the runtime itself follows (UnitPlan); areas are shares of each matrix."]
+    whole = plan_of(model, Layout()).by_name[BLOCK].numel
+    for layout, ranks in zip(layouts, sides, strict=True):
+        unit = plan_of(model, layout).by_name[BLOCK]
+        held = unit.shard_numel if layout.stage == 3 else unit.numel
+        lines.append(
+            f"{layout}: {format_count(held)} of the block's {format_count(whole)} parameters a rank = "
+            f"{format_bytes(held * DTYPE_BYTES[layout.dtype])}; rank 0 holds {format_share(ranks[0].of_all)} of all "
+            "layers"
+        )
+    return How(lines)
