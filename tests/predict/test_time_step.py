@@ -11,7 +11,11 @@ from shardwise.cluster import Cluster, Link
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.model.catalog import get
+from shardwise.predict.search.pricing import Prices, price_all, price_one
+from shardwise.predict.search.space import RECOMPUTE, Frame, Order, Row, Sharding
+from shardwise.predict.step_seconds import step_seconds
 from shardwise.predict.time import ENGINES, Pricing, Split, engine, time_range, training_step
+from shardwise.predict.time.block import Shape, block
 
 GPT, LLAMA = get("megatron-22b"), get("llama-3-8b")
 POWERS = st.sampled_from([1, 2, 4, 8])
@@ -148,3 +152,35 @@ def test_the_range_holds_the_time_and_widens_with_what_is_assumed():
     around, wider = (time_range(step.parts, pricing.constants, assumed) for assumed in (0, 4))
     assert around.low < step.seconds < around.high
     assert wider.width > around.width
+
+
+def test_context_parallelism_divides_the_products_of_attention():
+    # Of a block's attention in seconds; latency and traffic of keys are not divided.
+    def attention(cp: int) -> float:
+        shape = Shape(1, 131072 / cp, 1, 131072 / cp, 131072)
+        return float(
+            block(LLAMA, shape, engine("megatron-bridge"), Pricing(Cluster.parse("8xH100")).kernels).forward[
+                "attention"
+            ]
+        )
+
+    whole = attention(1)
+    for cp in (2, 4, 8):
+        assert attention(cp) == pytest.approx(whole / cp, rel=0.02)
+
+
+@pytest.mark.parametrize("name", sorted(ENGINES))
+def test_a_candidate_costs_the_same_alone_in_a_column_and_by_estimate(name):
+    software, cluster, workload = engine(name), Cluster.parse("8xH100"), Workload(seq=2048, batch=16)
+    rows = [Row(1, sp, recompute, micro) for sp in (False, True) for recompute in RECOMPUTE for micro in (1, 2)]
+    frame = Frame(2, 2, 2, "sdpa", 16, tuple(rows), (Sharding(1, 2), Sharding(2, 2)), (Order("1f1b", 1),), 1)
+    pricing = Pricing(cluster)
+    column = np.broadcast_to(Prices(LLAMA, workload, "sdpa", pricing, [frame]).seconds(frame, software), frame.shape)
+    chosen = [(r, s) for r in range(len(rows)) for s in range(2)]
+    layouts = [frame.layout(rows[r], frame.shardings[s], frame.orders[0]) for r, s in chosen]
+    together = price_all(LLAMA, [(layout, software) for layout in layouts], workload, pricing)
+    for (r, s), layout, among in zip(chosen, layouts, together, strict=True):
+        alone = price_one(LLAMA, layout, workload, software, pricing).seconds
+        assert alone == pytest.approx(step_seconds(LLAMA, layout, workload, cluster, name).seconds, rel=1e-12)
+        assert alone == pytest.approx(among.seconds, rel=1e-12)
+        assert alone == pytest.approx(float(column[r, s, 0]), rel=1e-12)

@@ -73,8 +73,9 @@ class Tally:
     def add(self, kind: str, forward: Num, backward: Num, launches: tuple[Num, Num] = (1, 1)) -> None:
         self.forward[kind] = self.forward[kind] + forward
         self.backward[kind] = self.backward[kind] + backward
-        self.launches["forward"] += launches[0]
-        self.launches["backward"] += launches[1]
+        # Never in place: arrays of launches are shared with whoever read them before.
+        self.launches["forward"] = self.launches["forward"] + launches[0]
+        self.launches["backward"] = self.launches["backward"] + launches[1]
 
     def memory(self, forward: Num, backward: Num, launches: tuple[Num, Num] = (1, 1), of: str = "") -> None:
         """Passes over memory: bytes forward and backward in so many kernels each. of: see `Kernels.pass_over`."""
@@ -195,11 +196,11 @@ def _latent_projections(tally: Tally, model: ModelConfig, shape: Shape, engine: 
 def _fused_core(tally: Tally, model: ModelConfig, shape: Shape, engine: Engine) -> None:
     heads, kv, width = model.heads / shape.tp, np.maximum(model.kv_heads / shape.tp, 1), core_width(model)
     kernels = tally.kernels
-    # Under context parallelism the halves of a causal mask are dealt out evenly: each rank has half of its rectangle.
-    causal = np.where(np.asarray(shape.keys) == shape.seq, 1.0, 0.5)
     slower = kernels.constants.value("triton_attention") if engine.attention_kernel == "triton" else 1.0
-    forward = kernels.attention(shape.micro, shape.seq, shape.keys, heads, kv, width, dtype=shape.wide)
-    forward = forward * causal * slower
+    # Context parallelism balances the causal mask over the ranks (zigzag): each has half of its rectangle.
+    forward = slower * kernels.attention(
+        shape.micro, shape.seq, shape.keys, heads, kv, width, dtype=shape.wide, attended=0.5
+    )
     tally.add("attention", forward, kernels.attention_ratio(width, shape.keys, shape.wide) * forward, (1, 3))
 
 

@@ -79,18 +79,20 @@ class Kernels:
         return best
 
     def attention(self, batch: Num, queries: Num, keys: Num, heads: Num, kv_heads: Num, head_dim: Num,
-                  causal: bool = True, dtype: str = "bfloat16", window: Num = 0) -> Num:  # fmt: skip
+                  causal: bool = True, dtype: str = "bfloat16", window: Num = 0,
+                  attended: Num = 1.0) -> Num:  # fmt: skip
         """Seconds of one fused attention forward: FlashAttention's products, its traffic, its start.
 
-        queries, keys: tokens of one sequence. A causal mask leaves half of the square where both are equal.
-        window: keys that a token sees at most, 0 for all. Latency, efficiency and the loss on short sequences are
-        fitted on measured kernels (`Constants.sources`); where a form has `lengths`, with what was measured over that
-        at each of them.
+        queries, keys: tokens of one sequence. A causal mask leaves the triangle of the square where both are equal and
+        no window is narrower. attended: share of any other rectangle of queries and keys that is computed. window: keys
+        that a token sees at most, 0 for all. Latency, efficiency and the loss on short sequences are fitted on measured
+        kernels (`Constants.sources`); where a form has `lengths`, with what was measured over that at each of them.
         """
         form, dtype = self.constants.attention(head_dim, dtype)
         seen = np.asarray(keys, dtype=float)
         seen = np.minimum(seen, window) if np.any(window) else seen
-        pairs = queries * np.where(causal & (queries > 1) & (seen == keys), (seen + 1) / 2, seen)
+        square = causal & (np.asarray(queries) == keys) & (seen == keys)
+        pairs = queries * np.where(square, (seen + 1) / 2, seen * attended)
         flops = 4.0 * batch * heads * head_dim * pairs
         peak = self.constants.peak(dtype) * form["efficiency"]
         compute = flops / peak * (1 + form["short_tokens"] / seen)
