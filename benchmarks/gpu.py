@@ -6,7 +6,7 @@
 Both train the same Llama in bf16 from the same weights on the same tokens, with fp32 master weights, fused AdamW,
 gradient clipping and torch's fused attention, and read the loss after every step. Each measurement is a process of its
 own, ours and theirs by turns, so that neither finds the other's memory. Printed are medians over all timed steps:
-tokens/s, MFU (Narayanan et al. 2021: attention counted in full, recomputation not), the predicted and the measured peak
+tokens/s, MFU (causal attention counted once, recomputation not), the predicted and the measured peak
 of memory. What runs out of memory is said to.
 
 Without a CUDA device, or with --tiny, the same script trains a tiny model on the CPU, which shows that it works and
@@ -371,12 +371,10 @@ def _summary(setting: Setting, machine: Machine, runs: list[dict[str, Any]]) -> 
     seconds = [s for run in runs for s in run["seconds"]]
     rate = setting.micro * setting.seq / statistics.median(seconds)
 
-    def mfu(causal: bool) -> float:
-        return training_flops_per_token(setting.model, setting.seq, causal) * rate / machine.reference
-
+    mfu = training_flops_per_token(setting.model, setting.seq) * rate / machine.reference
     peaks = [run["peak_bytes"] for run in runs if run["peak_bytes"] is not None]
     return {
-        "tokens_per_s": rate, "mfu": mfu(False), "mfu_causal": mfu(True), "median_step_s": statistics.median(seconds),
+        "tokens_per_s": rate, "mfu": mfu, "median_step_s": statistics.median(seconds),
         "step_s": seconds, "setup_s": runs[0]["setup_s"], "losses": runs[0]["losses"],
         "peak_bytes": max(peaks) if peaks else None,
     }  # fmt: skip

@@ -320,7 +320,7 @@ def run_setting(tokens: int, precision: str, job: dict[str, Any], say: bool) -> 
             print(f" {shape}", flush=True)
             said = shape
         names = [ours, *(peer for mine, peer in job["pairs"] if mine == ours)]
-        flops = training_flops_per_sequence(MODEL, setting.seq, causal=True) * setting.batch
+        flops = training_flops_per_sequence(MODEL, setting.seq) * setting.batch
         peak = matmul_peak(setting.precision) if setting.ranks == 1 else 0.0
         found = measure(setting, names, job["rounds"], job["alike"])
         if peak:

@@ -36,7 +36,7 @@ def test_megatron_formula(seq, name):
     """72 B s l h² (1 + s / 6h + V / 12lh), here in integers."""
     c = get(name)
     layers = 12 * c.layers * c.hidden**2 + 2 * c.layers * seq * c.hidden
-    assert training_flops_per_sequence(c, seq) == 6 * seq * (layers + c.vocab * c.hidden)
+    assert training_flops_per_sequence(c, seq, causal=False) == 6 * seq * (layers + c.vocab * c.hidden)
 
 
 @given(seq=st.integers(1, 10**6))
@@ -44,17 +44,17 @@ def test_palm_formula_with_grouped_heads(seq):
     c = get("llama-3-8b")
     norms = (2 * c.layers + 1) * c.hidden
     n = count(c) - c.vocab * c.hidden - norms
-    assert training_flops_per_token(c, seq) == 6 * n + 12 * c.layers * c.heads * c.head_dim * seq
+    assert training_flops_per_token(c, seq, causal=False) == 6 * n + 12 * c.layers * c.heads * c.head_dim * seq
 
 
 @given(seq=st.integers(1, 10**6), name=st.sampled_from(["tiny-llama", "deepseek-v3"]))
 def test_causal_attention_counts_the_lower_triangle(seq, name):
     c = get(name)
-    full = seq * attention_flops_per_token(c, seq)
+    full = seq * attention_flops_per_token(c, seq, causal=False)
     pairs = sum(range(1, seq + 1)) if seq < 1000 else seq * (seq + 1) // 2
-    assert seq * attention_flops_per_token(c, seq, causal=True) * seq**2 == full * pairs
+    assert seq * attention_flops_per_token(c, seq) * seq**2 == full * pairs
     weights = 2 * matmul_parameters(c)
-    assert forward_flops_per_token(c, seq, causal=True) - weights == attention_flops_per_token(c, seq, causal=True)
+    assert forward_flops_per_token(c, seq) - weights == attention_flops_per_token(c, seq)
 
 
 def test_latent_attention_has_its_own_head_widths():
@@ -64,9 +64,9 @@ def test_latent_attention_has_its_own_head_widths():
 
 def test_backward_is_twice_forward_and_a_sequence_its_tokens():
     c = get("gpt2")
-    assert training_flops_per_token(c, 7, causal=True) == 3 * forward_flops_per_token(c, 7, causal=True)
+    assert training_flops_per_token(c, 7) == 3 * forward_flops_per_token(c, 7)
     assert forward_flops_per_sequence(c, 7) == 7 * forward_flops_per_token(c, 7)
-    assert training_flops_per_sequence(c, 7, True) == 7 * training_flops_per_token(c, 7, True)
+    assert training_flops_per_sequence(c, 7, False) == 7 * training_flops_per_token(c, 7, False)
 
 
 def test_tying_saves_memory_but_no_operation():

@@ -10,7 +10,7 @@ from collective_reference import PAIRS_LISTED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.cluster import Cluster, Device, Link
+from shardwise.cluster import KINDS, Cluster, Device, Link
 from shardwise.errors import UserError
 from shardwise.schedule import CommSchedule, Stage, algorithms, build
 from shardwise.schedule.closed_forms import (
@@ -23,7 +23,7 @@ from shardwise.schedule.closed_forms import (
     lower_bounds,
 )
 from shardwise.schedule.engine import play
-from shardwise.schedule.network import NCCL_NET_ALPHA, Network, Tier
+from shardwise.schedule.network import Network, Tier
 from shardwise.schedule.price import price, profile
 from shardwise.schedule.program import lower
 
@@ -160,7 +160,7 @@ def test_a_group_is_priced_where_it_lies():
     inside, across = Network.of(cluster, range(8, 16)), Network.of(cluster, range(3, 32, 8))
     assert (inside.nodes, inside.per_node, across.nodes, across.per_node) == (1, 8, 4, 1)
     assert inside.nics == 8 and inside.gamma == near(3 / 3.35e12) and inside.notes == ()
-    assert across.inter.alpha == NCCL_NET_ALPHA and "tuning.cc" in across.notes[0]
+    assert across.inter.alpha == KINDS["network"].alpha and "2.7 µs" in across.notes[0]
     assert Network.of(cluster, 12).per_node is None and Network.of(cluster, 16).per_node == 8
 
 

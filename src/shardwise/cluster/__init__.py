@@ -1,6 +1,6 @@
 """What it runs on: devices, the links between them, clusters. Imports nothing but the standard library."""
 
 from shardwise.cluster.cluster import Cluster
-from shardwise.cluster.device import Device, Link, Speed
+from shardwise.cluster.device import KINDS, Device, Link, Speed
 
-__all__ = ["Cluster", "Device", "Link", "Speed"]
+__all__ = ["KINDS", "Cluster", "Device", "Link", "Speed"]

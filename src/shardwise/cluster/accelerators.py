@@ -46,15 +46,16 @@ def _peaks(bf16: float, fp8: float | None = None, fp4: float | None = None, int8
 
 
 def _infiniband(name: str, bandwidth: float) -> Link:
-    return Link(None, bandwidth, f"InfiniBand {name}, one port a GPU, {_ML_ENGINEERING}")
+    return Link(None, bandwidth, f"InfiniBand {name}, one port a GPU, {_ML_ENGINEERING}", kind="network")
 
 
 _HDR, _NDR, _XDR = (_infiniband(*port) for port in (("HDR200", 25e9), ("NDR400", 50e9), ("XDR800", 100e9)))
-_NVLINK3 = Link(_AMPERE_ALPHA, 300e9, f"NVLink3, {_ML_ENGINEERING}; alpha: {_NCCL.format('a100')}")
-_NVLINK4 = Link(_HOPPER_ALPHA, 450e9, f"NVLink4, {_ML_ENGINEERING}; alpha: {_NCCL.format('h100')}")
-_NVLINK5 = Link(None, 900e9, f"NVLink5, {_ML_ENGINEERING}; alpha: not known")
-_PCIE4 = Link(None, 31e9, f"PCIe 4.0 x16, {_ML_ENGINEERING}; alpha: not known")
-_PCIE5 = Link(None, 63e9, f"PCIe 5.0 x16, {_ML_ENGINEERING}; alpha: not known")
+_NVLINK3 = Link(_AMPERE_ALPHA, 300e9, f"NVLink3, {_ML_ENGINEERING}; alpha: {_NCCL.format('a100')}", kind="nvlink")
+_NVLINK4 = Link(_HOPPER_ALPHA, 450e9, f"NVLink4, {_ML_ENGINEERING}; alpha: {_NCCL.format('h100')}", kind="nvlink")
+_NVLINK5 = Link(None, 900e9, f"NVLink5, {_ML_ENGINEERING}; alpha: not known", kind="nvlink")
+# Without a topology, the usual server: no switch joins all of its GPUs.
+_PCIE4 = Link(None, 31e9, f"PCIe 4.0 x16, {_ML_ENGINEERING}; through the host: assumed", kind="host")
+_PCIE5 = Link(None, 63e9, f"PCIe 5.0 x16, {_ML_ENGINEERING}; through the host: assumed", kind="host")
 _UNKNOWN = Link(None, None, "not known")
 
 
@@ -83,7 +84,7 @@ def _ampere() -> list[Entry]:
         Entry(sxm80, _NVLINK3, _HDR),
         Entry(sxm40, _NVLINK3, _HDR),
         Entry(pcie, _PCIE4, _HDR),
-        Entry(a10g, _PCIE4, Link(None, 100e9 / 8 / 8, "AWS, g5.48xlarge: 100 Gb/s a node of 8 GPUs")),
+        Entry(a10g, _PCIE4, Link(None, 100e9 / 8 / 8, "AWS, g5.48xlarge: 100 Gb/s a node of 8 GPUs", kind="network")),
     ]
 
 
@@ -159,13 +160,13 @@ def _others() -> list[Entry]:
         "Google Cloud, TPU v5p (docs.cloud.google.com/tpu/docs/v5p); int8: stas00/ml-engineering; power: not published",
     )  # fmt: skip
     ici = Link(None, 600e9, "Google Cloud, TPU v5p: 1200 GB/s of ICI a chip, both directions together; 3D torus")
-    dcn = Link(None, 50e9 / 8, "Google Cloud, TPU v5p: 50 Gb/s of data-centre network a chip")
+    dcn = Link(None, 50e9 / 8, "Google Cloud, TPU v5p: 50 Gb/s of data-centre network a chip", kind="network")
     xgmi = Link(None, 448e9, f"Infinity Fabric, 7 x 64 GB/s, one peer at most 64 GB/s, {_ML_ENGINEERING}")
     return [
         Entry(mi300x, xgmi, _NDR),
         Entry(l40s, _PCIE4, _NDR),
         Entry(l4, _PCIE4, _UNKNOWN),
-        Entry(ada, Link(None, 31e9, "PCIe 4.0 x16, without direct access between GPUs: through the host"), _UNKNOWN),
+        Entry(ada, Link(None, 31e9, "PCIe 4.0 x16, without direct access between GPUs: through the host", kind="host"), _UNKNOWN),
         Entry(tpu, ici, dcn),
     ]
 

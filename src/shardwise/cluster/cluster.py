@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.cluster import catalog
-from shardwise.cluster.device import Device, Link, Speed
+from shardwise.cluster.device import MOST_OVER_PCIE, PCIE, Device, Link, Speed
 from shardwise.errors import UserError
 from shardwise.small_files import read_small
 
@@ -56,6 +56,14 @@ class Cluster:
         total = self.device.memory_bytes
         return total // self.devices_per_node if total is not None and self.device.kind == "cpu" else total
 
+    @property
+    def over_pcie(self) -> bool:
+        """Whether the GPUs of a node reach each other over PCIe alone; a link of unknown kind counts by its speed."""
+        link = self.intra
+        if link.kind or self.device.kind != "cuda" or self.devices_per_node == 1:
+            return link.kind in PCIE and self.devices_per_node > 1
+        return link.bandwidth is not None and link.bandwidth <= MOST_OVER_PCIE
+
     def link(self, rank: int, other: int) -> Link:
         """The link between two ranks."""
         same = rank // self.devices_per_node == other // self.devices_per_node
@@ -94,6 +102,7 @@ class Cluster:
             [intra]                    # links: these figures, else the catalog's, else not known
             alpha = 3e-6               # seconds
             bandwidth = 200e9          # bytes/s, one direction
+            kind = "nvlink"            # or "pcie" (through switches), "host" (PCIe through the host), "network"
             [inter]
             bandwidth = 25e9
 
@@ -180,7 +189,7 @@ def _link(data: dict[str, Any], name: str, usual: Link) -> Link:
     if name not in data:
         return usual
     table = _table(data, name)
-    _only(table, f"{name}.", "alpha", "bandwidth", "startup", "copy_alpha", "reads", "speeds", "source")
+    _only(table, f"{name}.", "alpha", "bandwidth", "startup", "copy_alpha", "reads", "speeds", "source", "kind")
     alpha, bandwidth = _number(table, f"{name}.", "alpha"), _number(table, f"{name}.", "bandwidth")
     source = str(table.get("source", "the cluster file"))
     if usual.source and (alpha is None or bandwidth is None):
@@ -196,6 +205,7 @@ def _link(data: dict[str, Any], name: str, usual: Link) -> Link:
         _number(table, f"{name}.", "copy_alpha") or 0.0,
         reads,
         _speeds(table, f"{name}.speeds"),
+        str(table.get("kind", usual.kind)),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from shardwise.errors import UserError
 
@@ -79,11 +79,49 @@ class Speed:
             _check(f"a link's speed: {what}", getattr(self, what))
 
 
+class LinkKind(NamedTuple):
+    """What all links of one kind have in common. alpha: seconds per step of a collective; share: of the bandwidth that
+    rings reach, None where it depends on the device; words: for people; source: of both numbers."""
+
+    alpha: float
+    share: float | None
+    words: str
+    source: str
+
+
+KINDS = {
+    "nvlink": LinkKind(
+        (10.4e-6 - 5.2e-6) / 6, None, "NVLink",
+        "alpha: as NVLink4's, ai-dynamo/aiconfigurator 095f58a51c4c, nccl_perf.parquet: small all-gathers, "
+        "(t(8 ranks) - t(2)) / 6",
+    ),
+    "pcie": LinkKind(
+        2.1e-6, 0.82, "PCIe, through switches",
+        "alpha: haohervchb/sglang-V100 PR 2, NCCL on 4 GPUs behind one PCIe switch, 4 to 16 KB in 19.4 to 22.3 µs, less "
+        "8 µs, over 6 steps; share: flashinfer PR 4870, a ring of 4 over PCIe 4.0 at 25.46 GB/s",
+    ),
+    "host": LinkKind(
+        4.25e-6, 0.67, "PCIe, through the host",
+        "alpha: vllm issue 50576, NCCL on 8 GPUs in two PCIe 4.0 islands, 8 to 64 KB in 49.8 to 95.8 µs, the mean less "
+        "8 µs, over 14 steps; share: flashinfer PR 4870, a ring of 8 over two islands at 20.75 GB/s",
+    ),
+    "network": LinkKind(
+        2.7e-6, None, "the network between nodes", "alpha: NCCL, src/graph/tuning.cc, hwLat, NET, ring, LL"
+    ),
+}  # fmt: skip
+"""Kinds of links. Where a cluster does not give a link's alpha, it is its kind's."""
+
+PCIE = ("pcie", "host")
+MOST_OVER_PCIE = 64e9
+"""Bytes/s up to which a link of unknown kind between GPUs of a node counts as PCIe through the host: PCIe 5.0 x16."""
+
+
 @dataclass(frozen=True)
 class Link:
     """What connects a device with another one, in one direction: a message of n bytes takes alpha + n / bandwidth.
 
     alpha: seconds a message; bandwidth: bytes/s a device. None where not known. source: where the figures are from.
+    kind: one of `KINDS`, empty where not known.
 
     What only a measurement tells: startup, seconds that a collective takes however few rounds it has; copy_alpha,
     seconds more of a round in which a rank copies within its memory; reads, that ranks
@@ -98,8 +136,11 @@ class Link:
     copy_alpha: float = 0.0
     reads: bool = False
     speeds: tuple[Speed, ...] = ()
+    kind: str = ""
 
     def __post_init__(self) -> None:
+        if self.kind and self.kind not in KINDS:
+            raise UserError(f"a link's kind must be one of {', '.join(KINDS)}, not {self.kind!r}")
         for what in ("alpha", "startup", "copy_alpha"):
             _check(f"a link's {what}", getattr(self, what), zero=True)
         _check("a link's bandwidth", self.bandwidth)

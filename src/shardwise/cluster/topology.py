@@ -223,10 +223,10 @@ def _intra(topology: Topology, gpus: tuple[str, ...], usual: Link, wires: Wires,
     links = min(max(row) if switched else sum(row) for row in counts)
     how = "over a switch" if switched else f"at most {max(map(max, counts))} of them to one peer"
     told = f"nvidia-smi topo -m: {links} NVLinks of {wires.each / 1e9:g} GB/s a direction, {how}"
-    found = Link(None, links * wires.each, told)
-    if "NVLink" in usual.source and usual.bandwidth == found.bandwidth:
-        return usual
-    return replace(found, alpha=usual.alpha) if "NVLink" in usual.source else found
+    found = Link(None, links * wires.each, told, kind="nvlink")
+    if usual.kind != "nvlink":
+        return found
+    return usual if usual.bandwidth == found.bandwidth else replace(found, alpha=usual.alpha)
 
 
 def _pcie(topology: Topology, gpus: tuple[str, ...], wires: Wires) -> Link:
@@ -234,7 +234,7 @@ def _pcie(topology: Topology, gpus: tuple[str, ...], wires: Wires) -> Link:
     found = {topology.paths[a, b] for a in gpus for b in gpus if a != b}
     farthest = max(found & PATHS.keys(), key=list(PATHS).index)
     told = f"nvidia-smi topo -m: {farthest}, over {PATHS[farthest]}; at most PCIe {wires.pcie} x16"
-    return Link(None, wires.slot, told)
+    return Link(None, wires.slot, told, kind="pcie" if farthest in _NEAR else "host")
 
 
 def _network(topology: Topology, usual: Link, nic_gbits: float | None) -> Link:
@@ -246,7 +246,7 @@ def _network(topology: Topology, usual: Link, nic_gbits: float | None) -> Link:
     if not nics:
         raise UserError("--nic-gbits: the table has no NICs")
     told = f"nvidia-smi topo -m: {len(nics)} NICs of {nic_gbits:g} Gb/s (given) for {len(topology.gpus)} GPUs"
-    return Link(None, len(nics) * nic_gbits * 1e9 / 8 / len(topology.gpus), told)
+    return Link(None, len(nics) * nic_gbits * 1e9 / 8 / len(topology.gpus), told, kind="network")
 
 
 def explained(topology: Topology) -> Iterator[str]:

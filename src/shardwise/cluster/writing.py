@@ -69,7 +69,7 @@ def _link(link: Link, prefix: str, remarks: Mapping[str, str]) -> list[str]:
         remark = remarks.get(prefix + name)
         return f"{text}  # {remark}" if remark else text
 
-    fields = ("alpha", "bandwidth", "startup", "copy_alpha", "reads", "source")
+    fields = ("alpha", "bandwidth", "kind", "startup", "copy_alpha", "reads", "source")
     given = [(name, getattr(link, name)) for name in fields]
     # Most of what is zero, false or empty is so, too, when it is left out; an alpha would not be known.
     kept = [(name, value) for name, value in given if value or (name, value) == ("alpha", 0.0)]

@@ -2,6 +2,9 @@
 
 Counted are matrix products and the two products of attention. Norms, activations, softmax, biases, rotary positions
 and the lookup of embeddings are left out, as in the papers that the figures are compared with.
+
+Attention is causal: each token attends to itself and those before it, half of the square. `causal=False` counts the
+whole square, the convention of PaLM and Megatron-LM, for comparisons with what they published.
 """
 
 from __future__ import annotations
@@ -33,12 +36,12 @@ def matmul_parameters(config: ModelConfig) -> int:
     return total
 
 
-def attention_flops_per_token(config: ModelConfig, seq: int, causal: bool = False) -> int:
+def attention_flops_per_token(config: ModelConfig, seq: int, causal: bool = True) -> int:
     """Forward FLOPs of the products QKᵀ and PV for one token of a sequence of `seq` tokens, all layers.
 
-    4 · layers · heads · head_dim · seq when every token attends to `seq` tokens (what PaLM and Megatron-LM count);
-    with `causal`, each token attends to itself and those before it, (seq + 1) / 2 on average. Latent attention is
-    counted with its expanded heads, as it is trained. Raises `UserError` for a sequence without tokens.
+    4 · layers · heads · head_dim · (seq + 1) / 2: a token attends to itself and those before it. Without `causal` to
+    all `seq` tokens (what PaLM and Megatron-LM count). Latent attention is counted with its expanded heads, as it is
+    trained. Raises `UserError` for a sequence without tokens.
     """
     if seq < 1:
         raise UserError(f"a sequence must have at least one token, not {seq}")
@@ -50,22 +53,22 @@ def attention_flops_per_token(config: ModelConfig, seq: int, causal: bool = Fals
     return config.layers * widths * (seq + 1 if causal else 2 * seq)
 
 
-def forward_flops_per_token(config: ModelConfig, seq: int, causal: bool = False) -> int:
+def forward_flops_per_token(config: ModelConfig, seq: int, causal: bool = True) -> int:
     """FLOPs of one forward pass, for one token of a sequence of `seq`: 2 for each matrix element, and attention."""
     return 2 * matmul_parameters(config) + attention_flops_per_token(config, seq, causal)
 
 
-def training_flops_per_token(config: ModelConfig, seq: int, causal: bool = False) -> int:
+def training_flops_per_token(config: ModelConfig, seq: int, causal: bool = True) -> int:
     """Model FLOPs of a forward and a backward pass, for one token of a sequence of `seq`. For MFU.
 
-    Backward costs twice the forward: a gradient of inputs and one of weights. Recomputation is not counted. This is
-    6N + 12LHQT of PaLM (Chowdhery et al. 2022, appendix B) with N the matrices of `matmul_parameters`, and
+    Backward costs twice the forward: a gradient of inputs and one of weights. Recomputation is not counted. Without
+    `causal` this is 6N + 12LHQT of PaLM (Chowdhery et al. 2022, appendix B) with N the matrices of `matmul_parameters`, and
     72 B s l h² (1 + s / 6h + V / 12lh) of Megatron-LM (Narayanan et al. 2021, section 5.1, without recomputation).
     """
     return 3 * forward_flops_per_token(config, seq, causal)
 
 
-def hardware_flops_per_token(config: ModelConfig, seq: int, recompute: Recompute = "none", causal: bool = False) -> int:
+def hardware_flops_per_token(config: ModelConfig, seq: int, recompute: Recompute = "none", causal: bool = True) -> int:
     """FLOPs that the device does for one token of a training step, those of recomputation included. For HFU.
 
     recompute: "full" runs all blocks forward once more, "selective" the two products of attention (Korthikanti et al.
@@ -79,12 +82,12 @@ def hardware_flops_per_token(config: ModelConfig, seq: int, recompute: Recompute
     return training_flops_per_token(config, seq, causal) + again
 
 
-def forward_flops_per_sequence(config: ModelConfig, seq: int, causal: bool = False) -> int:
+def forward_flops_per_sequence(config: ModelConfig, seq: int, causal: bool = True) -> int:
     """FLOPs of one forward pass over a sequence of `seq` tokens."""
     return seq * forward_flops_per_token(config, seq, causal)
 
 
-def training_flops_per_sequence(config: ModelConfig, seq: int, causal: bool = False) -> int:
+def training_flops_per_sequence(config: ModelConfig, seq: int, causal: bool = True) -> int:
     """Model FLOPs of a forward and a backward pass over a sequence of `seq` tokens."""
     return seq * training_flops_per_token(config, seq, causal)
 

@@ -19,12 +19,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwise.cluster import Cluster, Link
+from shardwise.cluster import KINDS, Cluster, Link
 from shardwise.errors import UserError
 from shardwise.schedule.comm import Ints
-
-NCCL_NET_ALPHA = 2.7e-6
-"""Seconds a step between nodes, where a cluster does not say: NCCL, src/graph/tuning.cc, hwLat, NET, ring, LL."""
 
 ADDITION_TRAFFIC = 3
 """Bytes through memory for each byte added: two operands are read, one sum is written."""
@@ -167,11 +164,10 @@ def _tier(cluster: Cluster, link: Link, where: str, field: str, notes: list[str]
         raise UserError(
             f"{cluster}: the {what} of the link {where} is not known; give [{field}] alpha and bandwidth in a TOML file"
         )
-    if alpha is None and field == "inter" and cluster.device.kind == "cuda":
-        alpha = NCCL_NET_ALPHA
-        notes.append(
-            f"latency between nodes taken as {alpha * 1e6:.1f} µs (NCCL tuning.cc, NET, ring, LL): not measured"
-        )
+    kind = KINDS.get(link.kind or ("network" if field == "inter" and cluster.device.kind == "cuda" else ""))
+    if alpha is None and kind:
+        alpha = kind.alpha
+        notes.append(f"latency {where} taken as {alpha * 1e6:.1f} µs, that of {kind.words}: not measured here")
     if alpha is None:
         raise UserError(f"{cluster}: the latency of the link {where} is not known; give [{field}] alpha in a TOML file")
     return Tier(alpha, 1 / link.bandwidth)

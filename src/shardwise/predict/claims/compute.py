@@ -20,7 +20,7 @@ from shardwise.predict.rounding import rounded, spacing, surely_lost_below
 shows = topic(6, "Operations, devices and numbers")
 
 
-@shows("flops-175b", "model.flops.rule_of_thumb", text="{flop:.3g} FLOP; with attention {counted:.3g}")
+@shows("flops-175b", "model.flops.rule_of_thumb", text="{flop:.3g} FLOP; with causal attention {counted:.3g}")
 def _training_175b(inputs: Inputs) -> Values:
     counted = inputs["tokens"] * training_flops_per_token(get("gpt3-175b"), 2048)
     return {"flop": rule_of_thumb(inputs["params"], inputs["tokens"]), "counted": counted}
@@ -49,9 +49,9 @@ def _layer_flops(inputs: Inputs) -> Values:
 
 
 def _blocks_forward(model: ModelConfig, seq: int) -> int:
-    """Forward operations of the blocks for a token: `forward_flops_per_token` of all layers less that of none."""
-    more = forward_flops_per_token(model.replace(layers=2 * model.layers), seq)
-    return more - forward_flops_per_token(model, seq)
+    """Forward operations of the blocks for a token, attention as the figure counts it: the whole square."""
+    more = forward_flops_per_token(model.replace(layers=2 * model.layers), seq, causal=False)
+    return more - forward_flops_per_token(model, seq, causal=False)
 
 
 @shows("compute-65000x", "model.flops.forward_flops_per_sequence", text="{ratio:,.0f} times")
@@ -75,7 +75,9 @@ def _mt_nlg(inputs: Inputs) -> Values:
 def _utilisation(inputs: Inputs) -> Values:
     model, peak = get("megatron-1t"), Cluster.parse("1xA100").device.peak("bfloat16")
     assert peak
-    share = training_flops_per_token(model, 2048) / hardware_flops_per_token(model, 2048, "full")
+    # Megatron-LM's 163 TFLOP/s count the whole square of attention.
+    once = training_flops_per_token(model, 2048, causal=False)
+    share = once / hardware_flops_per_token(model, 2048, "full", causal=False)
     hfu = 163e12 / peak
     return {"hfu": hfu, "mfu": hfu * share, "share": share}
 

@@ -28,8 +28,8 @@ class Constants:
     bytes/s. sms: multiprocessors (or the like). matmul: dtype -> the tile model. attentions: dtype -> head width ->
     form. plateaus: dtype -> best measured throughput over peak, relative to what the tiles reach. values: name ->
     number. collectives: what a library takes over the schedules' prices, sizes -> bytes and collective -> ranks ->
-    ln(measured / priced seconds) at these; `timed`: the same with seconds, measured on this device. sources: name ->
-    where it is from. notes: what stands in for measurements that there are none of.
+    ln(measured / priced seconds) at these, on the device `nccl` of the catalog; `timed`: the same with seconds, measured
+    on this device. sources: name -> where it is from. notes: what stands in for measurements that there are none of.
     """
 
     name: str
@@ -45,6 +45,9 @@ class Constants:
     timed: Mapping[str, Any] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    nccl: str = ""
+    sustained: Mapping[str, float] = field(default_factory=dict)
+    """FLOP/s of matrix products over seconds, by dtype: what the power limit leaves, where somebody measured it."""
 
     def peak(self, dtype: str) -> float:
         """FLOP/s of a dtype, or of the wider one that it is widened to where the device lacks it. Raises `UserError`
@@ -146,6 +149,8 @@ def constants(device: Device) -> Constants:
         collectives=_file()["nccl"][kernels["nccl"]],
         sources=sources | {"matmul": _file()["matmul"][kernels["matmul"]]["source"]},
         notes=tuple(entry.get("notes", ())),
+        nccl=kernels["nccl"],
+        sustained={dtype: told["value"] for dtype, told in entry.get("sustained_flops", {}).items()},
     )
 
 
@@ -178,6 +183,7 @@ def _measured(device: Device) -> Constants:
         collectives=_file()["nccl"][kernels["nccl"]] if kernels["nccl"] else {},
         timed=table.get("collectives", {}),
         sources=sources | dict.fromkeys([*own, "matmul", "attention"], device.source),
+        nccl=kernels["nccl"] or "",
     )
 
 

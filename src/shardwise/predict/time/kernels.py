@@ -48,7 +48,10 @@ class Kernels:
         efficiencies and grid fitted on measured products (`Constants.sources`).
         """
         turn = self.constants.form(dtype).get("turns", {}).get(turned, 1.0)
-        return turn * self._isolated(m, n, k, dtype, batch) / self.constants.value("sustained")
+        seconds = turn * self._isolated(m, n, k, dtype, batch) / self.constants.value("sustained")
+        # Products in a row heat the device up to its power limit, and no longer run as fast as one alone.
+        ceiling = self.constants.sustained.get(dtype)
+        return np.maximum(seconds, 2.0 * batch * m * n * k / ceiling) if ceiling else seconds
 
     def _isolated(self, m: Num, n: Num, k: Num, dtype: str, batch: Num) -> Num:
         """Seconds of a product that runs alone, as it was measured."""

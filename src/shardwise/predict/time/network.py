@@ -1,7 +1,9 @@
 """How long collectives take inside a step: the schedules' prices on links as fast as a library uses them.
 
-Prices come from `shardwise.schedule`. On top of them go what NCCL was measured to take over them (by collective, ranks
-and size, inside a node), and the share of a network that training runs reach between nodes (`devices.json`).
+One function, `Collectives.seconds`, prices a collective for every command. Prices come from `shardwise.schedule`. On
+top of them go what NCCL was measured to take over them (by collective, ranks and size, over NVLink inside a node), and
+the share of a network that training runs reach between nodes (`devices.json`). Over PCIe NCCL takes as many steps as
+over NVLink, each of the latency of that kind of link (`cluster.KINDS`).
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.cluster import Cluster, Link
+from shardwise.cluster import KINDS, Cluster, Link
+from shardwise.cluster.catalog import lookup
+from shardwise.cluster.device import PCIE
 from shardwise.errors import UserError
 from shardwise.predict.time.constants import Constants
 from shardwise.schedule.algorithms import Algorithm
@@ -29,15 +33,32 @@ class Collectives:
     """Seconds of collectives on one cluster; curves by size are kept for each group that is asked for."""
 
     def __init__(self, cluster: Cluster, constants: Constants) -> None:
-        self.per_node = cluster.devices_per_node
+        self.per_node, self.over_pcie = cluster.devices_per_node, cluster.over_pcie
         self.base = constants.value("collective_s")
+        self._constants = constants
         self._measured, self._timed = constants.collectives, constants.timed
         self._cluster = _achieved(cluster, constants)
         self._curve = cache(self._sampled)
 
-    def seconds(self, op: str, nbytes: Num, ranks: Num, stride: Num = 1) -> Num:
+    def seconds(self, op: str, nbytes: Num, ranks: Num, stride: Num = 1, reads_peers: bool = False) -> Num:
         """Seconds of one collective on a full tensor of `nbytes` bytes over `ranks` devices that lie `stride` apart;
-        every device of a node is in one such group, and all work at once. Numbers or arrays."""
+        every device of a node is in one such group, and all work at once. Numbers or arrays.
+
+        reads_peers: the software has a kernel for all-reduces of small messages that reads the peers' buffers at once,
+        over NVLink inside a node (torch, c10d, intra_node_comm; vLLM, custom_all_reduce.py: "not supported on more than
+        two PCIe-only GPUs"); the lesser of both counts.
+        """
+        price = self._library(op, nbytes, ranks, stride)
+        if not reads_peers or op != "all_reduce" or self.over_pcie:
+            return price
+        known, p = self._constants, np.asarray(ranks)
+        near = (p > 1) & ((p - 1) * stride < self.per_node)
+        link = self._cluster.intra.bandwidth if np.any(near) else 1.0
+        read = known.value("read_s") + (p - 1) * (known.value("signal_s") + nbytes / link)
+        return np.where(near, np.minimum(read, price), price)[()]
+
+    def _library(self, op: str, nbytes: Num, ranks: Num, stride: Num) -> Num:
+        """`seconds` of NCCL, or of what was measured in its place."""
         if np.ndim(ranks) == np.ndim(stride) == 0:
             if ranks == 1:
                 return np.zeros(np.shape(nbytes))[()]
@@ -64,26 +85,33 @@ class Collectives:
         across = inter if inter.bandwidth else intra
         if not (intra.bandwidth and across.bandwidth):
             raise UserError("the bandwidth inside a node is not known; give [intra] bandwidth in a TOML file")
-        inside = nbytes / intra.bandwidth + self.base
+        inside = nbytes / intra.bandwidth + (intra.alpha or 0.0) + self.base
         if "message" in self._timed:
             inside = _between(nbytes, self._timed["sizes"], self._timed["message"])
-        return np.where(away, nbytes / across.bandwidth + self.base, inside)
-
-    @property
-    def link_bandwidth(self) -> float:
-        """Bytes/s of the link inside a node, as collectives reach it."""
-        assert self._cluster.intra.bandwidth
-        return self._cluster.intra.bandwidth
+        return np.where(away, nbytes / across.bandwidth + (across.alpha or 0.0) + self.base, inside)
 
     def _sampled(self, op: str, ranks: int, stride: int) -> _Curve:
         group = tuple(index * stride for index in range(ranks))
         on_first = sum(1 for device in group if device < self.per_node)
         sharing = max(1, self.per_node // on_first) if group[-1] >= self.per_node else 1
         prices = pricer(op, group, self._cluster, sharing=sharing)
-        names = [found.name for found in prices.candidates if _worth_asking(found, ranks, prices.network.reads)]
+        names = _names(prices, ranks)
         if group[-1] >= self.per_node:
             return _Curve(prices, names, np.ones(len(_SIZES)), self.base)
-        return _Curve(prices, names, self._over(op, ranks), 0.0)
+        over = self._over(op, ranks)
+        if not self.over_pcie or not self._measured:
+            return _Curve(prices, names, over, 0.0)
+        # What NCCL takes at once, however many steps, is in what was measured over NVLink; the rest is steps.
+        nvlink = self._over_nvlink(op, ranks)
+        return _Curve(prices, names, np.maximum(over - self.base / nvlink, 1.0), self.base)
+
+    def _over_nvlink(self, op: str, ranks: int) -> NDArray:
+        """The schedules' prices at the sampled sizes on the links that NCCL was measured on."""
+        entry, known = lookup(self._constants.nccl), self._constants
+        cluster = _achieved(Cluster(1, ranks, entry.device, entry.intra, entry.inter), known)
+        prices = pricer(op, tuple(range(ranks)), cluster)
+        names = _names(prices, ranks)
+        return np.array([min(prices.pick(float(n), name)[1].seconds for name in names) for n in _SIZES])
 
     def _over(self, op: str, ranks: int) -> NDArray:
         """Measured over priced seconds inside a node at the sampled sizes, of the number of ranks that is nearest."""
@@ -91,8 +119,7 @@ class Collectives:
         if name in self._timed:
             nearest, seconds = _nearest(self._timed[name], ranks)
             prices = pricer(op, tuple(range(nearest)), self._cluster)
-            names = [found.name for found in prices.candidates if _worth_asking(found, nearest, prices.network.reads)]
-            sizes = self._timed["sizes"]
+            names, sizes = _names(prices, nearest), self._timed["sizes"]
             priced = [min(prices.pick(float(n), name)[1].seconds for name in names) for n in sizes]
             logs = np.log(np.array(seconds) / priced)
         elif self._measured:
@@ -120,6 +147,10 @@ class _Curve:
         return np.interp(nbytes, _SIZES, self._seconds)
 
 
+def _names(prices: Pricer, ranks: int) -> list[str]:
+    return [found.name for found in prices.candidates if _worth_asking(found, ranks, prices.network.reads)]
+
+
 def _worth_asking(found: Algorithm, ranks: int, reads: bool) -> bool:
     """Whether an algorithm can be the cheapest of its collective. The two that take long to price are left out where
     others are never dearer (a test holds them to that): pairwise reduce-scatter sends a ring's bytes in as many steps,
@@ -144,15 +175,18 @@ def _between(nbytes: Num, sizes: Sequence[float], seconds: Sequence[float]) -> N
 
 
 def _achieved(cluster: Cluster, constants: Constants) -> Cluster:
-    """The cluster with the bandwidth that collectives reach, and a latency where the catalog knows none."""
-    intra, inter = cluster.intra, cluster.inter
+    """The cluster with the bandwidth that collectives reach, and a latency where the catalog knows none: that of the
+    kind of link, else the family's."""
+    near = replace(cluster.intra, kind="host") if cluster.over_pcie and not cluster.intra.kind else cluster.intra
     return replace(
         cluster,
-        intra=_link(intra, constants.value("link_share"), constants.value("link_alpha_s")),
-        inter=_link(inter, constants.value("network_share"), constants.value("network_alpha_s")),
+        intra=_link(near, constants.value("link_share"), constants.value("link_alpha_s")),
+        inter=_link(cluster.inter, constants.value("network_share"), constants.value("network_alpha_s")),
     )
 
 
 def _link(link: Link, share: float, alpha: float) -> Link:
+    if link.kind in PCIE:
+        alpha, share = KINDS[link.kind].alpha, KINDS[link.kind].share or share
     bandwidth = None if link.bandwidth is None else link.bandwidth * share
     return replace(link, alpha=alpha if link.alpha is None else link.alpha, bandwidth=bandwidth)

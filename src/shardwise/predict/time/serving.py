@@ -88,7 +88,7 @@ def decode_pass(
     cache = cache_bytes_per_token(model, serving) * np.maximum(context, 1.0) * batch / model.layers
     block["attention"] = cache / (known.bandwidth * known.value("decode_attention")) + known.value("kernel_gap_s")
     block["memory"] = _elementwise(model, serving, batch, engine, pricing)
-    block["tensor"] = 2 * _sum(batch * model.hidden * WIDTH[serving.stream], serving.tp, engine, pricing)
+    block["tensor"] = 2 * sum_seconds(model, serving, batch, engine, pricing)
     return PassSeconds(block, head, known.value("iteration_s") * (not engine.compiled) + batch * engine.request_s)
 
 
@@ -116,7 +116,7 @@ def prefill_pass(
     heads, kv = model.heads / serving.tp, np.maximum(model.kv_heads / serving.tp, 1)
     block["attention"] = pricing.kernels.attention(batch, prompt, prompt, heads, kv, model.head_dim)
     block["memory"] = _elementwise(model, serving, tokens, engine, pricing)
-    block["tensor"] = 2 * _sum(tokens * model.hidden * WIDTH[serving.stream], serving.tp, engine, pricing)
+    block["tensor"] = 2 * sum_seconds(model, serving, tokens, engine, pricing)
     return PassSeconds(block, 0.0, pricing.constants.value("iteration_s") + 0.0 * tokens)
 
 
@@ -176,6 +176,12 @@ def _wave(
     return parts | {f"decode {name}": seconds * output for name, seconds in made.parts.items()}
 
 
+def sum_seconds(model: ModelConfig, serving: Serving, tokens: Num, engine: Engine, pricing: Pricing) -> Num:
+    """Seconds of one all-reduce over tp, of which a block has two, on a pass of `tokens` tokens."""
+    nbytes = tokens * model.hidden * WIDTH[serving.stream]
+    return pricing.collectives.seconds("all_reduce", nbytes, serving.tp, reads_peers=engine.reads_peers)
+
+
 def _products(model: ModelConfig, serving: Serving, tokens: Num) -> list[tuple[Num, Num, Num]]:
     """(output width, input width, how many) of a block's linear layers on one rank; of experts, those that are read."""
     q, kv = model.q_width / serving.tp, np.maximum(model.kv_width / serving.tp, model.head_dim)
@@ -211,14 +217,3 @@ def _elementwise(model: ModelConfig, serving: Serving, tokens: Num, engine: Engi
     moved = tokens * 2.0 * (8 * model.hidden + (3 * model.ffn + 4 * model.q_width) / serving.tp)
     known = pricing.constants
     return moved / (known.bandwidth * known.value("stream")) + engine.decode_kernels * known.value("kernel_gap_s")
-
-
-def _sum(nbytes: Num, tp: Num, engine: Engine, pricing: Pricing) -> Num:
-    """An all-reduce over tp; reading peers' buffers at once where the engine does so and the message is small."""
-    price = pricing.collectives.seconds("all_reduce", nbytes, tp)
-    if not engine.reads_peers:
-        return price
-    known, ranks = pricing.constants, np.asarray(tp)
-    link = pricing.collectives.link_bandwidth
-    read = known.value("read_s") + (ranks - 1) * (known.value("signal_s") + nbytes / link)
-    return np.where(ranks > 1, np.minimum(read, np.where(ranks > 1, price, read)), 0.0)
