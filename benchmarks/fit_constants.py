@@ -43,10 +43,14 @@ SERVED = {"kernel_gap_s": (5e-7, 8e-6), "decode_attention": (0.3, 0.95), "iterat
 TOGETHER = ("train", "throughput")
 FITTED: dict[str, list[tuple[tuple[str, ...], dict[str, tuple[float, float]]]]] = {
     "Ampere": [(("train",), TRAINING | EAGER), (("decode",), DECODE)],
-    "Hopper": [(TOGETHER, TRAINING | SERVED)],
+    # Products in a row run at the measured rate of the device (`sustained_flops`).
+    "Hopper": [(TOGETHER, {k: v for k, v in TRAINING.items() if k != "sustained"} | SERVED)],
     "Blackwell": [(TOGETHER, {k: v for k, v in TRAINING.items() if k != "triton_attention"} | SERVED)],
 }
-"""Family -> groups of values that are fitted together: kinds of rows, value -> bounds."""
+"""Family -> groups of values that are fitted together: kinds of rows, value -> bounds. In `devices.json` these values,
+and no others, say `SOURCE`."""
+
+SOURCE = "fitted on published steps: benchmarks/fit_constants.py, docs/prediction.md"
 
 PLATEAUS = {"GB300-NVL72": "float8_e4m3fn"}
 """Device -> type whose best throughput nobody measured alone: fitted on the device's own rows after its family."""
@@ -283,7 +287,7 @@ def fit_plateau(rows: list[Case], name: str, values: dict[str, float], dtype: st
 
 
 def save(told: dict) -> None:
-    FILE.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    FILE.write_text(json.dumps(told, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     stored_file.cache_clear()
     stored_entry.cache_clear()
     family.cache_clear()

@@ -36,6 +36,7 @@ NETWORKS = {
     "Omni-Path 4x100Gb/s": (4 * 100e9 / 8 / 8, "Omni-Path, 4 x 100 Gb/s a node of 8 GPUs, from the row"),
     "8x200Gb/s HDR": (25e9, "InfiniBand HDR, 8 x 200 Gb/s a node of 8 GPUs, from the row"),
     "1600 Gb/s": (25e9, "RoCE, 1600 Gb/s a node of 8 GPUs, from the row"),
+    "400 Gb/s RDMA per GPU": (50e9, "RDMA, 400 Gb/s a GPU, from the row"),
 }
 """Start of what tables say about the network -> bytes/s a GPU, and the words for it."""
 
@@ -55,7 +56,9 @@ def whole(row: Row, key: str, default: int | None = None) -> int:
     """A positive integer of the row, or the default where it says nothing; 0 only where 0 is the default. Raises
     `UserError`."""
     value = row.get(key)
-    if value is None and default is not None:
+    if value is None:
+        if default is None:
+            raise UserError(f"{key} is not stated")
         return default
     if type(value) is not int or value < (0 if default == 0 else 1):
         raise UserError(f"{key} must be a positive integer, not {value!r}")
@@ -213,8 +216,16 @@ def cluster_of(row: Row, assumed: list[str]) -> Cluster:
     if per_node == 72 or (usual == 72 and gpus > 64):
         # Jobs on NVL72 racks use 64 of the 72 GPUs, where degrees are powers of two.
         per_node = 64
-    inter = entry.inter
+    nodes = -(-gpus // per_node)
+    return Cluster(nodes, per_node, entry.device, entry.intra, _network(row, entry.inter, nodes, assumed))
+
+
+def _network(row: Row, usual: Link, nodes: int, assumed: list[str]) -> Link:
+    """The network that the row names, else the usual one of such devices."""
+    told = str(row.get("inter_node") or "")
     for start, (bandwidth, words) in NETWORKS.items():
-        if str(row.get("inter_node", "")).startswith(start):
-            inter = Link(inter.alpha, bandwidth, words)
-    return Cluster(-(-gpus // per_node), per_node, entry.device, entry.intra, inter)
+        if told.startswith(start):
+            return Link(usual.alpha, bandwidth, words, kind="network")
+    if told and nodes > 1:
+        assumed.append(f"network {told!r} not known: {usual.source}")
+    return usual

@@ -23,6 +23,7 @@ from shardwise.predict.scoreboard.configuration import (
     split_of,
     whole,
 )
+from shardwise.predict.scoreboard.conventions import step_seconds_of
 from shardwise.predict.time.serving import Serving
 from shardwise.predict.time.step import Split
 
@@ -161,7 +162,7 @@ def _serving(row: Row, model: ModelConfig, cluster: Cluster, rate: float, assume
 
 
 def _training(row: Row, model: ModelConfig, cluster: Cluster, assumed: list[str]) -> Case:
-    seconds = _positive(row.get("iter_time_s"), "time of a step")
+    seconds = step_seconds_of(row, model)
     name = engine_of(row, assumed)
     split = split_of(row, model, assumed)
     precision = str(row.get("precision"))
