@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import shardwise
+from shardwise.predict.claims.collectives import measured_seconds
 from shardwise.schedule import Draft, Round, Stage, algorithms, find
 
 
@@ -109,3 +110,27 @@ def test_torch_is_not_loaded():
     code = f"{run}\nsys.exit('torch' in sys.modules or 'numpy' not in sys.modules)"
     environment = {"PYTHONPATH": str(Path(shardwise.__file__).parents[1]), "PATH": ""}
     assert subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize(("cluster", "reads"), [("4xA100", True), ("4xA100-80GB-PCIe", False), ("4xL40S", False)])
+def test_one_all_reduce_has_one_price_in_every_command(cluster, reads, command):
+    # 16 kB: a token of llama-3-70b in bf16. The software that generation is predicted for reads peers over NVLink.
+    _, out, _ = command(
+        "collective", "cost", "all-reduce", "--bytes", 16384, "--ranks", 4, "--cluster", cluster, "--json"
+    )
+    predicted = json.loads(out)["predicted"]
+    assert predicted["library_seconds"] == measured_seconds(cluster, "all_reduce", 16384, 4)
+    assert ("reading_peers_seconds" in predicted) == reads
+    _, out, _ = command("generate", "llama-3-70b", "--compare", "tp=4", "--cluster", cluster, "--json")
+    generated = json.loads(out)["predicted"]
+    each = generated["strategies"][0]["token"]["middle"]["parts"]["tensor"] / (2 * 80)
+    assert each == pytest.approx(predicted.get("reading_peers_seconds", predicted["library_seconds"]))
+    assert bool(generated["warnings"]) == (cluster != "4xA100")
+    code, out, _ = command("collective", "cost", "all-reduce", "--bytes", 16384, "--ranks", 4, "--cluster", cluster)
+    assert code == 0 and "by NCCL, its latency" in out
+
+
+def test_what_nobody_measured_is_priced_on_the_wire_alone(command):
+    for arguments in (("broadcast", "--cluster", "8xH100"), ("all-reduce", "--cluster", "8xH100", "--nics", 1)):
+        _, out, _ = command("collective", "cost", *arguments, "--bytes", 4096, "--ranks", 8, "--json")
+        assert json.loads(out)["predicted"] is None

@@ -54,3 +54,13 @@ def test_mistakes_are_one_line(arguments, words, capsys):
     assert main(arguments) == 2
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1
+
+
+def test_tensor_parallelism_over_pcie_is_warned_of(capsys):
+    arguments = ["plan", "llama-2-70b", "--serve", "--prompt", "512", "--output", "128", "--concurrency", "1"]
+    assert main([*arguments, "--cluster", "4xA100-80GB-PCIe"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "warning: tp=4 runs over PCIe, through the host, not NVLink: " in out
+    assert "of the time of a token is its communication" in out
+    assert main([*arguments, "--cluster", "4xA100", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["warnings"] == []

@@ -82,7 +82,9 @@ def test_the_gathers_of_a_token_are_those_of_its_units():
 
 
 def test_with_infinitely_fast_links_gathering_costs_what_one_rank_computes(monkeypatch):
-    monkeypatch.setattr(Collectives, "seconds", lambda self, op, nbytes, ranks, stride=1, reads_peers=False: 0.0 * nbytes)
+    monkeypatch.setattr(
+        Collectives, "seconds", lambda self, op, nbytes, ranks, stride=1, reads_peers=False: 0.0 * nbytes
+    )
     assert strategy("dp=8,zero=3").token(1, 100).seconds == pytest.approx(strategy("").token(1, 100).seconds)
 
 

@@ -1,13 +1,20 @@
 """The scoreboard: rows are read, counted once or skipped with the reason; the project's own table as a regression."""
 
+import importlib.util
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import UserError
+from shardwise.model.flops import hardware_flops_per_token, training_flops_per_token
+from shardwise.model.parameters import count
 from shardwise.predict.scoreboard import PUBLISHED, cases, predict, read, scores
+from shardwise.predict.scoreboard.configuration import model_of
+
+ROOT = Path(__file__).resolve().parents[2]
 
 ROWS = read(PUBLISHED)
 MOST = {
@@ -66,7 +73,8 @@ def test_duplicates_count_once():
         ({"iter_time_s": None}, "no measured time"),
         ({"gbs": 3, "mbs": 2}, "does not divide"),
         ({"gpus": 7}, "but there are 7 GPUs"),
-        ({"hidden": None}, "hidden must be a positive integer"),
+        ({"hidden": None}, "hidden is not stated"),
+        ({"hidden": -1}, "hidden must be a positive integer"),
     ],
 )
 def test_rows_that_cannot_be_scored_say_why(change, reason):
@@ -104,3 +112,59 @@ def test_any_row_is_scored_or_skipped(changes, row):
     asked, skipped = cases([{**row, **changes}])
     assert len(asked) + len(skipped) == 1
     json.dumps([skip.reason for skip in skipped])
+
+
+def test_rates_by_a_known_convention_are_measurements():
+    row = next(row for row in ROWS if row["source_id"] == "llm-foundry")
+    model, seconds = model_of(row, []), row["iter_time_s"]
+    tokens = row["gbs"] * row["seq"] / row["gpus"]
+    stated = {key: value for key, value in row.items() if key not in ("iter_time_s", "tokens_per_s_per_gpu")}
+
+    def measured(**told) -> float:
+        return cases([{**stated, "tflops_per_gpu": None, **told}])[0][0].measured
+
+    def tera(flops: float) -> float:
+        return flops * tokens / seconds / 1e12
+
+    assert measured(tokens_per_s_per_gpu=tokens / seconds) == pytest.approx(seconds)
+    for convention, flops in (
+        ("model FLOPs, causal attention counted half", training_flops_per_token(model, row["seq"])),
+        (
+            "model FLOPs, full attention counted; no step time",
+            training_flops_per_token(model, row["seq"], causal=False),
+        ),
+        ("recompute counted (about 8N per token)", hardware_flops_per_token(model, row["seq"], "full", causal=False)),
+    ):
+        assert measured(tflops_per_gpu=tera(flops), tflops_convention=convention) == pytest.approx(seconds)
+    old = measured(tflops_per_gpu=tera(8 * count(model)), tflops_convention="?", notes="TFLOPs by old formula")
+    assert old == pytest.approx(seconds)
+    for told, reason in (
+        ({"tflops_per_gpu": 100.0, "tflops_convention": "marketing"}, "a convention that is not known: marketing"),
+        ({"tokens_per_s_per_gpu": -3.0}, "tokens_per_s_per_gpu must be a positive number"),
+        ({}, "no measured time of a step, tokens/s or TFLOP/s"),
+    ):
+        asked, skipped = cases([{**stated, "tflops_per_gpu": None, **told}])
+        assert not asked and reason in skipped[0].reason
+
+
+@pytest.mark.parametrize(
+    ("network", "words"),
+    [("8x200Gb/s HDR IB per node", ""), ("carrier pigeons", "network 'carrier pigeons' not known: InfiniBand HDR200")],
+)
+def test_a_network_that_is_not_known_is_among_what_was_assumed(network, words):
+    row = next(row for row in ROWS if row["source_id"] == "korthikanti22" and row["gpus"] > 8)
+    before = cases([{**row, "inter_node": "8x200Gb/s HDR IB per node"}])[0][0]
+    one = cases([{**row, "inter_node": network}])[0][0]
+    more = [told for told in one.assumed if told not in before.assumed]
+    assert (len(more) == 1 and words in more[0]) if words else more == []
+
+
+def test_a_constant_says_that_it_was_fitted_where_it_was_and_nowhere_else():
+    spec = importlib.util.spec_from_file_location("fit_constants", ROOT / "benchmarks" / "fit_constants.py")
+    fit = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(fit)
+    values = {name: family["values"] for name, family in json.loads(fit.FILE.read_text())["families"].items()}
+    for name, constants in values.items():
+        fitted = {value for _, bounds in fit.FITTED.get(name, []) for value in bounds}
+        said = {value for value, told in constants.items() if told["source"].startswith(fit.SOURCE)}
+        assert said == fitted, name

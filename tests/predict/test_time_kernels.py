@@ -113,3 +113,14 @@ def test_a_window_as_wide_as_the_sequence_is_none(window):
     assert float(found.attention(1, 8192, 8192, 32, 8, 128, window=window)) == float(
         found.attention(1, 8192, 8192, 32, 8, 128)
     )
+
+
+def test_products_in_a_row_run_at_the_rate_that_the_power_limit_leaves():
+    # Measured over 4 s on an H100: 679 TFLOP/s of a peak of 989; for a short while, alone, up to 798.
+    found = kernels("H100")
+    rates = [2.0 * m * n * k / float(found.matmul(m, n, k)) for m, n, k in ((8192, 57344, 8192), (32768, 16384, 16384))]
+    assert rates == pytest.approx([6.788e14, 6.788e14])
+    alone = 2.0 * 32768 * 16384 * 16384 / float(found._isolated(32768, 16384, 16384, "bfloat16", 1.0))
+    assert alone > 7.5e14
+    # What does not reach it is as fast as alone.
+    assert float(found.matmul(64, 4096, 4096)) == float(found._isolated(64, 4096, 4096, "bfloat16", 1.0))

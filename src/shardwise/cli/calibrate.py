@@ -139,6 +139,7 @@ def _with_link(cluster: Cluster, found: Fit, args: argparse.Namespace) -> Cluste
 
     command = f"shardwise calibrate network --ranks {args.ranks} --transport {args.transport} --rounds {args.rounds}"
     link = found.link("intra", f"{command}, {date.today()}, {_cpu()}")
+    link = replace(link, kind=cluster.intra.kind)
     return replace(cluster, intra=link, devices_per_node=max(cluster.devices_per_node, args.ranks))
 
 

@@ -17,6 +17,9 @@ from shardwise.cli.quantities import bytes_of, numbers
 from shardwise.errors import UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from shardwise.cluster import Cluster
     from shardwise.schedule import Algorithm
     from shardwise.schedule.choose import Choice, Pricer
 
@@ -190,8 +193,11 @@ def _cost(args: argparse.Namespace) -> int:
     progress(f"{name} on {_ranks(args.ranks)}")
     ranked = prices.ranked(nbytes)
     changes = prices.crossovers(1 << 8, 1 << 34)
+    predicted = None if args.nics else _predicted(name, nbytes, args.ranks, cluster)
     progress()
     if not args.json:
+        if predicted:
+            show(*_told(predicted, name, nbytes, "NCCL" if cluster.device.kind == "cuda" else "the backend"))
         _print_cost(ranked, prices, nbytes, str(cluster))
         names = ", ".join(f"{c.algorithm} from {_size(c.nbytes)}" for c in changes)
         show("needed: the part of a term that no algorithm can do without", f"\ncheapest: {names}")
@@ -204,12 +210,42 @@ def _cost(args: argparse.Namespace) -> int:
             "ranks": args.ranks,
             "cluster": str(cluster),
             "nics": prices.network.nics,
+            "predicted": predicted,
             "algorithms": [_priced(choice) for choice in ranked],
             "crossovers": [{"bytes": c.nbytes, "algorithm": c.algorithm} for c in changes],
             "notes": list(prices.network.notes),
         }
     )
     return 0
+
+
+def _predicted(name: str, nbytes: int, ranks: int, cluster: Cluster) -> dict[str, float] | None:
+    """Seconds that every other command prices with: of the library, and where there is one of a kernel that reads the
+    peers' memory. None for a collective or a device that nobody measured."""
+    from shardwise.predict.time import Pricing
+    from shardwise.predict.time.network import MEASURED
+
+    op = name.replace("-", "_")
+    try:
+        price = Pricing(cluster).collectives.seconds
+    except UserError:
+        return None
+    if op not in MEASURED or ranks == 1:
+        return None
+    library, read = (float(price(op, nbytes, ranks, reads_peers=reads)) for reads in (False, True))
+    return {"library_seconds": library} | ({"reading_peers_seconds": read} if read < library else {})
+
+
+def _told(predicted: dict[str, float], name: str, nbytes: int, library: str) -> Iterator[str]:
+    from shardwise.report.units import format_time
+
+    yield (
+        f"{name} of {_size(nbytes)}, as plan, generate and claims price it: "
+        f"{format_time(predicted['library_seconds'])} by {library}, its latency and protocols included"
+    )
+    if read := predicted.get("reading_peers_seconds"):
+        yield f"  {format_time(read)} by a kernel that reads peers' memory (gpt-fast, vLLM, TensorRT-LLM)"
+    yield "below: algorithms on the wire alone\n"
 
 
 def _priced(choice: Choice) -> dict[str, Any]:

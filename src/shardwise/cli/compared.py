@@ -221,6 +221,7 @@ def tables(found: Comparison) -> Iterator[RenderableType]:
     )
     rows = [(words, [cell(one) for one in found.strategies]) for words, cell in _rows(found)]
     yield rows_by_name([str(one.layout) for one in found.strategies], rows)
+    yield from found.warnings
     yield from _ratios(found)
     yield from _notes(found)
 

@@ -38,6 +38,7 @@ def plan_tables(plan: Plan) -> Iterator[RenderableType]:
     yield _ranked(plan)
     yield f"\nbest: {winner.layout}"
     yield from _refused(plan)
+    yield from plan.warnings
     yield ""
     grid = Grid.of(winner.layout, plan.model)
     ranks = tuple(sorted(grid.group("dp_cp_tp", grid.rank(pp=winner.place, dp=0, cp=0, tp=0))))

@@ -49,6 +49,7 @@ def serving_tables(plan: ServingPlan) -> Iterator[RenderableType]:
         f"{_ORDERS[plan.by]}\n"
     )
     yield _table(plan.ranked)
+    yield from plan.warnings
     if plan.by != "pareto":
         yield "\ntokens/s against time per token, with as many clients as the batch size"
         yield _table(_spread(plan.curve, 8))

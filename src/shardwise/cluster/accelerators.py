@@ -166,7 +166,11 @@ def _others() -> list[Entry]:
         Entry(mi300x, xgmi, _NDR),
         Entry(l40s, _PCIE4, _NDR),
         Entry(l4, _PCIE4, _UNKNOWN),
-        Entry(ada, Link(None, 31e9, "PCIe 4.0 x16, without direct access between GPUs: through the host", kind="host"), _UNKNOWN),
+        Entry(
+            ada,
+            Link(None, 31e9, "PCIe 4.0 x16, without direct access between GPUs: through the host", kind="host"),
+            _UNKNOWN,
+        ),
         Entry(tpu, ici, dcn),
     ]
 

@@ -97,8 +97,8 @@ KINDS = {
     ),
     "pcie": LinkKind(
         2.1e-6, 0.82, "PCIe, through switches",
-        "alpha: haohervchb/sglang-V100 PR 2, NCCL on 4 GPUs behind one PCIe switch, 4 to 16 KB in 19.4 to 22.3 µs, less "
-        "8 µs, over 6 steps; share: flashinfer PR 4870, a ring of 4 over PCIe 4.0 at 25.46 GB/s",
+        "alpha: haohervchb/sglang-V100 PR 2, NCCL on 4 GPUs behind one PCIe switch, 4 to 16 KB in 19.4 to 22.3 µs, "
+        "less 8 µs, over 6 steps; share: flashinfer PR 4870, a ring of 4 over PCIe 4.0 at 25.46 GB/s",
     ),
     "host": LinkKind(
         4.25e-6, 0.67, "PCIe, through the host",

@@ -22,7 +22,8 @@ def to_toml(cluster: Cluster, header: Sequence[str] = (), remarks: Mapping[str, 
     lines += [f"device = {json.dumps(cluster.device.name)}"] if usual else _device(cluster.device)
     for name, link in (("intra", cluster.intra), ("inter", cluster.inter)):
         if not (usual and link == getattr(usual, name)) and link != Link(None, None):
-            lines += ["", f"[{name}]", *_link(link, f"{name}.", remarks)]
+            # A device of the catalog brings its links' kinds.
+            lines += ["", f"[{name}]", *_link(link, f"{name}.", remarks, ["kind"] if usual else [])]
     return "\n".join(lines) + "\n"
 
 
@@ -64,7 +65,7 @@ def _key(key: str) -> str:
     return key if key.replace("_", "").isalnum() and key.isascii() else json.dumps(key)
 
 
-def _link(link: Link, prefix: str, remarks: Mapping[str, str]) -> list[str]:
+def _link(link: Link, prefix: str, remarks: Mapping[str, str], always: Sequence[str]) -> list[str]:
     def line(name: str, text: str) -> str:
         remark = remarks.get(prefix + name)
         return f"{text}  # {remark}" if remark else text
@@ -72,7 +73,7 @@ def _link(link: Link, prefix: str, remarks: Mapping[str, str]) -> list[str]:
     fields = ("alpha", "bandwidth", "kind", "startup", "copy_alpha", "reads", "source")
     given = [(name, getattr(link, name)) for name in fields]
     # Most of what is zero, false or empty is so, too, when it is left out; an alpha would not be known.
-    kept = [(name, value) for name, value in given if value or (name, value) == ("alpha", 0.0)]
+    kept = [(name, value) for name, value in given if value or (name, value) == ("alpha", 0.0) or name in always]
     lines = [line(name, f"{name} = {_value(value)}") for name, value in kept]
     if link.speeds:
         rows = [line(f"speeds.{i}", f"    {_row(speed)},") for i, speed in enumerate(link.speeds)]

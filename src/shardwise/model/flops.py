@@ -62,7 +62,7 @@ def training_flops_per_token(config: ModelConfig, seq: int, causal: bool = True)
     """Model FLOPs of a forward and a backward pass, for one token of a sequence of `seq`. For MFU.
 
     Backward costs twice the forward: a gradient of inputs and one of weights. Recomputation is not counted. Without
-    `causal` this is 6N + 12LHQT of PaLM (Chowdhery et al. 2022, appendix B) with N the matrices of `matmul_parameters`, and
+    `causal` this is 6N + 12LHQT of PaLM (Chowdhery et al. 2022, appendix B), N the matrices of `matmul_parameters`, and
     72 B s l h² (1 + s / 6h + V / 12lh) of Megatron-LM (Narayanan et al. 2021, section 5.1, without recomputation).
     """
     return 3 * forward_flops_per_token(config, seq, causal)

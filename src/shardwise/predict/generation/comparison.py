@@ -19,6 +19,7 @@ from shardwise.predict.generation.training import Trained, trained
 from shardwise.predict.generation.turns import Turn, steady_gathers, turn_ledger
 from shardwise.predict.generation.volume import Volume, payload, ring_volume
 from shardwise.predict.search.space import check_size
+from shardwise.predict.slow_links import tensor_warnings
 from shardwise.predict.step_seconds import usual_engine
 from shardwise.predict.time.profiles import ENGINES, Engine
 from shardwise.predict.time.profiles import engine as engine_of
@@ -212,6 +213,12 @@ class Comparison:
             crossover(gathering, tensor),
         )
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Strategies whose tensor parallelism runs over slow links, a line for each tp."""
+        taken = ((one.layout.tp, one.middle.parts) for one in self.strategies)
+        return tensor_warnings(self.cluster, taken, "the time of a token")
+
     def to_json(self) -> dict[str, Any]:
         """Plain data: what `generate --compare --json` prints."""
         return {
@@ -223,6 +230,7 @@ class Comparison:
             "batch": self.asked.batch,
             "strategies": [one.to_json() for one in self.strategies],
             "ratios": [ratio.to_json() for ratio in self.ratios],
+            "warnings": list(self.warnings),
         }
 
 

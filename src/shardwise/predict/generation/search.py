@@ -47,6 +47,7 @@ from shardwise.predict.generation.fit import (
 from shardwise.predict.generation.split import check_generation, check_length, plan_of
 from shardwise.predict.generation.timing import FEW, Strategy, pricing_for
 from shardwise.predict.search.space import check_size
+from shardwise.predict.slow_links import tensor_warnings
 from shardwise.predict.step_seconds import usual_engine
 from shardwise.predict.time.kernels import WIDTH
 from shardwise.predict.time.pricing import Pricing
@@ -114,6 +115,19 @@ class ServingPlan(Answer[Deployment]):
     gathering: Deployment | None
     crossover: tuple[int, int | None] | None
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Deployments shown whose tensor parallelism runs over slow links, a line for each tp."""
+        context = self.workload.prompt + self.workload.output / 2
+        taken = (
+            (one.layout.tp, self.strategy(one).token(one.layout.dp * one.batch, context).parts) for one in self.ranked
+        )
+        return tensor_warnings(self.cluster, taken, "the time of a token")
+
+    def strategy(self, one: Deployment) -> Strategy:
+        """What prices a deployment."""
+        return Strategy(self.model, one.layout, serving_engine(self.engine), self.cluster, one.weights)
+
     def to_json(self) -> dict[str, Any]:
         """Plain data: what `plan --serve --json` prints."""
         return self.asked_json() | {
@@ -123,6 +137,7 @@ class ServingPlan(Answer[Deployment]):
             "split_on_more": self.quantised and self.quantised[1].to_json(),
             "gathering": self.gathering and self.gathering.to_json(),
             "crossover": self.crossover and {"ranks": self.crossover[0], "tokens": self.crossover[1]},
+            "warnings": list(self.warnings),
         }
 
 

@@ -20,6 +20,7 @@ from shardwise.predict.search.pricing import Priced, price_all, price_one
 from shardwise.predict.search.ranking import Found, search
 from shardwise.predict.search.runnable import why_not_trained
 from shardwise.predict.search.space import Space
+from shardwise.predict.slow_links import tensor_warnings
 from shardwise.predict.step_seconds import usual_engine
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import ENGINES, Engine
@@ -31,13 +32,15 @@ ENGINE = "megatron-bridge"
 
 
 EXPERTS = (
-    "experts: published steps of such models are predicted 28% off on average, from -69% to +101% (26 rows of "
+    "experts: published steps of such models are predicted 27% off on average, from -69% to +71% (26 rows of "
     "Megatron-Bridge, docs/prediction.md), so the ranges are wide, and layouts this close are not told apart",
     "tokens are taken to spread evenly over the experts, none dropped: a rank whose experts get a fifth more than the "
     "mean takes that much longer for them, and keeps as much more of their activations",
     "every token is sent to each of its experts apart: software that sends it to a node once loses less between nodes",
 )
 """What is said with every plan of a model with experts."""
+
+MFU = "MFU counts causal attention once: a token attends to itself and those before it, half of the square"
 
 
 @dataclass(frozen=True)
@@ -54,14 +57,19 @@ class Plan(Answer[Priced]):
     @property
     def notes(self) -> tuple[str, ...]:
         """What the figures assume that a person would want to know, a sentence each."""
-        return EXPERTS if self.model.experts else ()
+        return (MFU, *(EXPERTS if self.model.experts else ()))
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Layouts shown whose tensor parallelism runs over slow links, a line for each tp."""
+        return tensor_warnings(self.cluster, ((one.layout.tp, one.parts) for one in self.ranked), "the step")
 
     def tokens_per_second(self, one: Priced) -> float:
         """Of all devices together."""
         return self.workload.batch * self.workload.seq / one.seconds
 
     def utilisation(self, one: Priced) -> float:
-        """Model FLOPs over the peak of the devices that are used (MFU), in bf16; attention counted whole."""
+        """Model FLOPs over the peak of the devices that are used (MFU), in bf16; causal attention counted once."""
         peak = self.cluster.device.peak("bfloat16")
         assert peak
         return self._flops / (one.seconds * one.layout.ranks * peak)
@@ -81,6 +89,7 @@ class Plan(Answer[Priced]):
             "unlimited": None if self.unlimited is None else self._row(self.unlimited),
             "alternatives": [_told(each) for each in self.alternatives],
             "notes": list(self.notes),
+            "warnings": list(self.warnings),
         }
 
     def not_runnable(self, one: Priced) -> str | None:

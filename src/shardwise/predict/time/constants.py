@@ -28,8 +28,9 @@ class Constants:
     bytes/s. sms: multiprocessors (or the like). matmul: dtype -> the tile model. attentions: dtype -> head width ->
     form. plateaus: dtype -> best measured throughput over peak, relative to what the tiles reach. values: name ->
     number. collectives: what a library takes over the schedules' prices, sizes -> bytes and collective -> ranks ->
-    ln(measured / priced seconds) at these, on the device `nccl` of the catalog; `timed`: the same with seconds, measured
-    on this device. sources: name -> where it is from. notes: what stands in for measurements that there are none of.
+    ln(measured / priced seconds) at these, on the device `nccl` of the catalog; `timed`: the same with seconds,
+    measured on this device. sources: name -> where it is from. notes: what stands in for measurements that there are
+    none of.
     """
 
     name: str

@@ -26,6 +26,9 @@ from shardwise.schedule.choose import Pricer, pricer
 
 Num = Any
 
+MEASURED = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+"""Collectives that a library was measured on."""
+
 _SIZES = 2.0 ** np.arange(8, 43)
 
 
