@@ -116,5 +116,5 @@ def _weighed(plan: ServingPlan) -> Iterator[str]:
     if any(one.weights in ("int8", "int4") for one in plan.ranked):
         yield (
             "int8 and int4: weights alone, multiplied in 16 bits at the speed of 16-bit products on fewer bytes, which "
-            "only good kernels reach"
+            "only good kernels reach; int4 takes 5 bits per weight, with a scale and a zero for each group of 32"
         )

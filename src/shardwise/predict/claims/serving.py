@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from shardwise.cluster import Cluster
 from shardwise.cluster.catalog import lookup
+from shardwise.layout import Layout
 from shardwise.model.catalog import get
 from shardwise.model.flops import matmul_parameters
 from shardwise.model.parameters import count, count_parts
@@ -34,14 +36,25 @@ def ring_sums(nbytes: float, ranks: int, bandwidth: float) -> float:
 @shows(
     "int-weights",
     "predict.token_traffic.stored_bytes",
-    text="fp16 {fp16} GB, int8 {int8} GB, int4 {int4} GB; 405B in int4 in an H200 of {h200:.0f} GB: {fits}",
+    "predict.time.serving.weight_bytes",
+    text="fp16 {fp16} GB, int8 {int8} GB, int4 {int4} GB; as stored, with a scale and a zero of 16 bits for each group "
+    "of 32 and tables in 16 bits, int4 {stored} GB; 405B in int4 in an H200 of {h200:.0f} GB: {fits}",
 )
 def _quantised_weights(inputs: Inputs) -> Values:
-    models = [count(get(name)) for name in ("llama-3-8b", "llama-3-70b", "llama-3-405b")]
+    from shardwise.predict.time.serving import Serving, weight_bytes
+
+    names = ("llama-3-8b", "llama-3-70b", "llama-3-405b")
+    models = [count(get(name)) for name in names]
+    kept = " / ".join(f"{weight_bytes(get(name), Serving('int4')) / GB:.0f}" for name in names)
     table = {dtype: [stored_bytes(n, dtype) / GB for n in models] for dtype in ("float16", "int8", "int4")}
     memory = (lookup("H200").device.memory_bytes or 0) / GB
     shown = {dtype.replace("float", "fp"): " / ".join(f"{gb:.0f}" for gb in row) for dtype, row in table.items()}
-    return {"table": table, "h200": memory, "fits": "fits" if table["int4"][2] < memory else "does not fit"} | shown
+    return {
+        "table": table,
+        "h200": memory,
+        "fits": "fits" if table["int4"][2] < memory else "does not fit",
+        "stored": kept,
+    } | shown
 
 
 @shows(
@@ -166,20 +179,22 @@ def _gathered_layer(inputs: Inputs) -> Values:
 @shows(
     "ratio-6400",
     "predict.token_traffic.traffic_ratio",
-    "predict.time.Pricing",
+    "predict.generation.comparison.compare",
+    "shardwise generate llama-3-70b --compare tp=8 zero=3,dp=8 --cluster 8xH100",
     text="{blocks:,.0f} times for the blocks, {all_parameters:,.0f} for all parameters; a token takes {time:.0f} "
-    "times as long on 8 H100 ({gather_ms:.0f} ms of gathers with reading beside them, against {tensor_ms:.1f} ms)",
+    "times as long on 8 H100 ({gather_ms:.0f} ms against {tensor_ms:.1f} ms)",
 )
 def _gathering_over_tensor(inputs: Inputs) -> Values:
-    model, device = get("llama-3-70b"), lookup("H100").device
-    block, whole = block_bytes(model), stored_bytes(count(model))
-    gather = model.layers * measured_seconds("8xH100", "all_gather", block, 8)
-    sums = 2 * model.layers * measured_seconds("8xH100", "all_reduce", boundary_bytes(1, model.hidden), 8)
-    tensor, gathering = sums + read_seconds(whole, device, 8), max(gather, read_seconds(whole, device))
+    from shardwise.predict.generation.comparison import Asked, compare
+
+    model = get("llama-3-70b")
+    layouts = [Layout.parse(text) for text in ("tp=8", "zero=3,dp=8")]
+    found = compare(model, layouts, Cluster.parse("8xH100"), Asked(prompt=1024, output=256))
+    tensor, gathering = (one.middle.seconds for one in found.strategies)
     return {
         "blocks": traffic_ratio(count_parts(model)[1], model),
         "all_parameters": traffic_ratio(count(model), model),
-        "time": gathering / tensor,
+        "time": found.ratios[0].seconds,
         "gather_ms": 1e3 * gathering,
         "tensor_ms": 1e3 * tensor,
     }

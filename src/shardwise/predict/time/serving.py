@@ -127,9 +127,9 @@ def cache_bytes_per_token(model: ModelConfig, serving: Serving) -> Num:
 
 
 def weight_bytes(model: ModelConfig, serving: Serving) -> Num:
-    """Bytes of weights of a rank: blocks in their type, embedding and head in 16 bits."""
+    """Bytes of weights of a rank: blocks in their type with its scales, embedding and head in 16 bits."""
     total, blocks, _ = count_parts(model)
-    each = WIDTH[serving.weights] + (1.0 / 16 if serving.weights == "float4" else 0.0)
+    each = WIDTH[serving.weights] + {"float4": 1.0 / 16, "int4": INT4_GROUP_BYTES}.get(serving.weights, 0.0)
     return (blocks * each + (total - blocks) * 2.0) / serving.tp / serving.pp
 
 
