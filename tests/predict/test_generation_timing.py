@@ -70,7 +70,7 @@ def test_a_slower_link_makes_nothing_faster(text, which, times, sequences):
 def test_gathers_are_exposed_for_a_token_and_hidden_behind_a_long_prompt():
     one = strategy("dp=8,zero=3", LLAMA)
     token, prompt = one.token(1, 1000), one.prompt(8192, 8192)
-    assert token.parts["data"] > 0.9 * token.gathers and prompt.parts["data"] < 0.6 * prompt.gathers
+    assert token.parts["data"] > 0.85 * token.gathers and prompt.parts["data"] < 0.6 * prompt.gathers
     assert token.gathers == pytest.approx(prompt.gathers)
 
 

@@ -95,7 +95,7 @@ def test_stages_hold_all_layers():
         ({"schedule": "1F1B", "precision": "fp16"}, "not known"),
         ({"recompute": "none"}, "not known"),
         ({"zero_stage": 3}, "not known"),
-        ({"hidden": None}, "hidden must be"),
+        ({"hidden": None}, "hidden is not stated"),
     ],
 )
 def test_rows_that_are_not_scored_say_why(change, reason):
