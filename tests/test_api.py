@@ -274,6 +274,23 @@ def test_what_a_killed_preparation_left_is_removed(monkeypatch):
     assert sorted(path.name for path in corpus.parent.iterdir()) == [".lock", corpus.name]
 
 
+@pytest.mark.parametrize(("restarts", "said"), [(1, ""), (2, "shardwise: The run had not begun: start it again\n")])
+def test_a_rank_of_torchrun_that_fails_for_good_says_what_to_do(monkeypatch, capsys, restarts, said):
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "TORCHELASTIC_MAX_RESTARTS": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
+
+    def guarded(configuration) -> int:
+        configuration()
+        capsys.readouterr()
+        return 1
+
+    monkeypatch.setattr("shardwise.runtime.job.worker.guarded", guarded)
+    asked = api.configure(MODEL, "dp=2", WORKLOAD, "text", out="here")
+    assert api.train_as_rank(lambda: asked) == 1
+    assert capsys.readouterr().err == said and not Path("here").exists()
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_of_torchrun(monkeypatch, rank):
     monkeypatch.setenv("RANK", str(rank))

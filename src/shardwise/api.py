@@ -31,7 +31,15 @@ from shardwise.runtime.config import MOST_THREADS, OptimizerConfig, TrainConfig,
 from shardwise.runtime.installed import require
 from shardwise.runtime.job.launch import INTERRUPTED, RANK_FAILED, USER_MISTAKE, RunFailed, check_port, say
 from shardwise.runtime.job.locks import run_lock
-from shardwise.runtime.job.restart import WORKER, begun_by_this_job, continued, torchrun_restarts, until_done
+from shardwise.runtime.job.restart import (
+    WORKER,
+    begun_by_this_job,
+    continued,
+    last_attempt,
+    torchrun_restarts,
+    until_done,
+    way_on,
+)
 from shardwise.runtime.job.text import with_corpus
 
 if TYPE_CHECKING:
@@ -213,6 +221,8 @@ def train_as_rank(config: Callable[[], TrainConfig], *, elastic: bool = False) -
         if code == 0 and first:
             local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
             _predict(prepared[0], nodes=max(1, prepared[0].layout.ranks // local))
+        if code == RANK_FAILED and first and prepared and last_attempt():
+            say(f"shardwise: {way_on(Path(prepared[0].out))}")
     return code
 
 

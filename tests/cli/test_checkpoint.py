@@ -73,7 +73,8 @@ def test_verify(command, run):
     data = bytearray(path.read_bytes())
     data[-5] ^= 4
     path.write_bytes(data)
-    mistake(command("verify", run), "rank-00001.safetensors is damaged")
+    older = f"train --resume {path.parents[1] / 'step-1'} --out NEW_RUN"
+    mistake(command("verify", run), "rank-00001.safetensors is damaged", older)
     path.write_bytes(data[:-1])
     mistake(command("verify", run), "rank-00001.safetensors has")
     assert json.loads(command("verify", path.parents[1] / "step-1", "--json")[1])["step"] == 1

@@ -144,7 +144,7 @@ def test_signals_do_not_break_off_the_end(folder: Path, monkeypatch: pytest.Monk
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    assert not list(tmp_path.glob("shardwise-serve-*"))
+    assert not list(tmp_path.glob("shardwise-*"))
 
 
 def test_what_cannot_be_loaded_is_one_line_and_nothing_is_left(folder: Path, tmp_path: Path) -> None:

@@ -93,10 +93,13 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from shardwise.checkpoint import find
+    from shardwise.checkpoint import DamagedError, find, with_older
 
     checkpoint = find(args.checkpoint)
-    checkpoint.verify()
+    try:
+        checkpoint.verify()
+    except DamagedError as error:
+        raise with_older(error, checkpoint.folder) from None
     if args.json:
         print_json({**_summary(checkpoint), "whole": True})
     else:

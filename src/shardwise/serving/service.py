@@ -10,19 +10,19 @@ from __future__ import annotations
 import itertools
 import os
 import secrets
-import shutil
 import signal
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
 from shardwise.errors import UserError
 from shardwise.runtime.job.launch import INTERRUPTED, USER_MISTAKE, Ending, RunFailed, supervise
+from shardwise.runtime.job.locks import temporary_folder
 from shardwise.serving.job import Loading, Ready, ServingJob
 from shardwise.serving.messages import Answer, Asked, Cancel, Drain, Finished, Load, Request, Sampling, Token
 
@@ -38,8 +38,8 @@ TUNABLES, MEMORY = "GLIBC_TUNABLES", "glibc.malloc.hugetlb=1:glibc.malloc.mxfast
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PATIENCE = 1.0
 """Seconds that ranks get to end when the service is closed."""
-_LONGEST = 100
-"""Characters of a socket's path that every system allows."""
+_LONGEST = 70
+"""Characters of a folder for temporary files: a socket's path has 26 more, and 104 on some systems at most."""
 
 
 def silent(line: str) -> None:
@@ -67,6 +67,7 @@ class Service:
         self._stop: list[int] = []
         self._threads: list[threading.Thread] = []
         self._folder: Path | None = None
+        self._folders = ExitStack()
 
     # -- its life
 
@@ -75,7 +76,7 @@ class Service:
 
         Raises `UserError` for what the user has asked for in vain, and `RunFailed` when a rank dies.
         """
-        self._folder = _private_folder()
+        self._folder = self._folders.enter_context(_private_folder())
         key = secrets.token_bytes(32)
         (self._folder / KEY).write_bytes(key)
         self.job.write(self._folder / JOB)
@@ -153,8 +154,7 @@ class Service:
                     thread.join()
             for way in self._ways.values():
                 way.close()
-            if self._folder is not None:
-                shutil.rmtree(self._folder, ignore_errors=True)
+            self._folders.close()
 
     def __enter__(self) -> Service:
         return self
@@ -267,12 +267,10 @@ def _memory() -> dict[str, str]:
     return {} if TUNABLES in os.environ else {TUNABLES: MEMORY}
 
 
-def _private_folder() -> Path:
-    folder = tempfile.mkdtemp(prefix="shardwise-serve-")
-    if len(folder) + len(SOCKET) < _LONGEST:
-        return Path(folder)
-    Path(folder).rmdir()
-    return Path(tempfile.mkdtemp(prefix="shardwise-serve-", dir="/tmp"))
+def _private_folder() -> AbstractContextManager[Path]:
+    """A folder in which the name of a socket is not too long."""
+    usual = Path(tempfile.gettempdir())
+    return temporary_folder(usual if len(str(usual)) < _LONGEST else Path("/tmp"))
 
 
 def _tell(way: Connection, asked: list[Asked]) -> None:

@@ -79,10 +79,12 @@ def _holder(path: Path) -> str:
 
 
 @contextmanager
-def temporary_folder() -> Iterator[Path]:
-    """A folder for the files of a launch, which is gone afterwards; those of launchers that were killed are removed."""
-    _remove_abandoned(Path(tempfile.gettempdir()))
-    with tempfile.TemporaryDirectory(prefix=_PREFIX) as name:
+def temporary_folder(parent: Path | None = None) -> Iterator[Path]:
+    """A private folder for the files of a launch, which is gone afterwards; those of launchers that were killed are
+    removed. parent: where, in place of the system's folder for temporary files."""
+    parent = parent or Path(tempfile.gettempdir())
+    _remove_abandoned(parent)
+    with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=parent) as name:
         folder = Path(name)
         # Under its own name only when it is locked: a file that nobody locks is one of a process that has ended.
         handle = os.open(folder / f"{_OWNER}.new", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

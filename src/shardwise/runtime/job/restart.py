@@ -67,7 +67,9 @@ def until_done(
         _tell(again, ending, restarts, smaller is not None, elastic, progress)
         config = again
     _close(Path(config.out), ending)
-    return _with_way_on(ending, Path(config.out)), config
+    if ending.code not in (0, USER_MISTAKE):
+        ending = replace(ending, line=f"{ending.line}. {way_on(Path(config.out))}")
+    return ending, config
 
 
 def continued(config: TrainConfig, restart: int, warn: Callable[[str], object]) -> TrainConfig:
@@ -87,6 +89,11 @@ def continued(config: TrainConfig, restart: int, warn: Callable[[str], object]) 
 def torchrun_restarts() -> int:
     """How many times torchrun has started its workers again."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def last_attempt() -> bool:
+    """Whether torchrun will not start its workers again."""
+    return torchrun_restarts() >= int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
 
 
 def begun_by_this_job(config: TrainConfig) -> bool:
@@ -134,20 +141,16 @@ def _with_stack(ending: Ending, out: Path) -> Ending:
     return replace(ending, line=f"{ending.line}; where it stood: {file}")
 
 
-def _with_way_on(ending: Ending, out: Path) -> Ending:
-    """The ending of a run that did not finish, with what was saved of it and the command that resumes it."""
+def way_on(out: Path) -> str:
+    """What was saved of a run that did not finish, and what to do."""
     from shardwise.checkpoint import latest
 
-    if ending.code in (0, USER_MISTAKE):
-        return ending
     if found := latest(out / "checkpoints"):
-        step, command = found.manifest.step, f"shardwise train --resume {shlex.quote(str(out))}"
-        way = f"The run is saved up to step {step}; resume with: {command}"
-    elif occupied(out):
-        way = "The run has no checkpoint yet: start it again with another --out, and with --save-every N to keep some"
-    else:
-        way = "The run had not begun: start it again"
-    return replace(ending, line=f"{ending.line}. {way}")
+        command = f"shardwise train --resume {shlex.quote(str(out))}"
+        return f"The run is saved up to step {found.manifest.step}; resume with: {command}"
+    if occupied(out):
+        return "The run has no checkpoint yet: start it again with another --out, and with --save-every N to keep some"
+    return "The run had not begun: start it again"
 
 
 def _close(out: Path, ending: Ending) -> None:
