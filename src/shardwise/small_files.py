@@ -21,9 +21,11 @@ def read_small(path: Path, most: int = MOST) -> str:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
         _check(path, os.fstat(descriptor), most)
-        content = file.read(most + 1)
-    if len(content) > most:
-        raise _too_large(path, most)
+        content = bytearray()
+        while piece := file.read(1 << 16):  # which allocates what it is asked for
+            content += piece
+            if len(content) > most:
+                raise _too_large(path, most)
     return content.decode("utf-8")
 
 

@@ -61,5 +61,5 @@ def test_a_training_whose_text_is_prepared_ends_with_a_line_and_leaves_nothing(c
     Path("text.txt").write_text("some words to learn from\n" * 100)
     monkeypatch.setattr(_Preparation, "write", lambda *_: signal.raise_signal(signal.SIGTERM))
     code, out, err = command("train", "tiny-llama", "--data", "text.txt", "--seq", 8, "--batch", 2, "--out", "runs/a")
-    assert (code, out) == (130, "") and err.splitlines()[-1] == "shardwise: stopped by SIGTERM"
+    assert (code, out) == (143, "") and err.splitlines()[-1] == "shardwise: stopped by SIGTERM"
     assert [path.name for path in Path("runs").rglob("*")] == ["corpora", ".lock"]

@@ -11,10 +11,18 @@ from types import FrameType
 ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
+class Ended(KeyboardInterrupt):
+    """The command was ended by a signal. exit_code: 128 and the signal's number, as shells have it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.exit_code = 128 + number
+
+
 @contextmanager
 def ended_as_interrupted() -> Iterator[None]:
-    """While it lasts, SIGTERM and SIGHUP end the command as Ctrl-C does: by a `KeyboardInterrupt`, so that everything
-    on the way out clears up behind it, whose line names the signal.
+    """While it lasts, SIGTERM and SIGHUP end the command as Ctrl-C does, so that everything on the way out clears up
+    behind it: by a `KeyboardInterrupt` that names the signal.
 
     A signal that is ignored, such as SIGHUP under nohup, remains so. Outside the main thread, which alone may install
     handlers, it does nothing. The handlers of before are back afterwards.
@@ -22,7 +30,7 @@ def ended_as_interrupted() -> Iterator[None]:
     before = {}
 
     def stop(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt(f"stopped by {signal.Signals(number).name}")
+        raise Ended(number)
 
     try:
         if threading.current_thread() is threading.main_thread():

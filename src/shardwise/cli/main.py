@@ -1,7 +1,7 @@
 """`shardwise COMMAND ...`: finds the command, and turns every way it can end into one line and an exit code.
 
-0 success, 1 a dead rank or a defect, 2 a user's mistake, 130 interrupted. Results go to standard output, everything
-else to standard error.
+0 success, 1 a dead rank or a defect, 2 a user's mistake, 128 + the number of a signal that ended it. Results go to
+standard output, everything else to standard error.
 
 A command is a module of this room named like it, with `add_arguments(parser)` and `run(args) -> exit code`; its
 docstring is its help.
@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
         return _fail(str(error), 2)
     except KeyboardInterrupt as error:
         # Somebody wanted that: no error.
-        return _end(str(error) or "interrupted", 130)
+        return _end(str(error) or "interrupted", getattr(error, "exit_code", 130))
     except BrokenPipeError:
         # Whoever read us has left; the interpreter must not complain about it either when it flushes.
         _drop_output()
