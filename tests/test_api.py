@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import threading
+import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -472,6 +473,18 @@ def test_a_run_that_did_not_finish_says_what_to_do(monkeypatch, capsys, saved, b
         train(out="runs/a run")
     line = capsys.readouterr().err if code == 143 else str(caught.value)
     assert line.removeprefix("shardwise: ").startswith(f"rank 1 was killed by SIGKILL. {words}") and "SIGKILL" in line
+
+
+def test_a_signal_that_comes_too_late_stops_no_run(monkeypatch):
+    def supervise(command: list[str], *_: object, **__: object) -> Ending:
+        out = TrainConfig.read(Path(command[3])).out
+        RunDirectory.create(out, {}).update(status="finished", finished=time.time())
+        return Ending(130, "stopped by SIGINT: all 2 ranks have ended")
+
+    monkeypatch.setattr("shardwise.runtime.job.restart.supervise", supervise)
+    with pytest.raises(KeyboardInterrupt, match=r"have ended\. The run has finished all the same"):
+        train(out="here")
+    assert RunDirectory.open("here").run["status"] == "finished"
 
 
 # -- one training at a time

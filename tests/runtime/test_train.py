@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -15,9 +16,13 @@ from pathlib import Path
 import pytest
 
 from harness import forked
+from shardwise.layout import Layout, Workload
+from shardwise.model import catalog
 from shardwise.report import compare
 from shardwise.report.exposure import exposures
 from shardwise.report.step_report import StepReport
+from shardwise.runtime.config import TrainConfig
+from shardwise.runtime.record import Record
 
 pytestmark = pytest.mark.usefixtures("leftovers")
 LIMIT = 120
@@ -113,6 +118,36 @@ def test_a_run_too_short_for_a_timeline_has_a_report_without(text: Path, tmp_pat
     assert "communication: " not in done.stdout and not (tmp_path / "run/reports/trace.json").exists()
     assert json.loads((tmp_path / "run/result.json").read_text())["communication"] is None
     assert "from its timeline" not in shardwise("compare", str(tmp_path / "run")).stdout
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_keeps_nothing_of_an_overwritten_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", _Terminal())
+    monkeypatch.setattr(sys, "stderr", sys.stdout)
+    config = TrainConfig(
+        catalog.get("tiny-llama"), Layout(), Workload(seq=8, batch=2), "text", str(tmp_path / "run"), "", steps=9,
+        tensorboard=False,
+    )  # fmt: skip
+    record = Record(config, 1)
+    event = {"loss": 5.0, "grad_norm": 1.0, "lr": 0.1, "seconds": 7.0, "tokens_per_s": 9.0, "mfu": 0.5}
+    record.step(step=1, recorded=True, **event)
+    record.step(step=2, **event)
+    record.warn("something", 2)
+    record.step(step=3, **event)
+    record.end_line()
+    record.end_line()
+    shown = sys.stdout.getvalue()
+    assert [line.rpartition("\r")[2].rstrip() for line in shown.split("\n")] == [
+        "step    2/9  loss 5.0000  9 tokens/s  MFU 50.0%", "shardwise: warning: something",
+        "step    3/9  loss 5.0000  9 tokens/s  MFU 50.0%", "",
+    ]  # fmt: skip
+    first, second = shown.split("\n")[0].split("\r")
+    assert first == "step    1/9  loss 5.0000  recorded for the report in 7.00 s: slower than other steps"
+    assert len(second) == len(first)
 
 
 def test_a_run_that_diverges_says_so_and_its_results_are_json(text: Path, tmp_path: Path) -> None:

@@ -42,6 +42,8 @@ class Record:
             self.directory.append({"time": time.time(), "resumed": done, "from": config.resume, **other})
         self._board: Any = self._tensorboard() if config.tensorboard else None
         self._live = sys.stdout.isatty()
+        self._open = 0
+        """Characters of the line that the next one overwrites."""
         self._shown = 0.0
         self._first = True
         self._diverged = False
@@ -73,18 +75,29 @@ class Record:
             if recorded:
                 speed = f"recorded for the report in {format_time(event['seconds'])}: slower than other steps"
             line = f"step {event['step']:>4}/{self.config.steps}  loss {event['loss']:.4f}  {speed}"
-            print(f"\r{line}   " if self._live else line, end="" if self._live and not last else "\n", flush=True)
+            self._show(line, stays=last or not self._live)
             self._shown, self._first = time.monotonic(), False
+
+    def _show(self, line: str, stays: bool = True) -> None:
+        """A line over the one before, unless that was to stay."""
+        print(f"\r{line.ljust(self._open)}" if self._open else line, end="\n" if stays else "", flush=True)
+        self._open = 0 if stays else len(line)
+
+    def end_line(self) -> None:
+        """Let the line that is there stay: somebody else is going to write."""
+        if self._open:
+            print(flush=True)
+            self._open = 0
 
     def validation(self, step: int, loss: float, entropy: float) -> None:
         self.directory.append({"time": time.time(), "step": step, "validation_loss": loss, "unigram_entropy": entropy})
         self._draw(step, {"validation/loss": loss})
-        start = "\r" if self._live else ""
-        print(f"{start}step {step:>4}  validation loss {loss:.4f} (unigram entropy {entropy:.4f})", flush=True)
+        self._show(f"step {step:>4}  validation loss {loss:.4f} (unigram entropy {entropy:.4f})")
 
     def warn(self, text: str, step: int) -> None:
         """Something that a person should know and that does not end the run."""
         self.directory.append({"time": time.time(), "step": step, "warning": text})
+        self.end_line()
         say(f"shardwise: warning: {text}")
 
     def _draw(self, step: int, scalars: dict[str, float]) -> None:

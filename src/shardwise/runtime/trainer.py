@@ -210,6 +210,8 @@ class _Run:
             self.roles, self.role = self._gather(self.role, None), None
         self._save(last=True)
         if stopped:
+            if self.record:
+                self.record.end_line()
             self.pulse.idle()
             raise Stopped(self.at.step, config.out)
         return self._finish(first, self._validate(config.steps), loss)

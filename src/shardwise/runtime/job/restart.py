@@ -42,7 +42,7 @@ def until_done(
     elastic: without as many ranks as were killed, when dp can shrink. progress: gets a line for each restart. worker:
     the command of a rank. Returns how the last attempt ended, and its configuration.
     """
-    asked = config
+    asked, began = config, time.time()
     for attempt in range(restarts + 1):
         with temporary_folder() as folder:
             file = folder / "config.json"
@@ -66,9 +66,13 @@ def until_done(
         again = continued(replace(config, resume=asked.resume, layout=smaller or config.layout), attempt + 1, progress)
         _tell(again, ending, restarts, smaller is not None, elastic, progress)
         config = again
-    _close(Path(config.out), ending)
-    if ending.code not in (0, USER_MISTAKE):
-        ending = replace(ending, line=f"{ending.line}. {way_on(Path(config.out))}")
+    out = Path(config.out)
+    if ending.code and _finished(out, began):
+        ending = replace(ending, line=f"{ending.line}. The run has finished all the same")
+    elif ending.code:
+        _close(out, ending)
+        if ending.code != USER_MISTAKE:
+            ending = replace(ending, line=f"{ending.line}. {way_on(out)}")
     return ending, config
 
 
@@ -153,9 +157,16 @@ def way_on(out: Path) -> str:
     return "The run had not begun: start it again"
 
 
+def _finished(out: Path, began: float) -> bool:
+    """Whether the run in a directory has done its last step since `began`: a signal may come too late to stop it."""
+    with suppress(UserError):
+        run = RunDirectory.open(out).run
+        return run.get("status") == "finished" and run.get("finished", 0.0) >= began
+    return False
+
+
 def _close(out: Path, ending: Ending) -> None:
     """Let the run's directory say how a run ended that did not finish."""
-    if ending.code:
-        # What cannot be written here could not be written before, and that has been said.
-        with suppress(UserError):
-            RunDirectory.open(out).update(status="failed" if ending.code <= USER_MISTAKE else "stopped")
+    # What cannot be written here could not be written before, and that has been said.
+    with suppress(UserError):
+        RunDirectory.open(out).update(status="failed" if ending.code <= USER_MISTAKE else "stopped")
