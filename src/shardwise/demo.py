@@ -14,6 +14,7 @@ from shardwise.layout import Layout, Workload
 from shardwise.model.catalog import get
 from shardwise.model.parameters import count
 from shardwise.predict import estimate
+from shardwise.predict.capacity import capacity_of
 from shardwise.report import Bytes, Comparison, compare
 from shardwise.report.run_directory import RunDirectory, next_free
 from shardwise.runtime.config import OptimizerConfig
@@ -57,8 +58,8 @@ def zero_memory() -> dict[int, dict[int, Bytes]]:
 
 
 def capacity() -> int | None:
-    """Bytes of memory of one GPU of `CLUSTERS`."""
-    return Cluster.parse(CLUSTERS[0]).memory_per_device
+    """Bytes that training can use of one GPU of `CLUSTERS`."""
+    return capacity_of(Cluster.parse(CLUSTERS[0]))
 
 
 def large_title() -> str:

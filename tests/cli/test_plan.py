@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ from shardwise.cli.main import main
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload, check_runnable
 from shardwise.model.catalog import get
+from shardwise.predict import estimate
 
+LONG = ["plan", "llama-3.2-1b", "--cluster", "8xL4", "--seq", "131072", "--batch", "1", "--top", "2", "--fix", "tp=1"]
 SMALL = ["plan", "llama-3-8b", "--cluster", "8xH100", "--seq", "4096", "--batch", "32"]
 
 
@@ -21,7 +24,7 @@ def test_the_table_and_what_is_said_about_the_winner(capsys):
     assert main([*SMALL, "--top", "3"]) == 0
     out = capsys.readouterr().out
     for words in (
-        "legal layouts",
+        "layouts that shardwise can run",
         "80% range",
         "tokens/s",
         "MFU",
@@ -87,19 +90,42 @@ def test_latent_attention_and_alibi_are_planned(model, cluster, fix, capsys):
     assert "best: " in capsys.readouterr().out
 
 
-def test_what_train_refuses_is_said(capsys):
+def test_where_nothing_runs_here_all_are_ranked_under_a_line_that_says_so(capsys):
     long = ["plan", "llama-3-8b", "--cluster", "8xH100", "--seq", "131072", "--batch", "2", "--top", "2"]
-    refusal = "not runnable by `train` yet: context parallelism; --fix cp=1 plans without it"
     assert main([*long, "--fix", "cp=4"]) == 0
-    assert f"\n{refusal}\n" in capsys.readouterr().out
+    assert "None of these run here yet: context parallelism" in capsys.readouterr().out.splitlines()[1]
     assert main([*long, "--fix", "cp=4", "--json"]) == 0
-    assert [row["not_runnable"] for row in json.loads(capsys.readouterr().out)["ranked"]] == [refusal] * 2
-    assert main([*SMALL, "--fix", "cp=1", "--json"]) == 0
-    found = [row["not_runnable"] for row in json.loads(capsys.readouterr().out)["ranked"]]
-    assert found == [None] * 10
+    found = json.loads(capsys.readouterr().out)
+    assert found["none_runs_here"] == "context parallelism" and found["beyond"] is None
+    assert [row["not_runnable"] for row in found["ranked"]] == ["not runnable by `train` yet: context parallelism"] * 2
     mixed = ["plan", "mixtral-8x7b", "--cluster", "8x8xH100", "--seq", "4096", "--batch", "64", "--top", "1"]
     assert main(mixed) == 0
-    assert "not runnable by `train` yet: mixture-of-experts" in capsys.readouterr().out
+    assert "None of these run here yet: mixture-of-experts feed-forward" in capsys.readouterr().out.splitlines()[1]
+
+
+def test_where_nothing_that_runs_fits_the_rest_is_ranked_and_the_reason_said(capsys):
+    """Without tensor parallelism, only context parallelism splits one long sequence."""
+    assert main(LONG) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "None of these run here yet: context parallelism; without it nothing fits (the leanest layout, " in told
+    assert main([*LONG, "--json"]) == 0
+    assert all(Layout.parse(row["layout"]).cp > 1 for row in json.loads(capsys.readouterr().out)["ranked"])
+
+
+def test_the_best_with_what_does_not_run_here_stands_below(capsys):
+    asked = ["plan", "llama-3-8b", "--cluster", "8xH100", "--seq", "8192", "--batch", "16", "--top", "3"]
+    assert main([*asked, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["engine"] == "shardwise" and found["none_runs_here"] is None
+    assert [row["not_runnable"] for row in found["ranked"]] == [None] * 3
+    beyond = found["beyond"]
+    assert beyond["needs"] == "context parallelism" and beyond["seconds"] < found["ranked"][0]["seconds"]
+    assert main(asked) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert f"best if context parallelism ran here: {beyond['layout']}, " in told
+    # It is the best of all that is searched.
+    assert main([*asked, "--fix", f"cp={Layout.parse(beyond['layout']).cp}", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ranked"][0]["seconds"] == pytest.approx(beyond["seconds"])
 
 
 @pytest.mark.parametrize("find", ["sequence", "batch"])
@@ -125,10 +151,13 @@ def test_what_train_refuses_of_what_is_found_is_said(find, capsys):
     assert all(size["not_runnable"] is None for size in told.get("sizes", [told]))
 
 
+BRIDGE = ["--engine", "megatron-bridge"]
+
+
 def test_runnable_is_what_check_runnable_says(capsys):
     """Of layouts that differ in this alone, `train` takes just those of which nothing is said."""
     model = get("llama-3-8b")
-    assert main([*SMALL, "--by", "pareto", "--json"]) == 0
+    assert main([*SMALL, *BRIDGE, "--by", "pareto", "--json"]) == 0
     ranked = json.loads(capsys.readouterr().out)["ranked"]
     assert {row["not_runnable"] is None for row in ranked} == {True, False}
     for row in ranked:
@@ -140,16 +169,88 @@ def test_runnable_is_what_check_runnable_says(capsys):
             assert row["not_runnable"] is None
 
 
-def test_others_that_train_refuses_are_counted(capsys):
-    asked = ["plan", "gpt2", "--cluster", "2xH100", "--seq", "512", "--batch", "8"]
+def test_what_train_rejects_of_another_engines_layouts_is_counted(capsys):
+    asked = ["plan", "gpt2", "--cluster", "2xH100", "--seq", "512", "--batch", "8", *BRIDGE]
     assert main([*asked, "--json"]) == 0
-    winner, *others = (row["not_runnable"] for row in json.loads(capsys.readouterr().out)["ranked"])
-    assert winner is None
-    refused = sum(each is not None for each in others)
+    refused = sum(row["not_runnable"] is not None for row in json.loads(capsys.readouterr().out)["ranked"])
     assert refused
     assert main(asked) == 0
-    words = f"{refused} of the others shown: not runnable by `train` yet: context parallelism"
+    words = f"{refused} of the 10 shown: not runnable by `train` yet: context parallelism"
     assert words in capsys.readouterr().out
+    assert main([*asked, "--fix", "cp=1"]) == 0
+    assert "`train` here runs every layout shown" in capsys.readouterr().out
+
+
+def test_how_llama_405b_was_cut_is_planned(capsys):
+    """126 layers on 16 ranks with 8 chunks each: the embedding and the head are stages of their own."""
+    asked = ["plan", "llama-3-405b", "--cluster", "2048x8xH100", "--seq", "8192", "--batch", "2048", "--top", "1"]
+    cut = "tp=8,pp=16,virtual=8,schedule=interleaved,dp=128,cp=1,micro=1,recompute=full,sp,zero=1,shard=128"
+    assert main([*asked, "--fix", cut, "--json"]) == 0
+    first = json.loads(capsys.readouterr().out)["ranked"][0]
+    layout = Layout.parse(first["layout"])
+    explicit = replace(layout, stages=(0, *(1,) * 126, 0))
+    reports = [estimate("llama-3-405b", one, Workload(8192, 2048), "2048x8xH100") for one in (layout, explicit)]
+    assert reports[0].roles == reports[1].roles
+    peak = max(role.peak_bytes for role in reports[0].roles)
+    assert first["bytes"]["total"] == pytest.approx(peak, rel=0.01)
+    assert reports[0].time == pytest.approx(first["seconds"]) and first["not_runnable"] is None
+
+
+@pytest.mark.parametrize(
+    ("software", "fix", "words"),
+    [
+        ("megatron-bridge", "schedule=zb-h1", "it has no schedule=zb-h1; choose one of 1f1b, interleaved"),
+        ("megatron-deepspeed-bf16", "sp", "it has no sequence parallelism; leave sp out"),
+        ("megatron-lm-2022", "cp=2", "it has no context parallelism; leave cp out"),
+        ("llm-foundry", "pp=2", "it has no pipelines; leave pp out"),
+        ("megatron-lm-2022", "zero=3", "it has no zero=3; choose one of 0, 1"),
+    ],
+)
+def test_features_that_an_engine_lacks_are_not_planned(software, fix, words, capsys):
+    assert main([*SMALL, "--engine", software, "--fix", fix]) == 2
+    assert f"{software} cannot run {fix}: {words}" in capsys.readouterr().err
+
+
+def test_an_engine_without_experts_is_named(capsys):
+    assert main(["plan", "mixtral-8x7b", *SMALL[2:], "--engine", "llm-foundry"]) == 2
+    assert "llm-foundry does not run models with experts, such as mixtral-8x7b" in capsys.readouterr().err
+
+
+def test_estimate_and_plan_use_one_capacity(capsys):
+    on = ["--cluster", "8x8xH100", "--seq", "8192", "--batch", "1024"]
+    cut = "dp=2,tp=4,pp=8,zero=1,sp,recompute=selective"
+    assert main(["plan", "llama-3-70b", *on, "--fix", f"{cut},micro=1,schedule=1f1b"]) == 2
+    assert "needs 84.2 GB per device, but 83.0 GB are usable (85.0 GB less 2.00 GB reserved)" in capsys.readouterr().err
+    assert main(["estimate", "llama-3-70b", *on, "--layout", cut]) == 0
+    out = capsys.readouterr().out
+    assert "✗ does not fit" in out and "of 83.0 GB" in out and "usable: 83.0 GB of a device's 85.0 GB" in out
+
+
+def test_what_one_device_lacks_is_more_devices_of_its_node_or_a_smaller_batch(capsys):
+    asked = ["--seq", "8192", "--batch", "128"]
+    assert main(["plan", "llama-3-8b", "--cluster", "1xA100", *asked]) == 2
+    told = capsys.readouterr().err
+    assert "take 2xA100-80GB-SXM" in told and "2x1x" not in told
+    assert main(["plan", "llama-3-8b", "--cluster", "1xH200", *asked]) == 2
+    assert "cut the batch to 4 sequences" in capsys.readouterr().err
+    assert main(["plan", "llama-3-8b", "--cluster", "1xH200", "--seq", "8192", "--batch", "4"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        ("dp=8,zero=1,offload=cpu", "offload=cpu does not run here yet"),
+        ("dp=8,zero=3,offload=cpu", "the fp32 shards of the weights, which DeepSpeed moves, are still on it"),
+        ("dp=8,zero=3,hpz=4", "hpz=4 does not run here yet and changes no number"),
+    ],
+)
+def test_numbers_of_what_does_not_run_yet_say_so_beside_them(layout, words, capsys):
+    asked = ["estimate", "llama-3-8b", "--cluster", "8xH100", "--seq", "8192", "--batch", "128", "--layout", layout]
+    assert main(asked) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert out.index("memory per rank") < out.index(words) < out.index("ledger of one step")
+    assert main([*asked, "--json"]) == 0
+    assert any(words in note for note in json.loads(capsys.readouterr().out)["notes"])
 
 
 @pytest.mark.parametrize("layout", ["tp=2,dp=32,sp,zero=3", "dp=8,pp=4,cp=2,zero=1,schedule=zb-h1,ep=8,recompute=full"])
@@ -223,7 +324,15 @@ def test_the_other_way_round(capsys):
         main(["plan", "llama-3-8b", "--cluster", "2x8xH100", "--seq", "4096", "--batch", "32", "--find", "scaling"])
         == 0
     )
-    assert "efficiency" in capsys.readouterr().out
+    assert "if memory were no limit" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_longest_sequence_needs_no_sequence(capsys):
+    asked = ["plan", "llama-3-8b", "--cluster", "8xH100", "--batch", "8", "--find", "sequence", "--json"]
+    assert main(asked) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert main([*asked, "--seq", "4096"]) == 0
+    assert json.loads(capsys.readouterr().out) == found
 
 
 @pytest.mark.parametrize(

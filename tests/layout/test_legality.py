@@ -34,7 +34,7 @@ def test_valid_tp_divides_heads_and_suits_key_value_heads() -> None:
     ("model", "layout", "workload", "message"),
     [
         (LLAMA, "tp=3", None, "valid tp: 1, 2, 4, 8"),
-        (LLAMA, "pp=8", None, "8 stages for 4 layers; at most 4"),
+        (LLAMA, "pp=8", None, "8 stages for 4 layers; give at most 4, or 6"),
         (LLAMA, "pp=2,stages=3/2", None, "adds up to 5 layers"),
         (LLAMA, "dp=2,ep=2", None, "a model without experts"),
         (EXPERTS, "dp=3,ep=3", None, "ep=3 does not divide its 8 experts; valid ep: 1"),

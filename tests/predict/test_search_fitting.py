@@ -13,21 +13,25 @@ from shardwise.predict.memory import predict_bytes
 from shardwise.predict.search import Space, price_one
 from shardwise.predict.search.fitting import CLASSES, Memory
 from shardwise.predict.search.pricing import frame_of
+from shardwise.predict.search.runnable import widened
 from shardwise.predict.time import Pricing, engine
 
 CASES = {
     "llama-3-8b": ("2x8xH100", 4096, 64), "llama-3.2-1b": ("8xH100", 2048, 32), "gpt2-large": ("8xA100", 1024, 32),
     "megatron-22b": ("2x8xA100", 2048, 32), "qwen3-4b": ("8xH100", 4096, 16),
 }  # fmt: skip
+WIDE = widened(engine("megatron-bridge"))
+"""All schedules and stages."""
+
 ACTIONS = 3000
 """Longer lists of a rank's actions take long to follow one by one."""
 
 
-def sample(name: str, schedules: tuple[str, ...], piped: bool, count: int) -> list[Layout]:
+def sample(name: str, schedules: tuple[str, ...], piped: bool, count: int, bare: bool = False) -> list[Layout]:
     cluster, seq, batch = CASES[name]
-    space = Space(get(name), Cluster.parse(cluster), Workload(seq, batch), engine("megatron-bridge"))
+    space = Space(get(name), Cluster.parse(cluster), Workload(seq, batch), WIDE)
     chosen, draw = [], random.Random(name)
-    frames = [frame for frame in space.frames if (frame.pp > 1) == piped]
+    frames = [frame for frame in space.frames if (frame.pp > 1, frame.bare) == (piped, bare)]
     while len(chosen) < count:
         frame = draw.choice(frames)
         r, o = draw.randrange(len(frame.rows)), draw.randrange(len(frame.orders))
@@ -73,6 +77,15 @@ def test_pipelines_are_within_their_bounds(name, schedules, bound, mean):
     assert sum(off) / len(off) <= mean
 
 
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "gpt2-large"])
+def test_pipelines_whose_ends_have_no_layers_are_within_their_bounds(name):
+    off = []
+    for layout in sample(name, ("interleaved",), True, 8, bare=True):
+        held, exact = both(name, layout)
+        off.append(abs(float(np.ravel(held.total)[0]) / exact.total - 1))
+    assert max(off) <= 0.05 and sum(off) / len(off) <= 0.02
+
+
 @pytest.mark.parametrize(
     ("name", "text", "seq", "batch"),
     [
@@ -98,7 +111,7 @@ def test_the_fullest_rank_is_named(text, place):
 
 
 def test_a_frame_has_what_each_of_its_candidates_has_alone():
-    space = Space(get("llama-3-8b"), Cluster.parse("2x8xH100"), Workload(4096, 64), engine("megatron-bridge"))
+    space = Space(get("llama-3-8b"), Cluster.parse("2x8xH100"), Workload(4096, 64), WIDE)
     memory, draw = Memory(space.model, space.workload, space.attention), random.Random(3)
     for frame in draw.sample(space.frames, 6):
         together = np.broadcast_to(memory.of(frame).total, frame.shape)
@@ -114,7 +127,7 @@ def test_a_frame_has_what_each_of_its_candidates_has_alone():
 @pytest.mark.parametrize("name", ["llama-3-8b", "gpt2"])
 def test_rows_that_share_their_bytes_have_them_alone_too(name):
     """Rows of one number of tokens are computed once, with fused attention."""
-    space = Space(get(name), Cluster.parse("2x8xH100"), Workload(1024, 64), engine("megatron-bridge"))
+    space = Space(get(name), Cluster.parse("2x8xH100"), Workload(1024, 64), WIDE)
     draw = random.Random(7)
     for frame in draw.sample(space.frames, 4):
         total = Memory(space.model, space.workload, space.attention).total(frame)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import isfinite
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -12,15 +13,18 @@ from harness.strategies import any_layouts
 from harness.today import EVERYTHING
 from shardwise.cluster import Cluster, Link
 from shardwise.errors import UserError
-from shardwise.layout import Layout, Workload, check
-from shardwise.layout.legality import valid_tp
+from shardwise.layout import Layout, Workload, check, check_runnable
+from shardwise.layout.legality import unsupported, valid_tp
 from shardwise.model import ModelConfig
+from shardwise.model.catalog import get
 from shardwise.model.config import Experts, LatentAttention
-from shardwise.predict.search import Space, price_one, search
+from shardwise.predict.search import Space, plan, price_one, search
 from shardwise.predict.search.fitting import Memory
 from shardwise.predict.search.pricing import frame_of
+from shardwise.predict.search.runnable import OWN
 from shardwise.predict.search.shortfall import usable_bytes
 from shardwise.predict.time import Pricing, engine
+from shardwise.predict.time.features import FEATURES
 
 EXAMPLES = 10_000 if EVERYTHING else 80
 TRAINING = ("megatron-bridge", "megatron-lm-2022", "llm-foundry")
@@ -183,3 +187,54 @@ def test_more_sequences_need_no_less_memory(case):
     assert needed(layout, 2 * workload.batch) >= needed(layout, workload.batch)
     larger = replace(layout, micro=2 * layout.micro)
     assert needed(larger, 2 * workload.batch) >= needed(layout, workload.batch)
+
+
+PLANS = (
+    ("llama-3-8b", "8xH100", 8192, 32), ("llama-3-70b", "4x8xH200", 4096, 64), ("gpt2", "4xL4", 1024, 16),
+    ("llama-3-405b", "64x8xH200", 8192, 256), ("mixtral-8x7b", "2x8xH100", 4096, 64), ("qwen3-4b", "3xH100", 2048, 6),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "cluster", "seq", "batch"), PLANS)
+def test_every_layout_of_a_plan_runs_on_its_engine(name, cluster, seq, batch):
+    """The default plan's under `train`, which says no to what it lacks; another engine's have that one's features."""
+    model, workload = get(name), Workload(seq, batch)
+    here = plan(name, cluster, workload, top=50, explain=False)
+    assert here.engine == "shardwise" and bool(here.none_runs) == bool(model.experts)
+    for one in () if here.none_runs else here.ranked:
+        check_runnable(one.layout, model, workload)
+    for software in sorted(FEATURES.keys() - set(OWN)):
+        try:
+            found = plan(name, cluster, workload, engine=software, top=50, explain=False)
+        except UserError as error:
+            reasons = ("does not fit", "no layout splits", "does not run models with experts")
+            assert any(reason in str(error) for reason in reasons)
+            continue
+        for one in found.ranked:
+            assert not FEATURES[software].missing(one.layout, model.layers), (software, one.layout)
+
+
+def test_engines_lack_what_their_sources_say():
+    """Zero-bubble schedules are in none of them; sequence and context parallelism came to Megatron later."""
+    zb, sp, cp, ep, three = "pp=2,schedule=zb-h1", "tp=2,sp", "cp=2", "ep=2,dp=2", "dp=2,zero=3"
+    interleaved = "pp=2,schedule=interleaved,virtual=2"
+    words = (zb, sp, cp, ep, interleaved, three)
+    lacking = {
+        name: [text for text in words if FEATURES[name].missing(Layout.parse(text), 8)] for name in sorted(FEATURES)
+    }
+    assert lacking["megatron-bridge"] == [zb]
+    assert lacking["megatron-lm-2022"] == [zb, cp, ep, three]
+    assert lacking["megatron-deepspeed-bf16"] == [zb, sp, cp, ep, interleaved, three]
+    assert lacking["llm-foundry"] == [zb, sp, cp, ep, interleaved]
+    assert lacking["shardwise"] == lacking["shardwise-cpu"] == [cp, ep]
+
+
+@settings(QUIET, max_examples=60)
+@given(any_layouts())
+def test_the_runtimes_features_are_what_it_checks(layout):
+    fixed = {"cpkind": "ring", "etp": 1, "hpz": 0, "stages": (), "offload": "none", "schedule": "1f1b", "virtual": 1}
+    try:
+        layout = replace(layout, **fixed, recompute="none")
+    except UserError:
+        return
+    assert bool(FEATURES["shardwise"].missing(layout, layout.pp)) == bool(unsupported(layout))

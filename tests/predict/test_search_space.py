@@ -59,12 +59,18 @@ def test_candidates_are_legal_layouts(name, text, seq, batch, data):
 
 
 @pytest.mark.parametrize(
-    ("model", "cluster", "seq", "batch"),
-    [(get("tiny-llama"), "8xH100", 512, 8), (get("gpt2"), "6xH100", 384, 12), (SPARSE, "12xH100", 384, 6)],
+    ("model", "cluster", "seq", "batch", "software"),
+    [
+        (get("tiny-llama"), "8xH100", 512, 8, "shardwise"),
+        (get("gpt2"), "6xH100", 384, 12, "megatron-lm-2022"),
+        (get("gpt2"), "6xH100", 384, 6, "megatron-deepspeed-bf16"),
+        (get("tiny-llama"), "8xH100", 512, 8, "llm-foundry"),
+        (SPARSE, "12xH100", 384, 6, "megatron-bridge"),
+    ],
 )
-def test_nothing_is_there_twice_and_nothing_is_missing(model, cluster, seq, batch):
-    """Against all values of all keys, those that `check` refuses left out."""
-    found = Space(model, Cluster.parse(cluster), Workload(seq, batch), BRIDGE)
+def test_nothing_is_there_twice_and_nothing_is_missing(model, cluster, seq, batch, software):
+    """Against all values of all keys, without what `check` rejects or the engine's software lacks."""
+    found = Space(model, Cluster.parse(cluster), Workload(seq, batch), engine(software))
     texts = [str(layout) for frame in found.frames for layout in layouts(frame)]
     assert len(texts) == len(set(texts)) == found.size
     devices = found.cluster.devices
@@ -77,12 +83,14 @@ def test_nothing_is_there_twice_and_nothing_is_missing(model, cluster, seq, batc
 
 
 def every_layout(model, found: Space, tp, pp, cp, dp):
-    chunks = [v for v in range(1, model.layers + 1) if v == 1 or (pp > 1 and model.layers % (pp * v) == 0)]
+    # As many layers in each, or one in all but the first and the last.
+    whole = set(divisors(model.layers)) | (set() if model.experts else {model.layers + 2})
+    chunks = [v for v in range(1, model.layers + 3) if v == 1 or (pp > 1 and pp * v in whole)]
     stages = [(0, 0)] + [(z, s) for z in (1, 2, 3) for s in range(2, dp * cp + 1)]
     shapes = product((False, True), ("none", "selective", "full"), range(1, found.workload.batch + 1), stages)
     experts = range(1, model.experts.count + 1) if model.experts else (1,)
     for (sp, recompute, micro, (zero, shard)), schedule, virtual, ep in product(shapes, SCHEDULES, chunks, experts):
-        if (pp == 1 and schedule != "1f1b") or (model.experts and tp > 1 and not sp):
+        if (pp == 1 and schedule != "1f1b") or (model.experts and tp > 1 and not sp) or pp > model.layers:
             continue
         # A shard group has the same experts several times, or a part of them.
         if zero and (shard * tp) % ep and ep % (shard * tp):
@@ -95,7 +103,8 @@ def every_layout(model, found: Space, tp, pp, cp, dp):
             check(layout, model, found.workload, found.cluster.devices)
         except UserError:
             continue
-        if in_closed_form(schedule, virtual, pp, found.workload.micro_batches(layout)):
+        closed = in_closed_form(schedule, virtual, pp, found.workload.micro_batches(layout))
+        if closed and not found.features.missing(layout, model.layers):
             yield str(layout)
 
 

@@ -59,16 +59,20 @@ def _step(args: argparse.Namespace) -> int:
 
     from shardwise.cli.timed import timing_lines
     from shardwise.model.parameters import count
+    from shardwise.predict.capacity import capacity_of, explained
+    from shardwise.predict.estimate import unmodelled
     from shardwise.report.tables import ledger_table, memory_table
     from shardwise.report.units import format_count
 
+    left_out = [] if args.dry_run else unmodelled(model, layout)
     show(
         f"{model.name}: {format_count(count(model))} parameters, layout {layout} on {cluster}, "
         f"{args.batch} sequences of {args.seq} tokens a step\n",
-        memory_table(report, capacity=cluster.memory_per_device),
+        memory_table(report, capacity=capacity_of(cluster)),
+        *(f"{line}\n" for line in (explained(cluster), *left_out) if line),
         ledger_table(report),
         *([] if args.dry_run else timing_lines(report, cluster, args.batch * args.seq)),
-        *report.notes,
+        *(note for note in report.notes if note not in left_out),
     )
     return 0
 

@@ -40,14 +40,14 @@ class Training:
         if self.report is None:
             return [f"What it will do with {self.model.name} is not priced: {self.why}"]
         from shardwise.cli.timed import timing_lines
+        from shardwise.predict.capacity import capacity_of
         from shardwise.report.tables import memory_table
 
-        capacity = cluster.memory_per_device if cluster else None
         moved = [f"  {line}" for line in _moved(self.report)]
         tokens = self.report.workload["seq"] * self.report.workload["batch"]
         return [
             f"What a step of {self.model.name} takes:",
-            memory_table(self.report, capacity=capacity),
+            memory_table(self.report, capacity=capacity_of(cluster)),
             *([f"Collectives of rank {self.report.roles[0].ranks[0]} in a step:", *moved] if moved else []),
             *timing_lines(self.report, cluster, tokens),
             *(f"  {note}" for note in self.report.notes),

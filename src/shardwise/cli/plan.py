@@ -40,8 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top", type=int, default=TOP, metavar="N", help=f"how many layouts are shown ({TOP})")
     parser.add_argument("--by", choices=BY, default="throughput", help="what the best is: throughput unless given")
     parser.add_argument("--fix", metavar="KEY=VALUE,...", help="what the layout must have: tp=8,zero=1")
-    parser.add_argument("--engine", metavar="PROFILE", help="the software (megatron-bridge; tensorrt-llm with --serve; "
-                        "on CPUs shardwise-cpu)")  # fmt: skip
+    parser.add_argument("--engine", metavar="PROFILE", help="the software whose features and speed are assumed "
+                        "(this runtime; tensorrt-llm with --serve)")  # fmt: skip
     parser.add_argument("--reserve", metavar="SIZE", help="of a device's memory, what training cannot have (2GB)")
     parser.add_argument("--tokens", metavar="N", help="of a whole run, such as 15T: days, device-hours and money")
     parser.add_argument("--price", type=float, metavar="X", help="of one device for an hour")
@@ -69,6 +69,8 @@ def run(args: argparse.Namespace) -> int:
         from shardwise.cli.planned_serving import run as serve
 
         return serve(args)
+    if args.find == "sequence" and args.seq is None:
+        args.seq = 1
     if args.seq < 1 or args.batch < 1:
         raise UserError("--seq and --batch must be positive integers")
     if (args.mtbf is None) != (args.save is None):
@@ -103,7 +105,7 @@ def _check_kind(args: argparse.Namespace) -> None:
     if strange:
         kind = "training: leave it out with --serve" if args.serve else "serving: add --serve"
         raise UserError(f"--{strange[0].replace('_', '-')} belongs to {kind}")
-    needed = SERVING if args.serve else ("seq", "batch")
+    needed = SERVING if args.serve else ("batch",) if args.find == "sequence" else ("seq", "batch")
     if missing := [f"--{name}" for name in needed if getattr(args, name) is None]:
         asked = args.find == "batch" and missing == ["--batch"]
         why = ": the step whose largest micro-batch is told, too" if asked else ""
@@ -150,11 +152,10 @@ def _fixed(args: argparse.Namespace) -> dict[str, Any]:
     return fixed_of(args.fix or "")
 
 
-def _reserved(args: argparse.Namespace) -> float:
+def _reserved(args: argparse.Namespace) -> float | None:
     from shardwise.cli.quantities import bytes_of
-    from shardwise.predict.search.fitting import RESERVED_BYTES
 
-    return bytes_of("--reserve", args.reserve) if args.reserve is not None else RESERVED_BYTES
+    return bytes_of("--reserve", args.reserve) if args.reserve is not None else None
 
 
 def _campaign(args: argparse.Namespace, found: Any) -> dict[str, Any]:
@@ -201,13 +202,10 @@ def _told(run: Any) -> dict[str, Any]:
 
 def _find(args: argparse.Namespace, model: Any, cluster: Any, workload: Any) -> int:
     from shardwise.cli.planned import answer_lines
-    from shardwise.predict.search.plan import ENGINE, training_engine
-    from shardwise.predict.search.shortfall import usable_bytes
-    from shardwise.predict.search.space import Space
-    from shardwise.predict.step_seconds import usual_engine
+    from shardwise.predict.capacity import usable_bytes
+    from shardwise.predict.search.plan import space_for
 
-    engine = args.engine or usual_engine(cluster, ENGINE)
-    space = Space(model, cluster, workload, training_engine(engine), _fixed(args))
+    space, _ = space_for(model, cluster, workload, args.engine, _fixed(args))
     try:
         answer = _answer(args, space, usable_bytes(cluster, _reserved(args)))
     finally:
@@ -238,8 +236,10 @@ def _answer(args: argparse.Namespace, space: Space, usable: float) -> dict[str, 
         return told | _refusal(space, found.layout, replace(space.workload, seq=seq))
     if args.find == "batch":
         return _batch(space, usable)
-    sizes = goals.scaling(space, usable, progress)
+    sizes, ideal, on = goals.scaling(space, usable, progress)
     return {
+        "ideal_tokens_per_second_per_device": ideal,
+        "ideal_on": str(on),
         "sizes": [
             {
                 "cluster": str(size.cluster),
@@ -250,7 +250,7 @@ def _answer(args: argparse.Namespace, space: Space, usable: float) -> dict[str, 
             }
             | (_refusal(space, size.best.layout) if size.best else {"not_runnable": None})
             for size in sizes
-        ]
+        ],
     }
 
 

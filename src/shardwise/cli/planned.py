@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.layout import Grid
 from shardwise.predict.search.alternatives import Alternative
 from shardwise.predict.search.plan import Plan
+from shardwise.predict.search.runnable import OWN
 from shardwise.report import time_parts
 from shardwise.report.step_report import Role, StepReport
 from shardwise.report.terminal import Column, FittedTable, new_table
@@ -31,13 +32,17 @@ def plan_tables(plan: Plan) -> Iterator[RenderableType]:
         f"{plan.model.name}: {format_count(count(plan.model))} parameters on {plan.cluster}, "
         f"{workload.batch} sequences of {workload.seq} tokens a step, engine {plan.engine}"
     )
+    if plan.none_runs:
+        yield f"None of these run here yet: {plan.none_runs}; --engine NAME plans for other software"
     yield (
-        f"{plan.considered:,} legal layouts, {plan.fitting:,} fit in {format_bytes(plan.usable)} a device; "
-        f"{_ORDERS[plan.by]}\n"
+        f"{plan.considered:,} layouts{_runs(plan)}, {plan.fitting:,} fit in {format_bytes(plan.usable)} "
+        f"per device; {_ORDERS[plan.by]}"
     )
+    yield f"{plan.capacity}\n" if plan.capacity else ""
     yield _ranked(plan)
     yield f"\nbest: {winner.layout}"
     yield from _refused(plan)
+    yield from _beyond(plan)
     yield from plan.warnings
     yield ""
     grid = Grid.of(winner.layout, plan.model)
@@ -86,13 +91,32 @@ def _ranked(plan: Plan) -> FittedTable:
     return table
 
 
+def _runs(plan: Plan) -> str:
+    """The software whose features the layouts need."""
+    return "" if plan.none_runs else f" that {plan.engine} can run"
+
+
 def _refused(plan: Plan) -> Iterator[str]:
-    """What the runtime here does not run of what is shown."""
-    if reason := plan.not_runnable(plan.winner):
-        yield reason
+    """The layouts of another engine that the runtime here does not run."""
+    if plan.none_runs or plan.engine in OWN:
         return
-    others = Counter(filter(None, map(plan.not_runnable, plan.ranked)))
-    yield from (f"{count} of the others shown: {reason}" for reason, count in others.items())
+    reasons = Counter(filter(None, map(plan.not_runnable, plan.ranked)))
+    if not reasons:
+        yield "`train` here runs every layout shown, but not with that software's kernels and overlaps"
+    best = ", the best included" if plan.not_runnable(plan.winner) else ""
+    for reason, count in reasons.items():
+        yield f"{count} of the {len(plan.ranked)} shown{best}: {reason}"
+
+
+def _beyond(plan: Plan) -> Iterator[str]:
+    """The best layout that the runtime here cannot run yet."""
+    if one := plan.beyond:
+        gain = plan.winner.seconds / one.seconds - 1
+        faster = f"{format_share(abs(gain))} {'faster' if gain > 0 else 'slower'}"
+        yield (
+            f"best if {plan.beyond_needs} ran here: {one.layout}, {format_time(one.seconds)} ({faster}), "
+            f"{format_bytes(one.held.total)} per device"
+        )
 
 
 def _time(plan: Plan) -> Table:
@@ -195,6 +219,10 @@ def answer_lines(find: str, answer: dict[str, Any]) -> Iterator[RenderableType]:
         yield from _refusal(answer)
     else:
         yield _curve(answer["sizes"])
+        yield (
+            f"\nefficiency: tokens/s per device, of the {format_count(answer['ideal_tokens_per_second_per_device'])} "
+            f"of the fastest layout on any of these clusters if memory were no limit ({answer['ideal_on']})"
+        )
         refused = Counter(size["not_runnable"] for size in answer["sizes"] if size["not_runnable"])
         yield from (f"{count} of these: {reason}" for reason, count in refused.items())
 

@@ -62,8 +62,6 @@ def check(layout: Layout, model: ModelConfig, workload: Workload | None = None, 
 
 def _check_pipeline(layout: Layout, model: ModelConfig, workload: Workload | None) -> None:
     chunks = layout.pp * layout.virtual
-    if not layout.stages and chunks > model.layers:
-        raise LayoutError(f"pp x virtual = {chunks} stages for {model.layers} layers; at most {model.layers}")
     if layout.stages and sum(layout.stages) != model.layers:
         raise LayoutError(f"stages={'/'.join(map(str, layout.stages))} adds up to {sum(layout.stages)} layers, "
                           f"but {model.name} has {model.layers}")  # fmt: skip

@@ -9,29 +9,35 @@ from shardwise.errors import UserError
 from shardwise.layout import Grid, Layout, UnitPlan, Workload, check, unit_plan
 from shardwise.layout.units import Backend, usual_backend
 from shardwise.model import ModelConfig
+from shardwise.model.parameters import count
+from shardwise.predict.arguments import as_cluster, as_layout, as_model, as_workload
 from shardwise.predict.ledger import predict_ledger
 from shardwise.predict.memory import predict_bytes
 from shardwise.predict.step_seconds import try_step_seconds
-from shardwise.report.step_report import Bytes, Role, StepReport
+from shardwise.report.step_report import DTYPE_BYTES, Bytes, Role, StepReport
+from shardwise.report.units import format_bytes
 
 
 def estimate(
-    model: ModelConfig,
-    layout: Layout,
+    model: ModelConfig | str,
+    layout: Layout | str,
     workload: Workload,
-    cluster: Cluster | None = None,
+    cluster: Cluster | str | None = None,
     backend: Backend | None = None,
     engine: str | None = None,
 ) -> StepReport:
     """Predict one steady training step: bytes by class and ledger of every rank role, and its time where the cluster's
     device has constants of time.
 
+    model, layout, cluster: objects, or their names and texts: "llama-3-8b", "tp=2,dp=4", "8xH100".
     cluster: where it would run; None means local processes on the CPU. backend: what carries the collectives; None
     means what the runtime would choose there (`usual_backend`). engine: the profile of the software that is timed
     (`predict.time.ENGINES`); None means this project's runtime. What a layout asks for that is not
     priced yet is said in the report's `notes`. Raises `LayoutError` when the layout does not suit the model, the
     workload or the number of devices, and `UserError` for a workload without sequences.
     """
+    model, layout, workload = as_model(model), as_layout(layout), as_workload(workload)
+    cluster = None if cluster is None else as_cluster(cluster)
     if not workload.batch:
         raise UserError("estimate needs a training workload: give a sequence length and a batch (--seq and --batch)")
     check(layout, model, workload, cluster.devices if cluster else None)
@@ -40,7 +46,12 @@ def estimate(
     backend = backend or usual_backend(cluster)
     roles = [_role(model, layout, workload, backend, place) for place in range(layout.pp)]
     timing, why = try_step_seconds(model, layout, workload, cluster, engine)
-    notes = [*_notes(model, layout, backend), *(timing.notes if timing else ()), *([why] if why else [])]
+    notes = [
+        *unmodelled(model, layout),
+        *_notes(model, layout, backend),
+        *(timing.notes if timing else ()),
+        *([why] if why else []),
+    ]
     return StepReport(
         source="predicted",
         model=model.to_json(),
@@ -84,6 +95,24 @@ def _on_device(plan: UnitPlan) -> Bytes:
     return held if plan.layout.offload == "none" else replace(held, optimizer=0)
 
 
+def unmodelled(model: ModelConfig, layout: Layout) -> list[str]:
+    """What the bytes of a layout leave out because the runtime cannot run it yet, a sentence each."""
+    notes = []
+    if layout.offload != "none":
+        kept = "" if layout.stage < 3 else "; the fp32 shards of the weights, which DeepSpeed moves, are still on it"
+        notes.append(
+            f"offload={layout.offload} does not run here yet: optimizer state (fp32 master weights, moments) is not on "
+            f"the device{kept}; gradients and weights in transit, their buffers and their time are not counted"
+        )
+    if layout.hpz:
+        copy = count(model) / layout.tp / layout.pp * DTYPE_BYTES[layout.dtype] / layout.hpz
+        notes.append(
+            f"hpz={layout.hpz} does not run here yet and changes no number: neither the second copy of the parameters, "
+            f"about {format_bytes(copy)} per device, nor the traffic between nodes that it saves"
+        )
+    return notes
+
+
 def _notes(model: ModelConfig, layout: Layout, backend: Backend) -> list[str]:
     """What the figures assume or leave out, a sentence each."""
     notes = []
@@ -91,12 +120,6 @@ def _notes(model: ModelConfig, layout: Layout, backend: Backend) -> list[str]:
         notes.append("saved activations are those of the eager CPU path; CUDA kernels may save a little differently")
     if layout.cp > 1:
         notes.append(f"context parallel: the exchange of keys and values ({layout.cpkind}) is not in the ledger")
-    if layout.offload != "none":
-        notes.append(
-            f"offload={layout.offload}: optimizer state is left out of the device; its traffic is not in the ledger"
-        )
-    if layout.hpz:
-        notes.append(f"hpz={layout.hpz}: the secondary copy of the parameters is not counted")
     if layout.compile != "off":
         notes.append(
             "compile=block: saved activations and the rest of the peak are those of eager blocks; the compiler chooses "

@@ -1,4 +1,6 @@
-"""Numbers as people read them: bytes, counts, times, shares, spans of ranks. Imports nothing."""
+"""Numbers as people read them: bytes, counts, times, shares, spans of ranks."""
+
+import math
 
 _DECIMAL = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
@@ -8,6 +10,17 @@ _COUNT = ("", "k", "M", "B", "T", "P")
 def format_bytes(n: float, binary: bool = False) -> str:
     """Bytes with three significant digits: GB = 1e9 bytes, or GiB = 2**30 bytes when `binary`."""
     return _scaled(n, _BINARY if binary else _DECIMAL, 1024 if binary else 1000, " ")
+
+
+def format_apart(n: float, other: float) -> tuple[str, str]:
+    """Two different numbers of bytes with as many digits as tell them apart, at least three."""
+    texts = format_bytes(n), format_bytes(other)
+    size = next(size for size in (1e18, 1e15, 1e12, 1e9, 1e6, 1e3, 1.0) if max(n, other) >= size or size == 1.0)
+    unit, digits = _DECIMAL[round(math.log10(size) / 3)], 1
+    while texts[0] == texts[1] and n != other and digits < 9:
+        texts = f"{n / size:.{digits}f} {unit}", f"{other / size:.{digits}f} {unit}"
+        digits += 1
+    return texts
 
 
 def format_count(n: float) -> str:

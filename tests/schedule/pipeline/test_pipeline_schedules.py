@@ -192,6 +192,12 @@ def test_even_stages_put_more_first():
     assert str(Stages.even(82, 4)) == "21/21/20/20"
 
 
+def test_two_stages_more_than_layers_leave_the_ends_to_the_embedding_and_the_head():
+    stages = Stages.even(126, 128)
+    assert stages.layers == (0, *(1,) * 126, 0)
+    assert stages.parts(0) == ["embedding"] and stages.parts(1) == ["blocks.0"] and stages.parts(127) == ["head"]
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -207,7 +213,7 @@ def test_stages_that_do_not_fit(text, words):
 
 
 def test_more_stages_than_layers():
-    with pytest.raises(UserError, match="give at most 3 stages"):
+    with pytest.raises(UserError, match="give at most 3, or 5: the embedding and the head alone"):
         Stages.even(3, 4)
 
 

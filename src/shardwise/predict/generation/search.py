@@ -34,6 +34,7 @@ from shardwise.layout.legality import valid_tp
 from shardwise.layout.placement import Placed
 from shardwise.model import ModelConfig
 from shardwise.predict.answer import Answer
+from shardwise.predict.arguments import as_cluster, as_model
 from shardwise.predict.generation.comparison import CHUNK, ENGINE, crossover, serving_engine
 from shardwise.predict.generation.fit import (
     PAGE,
@@ -142,8 +143,8 @@ class ServingPlan(Answer[Deployment]):
 
 
 def plan_serving(
-    model: ModelConfig,
-    cluster: Cluster,
+    model: ModelConfig | str,
+    cluster: Cluster | str,
     workload: Workload,
     *,
     engine: str | None = None,
@@ -153,11 +154,12 @@ def plan_serving(
     """The best `top` deployments for `workload.concurrency` clients of `prompt` and `output` tokens: every legal degree
     of tp, pp and replicas, each type of weights that the device computes with, 1, 2, 4, ... sequences at a time.
 
-    engine: a profile of `predict.time.ENGINES`; None for the usual one of such devices. by: "throughput", "cost"
-    (tokens/s of a device) or "pareto" (the curve of tokens/s against time per token).
+    model, cluster: objects, or their names. engine: a profile of `predict.time.ENGINES`; None for the usual one. by:
+    "throughput", "cost" (tokens/s of a device) or "pareto" (the curve of tokens/s against time per token).
     Raises `UserError` where nothing fits, with what is missing; for devices without constants or memory, for workloads
     without requests or longer than the model's positions, and for models that do not run.
     """
+    model, cluster = as_model(model), as_cluster(cluster)
     _check(model, cluster, workload, top)
     engine = engine or usual_engine(cluster, ENGINE)
     room = room_on(cluster)

@@ -32,10 +32,6 @@ from shardwise.report.step_report import Bytes
 Num = Any
 """A number, or an array of numbers: rows x shardings x orders of a frame."""
 
-RESERVED_BYTES = 2e9
-"""Of a device's memory, what the driver's context and loaded kernels take: 0.5 to 2 GB, stas00/ml-engineering,
-training/performance/README.md. Fragmentation is not in it."""
-
 CLASSES = ("parameters", "gradients", "optimizer", "saved", "comm")
 
 

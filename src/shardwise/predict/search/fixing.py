@@ -47,6 +47,11 @@ def check_fixed(fixed: Mapping[str, Any]) -> None:
             raise UserError(f"{key} must be {allowed}, not {value!r}")
 
 
+def words_of(fixed: Mapping[str, Any]) -> str:
+    """The keys and values as text."""
+    return ",".join(key if value is True else f"{key}={value}" for key, value in fixed.items())
+
+
 def text_of(layout: Layout) -> str:
     """What fixes a layout, as far as it is searched, as `fixed_of` reads it."""
     degrees = {key: getattr(layout, key) for key in ("dp", "tp", "pp", "cp") if getattr(layout, key) > 1}

@@ -16,7 +16,7 @@ from shardwise.model import ModelConfig
 from shardwise.model.catalog import catalog
 from shardwise.model.parameters import count
 from shardwise.predict.search.pricing import Priced
-from shardwise.predict.search.ranking import search
+from shardwise.predict.search.ranking import Block, search
 from shardwise.predict.search.shortfall import Least, least, why_no_layout
 from shardwise.predict.search.space import MOST_DEVICES, Frame, Space, why_not_fixed, why_not_planned
 from shardwise.predict.time.pricing import Pricing
@@ -75,25 +75,55 @@ def run_of(
 
 
 class Size(NamedTuple):
-    """A cluster of a scaling curve. efficiency: tokens/s of a device over those on the smallest that something fits."""
+    """A cluster of a scaling curve."""
 
     cluster: Cluster
     best: Priced | None
+    """The fastest layout that fits; None where nothing does."""
     tokens_per_second: float
+    """Of all devices together."""
     efficiency: float
+    """Tokens per second and device, over the ideal's; 0 where nothing fits."""
 
 
-def scaling(space: Space, usable: float, progress: Progress = lambda line: None) -> list[Size]:
+class Scaling(NamedTuple):
+    """The best layouts on clusters of several sizes."""
+
+    sizes: tuple[Size, ...]
+    ideal: float
+    """Tokens per second and device of the fastest layout on any of the clusters if memory were no limit."""
+    cluster: Cluster
+    """The cluster of that layout."""
+
+
+class _Fastest:
+    """A keeper: the seconds of the fastest candidate, whether it fits or not."""
+
+    seconds = float("inf")
+
+    def offer(self, block: Block) -> None:
+        self.seconds = min(self.seconds, float(block.unlimited.min()))
+
+
+def scaling(space: Space, usable: float, progress: Progress = lambda line: None) -> Scaling:
     """The best layout on 1, 2, 4, ... and all nodes, each with the same batch."""
-    found: list[Size] = []
-    base = 0.0
+    tokens = space.workload.batch * space.workload.seq
+    fastest: list[tuple[Cluster, Priced | None]] = []
+    ideal, on = 0.0, space.cluster
     for part in _sizes(space, space.cluster.nodes):
         progress(_searched(part))
-        best = _fastest(part, usable)
-        rate = space.workload.batch * space.workload.seq / best.seconds if best else 0.0
-        base = base or rate / part.cluster.devices
-        found.append(Size(part.cluster, best, rate, rate / part.cluster.devices / base if base else 0.0))
-    return found
+        limit = _Fastest()
+        found = search(part, Pricing(part.cluster), top=1, usable=usable, keepers=[limit], unlimited=True)
+        fastest.append((part.cluster, found.best[0] if found.best else None))
+        if (rate := tokens / limit.seconds / part.cluster.devices) > ideal:
+            ideal, on = rate, part.cluster
+    sizes = (
+        Size(cluster, best, tokens / best.seconds, tokens / best.seconds / cluster.devices / ideal)
+        if best
+        else Size(cluster, None, 0.0, 0.0)
+        for cluster, best in fastest
+    )
+    return Scaling(tuple(sizes), ideal, on)
 
 
 def cheapest_cluster(
@@ -171,7 +201,7 @@ def longest_sequence(space: Space, usable: float) -> tuple[int, Least]:
     seq = next(filter(fits, dict.fromkeys((shortest * odd, shortest))), 0)
     if not seq:
         seq = shortest if learned or of(shortest).frames else shortest * odd
-        raise _none(space, f"{space.model.name} does not fit {space.cluster} even with sequences of {seq} tokens")
+        raise _none(of(seq), f"{space.model.name} does not fit {space.cluster} even with sequences of {seq} tokens")
     while fits(2 * seq) and seq < 1 << 24:
         seq *= 2
     step = seq // 8

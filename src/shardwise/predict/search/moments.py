@@ -80,8 +80,7 @@ class Rank(ABC):
         mixed: Mixed | None = None,
     ) -> None:
         self.frame, self.place, self.saved = frame, place, saved
-        # As even as can be, the first with one more.
-        self.layers = model.layers // frame.pp + (self.place < model.layers % frame.pp)
+        self.layers = frame.layers(place, model.layers)
         self.stage = np.array([s.stage for s in frame.shardings])[:, None]
         # An array in the place of a number: a unit's sizes then are arrays.
         ranks: Any = np.array([s.ranks for s in frame.shardings])[:, None]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
@@ -13,23 +13,23 @@ from shardwise.layout import Workload
 from shardwise.model import ModelConfig
 from shardwise.model.flops import training_flops_per_sequence
 from shardwise.predict.answer import Answer
+from shardwise.predict.arguments import as_cluster, as_model, as_workload
+from shardwise.predict.capacity import explained, usable_bytes
 from shardwise.predict.search import shortfall
 from shardwise.predict.search.alternatives import Alternative, ByChoice, against
-from shardwise.predict.search.fitting import RESERVED_BYTES
 from shardwise.predict.search.pricing import Priced, price_all, price_one
 from shardwise.predict.search.ranking import Found, search
-from shardwise.predict.search.runnable import why_not_trained
+from shardwise.predict.search.runnable import OWN, needs, why_none_runs, why_not_trained, widened
 from shardwise.predict.search.space import Space
 from shardwise.predict.slow_links import tensor_warnings
-from shardwise.predict.step_seconds import usual_engine
+from shardwise.predict.step_seconds import own_engine
+from shardwise.predict.time.features import Features
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import ENGINES, Engine
 from shardwise.predict.time.profiles import engine as engine_of
+from shardwise.report.units import format_bytes
 
 By = Literal["throughput", "memory", "cost", "pareto"]
-ENGINE = "megatron-bridge"
-"""The profile that is planned for where none is named, but on CPUs: today's Megatron-Core."""
-
 
 EXPERTS = (
     "experts: published steps of such models are predicted 27% off on average, from -69% to +71% (26 rows of "
@@ -47,22 +47,33 @@ MFU = "MFU counts causal attention once: a token attends to itself and those bef
 class Plan(Answer[Priced]):
     """The best layouts of a model on a cluster, best first, and what there is to say about the first.
 
-    cluster: the whole one; `by="cost"` may choose layouts on fewer of its nodes. unlimited: the fastest layout if
-    memory were no limit, None where that is the winner.
+    cluster: the whole one; `by="cost"` may choose layouts on fewer of its nodes.
     """
 
     alternatives: tuple[Alternative, ...]
     unlimited: Priced | None
+    """The fastest layout if memory were no limit; None where that is the winner."""
+    none_runs: str = ""
+    """Of a plan for this runtime: why none of the layouts runs here yet; empty where all do."""
+    beyond: Priced | None = None
+    """A better layout, if the runtime here had what it lacks; None where there is none, or was not searched."""
+    capacity: str = ""
+    """Where the usable bytes come from; empty where nothing is reserved."""
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the figures assume that a person would want to know, a sentence each."""
+        """Assumptions behind the numbers, a sentence each."""
         return (MFU, *(EXPERTS if self.model.experts else ()))
 
     @property
     def warnings(self) -> tuple[str, ...]:
         """Layouts shown whose tensor parallelism runs over slow links, a line for each tp."""
         return tensor_warnings(self.cluster, ((one.layout.tp, one.parts) for one in self.ranked), "the step")
+
+    @property
+    def beyond_needs(self) -> str:
+        """The features that `beyond` needs and the runtime here lacks."""
+        return needs(self.beyond.layout) if self.beyond else ""
 
     def tokens_per_second(self, one: Priced) -> float:
         """Of all devices together."""
@@ -86,6 +97,9 @@ class Plan(Answer[Priced]):
         """Plain data: what `shardwise plan --json` prints."""
         return self.asked_json() | {
             "ranked": [self._row(one) for one in self.ranked],
+            "usable": self.capacity or None,
+            "none_runs_here": self.none_runs or None,
+            "beyond": None if self.beyond is None else self._row(self.beyond) | {"needs": self.beyond_needs},
             "unlimited": None if self.unlimited is None else self._row(self.unlimited),
             "alternatives": [_told(each) for each in self.alternatives],
             "notes": list(self.notes),
@@ -93,7 +107,7 @@ class Plan(Answer[Priced]):
         }
 
     def not_runnable(self, one: Priced) -> str | None:
-        """Why this project's `train` refuses its layout, which is for the engine's software; None where it runs it."""
+        """Why this project's `train` rejects a layout; None where it runs it."""
         return why_not_trained(one.layout, self.model, self.workload)
 
     def _row(self, one: Priced) -> dict[str, Any]:
@@ -114,48 +128,58 @@ class Plan(Answer[Priced]):
 
 
 def plan(
-    model: ModelConfig,
-    cluster: Cluster,
-    workload: Workload,
+    model: ModelConfig | str,
+    cluster: Cluster | str,
+    workload: Workload | None = None,
     *,
     engine: str | None = None,
     by: By = "throughput",
     top: int = 10,
     fixed: Mapping[str, Any] | None = None,
-    reserved: float = RESERVED_BYTES,
+    reserved: float | None = None,
     explain: bool = True,
 ) -> Plan:
-    """The best `top` layouts for training `model` on `cluster`, exactly: all legal ones are held against memory, and
-    those that fit are priced.
+    """The best `top` layouts for training `model` on `cluster`, exactly: all that the engine's software can run are
+    compared with a device's memory, and those that fit are priced.
 
-    engine: a profile of `predict.time.ENGINES`, the software whose overlaps and kernels are assumed; None is `ENGINE`,
-    on CPUs this project's own. by: "throughput",
-    "memory", "cost" (device-seconds of a step, on as many nodes as pay off: 1, 2, 4, ... and all), or "pareto" (all
-    that no other one beats in time and memory). fixed: keys of the layout and the value that they must have. reserved:
-    bytes of a device that training cannot have. explain: with alternatives, and what memory costs.
-    Raises `UserError` in one line where there is no legal layout or none fits, with what would have to change; and for
-    what is not known: devices without constants, decoders of other kinds, engines that do not train.
+    model, cluster: objects, or their names: "llama-3-8b", "8xH100". engine: a profile of `predict.time.ENGINES`; None
+    is this project's runtime. Where the runtime can run none, as with experts, layouts are ranked as if it could, and
+    `none_runs` says so. by: "throughput", "memory", "cost" (device-seconds per step, on as many nodes as pay off: 1, 2,
+    4, ... and all), or "pareto" (all that no other one beats in time and memory). fixed: keys of the layout and the
+    value that they must have. reserved: bytes of a device that training cannot have; None is the usual. explain: with
+    alternatives, what memory costs, and the best layout that the runtime cannot run yet.
+    Raises `UserError` in one line where there is no legal layout or none fits, with what would have to change; for
+    unknown names; and for what cannot be planned: devices without constants, decoders of other kinds, engines that do
+    not train.
     """
+    model, cluster, workload = as_model(model), as_cluster(cluster), as_workload(workload)
     if top < 1:
         raise UserError(f"--top must be a positive integer, not {top}")
-    engine = engine or usual_engine(cluster, ENGINE)
-    space = Space(model, cluster, workload, training_engine(engine), dict(fixed or {}))
-    usable = shortfall.usable_bytes(cluster, reserved)
-    choices = ByChoice()
-    pricing = Pricing(cluster)
-    if by == "cost":
-        found, space, pricing, choices = _cheapest(space, usable, top)
-    else:
-        found = search(space, pricing, by, top, usable, keepers=[choices] if explain else [], unlimited=explain)
-    if not found.best:
+    usable = usable_bytes(cluster, reserved)
+    space, none_runs = space_for(model, cluster, workload, engine, fixed or {})
+    result = _search(space, by, top, usable, explain)
+    if not result.found.best:
+        result, none_runs = _beyond_what_runs(space, none_runs, by, top, usable)
+    if not result.found.best:
         raise _nothing(space, usable, reserved)
-    winner = found.best[0]
-    explained = explain and by in ("throughput", "cost")
+    winner = result.found.best[0]
+    explained_too = explain and by in ("throughput", "cost")
     return Plan(
-        model, cluster, workload, engine, by, usable, found.best, found.considered, found.fitting,
-        tuple(_alternatives(space, pricing, winner, choices)) if explained else (),
-        _unlimited(space, pricing, winner, choices) if explained else None,
+        model, cluster, workload, space.engine.name, by, usable, result.found.best, result.found.considered,
+        result.found.fitting, tuple(_alternatives(result, winner)) if explained_too else (),
+        _unlimited(result, winner) if explained_too else None, none_runs,
+        _better(result.found, by), explained(cluster, reserved),
     )  # fmt: skip
+
+
+def space_for(
+    model: ModelConfig, cluster: Cluster, workload: Workload, engine: str | None, fixed: Mapping[str, Any]
+) -> tuple[Space, str]:
+    """The candidates for an engine, this project's runtime if None; and why none of them runs here, empty where that is
+    not known of all. Raises `UserError`."""
+    profile = training_engine(engine or own_engine(cluster))
+    none_runs = why_none_runs(model, fixed) if profile.name in OWN else ""
+    return Space(model, cluster, workload, widened(profile) if none_runs else profile, dict(fixed)), none_runs
 
 
 def training_engine(name: str) -> Engine:
@@ -167,30 +191,79 @@ def training_engine(name: str) -> Engine:
     return found
 
 
-def _nothing(space: Space, usable: float, reserved: float) -> UserError:
+class _Result(NamedTuple):
+    """What a search found, and where: the winner's space, prices and choices."""
+
+    found: Found
+    space: Space
+    pricing: Pricing
+    choices: ByChoice
+
+
+def _search(space: Space, by: By, top: int, usable: float, explain: bool) -> _Result:
+    """The search of a space; of this runtime's also for the best of what it cannot run yet, where that is explained."""
+    ranked = space.features if explain and space.engine.name in OWN and not space.features.context else None
+    wide = replace(space, engine=widened(space.engine)) if ranked else space
+    if by == "cost":
+        return _cheapest(wide, usable, top, ranked)
+    pricing, choices = Pricing(space.cluster), ByChoice()
+    keepers = [choices] if explain else []
+    found = search(wide, pricing, by, top, usable, keepers=keepers, unlimited=explain, ranked=ranked)
+    return _Result(found, wide, pricing, choices)
+
+
+def _beyond_what_runs(space: Space, none_runs: str, by: By, top: int, usable: float) -> tuple[_Result, str]:
+    """Where nothing of this runtime's fits: the search for what it cannot run yet, and what that needs."""
+    if space.engine.name not in OWN or none_runs:
+        return _Result(Found((), 0, 0), space, Pricing(space.cluster), ByChoice()), none_runs
+    result = _search(replace(space, engine=widened(space.engine)), by, top, usable, explain=True)
+    if not result.found.best:
+        return result, none_runs
+    found = shortfall.least(space)
+    why = f" (the leanest layout, {found.layout}, needs {format_bytes(found.nbytes)} per device)" if found else ""
+    return result, f"{needs(result.found.best[0].layout)}; without it nothing fits{why}"
+
+
+def _better(found: Found, by: By) -> Priced | None:
+    """The best that the runtime here cannot run yet, where that is better than what it can run."""
+    one, winner = found.beyond, found.best[0]
+    if one is None or not needs(one.layout):
+        return None
+    figures: dict[By, Callable[[Priced], float]] = {
+        "memory": lambda one: one.held.total,
+        "cost": lambda one: one.layout.ranks * one.seconds,
+    }
+    figure = figures.get(by, lambda one: one.seconds)
+    return one if figure(one) < figure(winner) else None
+
+
+def _nothing(space: Space, usable: float, reserved: float | None) -> UserError:
     found = shortfall.least(space)
     return shortfall.why_nothing_fits(space, usable, found, reserved) if found else shortfall.why_no_layout(space)
 
 
-def _cheapest(space: Space, usable: float, top: int) -> tuple[Found, Space, Pricing, ByChoice]:
+def _cheapest(space: Space, usable: float, top: int, ranked: Features | None) -> _Result:
     """The candidates of least device-seconds over clusters of 1, 2, 4, ... and all nodes; and the winner's search."""
     nodes = space.cluster.nodes
     counts = sorted({nodes, *(2**k for k in range(nodes.bit_length()) if 2**k <= nodes)})
-    rows, considered, fitting = [], 0, 0
+    rows, beyond, considered, fitting = [], [], 0, 0
     for count in counts:
         part = replace(space, cluster=replace(space.cluster, nodes=count))
         pricing, choices = Pricing(part.cluster), ByChoice()
-        found = search(part, pricing, "throughput", top, usable, keepers=[choices], unlimited=True)
+        found = search(part, pricing, "throughput", top, usable, keepers=[choices], unlimited=True, ranked=ranked)
         considered, fitting = considered + found.considered, fitting + found.fitting
         rows += [(one.layout.ranks * one.seconds, i, one, part, pricing, choices) for i, one in enumerate(found.best)]
+        beyond += [found.beyond] if found.beyond else []
     rows.sort(key=lambda row: row[:2])
     best = tuple(row[2] for row in rows[:top])
     if not best:
-        return Found((), considered, fitting), space, Pricing(space.cluster), ByChoice()
-    return Found(best, considered, fitting), *rows[0][3:]
+        return _Result(Found((), considered, fitting), space, Pricing(space.cluster), ByChoice())
+    least = min(beyond, key=lambda one: one.layout.ranks * one.seconds, default=None)
+    return _Result(Found(best, considered, fitting, least), *rows[0][3:])
 
 
-def _alternatives(space: Space, pricing: Pricing, winner: Priced, choices: ByChoice) -> list[Alternative]:
+def _alternatives(result: _Result, winner: Priced) -> list[Alternative]:
+    _, space, pricing, choices = result
     asked = list(choices.neighbours(winner))
     places = {choice: choices.fastest[choice][1] for choice in asked if choice in choices.fastest}
     chosen = [(place.layout, place.engine) for place in places.values()]
@@ -201,7 +274,8 @@ def _alternatives(space: Space, pricing: Pricing, winner: Priced, choices: ByCho
     ]
 
 
-def _unlimited(space: Space, pricing: Pricing, winner: Priced, choices: ByChoice) -> Priced | None:
+def _unlimited(result: _Result, winner: Priced) -> Priced | None:
+    _, space, pricing, choices = result
     if choices.unlimited is None or not choices.unlimited[0] < winner.seconds:
         return None
     place = choices.unlimited[1]

@@ -174,6 +174,7 @@ def frame_of(model: ModelConfig, layout: Layout, workload: Workload) -> Frame:
         layout.tp, layout.pp, layout.dp * layout.cp, layout.attention, workload.batch,
         (Row(layout.cp, layout.sp, layout.recompute, layout.micro),),
         (Sharding(layout.stage, layout.shard_ranks if layout.stage else 1),), (order,), layout.ep,
+        layout.pp * layout.virtual > model.layers,
     )  # fmt: skip
 
 

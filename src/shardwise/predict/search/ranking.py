@@ -6,7 +6,7 @@ Memory comes first: where nothing of a frame fits, nothing of it is priced. Noth
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -16,6 +16,7 @@ from shardwise.predict.search.fitting import Memory
 from shardwise.predict.search.overlaps import distinct
 from shardwise.predict.search.pricing import Priced, Prices, price_all
 from shardwise.predict.search.space import Frame, Sharding, Space
+from shardwise.predict.time.features import Features
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import Engine
 
@@ -37,6 +38,16 @@ class Block:
     nbytes: Any
     some: bool
     unlimited: Any = None
+
+    def only(self, rows: Sequence[bool]) -> Block:
+        """The block without the candidates of the other rows."""
+        if all(rows):
+            return self
+        keep = np.array(rows)[:, None, None]
+        seconds, nbytes = (np.where(keep, figures, np.inf) for figures in (self.seconds, self.nbytes))
+        unlimited = None if self.unlimited is None else np.where(keep, self.unlimited, np.inf)
+        some = self.some and bool(np.isfinite(seconds).any())
+        return replace(self, seconds=seconds, nbytes=nbytes, some=some, unlimited=unlimited)
 
     def place(self, at: int) -> Place:
         """Where the candidate with this index in the flat arrays is."""
@@ -69,11 +80,12 @@ class Keeper(Protocol):
 @dataclass(frozen=True)
 class Found:
     """What a search found. best: the candidates asked for, best first. considered: all that are legal; fitting: those
-    that fit."""
+    that fit. beyond: the best one of all, beside those that were to be ranked."""
 
     best: tuple[Priced, ...]
     considered: int
     fitting: int
+    beyond: Priced | None = None
 
 
 def search(
@@ -85,30 +97,40 @@ def search(
     overlaps: bool = False,
     keepers: Sequence[Keeper] = (),
     unlimited: bool = False,
+    ranked: Features | None = None,
 ) -> Found:
     """The best candidates of a space whose fullest device needs no more than `usable` bytes.
 
     by: "throughput", the `top` with the shortest step (equals: fewest bytes first); "memory", the `top` with the fewest
     bytes (equals: shortest step first); "pareto", all that no other one beats in both. overlaps: search over the
     engine's overlaps, too. keepers: who else looks at every block; unlimited: they want to know what does not fit, too.
+    ranked: features of the software whose candidates are counted, ranked and offered to the keepers, if not all.
     """
     best: _Top | _Front = _Front() if by == "pareto" else _Top(top, _ORDER[by])
+    first = _Top(1, _ORDER["throughput" if by == "pareto" else by])
     considered = fitting = 0
     memory = Memory(space.model, space.workload, space.attention)
-    for count, block in blocks(space, memory, pricing, usable, overlaps, unlimited):
-        considered += count
+    for shardings, block in blocks(space, memory, pricing, usable, overlaps, unlimited):
+        rows = block.frame.runs_on(ranked or space.features)
+        if ranked:
+            first.offer(block)
+        mine = block.only(rows)
+        considered += shardings * sum(sum(of) for of, runs in zip(block.frame.possible, rows, strict=True) if runs)
         for keeper in (best, *keepers):
-            keeper.offer(block)
-        if block.some:
-            fitting += int(np.count_nonzero(np.isfinite(block.seconds)))
-    chosen = [(place.layout, place.engine) for place in best.places()]
-    return Found(tuple(price_all(space.model, chosen, space.workload, pricing, memory)), considered, fitting)
+            keeper.offer(mine)
+        if mine.some:
+            fitting += int(np.count_nonzero(np.isfinite(mine.seconds)))
+    places = [*best.places(), *first.places()]
+    chosen = [(place.layout, place.engine) for place in places]
+    priced = price_all(space.model, chosen, space.workload, pricing, memory)
+    beyond = priced.pop() if first.places() else None
+    return Found(tuple(priced), considered, fitting, beyond)
 
 
 def blocks(
     space: Space, memory: Memory, pricing: Pricing, usable: float, overlaps: bool = False, unlimited: bool = False
 ) -> Iterator[tuple[int, Block]]:
-    """(how many candidates, the block) for all blocks of a space."""
+    """(how many shardings count, the block) for all blocks of a space."""
     prices = Prices(space.model, space.workload, space.attention, pricing, space.frames)
     for frame in space.frames:
         possible = np.array(frame.possible)[:, None, :]
@@ -119,7 +141,7 @@ def blocks(
             some = bool(fits.any())
             seconds = prices.seconds(frame, engine) if some or unlimited else np.inf
             yield (
-                frame.orders_possible * len(shardings),
+                len(shardings),
                 Block(
                     frame,
                     engine,

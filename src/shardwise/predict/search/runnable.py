@@ -1,14 +1,42 @@
-"""Which planned layouts the runtime here can run: a plan is for a cluster and its software, which do more."""
+"""Planned layouts that `train` can run, and the search for those that it cannot run yet."""
 
 from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload, check_runnable
 from shardwise.layout.legality import unsupported
 from shardwise.model import ModelConfig
+from shardwise.predict.time.features import EVERYTHING
+from shardwise.predict.time.profiles import Engine
 
 _WORDS = {"cp": "context parallelism", "ep": "expert parallelism"}
-"""Of the keys that are searched and may not run here."""
+"""Keys that are searched and may not run here -> their names."""
+
+OWN = ("shardwise", "shardwise-cpu")
+"""The profiles of this project's runtime."""
+
+
+def widened(engine: Engine) -> Engine:
+    """The engine as if its software had every feature that is searched."""
+    return replace(engine, features=EVERYTHING)
+
+
+def why_none_runs(model: ModelConfig, fixed: Mapping[str, Any]) -> str:
+    """What keeps `train` from running any layout of this model with these fixed keys; empty where nothing does."""
+    if reason := model.why_not_runnable():
+        return re.sub(r" (is|are) counted but not runnable here( yet)?$", "", reason)
+    return " and ".join(words for key, words in _WORDS.items() if fixed.get(key, 1) > 1)
+
+
+def needs(layout: Layout) -> str:
+    """The features of a layout that `train` lacks, by name; empty where it has all."""
+    keys = [word.partition("=")[0] for word in unsupported(layout)]
+    return " and ".join(_WORDS.get(key, key) for key in keys)
 
 
 def why_not_trained(layout: Layout, model: ModelConfig, workload: Workload) -> str | None:
@@ -18,10 +46,7 @@ def why_not_trained(layout: Layout, model: ModelConfig, workload: Workload) -> s
     except UserError as error:
         if reason := model.why_not_runnable():
             return f"not runnable by `train` yet: {reason}"
-        keys = [word.partition("=")[0] for word in unsupported(layout)]
-        if not keys:
+        if not (words := needs(layout)):
             return f"not runnable by `train`: {error}"
-        words = " and ".join(_WORDS.get(key, key) for key in keys)
-        fix = ",".join(f"{key}=1" for key in keys)
-        return f"not runnable by `train` yet: {words}; --fix {fix} plans without it"
+        return f"not runnable by `train` yet: {words}"
     return None

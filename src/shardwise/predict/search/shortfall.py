@@ -10,12 +10,17 @@ import numpy as np
 from shardwise.cluster import Cluster, catalog
 from shardwise.errors import UserError
 from shardwise.layout import Layout
-from shardwise.predict.search.fitting import RESERVED_BYTES, Memory
+from shardwise.predict.capacity import reserved_bytes, usable_bytes
+from shardwise.predict.search.fitting import Memory
+from shardwise.predict.search.fixing import words_of
 from shardwise.predict.search.space import MOST_DEVICES, Frame, Space
-from shardwise.report.units import format_bytes
+from shardwise.report.units import format_apart, format_bytes
 
 SHORTEST = 128
 """Tokens below which a sequence is not cut further."""
+
+NODE = 8
+"""Devices of a usual node."""
 
 
 @dataclass(frozen=True)
@@ -43,24 +48,12 @@ def least(space: Space, frames: Iterable[Frame] | None = None) -> Least | None:
     return best
 
 
-def usable_bytes(cluster: Cluster, reserved: float = RESERVED_BYTES) -> float:
-    """Bytes of a device that training can have. Raises `UserError` where its memory is not known, or is no more than
-    what is reserved."""
-    memory = cluster.memory_per_device
-    if memory is None:
-        raise UserError(f"{cluster.device.name}: its memory is not known; describe it in a TOML file (memory_bytes)")
-    if memory <= reserved:
-        raise UserError(
-            f"{cluster.device.name} has {format_bytes(memory)} of memory, {format_bytes(reserved)} reserved"
-        )
-    return memory - reserved
-
-
-def why_nothing_fits(space: Space, usable: float, found: Least, reserved: float) -> UserError:
+def why_nothing_fits(space: Space, usable: float, found: Least, reserved: float | None) -> UserError:
     """One line: what is missing, and the single changes that would do."""
+    needed, there = format_apart(found.nbytes, usable)
     wanted = f"{space.model.name} does not fit {space.cluster} with {space.workload.batch} sequences of "
     wanted += f"{space.workload.seq} tokens: the leanest layout{_with(space)} ({found.layout}) needs "
-    wanted += f"{format_bytes(found.nbytes)} a device, {format_bytes(usable)} are usable"
+    wanted += f"{needed} per device, but {there} are usable{_less(space.cluster, reserved)}"
     ways = list(changes(space, usable, reserved))
     return UserError(f"{wanted}; {' or '.join(ways) if ways else 'no single change would do'}")
 
@@ -96,21 +89,25 @@ def _other_values(key: str, frames: Iterable[Frame]) -> str:
 
 
 def _with(space: Space) -> str:
-    return f" with {_words(space)}" if space.fixed else ""
+    return f" with {words_of(space.fixed)}" if space.fixed else ""
 
 
-def _words(space: Space) -> str:
-    return ",".join(key if value is True else f"{key}={value}" for key, value in space.fixed.items())
+def _less(cluster: Cluster, reserved: float | None) -> str:
+    """How the usable bytes differ from the device's."""
+    less = reserved_bytes(cluster, reserved)
+    return f" ({format_bytes(cluster.memory_per_device or 0)} less {format_bytes(less)} reserved)" if less else ""
 
 
-def changes(space: Space, usable: float, reserved: float) -> Iterator[str]:
-    """What would make it fit, each alone: a key left free, more nodes, shorter sequences, other devices."""
+def changes(space: Space, usable: float, reserved: float | None) -> Iterator[str]:
+    """What would make it fit, each alone: a key left free, more devices, fewer or shorter sequences, other devices."""
     for key in space.fixed:
         free = replace(space, fixed={k: v for k, v in space.fixed.items() if k != key})
         if (found := least(free)) and found.nbytes <= usable:
             yield f"leave {key} free ({found.layout} fits)"
-    if (cluster := more_nodes(space, usable)) is not None:
+    if (cluster := more_devices(space, usable)) is not None:
         yield f"take {cluster}"
+    if batch := _smaller_batch(space, usable):
+        yield f"cut the batch to {batch} sequence{'s' * (batch > 1)}"
     seq = space.workload.seq // 2
     while seq >= SHORTEST:
         shorter = replace(space, workload=replace(space.workload, seq=seq))
@@ -127,13 +124,29 @@ def changes(space: Space, usable: float, reserved: float) -> Iterator[str]:
             break
 
 
-def more_nodes(space: Space, usable: float) -> Cluster | None:
-    """The cluster with the fewest nodes, doubled again and again, on which something fits."""
-    nodes = space.cluster.nodes * 2
-    while nodes * space.cluster.devices_per_node <= MOST_DEVICES:
-        larger = replace(space.cluster, nodes=nodes)
+def _smaller_batch(space: Space, usable: float) -> int:
+    """The largest batch that fits, halved again and again; 0 where none does."""
+    batch = space.workload.batch // 2
+    while batch:
+        found = least(replace(space, workload=replace(space.workload, batch=batch)))
+        if found and found.nbytes <= usable:
+            return batch
+        batch //= 2
+    return 0
+
+
+def more_devices(space: Space, usable: float) -> Cluster | None:
+    """The smallest cluster on which something fits: a single node's devices are doubled up to `NODE`, then nodes."""
+    larger = _doubled(space.cluster)
+    while larger.devices <= MOST_DEVICES:
         found = least(replace(space, cluster=larger))
         if found and found.nbytes <= usable:
             return larger
-        nodes *= 2
+        larger = _doubled(larger)
     return None
+
+
+def _doubled(cluster: Cluster) -> Cluster:
+    if cluster.nodes == 1 and 2 * cluster.devices_per_node <= NODE and cluster.device.kind != "cpu":
+        return replace(cluster, devices_per_node=2 * cluster.devices_per_node)
+    return replace(cluster, nodes=2 * cluster.nodes)

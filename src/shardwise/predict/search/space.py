@@ -18,14 +18,15 @@ from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.layout.legality import valid_ep, valid_tp
 from shardwise.model import ModelConfig
-from shardwise.predict.search.fixing import check_fixed
+from shardwise.predict.search.fixing import check_fixed, words_of
+from shardwise.predict.time.features import Features
 from shardwise.predict.time.profiles import Engine
 from shardwise.predict.time.split import SCHEDULES
 from shardwise.schedule.pipeline import find
 from shardwise.schedule.pipeline.closed_forms import FORMS, Case
+from shardwise.schedule.pipeline.stages import BARE_ENDS
 
 RECOMPUTE = ("none", "selective", "full")
-ZERO = (0, 1, 2, 3)
 
 MOST_DEVICES = 65536
 """Devices of a cluster that is searched."""
@@ -75,6 +76,8 @@ class Frame:
     shardings: tuple[Sharding, ...]
     orders: tuple[Order, ...]
     ep: int = 1
+    bare: bool = False
+    """The embedding and the head are stages of their own: `orders` have two stages more than the model has layers."""
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
@@ -92,6 +95,11 @@ class Frame:
         """How many pairs of a row and an order are possible."""
         return sum(map(sum, self.possible))
 
+    def runs_on(self, features: Features) -> tuple[bool, ...]:
+        """For each row, whether software with these features runs it, as far as rows and experts differ in that."""
+        experts = self.ep == 1 or features.experts
+        return tuple(experts and (row.cp == 1 or "ring" in features.context) for row in self.rows)
+
     @property
     def size(self) -> int:
         """How many candidates there are."""
@@ -101,6 +109,12 @@ class Frame:
     def shape(self) -> tuple[int, int, int]:
         """Of arrays over its candidates: rows, shardings, orders."""
         return len(self.rows), len(self.shardings), len(self.orders)
+
+    def layers(self, place: int, layers: int) -> int:
+        """Blocks of a pipeline's rank. layers: of the model; as even as can be, the first ranks with one more."""
+        if self.bare:
+            return (layers + BARE_ENDS) // self.pp - (place in (0, self.pp - 1))
+        return layers // self.pp + (place < layers % self.pp)
 
     def layout(self, row: Row, sharding: Sharding, order: Order) -> Layout:
         """The layout of one candidate, all three by value."""
@@ -182,12 +196,21 @@ class Space:
             raise UserError(f"{self.model.name} cannot be planned yet: {reason}")
         if reason := why_not_fixed(self.model, self.fixed):
             raise UserError(reason)
+        if self.model.experts and not self.features.experts:
+            raise UserError(f"{self.engine.name} does not run models with experts, such as {self.model.name}")
+        if reason := self.features.objection(self.fixed):
+            raise UserError(f"{self.engine.name} cannot run {words_of(self.fixed)}: {reason}")
         check_size(self.cluster)
         if self.workload.seq > self.model.max_positions and self.model.positions == "learned":
             raise UserError(
                 f"sequences of {self.workload.seq} tokens exceed the {self.model.max_positions} learned positions of "
                 f"{self.model.name}; use at most {self.model.max_positions}"
             )
+
+    @property
+    def features(self) -> Features:
+        """What the engine's software can run: candidates need no more."""
+        return self.engine.features
 
     @property
     def attention(self) -> str:
@@ -215,41 +238,48 @@ class Space:
             rows.setdefault((tp, pp, dp * cp), []).extend(self._rows(tp, cp, dp))
         for (tp, pp, data), of in rows.items():
             orders = tuple(self._orders(pp))
-            for ep in self._expert_degrees(tp, data):
-                shardings = tuple(self._shardings(data, tp, ep))
-                yield Frame(tp, pp, data, self.attention, self.workload.batch, tuple(of), shardings, orders, ep)
+            for ep, bare in product(self._expert_degrees(tp, data), (False, True)):
+                shardings = tuple(self._shardings(data, tp, pp, ep))
+                mine = tuple(order for order in orders if (pp * order.virtual > self.model.layers) == bare)
+                yield Frame(tp, pp, data, self.attention, self.workload.batch, tuple(of), shardings, mine, ep, bare)
 
     def meshes(self, devices: int) -> Iterator[tuple[int, int, int, int]]:
         """(tp, pp, cp, dp) whose product is `devices`, where the model can be split so."""
-        for tp in valid_tp(self.model):
+        for tp in valid_tp(self.model) if self.features.tensor else (1,):
             if devices % tp or not self.allows("tp", tp):
                 continue
-            for pp in divisors(devices // tp):
-                if pp > self.model.layers or not self.allows("pp", pp):
+            for pp in divisors(devices // tp) if self.features.schedules else (1,):
+                if not self._splits_layers(pp) or not self.allows("pp", pp):
                     continue
-                for cp in divisors(devices // (tp * pp)):
+                for cp in divisors(devices // (tp * pp)) if "ring" in self.features.context else (1,):
                     dp = devices // (tp * pp * cp)
                     if self.allows("cp", cp) and self.allows("dp", dp):
                         yield tp, pp, cp, dp
+
+    def _splits_layers(self, pp: int) -> bool:
+        layers = self.model.layers
+        return pp <= layers and (self.features.uneven or layers % pp == 0)
 
     def _rows(self, tp: int, cp: int, dp: int) -> Iterator[Row]:
         seq, batch = self.workload.seq, self.workload.batch
         if seq % cp or batch % dp:
             return
         whole = tp > 1 and seq % (cp * tp) == 0
-        kinds = [sp for sp in (False, True) if (whole or not sp) and not objection(self.model, tp, sp)]
-        for sp, recompute, micro in product(kinds, RECOMPUTE, divisors(batch // dp)):
+        legal = (False, True) if whole and self.features.sequence else (False,)
+        kinds = [sp for sp in legal if not objection(self.model, tp, sp)]
+        for sp, recompute, micro in product(kinds, self.features.recompute, divisors(batch // dp)):
             if self.allows("sp", sp) and self.allows("recompute", recompute) and self.allows("micro", micro):
                 yield Row(cp, sp, recompute, micro)
 
     def _expert_degrees(self, tp: int, data: int) -> Iterator[int]:
         return (ep for ep in valid_ep(self.model, data * tp) if self.allows("ep", ep))
 
-    def _shardings(self, data: int, tp: int, ep: int) -> Iterator[Sharding]:
-        for stage in ZERO if data > 1 else (0,):
+    def _shardings(self, data: int, tp: int, pp: int, ep: int) -> Iterator[Sharding]:
+        groups = divisors(data)[1:] if self.features.hybrid else (data,)
+        for stage in self.features.stages_of(pp) if data > 1 else (0,):
             if not self.allows("zero", stage):
                 continue
-            for ranks in divisors(data)[1:] if stage else [1]:
+            for ranks in groups if stage else (1,):
                 if stage and objection(self.model, tp, tp > 1, ep, ranks):
                     continue
                 # shard=0 is how a layout says dp x cp, and all that it says without ZeRO.
@@ -257,16 +287,21 @@ class Space:
                     yield Sharding(stage, ranks)
 
     def _orders(self, pp: int) -> Iterator[Order]:
-        for schedule in SCHEDULES if pp > 1 else ("1f1b",):
+        for schedule in self.features.schedules if pp > 1 else ("1f1b",):
             for virtual in self._chunks(schedule, pp):
                 if self.allows("schedule", schedule) and self.allows("virtual", virtual):
                     yield Order(schedule, virtual)
 
     def _chunks(self, schedule: str, pp: int) -> list[int]:
-        """Chunks a rank that a schedule is for, as many layers in each."""
+        """Chunks a rank that a schedule is for: as many layers in each, or one in each but the first and the last,
+        which have the embedding and the head alone."""
         if pp == 1 or find(schedule).virtual == 1:
             return [1]
-        return [v for v in divisors(self.model.layers // pp)[1:] if self.model.layers % (pp * v) == 0]
+        layers, stages = self.model.layers, self.model.layers + BARE_ENDS
+        even = [v for v in divisors(layers // pp)[1:] if layers % (pp * v) == 0]
+        alike = not self.model.experts and not self.model.latent_attention
+        bare = self.features.bare_ends and alike and stages % pp == 0 and stages > pp
+        return even + [stages // pp] * bare
 
 
 @lru_cache(maxsize=4096)

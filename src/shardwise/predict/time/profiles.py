@@ -11,11 +11,13 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from shardwise.errors import UserError
+from shardwise.predict.time.features import EVERYTHING, FEATURES, Features
 
 
 @dataclass(frozen=True)
 class Engine:
-    """One piece of software. `facts`: field -> where the fact can be read; every field but the name has one.
+    """One piece of software. `facts`: field -> where the fact can be read; every field has one but the name and
+    the features.
 
     attention: "fused" (FlashAttention and the like) or "scores" (explicit products with a softmax between them).
     fused_softmax, fused_activation, fused_dropout_add, fused_rope: one kernel for scale, mask and softmax; for bias
@@ -44,6 +46,8 @@ class Engine:
     products and its attention. cache_share: of the memory that is free after loading. reserve_bytes: workspace that
     is taken first. most_sequences, most_tokens: of one iteration. request_s: host's seconds for each request and
     iteration.
+
+    features: layouts that it can run when training, with sources of their own.
     """
 
     name: str
@@ -86,6 +90,7 @@ class Engine:
     most_sequences: int = 256
     most_tokens: int = 8192
     request_s: float = 0.0
+    features: Features = EVERYTHING
     facts: Mapping[str, str] = field(default_factory=dict, hash=False, repr=False)
 
 
@@ -464,7 +469,7 @@ def _shardwise_cpu() -> Engine:
     )
 
 
-_FIELDS = [name for name in Engine.__dataclass_fields__ if name not in ("name", "facts")]
+_FIELDS = [name for name in Engine.__dataclass_fields__ if name not in ("name", "features", "facts")]
 
 
 def _all() -> dict[str, Engine]:
@@ -480,7 +485,7 @@ def _all() -> dict[str, Engine]:
         _shardwise(),
         _shardwise_cpu(),
     )
-    return {engine.name: engine for engine in made}
+    return {engine.name: replace(engine, features=FEATURES.get(engine.name, EVERYTHING)) for engine in made}
 
 
 ENGINES = _all()

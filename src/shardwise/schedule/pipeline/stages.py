@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 from shardwise.errors import UserError
 
+BARE_ENDS = 2
+"""Stages without layers that a pipeline may have: the first with the embedding, the last with the head."""
+
 
 @dataclass(frozen=True)
 class Stages:
@@ -29,9 +32,16 @@ class Stages:
 
     @classmethod
     def even(cls, layers: int, stages: int, tied: bool = False) -> Stages:
-        """As even as can be, the first stages with one more. Raises `UserError` for fewer layers than stages."""
+        """As even as can be, the first stages with one more. With two stages more than layers, the embedding and the
+        head are stages of their own: 0/1/.../1/0, as Llama 3 405B was cut (Llama team 2024, section 3.3.2). Raises
+        `UserError` for other numbers of stages beyond the layers."""
+        if layers > 0 and stages == layers + BARE_ENDS:
+            return cls((0, *(1,) * layers, 0), tied)
         if stages < 1 or layers < stages:
-            raise UserError(f"{layers} layers cannot make {stages} stages; give at most {layers} stages (p x v)")
+            raise UserError(
+                f"p x v = {stages} stages for {layers} layers; give at most {layers}, or {layers + BARE_ENDS}: "
+                "the embedding and the head alone on the first and the last"
+            )
         return cls(tuple(layers // stages + (i < layers % stages) for i in range(stages)), tied)
 
     @classmethod

@@ -19,6 +19,7 @@ from shardwise.model.parameters import count
 from shardwise.predict import estimate
 from shardwise.predict.activations import Sizes, saved_bytes, saved_items
 from shardwise.predict.buffers import held_through_step
+from shardwise.predict.capacity import capacity_of
 from shardwise.predict.memory import OPTIMIZER_BYTES, optimizer_bytes, parameter_bytes
 from shardwise.predict.peak import backwards, inputs, loss, optimizer, saved_inputs, tables
 from shardwise.predict.pipeline import moments
@@ -73,7 +74,7 @@ def data(given: Mapping[str, str]) -> View:
         {
             "layout": str(layout),
             "ranks": layout.ranks,
-            "capacity": cluster.memory_per_device,
+            "capacity": capacity_of(cluster),
             "parameters": count(model),
             "micro_batches": workload.micro_batches(layout),
             "notes": list(report.notes),
@@ -100,7 +101,7 @@ def _layout(query: Query, devices: int) -> Layout:
 
 
 def _devices(report: StepReport, cluster: Cluster) -> Table:
-    roles, capacity = report.roles, cluster.memory_per_device
+    roles, capacity = report.roles, capacity_of(cluster)
     columns: dict[str, list[Any]] = {
         "devices": [format_ranks(role.ranks) for role in roles],
         "role": [role.role for role in roles],
@@ -132,7 +133,7 @@ def _peak(
         peak = max(role.peak_bytes for role in estimate(model, changed, workload, cluster).roles)
     except UserError as error:
         return None, None, str(error)
-    capacity = cluster.memory_per_device
+    capacity = capacity_of(cluster)
     return peak, None if capacity is None else peak <= capacity, ""
 
 

@@ -1,0 +1,45 @@
+"""Arguments of the public functions, where a name or a text may stand for an object."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from shardwise.cluster import Cluster
+from shardwise.errors import UserError
+from shardwise.layout import Layout, Workload
+from shardwise.model import ModelConfig
+from shardwise.model.catalog import resolve
+
+T = TypeVar("T")
+
+
+def as_model(model: ModelConfig | str) -> ModelConfig:
+    """A model, or the one of this name or path. Raises `UserError`."""
+    if isinstance(model, str):
+        return resolve(model)
+    return _checked(model, ModelConfig, "model", "a name such as llama-3-8b")
+
+
+def as_layout(layout: Layout | str) -> Layout:
+    """A layout, or the one of this text. Raises `UserError`."""
+    if isinstance(layout, str):
+        return Layout.parse(layout)
+    return _checked(layout, Layout, "layout", "a text such as tp=2,dp=4")
+
+
+def as_cluster(cluster: Cluster | str) -> Cluster:
+    """A cluster, or the one of this text. Raises `UserError`."""
+    if isinstance(cluster, str):
+        return Cluster.parse(cluster)
+    return _checked(cluster, Cluster, "cluster", "a text such as 8xH100")
+
+
+def as_workload(workload: Workload | None) -> Workload:
+    """A workload. Raises `UserError`."""
+    return _checked(workload, Workload, "workload", "made by Workload(seq=..., batch=...)")
+
+
+def _checked(given: object, kind: type[T], what: str, example: str) -> T:
+    if not isinstance(given, kind):
+        raise UserError(f"{what} must be a {kind.__name__}, {example}; not {given!r}")
+    return given
