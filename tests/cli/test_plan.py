@@ -113,7 +113,7 @@ def test_where_nothing_that_runs_fits_the_rest_is_ranked_and_the_reason_said(cap
 
 
 def test_the_best_with_what_does_not_run_here_stands_below(capsys):
-    asked = ["plan", "llama-3-8b", "--cluster", "8xH100", "--seq", "8192", "--batch", "16", "--top", "3"]
+    asked = ["plan", "llama-3-8b", "--cluster", "2x8xH100", "--seq", "65536", "--batch", "4", "--top", "3"]
     assert main([*asked, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["engine"] == "shardwise" and found["none_runs_here"] is None
@@ -123,6 +123,8 @@ def test_the_best_with_what_does_not_run_here_stands_below(capsys):
     assert main(asked) == 0
     told = " ".join(capsys.readouterr().out.split())
     assert f"best if context parallelism ran here: {beyond['layout']}, " in told
+    assert main(SMALL) == 0
+    assert "no layout with context parallelism, which does not run here yet, would be" in capsys.readouterr().out
     # It is the best of all that is searched.
     assert main([*asked, "--fix", f"cp={Layout.parse(beyond['layout']).cp}", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["ranked"][0]["seconds"] == pytest.approx(beyond["seconds"])
@@ -223,7 +225,11 @@ def test_estimate_and_plan_use_one_capacity(capsys):
     assert "needs 84.2 GB per device, but 83.0 GB are usable (85.0 GB less 2.00 GB reserved)" in capsys.readouterr().err
     assert main(["estimate", "llama-3-70b", *on, "--layout", cut]) == 0
     out = capsys.readouterr().out
-    assert "✗ does not fit" in out and "of 83.0 GB" in out and "usable: 83.0 GB of a device's 85.0 GB" in out
+    assert (
+        "✗ does not fit" in out
+        and "of 83.0 GB" in out
+        and "usable: 85.0 GB per device, less 2.00 GB for driver context and kernels" in out
+    )
 
 
 def test_what_one_device_lacks_is_more_devices_of_its_node_or_a_smaller_batch(capsys):

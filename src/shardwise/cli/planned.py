@@ -110,6 +110,10 @@ def _refused(plan: Plan) -> Iterator[str]:
 
 def _beyond(plan: Plan) -> Iterator[str]:
     """The best layout that the runtime here cannot run yet."""
+    if plan.none_runs or plan.engine not in OWN:
+        return
+    if plan.beyond is None:
+        yield "no layout with context parallelism, which does not run here yet, would be better"
     if one := plan.beyond:
         gain = plan.winner.seconds / one.seconds - 1
         faster = f"{format_share(abs(gain))} {'faster' if gain > 0 else 'slower'}"

@@ -41,6 +41,5 @@ def explained(cluster: Cluster, reserved: float | None = None) -> str:
     less = reserved_bytes(cluster, reserved)
     if not less or cluster.memory_per_device is None:
         return ""
-    usable, memory = format_bytes(usable_bytes(cluster, reserved)), format_bytes(cluster.memory_per_device)
-    what = "the driver's context and kernels" if reserved is None else "what --reserve keeps"
-    return f"usable: {usable} of a device's {memory}, less {format_bytes(less)} for {what}"
+    what = "driver context and kernels" if reserved is None else "--reserve"
+    return f"usable: {format_bytes(cluster.memory_per_device)} per device, less {format_bytes(less)} for {what}"
