@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import os
 import random
+import warnings
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from harness.forked import context
 from harness.today import EVERYTHING, seed
-from shardwise.errors import LayoutError
-from shardwise.layout import Layout, Workload
+from shardwise.errors import LayoutError, UserError
+from shardwise.layout import Layout, UnitPlan, Workload
 from shardwise.model.catalog import get
 from shardwise.predict import estimate
 from shardwise.report import compare
+from shardwise.report.step_report import Role
 from shardwise.runtime import dryrun
+from shardwise.runtime.blocks import _side_by_side
 from shardwise.runtime.dryrun import dry_run
 
-TWO = [
+LARGE = [
     ("llama-3-70b", "dp=128,tp=8,zero=3,sp", 4096, 128),
     ("llama-3-70b", "dp=2048,tp=8,zero=3,sp", 4096, 2048),
+    ("llama-3-70b", "dp=256,tp=8,pp=8", 4096, 2048),
 ]
-"""1,024 and 16,384 ranks."""
+"""1,024 ranks, and 16,384 without and with a pipeline."""
 
 REST = [
     ("llama-2-7b", "dp=512", 1024, 512),
@@ -52,15 +61,15 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def cases() -> list[tuple[str, str, int, int]]:
     if EVERYTHING:
-        return TWO + REST
+        return LARGE + REST
     # Thousands of ranks of 70 billion parameters take most of a minute: every third day, in place of another.
     generator = random.Random(seed())
-    return generator.sample(TWO, 1) + generator.sample(REST, 1) if seed() % 3 == 0 else generator.sample(REST, 2)
+    return generator.sample(LARGE, 1) + generator.sample(REST, 1) if seed() % 3 == 0 else generator.sample(REST, 2)
 
 
 def test_the_cases_span_stages_and_decoders() -> None:
-    seen = {(get(name).decoder, Layout.parse(layout).stage) for name, layout, _, _ in TWO + REST}
-    assert len(TWO + REST) >= 16 and seen == {(d, z) for d in ("llama", "gpt") for z in range(4)}
+    seen = {(get(name).decoder, Layout.parse(layout).stage) for name, layout, _, _ in LARGE + REST}
+    assert len(LARGE + REST) >= 16 and seen == {(d, z) for d in ("llama", "gpt") for z in range(4)}
 
 
 @pytest.mark.parametrize(("model", "layout", "seq", "batch"), cases(), ids=[f"{c[0]}:{c[1]}" for c in cases()])
@@ -77,3 +86,52 @@ def test_observed_at_scale_equals_the_closed_form(model: str, layout: str, seq: 
 def test_what_cannot_run_is_refused() -> None:
     with pytest.raises(LayoutError, match="cp=2"):
         dry_run(get("tiny-llama"), Layout.parse("cp=2"), Workload(seq=64, batch=2))
+
+
+@pytest.mark.parametrize(
+    ("layout", "batch", "run"),
+    [
+        ("pp=4,schedule=gpipe,micro=2", 8, [(0, 4), (1, 4), (3, 4)]),
+        ("dp=2,pp=2,zero=3", 80, [(0, 8), (1, 8)]),
+        ("tp=2,pp=2,virtual=2,schedule=zb-v,sp", 30, [(0, 10), (1, 10)]),
+        ("dp=2,zero=3", 40, [(0, 3)]),
+    ],
+)
+def test_what_is_the_same_is_observed_once(
+    layout: str, batch: int, run: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank of those that do the same, and of a long step one with the same steady state: (place, micro-batches)."""
+    observe, seen = dryrun._observe_all, []
+
+    def watched(asked: Sequence[tuple[UnitPlan, int]]) -> list[Role]:
+        seen.extend((plan.pp_rank, dryrun._run(plan).micro_batches) for plan, _ in asked)
+        return observe(asked)
+
+    monkeypatch.setattr(dryrun, "_observe_all", watched)
+    asked = get("tiny-llama"), Layout.parse(layout), Workload(seq=64, batch=batch)
+    observed, predicted = dry_run(*asked), estimate(*asked)
+    assert seen == run
+    assert [(role.role, role.ranks) for role in observed.roles] == [(role.role, role.ranks) for role in predicted.roles]
+    comparison = compare(predicted, observed)
+    assert comparison.equal_ledger and comparison.exact_classes_equal
+    assert comparison.peak_error < 0.05
+
+
+def test_gradients_side_by_side_are_recognized_without_an_address() -> None:
+    """Fake tensors have none, and torch warns whoever asks."""
+    with FakeTensorMode(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        whole = torch.empty(2, 5, 6, 8)
+        q, k, v = whole.split([2, 2, 2], 2)
+        assert _side_by_side([q, k, v]) is whole
+        assert _side_by_side([q, v, k]) is not whole
+
+
+def test_a_failed_process_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dryrun, "_observe_each", _die)
+    with pytest.raises(UserError, match="one of its processes was killed"):
+        dry_run(get("tiny-llama"), Layout.parse("tp=2"), Workload(seq=64, batch=2))
+
+
+def _die(pipe: Connection, asked: object) -> None:
+    os._exit(9)

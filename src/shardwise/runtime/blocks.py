@@ -128,9 +128,15 @@ def _side_by_side(grads: Sequence[Tensor]) -> Tensor:
     heads = sum(each.shape[2] for each in grads)
     if whole is not None and whole.dim() == 4 and whole.shape[2] == heads and whole.is_contiguous():
         parts = whole.split([each.shape[2] for each in grads], 2)
-        if all(a.data_ptr() == b.data_ptr() and a.stride() == b.stride() for a, b in zip(parts, grads, strict=True)):
+        if all(_same_memory(a, b) for a, b in zip(parts, grads, strict=True)):
             return whole
     return torch.cat(tuple(grads), 2)
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one shape are the same view of one storage. Unlike an address, a fake tensor has both."""
+    storages = a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    return storages and a.storage_offset() == b.storage_offset() and a.stride() == b.stride()
 
 
 def join_block(block: LlamaBlock, site: Site) -> None:

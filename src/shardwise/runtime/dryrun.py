@@ -3,14 +3,19 @@
 What it returns is not predicted but observed: the ledger that the program wrote, the storages that it made. Nothing is
 computed and nothing is sent, so a step of 16,384 ranks takes seconds on a laptop. Activations are those of the eager
 CPU path, whatever device the cluster has.
+
+Nothing is observed twice. Ranks at one place of the pipeline share all shapes; places that do the same with as many
+layers differ in names alone; and of a long step, a shorter one with the same steady state is run (`UnitPlan.short`),
+whose period is counted as often as it comes. Roles are observed side by side, on as many cores as there are.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import astuple, fields, replace
+from multiprocessing.connection import Connection
 from typing import Any
 
 from shardwise.cluster import Cluster
@@ -18,23 +23,30 @@ from shardwise.errors import UserError
 from shardwise.layout import Grid, Layout, Workload, check_runnable
 from shardwise.layout.units import UnitPlan, unit_plan, usual_backend
 from shardwise.model import ModelConfig
-from shardwise.report.step_report import Role, StepReport
+from shardwise.report.step_report import Bytes, Role, StepReport
+
+MOST_PROCESSES = 8
+"""Processes at a time, each of which imports torch."""
 
 
 def dry_run(model: ModelConfig, layout: Layout, workload: Workload, cluster: Cluster | None = None) -> StepReport:
-    """Observe one step of one rank for each place in the pipeline, whose shapes the others there share; each in a
-    process of its own.
+    """Observe one step of each role of ranks.
 
-    Raises `LayoutError` for what the runtime cannot run, `UserError` when the process fails.
+    Raises `LayoutError` for what the runtime cannot run, `UserError` when a process fails.
     """
     check_runnable(layout, model, workload, cluster.devices if cluster else None)
     grid, eager = Grid.of(layout, model), replace(layout, compile="off")
+    ranks = [grid.rank(pp=place, dp=0, cp=0, tp=0) for place in range(layout.pp)]
+    plans = [unit_plan(model, eager, workload, rank=rank, backend=usual_backend(cluster)) for rank in ranks]
+    firsts: dict[str, int] = {}
+    """What a rank does -> the first place of the pipeline where ranks do it."""
+    like = [firsts.setdefault(_deeds(plan), place) for place, plan in enumerate(plans)]
+    observed = _observe_all([(plans[place], ranks[place]) for place in firsts.values()])
+    seen = dict(zip(firsts.values(), observed, strict=True))
     roles = []
-    for place in range(layout.pp):
-        first = grid.rank(pp=place, dp=0, cp=0, tp=0)
-        plan = unit_plan(model, eager, workload, rank=first, backend=usual_backend(cluster))
-        seen = _in_process(_observe, plan, first)
-        roles.append(Role(plan.role, tuple(sorted(grid.group("dp_cp_tp", first))), seen.bytes, seen.ledger))
+    for place, plan, rank in zip(like, plans, ranks, strict=True):
+        everyone = tuple(sorted(grid.group("dp_cp_tp", rank)))
+        roles.append(replace(_renamed(seen[place], plans[place], plan), role=plan.role, ranks=everyone))
     return StepReport(
         source="dry-run",
         model=model.to_json(),
@@ -46,6 +58,30 @@ def dry_run(model: ModelConfig, layout: Layout, workload: Workload, cluster: Clu
     )
 
 
+def _deeds(plan: UnitPlan) -> str:
+    """A rank's parts and actions, without the names of layers, stages and peers: where these are equal, so are bytes
+    and ledger."""
+    if plan.layout.pp == 1:
+        return ""
+    own = {stage: index for index, stage in enumerate(plan.stages)}
+    parts = [[part.partition(".")[0] for part in stage] for stage in plan.stages.values()]
+    actions = [
+        (action.kind, action.peer < plan.pp_rank, own.get(part.stage), part.micro)
+        for action in _run(plan).actions
+        for part in action.leaves()
+    ]
+    return repr((parts, actions))
+
+
+def _renamed(role: Role, plan: UnitPlan, other: UnitPlan) -> Role:
+    """The role of `plan`'s rank with the names of `other`'s, which does the same."""
+    names = dict(zip(plan.parts, other.parts, strict=True))
+    for mine, theirs in zip(plan.stages, other.stages, strict=True):
+        names |= {f"stage {mine + by}": f"stage {theirs + by}" for by in (-1, 0, 1)}
+    rows = (replace(row, unit=names.get(row.unit, row.unit)) for row in role.ledger)
+    return replace(role, ledger=tuple(sorted(rows)))
+
+
 def _notes(layout: Layout) -> tuple[str, ...]:
     notes = ("activations and the rest of the peak are those of the eager CPU path",)
     if layout.compile == "off":
@@ -53,19 +89,58 @@ def _notes(layout: Layout) -> tuple[str, ...]:
     return *notes, f"compile={layout.compile}: nothing is computed here, and the blocks ran without being compiled"
 
 
-def _in_process(function: Callable[[UnitPlan, int], Role], plan: UnitPlan, rank: int) -> Role:
+def _observe_all(asked: Sequence[tuple[UnitPlan, int]]) -> list[Role]:
+    """The roles of (plan, rank), from as many processes as there are cores."""
     context = multiprocessing.get_context("spawn")
-    with context.Pool(1) as pool:
+    count = min(len(asked), len(os.sched_getaffinity(0)), MOST_PROCESSES)
+    processes, pipes = [], []
+    try:
+        for index in range(count):
+            # A pool has semaphores, which outlive whoever is killed.
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_observe_each, args=(theirs, asked[index::count]), daemon=True)
+            process.start()
+            theirs.close()
+            processes.append(process)
+            pipes.append(ours)
+        return [_receive(pipes[index % count]) for index in range(len(asked))]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _receive(pipe: Connection) -> Role:
+    """The next role that a process has observed."""
+    try:
+        answer = pipe.recv()
+    except EOFError:
+        raise UserError("the dry run failed: one of its processes was killed") from None
+    if isinstance(answer, Role):
+        return answer
+    raise UserError(f"the dry run failed: {answer}")
+
+
+def _observe_each(pipe: Connection, asked: Sequence[tuple[UnitPlan, int]]) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # One mode for all: the decoder keeps scalars that every block reads.
+    fake, parent = FakeTensorMode(), multiprocessing.parent_process()
+    for plan, rank in asked:
+        if parent is not None and not parent.is_alive():
+            return
         try:
-            return pool.apply(function, (plan, rank))
-        except RuntimeError as error:
-            raise UserError(f"the dry run failed: {str(error).splitlines()[0]}") from error
+            pipe.send(_observe(plan, rank, fake))
+        except (BrokenPipeError, KeyboardInterrupt):
+            return
+        except Exception as error:
+            pipe.send((str(error).splitlines() or [type(error).__name__])[0])
 
 
-def _observe(plan: UnitPlan, rank: int) -> Role:
+def _observe(plan: UnitPlan, rank: int, fake: Any) -> Role:
     import torch
     import torch.distributed as dist
-    from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from shardwise.runtime.config import OptimizerConfig
@@ -73,18 +148,86 @@ def _observe(plan: UnitPlan, rank: int) -> Role:
     from shardwise.runtime.setup import make_comms
     from shardwise.runtime.step import Program
 
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     dist.init_process_group("fake", rank=rank, world_size=plan.layout.ranks, store=FakeStore())  # type: ignore[no-untyped-call]
+    short = _run(plan)
     comms = make_comms(plan.layout, plan.model, rank, timeout=60.0)
     comms.backend = plan.backend
     comms.read = lambda scalar: 1.0  # type: ignore[method-assign]  # fake tensors hold no numbers
-    with FakeTensorMode():
-        program = Program(plan, comms, OptimizerConfig(), _no_values, torch.device("cpu"))
+    with fake:
+        program = Program(short, comms, OptimizerConfig(), _no_values, torch.device("cpu"))
+        batches = [_micro_batch(short) for _ in range(short.micro_batches)]
         with Measurement(program) as measurement:
-            program.step([_micro_batch(plan) for _ in range(plan.micro_batches)], 1e-3)
-        role = measurement.role(rank)
+            given = _Given(batches, lambda: {key: timing.count for key, timing in comms.timings.items()})
+            program.step(given, 1e-3)
+        role = replace(measurement.role(rank), transport=())
+        inputs = measurement.followed(_tensors(*batches[0]))
     dist.destroy_process_group()
-    return role
+    return _lengthened(role, plan, given, inputs)
+
+
+def _run(plan: UnitPlan) -> UnitPlan:
+    """The plan of the step that is run: the short one, unless a rank holds more the more micro-batches there are."""
+    return plan if plan.steady and plan.steady.grows else plan.short
+
+
+class _Given(list[Any]):
+    """Micro-batches that note how much of the ledger is written whenever the program takes one: first to count valid
+    tokens, then at every forward pass."""
+
+    def __init__(self, batches: Iterable[Any], written: Callable[[], dict[Any, int]]) -> None:
+        super().__init__(batches)
+        self._written = written
+        self.taken: list[dict[Any, int]] = []
+
+    def __getitem__(self, index: Any) -> Any:
+        self.taken.append(self._written())
+        return super().__getitem__(index)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[index] for index in range(len(self)))
+
+
+def _lengthened(role: Role, plan: UnitPlan, given: _Given, inputs: int) -> Role:
+    """The role in the whole step, from the one that was run. inputs: bytes of one micro-batch's."""
+    left_out = plan.micro_batches - len(given)
+    if not left_out:
+        return role
+    forwards = given.taken[len(given) :]
+    period, start, stop = _period(plan)
+    repeats, before, after = left_out // period, forwards[start], forwards[stop]
+    rows = []
+    for row in role.ledger:
+        key = astuple(row)[:-1]
+        rows.append(replace(row, count=row.count + repeats * (after.get(key, 0) - before.get(key, 0))))
+    classes = {
+        field.name: getattr(role.bytes, field.name) for field in fields(Bytes) if field.name not in ("other", "absent")
+    }
+    return replace(role, bytes=Bytes.of(role.bytes.total + left_out * inputs, **classes), ledger=tuple(rows))
+
+
+def _period(plan: UnitPlan) -> tuple[int, int, int]:
+    """Micro-batches of a period of the steady state, and the forward passes at which one starts and stops."""
+    if plan.steady is None:
+        return 1, 1, 2
+    from shardwise.schedule.pipeline.steady import continuation
+
+    short, period = plan.short, plan.steady.period
+    longer = short.of_micro_batches(short.micro_batches + period)
+    places = continuation(short.actions, longer.actions)
+    stop = next(index for index, place in enumerate(places) if place > index)
+    start = stop - (len(longer.actions) - len(short.actions))
+
+    def forwards(index: int) -> int:
+        return sum(part.kind == "F" for action in short.actions[:index] for part in action.leaves())
+
+    return period, forwards(start), forwards(stop)
+
+
+def _tensors(inputs: Any, targets: Any) -> Iterator[Any]:
+    import torch
+
+    values = (getattr(inputs, field.name) for field in fields(inputs))
+    yield from (value for value in (*values, targets) if isinstance(value, torch.Tensor))
 
 
 def _no_values(parameter: Any, index: Any) -> Any:

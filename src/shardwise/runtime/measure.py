@@ -64,11 +64,10 @@ class _Storages(TorchDispatchMode):
                 self._add_all(value.values())
 
     def _add(self, value: Tensor) -> None:
-        if value.device.type == "meta":
-            return
         storage = value.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
-        if key in self._seen or key in self._known or not size:
+        # A fake tensor takes as long to tell its device as for an operation: it is asked last.
+        if key in self._seen or key in self._known or not size or value.device.type == "meta":
             return
 
         def gone(_: Any, key: int = key, size: int = size) -> None:
@@ -77,6 +76,10 @@ class _Storages(TorchDispatchMode):
 
         self._seen[key] = weakref.ref(storage, gone)
         self.change(size)
+
+    def follows(self, value: Tensor) -> bool:
+        """Whether the storage of a tensor is among those that appeared."""
+        return value.untyped_storage()._cdata in self._seen
 
     def change(self, difference: int) -> None:
         """So many bytes more are alive."""
@@ -154,6 +157,10 @@ class Measurement:
                 found[storage._cdata] = storage.nbytes()
         self.saved = max(self.saved, sum(found.values()))
 
+    def followed(self, tensors: Iterable[Tensor]) -> int:
+        """Bytes of those of the storages behind `tensors` that some operation of the step has touched."""
+        return _unique_bytes(tensor for tensor in tensors if self._storages.follows(tensor))
+
     def role(self, rank: int) -> Role:
         """The measured role of this rank alone."""
         lasting = {name: _unique_bytes(tensors) for name, tensors in self._lasting.items()}
@@ -167,6 +174,6 @@ class Measurement:
         return Role(f"rank {rank}", (rank,), bytes_, comms.ledger(), comms.transport())
 
 
-def _unique_bytes(tensors: list[Tensor]) -> int:
+def _unique_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the distinct storages behind `tensors`."""
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
