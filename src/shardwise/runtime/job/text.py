@@ -1,7 +1,7 @@
 """The text of a run as tokens: prepared once, beside the run, and kept by the run.
 
 A resumed run keeps its corpus, whatever has become of the file that was prepared; other text must be asked for. Imports
-no torch.
+no torch, and numpy only when it is used.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from filecmp import cmp
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from shardwise.data import Corpus, Sampler, prepare
-from shardwise.data.corpus import remove_unfinished
-from shardwise.data.splits import SPLITS
 from shardwise.errors import UserError
 from shardwise.runtime.config import TrainConfig
+
+if TYPE_CHECKING:
+    from shardwise.data import Corpus
 
 Progress = Callable[[str], None]
 
@@ -29,6 +30,9 @@ def with_corpus(config: TrainConfig, progress: Progress) -> TrainConfig:
     Processes that ask together wait for the first one. Raises `UserError` for unusable text, a corpus that has gone, a
     tokenizer with more tokens than the model has rows, and text that does not fill one sequence.
     """
+    from shardwise.data import Sampler
+    from shardwise.data.splits import SPLITS
+
     corpus = _kept(config, progress) if config.corpus else _prepared(config, progress)
     if corpus.vocab_size > config.model.vocab:
         raise UserError(
@@ -48,6 +52,8 @@ def with_corpus(config: TrainConfig, progress: Progress) -> TrainConfig:
 
 def _kept(config: TrainConfig, progress: Progress) -> Corpus:
     """The corpus that a run has had: where it was, beside the run, or prepared again from text that is the same."""
+    from shardwise.data import Corpus
+
     path = _found(config, config.corpus)
     try:
         corpus = Corpus.open(path)
@@ -79,6 +85,9 @@ def _corpora(config: TrainConfig) -> Path:
 
 def _prepared(config: TrainConfig, progress: Progress, only: str | None = None) -> Corpus:
     """only: the fingerprint that it must have."""
+    from shardwise.data import prepare
+    from shardwise.data.corpus import remove_unfinished
+
     corpora, former = _corpora(config), config.former_corpus
     with _alone_in(corpora) as alone:
         if alone:
@@ -113,6 +122,9 @@ def _say_change(config: TrainConfig, corpus: Corpus, progress: Progress) -> bool
 
 def _equal(corpus: Corpus, former: Path) -> bool:
     """Whether two corpora have equal tokens; fingerprints of earlier versions differ for the same text."""
+    from shardwise.data import Corpus
+    from shardwise.data.splits import SPLITS
+
     try:
         other = Corpus.open(former)
     except UserError:
