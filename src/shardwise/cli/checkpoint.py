@@ -151,7 +151,7 @@ def _import(args: argparse.Namespace) -> int:
     size = format_bytes(manifest.nbytes)
     show(f"wrote {args.out}: {len(manifest.tensors)} tensors after {manifest.step} steps, {size}")
     if run is not None:
-        show(f"to go on: shardwise train --resume {args.out} --layout LAYOUT --steps N --out RUN")
+        show(f"to resume: shardwise train --resume {args.out} --layout LAYOUT --steps N --out RUN")
     else:
         show(f"its weights for train --weights: shardwise checkpoint export {args.out} --to FOLDER")
     return 0

@@ -6,6 +6,8 @@ Under torchrun, on one host or several, the same command is one rank: torchrun .
 from __future__ import annotations
 
 import argparse
+import shlex
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -56,9 +58,10 @@ def _run(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--validate-batches", type=int, metavar="N", help="batches of each validation (4)")
     group.add_argument("--save-every", type=int, metavar="N", help="steps between checkpoints (0: at the end)")
     group.add_argument("--keep-last", type=int, metavar="N", help="checkpoints to keep, 0 for all (3)")
-    group.add_argument("--save-async", action="store_true", help="go on training while a checkpoint is written")
+    group.add_argument("--save-async", action="store_true", help="continue training while a checkpoint is written")
     group.add_argument("--weights", metavar="DIR", help="start from a Hugging Face folder's weights, and its tokenizer")
-    group.add_argument("--resume", type=Path, metavar="DIR", help="go on from a run or a checkpoint, as it was set up")
+    group.add_argument("--resume", type=Path, metavar="DIR", help="resume a run or a checkpoint: its setup, its "
+                       "text (other text: --data)")  # fmt: skip
     group.add_argument("--report", action="store_true", help="measure a step, and lay its prediction beside it")
     group.add_argument("--no-tensorboard", action="store_true", help="write no TensorBoard files")
     group.add_argument("--device", choices=("cpu", "cuda"), help="where ranks compute (cpu)")
@@ -69,7 +72,7 @@ def _run(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--no-overlap", action="store_true", help="do not communicate while computing; same bits")
     group.add_argument("--port", type=int, default=0, metavar="N", help="where the ranks meet; left out, a file serves")
     group.add_argument("--hang", type=float, metavar="S", help="seconds without progress after which to give up (600)")
-    group.add_argument("--restarts", type=int, default=0, metavar="N", help="go on from the last checkpoint after a "
+    group.add_argument("--restarts", type=int, default=0, metavar="N", help="resume from the last checkpoint after a "
                        "rank died or got stuck, at most N times (0)")  # fmt: skip
     group.add_argument("--elastic", action="store_true", help="restart without ranks that were killed: dp shrinks")
 
@@ -196,16 +199,18 @@ def _changes(args: argparse.Namespace) -> dict[str, Any]:
 
 def _where(out: Path) -> None:
     """Name what the run left."""
+    run = shlex.quote(str(out))
     known = {
-        "events.jsonl": "every step",
-        "result.json": "the result",
-        "checkpoints": f"see: shardwise checkpoint inspect {out}; to go on: shardwise train --resume {out} --steps N",
-        "reports": f"predicted and measured step, see: shardwise compare {out}",
-        "reports/trace.json": "a step's timeline: open it in ui.perfetto.dev",
-        "tensorboard": f"see: tensorboard --logdir {out}",
+        "events.jsonl": ["every step"],
+        "result.json": ["the result"],
+        "checkpoints": [f"shardwise checkpoint inspect {run}", f"shardwise train --resume {run} --steps N"],
+        "reports": [f"predicted and measured step: shardwise compare {run}"],
+        "reports/trace.json": ["a step's timeline: open it in ui.perfetto.dev"],
+        "tensorboard": [f"tensorboard --logdir {run}"],
     }
     print(f"the run is in {out}")
-    for name, what in known.items():
+    for name, lines in known.items():
         path = out / name
         if path.is_file() or (path.is_dir() and any(path.iterdir())):
-            print(f"  {name:<20}{what}")
+            for title, line in zip_longest([name], lines, fillvalue=""):
+                print(f"  {title:<20}{line}")

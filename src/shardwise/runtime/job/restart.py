@@ -77,7 +77,7 @@ def until_done(
 
 
 def continued(config: TrainConfig, restart: int, warn: Callable[[str], object]) -> TrainConfig:
-    """The configuration with which a run goes on after a failure: from its newest good checkpoint, or as it began."""
+    """The configuration that resumes a run after a failure: from its newest good checkpoint, or as it began."""
     from shardwise.checkpoint import latest
 
     found = latest(Path(config.out) / "checkpoints", warn)
