@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
-from shardwise.model.catalog import get
+from shardwise.model.catalog import catalog, get
 from shardwise.predict import estimate
 from shardwise.predict.search import plan as search
 from shardwise.schedule import Algorithm, algorithms, build
@@ -27,7 +27,7 @@ from shardwise.schedule.pipeline.simulate import simulate
 from shardwise.schedule.pipeline.times import Times
 from shardwise.studio.columns import PACKED, encode
 from shardwise.studio.data import collectives, memory, pipelines, plan, tokens
-from shardwise.studio.data.registry import VIEWS, answer, parts
+from shardwise.studio.data.registry import TRAVELS, VIEWS, answer, parts
 from shardwise.studio.query import Query
 
 
@@ -294,3 +294,40 @@ def test_modules_need_no_build_and_nothing_from_outside() -> None:
         text = path.read_text()
         assert "http" not in text.replace("http://www.w3.org/2000/svg", ""), path
         assert text.startswith("// "), f"{path} says what it holds"
+
+
+@pytest.mark.parametrize(
+    ("view", "state", "others"),
+    [
+        ("tokens", {}, {"bloom-176b", "mixtral-8x7b", "deepseek-v3"}),
+        ("tokens", {"prompt": "1024", "output": "16"}, {"bloom-176b", "mixtral-8x7b", "deepseek-v3", "tiny-llama",
+         "tiny-gpt", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"}),
+        ("memory", {}, {"bloom-176b", "mixtral-8x7b", "deepseek-v3"}),
+        ("plan", {"seq": "1024", "cluster": "8xH100", "model": "tiny-llama", "batch": "8"}, {"tiny-gpt"}),
+    ],
+)  # fmt: skip
+def test_a_model_that_would_be_rejected_is_not_offered(view: str, state: dict[str, str], others: set[str]) -> None:
+    found = answer(view, state)
+    assert set(found.more["left_out"]) == others
+    assert set(found.choices["model"]) == set(catalog()) - others
+    for name, reason in found.more["left_out"].items():
+        assert reason
+        with pytest.raises(UserError):
+            answer(view, state | {"model": name})
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-gpt", "gpt2"])
+def test_a_state_that_names_a_model_alone_suits_it(name: str) -> None:
+    given = {"model": name, "cluster": "4xH100"}
+    generated = answer("tokens", given)
+    assert generated.state["prompt"] + generated.state["output"] <= get(name).max_positions
+    for parameter in ("prompt", "output"):
+        for value in generated.choices[parameter]:
+            assert answer("tokens", given | {parameter: str(value)}).state[parameter] == value
+    assert answer("memory", given | {"cluster": "3x8xH100"}).state["batch"] == 48
+    assert set(answer("memory", given).choices["seq"]) >= {get(name).max_positions}
+
+
+def test_what_travels_is_a_parameter_of_the_view() -> None:
+    for view, names in TRAVELS.items():
+        assert set(names) <= set(answer(view, {}).state)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from studio_visitor import DELAY, make_run, step_event
+from studio_visitor import DELAY, Visitor, make_run, serving, step_event
 
 from shardwise.errors import UserError
 from shardwise.report.run_directory import RunDirectory
@@ -109,6 +109,36 @@ def test_the_page_follows_a_run_to_its_end(visitor: Any, runs: Path) -> None:
         (runs / "live" / "run.json").unlink()
 
 
+def test_what_comes_later_appears(browser: Any, tmp_path: Path) -> None:
+    """A run that begins while the page is open, its reports, which are written when it has ended, and the next run."""
+    folder, aside = tmp_path / "runs", tmp_path / "aside"
+    with serving(folder) as studio:
+        visitor = Visitor(browser, studio, reduced_motion="reduce")
+        page = visitor.open("runs?_tables=ledger,steps")
+        assert "There is no run" in page.locator(".sentence").first.inner_text()
+        make_run(tmp_path / "later", steps=2, status="running")
+        (tmp_path / "later" / "reports").rename(aside)
+        (tmp_path / "later" / "reports").mkdir()
+        folder.mkdir()
+        (tmp_path / "later").rename(folder / "later")
+        visitor.until("document.querySelector('.sentence').textContent.startsWith('Training: step 2')")
+        assert not page.locator('[data-figure="ledger"]').is_visible()
+        with RunDirectory.open(folder / "later") as run:
+            run.append(step_event(3))
+            run.update(status="finished")
+        visitor.until("document.querySelector('.sentence').textContent.includes('finished')")
+        for path in aside.iterdir():
+            path.rename(folder / "later" / "reports" / path.name)
+        visitor.until("document.querySelector('[data-figure=ledger] table')?.tHead.textContent.includes('predicted')")
+        visitor.ready()
+        assert "✓ Every collective" in page.locator('[data-figure="ledger"]').inner_text()
+        assert visitor.table("steps")["step"] == [1, 2, 3]
+        make_run(folder / "next", steps=1, status="running")
+        visitor.until("document.querySelector('.sentence').textContent.startsWith('Training: step 1')")
+        assert page.locator('[data-control="run"] option').all_inner_texts() == ["next", "later"]
+        visitor.close()
+
+
 def test_a_report_and_its_trace_give_the_same_events(runs: Path) -> None:
     path = runs / "first" / "reports" / "measured.json"
     report = StepReport.read(path)
@@ -139,12 +169,30 @@ def test_other_files_are_refused_in_one_line(content: bytes, line: str) -> None:
         opened(content)
 
 
-def test_a_dropped_file_is_drawn(visitor: Any, runs: Path) -> None:
-    page = visitor.open("runs")
-    page.locator("input[type=file]").set_input_files(runs / "first" / "reports" / "measured.json")
-    visitor.until("document.querySelector('[data-figure=timeline] h2').textContent.startsWith('measured.json')")
+DROP = """(content) => {
+    const data = new DataTransfer();
+    data.items.add(new File([content], "measured.json"));
+    const event = new DragEvent("drop", { dataTransfer: data, bubbles: true, cancelable: true });
+    document.querySelector("h1").dispatchEvent(event);
+    return event.defaultPrevented;
+}"""
+OPENED = "document.querySelector('[data-figure=timeline] h2')?.textContent.startsWith('measured.json')"
+
+
+def test_a_file_that_is_dropped_anywhere_is_drawn_and_there_is_a_way_back(visitor: Any, runs: Path) -> None:
+    content = (runs / "first" / "reports" / "measured.json").read_text()
+    page = visitor.open("memory")
+    assert page.evaluate(DROP, content), "the browser would leave the page for the file"
+    visitor.until(OPENED)
     visitor.ready()
     page.locator('[data-figure="timeline"] .buttons button').first.click()
     assert visitor.table("timeline")["takes"][0] == 0.08
-    visitor.after(lambda: page.evaluate("location.hash = '#runs?run=first'"))
+    back = page.get_by_role("button", name="Back to the runs")
+    visitor.after(back.click)
     assert page.locator('[data-figure="timeline"] h2').text_content() == "One step on every rank"
+    assert page.locator('[data-figure="steps"]').is_visible() and not back.is_visible()
+    assert page.evaluate(DROP, content)
+    visitor.until(OPENED)
+    page.locator("input[type=file]").set_input_files(runs / "first" / "run.json")
+    visitor.until("document.querySelector('[role=alert]').textContent.startsWith('run.json: ')")
+    visitor.problems.clear()  # the browser itself reports the 400

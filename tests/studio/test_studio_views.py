@@ -291,3 +291,56 @@ def test_a_ranks_share_of_every_matrix_is_drawn_by_area(visitor: Any, runs: Any,
                 assert covered == pytest.approx(area, abs=0.01), (side["layout"], device["rank"], name)
     # Before the first token already, the two strategies look different.
     assert any(abs(drawn[0][0][1][name] - drawn[1][0][1][name]) > 0.1 for name in drawn[0][0][1])
+
+
+def test_a_link_in_error_shows_its_controls(visitor: Any) -> None:
+    page = visitor.open("memory?model=tiny-llama&cluster=4xH100&seq=64&tp=3&batch=8")
+    assert "tp=3" in page.get_by_role("alert").inner_text()
+    assert page.locator('[data-control="model"] input').input_value() == "tiny-llama"
+    assert page.locator("section.figure:visible").count() == 0, "no figures of another state"
+    page.locator('[data-control="tp"] input').focus()
+    visitor.after(lambda: page.keyboard.press("ArrowRight"))
+    assert visitor.given["tp"] == "4" and not page.get_by_role("alert").is_visible()
+    assert page.locator('[data-figure="devices"]').is_visible()
+    # What is drawn when the next mistake comes stays, and is marked; one step further all is well again.
+    visitor.after(lambda: page.keyboard.press("ArrowRight"))
+    assert page.get_by_role("alert").is_visible() and page.locator("main.stale").count() == 1
+    visitor.after(page.get_by_role("link", name="Start this view anew").click)
+    assert visitor.given == {} and page.locator("main.stale, main.broken").count() == 0
+    assert page.locator('[data-control="model"] input').input_value() == "llama-3-8b"
+    visitor.problems.clear()  # the browser itself reports the 400
+
+
+def test_the_model_and_the_cluster_come_along_to_other_views(visitor: Any) -> None:
+    page = visitor.open("memory?seq=64&batch=8")
+    box = page.locator('[data-control="model"] input')
+    box.fill("tiny-llama")
+    visitor.after(lambda: box.press("Enter"))
+    page.locator('[data-control="cluster"] input').fill("4xH100")
+    visitor.after(lambda: page.locator('[data-control="cluster"] input').press("Enter"))
+    for view, words in {
+        "Tokens": {"model": "tiny-llama", "cluster": "4xH100"}, "Collectives": {"cluster": "4xH100"},
+        "Runs": {}, "Memory": {"model": "tiny-llama", "cluster": "4xH100"},
+    }.items():  # fmt: skip
+        visitor.after(page.get_by_role("navigation").get_by_role("link", name=view).click)
+        page.wait_for_selector(f'nav a[aria-current]:text("{view}")')
+        visitor.ready()
+        assert visitor.given == words and not page.get_by_role("alert").is_visible()
+    left = page.locator('[data-control="model"] details')
+    left.locator("summary").click()
+    assert "mixtral-8x7b: mixture-of-experts" in left.inner_text()
+
+
+def test_a_step_or_a_window_typed_into_the_open_page_is_shown(visitor: Any) -> None:
+    page = visitor.open("tokens?model=tiny-llama&cluster=2xH100&output=16")
+    page.evaluate("window.untouched = true")
+    for step in (3, 1):
+        page.evaluate(
+            "(step) => { location.hash = `tokens?model=tiny-llama&cluster=2xH100&output=16&_step=${step}`; }", step
+        )
+        visitor.until(f"document.querySelector('[data-figure=layer] output').textContent === '{step} of 5'")
+    drawn = "document.querySelector('[data-figure=through] canvas').toDataURL()"
+    before = page.evaluate(drawn)
+    page.evaluate("() => { location.hash += '&_window=0~0.00001'; }")
+    visitor.until(f"{drawn} !== '{before}'")
+    assert page.evaluate("window.untouched")

@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl
 
 from shardwise.report.files import write_whole
 from shardwise.studio.columns import encode
-from shardwise.studio.data.registry import VIEWS, answer, parts
+from shardwise.studio.data.registry import TRAVELS, VIEWS, answer, parts
 from shardwise.studio.look import palette_json, theme_css
 
 STATIC = Path(__file__).parent / "static"
@@ -99,7 +99,10 @@ def _inside(text: str) -> str:
 
 
 def _html(head: str, imports: str, state: str, start: str) -> str:
-    views = _inside(json.dumps([{"name": name, "title": title, "parts": parts(name)} for name, title in VIEWS.items()]))
+    about = [
+        {"name": v, "title": title, "parts": parts(v), "travels": TRAVELS.get(v, ())} for v, title in VIEWS.items()
+    ]
+    views = _inside(json.dumps(about))
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><title>shardwise studio</title>'

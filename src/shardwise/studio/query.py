@@ -18,6 +18,10 @@ class Query:
         self._given = dict(given)
         self.state: dict[str, Value] = {}
 
+    def has(self, name: str) -> bool:
+        """Whether a parameter is given."""
+        return bool(self._given.get(name, "").strip())
+
     def text(self, name: str, default: str) -> str:
         """Any text; empty means the default."""
         return str(self._keep(name, self._given.get(name, "").strip() or default))

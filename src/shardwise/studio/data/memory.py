@@ -14,7 +14,7 @@ from shardwise.layout import Grid, Layout, UnitPlan, Workload, unit_plan
 from shardwise.layout.layout import CHOICES
 from shardwise.layout.units import usual_backend
 from shardwise.model import ModelConfig
-from shardwise.model.catalog import catalog, resolve
+from shardwise.model.catalog import resolve
 from shardwise.model.parameters import count
 from shardwise.predict import estimate
 from shardwise.predict.activations import Sizes, saved_bytes, saved_items
@@ -29,11 +29,14 @@ from shardwise.report.units import format_bytes, format_count, format_ranks
 from shardwise.schedule.pipeline.simulate import simulate
 from shardwise.schedule.pipeline.times import Times
 from shardwise.studio.columns import How, Table, View, command_line
+from shardwise.studio.data.models import SEQ, most_seq, offered, seqs, too_long
 from shardwise.studio.query import Query
 
 CLUSTERS = ("8xH100", "2x8xH100", "8x8xH100", "8xA100", "8x8xA100", "8xB200", "1xH100")
 _WORDS = {"schedule": 2, "recompute": 0, "offload": 0, "precision": 0, "grads": 0, "attention": 0}
 """Word of the layout -> which of its choices is the default."""
+BATCH = 32
+"""Sequences of a step, or the next number above that the layout can share out."""
 MOST_MOMENTS = 4000
 """Moments up to which a step's are drawn."""
 
@@ -42,8 +45,12 @@ def data(given: Mapping[str, str]) -> View:
     """One layout's bytes on each role of ranks, the same with other stages and recompute, and one rank's moments."""
     query = Query(given)
     model, cluster = resolve(query.text("model", "llama-3-8b")), Cluster.parse(query.text("cluster", "8xH100"))
-    layout = _layout(query, cluster.devices)
-    workload = Workload(seq=query.whole("seq", 8192, 1, 1 << 24), batch=query.whole("batch", 32, 1, 1 << 20))
+    layout = _layout(query, model, cluster.devices)
+    seq = query.whole("seq", min(SEQ, most_seq(model)), 1, 1 << 24)
+    together = layout.dp * layout.micro
+    workload = Workload(seq=seq, batch=query.whole("batch", -(-BATCH // together) * together, 1, 1 << 20))
+    # What the state does not give follows the model.
+    names, left_out = offered(lambda one: one.why_not_runnable() or too_long(one, seq if query.has("seq") else 1))
     place = min(query.whole("place", 0, 0, 1023), layout.pp - 1)
     query.done()
     query.state["place"] = place
@@ -59,7 +66,7 @@ def data(given: Mapping[str, str]) -> View:
     command = command_line("estimate", query.state["model"], *words)
     return View(
         query.state,
-        {"model": list(catalog()), "cluster": CLUSTERS, "schedule": CHOICES["schedule"]}
+        {"model": names, "cluster": CLUSTERS, "schedule": CHOICES["schedule"], "seq": sorted({seq, *seqs(model)})}
         | {name: CHOICES[name] for name in ("recompute", "offload", "precision", "grads", "attention")},
         {
             "devices": _devices(report, cluster),
@@ -80,16 +87,20 @@ def data(given: Mapping[str, str]) -> View:
             "notes": list(report.notes),
             "classes": list(BYTE_CLASSES),
             "places": layout.pp,
+            "left_out": left_out,
         },
     )
 
 
-def _layout(query: Query, devices: int) -> Layout:
+def _layout(query: Query, model: ModelConfig, devices: int) -> Layout:
     """The layout that the state describes; dp fills the devices unless it is given. Raises `LayoutError`, a
     `UserError`, for what contradicts itself."""
     degrees = {name: query.whole(name, 1, 1, 4096) for name in ("tp", "pp", "cp")}
     degrees["dp"] = query.whole("dp", max(1, devices // prod(degrees.values())), 1, 1 << 16)
-    words = {name: query.word(name, CHOICES[name][default], CHOICES[name]) for name, default in _WORDS.items()}
+    usual = {name: CHOICES[name][default] for name, default in _WORDS.items()}
+    if model.attention_dropout:
+        usual["attention"] = "math"
+    words = {name: query.word(name, default, CHOICES[name]) for name, default in usual.items()}
     rest: dict[str, Any] = degrees | words
     return Layout(
         **rest,

@@ -8,7 +8,7 @@ from typing import Any
 
 from shardwise.cluster import Cluster
 from shardwise.layout import Workload
-from shardwise.model.catalog import catalog, resolve
+from shardwise.model.catalog import resolve
 from shardwise.model.parameters import count
 from shardwise.predict.search import plan as search
 from shardwise.predict.search.alternatives import Alternative
@@ -18,6 +18,7 @@ from shardwise.report import time_parts
 from shardwise.report.units import format_bytes, format_count, format_share, format_time
 from shardwise.studio.columns import How, Table, View, command_line
 from shardwise.studio.data.memory import CLUSTERS
+from shardwise.studio.data.models import SEQ, most_seq, offered, seqs, too_long
 from shardwise.studio.query import Query
 
 BY = ("throughput", "memory", "cost", "pareto")
@@ -29,7 +30,10 @@ def data(given: Mapping[str, str]) -> View:
     """The best layouts, what the first spends its time on, and what other choices would cost."""
     query = Query(given)
     model, cluster = query.text("model", "llama-3-70b"), query.text("cluster", "8x8xH100")
-    seq, batch = query.whole("seq", 8192, 1, 1 << 24), query.whole("batch", 128, 1, 1 << 20)
+    config = resolve(model)
+    seq = query.whole("seq", min(SEQ, most_seq(config)), 1, 1 << 24)
+    batch = query.whole("batch", 128, 1, 1 << 20)
+    names, left_out = offered(lambda one: too_long(one, seq if query.has("seq") else 1))
     by, fix = query.word("by", "throughput", BY), query.text("fix", "")
     query.done()
     found = _found(model, cluster, seq, batch, by, fix)
@@ -39,7 +43,7 @@ def data(given: Mapping[str, str]) -> View:
     command = command_line("plan", model, *words)
     return View(
         query.state,
-        {"model": list(catalog()), "cluster": CLUSTERS, "by": BY},
+        {"model": names, "cluster": CLUSTERS, "by": BY, "seq": sorted({seq, *seqs(config)})},
         {"ranked": _ranked(found), "parts": _parts(found), "alternatives": _alternatives(found)},
         {
             "ranked": _how_ranked(found, command),
@@ -65,6 +69,7 @@ def data(given: Mapping[str, str]) -> View:
             "parameters": count(found.model),
             "fixes": [_fix(one) for one in found.alternatives],
             "memory_binds": _memory_binds(found),
+            "left_out": left_out,
             "not_runnable": found.not_runnable(winner),
         },
     )

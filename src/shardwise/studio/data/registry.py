@@ -24,6 +24,15 @@ PARTS = {"tokens": ("data", "spent"), "collectives": ("data", "costs"), "plan": 
 """Views whose figures come in several answers, the quick one first: collectives, collectives/costs."""
 
 
+TRAVELS = {
+    "tokens": ("model", "cluster"),
+    "collectives": ("cluster",),
+    "memory": ("model", "cluster"),
+    "plan": ("model", "cluster"),
+}
+"""View -> its parameters that come along from another view where somebody chose them."""
+
+
 def parts(view: str) -> list[str]:
     """The names of a view's answers."""
     return [view if function == "data" else f"{view}/{function}" for function in PARTS.get(view, ("data",))]

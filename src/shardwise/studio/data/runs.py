@@ -73,13 +73,17 @@ def data(given: Mapping[str, str], runs: Path) -> View:
 
 
 def events(given: Mapping[str, str], runs: Path) -> dict[str, Any]:
-    """What a run has told since a cursor. Raises `UserError` for a run that is not there."""
+    """A run's events since a cursor, and the folder's runs. Raises `UserError` for a run that is not there."""
     query = Query(given)
     name, after = query.text("run", ""), query.whole("after", 0, 0, 1 << 60)
     query.done()
-    here = _run(runs, listed(runs), name)
+    names = listed(runs)
+    if not name:
+        return {"runs": names}
+    here = _run(runs, names, name)
     found, cursor = _events(here, after)
     return {
+        "runs": names,
         "cursor": cursor,
         "steps": _steps(found).to_json()["columns"],
         "validation": _validation(found).to_json()["columns"],

@@ -13,7 +13,7 @@ from shardwise.errors import UserError
 from shardwise.layout import Layout
 from shardwise.layout.units import UnitPlan
 from shardwise.model import ModelConfig
-from shardwise.model.catalog import catalog, resolve
+from shardwise.model.catalog import resolve
 from shardwise.model.parameters import count
 from shardwise.predict.claims.table import claims
 from shardwise.predict.generation import layers
@@ -28,10 +28,12 @@ from shardwise.report.step_report import DTYPE_BYTES
 from shardwise.report.units import format_bytes, format_count, format_spans, format_time
 from shardwise.studio.columns import How, Table, View, command_line, exact
 from shardwise.studio.data import tokens_holdings, tokens_layer
+from shardwise.studio.data.models import offered
 from shardwise.studio.query import Query
 
 CLUSTERS = ("8xH100", "4xH100", "8xA100", "8xH200", "8xB200", "8xL40S")
 PRECISIONS = ("bf16", "fp32")
+PROMPTS, OUTPUTS = (128, 256, 512, 1024, 2048, 4096), (16, 32, 64, 128, 200, 256, 512, 1024)
 PROMPT, OUTPUT, MOST_OUTPUT = 1024, 256, 1024
 CLAIMS = (
     "zero-inference-16gb",
@@ -47,7 +49,8 @@ class _Asked(NamedTuple):
     """A state, understood."""
 
     state: dict[str, Any]
-    choices: dict[str, list[str]]
+    choices: dict[str, list[Any]]
+    left_out: dict[str, str]
     model: ModelConfig
     cluster: Cluster
     layouts: tuple[Layout, ...]
@@ -56,7 +59,7 @@ class _Asked(NamedTuple):
 
 def data(given: Mapping[str, str]) -> View:
     """Two strategies for the same prompt: what each rank holds, one layer step by step, one token, a training step."""
-    state, choices, model, cluster, layouts, asked = _asked(given)
+    state, choices, left_out, model, cluster, layouts, asked = _asked(given)
     found = compare(model, layouts, cluster, asked)
     ones = found.strategies
     command = _command(state, cluster, layouts, asked)
@@ -95,6 +98,7 @@ def data(given: Mapping[str, str]) -> View:
             "through": tokens_layer.through_drawn(layouts, ways),
             "sentences": [tokens_layer.sentence(model, layouts[0].ranks, i) for i in range(tokens_layer.STEPS)],
             "parameters": count(model),
+            "left_out": left_out,
             "batch": asked.batch,
             "layers": model.layers,
             "width": DTYPE_BYTES[layouts[0].dtype],
@@ -107,7 +111,7 @@ def data(given: Mapping[str, str]) -> View:
 
 def spent(given: Mapping[str, str]) -> View:
     """What each strategy has sent and taken after every token of the answer."""
-    state, choices, model, cluster, layouts, asked = _asked(given)
+    state, choices, _, model, cluster, layouts, asked = _asked(given)
     ones = compare(model, layouts, cluster, asked).strategies
     columns: dict[str, list[Any]] = {"token": list(range(1, asked.output + 1))}
     units: dict[str, str] = {}
@@ -146,15 +150,34 @@ def _asked(given: Mapping[str, str]) -> _Asked:
     a, b = query.text("a", usual[0]), query.text("b", usual[1 % len(usual)])
     precision = query.word("precision", "bf16", PRECISIONS)
     layouts = [replace(Layout.parse(text), precision=precision) for text in dict.fromkeys((a, b))]
-    asked = Asked(
-        query.whole("prompt", PROMPT, 1, 1 << 20),
-        query.whole("output", OUTPUT, 1, MOST_OUTPUT),
-        query.whole("batch", 1, 1, 4096),
-    )
+    prompt, output = _lengths(query, model)
+    asked = Asked(prompt, output, query.whole("batch", 1, 1, 4096))
     query.done()
-    choices = {"model": list(catalog()), "cluster": list(CLUSTERS), "precision": list(PRECISIONS)}
-    choices |= {"a": usual, "b": usual}
-    return _Asked(query.state, choices, model, cluster, tuple(layouts), asked)
+    # What the state does not give follows the model.
+    least = (prompt if query.has("prompt") else 1) + (output if query.has("output") else 1)
+    names, left_out = offered(lambda one: _why_not(one, least))
+    room = model.max_positions
+    choices: dict[str, list[Any]] = {"model": names, "cluster": list(CLUSTERS), "precision": list(PRECISIONS)}
+    choices |= {"a": usual, "b": usual, "prompt": sorted({prompt} | {n for n in PROMPTS if n + output <= room})}
+    choices |= {"output": sorted({output} | {n for n in OUTPUTS if prompt + n <= room})}
+    return _Asked(query.state, choices, left_out, model, cluster, tuple(layouts), asked)
+
+
+def _lengths(query: Query, model: ModelConfig) -> tuple[int, int]:
+    """(tokens of the prompt, of the answer): where they are not given, at most what the model has positions for."""
+    room = model.max_positions
+    answer = query.whole("output", OUTPUT, 1, MOST_OUTPUT) if query.has("output") else min(OUTPUT, max(1, room // 2))
+    prompt = query.whole("prompt", max(1, min(PROMPT, room - answer)), 1, 1 << 20)
+    if not query.has("output"):
+        answer = max(1, min(answer, room - prompt))
+    return prompt, query.whole("output", answer, 1, MOST_OUTPUT)
+
+
+def _why_not(model: ModelConfig, tokens: int) -> str:
+    """Why a model cannot generate so many tokens, the prompt among them; "" where it can."""
+    if reason := model.why_not_runnable():
+        return reason
+    return f"{tokens:,} tokens exceed its {model.max_positions:,} positions" * (tokens > model.max_positions)
 
 
 def _linked(query: Query, cluster: Cluster) -> Cluster:

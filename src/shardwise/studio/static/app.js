@@ -16,8 +16,10 @@ const links = Object.fromEntries(VIEWS.map(({ name, title }) => [name, h("a", { 
 document.body.append(h("a", { class: "skip", href: "#main", onclick: (event) => { event.preventDefault(); main.focus(); } }, "Skip to the view"),
   header(), message, main, footer());
 
-let page = null;
+let page = null, dropped = null;
+const travelling = {};
 addEventListener("hashchange", open);
+takeFiles();
 open();
 
 function open() {
@@ -35,14 +37,47 @@ function open() {
   }
 }
 
+function about(view) {
+  return VIEWS.find((each) => each.name === view);
+}
+
+/** A file that is dropped anywhere is opened, not shown in place of the page; Runs opens files. */
+function takeFiles() {
+  const files = (event) => [...(event.dataTransfer?.types ?? [])].includes("Files");
+  const over = (event, on) => {
+    if (!files(event)) return;
+    event.preventDefault();
+    document.body.classList.toggle("dropping", on && !inside);
+  };
+  addEventListener("dragover", (event) => over(event, true));
+  addEventListener("dragleave", (event) => { if (!event.relatedTarget) over(event, false); });
+  addEventListener("drop", (event) => {
+    over(event, false);
+    const file = files(event) && event.dataTransfer.files[0];
+    if (!file || inside) return;
+    if (page?.openFile) page.openFile(file);
+    else {
+      dropped = file;
+      location.hash = "#runs";
+    }
+  });
+}
+
 /** What a view is given to work with: its state, what changes it, and what must be tidied up when it closes. */
 function makePage(view, given) {
-  const { title, parts } = VIEWS.find((each) => each.name === view), tidy = [], onLocal = [], answers = {};
+  const { title, parts } = about(view), tidy = [], onLocal = [], answers = {};
   const self = { view, answers, set, setLocal, local, follow, close, fetch: fetchAll, cleanup: (f) => tidy.push(f),
-    onLocal: (f) => onLocal.push(f), refuse: fail, pending: false };
+    onLocal: (f) => onLocal.push(f), refuse: fail, pending: false, openFile: null, dropped: () => { const file = dropped; dropped = null; return file; } };
   let mounted = null, timer = 0, abort = null, closed = false;
 
   announce(view, title);
+  travel();
+
+  /** Model and cluster that were chosen here come along to other views. */
+  function travel() {
+    for (const name of about(view).travels) if (given[name]) travelling[name] = given[name];
+    for (const other of inside ? [] : VIEWS) links[other.name].href = text(other.name, Object.fromEntries(other.travels.filter((name) => travelling[name]).map((name) => [name, travelling[name]])));
+  }
 
   function set(changes, soon = false) {
     given = { ...given };
@@ -71,11 +106,13 @@ function makePage(view, given) {
 
   function remember() {
     history.replaceState(null, "", text(view, given));
+    travel();
   }
 
   function follow(wanted) {
     const same = JSON.stringify(asked(wanted)) === JSON.stringify(asked(given));
     given = wanted;
+    travel();
     onLocal.forEach((f) => f());
     if (!same) fetchAll();
   }
@@ -92,6 +129,7 @@ function makePage(view, given) {
         if (closed || signal.aborted) return;
         answers[part] = answer;
         message.hidden = true;
+        main.classList.remove("broken", "stale");
         mounted ??= mount(MODULES[view], title, self);
         mounted.show(answer, part);
       }
@@ -100,10 +138,32 @@ function makePage(view, given) {
     } catch (error) {
       if (error.name === "AbortError" || closed) return;
       self.pending = false;
-      fail(error.message);
-      if (!mounted) main.replaceChildren(h("p", {}, h("a", { href: `#${view}`, onclick: () => { page = null; } }, "Start this view anew")));
+      fail(error.message, h("a", { href: `#${view}`, onclick: anew }, "Start this view anew"));
+      // What is drawn still belongs to the state before.
+      if (mounted) main.classList.add("stale");
+      else await offer(words, signal);
       ready();
     }
+  }
+
+  /** The controls of a state that is no good, so that it can be corrected: the view's first state with these words. */
+  async function offer(words, signal) {
+    try {
+      const answer = await load(parts[0], {}, signal);
+      if (closed) return;
+      main.classList.add("broken");
+      answer.state = { ...answer.state, ...words };
+      mounted ??= mount(MODULES[view], title, self);
+      mounted.show(answer, parts[0]);
+    } catch { /* the view cannot be shown in any state: the message says why */ }
+  }
+
+  function anew(event) {
+    event.preventDefault();
+    close();
+    page = null;
+    history.replaceState(null, "", `#${view}`);
+    open();
   }
 
   function close() {
@@ -118,6 +178,8 @@ function makePage(view, given) {
 
 /** The view's name where the browser and the navigation have it, until its answer comes. */
 function announce(view, title) {
+  main.classList.remove("broken", "stale");
+  message.hidden = true;
   document.title = `${title} · shardwise studio`;
   for (const [name, link] of Object.entries(links)) {
     if (name === view) link.setAttribute("aria-current", "page");
@@ -143,8 +205,8 @@ function ready() {
   requestAnimationFrame(() => requestAnimationFrame(() => { document.body.dataset.ready = location.hash || "#"; }));
 }
 
-function fail(line) {
-  message.textContent = line;
+function fail(line, ...more) {
+  message.replaceChildren(line, ...more.flatMap((node) => [" · ", node]));
   message.hidden = !line;
 }
 

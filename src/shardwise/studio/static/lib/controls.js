@@ -17,19 +17,25 @@ export function select(page, name, label, { choices = null, labels = {}, help = 
   });
 }
 
-/** Text with suggestions. */
+/** Text with suggestions, and why others of the catalog are none: data.more.left_out of a model. */
 export function text(page, name, label, { help = "", size = 14 } = {}) {
   const id = unique(name), list = h("datalist", { id: `${id}-list` });
   const input = h("input", { id, type: "text", size, list: `${id}-list`, autocomplete: "off", spellcheck: "false",
     onchange: () => page.set({ [name]: input.value }) });
-  return control(id, label, help, h("span", { class: "field" }, input, list), (data) => {
+  const why = h("ul", {}), count = h("summary", {}), others = h("details", { class: "left-out", hidden: true }, count, why);
+  return control(id, label, help, h("span", { class: "field" }, input, list, others), (data) => {
+    const left = name === "model" ? Object.entries(data.more?.left_out ?? {}) : [];
+    others.hidden = !left.length;
+    count.textContent = `${left.length} not offered`;
+    why.replaceChildren(...left.map(([other, reason]) => h("li", {}, `${other}: ${reason}`)));
     const values = data.choices[name] ?? [];
     list.replaceChildren(...values.map((each) => h("option", { value: each })));
     if (document.activeElement !== input || input.value === "") input.value = String(data.state[name]);
   });
 }
 
-/** A slider over `values`, a list, or from `least` to `most`; `words(value)` is written beside it. */
+/** A slider over `values`, a list that an answer's choices replace, or from `least` to `most`; `words(value)` stands
+ * beside it. */
 export function slider(page, name, label, { least = 0, most = 10, step = 1, values = null, words = String, help = "" } = {}) {
   const id = unique(name), output = h("output", { for: id });
   const at = (value) => (values ? nearest(values, value) : value);
@@ -44,6 +50,8 @@ export function slider(page, name, label, { least = 0, most = 10, step = 1, valu
     input.setAttribute("aria-valuetext", words(value));
   };
   return control(id, label, help, h("span", { class: "slide" }, input, output), (data) => {
+    values = (values && data.choices?.[name]) || values;
+    if (values) input.max = values.length - 1;
     if (document.activeElement !== input || !page.pending) input.value = at(data.state[name]);
     tell(data.state[name]);
   });

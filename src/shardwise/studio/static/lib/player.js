@@ -12,12 +12,28 @@ export function player(page, { name, label, onFrame, seconds = 1.1 }) {
   const place = h("output", { for: id });
   const sentence = h("p", { class: "sentence", "aria-live": "polite" });
   const node = h("div", { class: "player" }, h("div", { class: "row" }, back, play, forth, scrub, place), sentence);
-  let sentences = [], at = 0, running = false, before = 0, frame = 0;
+  let sentences = [], at = 0, running = false, before = 0, frame = 0, kept = page.local(name, null);
 
   function show(lines, position) {
     sentences = lines;
+    kept = page.local(name, null);
     scrub.max = lines.length - 1;
-    at = Math.min(Math.max(0, position), lines.length - 1);
+    at = within(position);
+    tell();
+  }
+
+  function within(position) {
+    return Math.min(Math.max(0, Number.isFinite(position) ? position : 0), sentences.length - 1);
+  }
+
+  /** A step that was typed into the address of the open page. */
+  function follow() {
+    const wanted = page.local(name, null);
+    if (wanted === kept) return;
+    kept = wanted;
+    if (wanted === null || !sentences.length || Math.round(at) === Number(wanted)) return;
+    stop();
+    at = within(Math.round(Number(wanted)));
     tell();
   }
 
@@ -36,7 +52,8 @@ export function player(page, { name, label, onFrame, seconds = 1.1 }) {
 
   function go(position) {
     stop();
-    at = Math.min(Math.max(0, position), sentences.length - 1);
+    at = within(position);
+    kept = String(at);
     tell();
     page.setLocal({ [name]: at });
   }
@@ -71,5 +88,6 @@ export function player(page, { name, label, onFrame, seconds = 1.1 }) {
   }
 
   page.cleanup(stop);
+  page.onLocal(follow);
   return { node, show, go, start, get running() { return running; } };
 }

@@ -5,7 +5,7 @@ import { LEFT } from "studio/lib/gantt";
 
 /** extent(): the whole time. Kept in the URL under `name`. onChange: redraw. canvases: where it listens. */
 export function timeWindow(page, { name, extent, onChange }) {
-  let span = null;
+  let span = null, kept = page.local(name, "");
   const button = (label, words, act) => h("button", { type: "button", "aria-label": words, onclick: act }, label);
   const node = h("div", { class: "zoom", role: "group", "aria-label": "Time shown" },
     button("−", "Zoom out", () => zoom(1.6)), button("+", "Zoom in", () => zoom(1 / 1.6)),
@@ -32,7 +32,8 @@ export function timeWindow(page, { name, extent, onChange }) {
     clearTimeout(timer);
     timer = setTimeout(() => {
       const all = span[0] <= 0 && span[1] >= extent();
-      page.setLocal({ [name]: all ? "" : span.map((v) => Number(v.toPrecision(7))).join("~") });
+      kept = all ? "" : span.map((v) => Number(v.toPrecision(7))).join("~");
+      page.setLocal({ [name]: kept });
     }, 150);
   }
 
@@ -84,5 +85,12 @@ export function timeWindow(page, { name, extent, onChange }) {
   }
 
   page.cleanup(() => clearTimeout(timer));
+  page.onLocal(() => {
+    // A window that was typed into the address of the open page.
+    if (page.local(name, "") === kept) return;
+    kept = page.local(name, "");
+    span = null;
+    onChange();
+  });
   return { node, current, listen, move, zoom, pan, renew: () => { span = null; } };
 }

@@ -18,14 +18,13 @@ export const forgets = (changes) => (["tp", "pp", "cp", "cluster"].some((name) =
 
 const DEGREES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024];
 const ZERO = { 0: "0: everything whole", 1: "1: optimizer state split", 2: "2: gradients, too", 3: "3: weights, too" };
-const SEQS = [512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072];
 const MOMENT_KINDS = { "parameters": "parameters", "optimizer state": "optimizer", "gradients": "gradients", "communication buffers": "comm", "activations and the rest": "saved" };
 
 export function mount(root, page) {
   const degree = (name, label, most = 1024) => slider(page, name, label, { values: DEGREES.filter((n) => n <= most) });
   const controls = [
     panel("Model and devices", text(page, "model", "Model", { size: 16 }), text(page, "cluster", "Cluster"),
-      slider(page, "seq", "Tokens a sequence", { values: SEQS, words: (n) => Number(n).toLocaleString("en-US") }),
+      slider(page, "seq", "Tokens a sequence", { values: [], words: (n) => Number(n).toLocaleString("en-US") }),
       slider(page, "batch", "Sequences a step", { values: [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024] })),
     panel("How it is split", degree("dp", "Data (dp)"), degree("tp", "Tensor (tp)", 16), degree("pp", "Pipeline (pp)", 32), degree("cp", "Context (cp)", 32),
       select(page, "zero", "ZeRO stage", { choices: [0, 1, 2, 3], labels: ZERO }), check(page, "sp", "Sequence parallel (sp)")),

@@ -13,13 +13,12 @@ import { fact } from "studio/views/collectives";
 
 export const lead = "Every legal way to split a model over a cluster is held against memory and priced. This is the best one, and why not another.";
 
-const SEQS = [512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072];
 const BY = { throughput: "the fastest step", memory: "the fewest bytes", cost: "the fewest device-seconds", pareto: "time against memory" };
 
 export function mount(root, page) {
   const controls = [
     panel("What is asked", text(page, "model", "Model", { size: 16 }), text(page, "cluster", "Cluster"),
-      slider(page, "seq", "Tokens a sequence", { values: SEQS, words: (n) => Number(n).toLocaleString("en-US") }),
+      slider(page, "seq", "Tokens a sequence", { values: [], words: (n) => Number(n).toLocaleString("en-US") }),
       slider(page, "batch", "Sequences a step", { values: [8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096] }),
       select(page, "by", "Best is", { labels: BY }), text(page, "fix", "The layout must have", { help: "such as tp=8,zero=1", size: 14 })),
   ];

@@ -14,13 +14,15 @@ import { timeWindow } from "studio/lib/window";
 import { fact } from "studio/views/collectives";
 
 export const lead = "A training run on disk beside what was predicted for it. A run that is still going is followed live.";
-const EVERY = 1000;
+const EVERY = 1000, EVERY_ENDED = 3000;
 const TIMELINE = "One step on every rank";
 
 export function mount(root, page) {
   const controls = [panel("Run", select(page, "run", "Run"))];
   const status = h("p", { class: "sentence", "aria-live": "polite" }), facts = h("dl", { class: "facts" });
-  let data = null, timer = 0, waiting = false, closed = false;
+  let data = null, timer = 0, waiting = false, closed = false, opened = false, lost = false;
+  const name = h("span", { class: "strong" });
+  const bar = h("p", { class: "opened", hidden: true }, h("button", { type: "button", onclick: back }, "Back to the runs"), name);
   const keys = h("ul", { class: "legend" });
   const steps = figure(page, { name: "steps", title: "Loss", above: [status, facts], extras: [keys], height: 290,
     draw: (context, width, height) => data && lines(context, width, height, curves(data), { xName: "step", yName: "loss", tight: true }) });
@@ -28,12 +30,15 @@ export function mount(root, page) {
   const timeline = timelineFigure(page), classKeys = h("ul", { class: "legend" });
   const memory = figure(page, { name: "memory", title: "Memory", extras: [classKeys], height: () => barsHeight(memoryRows(data).length || 1), draw: (context, width) => data?.tables.memory && bars(context, width, memoryRows(data), { unit: "bytes", left: 190 }) });
   const ledger = figure(page, { name: "ledger", title: "Ledger" });
-  root.append(h("div", { class: "panels" }, controls.map((each) => each.node)), steps.node, timeline.node, memory.node, ledger.node, validation.node);
+  root.append(h("div", { class: "panels" }, controls.map((each) => each.node)), bar, steps.node, timeline.node, memory.node, ledger.node, validation.node);
   if (!inside) root.append(dropArea(open));
+  page.openFile = open;
   page.cleanup(() => { closed = true; clearTimeout(timer); });
 
   function show(answer) {
     data = answer;
+    opened = false;
+    bar.hidden = true;
     controls.forEach((each) => each.show(answer));
     tell();
     for (const [name, each] of Object.entries({ steps, validation, timeline, memory, ledger })) {
@@ -44,8 +49,20 @@ export function mount(root, page) {
     timeline.set(answer.more.timeline, TIMELINE, answer.more.timeline_of ?? "");
     showReports(answer);
     keys.replaceChildren(...legend(curves(answer)));
+    again();
+    const file = page.dropped();
+    if (file) open(file);
+  }
+
+  /** Reports are written after a run has ended, and another run may begin: the folder is watched as long as it is shown. */
+  function again() {
     clearTimeout(timer);
-    if (!inside && answer.more.status === "running") timer = setTimeout(follow, EVERY);
+    if (!inside && !closed && !opened) timer = setTimeout(follow, data.more.status === "running" ? EVERY : EVERY_ENDED);
+  }
+
+  function back() {
+    page.refuse("");
+    page.fetch();
   }
 
   function tell() {
@@ -64,26 +81,34 @@ export function mount(root, page) {
 
   /** What is new since the cursor; when reports have come or the run has ended, everything once more. */
   async function follow() {
-    if (waiting || closed) return;
+    if (waiting || closed || opened) return;
     waiting = true;
     try {
-      const fresh = await load("runs/events", { run: data.state.run, after: data.more.cursor });
-      if (closed) return;
+      const of = data, fresh = await load("runs/events", data.state.run ? { run: data.state.run, after: data.more.cursor } : {});
+      if (closed || opened || data !== of) return;
+      if (lost) page.refuse("");
+      lost = false;
+      const begun = fresh.runs.some((run) => !data.choices.run.includes(run));
+      if (begun) controls.forEach((each) => each.show({ ...data, choices: { run: fresh.runs } }));
+      data.choices.run = fresh.runs;
+      // Where the address names no run, the page shows the latest one; a run that goes on is not left for it.
+      if (begun && !page.local("run", "") && data.more.status !== "running") return void page.fetch();
+      if (!data.state.run) return;
       for (const table of ["steps", "validation"]) for (const [name, values] of Object.entries(fresh[table])) data.tables[table].columns[name] = [...data.tables[table].columns[name], ...values];
-      const changed = fresh.reports.join() !== data.more.reports.join() || fresh.status !== "running";
+      const changed = fresh.reports.join() !== data.more.reports.join() || fresh.status !== data.more.status;
       Object.assign(data.more, { cursor: fresh.cursor, status: fresh.status, reports: fresh.reports, writing: fresh.writing });
-      page.refuse("");
-      if (changed) return page.fetch();
-      tell();
+      if (changed) return void page.fetch();
       if (fresh.steps.step.length) {
+        tell();
         data = { ...data };
         steps.show(data);
       }
     } catch (error) {
+      lost = true;
       if (!closed) page.refuse(error.message);
     } finally {
       waiting = false;
-      if (!closed && data.more.status === "running") timer = setTimeout(follow, EVERY);
+      again();
     }
   }
 
@@ -92,8 +117,11 @@ export function mount(root, page) {
     try {
       const answer = await send(file);
       if (closed) return;
+      opened = true;
       clearTimeout(timer);
       page.refuse("");
+      bar.hidden = false;
+      name.textContent = file.name;
       data = { ...answer, tables: { ...answer.tables }, state: {}, more: { ...answer.more, status: "" } };
       steps.node.hidden = validation.node.hidden = true;
       for (const [name, each] of Object.entries({ timeline, memory, ledger })) {
@@ -165,16 +193,8 @@ function runFacts({ more, tables }) {
 /** Where a file is dropped, or chosen, which `open` then gets. */
 function dropArea(open) {
   const input = h("input", { type: "file", accept: ".json,application/json", id: "opened", class: "unseen", onchange: () => input.files[0] && open(input.files[0]) });
-  const area = h("div", { class: "drop" }, h("button", { type: "button", onclick: () => input.click() }, "Open a file"), input,
-    h("label", { for: "opened" }, "or drop a step report (reports/*.json) or a Chrome trace here: it stays on this machine."));
-  area.addEventListener("dragover", (event) => { event.preventDefault(); area.classList.add("over"); });
-  area.addEventListener("dragleave", () => area.classList.remove("over"));
-  area.addEventListener("drop", (event) => {
-    event.preventDefault();
-    area.classList.remove("over");
-    if (event.dataTransfer.files[0]) open(event.dataTransfer.files[0]);
-  });
-  return area;
+  return h("div", { class: "drop" }, h("button", { type: "button", onclick: () => input.click() }, "Open a file"), input,
+    h("label", { for: "opened" }, "or drop a step report (reports/*.json) or a Chrome trace anywhere on the page: it stays on this machine."));
 }
 
 function curves(data) {

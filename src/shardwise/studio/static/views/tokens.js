@@ -20,12 +20,12 @@ import { drawLayer, layerAt, layerHeight, layerKeys } from "studio/views/tokens_
 export const lead = "A large model does not fit one device, so its weights lie on several. What must happen for one token then? Two ways beside each other.";
 export const forgets = (changes) => ("output" in changes || "batch" in changes || "prompt" in changes ? ["_token", "_window"] : "cluster" in changes || "model" in changes ? ["_token", "_step", "_layer", "_window", "a", "b", ...("cluster" in changes ? ["link"] : [])] : ["_token", "_window"]);
 
-const PROMPTS = [128, 256, 512, 1024, 2048, 4096], OUTPUTS = [16, 32, 64, 128, 200, 256, 512, 1024], BATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 256];
+const BATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 256];
 
 export function mount(root, page) {
   const controls = [
-    panel("What is generated", text(page, "model", "Model", { size: 14 }), text(page, "cluster", "Devices"), number(page, "link", "Link in a node, GB/s", { most: 1e6, step: "any", help: "what a device sends, one direction" }), slider(page, "prompt", "Prompt", { values: PROMPTS, words: (n) => `${n} tokens` }),
-      slider(page, "output", "Answer", { values: OUTPUTS, words: (n) => `${n} tokens` }), slider(page, "batch", "Batch size", { values: BATCHES })),
+    panel("What is generated", text(page, "model", "Model", { size: 14 }), text(page, "cluster", "Devices"), number(page, "link", "Link in a node, GB/s", { most: 1e6, step: "any", help: "what a device sends, one direction" }), slider(page, "prompt", "Prompt", { values: [], words: (n) => `${n} tokens` }),
+      slider(page, "output", "Answer", { values: [], words: (n) => `${n} tokens` }), slider(page, "batch", "Batch size", { values: BATCHES })),
     panel("Two strategies", text(page, "a", "A", { size: 12, help: "tp=8, dp=8,zero=3 or pp=8" }), text(page, "b", "B", { size: 12 }), select(page, "precision", "Precision")),
   ];
   let data = null, answer = null, step = 0, token = 0;
