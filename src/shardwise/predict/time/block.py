@@ -124,9 +124,22 @@ def block(model: ModelConfig, shape: Shape, engine: Engine, kernels: Kernels, ex
 
 
 def _norm(tally: Tally, model: ModelConfig, stream: Num, engine: Engine) -> None:
-    # Forward reads and writes; backward reads input and gradient, writes, and sums the weight's gradient apart; the
-    # gradient that arrives over the residual is added.
-    tally.memory(2 * stream, (3 + 3) * stream, (1, 3), "norm")
+    # The gradient that arrives over the residual is added to the norm's.
+    ahead, back, launches = _norm_passes(tally, model, engine)
+    tally.memory(ahead * stream, (back + 3) * stream, launches, "norm")
+
+
+def _norm_passes(tally: Tally, model: ModelConfig, engine: Engine) -> tuple[float, float, tuple[int, int]]:
+    """Passes of a norm over its input, in its own width, forward and backward, and its launches with the residual's."""
+    if engine.fused_norm or model.norm != "rmsnorm":
+        # Forward reads and writes; backward reads input and gradient, writes, and sums the weight's gradient apart.
+        return 2.0, 3.0, (1, 3)
+    if tally.dtype == "float32":
+        return 5.0, 16.0, (4, 9)
+    # Forward widens (3), takes the norm (2), scales (4), narrows (3), times the weight (2). Backward in fp32:
+    # normalized input (3), gradient widened (3), their product (6), summed for the weight (2), scaled (4), summed (2), scaled
+    # gradient (4), less its projection (6), times 1 / rms (4), narrowed (3).
+    return 14.0, 37.0, (7, 11)
 
 
 def _laid_out(tally: Tally, model: ModelConfig, shape: Shape, engine: Engine, forward: int, backward: int) -> None:
@@ -162,7 +175,9 @@ def _attention(tally: Tally, model: ModelConfig, shape: Shape, engine: Engine) -
         moved = passes * 2 * tokens * (q + kv) * width
         tally.memory(moved, moved, (passes, passes), "rotation")
     if model.qk_norm:
-        tally.memory(2 * tokens * (q + kv) * width, 4 * tokens * (q + kv) * width, (2, 4), "norm")
+        ahead, back, launches = _norm_passes(tally, model, engine)
+        heads = tokens * (q + kv) * width
+        tally.memory(ahead * heads, (back + 1) * heads, (2 * launches[0], 2 * launches[1] - 2), "norm")
     before = {kind: tally.forward[kind] for kind in KINDS}
     started = tally.launches["forward"]
     if engine.attention == "fused":
@@ -286,7 +301,8 @@ def head(model: ModelConfig, shape: Shape, engine: Engine, kernels: Kernels) -> 
     if engine.metric_losses:
         tally.memory(engine.metric_losses * METRIC_PASSES * logits, 0.0, (3 * engine.metric_losses, 0))
     if engine.fused_loss:
-        tally.memory(2 * logits, 2 * logits, (3, 2), "loss")
+        ahead, back = engine.loss_passes
+        tally.memory(ahead * logits, back * logits, (3, 2), "loss")
     else:
         # fp32 copy (3), maximum (2), difference (4), exponential (4), sum (2), quotient (4); then product and cast.
         tally.memory(19 * logits, 7 * logits, (12, 4), "loss")

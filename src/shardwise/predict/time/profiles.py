@@ -21,9 +21,10 @@ class Engine:
 
     attention: "fused" (FlashAttention and the like) or "scores" (explicit products with a softmax between them).
     fused_softmax, fused_activation, fused_dropout_add, fused_rope: one kernel for scale, mask and softmax; for bias
-    and activation; for bias, dropout and residual; for the rotation. fused_loss: cross-entropy without fp32 copies of
-    the logits. dropout: dropout is on. graphs: kernels are captured, so the host is not waited for; experts_captured:
-    those of expert layers are, too. compiled: element-wise chains are one kernel. wgrad_accumulates: weight gradients
+    and activation; for bias, dropout and residual; for the rotation. fused_norm: one kernel for an RMSNorm, not one for
+    each of its operations. fused_loss: cross-entropy without fp32 copies of the logits. loss_passes: of such a one,
+    passes of 16 bits over the logits, forward and backward. dropout: dropout is on. graphs: kernels are captured, so
+    the host is not waited for; experts_captured: those of expert layers are, too. compiled: element-wise chains are one kernel. wgrad_accumulates: weight gradients
     are added to fp32 ones inside the product. tensor_overlap: the tensor-parallel collective of a backward product
     runs beside the weight gradient's. grad_overlap: gradients are reduced beside the last backward; gather_overlap:
     parameters are gathered beside computation; gathers_at_end: but those that stages 1 and 2 have updated, before the
@@ -56,7 +57,9 @@ class Engine:
     fused_activation: bool = False
     fused_dropout_add: bool = False
     fused_rope: bool = False
+    fused_norm: bool = True
     fused_loss: bool = False
+    loss_passes: tuple[float, float] = (2.0, 2.0)
     dropout: bool = False
     graphs: bool = False
     experts_captured: bool = False
@@ -139,7 +142,9 @@ def _megatron_2022() -> Engine:
             "fused_activation": f"{_MEGATRON} v3.0, megatron/model/fused_bias_gelu.py (--no-bias-gelu-fusion is off)",
             "fused_dropout_add": f"{_MEGATRON} v3.0, transformer.py, bias_dropout_add_fused_train",
             "fused_rope": "learned positions: there is no rotation",
+            "fused_norm": f"{_MEGATRON} v3.0, megatron/model/fused_layer_norm.py",
             "fused_loss": f"{_MEGATRON} v3.0, megatron/mpu/cross_entropy.py: several kernels on fp32 logits",
+            "loss_passes": "not fused",
             "dropout": "Korthikanti et al. 2022, section 4.1: dropout masks are counted",
             "experts_captured": "no experts",
             "graphs": f"{_MEGATRON} v3.0 launches every kernel from Python",
@@ -175,7 +180,9 @@ def _megatron_deepspeed() -> Engine:
         "fused_activation": f"{source}: megatron/model/fused_bias_gelu.py",
         "fused_dropout_add": f"{source}: bias_dropout_add_fused_train",
         "fused_rope": "learned or ALiBi positions: there is no rotation",
+        "fused_norm": f"{source}: megatron/model/fused_layer_norm.py",
         "fused_loss": f"{source}: megatron/mpu/cross_entropy.py, several kernels on fp32 logits",
+        "loss_passes": "not fused",
         "dropout": f"{source}: hidden and attention dropout default to 0.1",
         "graphs": f"{source}: every kernel is launched from Python",
         "compiled": f"{source}: torch.jit.script for three element-wise chains only",
@@ -238,7 +245,9 @@ def _llm_foundry() -> Engine:
             "fused_activation": f"{source}: llmfoundry/models/layers/ffn.py, GELU is a kernel of its own",
             "fused_dropout_add": f"{source}: models/layers/blocks.py, no dropout by default, x = x + m",
             "fused_rope": "learned positions: there is no rotation",
+            "fused_norm": f"{source}: low-precision layer norm of torch, one kernel",
             "fused_loss": f"{source}: loss_fn fused_crossentropy (flash_attn.losses)",
+            "loss_passes": "flash_attn.losses: logits read, gradient written, once each",
             "dropout": f"{source}: resid_pdrop, emb_pdrop and attn_pdrop are 0",
             "experts_captured": "no experts",
             "graphs": f"{source}: eager",
@@ -307,7 +316,9 @@ def _megatron_bridge() -> Engine:
             "fused_activation": f"{source}: bias_activation_fusion",
             "fused_dropout_add": f"{source}: bias_dropout_fusion",
             "fused_rope": f"{source}: apply_rope_fusion",
+            "fused_norm": f"{source}: TransformerEngine's RMSNorm",
             "fused_loss": f"{source}: cross_entropy_loss_fusion, te",
+            "loss_passes": f"{source}: TransformerEngine's cross-entropy, logits read, gradient written, once each",
             "dropout": f"{source}: Llama-3 and Qwen-3 recipes have none",
             "graphs": f"{source}: docs/performance-guide.md, CUDA graphs in the performance recipes",
             "experts_captured": f"{source}: dropless routing has shapes that depend on data, which graphs cannot hold",
@@ -397,7 +408,9 @@ def _shardwise() -> Engine:
     return Engine(
         "shardwise",
         fused_softmax=False,
+        fused_norm=False,
         fused_loss=True,
+        loss_passes=(3.0, 10.0),
         wgrad_accumulates=True,
         tensor_overlap=True,
         grad_overlap=True,
@@ -406,7 +419,7 @@ def _shardwise() -> Engine:
         gathers_by_stage=True,
         pipeline_overlap=True,
         grad_bytes=2.0,
-        optimizer_bytes=40.0,
+        optimizer_bytes=50.0,
         sequence_copies=True,
         shard_add_bytes=12.0,
         pipeline_launches=8,
@@ -420,7 +433,9 @@ def _shardwise() -> Engine:
             "fused_activation": "decoder/llama.py: silu and the product are two operations, decoder/gpt.py: one",
             "fused_dropout_add": "decoder/llama.py: dropout and residual are operations of their own",
             "fused_rope": "decoder/attention.py, _Rotate: four operations on halves",
+            "fused_norm": "decoder/modules.py, rms_norm and rms_norm_backward: an operation after the other, in fp32",
             "fused_loss": "runtime/loss.py: a few rows at a time, without a second copy of the logits",
+            "loss_passes": "runtime/loss.py: log_softmax to fp32 (3); softmax to fp32 (3), scaled (4), back (3)",
             "metric_losses": "none",
             "qkv_copied": "decoder/modules.py, Linears: three products, whose gradients are never joined",
             "sequence_copies": "runtime/comms.py, gather_dim and reduce_scatter_dim: a stream is [batch, seq, hidden]",
@@ -440,8 +455,8 @@ def _shardwise() -> Engine:
             "pipeline_launches": "runtime/pipeline.py: for each message a post and a wait; autograd's start and end",
             "scatter_hops": "runtime/pipeline.py: a stage sends its residual stream as it is",
             "grad_bytes": "layout/units.py, wire_dtype: bf16, and fp32 under precision=fp32",
-            "optimizer_bytes": "runtime/optimizer.py: the norm reads g (4), clipping reads and writes it (8), fused "
-            "AdamW reads p, m, v and g and writes p, m and v (28)",
+            "optimizer_bytes": "runtime/optimizer.py: the norm reads g (2), g is widened (6), clipped (8), fused AdamW "
+            "reads p, m, v and g and writes p, m and v (28), p is narrowed (6)",
             "vocab_multiple": "layout/placement.py: padded to a multiple of tp alone",
             "head_quantised": "serving/engine.py, _keep: int8 is for the head's own matrix, too",
         },
@@ -456,10 +471,16 @@ def _shardwise_cpu() -> Engine:
     facts = dict.fromkeys(overlaps, alone) | {
         "pipeline_launches": "a message's work is in its measured time",
         "attention_kernel": "decoder/attention.py: torch's fused kernel for CPU",
+        "fused_norm": "counted as one kernel; its share of the bandwidth is measured whole (calibrate device)",
+        "loss_passes": "counted as two each; their share of the bandwidth is measured whole (calibrate device)",
+        "optimizer_bytes": "counted as 40; their share of the bandwidth is measured whole (calibrate device)",
     }
     return replace(
         base,
         name="shardwise-cpu",
+        fused_norm=True,
+        loss_passes=(2.0, 2.0),
+        optimizer_bytes=40.0,
         tensor_overlap=False,
         grad_overlap=False,
         gather_overlap=False,
