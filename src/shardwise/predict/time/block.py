@@ -137,8 +137,8 @@ def _norm_passes(tally: Tally, model: ModelConfig, engine: Engine) -> tuple[floa
     if tally.dtype == "float32":
         return 5.0, 16.0, (4, 9)
     # Forward widens (3), takes the norm (2), scales (4), narrows (3), times the weight (2). Backward in fp32:
-    # normalized input (3), gradient widened (3), their product (6), summed for the weight (2), scaled (4), summed (2), scaled
-    # gradient (4), less its projection (6), times 1 / rms (4), narrowed (3).
+    # normalized input (3), gradient widened (3), their product (6), summed for the weight (2), scaled (4), summed (2),
+    # scaled gradient (4), less its projection (6), times 1 / rms (4), narrowed (3).
     return 14.0, 37.0, (7, 11)
 
 

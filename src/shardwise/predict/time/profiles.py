@@ -20,11 +20,12 @@ class Engine:
     the features.
 
     attention: "fused" (FlashAttention and the like) or "scores" (explicit products with a softmax between them).
-    fused_softmax, fused_activation, fused_dropout_add, fused_rope: one kernel for scale, mask and softmax; for bias
-    and activation; for bias, dropout and residual; for the rotation. fused_norm: one kernel for an RMSNorm, not one for
+    fused_softmax, fused_activation, fused_dropout_add, fused_rope: one kernel for scale, mask and softmax; for bias and
+    activation; for bias, dropout and residual; for the rotation. fused_norm: one kernel for an RMSNorm, not one for
     each of its operations. fused_loss: cross-entropy without fp32 copies of the logits. loss_passes: of such a one,
     passes of 16 bits over the logits, forward and backward. dropout: dropout is on. graphs: kernels are captured, so
-    the host is not waited for; experts_captured: those of expert layers are, too. compiled: element-wise chains are one kernel. wgrad_accumulates: weight gradients
+    the host is not waited for; experts_captured: those of expert layers are, too. compiled: element-wise chains are one
+    kernel. wgrad_accumulates: weight gradients
     are added to fp32 ones inside the product. tensor_overlap: the tensor-parallel collective of a backward product
     runs beside the weight gradient's. grad_overlap: gradients are reduced beside the last backward; gather_overlap:
     parameters are gathered beside computation; gathers_at_end: but those that stages 1 and 2 have updated, before the
