@@ -1,4 +1,5 @@
-# Everything runs in .venv, which is made on the first use and again when pyproject.toml changes.
+# Everything runs in .venv, which is made on the first use and again when pyproject.toml or
+# constraints.txt changes.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
@@ -80,9 +81,9 @@ $(BIN)/python:
 	@"$(PYTHON)" -m venv $(VENV)
 
 # The interpreter's own time changes with every install: only its existence counts.
-$(VENV)/.train $(VENV)/.test: $(VENV)/.%: pyproject.toml | $(BIN)/python
+$(VENV)/.train $(VENV)/.test: $(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing shardwise[$*] into $(VENV)"
-	@$(PIP) install --no-compile --editable '.[$*]'
+	@$(PIP) install --no-compile -c constraints.txt --editable '.[$*]'
 	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # on all cores, where pip takes one; templates do not compile
 	@touch $@
 

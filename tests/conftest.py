@@ -24,6 +24,19 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def environment() -> Iterator[None]:
+    """What tests depend on, whatever started them: rich takes a terminal that is dumb, or has no name, for 80 columns
+    wide, and the package reads the key of its clients, its place among ranks, and settings of memory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TERM", "xterm")
+        for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+            patch.delenv(name, raising=False)
+        for name in ("SHARDWISE_API_KEY", "GLIBC_TUNABLES", "CUDA_VISIBLE_DEVICES", "RANK", "LOCAL_RANK", "WORLD_SIZE"):
+            patch.delenv(name, raising=False)
+        yield
+
+
 @pytest.fixture
 def leftovers(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes that are killed leave their temporary files where pytest clears away."""

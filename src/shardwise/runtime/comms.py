@@ -24,6 +24,7 @@ from shardwise.layout import Grid
 from shardwise.layout.units import Backend
 from shardwise.report.step_report import LedgerRow, Phase, TransportRow
 from shardwise.runtime.job.pulse import Pulse
+from shardwise.runtime.torch_versions import all_gather_single, reduce_scatter_single
 from shardwise.runtime.transport import Mail, SharedTransport
 from shardwise.runtime.transport.adding import Target, add_up, wide_room
 from shardwise.runtime.transport.shared import PIECE
@@ -379,7 +380,7 @@ class Comms:
             index = self.index(axes)
             piece = out.view(-1)[index * piece.numel() : (index + 1) * piece.numel()].copy_(piece.reshape(-1))
         return self._issue(
-            lambda: dist.all_gather_single(out.view(-1), piece.reshape(-1), group, async_op=True), timing, later
+            lambda: all_gather_single(out.view(-1), piece.reshape(-1), group, async_op=True), timing, later
         )
 
     def reduce_scatter(
@@ -425,7 +426,7 @@ class Comms:
             timing = self._record("reduce_scatter", axes, unit, full, full.numel(), self.backend)
             out = full.view(ranks, piece)[self.index(axes)]
             return self._issue(
-                lambda: dist.reduce_scatter_single(out, full, group=group, async_op=True),
+                lambda: reduce_scatter_single(out, full, group=group, async_op=True),
                 timing, later, lambda: finish([out] if self.backend == "nccl" else [out] * ranks),
             )  # fmt: skip
         timing = self._record("reduce_scatter", axes, unit, full, full.numel(), "all-to-all, sum in rank order")

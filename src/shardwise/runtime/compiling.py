@@ -26,6 +26,7 @@ from shardwise.decoder.modules import Dropout, Linear, Linears, swap_forward
 from shardwise.errors import UserError
 from shardwise.layout.units import UnitPlan
 from shardwise.runtime.setup import stream_view
+from shardwise.runtime.torch_versions import compile_apart, default_backend
 
 Block = Any
 """A block of either decoder."""
@@ -46,10 +47,8 @@ def compile_blocks(decoder: Decoder, plan: UnitPlan, device: torch.device) -> fl
             whole = False
         elif isinstance(module, CoreAttention) and plan.layout.recompute == "selective":
             swap_forward(module, MethodType(_recomputed_core, module))
-    # isolated: a process may hold several programs, and their compilations would count as one another's
-    compiled = torch.compile(  # type: ignore[call-overload]
-        type(decoder.blocks[0]).forward, fullgraph=whole, dynamic=False, isolate_recompiles=True
-    )
+    # apart: a process may hold several programs, and their compilations would count as one another's
+    compiled = compile_apart(type(decoder.blocks[0]).forward, fullgraph=whole)
     for block in decoder.blocks:
         swap_forward(block, _calling(compiled, block))
     try:
@@ -63,7 +62,7 @@ def compile_blocks(decoder: Decoder, plan: UnitPlan, device: torch.device) -> fl
 
 def check_compiler(device: torch.device) -> None:
     """Raise `UserError` where torch.compile's own backend has nothing to compile with on `device`."""
-    if torch.compiler.get_default_backend() != "inductor":
+    if default_backend() != "inductor":
         return
     if device.type == "cuda":
         from torch.utils._triton import has_triton

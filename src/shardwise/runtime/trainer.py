@@ -107,6 +107,7 @@ def _join(config: TrainConfig, device: torch.device) -> TrainConfig:
             rank=rank,
             world_size=world,
             timeout=timedelta(seconds=config.hang + pulse.MARGIN),
+            device_id=device if device.type == "cuda" else None,  # which NCCL would guess
         )
     except (dist.DistNetworkError, RuntimeError) as error:
         if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():

@@ -204,10 +204,12 @@ def join(job: ServingJob) -> int:
         raise UserError("--device cuda needs a GPU for each rank; there is none")
     keep_freed_memory()
     rank = process.number()
-    torch.cuda.set_device(rank % torch.cuda.device_count())
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
     dist.init_process_group(
         "nccl", init_method=os.environ["SHARDWISE_RENDEZVOUS"], rank=rank,
         world_size=int(os.environ["WORLD_SIZE"]), timeout=timedelta(seconds=job.hang + pulse.MARGIN),
+        device_id=device,
     )  # fmt: skip
     return rank
 

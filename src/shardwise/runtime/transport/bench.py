@@ -25,6 +25,7 @@ from torch import Tensor
 
 from shardwise.errors import UserError
 from shardwise.runtime.job.rank import RankJob, leave, main
+from shardwise.runtime.torch_versions import all_gather_single, reduce_scatter_single
 from shardwise.runtime.transport import SendTransport, shared_transport
 from shardwise.schedule import CommSchedule, build
 
@@ -123,8 +124,8 @@ def backends_own(collective: str, memory: Tensor, n: int) -> Call:
         "scatter": partial(dist.scatter, piece, pieces, 0),
         "gather": partial(dist.gather, piece, pieces, 0),
         "reduce": partial(dist.reduce, full, 0),
-        "all-gather": partial(dist.all_gather_single, full, piece),
-        "reduce-scatter": partial(dist.reduce_scatter_single, piece, full),
+        "all-gather": partial(all_gather_single, full, piece),
+        "reduce-scatter": partial(reduce_scatter_single, piece, full),
         "all-reduce": partial(dist.all_reduce, full),
         "all-to-all": partial(dist.all_to_all_single, other, full),
     }

@@ -1,0 +1,70 @@
+"""torch's newer names, under those of 2.13 as well as under those of 2.9 to 2.12.
+
+Names are looked up when they are called. `tests/runtime/test_torch_versions.py` lists every torch name that the package
+uses; what torch 2.9 lacks is used here alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+OLDEST = "2.9"
+
+
+def all_gather_single(
+    out: Tensor, piece: Tensor, group: dist.ProcessGroup | None = None, *, async_op: bool = False
+) -> Any:
+    """`torch.distributed.all_gather_single`, which was `all_gather_into_tensor`."""
+    call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return call(out, piece, group=group, async_op=async_op)
+
+
+def reduce_scatter_single(
+    out: Tensor, full: Tensor, group: dist.ProcessGroup | None = None, *, async_op: bool = False
+) -> Any:
+    """`torch.distributed.reduce_scatter_single`, which was `reduce_scatter_tensor`."""
+    call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return call(out, full, group=group, async_op=async_op)
+
+
+def know_fake_collectives() -> None:
+    """Have collectives take fake tensors, which the dry run is made of. Where torch does not do that by itself, importing
+    one of its tools does."""
+    if find_spec("torch.distributed._meta_registrations") is None:
+        import_module("torch.distributed._tools.fake_collectives")
+
+
+def default_backend() -> str:
+    """The backend of torch.compile where none is named, which could not be changed before."""
+    known = getattr(torch.compiler, "get_default_backend", None)
+    return str(known()) if known else "inductor"
+
+
+def compile_apart(function: Callable[..., Any], *, fullgraph: bool) -> Callable[..., Any]:
+    """torch.compile with static shapes, whose compilations do not count as those of another call for this function."""
+    options: dict[str, Any] = {"fullgraph": fullgraph, "dynamic": False}
+    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
+        options["isolate_recompiles"] = True
+    elif isinstance(function, FunctionType):
+        function = _copied(function)  # compilations are counted by the function's code
+    compiled: Callable[..., Any] = torch.compile(function, **options)
+    return compiled
+
+
+def _copied(function: FunctionType) -> FunctionType:
+    """A function with code of its own."""
+    copy = FunctionType(
+        function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__,
+        function.__closure__,
+    )  # fmt: skip
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy

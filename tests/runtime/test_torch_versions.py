@@ -1,0 +1,141 @@
+"""torch's names: the package uses those of torch 2.9, and newer ones in `runtime/torch_versions.py` alone."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.testing import CompileCounter
+
+import shardwise
+from shardwise.runtime import torch_versions, trainer
+
+PACKAGE = Path(shardwise.__file__).parent
+COMPAT = PACKAGE / "runtime" / "torch_versions.py"
+KNOWN = Path(__file__).parent / "data" / "torch_names.txt"
+"""Every name of torch that the package uses, each found in torch 2.9.1 and in 2.13.0. Arguments are listed as
+name(argument=)."""
+
+
+def names_in(tree: ast.AST) -> Iterator[str]:
+    """Dotted names of torch that a module uses, and the keyword arguments it calls them with."""
+    known: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            known |= {a.asname or "torch": a.name if a.asname else "torch" for a in node.names if _is_torch(a.name)}
+        elif isinstance(node, ast.ImportFrom) and _is_torch(node.module or ""):
+            known |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+    yield from known.values()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and (name := _dotted(node, known)):
+            yield name
+        elif isinstance(node, ast.Call) and (name := _dotted(node.func, known)):
+            yield from (f"{name}({keyword.arg}=)" for keyword in node.keywords if keyword.arg)
+
+
+def _is_torch(module: str) -> bool:
+    return module.split(".")[0] == "torch"
+
+
+def _dotted(node: ast.AST, known: dict[str, str]) -> str | None:
+    if isinstance(node, ast.Attribute):
+        before = _dotted(node.value, known)
+        return before and f"{before}.{node.attr}"
+    return known.get(node.id) if isinstance(node, ast.Name) else None
+
+
+def used() -> set[str]:
+    files = [file for file in PACKAGE.rglob("*.py") if file != COMPAT]
+    return {name for file in files for name in names_in(ast.parse(file.read_text()))}
+
+
+def test_every_name_is_one_that_torch_2_9_has() -> None:
+    """A new name: look it up in torch 2.9, and list it; or use it in `torch_versions.py`, beside what 2.9 has instead."""
+    known = KNOWN.read_text().split()
+    assert known == sorted(set(known))
+    assert sorted(used() - set(known)) == []
+
+
+def test_names_are_found_however_they_are_imported() -> None:
+    source = "import torch\nimport torch.distributed as dist\nfrom torch import nn as layers\n"
+    source += "dist.new(1, a=2)\ntorch.x.y\nlayers.Z\nother.name\n"
+    expected = {"torch", "torch.distributed", "torch.nn", "torch.distributed.new", "torch.distributed.new(a=)"}
+    assert set(names_in(ast.parse(source))) == expected | {"torch.x", "torch.x.y", "torch.nn.Z"}
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_collectives_go_by_either_name(monkeypatch: pytest.MonkeyPatch, alone: None, older: bool) -> None:
+    if older:
+        for name in ("all_gather_single", "reduce_scatter_single"):
+            monkeypatch.delattr(dist, name, raising=False)
+    x, out = torch.arange(4.0), torch.zeros(4)
+    torch_versions.all_gather_single(out, x)
+    assert out.equal(x)
+    torch_versions.reduce_scatter_single(out.zero_(), x, async_op=True).wait()
+    assert out.equal(x)
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_compilations_of_one_function_do_not_count_as_one_another_s(
+    monkeypatch: pytest.MonkeyPatch, older: bool
+) -> None:
+    """More of them than torch compiles one function anew, each for shapes of its own."""
+    if older:
+        whole = torch.compile
+
+        def compile_of_2_9(model: Any, *, fullgraph: bool, dynamic: bool, backend: Any = "inductor") -> Any:
+            return whole(model, fullgraph=fullgraph, dynamic=dynamic, backend=backend)
+
+        monkeypatch.setattr(torch, "compile", compile_of_2_9)
+        monkeypatch.delattr(torch.compiler, "get_default_backend", raising=False)
+        assert torch_versions.default_backend() == "inductor"
+    counter = CompileCounter()
+    plain = torch.compile
+    monkeypatch.setattr(torch, "compile", _with(plain, counter))
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True):
+        for size in range(2, 7):
+            apart = torch_versions.compile_apart(double, fullgraph=True)
+            assert apart(torch.ones(size)).sum() == 2 * size
+    assert counter.frame_count == 5
+
+
+def _with(plain: Any, backend: Any) -> Any:
+    """torch.compile with a backend, and its signature."""
+    import functools
+
+    @functools.wraps(plain)
+    def call(model: Any, **options: Any) -> Any:
+        return plain(model, **options, backend=backend)
+
+    return call
+
+
+@pytest.mark.parametrize(("name", "expected"), [("cuda", torch.device("cuda", 3)), ("cpu", None)])
+def test_nccl_need_not_guess_the_device(monkeypatch: pytest.MonkeyPatch, name: str, expected: Any) -> None:
+    seen: list[dict[str, Any]] = []
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setattr(trainer, "meet", lambda *_: (None, "[null, 0]"))
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: seen.append(options))
+    device = torch.device(name, 3) if name == "cuda" else torch.device(name)
+    monkeypatch.setattr(trainer, "replace", lambda config, **changes: config)
+    trainer._join(SimpleNamespace(resume=None, restart=0, hang=1.0), device)  # type: ignore[arg-type]
+    (options,) = seen
+    assert options["device_id"] == expected
