@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,7 +57,7 @@ def used() -> set[str]:
 
 
 def test_every_name_is_one_that_torch_2_9_has() -> None:
-    """A new name: look it up in torch 2.9, and list it; or use it in `torch_versions.py`, beside what 2.9 has instead."""
+    """A new name: look it up in torch 2.9 and list it, or use it in `torch_versions.py` beside what 2.9 has instead."""
     known = KNOWN.read_text().split()
     assert known == sorted(set(known))
     assert sorted(used() - set(known)) == []
@@ -118,13 +119,23 @@ def test_compilations_of_one_function_do_not_count_as_one_another_s(
 
 def _with(plain: Any, backend: Any) -> Any:
     """torch.compile with a backend, and its signature."""
-    import functools
 
     @functools.wraps(plain)
     def call(model: Any, **options: Any) -> Any:
         return plain(model, **options, backend=backend)
 
     return call
+
+
+@pytest.mark.parametrize(("module", "imported"), [(None, ["torch.distributed._tools.fake_collectives"]), ("here", [])])
+def test_the_dry_run_s_collectives_are_those_of_torch_or_of_its_tools(
+    monkeypatch: pytest.MonkeyPatch, module: Any, imported: list[str]
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(torch_versions, "find_spec", lambda name: module)
+    monkeypatch.setattr(torch_versions, "import_module", seen.append)
+    torch_versions.know_fake_collectives()
+    assert seen == imported
 
 
 @pytest.mark.parametrize(("name", "expected"), [("cuda", torch.device("cuda", 3)), ("cpu", None)])

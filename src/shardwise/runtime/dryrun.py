@@ -147,7 +147,9 @@ def _observe(plan: UnitPlan, rank: int, fake: Any) -> Role:
     from shardwise.runtime.measure import Measurement
     from shardwise.runtime.setup import make_comms
     from shardwise.runtime.step import Program
+    from shardwise.runtime.torch_versions import know_fake_collectives
 
+    know_fake_collectives()
     dist.init_process_group("fake", rank=rank, world_size=plan.layout.ranks, store=FakeStore())  # type: ignore[no-untyped-call]
     short = _run(plan)
     comms = make_comms(plan.layout, plan.model, rank, timeout=60.0)

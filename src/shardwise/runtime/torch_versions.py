@@ -37,8 +37,8 @@ def reduce_scatter_single(
 
 
 def know_fake_collectives() -> None:
-    """Have collectives take fake tensors, which the dry run is made of. Where torch does not do that by itself, importing
-    one of its tools does."""
+    """Have collectives accept fake tensors, for the dry run. Where torch does not by itself, importing one of its tools
+    has it do so."""
     if find_spec("torch.distributed._meta_registrations") is None:
         import_module("torch.distributed._tools.fake_collectives")
 
