@@ -31,7 +31,7 @@ def test_the_table_and_what_is_said_about_the_winner(capsys):
         "best: ",
         "saved activations",
         "✓ fits",
-        "binds: ",
+        "bound by: ",
         "why not",
     ):
         assert words in out

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from shardwise.cli.timed import LEAST
 from shardwise.layout import Grid
 from shardwise.predict.search.alternatives import Alternative
 from shardwise.predict.search.plan import Plan
@@ -30,7 +31,7 @@ def plan_tables(plan: Plan) -> Iterator[RenderableType]:
     workload, winner = plan.workload, plan.winner
     yield (
         f"{plan.model.name}: {format_count(count(plan.model))} parameters on {plan.cluster}, "
-        f"{workload.batch} sequences of {workload.seq} tokens a step, engine {plan.engine}"
+        f"{workload.batch} sequences of {workload.seq} tokens per step, engine {plan.engine}"
     )
     if plan.none_runs:
         yield f"None of these run here yet: {plan.none_runs}; --engine NAME plans for other software"
@@ -136,7 +137,7 @@ def _time(plan: Plan) -> Table:
     longest = max(one.parts.values())
     for name, words in time_parts.STEP.items():
         seconds = one.parts.get(name, 0.0)
-        if seconds > 0:
+        if seconds >= LEAST * one.seconds:
             bar = "█" * max(1, round(_BAR * seconds / longest))
             table.add_row(words, format_time(seconds), format_share(seconds / one.seconds), Text(bar, "blue"))
     return table
@@ -147,30 +148,30 @@ def _binding(plan: Plan) -> Iterator[str]:
     computed = sum(one.parts[name] for name in ("matmul", "attention", "memory", "optimizer"))
     part = max(one.parts, key=lambda name: one.parts[name])
     yield (
-        f"\nbinds: {time_parts.STEP[part]} ({format_share(one.parts[part] / one.seconds)} of the step); computing is "
-        f"{format_share(computed / one.seconds)} of it, the rest is waiting and moving data"
+        f"\nbound by: {time_parts.STEP[part]} ({format_share(one.parts[part] / one.seconds)} of the step). "
+        f"Computing is {format_share(computed / one.seconds)}; the rest is waiting and moving data."
     )
     if plan.unlimited is not None:
         gain = one.seconds / plan.unlimited.seconds - 1
         yield (
-            f"memory binds, too: with {format_bytes(plan.unlimited.held.total)} a device, {plan.unlimited.layout} "
-            f"would be {format_share(gain)} faster"
+            f"Memory is a limit, too: with {format_bytes(plan.unlimited.held.total)} per device, "
+            f"{plan.unlimited.layout} would be {format_share(gain)} faster."
         )
     elif plan.alternatives:
-        yield "memory does not bind: no layout is faster, fit or not"
+        yield "Memory is no limit: no layout is faster, fit or not."
 
 
 def why_not(one: Alternative, plan: Plan) -> str:
     """One alternative in one line."""
     name = one.key if one.value is True else f"{one.key}={_value(one.value)}"
     if one.best is None:
-        return f"{name}: does not fit; the leanest such layout needs {format_bytes(one.least)} a device"
+        return f"{name}: does not fit; the leanest such layout needs {format_bytes(one.least)} per device"
     crosses = " crosses nodes" if one.crosses else ""
-    slower = f"+{format_time(one.slower)} a step ({format_share(one.slower / plan.winner.seconds, signed=True)})"
+    slower = f"{format_share(one.slower / plan.winner.seconds, signed=True)} (+{format_time(one.slower)} per step)"
     if one.slower <= 0:
-        return f"{name}{crosses}: as fast, {one.best.layout}, {format_bytes(one.best.held.total)} a device"
-    of_it = f"+{format_time(one.grew)} of it {time_parts.STEP[one.part]}"
-    return f"{name}{crosses}: {slower}, {of_it}; at best {one.best.layout}"
+        return f"{name}{crosses}: as fast, {one.best.layout}, {format_bytes(one.best.held.total)} per device"
+    grew = f"{time_parts.STEP[one.part]} +{format_time(one.grew)}"
+    return f"{name}{crosses}: {slower}, {grew}; best such layout {one.best.layout}"
 
 
 def _value(value: Any) -> str:
