@@ -5,6 +5,7 @@ import json
 import pytest
 
 from shardwise.cli.main import main
+from shardwise.predict.scoreboard import PUBLISHED, read
 
 KEYS = {
     "source", "rows", "median_abs_error", "mean_abs_error", "p90_abs_error", "bias", "coverage", "mean_width",
@@ -48,3 +49,19 @@ def test_skipped_rows_and_misses_are_said(capsys, tmp_path):
 def test_a_missing_table_is_one_line(capsys):
     assert main(["validate", "none.json"]) == 2
     assert "cannot read none.json" in capsys.readouterr().err
+
+
+def test_what_rows_do_not_say_is_listed(tmp_path, capsys):
+    row = next(row for row in read(PUBLISHED) if row["source_id"] == "korthikanti22" and row["gpus"] > 8)
+    table = tmp_path / "table.json"
+    table.write_text(json.dumps([{**row, "inter_node": "carrier pigeons", "zero_stage": None}]))
+    assert main(["validate", str(table)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(
+        line.startswith("korthikanti22: assumed for 1 row: network 'carrier pigeons' not known: InfiniBand")
+        for line in lines
+    )
+    assert "korthikanti22: assumed for 1 row: ZeRO stage not stated: 0" in lines
+    assert main(["validate", str(table), "--json", "--rows"]) == 0
+    (score,) = json.loads(capsys.readouterr().out)
+    assert any("carrier pigeons" in words for words in score["predictions"][0]["assumed"])

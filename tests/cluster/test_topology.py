@@ -267,3 +267,12 @@ def test_without_nvml_a_line_says_what_to_do(driver, words, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "pynvml", driver)
     with pytest.raises(UserError, match=words):
         ask()
+
+
+@pytest.mark.parametrize(
+    ("path", "device", "kind"), [("NV12", "A100", "nvlink"), ("PIX", "L40S", "pcie"), ("PXB", "L40S", "pcie"),
+                                 ("PHB", "L40S", "host"), ("NODE", "L40S", "host"), ("SYS", "L40S", "host")]
+)  # fmt: skip
+def test_the_slowest_path_says_the_kind_of_link(path, device, kind):
+    found = cluster_of(read(table(4, lambda a, b: path)), lookup(device).device.name)
+    assert found.intra.kind == kind and found.over_pcie == (kind != "nvlink")

@@ -6,6 +6,7 @@ TABLE.json is a list of objects, one a measurement; without it, the project's ow
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,7 @@ def run(args: argparse.Namespace) -> int:
     _print_scores(found)
     _print_rows(predictions, args.rows)
     _print_memory(rows)
+    _print_assumed(predictions)
     for score in found:
         for reason, count in score.skipped.items():
             print(f"{score.source}: {count} row{'s' if count > 1 else ''} skipped: {reason}")
@@ -96,6 +98,13 @@ def _print_memory(rows: list[Any]) -> None:
             )
         for reason, count in score.skipped.items():
             print(f"{score.source}: memory of {count} row{'s' if count > 1 else ''} skipped: {reason}")
+
+
+def _print_assumed(predictions: list[Prediction]) -> None:
+    """What rows do not say, and what stands in for it."""
+    counts = Counter((one.case.source, words) for one in predictions for words in one.case.assumed)
+    for (source, words), count in counts.items():
+        print(f"{source}: assumed for {count} row{'s' if count > 1 else ''}: {words}")
 
 
 def _print_rows(predictions: list[Prediction], every: bool) -> None:
