@@ -140,7 +140,7 @@ class Visitor:
         """The table behind a figure: heading -> exact values."""
         head, rows = self.page.evaluate(
             """(name) => {
-                const table = document.querySelector(`[data-figure="${name}"] table`);
+                const table = document.querySelector(`[data-figure="${name}"] .behind table`);
                 const rows = [...table.tBodies[0].rows].map((row) => [...row.cells].map((cell) => cell.dataset.v));
                 return [[...table.tHead.rows[0].cells].map((cell) => cell.textContent), rows];
             }""",

@@ -46,6 +46,7 @@ def test_tokens_are_generate_compare(state: dict[str, str], printed: Any) -> Non
     assert {how.command for how in view.how.values() if how.command} == {spent.how["spent"].command}
     (found,) = printed(spent.how["spent"].command)
     columns, so_far = view.tables["compared"].columns, spent.tables["spent"].columns
+    metrics = {row["name"]: row["values"] for row in [*view.more["metrics"], *spent.more["metrics"]]}
     ones = found["predicted"]["strategies"]
     assert columns["strategy"] == [one["layout"] for one in ones]
     for i, one in enumerate(ones):
@@ -59,6 +60,11 @@ def test_tokens_are_generate_compare(state: dict[str, str], printed: Any) -> Non
         }.items():  # fmt: skip
             assert columns[heading][i] == value, heading
         assert view.tables["trained"].columns["step"][i] == one["training"]["seconds"]
+        step = "a step" if "batch" in state else "a token"
+        assert metrics[f"A device sends for {step}"][i] == one["round"]["ring_bytes"]["total"]
+        assert metrics["Weights of a device"][i] == held["weights"]
+        assert metrics[f"Time of {step}"][i] == token["middle"]["seconds"]
+        assert metrics["of it moving data, not hidden"][i] == one["training"]["share"]
         # Bytes and seconds so far are both of all sequences.
         assert so_far[f"{side} sends"][0] == one["round"]["ring_bytes"]["total"]
         assert so_far[f"{side} takes"][-1] == token["last"]["seconds"]

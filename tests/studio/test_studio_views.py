@@ -241,8 +241,15 @@ def test_bytes_and_times_are_of_the_same_tokens_and_less_time_is_of_the_longer(v
     assert "zb-h1 takes 18.2% less time." in page.locator('[data-figure="compared"]').inner_text()
     page = visitor.open("tokens?model=llama-3-8b&cluster=4xH100&a=tp=4&b=dp=4,zero=3&batch=64&output=16&_tables=spent")
     facts = page.locator('[data-figure="compared"]').inner_text()
-    assert "A step (a token for each of 64 sequences) sends" in facts
-    assert "of weights a device, " in facts and "of them gathered" in facts
+    assert facts.count("For a step, one token for each of 64 sequences, dp=4,zero=3 sends ") == 1
+    rows = page.evaluate(
+        """() => [...document.querySelectorAll("table.metrics tbody tr")].map((row) =>
+            [row.cells[0].textContent, ...[...row.cells].slice(1, 4).map((cell) => JSON.parse(cell.dataset.v))])"""
+    )
+    state = {"model": "llama-3-8b", "cluster": "4xH100", "a": "tp=4", "b": "dp=4,zero=3", "batch": "64", "output": "16"}
+    found, later = answer("tokens", state), answer("tokens/spent", state)
+    expected = [*found.more["metrics"], *later.more["metrics"]]
+    assert rows == [[row["name"], *row["values"], row["ratio"]] for row in expected]
     said = page.locator('[data-figure="spent"] .sentence').inner_text()
     assert said.startswith("After 16 tokens of each of 64 sequences: each device of A has sent ")
     columns = visitor.table("spent")

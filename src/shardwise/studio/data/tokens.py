@@ -29,6 +29,7 @@ from shardwise.report.units import format_bytes, format_count, format_spans, for
 from shardwise.studio.columns import How, Table, View, command_line, exact
 from shardwise.studio.data import tokens_holdings, tokens_layer
 from shardwise.studio.data.models import offered
+from shardwise.studio.data.tokens_metrics import headline, metrics, step_words, totals
 from shardwise.studio.query import Query
 
 CLUSTERS = ("8xH100", "4xH100", "8xA100", "8xH200", "8xB200", "8xL40S")
@@ -99,6 +100,8 @@ def data(given: Mapping[str, str]) -> View:
             "sentences": [tokens_layer.sentence(model, layouts[0].ranks, i) for i in range(tokens_layer.STEPS)],
             "parameters": count(model),
             "left_out": left_out,
+            "metrics": metrics(ones, asked),
+            "headline": headline(ones, asked),
             "batch": asked.batch,
             "layers": model.layers,
             "width": DTYPE_BYTES[layouts[0].dtype],
@@ -128,16 +131,18 @@ def spent(given: Mapping[str, str]) -> View:
         units |= {f"{side} sends": "bytes", f"{side} sent so far": "bytes"}
     how = How(
         [
-            f"{side} = {one.layout}: a rank sends {format_bytes(float(one.round.volume.total))} for {_step(asked)}; "
-            f"the first takes {format_time(one.first.seconds)}, the last {format_time(one.last.seconds)}, since more "
-            "keys and values are read."
+            f"{side} = {one.layout}: for {step_words(asked)}, a rank sends "
+            f"{format_bytes(float(one.round.volume.total))}; the first takes {format_time(one.first.seconds)}, the "
+            f"last {format_time(one.last.seconds)}, since more keys and values are read."
             for side, one in zip("AB", ones, strict=False)
         ]
         + ["So far: the sum of all tokens up to here, without the prompt."],
         _command(state, cluster, layouts, asked),
         "docs/generation.md",
     )
-    return View(state, choices, {"spent": Table("Token by token", columns, units)}, {"spent": how})
+    sums = [[columns[f"{side} {what} so far"][-1] for side in "AB"[: len(ones)]] for what in ("sent", "time")]
+    more = {"metrics": totals(asked.output, *sums)}
+    return View(state, choices, {"spent": Table("Token by token", columns, units)}, {"spent": how}, more)
 
 
 def _asked(given: Mapping[str, str]) -> _Asked:
@@ -196,11 +201,6 @@ def _command(state: Mapping[str, Any], cluster: Cluster, layouts: tuple[Layout, 
         words += ["--link", exact(state["link"])]
     sizes = ("--prompt-tokens", asked.prompt, "--max-tokens", asked.output, "--batch", asked.batch)
     return command_line("generate", *words, "--compare", *layouts, *sizes)
-
-
-def _step(asked: Asked) -> str:
-    """What bytes and times are of: one more token of every sequence."""
-    return "a token" if asked.batch == 1 else f"a step, one token for each of {asked.batch:,} sequences"
 
 
 def _strategy(model: ModelConfig, layout: Layout, cluster: Cluster) -> Strategy:
@@ -275,7 +275,7 @@ def _compared(ones: tuple[Generated, ...], asked: Asked) -> Table:
     times = ("prompt", "first token", "token half-way", "last token", "80% from", "to")
     sizes = ("a step sends", "for blocks", "for embedding and head", "weights", "of them gathered", "cache at the end")
     units = dict.fromkeys(times, "seconds") | dict.fromkeys(sizes, "bytes") | {"tokens/s": "count"}
-    return Table(f"Two strategies, one prompt; bytes and times are those of {_step(asked)}", columns, units)
+    return Table(f"Two strategies, one prompt; bytes and times are those of {step_words(asked)}", columns, units)
 
 
 def _where(ones: tuple[Generated, ...]) -> Table:
@@ -310,7 +310,7 @@ def _sum_of(one: Generated) -> str:
 
 def _how_compared(ones: tuple[Generated, ...], model: ModelConfig, asked: Asked, command: str) -> How:
     lines = [
-        f"Bytes: what one rank sends for {_step(asked)} when every collective goes round a ring (docs/generation.md).",
+        f"Bytes: what one rank sends for {step_words(asked)}, when collectives go round a ring (docs/generation.md).",
         *(f"{one.layout}: {_formula(one, model)}" for one in ones),
         "Weights: what a rank keeps, and the buffers for those that it gathers.",
     ]

@@ -13,8 +13,8 @@ import { player } from "studio/lib/player";
 import { colours, numbered } from "studio/lib/theme";
 import { tip } from "studio/lib/tip";
 import { timeWindow } from "studio/lib/window";
-import { fact } from "studio/views/collectives";
 import { drawHolds, holdsAt, holdsHeight } from "studio/views/tokens_holds";
+import { metricTable } from "studio/views/tokens_metrics";
 import { drawLayer, layerAt, layerHeight, layerKeys } from "studio/views/tokens_layer";
 
 export const lead = "A large model does not fit one device, so its weights lie on several. What must happen for one token then? Two ways beside each other.";
@@ -33,8 +33,8 @@ export function mount(root, page) {
   const links = h("p", { class: "lead" });
   const layer = figure(page, { name: "layer", title: "One layer, one token", above: [layerPlay.node], extras: [links, h("ul", { class: "legend" }, layerKeys())], height: (width) => layerHeight(width, data),
     draw: (context, width) => data && drawLayer(context, width, data, step) });
-  const through = throughFigure(page), facts = h("div", { class: "columns" });
-  const compared = figure(page, { name: "compared", title: "What one token takes", above: [facts] });
+  const through = throughFigure(page), metrics = h("div", {});
+  const compared = figure(page, { name: "compared", title: "The two strategies in numbers", above: [metrics] });
   const tokenPlay = player(page, { name: "_token", label: "Token", seconds: 0.04, onFrame: (at) => { token = at; spent.redraw(); } });
   const spentKeys = h("ul", { class: "legend" });
   const spent = figure(page, { name: "spent", title: "Token by token", above: [tokenPlay.node], extras: [spentKeys], height: 270,
@@ -48,12 +48,13 @@ export function mount(root, page) {
   const trained = figure(page, { name: "trained", title: "The same layer in training", height: () => barsHeight(data ? data.tables.trained.columns.strategy.length + data.tables.trained.columns["its gather takes"].filter((v) => v > 0).length : 2), draw: (context, width) => data && drawTrained(context, width, data) });
   const claims = h("div", { class: "claims" });
   const wrong = h("section", { class: "figure" }, h("div", { class: "head" }, h("h2", {}, "Figures that are often told, and wrong")), claims);
-  root.append(h("div", { class: "panels" }, controls.map((each) => each.node)), layer.node, through.node, compared.node, spent.node, holds.node, where.node, trained.node, wrong);
+  root.append(h("div", { class: "panels" }, controls.map((each) => each.node)), compared.node, layer.node, through.node, spent.node, holds.node, where.node, trained.node, wrong);
   let first = true;
 
   function show(given, part) {
     if (part !== "tokens") {
       answer = given;
+      metrics.replaceChildren(metricTable(data, given.more.metrics));
       const lines = sentences(given, data);
       tokenPlay.show(lines, Number(page.local("_token", lines.length - 1)));
       spent.show(given);
@@ -70,7 +71,7 @@ export function mount(root, page) {
     if (first && kept === null && !matchMedia("(prefers-reduced-motion: reduce)").matches) layerPlay.start();
     first = false;
     through.set(given);
-    facts.replaceChildren(...sideFacts(given));
+    metrics.replaceChildren(metricTable(given, []));
     compared.note.textContent = comparison(given);
     for (const each of [compared, holds, where, trained]) each.show(given);
     holds.describe(given.more.sides.map((side, i) => `${"AB"[i]}, ${side.layout}: ${side.words[0]}`).join(" "));
@@ -125,25 +126,12 @@ function throughFigure(page) {
   return { ...through, set };
 }
 
-/** What bytes and times are of: one more token of every sequence. */
-function stepWords(batch) {
-  return batch === 1 ? "One token" : `A step (a token for each of ${count(batch)} sequences)`;
-}
-
-function sideFacts({ tables, more }) {
-  const c = tables.compared.columns;
-  return c.strategy.map((name, i) => h("dl", { class: "facts side" },
-    fact(`${"AB"[i]}`, name, c.fits[i] === false ? "✗ does not fit" : `✓ ${bytes(c.weights[i])} of weights a device${c["of them gathered"][i] ? `, ${bytes(c["of them gathered"][i])} of them gathered` : ""}`),
-    fact(`${stepWords(more.batch)} sends`, bytes(c["a step sends"][i]), "from each device"), fact("and takes", seconds(c["token half-way"][i]), `80% range ${seconds(c["80% from"][i])} to ${seconds(c.to[i])}`),
-    fact(more.batch === 1 ? "Speed" : "All sequences", `${count(c["tokens/s"][i])} tokens/s`, `prompt read in ${seconds(c.prompt[i])}`)));
-}
-
-/** Which strategy sends more for a token, which takes longer, and from where on gathering pays. */
-function comparison({ tables, more }) {
-  const c = tables.compared.columns, [x, y] = c["a step sends"], [s, t] = c["token half-way"], ratio = more.ratios[0];
-  if (c.strategy.length < 2) return "";
-  const faster = ratio?.faster_from_tokens ? `, and is faster from about ${ratio.faster_from_tokens.toLocaleString("en-US")}` : "";
-  return `${x < y ? c.strategy[1] : c.strategy[0]} sends ${times(Math.max(x, y) / Math.min(x, y))} as many bytes; ${s < t ? c.strategy[1] : c.strategy[0]} takes ${times(Math.max(s, t) / Math.min(s, t))} as long.${ratio ? ` Gathering sends less from ${Math.ceil(ratio.fewer_bytes_from_tokens).toLocaleString("en-US")} tokens in one pass on${faster}.` : ""}`;
+/** The comparison in a sentence, and from where on gathering pays. */
+function comparison({ more }) {
+  const ratio = more.ratios[0];
+  if (!ratio) return more.headline;
+  const faster = ratio.faster_from_tokens ? `, and is faster from about ${ratio.faster_from_tokens.toLocaleString("en-US")}` : "";
+  return `${more.headline} Gathering sends less from ${Math.ceil(ratio.fewer_bytes_from_tokens).toLocaleString("en-US")} tokens in one pass on${faster}.`;
 }
 
 /** Whether a gather hides behind the block before it in training. */
@@ -175,10 +163,6 @@ function drawThrough(context, width, data, events, window, passed) {
     context.fillStyle = theme.ink;
     context.fillRect(at - 1, top - 2, 2, rowHeight(events.rows) + 2);
   });
-}
-
-function times(n) {
-  return `${Number(n.toPrecision(3)).toLocaleString("en-US")} times`;
 }
 
 function sentences({ tables }, data) {

@@ -1,0 +1,68 @@
+"""Tokens, the two strategies in numbers: a row for each metric, and the sentence that sums them up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from shardwise.predict.generation.comparison import Asked, Generated
+from shardwise.report.units import format_bytes, format_time
+
+MOVING = ("tensor", "data", "pipeline")
+"""Parts of a token's time in which it waits for communication."""
+
+
+def step_words(asked: Asked) -> str:
+    """What bytes and times are of: one more token of every sequence."""
+    return "a token" if asked.batch == 1 else f"a step, one token for each of {asked.batch:,} sequences"
+
+
+def metrics(ones: Sequence[Generated], asked: Asked) -> list[dict[str, Any]]:
+    """Rows of name, unit and the strategies' values; those of the whole answer are `totals`."""
+    step = "a token" if asked.batch == 1 else "a step"
+    return [
+        _row("Weights of a device", "bytes", [one.fit.held.all_weights for one in ones]),
+        _row("of them gathered, in buffers", "bytes", [one.fit.held.slots for one in ones], part=True),
+        _row(f"A device sends for {step}", "bytes", [float(one.round.volume.total) for one in ones]),
+        _row("of it for the layers", "bytes", [float(one.round.volume.blocks) for one in ones], part=True),
+        _row(f"Time of {step}", "seconds", [one.middle.seconds for one in ones]),
+        _row("of it communication", "share", [communication(one) for one in ones], part=True),
+        _row("Tokens/s, all sequences", "count", [one.tokens_per_second(asked.batch) for one in ones]),
+        _row("Prompt until its first token", "seconds", [one.prompt.seconds for one in ones]),
+        _row(f"A training step of {asked.seq:,} tokens a device", "seconds", [one.trained.seconds for one in ones]),
+        _row("of it moving data, not hidden", "share", [one.trained.share for one in ones], part=True),
+    ]
+
+
+def totals(output: int, sent: Sequence[float], taken: Sequence[float]) -> list[dict[str, Any]]:
+    """Rows of the whole answer. sent: bytes of a device; taken: seconds."""
+    words = f"the answer, {output:,} token{'s' if output > 1 else ''}"
+    return [
+        _row(f"A device sends for {words}", "bytes", list(sent)),
+        _row(f"Time of {words}", "seconds", list(taken)),
+    ]
+
+
+def _row(name: str, unit: str, values: list[float], part: bool = False) -> dict[str, Any]:
+    """part: of the row above. ratio: the second value over the first, where both are there."""
+    ratio = values[1] / values[0] if len(values) == 2 and values[0] and values[1] else None
+    return {"name": name, "unit": unit, "values": values, "ratio": ratio, "part": part}
+
+
+def communication(one: Generated) -> float:
+    """Share of a token's time that is communication, which no arithmetic hides."""
+    return sum(float(one.middle.parts.get(name, 0.0)) for name in MOVING) / one.middle.seconds
+
+
+def headline(ones: Sequence[Generated], asked: Asked) -> str:
+    """The comparison in one sentence, the strategy that sends more first; "" for one strategy."""
+    if len(ones) < 2:
+        return ""
+    more, less = sorted(ones, key=lambda one: -one.round.volume.total)
+    sent = [float(one.round.volume.total) for one in (more, less)]
+    times = f"{float(f'{sent[0] / sent[1]:.3g}'):,.10g} times as much, " if sent[1] else ""
+    return (
+        f"For {step_words(asked)}, {more.layout} sends {format_bytes(sent[0])} from every device and {less.layout} "
+        f"{format_bytes(sent[1])}: {times}in {format_time(more.middle.seconds)} against "
+        f"{format_time(less.middle.seconds)}."
+    )
