@@ -13,7 +13,7 @@ FOLDER = Path(__file__).parent / "screenshots"
 CHROMIUM = Path("/usr/bin/chromium")
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars"]
 SHOWN = {
-    "tokens": "tokens?_step=2",
+    "tokens": "tokens?_step=0",
     "memory": "memory?zero=1",
     "collectives": "collectives?ranks=6&_round=3",
     "pipelines": "pipelines?a=1f1b&b=zb-v&micro=12",
@@ -21,6 +21,8 @@ SHOWN = {
     "runs": "runs",
 }
 """View -> the state that is shown."""
+TOP = {"tokens": "layer"}
+"""View -> the figure that the picture begins with, where it is not the head of the page."""
 
 
 def main() -> None:
@@ -52,6 +54,10 @@ def main() -> None:
                 page.goto("about:blank")
                 page.goto(f"{studio.address}#{state}")
                 page.wait_for_selector("body[data-ready]", timeout=60_000)
+                if view in TOP:
+                    place = f"document.querySelector('[data-figure={TOP[view]}]').getBoundingClientRect().top"
+                    page.evaluate(f"scrollBy(0, {place} - 70)")
+                    page.wait_for_timeout(100)
                 path = args.out / f"{view}-{theme}.png"
                 page.screenshot(path=path)
                 print(f"wrote {path}")

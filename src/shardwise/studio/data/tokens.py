@@ -141,7 +141,7 @@ def spent(given: Mapping[str, str]) -> View:
         "docs/generation.md",
     )
     sums = [[columns[f"{side} {what} so far"][-1] for side in "AB"[: len(ones)]] for what in ("sent", "time")]
-    more = {"metrics": totals(asked.output, *sums)}
+    more = {"metrics": totals(asked, *sums)}
     return View(state, choices, {"spent": Table("Token by token", columns, units)}, {"spent": how}, more)
 
 

@@ -34,9 +34,11 @@ def metrics(ones: Sequence[Generated], asked: Asked) -> list[dict[str, Any]]:
     ]
 
 
-def totals(output: int, sent: Sequence[float], taken: Sequence[float]) -> list[dict[str, Any]]:
-    """Rows of the whole answer. sent: bytes of a device; taken: seconds."""
-    words = f"the answer, {output:,} token{'s' if output > 1 else ''}"
+def totals(asked: Asked, sent: Sequence[float], taken: Sequence[float]) -> list[dict[str, Any]]:
+    """Rows of the whole answer, or of all answers of a batch. sent: bytes of a device; taken: seconds."""
+    words = f"the answer, {asked.output:,} token{'s' if asked.output > 1 else ''}"
+    if asked.batch > 1:
+        words = f"all answers, {asked.batch:,} x {asked.output:,} tokens"
     return [
         _row(f"A device sends for {words}", "bytes", list(sent)),
         _row(f"Time of {words}", "seconds", list(taken)),
