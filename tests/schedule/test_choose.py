@@ -77,6 +77,25 @@ def test_crossovers_are_where_two_cost_the_same():
         assert choose("all-to-all", change.nbytes, 16, FLAT)[0].name == change.algorithm
 
 
+def test_a_winner_between_two_sizes_that_another_wins_is_not_missed():
+    """Scatter and all-gather are the cheapest for a range of less than a doubling."""
+    slow = Cluster(4, 2, DEVICE, Link(3.7843933775288635e-05, 27091481874.937958), Link(7.02e-06, 1012844417.1559147))
+    found = crossovers("broadcast", 5, slow, 1 << 8, 1 << 30)
+    assert [change.algorithm for change in found] == ["binomial", "chain", "scatter-allgather", "chain"]
+    _, _, begin, end = found
+    assert end.nbytes < 2 * begin.nbytes
+    for nbytes in (begin.nbytes, round((begin.nbytes + end.nbytes) / 2)):
+        assert choose("broadcast", nbytes, 5, slow)[0].name == "scatter-allgather"
+
+
+def test_equally_cheap_algorithms_do_not_change_places():
+    """A ring and pairwise exchanges of large messages cost the same up to the order in which they are summed."""
+    slow = Device("X", "cuda", 10**9, 57808770556.405716)
+    links = Link(1.883619987681936e-05, 16116663645.179518), Link(3.6412718421799135e-06, 2303296557.259545)
+    found = crossovers("reduce-scatter", 31, Cluster(4, 8, slow, *links))
+    assert len({change.algorithm for change in found}) == len(found)
+
+
 def test_a_cost_is_one_collective_of_a_ledger():
     ring = cost("all_reduce", 16e6, 16, FLAT, "ring")
     assert ring == Cost(pytest.approx(30e-6 + 30e-3 + 15 / 16 * 16e6 * 3 / 3e12), 30_000_000, 30)

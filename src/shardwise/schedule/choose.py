@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from itertools import pairwise
 from math import sqrt
 from typing import NamedTuple
@@ -54,6 +54,10 @@ class Choice:
             "compute": (self.bounds.gamma, self.price.gamma),
         }
         return {name: min(1.0, least / paid) if paid else None for name, (least, paid) in pairs.items()}
+
+
+EQUAL = 1e-9
+"""Share of a price below which another one counts as equal: sums in another order."""
 
 
 class Crossover(NamedTuple):
@@ -210,22 +214,26 @@ class Pricer:
         return {"node": self.network.per_node or 1} if "node" in algorithm.options else {}
 
     def crossovers(self, smallest: int, largest: int) -> list[Crossover]:
-        """The cheapest algorithm from `smallest` bytes on, and every change up to `largest`. Raises `UserError` for an
-        empty range."""
+        """The cheapest algorithm from `smallest` bytes on, and every change up to `largest`; of equally cheap ones the
+        first of the candidates. Raises `UserError` for an empty range."""
         if not 0 < smallest <= largest:
             raise UserError(f"sizes must be positive and in order, not {smallest} to {largest}")
-        names: dict[int, str] = {}
 
+        @cache
+        def seconds(nbytes: int) -> dict[str, float]:
+            return {algorithm.name: self._best(algorithm, nbytes)[1].seconds for algorithm in self.candidates}
+
+        @cache
         def name(nbytes: int) -> str:
-            if nbytes not in names:
-                names[nbytes] = self.cheapest(nbytes).name
-            return names[nbytes]
+            least = min(seconds(nbytes).values())
+            return next(name for name, price in seconds(nbytes).items() if price <= least * (1 + EQUAL))
 
         def changes(low: int, high: int) -> list[Crossover]:
-            if name(low) == name(high):
+            same = name(low) == name(high)
+            if same and not _rivals(seconds(low), seconds(high), name(low), high / low):
                 return []
             if high <= low * 1.01 + 1:
-                return [Crossover(high, name(high))]
+                return [] if same else [Crossover(high, name(high))]
             middle = round(sqrt(low * high))
             return changes(low, middle) + changes(middle, high)
 
@@ -287,6 +295,17 @@ class Pricer:
 
     def _build(self, algorithm: Algorithm, **options: int) -> CommSchedule:
         return build(self.collective, algorithm.name, self.network.ranks, **options)
+
+
+def _rivals(low: Mapping[str, float], high: Mapping[str, float], winner: str, growth: float) -> bool:
+    """Whether another algorithm than the cheapest at two sizes may be cheaper between them. low, high: seconds by
+    algorithm; growth: of the size. Prices grow with the size, by no more than it: so a rival's are at least max(low,
+    high * n / largest), the winner's at most min(high, low * n / smallest)."""
+    for name, first in low.items() if low[winner] else ():
+        ratios = first / low[winner], high[name] / high[winner]
+        if max(ratios) > 1 + EQUAL and ratios[0] * ratios[1] < growth and first < high[winner]:
+            return True
+    return False
 
 
 def _checked(nbytes: float) -> float:
