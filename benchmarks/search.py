@@ -27,6 +27,7 @@ from shardwise.predict.search.fitting import Memory
 from shardwise.predict.search.overlaps import words
 from shardwise.predict.search.pricing import price_one
 from shardwise.predict.search.ranking import Block, Place, search
+from shardwise.predict.search.runnable import widened
 from shardwise.predict.search.shortfall import usable_bytes
 from shardwise.predict.search.space import Space
 from shardwise.predict.time import Pricing, engine
@@ -61,7 +62,7 @@ def main() -> None:
     cluster, workload = Cluster.parse(args.cluster), Workload(args.seq, args.batch)
 
     start, began = time.perf_counter(), time.process_time()
-    space = Space(get(args.model), cluster, workload, engine(args.engine))
+    space = Space(get(args.model), cluster, workload, widened(engine(args.engine)))
     pricing = Pricing(cluster)
     found = search(space, pricing, usable=usable_bytes(cluster), overlaps=True)
     seconds, busy = time.perf_counter() - start, time.process_time() - began
