@@ -245,7 +245,8 @@ class _Run:
             )  # fmt: skip
 
     def _mfu(self, tokens_per_s: float) -> float:
-        """Model FLOPs utilisation against the measured rate of this machine's matrix products."""
+        """Model FLOPs utilization, causal attention counted once, against the measured rate of this machine's matrix
+        products."""
         return training_flops_per_token(self.config.model, self.config.workload.seq) * tokens_per_s / self.peak
 
     def _save(self, last: bool) -> None:

@@ -15,7 +15,7 @@ const WORDS = {
   "layout": "How a model is split over devices.",
   "ledger": "The list of all collectives of one step with their sizes.",
   "lower bound": "Time below which no algorithm can be.",
-  "MFU": "Model FLOPs utilisation: the arithmetic that the model needs, over what the devices could do in that time.",
+  "MFU": "Model FLOPs utilisation: the arithmetic that the model needs, over what the devices could do in that time. Causal attention counts once: half of the square.",
   "micro-batch": "The part of a batch that goes through the model at one time.",
   "offload": "Keeping optimizer state in the host's memory instead of the device's.",
   "optimizer state": "What the optimizer keeps for each weight; for Adam two averages, and with bf16 weights a copy in fp32.",
