@@ -149,8 +149,8 @@ def _how_ranked(found: Plan, command: str) -> How:
             "(its memory less 2 GB for driver and kernels); each of these is priced, none is sampled.",
             f"tokens/s = {found.workload.batch} sequences x {found.workload.seq} tokens / "
             f"{format_time(found.winner.seconds)} = {format_count(found.tokens_per_second(found.winner))}",
-            f"MFU = model FLOPs of the step (causal attention once) / ({found.winner.layout.ranks} devices x peak in bf16 "
-            f"x step) = {format_share(found.utilisation(found.winner))}",
+            f"MFU = model FLOPs of the step (causal attention once) / ({found.winner.layout.ranks} devices x peak in "
+            f"bf16 x step) = {format_share(found.utilisation(found.winner))}",
             f"Constants of the engine profile {found.engine}; the range holds 80% of published runs.",
         ],
         command,
