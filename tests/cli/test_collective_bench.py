@@ -89,6 +89,7 @@ def test_figures_are_summed_up(cluster):
     [
         (("all-reduce", "--ranks", 1), "--ranks 1: between 2 and"),
         (("all-reduce", "--ranks", 2, "--sizes", "4XB"), "--sizes 4XB: give a size"),
+        (("all-reduce", "--ranks", 2, "--sizes", "4,0"), "--sizes 4,0: give sizes of at least one byte"),
         (("all-reduce", "--ranks", 2, "--sizes", "4,100TB"), "100 TB on each of 2 ranks are more than this machine's"),
         (("all-reduce", "rong", "--ranks", 2), "did you mean ring?"),
         (("--ranks", 2), "bench needs COLLECTIVE"),

@@ -220,15 +220,20 @@ def test_addresses_that_cannot_be_had():
             server.bind(host, 0)
 
 
-def test_an_address_that_was_lost_while_weights_were_read(tmp_path):
-    engine = EngineDouble()
-    front, app = front_of(engine, tmp_path)
-    sock = server.bind("127.0.0.1", 0)
-    with server.bind("127.0.0.1", sock.getsockname()[1]) as faster:
-        faster.listen()
+def test_nobody_else_gets_an_address_while_weights_are_read(tmp_path):
+    """Nor does the next server have to wait for connections of the last one, which linger."""
+    with server.bind("127.0.0.1", 0) as sock:
+        port = sock.getsockname()[1]
         with pytest.raises(UserError, match="cannot be used"):
-            server.run(app, front, sock, ready=lambda: pytest.fail("it listens"), echo=lambda line: None)
-    engine.close()
+            server.bind("127.0.0.1", port)
+
+    def story(clients: Clients, engine: EngineDouble) -> None:
+        with socket.create_connection(("127.0.0.1", clients.port)) as client:
+            kill(signal.SIGTERM)
+            client.recv(1)  # the server has closed its end, which lingers
+
+    clients, _ = run(tmp_path, story)
+    server.bind("127.0.0.1", clients.port).close()
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6")

@@ -71,6 +71,8 @@ def check(args: argparse.Namespace, sizes: list[int]) -> None:
         raise UserError(f"--rounds must be a positive integer, not {args.rounds}")
     if not args.limit > 0:
         raise UserError(f"--limit must be a positive number of seconds, not {args.limit:g}")
+    if min(sizes) < 1:
+        raise UserError(f"--sizes {args.sizes}: give sizes of at least one byte")
     room, largest = lookup("CPU").device.memory_bytes, max(sizes)
     if room is not None and args.ranks * largest > room:
         raise UserError(

@@ -50,15 +50,15 @@ def run(args: argparse.Namespace) -> int:
     from shardwise.serving.http.server import bind
 
     key, name = _checked(args)
-    job = job_of(args)
-    text, chat = _text_and_chat(args.model)
-    fit = fit_of(job)
-    for line in fit.lines():
-        say(line)
-    if not fit.fits:
-        raise UserError(fit.refusal())
     # The server itself ends in order; before that, while weights are read, there is nothing to be finished.
     with bind(args.host, args.port) as sock, ended_as_interrupted():
+        job = job_of(args)
+        text, chat = _text_and_chat(args.model)
+        fit = fit_of(job)
+        for line in fit.lines():
+            say(line)
+        if not fit.fits:
+            raise UserError(fit.refusal())
         _serve(args, sock, _Served(name, key, job, fit, text, chat))
     say("stopped")
     return 0

@@ -32,7 +32,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket at an address, on which nobody listens yet; port 0 takes a free one. Raises `UserError`."""
+    """A socket at an address, which is its own from now on, though it does not listen yet; port 0 takes a free one.
+    Raises `UserError`."""
     if not 0 <= port < 1 << 16:
         raise UserError(f"port {port} does not exist; choose one between 1024 and 65535, or 0 for a free one")
     try:
@@ -47,6 +48,9 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         sock.close()
         raise _in_use(host, port, error) from None
+    # Lingering connections of an earlier server do not matter. But nobody else must get the address while weights are
+    # read: Linux lets several sockets have it until one of them listens, if all of them allow it.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     return sock
 
 
@@ -73,7 +77,7 @@ def run(
     it at once.
 
     ready: called when connections are taken; echo: gets lines. Raises `RunFailed` when the engine has failed, after
-    every client has been told, and `UserError` when another program has come to listen at the address meanwhile.
+    every client has been told, and `UserError` when the address is in use.
     """
     host, port = sock.getsockname()[:2]
     try:
@@ -88,6 +92,8 @@ class _Uvicorn(uvicorn.Server):
     """uvicorn without its signal handlers: it would refuse connections at once, and kill itself at the end."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        for sock in sockets or []:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         await super().startup(sockets)
         # asyncio takes one number for the connections that wait in the kernel and for those that it accepts at a time.
         for sock in sockets or []:
