@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 
 import pytest
+import torch.distributed as dist
 
 from shardwise.cli import collective_bench
 from shardwise.cli.main import main
-from shardwise.cluster import Cluster
+from shardwise.cluster import Cluster, Link
+from shardwise.runtime.transport import bench
+from shardwise.schedule import Algorithm, build
 from shardwise.schedule.choose import choose
+from shardwise.schedule.network import Network
+from shardwise.schedule.price import price
 
 TINY = ("--ranks", "2", "--sizes", "1KiB,4KiB,32MiB", "--rounds", "3")
 """The largest takes long enough, and often enough, to tell a bandwidth on a busy host too."""
@@ -44,18 +50,20 @@ def test_two_ranks_make_a_cluster_file_that_predicts(calibrate, capfd, tmp_path)
 
 
 def measured(args, algorithms, sizes):
-    """What ranks would have measured, had every byte of a collective taken 100 ps, and the collective 10 µs,
-    on a busy host."""
+    """What ranks would have measured on a busy host with links of 10 µs and 1 GB/s."""
+    link = Link(1e-5, 1e9)
+    network = Network.of(replace(Cluster.parse(f"{args.ranks}xcpu"), intra=link), args.ranks)
 
-    def seconds(size: int) -> list[float]:
-        return [factor * (1e-5 + size * 1e-10) for factor in (1.0, 1.0, 1.5, 9.0)]
+    def seconds(algorithm: Algorithm, size: int) -> list[float]:
+        once = price(build(algorithm.collective, algorithm.name, args.ranks), network, size).seconds
+        return [factor * once for factor in (1.0, 1.0, 1.5, 9.0)]
 
     cells = [
         {
             "collective": collective,
             "bytes": size,
             "rows": [
-                {"algorithm": a.name, "transport": "sends", "options": {}, "seconds": seconds(size)}
+                {"algorithm": a.name, "transport": "sends", "options": {}, "seconds": seconds(a, size)}
                 for a in algorithms
                 if a.collective == collective
             ],
@@ -77,9 +85,77 @@ def test_tables_name_figures_and_what_was_held_back(calibrate, monkeypatch, tmp_
     assert not Cluster.parse(str(file)).intra.reads and Cluster.parse(str(file)).devices_per_node == 4
 
 
+def erratic(args, algorithms, sizes):
+    """As `measured`, but that what takes how long has nothing to do with what is done."""
+    told, failure = measured(args, algorithms, sizes)
+    for at, row in enumerate(row for cell in told["cells"] for row in cell["rows"]):
+        row["seconds"] = [seconds * (1, 40, 3, 15)[at % 4] for seconds in row["seconds"]]
+    return told, failure
+
+
+def test_figures_that_their_own_check_calls_useless_are_not_written(calibrate, monkeypatch, tmp_path):
+    monkeypatch.setattr(collective_bench, "measure", erratic)
+    file = tmp_path / "here.toml"
+    words = ("--ranks", 4, "--transport", "sends", "--sizes", ",".join(f"{4**k}KiB" for k in range(7)), "--out", file)
+    code, out, err = calibrate(*words)
+    assert code == 1 and "median error" in out and "written" not in out and not file.exists()
+    announced, refused = err.splitlines()
+    assert refused.startswith(f"shardwise: error: {file} is not written: the median error") and "--force" in refused
+    code, out, err = calibrate(*words, "--force")
+    assert code == 0 and f"--cluster {file}" in out and file.exists() and err.splitlines() == [announced]
+    code, out, _ = calibrate(*words[:-2], "--json")
+    assert code == 0 and json.loads(out)["held_back"]["median_error"] > 0.4
+
+
+def test_a_cell_ends_when_its_two_quickest_rounds_agree():
+    assert not bench.settled([[1.0]], 0.1) and not bench.settled([[2.0, 1.0], [1.0, 1.05]], 0.1)
+    assert bench.settled([[2.0, 1.0, 1.09], [1.0, 9.0, 1.05]], 0.1)
+    parts = bench.parts_of_time([(5, 1000), (5, 1000), (10, 100_000_000)])
+    assert parts[-1] == 1.0 and parts[0] == pytest.approx(parts[1] / 2) and parts[1] < 0.1
+
+
+@pytest.mark.parametrize(("jitter", "limit", "rounds"), [(0.0, 60.0, 2), (0.5, 60.0, 7), (0.5, 1e-9, 2)])
+def test_rounds_end_when_they_agree_or_when_time_is_over(monkeypatch, jitter, limit, rounds):
+    """One rank, whose calls take invented times: each round half as long again as the one before, or as long."""
+    ring = [("all-reduce", "ring")]
+    job = bench.Job(
+        timeout=5.0, out="", algorithms=ring, sizes=[64], transports=["sends"], rounds=7, limit=limit, settled=0.1
+    )
+    asked = []
+
+    def interleave(calls, most, go_on):
+        so_far = [[] for _ in calls]
+        while len(so_far[0]) < most and go_on(so_far):
+            for seconds in so_far:
+                seconds.append(1.0 * (1 + jitter) ** len(seconds))
+        asked.append(len(so_far[0]))
+        return so_far
+
+    monkeypatch.setattr(bench, "interleave", interleave)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        bench.Bench(job)._cell("all-reduce", 16, "a cell", 0.5)
+    finally:
+        dist.destroy_process_group()
+    assert asked == [rounds]
+
+
+def test_it_says_at_first_how_long_it_takes(calibrate, monkeypatch):
+    def interrupted(args, *_):
+        assert args.limit == 12.5 and args.settled > 0
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(collective_bench, "measure", interrupted)
+    _, _, err = calibrate("--ranks", 2, "--seconds", 12.5)
+    first = err.splitlines()[0]
+    assert "17 sizes on 2 ranks" in first and "up to 7 rounds" in first and "at most about 12.5 s" in first
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
+        (("--ranks", 2, "--seconds", 0), "--seconds must be a positive number, not 0"),
+        (("--ranks", 2, "--sizes", "0,1KB,4KB"), "give sizes of at least one byte"),
         (("--ranks", 1), "--ranks 1: between 2 and"),
         (("--ranks", 2, "--rounds", 0), "--rounds must be a positive integer"),
         (("--ranks", 2, "--sizes", "1KB,4KB"), "three sizes or more"),

@@ -28,7 +28,11 @@ if TYPE_CHECKING:
     from shardwise.schedule.fit import Accuracy, Figure, Fit, Sample
 
 SIZES = ",".join(f"{1 << k}KiB" for k in range(17))
-_NO_LIMIT = 1e9
+SECONDS = 90.0
+_SETTLED = 0.1
+"""Share by which the two quickest rounds of a call may differ to end its rounds."""
+USELESS = 0.4
+"""Median error of the sizes held back, above which the figures predict nothing."""
 _BUSY = 1.2
 """The middle round over the quickest one, from which on a host counts as busy: on a quiet one they are nearly equal."""
 _WITHIN = 0.1
@@ -50,6 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     network.add_argument("--transport", choices=("shared", "sends"), default="shared", help="(shared)")
     network.add_argument("--sizes", default=SIZES, metavar="SIZE,...", help="every second is held back (1KiB-64MiB)")
     network.add_argument("--rounds", type=int, default=7, metavar="N", help="how often each has its turn (7)")
+    network.add_argument("--seconds", type=float, default=SECONDS, metavar="S", help="after about which each has two "
+                         f"turns and no more; fewer where figures settle earlier ({SECONDS:g})")  # fmt: skip
+    network.add_argument("--force", action="store_true", help="write figures whose own check fails, too")
     network.add_argument("--out", type=Path, metavar="FILE", help="cluster file to write, or to bring up to date")
 
 
@@ -59,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _network(args: argparse.Namespace) -> int:
+    from shardwise.runtime.job.launch import RunFailed, say
     from shardwise.schedule import algorithms
     from shardwise.schedule.fit import accuracy, fit
     from shardwise.schedule.network import Network
@@ -66,20 +74,28 @@ def _network(args: argparse.Namespace) -> int:
     sizes = _sizes(args)
     cluster = _cluster(args)
     chosen = [found for found in algorithms() if not found.most or args.ranks <= found.most]
+    say(_announced(args, chosen, sizes))
     samples, spread = _measured(args, chosen, sizes)
     held_back = set(sorted({sample.nbytes for sample in samples})[1::2])
     found = fit([s for s in samples if s.nbytes not in held_back], reads=args.transport == "shared")
     cluster = _with_link(cluster, found, args)
     checked = accuracy([s for s in samples if s.nbytes in held_back], Network.of(cluster, args.ranks, repeated=True))
-    if args.out:
+    useless = checked.median_error is not None and checked.median_error > USELESS
+    written = args.out and (args.force or not useless)
+    if written:
         _write(args.out, cluster, found, _lines(args, checked, spread))
     if args.json:
         print_json({"samples": len(samples), "spread": spread, **_as_json(found, checked, held_back)})
     else:
         _print(found, checked)
         show(_noise(spread))
-        if args.out:
+        if written:
             print(f"written: --cluster {shlex.quote(str(args.out))}")
+    if args.out and not written:
+        raise RunFailed(
+            f"{args.out} is not written: the median error of the sizes held back is {checked.median_error:.0%}, above "
+            f"{USELESS:.0%}; measure again when the host has nothing else to do, or give --force"
+        )
     return 0
 
 
@@ -89,7 +105,9 @@ def _sizes(args: argparse.Namespace) -> list[int]:
     sizes = sorted({bytes_of("--sizes", word) for word in args.sizes.split(",")})
     if len(sizes) < 3:
         raise UserError(f"--sizes {args.sizes}: give three sizes or more, since every second one is held back")
-    args.limit, args.cluster = _NO_LIMIT, None
+    if not 0 < args.seconds < float("inf"):
+        raise UserError(f"--seconds must be a positive number, not {args.seconds:g}")
+    args.limit, args.settled, args.cluster = args.seconds, _SETTLED, None
     collective_bench.check(args, sizes)
     return sizes
 
@@ -108,6 +126,15 @@ def _cluster(args: argparse.Namespace) -> Cluster:
     if args.out:
         check_place(args.out)
     return before
+
+
+def _announced(args: argparse.Namespace, chosen: list[Any], sizes: list[int]) -> str:
+    """What is about to be measured, and how long that takes."""
+    rounds = f"up to {args.rounds} rounds each, fewer where they agree within {_SETTLED:.0%}"
+    return (
+        f"{len(chosen)} algorithms at {len(sizes)} sizes on {args.ranks} ranks, {rounds}: at most about "
+        f"{args.seconds:g} s (--seconds)"
+    )
 
 
 def _measured(args: argparse.Namespace, chosen: list[Any], sizes: list[int]) -> tuple[list[Sample], float]:

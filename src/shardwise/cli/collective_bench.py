@@ -110,6 +110,7 @@ def measure(
             "transports": ["shared", "sends"] if args.transport == "both" else [args.transport],
             "rounds": args.rounds,
             "limit": args.limit,
+            "settled": getattr(args, "settled", 0.0),
             "timeout": _TIMEOUT,
             "out": out,
         }

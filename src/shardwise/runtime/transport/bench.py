@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,10 @@ from shardwise.schedule import CommSchedule, build
 BLOCK = 0.01
 """Seconds that a block of calls should take."""
 MOST_CALLS = 200
+FEWEST = 2
+"""Rounds that every cell has, whatever the time."""
+_BYTES_PER_SECOND = 1e9
+"""Of a call in a round, roughly, to share out time."""
 DTYPE = torch.float32
 
 Call = Callable[[], object]
@@ -40,13 +45,16 @@ Call = Callable[[], object]
 @dataclass(frozen=True)
 class Job(RankJob):
     """What is measured. algorithms: (collective, algorithm). sizes: bytes of the full tensor. transports: "shared",
-    "sends". limit: seconds after which no new block starts. `out` is written anew after each cell."""
+    "sends". limit: seconds after which no new block starts. settled: 0, or the share by which each contender's two
+    quickest rounds may differ for a cell to end early; cells then share `limit`, with at least `FEWEST` rounds each.
+    `out` is written anew after each cell."""
 
     algorithms: list[tuple[str, str]]
     sizes: list[int]
     transports: list[str]
     rounds: int
     limit: float
+    settled: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -64,15 +72,18 @@ def whole_elements(nbytes: int, ranks: int) -> int:
     return max(1, nbytes // DTYPE.itemsize // ranks) * ranks
 
 
-def interleave(calls: Sequence[Call], rounds: int, go_on: Callable[[int], bool] = lambda round: True) -> list[Any]:
+def interleave(
+    calls: Sequence[Call], rounds: int, go_on: Callable[[list[list[float]]], bool] = lambda so_far: True
+) -> list[Any]:
     """Seconds of one call of each, a list with one figure for every round; every rank of the world must call it.
 
-    go_on: asked on rank 0 before each round.
+    go_on: asked on rank 0 before each round, with its own seconds so far.
     """
     counts = _rank_0s([_calls_in_a_block(call) for call in calls])
     spans: list[list[tuple[float, float]]] = [[] for _ in calls]
     for number in range(rounds):
-        if not _rank_0s([int(dist.get_rank() == 0 and go_on(number))])[0]:
+        own = [[(end - start) / n for start, end in mine] for mine, n in zip(spans, counts, strict=True)]
+        if not _rank_0s([int(dist.get_rank() == 0 and go_on(own))])[0]:
             break
         for i in range(len(calls)) if number % 2 == 0 else reversed(range(len(calls))):
             spans[i].append(_block(calls[i], counts[i]))
@@ -84,6 +95,19 @@ def interleave(calls: Sequence[Call], rounds: int, go_on: Callable[[int], bool] 
         # perf_counter is the machine's monotonic clock, the same in all its processes.
         seconds.append([(max(end for _, end in block) - min(start for start, _ in block)) / count for block in blocks])
     return seconds
+
+
+def settled(so_far: Sequence[Sequence[float]], within: float) -> bool:
+    """Whether each contender's two quickest rounds differ by at most this share: noise only ever adds to a time, so
+    nothing quicker is to be expected."""
+    quickest = [sorted(seconds)[:2] for seconds in so_far]
+    return all(len(two) == 2 and two[1] <= two[0] * (1 + within) for two in quickest)
+
+
+def parts_of_time(cells: Sequence[tuple[int, int]]) -> list[float]:
+    """The share of all time by which each cell should be done. cells: (contenders, bytes), in order."""
+    weights = [contenders * (BLOCK + nbytes / _BYTES_PER_SECOND) for contenders, nbytes in cells]
+    return [done / sum(weights) for done in accumulate(weights)]
 
 
 def _calls_in_a_block(call: Call) -> int:
@@ -164,12 +188,13 @@ class Bench:
         collectives = list(dict.fromkeys(schedule.collective for schedule in self.schedules))
         wanted = [(collective, size) for collective in collectives for size in self.job.sizes]
         cells: list[dict[str, Any]] = []
+        parts = parts_of_time([(self._contenders(collective), size) for collective, size in wanted])
         for number, (collective, size) in enumerate(wanted):
-            if not _rank_0s([int(number == 0 or self._in_time())])[0]:
+            if not _rank_0s([int(number == 0 or self.job.settled > 0 or self._in_time())])[0]:
                 break
             n = whole_elements(size, self.ranks)
             words = f"{collective}, {n * DTYPE.itemsize:,} bytes ({number + 1} of {len(wanted)})"
-            measured = self._cell(collective, n, words)
+            measured = self._cell(collective, n, words, parts[number])
             cells.append(
                 {"collective": collective, "bytes": n * DTYPE.itemsize, "rows": [asdict(row) for row in measured]}
             )
@@ -184,10 +209,14 @@ class Bench:
         for transport, _ in self.transports.values():
             transport.close()
 
-    def _in_time(self) -> bool:
-        return time.monotonic() - self.started < self.job.limit
+    def _in_time(self, part: float = 1.0) -> bool:
+        return time.monotonic() - self.started < self.job.limit * part
 
-    def _cell(self, collective: str, n: int, words: str) -> list[Measured]:
+    def _contenders(self, collective: str) -> int:
+        return 1 + len(self.transports) * sum(schedule.collective == collective for schedule in self.schedules)
+
+    def _cell(self, collective: str, n: int, words: str, part: float) -> list[Measured]:
+        """part: of all time, by which the cell should be done."""
         contenders: list[tuple[CommSchedule | None, str, Call]] = []
         for name, (transport, memory) in self.transports.items():
             for schedule in self.schedules:
@@ -196,9 +225,12 @@ class Bench:
                     contenders.append((schedule, name, partial(transport.run, schedule, mine)))
         contenders.append((None, dist.get_backend(), backends_own(collective, self.plain, n)))
 
-        def go_on(number: int) -> bool:
+        def go_on(so_far: list[list[float]]) -> bool:
+            number = len(so_far[0])
             _progress(words, number, self.job.rounds)
-            return self._in_time() or number == 0
+            if not self.job.settled:
+                return self._in_time() or number == 0
+            return number < FEWEST or (self._in_time(part) and not settled(so_far, self.job.settled))
 
         seconds = interleave([call for *_, call in contenders], self.job.rounds, go_on)
         return [
