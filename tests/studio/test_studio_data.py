@@ -138,7 +138,9 @@ def test_the_plan_is_the_searchs() -> None:
     assert len(view.tables["alternatives"].columns["instead"]) == len(found["alternatives"])
     assert view.more["not_runnable"] == found["ranked"][0]["not_runnable"]
     fixed = plan.data({"model": "llama-3-8b", "cluster": "8xH100", "seq": "4096", "batch": "64", "fix": "cp=2"})
-    assert fixed.more["not_runnable"].startswith("not runnable by `train` yet: context parallelism")
+    assert fixed.more["beyond"] == "None of these run here yet: context parallelism."
+    long = plan.data({"model": "llama-3-8b", "cluster": "2x8xH100", "seq": "65536", "batch": "4"})
+    assert long.more["beyond"].startswith("Best if context parallelism ran here: ") and not long.more["not_runnable"]
 
 
 def test_every_scored_run_is_a_dot() -> None:

@@ -71,6 +71,7 @@ def data(given: Mapping[str, str]) -> View:
             "memory_binds": _memory_binds(found),
             "left_out": left_out,
             "not_runnable": found.not_runnable(winner),
+            "beyond": _beyond(found),
         },
     )
 
@@ -142,11 +143,22 @@ def _memory_binds(found: Plan) -> str:
     )
 
 
+def _beyond(found: Plan) -> str:
+    """What the runtime here cannot run yet, and what that costs; empty where it costs nothing."""
+    if found.none_runs:
+        return f"None of these run here yet: {found.none_runs}."
+    if not (one := found.beyond):
+        return ""
+    return f"Best if {found.beyond_needs} ran here: {one.layout}, {format_time(one.seconds)}."
+
+
 def _how_ranked(found: Plan, command: str) -> How:
+    capacity = f" ({found.capacity})" if found.capacity else ""
+    runs = "" if found.none_runs else f" that {found.engine} can run"
     return How(
         [
-            f"{found.considered:,} legal layouts; {found.fitting:,} fit into {format_bytes(found.usable)} a device "
-            "(its memory less 2 GB for driver and kernels); each of these is priced, none is sampled.",
+            f"{found.considered:,} layouts{runs}; {found.fitting:,} fit into "
+            f"{format_bytes(found.usable)} per device{capacity}; each of these is priced, none is sampled.",
             f"tokens/s = {found.workload.batch} sequences x {found.workload.seq} tokens / "
             f"{format_time(found.winner.seconds)} = {format_count(found.tokens_per_second(found.winner))}",
             f"MFU = model FLOPs of the step (causal attention once) / ({found.winner.layout.ranks} devices x peak in "

@@ -60,7 +60,7 @@ export function mount(root, page) {
       fact("MFU", share(more.mfu), "of the devices' peak arithmetic"),
       fact("Memory", bytes(more.nbytes), `of ${bytes(more.usable)} usable a device`));
     binds.textContent = more.memory_binds;
-    refused.textContent = more.not_runnable ?? "";
+    refused.textContent = more.beyond;
     ranked.show(answer);
     ranked.describe(`The best: ${more.best}, ${seconds(more.seconds)} a step.`);
     parts.show(answer);
