@@ -17,7 +17,7 @@ import pytest
 
 import shardwise
 from shardwise import ModelConfig, UserError, Workload, api
-from shardwise.checkpoint import Entry, Manifest, Piece, TensorSpec, commit, write_part
+from shardwise.checkpoint import Entry, Manifest, Piece, TensorSpec, commit, keep_last, write_part
 from shardwise.checkpoint.geometry import full
 from shardwise.data import Corpus
 from shardwise.report import StepReport
@@ -103,6 +103,19 @@ def test_the_next_run_gets_the_next_name_and_the_same_corpus(ranks):
     assert (first.out.name, second.out.name) == ("small-model-1", "small-model-2")
     assert ranks.configs[0].corpus == ranks.configs[1].corpus
     assert not (second.out / "reports/predicted.json").exists()
+
+
+def test_runs_that_begin_together_get_names_of_their_own(ranks, monkeypatch):
+    together = threading.Barrier(3)
+    monkeypatch.setattr(api, "_check_fits", lambda config: together.wait(30))  # all have chosen the same name by then
+    results: list[shardwise.TrainResult] = []
+    starting = [threading.Thread(target=lambda: results.append(train())) for _ in range(3)]
+    for thread in starting:
+        thread.start()
+    for thread in starting:
+        thread.join()
+    assert sorted(result.out.name for result in results) == [f"small-model-{number}" for number in (1, 2, 3)]
+    assert sorted(config.out for config in ranks.configs) == sorted(str(result.out) for result in results)
 
 
 def test_a_predicted_report_is_the_estimate(ranks):
@@ -487,6 +500,23 @@ def test_a_signal_that_comes_too_late_stops_no_run(monkeypatch):
     assert RunDirectory.open("here").run["status"] == "finished"
 
 
+def test_an_error_does_not_begin_on_a_line_of_progress(monkeypatch):
+    reading, writing = os.openpty()
+
+    def supervise(*_: object, rank0_stdout: int, **__: object) -> Ending:
+        os.write(rank0_stdout, b"step    3/100  loss 5.0")
+        return Ending(1, "rank 0 was killed by SIGKILL")
+
+    monkeypatch.setattr("shardwise.runtime.job.restart.supervise", supervise)
+    with pytest.raises(RunFailed):
+        train(rank0_stdout=writing)
+    shown = os.read(reading, 1000).decode()
+    os.close(reading)
+    os.close(writing)
+    assert shown.startswith("step    3/100") and len(shown.split("\r")[1]) >= len("step    3/100  loss 5.0")
+    assert shown.endswith(" \r")
+
+
 # -- one training at a time
 
 
@@ -503,6 +533,46 @@ def test_a_run_in_use_is_one_line_that_names_who_uses_it(ranks):
     assert len(ranks.configs) == 1
     resumed(ranks)
     assert not list(Path("runs").rglob("a/.lock"))
+
+
+@pytest.mark.parametrize(("out", "removed"), [("runs/b", False), (None, True)])
+def test_the_source_of_a_run_keeps_the_checkpoint_until_it_has_been_read(ranks, monkeypatch, out, removed):
+    first = begun(ranks)
+    checkpoint = Path("runs/a/checkpoints/step-2")
+
+    def supervise(*_: object, **__: object) -> Ending:
+        newer = checkpoint.with_name("step-3")
+        checkpoint_of(first, newer)
+        keep_last(newer.parent, 1)
+        assert checkpoint.exists() != removed
+        return Ending(2, "ended")
+
+    monkeypatch.setattr("shardwise.runtime.job.restart.supervise", supervise)
+    with pytest.raises(UserError, match=r"^ended$"):
+        api.resume("runs/a", out=out, steps=4, progress=lambda line: None)
+
+
+@pytest.mark.parametrize("given", [{}, {"restarts": 1}, {"restarts": 1, "out": "runs/b"}])
+def test_damage_is_set_aside_for_unattended_runs_alone(ranks, monkeypatch, given):
+    first = begun(ranks)
+    newest = Path("runs/a/checkpoints/step-4")
+    checkpoint_of(first, newest)
+    part = newest / "rank-00000.safetensors"
+    data = bytearray(part.read_bytes())
+    data[-1] ^= 1
+    part.write_bytes(data)
+    resumed_from: list[str] = []
+
+    def supervise(command: list[str], *_: object, **__: object) -> Ending:
+        resumed_from.append(Path(TrainConfig.read(Path(command[3])).resume).name)
+        return Ending(2, "its checksum is wrong")
+
+    monkeypatch.setattr("shardwise.runtime.job.restart.supervise", supervise)
+    with pytest.raises(UserError, match=r"^its checksum is wrong$"):
+        api.resume("runs/a", steps=6, progress=lambda line: None, **given)
+    fallback = given == {"restarts": 1}
+    assert resumed_from == (["step-4", "step-2"] if fallback else ["step-4"])
+    assert newest.exists() != fallback
 
 
 def test_the_first_rank_of_torchrun_holds_the_run(monkeypatch, capsys):

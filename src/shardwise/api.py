@@ -16,7 +16,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload, check_runnable, fewer_ranks
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import resolve
-from shardwise.report.run_directory import RunDirectory, next_free, occupied
+from shardwise.report.run_directory import RunDirectory, make_next, next_free, occupied
 from shardwise.report.step_report import StepReport
 from shardwise.runtime.config import MOST_THREADS, OptimizerConfig, TrainConfig, check_type
 from shardwise.runtime.installed import require
@@ -120,7 +120,15 @@ def train(
     Raises `UserError` for what cannot be run, `RunFailed` when a rank dies; no process is left in either case.
     """
     config = configure(model, layout, workload, data, steps, out, vocab=vocab, optimizer=optimizer, **options)
-    return run(config, port=port, restarts=restarts, elastic=elastic, progress=progress, rank0_stdout=rank0_stdout)
+    return run(
+        config,
+        port=port,
+        restarts=restarts,
+        elastic=elastic,
+        progress=progress,
+        rank0_stdout=rank0_stdout,
+        series=out is None,
+    )
 
 
 def resume(
@@ -151,8 +159,10 @@ def run(
     progress: Callable[[str], None] = say,
     rank0_stdout: int | None = None,
     worker: Sequence[str] = WORKER,
+    series: bool = False,
 ) -> TrainResult:
     """Start the ranks of a configuration and wait for them. worker: the command of a rank, before its configuration.
+    series: the run directory is the next free one of its series, which may be another by now.
 
     Raises as `train` does.
     """
@@ -164,11 +174,12 @@ def run(
         raise UserError(f"restarts must be at least 0, not {restarts}")
     if elastic and not restarts:
         raise UserError("an elastic run shrinks when it is started again: allow that with --restarts N")
-    _check_out(config)
+    if not series:
+        _check_out(config)
     _check_fits(config)
     if port:
         check_port(port)
-    with _claimed(config) as folder:
+    with _claimed(config, series=series) as config:
         config = with_corpus(config, progress)
         ending, config = until_done(
             config,
@@ -181,7 +192,7 @@ def run(
         )
         _raise_for(ending.code, ending.line)
         _predict(config, nodes=1)
-    return TrainResult.read(folder)
+    return TrainResult.read(config.out)
 
 
 def train_as_rank(config: Callable[[], TrainConfig], *, elastic: bool = False) -> int:
@@ -450,21 +461,30 @@ def check_unused(out: Path) -> None:
 
 
 @contextmanager
-def _claimed(config: TrainConfig, again: bool = False) -> Iterator[Path]:
-    """The run's folder, which no other training uses meanwhile, and which is gone again when nothing was put into it.
+def _claimed(config: TrainConfig, again: bool = False, series: bool = False) -> Iterator[TrainConfig]:
+    """The configuration, with a run directory that no other training uses meanwhile and that is removed when it stays
+    empty, and with a checkpoint to resume that its own run does not remove.
 
-    again: the run in it is the configuration's own.
+    again: the run in it is the configuration's own. series: as in `run`.
     """
+    from shardwise.checkpoint import kept
+
     out = Path(config.out)
     try:
-        out.mkdir(parents=True, exist_ok=True)
+        if series:
+            out = make_next(out.with_name(out.name.rpartition("-")[0]))
+            config = replace(config, out=str(out))
+        else:
+            out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot make the run directory {out}: {error.strerror}; choose another --out") from None
     try:
-        with run_lock(out):
+        source = Path(config.resume).resolve() if config.resume else None
+        elsewhere = source is not None and out.resolve() not in source.parents
+        with run_lock(out), kept(source) if source and elsewhere else nullcontext():
             if not again:
                 _check_out(config)  # somebody may have been there since it was looked at
-            yield out
+            yield config
     finally:
         with suppress(OSError):
             out.rmdir()

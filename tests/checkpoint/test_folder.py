@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from simulated import LLAMA, save, state_of
 
-from shardwise.checkpoint import Checkpoint, DamagedError, find, keep_last, latest, with_older
+from shardwise.checkpoint import Checkpoint, DamagedError, find, keep_last, kept, latest, set_aside, with_older
 from shardwise.checkpoint.manifest import NAME
 from shardwise.errors import UserError
 
@@ -51,6 +51,27 @@ def test_keeping_the_last(tmp_path):
     assert {path.name for path in removed} == {"step-1", "step-2", "step-3"}
     assert names(tmp_path) == {"step-4", "step-6", "step-7", "notes"}
     assert keep_last(tmp_path, 2) == []
+
+
+def test_one_that_is_read_is_not_removed(tmp_path):
+    make(tmp_path, 1, 2, 3)
+    known: set = set()
+    with kept(tmp_path / "step-1"), kept(tmp_path / "step-1"):
+        assert {path.name for path in keep_last(tmp_path, 1, known)} == {"step-2"}
+        Checkpoint.open(tmp_path / "step-1").verify()
+    assert {path.name for path in keep_last(tmp_path, 1, known)} == {"step-1"}
+    with kept(tmp_path / "step-1"):
+        assert names(tmp_path) == {"step-3"}
+
+
+def test_what_is_set_aside_counts_no_more(tmp_path):
+    make(tmp_path, 1, 2)
+    for name in ("step-2.damaged", "step-2.damaged-2", "step-2.damaged-3"):
+        assert set_aside(tmp_path / "step-2") == tmp_path / name
+        assert latest(tmp_path).manifest.step == 1
+        make(tmp_path, 2)
+    assert keep_last(tmp_path, 1) == [tmp_path / "step-1"] and (tmp_path / "step-2.damaged").is_dir()
+    assert set_aside(tmp_path / "step-9") is None
 
 
 def test_known_ones_are_not_opened_again(tmp_path, monkeypatch):

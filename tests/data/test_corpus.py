@@ -1,5 +1,6 @@
 import json
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -214,6 +215,41 @@ def test_a_limit_cuts_the_text_between_characters(tmp_path):
     ids = np.concatenate([corpus.tokens("train"), corpus.tokens("validation")]).tolist()
     assert corpus.tokenizer().decode(ids[:-1]) == ("äöü" * 6)[:16]
     assert corpus.text_bytes == 32
+
+
+def test_a_limit_reads_no_more_than_it_needs(tmp_path, monkeypatch):
+    texts = []
+    for number, beyond in enumerate(("more", "else", "\0")):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "a.txt").write_text("\ufeff" + "äöü" * 100 + beyond * 10_000)
+        (folder / "b.txt").write_text(beyond)
+        read = []
+        opened = Path.open
+
+        def counted(path, *args, opened=opened, read=read, **kwargs):
+            read.append(path.name)
+            return opened(path, *args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "open", counted)
+            patch.setattr(Path, "read_bytes", lambda path: pytest.fail(f"all of {path} was read"))
+            texts.append(make(folder, tmp_path / "out", max_bytes=33))
+        assert "b.txt" not in read
+    assert texts[0] == texts[1] == texts[2] and texts[0].text_bytes == 32
+    (folder / "a.txt").write_text("\ufeff" + "äö." * 100)
+    assert make(folder, tmp_path / "out", max_bytes=33).path != texts[0].path
+    whole = [make(tmp_path / str(number), tmp_path / "out").path for number in (0, 1)]
+    assert len({*whole, texts[0].path}) == 3
+
+
+def test_a_limit_does_not_confuse_documents(tmp_path):
+    made = set()
+    for number, parts in enumerate((["ab", "cd", "ef"], ["abc", "d", "ef"], ["ab", "cd", "eg"], ["ab", "cd", "ef"])):
+        file = tmp_path / f"{number}.jsonl"
+        file.write_text("".join(json.dumps({"text": part * 20}) + "\n" for part in parts))
+        made.add(make(file, tmp_path / "out", max_bytes=110).path)
+    assert len(made) == 3
 
 
 def test_large_ids_take_four_bytes(tmp_path):

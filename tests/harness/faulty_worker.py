@@ -80,6 +80,17 @@ def _damage(fault: Fault, argv: list[str]) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _flip(fault: Fault, argv: list[str]) -> None:
+    """A bit of the newest checkpoint changes, and the rank loses its life."""
+    folder = Path(json.loads(Path(argv[0]).read_text())["out"]) / "checkpoints"
+    newest = max(folder.iterdir(), key=lambda path: int(path.name.removeprefix("step-")))
+    part = next(newest.glob("*.safetensors"))
+    data = bytearray(part.read_bytes())
+    data[-8] ^= 1
+    part.write_bytes(data)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def _truncate(fault: Fault, argv: list[str]) -> None:
     for file in Path(fault["folder"]).rglob("*.bin"):
         os.truncate(file, 0)
@@ -91,6 +102,7 @@ TROUBLES: dict[str, Callable[[Fault, list[str]], object]] = {
     "kill": lambda fault, argv: os.kill(os.getpid(), signal.SIGKILL),
     "raise": _raise,
     "damage": _damage,
+    "flip": _flip,
     "unlink": lambda fault, argv: shutil.rmtree(fault["folder"]),
     "truncate": _truncate,
 }

@@ -201,6 +201,22 @@ def test_a_damaged_checkpoint_is_passed_over(runs: Path) -> None:
     assert done.restarts[0]["from"].endswith("step-4")
 
 
+def test_a_checkpoint_with_wrong_bytes_is_set_aside(runs: Path) -> None:
+    """What its files' lengths do not show is seen when it is read; that uses up no restart."""
+    done = run(runs, ONE, {"what": "flip", "rank": 0, "where": "forward", "step": 7}, restarts=1)
+    assert done.result is not None, done.error
+    assert done.result.losses == undisturbed(runs, ONE)
+    checkpoints = done.out / "checkpoints"
+    assert done.lines[-1] == (
+        f"{checkpoints}/step-6/rank-00000.safetensors is damaged: the checksum of second/head.norm.weight is wrong "
+        f"(set aside as step-6.damaged); resuming from {checkpoints}/step-4"
+    )
+    assert [event["from"] for event in done.events if "damaged" in event] == [f"{checkpoints}/step-4"]
+    names = {path.name for path in checkpoints.iterdir()}
+    assert names == {"step-4", "step-6", "step-6.damaged", "step-8"}
+    Checkpoint.open(checkpoints / "step-6").verify()
+
+
 def test_what_one_rank_cannot_read_leaves_no_run(runs: Path) -> None:
     """The others may have read theirs by then: the same command must be possible once more."""
     whole = run(runs, ONE, steps=2)

@@ -4,7 +4,7 @@ A run saves under one layout and goes on under any other. `writes` and `needs` s
 `commit` put it on the disk, `Checkpoint.read` gets any piece of it back.
 """
 
-from shardwise.checkpoint.folder import find, keep_last, latest, with_older
+from shardwise.checkpoint.folder import find, keep_last, kept, latest, set_aside, with_older
 from shardwise.checkpoint.geometry import Piece
 from shardwise.checkpoint.manifest import Manifest, PartRecord, TensorSpec
 from shardwise.checkpoint.pieces import Held, needs, writes
@@ -15,6 +15,6 @@ from shardwise.checkpoint.writer import Entry, PartImage, PartWriter, commit, wr
 
 __all__ = [
     "Checkpoint", "DamagedError", "Entry", "Held", "Manifest", "PartImage", "PartRecord", "PartWriter", "Piece",
-    "TensorDifference", "TensorSpec", "commit", "diff", "find", "keep_last", "latest", "model_of", "needs", "reshard",
-    "shapes", "with_older", "write_part", "writes",
+    "TensorDifference", "TensorSpec", "commit", "diff", "find", "keep_last", "kept", "latest", "model_of", "needs",
+    "reshard", "set_aside", "shapes", "with_older", "write_part", "writes",
 ]  # fmt: skip

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
+import itertools
+import os
 import re
 import shlex
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from shardwise.checkpoint.manifest import NAME
@@ -112,19 +116,63 @@ def keep_last(folder: Path, count: int, known: set[Path] | None = None) -> list[
             known.add(path)
             # Those after the newest whole one may be being written right now.
             abandoned = list(partial)
-    removed = [*whole[:-count], *abandoned] if whole else []
-    for path in removed:
-        known.discard(path)
-        _remove(path)
+    removed = [path for path in ([*whole[:-count], *abandoned] if whole else []) if _remove(path)]
+    known.difference_update(removed)
     return removed
 
 
-def _remove(path: Path) -> None:
-    """Its manifest first: what a kill leaves of it is no checkpoint."""
+def _remove(path: Path) -> bool:
+    """Remove a checkpoint, unless another run resumes from it. Returns whether it is gone.
+
+    Its manifest first: what a kill leaves of it is no checkpoint.
+    """
     try:
-        if (path / NAME).exists():
-            (path / NAME).unlink()
-            sync_folder(path)
-        shutil.rmtree(path)
+        with _locked(path, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            if (path / NAME).exists():
+                (path / NAME).unlink()
+                sync_folder(path)
+            shutil.rmtree(path)
+    except BlockingIOError:
+        return False
     except OSError as error:
         raise UserError(f"cannot remove {path}: {error.strerror}") from None
+    return True
+
+
+@contextmanager
+def kept(path: Path) -> Iterator[None]:
+    """Keep `keep_last`, in any process of this host, from removing the checkpoint in `path` while it is read.
+
+    Does nothing where there is no checkpoint, or the file system has no locks.
+    """
+    with ExitStack() as stack:
+        with suppress(OSError):
+            stack.enter_context(_locked(path, fcntl.LOCK_SH))
+        yield
+
+
+@contextmanager
+def _locked(folder: Path, how: int) -> Iterator[None]:
+    """flock(2) on a folder, which the kernel releases when this process ends. Raises `BlockingIOError`."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(handle, how)
+        except BlockingIOError:
+            raise
+        except OSError:
+            pass
+        yield
+    finally:
+        os.close(handle)
+
+
+def set_aside(path: Path) -> Path | None:
+    """Rename a damaged checkpoint, so that the one before it counts and nobody removes it. Returns its new path; None
+    when it cannot be renamed."""
+    numbered = (f"{path.name}.damaged-{number}" for number in itertools.count(2))
+    places = map(path.with_name, itertools.chain([f"{path.name}.damaged"], numbered))
+    try:
+        return path.rename(next(place for place in places if not place.exists()))
+    except OSError:
+        return None

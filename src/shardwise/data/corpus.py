@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardwise.data.sources import Source, open_source
+from shardwise.data.sources import OnSkip, Source, open_source
 from shardwise.data.splits import SPLITS, Split, SplitFiles
 from shardwise.data.tokenizer import (
     SAMPLE_BYTES,
@@ -148,7 +148,7 @@ def prepare(
         raise UserError(f"a limit of {max_bytes} bytes leaves no text; give at least 1, or no limit")
     material = open_source(source, text_field)
     settings = {"validation_fraction": validation_fraction, "max_bytes": max_bytes, "text_field": text_field}
-    text = _digest(material, say)
+    text = _digest(material, max_bytes, say)
     fingerprint = _fingerprint(text, settings, tokenizer, vocab)
     if only is not None and fingerprint != only:
         raise UserError("that is other text, or it was prepared otherwise")
@@ -170,8 +170,17 @@ def prepare(
         raise UserError(f"cannot write the corpus to {out}: {error.strerror or error}") from None
 
 
-def _digest(source: Source, say: Progress) -> list[Any]:
-    """What the documents of a source follow from: its kind, the names of its files and their contents."""
+def _digest(source: Source, max_bytes: int | None, say: Progress) -> list[Any]:
+    """What the documents of a source follow from: its kind, the names of its files and their contents.
+
+    Of a limited text, the documents themselves: no more is read than they need.
+    """
+    if max_bytes is not None:
+        documents = hashlib.sha256()
+        for text in _limited(source, max_bytes):
+            encoded = text.encode()
+            documents.update(len(encoded).to_bytes(8, "big") + encoded)
+        return ["documents", min(source.size, max_bytes), documents.hexdigest()]
     files, done, told = [], 0, 0
     buffer = bytearray(_READ)
     for file in source.files:
@@ -281,26 +290,11 @@ class _Preparation:
     def _train(self, vocab: int) -> Tokenizer:
         sampled = f", a sample of at most {SAMPLE_BYTES / 1e6:.0f} MB" if self.size > SAMPLE_BYTES else ""
         self.say(f"training a tokenizer of {vocab} tokens on {self.size / 1e6:.1f} MB{sampled}")
-        tokenizer = train(sample(self._texts(), self.size), vocab)
+        tokenizer = train(sample(_limited(self.source, self.max_bytes), self.size), vocab)
         made = vocabulary_size(tokenizer)
         if made < vocab:
             self.say(f"the text is too little for {vocab} tokens: the tokenizer has {made}")
         return tokenizer
-
-    def _texts(self, on_skip: Callable[[str, str], None] | None = None) -> Iterator[str]:
-        """The documents, the last one cut so that all together have at most max_bytes."""
-        left = self.max_bytes
-        for text in self.source.documents(on_skip):
-            if left is None:
-                yield text
-                continue
-            data = text.encode()
-            if len(data) >= left:
-                # A character that the limit cuts through is dropped.
-                yield data[:left].decode(errors="ignore")
-                return
-            yield text
-            left -= len(data)
 
     def _pieces(self) -> Iterator[tuple[int, str, bool]]:
         """Document index, piece, and whether the piece is the document's last."""
@@ -310,7 +304,7 @@ class _Preparation:
             self.skipped += 1
 
         reported = 0
-        for index, text in enumerate(self._texts(skip)):
+        for index, text in enumerate(_limited(self.source, self.max_bytes, skip)):
             parts = list(pieces(text, _PIECE))
             for number, part in enumerate(parts, 1):
                 yield index, part, number == len(parts)
@@ -329,6 +323,22 @@ class _Preparation:
                 if eos in ids:
                     ids = encode_without(tokenizer, text, eos)
                 yield index, [*ids, eos] if last else ids
+
+
+def _limited(source: Source, max_bytes: int | None, on_skip: OnSkip | None = None) -> Iterator[str]:
+    """The documents of a source, the last one cut so that all together have at most max_bytes."""
+    left = max_bytes
+    for text in source.documents(on_skip, max_bytes):
+        if left is None:
+            yield text
+            continue
+        data = text.encode()
+        if len(data) >= left:
+            # A character that the limit cuts through is dropped.
+            yield data[:left].decode(errors="ignore")
+            return
+        yield text
+        left -= len(data)
 
 
 def _batches(parts: Iterable[tuple[int, str, bool]]) -> Iterator[list[tuple[int, str, bool]]]:

@@ -13,6 +13,7 @@ A source is a path, or the word `stdlib`:
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import sysconfig
@@ -61,10 +62,11 @@ class Source:
         """Bytes on disk of all files, the hint of how much text there is."""
         return sum(file.size for file in self.files)
 
-    def documents(self, on_skip: OnSkip | None = None) -> Iterator[str]:
+    def documents(self, on_skip: OnSkip | None = None, most: int | None = None) -> Iterator[str]:
         """Yield every document that is not blank.
 
-        on_skip: called with the name and the reason of each file of a folder that is not text.
+        on_skip: called with the name and the reason of each file of a folder that is not text. most: UTF-8 bytes after
+        which a text file may end; the rest of it is not read.
         Raises `UserError` for a malformed or missing record, naming file and line, and when there is no text at all.
         """
         found, skipped = False, []
@@ -74,7 +76,7 @@ class Source:
             if on_skip is not None:
                 on_skip(name, reason)
 
-        for text in self._documents(skip):
+        for text in self._documents(skip, most):
             if text and not text.isspace():
                 found = True
                 yield text
@@ -82,13 +84,13 @@ class Source:
             reason = f" ({len(skipped)} not text, such as {skipped[0]})" if skipped else ", only blank documents"
             raise UserError(f"no text in {self.name}: {_count(len(self.files))}{reason}; give files of UTF-8 text")
 
-    def _documents(self, skip: OnSkip) -> Iterator[str]:
+    def _documents(self, skip: OnSkip, most: int | None) -> Iterator[str]:
         if self.kind == "dataset":
             yield from _dataset(self.root, self.text_field)
             return
         for file in self.files:
             try:
-                yield from _file(file.path, self.text_field)
+                yield from _file(file.path, self.text_field, most)
             except _NotTextError as error:
                 if self.kind == "file":
                     raise
@@ -174,8 +176,8 @@ def _stat(path: Path, name: str) -> SourceFile:
     return SourceFile(name, path, path.stat().st_size)
 
 
-def _file(path: Path, text_field: str) -> Iterator[str]:
-    """The documents of one file, by its suffix."""
+def _file(path: Path, text_field: str, most: int | None) -> Iterator[str]:
+    """The documents of one file, by its suffix. most: as in `Source.documents`."""
     suffix = path.suffix.lower()
     try:
         if suffix in JSONL_SUFFIXES:
@@ -183,18 +185,21 @@ def _file(path: Path, text_field: str) -> Iterator[str]:
         elif suffix in PARQUET_SUFFIXES:
             yield from _parquet(path, text_field)
         else:
-            yield _text(path)
+            yield _text(path, most)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from None
 
 
-def _text(path: Path) -> str:
-    data = path.read_bytes()
+def _text(path: Path, most: int | None) -> str:
+    # Beyond the limit: a byte order mark, and a character that the end cuts through.
+    room = None if most is None else most + len(codecs.BOM_UTF8) + 3
+    with path.open("rb") as file:
+        data = file.read(room)
     nul = data.find(b"\0")
     if nul >= 0:
         raise _NotTextError(f"{path} is binary (NUL at byte {nul}); give files of UTF-8 text")
     try:
-        return data.decode("utf-8-sig")
+        return codecs.getincrementaldecoder("utf-8-sig")().decode(data, final=len(data) != room)
     except UnicodeDecodeError as error:
         raise _NotTextError(f"{path} is not UTF-8 (byte {error.start}); convert it with iconv") from None
 

@@ -243,3 +243,15 @@ def next_free(base: Path | str) -> Path:
     except OSError as error:
         raise UserError(f"cannot list {base.parent}: {error.strerror}") from None
     return base.with_name(f"{base.name}-{max(taken, default=0) + 1}")
+
+
+def make_next(base: Path | str) -> Path:
+    """Make the next unused directory of a series: no other process gets the same one.
+
+    Raises `UserError` as `next_free`, and `OSError` when it cannot be made.
+    """
+    while True:
+        path = next_free(base)
+        with contextlib.suppress(FileExistsError):  # another process was faster
+            path.mkdir(parents=True)
+            return path

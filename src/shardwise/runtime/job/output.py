@@ -40,6 +40,14 @@ class _Tolerant:
         return getattr(self._stream, name)
 
 
+def clear_line(handle: int) -> None:
+    """Blank the line that the cursor is on when `handle` is a terminal: a line of progress may stand there, unended."""
+    with suppress(OSError):
+        if os.isatty(handle):
+            width = os.get_terminal_size(handle).columns or 80
+            os.write(handle, f"\r{' ' * (width - 1)}\r".encode())
+
+
 @contextmanager
 def tolerant_output(lost: Callable[[str], object] = lambda reason: None) -> Iterator[None]:
     """While it lasts, `print` does not raise where standard output or standard error cannot be written.

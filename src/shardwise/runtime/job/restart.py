@@ -22,6 +22,7 @@ from shardwise.report.run_directory import ERRORS, RunDirectory, occupied
 from shardwise.runtime.config import TrainConfig
 from shardwise.runtime.job.launch import RANK_FAILED, USER_MISTAKE, Ending, supervise
 from shardwise.runtime.job.locks import temporary_folder
+from shardwise.runtime.job.output import clear_line
 
 WORKER = (sys.executable, "-m", "shardwise.runtime.job.worker")
 """The command of a rank, before the path of its configuration."""
@@ -42,30 +43,22 @@ def until_done(
     elastic: without as many ranks as were killed, when dp can shrink. progress: gets a line for each restart. worker:
     the command of a rank. Returns how the last attempt ended, and its configuration.
     """
-    asked, began = config, time.time()
-    for attempt in range(restarts + 1):
-        with temporary_folder() as folder:
-            file = folder / "config.json"
-            config.write(file)
-            ending = supervise(
-                [*worker, str(file)],
-                config.layout.ranks,
-                port=port,
-                threads=config.threads,
-                loopback=config.device == "cpu",
-                rank0_stdout=rank0_stdout,
-                hang=config.hang,
-            )
-        ending = _with_stack(ending, Path(config.out))
-        if ending.code != RANK_FAILED or attempt == restarts:
+    asked, began, restart = config, time.time(), 0
+    while True:
+        ending = _attempt(config, port, rank0_stdout, worker)
+        if restarts and ending.code == USER_MISTAKE and (damaged := _set_damaged_aside(config, asked.resume)):
+            config = continued(replace(config, resume=asked.resume), restart, progress)
+            _tell_fallback(config, damaged, progress)
+            continue
+        if ending.code != RANK_FAILED or restart == restarts:
             break
+        restart += 1
         smaller = None
         if elastic and ending.lost:
             left = config.layout.ranks - len(ending.lost)
             smaller = fewer_ranks(config.layout, config.model, config.workload, left)
-        again = continued(replace(config, resume=asked.resume, layout=smaller or config.layout), attempt + 1, progress)
-        _tell(again, ending, restarts, smaller is not None, elastic, progress)
-        config = again
+        config = continued(replace(config, resume=asked.resume, layout=smaller or config.layout), restart, progress)
+        _tell(config, ending, restarts, smaller is not None, elastic, progress)
     out = Path(config.out)
     if ending.code and _finished(out, began):
         ending = replace(ending, line=f"{ending.line}. The run has finished all the same")
@@ -74,6 +67,53 @@ def until_done(
         if ending.code != USER_MISTAKE:
             ending = replace(ending, line=f"{ending.line}. {way_on(out)}")
     return ending, config
+
+
+def _attempt(config: TrainConfig, port: int, rank0_stdout: int | None, worker: Sequence[str]) -> Ending:
+    """One launch of a configuration. The terminal's line is empty afterwards."""
+    with temporary_folder() as folder:
+        file = folder / "config.json"
+        config.write(file)
+        ending = supervise(
+            [*worker, str(file)],
+            config.layout.ranks,
+            port=port,
+            threads=config.threads,
+            loopback=config.device == "cpu",
+            rank0_stdout=rank0_stdout,
+            hang=config.hang,
+        )
+    if ending.code:
+        clear_line(1 if rank0_stdout is None else rank0_stdout)
+    return _with_stack(ending, Path(config.out))
+
+
+def _set_damaged_aside(config: TrainConfig, first: str | None) -> str:
+    """Set a run's own checkpoint aside that an attempt could not resume because its bytes are wrong.
+
+    first: the checkpoint that the run's first attempt resumed. Returns a line about the damage; empty when the
+    checkpoint is sound or another run's, and when there is nothing else to resume.
+    """
+    from shardwise.checkpoint import Checkpoint, DamagedError, set_aside, with_older
+
+    checkpoints = (Path(config.out) / "checkpoints").resolve()
+
+    def local(checkpoint: str | None) -> bool:
+        return checkpoint is not None and Path(checkpoint).resolve().parent == checkpoints
+
+    folder = Path(config.resume or "")
+    if not local(config.resume):
+        return ""
+    try:
+        Checkpoint.open(folder).verify()
+    except DamagedError as error:
+        if local(first) and with_older(error, folder) is error:
+            return ""
+        aside = set_aside(folder)
+        return f"{error} (set aside as {aside.name})" if aside else ""
+    except UserError:
+        pass
+    return ""
 
 
 def continued(config: TrainConfig, restart: int, warn: Callable[[str], object]) -> TrainConfig:
@@ -113,6 +153,15 @@ def begun_by_this_job(config: TrainConfig) -> bool:
     changes = ("resume", "restart", "layout", "corpus", "corpus_fingerprint", "former_corpus")
     before, now = run.get("config"), json.loads(json.dumps(config.to_json()))
     return isinstance(before, dict) and all(before.get(key) == now[key] for key in now if key not in changes)
+
+
+def _tell_fallback(again: TrainConfig, damaged: str, progress: Callable[[str], None]) -> None:
+    """Say from where a run resumes whose newest checkpoint is damaged, and note it in the run's events."""
+    where = f"from {again.resume}" if again.resume else "from the beginning"
+    progress(f"{damaged}; resuming {where}")
+    if (Path(again.out) / "run.json").exists():
+        with RunDirectory.open(again.out) as run:
+            run.append({"time": time.time(), "damaged": damaged, "from": again.resume})
 
 
 def _tell(
