@@ -17,6 +17,7 @@ from shardwise.studio.page import exported, write_export
 def test_every_view_is_drawn_told_accessible_and_narrow(visitor: Visitor, view: str) -> None:
     page = visitor.open(f"{view}?_tables=compared,rounds,a,devices,ranked,steps&_how=compared,rounds,a,devices,ranked")
     _drawn(page)
+    _answers_the_pointer(page)
     for theme in ("light", "dark"):
         page.emulate_media(color_scheme=theme)
         _axe(page)
@@ -37,6 +38,25 @@ def _drawn(page: Any) -> None:
     assert drawings
     for label, colours in drawings:
         assert len(label) > 10 and colours > 5, label
+
+
+def _answers_the_pointer(page: Any) -> None:
+    """Somewhere on every drawing, words appear beside the pointer."""
+    silent = page.evaluate(
+        """() => [...document.querySelectorAll("canvas")].filter((c) => c.offsetParent).filter((canvas) => {
+            const box = canvas.getBoundingClientRect();
+            for (let i = 1; i < 40; i++) for (let k = 1; k < 40; k++) {
+                const clientX = box.left + box.width * i / 40, clientY = box.top + box.height * k / 40;
+                canvas.dispatchEvent(new PointerEvent("pointermove", { clientX, clientY }));
+                if (document.querySelector(".tip:not([hidden])")?.textContent.length > 8) {
+                    canvas.dispatchEvent(new PointerEvent("pointerleave"));
+                    return false;
+                }
+            }
+            return true;
+        }).map((canvas) => canvas.getAttribute("aria-label"))"""
+    )
+    assert silent == []
 
 
 def _axe(page: Any) -> None:

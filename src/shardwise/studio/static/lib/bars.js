@@ -1,13 +1,14 @@
 // Stacked horizontal bars on one scale, with a limit; told apart by colour, hatch and letter.
 
 import { axes, line, scale } from "studio/lib/axes";
-import { mark, shown } from "studio/lib/format";
+import { mark, share, shown } from "studio/lib/format";
 import { colours, hatched, inkOn, kinds, numbered } from "studio/lib/theme";
 
 export const ROW = 34;
 
-/** rows: [{label, detail, parts: [[kind or number, value]], total, bad}]; limit: a dashed line; unit: of all values. */
-export function bars(context, width, rows, { unit, limit = null, limitName = "", left = 150, cut = 4 }) {
+/** rows: [{label, detail, parts: [[kind or number, value]], total, bad}]; names: of numbered parts; limit: a dashed line;
+ * unit: of all values. Returns what is at a place, in words. */
+export function bars(context, width, rows, { unit, names = [], limit = null, limitName = "", left = 150, cut = 4 }) {
   const theme = colours(), start = Math.min(left, width * 0.4), end = width - 92, top = 20, bottom = top + rows.length * ROW;
   const most = Math.max(...rows.map((row) => Math.max(row.total, sum(row.parts))), 1e-30);
   const high = limit ? Math.min(Math.max(most, limit) * 1.03, limit * cut) : most * 1.03;
@@ -43,6 +44,21 @@ export function bars(context, width, rows, { unit, limit = null, limitName = "",
     context.textAlign = x(limit) > (start + end) / 2 ? "right" : "left";
     context.fillText(`${limitName} ${mark(limit, unit)}`, x(limit) + (context.textAlign === "right" ? -6 : 6), 9);
   }
+  return (px, py) => {
+    const row = rows[Math.floor((py - top) / ROW)];
+    return row && py >= top ? partAt(row, px, x, start, names, unit) : "";
+  };
+}
+
+/** The part of a row at x, or all of the row beside its bar. */
+function partAt(row, px, x, start, names, unit) {
+  const head = [row.label, row.detail].filter(Boolean).join(", ");
+  let at = start;
+  for (const [kind, value] of px < start ? [] : row.parts) {
+    at += x(value) - start;
+    if (px < at) return `${head}\n${typeof kind === "string" ? kinds[kind].label : names[kind]}: ${shown(value, unit)}, ${share(value / sum(row.parts))}`;
+  }
+  return `${head}\n${shown(row.total, unit)} in all`;
 }
 
 export function barsHeight(rows) {

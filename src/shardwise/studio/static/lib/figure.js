@@ -4,12 +4,14 @@ import { h, unique } from "studio/lib/dom";
 import { explanation } from "studio/lib/explain";
 import { table } from "studio/lib/table";
 import { onTheme } from "studio/lib/theme";
+import { tip } from "studio/lib/tip";
 
 /**
  * name: of its table and explanation in the answer. height: of the canvas in pixels, or a function of the width.
- * draw(context, width, height): called whenever size, theme or data change. extras: nodes below the drawing.
+ * draw(context, width, height): called whenever size, theme or data change. hover(x, y): words beside the pointer; left out,
+ * what draw returns is asked. extras: nodes below the drawing.
  */
-export function figure(page, { name, title, lead, height, draw, extras = [], above = [] }) {
+export function figure(page, { name, title, lead, height, draw, hover = null, extras = [], above = [] }) {
   const canvas = h("canvas", { role: "img", "aria-label": title });
   const holder = h("div", { class: "drawing" }, canvas);
   const tableBox = h("div", { class: "behind", hidden: true }), howBox = h("div", { class: "behind", hidden: true });
@@ -21,7 +23,7 @@ export function figure(page, { name, title, lead, height, draw, extras = [], abo
     h("div", { class: "head" }, h("h2", { id: heading }, title), h("div", { class: "buttons" }, tableButton, howButton)),
     note, ...above, holder, ...extras, tableBox, howBox);
 
-  let answer = null, builtTable = null, builtHow = null, frame = 0;
+  let answer = null, builtTable = null, builtHow = null, frame = 0, under = null;
   const self = { node, canvas, holder, show, redraw, describe, note };
 
   function show(data) {
@@ -68,7 +70,7 @@ export function figure(page, { name, title, lead, height, draw, extras = [], abo
     context.clearRect(0, 0, width, tall);
     context.font = FONT;
     context.textBaseline = "middle";
-    draw(context, width, tall);
+    under = draw(context, width, tall);
   }
 
   /** What a screen reader says of the drawing. */
@@ -77,6 +79,7 @@ export function figure(page, { name, title, lead, height, draw, extras = [], abo
   }
 
   if (!draw) holder.hidden = true;
+  else tip(page, canvas, (x, y) => ((hover ?? under)?.(x, y) ?? ""));
   page.cleanup(onTheme(redraw));
   page.onLocal(opened);
   const watcher = new ResizeObserver(redraw);

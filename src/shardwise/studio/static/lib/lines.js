@@ -2,6 +2,7 @@
 
 import { axes, scale } from "studio/lib/axes";
 import { h } from "studio/lib/dom";
+import { shown } from "studio/lib/format";
 import { colours, numbered } from "studio/lib/theme";
 
 const DASHES = [[], [7, 3], [2, 3], [9, 3, 2, 3], [4, 2], [12, 4], [1, 2], [6, 2, 1, 2]];
@@ -11,7 +12,8 @@ export function style(n) {
   return { letter: String.fromCharCode(65 + (n % 26)), colour: numbered(n), dash: DASHES[(n + Math.floor(n / 8)) % 8] };
 }
 
-/** lines: [{name, points: [[x, y], ...], n, bound, strong}]; options: units, names, logX, logY, marks: [[x, text]]. */
+/** lines: [{name, points: [[x, y], ...], n, bound, strong}]; options: units, names, logX, logY, marks: [[x, text]]. Returns
+ * what is at a place, in words. */
 export function lines(context, width, height, series, options) {
   const theme = colours(), points = series.flatMap((each) => each.points);
   if (!points.length) return;
@@ -49,6 +51,19 @@ export function lines(context, width, height, series, options) {
     if (look.letter && each.points.length) letter(context, theme, look, x, y, each.points, placed);
   }
   context.lineWidth = 1;
+  return (px, py) => nearest(series, x, y, px, py, options);
+}
+
+/** The point of a line that is nearest in x, of the line that is nearest there. */
+function nearest(series, x, y, px, py, { xUnit, yUnit, xName = "" }) {
+  let best = "", least = 40;
+  for (const { name, points } of series) {
+    if (!name || !points.length) continue;
+    const point = points.reduce((a, b) => (Math.abs(x(b[0]) - px) < Math.abs(x(a[0]) - px) ? b : a));
+    const far = Math.hypot(x(point[0]) - px, y(point[1]) - py);
+    if (far < least) [best, least] = [`${name}\n${xName} ${shown(point[0], xUnit)}: ${shown(point[1], yUnit)}`, far];
+  }
+  return best;
 }
 
 function letter(context, theme, look, x, y, points, placed) {

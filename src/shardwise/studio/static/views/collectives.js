@@ -128,6 +128,12 @@ function drawRounds(context, width, data, at) {
     }
   }
   if (before < last) transfers(context, theme, data, before + 1, share, { x, y, wide, tall });
+  return (px, py) => {
+    const rank = Math.floor((py - HEAD) / tall), chunk = Array.from({ length: cells }, (_, c) => c).find((c) => px >= x(c) && px < x(c) + wide);
+    if (rank < 0 || rank >= ranks || chunk === undefined) return "";
+    const i = rank * cells + chunk, mask = masks[now][i];
+    return `rank ${rank}, ${regions.length > 1 ? `${regions[Math.floor(chunk / chunks)]}, ` : ""}chunk ${chunk % chunks}\n${mask ? `data of rank${mask & (mask - 1) ? "s" : ""} ${spans(mask)}` : "nothing yet"}`;
+  };
 }
 
 function heading(context, theme, data, x, wide) {
@@ -232,12 +238,12 @@ function series(table, key, answer) {
 
 function drawSizes(context, width, height, answer) {
   if (!answer) return;
-  lines(context, width, height, series(answer.tables.sizes, "bytes", answer), { logX: true, logY: true, xUnit: "bytes", yUnit: "seconds",
+  return lines(context, width, height, series(answer.tables.sizes, "bytes", answer), { logX: true, logY: true, xUnit: "bytes", yUnit: "seconds",
     xName: "size of the whole tensor", yName: "time", marks: [...answer.more.crossovers.slice(1).map((c) => [c.bytes, ""]), [answer.state.bytes, bytes(answer.state.bytes)]] });
 }
 
 function drawScaling(context, width, height, answer) {
   if (!answer) return;
-  lines(context, width, height, series(answer.tables.scaling, "ranks", answer), { logY: true, yUnit: "seconds", xName: "ranks", yName: "time",
+  return lines(context, width, height, series(answer.tables.scaling, "ranks", answer), { logY: true, yUnit: "seconds", xName: "ranks", yName: "time",
     marks: [[answer.state.ranks, `${answer.state.ranks}`]] });
 }

@@ -8,7 +8,6 @@ import { figure } from "studio/lib/figure";
 import { bytes, count, mark } from "studio/lib/format";
 import { swatches } from "studio/lib/legend";
 import { colours, hatched, kinds } from "studio/lib/theme";
-import { tip } from "studio/lib/tip";
 import { fact } from "studio/views/collectives";
 
 export const lead = "What a training step keeps on every device, by class, against what the device has. Change the split and see what fits.";
@@ -43,13 +42,13 @@ export function mount(root, page) {
   fits.holder.before(grid);
   const momentKeys = h("ul", { class: "legend" }, swatches(Object.values(MOMENT_KINDS)));
   const moments = figure(page, { name: "moments", title: "Through a step", height: 280, extras: [momentKeys],
-    draw: (context, width, height) => data && drawMoments(context, width, height, data) });
-  tip(page, moments.canvas, (px) => {
-    if (!data) return "";
-    const { columns } = data.tables.moments, spans = spansOf(columns), at = (px - 64) / (moments.canvas.clientWidth - 64 - 16) * spans.end;
-    const i = spans.from.findLastIndex((from, k) => from <= at && at < spans.to[k]);
-    return i >= 0 ? `${columns.moment[i]}\n${bytes(columns.together[i])}` : "";
-  });
+    draw: (context, width, height) => data && drawMoments(context, width, height, data),
+    hover: (px) => {
+      if (!data) return "";
+      const { columns } = data.tables.moments, spans = spansOf(columns), at = (px - 64) / (moments.canvas.clientWidth - 64 - 16) * spans.end;
+      const i = spans.from.findLastIndex((from, k) => from <= at && at < spans.to[k]);
+      return i >= 0 ? `${columns.moment[i]}\n${bytes(columns.together[i])}` : "";
+    } });
   root.append(h("div", { class: "panels" }, controls.map((each) => each.node)), devices.node, fits.node, moments.node);
 
   function show(answer) {
@@ -93,7 +92,7 @@ function drawDevices(context, width, data) {
     label: name, detail: columns.role[i] === name || columns.role[i] === "all" ? "" : columns.role[i], total: columns.peak[i], bad: columns.fits[i] === false, good: columns.fits[i] === true,
     parts: data.more.classes.map((each) => [each, columns[kinds[each].label][i]]),
   }));
-  bars(context, width, rows, { unit: "bytes", limit: data.more.capacity, limitName: "device", left: 130 });
+  return bars(context, width, rows, { unit: "bytes", limit: data.more.capacity, limitName: "device", left: 130 });
 }
 
 /** From when to when each moment lasts: in a pipeline by the simulation, else one after the other. */

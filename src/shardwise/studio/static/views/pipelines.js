@@ -9,7 +9,6 @@ import { drawGantt, eventAt, ganttHeight, LEFT, prepare } from "studio/lib/gantt
 import { swatches } from "studio/lib/legend";
 import { style } from "studio/lib/lines";
 import { colours } from "studio/lib/theme";
-import { tip } from "studio/lib/tip";
 import { timeWindow } from "studio/lib/window";
 import { fact } from "studio/views/collectives";
 
@@ -72,14 +71,14 @@ export function mount(root, page) {
 function side(page, name, answer, shown) {
   let events = null;
   const gantt = figure(page, { name, title: "", height: () => (events ? ganttHeight(events.rows) : 80),
-    draw: (context, width) => events && drawGantt(context, width, events, shown.current(), { labels: (row) => `rank ${row}` }) });
+    draw: (context, width) => events && drawGantt(context, width, events, shown.current(), { labels: (row) => `rank ${row}` }),
+    hover: (x, y) => {
+      const i = events ? eventAt(events, shown.current(), gantt.canvas.clientWidth, x, y) : -1;
+      if (i < 0) return "";
+      const e = answer().more[name].events, kind = answer().more.kinds[e.kind[i]];
+      return `${kind}, micro-batch ${e.micro[i]}, stage ${e.stage[i]}\n${seconds(e.start[i])} to ${seconds(e.start[i] + e.seconds[i])}`;
+    } });
   shown.listen(gantt.canvas);
-  tip(page, gantt.canvas, (x, y) => {
-    const i = events ? eventAt(events, shown.current(), gantt.canvas.clientWidth, x, y) : -1;
-    if (i < 0) return "";
-    const e = answer().more[name].events, kind = answer().more.kinds[e.kind[i]];
-    return `${kind}, micro-batch ${e.micro[i]}, stage ${e.stage[i]}\n${seconds(e.start[i])} to ${seconds(e.start[i] + e.seconds[i])}`;
-  });
   function show(data) {
     const one = data.more[name];
     gantt.node.hidden = !one;
@@ -118,6 +117,13 @@ function drawHeld(context, width, height, data, window) {
   });
   context.restore();
   context.lineWidth = 1;
+  return (px, py) => (px < box.left || px > box.right || py < box.top || py > box.bottom ? "" : sides.map((name) => heldAt(data.more[name], name.toUpperCase(), x.back(px))).join("\n"));
+}
+
+/** What each rank holds at a time. */
+function heldAt(one, letter, time) {
+  const held = one.held.map((each) => each.held[Math.max(0, each.at.findLastIndex((at) => at <= time))]);
+  return `${letter}, ${one.name} at ${seconds(time)}: ${held.map((value, rank) => `rank ${rank} ${plain(value)}`).join(", ")}`;
 }
 
 function steps(context, { at, held }, x, y, colour, n) {

@@ -8,7 +8,6 @@ import { figure } from "studio/lib/figure";
 import { bytes, count, seconds, share } from "studio/lib/format";
 import { style } from "studio/lib/lines";
 import { colours, numbered } from "studio/lib/theme";
-import { tip } from "studio/lib/tip";
 import { fact } from "studio/views/collectives";
 
 export const lead = "Every legal way to split a model over a cluster is held against memory and priced. This is the best one, and why not another.";
@@ -35,9 +34,9 @@ export function mount(root, page) {
   const dots = h("ul", { class: "legend" });
   const scoreboard = figure(page, { name: "scoreboard", title: "How far to trust it", extras: [dots], height: (width) => Math.min(460, Math.max(300, width * 0.6)),
     lead: "Published runs that others measured, against what shardwise predicts for them. Nothing is left out.",
-    draw: (context, width, height) => scored && drawScores(context, width, height, scored) });
+    draw: (context, width, height) => scored && drawScores(context, width, height, scored),
+    hover: (x, y) => (scored ? nearest(scored, scoreboard.canvas, x, y) : "") });
   const sources = figure(page, { name: "sources", title: "By source" });
-  tip(page, scoreboard.canvas, (x, y) => (scored ? nearest(scored, scoreboard.canvas, x, y) : ""));
   root.append(h("div", { class: "panels" }, controls.map((each) => each.node)), ranked.node, parts.node, alternatives.node,
     h("div", { class: "columns" }, scoreboard.node, sources.node));
 
@@ -114,6 +113,10 @@ function drawRanked(context, width, data) {
     context.textAlign = "left";
     context.fillText(seconds(columns.step[i]), end + 10, y);
   });
+  return (_, py) => {
+    const i = Math.floor((py - top) / row), c = columns;
+    return py >= top && i < c.place.length ? `${c.place[i]}. ${c.layout[i]}\nstep ${seconds(c.step[i])}, 80% range ${seconds(c["80% from"][i])} to ${seconds(c.to[i])}; MFU ${share(c.MFU[i])}; ${bytes(c.memory[i])} a device` : "";
+  };
 }
 
 function fitted(context, words, width) {
@@ -128,7 +131,7 @@ function drawParts(context, width, data) {
     const pieces = names.map((name, n) => [n, columns[name][i]]);
     return { label: layout, total: pieces.reduce((all, [, value]) => all + value, 0), parts: pieces };
   });
-  bars(context, width, rows, { unit: "seconds", left: 450 });
+  return bars(context, width, rows, { unit: "seconds", left: 450, names });
 }
 
 function places(data, width, height) {

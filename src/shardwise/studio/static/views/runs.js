@@ -9,7 +9,6 @@ import { bars, barsHeight } from "studio/lib/bars";
 import { drawGantt, eventAt, ganttHeight, prepare } from "studio/lib/gantt";
 import { swatches } from "studio/lib/legend";
 import { legend, lines } from "studio/lib/lines";
-import { tip } from "studio/lib/tip";
 import { timeWindow } from "studio/lib/window";
 import { fact } from "studio/views/collectives";
 
@@ -147,12 +146,12 @@ function timelineFigure(page) {
   const shown = timeWindow(page, { name: "_window", extent: () => events?.latest || 1, onChange: () => timeline.redraw() });
   const timeline = figure(page, { name: "timeline", title: TIMELINE, above: [shown.node], extras: [keys],
     height: () => (events ? ganttHeight(events.rows) : 60),
-    draw: (context, width) => events && drawGantt(context, width, events, shown.current(), { labels: (row) => events.labels[row], left: events.left }) });
+    draw: (context, width) => events && drawGantt(context, width, events, shown.current(), { labels: (row) => events.labels[row], left: events.left }),
+    hover: (x, y) => {
+      const i = events ? eventAt(events, shown.current(), timeline.canvas.clientWidth, x, y) : -1;
+      return i < 0 ? "" : `${events.name(i)}\n${seconds(events.startOf(i))}, takes ${seconds(events.secondsOf(i))}`;
+    } });
   shown.listen(timeline.canvas);
-  tip(page, timeline.canvas, (x, y) => {
-    const i = events ? eventAt(events, shown.current(), timeline.canvas.clientWidth, x, y) : -1;
-    return i < 0 ? "" : `${events.name(i)}\n${seconds(events.startOf(i))}, takes ${seconds(events.secondsOf(i))}`;
-  });
 
   function set(given, title, note) {
     timeline.node.querySelector("h2").textContent = title;

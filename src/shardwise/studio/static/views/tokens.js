@@ -11,11 +11,10 @@ import { swatches } from "studio/lib/legend";
 import { legend, lines } from "studio/lib/lines";
 import { player } from "studio/lib/player";
 import { colours, numbered } from "studio/lib/theme";
-import { tip } from "studio/lib/tip";
 import { timeWindow } from "studio/lib/window";
-import { drawHolds, holdsAt, holdsHeight } from "studio/views/tokens_holds";
+import { drawHolds, holdsHeight } from "studio/views/tokens_holds";
 import { metricTable } from "studio/views/tokens_metrics";
-import { drawLayer, layerAt, layerHeight, layerKeys } from "studio/views/tokens_layer";
+import { drawLayer, layerHeight, layerKeys } from "studio/views/tokens_layer";
 
 export const lead = "A large model does not fit one device, so its weights lie on several. What must happen for one token then? Two ways beside each other.";
 export const forgets = (changes) => ("output" in changes || "batch" in changes || "prompt" in changes ? ["_token", "_window"] : "cluster" in changes || "model" in changes ? ["_token", "_step", "_layer", "_window", "a", "b", ...("cluster" in changes ? ["link"] : [])] : ["_token", "_window"]);
@@ -41,8 +40,6 @@ export function mount(root, page) {
     draw: (context, width, height) => answer && drawSpent(context, width, height, answer, data, token) });
   const holds = figure(page, { name: "holds", title: "Who holds what of a layer", lead: "The matrices of one layer with every rank's part; the numbers are ranks. Flat shards cut a layer like a tape; tensor slices cut every matrix along heads or columns. Small matrices are drawn larger than to scale.",
     height: (width) => holdsHeight(width, data), draw: (context, width) => data && drawHolds(context, width, data) });
-  tip(page, layer.canvas, (x, y) => (data ? layerAt(layer.canvas.clientWidth, data, x, y) : ""));
-  tip(page, holds.canvas, (x, y) => (data ? holdsAt(holds.canvas.clientWidth, data, x, y) : ""));
   const partKeys = h("ul", { class: "legend" });
   const where = figure(page, { name: "where", title: "Where a token's time goes", extras: [partKeys], height: () => barsHeight(data ? data.tables.where.columns.strategy.length : 2), draw: (context, width) => data && drawWhere(context, width, data) });
   const trained = figure(page, { name: "trained", title: "The same layer in training", height: () => barsHeight(data ? data.tables.trained.columns.strategy.length + data.tables.trained.columns["its gather takes"].filter((v) => v > 0).length : 2), draw: (context, width) => data && drawTrained(context, width, data) });
@@ -99,12 +96,12 @@ function throughFigure(page) {
   const shown = timeWindow(page, { name: "_window", extent: () => events?.latest || 1, onChange: () => through.redraw() });
   const throughKeys = h("ul", { class: "legend" });
   const through = figure(page, { name: "through", title: "One token through all layers", lead: "Both on one scale of time. The mark stands where each one has done the layer; drag to move, + and − to zoom into single layers and their collectives.", above: [throughPlay.node, shown.node], extras: [throughKeys],
-    height: () => (events ? ganttHeight(events.rows) : 60), draw: (context, width) => events && drawThrough(context, width, data, events, shown.current(), Math.round(passed)) });
+    height: () => (events ? ganttHeight(events.rows) : 60), draw: (context, width) => events && drawThrough(context, width, data, events, shown.current(), Math.round(passed)),
+    hover: (x, y) => {
+      const i = events ? eventAt(events, shown.current(), through.canvas.clientWidth, x, y) : -1;
+      return i < 0 ? "" : `${events.name(i)}\n${seconds(data.more.through.columns.start[i])}, takes ${seconds(data.more.through.columns.seconds[i])}`;
+    } });
   shown.listen(through.canvas);
-  tip(page, through.canvas, (x, y) => {
-    const i = events ? eventAt(events, shown.current(), through.canvas.clientWidth, x, y) : -1;
-    return i < 0 ? "" : `${events.name(i)}\n${seconds(data.more.through.columns.start[i])}, takes ${seconds(data.more.through.columns.seconds[i])}`;
-  });
 
   function set(given) {
     const { rows, kinds, names, columns } = given.more.through;
@@ -179,7 +176,7 @@ function drawSpent(context, width, height, answer, data, token) {
   const at = Math.round(token);
   const series = spentLines(answer, data).map((each) => ({ ...each, points: each.points.slice(0, Math.max(2, at + 1)) }));
   const c = answer.tables.spent.columns, n = c.token.length, top = Math.max(...series.map((each, k) => c[`${"AB"[k]} time so far`][n - 1]));
-  lines(context, width, height, [...series, { name: "", bound: true, points: [[n, 0]] }], { yUnit: "seconds", xName: data.more.batch === 1 ? "tokens of the answer" : "tokens of each answer", yName: "time so far", top, marks: [[at, `${at}`]] });
+  return lines(context, width, height, [...series, { name: "", bound: true, points: [[n, 0]] }], { yUnit: "seconds", xName: data.more.batch === 1 ? "tokens of the answer" : "tokens of each answer", yName: "time so far", top, marks: [[at, `${at}`]] });
 }
 
 function partNames(data) {
@@ -188,15 +185,15 @@ function partNames(data) {
 
 function drawWhere(context, width, data) {
   const { columns } = data.tables.where, names = partNames(data);
-  bars(context, width, columns.strategy.map((name, i) => {
+  return bars(context, width, columns.strategy.map((name, i) => {
     const parts = names.map((part, n) => [n, columns[part][i]]);
     return { label: `${"AB"[i]}: ${name}`, parts, total: parts.reduce((all, [, v]) => all + v, 0) };
-  }), { unit: "seconds", left: 170 });
+  }), { unit: "seconds", left: 170, names });
 }
 
 function drawTrained(context, width, data) {
   const { columns } = data.tables.trained;
-  bars(context, width, columns.strategy.flatMap((name, i) => [
+  return bars(context, width, columns.strategy.flatMap((name, i) => [
     { label: `${"AB"[i]}: ${name}`, detail: "one block computes", parts: [["forward", columns["one block computes"][i]]], total: columns["one block computes"][i] },
     ...(columns["its gather takes"][i] ? [{ label: "", detail: "its gather takes", parts: [["communication", columns["its gather takes"][i]]], total: columns["its gather takes"][i] }] : []),
   ]), { unit: "seconds", left: 170 });

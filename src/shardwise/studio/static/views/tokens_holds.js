@@ -6,7 +6,7 @@ import { partWords, short } from "studio/views/tokens_matrices";
 const GAP = 14, TOP = 44, LEAST = 40;
 
 /** The sides' matrices in pixels: as wide as their columns and as high as their rows, but no lower than `LEAST`. */
-export function holdsPlaces(width, data) {
+function holdsPlaces(width, data) {
   const { matrices, sides } = data.more, narrow = width < 640, wide = narrow ? width : width / sides.length - 16;
   const all = matrices.reduce((sum, m) => sum + m.columns, 0), tallest = Math.max(...matrices.map((m) => m.rows));
   const unit = Math.min((wide - GAP * (matrices.length - 1)) / all, 300 / tallest), high = Math.max(LEAST, tallest * unit);
@@ -48,6 +48,7 @@ export function drawHolds(context, width, data) {
       context.strokeRect(matrix.x - 0.5, matrix.y - 0.5, matrix.w + 1, matrix.h + 1);
     }
   });
+  return (x, y) => holdsAt(width, data, x, y);
 }
 
 function drawPiece(context, theme, piece, { x, y, w, h }) {
@@ -74,7 +75,7 @@ function drawPiece(context, theme, piece, { x, y, w, h }) {
 }
 
 /** What is under the pointer, in words. */
-export function holdsAt(width, data, px, py) {
+function holdsAt(width, data, px, py) {
   for (const [i, place] of holdsPlaces(width, data).entries()) {
     const matrix = place.matrices.find((each) => px >= each.x && px <= each.x + each.w && py >= each.y && py <= each.y + each.h);
     if (!matrix) continue;

@@ -67,6 +67,7 @@ export function drawLayer(context, width, data, at) {
     drawSide(context, data, place, data.more.sides[i], "AB"[i], part ? now : step, part || 1);
     context.restore();
   });
+  return (x, y) => layerAt(width, data, x, y);
 }
 
 function drawSide(context, data, place, side, letter, step, part) {
@@ -209,7 +210,7 @@ function wrap(context, words, width) {
 }
 
 /** What is under the pointer, in words. */
-export function layerAt(width, data, px, py) {
+function layerAt(width, data, px, py) {
   const places = layerPlaces(width, data);
   for (const [i, place] of places.entries()) {
     const side = data.more.sides[i], x = px - place.left, y = py - place.top, rank = Math.floor((y - TOP) / ROW), device = side.devices[rank];
