@@ -9,7 +9,7 @@ import pytest
 from shardwise.cli.calibrate_device import _check_limits
 from shardwise.predict.time.measuring import _attention
 from shardwise.runtime.job.launch import RunFailed
-from shardwise.runtime.samples import MORE, Sample, above_limits, within_limits
+from shardwise.runtime.samples import MORE, Probed, above_limits, within_limits
 
 PEAK, BANDWIDTH = 700e12, 3e12
 LAUNCH = 60e-6
@@ -18,16 +18,16 @@ ATTENTION, ADDITION, ROW = (1, 8192, 32, 128), (8192, 1024), (4096, 4096)
 ATTENTION_FLOPS = 4.0 * 32 * 128 * 8192 * 8193 / 2
 
 
-def samples(attention: float = 0.6, addition: float = 0.9, row: float = 0.8) -> list[Sample]:
+def samples(attention: float = 0.6, addition: float = 0.9, row: float = 0.8) -> list[Probed]:
     """Of a device with these shares of its limits."""
     return [
-        Sample("product", ("bfloat16", "forward"), (8192, 8192, 8192), 2.0 * 8192**3 / PEAK),
-        Sample("product", ("bfloat16", "forward"), (32, 32, 32), LAUNCH),
-        Sample("attention", ("bfloat16", "forward"), ATTENTION, ATTENTION_FLOPS / PEAK / attention),
-        Sample("copy", (), (1 << 29,), 2.0 * (1 << 29) / BANDWIDTH),
-        Sample("pass", ("", "bfloat16"), ADDITION, 3 * 2.0 * 8192 * 1024 / BANDWIDTH / addition),
-        Sample("row", ("bfloat16",), ROW, 2.0 * 4096**2 / BANDWIDTH / row),
-        Sample("block", (), (), LAUNCH),
+        Probed("product", ("bfloat16", "forward"), (8192, 8192, 8192), 2.0 * 8192**3 / PEAK),
+        Probed("product", ("bfloat16", "forward"), (32, 32, 32), LAUNCH),
+        Probed("attention", ("bfloat16", "forward"), ATTENTION, ATTENTION_FLOPS / PEAK / attention),
+        Probed("copy", (), (1 << 29,), 2.0 * (1 << 29) / BANDWIDTH),
+        Probed("pass", ("", "bfloat16"), ADDITION, 3 * 2.0 * 8192 * 1024 / BANDWIDTH / addition),
+        Probed("row", ("bfloat16",), ROW, 2.0 * 4096**2 / BANDWIDTH / row),
+        Probed("block", (), (), LAUNCH),
     ]
 
 
@@ -69,8 +69,8 @@ def test_attention_s_efficiency_stays_below_the_best_product_where_calls_take_lo
         shape = 1, length, 8, 128
         flops = 4.0 * 8 * 128 * length * (length + 1) / 2
         seconds = LAUNCH + flops / (0.9 * PEAK)
-        taken += [Sample("attention", ("bfloat16", "forward"), shape, seconds)]
-        taken += [Sample("attention", ("bfloat16", "both"), shape, 3.5 * seconds)]
+        taken += [Probed("attention", ("bfloat16", "forward"), shape, seconds)]
+        taken += [Probed("attention", ("bfloat16", "both"), shape, 3.5 * seconds)]
     quick = [replace(s, seconds=s.seconds * 0.8) if s.shape[1] == 8192 else s for s in taken]
     for some in (taken, quick):
         form = _attention([asdict(sample) for sample in some], "bfloat16", PEAK, BANDWIDTH)["128"]

@@ -24,7 +24,7 @@ from shardwise.runtime.job.launch import RunFailed
 from shardwise.serving.http import server
 from shardwise.serving.http.app import application
 from shardwise.serving.http.chat import Chat
-from shardwise.serving.http.connections import Limits
+from shardwise.serving.http.connections import ConnectionLimits
 from shardwise.serving.http.generation import Front
 from shardwise.serving.messages import Finished, Load, Request, Sampling, Token
 from shardwise.serving.text import Text
@@ -211,7 +211,7 @@ class Running:
 
 @contextmanager
 def serving(folder: Path, *, queue: int = 8, slots: int = 4, pause: float = 0.0, template: str | None = TEMPLATE,
-            api_key: str | None = None, limits: Limits | None = None) -> Iterator[Running]:  # fmt: skip
+            api_key: str | None = None, limits: ConnectionLimits | None = None) -> Iterator[Running]:  # fmt: skip
     """A server on a double of the engine, in a thread."""
     engine = EngineDouble(slots, pause)
     front, app = front_of(engine, folder, slots=slots, queue=queue, template=template, api_key=api_key)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from serving_double import Running, serving
 
-from shardwise.serving.http.connections import MOST, RESERVED, Limits, connection_limit
+from shardwise.serving.http.connections import MOST, RESERVED, ConnectionLimits, connection_limit
 
 HALF = b"GET /health HTTP/1.1\r\nhost: x\r\n"
 BUSY = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n{"
@@ -52,7 +52,7 @@ def ended(way: socket.socket) -> bytes:
 
 
 def test_half_open_connections_make_way_for_others_the_oldest_first(tmp_path: Path) -> None:
-    limits = Limits(connections=20, header_seconds=LONG)
+    limits = ConnectionLimits(connections=20, header_seconds=LONG)
     with serving(tmp_path, limits=limits) as server, crowd(server, 60, HALF) as sockets:
         for _ in range(3):
             assert server.ask("GET", "/health")[0] == 200
@@ -67,7 +67,7 @@ def test_half_open_connections_make_way_for_others_the_oldest_first(tmp_path: Pa
 
 @pytest.mark.parametrize("sent", [b"", HALF])
 def test_headers_that_do_not_end_in_time_end_their_connection(tmp_path: Path, sent: bytes) -> None:
-    limits = Limits(connections=20, header_seconds=0.1)
+    limits = ConnectionLimits(connections=20, header_seconds=0.1)
     with serving(tmp_path, limits=limits) as server, crowd(server, 3, sent) as sockets:
         for way in sockets:
             answer = ended(way)
@@ -77,7 +77,7 @@ def test_headers_that_do_not_end_in_time_end_their_connection(tmp_path: Path, se
 def test_a_byte_now_and_then_buys_no_time(tmp_path: Path) -> None:
     """Neither before a request nor after its answer."""
     refused = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100000\r\n\r\n"
-    with serving(tmp_path, limits=Limits(connections=20, header_seconds=0.2), api_key="key") as server:
+    with serving(tmp_path, limits=ConnectionLimits(connections=20, header_seconds=0.2), api_key="key") as server:
         for begin in (HALF, refused):
             with crowd(server, 1, begin) as (way,):
                 way.settimeout(0.01)
@@ -95,7 +95,7 @@ def test_a_byte_now_and_then_buys_no_time(tmp_path: Path) -> None:
 
 
 def test_where_all_connections_are_busy_health_is_answered_and_the_rest_refused(tmp_path: Path) -> None:
-    with serving(tmp_path, limits=Limits(connections=20, header_seconds=LONG)) as server:
+    with serving(tmp_path, limits=ConnectionLimits(connections=20, header_seconds=LONG)) as server:
         with crowd(server, 20, BUSY) as sockets:
             readers(server, 20)
             for _ in range(3):
@@ -112,7 +112,7 @@ def test_where_all_connections_are_busy_health_is_answered_and_the_rest_refused(
 
 
 def test_a_client_that_does_not_read_is_left(tmp_path: Path) -> None:
-    limits = Limits(connections=20, header_seconds=LONG, stall_seconds=0.1)
+    limits = ConnectionLimits(connections=20, header_seconds=LONG, stall_seconds=0.1)
     with serving(tmp_path, limits=limits) as server, crowd(server, 1, b"") as (way,):
         with pytest.raises(ConnectionError):
             for _ in range(100_000):
@@ -124,4 +124,4 @@ def test_descriptors_stay_free_for_what_is_no_connection() -> None:
     assert connection_limit(256, 30) == 256 - 30 - RESERVED
     assert connection_limit(1 << 30, 30) == MOST
     assert connection_limit(64, 30) > 0
-    assert 0 < Limits().connections <= MOST
+    assert 0 < ConnectionLimits().connections <= MOST

@@ -117,9 +117,9 @@ def _measured(args: argparse.Namespace, kind: str) -> dict[str, Any]:
 def _check_limits(samples: list[dict[str, Any]], kind: str) -> None:
     """Raise `RunFailed` for a sample that no device can have, measured twice."""
     from shardwise.runtime.job.launch import RunFailed
-    from shardwise.runtime.samples import Sample, above_limits
+    from shardwise.runtime.samples import Probed, above_limits
 
-    late = above_limits([Sample(**sample) for sample in samples], kind)
+    late = above_limits([Probed(**sample) for sample in samples], kind)
     if late:
         more = f", and {len(late) - 1} more like it" if len(late) > 1 else ""
         raise RunFailed(

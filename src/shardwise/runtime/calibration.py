@@ -39,7 +39,7 @@ from shardwise.runtime.attention import shorten_attention
 from shardwise.runtime.comms import Comms
 from shardwise.runtime.job.rank import RankJob, leave, main
 from shardwise.runtime.loss import summed_cross_entropy
-from shardwise.runtime.samples import Sample, within_limits
+from shardwise.runtime.samples import Probed, within_limits
 from shardwise.runtime.setup import make_comms
 from shardwise.runtime.stages import Stages
 from shardwise.runtime.transport.adding import Target
@@ -80,7 +80,7 @@ class Job(RankJob):
 
 
 Probe = tuple[str, tuple[str, ...], tuple[int, ...], Callable[[], Call]]
-"""What, of, shape as in `Sample`; and what makes the call, when its turn has come."""
+"""What, of, shape as in `Probed`; and what makes the call, when its turn has come."""
 
 
 def usual_job(device: str, seconds: float, transport: str, out: str) -> Job:
@@ -384,7 +384,7 @@ class Bench:
         self._passed = self._had = 0.0
         self._started = time.perf_counter()
 
-    def run(self) -> list[Sample]:
+    def run(self) -> list[Probed]:
         """All probes, in the time that there is, each in two passes, far apart: a machine that is slow for seconds
         slows one of them. What is quicker than it can be is measured again."""
         made = sum(1 for _ in self._probes(math.inf, False))
@@ -398,11 +398,11 @@ class Bench:
             for samples in zip_longest(*passes)
         ]
         if self._alone:
-            found.append(Sample("taken", (), (), self._passed / self._had - 1))
+            found.append(Probed("taken", (), (), self._passed / self._had - 1))
         found = [replace(sample, seconds=seconds) for sample, seconds in zip(found, self._shared(found), strict=True)]
         return within_limits(found, self.device.type, partial(self._again, found, float(most)))
 
-    def _shared(self, samples: Sequence[Sample]) -> list[float]:
+    def _shared(self, samples: Sequence[Probed]) -> list[float]:
         """Seconds of each, the mean over all ranks; of messages the first rank's."""
         every: list[Any] = [None] * self.ranks
         dist.all_gather_object(every, [sample.seconds for sample in samples])
@@ -411,16 +411,16 @@ class Bench:
             for s, theirs in zip(samples, zip(*every, strict=True), strict=True)
         ]
 
-    def _again(self, samples: list[Sample], most: float, at: int, more: int) -> float:
+    def _again(self, samples: list[Probed], most: float, at: int, more: int) -> float:
         """Seconds of a sample's work, as a probe of the same place with `more` times the work has them."""
         what, of, shape, make = next(islice(self._probes(most, False, more), at, None))
         seconds = self._seconds(make(), self.job.seconds / len(samples))
         whole = math.prod(shape) / math.prod(samples[at].shape)
-        return self._shared([Sample(what, of, shape, seconds / whole)])[0]
+        return self._shared([Probed(what, of, shape, seconds / whole)])[0]
 
-    def _pass(self, most: float, number: int) -> list[Sample]:
+    def _pass(self, most: float, number: int) -> list[Probed]:
         """Every probe once; in a later pass, those for which there is time."""
-        found: list[Sample] = []
+        found: list[Probed] = []
         of_all = sum(1 for _ in self._probes(most, False)) + (4 * len(self.job.sizes) if self.ranks > 1 else 0)
         for at, (what, of, shape, make) in enumerate(self._probes(most, True)):
             budget = self._allowance(number, of_all - at, of_all)
@@ -437,7 +437,7 @@ class Bench:
             else:
                 assert isinstance(call, Collective)
                 seconds = self._together(call, budget)
-            found.append(Sample(what, of, shape, seconds))
+            found.append(Probed(what, of, shape, seconds))
             del call, make
         return found
 

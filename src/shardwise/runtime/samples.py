@@ -25,7 +25,7 @@ _BOTH = 3
 
 
 @dataclass(frozen=True)
-class Sample:
+class Probed:
     """One probe. what: product, attention, pass, collective, ... of: dtype and kind, in the words of the probe's maker;
     shape: its numbers. seconds: of one call, the mean over ranks; of "taken", the seconds that a rank waited for its
     core while others had it, for each second that it computed."""
@@ -36,7 +36,7 @@ class Sample:
     seconds: float
 
 
-def above_limits(samples: Sequence[Sample], kind: str) -> dict[int, str]:
+def above_limits(samples: Sequence[Probed], kind: str) -> dict[int, str]:
     """Index -> what is wrong, for every sample beyond its physical limit. kind: "cpu" or "cuda"."""
     products, copies = _best_products(samples), _copied(samples)
     found = {}
@@ -56,14 +56,14 @@ def above_limits(samples: Sequence[Sample], kind: str) -> dict[int, str]:
     return found
 
 
-def within_limits(samples: Sequence[Sample], kind: str, again: Callable[[int, int], float]) -> list[Sample]:
+def within_limits(samples: Sequence[Probed], kind: str, again: Callable[[int, int], float]) -> list[Probed]:
     """The samples, with those beyond their limits measured again with `MORE` times the work. again: from a sample's
     index and `MORE` to the seconds that the sample's own work took. What is still beyond is for `above_limits`."""
     late = above_limits(samples, kind)
     return [replace(s, seconds=again(at, MORE)) if at in late else s for at, s in enumerate(samples)]
 
 
-def _best_products(samples: Sequence[Sample]) -> Mapping[str, float]:
+def _best_products(samples: Sequence[Probed]) -> Mapping[str, float]:
     """FLOP/s by dtype."""
     best: dict[str, float] = {}
     for sample in samples:
@@ -73,19 +73,19 @@ def _best_products(samples: Sequence[Sample]) -> Mapping[str, float]:
     return best
 
 
-def _copied(samples: Sequence[Sample]) -> float:
+def _copied(samples: Sequence[Probed]) -> float:
     """Bytes/s, read and written."""
     return next(2.0 * sample.shape[0] / sample.seconds for sample in samples if sample.what == "copy")
 
 
-def _flops(sample: Sample) -> float:
+def _flops(sample: Probed) -> float:
     """Of causal attention."""
     batch, length, heads, width = sample.shape
     forward = 4.0 * batch * heads * width * length * (length + 1) / 2
     return forward * (_BOTH if sample.of[1] == "both" else 1)
 
 
-def _least_bytes(sample: Sample) -> float:
+def _least_bytes(sample: Probed) -> float:
     """What an operation must move; 0 for those without a limit."""
     if sample.what == "row":
         return math.prod(sample.shape) * _WIDTH[sample.of[0]]

@@ -33,7 +33,7 @@ _LEAST = 8
 
 
 @dataclass(frozen=True)
-class Limits:
+class ConnectionLimits:
     """What connections may take. connections: open at once. header_seconds, stall_seconds: see the constants."""
 
     connections: int = field(default_factory=lambda: connection_limit(*_descriptors()))
@@ -52,24 +52,26 @@ def _descriptors() -> tuple[int, int]:
     return 1 << 30 if soft == resource.RLIM_INFINITY else soft, sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
-class Config(uvicorn.Config):
+class LimitedConfig(uvicorn.Config):
     """uvicorn's settings, with limits on connections."""
 
-    def __init__(self, app: Any, limits: Limits, **settings: Any) -> None:
-        super().__init__(app, http=Connection, backlog=ACCEPTED, **settings)
+    def __init__(self, app: Any, limits: ConnectionLimits, **settings: Any) -> None:
+        super().__init__(app, http=LimitedConnection, backlog=ACCEPTED, **settings)
         self.limits = limits
 
 
-class Connection(H11Protocol):
+class LimitedConnection(H11Protocol):
     """An HTTP connection that ends when its client is too slow, or when it waits and another one needs its place.
 
     A connection over the limit ends the one that has waited longest for a request. Where all are busy with requests, it
     stays, for one request: `/health` is answered, anything else gets 503.
     """
 
-    config: Config
+    config: LimitedConfig
 
-    def __init__(self, config: Config, server_state: ServerState, app_state: dict[str, Any], _loop: Any = None) -> None:
+    def __init__(
+        self, config: LimitedConfig, server_state: ServerState, app_state: dict[str, Any], _loop: Any = None
+    ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self._limits = config.limits
         self._idle_since = 0.0
@@ -89,7 +91,7 @@ class Connection(H11Protocol):
             self._take_place()
 
     def _take_place(self) -> None:
-        waiting = [c for c in self.connections if isinstance(c, Connection) and c._idle and c is not self]
+        waiting = [c for c in self.connections if isinstance(c, LimitedConnection) and c._idle and c is not self]
         if waiting:
             oldest = min(waiting, key=lambda connection: connection._idle_since)
             self.connections.discard(oldest)

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 
 from shardwise.errors import UserError
 from shardwise.runtime.job.launch import RunFailed
-from shardwise.serving.http.connections import Config, Limits
+from shardwise.serving.http.connections import ConnectionLimits, LimitedConfig
 from shardwise.serving.http.generation import Front
 from shardwise.serving.http.problems import Problem
 
@@ -104,11 +104,11 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-def listener(app: ASGIApp, limits: Limits | None = None) -> uvicorn.Server:
+def listener(app: ASGIApp, limits: ConnectionLimits | None = None) -> uvicorn.Server:
     """The HTTP server of an application, not started yet. limits: of connections; by default as descriptors allow."""
-    config = Config(
+    config = LimitedConfig(
         app,
-        limits or Limits(),
+        limits or ConnectionLimits(),
         # Defects are logged by the application; uvicorn would add tracebacks for clients that it stops waiting for.
         log_config=None,
         log_level="critical",
