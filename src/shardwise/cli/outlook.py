@@ -40,7 +40,7 @@ class Training:
         if self.report is None:
             return [f"What it will do with {self.model.name} is not priced: {self.why}"]
         from shardwise.cli.timed import timing_lines
-        from shardwise.predict.capacity import capacity_of
+        from shardwise.predict.capacity import capacity_of, explained
         from shardwise.report.tables import memory_table
 
         moved = [f"  {line}" for line in _moved(self.report)]
@@ -48,6 +48,7 @@ class Training:
         return [
             f"What a step of {self.model.name} takes:",
             memory_table(self.report, capacity=capacity_of(cluster)),
+            *([line] if cluster and (line := explained(cluster)) else []),
             *([f"Collectives of rank {self.report.roles[0].ranks[0]} in a step:", *moved] if moved else []),
             *timing_lines(self.report, cluster, tokens),
             *(f"  {note}" for note in self.report.notes),
