@@ -14,11 +14,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from harness.forked import context
+from harness.space import MODELS
 from harness.today import EVERYTHING, seed
 from shardwise.errors import LayoutError, UserError
-from shardwise.layout import Layout, UnitPlan, Workload
+from shardwise.layout import Grid, Layout, UnitPlan, Workload, unit_plan
 from shardwise.model.catalog import get
 from shardwise.predict import estimate
+from shardwise.predict.memory import predict_bytes
 from shardwise.report import compare
 from shardwise.report.step_report import Role
 from shardwise.runtime import dryrun
@@ -115,6 +117,35 @@ def test_what_is_the_same_is_observed_once(
     comparison = compare(predicted, observed)
     assert comparison.equal_ledger and comparison.exact_classes_equal
     assert comparison.peak_error < 0.05
+
+
+SMALL = {"max_positions": 256}
+PEAKS = [
+    ("neox", {"tied": True, "layers": 6}, "dp=2,tp=2,pp=3,zero=2,recompute=full,schedule=zb-h1,sp", 12, 8, False, 1),
+    ("neox", {"layers": 2}, "dp=8,tp=6,zero=3,micro=2,recompute=full,attention=math", 128, 3, False, 0),
+    ("prime", {"tied": True, "vocab": 53, "layers": 1}, "dp=8,tp=3,zero=3,shard=2,recompute=full", 128, 1, True, 0),
+    ("llama", {"ffn": 301, "layers": 1}, "dp=3,tp=2,pp=2,sp,schedule=zb-h2,stages=1/0,precision=fp64", 64, 1, True, 1),
+    ("gpt2", {"layers": 3}, "dp=3,zero=1", 128, 1, False, 0),
+    ("qwen3", {"ffn": 301, "layers": 7}, "pp=4,schedule=zb-h2,stages=2/1/2/2,micro=2", 64, 2, False, 1),
+    ("neox", {"ffn": 301, "layers": 7}, "pp=4,schedule=zb-h2,stages=2/1/2/2,micro=2", 64, 2, False, 2),
+    ("qwen3", {"layers": 7}, "pp=4,schedule=zb-h2,stages=2/1/2/2,micro=2,recompute=selective", 64, 2, False, 2),
+]
+"""Random pairs whose peak or saved activations were off, by up to 40%: short and parallel blocks, what is kept
+for the gradients of weights, stages without blocks."""
+
+
+def test_peaks_that_a_search_has_found_wrong() -> None:
+    asked = []
+    for name, changes, text, seq, count, documents, place in PEAKS:
+        layout, model = Layout.parse(text), MODELS[name].replace(**SMALL, **changes)
+        workload, rank = Workload(seq, layout.dp * layout.micro * count, documents), Grid.of(layout, model).rank
+        at = rank(pp=place, dp=0, cp=0, tp=0)
+        asked.append((unit_plan(model, layout, workload, rank=at), at))
+    for (plan, _), role, case in zip(asked, dryrun._observe_all(asked), PEAKS, strict=True):
+        predicted = predict_bytes(plan)
+        for kind in ("parameters", "gradients", "optimizer", "saved", "comm"):
+            assert getattr(predicted, kind) == getattr(role.bytes, kind), (case, kind)
+        assert predicted.total == pytest.approx(role.bytes.total, rel=0.03), case
 
 
 def test_gradients_side_by_side_are_recognized_without_an_address() -> None:

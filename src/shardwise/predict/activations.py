@@ -144,10 +144,21 @@ def kept_items(plan: UnitPlan, s: Sizes, part: str) -> Items:
     return {
         "attention norm output": stream,
         "gradients of queries, keys and values": s.tokens * (s.q + 2 * s.kv) * s.element,
+        "gradients of rotated queries and keys": _kept_with_values(plan, s),
         "attention output": s.tokens * s.q * s.element,
         "gradient of the attention's output": 0 if once else gradient,
         "feed-forward": feed_forward_kept(plan, s),
     }
+
+
+def _kept_with_values(plan: UnitPlan, s: Sizes) -> int:
+    """Short attention makes the gradients of queries, keys and values as one tensor. Where a block turns the former two
+    back in tensors of their own, that of the values keeps all of it."""
+    model = plan.model
+    fused = model.decoder == "llama" and not (model.qk_norm or model.dropout or model.attention_dropout)
+    short = plan.layout.attention == "sdpa" and plan.layout.recompute != "selective" and takes_products(plan)
+    apart = short and model.positions == "rope" and not fused
+    return s.tokens * (s.q + s.kv) * s.element if apart else 0
 
 
 def feed_forward_kept(plan: UnitPlan, s: Sizes) -> int:

@@ -45,8 +45,8 @@ def backwards(plan: UnitPlan, s: Sizes, parts: list[str], apart: bool = False) -
     """
     recompute = plan.layout.recompute in ("full", "input")
     stream = s.stream * s.hidden * s.element
-    blocks, saved = _block_backward(plan, s, apart), saved_mask(plan, s)
     ends = [part for part in parts if part.startswith("blocks.")]
+    blocks, saved = _block_backward(plan, s, apart), saved_mask(plan, s) if ends else 0
     moments: dict[tuple[When, str], int] = {}
     for part in parts:
         moments["reduction", part] = saved + stream * (3 if recompute and part.startswith("blocks.") else 1)
@@ -145,8 +145,8 @@ def _block_backward(plan: UnitPlan, s: Sizes, apart: bool) -> int:
         recomputed = sum(block_items(plan, s).values())
     kept = feed_forward_kept(plan, s) if apart else 0
     return recomputed + stream + max(
-        _mlp_backward(plan, s),
-        kept + _norm_backward(s, s.stream * s.hidden, plan) - _mlp_items(plan, s),
+        _mlp_backward(plan, s, apart),
+        kept + stream + _norm_backward(s, s.stream * s.hidden, plan) - _mlp_items(plan, s),
         kept + _core_backward(plan, s),
         kept + _head_norms_backward(plan, s),
         _projections_backward(plan, s) if apart else 0,
@@ -174,15 +174,16 @@ def _norm_backward(s: Sizes, elements: int, plan: UnitPlan) -> int:
     return elements * (3 * 4 + 2 if s.element == 2 else 2 * s.element)
 
 
-def _mlp_backward(plan: UnitPlan, s: Sizes) -> int:
-    """The product's and the activation's backward, or the projections' that follow, when what they saved is gone."""
+def _mlp_backward(plan: UnitPlan, s: Sizes, apart: bool) -> int:
+    """The product's and the activation's backward, or the projections' that follow, when what they saved is gone: but
+    for the product, where gradients of weights come later."""
     inner = s.tokens * s.ffn * s.element
     stream = s.stream * s.hidden * s.element
     gathered = s.tokens * s.hidden * s.element if plan.layout.sp else 0
     branches = 2 if plan.model.gated else 1
     transients = [
-        branches * inner + gathered,
-        _column_backward(plan, s) - branches * inner,
+        (branches + apart) * inner + gathered,
+        _column_backward(plan, s) - (branches - apart) * inner,
         _scatter(plan, s) if plan.layout.sp else 0,
     ]
     if plan.model.dropout:
@@ -201,15 +202,29 @@ def _core_backward(plan: UnitPlan, s: Sizes) -> int:
     # Recomputed alone, the core lays out its inputs and output anew beside those that were saved.
     again = 2 * s.tokens * (s.q + s.kv) * s.element if selective else 0
     hashed = _dropout(plan, s.tokens * s.heads * s.seq) + 2 * 8 * s.tokens * s.heads if dropped else 0
-    return copies * square + again + hashed - _mlp_items(plan, s) - s.stream * s.hidden * s.element
+    return copies * square + again + hashed - _gone_before_attention(plan, s)
 
 
 def _short_backward(plan: UnitPlan, s: Sizes) -> int:
     """Probabilities, their gradients and a product of both for some queries of a sequence, in fp32; the gradients of
     its keys and values in fp32; those of queries, keys and values of all. The feed-forward's tensors are gone."""
-    squares = 3 * s.heads * min(s.seq, ATTENTION_ROWS) * s.seq * 4
-    grads = 2 * s.seq * s.q * 4 + s.tokens * (s.q + 2 * s.kv) * s.element
-    return squares + grads - _mlp_items(plan, s) - s.stream * s.hidden * s.element
+    square, copies = s.heads * min(s.seq, ATTENTION_ROWS) * s.seq, 2 * s.seq * s.q * 4
+    if s.seq <= ATTENTION_ROWS:
+        # All queries at once: those of values and of the output's gradient are copied in their place, and the scores'
+        # gradients in bf16 come when these copies are gone.
+        squares = max(2 * square * 4 + copies, square * (2 * 4 + s.element) if s.element == 2 else 0)
+    else:
+        squares = 3 * square * 4 + copies
+    repeated = 2 * s.seq * s.q * s.element if s.heads > s.kv_heads else 0
+    grads = s.tokens * (s.q + 2 * s.kv) * s.element + repeated
+    return squares + grads - _gone_before_attention(plan, s)
+
+
+def _gone_before_attention(plan: UnitPlan, s: Sizes) -> int:
+    """What the feed-forward part's backward has freed, and the residual that it started from. A parallel residual saves
+    none: its gradient waits for attention's, beside that of the block's output."""
+    stream = s.stream * s.hidden * s.element
+    return _mlp_items(plan, s) + (-stream if plan.model.parallel_residual else stream)
 
 
 def _projections_backward(plan: UnitPlan, s: Sizes) -> int:
