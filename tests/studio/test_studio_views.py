@@ -9,6 +9,8 @@ import pytest
 from studio_visitor import Visitor, plain_columns
 
 from harness.today import some_of
+from shardwise.model.catalog import get
+from shardwise.report.units import format_bytes, format_time
 from shardwise.studio.columns import encode
 from shardwise.studio.data.registry import VIEWS, answer, parts
 
@@ -55,6 +57,35 @@ def test_tables_are_the_functions_values(visitor: Any, runs: Any, view: str) -> 
             shown = visitor.table(name)
             assert shown == {heading: values[:100] for heading, values in columns.items()}, name
             assert visitor.page.locator(f'[data-figure="{name}"] .how li').count() > 0
+
+
+def test_the_answers_slider_moves_its_figure_and_asks_nothing(visitor: Any, runs: Any) -> None:
+    given = {"model": "tiny-llama", "cluster": "2xH100", "a": "tp=2", "b": "dp=2,zero=3", "output": "16"}
+    page = visitor.open(address("tokens", given | {"prompt": "64"}))
+    found = answer("tokens/spent", given | {"prompt": "64"}, runs)
+    columns, most = found.tables["spent"].columns, len(found.tables["spent"].columns["token"])
+    assert most == min(1024, get("tiny-llama").max_positions - 64) > 16
+    figure = page.locator('[data-figure="spent"]')
+    slider, canvas, words = figure.get_by_role("slider"), figure.locator("canvas"), figure.locator(".odometers")
+    assert (slider.input_value(), slider.get_attribute("max")) == ("16", str(most))
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    pixels = "() => document.querySelector('[data-figure=spent] canvas').toDataURL()"
+    for key, token in (("End", most), ("ArrowLeft", most - 1), ("Home", 0), ("ArrowRight", 1)):
+        before = page.evaluate(pixels)
+        slider.press(key)
+        visitor.until(f"location.hash.includes('_token={token}')")
+        visitor.until(f"({pixels})() !== {json.dumps(before)}")
+        for side in "AB":
+            sent, time = (columns[f"{side} {what} so far"][token - 1] if token else 0 for what in ("sent", "time"))
+            assert f"{format_time(time)}\n{format_bytes(sent)} sent by each device" in words.inner_text()
+    slider.press("End")
+    before = page.evaluate(pixels)
+    figure.get_by_label("Logarithmic scale").check()
+    visitor.until(f"({pixels})() !== {json.dumps(before)}")
+    assert visitor.given["_log"] == "1" and asked == []
+    box, drawing = slider.bounding_box(), canvas.bounding_box()
+    assert drawing["y"] - box["y"] < 200, "the slider is beside the curve that it moves"
 
 
 @pytest.mark.parametrize("view", some_of(CONTROLS, 3, "keyboard"))
@@ -254,7 +285,7 @@ def test_bytes_and_times_are_of_the_same_tokens_and_less_time_is_of_the_longer(v
     assert said.startswith("After 16 tokens of each of 64 sequences: each device of A has sent ")
     columns = visitor.table("spent")
     # Under ZeRO-3 the weights cross once a step, for however many sequences: 3/4 of 16 GB, 16 times.
-    assert columns["B sent so far"][-1] == pytest.approx(16 * 3 / 4 * 2 * 8_030_261_248, rel=1e-3)
+    assert columns["B sent so far"][15] == pytest.approx(16 * 3 / 4 * 2 * 8_030_261_248, rel=1e-3)
 
 
 COVERED = """async ([answer, side]) => {

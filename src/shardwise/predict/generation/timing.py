@@ -7,10 +7,12 @@ other, with as many groups of sequences under way as there are stages (pipelines
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from shardwise.cluster import Cluster
 from shardwise.cluster.catalog import lookup
@@ -99,13 +101,24 @@ class Strategy:
     def token(self, sequences: int, context: float) -> Taken:
         """Seconds from one token of a sequence to its next one, with `sequences` under way in all ranks together, of
         `context` tokens on average."""
-        through, pricing, group = self.decoding(sequences, context)
+        return self._decoded(sequences, *self.decoding(sequences, context))
+
+    def tokens(self, sequences: int, contexts: Sequence[int]) -> list[Taken]:
+        """`token` for each of `contexts`; what does not depend on the context is priced once."""
+        through, pricing, group = self.decoding(sequences, np.array(contexts, float))
+        return [
+            self._decoded(sequences, replace(through, block={**through.block, "attention": seconds}), pricing, group)
+            for seconds in np.asarray(through.block["attention"]).tolist()
+        ]
+
+    def _decoded(self, sequences: int, through: PassSeconds, pricing: Pricing, group: int) -> Taken:
         if self.layout.stage == 3:
             return self._gathering(through, pricing)
         return self._staged(through, pricing, group, min(sequences_of(self.layout, sequences), self.layout.pp))
 
-    def decoding(self, sequences: int, context: float) -> tuple[PassSeconds, Pricing, int]:
-        """One pass of `token`: its seconds, what priced them, and the sequences of which it makes one token each."""
+    def decoding(self, sequences: int, context: Any) -> tuple[PassSeconds, Pricing, int]:
+        """One pass of `token`, for one context or an array of them: its seconds, what priced them, and the sequences of
+        which it makes one token each."""
         each = sequences_of(self.layout, sequences)
         pricing, group = pricing_for(self.cluster, each <= FEW), -(-each // self.layout.pp)
         return decode_pass(self.model, self.serving, group, context, self.engine, pricing), pricing, group
@@ -150,14 +163,8 @@ class Strategy:
 
     def gathers(self, block: float, pricing: Pricing) -> list[Gathered]:
         """What is gathered in a pass of `block` seconds a block, part by part."""
-        plan = plan_of(self.model, self.layout)
-        gathers = _gather_seconds(plan, pricing)
         found = []
-        for before, part in zip(["", *plan.parts], plan.parts, strict=False):
-            coming = [unit for unit in plan.units_of(part) if unit.name in gathers]
-            seconds = sum(gathers[unit.name] for unit in coming)
-            in_use = {unit.slot for unit in plan.units_of(before)} if before else set()
-            free = before.startswith("blocks.") and not in_use & {unit.slot for unit in coming}
+        for part, seconds, free in _gathered_parts(self.model, self.layout, pricing):
             hidden = min(seconds, block) if free else 0.0
             found.append(Gathered(part, seconds, max(seconds - block, 0.0) if free else seconds, hidden))
         return found
@@ -200,6 +207,19 @@ class Strategy:
         """A message between stages; the last one's, a token id a sequence, is counted as if it were as long."""
         nbytes = tokens * self.model.hidden * WIDTH[self.layout.dtype]
         return float(pricing.collectives.hop(nbytes, self.layout.tp * self.layout.cp * self.layout.dp))
+
+
+@lru_cache(maxsize=16)
+def _gathered_parts(model: ModelConfig, layout: Layout, pricing: Pricing) -> list[tuple[str, float, bool]]:
+    """(part, seconds of its gather, whether another slot is free for it beside the block before), in order."""
+    plan = plan_of(model, layout)
+    gathers, found = _gather_seconds(plan, pricing), []
+    for before, part in zip(["", *plan.parts], plan.parts, strict=False):
+        coming = [unit for unit in plan.units_of(part) if unit.name in gathers]
+        in_use = {unit.slot for unit in plan.units_of(before)} if before else set()
+        free = before.startswith("blocks.") and not in_use & {unit.slot for unit in coming}
+        found.append((part, sum(gathers[unit.name] for unit in coming), free))
+    return found
 
 
 def _gather_seconds(plan: UnitPlan, pricing: Pricing) -> dict[str, float]:

@@ -113,34 +113,37 @@ def data(given: Mapping[str, str]) -> View:
 
 
 def spent(given: Mapping[str, str]) -> View:
-    """What each strategy has sent and taken after every token of the answer."""
+    """Bytes sent and time needed by each strategy after every token of the longest answer, so that the page's slider
+    asks nothing."""
     state, choices, _, model, cluster, layouts, asked = _asked(given)
     ones = compare(model, layouts, cluster, asked).strategies
-    columns: dict[str, list[Any]] = {"token": list(range(1, asked.output + 1))}
+    longest = min(MOST_OUTPUT, model.max_positions - asked.prompt)
+    columns: dict[str, list[Any]] = {"token": list(range(1, longest + 1))}
     units: dict[str, str] = {}
     for side, one in zip("AB", ones, strict=False):
-        each = _seconds(model, one.layout, cluster, asked)
+        each = _seconds(model, one.layout, cluster, asked.batch, asked.prompt, longest)
         sent = float(one.round.volume.total)
         columns |= {
             f"{side} takes": each,
-            f"{side} sends": [sent] * asked.output,
+            f"{side} sends": [sent] * longest,
             f"{side} time so far": list(accumulate(each)),
-            f"{side} sent so far": [sent * (i + 1) for i in range(asked.output)],
+            f"{side} sent so far": [sent * (i + 1) for i in range(longest)],
         }
         units |= {f"{side} takes": "seconds", f"{side} time so far": "seconds"}
         units |= {f"{side} sends": "bytes", f"{side} sent so far": "bytes"}
     how = How(
         [
             f"{side} = {one.layout}: for {step_words(asked)}, a rank sends "
-            f"{format_bytes(float(one.round.volume.total))}; the first takes {format_time(one.first.seconds)}, the "
-            f"last {format_time(one.last.seconds)}, since more keys and values are read."
+            f"{format_bytes(float(one.round.volume.total))}; the first takes {format_time(one.first.seconds)}, number "
+            f"{asked.output:,} {format_time(one.last.seconds)}, since more keys and values are read."
             for side, one in zip("AB", ones, strict=False)
         ]
         + ["So far: the sum of all tokens up to here, without the prompt."],
         _command(state, cluster, layouts, asked),
         "docs/generation.md",
     )
-    sums = [[columns[f"{side} {what} so far"][-1] for side in "AB"[: len(ones)]] for what in ("sent", "time")]
+    last = asked.output - 1
+    sums = [[columns[f"{side} {what} so far"][last] for side in "AB"[: len(ones)]] for what in ("sent", "time")]
     more = {"metrics": totals(asked, *sums)}
     return View(state, choices, {"spent": Table("Token by token", columns, units)}, {"spent": how}, more)
 
@@ -213,10 +216,10 @@ def _way(model: ModelConfig, layout: Layout, cluster: Cluster, asked: Asked) -> 
 
 
 @lru_cache(maxsize=64)
-def _seconds(model: ModelConfig, layout: Layout, cluster: Cluster, asked: Asked) -> list[float]:
-    """Of each token of the answer."""
-    strategy = _strategy(model, layout, cluster)
-    return [strategy.token(asked.batch, asked.prompt + i).seconds for i in range(1, asked.output + 1)]
+def _seconds(model: ModelConfig, layout: Layout, cluster: Cluster, batch: int, prompt: int, output: int) -> list[float]:
+    """Seconds of each token of an answer."""
+    contexts = range(prompt + 1, prompt + output + 1)
+    return [token.seconds for token in _strategy(model, layout, cluster).tokens(batch, contexts)]
 
 
 # -- both strategies

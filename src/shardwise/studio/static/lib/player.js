@@ -8,7 +8,8 @@ export function player(page, { name, label, onFrame, seconds = 1.1 }) {
   const play = h("button", { type: "button", class: "primary", onclick: toggle }, "Play");
   const back = h("button", { type: "button", "aria-label": "One step back", onclick: () => go(Math.ceil(at) - 1) }, "◂");
   const forth = h("button", { type: "button", "aria-label": "One step on", onclick: () => go(Math.floor(at) + 1) }, "▸");
-  const scrub = h("input", { id, type: "range", min: 0, max: 0, step: 1, "aria-label": label, oninput: () => go(Number(scrub.value)) });
+  const scrub = h("input", { id, type: "range", min: 0, max: 0, step: 1, "aria-label": label,
+    oninput: () => move(Number(scrub.value)), onchange: keep });
   const place = h("output", { for: id });
   const sentence = h("p", { class: "sentence", "aria-live": "polite" });
   const node = h("div", { class: "player" }, h("div", { class: "row" }, back, play, forth, scrub, place), sentence);
@@ -51,10 +52,19 @@ export function player(page, { name, label, onFrame, seconds = 1.1 }) {
   }
 
   function go(position) {
+    move(position);
+    keep();
+  }
+
+  function move(position) {
     stop();
     at = within(position);
-    kept = String(at);
     tell();
+  }
+
+  /** Into the address: once a slider is let go, since browsers limit how often an address may change. */
+  function keep() {
+    kept = String(at);
     page.setLocal({ [name]: at });
   }
 

@@ -5,13 +5,13 @@ import { number, panel, select, slider, text } from "studio/lib/controls";
 import { inside } from "studio/lib/data";
 import { h } from "studio/lib/dom";
 import { figure } from "studio/lib/figure";
-import { bytes, count, seconds } from "studio/lib/format";
+import { seconds } from "studio/lib/format";
 import { drawGantt, eventAt, ganttHeight, prepare, rowHeight, TOP as GANTT_TOP } from "studio/lib/gantt";
 import { swatches } from "studio/lib/legend";
-import { legend, lines } from "studio/lib/lines";
 import { player } from "studio/lib/player";
 import { colours, numbered } from "studio/lib/theme";
 import { timeWindow } from "studio/lib/window";
+import { answerFigure } from "studio/views/tokens_answer";
 import { drawHolds, holdsHeight } from "studio/views/tokens_holds";
 import { metricTable } from "studio/views/tokens_metrics";
 import { drawLayer, layerHeight, layerKeys } from "studio/views/tokens_layer";
@@ -27,17 +27,14 @@ export function mount(root, page) {
       slider(page, "output", "Answer", { values: [], words: (n) => `${n} tokens` }), slider(page, "batch", "Batch size", { values: BATCHES })),
     panel("Two strategies", text(page, "a", "A", { size: 12, help: "tp=8, dp=8,zero=3 or pp=8" }), text(page, "b", "B", { size: 12 }), select(page, "precision", "Precision")),
   ];
-  let data = null, answer = null, step = 0, token = 0;
+  let data = null, step = 0;
   const layerPlay = player(page, { name: "_step", label: "Step of the layer", seconds: 2.6, onFrame: (at) => { step = at; showLinks(); layer.redraw(); } });
   const links = h("p", { class: "lead" });
   const layer = figure(page, { name: "layer", title: "One layer, one token", above: [layerPlay.node], extras: [links, h("ul", { class: "legend" }, layerKeys())], height: (width) => layerHeight(width, data),
     draw: (context, width) => data && drawLayer(context, width, data, step) });
   const through = throughFigure(page), metrics = h("div", {});
   const compared = figure(page, { name: "compared", title: "The two strategies in numbers", above: [metrics] });
-  const tokenPlay = player(page, { name: "_token", label: "Token", seconds: 0.04, onFrame: (at) => { token = at; spent.redraw(); } });
-  const spentKeys = h("ul", { class: "legend" });
-  const spent = figure(page, { name: "spent", title: "Token by token", above: [tokenPlay.node], extras: [spentKeys], height: 270,
-    draw: (context, width, height) => answer && drawSpent(context, width, height, answer, data, token) });
+  const spent = answerFigure(page);
   const holds = figure(page, { name: "holds", title: "Who holds what of a layer", lead: "The matrices of one layer with every rank's part; the numbers are ranks. Flat shards cut a layer like a tape; tensor slices cut every matrix along heads or columns. Small matrices are drawn larger than to scale.",
     height: (width) => holdsHeight(width, data), draw: (context, width) => data && drawHolds(context, width, data) });
   const partKeys = h("ul", { class: "legend" });
@@ -50,13 +47,8 @@ export function mount(root, page) {
 
   function show(given, part) {
     if (part !== "tokens") {
-      answer = given;
       metrics.replaceChildren(metricTable(data, given.more.metrics));
-      const lines = sentences(given, data);
-      tokenPlay.show(lines, Number(page.local("_token", lines.length - 1)));
-      spent.show(given);
-      spent.describe(`Lines: seconds that the answer has taken after each token. ${lines[lines.length - 1]}`);
-      spentKeys.replaceChildren(...legend(spentLines(given, data)));
+      spent.set(given, data);
       return;
     }
     data = given;
@@ -160,23 +152,6 @@ function drawThrough(context, width, data, events, window, passed) {
     context.fillStyle = theme.ink;
     context.fillRect(at - 1, top - 2, 2, rowHeight(events.rows) + 2);
   });
-}
-
-function sentences({ tables }, data) {
-  const c = tables.spent.columns, names = data.tables.compared.columns.strategy;
-  return ["No token yet: the prompt has been read.", ...c.token.map((n, i) => names.map((name, k) => `each device of ${"AB"[k]} has sent ${bytes(c[`${"AB"[k]} sent so far`][i])} and taken ${seconds(c[`${"AB"[k]} time so far`][i])}`).join("; ").replace(/^/, `After ${n} token${n === 1 ? "" : "s"}${data.more.batch === 1 ? "" : ` of each of ${count(data.more.batch)} sequences`}: `) + ".")];
-}
-
-function spentLines({ tables }, data) {
-  const c = tables.spent.columns;
-  return data.tables.compared.columns.strategy.map((name, k) => ({ name: `${"AB"[k]}: ${name}`, n: k, strong: true, points: [[0, 0], ...c.token.map((n, i) => [n, c[`${"AB"[k]} time so far`][i]])] }));
-}
-
-function drawSpent(context, width, height, answer, data, token) {
-  const at = Math.round(token);
-  const series = spentLines(answer, data).map((each) => ({ ...each, points: each.points.slice(0, Math.max(2, at + 1)) }));
-  const c = answer.tables.spent.columns, n = c.token.length, top = Math.max(...series.map((each, k) => c[`${"AB"[k]} time so far`][n - 1]));
-  return lines(context, width, height, [...series, { name: "", bound: true, points: [[n, 0]] }], { yUnit: "seconds", xName: data.more.batch === 1 ? "tokens of the answer" : "tokens of each answer", yName: "time so far", top, marks: [[at, `${at}`]] });
 }
 
 function partNames(data) {
