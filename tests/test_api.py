@@ -244,7 +244,7 @@ def test_what_the_machine_cannot_hold_is_not_begun(ranks, monkeypatch):
     monkeypatch.setattr("shardwise.cluster.catalog._machine_memory", lambda: held)
     train(layout="dp=2")
     monkeypatch.setattr("shardwise.cluster.catalog._machine_memory", lambda: held - 1)
-    with pytest.raises(UserError, match=r"small/model under dp=2 would hold .* on this machine of .*: train a smaller"):
+    with pytest.raises(UserError, match=r"small/model under dp=2 needs .*, this machine has .*: train a smaller"):
         train(layout="dp=2", out="none")
     assert len(ranks.configs) == 1 and not Path("none").exists()
     train(layout="dp=2,compile=block")
@@ -384,7 +384,7 @@ def test_other_text_is_asked_for_and_what_it_means_is_said(ranks):
     assert theirs == ours
     assert lines[-1] == (
         f"warning: from step-2 on the run trains on other text: text in place of {first.corpus}. Losses from there on "
-        "do not compare with those before"
+        "are not comparable with earlier ones"
     )
     # The run's own text from now on.
     checkpoint_of(again, Path("runs/a/checkpoints/step-3"))
@@ -417,7 +417,9 @@ def test_a_corpus_that_has_gone_comes_again_from_the_same_text_alone(ranks):
     assert resumed(ranks).corpus_fingerprint == first.corpus_fingerprint
     shutil.rmtree("runs/corpora")
     Path("text/0.txt").write_text("quite another text\n" * 40)
-    with pytest.raises(UserError, match=r"is gone or damaged, .* from text: that is other text, .* with --data"):
+    with pytest.raises(
+        UserError, match=r"is gone or damaged .* from text: the text or its settings have changed; .* with --data"
+    ):
         resumed(ranks)
     assert resumed(ranks, data="text").corpus_fingerprint != first.corpus_fingerprint
 
@@ -495,7 +497,7 @@ def test_a_signal_that_comes_too_late_stops_no_run(monkeypatch):
         return Ending(130, "stopped by SIGINT: all 2 ranks have ended")
 
     monkeypatch.setattr("shardwise.runtime.job.restart.supervise", supervise)
-    with pytest.raises(KeyboardInterrupt, match=r"have ended\. The run has finished all the same"):
+    with pytest.raises(KeyboardInterrupt, match=r"have ended\. The run had finished before"):
         train(out="here")
     assert RunDirectory.open("here").run["status"] == "finished"
 

@@ -3,7 +3,7 @@
 Everything that can be known beforehand is checked before anything is written or started, and without torch. What a run
 is made of is decided here once, for the command line, for Python and for `torchrun`:
 
-1. `configure` checks the request and gives a `TrainConfig`; `configure_resumed` does so for a run that goes on;
+1. `configure` checks the request and gives a `TrainConfig`; `configure_resumed` does so for a resumed run;
 2. `with_corpus` turns the text into tokens, once, beside the run: `<out>/../corpora/`;
 3. `train` starts the ranks; `train_as_rank` is one rank that torchrun has started.
 """
@@ -142,7 +142,7 @@ def resume(
     rank0_stdout: int | None = None,
     **changes: Any,
 ) -> TrainResult:
-    """Go on from a checkpoint, or from a run's newest one, under the same layout or any other.
+    """Resume a checkpoint, or a run's newest one, under the same layout or any other.
 
     Arguments as for `configure_resumed` and `train`; raises what they raise.
     """
@@ -173,7 +173,7 @@ def run(
     if restarts < 0:
         raise UserError(f"restarts must be at least 0, not {restarts}")
     if elastic and not restarts:
-        raise UserError("an elastic run shrinks when it is started again: allow that with --restarts N")
+        raise UserError("an elastic run shrinks when it restarts: allow that with --restarts N")
     if not series:
         _check_out(config)
     _check_fits(config)
@@ -198,7 +198,7 @@ def run(
 def train_as_rank(config: Callable[[], TrainConfig], *, elastic: bool = False) -> int:
     """Train as the rank that torchrun has started. config: as `configure` gives it, with every rank the same `out`.
 
-    When torchrun has started its workers again, the run goes on from its newest good checkpoint; elastic: with as many
+    When torchrun has restarted its workers, the run resumes from its newest good checkpoint; elastic: with as many
     ranks as there are then, if dp can shrink to them. Returns the exit code; what failed has been written to standard
     error. Leave by `rank.leave(code)`.
     """
@@ -306,16 +306,16 @@ def _configure(
 
 
 def configure_resumed(checkpoint: Path | str, out: Path | str | None = None, **changes: Any) -> TrainConfig:
-    """The configuration of a run that goes on from a checkpoint, or from a run's newest one.
+    """The configuration that resumes a checkpoint, or a run's newest one.
 
-    out: the run directory; None goes on in the checkpoint's own. changes: `layout`, `workload`, `data`, `steps` and
+    out: the run directory; None continues in the checkpoint's own. changes: `layout`, `workload`, `data`, `steps` and
     further fields of `TrainConfig` that shall differ; the rest is as it was. Raises `UserError` when there is no whole
     checkpoint, or the changes cannot be run.
     """
     from shardwise.checkpoint import find
 
     if changes.get("weights") is not None:
-        raise UserError("a resumed run goes on from its checkpoint: leave the weights out")
+        raise UserError("a resumed run takes its weights from its checkpoint: leave out --weights")
     path = Path(checkpoint)
     found = find(path)
     before = dict(found.manifest.about)
@@ -326,7 +326,7 @@ def configure_resumed(checkpoint: Path | str, out: Path | str | None = None, **c
         raise UserError(f"{found.folder} does not say how its run was configured; start a new run") from None
     if out is None:
         if found.folder.parent.name != "checkpoints":
-            raise UserError(f"{found.folder} lies in no run: say where the new one shall be with --out")
+            raise UserError(f"{found.folder} is in no run: give the new run a directory with --out")
         out = found.folder.parent.parent
     asked = {name: getattr(config, name) for name in _OPTIONS} | {"optimizer": config.optimizer}
     asked |= {"data": config.data, "steps": config.steps, "layout": config.layout, "workload": config.workload}
@@ -334,12 +334,12 @@ def configure_resumed(checkpoint: Path | str, out: Path | str | None = None, **c
     given = {name: asked.pop(name) for name in ("layout", "workload", "data", "steps", "optimizer")}
     config = _configure(config.model, out=out, vocab=None, **given, options=asked, text=_text_of(config, changes))
     if config.steps <= found.manifest.step:
-        raise UserError(f"{found.folder} has done {found.manifest.step} steps already: ask for more with --steps")
+        raise UserError(f"{found.folder} is at step {found.manifest.step} already: give a larger --steps")
     return config
 
 
 def _text_of(before: TrainConfig, changes: dict[str, Any]) -> dict[str, Any]:
-    """The corpus of a run that goes on: its own, unless other text, or other words for it, is asked for."""
+    """The corpus of a resumed run: its own, unless other text, or another preparation of it, is requested."""
     if not before.corpus or not changes.keys() & {"data", "text_field", "max_bytes", "tokenizer"}:
         return {"corpus": before.corpus, "corpus_fingerprint": before.corpus_fingerprint}
     # Its weights mean nothing for tokens that a tokenizer of other text would make.
@@ -416,7 +416,7 @@ def _file_name(name: str) -> str:
 
 
 def _check_out(config: TrainConfig) -> None:
-    """A run that goes on lies among its own files; any other one needs a folder of its own."""
+    """Check that a new run has a folder of its own, and that a resumed one continues its newest checkpoint."""
     from shardwise.checkpoint import Checkpoint, latest
 
     out = Path(config.out)
@@ -427,8 +427,8 @@ def _check_out(config: TrainConfig) -> None:
     newest, mine = latest(out / "checkpoints"), Checkpoint.open(config.resume)
     if newest and newest.manifest.step > mine.manifest.step:
         raise UserError(
-            f"{out} has gone on to step {newest.manifest.step}: to go on from step {mine.manifest.step} give the new "
-            "run a directory of its own with --out"
+            f"{out} has continued to step {newest.manifest.step}: to resume from step {mine.manifest.step}, give the "
+            "new run a directory with --out"
         )
 
 
@@ -445,14 +445,14 @@ def _check_fits(config: TrainConfig) -> None:
     held = sum(len(role.ranks) * role.peak_bytes for role in predicted.roles)
     if held > room:
         raise UserError(
-            f"{config.model.name} under {config.layout} would hold {format_bytes(held)} on this machine of "
-            f"{format_bytes(room)}: train a smaller model (such as --set layers=2), or give fewer or shorter sequences "
-            "to a micro-batch; `shardwise estimate` shows what takes how much"
+            f"{config.model.name} under {config.layout} needs {format_bytes(held)}, this machine has "
+            f"{format_bytes(room)}: train a smaller model (such as --set layers=2), or use fewer or shorter sequences "
+            "per micro-batch; `shardwise estimate` shows what needs the memory"
         )
 
 
 def check_unused(out: Path) -> None:
-    """Raise `UserError` when a run in `out` would lie among other files."""
+    """Raise `UserError` when `out` is not a new or empty folder."""
     if out.is_dir():
         if occupied(out):
             raise UserError(f"{out} is not empty; nothing was overwritten: choose another --out")
@@ -503,7 +503,7 @@ def _raise_for(code: int, line: str) -> None:
 
 
 def _predict(config: TrainConfig, nodes: int) -> None:
-    """Lay the prediction beside what a run has measured: the runtime itself knows no predictions."""
+    """Write the prediction next to the measurement: the runtime itself has no predictions."""
     if config.report:
         from shardwise.predict import estimate
 

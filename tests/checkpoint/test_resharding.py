@@ -102,7 +102,7 @@ def test_refusals_leave_nothing_behind(tmp_path):
     source = save(tmp_path / "a", SMALL, "tp=2", state_of(SMALL))
     with pytest.raises(LayoutError, match="tp=3 does not suit"):
         reshard(source, tmp_path / "b", Layout.parse("tp=3"))
-    with pytest.raises(UserError, match="is in use; nothing was overwritten"):
+    with pytest.raises(UserError, match="is not empty; nothing was overwritten"):
         reshard(source, tmp_path / "a", Layout())
     path = source.folder / source.manifest.parts[1].name
     data = bytearray(path.read_bytes())

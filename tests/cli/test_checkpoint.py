@@ -67,7 +67,7 @@ def test_json_may_stand_before_the_action(command, run):
 
 def test_verify(command, run):
     code, out, _ = command("verify", run)
-    assert code == 0 and "every checksum is right" in out
+    assert code == 0 and "every checksum is correct" in out
     assert json.loads(command("verify", run, "--json")[1])["whole"] is True
     path = run / "checkpoints" / "step-2" / "rank-00001.safetensors"
     data = bytearray(path.read_bytes())
@@ -103,7 +103,7 @@ def test_mistakes(command, run, tmp_path):
     mistake(command("inspect", tmp_path), "holds no checkpoint")
     mistake(command("reshard", run, "--layout", "tp=5", "--out", tmp_path / "x"), "tp=5 does not suit")
     mistake(command("reshard", run, "--layout", "tpp=5", "--out", tmp_path / "x"), "did you mean tp?")
-    mistake(command("reshard", run, "--layout", "tp=2", "--out", run), "is in use")
+    mistake(command("reshard", run, "--layout", "tp=2", "--out", run), "is not empty")
     mistake(command("diff", run), "B")
     (run / "checkpoints" / "step-2" / "manifest.json").write_text("{}")
     mistake(command("verify", run / "checkpoints" / "step-2"), "manifest.json is damaged")

@@ -418,4 +418,4 @@ class TestTrain:
         monkeypatch.setenv("WORLD_SIZE", "2")
         at = small.index("--out")
         mistake(command(*small[:at]), "under torchrun", "--out")
-        mistake(command(*small, "--port", 1234), "leave --port out")
+        mistake(command(*small, "--port", 1234), "leave out --port")

@@ -144,14 +144,14 @@ def test_equal_names_sizes_and_times_do_not_make_texts_equal(tmp_path):
 def test_large_text_says_that_it_is_read(texts, tmp_path, monkeypatch):
     monkeypatch.setattr(corpus_module, "_TELL", 2000)
     _, lines = lines_of(texts, tmp_path / "out")
-    assert lines[0] == "read 0 GB of 0, to see whether they are prepared"
+    assert lines[0] == "read 0 GB of 0 to check whether the text is prepared"
 
 
 def test_another_corpus_than_the_one_that_is_wanted_is_not_prepared(texts, tmp_path):
     wanted = make(texts, tmp_path / "out").fingerprint
     assert make(texts, tmp_path / "again", only=wanted).fingerprint == wanted
     (texts / "00.txt").write_text("changed")
-    with pytest.raises(UserError, match="other text"):
+    with pytest.raises(UserError, match="the text or its settings have changed"):
         make(texts, tmp_path / "other", only=wanted)
     assert not (tmp_path / "other").exists()
 

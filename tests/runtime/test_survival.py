@@ -182,7 +182,7 @@ def test_who_failed_is_named_with_step_collective_and_peers(runs: Path, what: st
 def test_before_the_first_checkpoint_a_run_begins_again(runs: Path) -> None:
     done = run(runs, TWO, {"what": "kill", "rank": 1, "where": "forward", "step": 1}, restarts=1, save_every=0)
     assert done.result is not None and done.result.losses == undisturbed(runs, TWO)
-    assert "from the beginning, for there is no checkpoint yet" in done.lines[-1]
+    assert "from the beginning, because there is no checkpoint yet" in done.lines[-1]
 
 
 def test_restarts_are_used_up(runs: Path) -> None:
@@ -247,7 +247,7 @@ def test_a_run_that_cannot_shrink_says_so(runs: Path) -> None:
     fault = {"what": "kill", "rank": 0, "where": "forward", "step": 6}
     done = run(runs, ONE, fault, restarts=1, elastic=True)
     assert done.result is not None and done.result.losses == undisturbed(runs, ONE)
-    assert "on as many ranks as before, for dp cannot shrink" in done.lines[-1]
+    assert "on as many ranks as before, because dp cannot shrink" in done.lines[-1]
 
 
 def test_elastic_needs_restarts(runs: Path) -> None:
@@ -508,7 +508,7 @@ def test_torchrun_hears_of_a_hang_from_the_rank_itself(runs: Path) -> None:
 def test_an_older_checkpoint_starts_a_run_of_its_own(runs: Path) -> None:
     done = run(runs, ONE)
     older = done.out / "checkpoints" / "step-4"
-    with pytest.raises(UserError, match=r"has gone on to step 8.*--out"):
+    with pytest.raises(UserError, match=r"has continued to step 8.*--out"):
         api.resume(older)
     branch = api.resume(older, out=runs / "branch", rank0_stdout=2, progress=lambda line: None)
     assert branch.losses == undisturbed(runs, ONE)[4:]

@@ -46,7 +46,7 @@ def reshard(
     model = model_of(source)
     check(layout, model)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} is in use; nothing was overwritten: choose another folder")
+        raise UserError(f"{folder} is not empty; nothing was overwritten: choose another folder")
     entries = [_entries(source, model, layout, rank) for rank in range(layout.ranks)]
     records: list[PartRecord] = []
     for first in range(0, layout.ranks, OPEN_FILES):

@@ -1,4 +1,4 @@
-"""Checkpoints: what one holds, whether it is whole, as another layout, against another one, for and from others.
+"""Inspect, verify, reshard, compare, export and import checkpoints.
 
 A checkpoint is a folder with a manifest.json. A run directory, or its folder of checkpoints, stands for its newest one.
 """
@@ -24,16 +24,16 @@ _SHOWN = 20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     action = actions(parser)
-    inspect = action("inspect", "what a checkpoint holds")
+    inspect = action("inspect", "show what a checkpoint contains")
     inspect.add_argument("checkpoint", metavar="CHECKPOINT", type=Path)
     inspect.add_argument("--tensors", action="store_true", help="list every tensor")
     verify = action("verify", "read all of a checkpoint and check every checksum")
     verify.add_argument("checkpoint", metavar="CHECKPOINT", type=Path)
-    reshard = action("reshard", "write a checkpoint as another layout would have")
+    reshard = action("reshard", "rewrite a checkpoint for another layout")
     reshard.add_argument("checkpoint", metavar="CHECKPOINT", type=Path)
     reshard.add_argument("--layout", required=True, metavar="LAYOUT", help="such as tp=2,dp=2,zero=1")
     reshard.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="the new checkpoint's folder")
-    diff = action("diff", "two checkpoints tensor by tensor; the exit code is 1 when they differ")
+    diff = action("diff", "compare two checkpoints by tensor; the exit code is 1 when they differ")
     diff.add_argument("a", metavar="A", type=Path)
     diff.add_argument("b", metavar="B", type=Path)
     export = action("export", "write the weights as a Hugging Face folder, which transformers loads")
@@ -42,23 +42,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     export.add_argument(
         "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of every tensor (bfloat16)"
     )
-    _import_arguments(action("import", "another trainer's checkpoint (FSDP2, DeepSpeed) as one of shardwise's"))
+    _import_arguments(action("import", "convert another trainer's checkpoint (FSDP2, DeepSpeed)"))
 
 
 def _import_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="FOLDER", type=Path, help="what the other trainer wrote")
-    parser.add_argument("--format", choices=("auto", "dcp", "deepspeed"), default="auto", help="whose it is (auto)")
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="the other trainer's checkpoint")
+    parser.add_argument("--format", choices=("auto", "dcp", "deepspeed"), default="auto", help="its format (auto)")
     parser.add_argument(
-        "--model", required=True, metavar="MODEL", help="a name of the catalog, a config.json, a folder"
+        "--model",
+        required=True,
+        metavar="MODEL",
+        help="a name of the catalog, a config.json, or the folder that holds one",
     )
     parser.add_argument("--set", metavar="FIELD=VALUE,...", action="append", default=[], help="change the model")
     parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="the new checkpoint's folder")
     parser.add_argument("--weights-only", action="store_true", help="leave the optimizer's state out")
-    group = parser.add_argument_group("for train --resume", "what the other trainer's checkpoint does not say")
+    group = parser.add_argument_group("for train --resume", "settings that the other trainer's checkpoint lacks")
     group.add_argument("--data", metavar="SOURCE", help="file, folder, saved dataset, or stdlib")
     group.add_argument("--tokenizer", metavar="FILE", help="the model's tokenizer.json")
-    group.add_argument("--seq", type=int, metavar="N", help="tokens a sequence")
-    group.add_argument("--batch", type=int, metavar="N", help="sequences a step (DeepSpeed's own)")
+    group.add_argument("--seq", type=int, metavar="N", help="tokens per sequence")
+    group.add_argument("--batch", type=int, metavar="N", help="sequences per step (DeepSpeed's own)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -103,7 +106,7 @@ def _verify(args: argparse.Namespace) -> int:
     if args.json:
         print_json({**_summary(checkpoint), "whole": True})
     else:
-        show(*_lines(checkpoint), "", "every checksum is right")
+        show(*_lines(checkpoint), "", "every checksum is correct")
     return 0
 
 
@@ -151,7 +154,7 @@ def _import(args: argparse.Namespace) -> int:
     size = format_bytes(manifest.nbytes)
     show(f"wrote {args.out}: {len(manifest.tensors)} tensors after {manifest.step} steps, {size}")
     if run is not None:
-        show(f"to resume: shardwise train --resume {args.out} --layout LAYOUT --steps N --out RUN")
+        show(f"resume with: shardwise train --resume {args.out} --layout LAYOUT --steps N --out RUN")
     else:
         show(f"its weights for train --weights: shardwise checkpoint export {args.out} --to FOLDER")
     return 0
@@ -193,7 +196,7 @@ def _export(args: argparse.Namespace) -> int:
         what = f"{made.tensors} tensors in {args.dtype}, {format_bytes(made.nbytes)}"
         show(f"wrote {made.folder}: the weights of step {checkpoint.manifest.step}, {what}")
         if "tokenizer.json" not in made.files:
-            show("without a tokenizer: the run's own is no longer where it was")
+            show("without a tokenizer: the run's own tokenizer is gone")
     return 0
 
 

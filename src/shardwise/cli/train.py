@@ -29,16 +29,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _what(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what is trained on what")
-    group.add_argument("--layout", metavar="TEXT", help="how it is split, such as dp=2,tp=2,zero=3,sp (dp=1)")
+    group = parser.add_argument_group("model, data and layout")
+    group.add_argument("--layout", metavar="TEXT", help="how the model is split, such as dp=2,tp=2,zero=3,sp (dp=1)")
     group.add_argument("--data", metavar="SOURCE", help="file, folder, saved dataset, or stdlib")
     group.add_argument("--text-field", metavar="NAME", help="field that holds the text of JSONL, Parquet, datasets")
     group.add_argument("--max-bytes", type=int, metavar="N", help="use no more than the first N bytes of text")
     group.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json; left out, one is trained on the text")
     group.add_argument("--vocab", type=int, metavar="N", help="vocabulary in place of the model's")
-    group.add_argument("--seq", type=int, metavar="N", help="tokens a sequence")
-    group.add_argument("--batch", type=int, metavar="N", help="sequences a step, over all ranks")
-    group.add_argument("--isolate-documents", action="store_true", help="packed documents do not see each other")
+    group.add_argument("--seq", type=int, metavar="N", help="tokens per sequence")
+    group.add_argument("--batch", type=int, metavar="N", help="sequences per step, over all ranks")
+    group.add_argument("--isolate-documents", action="store_true", help="attention does not cross documents")
     group.add_argument("--steps", type=int, metavar="N", help="optimizer steps (100)")
 
 
@@ -46,34 +46,38 @@ def _optimizer(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("AdamW")
     group.add_argument("--lr", type=float, metavar="X", help="peak learning rate (1e-3)")
     group.add_argument("--warmup", type=int, metavar="N", help="steps of linear warm-up (10)")
-    group.add_argument("--weight-decay", type=float, metavar="X", help="decay of matrices (0.1)")
-    group.add_argument("--clip", type=float, metavar="X", help="bound of the global gradient norm, 0 for none (1.0)")
+    group.add_argument("--weight-decay", type=float, metavar="X", help="weight decay of matrices (0.1)")
+    group.add_argument("--clip", type=float, metavar="X", help="maximum global gradient norm, 0 for none (1.0)")
 
 
 def _run(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the run")
     group.add_argument("--out", type=Path, metavar="DIR", help="run directory, new or empty (runs/MODEL-N)")
-    group.add_argument("--seed", type=int, metavar="N", help="of weights, dropout and the order of the text (0)")
+    group.add_argument("--seed", type=int, metavar="N", help="seed of weights, dropout and the order of the text (0)")
     group.add_argument("--validate-every", type=int, metavar="N", help="steps between validations (0: at the end)")
     group.add_argument("--validate-batches", type=int, metavar="N", help="batches of each validation (4)")
     group.add_argument("--save-every", type=int, metavar="N", help="steps between checkpoints (0: at the end)")
     group.add_argument("--keep-last", type=int, metavar="N", help="checkpoints to keep, 0 for all (3)")
     group.add_argument("--save-async", action="store_true", help="continue training while a checkpoint is written")
     group.add_argument("--weights", metavar="DIR", help="start from a Hugging Face folder's weights, and its tokenizer")
-    group.add_argument("--resume", type=Path, metavar="DIR", help="resume a run or a checkpoint: its setup, its "
-                       "text (other text: --data)")  # fmt: skip
-    group.add_argument("--report", action="store_true", help="measure a step, and lay its prediction beside it")
+    group.add_argument("--resume", type=Path, metavar="DIR", help="resume a run or a checkpoint, with its settings "
+                       "and its text (other text: --data)")  # fmt: skip
+    group.add_argument("--report", action="store_true", help="measure a step, for comparison with its prediction")
     group.add_argument("--no-tensorboard", action="store_true", help="write no TensorBoard files")
     group.add_argument("--device", choices=("cpu", "cuda"), help="where ranks compute (cpu)")
     group.add_argument("--threads", type=int, metavar="N", help="threads of each rank's matrix products (1)")
     group.add_argument("--matmul", choices=("highest", "high", "medium"), help="fp32 product precision (highest)")
-    group.add_argument("--transport", choices=TRANSPORTS, help="what carries collectives between CPU "
-                       "ranks: shared memory on one host, or gloo; auto prefers the first (auto)")  # fmt: skip
-    group.add_argument("--no-overlap", action="store_true", help="do not communicate while computing; same bits")
-    group.add_argument("--port", type=int, default=0, metavar="N", help="where the ranks meet; left out, a file serves")
-    group.add_argument("--hang", type=float, metavar="S", help="seconds without progress after which to give up (600)")
-    group.add_argument("--restarts", type=int, default=0, metavar="N", help="resume from the last checkpoint after a "
-                       "rank died or got stuck, at most N times (0)")  # fmt: skip
+    group.add_argument("--transport", choices=TRANSPORTS, help="carries collectives between CPU ranks: "
+                       "shared memory on one host, or gloo; auto prefers shared memory (auto)")  # fmt: skip
+    group.add_argument(
+        "--no-overlap", action="store_true", help="do not communicate while computing (results stay equal)"
+    )
+    group.add_argument("--port", type=int, default=0, metavar="N", help="rendezvous port (none: a file is used)")
+    group.add_argument(
+        "--hang", type=float, metavar="S", help="seconds without progress after which the run ends (600)"
+    )
+    group.add_argument("--restarts", type=int, default=0, metavar="N", help="restart from the last good checkpoint "
+                       "after a rank died or got stuck, at most N times (0)")  # fmt: skip
     group.add_argument("--elastic", action="store_true", help="restart without ranks that were killed: dp shrinks")
 
 
@@ -129,9 +133,9 @@ def _run_as_rank(args: argparse.Namespace) -> NoReturn:
     from shardwise.runtime.job.rank import leave, number
 
     if args.port:
-        raise UserError("under torchrun its own rendezvous counts: leave --port out")
+        raise UserError("torchrun has its own rendezvous: leave out --port")
     if args.restarts:
-        raise UserError("torchrun starts ranks again itself: leave --restarts out, give torchrun --max-restarts N")
+        raise UserError("torchrun restarts ranks itself: leave out --restarts, give torchrun --max-restarts N")
     if args.out is None and args.resume is None:
         raise UserError("under torchrun every rank must know the run directory: add --out DIR")
     out: list[str] = []
@@ -193,7 +197,7 @@ def _changes(args: argparse.Namespace) -> dict[str, Any]:
     fixed = [f"--{name}" for name in ("vocab", "seq", "batch", *_OPTIMIZER) if getattr(args, name) is not None]
     if args.model is not None or args.set or fixed or args.isolate_documents:
         named = ", ".join(["MODEL"] * (args.model is not None) + ["--set"] * bool(args.set) + fixed)
-        raise UserError(f"a resumed run keeps what it trains and how: leave out {named or '--isolate-documents'}")
+        raise UserError(f"a resumed run keeps its model and settings: leave out {named or '--isolate-documents'}")
     return _given(args)
 
 

@@ -151,7 +151,7 @@ def prepare(
     text = _digest(material, max_bytes, say)
     fingerprint = _fingerprint(text, settings, tokenizer, vocab)
     if only is not None and fingerprint != only:
-        raise UserError("that is other text, or it was prepared otherwise")
+        raise UserError("the text or its settings have changed")
     try:
         name, found = _place(Path(out), fingerprint, say)
         if found is None and tokenizer is None and kept is not None:
@@ -160,8 +160,8 @@ def prepare(
                 fingerprint = _fingerprint(text, settings, tokenizer, vocab)
                 name, found = _place(Path(out), fingerprint, say)
             else:
-                say(f"warning: {kept}, by which the weights know tokens, has gone: one is trained anew, which is the "
-                    "same if the text is; else give theirs with --tokenizer")  # fmt: skip
+                say(f"warning: the weights' tokenizer {kept} is gone: a new one is trained, which is equal only if the "
+                    "text is; otherwise give theirs with --tokenizer")  # fmt: skip
         if found is not None:
             return found
         made = _Preparation(material, max_bytes, validation_fraction, say)
@@ -192,7 +192,9 @@ def _digest(source: Source, max_bytes: int | None, say: Progress) -> list[Any]:
                     done += count
                     if done - told >= _TELL:
                         told = done
-                        say(f"read {done / 1e9:.0f} GB of {source.size / 1e9:.0f}, to see whether they are prepared")
+                        say(
+                            f"read {done / 1e9:.0f} GB of {source.size / 1e9:.0f} to check whether the text is prepared"
+                        )
         except OSError as error:
             raise UserError(f"cannot read {file.path}: {error.strerror}") from None
         # A file alone is one document, or lines of them, by its suffix, whatever its name.

@@ -40,7 +40,7 @@ def make_comms(
             if transport == "shared":
                 raise UserError(f"no shared memory: {error}; choose --transport gloo") from None
             if rank == 0:
-                print(f"no shared memory: {error}; going on over gloo", flush=True)
+                print(f"no shared memory: {error}; continuing over gloo", flush=True)
     comms = Comms(grid, rank, AXES, timeout=timeout, overlap=overlap, pulse=pulse)
     if dist.get_backend() == "gloo" and dist.get_world_size() == 1:
         comms.backend = "shared"  # one rank communicates with nobody, so it needs no buffers for gloo

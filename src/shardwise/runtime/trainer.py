@@ -153,7 +153,7 @@ class _Run:
             self.at = self._restored(Path(config.resume))
             # A run that died after its last step has only its end to do again.
             if self.at.step > config.steps or (self.at.step == config.steps and not config.restart):
-                raise UserError(f"{config.resume} has done {self.at.step} steps already: ask for more with --steps")
+                raise UserError(f"{config.resume} is at step {self.at.step} already: give a larger --steps")
         elif config.weights:
             start_from(self.program, open_weights(config.weights, config.model))
         # A run that one rank cannot begin leaves no directory, which a second attempt would find occupied.

@@ -64,7 +64,7 @@ def import_checkpoint(
     if reason := model.why_not_runnable():
         raise UserError(f"{model.name}: {reason}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} is in use; nothing was overwritten: choose another folder")
+        raise UserError(f"{out} is not empty; nothing was overwritten: choose another folder")
     state = open_foreign(folder, format, weights_only=weights_only)
     held = bool(state.tensors.get("first")) and not weights_only
     if held and state.steps is None:

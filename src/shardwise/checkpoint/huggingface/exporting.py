@@ -87,7 +87,7 @@ def export(
     ends = {"bos_token_id": None, "eos_token_id": number}
     config = to_huggingface(model) | {"torch_dtype": dtype} | ends
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} is in use; nothing was overwritten: choose another folder")
+        raise UserError(f"{folder} is not empty; nothing was overwritten: choose another folder")
     shards = _shards(_tensors(model, dtype), max_shard_bytes)
     output = _Output(folder)
     try:

@@ -61,7 +61,7 @@ def until_done(
         _tell(config, ending, restarts, smaller is not None, elastic, progress)
     out = Path(config.out)
     if ending.code and _finished(out, began):
-        ending = replace(ending, line=f"{ending.line}. The run has finished all the same")
+        ending = replace(ending, line=f"{ending.line}. The run had finished before")
     elif ending.code:
         _close(out, ending)
         if ending.code != USER_MISTAKE:
@@ -168,12 +168,12 @@ def _tell(
     again: TrainConfig, ending: Ending, restarts: int, shrunk: bool, elastic: bool, progress: Callable[[str], None]
 ) -> None:
     """Say what comes now and why, and note it in the run's events."""
-    where = f"from {again.resume}" if again.resume else "from the beginning, for there is no checkpoint yet"
+    where = f"from {again.resume}" if again.resume else "from the beginning, because there is no checkpoint yet"
     how = ""
     if shrunk:
         how = f", on {again.layout.ranks} ranks as {again.layout}"
     elif elastic and ending.lost:
-        how = ", on as many ranks as before, for dp cannot shrink"
+        how = ", on as many ranks as before, because dp cannot shrink"
     progress(f"restart {again.restart} of {restarts} {where}{how}: {ending.line}")
     if (Path(again.out) / "run.json").exists():
         event = {"restart": again.restart, "from": again.resume, "layout": str(again.layout), "because": ending.line}
@@ -191,7 +191,7 @@ def _with_stack(ending: Ending, out: Path) -> Ending:
         file.write_text(ending.stack)
     except OSError:
         return ending
-    return replace(ending, line=f"{ending.line}; where it stood: {file}")
+    return replace(ending, line=f"{ending.line}; its stack is in {file}")
 
 
 def way_on(out: Path) -> str:

@@ -58,13 +58,13 @@ def _kept(config: TrainConfig, progress: Progress) -> Corpus:
     try:
         corpus = Corpus.open(path)
         if config.corpus_fingerprint not in ("", corpus.fingerprint):
-            raise UserError(f"{path} is another corpus than the run's")
+            raise UserError(f"{path} is not the run's corpus")
     except UserError:
         try:
             return _prepared(config, progress, only=config.corpus_fingerprint)
         except UserError as error:
             raise UserError(
-                f"the run's corpus {path} is gone or damaged, and cannot be made again from {config.data}: {error}; "
+                f"the run's corpus {path} is gone or damaged and cannot be prepared again from {config.data}: {error}; "
                 "name the text to train on with --data"
             ) from None
     progress(f"the text is the run's own, in {path}; for other text give --data")
@@ -115,7 +115,7 @@ def _say_change(config: TrainConfig, corpus: Corpus, progress: Progress) -> bool
     since = Path(config.resume).name if config.resume else "here"
     progress(
         f"warning: from {since} on the run trains on other text: {config.data} in place of {former}. Losses from there "
-        "on do not compare with those before"
+        "on are not comparable with earlier ones"
     )
     return False
 

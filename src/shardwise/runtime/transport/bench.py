@@ -181,7 +181,7 @@ class Bench:
             transport = shared_transport(world, timeout=self.job.timeout)
             return transport, transport.empty(elements, DTYPE)
         except OSError as error:
-            raise UserError(f"--transport shared cannot be had: {error}; use --transport sends") from None
+            raise UserError(f"--transport shared is not available: {error}; use --transport sends") from None
 
     def run(self) -> None:
         """Measure cell after cell until the time is over; rank 0 writes them."""
