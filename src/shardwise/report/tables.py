@@ -15,7 +15,7 @@ from shardwise.report.exposure import Exposure
 from shardwise.report.grouping import compared_ledgers, group_compared, group_ledger, ledgers
 from shardwise.report.page.palette import KINDS, classes_of
 from shardwise.report.step_report import LedgerRow, Role, StepReport
-from shardwise.report.terminal import new_table
+from shardwise.report.terminal import Column, FittedTable, new_table
 from shardwise.report.units import byte_note, format_bytes, format_ranks, format_role, format_share, format_time
 
 if TYPE_CHECKING:
@@ -27,36 +27,40 @@ _BAR = 24
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
-def memory_table(report: StepReport, binary: bool = False, capacity: int | None = None) -> Table:
+def memory_table(report: StepReport, binary: bool = False, capacity: int | None = None) -> FittedTable:
     """Bytes by class of each role, with bars on one scale; `capacity` is the bytes of one device's memory."""
-    table = new_table(f"memory per rank ({byte_note(binary)})")
-    _columns(table, ("role",), ())
-    table.add_column("class", no_wrap=True)
-    _columns(table, (), ("bytes", "share"))
-    table.add_column("", min_width=_BAR)
+    columns = (
+        Column("role", left=True), Column("class", left=True), Column("bytes"), Column("share"),
+        Column("", left=True),
+    )  # fmt: skip
+    table = FittedTable(columns, title=f"memory per rank ({byte_note(binary)})")
     longest = max((role.peak_bytes for role in report.roles), default=0)
     for role in report.roles:
         _add_role_memory(table, role, longest, binary, capacity)
     return table
 
 
-def _add_role_memory(table: Table, role: Role, longest: int, binary: bool, capacity: int | None) -> None:
+def _add_role_memory(table: FittedTable, role: Role, longest: int, binary: bool, capacity: int | None) -> None:
     peak = role.peak_bytes
-    name = _text(format_role(role.role, role.ranks))
+    # Two lines of their own, beside the first two classes: together they are wider than the rest leaves at 80 columns.
+    names = [role.role, f"({format_ranks(role.ranks)})"]
     for field, kind in classes_of([role.bytes]).items():
         held = getattr(role.bytes, field)
         share = format_share(held / peak) if peak else "0%"
-        table.add_row(name, kind.label, format_bytes(held, binary), share, _bar(held, longest, kind.light))
-        name = _text("")
+        table.add_row(
+            names.pop(0) if names else "",
+            kind.label,
+            format_bytes(held, binary),
+            share,
+            _bar(held, longest, kind.light),
+        )
     if capacity is None:
         table.add_row("", _text("peak", "bold"), _text(format_bytes(peak, binary), "bold"), "", "", end_section=True)
         return
-    verdict = _text(
-        f"{format_share(peak / capacity)} of {format_bytes(capacity, binary)}",
-        "green" if peak <= capacity else "bold red",
-    )
-    mark = _mark(peak <= capacity, "fits", "does not fit")
-    table.add_row("", _text("peak", "bold"), _text(format_bytes(peak, binary), "bold"), mark, verdict, end_section=True)
+    size = format_bytes(capacity, binary)
+    verdict = _mark(peak <= capacity, f"fits {size}", f"does not fit {size}")
+    cells = (_text(text, "bold") for text in ("peak", format_bytes(peak, binary), format_share(peak / capacity)))
+    table.add_row("", *cells, verdict, end_section=True)
 
 
 def ledger_table(report: StepReport, binary: bool = False) -> Group:

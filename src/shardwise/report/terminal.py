@@ -72,10 +72,14 @@ class FittedTable:
     columns: Sequence[Column]
     rows: list[Sequence[str | Text]] = field(default_factory=list)
     title: str = ""
+    ends: set[int] = field(default_factory=set)
+    """Rows that are followed by an empty line."""
 
-    def add_row(self, *cells: str | Text) -> None:
-        """Add one cell for each column."""
+    def add_row(self, *cells: str | Text, end_section: bool = False) -> None:
+        """Add one cell for each column; end_section: and an empty line."""
         self.rows.append(cells)
+        if end_section:
+            self.ends.add(len(self.rows) - 1)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         shown, widths = self._fit(options.max_width)
@@ -84,8 +88,8 @@ class FittedTable:
             column = self.columns[i]
             name = wrap(column.name, widths[i]) if column.wraps else column.name
             table.add_column(name, justify="left" if column.left else "right", no_wrap=not column.wraps)
-        for row in self.rows:
-            table.add_row(*(self._cell(row[i], i, widths[i]) for i in shown))
+        for number, row in enumerate(self.rows):
+            table.add_row(*(self._cell(row[i], i, widths[i]) for i in shown), end_section=number in self.ends)
         yield table
         dropped = [column.name for i, column in enumerate(self.columns) if i not in shown]
         if dropped:
