@@ -52,6 +52,15 @@ def test_an_option_of_the_comparison_asks_for_it(capsys):
     assert len(json.loads(capsys.readouterr().out)["predicted"]["strategies"]) == 3
 
 
+def test_set_changes_the_model_that_is_compared(capsys):
+    times = []
+    for words in ([], ["--set", "layers=40"], ["--set=layers=40", "--set", "ffn=1024"]):
+        assert main([*NODE, "--compare", "tp=8", *words, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)["predicted"]
+        times.append(found["strategies"][0]["token"]["middle"]["seconds"])
+    assert times[0] > 1.8 * times[1] > 1.8 * times[2]
+
+
 def test_prediction_needs_no_torch():
     code = (
         "import sys; from shardwise.cli.main import main; "
@@ -80,6 +89,8 @@ def test_prediction_needs_no_torch():
         ([*NODE, "--compare", "--hang", "3"], "--hang does nothing here"),
         ([*NODE, "--compare", "--device", "cuda"], "--device does nothing here"),
         (["generate", "mixtral-8x7b", "--compare", "--cluster", "8xH100"], "mixture-of-experts"),
+        ([*NODE, "--compare", "--set", "layer=2"], "did you mean layers?"),
+        (["generate", ".", "--compare", "tp=2", "--set", "layers=2"], "--set does nothing here"),
         ([*NODE, "--compare", "--int8"], "int8 weights are not gathered"),
         (["generate", "llama-3-70b", "--compare", "tp=2", "--train-seq", "8"], "--train-seq does nothing here"),
         (["generate", "llama-3-70b", "--compare", "tp=2"], "no folder of weights: give one, or predict with --cluster"),

@@ -18,9 +18,9 @@ from harness.command_line import mistake
 from shardwise.api import TrainResult
 from shardwise.cli.estimate import parameters_of
 from shardwise.cli.main import COMMANDS
-from shardwise.cli.models import change
 from shardwise.errors import UserError
 from shardwise.model import catalog
+from shardwise.model.changes import change
 from shardwise.report import Bytes, LedgerRow, Role, StepReport
 from shardwise.runtime.job.launch import RunFailed
 

@@ -33,7 +33,8 @@ class _Compared(argparse.Action):
     """An option of the comparison asks for it: --compare without layouts."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
-        setattr(namespace, self.dest, values)
+        before = getattr(namespace, self.dest)
+        setattr(namespace, self.dest, [*before, values] if isinstance(before, list) else values)
         if namespace.compare is None:
             namespace.compare = []
 
@@ -49,9 +50,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
     def add(name: str, metavar: str, text: str, kind: type = str) -> None:
-        group.add_argument(name, type=kind, metavar=metavar, action=_Compared, help=text)
+        default: list[str] | None = [] if name == "--set" else None
+        group.add_argument(name, type=kind, metavar=metavar, action=_Compared, default=default, help=text)
 
     add("--cluster", "TEXT", "predict for [NODESx]GPUSxDEVICE or a TOML file; needs no weights")
+    add("--set", "FIELD=VALUE,...", "change the model that is predicted, such as layers=2")
     add("--link", "GB/S", "what a device sends inside a node, one direction, in place of the cluster's", float)
     add("--prompt-tokens", "N", f"of the prompt, in place of a text ({PROMPT:,})", int)
     add("--train-seq", "N", "tokens of a sequence of the training step beside it (8,192)", int)
@@ -67,7 +70,7 @@ def run(args: argparse.Namespace, usual: argparse.ArgumentParser) -> int:
     idle = ["layout", "report", "pretend", "stop", "same", "temperature", "top_k", "top_p", "seed"]
     idle += ["engine", "train_seq", "link"] if args.cluster is None else []
     idle += ["prompt_tokens"] if prompted else []
-    idle += [] if here else HERE
+    idle += ["set"] if here else HERE
     if given := [name for name in idle if getattr(args, name) != usual.get_default(name)]:
         raise UserError(f"--{given[0].replace('_', '-')} does nothing here: leave it out with --compare")
     told: dict[str, Any] = {}
@@ -195,15 +198,15 @@ def _asked(args: argparse.Namespace, prompt: int = PROMPT, output: int = OUTPUT)
 
 def model_named(args: argparse.Namespace) -> Any:
     """The model of the catalog, of a config.json, or of a folder of weights. Raises `UserError`."""
-    from shardwise.cli.models import change
     from shardwise.model.catalog import resolve
+    from shardwise.model.changes import change
 
-    folder = Path(args.model)
+    folder, changes = Path(args.model), ",".join(getattr(args, "set", None) or [])
     if folder.is_dir() and not (folder / "config.json").exists():
         from shardwise.serving.job import weights_in
 
-        return weights_in(folder)[0]
-    return change(resolve(args.model), ",".join(getattr(args, "set", None) or []))
+        return change(weights_in(folder)[0], changes)
+    return change(resolve(args.model), changes)
 
 
 def tables(found: Comparison) -> Iterator[RenderableType]:

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cli.models import change
 from shardwise.cli.output import print_json, show
 from shardwise.errors import UserError
+from shardwise.model.changes import change
 
 if TYPE_CHECKING:
     from shardwise.cli.outlook import Serving, Training
