@@ -38,8 +38,9 @@ def printed(capsys: CaptureFixture[str]) -> Any:
         {"batch": "64", "prompt": "100", "output": "32"},
         {"model": "llama-3-8b", "cluster": "4xH100", "a": "tp=2,dp=2", "b": "pp=4", "batch": "3", "link": "50.25"},
         {"model": "tiny-llama", "cluster": "2xH100", "prompt": "9", "output": "4", "precision": "fp32"},
+        {"model": "llama-3-8b", "cluster": "2xH100", "layers": "5", "hidden": "2048", "ffn": "3000", "heads": "16"},
     ],
-    ids=["first", "batch", "link", "fp32"],
+    ids=["first", "batch", "link", "fp32", "sizes"],
 )
 def test_tokens_are_generate_compare(state: dict[str, str], printed: Any) -> None:
     view, spent = tokens.data(state), tokens.spent(state)
@@ -76,8 +77,9 @@ def test_tokens_are_generate_compare(state: dict[str, str], printed: Any) -> Non
         {"batch": "8"},
         {"model": "tiny-llama", "cluster": "2x2xH100", "tp": "2", "zero": "3", "seq": "64", "batch": "4", "sp": "1"},
         {"model": "tiny-llama", "cluster": "1xH100", "seq": "64", "batch": "4", "recompute": "full", "zero": "1"},
+        {"layers": "5", "heads": "64"},
     ],
-    ids=["first", "sharded", "one"],
+    ids=["first", "sharded", "one", "sizes"],
 )
 def test_memory_is_estimate(state: dict[str, str], printed: Any) -> None:
     view = memory.data(state)
@@ -88,7 +90,9 @@ def test_memory_is_estimate(state: dict[str, str], printed: Any) -> None:
     assert not any("nothing over" in step or " 1 ranks" in step for step in view.how["devices"].steps)
 
 
-@pytest.mark.parametrize("state", [{"by": "memory"}, {"fix": "tp=2,zero=1"}], ids=["by", "fix"])
+@pytest.mark.parametrize(
+    "state", [{"by": "memory"}, {"fix": "tp=2,zero=1"}, {"layers": "5"}], ids=["by", "fix", "sizes"]
+)
 def test_plans_are_plan(state: dict[str, str], printed: Any) -> None:
     view = plan.data({"model": "llama-3-8b", "cluster": "8xH100", "seq": "4096", "batch": "64"} | state)
     (found,) = printed(view.how["ranked"].command)

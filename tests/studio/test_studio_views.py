@@ -369,6 +369,32 @@ def test_the_model_and_the_cluster_come_along_to_other_views(visitor: Any) -> No
     assert "mixtral-8x7b: mixture-of-experts" in left.inner_text()
 
 
+def test_sizes_and_devices_are_changed_by_sliders_and_come_along(visitor: Any, runs: Any) -> None:
+    page = visitor.open("tokens?model=tiny-llama&cluster=2xH100&output=16&_how=compared&_tables=compared")
+    before = visitor.table("compared")
+    visitor.tab_to('[data-control="layers"] input')
+    visitor.after(lambda: page.keyboard.press("ArrowRight"))
+    layers = int(visitor.given["layers"])
+    assert layers > get("tiny-llama").layers and visitor.table("compared") != before
+    command = page.locator('[data-figure="compared"] code').inner_text()
+    assert command.startswith(f"shardwise generate tiny-llama --set layers={layers} --cluster 2xH100 --compare ")
+    visitor.after(lambda: page.locator('[data-control="devices"] input').press("ArrowRight"))
+    assert visitor.given["cluster"] == "4xH100"
+    visitor.after(page.get_by_role("navigation").get_by_role("link", name="Memory").click)
+    page.wait_for_selector('[data-figure="devices"]')
+    exact = page.get_by_label("Layers, exactly")
+    assert exact.input_value() == str(layers)
+    visitor.after(lambda: (exact.fill("7"), exact.press("Enter")))
+    given = {name: value for name, value in visitor.given.items() if not name.startswith("_")}
+    assert given == {"model": "tiny-llama", "layers": "7", "cluster": "4xH100"}
+    page.locator('[data-figure="devices"] .buttons button').first.click()
+    assert visitor.table("devices") == expected("memory", given, runs)["devices"]
+    box = page.locator('[data-control="model"] input')
+    box.fill("gpt2")
+    visitor.after(lambda: box.press("Enter"))
+    assert "layers" not in visitor.given and exact.input_value() == str(get("gpt2").layers)
+
+
 def test_a_step_or_a_window_typed_into_the_open_page_is_shown(visitor: Any) -> None:
     page = visitor.open("tokens?model=tiny-llama&cluster=2xH100&output=16")
     page.evaluate("window.untouched = true")

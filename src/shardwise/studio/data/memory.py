@@ -14,7 +14,6 @@ from shardwise.layout import Grid, Layout, UnitPlan, Workload, unit_plan
 from shardwise.layout.layout import CHOICES
 from shardwise.layout.units import usual_backend
 from shardwise.model import ModelConfig
-from shardwise.model.catalog import resolve
 from shardwise.model.parameters import count
 from shardwise.predict import estimate
 from shardwise.predict.activations import Sizes, saved_bytes, saved_items
@@ -30,6 +29,7 @@ from shardwise.schedule.pipeline.simulate import simulate
 from shardwise.schedule.pipeline.times import Times
 from shardwise.studio.columns import How, Table, View, command_line
 from shardwise.studio.data.models import SEQ, most_seq, offered, seqs, too_long
+from shardwise.studio.data.sizes import sized, sizes
 from shardwise.studio.query import Query
 
 CLUSTERS = ("8xH100", "2x8xH100", "8x8xH100", "8xA100", "8x8xA100", "8xB200", "1xH100")
@@ -44,7 +44,8 @@ MOST_MOMENTS = 4000
 def data(given: Mapping[str, str]) -> View:
     """One layout's bytes on each role of ranks, the same with other stages and recompute, and one rank's moments."""
     query = Query(given)
-    model, cluster = resolve(query.text("model", "llama-3-8b")), Cluster.parse(query.text("cluster", "8xH100"))
+    model, changes = sized(query, "llama-3-8b")
+    cluster = Cluster.parse(query.text("cluster", "8xH100"))
     layout = _layout(query, model, cluster.devices)
     seq = query.whole("seq", min(SEQ, most_seq(model)), 1, 1 << 24)
     together = layout.dp * layout.micro
@@ -63,10 +64,11 @@ def data(given: Mapping[str, str]) -> View:
         backend=usual_backend(cluster),
     )
     words = ("--layout", layout, "--cluster", query.state["cluster"], "--seq", workload.seq, "--batch", workload.batch)
-    command = command_line("estimate", query.state["model"], *words)
+    command = command_line("estimate", query.state["model"], *changes, *words)
     return View(
         query.state,
         {"model": names, "cluster": CLUSTERS, "schedule": CHOICES["schedule"], "seq": sorted({seq, *seqs(model)})}
+        | sizes(model)
         | {name: CHOICES[name] for name in ("recompute", "offload", "precision", "grads", "attention")},
         {
             "devices": _devices(report, cluster),

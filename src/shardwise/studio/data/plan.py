@@ -8,7 +8,7 @@ from typing import Any
 
 from shardwise.cluster import Cluster
 from shardwise.layout import Workload
-from shardwise.model.catalog import resolve
+from shardwise.model import ModelConfig
 from shardwise.model.parameters import count
 from shardwise.predict.search import plan as search
 from shardwise.predict.search.alternatives import Alternative
@@ -19,6 +19,7 @@ from shardwise.report.units import format_bytes, format_count, format_share, for
 from shardwise.studio.columns import How, Table, View, command_line
 from shardwise.studio.data.memory import CLUSTERS
 from shardwise.studio.data.models import SEQ, most_seq, offered, seqs, too_long
+from shardwise.studio.data.sizes import sized, sizes
 from shardwise.studio.query import Query
 
 BY = ("throughput", "memory", "cost", "pareto")
@@ -29,21 +30,21 @@ TOP = 12
 def data(given: Mapping[str, str]) -> View:
     """The best layouts, what the first spends its time on, and what other choices would cost."""
     query = Query(given)
-    model, cluster = query.text("model", "llama-3-70b"), query.text("cluster", "8x8xH100")
-    config = resolve(model)
-    seq = query.whole("seq", min(SEQ, most_seq(config)), 1, 1 << 24)
+    model, changes = sized(query, "llama-3-70b")
+    cluster = query.text("cluster", "8x8xH100")
+    seq = query.whole("seq", min(SEQ, most_seq(model)), 1, 1 << 24)
     batch = query.whole("batch", 128, 1, 1 << 20)
     names, left_out = offered(lambda one: too_long(one, seq if query.has("seq") else 1))
     by, fix = query.word("by", "throughput", BY), query.text("fix", "")
     query.done()
     found = _found(model, cluster, seq, batch, by, fix)
     winner = found.winner
-    words = ["--cluster", cluster, "--seq", seq, "--batch", batch, "--top", TOP]
+    words = [query.state["model"], *changes, "--cluster", cluster, "--seq", seq, "--batch", batch, "--top", TOP]
     words += ["--by", by] * (by != "throughput") + ["--fix", fix] * bool(fix)
-    command = command_line("plan", model, *words)
+    command = command_line("plan", *words)
     return View(
         query.state,
-        {"model": names, "cluster": CLUSTERS, "by": BY, "seq": sorted({seq, *seqs(config)})},
+        {"model": names, "cluster": CLUSTERS, "by": BY, "seq": sorted({seq, *seqs(model)})} | sizes(model),
         {"ranked": _ranked(found), "parts": _parts(found), "alternatives": _alternatives(found)},
         {
             "ranked": _how_ranked(found, command),
@@ -77,9 +78,9 @@ def data(given: Mapping[str, str]) -> View:
 
 
 @lru_cache(maxsize=32)
-def _found(model: str, cluster: str, seq: int, batch: int, by: str, fix: str) -> Plan:
+def _found(model: ModelConfig, cluster: str, seq: int, batch: int, by: str, fix: str) -> Plan:
     workload = Workload(seq=seq, batch=batch)
-    return search(resolve(model), Cluster.parse(cluster), workload, by=by, fixed=fixed_of(fix), top=TOP)  # type: ignore[arg-type]
+    return search(model, Cluster.parse(cluster), workload, by=by, fixed=fixed_of(fix), top=TOP)  # type: ignore[arg-type]
 
 
 def _ranked(found: Plan) -> Table:

@@ -24,11 +24,12 @@ PARTS = {"tokens": ("data", "spent"), "collectives": ("data", "costs"), "plan": 
 """Views whose figures come in several answers, the quick one first: collectives, collectives/costs."""
 
 
+_MODEL = ("model", "layers", "hidden", "ffn", "heads")
 TRAVELS = {
-    "tokens": ("model", "cluster"),
+    "tokens": (*_MODEL, "cluster"),
     "collectives": ("cluster",),
-    "memory": ("model", "cluster"),
-    "plan": ("model", "cluster"),
+    "memory": (*_MODEL, "cluster"),
+    "plan": (*_MODEL, "cluster"),
 }
 """View -> its parameters that come along from another view where somebody chose them."""
 

@@ -13,7 +13,6 @@ from shardwise.errors import UserError
 from shardwise.layout import Layout
 from shardwise.layout.units import UnitPlan
 from shardwise.model import ModelConfig
-from shardwise.model.catalog import resolve
 from shardwise.model.parameters import count
 from shardwise.predict.claims.table import claims
 from shardwise.predict.generation import layers
@@ -29,9 +28,12 @@ from shardwise.report.units import format_bytes, format_count, format_spans, for
 from shardwise.studio.columns import How, Table, View, command_line, exact
 from shardwise.studio.data import tokens_holdings, tokens_layer
 from shardwise.studio.data.models import offered
+from shardwise.studio.data.sizes import other_clusters, sized, sizes
 from shardwise.studio.data.tokens_metrics import headline, metrics, step_words, totals
 from shardwise.studio.query import Query
 
+LINKS = (12.5, 25.0, 50.0, 100.0, 200.0, 300.0, 450.0, 900.0)
+"""GB/s that a device sends inside its node, to choose from."""
 CLUSTERS = ("8xH100", "4xH100", "8xA100", "8xH200", "8xB200", "8xL40S")
 PRECISIONS = ("bf16", "fp32")
 PROMPTS, OUTPUTS = (128, 256, 512, 1024, 2048, 4096), (16, 32, 64, 128, 200, 256, 512, 1024)
@@ -56,14 +58,14 @@ class _Asked(NamedTuple):
     cluster: Cluster
     layouts: tuple[Layout, ...]
     asked: Asked
+    command: str
 
 
 def data(given: Mapping[str, str]) -> View:
     """Two strategies for the same prompt: what each rank holds, one layer step by step, one token, a training step."""
-    state, choices, left_out, model, cluster, layouts, asked = _asked(given)
+    state, choices, left_out, model, cluster, layouts, asked, command = _asked(given)
     found = compare(model, layouts, cluster, asked)
     ones = found.strategies
-    command = _command(state, cluster, layouts, asked)
     holdings = [tokens_holdings.pieces(model, layout) for layout in layouts]
     devices = [tokens_holdings.devices(model, *each) for each in zip(layouts, holdings, strict=True)]
     ways = [_way(model, layout, cluster, asked) for layout in layouts]
@@ -115,7 +117,7 @@ def data(given: Mapping[str, str]) -> View:
 def spent(given: Mapping[str, str]) -> View:
     """Bytes sent and time needed by each strategy after every token of the longest answer, so that the page's slider
     asks nothing."""
-    state, choices, _, model, cluster, layouts, asked = _asked(given)
+    state, choices, _, model, cluster, layouts, asked, command = _asked(given)
     ones = compare(model, layouts, cluster, asked).strategies
     longest = min(MOST_OUTPUT, model.max_positions - asked.prompt)
     columns: dict[str, list[Any]] = {"token": list(range(1, longest + 1))}
@@ -139,7 +141,7 @@ def spent(given: Mapping[str, str]) -> View:
             for side, one in zip("AB", ones, strict=False)
         ]
         + ["So far: the sum of all tokens up to here, without the prompt."],
-        _command(state, cluster, layouts, asked),
+        command,
         "docs/generation.md",
     )
     last = asked.output - 1
@@ -150,8 +152,9 @@ def spent(given: Mapping[str, str]) -> View:
 
 def _asked(given: Mapping[str, str]) -> _Asked:
     query = Query(given)
-    model = resolve(query.text("model", "llama-3-70b"))
-    cluster = _linked(query, Cluster.parse(query.text("cluster", "8xH100")))
+    model, changes = sized(query, "llama-3-70b")
+    usual_cluster = Cluster.parse(query.text("cluster", "8xH100"))
+    cluster = _linked(query, usual_cluster)
     usual = [str(layout) for layout in usual_layouts(model, cluster)]
     if not usual:
         raise UserError(f"{model.name} cannot be split over all {cluster.devices} devices: choose another cluster")
@@ -168,7 +171,19 @@ def _asked(given: Mapping[str, str]) -> _Asked:
     choices: dict[str, list[Any]] = {"model": names, "cluster": list(CLUSTERS), "precision": list(PRECISIONS)}
     choices |= {"a": usual, "b": usual, "prompt": sorted({prompt} | {n for n in PROMPTS if n + output <= room})}
     choices |= {"output": sorted({output} | {n for n in OUTPUTS if prompt + n <= room})}
-    return _Asked(query.state, choices, left_out, model, cluster, tuple(layouts), asked)
+    choices |= sizes(model) | {"devices": _devices(model, str(query.state["cluster"]))}
+    if link := float(query.state["link"]):
+        choices["link"] = sorted({link, *LINKS})
+    words = [query.state["model"], *changes, "--cluster", query.state["cluster"]]
+    words += ["--link", exact(link)] * (cluster != usual_cluster)
+    return _Asked(
+        query.state, choices, left_out, model, cluster, tuple(layouts), asked, _command(words, layouts, asked)
+    )
+
+
+@lru_cache(maxsize=64)
+def _devices(model: ModelConfig, cluster: str) -> list[str]:
+    return other_clusters(cluster, lambda other: len(usual_layouts(model, other)) > 1)
 
 
 def _lengths(query: Query, model: ModelConfig) -> tuple[int, int]:
@@ -197,11 +212,8 @@ def _linked(query: Query, cluster: Cluster) -> Cluster:
     return cluster.with_link(wanted * 1e9)
 
 
-def _command(state: Mapping[str, Any], cluster: Cluster, layouts: tuple[Layout, ...], asked: Asked) -> str:
-    """`generate --compare` with the same numbers."""
-    words = [state["model"], "--cluster", state["cluster"]]
-    if cluster != Cluster.parse(state["cluster"]):
-        words += ["--link", exact(state["link"])]
+def _command(words: list[Any], layouts: list[Layout], asked: Asked) -> str:
+    """`generate --compare` with the same numbers. words: of the model and the cluster."""
     sizes = ("--prompt-tokens", asked.prompt, "--max-tokens", asked.output, "--batch", asked.batch)
     return command_line("generate", *words, "--compare", *layouts, *sizes)
 

@@ -73,9 +73,9 @@ function makePage(view, given) {
   announce(view, title);
   travel();
 
-  /** Model and cluster that were chosen here come along to other views. */
+  /** Model, its sizes and cluster come along to other views, as far as they were chosen here. */
   function travel() {
-    for (const name of about(view).travels) if (given[name]) travelling[name] = given[name];
+    for (const name of about(view).travels) if (given[name]) travelling[name] = given[name]; else delete travelling[name];
     for (const other of inside ? [] : VIEWS) links[other.name].href = text(other.name, Object.fromEntries(other.travels.filter((name) => travelling[name]).map((name) => [name, travelling[name]])));
   }
 

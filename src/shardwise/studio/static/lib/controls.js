@@ -34,10 +34,10 @@ export function text(page, name, label, { help = "", size = 14 } = {}) {
   });
 }
 
-/** A slider over `values`, a list that an answer's choices replace, or from `least` to `most`; `words(value)` stands
- * beside it. */
-export function slider(page, name, label, { least = 0, most = 10, step = 1, values = null, words = String, help = "" } = {}) {
-  const id = unique(name), output = h("output", { for: id });
+/** A slider over `values`, a list that an answer's choices (those of `from`) replace, or from `least` to `most`;
+ * `words(value)` stands beside it, or, `typed`, a box for any number. */
+export function slider(page, name, label, { least = 0, most = 10, step = 1, values = null, words = String, help = "", from = name, typed = false } = {}) {
+  const id = unique(from), output = typed ? h("input", { type: "number", min: 0, step: "any", inputmode: "numeric", "aria-label": `${label}, exactly`, onchange: () => page.set({ [name]: output.value }) }) : h("output", { for: id });
   const at = (value) => (values ? nearest(values, value) : value);
   const of = (position) => (values ? values[position] : Number(position));
   const input = h("input", { id, type: "range", min: values ? 0 : least, max: values ? values.length - 1 : most,
@@ -46,11 +46,12 @@ export function slider(page, name, label, { least = 0, most = 10, step = 1, valu
       page.set({ [name]: of(input.value) }, true);
     } });
   const tell = (value) => {
-    output.textContent = words(value);
+    if (typed) output.value = value;
+    else output.textContent = words(value);
     input.setAttribute("aria-valuetext", words(value));
   };
   return control(id, label, help, h("span", { class: "slide" }, input, output), (data) => {
-    values = (values && data.choices?.[name]) || values;
+    values = (values && data.choices?.[from]) || values;
     if (values) input.max = values.length - 1;
     if (document.activeElement !== input || !page.pending) input.value = at(data.state[name]);
     tell(data.state[name]);
@@ -81,6 +82,14 @@ export function panel(title, ...controls) {
   return { node, show: (data) => controls.forEach((each) => each.show(data)) };
 }
 
+/** Sliders for the sizes of the model; another model has its own again. */
+export function sizes(page) {
+  const one = (name, label) => slider(page, name, label, { values: [], typed: true });
+  return panel("The model's sizes", one("layers", "Layers"), one("hidden", "Hidden"), one("ffn", "Feed-forward (ffn)"), one("heads", "Heads"));
+}
+
+export const forgetsSizes = (changes) => ("model" in changes ? ["layers", "hidden", "ffn", "heads"] : []);
+
 function control(id, label, help, input, show) {
   const node = h("div", { class: "control", dataset: { control: id.replace(/-\d+$/, "") } },
     h("label", { for: id, title: help || null }, label), input);
@@ -88,7 +97,7 @@ function control(id, label, help, input, show) {
 }
 
 function nearest(values, wanted) {
-  let best = 0;
+  let best = Math.max(0, values.map(String).indexOf(String(wanted)));
   values.forEach((value, i) => { if (Math.abs(value - wanted) < Math.abs(values[best] - wanted)) best = i; });
   return best;
 }

@@ -2,7 +2,7 @@
 
 import { axes, halo, line, scale } from "studio/lib/axes";
 import { bars, barsHeight } from "studio/lib/bars";
-import { check, number, panel, select, slider, text } from "studio/lib/controls";
+import { check, forgetsSizes, number, panel, select, sizes, slider, text } from "studio/lib/controls";
 import { h } from "studio/lib/dom";
 import { figure } from "studio/lib/figure";
 import { bytes, count, mark } from "studio/lib/format";
@@ -13,7 +13,7 @@ import { fact } from "studio/views/collectives";
 export const lead = "What a training step keeps on every device, by class, against what the device has. Change the split and see what fits.";
 
 /** Unless it is set itself, dp fills the devices again. */
-export const forgets = (changes) => (["tp", "pp", "cp", "cluster"].some((name) => name in changes) ? ["dp", "place"] : []);
+export const forgets = (changes) => [...forgetsSizes(changes), ...(["tp", "pp", "cp", "cluster"].some((name) => name in changes) ? ["dp", "place"] : [])];
 
 const DEGREES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024];
 const ZERO = { 0: "0: everything whole", 1: "1: optimizer state split", 2: "2: gradients, too", 3: "3: weights, too" };
@@ -25,6 +25,7 @@ export function mount(root, page) {
     panel("Model and devices", text(page, "model", "Model", { size: 16 }), text(page, "cluster", "Cluster"),
       slider(page, "seq", "Tokens a sequence", { values: [], words: (n) => Number(n).toLocaleString("en-US") }),
       slider(page, "batch", "Sequences a step", { values: [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024] })),
+    sizes(page),
     panel("How it is split", degree("dp", "Data (dp)"), degree("tp", "Tensor (tp)", 16), degree("pp", "Pipeline (pp)", 32), degree("cp", "Context (cp)", 32),
       select(page, "zero", "ZeRO stage", { choices: [0, 1, 2, 3], labels: ZERO }), check(page, "sp", "Sequence parallel (sp)")),
     panel("What is kept", number(page, "micro", "Sequences a micro-batch", { least: 1, most: 1024 }), select(page, "recompute", "Recompute"),

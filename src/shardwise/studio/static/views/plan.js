@@ -2,7 +2,7 @@
 
 import { axes, line, scale } from "studio/lib/axes";
 import { bars, barsHeight } from "studio/lib/bars";
-import { panel, select, slider, text } from "studio/lib/controls";
+import { forgetsSizes, panel, select, sizes, slider, text } from "studio/lib/controls";
 import { h } from "studio/lib/dom";
 import { figure } from "studio/lib/figure";
 import { bytes, count, seconds, share } from "studio/lib/format";
@@ -12,6 +12,8 @@ import { fact } from "studio/views/collectives";
 
 export const lead = "Every legal way to split a model over a cluster is held against memory and priced. This is the best one, and why not another.";
 
+export const forgets = forgetsSizes;
+
 const BY = { throughput: "the fastest step", memory: "the fewest bytes", cost: "the fewest device-seconds", pareto: "time against memory" };
 
 export function mount(root, page) {
@@ -20,6 +22,7 @@ export function mount(root, page) {
       slider(page, "seq", "Tokens a sequence", { values: [], words: (n) => Number(n).toLocaleString("en-US") }),
       slider(page, "batch", "Sequences a step", { values: [8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096] }),
       select(page, "by", "Best is", { labels: BY }), text(page, "fix", "The layout must have", { help: "such as tp=8,zero=1", size: 14 })),
+    sizes(page),
   ];
   let data = null, scored = null;
   const facts = h("dl", { class: "facts" }), binds = h("p", { class: "muted" }), refused = h("p", { class: "muted" });

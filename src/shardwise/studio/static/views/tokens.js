@@ -1,7 +1,7 @@
 // Tokens: who holds what of the weights, one layer step by step, and what every token adds up to; two strategies.
 
 import { bars, barsHeight } from "studio/lib/bars";
-import { number, panel, select, slider, text } from "studio/lib/controls";
+import { forgetsSizes, panel, select, sizes, slider, text } from "studio/lib/controls";
 import { inside } from "studio/lib/data";
 import { h } from "studio/lib/dom";
 import { figure } from "studio/lib/figure";
@@ -17,14 +17,15 @@ import { metricTable } from "studio/views/tokens_metrics";
 import { drawLayer, layerHeight, layerKeys } from "studio/views/tokens_layer";
 
 export const lead = "A large model does not fit one device, so its weights lie on several. What must happen for one token then? Two ways beside each other.";
-export const forgets = (changes) => ("output" in changes || "batch" in changes || "prompt" in changes ? ["_token", "_window"] : "cluster" in changes || "model" in changes ? ["_token", "_step", "_layer", "_window", "a", "b", ...("cluster" in changes ? ["link"] : [])] : ["_token", "_window"]);
+export const forgets = (changes) => [...forgetsSizes(changes), ...("output" in changes || "batch" in changes || "prompt" in changes ? ["_token", "_window"] : "cluster" in changes || "model" in changes ? ["_token", "_step", "_layer", "_window", "a", "b", ...("cluster" in changes ? ["link"] : [])] : ["_token", "_window"])];
 
 const BATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 256];
 
 export function mount(root, page) {
   const controls = [
-    panel("What is generated", text(page, "model", "Model", { size: 14 }), text(page, "cluster", "Devices"), number(page, "link", "Link in a node, GB/s", { most: 1e6, step: "any", help: "what a device sends, one direction" }), slider(page, "prompt", "Prompt", { values: [], words: (n) => `${n} tokens` }),
+    panel("What is generated", text(page, "model", "Model", { size: 14 }), text(page, "cluster", "Cluster", { size: 10 }), slider(page, "cluster", "Devices", { values: [], from: "devices" }), slider(page, "link", "Link in a node, GB/s", { values: [0], typed: true, help: "what a device sends, one direction" }), slider(page, "prompt", "Prompt", { values: [], words: (n) => `${n} tokens` }),
       slider(page, "output", "Answer", { values: [], words: (n) => `${n} tokens` }), slider(page, "batch", "Batch size", { values: BATCHES })),
+    sizes(page),
     panel("Two strategies", text(page, "a", "A", { size: 12, help: "tp=8, dp=8,zero=3 or pp=8" }), text(page, "b", "B", { size: 12 }), select(page, "precision", "Precision")),
   ];
   let data = null, step = 0;
