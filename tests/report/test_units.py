@@ -4,7 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.report.units import format_bytes, format_count, format_ranks, format_share, format_spans, format_time
+from shardwise.report.units import (
+    format_apart,
+    format_bytes,
+    format_count,
+    format_ranks,
+    format_share,
+    format_spans,
+    format_time,
+)
 
 
 @pytest.mark.parametrize(
@@ -75,3 +83,11 @@ def test_spans_name_exactly_their_numbers(numbers):
 
 def test_ranks():
     assert [format_ranks((3,)), format_ranks((0, 1, 2, 8))] == ["rank 3", "ranks 0-2,8"]
+
+
+@given(st.integers(1, 10**13), st.integers(1, 10**13))
+def test_different_sizes_are_told_apart(n, other):
+    a, b = format_apart(n, other)
+    assert (a == b) == (n == other) or abs(n - other) < 1e-8 * max(n, other)
+    assert format_apart(149.4e9, 149.1e9) == ("149.4 GB", "149.1 GB")
+    assert format_apart(150e9, 83e9) == ("150 GB", "83.0 GB")
