@@ -18,7 +18,7 @@ from shardwise.layout.units import Backend
 POOL = 1500
 LEAST = 90
 EIGHT_RANKS = 8
-SAMPLE = 12
+SAMPLE = 10
 
 CHOICES: dict[str, list[Any]] = {
     "schedule": ["naive", "gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"],

@@ -59,7 +59,7 @@ def assert_all(point: Point, backend: str) -> None:
 
 
 def traced() -> tuple[Point, ...]:
-    few = sample(seed(), count=3, most_ranks=RANKS)
+    few = sample(seed(), count=2, most_ranks=RANKS)
     return tuple(p for p in all_cases() if p.layout.ranks <= RANKS) if EVERYTHING else few
 
 
