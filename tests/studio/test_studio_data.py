@@ -28,6 +28,7 @@ from shardwise.schedule.pipeline.times import Times
 from shardwise.studio.columns import PACKED, encode
 from shardwise.studio.data import collectives, memory, pipelines, plan, tokens
 from shardwise.studio.data.registry import TRAVELS, VIEWS, answer, parts
+from shardwise.studio.page import parse_view
 from shardwise.studio.query import Query
 
 
@@ -172,6 +173,33 @@ def test_on_cpus_the_page_asks_the_same_software_everywhere(monkeypatch: pytest.
     assert spent["A takes"][0] == middle["first token"][0]
     asked = {"model": "tiny-llama", "cluster": "calibrated.toml", "seq": "512", "batch": "8"}
     assert any("shardwise-cpu" in line for line in plan.data(asked).how["ranked"].steps)
+
+
+@pytest.mark.parametrize(
+    ("view", "state"),
+    [
+        ("memory", {"cluster": "16x8xH100", "tp": "4", "pp": "4", "virtual": "2", "schedule": "interleaved", "sp": "1",
+                    "zero": "1", "recompute": "full", "grads": "fp32", "batch": "128"}),
+        ("plan", {"cluster": "8xH100", "seq": "4096", "batch": "64", "layers": "16"}),
+        ("tokens", {"cluster": "4xH100", "a": "tp=2,pp=2", "b": "dp=4,zero=3", "output": "8"}),
+    ],
+)  # fmt: skip
+def test_links_to_other_views_show_the_same_layout(view: str, state: dict[str, str]) -> None:
+    found = answer(view, {"model": "llama-3-8b"} | state)
+    listed = found.more["opens"] if view != "tokens" else [link for one in found.more["opens"] for link in one]
+    titles = [title for title, _ in listed]
+    assert titles == {"memory": ["Pipelines", "Plan"], "plan": ["Memory"],
+                      "tokens": ["Memory", "Pipelines", "Plan", "Memory", "Plan"]}[view]  # fmt: skip
+    for title, address in listed:
+        name, words = parse_view(address)
+        opened = answer(name, words)
+        assert opened.state.get("layers", found.state["layers"]) == found.state["layers"]
+        if (view, title) == ("plan", "Memory"):
+            assert opened.more["layout"] == found.more["best"] and opened.state["seq"] == 4096
+        if (view, title) == ("memory", "Plan"):
+            assert all(word in opened.more["best"].split(",") for word in ("tp=4", "pp=4", "dp=8", "zero=1"))
+        if (view, title) == ("memory", "Pipelines"):
+            assert (opened.state["a"], opened.state["ranks"], opened.state["virtual"]) == ("interleaved", 4, 2)
 
 
 STRATEGIES = ["tp=4", "dp=4,zero=3", "tp=2,dp=2,zero=3", "pp=2,tp=2", "pp=4"]

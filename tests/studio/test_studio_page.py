@@ -22,10 +22,30 @@ def test_every_view_is_drawn_told_accessible_and_narrow(visitor: Visitor, view: 
         page.emulate_media(color_scheme=theme)
         _axe(page)
     # 600 pixels is what a 1200-pixel window has at 200% zoom.
-    for width in (600, 360):
+    for width in (600, 320):
         page.set_viewport_size({"width": width, "height": 740})
         page.wait_for_timeout(60)
         assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert page.evaluate(OVERLAPPING) == []
+        assert page.evaluate(
+            "[...document.querySelectorAll('.scroll:has(.metrics)')].every((e) => e.scrollWidth <= e.clientWidth)"
+        )
+
+
+OVERLAPPING = """() => {
+    const words = "label, input, select, button, summary, h1, h2, p, dt, dd, output, li, canvas";
+    const all = [...document.querySelectorAll("main")].flatMap((main) => [...main.querySelectorAll(words)])
+        .filter((e) => e.checkVisibility() && !e.closest(".scroll, .unseen"))
+        .map((e) => [e, e.getBoundingClientRect()]);
+    const found = [];
+    all.forEach(([a, r], i) => all.slice(i + 1).forEach(([b, s]) => {
+        const wide = Math.min(r.right, s.right) - Math.max(r.left, s.left);
+        const high = Math.min(r.bottom, s.bottom) - Math.max(r.top, s.top);
+        if (wide > 2 && high > 2 && !a.contains(b) && !b.contains(a)) found.push([a.outerHTML, b.outerHTML]);
+    }));
+    return found.map((pair) => pair.map((html) => html.slice(0, 80)));
+}"""
+"""Pairs of what is written, drawn or pressed, of which one lies over the other."""
 
 
 def _drawn(page: Any) -> None:

@@ -395,6 +395,33 @@ def test_sizes_and_devices_are_changed_by_sliders_and_come_along(visitor: Any, r
     assert "layers" not in visitor.given and exact.input_value() == str(get("gpt2").layers)
 
 
+def test_a_layout_opens_in_other_views_and_back_undoes(visitor: Any, runs: Any) -> None:
+    state = "tokens?model=tiny-llama&layers=6&cluster=4xH100&output=16&a=pp=2,tp=2&b=dp=4,zero=3"
+    page = visitor.open(state)
+    select = page.locator('[data-control="precision"] select')
+    visitor.after(lambda: select.select_option("fp32"))
+    slider = page.locator('[data-control="batch"] input')
+    visitor.after(lambda: [slider.press("ArrowRight") for _ in range(3)])
+    assert (visitor.given["precision"], visitor.given["batch"]) == ("fp32", "8")
+    visitor.after(page.go_back)
+    assert visitor.given["precision"] == "fp32" and "batch" not in visitor.given and slider.input_value() == "0"
+    visitor.after(page.go_back)
+    assert page.evaluate("location.hash") == f"#{state}" and select.input_value() == "bf16"
+    links = page.locator('[data-figure="compared"] .opens a')
+    assert links.all_inner_texts() == ["Memory", "Pipelines", "Plan", "Memory", "Plan"]
+    visitor.after(links.nth(3).click)
+    page.wait_for_selector('[data-figure="devices"]')
+    assert visitor.given == {
+        "model": "tiny-llama", "layers": "6", "cluster": "4xH100", "dp": "4", "zero": "3"
+    }  # fmt: skip
+    assert "dp=4,zero=3" in page.locator('[data-figure="devices"] .facts').inner_text()
+    visitor.after(page.go_back)
+    page.wait_for_selector('[data-figure="compared"]')
+    visitor.after(page.locator('[data-figure="compared"] .opens a').nth(1).click)
+    page.wait_for_selector('[data-figure="a"]')
+    assert (visitor.given["a"], visitor.given["ranks"]) == ("1f1b", "2")
+
+
 def test_a_step_or_a_window_typed_into_the_open_page_is_shown(visitor: Any) -> None:
     page = visitor.open("tokens?model=tiny-llama&cluster=2xH100&output=16")
     page.evaluate("window.untouched = true")

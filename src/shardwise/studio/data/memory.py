@@ -29,6 +29,7 @@ from shardwise.schedule.pipeline.simulate import simulate
 from shardwise.schedule.pipeline.times import Times
 from shardwise.studio.columns import How, Table, View, command_line
 from shardwise.studio.data.models import SEQ, most_seq, offered, seqs, too_long
+from shardwise.studio.data.opens import opens
 from shardwise.studio.data.sizes import sized, sizes
 from shardwise.studio.query import Query
 
@@ -90,6 +91,7 @@ def data(given: Mapping[str, str]) -> View:
             "classes": list(BYTE_CLASSES),
             "places": layout.pp,
             "left_out": left_out,
+            "opens": opens(query.state, layout, "memory", workload.micro_batches(layout)),
         },
     )
 

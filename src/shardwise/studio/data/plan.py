@@ -19,6 +19,7 @@ from shardwise.report.units import format_bytes, format_count, format_share, for
 from shardwise.studio.columns import How, Table, View, command_line
 from shardwise.studio.data.memory import CLUSTERS
 from shardwise.studio.data.models import SEQ, most_seq, offered, seqs, too_long
+from shardwise.studio.data.opens import opens
 from shardwise.studio.data.sizes import sized, sizes
 from shardwise.studio.query import Query
 
@@ -71,6 +72,7 @@ def data(given: Mapping[str, str]) -> View:
             "fixes": [_fix(one) for one in found.alternatives],
             "memory_binds": _memory_binds(found),
             "left_out": left_out,
+            "opens": opens(query.state, winner.layout, "plan", found.workload.micro_batches(winner.layout)),
             "not_runnable": found.not_runnable(winner),
             "beyond": _beyond(found),
         },

@@ -28,6 +28,7 @@ from shardwise.report.units import format_bytes, format_count, format_spans, for
 from shardwise.studio.columns import How, Table, View, command_line, exact
 from shardwise.studio.data import tokens_holdings, tokens_layer
 from shardwise.studio.data.models import offered
+from shardwise.studio.data.opens import opens
 from shardwise.studio.data.sizes import other_clusters, sized, sizes
 from shardwise.studio.data.tokens_metrics import headline, metrics, step_words, totals
 from shardwise.studio.query import Query
@@ -102,6 +103,7 @@ def data(given: Mapping[str, str]) -> View:
             "sentences": [tokens_layer.sentence(model, layouts[0].ranks, i) for i in range(tokens_layer.STEPS)],
             "parameters": count(model),
             "left_out": left_out,
+            "opens": [opens(state, layout, "tokens") for layout in layouts],
             "metrics": metrics(ones, asked),
             "headline": headline(ones, asked),
             "batch": asked.batch,

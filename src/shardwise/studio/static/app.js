@@ -68,7 +68,7 @@ function makePage(view, given) {
   const { title, parts } = about(view), tidy = [], onLocal = [], answers = {};
   const self = { view, answers, set, setLocal, local, follow, close, fetch: fetchAll, cleanup: (f) => tidy.push(f),
     onLocal: (f) => onLocal.push(f), refuse: fail, pending: false, openFile: null, dropped: () => { const file = dropped; dropped = null; return file; } };
-  let mounted = null, timer = 0, abort = null, closed = false;
+  let mounted = null, timer = 0, abort = null, closed = false, moved = { control: "", at: 0 };
 
   announce(view, title);
   travel();
@@ -83,7 +83,7 @@ function makePage(view, given) {
     given = { ...given };
     for (const [name, value] of Object.entries(changes)) given[name] = String(value);
     for (const name of MODULES[view]?.forgets?.(changes) ?? []) if (!(name in changes)) delete given[name];
-    remember();
+    remember(Object.keys(changes).join());
     self.pending = true;
     clearTimeout(timer);
     busy();
@@ -104,14 +104,19 @@ function makePage(view, given) {
     return given[name] ?? otherwise;
   }
 
-  function remember() {
-    history.replaceState(null, "", text(view, given));
+  /** Into the address. A change of a control, by its name, is an entry of its own, which Back undoes; a slider's way
+   * from where it was is one. */
+  function remember(control = "") {
+    const now = performance.now(), same = !control || (control === moved.control && now - moved.at < 1000);
+    if (control) moved = { control, at: now };
+    history[same ? "replaceState" : "pushState"](null, "", text(view, given));
     travel();
   }
 
   function follow(wanted) {
     const same = JSON.stringify(asked(wanted)) === JSON.stringify(asked(given));
     given = wanted;
+    moved = { control: "", at: 0 };
     travel();
     onLocal.forEach((f) => f());
     if (!same) fetchAll();

@@ -30,7 +30,7 @@ export function text(page, name, label, { help = "", size = 14 } = {}) {
     why.replaceChildren(...left.map(([other, reason]) => h("li", {}, `${other}: ${reason}`)));
     const values = data.choices[name] ?? [];
     list.replaceChildren(...values.map((each) => h("option", { value: each })));
-    if (document.activeElement !== input || input.value === "") input.value = String(data.state[name]);
+    if (document.activeElement !== input || !page.pending || input.value === "") input.value = String(data.state[name]);
   });
 }
 

@@ -7,6 +7,7 @@ import { h } from "studio/lib/dom";
 import { figure } from "studio/lib/figure";
 import { bytes, count, mark } from "studio/lib/format";
 import { swatches } from "studio/lib/legend";
+import { opensIn } from "studio/lib/opens";
 import { colours, hatched, kinds } from "studio/lib/theme";
 import { fact } from "studio/views/collectives";
 
@@ -34,8 +35,8 @@ export function mount(root, page) {
   ];
   let data = null;
   const rows = () => (data ? data.tables.devices.columns.devices.length : 1);
-  const facts = h("dl", { class: "facts" }), keys = h("ul", { class: "legend" }), notes = h("ul", { class: "notes" });
-  const devices = figure(page, { name: "devices", title: "On each device", above: [facts], extras: [keys, notes], height: () => barsHeight(rows()),
+  const facts = h("dl", { class: "facts" }), opened = h("div", { class: "opens" }), keys = h("ul", { class: "legend" }), notes = h("ul", { class: "notes" });
+  const devices = figure(page, { name: "devices", title: "On each device", above: [facts, opened], extras: [keys, notes], height: () => barsHeight(rows()),
     draw: (context, width) => data && drawDevices(context, width, data) });
   const fits = figure(page, { name: "fits", title: "What would fit", height: 190, lead: "The fullest device, with other ZeRO stages and ways to recompute. Choose one to take it.", above: [],
     draw: null });
@@ -60,6 +61,7 @@ export function mount(root, page) {
       fact("The fullest device", bytes(peak), capacity ? (peak <= capacity ? `✓ fits in ${bytes(capacity)}` : `✗ ${bytes(peak - capacity)} too much for ${bytes(capacity)}`) : "capacity not known"),
       fact("Layout", answer.more.layout, `${answer.more.ranks} devices, ${answer.more.micro_batches} micro-batch${answer.more.micro_batches === 1 ? "" : "es"} each`),
       fact("Parameters", count(answer.more.parameters), "16 or 18 bytes each with gradients and optimizer, before anything is split"));
+    opened.replaceChildren(...[opensIn("this layout", answer.more.opens)].filter(Boolean));
     keys.replaceChildren(...swatches(answer.more.classes));
     notes.replaceChildren(...answer.more.notes.map((line) => h("li", {}, line)));
     devices.show(answer);

@@ -7,6 +7,7 @@ import { h } from "studio/lib/dom";
 import { figure } from "studio/lib/figure";
 import { bytes, count, seconds, share } from "studio/lib/format";
 import { style } from "studio/lib/lines";
+import { opensIn } from "studio/lib/opens";
 import { colours, numbered } from "studio/lib/theme";
 import { fact } from "studio/views/collectives";
 
@@ -25,8 +26,8 @@ export function mount(root, page) {
     sizes(page),
   ];
   let data = null, scored = null;
-  const facts = h("dl", { class: "facts" }), binds = h("p", { class: "muted" }), refused = h("p", { class: "muted" });
-  const ranked = figure(page, { name: "ranked", title: "The best layouts", above: [facts], extras: [binds, refused], height: () => barsHeight(data ? data.tables.ranked.columns.place.length : 1),
+  const facts = h("dl", { class: "facts" }), opened = h("div", { class: "opens" }), binds = h("p", { class: "muted" }), refused = h("p", { class: "muted" });
+  const ranked = figure(page, { name: "ranked", title: "The best layouts", above: [facts, opened], extras: [binds, refused], height: () => barsHeight(data ? data.tables.ranked.columns.place.length : 1),
     draw: (context, width) => data && drawRanked(context, width, data) });
   const keys = h("ul", { class: "legend" });
   const parts = figure(page, { name: "parts", title: "Where a step's time goes", extras: [keys], height: () => barsHeight(data ? data.tables.parts.columns.layout.length : 1),
@@ -61,6 +62,7 @@ export function mount(root, page) {
       fact("Tokens a second", count(more.tokens), "all devices together"),
       fact("MFU", share(more.mfu), "of the devices' peak arithmetic"),
       fact("Memory", bytes(more.nbytes), `of ${bytes(more.usable)} usable a device`));
+    opened.replaceChildren(...[opensIn("the best layout", more.opens)].filter(Boolean));
     binds.textContent = more.memory_binds;
     refused.textContent = more.beyond;
     ranked.show(answer);

@@ -8,6 +8,7 @@ import { figure } from "studio/lib/figure";
 import { seconds } from "studio/lib/format";
 import { drawGantt, eventAt, ganttHeight, prepare, rowHeight, TOP as GANTT_TOP } from "studio/lib/gantt";
 import { swatches } from "studio/lib/legend";
+import { opensIn } from "studio/lib/opens";
 import { player } from "studio/lib/player";
 import { colours, numbered } from "studio/lib/theme";
 import { timeWindow } from "studio/lib/window";
@@ -33,8 +34,8 @@ export function mount(root, page) {
   const links = h("p", { class: "lead" });
   const layer = figure(page, { name: "layer", title: "One layer, one token", above: [layerPlay.node], extras: [links, h("ul", { class: "legend" }, layerKeys())], height: (width) => layerHeight(width, data),
     draw: (context, width) => data && drawLayer(context, width, data, step) });
-  const through = throughFigure(page), metrics = h("div", {});
-  const compared = figure(page, { name: "compared", title: "The two strategies in numbers", above: [metrics] });
+  const through = throughFigure(page), metrics = h("div", {}), opened = h("div", { class: "opens" });
+  const compared = figure(page, { name: "compared", title: "The two strategies in numbers", above: [metrics, opened] });
   const spent = answerFigure(page);
   const holds = figure(page, { name: "holds", title: "Who holds what of a layer", lead: "The matrices of one layer with every rank's part; the numbers are ranks. Flat shards cut a layer like a tape; tensor slices cut every matrix along heads or columns. Small matrices are drawn larger than to scale.",
     height: (width) => holdsHeight(width, data), draw: (context, width) => data && drawHolds(context, width, data) });
@@ -62,6 +63,7 @@ export function mount(root, page) {
     first = false;
     through.set(given);
     metrics.replaceChildren(metricTable(given, []));
+    opened.replaceChildren(...given.more.sides.map((side, i) => opensIn(`${"AB"[i]}, ${side.layout},`, given.more.opens[i])).filter(Boolean));
     compared.note.textContent = comparison(given);
     for (const each of [compared, holds, where, trained]) each.show(given);
     holds.describe(given.more.sides.map((side, i) => `${"AB"[i]}, ${side.layout}: ${side.words[0]}`).join(" "));
