@@ -81,6 +81,12 @@ def test_the_gathers_of_a_token_are_those_of_its_units():
     assert one.token(1, 100).gathers == pytest.approx(sum(each))
 
 
+@pytest.mark.parametrize("text", ["dp=8,zero=3", "tp=4", "pp=4"])
+def test_tokens_of_many_contexts_take_what_each_one_takes(text):
+    one, contexts = strategy(text), range(100, 2000, 450)
+    assert [each.seconds for each in one.tokens(4, contexts)] == [one.token(4, n).seconds for n in contexts]
+
+
 def test_with_infinitely_fast_links_gathering_costs_what_one_rank_computes(monkeypatch):
     monkeypatch.setattr(
         Collectives, "seconds", lambda self, op, nbytes, ranks, stride=1, reads_peers=False: 0.0 * nbytes

@@ -70,6 +70,10 @@ class Gathered(NamedTuple):
     hidden: float
 
 
+Coming = tuple[str, float, bool]
+"""(part, seconds of its gather, whether another slot is free for it beside the block before)."""
+
+
 @lru_cache(maxsize=16)
 def pricing_for(cluster: Cluster, few: bool) -> Pricing:
     """What prices passes of a few sequences (`FEW`), or of many. Raises `UserError` for a device without constants."""
@@ -106,14 +110,18 @@ class Strategy:
     def tokens(self, sequences: int, contexts: Sequence[int]) -> list[Taken]:
         """`token` for each of `contexts`; what does not depend on the context is priced once."""
         through, pricing, group = self.decoding(sequences, np.array(contexts, float))
-        return [
-            self._decoded(sequences, replace(through, block={**through.block, "attention": seconds}), pricing, group)
+        coming = _coming(self.model, self.layout, pricing) if self.layout.stage == 3 else []
+        passes = (
+            replace(through, block={**through.block, "attention": seconds})
             for seconds in np.asarray(through.block["attention"]).tolist()
-        ]
+        )
+        return [self._decoded(sequences, one, pricing, group, coming) for one in passes]
 
-    def _decoded(self, sequences: int, through: PassSeconds, pricing: Pricing, group: int) -> Taken:
+    def _decoded(
+        self, sequences: int, through: PassSeconds, pricing: Pricing, group: int, coming: Sequence[Coming] = ()
+    ) -> Taken:
         if self.layout.stage == 3:
-            return self._gathering(through, pricing)
+            return self._gathering(through, pricing, coming)
         return self._staged(through, pricing, group, min(sequences_of(self.layout, sequences), self.layout.pp))
 
     def decoding(self, sequences: int, context: Any) -> tuple[PassSeconds, Pricing, int]:
@@ -152,19 +160,19 @@ class Strategy:
 
     # -- how the strategies put it together
 
-    def _gathering(self, through: PassSeconds, pricing: Pricing) -> Taken:
+    def _gathering(self, through: PassSeconds, pricing: Pricing, coming: Sequence[Coming] = ()) -> Taken:
         """While a part computes, the next one is gathered, where another slot is free for it: embedding and head share
         one, and so do the last two blocks where their number is even."""
-        found = self.gathers(float(sum(through.block.values())), pricing)
+        found = self.gathers(float(sum(through.block.values())), pricing, coming)
         exposed, hidden = sum(one.exposed for one in found), sum(one.hidden for one in found)
         parts = {name: float(seconds) for name, seconds in through.whole(self.model.layers).parts.items()}
         parts["data"] = exposed + pricing.constants.value("contention") * hidden
         return Taken(sum(parts.values()), parts, exposed + hidden)
 
-    def gathers(self, block: float, pricing: Pricing) -> list[Gathered]:
-        """What is gathered in a pass of `block` seconds a block, part by part."""
+    def gathers(self, block: float, pricing: Pricing, coming: Sequence[Coming] = ()) -> list[Gathered]:
+        """What is gathered in a pass of `block` seconds a block, part by part. coming: priced already."""
         found = []
-        for part, seconds, free in _gathered_parts(self.model, self.layout, pricing):
+        for part, seconds, free in coming or _coming(self.model, self.layout, pricing):
             hidden = min(seconds, block) if free else 0.0
             found.append(Gathered(part, seconds, max(seconds - block, 0.0) if free else seconds, hidden))
         return found
@@ -209,9 +217,8 @@ class Strategy:
         return float(pricing.collectives.hop(nbytes, self.layout.tp * self.layout.cp * self.layout.dp))
 
 
-@lru_cache(maxsize=16)
-def _gathered_parts(model: ModelConfig, layout: Layout, pricing: Pricing) -> list[tuple[str, float, bool]]:
-    """(part, seconds of its gather, whether another slot is free for it beside the block before), in order."""
+def _coming(model: ModelConfig, layout: Layout, pricing: Pricing) -> list[Coming]:
+    """The gather of every part, in order."""
     plan = plan_of(model, layout)
     gathers, found = _gather_seconds(plan, pricing), []
     for before, part in zip(["", *plan.parts], plan.parts, strict=False):
