@@ -74,13 +74,21 @@ def objection(layout: Layout, micro_batches: int) -> str:
 def training(layout: Layout, tied: bool, micro_batches: int) -> PipelineSchedule:
     """What every rank of the pipeline does in one training step. Raises `LayoutError` for numbers that the schedule is
     not for, with what would be legal."""
-    from shardwise.schedule.pipeline import build
-
     try:
-        return build(layout.schedule, layout.pp, micro_batches, layout.virtual, zero=layout.stage, tied=tied,
-                     early=releases_early(layout))  # fmt: skip
+        numbers = layout.schedule, layout.pp, micro_batches, layout.virtual
+        return _training(*numbers, layout.stage, tied, releases_early(layout))
     except UserError as error:
         raise LayoutError(f"layout {layout}: {error}") from None
+
+
+@lru_cache(maxsize=64)
+def _training(
+    schedule: str, pp: int, micro_batches: int, virtual: int, zero: int, tied: bool, early: bool
+) -> PipelineSchedule:
+    """The schedule that layouts share which differ in nothing that it depends on."""
+    from shardwise.schedule.pipeline import build
+
+    return build(schedule, pp, micro_batches, virtual, zero=zero, tied=tied, early=early)
 
 
 @lru_cache(maxsize=256)

@@ -84,8 +84,10 @@ def held_by_actions(plan: UnitPlan) -> Most:
     if plan.steady.grows and plan.steady.repeats:
         return _continued(plan)
     rank = _Rank(plan.short, inputs(plan, Sizes.of(plan)))
+    # A shortened list has little that repeats: to look for it takes longer than to do it again.
+    step = rank.do if plan.steady.repeats else rank.follow
     for action in rank.plan.actions:
-        rank.follow(action)
+        step(action)
     return rank.end()
 
 

@@ -41,7 +41,7 @@ class ByChoice:
 
     def __init__(self) -> None:
         self.fastest: dict[tuple[str, Any], tuple[float, Place]] = {}
-        self.least: dict[tuple[str, Any], float] = {}
+        self.least: dict[tuple[str, Any], tuple[float, Place]] = {}
         self.unlimited: tuple[float, Place] | None = None
 
     def offer(self, block: Block) -> None:
@@ -72,7 +72,9 @@ class ByChoice:
         for key, mine in values.items():
             for value in dict.fromkeys(mine):
                 here = [i for i, other in enumerate(mine) if other == value]
-                self.least[key, value] = min(self.least.get((key, value), np.inf), float(fewest[here].min()))
+                leanest = here[int(fewest[here].argmin())]
+                if fewest[leanest] < self.least.get((key, value), (np.inf,))[0]:
+                    self.least[key, value] = float(fewest[leanest]), block.place(_leanest(nbytes, axis, leanest))
                 if not block.some:
                     continue
                 first = here[int(soonest[here].argmin())]
@@ -86,13 +88,20 @@ class ByChoice:
         for key in KEYS:
             mine = getattr(winner.layout, key)
             # What no legal candidate has is not an alternative.
-            there = (value for (known, value), nbytes in self.least.items() if known == key and nbytes < np.inf)
-            values = sorted(set(there), key=str)
+            values = sorted({value for known, value in self.least if known == key}, key=str)
             if key in ("tp", "pp", "cp", "ep", "micro"):
                 below = max((v for v in values if v < mine), default=None)
                 above = min((v for v in values if v > mine), default=None)
                 values = [v for v in (below, above) if v is not None]
             yield from ((key, value) for value in values if value != mine)
+
+
+def _leanest(nbytes: Any, axis: int, index: int) -> int:
+    """The flat index of the fewest bytes among those at `index` along an axis."""
+    there = np.take(nbytes, [index], axis)
+    at = [int(place) for place in np.unravel_index(int(there.argmin()), there.shape)]
+    at[axis] = index
+    return int(np.ravel_multi_index(at, nbytes.shape))
 
 
 def against(winner: Priced, key: str, value: Any, other: Priced | None, least: float, cluster: Cluster) -> Alternative:

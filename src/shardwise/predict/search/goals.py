@@ -15,8 +15,9 @@ from shardwise.layout import Workload
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import catalog
 from shardwise.model.parameters import count
+from shardwise.predict.search.exact import Exact
 from shardwise.predict.search.pricing import Priced
-from shardwise.predict.search.ranking import Block, search
+from shardwise.predict.search.ranking import Block, Listing, search
 from shardwise.predict.search.shortfall import Least, least, why_no_layout
 from shardwise.predict.search.space import MOST_DEVICES, Frame, Space, why_not_fixed, why_not_planned
 from shardwise.predict.time.pricing import Pricing
@@ -113,7 +114,10 @@ def scaling(space: Space, usable: float, progress: Progress = lambda line: None)
     for part in _sizes(space, space.cluster.nodes):
         progress(_searched(part))
         limit = _Fastest()
-        found = search(part, Pricing(part.cluster), top=1, usable=usable, keepers=[limit], unlimited=True)
+        listing = Listing(Exact(part.model, part.workload, part.cluster))
+        found = search(
+            part, Pricing(part.cluster), top=1, usable=usable, keepers=[limit], unlimited=True, listing=listing
+        )
         fastest.append((part.cluster, found.best[0] if found.best else None))
         if (rate := tokens / limit.seconds / part.cluster.devices) > ideal:
             ideal, on = rate, part.cluster
@@ -279,7 +283,8 @@ def _searched(space: Space) -> str:
 
 
 def _fastest(space: Space, usable: float) -> Priced | None:
-    found = search(space, Pricing(space.cluster), top=1, usable=usable)
+    listing = Listing(Exact(space.model, space.workload, space.cluster))
+    found = search(space, Pricing(space.cluster), top=1, usable=usable, listing=listing)
     return found.best[0] if found.best else None
 
 

@@ -17,8 +17,9 @@ from shardwise.predict.arguments import as_cluster, as_model, as_workload
 from shardwise.predict.capacity import explained, usable_bytes
 from shardwise.predict.search import shortfall
 from shardwise.predict.search.alternatives import Alternative, ByChoice, against
-from shardwise.predict.search.pricing import Priced, price_all, price_one
-from shardwise.predict.search.ranking import Found, search
+from shardwise.predict.search.exact import HIGH, Exact
+from shardwise.predict.search.pricing import Priced
+from shardwise.predict.search.ranking import Found, Listing, Place, price_places, search
 from shardwise.predict.search.runnable import OWN, needs, why_none_runs, why_not_trained, widened
 from shardwise.predict.search.space import Space
 from shardwise.predict.slow_links import tensor_warnings
@@ -158,6 +159,9 @@ def plan(
     usable = usable_bytes(cluster, reserved)
     space, none_runs = space_for(model, cluster, workload, engine, fixed or {})
     result = _search(space, by, top, usable, explain)
+    if not result.found.best or (explain and _fits_after_all(result, usable)):
+        # The closed form was too high for something that fits.
+        result = _search(space, by, top, usable, explain, HIGH)
     if not result.found.best:
         result, none_runs = _beyond_what_runs(space, none_runs, by, top, usable)
     if not result.found.best:
@@ -166,7 +170,7 @@ def plan(
     explained_too = explain and by in ("throughput", "cost")
     return Plan(
         model, cluster, workload, space.engine.name, by, usable, result.found.best, result.found.considered,
-        result.found.fitting, tuple(_alternatives(result, winner)) if explained_too else (),
+        result.found.fitting, tuple(_alternatives(result, winner, usable)) if explained_too else (),
         _unlimited(result, winner) if explained_too else None, none_runs,
         _better(result.found, by), explained(cluster, reserved),
     )  # fmt: skip
@@ -198,30 +202,48 @@ class _Result(NamedTuple):
     space: Space
     pricing: Pricing
     choices: ByChoice
+    listing: Listing
+    ranked: Features | None = None
 
 
-def _search(space: Space, by: By, top: int, usable: float, explain: bool) -> _Result:
+def _search(space: Space, by: By, top: int, usable: float, explain: bool, slack: float = 1.0) -> _Result:
     """The search of a space; of this runtime's also for the best of what it cannot run yet, where that is explained."""
     ranked = space.features if explain and space.engine.name in OWN and not space.features.context else None
     wide = replace(space, engine=widened(space.engine)) if ranked else space
     if by == "cost":
-        return _cheapest(wide, usable, top, ranked)
+        return _cheapest(wide, usable, top, ranked, slack)
     pricing, choices = Pricing(space.cluster), ByChoice()
     keepers = [choices] if explain else []
-    found = search(wide, pricing, by, top, usable, keepers=keepers, unlimited=explain, ranked=ranked)
-    return _Result(found, wide, pricing, choices)
+    listing = Listing(Exact(space.model, space.workload, space.cluster), slack)
+    found = search(
+        wide, pricing, by, top, usable, keepers=keepers, unlimited=explain, ranked=ranked, listing=listing
+    )  # fmt: skip
+    return _Result(found, wide, pricing, choices, listing, ranked)
+
+
+def _fits_after_all(result: _Result, usable: float) -> bool:
+    """Whether the fastest of all, which does not fit by the closed form's bytes, does."""
+    unlimited = result.choices.unlimited
+    if unlimited is None or not unlimited[0] < result.found.best[0].seconds:
+        return False
+    return result.listing.slack == 1.0 and result.listing.exact.of(unlimited[1].layout)[0].total <= usable
 
 
 def _beyond_what_runs(space: Space, none_runs: str, by: By, top: int, usable: float) -> tuple[_Result, str]:
     """Where nothing of this runtime's fits: the search for what it cannot run yet, and what that needs."""
     if space.engine.name not in OWN or none_runs:
-        return _Result(Found((), 0, 0), space, Pricing(space.cluster), ByChoice()), none_runs
+        return _empty(space), none_runs
     result = _search(replace(space, engine=widened(space.engine)), by, top, usable, explain=True)
     if not result.found.best:
         return result, none_runs
     found = shortfall.least(space)
     why = f" (the leanest layout, {found.layout}, needs {format_bytes(found.nbytes)} per device)" if found else ""
     return result, f"{needs(result.found.best[0].layout)}; without it nothing fits{why}"
+
+
+def _empty(space: Space, considered: int = 0, fitting: int = 0) -> _Result:
+    listing = Listing(Exact(space.model, space.workload, space.cluster))
+    return _Result(Found((), considered, fitting), space, Pricing(space.cluster), ByChoice(), listing)
 
 
 def _better(found: Found, by: By) -> Priced | None:
@@ -242,7 +264,7 @@ def _nothing(space: Space, usable: float, reserved: float | None) -> UserError:
     return shortfall.why_nothing_fits(space, usable, found, reserved) if found else shortfall.why_no_layout(space)
 
 
-def _cheapest(space: Space, usable: float, top: int, ranked: Features | None) -> _Result:
+def _cheapest(space: Space, usable: float, top: int, ranked: Features | None, slack: float) -> _Result:
     """The candidates of least device-seconds over clusters of 1, 2, 4, ... and all nodes; and the winner's search."""
     nodes = space.cluster.nodes
     counts = sorted({nodes, *(2**k for k in range(nodes.bit_length()) if 2**k <= nodes)})
@@ -250,36 +272,56 @@ def _cheapest(space: Space, usable: float, top: int, ranked: Features | None) ->
     for count in counts:
         part = replace(space, cluster=replace(space.cluster, nodes=count))
         pricing, choices = Pricing(part.cluster), ByChoice()
-        found = search(part, pricing, "throughput", top, usable, keepers=[choices], unlimited=True, ranked=ranked)
+        listing = Listing(Exact(part.model, part.workload, part.cluster), slack)
+        found = search(
+            part, pricing, "throughput", top, usable, keepers=[choices], unlimited=True, ranked=ranked, listing=listing
+        )
         considered, fitting = considered + found.considered, fitting + found.fitting
-        rows += [(one.layout.ranks * one.seconds, i, one, part, pricing, choices) for i, one in enumerate(found.best)]
+        search_of = part, pricing, choices, listing, ranked
+        rows += [(one.layout.ranks * one.seconds, i, one, *search_of) for i, one in enumerate(found.best)]
         beyond += [found.beyond] if found.beyond else []
     rows.sort(key=lambda row: row[:2])
     best = tuple(row[2] for row in rows[:top])
     if not best:
-        return _Result(Found((), considered, fitting), space, Pricing(space.cluster), ByChoice())
+        return _empty(space, considered, fitting)
     least = min(beyond, key=lambda one: one.layout.ranks * one.seconds, default=None)
     return _Result(Found(best, considered, fitting, least), *rows[0][3:])
 
 
-def _alternatives(result: _Result, winner: Priced) -> list[Alternative]:
-    _, space, pricing, choices = result
+def _alternatives(result: _Result, winner: Priced, usable: float) -> list[Alternative]:
+    space, choices, listing = result.space, result.choices, result.listing
     asked = list(choices.neighbours(winner))
-    places = {choice: choices.fastest[choice][1] for choice in asked if choice in choices.fastest}
-    chosen = [(place.layout, place.engine) for place in places.values()]
-    others = dict(zip(places, price_all(space.model, chosen, space.workload, pricing), strict=True))
+    places: dict[tuple[str, Any], Place] = {}
+    others: dict[tuple[str, Any], Priced] = {}
+    for choice in asked:
+        place = choices.fastest[choice][1] if choice in choices.fastest else None
+        if place and listing.exact.of(place.layout, usable)[0].total <= usable:
+            places[choice] = place
+        elif place or choices.least[choice][0] <= usable * HIGH:
+            others |= _fixed_to(result, *choice, usable)
+    priced = price_places(space, list(places.values()), result.pricing, None, listing)
+    others |= dict(zip(places, priced, strict=True))
+    leanest = {c: listing.exact.of(choices.least[c][1].layout)[0].total for c in asked if c not in others}
     return [
-        against(winner, key, value, others.get((key, value)), choices.least[key, value], space.cluster)
+        against(winner, key, value, others.get((key, value)), leanest.get((key, value), 0.0), space.cluster)
         for key, value in asked
     ]
 
 
+def _fixed_to(result: _Result, key: str, value: Any, usable: float) -> dict[tuple[str, Any], Priced]:
+    """The fastest candidate with this value that fits, by a search for it alone; empty where none does."""
+    one = replace(result.space, fixed={**result.space.fixed, key: value})
+    listing = Listing(result.listing.exact, HIGH)
+    best = search(one, result.pricing, top=1, usable=usable, ranked=result.ranked, listing=listing).best
+    return {(key, value): best[0]} if best else {}
+
+
 def _unlimited(result: _Result, winner: Priced) -> Priced | None:
-    _, space, pricing, choices = result
+    space, pricing, choices = result.space, result.pricing, result.choices
     if choices.unlimited is None or not choices.unlimited[0] < winner.seconds:
         return None
     place = choices.unlimited[1]
-    return price_one(space.model, place.layout, space.workload, place.engine, pricing)
+    return price_places(space, [place], pricing, None, result.listing)[0]
 
 
 def _told(one: Alternative) -> dict[str, Any]:

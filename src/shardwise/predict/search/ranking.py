@@ -5,13 +5,14 @@ Memory comes first: where nothing of a frame fits, nothing of it is priced. Noth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
 from shardwise.layout import Layout
+from shardwise.predict.search.exact import Exact
 from shardwise.predict.search.fitting import Memory
 from shardwise.predict.search.overlaps import distinct
 from shardwise.predict.search.pricing import Priced, Prices, price_all
@@ -70,6 +71,13 @@ class Place(NamedTuple):
         return frame.layout(frame.rows[self.row], frame.shardings[self.sharding], frame.orders[self.order])
 
 
+class Kept(NamedTuple):
+    """A candidate that a search has kept."""
+
+    seconds: float
+    place: Place
+
+
 class Keeper(Protocol):
     """What sees all blocks of a search and keeps what it is for."""
 
@@ -88,6 +96,19 @@ class Found:
     beyond: Priced | None = None
 
 
+class Listing(NamedTuple):
+    """Which candidates of a search's answer are looked at, one after the other, until enough of them fit."""
+
+    exact: Exact
+    """Follows a rank's actions."""
+    slack: float = 1.0
+    """Candidates are looked at whose bytes in closed form are up to this many times what is usable."""
+
+
+MOST_LISTED = 1000
+"""Candidates that are followed action by action, at most, before a search gives up."""
+
+
 def search(
     space: Space,
     pricing: Pricing,
@@ -98,6 +119,7 @@ def search(
     keepers: Sequence[Keeper] = (),
     unlimited: bool = False,
     ranked: Features | None = None,
+    listing: Listing | None = None,
 ) -> Found:
     """The best candidates of a space whose fullest device needs no more than `usable` bytes.
 
@@ -105,12 +127,33 @@ def search(
     bytes (equals: shortest step first); "pareto", all that no other one beats in both. overlaps: search over the
     engine's overlaps, too. keepers: who else looks at every block; unlimited: they want to know what does not fit, too.
     ranked: features of the software whose candidates are counted, ranked and offered to the keepers, if not all.
+    listing: have what is found fit by `estimate`'s bytes; without it, bytes are those in closed form.
     """
-    best: _Top | _Front = _Front() if by == "pareto" else _Top(top, _ORDER[by])
-    first = _Top(1, _ORDER["throughput" if by == "pareto" else by])
+    spare = 4 * top + 24 if listing else top
+    while True:
+        result = _once(space, pricing, by, spare, usable, overlaps, keepers, unlimited, ranked, listing)
+        kept, first, considered, fitting, memory = result
+        best = listed(kept.rows(), by, top, usable, listing)
+        if by == "pareto" or len(best) == top or len(kept.rows()) < spare or spare > MOST_LISTED:
+            break
+        spare, keepers = 4 * spare, ()
+    places = [*best, *listed(first.rows(), "throughput" if by == "pareto" else by, 1, usable, listing)]
+    priced = price_places(space, places, pricing, memory, listing)
+    beyond = priced.pop() if len(places) > len(best) else None
+    return Found(tuple(priced), considered, fitting, beyond)
+
+
+def _once(
+    space: Space, pricing: Pricing, by: By, spare: int, usable: float, overlaps: bool, keepers: Sequence[Keeper],
+    unlimited: bool, ranked: Features | None, listing: Listing | None,
+) -> tuple[_Top | _Front, _Top, int, int, Memory]:  # fmt: skip
+    """All blocks of a space, once: what is kept of those to be ranked and of all, how many there are and fit."""
+    best: _Top | _Front = _Front() if by == "pareto" else _Top(spare, _ORDER[by])
+    first = _Top(24 if listing else 1, _ORDER["throughput" if by == "pareto" else by])
     considered = fitting = 0
+    reach = usable * listing.slack if listing else usable
     memory = Memory(space.model, space.workload, space.attention)
-    for shardings, block in blocks(space, memory, pricing, usable, overlaps, unlimited):
+    for shardings, block in blocks(space, memory, pricing, reach, overlaps, unlimited):
         rows = block.frame.runs_on(ranked or space.features)
         if ranked:
             first.offer(block)
@@ -119,12 +162,35 @@ def search(
         for keeper in (best, *keepers):
             keeper.offer(mine)
         if mine.some:
-            fitting += int(np.count_nonzero(np.isfinite(mine.seconds)))
-    places = [*best.places(), *first.places()]
+            fitting += int(np.count_nonzero(np.isfinite(mine.seconds) & (mine.nbytes <= usable)))
+    return best, first, considered, fitting, memory
+
+
+def listed(rows: Iterable[Kept], by: By, top: int, usable: float, listing: Listing | None) -> list[Place]:
+    """The first `top` of candidates in closed form's order that fit by their exact bytes, in the order of these."""
+    if listing is None:
+        return [row.place for row in rows][: None if by == "pareto" else top]
+    exact: list[tuple[float, float, Place]] = []
+    for row in rows:
+        nbytes = listing.exact.of(row.place.layout, usable)[0].total
+        if nbytes <= usable:
+            exact.append((row.seconds, nbytes, row.place))
+        if len(exact) == top and by == "throughput":
+            break
+    if by == "pareto":
+        seconds, nbytes_of = (np.array([one[i] for one in exact]) for i in (0, 1))
+        return [exact[i][2] for i in _front(seconds, nbytes_of).tolist()] if exact else []
+    figures = (1, 0) if by == "memory" else (0, 1)
+    return [one[2] for one in sorted(exact, key=lambda one: tuple(one[i] for i in figures))[:top]]
+
+
+def price_places(
+    space: Space, places: Sequence[Place], pricing: Pricing, memory: Memory | None, listing: Listing | None
+) -> list[Priced]:
+    """Candidates with their figures, and with exact bytes where `listing` has them."""
     chosen = [(place.layout, place.engine) for place in places]
     priced = price_all(space.model, chosen, space.workload, pricing, memory)
-    beyond = priced.pop() if first.places() else None
-    return Found(tuple(priced), considered, fitting, beyond)
+    return [listing.exact.priced(one) for one in priced] if listing else priced
 
 
 def blocks(
@@ -162,7 +228,7 @@ class _Top:
 
     def __init__(self, k: int, figures: Callable[[Block], tuple[Any, Any]]) -> None:
         self._k, self._figures = k, figures
-        self._rows: list[tuple[float, float, int, Place]] = []
+        self._rows: list[tuple[float, float, int, float, Place]] = []
         self._limit, self._serial = np.inf, 0
 
     def offer(self, block: Block) -> None:
@@ -176,12 +242,13 @@ class _Top:
         if len(at) > self._k:
             at = at[first[at] <= np.partition(first[at], self._k - 1)[self._k - 1]]
         for i in at[np.lexsort((at, second[at], first[at]))][: self._k].tolist():
-            self._rows.append((float(first[i]), float(second[i]), self._serial + i, block.place(i)))
+            seconds = float(block.seconds.flat[i])
+            self._rows.append((float(first[i]), float(second[i]), self._serial + i, seconds, block.place(i)))
         self._rows = sorted(self._rows, key=lambda row: row[:3])[: self._k]
         self._limit = self._rows[-1][0] if len(self._rows) == self._k else np.inf
 
-    def places(self) -> list[Place]:
-        return [row[3] for row in self._rows]
+    def rows(self) -> list[Kept]:
+        return [Kept(*row[3:]) for row in self._rows]
 
 
 class _Front:
@@ -204,9 +271,9 @@ class _Front:
         keep = _front(np.array([row[0] for row in self._rows]), np.array([row[1] for row in self._rows]))
         self._rows = [self._rows[i] for i in keep]
 
-    def places(self) -> list[Place]:
+    def rows(self) -> list[Kept]:
         self._cut()
-        return [row[2] for row in self._rows]
+        return [Kept(row[0], row[2]) for row in self._rows]
 
 
 def _front(seconds: Any, nbytes: Any) -> Any:

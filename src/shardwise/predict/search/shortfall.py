@@ -11,6 +11,7 @@ from shardwise.cluster import Cluster, catalog
 from shardwise.errors import UserError
 from shardwise.layout import Layout
 from shardwise.predict.capacity import reserved_bytes, usable_bytes
+from shardwise.predict.search.exact import Exact
 from shardwise.predict.search.fitting import Memory
 from shardwise.predict.search.fixing import words_of
 from shardwise.predict.search.space import MOST_DEVICES, Frame, Space
@@ -32,8 +33,10 @@ class Least:
 
 
 def least(space: Space, frames: Iterable[Frame] | None = None) -> Least | None:
-    """The candidate of a space, or of some frames of it, that needs least memory; None where there is none at all."""
+    """The candidate of a space, or of some frames of it, that needs least memory by the closed form, with its exact
+    bytes; None where there is none at all."""
     memory = Memory(space.model, space.workload, space.attention)
+    exact = Exact(space.model, space.workload, space.cluster)
     best: Least | None = None
     for frame in space.frames if frames is None else frames:
         possible = np.array(frame.possible)[:, None, :]
@@ -45,7 +48,7 @@ def least(space: Space, frames: Iterable[Frame] | None = None) -> Least | None:
             row, sharding, order = np.unravel_index(at, frame.shape)
             layout = frame.layout(frame.rows[row], frame.shardings[sharding], frame.orders[order])
             best = Least(layout, float(nbytes.flat[at]))
-    return best
+    return best and Least(best.layout, exact.of(best.layout)[0].total)
 
 
 def why_nothing_fits(space: Space, usable: float, found: Least, reserved: float | None) -> UserError:

@@ -1,0 +1,78 @@
+"""Bytes of single layouts as `estimate` has them.
+
+A search compares arrays of candidates with memory, in closed form; of a pipeline these bytes may be some percent off.
+The few layouts that an answer names are followed action by action.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+from shardwise.cluster import Cluster
+from shardwise.layout import Grid, Layout, Workload, unit_plan
+from shardwise.layout.units import usual_backend
+from shardwise.model import ModelConfig
+from shardwise.predict.memory import predict_bytes
+from shardwise.predict.search.fitting import CLASSES, Held, Memory, places
+from shardwise.predict.search.pricing import Priced, frame_of
+from shardwise.report.step_report import Bytes
+
+LOW = 1.03
+"""A rank's bytes over those of the closed form, at most, with two micro-batches and more for each rank and stages with
+as many blocks in each (docs/planner.md)."""
+
+LOW_OTHERWISE = 1.2
+"""With fewer micro-batches, or other stages."""
+
+HIGH = 1.25
+"""The closed form's bytes over a rank's, at most."""
+
+
+class Exact:
+    """Bytes of layouts of one model and workload on a cluster's fullest device; each layout is followed once."""
+
+    def __init__(self, model: ModelConfig, workload: Workload, cluster: Cluster) -> None:
+        self.model, self.workload, self.backend = model, workload, usual_backend(cluster)
+        self.known = model.why_not_runnable() is None
+        self._memory = cache(lambda attention: Memory(model, workload, attention))
+        self._found: dict[Layout, tuple[Held, int]] = {}
+
+    def of(self, layout: Layout, usable: float = float("inf")) -> tuple[Held, int]:
+        """(bytes, the pipeline's rank that holds them) of the fullest device; of the first rank that needs more than
+        `usable`, where one does. In closed form for models that `estimate` does not support."""
+        if layout not in self._found:
+            held, place = self._followed(layout, usable)
+            if held.total > usable:
+                return held, place
+            self._found[layout] = held, place
+        return self._found[layout]
+
+    def priced(self, one: Priced) -> Priced:
+        """A priced candidate with these bytes."""
+        held, place = self.of(one.layout)
+        return replace(one, held=held, place=place)
+
+    def _followed(self, layout: Layout, usable: float) -> tuple[Held, int]:
+        frame = frame_of(self.model, layout, self.workload)
+        closed = [Held(*(float(of.flat[0]) if hasattr(of, "flat") else float(of) for of in end))
+                  for end in self._memory(layout.attention).ends(frame)]  # fmt: skip
+        ranks = sorted(zip(closed, places(self.model, layout.pp), strict=True), key=lambda rank: -rank[0].total)
+        if not self.known or (layout.pp == 1 and self.backend == "nccl"):
+            return ranks[0]
+        usual = frame.counts[0] >= 2 * layout.pp and not frame.bare
+        low = LOW if usual else LOW_OTHERWISE
+        fullest: tuple[Held, int] | None = None
+        for held, place in ranks:
+            if fullest and (fullest[0].total > usable or held.total * low <= fullest[0].total):
+                break
+            exact = self._rank(layout, place)
+            if fullest is None or exact.total > fullest[0].total:
+                fullest = exact, place
+        assert fullest
+        return fullest
+
+    def _rank(self, layout: Layout, place: int) -> Held:
+        rank = Grid.of(layout, self.model).rank(pp=place, dp=0, cp=0, tp=0)
+        held: Bytes = predict_bytes(unit_plan(self.model, layout, self.workload, rank=rank, backend=self.backend))
+        return Held(*(float(getattr(held, name)) for name in (*CLASSES, "total")))
