@@ -37,15 +37,17 @@ class Exact:
         self.known = model.why_not_runnable() is None
         self._memory = cache(lambda attention: Memory(model, workload, attention))
         self._found: dict[Layout, tuple[Held, int]] = {}
+        self._over: dict[Layout, tuple[Held, int]] = {}
 
     def of(self, layout: Layout, usable: float = float("inf")) -> tuple[Held, int]:
         """(bytes, the pipeline's rank that holds them) of the fullest device; of the first rank that needs more than
         `usable`, where one does. In closed form for models that `estimate` does not support."""
+        if layout in self._over and self._over[layout][0].total > usable:
+            return self._over[layout]
         if layout not in self._found:
-            held, place = self._followed(layout, usable)
-            if held.total > usable:
-                return held, place
-            self._found[layout] = held, place
+            found = self._followed(layout, usable)
+            (self._over if found[0].total > usable else self._found)[layout] = found
+            return found
         return self._found[layout]
 
     def priced(self, one: Priced) -> Priced:

@@ -175,7 +175,7 @@ def listed(rows: Iterable[Kept], by: By, top: int, usable: float, listing: Listi
         nbytes = listing.exact.of(row.place.layout, usable)[0].total
         if nbytes <= usable:
             exact.append((row.seconds, nbytes, row.place))
-        if len(exact) == top and by == "throughput":
+        if len(exact) == {"throughput": top, "memory": 2 * top + 4}.get(by):
             break
     if by == "pareto":
         seconds, nbytes_of = (np.array([one[i] for one in exact]) for i in (0, 1))
