@@ -130,8 +130,21 @@ PEAKS = [
     ("neox", {"ffn": 301, "layers": 7}, "pp=4,schedule=zb-h2,stages=2/1/2/2,micro=2", 64, 2, False, 2),
     ("qwen3", {"layers": 7}, "pp=4,schedule=zb-h2,stages=2/1/2/2,micro=2,recompute=selective", 64, 2, False, 2),
 ]
+PEAKS += [
+    ("gpt2", {"hidden": 120, "ffn": 237, "layers": 2},
+     "dp=2,tp=4,zero=2,recompute=selective,attention=math,precision=fp32", 12, 2, False, 0),
+    ("neox", {"hidden": 144, "head_dim": 16, "ffn": 183, "layers": 2},
+     "dp=6,tp=3,zero=3,shard=2,micro=2,recompute=full,precision=fp64", 128, 1, True, 0),
+    ("mqa", {"hidden": 120, "head_dim": 12, "ffn": 215, "layers": 2},
+     "tp=2,pp=2,stages=2/0,micro=2,recompute=input,precision=fp64", 12, 3, True, 1),
+    ("qwen3", {"hidden": 72, "head_dim": 16, "ffn": 141, "vocab": 211, "tied": False, "layers": 6},
+     "pp=4,stages=2/2/2/0,micro=2,recompute=input,attention=math,precision=fp32", 64, 4, False, 3),
+    ("qwen2", {"layers": 2}, "tp=3,pp=2,zero=1,schedule=naive,stages=0/2,micro=2,attention=math,precision=fp64",
+     64, 2, True, 0),
+    ("gpt2", {"layers": 2}, "dp=8,tp=4,zero=2,sp,recompute=selective,attention=math", 12, 2, False, 0),
+]  # fmt: skip
 """Random pairs whose peak or saved activations were off, by up to 40%: short and parallel blocks, what is kept
-for the gradients of weights, stages without blocks."""
+for the gradients of weights, stages without blocks, the gradient of learned positions, messages on their way."""
 
 
 def test_peaks_that_a_search_has_found_wrong() -> None:

@@ -53,12 +53,11 @@ def backwards(plan: UnitPlan, s: Sizes, parts: list[str], apart: bool = False) -
         saved += sum(saved_items(plan, s, part).values())
         moments["begin", part] = saved + stream
         if part == "embedding":
-            moments["backward", part] = stream + stream_dropout(plan, s)
+            moments["backward", part] = stream + max(stream_dropout(plan, s), _positions(plan, s))
             if not apart:
                 moments["backward", part] = max(moments["backward", part], _looked_up(plan, s))
         elif part == "head":
-            logits = s.tokens * s.vocab * s.element
-            moments["backward", part] = saved + max(_column_backward(plan, s), _final_norm_backward(plan, s) - logits)
+            moments["backward", part] = saved + max(_column_backward(plan, s), _final_norm_backward(plan, s))
         else:
             moments["backward", part] = saved + blocks + _recomputed_from_input(plan, s, part, ends)
     return moments
@@ -110,7 +109,15 @@ def loss(s: Sizes) -> int:
 
 
 def _final_norm_backward(plan: UnitPlan, s: Sizes) -> int:
-    return s.stream * s.hidden * s.element + _norm_backward(s, s.stream * s.hidden, plan)
+    """When what the projection and the loss have saved is gone."""
+    items = saved_items(plan, s, "head")
+    gone = items["logits"] + items["final norm output"] + items["log-sum-exp of the loss"]
+    return s.stream * s.hidden * s.element + _norm_backward(s, s.stream * s.hidden, plan) - gone
+
+
+def _positions(plan: UnitPlan, s: Sizes) -> int:
+    """The gradient of learned positions: of the whole table, before it is added to where it stays."""
+    return plan.model.max_positions * s.hidden * s.element if plan.model.positions == "learned" else 0
 
 
 def _column_backward(plan: UnitPlan, s: Sizes) -> int:
@@ -139,12 +146,15 @@ def _dropout(plan: UnitPlan, elements: int) -> int:
 def _block_backward(plan: UnitPlan, s: Sizes, apart: bool) -> int:
     """A block's backward beside what is saved: what it has computed again, its output's gradient, and transients."""
     stream = s.stream * s.hidden * s.element
-    recomputed = 0
+    recomputed = again = 0
     if plan.layout.recompute in ("full", "input"):
         # its output, too; but its input is saved already
         recomputed = sum(block_items(plan, s).values())
+        # The feed-forward's output, and the sum that a parallel residual adds it to, go when the block's is there.
+        again = stream * (2 if plan.model.parallel_residual else 1)
     kept = feed_forward_kept(plan, s) if apart else 0
     return recomputed + stream + max(
+        again,
         _mlp_backward(plan, s, apart),
         kept + stream + _norm_backward(s, s.stream * s.hidden, plan) - _mlp_items(plan, s),
         kept + _core_backward(plan, s),
@@ -194,7 +204,7 @@ def _mlp_backward(plan: UnitPlan, s: Sizes, apart: bool) -> int:
 def _core_backward(plan: UnitPlan, s: Sizes) -> int:
     """Explicit attention: the gradients of probabilities and scores, when the feed-forward's tensors are gone."""
     if plan.layout.attention == "sdpa":
-        return _short_backward(plan, s) if takes_products(plan) else 0
+        return _short_backward(plan, s) if takes_products(plan) else _fused_backward(plan, s)
     square = s.tokens * s.heads * s.seq * s.element
     dropped = bool(plan.model.attention_dropout)
     selective = plan.layout.recompute == "selective"
@@ -203,6 +213,12 @@ def _core_backward(plan: UnitPlan, s: Sizes) -> int:
     again = 2 * s.tokens * (s.q + s.kv) * s.element if selective else 0
     hashed = _dropout(plan, s.tokens * s.heads * s.seq) + 2 * 8 * s.tokens * s.heads if dropped else 0
     return copies * square + again + hashed - _gone_before_attention(plan, s)
+
+
+def _fused_backward(plan: UnitPlan, s: Sizes) -> int:
+    """The gradients of the output, and of queries, keys and values."""
+    again = s.tokens * s.q * s.element if plan.layout.recompute == "selective" else 0
+    return again + 2 * s.tokens * (s.q + s.kv) * s.element - _gone_before_attention(plan, s)
 
 
 def _short_backward(plan: UnitPlan, s: Sizes) -> int:

@@ -265,6 +265,8 @@ class _Rank:
     def backward(self, stage: int, micro: int, apart: bool) -> None:
         of, last = self.stages[stage], stage + 1 == self.schedule.stages
         moments = of.moments[apart]
+        if last:
+            self.note(self.walk.now("loss"), self.activations + loss(self.s))
         self.saved -= of.saved
         self.known -= of.known
         own = self.mask if of.attends else 0  # counted in the moments and in what is there beside
