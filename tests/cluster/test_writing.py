@@ -26,7 +26,7 @@ LINKS = st.builds(
 )  # fmt: skip
 DEVICES = st.just(lookup("H100").device) | st.just(lookup("CPU").device) | st.builds(
     lambda name, kind, memory, bandwidth, peaks, source: Device("X" + name, kind, memory, bandwidth, peaks, source),
-    st.sampled_from(["", "-1", " ü"]), st.sampled_from(["cuda", "cpu", "tpu"]), st.none() | st.integers(1, 10**15),
+    st.sampled_from(["", "-1", " ü"]), st.sampled_from(["cuda", "cpu", "tpu"]), st.none() | st.integers(99, 10**15),
     st.none() | FIGURE, st.dictionaries(st.sampled_from(["float32", "bfloat16"]), FIGURE), TEXT,
 )  # fmt: skip
 
