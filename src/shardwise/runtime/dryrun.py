@@ -96,7 +96,7 @@ def _observe_all(asked: Sequence[tuple[UnitPlan, int]]) -> list[Role]:
     processes, pipes = [], []
     try:
         for index in range(count):
-            # A pool has semaphores, which outlive whoever is killed.
+            # A pool has semaphores, which outlive a killed process.
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(target=_observe_each, args=(theirs, asked[index::count]), daemon=True)
             process.start()

@@ -27,7 +27,7 @@ _PREFIX, _OWNER = "shardwise-", ".owner"
 def run_lock(out: Path) -> Iterator[None]:
     """Keep other trainings out of a run's directory, which exists. Raises `UserError` naming the one that is there.
 
-    The lock is the file `.lock`, which says who holds it, and is gone afterwards. Whoever only reads needs no lock.
+    The lock is the file `.lock`, which says who holds it, and is gone afterwards. Readers need no lock.
     """
     path = out / LOCK
     try:

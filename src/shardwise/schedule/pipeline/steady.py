@@ -69,7 +69,7 @@ def _matches(short: list[Any], longer: list[Any]) -> list[int]:
     at = 0
     for index, action in enumerate(short):
         if longer[at] != action:
-            # The shortest block that repeats what precedes it, after which both go on alike.
+            # The shortest block that repeats what precedes it, after which both continue equally.
             at += next(
                 length
                 for length in range(1, at + 1)
