@@ -16,6 +16,7 @@ from torch._dynamo.testing import CompileCounter
 
 import shardwise
 from shardwise.runtime import torch_versions, trainer
+from shardwise.serving import rank as serving_rank
 
 PACKAGE = Path(shardwise.__file__).parent
 COMPAT = PACKAGE / "runtime" / "torch_versions.py"
@@ -77,6 +78,7 @@ def alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning")  # the older names, in newer torch
 @pytest.mark.parametrize("older", [False, True])
 def test_collectives_go_by_either_name(monkeypatch: pytest.MonkeyPatch, alone: None, older: bool) -> None:
     if older:
@@ -138,15 +140,36 @@ def test_the_dry_run_s_collectives_are_those_of_torch_or_of_its_tools(
     assert seen == imported
 
 
-@pytest.mark.parametrize(("name", "expected"), [("cuda", torch.device("cuda", 3)), ("cpu", None)])
-def test_nccl_need_not_guess_the_device(monkeypatch: pytest.MonkeyPatch, name: str, expected: Any) -> None:
+@pytest.fixture
+def process_groups(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The options with which rank 3 of 4 would make process groups."""
     seen: list[dict[str, Any]] = []
-    monkeypatch.setenv("RANK", "3")
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setattr(trainer, "meet", lambda *_: (None, "[null, 0]"))
+    for name, value in (("RANK", "3"), ("WORLD_SIZE", "4"), ("SHARDWISE_RENDEZVOUS", "file:///none")):
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: seen.append(options))
+    return seen
+
+
+@pytest.mark.parametrize(("name", "expected"), [("cuda", torch.device("cuda", 3)), ("cpu", None)])
+def test_nccl_need_not_guess_the_device_of_training(
+    monkeypatch: pytest.MonkeyPatch, process_groups: list[dict[str, Any]], name: str, expected: Any
+) -> None:
+    monkeypatch.setattr(trainer, "meet", lambda *_: (None, "[null, 0]"))
     device = torch.device(name, 3) if name == "cuda" else torch.device(name)
     monkeypatch.setattr(trainer, "replace", lambda config, **changes: config)
     trainer._join(SimpleNamespace(resume=None, restart=0, hang=1.0), device)  # type: ignore[arg-type]
-    (options,) = seen
+    (options,) = process_groups
     assert options["device_id"] == expected
+
+
+def test_nccl_need_not_guess_the_device_of_serving(
+    monkeypatch: pytest.MonkeyPatch, process_groups: list[dict[str, Any]]
+) -> None:
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(serving_rank, "keep_freed_memory", lambda: None)
+    assert serving_rank.join(SimpleNamespace(device="cuda", hang=1.0)) == 3  # type: ignore[arg-type]
+    (options,) = process_groups
+    assert [options["device_id"]] == chosen == [torch.device("cuda", 1)]

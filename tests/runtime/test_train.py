@@ -18,6 +18,7 @@ import pytest
 from harness import forked
 from shardwise.layout import Layout, Workload
 from shardwise.model import catalog
+from shardwise.model.flops import MFU
 from shardwise.report import compare
 from shardwise.report.exposure import exposures
 from shardwise.report.step_report import StepReport
@@ -134,20 +135,23 @@ def test_a_terminal_keeps_nothing_of_an_overwritten_line(tmp_path: Path, monkeyp
     )  # fmt: skip
     record = Record(config, 1)
     event = {"loss": 5.0, "grad_norm": 1.0, "lr": 0.1, "seconds": 7.0, "tokens_per_s": 9.0, "mfu": 0.5}
-    record.step(step=1, recorded=True, **event)
-    record.step(step=2, **event)
-    record.warn("something", 2)
+    record.step(step=1, **event)
+    record.step(step=2, recorded=True, **event)
     record.step(step=3, **event)
+    record.warn("something", 3)
+    record.step(step=4, **event)
     record.end_line()
     record.end_line()
     shown = sys.stdout.getvalue()
     assert [line.rpartition("\r")[2].rstrip() for line in shown.split("\n")] == [
-        "step    2/9  loss 5.0000  9 tokens/s  MFU 50.0%", "shardwise: warning: something",
-        "step    3/9  loss 5.0000  9 tokens/s  MFU 50.0%", "",
+        MFU,
+        "step    3/9  loss 5.0000  9 tokens/s  MFU 50.0%", "shardwise: warning: something",
+        "step    4/9  loss 5.0000  9 tokens/s  MFU 50.0%", "",
     ]  # fmt: skip
-    first, second = shown.split("\n")[0].split("\r")
-    assert first == "step    1/9  loss 5.0000  recorded for the report in 7.00 s: slower than other steps"
-    assert len(second) == len(first)
+    first, second, third = shown.split("\n")[1].split("\r")
+    assert first == "step    1/9  loss 5.0000  9 tokens/s  MFU 50.0%"
+    assert second == "step    2/9  loss 5.0000  recorded for the report in 7.00 s: slower than other steps"
+    assert len(third) == len(second)
 
 
 def test_a_run_that_diverges_says_so_and_its_results_are_json(text: Path, tmp_path: Path) -> None:

@@ -18,6 +18,9 @@ from shardwise.model.parameters import block_kinds, part_parameters
 
 Recompute = Literal["none", "selective", "full"]
 
+MFU = "MFU counts causal attention once: a token attends to itself and those before it, half of the square"
+"""Note beside every MFU: which FLOPs of attention `training_flops_per_token` counts."""
+
 
 def matmul_parameters(config: ModelConfig) -> int:
     """Matrix elements that one token is multiplied with.

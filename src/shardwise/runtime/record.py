@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import UserError
+from shardwise.model.flops import MFU
 from shardwise.report.exposure import Exposure, exposures
 from shardwise.report.files import write_whole
 from shardwise.report.run_directory import RunDirectory
@@ -46,6 +47,7 @@ class Record:
         """Characters of the line that the next one overwrites."""
         self._shown = 0.0
         self._first = True
+        self._explained = False
         self._diverged = False
 
     def _tensorboard(self) -> Any:
@@ -74,6 +76,9 @@ class Record:
             speed = f"{event['tokens_per_s']:,.0f} tokens/s  MFU {event['mfu']:.1%}"
             if recorded:
                 speed = f"recorded for the report in {format_time(event['seconds'])}: slower than other steps"
+            elif not self._explained:
+                self._show(MFU)
+                self._explained = True
             line = f"step {event['step']:>4}/{self.config.steps}  loss {event['loss']:.4f}  {speed}"
             self._show(line, stays=last or not self._live)
             self._shown, self._first = time.monotonic(), False

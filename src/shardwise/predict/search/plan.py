@@ -11,7 +11,7 @@ from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Workload
 from shardwise.model import ModelConfig
-from shardwise.model.flops import training_flops_per_sequence
+from shardwise.model.flops import MFU, training_flops_per_sequence
 from shardwise.predict.answer import Answer
 from shardwise.predict.arguments import as_cluster, as_model, as_workload
 from shardwise.predict.capacity import explained, usable_bytes
@@ -40,8 +40,6 @@ EXPERTS = (
     "every token is sent to each of its experts apart: software that sends it to a node once loses less between nodes",
 )
 """What is said with every plan of a model with experts."""
-
-MFU = "MFU counts causal attention once: a token attends to itself and those before it, half of the square"
 
 
 @dataclass(frozen=True)
