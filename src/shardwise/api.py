@@ -483,7 +483,7 @@ def _claimed(config: TrainConfig, again: bool = False, series: bool = False) -> 
         elsewhere = source is not None and out.resolve() not in source.parents
         with run_lock(out), kept(source) if source and elsewhere else nullcontext():
             if not again:
-                _check_out(config)  # somebody may have been there since it was looked at
+                _check_out(config)  # another run may have taken it since the first check
             yield config
     finally:
         with suppress(OSError):

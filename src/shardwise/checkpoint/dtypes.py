@@ -48,8 +48,8 @@ def convert(array: np.ndarray, source: str, target: str) -> np.ndarray:
 
 def _float32_to_odd(array: np.ndarray) -> np.ndarray:
     """Round float64 to float32 by truncation, with the last bit set where anything was cut off ("round to odd", Boldo
-    and Melquiond 2008). Rounding the result to fewer bits gives the same as rounding once; to nearest, values just
-    beside the middle of two would become the middle first.
+    and Melquiond 2008). Rounding the result to fewer bits gives the same as rounding once; to nearest, values
+    close to the midpoint of two would become the midpoint first.
     """
     near = array.astype("<f4")
     word = near.view("<u4").copy()

@@ -124,7 +124,7 @@ def keep_last(folder: Path, count: int, known: set[Path] | None = None) -> list[
 def _remove(path: Path) -> bool:
     """Remove a checkpoint, unless another run resumes from it. Returns whether it is gone.
 
-    Its manifest first: what a kill leaves of it is no checkpoint.
+    The manifest goes first: after a kill, the remaining files are no checkpoint.
     """
     try:
         with _locked(path, fcntl.LOCK_EX | fcntl.LOCK_NB):
@@ -168,8 +168,8 @@ def _locked(folder: Path, how: int) -> Iterator[None]:
 
 
 def set_aside(path: Path) -> Path | None:
-    """Rename a damaged checkpoint, so that the one before it counts and nobody removes it. Returns its new path; None
-    when it cannot be renamed."""
+    """Rename a damaged checkpoint, so that the one before it counts and `keep_last` does not remove it. Returns its new
+    path; None when it cannot be renamed."""
     numbered = (f"{path.name}.damaged-{number}" for number in itertools.count(2))
     places = map(path.with_name, itertools.chain([f"{path.name}.damaged"], numbered))
     try:

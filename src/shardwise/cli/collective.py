@@ -220,8 +220,8 @@ def _cost(args: argparse.Namespace) -> int:
 
 
 def _predicted(name: str, nbytes: int, ranks: int, cluster: Cluster) -> dict[str, float] | None:
-    """Seconds that every other command prices with: of the library, and where there is one of a kernel that reads the
-    peers' memory. None for a collective or a device that nobody measured."""
+    """Seconds that every other command prices with: of the library and, if any, of a kernel that reads the peers'
+    memory. None for a collective or a device without measurements."""
     from shardwise.predict.time import Pricing
     from shardwise.predict.time.network import MEASURED
 

@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         return _fail(str(error), 2)
     except KeyboardInterrupt as error:
-        # Somebody wanted that: no error.
+        # The user's own interrupt: no error.
         return _end(str(error) or "interrupted", getattr(error, "exit_code", 130))
     except BrokenPipeError:
         # Whoever read us has left; the interpreter must not complain about it either when it flushes.

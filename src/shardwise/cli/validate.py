@@ -101,7 +101,7 @@ def _print_memory(rows: list[Any]) -> None:
 
 
 def _print_assumed(predictions: list[Prediction]) -> None:
-    """What rows do not say, and what stands in for it."""
+    """Print the settings that rows leave out, with the values assumed for them."""
     counts = Counter((one.case.source, words) for one in predictions for words in one.case.assumed)
     for (source, words), count in counts.items():
         print(f"{source}: assumed for {count} row{'s' if count > 1 else ''}: {words}")

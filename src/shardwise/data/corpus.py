@@ -50,7 +50,7 @@ _PIECE = 1 << 18
 _BATCH = 1 << 20
 """Characters that are encoded together."""
 _READ, _TELL = 1 << 20, 5_000_000_000
-"""Bytes that are read at once for a fingerprint, and those after which that is said."""
+"""Bytes per read for a fingerprint, and bytes between two lines of progress."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ def _digest(source: Source, max_bytes: int | None, say: Progress) -> list[Any]:
                         )
         except OSError as error:
             raise UserError(f"cannot read {file.path}: {error.strerror}") from None
-        # A file alone is one document, or lines of them, by its suffix, whatever its name.
+        # The suffix alone decides whether a single file is one document or one per line.
         name = file.path.suffix.lower() if source.kind == "file" else file.name
         files.append([name, content.hexdigest()])
     return [source.kind, files]

@@ -93,7 +93,7 @@ def _training(
 
 @lru_cache(maxsize=256)
 def steady(schedule: str, pp: int, micro_batches: int) -> Steady:
-    """The short schedule whose steady state is that of `micro_batches` micro-batches."""
+    """The short schedule with the same steady state as `micro_batches` micro-batches."""
     from shardwise.schedule.pipeline.steady import steady
 
     return steady(schedule, pp, micro_batches)

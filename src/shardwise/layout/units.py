@@ -246,7 +246,7 @@ class UnitPlan:
     def count(self, of_step: Callable[[UnitPlan], Counter[K]]) -> Counter[K]:
         """What `of_step` counts in this step, from the short step and from one a period longer.
 
-        of_step: counts something of which every period of the steady state has the same number.
+        of_step: counts something that occurs equally often in every period of the steady state.
         """
         short, period = self.short.micro_batches, self.steady.period if self.steady else 1
         found, repeats = of_step(self.short), (self.micro_batches - short) // period

@@ -8,7 +8,7 @@ from shardwise.report.units import format_bytes
 
 RESERVED_BYTES = 2e9
 """Memory of a GPU for the driver's context and loaded kernels, in bytes: 0.5 to 2 GB, stas00/ml-engineering,
-training/performance/README.md. Fragmentation is not in it. A CPU has none of it."""
+training/performance/README.md. Excludes fragmentation. Zero on a CPU."""
 
 
 def reserved_bytes(cluster: Cluster, reserved: float | None = None) -> float:

@@ -237,8 +237,8 @@ def _short_backward(plan: UnitPlan, s: Sizes) -> int:
 
 
 def _gone_before_attention(plan: UnitPlan, s: Sizes) -> int:
-    """What the feed-forward part's backward has freed, and the residual that it started from. A parallel residual saves
-    none: its gradient waits for attention's, beside that of the block's output."""
+    """Bytes that the feed-forward part's backward has freed, with the residual that it started from. Zero for a
+    parallel residual: its gradient waits for attention's, while the gradient of the block's output is kept."""
     stream = s.stream * s.hidden * s.element
     return _mlp_items(plan, s) + (-stream if plan.model.parallel_residual else stream)
 

@@ -42,7 +42,7 @@ def memory_table(report: StepReport, binary: bool = False, capacity: int | None 
 
 def _add_role_memory(table: FittedTable, role: Role, longest: int, binary: bool, capacity: int | None) -> None:
     peak = role.peak_bytes
-    # Two lines of their own, beside the first two classes: together they are wider than the rest leaves at 80 columns.
+    # On two lines, next to the first two classes: at 80 columns there is no room for one.
     names = [role.role, f"({format_ranks(role.ranks)})"]
     for field, kind in classes_of([role.bytes]).items():
         held = getattr(role.bytes, field)

@@ -114,7 +114,7 @@ def products(job: Job, device: torch.device, most: float) -> Iterator[Probe]:
 def _product(
     dtype: torch.dtype, m: int, n: int, k: int, turn: str, device: torch.device, more: int = 1
 ) -> Callable[[], Call]:
-    """Weights and saved activations come from memory, as in a step; what has just been computed lies in the cache.
+    """Weights and saved activations come from memory, as in a step; just computed tensors are in the cache.
     more: times the bytes that go round."""
 
     def make() -> Call:
@@ -145,7 +145,7 @@ def attentions(job: Job, device: torch.device, more: int = 1) -> Iterator[Probe]
     for dtype, width, length in product(DTYPES, job.widths, job.lengths):
         if device.type == "cuda":  # enough to fill the device, or the host's calls would be timed
             heads, batch = 32, max(1, 2 * job.tokens // length)
-        else:  # a head takes the same time beside one other as beside seven
+        else:  # the time per head is equal for two heads and for eight
             heads, batch = min(8, max(2, 4096 // length)), max(1, min(512, job.lengths[-1] // 4) // length)
         for way in ("forward", "both"):
             shape = batch * more, length, heads, width

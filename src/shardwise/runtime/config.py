@@ -80,8 +80,8 @@ class TrainConfig:
     former_corpus: the corpus that a resumed run had before it was given other text. out: the run directory.
     validate_every: steps between validations (0: only at the end), each over `validate_batches` global batches.
     report: measure one steady step and write its StepReport. save_every: steps between checkpoints (0: only at the
-    end), of which the newest `keep_last` are kept (0: all). save_async: training goes on while one is written.
-    weights: a Hugging Face folder to start from. resume: the checkpoint, or the run, to go on from; `weights` then
+    end); the newest `keep_last` are kept (0: all). save_async: training continues while one is written.
+    weights: a Hugging Face folder to start from. resume: the checkpoint, or the run, to resume from; `weights` then
     counts no more. restart: how many times the run has been started again after a failure, in its own directory.
     overlap: communicate while computing; off gives the same bits. transport: what carries collectives between CPU
     ranks: shared (memory, on one host), gloo, or auto, which prefers the first.

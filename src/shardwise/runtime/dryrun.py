@@ -26,7 +26,7 @@ from shardwise.model import ModelConfig
 from shardwise.report.step_report import Bytes, Role, StepReport
 
 MOST_PROCESSES = 8
-"""Processes at a time, each of which imports torch."""
+"""Concurrent processes; each imports torch."""
 
 
 def dry_run(model: ModelConfig, layout: Layout, workload: Workload, cluster: Cluster | None = None) -> StepReport:

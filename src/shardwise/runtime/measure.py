@@ -78,7 +78,7 @@ class _Storages(TorchDispatchMode):
         self.change(size)
 
     def follows(self, value: Tensor) -> bool:
-        """Whether the storage of a tensor is among those that appeared."""
+        """Whether a tensor's storage has appeared."""
         return value.untyped_storage()._cdata in self._seen
 
     def change(self, difference: int) -> None:

@@ -89,7 +89,7 @@ class Record:
         self._open = 0 if stays else len(line)
 
     def end_line(self) -> None:
-        """Let the line that is there stay: somebody else is going to write."""
+        """End the current line, before other output."""
         if self._open:
             print(flush=True)
             self._open = 0

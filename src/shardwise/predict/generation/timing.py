@@ -71,7 +71,7 @@ class Gathered(NamedTuple):
 
 
 Coming = tuple[str, float, bool]
-"""(part, seconds of its gather, whether another slot is free for it beside the block before)."""
+"""(part, seconds of its gather, whether a second slot is free while the block before computes)."""
 
 
 @lru_cache(maxsize=16)

@@ -53,9 +53,9 @@ class Plan(Answer[Priced]):
     unlimited: Priced | None
     """The fastest layout if memory were no limit; None where that is the winner."""
     none_runs: str = ""
-    """Of a plan for this runtime: why none of the layouts runs here yet; empty where all do."""
+    """Reason why none of the layouts runs here yet, in a plan for this runtime; empty if all run."""
     beyond: Priced | None = None
-    """A better layout, if the runtime here had what it lacks; None where there is none, or was not searched."""
+    """A better layout with features that this runtime lacks; None if there is none, or it was not searched."""
     capacity: str = ""
     """Where the usable bytes come from; empty where nothing is reserved."""
 
@@ -205,7 +205,7 @@ class _Result(NamedTuple):
 
 
 def _search(space: Space, by: By, top: int, usable: float, explain: bool, slack: float = 1.0) -> _Result:
-    """The search of a space; of this runtime's also for the best of what it cannot run yet, where that is explained."""
+    """The search of a space. With `explain`, for this runtime, also for the best layout that it cannot run yet."""
     ranked = space.features if explain and space.engine.name in OWN and not space.features.context else None
     wide = replace(space, engine=widened(space.engine)) if ranked else space
     if by == "cost":
@@ -228,7 +228,7 @@ def _fits_after_all(result: _Result, usable: float) -> bool:
 
 
 def _beyond_what_runs(space: Space, none_runs: str, by: By, top: int, usable: float) -> tuple[_Result, str]:
-    """Where nothing of this runtime's fits: the search for what it cannot run yet, and what that needs."""
+    """If no layout of this runtime fits: the search over layouts that it cannot run yet, and the missing features."""
     if space.engine.name not in OWN or none_runs:
         return _empty(space), none_runs
     result = _search(replace(space, engine=widened(space.engine)), by, top, usable, explain=True)
@@ -245,7 +245,7 @@ def _empty(space: Space, considered: int = 0, fitting: int = 0) -> _Result:
 
 
 def _better(found: Found, by: By) -> Priced | None:
-    """The best that the runtime here cannot run yet, where that is better than what it can run."""
+    """The best layout that this runtime cannot run yet, if it is better than all that it can run."""
     one, winner = found.beyond, found.best[0]
     if one is None or not needs(one.layout):
         return None

@@ -87,8 +87,8 @@ class Keeper(Protocol):
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found. best: the candidates asked for, best first. considered: all that are legal; fitting: those
-    that fit. beyond: the best one of all, beside those that were to be ranked."""
+    """Result of a search. best: the requested candidates, best first. considered: number of legal candidates. fitting:
+    number that fits. beyond: the best one of all, also outside the features that were ranked."""
 
     best: tuple[Priced, ...]
     considered: int

@@ -1,4 +1,4 @@
-"""Planned layouts that `train` can run, and the search for those that it cannot run yet."""
+"""Planned layouts that `train` can run, and the search for layouts that it cannot run yet."""
 
 from __future__ import annotations
 

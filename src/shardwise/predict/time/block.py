@@ -73,7 +73,7 @@ class Tally:
     def add(self, kind: str, forward: Num, backward: Num, launches: tuple[Num, Num] = (1, 1)) -> None:
         self.forward[kind] = self.forward[kind] + forward
         self.backward[kind] = self.backward[kind] + backward
-        # Never in place: arrays of launches are shared with whoever read them before.
+        # Never in place: earlier readers share the arrays of launches.
         self.launches["forward"] = self.launches["forward"] + launches[0]
         self.launches["backward"] = self.launches["backward"] + launches[1]
 

@@ -29,8 +29,8 @@ class Constants:
     form. plateaus: dtype -> best measured throughput over peak, relative to what the tiles reach. values: name ->
     number. collectives: what a library takes over the schedules' prices, sizes -> bytes and collective -> ranks ->
     ln(measured / priced seconds) at these, on the device `nccl` of the catalog; `timed`: the same with seconds,
-    measured on this device. sources: name -> where it is from. notes: what stands in for measurements that there are
-    none of.
+    measured on this device. sources: name -> where it is from. notes: assumptions in place of missing
+    measurements.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Constants:
     notes: tuple[str, ...] = ()
     nccl: str = ""
     sustained: Mapping[str, float] = field(default_factory=dict)
-    """FLOP/s of matrix products over seconds, by dtype: what the power limit leaves, where somebody measured it."""
+    """Measured FLOP/s of matrix products over seconds, under the power limit, by dtype."""
 
     def peak(self, dtype: str) -> float:
         """FLOP/s of a dtype, or of the wider one that it is widened to where the device lacks it. Raises `UserError`

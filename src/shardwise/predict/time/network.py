@@ -178,8 +178,8 @@ def _between(nbytes: Num, sizes: Sequence[float], seconds: Sequence[float]) -> N
 
 
 def _achieved(cluster: Cluster, constants: Constants) -> Cluster:
-    """The cluster with the bandwidth that collectives reach, and a latency where the catalog knows none: that of the
-    kind of link, else the family's."""
+    """The cluster with the bandwidth that collectives reach, and a latency where the catalog has none: the link kind's,
+    else the family's."""
     near = replace(cluster.intra, kind="host") if cluster.over_pcie and not cluster.intra.kind else cluster.intra
     return replace(
         cluster,

@@ -177,7 +177,7 @@ def _wave(
 
 
 def sum_seconds(model: ModelConfig, serving: Serving, tokens: Num, engine: Engine, pricing: Pricing) -> Num:
-    """Seconds of one all-reduce over tp, of which a block has two, on a pass of `tokens` tokens."""
+    """Seconds of one all-reduce over tp on a pass of `tokens` tokens. A block has two."""
     nbytes = tokens * model.hidden * WIDTH[serving.stream]
     return pricing.collectives.seconds("all_reduce", nbytes, serving.tp, reads_peers=engine.reads_peers)
 

@@ -1,6 +1,6 @@
 """Locks that the kernel releases when their holder dies, and temporary folders that are removed even then.
 
-flock(2) on an open file: the lock is free again when its holder closes the file or ends, in whatever way. Ranks do not
+flock(2) on an open file: the lock is free again when its holder closes the file or ends, also by a signal. Ranks do not
 inherit the file. On file systems without locks nothing is locked. Imports no torch.
 """
 
@@ -25,7 +25,7 @@ _PREFIX, _OWNER = "shardwise-", ".owner"
 
 @contextmanager
 def run_lock(out: Path) -> Iterator[None]:
-    """Keep other trainings out of a run's directory, which exists. Raises `UserError` naming the one that is there.
+    """Keep other trainings out of a run's directory, which exists. Raises `UserError` naming the process that holds it.
 
     The lock is the file `.lock`, which says who holds it, and is gone afterwards. Readers need no lock.
     """
@@ -86,7 +86,7 @@ def temporary_folder(parent: Path | None = None) -> Iterator[Path]:
     _remove_abandoned(parent)
     with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=parent) as name:
         folder = Path(name)
-        # Under its own name only when it is locked: a file that nobody locks is one of a process that has ended.
+        # Renamed only once locked: an unlocked file belongs to a process that has ended.
         handle = os.open(folder / f"{_OWNER}.new", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             with suppress(OSError):

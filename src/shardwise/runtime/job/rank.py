@@ -135,7 +135,7 @@ def leave(code: int, *, at_once: bool = False) -> None:
     at_once: after a success, too. Taking gloo down while peers do so now and then aborts the process.
     """
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, AttributeError):  # nobody reads it, or it is closed
+        with suppress(OSError, AttributeError):  # without a reader, or closed
             stream.flush()
     if code or at_once:
         os._exit(code)

@@ -1,7 +1,7 @@
-"""The text of a run as tokens: prepared once, beside the run, and kept by the run.
+"""Text of a run as tokens: prepared once, next to the run, and kept by the run.
 
-A resumed run keeps its corpus, whatever has become of the file that was prepared; other text must be asked for. Imports
-no torch, and numpy only when it is used.
+A resumed run keeps its corpus, even if the source file has changed or is gone; other text needs `--data`. Imports no
+torch, and numpy only when it is used.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def with_corpus(config: TrainConfig, progress: Progress) -> TrainConfig:
     """The configuration with its text as tokens: the corpus that it names, or one prepared in `corpora/` beside the run
     directory, where the next run finds it. Text that replaces a run's former one is read by the former tokenizer.
 
-    Processes that ask together wait for the first one. Raises `UserError` for unusable text, a corpus that has gone, a
-    tokenizer with more tokens than the model has rows, and text that does not fill one sequence.
+    Processes that prepare one text at the same moment wait for the first one. Raises `UserError` for unusable text, a
+    missing corpus, a tokenizer with more tokens than the model has rows, and text that does not fill one sequence.
     """
     from shardwise.data import Sampler
     from shardwise.data.splits import SPLITS
@@ -106,7 +106,7 @@ def _prepared(config: TrainConfig, progress: Progress, only: str | None = None) 
 
 
 def _say_change(config: TrainConfig, corpus: Corpus, progress: Progress) -> bool:
-    """Say what it means that a run gets the text that was asked for. Returns whether it is the text of before."""
+    """Report the effect of the requested text on a resumed run. Returns whether it is the run's former text."""
     assert config.former_corpus is not None
     former = _found(config, config.former_corpus)
     if _equal(corpus, former):
@@ -139,7 +139,7 @@ def _equal(corpus: Corpus, former: Path) -> bool:
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[bool]:
-    """Wait for whoever holds the folder, then hold it. Yields whether that worked."""
+    """Wait for the folder's lock, then hold it. Yields whether that worked."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / ".lock").open("w")

@@ -34,7 +34,7 @@ BLOCK = 0.01
 """Seconds that a block of calls should take."""
 MOST_CALLS = 200
 FEWEST = 2
-"""Rounds that every cell has, whatever the time."""
+"""Fewest rounds per cell, even past the time limit."""
 _BYTES_PER_SECOND = 1e9
 """Of a call in a round, roughly, to share out time."""
 DTYPE = torch.float32
@@ -47,7 +47,7 @@ class Job(RankJob):
     """What is measured. algorithms: (collective, algorithm). sizes: bytes of the full tensor. transports: "shared",
     "sends". limit: seconds after which no new block starts. settled: 0, or the share by which each contender's two
     quickest rounds may differ for a cell to end early; cells then share `limit`, with at least `FEWEST` rounds each.
-    `out` is written anew after each cell."""
+    `out` is rewritten after each cell."""
 
     algorithms: list[tuple[str, str]]
     sizes: list[int]

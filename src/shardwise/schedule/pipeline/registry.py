@@ -44,7 +44,7 @@ class Generator:
     settles: int | None = None
     """Micro-batches, as a multiple of p, after which a schedule is in its steady state (`steady.py`)."""
     grows: bool = False
-    """Whether a rank holds all micro-batches of a step at a time."""
+    """Whether a rank holds all micro-batches of a step at once."""
     period: Callable[[int, int], int] = lambda p, m: 1
     """(p, m) -> micro-batches after which the steady state repeats itself."""
 

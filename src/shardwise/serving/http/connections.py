@@ -21,7 +21,7 @@ from uvicorn.server import ServerState
 HEADER_SECONDS = 10.0
 """From a connection, or from the first byte of its next request, to the end of the request's headers."""
 STALL_SECONDS = 60.0
-"""For a client to read on, when what it has not read fills all buffers."""
+"""Time for a client to continue reading, once unread output fills all buffers."""
 MOST = 4096
 ACCEPTED = 8
 """Connections accepted per pass of the event loop. Those of several passes exist before the first one is counted."""
@@ -63,8 +63,8 @@ class LimitedConfig(uvicorn.Config):
 class LimitedConnection(H11Protocol):
     """An HTTP connection that ends when its client is too slow, or when it waits and another one needs its place.
 
-    A connection over the limit ends the one that has waited longest for a request. Where all are busy with requests, it
-    stays, for one request: `/health` is answered, anything else gets 503.
+    A connection over the limit closes the one that has waited longest for a request. If all are busy with requests, it
+    stays for one request: `/health` is answered, any other path gets 503.
     """
 
     config: LimitedConfig

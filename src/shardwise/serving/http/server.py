@@ -48,8 +48,8 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         sock.close()
         raise _in_use(host, port, error) from None
-    # Lingering connections of an earlier server do not matter. But nobody else must get the address while weights are
-    # read: Linux lets several sockets have it until one of them listens, if all of them allow it.
+    # Lingering connections of an earlier server do not matter. But no other server may get the address while weights
+    # are read: Linux lets several sockets have it until one of them listens, if all of them allow it.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     return sock
 
@@ -77,7 +77,7 @@ def run(
     it at once.
 
     ready: called when connections are taken; echo: gets lines. Raises `RunFailed` when the engine has failed, after
-    every client has been told, and `UserError` when the address is in use.
+    every client has got the error, and `UserError` when the address is in use.
     """
     host, port = sock.getsockname()[:2]
     try:
@@ -95,7 +95,7 @@ class _Uvicorn(uvicorn.Server):
         for sock in sockets or []:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         await super().startup(sockets)
-        # asyncio takes one number for the connections that wait in the kernel and for those that it accepts at a time.
+        # asyncio has one number for the kernel's queue of connections and for how many it accepts per pass.
         for sock in sockets or []:
             sock.listen(_WAITING)
 

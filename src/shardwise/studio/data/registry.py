@@ -31,7 +31,7 @@ TRAVELS = {
     "memory": (*_MODEL, "cluster"),
     "plan": (*_MODEL, "cluster"),
 }
-"""View -> its parameters that come along from another view where somebody chose them."""
+"""View -> its parameters that carry over from another view if the user chose them there."""
 
 
 def parts(view: str) -> list[str]:

@@ -35,7 +35,7 @@ def sized(query: Query, default: str) -> tuple[ModelConfig, list[str]]:
 
 @lru_cache(maxsize=64)
 def sizes(model: ModelConfig) -> dict[str, list[int]]:
-    """Size -> what it can be set to while the others stay as they are."""
+    """Size -> its legal values while the others stay as they are."""
 
     def legal(name: str, value: int) -> bool:
         try:

@@ -329,7 +329,7 @@ def _how_compared(ones: tuple[Generated, ...], model: ModelConfig, asked: Asked,
     lines = [
         f"Bytes: what one rank sends for {step_words(asked)}, when collectives go round a ring (docs/generation.md).",
         *(f"{one.layout}: {_formula(one, model)}" for one in ones),
-        "Weights: what a rank keeps, and the buffers for those that it gathers.",
+        "Weights: the rank's own, and buffers for gathered ones.",
     ]
     return How(lines, command, "docs/generation.md")
 

@@ -50,7 +50,7 @@ export function bars(context, width, rows, { unit, names = [], limit = null, lim
   };
 }
 
-/** The part of a row at x, or all of the row beside its bar. */
+/** The part of a row at x, or the whole row outside its bar. */
 function partAt(row, px, x, start, names, unit) {
   const head = [row.label, row.detail].filter(Boolean).join(", ");
   let at = start;

@@ -35,7 +35,7 @@ export function text(page, name, label, { help = "", size = 14 } = {}) {
 }
 
 /** A slider over `values`, a list that an answer's choices (those of `from`) replace, or from `least` to `most`;
- * `words(value)` stands beside it, or, `typed`, a box for any number. */
+ * `words(value)` is next to it, or, with `typed`, a box for any number. */
 export function slider(page, name, label, { least = 0, most = 10, step = 1, values = null, words = String, help = "", from = name, typed = false } = {}) {
   const id = unique(from), output = typed ? h("input", { type: "number", min: 0, step: "any", inputmode: "numeric", "aria-label": `${label}, exactly`, onchange: () => page.set({ [name]: output.value }) }) : h("output", { for: id });
   const at = (value) => (values ? nearest(values, value) : value);

@@ -8,8 +8,8 @@ import { tip } from "studio/lib/tip";
 
 /**
  * name: of its table and explanation in the answer. height: of the canvas in pixels, or a function of the width.
- * draw(context, width, height): called whenever size, theme or data change. hover(x, y): words beside the pointer; left out,
- * what draw returns is asked. extras: nodes below the drawing.
+ * draw(context, width, height): called whenever size, theme or data change. hover(x, y): words next to the pointer; if left out,
+ * those of the object that draw returns. extras: nodes below the drawing.
  */
 export function figure(page, { name, title, lead, height, draw, hover = null, extras = [], above = [] }) {
   const canvas = h("canvas", { role: "img", "aria-label": title });

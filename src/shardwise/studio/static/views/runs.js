@@ -90,7 +90,7 @@ export function mount(root, page) {
       const begun = fresh.runs.some((run) => !data.choices.run.includes(run));
       if (begun) controls.forEach((each) => each.show({ ...data, choices: { run: fresh.runs } }));
       data.choices.run = fresh.runs;
-      // Where the address names no run, the page shows the latest one; a run that goes on is not left for it.
+      // Without a run in the address, the page shows the latest one, but does not leave a running one for it.
       if (begun && !page.local("run", "") && data.more.status !== "running") return void page.fetch();
       if (!data.state.run) return;
       for (const table of ["steps", "validation"]) for (const [name, values] of Object.entries(fresh[table])) data.tables[table].columns[name] = [...data.tables[table].columns[name], ...values];

@@ -110,7 +110,7 @@ function heading(context, theme, data, place, side, letter, step) {
   }
 }
 
-/** All layers from left to right; how much of each this rank has, and of which. */
+/** All layers from left to right, with this rank's share of each. */
 function strip(context, theme, { x, w }, device, layers, y) {
   frame(context, theme, x, y, w, HIGH);
   const [from, to] = device.layers;
