@@ -211,6 +211,14 @@ class UnitPlan:
             names.insert(0, "tied")
         return [self.by_name[name] for name in names if name in self.by_name]
 
+    @cached_property
+    def stage_units(self) -> dict[int, list[Unit]]:
+        """Stage -> the units whose weights its parts read."""
+        return {
+            stage: list({unit.name: unit for part in held for unit in self.units_of(part)}.values())
+            for stage, held in self.stages.items()
+        }
+
     def finished_after(self, part: str) -> list[Unit]:
         """The units whose gradients are complete once `part`'s backward is over."""
         names = [part]
@@ -413,24 +421,23 @@ class Residency:
 
     def __init__(self, plan: UnitPlan) -> None:
         self._plan = plan
-        self._stages: set[int] = set()
+        self._users: Counter[str] = Counter()
 
     def gather(self, stage: int) -> list[Unit]:
         """The stage is to be there: the units that are not yet."""
-        there = self._units()
-        self._stages.add(stage)
-        return [unit for name, unit in self._units().items() if name not in there]
+        return self._change(stage, 1, at=0)
 
     def free(self, stage: int) -> list[Unit]:
         """The stage may go: the units that no other stage needs."""
-        before = self._units()
-        self._stages.remove(stage)
-        there = self._units()
-        return [unit for name, unit in before.items() if name not in there]
+        return self._change(stage, -1, at=1)
 
-    def _units(self) -> dict[str, Unit]:
-        held = (self._plan.stages[stage] for stage in sorted(self._stages))
-        return {unit.name: unit for parts in held for part in parts for unit in self._plan.units_of(part)}
+    def _change(self, stage: int, by: int, at: int) -> list[Unit]:
+        users, found = self._users, []
+        for unit in self._plan.stage_units[stage]:
+            if users[unit.name] == at:
+                found.append(unit)
+            users[unit.name] += by
+        return found
 
 
 def usual_backend(cluster: Cluster | None) -> Backend:

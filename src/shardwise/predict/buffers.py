@@ -13,17 +13,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from shardwise.layout.units import Residency, Unit, UnitPlan
+from shardwise.layout.units import Unit, UnitPlan
 from shardwise.model.chunking import sum_chunk
 from shardwise.report.step_report import DTYPE_BYTES
 
 When = Literal["loss", "begin", "backward", "reduction", "optimizer"]
 """At the end of a forward pass; before a part's backward; in it; after it, as the reduction before its own ends; at the
 end."""
-
-
-State = tuple[frozenset[tuple[str, int]], frozenset[tuple[str, int]], Unit | None, int]
-"""Accumulators and staged gradients with their bytes, the unit whose reduction is under way, gathered bytes."""
 
 
 @dataclass(frozen=True)
@@ -53,27 +49,20 @@ class Walk:
         self.accumulators: dict[str, int] = {}
         self.staged: dict[str, int] = {}
         self.flying: Unit | None = None
-        self.residency = Residency(plan)
-        self.gathered = 0
         self.staging_bytes = sum(plan.staging_sizes.values()) * DTYPE_BYTES[plan.layout.dtype]
-
-    def state(self) -> State:
-        """All that is there, as something to compare and to come back to."""
-        return frozenset(self.accumulators.items()), frozenset(self.staged.items()), self.flying, self.gathered
-
-    def restore(self, state: State) -> None:
-        """Have all as it was; gathered stages stay as they are."""
-        accumulators, staged, self.flying, _ = state
-        self.accumulators, self.staged = dict(accumulators), dict(staged)
 
     def now(self, when: When, part: str = "", arriving: int = 0) -> Held:
         scratch = self.flying.padded * DTYPE_BYTES[self.plan.wire_dtype] if self.flying and self.plan.scratch else 0
-        comm = sum(self.staged.values()) + scratch + self.gathered + self.staging_bytes
+        comm = sum(self.staged.values()) + scratch + self.staging_bytes
         return Held(when, part, sum(self.accumulators.values()), comm, arriving)
 
     def accumulate(self, unit: Unit) -> None:
         elements = unit.shard_numel if self.stage >= 2 else unit.padded
         self.accumulators[unit.name] = elements * DTYPE_BYTES[self.plan.grad_dtype]
+
+    def put(self, unit: Unit) -> None:
+        """Its full gradient is staged."""
+        self.staged[unit.name] = unit.padded * DTYPE_BYTES[self.plan.layout.dtype]
 
     def begin(self, part: str) -> Iterator[Held]:
         """The engine makes room for the gradients of `part`."""
@@ -85,7 +74,7 @@ class Walk:
                 yield from self.land("begin", part)
             if self.staging_bytes:
                 continue
-            self.staged[unit.name] = unit.padded * DTYPE_BYTES[self.plan.layout.dtype]
+            self.put(unit)
 
     def _same_slot(self, a: Unit, b: Unit) -> bool:
         return self.plan.staging_slots[a.name] == self.plan.staging_slots[b.name]
@@ -105,16 +94,6 @@ class Walk:
             yield from self.land("reduction", part)
             self.flying = unit
             yield self.now("reduction", part)
-
-    def gather(self, stage: int) -> None:
-        """A pipeline's stage is gathered (stage 3)."""
-        self.gathered += self._whole(self.residency.gather(stage))
-
-    def free(self, stage: int) -> None:
-        self.gathered -= self._whole(self.residency.free(stage))
-
-    def _whole(self, units: list[Unit]) -> int:
-        return sum(unit.padded for unit in units) * DTYPE_BYTES[self.plan.layout.dtype]
 
     def land(self, when: When, part: str = "") -> Iterator[Held]:
         """The reduction under way ends."""

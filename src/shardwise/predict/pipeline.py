@@ -1,30 +1,23 @@
 """What a rank of a pipeline holds, one action of its list after the other, in bytes.
 
 The list says which micro-batches are between their forward and their backward, which messages lie ready, which stages
-are gathered and which gradients are on their way; what each takes is `activations`, `buffers` and `peak`.
+are gathered and which gradients are on their way. What each action changes is `pipeline_action`'s, once for each
+situation in which it comes.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardwise.layout.units import UnitPlan
-from shardwise.predict.activations import Sizes, kept_items, saved_items, saved_mask
-from shardwise.predict.buffers import Held, State, Walk, When
-from shardwise.predict.peak import (
-    backwards,
-    embedding_forward,
-    inputs,
-    loss,
-    of_weights,
-    optimizer,
-    saved_inputs,
-    stream_dropout,
-    tables,
-)
+from shardwise.layout.units import Residency, Unit, UnitPlan
+from shardwise.predict.activations import Sizes
+from shardwise.predict.buffers import Walk
+from shardwise.predict.peak import inputs, optimizer
+from shardwise.predict.pipeline_action import ActionMemory, Change, Effect, StageBytes
 from shardwise.report.step_report import DTYPE_BYTES
 
 if TYPE_CHECKING:
@@ -50,44 +43,14 @@ class Most:
         self.saved, self.gradients, self.comm, self.peak = map(max, zip(self.bytes, other.bytes, strict=True))
 
 
-@dataclass(frozen=True)
-class _Stage:
-    """Bytes of one micro-batch on one stage.
-
-    saved: from its forward to its backward. kept: part -> from there to the gradients of weights. known: what of
-    `saved` are inputs of the step. moments: as `peak.backwards` has them, with the gradients of weights or apart.
-    """
-
-    parts: list[str]
-    saved: int
-    kept: dict[str, int]
-    known: int
-    moments: dict[bool, dict[tuple[When, str], int]]
-    attends: bool
-
-    @classmethod
-    def of(cls, plan: UnitPlan, s: Sizes, stage: int) -> _Stage:
-        parts = plan.stages[stage]
-        return cls(
-            parts,
-            sum(sum(saved_items(plan, s, part).values()) for part in parts),
-            {part: sum(kept_items(plan, s, part).values()) for part in parts},
-            sum(saved_inputs(plan, s, part) for part in parts),
-            {apart: backwards(plan, s, parts, apart) for apart in (False, True)},
-            bool(plan.blocks(stage)),
-        )
-
-
 def held_by_actions(plan: UnitPlan) -> Most:
     """Follow the actions of `plan`'s rank through one step, those of its steady state once."""
     assert plan.steady is not None
     if plan.steady.grows and plan.steady.repeats:
         return _continued(plan)
     rank = _Rank(plan.short, inputs(plan, Sizes.of(plan)))
-    # A shortened list has little that repeats: to look for it takes longer than to do it again.
-    step = rank.do if plan.steady.repeats else rank.follow
     for action in rank.plan.actions:
-        step(action)
+        rank.do(action)
     return rank.end()
 
 
@@ -135,187 +98,194 @@ class Moment(NamedTuple):
 def moments(plan: UnitPlan) -> Iterator[tuple[Moment, Moment]]:
     """(the fullest moment while it is done, what there is after it) of each action at which bytes come or go, and of
     the optimizer. The fullest of all is `held_by_actions`'s peak."""
-    rank = _Watched(plan)
+    rank = _Rank(plan)
     for place, action in enumerate(plan.actions):
-        rank.fullest = None
+        rank.forget()
         rank.do(action)
         if rank.fullest:
-            yield rank.moment_of(place, *rank.fullest), rank.moment_of(place, rank.walk.now("loss"), rank.activations)
-    rank.fullest = None
+            yield Moment(place, *rank.fullest), Moment(place, *rank.now)
+    rank.forget()
     rank.end()
     assert rank.fullest
-    last = len(plan.actions)
-    yield (
-        rank.moment_of(last, *rank.fullest),
-        rank.moment_of(last, rank.walk.now("optimizer"), rank.activations),
-    )
+    yield Moment(len(plan.actions), *rank.fullest), Moment(len(plan.actions), *rank.now)
+
+
+_ACCUMULATED, _STAGED = 1, 2
+"""What there is of a unit's gradients, as one number: its accumulator, its full gradient on the way there, or both."""
+
+_NONE, _OTHER = -1, -2
+"""Which unit is being reduced: none, or one of another stage than an action's."""
+
+
+class _Outcome(NamedTuple):
+    """What an action changes, and the gradients that it leaves."""
+
+    effect: Effect
+    there: tuple[int, ...]
+    """Of each unit of its stage."""
+    reducing: int
+    """The unit being reduced, by its place among those of the stage."""
+    other: int
+    """Gradients of the unit of another stage that was being reduced before."""
 
 
 class _Rank:
-    """lasting: bytes of the step's inputs; None for those of `plan`."""
+    """Bytes of a rank between two of its actions, and the most so far."""
 
     def __init__(self, plan: UnitPlan, lasting: int | None = None) -> None:
-        assert plan.schedule is not None
-        self.plan, self.schedule, self.s = plan, plan.schedule, Sizes.of(plan)
-        self.walk, self.most = Walk(plan), Most()
+        """lasting: bytes of the step's inputs; None for those of `plan`."""
+        self.plan, self.s = plan, Sizes.of(plan)
+        self.most = Most()
+        self.fullest: Change | None = None
+        self.gradients = self.comm = self.saved = 0
+        self.rest = inputs(plan, self.s) if lasting is None else lasting
         self.message = self.s.stream * self.s.hidden * self.s.element
-        self.stages = {stage: _Stage.of(plan, self.s, stage) for stage in plan.stages}
-        self.mask, self.tables = saved_mask(plan, self.s), tables(plan, self.s)
-        self.lasting = inputs(plan, self.s) if lasting is None else lasting
-        self.saved = self.kept = self.known = self.messages = 0
-        # The gradient that a message brings is one that linear maps keep, unless it is gathered or dropped out first.
-        self.keeps_messages = not (plan.layout.sp or plan.model.dropout)
-        self.seen: dict[Any, tuple[int, int, int, int, int, State]] = {}
+        self.gradients_of = dict.fromkeys(plan.by_name, 0)
+        self.reducing: Unit | None = None
+        self.residency = Residency(plan)
         self.leaving: set[tuple[int, str]] = set()
         """(peer, kind): the last message there is kept until the next one leaves, where another has to take it."""
         self.attending: Counter[int] = Counter()
         """Micro-batch -> its stages with attention between forward and backward: they share mask and tables."""
+        self.names = {stage: tuple(unit.name for unit in units) for stage, units in plan.stage_units.items()}
+        self.like = _like(plan)
+        self.bytes_of = {stage: StageBytes.of(plan, self.s, stage) for stage in set(self.like.values())}
+        self.outcomes: dict[Any, _Outcome] = {}
 
     @property
-    def activations(self) -> int:
-        """All that is there between two actions, but for the engine's buffers."""
-        shared = len(self.attending) * (self.mask + self.tables)
-        return self.lasting + self.saved + self.kept - self.known + shared + self.messages * self.message
+    def now(self) -> Change:
+        """Bytes between two actions."""
+        return Change(self.gradients, self.comm, self.rest)
 
-    def note(self, held: Held, beside: int) -> None:
-        most = self.most
-        most.gradients = max(most.gradients, held.gradients)
-        most.comm = max(most.comm, held.comm)
-        most.peak = max(most.peak, held.total + beside)
-
-    def moment(self) -> None:
-        """A computation has ended."""
-        self.most.saved = max(self.most.saved, self.saved + self.kept + len(self.attending) * self.mask)
-        self.note(self.walk.now("loss"), self.activations)
-
-    def follow(self, action: Action) -> None:
-        """Do an action; one that finds all as it was at an earlier one of its kind, as in the steady part of a
-        schedule, leaves all as that one did."""
-        if action.kind not in ("F", "I", "W", "B", "OVERLAP_F_B", "REDUCE_GRAD"):
-            self.do(action)
-            return
-        key = tuple((part.kind, part.stage, self.attending[part.micro]) for part in action.leaves()), self.state()
-        if key not in self.seen:
-            self.do(action)
-            self.seen[key] = self.state()
-            return
-        self.saved, self.kept, self.known, self.messages, _, buffers = self.seen[key]
-        self.walk.restore(buffers)
-        for part in action.leaves():
-            if part.kind in ("F", "I", "B"):
-                self.attend(part.stage, part.micro, 1 if part.kind == "F" else -1)
-
-    def state(self) -> tuple[int, int, int, int, int, State]:
-        """All that a computation's bytes depend on, but for which micro-batches are under way."""
-        return self.saved, self.kept, self.known, self.messages, len(self.attending), self.walk.state()
-
-    def attend(self, stage: int, micro: int, by: int) -> None:
-        """A micro-batch has begun or ended on a stage."""
-        if self.stages[stage].attends:
-            self.attending[micro] += by
-            if not self.attending[micro]:
-                del self.attending[micro]
+    def forget(self) -> None:
+        """Have the most and the fullest be those of what follows."""
+        self.most, self.fullest = Most(), None
 
     def do(self, action: Action) -> None:
         kind, stage, micro, peer, parts = action
-        if kind == "F":
-            self.forward(stage, micro)
-        elif kind in ("I", "B"):
-            self.backward(stage, micro, apart=kind == "I")
-        elif kind == "W":
-            self.weights(stage)
+        if kind in ("RECV_F", "RECV_B"):
+            self.rest += self.message
+        elif kind in ("SEND_F", "SEND_B"):
+            if self.plan.backend == "shared" or (peer, kind) in self.leaving:
+                self.rest -= self.message
+            else:
+                self.leaving.add((peer, kind))
+        elif kind in ("F", "I", "W", "B", "REDUCE_GRAD"):
+            self._on_stage(kind, stage, self._moves(kind, stage, micro))
         elif kind == "OVERLAP_F_B":
             for each in parts:
                 self.do(each)
-        elif kind in ("RECV_F", "RECV_B"):
-            self.messages += 1
-        elif kind in ("SEND_F", "SEND_B"):
-            if self.plan.backend == "shared" or (peer, kind) in self.leaving:
-                self.messages -= 1
-            else:
-                self.leaving.add((peer, kind))
         elif kind == "UNSHARD":
-            self.walk.gather(stage)
-            self.note(self.walk.now("loss"), self.activations)
+            self.comm += self._whole(self.residency.gather(stage))
+            self._note(self.gradients, self.comm, self.rest)
         elif kind == "RESHARD":
-            self.walk.free(stage)
-        elif kind == "REDUCE_GRAD":
-            for part in reversed(self.stages[stage].parts):
-                for held in self.walk.reduce(part):
-                    self.note(held, self.activations)
+            self.comm -= self._whole(self.residency.free(stage))
         elif kind == "SUM_TIED":
-            self.land()
+            self._on_stage("land", -1, moves=False)
             theirs = self.plan.by_name["tied"].shard_numel * DTYPE_BYTES[self.plan.grad_dtype]
-            self.note(self.walk.now("optimizer"), self.activations + theirs)
-
-    def forward(self, stage: int, micro: int) -> None:
-        of, last = self.stages[stage], stage + 1 == self.schedule.stages
-        self.saved += of.saved
-        self.known += of.known
-        self.attend(stage, micro, 1)
-        # Its input, now among the saved tensors, came by a message or from a stage of this rank.
-        self.messages += (not last) - (stage > 0)
-        self.note(self.walk.now("loss"), self.activations + (loss(self.s) if last else 0))
-        if of.attends:
-            self.note(self.walk.now("loss"), self.activations + stream_dropout(self.plan, self.s))
-        elif stage == 0:
-            self.note(self.walk.now("loss"), self.activations - self.message + embedding_forward(self.plan, self.s))
-        self.moment()
-
-    def backward(self, stage: int, micro: int, apart: bool) -> None:
-        of, last = self.stages[stage], stage + 1 == self.schedule.stages
-        moments = of.moments[apart]
-        if last:
-            self.note(self.walk.now("loss"), self.activations + loss(self.s))
-        self.saved -= of.saved
-        self.known -= of.known
-        own = self.mask if of.attends else 0  # counted in the moments and in what is there beside
-        for part in reversed(of.parts):
-            # The first one's output gradient is the message, which stays until the stage's backward is over.
-            twice = self.message if part == of.parts[-1] and not last else 0
-            beside = self.activations - of.known - own - twice
-            for held in (*self.walk.begin(part), self.walk.now("backward", part)):
-                self.note(held, beside + moments[held.when, part])
-            if apart:
-                self.kept += of.kept[part] - (twice if self.keeps_messages else 0)
-                continue
-            for held in self.walk.collect(part):
-                self.note(held, beside + moments["reduction", part])
-        self.attend(stage, micro, -1)
-        self.messages += (stage > 0) - (not last)
-        if apart and not last and self.keeps_messages:
-            self.kept += self.message
-        self.moment()
-
-    def weights(self, stage: int) -> None:
-        of = self.stages[stage]
-        for part in reversed(of.parts):
-            for held in (*self.walk.begin(part), self.walk.now("backward", part), *self.walk.collect(part)):
-                self.note(held, self.activations + of_weights(self.plan, self.s, part))
-        self.kept -= sum(of.kept.values())
-        self.moment()
-
-    def land(self) -> None:
-        for held in self.walk.land("optimizer"):
-            self.note(held, self.activations)
+            self._note(self.gradients, self.comm, self.rest + theirs)
 
     def end(self) -> Most:
-        self.messages -= len(self.leaving)
-        self.land()
-        self.note(self.walk.now("optimizer"), self.activations + optimizer(self.plan))
+        self.rest -= len(self.leaving) * self.message
+        self._on_stage("land", -1, moves=False)
+        self._note(self.gradients, self.comm, self.rest + optimizer(self.plan))
         return self.most
 
+    def _whole(self, units: list[Unit]) -> int:
+        return sum(unit.padded for unit in units) * DTYPE_BYTES[self.plan.layout.dtype]
 
-class _Watched(_Rank):
-    """A rank whose fullest moment since the last look is known."""
+    def _moves(self, kind: str, stage: int, micro: int) -> bool:
+        """Whether a micro-batch comes to the first, or leaves the last, of the stages with attention that it is under
+        way on."""
+        if kind not in ("F", "I", "B") or not self.bytes_of[self.like[stage]].attends:
+            return False
+        before = self.attending[micro]
+        after = self.attending[micro] = before + (1 if kind == "F" else -1)
+        return not (before and after)
 
-    fullest: tuple[Held, int] | None = None
+    def _on_stage(self, kind: str, stage: int, moves: bool) -> None:
+        """An action that computes, or that starts or ends a reduction."""
+        names = self.names.get(stage, ()) if kind != "F" else ()
+        there = tuple([self.gradients_of[name] for name in names])
+        key = kind, self.like.get(stage), moves, there, self._under_way(names)
+        outcome = self.outcomes.get(key)
+        if outcome is None:
+            outcome = self.outcomes[key] = self._follow(kind, stage, moves, names)
+        self._apply(outcome.effect)
+        if outcome.there != there:
+            self.gradients_of.update(zip(names, outcome.there, strict=True))
+        if outcome.reducing != _OTHER:
+            if self.reducing and self.reducing.name not in names:
+                self.gradients_of[self.reducing.name] = outcome.other
+            self.reducing = None if outcome.reducing == _NONE else self.plan.by_name[names[outcome.reducing]]
 
-    def note(self, held: Held, beside: int) -> None:
-        super().note(held, beside)
-        if self.fullest is None or held.total + beside > self.fullest[0].total + self.fullest[1]:
-            self.fullest = held, beside
+    def _under_way(self, names: tuple[str, ...]) -> Any:
+        """The reduction under way, as far as an action on a stage with these units depends on it."""
+        unit = self.reducing
+        if unit is None:
+            return _NONE
+        if unit.name in names:
+            return names.index(unit.name)
+        return unit.padded, unit.shard_numel, self.gradients_of[unit.name]
 
-    @staticmethod
-    def moment_of(place: int, held: Held, beside: int) -> Moment:
-        return Moment(place, held.gradients, held.comm, held.arriving + beside)
+    def _follow(self, kind: str, stage: int, moves: bool, names: tuple[str, ...]) -> _Outcome:
+        """An action's outcome, from the first stage of the same sizes."""
+        like = self.like.get(stage)
+        units = [self.plan.by_name[name] for name in (self.names[like][: len(names)] if like is not None else ())]
+        there = [self.gradients_of[name] for name in names]
+        walk, other = Walk(self.plan), None
+        if self.reducing and self.reducing.name in names:
+            walk.flying = units[names.index(self.reducing.name)]
+        elif self.reducing:
+            walk.flying = other = replace(self.reducing, name="of another stage")
+            units, there = [*units, other], [*there, self.gradients_of[self.reducing.name]]
+        for unit, gradients in zip(units, there, strict=True):
+            if gradients & _ACCUMULATED:
+                walk.accumulate(unit)
+            if gradients & _STAGED:
+                walk.put(unit)
+        action = ActionMemory(self.plan, self.s, self.bytes_of.get(-1 if like is None else like), walk, moves)
+        action.do(kind)
+        after = [_ACCUMULATED * (unit.name in walk.accumulators) + _STAGED * (unit.name in walk.staged)
+                 for unit in units]  # fmt: skip
+        if walk.flying is None:
+            reducing = _NONE
+        else:
+            reducing = _OTHER if walk.flying is other else units.index(walk.flying)
+        return _Outcome(action.effect(), tuple(after[: len(names)]), reducing, after[-1] if other else 0)
+
+    def _apply(self, effect: Effect) -> None:
+        """Bytes that an action brings and leaves."""
+        gradients, comm, rest = self.gradients, self.comm, self.rest
+        most = self.most
+        if effect.fullest:
+            self._note(gradients + effect.fullest[0], comm + effect.fullest[1], rest + effect.fullest[2])
+            most.gradients = max(most.gradients, gradients + effect.gradients)
+            most.comm = max(most.comm, comm + effect.comm)
+        self.gradients = gradients + effect.after[0]
+        self.comm = comm + effect.after[1]
+        self.rest = rest + effect.after[2]
+        self.saved += effect.saved
+        most.saved = max(most.saved, self.saved)
+
+    def _note(self, gradients: int, comm: int, rest: int) -> None:
+        most = self.most
+        if gradients > most.gradients:
+            most.gradients = gradients
+        if comm > most.comm:
+            most.comm = comm
+        if gradients + comm + rest > most.peak:
+            most.peak, self.fullest = gradients + comm + rest, Change(gradients, comm, rest)
+
+
+def _like(plan: UnitPlan) -> dict[int, int]:
+    """Stage -> the first of this rank's stages whose parts and units have the same sizes."""
+    assert plan.schedule is not None
+    first: dict[Any, int] = {}
+    found = {}
+    for stage, units in plan.stage_units.items():
+        parts = tuple(part if part in ("embedding", "head") else "" for part in plan.stages[stage])
+        sizes = tuple((unit.padded, unit.shard_numel) for unit in units)
+        ends = stage == 0, stage + 1 == plan.schedule.stages
+        found[stage] = first.setdefault((ends, parts, sizes), stage)
+    return found

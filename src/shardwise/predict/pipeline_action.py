@@ -1,0 +1,182 @@
+"""Memory events of one pipeline action: bytes relative to those before it.
+
+The effect of an action depends on the parts of its stage, on the gradients of these parts that are already there, and
+on the reduction under way; not on anything else that the rank holds. So a rank needs it once for each such situation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shardwise.layout.units import UnitPlan
+from shardwise.predict.activations import Sizes, kept_items, saved_items, saved_mask
+from shardwise.predict.buffers import Held, Walk, When
+from shardwise.predict.peak import (
+    backwards,
+    embedding_forward,
+    loss,
+    of_weights,
+    saved_inputs,
+    stream_dropout,
+    tables,
+)
+
+
+@dataclass(frozen=True)
+class StageBytes:
+    """Bytes of one micro-batch on one stage."""
+
+    parts: list[str]
+    saved: int
+    """From its forward to its backward."""
+    kept: dict[str, int]
+    """Part -> bytes from its backward to the gradients of its weights."""
+    known: int
+    """Saved bytes that are inputs of the step."""
+    moments: dict[bool, dict[tuple[When, str], int]]
+    """Bytes of `peak.backwards`, with the gradients of weights or apart."""
+    attends: bool
+    first: bool
+    last: bool
+
+    @classmethod
+    def of(cls, plan: UnitPlan, s: Sizes, stage: int) -> StageBytes:
+        assert plan.schedule is not None
+        parts = plan.stages[stage]
+        return cls(
+            parts,
+            sum(sum(saved_items(plan, s, part).values()) for part in parts),
+            {part: sum(kept_items(plan, s, part).values()) for part in parts},
+            sum(saved_inputs(plan, s, part) for part in parts),
+            {apart: backwards(plan, s, parts, apart) for apart in (False, True)},
+            bool(plan.blocks(stage)),
+            stage == 0,
+            stage + 1 == plan.schedule.stages,
+        )
+
+
+class Change(NamedTuple):
+    """Bytes more than before an action."""
+
+    gradients: int
+    """Accumulators."""
+    comm: int
+    """Full gradients on their way, and buffers of their reduction."""
+    rest: int
+    """Activations and transients."""
+
+
+class Effect(NamedTuple):
+    """Bytes and buffers that one action changes."""
+
+    gradients: int
+    """Most accumulators at a time within the action."""
+    comm: int
+    """Most communication buffers at a time within the action."""
+    fullest: Change | None
+    """Its fullest moment; None where no bytes come."""
+    after: Change
+    saved: int
+    """Saved activations after it."""
+
+
+class ActionMemory:
+    """Follows one action on a stage; `effect` gives the result."""
+
+    def __init__(self, plan: UnitPlan, s: Sizes, of: StageBytes | None, walk: Walk, moves: bool) -> None:
+        """of: the stage; None for an action on no stage. walk: the buffers that the action can change, followed on.
+        moves: whether its micro-batch is on no other stage of the rank, so that its masks and tables come or go."""
+        self.plan, self.s, self.walk = plan, s, walk
+        self.message = s.stream * s.hidden * s.element
+        self.mask = saved_mask(plan, s) if moves else 0
+        self.shared = self.mask + tables(plan, s) if moves else 0
+        # The gradient that a message brings is one that linear maps keep, unless it is gathered or dropped out first.
+        self.keeps_messages = not (plan.layout.sp or plan.model.dropout)
+        self.before = walk.now("loss")
+        self.gradients = self.comm = self.rest = self.saved = 0
+        self.fullest: Change | None = None
+        if of:
+            self.of = of
+
+    def do(self, kind: str) -> None:
+        if kind == "F":
+            self.forward()
+        elif kind in ("I", "B"):
+            self.backward(apart=kind == "I")
+        elif kind == "W":
+            self.weights()
+        elif kind == "REDUCE_GRAD":
+            self.reduce()
+        else:
+            self.land()
+
+    def effect(self) -> Effect:
+        return Effect(self.gradients, self.comm, self.fullest, self._change(self.walk.now("loss"), self.rest),
+                      self.saved)  # fmt: skip
+
+    def _change(self, held: Held, rest: int) -> Change:
+        return Change(held.gradients - self.before.gradients, held.comm - self.before.comm, held.arriving + rest)
+
+    def note(self, held: Held, rest: int) -> None:
+        change = self._change(held, rest)
+        self.gradients, self.comm = max(self.gradients, change.gradients), max(self.comm, change.comm)
+        if self.fullest is None or sum(change) > sum(self.fullest):
+            self.fullest = change
+
+    def moment(self) -> None:
+        """A computation has ended."""
+        self.note(self.walk.now("loss"), self.rest)
+
+    def forward(self) -> None:
+        of = self.of
+        self.saved = of.saved + self.mask
+        # Its input, now among the saved tensors, came by a message or from a stage of this rank.
+        self.rest = of.saved - of.known + self.shared + ((not of.last) - (not of.first)) * self.message
+        now = self.walk.now("loss")
+        self.note(now, self.rest + (loss(self.s) if of.last else 0))
+        if of.attends:
+            self.note(now, self.rest + stream_dropout(self.plan, self.s))
+        elif of.first:
+            self.note(now, self.rest - self.message + embedding_forward(self.plan, self.s))
+        self.moment()
+
+    def backward(self, apart: bool) -> None:
+        of, moments = self.of, self.of.moments[apart]
+        kept = 0
+        if of.last:
+            self.note(self.walk.now("loss"), loss(self.s))
+        own = saved_mask(self.plan, self.s) if of.attends else 0  # counted in the moments and in what is there beside
+        for part in reversed(of.parts):
+            # The first one's output gradient is the message, which stays until the stage's backward is over.
+            twice = self.message if part == of.parts[-1] and not of.last else 0
+            beside = kept - of.saved - own - twice
+            for held in (*self.walk.begin(part), self.walk.now("backward", part)):
+                self.note(held, beside + moments[held.when, part])
+            if apart:
+                kept += of.kept[part] - (twice if self.keeps_messages else 0)
+                continue
+            for held in self.walk.collect(part):
+                self.note(held, beside + moments["reduction", part])
+        if apart and not of.last and self.keeps_messages:
+            kept += self.message
+        self.saved = kept - of.saved - self.mask
+        self.rest = kept - of.saved + of.known - self.shared + ((not of.first) - (not of.last)) * self.message
+        self.moment()
+
+    def weights(self) -> None:
+        for part in reversed(self.of.parts):
+            for held in (*self.walk.begin(part), self.walk.now("backward", part), *self.walk.collect(part)):
+                self.note(held, of_weights(self.plan, self.s, part))
+        self.rest = self.saved = -sum(self.of.kept.values())
+        self.moment()
+
+    def reduce(self) -> None:
+        for part in reversed(self.of.parts):
+            for held in self.walk.reduce(part):
+                self.note(held, 0)
+
+    def land(self) -> None:
+        """The reduction under way ends."""
+        for held in self.walk.land("optimizer"):
+            self.note(held, 0)
