@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardwise.layout.units import Residency, Unit, UnitPlan

@@ -4,22 +4,30 @@ Generators write down only the former. Receives are put ahead: the j-th receive 
 computation that takes the (j - ahead)-th, and in any case before its message is sent, where every F, I and W takes
 equally long. In that order of time no send comes before its receive: so lists in which a send stands still until its
 receive is posted cannot deadlock, where the order of computations cannot.
+
+A rank's list is made when it is first asked for: whoever follows one rank does without the others'.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from functools import cached_property
+from itertools import accumulate
+from typing import overload
 
-from shardwise.schedule.pipeline.action import Action
+from shardwise.schedule.pipeline.action import Action, Kind
+from shardwise.schedule.pipeline.bulk import without_collections
 from shardwise.schedule.pipeline.plan import PipelineSchedule, Reduce
 
 Posts = dict[int, list[Action]]
 """Index of a computation -> what is posted before it."""
 
-Sends = list[list[list[Action]]]
-"""Rank -> index of a computation -> its sends."""
+Message = tuple[int, Action, Action]
+"""Index of the computation whose result it is, the send, the receive."""
+
+_FORWARD: tuple[Kind, Kind] = ("SEND_F", "RECV_F")
+_BACKWARD: tuple[Kind, Kind] = ("SEND_B", "RECV_B")
 
 AHEAD = 1
 """Receives posted ahead of the one whose message is being computed on: a second buffer for each neighbour."""
@@ -53,23 +61,77 @@ def complete(
     bare = PipelineSchedule(
         name, micro, placement, tuple(map(tuple, order)), train, gather, reduce, tied, ring, options or {}
     )
-    sends, arriving = _messages(bare)
-    posts = _posts(bare, sends, arriving, ahead)
-    lists = []
-    for rank, mine in enumerate(bare.actions):
-        gathers = _gathers(mine, resident) if gather else {}
-        frees = gathers.pop(len(mine), [])
-        reductions = _reductions(mine, micro, reduce) if train else {}
+    lists = _Lists(bare, ahead, resident)
+    return PipelineSchedule(name, micro, placement, lists, train, gather, reduce, tied, ring, options or {})
+
+
+class _Lists(Sequence[tuple[Action, ...]]):
+    """The ranks' lists of a schedule, each completed on first use."""
+
+    def __init__(self, bare: PipelineSchedule, ahead: int, resident: int) -> None:
+        """bare: the order in which ranks compute."""
+        self._bare, self._ahead, self._resident = bare, ahead, resident
+        self._done: dict[int, tuple[Action, ...]] = {}
+        self._messages: dict[int, list[Message]] = {}
+
+    def __len__(self) -> int:
+        return len(self._bare.actions)
+
+    @overload
+    def __getitem__(self, at: int) -> tuple[Action, ...]: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> tuple[tuple[Action, ...], ...]: ...
+
+    def __getitem__(self, at: int | slice) -> tuple[Action, ...] | tuple[tuple[Action, ...], ...]:
+        ranks = range(len(self))[at]
+        return self._of(ranks) if isinstance(ranks, int) else tuple(map(self._of, ranks))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def _of(self, rank: int) -> tuple[Action, ...]:
+        if rank not in self._done:
+            with without_collections():
+                self._done[rank] = self._completed(rank)
+        return self._done[rank]
+
+    def _completed(self, rank: int) -> tuple[Action, ...]:
+        bare, mine = self._bare, self._bare.actions[rank]
+        sends: Posts = defaultdict(list)
+        for index, send, _ in self._leaving(rank):
+            sends[index].append(send)
+        arriving = [(source, [each for each in self._leaving(source) if each[1].peer == rank])
+                    for source in _neighbors(bare, rank) if source != rank]  # fmt: skip
+        posts = _posts(bare, rank, sends, arriving, self._ends, self._ahead)
+        gathers = _gathers(mine, self._resident) if bare.gather else {}
+        reductions = _reductions(mine, bare.micro, bare.reduce) if bare.train else {}
         out: list[Action] = []
         for index, action in enumerate(mine):
-            out += posts[rank].get(2 * index, ())
-            out += gathers.get(index, ())
+            if 2 * index in posts:
+                out += posts[2 * index]
+            if index in gathers:
+                out += gathers[index]
             out.append(action)
-            out += posts[rank].get(2 * index + 1, ())
-            out += sends[rank][index]
-            out += reductions.get(index, ())
-        lists.append((*out, *frees, *endings(bare, rank)))
-    return PipelineSchedule(name, micro, placement, tuple(lists), train, gather, reduce, tied, ring, options or {})
+            if 2 * index + 1 in posts:
+                out += posts[2 * index + 1]
+            if index in sends:
+                out += sends[index]
+            if index in reductions:
+                out += reductions[index]
+        return (*out, *gathers.get(len(mine), ()), *endings(bare, rank))
+
+    def _leaving(self, rank: int) -> list[Message]:
+        if rank not in self._messages:
+            self._messages[rank] = _leaving(self._bare, rank)
+        return self._messages[rank]
+
+    @cached_property
+    def _ends(self) -> list[list[int]]:
+        return _ends(self._bare)
 
 
 def release(mine: Sequence[Action], placement: tuple[int, ...]) -> list[Action]:
@@ -77,62 +139,65 @@ def release(mine: Sequence[Action], placement: tuple[int, ...]) -> list[Action]:
     in between. An overlapped F&B stays as it is."""
     found = []
     for action in mine:
-        stage = action.stage
-        if action.kind == "B" and stage and placement[stage] != placement[stage - 1]:
-            found += [action._replace(kind="I"), action._replace(kind="W")]
+        kind, stage, micro, _, _ = action
+        if kind == "B" and stage and placement[stage] != placement[stage - 1]:
+            found += [Action("I", stage, micro), Action("W", stage, micro)]
         else:
             found.append(action)
     return found
 
 
-def _messages(bare: PipelineSchedule) -> tuple[Sends, dict[tuple[int, int], list[tuple[int, Action]]]]:
-    """The sends; (source, destination) -> receives in the order of the sends, each with the index of the computation
-    whose result it brings."""
-    arriving: dict[tuple[int, int], list[tuple[int, Action]]] = defaultdict(list)
-    sends: Sends = []
-    placement = bare.placement
-    for rank, mine in enumerate(bare.actions):
-        own = []
-        for index, action in enumerate(mine):
-            found = []
-            for kind, stage, micro, _, _ in action.parts or (action,):
-                if kind == "F":
-                    after = bare.output_of(stage, micro)
-                elif kind == "W" or not stage:
-                    continue
-                else:
-                    after = stage - 1, micro
-                if after is None or (peer := placement[after[0]]) == rank:
-                    continue
-                way = "F" if kind == "F" else "B"
-                found.append(Action(f"SEND_{way}", stage, micro, peer))  # type: ignore[arg-type]
-                arriving[rank, peer].append((index, Action(f"RECV_{way}", *after, rank)))  # type: ignore[arg-type]
-            own.append(found)
-        sends.append(own)
-    return sends, arriving
+def _neighbors(bare: PipelineSchedule, rank: int) -> list[int]:
+    """The ranks whose results a rank computes on."""
+    last = bare.stages - 1
+    found = {bare.placement[stage + by] for stage in bare.held[rank] for by in (-1, 1) if 0 <= stage + by <= last}
+    if bare.ring and 0 in bare.held[rank]:
+        found.add(bare.placement[last])
+    return sorted(found)
+
+
+def _leaving(bare: PipelineSchedule, rank: int) -> list[Message]:
+    """The messages that a rank sends, in order."""
+    placement, last, found = bare.placement, bare.stages - 1, []
+    for index, action in enumerate(bare.actions[rank]):
+        for kind, stage, micro, _, _ in action[4] or (action,):
+            if kind == "F":
+                after = (stage + 1, micro) if stage < last else bare.output_of(stage, micro)
+            elif kind == "W" or not stage:
+                continue
+            else:
+                after = stage - 1, micro
+            if after is None or (peer := placement[after[0]]) == rank:
+                continue
+            send, receive = _FORWARD if kind == "F" else _BACKWARD
+            found.append((index, Action(send, stage, micro, peer), Action(receive, *after, rank)))
+    return found
 
 
 def _posts(
-    bare: PipelineSchedule, sends: Sends, arriving: dict[tuple[int, int], list[tuple[int, Action]]], ahead: int
-) -> list[Posts]:
-    """Rank -> what it posts: at 2i before its i-th computation, at 2i + 1 after it, before its sends."""
-    used, ends = [_consumers(mine) for mine in bare.actions], _ends(bare)
-    posts: list[Posts] = [defaultdict(list) for _ in bare.actions]
-    for (source, rank), receives in arriving.items():
+    bare: PipelineSchedule, rank: int, sends: Posts, arriving: list[tuple[int, list[Message]]], ends: list[list[int]],
+    ahead: int,
+) -> Posts:  # fmt: skip
+    """What a rank posts: at 2i before its i-th computation, at 2i + 1 after it, before its sends."""
+    used, own = _consumers(bare, rank), ends[rank]
+    posts: Posts = defaultdict(list)
+    for source, messages in arriving:
+        theirs = ends[source]
         # What nothing computes on is posted at once: that a computation is missing is for `verify` to say.
-        latest = [used[rank].get((kind == "RECV_B", stage, micro), 0) for _, (kind, stage, micro, _, _) in receives]
-        for j in range(len(latest) - 2, -1, -1):
-            latest[j] = min(latest[j], latest[j + 1])
-        for j, (index, receive) in enumerate(receives):
+        latest = [used.get(2 * (receive.stage * bare.micro + receive.micro) + (receive.kind != "RECV_F"), 0)
+                  for _, _, receive in messages]  # fmt: skip
+        latest = list(accumulate(reversed(latest), min))[::-1]
+        before = 0
+        for j, (index, _, receive) in enumerate(messages):
             at = 2 * latest[j - ahead] if j >= ahead else 0
-            if at and index < len(ends[source]):
-                sent = ends[source][index]
-                before = bisect_right(ends[rank], sent)
+            if at and index < len(theirs):
+                sent = theirs[index]
+                while before < len(own) and own[before] <= sent:
+                    before += 1
                 if at >= 2 * before:
                     # A computation that ends at that moment has it posted ahead of its own sends.
-                    tie = before > 0 and ends[rank][before - 1] == sent and sends[rank][before - 1]
-                    at = 2 * before - bool(tie)
-            posts[rank][at].append(receive)
+                    at = 2 * before - (before > 0 and own[before - 1] == sent and before - 1 in sends)
+            posts[at].append(receive)
     return posts
 
 
@@ -149,7 +214,12 @@ def _ends(bare: PipelineSchedule) -> list[list[int]]:
         own, mine = ends[rank], bare.actions[rank]
         now = own[-1] if own else 0
         for index in range(len(own), len(mine)):
-            parts = mine[index].parts or mine[index : index + 1]
+            action = mine[index]
+            if action[0] == "W":
+                now += 1
+                own.append(now)
+                continue
+            parts = action[4] or (action,)
             results, missing = [], -1
             for kind, stage, micro, _, _ in parts:
                 if kind == "W":
@@ -185,27 +255,34 @@ def _ends(bare: PipelineSchedule) -> list[list[int]]:
     return ends
 
 
-def _consumers(mine: Sequence[Action]) -> dict[tuple[bool, int, int], int]:
-    """(backward, stage, micro-batch) -> index of the computation that takes what was received for it."""
-    found = {}
-    for index, action in enumerate(mine):
-        for kind, stage, micro, _, _ in action.parts or (action,):
+def _consumers(bare: PipelineSchedule, rank: int) -> dict[int, int]:
+    """The number of a forward's or a backward's result -> the index of the computation."""
+    found, count = {}, bare.micro
+    for index, action in enumerate(bare.actions[rank]):
+        for kind, stage, micro, _, _ in action[4] or (action,):
             if kind != "W":
-                found[kind != "F", stage, micro] = index
+                found[2 * (stage * count + micro) + (kind != "F")] = index
     return found
 
 
 def _gathers(mine: Sequence[Action], resident: int) -> Posts:
     """Frees and gathers before each computation, so that the next `resident` stages to compute are there."""
+    most = max([resident, *(len(action[4]) for action in mine)])
     windows: list[list[int]] = []
     upcoming: list[int] = []
     for action in reversed(mine):
-        for part in reversed(action.leaves()):
-            upcoming = [part.stage, *(stage for stage in upcoming if stage != part.stage)]
-        windows.append(upcoming[: max(resident, len(action.parts))])
+        for part in reversed(action[4] or (action,)):
+            stage = part[1]
+            if not upcoming or upcoming[0] != stage:
+                upcoming = [stage, *(each for each in upcoming if each != stage)][:most]
+        windows.append(upcoming if len(upcoming) <= resident else upcoming[: max(resident, len(action[4]))])
     there: list[int] = []
     found: Posts = {}
+    before: list[int] = []
     for index, window in enumerate(reversed(windows)):
+        if window is before:
+            continue
+        before = window
         freed = [stage for stage in there if stage not in window]
         added = [stage for stage in window if stage not in there]
         if freed or added:
@@ -220,14 +297,15 @@ def _reductions(mine: Sequence[Action], micro: int, reduce: Reduce) -> Posts:
     found: Posts = defaultdict(list)
     finished: Counter[int] = Counter()
     for index, action in enumerate(mine):
-        for part in action.leaves():
-            if part.kind in ("F", "I"):
+        for kind, stage, of, _, _ in action[4] or (action,):
+            if kind in ("F", "I"):
                 continue
-            finished[part.stage] += 1
             if reduce == "micro":
-                found[index].append(Action("REDUCE_GRAD", part.stage, part.micro))
-            elif finished[part.stage] == micro:
-                found[index].append(Action("REDUCE_GRAD", part.stage))
+                found[index].append(Action("REDUCE_GRAD", stage, of))
+                continue
+            finished[stage] += 1
+            if finished[stage] == micro:
+                found[index].append(Action("REDUCE_GRAD", stage))
     return found
 
 

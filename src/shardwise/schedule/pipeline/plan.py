@@ -7,7 +7,7 @@ meet on rank 0, and no message passes at the turn.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -46,7 +46,7 @@ class PipelineSchedule:
     name: str
     micro: int
     placement: tuple[int, ...]
-    actions: tuple[tuple[Action, ...], ...]
+    actions: Sequence[tuple[Action, ...]]
     train: bool = True
     gather: bool = False
     reduce: Reduce = "step"
