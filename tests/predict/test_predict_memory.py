@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 from itertools import pairwise
 
 import pytest
@@ -27,6 +28,7 @@ from shardwise.predict.memory import (
     predict_bytes,
 )
 from shardwise.predict.pipeline import _Rank, held_by_actions
+from shardwise.predict.pipeline_action import StageBytes
 from shardwise.predict.states import zero_table
 from shardwise.report.step_report import DTYPE_BYTES
 
@@ -181,12 +183,23 @@ def test_a_mask_is_saved_once_whatever_the_number_of_blocks() -> None:
 # -- long pipelines: their steady state once
 
 
+class _Forgetful(dict[Any, Any]):
+    """Keeps nothing, so that every action is followed anew."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+
 def test_the_steady_state_counts_what_every_action_counts() -> None:
-    """Bytes, messages and gathers of a step from short steps are those of all its actions, one by one."""
+    """Bytes, messages and gathers of a step from short steps are those of all its actions, one by one, each followed on
+    its own stage."""
     left_out = set()
     for plan, place in long_cases(random.Random(seed()), 1500 if EVERYTHING else 40):
         name = f"{plan.layout} x{plan.micro_batches}, place {place}, {plan.backend}"
         one_by_one = _Rank(plan)
+        one_by_one.outcomes = _Forgetful()
+        one_by_one.like = {stage: stage for stage in plan.stages}
+        one_by_one.bytes_of = {stage: StageBytes.of(plan, one_by_one.s, stage) for stage in plan.stages}
         for action in plan.actions:
             one_by_one.do(action)
         assert held_by_actions(plan) == one_by_one.end(), name
