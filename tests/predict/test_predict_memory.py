@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
