@@ -32,6 +32,8 @@ TENSOR_PARALLEL: tuple[tuple[str, Kind], ...] = (
 )
 """Module name without its `blocks.<i>.` prefix -> how its weight is split. `kv` is column by key/value head."""
 
+_KINDS = dict(TENSOR_PARALLEL)
+
 USED_BY_SHARDED_HEADS = ("attention.q_norm", "attention.k_norm")
 """Replicated weights whose gradient each tp rank sees only for its own heads."""
 
@@ -68,7 +70,7 @@ def kind_of(name: str) -> Kind:
     module, _, leaf = name.rpartition(".")
     if module.startswith("blocks."):
         module = module.split(".", 2)[2]
-    kind = dict(TENSOR_PARALLEL).get(module, "replicated")
+    kind = _KINDS.get(module, "replicated")
     if leaf == "bias" and kind == "row":
         return "replicated"
     return kind

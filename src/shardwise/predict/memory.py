@@ -21,7 +21,9 @@ OPTIMIZER_BYTES = {"bf16": 12, "fp32": 8, "fp64": 16}
 
 def predict_bytes(plan: UnitPlan) -> Bytes:
     """Bytes by class of `plan`'s rank, and what they add up to at the peak."""
-    lasting = {"parameters": parameter_bytes(plan), "optimizer": optimizer_bytes(plan)}
+    # The shorter step has the same units.
+    units = plan.short if plan.layout.pp > 1 else plan
+    lasting = {"parameters": parameter_bytes(units), "optimizer": optimizer_bytes(units)}
     if plan.layout.pp > 1:
         held = held_by_actions(plan)
         return Bytes.of(

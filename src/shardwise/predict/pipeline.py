@@ -112,6 +112,8 @@ def moments(plan: UnitPlan) -> Iterator[tuple[Moment, Moment]]:
 _ACCUMULATED, _STAGED = 1, 2
 """What there is of a unit's gradients, as one number: its accumulator, its full gradient on the way there, or both."""
 
+_COMPUTE, _SEND, _RECEIVE = frozenset({"F", "I", "W", "B"}), ("SEND_F", "SEND_B"), ("RECV_F", "RECV_B")
+
 _NONE, _OTHER = -1, -2
 """Which unit is being reduced: none, or one of another stage than an action's."""
 
@@ -142,6 +144,8 @@ class _Rank:
         self.gradients_of = dict.fromkeys(plan.by_name, 0)
         self.reducing: Unit | None = None
         self.residency = Residency(plan)
+        self.lends = plan.backend == "shared"
+        """Whether messages are read where they are, so that none is kept while it leaves."""
         self.leaving: set[tuple[int, str]] = set()
         """(peer, kind): the last message there is kept until the next one leaves, where another has to take it."""
         self.attending: Counter[int] = Counter()
@@ -162,23 +166,25 @@ class _Rank:
 
     def do(self, action: Action) -> None:
         kind, stage, micro, peer, parts = action
-        if kind in ("RECV_F", "RECV_B"):
+        if kind in _COMPUTE:
+            self._on_stage(kind, stage, self._moves(kind, stage, micro))
+        elif kind in _RECEIVE:
             self.rest += self.message
-        elif kind in ("SEND_F", "SEND_B"):
-            if self.plan.backend == "shared" or (peer, kind) in self.leaving:
+        elif kind in _SEND:
+            if self.lends or (peer, kind) in self.leaving:
                 self.rest -= self.message
             else:
                 self.leaving.add((peer, kind))
-        elif kind in ("F", "I", "W", "B", "REDUCE_GRAD"):
-            self._on_stage(kind, stage, self._moves(kind, stage, micro))
-        elif kind == "OVERLAP_F_B":
-            for each in parts:
-                self.do(each)
+        elif kind == "REDUCE_GRAD":
+            self._on_stage(kind, stage, moves=False)
         elif kind == "UNSHARD":
             self.comm += self._whole(self.residency.gather(stage))
             self._note(self.gradients, self.comm, self.rest)
         elif kind == "RESHARD":
             self.comm -= self._whole(self.residency.free(stage))
+        elif kind == "OVERLAP_F_B":
+            for each in parts:
+                self.do(each)
         elif kind == "SUM_TIED":
             self._on_stage("land", -1, moves=False)
             theirs = self.plan.by_name["tied"].shard_numel * DTYPE_BYTES[self.plan.grad_dtype]

@@ -15,7 +15,8 @@ from shardwise.schedule.pipeline.action import Action
 from shardwise.schedule.pipeline.registry import find
 
 SETTLED = 6
-"""Micro-batches beyond a generator's `settles`: the first periods meet buffers that are not there yet."""
+"""Micro-batches beyond a generator's `settles`, where a period is one: the first ones meet buffers that are not there
+yet. A period of several is long enough for that, and counted among those that settle."""
 
 
 class Steady(NamedTuple):
@@ -38,7 +39,8 @@ def steady(name: str, p: int, m: int) -> Steady:
     if found.settles is None:
         return Steady(m, 1, 0, found.grows)
     period = found.period(p, m)
-    repeats = max(0, m - found.settles * max(p, period) - SETTLED) // period
+    settled = found.settles * max(p, period) + (SETTLED if period == 1 else 0)
+    repeats = max(0, m - settled) // period
     return Steady(m - repeats * period, period, repeats, found.grows)
 
 
