@@ -59,8 +59,10 @@ class Round:
         columns = np.broadcast_arrays(src, dst, chunk, chunk if to is None else to, count, stride, reduce)
         rows: list[NDArray[Any]] = [np.atleast_1d(column).ravel() for column in columns]
         keep = rows[4] > 0
+        if not keep.all():
+            rows = [row[keep] for row in rows]
         kinds: list[Any] = [np.int64] * 6 + [np.bool_]
-        return cls(*(row[keep].astype(kind) for row, kind in zip(rows, kinds, strict=True)))
+        return cls(*(row.astype(kind) for row, kind in zip(rows, kinds, strict=True)))
 
     @classmethod
     def join(cls, *parts: Round) -> Round:

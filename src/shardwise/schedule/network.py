@@ -14,6 +14,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import log
 from typing import NamedTuple
 
@@ -145,11 +146,11 @@ class Network:
     def ranks(self) -> int:
         return len(self.node)
 
-    @property
+    @cached_property
     def nodes(self) -> int:
         return len(np.unique(self.node))
 
-    @property
+    @cached_property
     def per_node(self) -> int | None:
         """Ranks of a node where every node has equally many that follow each other in the group; else None."""
         g, rest = divmod(self.ranks, self.nodes)
