@@ -8,7 +8,7 @@ moment by moment instead. Pipelines are in `pipelined.py`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property, reduce
 from typing import Any, NamedTuple
@@ -79,7 +79,8 @@ class Rank(ABC):
         saved: Saved,
         mixed: Mixed | None = None,
     ) -> None:
-        self.frame, self.place, self.saved = frame, place, saved
+        self.model, self.frame, self.place, self.units, self.saved = model, frame, place, units, saved
+        self.alike = mixed is None
         self.layers = frame.layers(place, model.layers)
         self.stage = np.array([s.stage for s in frame.shardings])[:, None]
         # An array in the place of a number: a unit's sizes then are arrays.
@@ -135,7 +136,7 @@ class Rank(ABC):
         gathered = self.stage == 3
         parameters = np.where(gathered, self.all(self.shard) * MASTER, self.all(self.padded) * WEIGHT)
         optimizer = self.all(self.shard) * (OPTIMIZER_BYTES["bf16"] - np.where(gathered, MASTER, 0))
-        beyond, comm = zip(*self.moments(), strict=True)
+        beyond, comm = self._most()
         weights = self.weights * WEIGHT * gathered
         lasting = parameters + optimizer + weights + self.saved.inputs * self.counts
         return (
@@ -143,9 +144,27 @@ class Rank(ABC):
             self.gradients,
             optimizer,
             self.activations(),
-            weights + reduce(np.maximum, comm),
-            lasting + reduce(np.maximum, beyond),
+            weights + comm,
+            lasting + beyond,
         )
+
+    def _most(self) -> Moment:
+        """The most bytes at all moments. Those before the optimizer are computed once for shardings whose gradients
+        take as much."""
+        first: dict[Any, int] = {}
+        which = [first.setdefault(self._gradients_of(at), len(first)) for at in range(len(self.frame.shardings))]
+        if self.alike and len(first) < len(which):
+            kept = tuple(self.frame.shardings[which.index(at)] for at in range(len(first)))
+            few = type(self)(self.model, replace(self.frame, shardings=kept), self.place, self.units, self.saved)
+            before = [np.take(most, which, axis=1) if most.shape[1] > 1 else most for most in _most(few.moments())]
+            return _most([Moment(*before), *self.optimizer()])
+        return _most([*self.moments(), *self.optimizer()])
+
+    def _gradients_of(self, sharding: int) -> Any:
+        """The sizes from which the bytes of gradients follow; shards of whole ones are the optimizer's alone."""
+        sharded = bool(self.sharded[sharding, 0])
+        sizes = [*self.padded.values(), *(self.shard.values() if sharded else ())]
+        return (sharded, *(int(size[sharding, 0]) for size in sizes)) if self.alike else sharding
 
     @property
     @abstractmethod
@@ -158,7 +177,16 @@ class Rank(ABC):
 
     @abstractmethod
     def moments(self) -> Iterator[Moment]:
-        """What can be the worst moments of a step."""
+        """What can be the worst moments of a step, but for the optimizer's."""
+
+    @abstractmethod
+    def optimizer(self) -> Iterator[Moment]:
+        """What can be the worst moments of the optimizer."""
+
+
+def _most(moments: Iterable[Moment]) -> Moment:
+    beyond, comm = zip(*moments, strict=True)
+    return Moment(reduce(np.maximum, beyond), reduce(np.maximum, comm))
 
 
 class Alone(Rank):
@@ -179,7 +207,7 @@ class Alone(Rank):
         """A second micro-batch finds all accumulators there; one alone finds those of parts already done. Shards of a
         unit's gradients come when the next unit's are complete; until then its full ones stay."""
         s = self.saved
-        tied, final = self.staged("tied"), "tied" if "tied" in self.padded else "embedding"
+        tied, final = self.staged("tied"), self._final
         left = self.staged(final) * self.sharded
         shared = s.tables - s.known_embedding - s.known_head
         everything = self.activations() + shared
@@ -200,7 +228,16 @@ class Alone(Rank):
         so_far = done - np.where(self.sharded, self.accumulated("blocks.0"), 0.0)
         yield Moment(s.in_embedding + shared + self._there(so_far) + own, own)
         yield Moment(s.after_edge + shared + self._there(done) + own, own)
+
+    def optimizer(self) -> Iterator[Moment]:
+        s, left = self.saved, self.staged(self._final) * self.sharded
+        shared = s.tables - s.known_embedding - s.known_head
         yield Moment(self.gradients + left + self.widened + shared, left)
+
+    @property
+    def _final(self) -> str:
+        """The unit whose gradients come last."""
+        return "tied" if "tied" in self.padded else "embedding"
 
     def _there(self, done: Num) -> Num:
         return np.where(self.many, self.gradients, done)

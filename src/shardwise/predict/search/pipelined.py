@@ -201,7 +201,7 @@ class _Piped(Rank):
         yield Moment((rest + less + self._kept + self.gradients + everything) * later, everything * later)
 
     def _between(self, some: Num) -> Iterator[Moment]:
-        """The loss, the sum of a tied table's gradients, which the other end has sent, and the optimizer."""
+        """The loss."""
         s = self.saved
         if self.head:
             messages = np.where(self.many & (some > 0), self._messages(True), self._messages(False))
@@ -210,6 +210,9 @@ class _Piped(Rank):
             left = self.staged("blocks.0") * self.sharded * before + self._all_staged * (self._delayed & ~before)
             landing = self.accumulated("blocks.0") * self.sharded * (self.counts == 2)
             yield Moment(rest + s.loss + (some - landing) * before + left, left)
+
+    def optimizer(self) -> Iterator[Moment]:
+        """With the sum of a tied table's gradients, which the other end has sent."""
         left = self.staged("blocks.0") * self.sharded
         yield Moment(self.gradients + left + self.widened, left)
         if "tied" in self.shard:
