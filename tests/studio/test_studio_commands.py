@@ -13,6 +13,7 @@ from studio_visitor import make_run
 
 from shardwise.cli.main import main
 from shardwise.report.step_report import StepReport
+from shardwise.report.units import format_bytes, format_share, format_time
 from shardwise.studio.data import collectives, memory, pipelines, plan, runs, tokens
 
 
@@ -66,6 +67,15 @@ def test_tokens_are_generate_compare(state: dict[str, str], printed: Any) -> Non
         assert metrics["Weights of a device"][i] == held["weights"]
         assert metrics[f"Time of {step}"][i] == token["middle"]["seconds"]
         assert metrics["of it moving data, not hidden"][i] == one["training"]["share"]
+        words = [" ".join(chapter["sentences"]) for chapter in view.more["chapters"]]
+        training, numbers = one["training"], token["middle"]
+        for chapter, said in {
+            2: format_time(numbers["seconds"]), 3: format_bytes(one["round"]["ring_bytes"]["total"]),
+            4: format_share(training["share"]),
+        }.items():  # fmt: skip
+            assert said in words[chapter]
+        assert view.tables["trained"].columns["its reduction takes"][i] == training["block"]["reduce"]
+        assert view.tables["shares"].columns["takes"][len(ones) + i] == pytest.approx(sum(training["parts"].values()))
         # Bytes and seconds so far are both of all sequences.
         assert so_far[f"{side} sends"][0] == one["round"]["ring_bytes"]["total"]
         assert so_far[f"{side} takes"][int(state.get("output", 256)) - 1] == token["last"]["seconds"]

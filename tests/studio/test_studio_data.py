@@ -18,7 +18,14 @@ from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.model.catalog import catalog, get
 from shardwise.predict import estimate
+from shardwise.predict.generation.comparison import Asked, compare
+from shardwise.predict.generation.split import plan_of
+from shardwise.predict.generation.training import passes
 from shardwise.predict.search import plan as search
+from shardwise.predict.time.pricing import Pricing
+from shardwise.predict.time.profiles import engine
+from shardwise.predict.time.split import Split
+from shardwise.predict.time.step import training_step
 from shardwise.schedule import Algorithm, algorithms, build
 from shardwise.schedule.choose import pricer
 from shardwise.schedule.pipeline import build as build_pipeline
@@ -282,6 +289,64 @@ def test_every_rank_is_drawn_with_its_share(text: str, of_all: float) -> None:
             assert areas[device["rank"]] == pytest.approx(dict.fromkeys(sizes, 1 / layout.tp))
     if layout.stage == 3:
         assert all(len(parts) < len(sizes) for parts in areas.values()), "blocks of some matrices, no slice of each"
+
+
+@pytest.mark.parametrize("text", STRATEGIES)
+def test_memory_rises_with_a_gather_and_falls_again(text: str) -> None:
+    view = tokens.data({"model": "llama-3-8b", "cluster": "4xH100", "a": text, "b": "tp=4", "output": "8"})
+    side, layout = view.more["sides"][0], Layout.parse(text)
+    unit = plan_of(get("llama-3-8b"), layout).by_name["blocks.0"]
+    memory, ahead, took = side["memory"], side["ahead"], side["seconds"]
+    if layout.stage != 3:
+        assert set(memory) == {2 * unit.numel} and set(ahead) == {0.0}
+        return
+    part, whole = 2 * unit.shard_numel, 2 * unit.numel
+    assert memory[0] == part and memory[1] == part + whole
+    # While this layer computes, the next one comes; nothing of it is there when nothing was computed yet.
+    assert ahead == sorted(ahead) and ahead[1] == 0 and ahead[4] == pytest.approx(sum(took[2:5]) / took[1])
+    assert memory[4] == pytest.approx(part + whole + ahead[4] * whole)
+    assert memory[5] == pytest.approx(part + ahead[5] * whole)
+
+
+def test_columns_of_the_first_matrix_are_the_rows_of_the_second() -> None:
+    given = {"model": "llama-3-8b", "cluster": "8xH100", "a": "dp=8,zero=3", "b": "tp=8", "output": "8"}
+    drawn = tokens.data(given).more["product"]
+    edges = [(each["start"], each["stop"]) for each in drawn["slices"]]
+    assert drawn["layout"] == "tp=8" and edges[0][0] == 0 and edges[-1][1] == drawn["ffn"] == 14336
+    assert all(before[1] == after[0] for before, after in pairwise(edges))
+    assert {each["nbytes"] for each in drawn["slices"]} == {2 * 2 * 4096 * 14336 // 8}
+    assert tokens.data(given | {"b": "pp=8"}).more["product"] is None
+
+
+def test_passes_of_training_take_what_the_time_model_says() -> None:
+    model, cluster = get("llama-3-8b"), Cluster.parse("8xH100")
+    layouts = [Layout.parse(text) for text in ("tp=8", "dp=8,zero=3", "tp=2,dp=4,zero=3")]
+    for one in compare(model, layouts, cluster, Asked(64, 8)).strategies:
+        forward, backward = passes(one.trained.block, model.layers)
+        both = sum(max(piece.end for piece in pieces) for pieces in (forward, backward)) * one.trained.micro_batches
+        split = Split.of(replace(one.layout, micro=1), Workload(seq=8192, batch=one.layout.ranks))
+        trainer, pricing = engine("megatron-bridge"), Pricing(cluster)
+        blocks = [training_step(replace(model, layers=n), split, trainer, pricing).parts for n in (32, 64)]
+        # Twice the layers take the seconds of the first half once more: those of the blocks alone.
+        more, less = (sum(v for name, v in parts.items() if name != "optimizer") for parts in blocks[::-1])
+        assert both == pytest.approx(float(more - less), rel=0.02), one.layout
+        gathers = [piece for piece in (*forward, *backward) if piece.what == "gather"]
+        assert len(gathers) == (2 * model.layers - 1) * (one.layout.stage == 3)
+        for piece in gathers[1:]:
+            assert any(
+                other.start == piece.start and other.what in ("forward", "backward") for other in forward + backward
+            )
+
+
+def test_shares_of_a_token_and_of_training_add_up() -> None:
+    view = tokens.data({"model": "llama-3-8b", "cluster": "4xH100", "a": "pp=4", "b": "dp=4,zero=3", "output": "8"})
+    columns = view.tables["shares"].columns
+    for shares in zip(columns["computes"], columns["moves data"], columns["waits"], strict=True):
+        assert sum(shares) == pytest.approx(1)
+    values = {row["name"]: row["values"] for row in view.more["metrics"]}
+    assert columns["moves data"] == pytest.approx(
+        [*values["of it communication"], *values["of it moving data, not hidden"]]
+    )
 
 
 @pytest.mark.parametrize("view", [view for view in VIEWS if view != "runs"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from math import isqrt
 from typing import Any
@@ -145,6 +145,9 @@ class Generated:
                 "share": self.trained.share,
                 "block_arithmetic": self.trained.arithmetic,
                 "block_gather": self.trained.gather,
+                "block": asdict(self.trained.block),
+                "parts": dict(self.trained.parts),
+                "micro_batches": self.trained.micro_batches,
             },
         }
 

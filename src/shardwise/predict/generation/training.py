@@ -2,30 +2,58 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from shardwise.cluster import Cluster
 from shardwise.layout import Layout, Workload
 from shardwise.model import ModelConfig
-from shardwise.predict.time.pieces import pieces
+from shardwise.predict.generation.layers import GATHER, SUM, Piece
+from shardwise.predict.time.pieces import Pieces, pieces, total
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import Engine
 from shardwise.predict.time.split import Split
 from shardwise.predict.time.step import training_step
-from shardwise.predict.time.traffic import traffic
+from shardwise.predict.time.traffic import Traffic, traffic
+
+FORWARD, BACKWARD, REDUCE = "forward", "backward", "reduce-scatter"
+"""What a piece of a training step does, besides GATHER and SUM."""
+
+
+@dataclass(frozen=True)
+class BlockSeconds:
+    """One block of one micro-batch on one rank, in seconds."""
+
+    forward: float
+    """Arithmetic of the forward pass."""
+    backward: float
+    sums: tuple[float, float]
+    """Exposed collectives over tp and cp, forward and backward."""
+    gather: float
+    """Of the block's weights, for each pass; 0 where nothing is gathered."""
+    reduce: float
+    """Of its gradients; 0 where that is not done block by block."""
+    slowed: float
+    """Seconds that arithmetic takes longer for each second of a transfer beside it."""
+    hides: tuple[bool, bool]
+    """Whether gathers and reductions run beside arithmetic."""
 
 
 @dataclass(frozen=True)
 class Trained:
     """One training step with a sequence for each rank. seconds: of the step; moving: exposed collectives and messages;
     waiting: bubbles. arithmetic, gather: of one block and micro-batch, forward: what a gather can hide behind, and the
-    gather (0 where nothing is gathered)."""
+    gather (0 where nothing is gathered). parts: seconds of the step by part. block: one block in both passes.
+    micro_batches: of a rank."""
 
     seconds: float
     moving: float
     waiting: float
     arithmetic: float
     gather: float
+    parts: Mapping[str, float]
+    block: BlockSeconds
+    micro_batches: int
 
     @property
     def share(self) -> float:
@@ -48,4 +76,63 @@ def trained(model: ModelConfig, layout: Layout, seq: int, engine: Engine, cluste
         parts["bubble"],
         float(found.forward),
         float(sent.unit_gather) if layout.stage == 3 else 0.0,
+        parts,
+        _block(layout, found, sent, engine, pricing),
+        int(split.micro_batches),
     )
+
+
+def _block(layout: Layout, found: Pieces, sent: Traffic, engine: Engine, pricing: Pricing) -> BlockSeconds:
+    ahead = float(found.ahead)
+    back = float(found.block["tensor"]) - ahead
+    everything = float(total(found.block, "launches"))
+    sharded = layout.stage == 3 and not (engine.gathers_by_stage and layout.pp > 1)
+    return BlockSeconds(
+        float(found.forward) - ahead,
+        everything - float(found.forward) - back,
+        (ahead, back),
+        float(sent.unit_gather) * sharded,
+        float(sent.unit_reduce) * sharded,
+        pricing.constants.value("contention"),
+        (engine.gather_overlap, engine.grad_overlap),
+    )
+
+
+def passes(block: BlockSeconds, layers: int) -> tuple[list[Piece], list[Piece]]:
+    """The pieces of a forward and of a backward pass through so many layers, each beginning at 0. The gather of the
+    next block begins with a block's arithmetic, and so does the reduction of the block before."""
+    ahead, back = list(range(layers)), list(reversed(range(layers)))
+    # The last block stays gathered for the backward pass, which begins with it.
+    forward = _pass(ahead, block, FORWARD, block.forward, block.sums[0], [block.gather] * layers, 0.0)
+    backward = _pass(back, block, BACKWARD, block.backward, block.sums[1],
+                     [0.0] + [block.gather] * (layers - 1), block.reduce)  # fmt: skip
+    return forward, backward
+
+
+def _pass(
+    order: list[int], block: BlockSeconds, what: str, computes: float, sums: float, gathers: list[float], reduce: float
+) -> list[Piece]:
+    """One pass: what of a transfer the arithmetic beside it does not cover comes after it."""
+    part = [f"blocks.{i}" for i in order]
+    found = [Piece(0, part[0], GATHER, 0.0, gathers[0])]
+    now = gathers[0]
+    for place, name in enumerate(part):
+        coming = gathers[place + 1] if place + 1 < len(part) else 0.0
+        going = reduce if place else 0.0
+        beside, after, wire = coming * block.hides[0] + going * block.hides[1], 0.0, now
+        for on, then, seconds, which in (
+            (block.hides[0], GATHER, coming, place + 1), (block.hides[1], REDUCE, going, place - 1)
+        ):  # fmt: skip
+            if on and seconds:
+                found.append(Piece(0, part[which], then, wire, seconds))
+                wire += seconds
+            after += 0.0 if on else seconds
+        busy = computes + block.slowed * min(beside, computes + sums)
+        for does, seconds in ((what, busy / 2), (SUM, sums / 2)) * 2 if sums else ((what, busy),):
+            found.append(Piece(0, name, does, now, seconds))
+            now += seconds
+        now = max(now, wire)
+        found += [Piece(0, name, GATHER if coming and not block.hides[0] else REDUCE, now, after)]
+        now += after
+    found.append(Piece(0, part[-1], REDUCE, now, reduce))
+    return [piece for piece in found if piece.seconds]

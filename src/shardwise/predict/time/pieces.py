@@ -39,7 +39,7 @@ class Pieces:
     of the embedding, of the head.
 
     forward, weights: of a block's seconds, those of its forward pass, and of its weights' gradients, which a schedule
-    may put off.
+    may put off. ahead: of the forward ones, collectives over tp and cp.
     """
 
     block: Parts
@@ -47,6 +47,7 @@ class Pieces:
     last: Parts
     forward: Num
     weights: Num
+    ahead: Num = 0.0
 
     def each(self, change: Callable[[Num], Num]) -> Pieces:
         """A copy with every array changed."""
@@ -99,11 +100,11 @@ def _pieces(model: ModelConfig, split: Split, engine: Engine, pricing: Pricing) 
         if layers:
             one = _block_seconds(model, shape, split, engine, pricing, experts)
             per_block = {name: per_block.get(name, 0.0) + one[name] * (layers / model.layers) for name in one}
-    forward, weights = per_block.pop("forward"), per_block.pop("weights")
+    forward, weights, ahead = (per_block.pop(name) for name in ("forward", "weights", "ahead"))
     summed, gathered = _ends(model, shape, split, engine, pricing)
     first = _edge(embedding(model, shape, engine, pricing.kernels), summed)
     last = _edge(head(model, shape, engine, pricing.kernels), gathered)
-    return Pieces(per_block, first, last, forward, weights)
+    return Pieces(per_block, first, last, forward, weights, ahead)
 
 
 def _block_seconds(model: ModelConfig, shape: Shape, split: Split, engine: Engine, pricing: Pricing,
@@ -131,6 +132,7 @@ def _block_seconds(model: ModelConfig, shape: Shape, split: Split, engine: Engin
     )
     parts["forward"] = sum(tally.forward.values()) + ahead + parts["experts"] / 2
     parts["weights"] = tally.weights + 0.0 * ahead
+    parts["ahead"] = ahead
     return parts
 
 

@@ -26,11 +26,13 @@ from shardwise.report import time_parts
 from shardwise.report.step_report import DTYPE_BYTES
 from shardwise.report.units import format_bytes, format_count, format_spans, format_time
 from shardwise.studio.columns import How, Table, View, command_line, exact
-from shardwise.studio.data import tokens_holdings, tokens_layer
+from shardwise.studio.data import tokens_holdings, tokens_layer, tokens_product
 from shardwise.studio.data.models import offered
 from shardwise.studio.data.opens import opens
 from shardwise.studio.data.sizes import other_clusters, sized, sizes
+from shardwise.studio.data.tokens_chapters import chapters
 from shardwise.studio.data.tokens_metrics import headline, metrics, step_words, totals
+from shardwise.studio.data.tokens_training import drawn, how_drawn, shares_table, trained_table
 from shardwise.studio.query import Query
 
 LINKS = (12.5, 25.0, 50.0, 100.0, 200.0, 300.0, 450.0, 900.0)
@@ -74,24 +76,33 @@ def data(given: Mapping[str, str]) -> View:
         (layout, tokens_layer.steps(model, layout, way, asked.batch), one.middle.seconds / model.layers)
         for layout, way, one in zip(layouts, ways, ones, strict=True)
     ]
+    multiplied = tokens_product.product(model, layouts, holdings, [steps for _, steps, _ in told])
     return View(
         state,
         choices,
         {
             "compared": _compared(ones, asked),
+            "product": tokens_product.product_table(multiplied),
             "holds": tokens_holdings.holds_table(layouts, holdings),
             "layer": tokens_layer.layer_table(told),
             "through": tokens_layer.through_table(model, layouts, ways),
             "where": _where(ones),
-            "trained": _trained(ones),
+            "trained": trained_table(ones),
+            "shares": shares_table(ones),
         },
         {
             "compared": _how_compared(ones, model, asked, command),
+            "product": tokens_product.how_product(multiplied),
             "holds": tokens_holdings.how_holds(model, layouts, devices),
             "layer": tokens_layer.how_layer(told, command),
             "through": tokens_layer.how_through(layouts, ways, command),
             "where": How([f"{one.layout}: {_sum_of(one)}" for one in ones], command, "docs/generation.md"),
-            "trained": How([_how_trained(one) for one in ones], command, "docs/prediction.md"),
+            "trained": How(how_drawn(ones), command, "docs/prediction.md"),
+            "shares": How(
+                ["Seconds of the parts of a token and of a step, over their sums; waiting is bubbles and the host."],
+                command,
+                "docs/generation.md",
+            ),
         },
         {
             "matrices": tokens_holdings.matrices(model),
@@ -99,8 +110,11 @@ def data(given: Mapping[str, str]) -> View:
                 _side(model, cluster, one, steps, held, ranks)
                 for one, held, ranks, (_, steps, _) in zip(ones, holdings, devices, told, strict=True)
             ],
+            "product": multiplied.to_json() if multiplied else None,
             "through": tokens_layer.through_drawn(layouts, ways),
+            "trained": drawn(model.layers, ones, ways),
             "sentences": [tokens_layer.sentence(model, layouts[0].ranks, i) for i in range(tokens_layer.STEPS)],
+            "chapters": chapters(model, cluster, ones, [steps for _, steps, _ in told], asked),
             "parameters": count(model),
             "left_out": left_out,
             "opens": [opens(state, layout, "tokens") for layout in layouts],
@@ -258,6 +272,8 @@ def _side(
         "acts": [step.act for step in told],
         "words": [step.words for step in told],
         "seconds": [step.seconds for step in told],
+        "memory": [step.memory for step in told],
+        "ahead": [step.ahead for step in told],
         "links": [tokens_layer.link(step, cluster) for step in told],
     }
 
@@ -304,21 +320,6 @@ def _where(ones: tuple[Generated, ...]) -> Table:
     return Table("Where a token's time goes", columns, dict.fromkeys(list(columns)[1:], "seconds"))
 
 
-def _trained(ones: tuple[Generated, ...]) -> Table:
-    columns: dict[str, list[Any]] = {
-        "strategy": [str(one.layout) for one in ones],
-        "step": [one.trained.seconds for one in ones],
-        "moving data": [one.trained.moving for one in ones],
-        "of the step": [one.trained.share for one in ones],
-        "waiting": [one.trained.waiting for one in ones],
-        "one block computes": [one.trained.arithmetic for one in ones],
-        "its gather takes": [one.trained.gather for one in ones],
-    }
-    times = ("step", "moving data", "waiting", "one block computes", "its gather takes")
-    units = dict.fromkeys(times, "seconds") | {"of the step": "share"}
-    return Table("The same strategies in a training step of 8,192 tokens a device", columns, units)
-
-
 def _sum_of(one: Generated) -> str:
     parts = {words: float(one.middle.parts.get(name, 0.0)) for name, words in time_parts.TOKEN.items()}
     sums = " + ".join(f"{words} {format_time(seconds)}" for words, seconds in parts.items() if seconds > 0)
@@ -349,14 +350,3 @@ def _formula(one: Generated, model: ModelConfig) -> str:
         )
     blocks, edges, other = (format_bytes(float(part)) for part in (volume.blocks, volume.edges, volume.other))
     return f"layers and messages between stages {blocks} + embedding, head and logits {edges} + tokens {other} = {sent}"
-
-
-def _how_trained(one: Generated) -> str:
-    trained = one.trained
-    if not trained.gather:
-        return f"{one.layout}: {format_time(trained.moving)} of {format_time(trained.seconds)} move data; no gathers"
-    hides = "hides" if trained.gather <= trained.arithmetic else "does not hide"
-    return (
-        f"{one.layout}: a block computes {format_time(trained.arithmetic)} forward, its gather takes "
-        f"{format_time(trained.gather)}: it {hides} behind the block before"
-    )

@@ -36,13 +36,18 @@ _KINDS = {ATTENTION: 0, FEED_FORWARD: 0, HEAD: 3, HOST: 4, WAIT: 6} | dict.fromk
 
 
 class Step(NamedTuple):
-    """What each device does at one step of a layer. act: a word for the drawing; seconds: what it takes; collective:
-    (name, ranks, bytes) of what moves."""
+    """What each device does at one step of a layer."""
 
     act: str
+    """A word for the drawing."""
     words: str
     seconds: float = 0.0
     collective: tuple[str, int, int] | None = None
+    """(name, ranks, bytes) of what moves."""
+    memory: float = 0.0
+    """Bytes of this layer's and the next one's weights that are then on a device which has the layer."""
+    ahead: float = 0.0
+    """Share of the next layer that has been gathered by then."""
 
 
 def sentence(model: ModelConfig, ranks: int, step: int) -> str:
@@ -65,6 +70,12 @@ def steps(model: ModelConfig, layout: Layout, pieces: Sequence[Piece], sequences
     added = _sum(model, layout, taken[SUM], -(-sequences_of(layout, sequences) // layout.pp))
     if layout.stage == 3:
         return _gathering(model, layout, taken, added)
+    held = plan_of(model, layout).by_name["blocks.0"].numel * DTYPE_BYTES[layout.dtype]
+    return [step._replace(memory=held) for step in _standing(model, layout, taken, added)]
+
+
+def _standing(model: ModelConfig, layout: Layout, taken: dict[str, float], added: Step) -> list[Step]:
+    """The steps where weights stay where they are."""
     if layout.pp > 1:
         return _staged(model, layout, taken, added)
     if layout.tp > 1:
@@ -113,7 +124,7 @@ def _gathering(model: ModelConfig, layout: Layout, taken: dict[str, float], adde
     unit, width, ranks = plan_of(model, layout).by_name["blocks.0"], DTYPE_BYTES[layout.dtype], layout.shard_ranks
     whole, part = (format_bytes(n * width) for n in (unit.numel, unit.shard_numel))
     slices = "layer" if layout.tp == 1 else "slice of the layer"
-    return [
+    steps = [
         Step("hold", f"Each device holds 1/{ranks} of the {slices}, cut like a tape across its matrices: {part}."),
         Step(
             "gather",
@@ -131,6 +142,19 @@ def _gathering(model: ModelConfig, layout: Layout, taken: dict[str, float], adde
             added.seconds,
         ),
     ]
+    return _with_memory(steps, unit.shard_numel * width, unit.numel * width)
+
+
+def _with_memory(steps: list[Step], part: float, whole: float) -> list[Step]:
+    """Bytes of a device's own part, of this layer once it is gathered, and of what of the next one comes meanwhile: its
+    gather begins when this layer's arithmetic does."""
+    gather, passed, found = steps[1].seconds, 0.0, []
+    for number, step in enumerate(steps):
+        passed += step.seconds if number > 1 else 0.0
+        ahead = min(1.0, passed / gather) if gather else 1.0 * (number > 1)
+        there = 0 < number < STEPS - 1
+        found.append(step._replace(memory=part + there * whole + ahead * whole, ahead=ahead))
+    return found
 
 
 def _staged(model: ModelConfig, layout: Layout, taken: dict[str, float], added: Step) -> list[Step]:
@@ -170,11 +194,12 @@ def layer_table(sides: Sequence[tuple[Layout, list[Step], float]]) -> Table:
         so_far = 0.0
         for number, step in enumerate(told):
             so_far += step.seconds
-            rows.append((str(layout), number, step.act, step.words, step.seconds, so_far))
-        rows.append((str(layout), STEPS, "in all", "a token's time over the number of layers", average, None))
-    names = ("strategy", "step", "what", "in words", "takes", "so far")
+            rows.append((str(layout), number, *step[:2], step.seconds, so_far, step.memory, step.ahead))
+        rows.append((str(layout), STEPS, "in all", "a token's time over the number of layers", average, *[None] * 3))
+    names = ("strategy", "step", "what", "in words", "takes", "so far", "weights there", "of the next layer")
     columns = dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))
-    return Table("One layer, step by step", columns, {"takes": "seconds", "so far": "seconds"})
+    units = {"takes": "seconds", "so far": "seconds", "weights there": "bytes", "of the next layer": "share"}
+    return Table("One layer, step by step", columns, units)
 
 
 def how_layer(sides: Sequence[tuple[Layout, list[Step], float]], command: str) -> How:
@@ -184,6 +209,7 @@ def how_layer(sides: Sequence[tuple[Layout, list[Step], float]], command: str) -
         sums = " + ".join(f"{step.act} {format_time(step.seconds)}" for step in told if step.seconds)
         lines.append(f"{layout}: {sums}; a token's time over its layers is {format_time(average)}")
     lines.append("Memory-bound kernels (norms, rotation, activation) are counted one half with each part.")
+    lines.append("Weights there: of this layer and the next one, the buffers of what is gathered among them.")
     lines.append("A gather goes on beside the arithmetic of the layer before: it costs what that does not hide.")
     return How(lines, command, "docs/generation.md")
 

@@ -90,13 +90,14 @@ function makePage(view, given) {
     timer = setTimeout(fetchAll, soon ? 90 : 0);
   }
 
-  function setLocal(changes) {
+  /** The page's own words. control: what changes them, where Back shall undo it. */
+  function setLocal(changes, control = "") {
     given = { ...given };
     for (const [name, value] of Object.entries(changes)) {
       if (value === "" || value === null) delete given[name];
       else given[name] = String(value);
     }
-    remember();
+    remember(control);
     onLocal.forEach((f) => f());
   }
 

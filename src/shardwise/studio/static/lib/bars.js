@@ -6,7 +6,7 @@ import { colours, hatched, inkOn, kinds, numbered } from "studio/lib/theme";
 
 export const ROW = 34;
 
-/** rows: [{label, detail, parts: [[kind or number, value]], total, bad}]; names: of numbered parts; limit: a dashed line;
+/** rows: [{label, detail, parts: [[kind or number, value]], total, bad, words}]; words: in place of the total; names: of numbered parts; limit: a dashed line;
  * unit: of all values. Returns what is at a place, in words. */
 export function bars(context, width, rows, { unit, names = [], limit = null, limitName = "", left = 150, cut = 4 }) {
   const theme = colours(), start = Math.min(left, width * 0.4), end = width - 92, top = 20, bottom = top + rows.length * ROW;
@@ -31,7 +31,7 @@ export function bars(context, width, rows, { unit, names = [], limit = null, lim
     }
     context.textAlign = "left";
     context.fillStyle = row.bad ? theme.bad : theme.ink;
-    context.fillText(`${shown(row.total, unit)}${row.bad ? " ✗" : row.good ? " ✓" : ""}`, end + 8, y + 16);
+    context.fillText(row.words ?? `${shown(row.total, unit)}${row.bad ? " ✗" : row.good ? " ✓" : ""}`, end + 8, y + 16);
   });
   if (limit && limit <= high) {
     context.strokeStyle = theme.bad;

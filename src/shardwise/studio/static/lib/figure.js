@@ -9,9 +9,10 @@ import { tip } from "studio/lib/tip";
 /**
  * name: of its table and explanation in the answer. height: of the canvas in pixels, or a function of the width.
  * draw(context, width, height): called whenever size, theme or data change. hover(x, y): words next to the pointer; if left out,
- * those of the object that draw returns. extras: nodes below the drawing.
+ * the function that draw returns. Both may return {words, rank}: `ranks` (a `pointing`) is then told of the rank.
+ * extras: nodes below the drawing.
  */
-export function figure(page, { name, title, lead, height, draw, hover = null, extras = [], above = [] }) {
+export function figure(page, { name, title, lead, height, draw, hover = null, extras = [], above = [], ranks = null }) {
   const canvas = h("canvas", { role: "img", "aria-label": title });
   const holder = h("div", { class: "drawing" }, canvas);
   const tableBox = h("div", { class: "behind", hidden: true }), howBox = h("div", { class: "behind", hidden: true });
@@ -79,7 +80,12 @@ export function figure(page, { name, title, lead, height, draw, hover = null, ex
   }
 
   if (!draw) holder.hidden = true;
-  else tip(page, canvas, (x, y) => ((hover ?? under)?.(x, y) ?? ""));
+  else tip(page, canvas, (x, y) => {
+    const there = (hover ?? under)?.(x, y) ?? "";
+    ranks?.at(there.rank ?? null);
+    return typeof there === "string" ? there : there.words;
+  }, () => ranks?.at(null));
+  ranks?.watch(redraw);
   page.cleanup(onTheme(redraw));
   page.onLocal(opened);
   const watcher = new ResizeObserver(redraw);

@@ -43,8 +43,7 @@ export function player(page, { name, label, onFrame, seconds = 1.1 }) {
     scrub.value = whole;
     place.textContent = `${whole} of ${sentences.length - 1}`;
     scrub.setAttribute("aria-valuetext", `step ${place.textContent}`);
-    const line = sentences[Math.ceil(at)] ?? "";
-    if (sentence.textContent !== line) sentence.textContent = line;
+    say(sentences[Math.ceil(at)] ?? "");
     play.textContent = running ? "Pause" : still() ? "Next step" : at >= sentences.length - 1 ? "Play again" : "Play";
     back.disabled = at <= 0;
     forth.disabled = at >= sentences.length - 1;
@@ -97,7 +96,17 @@ export function player(page, { name, label, onFrame, seconds = 1.1 }) {
     cancelAnimationFrame(frame);
   }
 
+  /** Another sentence, until it moves again. */
+  function say(line) {
+    if (sentence.textContent !== line) sentence.textContent = line;
+  }
+
+  /** Stand still where it is. */
+  function pause() {
+    if (running) move(Math.ceil(at));
+  }
+
   page.cleanup(stop);
   page.onLocal(follow);
-  return { node, show, go, start, get running() { return running; } };
+  return { node, show, go, start, pause, say, get running() { return running; } };
 }

@@ -4,21 +4,26 @@ import { bars, barsHeight } from "studio/lib/bars";
 import { forgetsSizes, panel, select, sizes, slider, text } from "studio/lib/controls";
 import { inside } from "studio/lib/data";
 import { h } from "studio/lib/dom";
+import { controlDrawer } from "studio/lib/drawer";
 import { figure } from "studio/lib/figure";
 import { seconds } from "studio/lib/format";
 import { drawGantt, eventAt, ganttHeight, prepare, rowHeight, TOP as GANTT_TOP } from "studio/lib/gantt";
 import { swatches } from "studio/lib/legend";
 import { opensIn } from "studio/lib/opens";
 import { player } from "studio/lib/player";
+import { pointing } from "studio/lib/pointed";
 import { colours, numbered } from "studio/lib/theme";
 import { timeWindow } from "studio/lib/window";
 import { answerFigure } from "studio/views/tokens_answer";
+import { chapterStage } from "studio/views/tokens_chapters";
 import { drawHolds, holdsHeight } from "studio/views/tokens_holds";
 import { metricTable } from "studio/views/tokens_metrics";
+import { productFigure } from "studio/views/tokens_product";
+import { sharesFigure, trainingFigure } from "studio/views/tokens_training";
 import { drawLayer, layerHeight, layerKeys } from "studio/views/tokens_layer";
 
 export const lead = "A large model does not fit one device, so its weights lie on several. What must happen for one token then? Two ways beside each other.";
-export const forgets = (changes) => [...forgetsSizes(changes), ...("output" in changes || "batch" in changes || "prompt" in changes ? ["_token", "_window"] : "cluster" in changes || "model" in changes ? ["_token", "_step", "_layer", "_window", "a", "b", ...("cluster" in changes ? ["link"] : [])] : ["_token", "_window"])];
+export const forgets = (changes) => [...forgetsSizes(changes), ...("output" in changes || "batch" in changes || "prompt" in changes ? ["_token", "_window", "_train"] : "cluster" in changes || "model" in changes ? ["_token", "_step", "_layer", "_window", "_train", "a", "b", ...("cluster" in changes ? ["link"] : [])] : ["_token", "_window"])];
 
 const BATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 256];
 
@@ -29,23 +34,36 @@ export function mount(root, page) {
     sizes(page),
     panel("Two strategies", text(page, "a", "A", { size: 12, help: "tp=8, dp=8,zero=3 or pp=8" }), text(page, "b", "B", { size: 12 }), select(page, "precision", "Precision")),
   ];
-  let data = null, step = 0;
+  const ranks = pointing();
+  let data = null, step = 0, moves = false;
   const layerPlay = player(page, { name: "_step", label: "Step of the layer", seconds: 2.6, onFrame: (at) => { step = at; showLinks(); layer.redraw(); } });
   const links = h("p", { class: "lead" });
-  const layer = figure(page, { name: "layer", title: "One layer, one token", above: [layerPlay.node], extras: [links, h("ul", { class: "legend" }, layerKeys())], height: (width) => layerHeight(width, data),
-    draw: (context, width) => data && drawLayer(context, width, data, step) });
+  const layer = figure(page, { name: "layer", title: "One layer on every device", extras: [h("ul", { class: "legend" }, layerKeys()), layerPlay.node, links], height: (width) => layerHeight(width, data),
+    draw: (context, width) => data && drawLayer(context, width, data, moves ? step : 0, ranks.now()), ranks });
   const through = throughFigure(page), metrics = h("div", {}), opened = h("div", { class: "opens" });
   const compared = figure(page, { name: "compared", title: "The two strategies in numbers", above: [metrics, opened] });
   const spent = answerFigure(page);
   const holds = figure(page, { name: "holds", title: "Who holds what of a layer", lead: "The matrices of one layer with every rank's part; the numbers are ranks. Flat shards cut a layer like a tape; tensor slices cut every matrix along heads or columns. Small matrices are drawn larger than to scale.",
-    height: (width) => holdsHeight(width, data), draw: (context, width) => data && drawHolds(context, width, data) });
+    height: (width) => holdsHeight(width, data), draw: (context, width) => data && drawHolds(context, width, data, ranks.now()), ranks });
+  const product = productFigure(page, ranks);
   const partKeys = h("ul", { class: "legend" });
   const where = figure(page, { name: "where", title: "Where a token's time goes", extras: [partKeys], height: () => barsHeight(data ? data.tables.where.columns.strategy.length : 2), draw: (context, width) => data && drawWhere(context, width, data) });
-  const trained = figure(page, { name: "trained", title: "The same layer in training", height: () => barsHeight(data ? data.tables.trained.columns.strategy.length + data.tables.trained.columns["its gather takes"].filter((v) => v > 0).length : 2), draw: (context, width) => data && drawTrained(context, width, data) });
+  const trained = trainingFigure(page), shares = sharesFigure(page);
   const claims = h("div", { class: "claims" });
   const wrong = h("section", { class: "figure" }, h("div", { class: "head" }, h("h2", {}, "Figures that are often told, and wrong")), claims);
-  root.append(h("div", { class: "panels" }, controls.map((each) => each.node)), compared.node, layer.node, through.node, spent.node, holds.node, where.node, trained.node, wrong);
-  let first = true;
+  const drawer = controlDrawer(page, controls), own = h("div", { class: "own" });
+  const story = chapterStage(page, [
+    { nodes: [layer.node, holds.node] }, { nodes: [layer.node, product.node], play: layerPlay, name: "_step" },
+    { nodes: [through.node, where.node], play: through.play, name: "_layer" },
+    { nodes: [spent.node], play: spent.play, name: "_token" }, { nodes: [trained.node, shares.node], play: trained.play, name: "_train" }, { nodes: [own, wrong] },
+  ], (chapter) => {
+    moves = chapter > 1;
+    layerPlay.node.hidden = links.hidden = !moves;
+    layer.redraw();
+  });
+  drawer.settle(own, () => story.chapter === 6);
+  const headline = h("p", { class: "headline" });
+  root.append(h("div", { class: "opening" }, headline, drawer.button), drawer.node, story.node, compared.node);
 
   function show(given, part) {
     if (part !== "tokens") {
@@ -55,29 +73,28 @@ export function mount(root, page) {
     }
     data = given;
     controls.forEach((each) => each.show(given));
-    const kept = page.local("_step", null);
-    layerPlay.show(given.more.sentences, Number(kept ?? 0));
+    layerPlay.show(given.more.sentences, Number(page.local("_step", 0)));
     layer.show(given);
     layer.describe(given.more.sides.map((side, i) => `${"AB"[i]}, ${side.layout}: ${side.words.join(" ")}`).join(" "));
-    if (first && kept === null && !matchMedia("(prefers-reduced-motion: reduce)").matches) layerPlay.start();
-    first = false;
     through.set(given);
+    product.set(given);
     metrics.replaceChildren(metricTable(given, []));
     opened.replaceChildren(...given.more.sides.map((side, i) => opensIn(`${"AB"[i]}, ${side.layout},`, given.more.opens[i])).filter(Boolean));
-    compared.note.textContent = comparison(given);
-    for (const each of [compared, holds, where, trained]) each.show(given);
+    headline.textContent = given.more.headline;
+    compared.note.textContent = crossover(given);
+    for (const each of [compared, holds, where, shares]) each.show(given);
     holds.describe(given.more.sides.map((side, i) => `${"AB"[i]}, ${side.layout}: ${side.words[0]}`).join(" "));
     where.describe(given.tables.where.columns.strategy.join(" and "));
-    trained.describe("Bars: what one block computes in a training step, and how long its gather takes.");
-    trained.note.textContent = hidden(given);
+    trained.set(given);
     partKeys.replaceChildren(...partNames(given).map((name, n) => h("li", {}, h("span", { class: "swatch", style: `background:${numbered(n)};color:#fff`, "aria-hidden": "true" }, h("span", { class: "plate" }, String.fromCharCode(97 + n))), name)));
+    story.show(given.more.chapters);
     claims.replaceChildren(...given.more.claims.map((each) => h("details", {}, h("summary", {}, `“${each.says}”`), h("p", {}, `No: ${each.why}.`))));
   }
 
   /** What moves at this step of the layer, as the view of collectives shows it. */
   function showLinks() {
     const now = data && !inside ? data.more.sides.map((side, i) => [`${"AB"[i]}: ${side.layout}`, side.links[Math.ceil(step)]]).filter(([, link]) => link) : [];
-    links.hidden = !now.length;
+    links.hidden = !now.length || !moves;
     links.replaceChildren(...now.map(([name, link]) => h("a", { href: `#${link}` }, `${name}, ${link.includes("all-gather") ? "all-gather" : "all-reduce"} chunk by chunk`)).flatMap((node, i) => (i ? [" · ", node] : [node])));
   }
 
@@ -115,23 +132,15 @@ function throughFigure(page) {
     through.describe(`Timeline of one token: ${lines[lines.length - 1]}`);
   }
 
-  return { ...through, set };
+  return { ...through, set, play: throughPlay };
 }
 
-/** The comparison in a sentence, and from where on gathering pays. */
-function comparison({ more }) {
+/** From where on gathering pays. */
+function crossover({ more }) {
   const ratio = more.ratios[0];
-  if (!ratio) return more.headline;
+  if (!ratio) return "";
   const faster = ratio.faster_from_tokens ? `, and is faster from about ${ratio.faster_from_tokens.toLocaleString("en-US")}` : "";
-  return `${more.headline} Gathering sends less from ${Math.ceil(ratio.fewer_bytes_from_tokens).toLocaleString("en-US")} tokens in one pass on${faster}.`;
-}
-
-/** Whether a gather hides behind the block before it in training. */
-function hidden({ tables }) {
-  const t = tables.trained.columns, gathering = t["its gather takes"].findIndex((v) => v > 0);
-  if (gathering < 0) return "In training 8,192 tokens a device share every matrix.";
-  const computes = t["one block computes"][gathering], gather = t["its gather takes"][gathering];
-  return `With 8,192 tokens a device the block before computes ${seconds(computes)}: a gather of ${seconds(gather)} ${gather <= computes ? "hides behind it" : "does not hide behind it"}. With one token there is nothing to hide behind.`;
+  return `Gathering sends less from ${Math.ceil(ratio.fewer_bytes_from_tokens).toLocaleString("en-US")} tokens in one pass on${faster}.`;
 }
 
 const LANES = { forward: "a layer's arithmetic", update: "output head", rest: "the host", communication: "gathers, sums and messages", waited: "waits for other sequences" };
@@ -167,12 +176,4 @@ function drawWhere(context, width, data) {
     const parts = names.map((part, n) => [n, columns[part][i]]);
     return { label: `${"AB"[i]}: ${name}`, parts, total: parts.reduce((all, [, v]) => all + v, 0) };
   }), { unit: "seconds", left: 170, names });
-}
-
-function drawTrained(context, width, data) {
-  const { columns } = data.tables.trained;
-  return bars(context, width, columns.strategy.flatMap((name, i) => [
-    { label: `${"AB"[i]}: ${name}`, detail: "one block computes", parts: [["forward", columns["one block computes"][i]]], total: columns["one block computes"][i] },
-    ...(columns["its gather takes"][i] ? [{ label: "", detail: "its gather takes", parts: [["communication", columns["its gather takes"][i]]], total: columns["its gather takes"][i] }] : []),
-  ]), { unit: "seconds", left: 170 });
 }

@@ -28,7 +28,7 @@ export function holdsHeight(width, data) {
   return last.top + last.high + TOP + 22;
 }
 
-export function drawHolds(context, width, data) {
+export function drawHolds(context, width, data, pointed) {
   const theme = colours(), font = context.font;
   holdsPlaces(width, data).forEach((place, i) => {
     const side = data.more.sides[i];
@@ -43,7 +43,7 @@ export function drawHolds(context, width, data) {
       context.fillText(short(matrix.name), matrix.x, matrix.y - 12, matrix.w + GAP - 3);
       context.fillStyle = theme.raised;
       context.fillRect(matrix.x, matrix.y, matrix.w, matrix.h);
-      for (const piece of side.pieces) if (piece.name === matrix.name) drawPiece(context, theme, piece, matrix);
+      for (const piece of side.pieces) if (piece.name === matrix.name) drawPiece(context, theme, piece, matrix, pointed === null || pointed === piece.rank);
       context.strokeStyle = theme.line;
       context.strokeRect(matrix.x - 0.5, matrix.y - 0.5, matrix.w + 1, matrix.h + 1);
     }
@@ -51,8 +51,10 @@ export function drawHolds(context, width, data) {
   return (x, y) => holdsAt(width, data, x, y);
 }
 
-function drawPiece(context, theme, piece, { x, y, w, h }) {
+/** strong: false where another rank is pointed at. */
+function drawPiece(context, theme, piece, { x, y, w, h }, strong) {
   let biggest = [0, 0, 0, 0];
+  context.globalAlpha = strong ? 1 : 0.25;
   for (const [left, top, wide, high] of piece.boxes) {
     const box = [x + left * w, y + top * h, wide * w, high * h];
     context.fillStyle = numbered(piece.rank);
@@ -65,6 +67,7 @@ function drawPiece(context, theme, piece, { x, y, w, h }) {
     context.strokeRect(...box);
     context.lineWidth = 1;
   }
+  context.globalAlpha = 1;
   if (biggest[2] < 11 || biggest[3] < 13) return;
   const word = String(piece.rank), wide = context.measureText(word).width + 6, middle = [biggest[0] + biggest[2] / 2, biggest[1] + biggest[3] / 2];
   context.fillStyle = "rgba(0,0,0,.45)";
@@ -74,14 +77,14 @@ function drawPiece(context, theme, piece, { x, y, w, h }) {
   context.fillText(word, middle[0], middle[1] + 0.5);
 }
 
-/** What is under the pointer, in words. */
+/** What is under the pointer: its rank, and words. */
 function holdsAt(width, data, px, py) {
   for (const [i, place] of holdsPlaces(width, data).entries()) {
     const matrix = place.matrices.find((each) => px >= each.x && px <= each.x + each.w && py >= each.y && py <= each.y + each.h);
     if (!matrix) continue;
     const [u, v] = [(px - matrix.x) / matrix.w, (py - matrix.y) / matrix.h];
     const under = data.more.sides[i].pieces.filter((piece) => piece.name === matrix.name && piece.boxes.some(([left, top, wide, high]) => u >= left && u <= left + wide && v >= top && v <= top + high));
-    return under.length ? under.map((piece) => partWords(piece.rank, matrix, piece, data.more.width)).join("\n") : "on a rank that is not drawn";
+    return under.length ? { rank: under[0].rank, words: under.map((piece) => partWords(piece.rank, matrix, piece, data.more.width)).join("\n") } : "on a rank that is not drawn";
   }
   return "";
 }

@@ -1,0 +1,137 @@
+"""Tokens, why training is different: the same gather beside a layer's arithmetic for many tokens, and for one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
+from typing import Any
+
+from shardwise.predict.generation.comparison import Generated
+from shardwise.predict.generation.layers import MOVING, Piece
+from shardwise.predict.generation.training import BACKWARD, REDUCE, passes
+from shardwise.report.units import format_share, format_time
+from shardwise.studio.columns import Table
+from shardwise.studio.data.timelines import Event, Timeline
+
+LAYERS = 3
+"""Layers of the slowest pass that are drawn."""
+FRAMES = 30
+"""Steps in which they are played."""
+PASSES = ("a token", "forward", "backward")
+
+_COMPUTING = ("weights", "matmul", "attention", "memory", "optimizer")
+_MOVING = ("tensor", "data", "pipeline", "experts")
+_WAITING = ("bubble", "host")
+
+
+def trained_table(ones: Sequence[Generated]) -> Table:
+    """What a training step and one block in it take under each strategy."""
+    trained = [one.trained for one in ones]
+    columns: dict[str, list[Any]] = {
+        "strategy": [str(one.layout) for one in ones],
+        "step": [one.seconds for one in trained],
+        "moving data": [one.moving for one in trained],
+        "of the step": [one.share for one in trained],
+        "waiting": [one.waiting for one in trained],
+        "one block computes": [one.arithmetic for one in trained],
+        "and backward": [one.block.backward + one.block.sums[1] for one in trained],
+        "its gather takes": [one.gather for one in trained],
+        "its reduction takes": [one.block.reduce for one in trained],
+        "micro-batches": [one.micro_batches for one in trained],
+    }
+    times = ("step", "moving data", "waiting", "one block computes", "and backward")
+    units = dict.fromkeys((*times, "its gather takes", "its reduction takes"), "seconds") | {"of the step": "share"}
+    return Table("The same strategies in a training step of 8,192 tokens a device", columns, units)
+
+
+def shares_table(ones: Sequence[Generated]) -> Table:
+    """What a token's and a training step's time goes to, as shares."""
+    rows = []
+    for of in ("a token", "a training step"):
+        for one in ones:
+            parts = one.middle.parts if of == PASSES[0] else one.trained.parts
+            whole = one.middle.seconds if of == PASSES[0] else one.trained.seconds
+            sums = (sum(float(parts.get(name, 0.0)) for name in names) for names in (_COMPUTING, _MOVING, _WAITING))
+            rows.append((str(one.layout), of, *(part / whole for part in sums), whole))
+    names = ("strategy", "of", "computes", "moves data", "waits", "takes")
+    units = dict.fromkeys(names[2:5], "share") | {"takes": "seconds"}
+    columns = dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))
+    return Table("Shares of the time of a token and of a training step", columns, units)
+
+
+def drawn(layers: int, ones: Sequence[Generated], ways: Sequence[Sequence[Piece]]) -> dict[str, Any]:
+    """Rows of what each strategy computes and moves for a token, forward and backward, for as long as `LAYERS` layers
+    take in the slowest; and a sentence for each of `FRAMES` steps. ways: of a token, by strategy."""
+    found = [(way, *passes(one.trained.block, layers)) for one, way in zip(ones, ways, strict=True)]
+    span = max(_end_of(one, min(LAYERS, layers)) for each in found for one in each)
+    rows: list[str] = []
+    events: list[Event] = []
+    for side, each in zip("AB", found, strict=False):
+        for name, pieces in zip(PASSES, each, strict=True):
+            for moves in (False, True):
+                events += list(_events(pieces, len(rows), moves, span))
+                rows.append("moves" if moves else f"{side}, {name}")
+    sentences = [_sentence(found, span * frame / FRAMES, layers) for frame in range(FRAMES + 1)]
+    return Timeline(rows, events).to_json() | {"span": span, "sentences": sentences}
+
+
+def _end_of(pieces: Sequence[Piece], layers: int) -> float:
+    """When so many layers have been done, in whichever order."""
+    parts = list(dict.fromkeys(piece.part for piece in pieces if piece.part.startswith("blocks.")))[:layers]
+    return max(piece.end for piece in pieces if piece.part in parts and piece.what != REDUCE)
+
+
+def _events(pieces: Sequence[Piece], row: int, moves: bool, span: float) -> Iterator[Event]:
+    moving = (*MOVING, REDUCE)
+    for piece in pieces:
+        if (piece.what in moving) == moves and piece.start < span and piece.part:
+            kind = 5 if moves else int(piece.what == BACKWARD)
+            layer = piece.part.removeprefix("blocks.")
+            name = f"layer {int(layer) + 1}: {piece.what}" if layer.isdecimal() else f"{layer}: {piece.what}"
+            yield Event(row, piece.start, min(piece.seconds, span - piece.start), kind, name)
+
+
+def _sentence(found: Sequence[Sequence[Sequence[Piece]]], time: float, layers: int) -> str:
+    if not time:
+        return (
+            f"Six clocks start: a token, the forward and the backward pass of a training step, through {layers} layers."
+        )
+    told = []
+    for side, each in zip("AB", found, strict=False):
+        token, forward, backward = (_done(pieces, time) for pieces in each)
+        told.append(f"{side} has done {token} layers for a token, {forward} forward and {backward} backward")
+    return f"After {format_time(time)}: {'; '.join(told)}."
+
+
+def _done(pieces: Sequence[Piece], time: float) -> int:
+    """Layers whose arithmetic has been done by then."""
+    ends: dict[str, float] = {}
+    for piece in pieces:
+        if piece.part.startswith("blocks.") and piece.what != REDUCE:
+            ends[piece.part] = piece.end
+    return len(list(takewhile(lambda end: end <= time * (1 + 1e-9), sorted(ends.values()))))
+
+
+def how_trained(one: Generated) -> str:
+    """A strategy's gather beside its arithmetic, in a sentence."""
+    trained, block = one.trained, one.trained.block
+    if not trained.gather:
+        return f"{one.layout}: {format_time(trained.moving)} of {format_time(trained.seconds)} move data; no gathers"
+    hides = "hides" if trained.gather <= trained.arithmetic else "does not hide"
+    return (
+        f"{one.layout}: a block computes {format_time(trained.arithmetic)} forward and {format_time(block.backward)} "
+        f"backward, its gather takes {format_time(trained.gather)}: it {hides} behind the block before; its gradients' "
+        f"reduce-scatter takes {format_time(block.reduce)}"
+    )
+
+
+def how_drawn(ones: Sequence[Generated]) -> list[str]:
+    """What the drawing's pieces are."""
+    slowed = ones[0].trained.block.slowed
+    return [
+        *(how_trained(one) for one in ones),
+        f"A transfer slows the arithmetic beside it by {format_share(slowed)} of its own seconds; what does not fit "
+        "beside it comes after it. Halves of a layer and their sums are drawn equally long.",
+        "One micro-batch, without embedding, head, optimizer and, in a pipeline, messages: these are in the step's "
+        "seconds, not in the drawing.",
+    ]
