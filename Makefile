@@ -18,7 +18,7 @@ PYTEST = failed=0; $(BIN)/python -m pytest -q $(RANKS) $(LONG:%=--ignore=%) || f
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(OTHERS) || failed=1; exit $$failed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all mutation lint figures screenshots snapshots fit bench bench-scaling bench-gpu clean
+.PHONY: help demo test test-all mutation baseline lint figures screenshots snapshots fit bench bench-scaling bench-gpu clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,7 +26,7 @@ help:  ## show this list
 demo: $(VENV)/.train  ## the tour: predict, train on four processes, compare, one page
 	@$(BIN)/python -m shardwise demo
 
-test test-all mutation bench bench-scaling: export OMP_NUM_THREADS := 1
+test test-all mutation baseline bench bench-scaling: export OMP_NUM_THREADS := 1
 
 test: $(VENV)/.test  ## all tests, with a sample of layouts that rotates with the date
 	@echo "layouts are sampled with the seed SHARDWISE_SEED=$(SHARDWISE_SEED)"
@@ -37,6 +37,9 @@ test-all: $(VENV)/.test  ## all tests, with every generated layout
 
 mutation: $(VENV)/.test  ## put known mistakes back, and see that a test fails for each
 	@$(BIN)/python tests/mutation/run.py
+
+baseline: $(VENV)/.test  ## estimates, plans, ledgers and manifests against those recorded: tests/baseline/
+	@$(BIN)/python tests/baseline/recorder.py compare
 
 lint: $(VENV)/.test  ## ruff and mypy
 	@$(BIN)/ruff check .
