@@ -97,10 +97,8 @@ WITHOUT_AND_WITH_GRADIENTS = 2
     ("layout", "pieces"),
     [
         # norm | maps | heads and core | map | residual and norm | maps | activation | map | residual
-        ("tp=2,sp", 5),
-        ("dp=2,zero=3,recompute=selective,attention=math", 1),
-        ("recompute=full", 1),
-        ("recompute=selective", 1),
+        *some_of((("tp=2,sp", 5), ("dp=2,zero=3,recompute=selective,attention=math", 1)), 1, "graphs of ranks"),
+        *some_of((("recompute=full", 1), ("recompute=selective", 1)), 1, "graphs"),
     ],
 )
 def test_blocks_are_compiled_once_for_all(layout: str, pieces: int) -> None:

@@ -52,9 +52,9 @@ def chosen() -> dict[str, list[str]]:
         pairs = [*product(LAYOUTS, LAYOUTS), *piped[::3]]
     else:
         generator = random.Random(seed())
-        pairs = [(text, text) for text in (generator.choice(LAYOUTS), generator.choice(PIPELINES))]
         # Few layouts in many pairs: each one that is saved from is trained once for it.
         some = generator.sample(LAYOUTS, 3) + generator.sample(PIPELINES, 1)
+        pairs = [(text, text) for text in (some[0], some[-1])]
         pairs += generator.sample([pair for pair in product(some, some) if pair[0] != pair[1]], PAIRS - 2)
     return {to: sorted({a for a, b in pairs if b == to}) for to in EVERY if any(b == to for _, b in pairs)}
 

@@ -27,6 +27,9 @@ def train(config):
 stand_in = types.ModuleType("shardwise.runtime.trainer")
 stand_in.train = train
 sys.modules["shardwise.runtime.trainer"] = stand_in
+stop = types.ModuleType("shardwise.runtime.job.stop")  # whose import of torch takes longer than all else here
+stop.Stopped = type("Stopped", (BaseException,), {{}})
+sys.modules["shardwise.runtime.job.stop"] = stop
 from shardwise.runtime.job.worker import leave, main
 leave(main(sys.argv[1:]))
 """

@@ -226,7 +226,7 @@ def test_64_streams_with_cancels_neither_lose_nor_cross_tokens(served):
     so_far = served.metrics().get(cancelled, 0)
     asyncio.run(crowd.gather(seconds=0))
     settled(served)
-    warm, long = (30, 60) if EVERYTHING else (3, 5)
+    warm, long = (30, 60) if EVERYTHING else (1, 2)
     asyncio.run(crowd.gather(warm))
     settled(served)
     before = resident(served)
