@@ -15,6 +15,7 @@ import pytest
 import tokenizers
 import torch
 
+from harness import forked
 from harness.huggingface import pretrained
 from harness.processes import alive, children
 from harness.today import EVERYTHING
@@ -40,10 +41,7 @@ def _environment() -> dict[str, str]:
 
 
 def generate(*args: object, timeout: float = 90) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "shardwise", "generate", *map(str, args)], capture_output=True, text=True,
-        timeout=timeout, env=_environment(),
-    )  # fmt: skip
+    return forked.shardwise("generate", *map(str, args), environment=_environment(), timeout=timeout)
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,11 @@
 """Weights from Hugging Face folders and back, with `transformers` as the judge: what it wrote gives its logits under
-four layouts (two a day), and what is exported after training is, bit by bit, what it then loads."""
+four layouts (one a day for each family), and what is exported after training is, bit by bit, what it then loads."""
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from harness import forked
 from harness.huggingface import FAMILIES, STEPS, pretrained, tokens
 from harness.pool import run_ranks
 from harness.today import some_of
@@ -35,7 +35,7 @@ LAYOUTS = {
 """Layout -> which of a model's folders is read under it."""
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module")
 def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     """A model, and where it lies in one file and in several."""
     model, root = pretrained(request.param), tmp_path_factory.mktemp(request.param)
@@ -45,7 +45,10 @@ def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return model, root
 
 
-@pytest.mark.parametrize("text", some_of(LAYOUTS, 2, "weights"))
+CASES = [(family, text) for family in FAMILIES for text in some_of(LAYOUTS, 1, f"weights of {family}")]
+
+
+@pytest.mark.parametrize(("folders", "text"), CASES, indirect=["folders"])
 def test_logits_training_and_export(folders: tuple[Any, Path], text: str, tmp_path: Path) -> None:
     theirs, root = folders
     source, layout = root / LAYOUTS[text], Layout.parse(text)
@@ -138,10 +141,7 @@ def _ours(model: Any) -> dict[str, Tensor]:
 
 def _shardwise(*args: object) -> subprocess.CompletedProcess[str]:
     clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    return subprocess.run(
-        [sys.executable, "-m", "shardwise", *map(str, args)], capture_output=True, text=True, timeout=120,
-        env={**clean, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    return forked.shardwise(*map(str, args), environment={**clean, "OMP_NUM_THREADS": "1"}, timeout=120)
 
 
 def _always(token: int) -> Any:
