@@ -28,10 +28,10 @@ def calibrate(command):
     return partial(command, "calibrate", "network")
 
 
-def test_two_ranks_make_a_cluster_file_that_predicts(calibrate, capfd, tmp_path):
+def test_two_ranks_make_a_cluster_file_that_predicts(ranks_command, capfd, tmp_path):
     file = tmp_path / "here.toml"
     file.write_text('devices_per_node = 4\ndevice = "CPU"\n[inter]\nalpha = 1e-5\nbandwidth = 1e9\n')
-    code, out, err = calibrate(*TINY, "--out", file, "--json")
+    code, out, err = ranks_command("calibrate", "network", *TINY, "--out", file, "--json")
     assert code == 0, err
     result = json.loads(out)
     assert result["held_back"]["sizes"] == [4096] and result["sizes"] == [32 << 20]

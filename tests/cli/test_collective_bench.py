@@ -38,14 +38,20 @@ def bench(command):
 
 
 @pytest.fixture
+def bench_ranks(ranks_command):
+    """The same, with real ranks."""
+    return partial(ranks_command, "collective", "bench")
+
+
+@pytest.fixture
 def cluster(tmp_path):
     file = tmp_path / "cluster.toml"
     file.write_text(CLUSTER)
     return file
 
 
-def test_every_algorithm_is_measured_beside_the_backend_s_own(bench, cluster):
-    code, out, err = bench("--all", "--ranks", 2, "--sizes", "11", "--rounds", 2, "--cluster", cluster, "--json")
+def test_every_algorithm_is_measured_beside_the_backend_s_own(bench_ranks, cluster):
+    code, out, err = bench_ranks("--all", "--ranks", 2, "--sizes", "11", "--rounds", 2, "--cluster", cluster, "--json")
     result = json.loads(out)
     assert code == 0 and result["wanted"] == len(result["cells"]) == len(COLLECTIVES)
     assert "all-to-all, 8 bytes (8 of 8)" in err  # a size that does not divide is made one that does
@@ -59,15 +65,16 @@ def test_every_algorithm_is_measured_beside_the_backend_s_own(bench, cluster):
     assert found == expected | {(collective, None, "gloo") for collective in COLLECTIVES}
 
 
-def test_tables_name_what_was_measured(bench):
-    code, out, _ = bench("all_reduce", "ring", "--ranks", 2, "--transport", "sends", "--sizes", "1KB", "--rounds", 1)
+def test_tables_name_what_was_measured(bench_ranks):
+    words = ("--ranks", 2, "--transport", "sends", "--sizes", "1KB", "--rounds", 1)
+    code, out, _ = bench_ranks("all_reduce", "ring", *words)
     assert code == 0 and "all-reduce of 1.00 kB on 2 ranks" in out and "quartiles" in out
     words = [line.split()[0] for line in out.splitlines() if line]
     assert sorted(words[2:4]) == ["ring", "the"] and "shared" not in out and "predicted" not in out
 
 
-def test_it_ends_at_the_limit(bench):
-    code, out, _ = bench("all-reduce", "ring", "--ranks", 2, "--sizes", "4,8", "--limit", 1e-6)
+def test_it_ends_at_the_limit(bench_ranks):
+    code, out, _ = bench_ranks("all-reduce", "ring", "--ranks", 2, "--sizes", "4,8", "--limit", 1e-6)
     assert code == 0 and "after 1 of 2 sizes" in out
 
 

@@ -117,26 +117,33 @@ def model_in(folder) -> ModelConfig:
     return from_huggingface(folder)
 
 
-def test_sequences_that_begin_and_end_apart_count_where_all_are_decoded(tmp_path, capsys):
+@pytest.fixture
+def compare_here(ranks_command, tmp_path):
+    """The output of `shardwise generate FOLDER --compare ...` for a small model."""
     pretrained("llama").save_pretrained(tmp_path)
-    assert main(["generate", str(tmp_path), "--compare", "zero=3,dp=2", "--batch", "3", "--prompt-tokens", "7",
-                 "--chunk", "3", "--max-tokens", "5", "--json"]) == 0  # fmt: skip
-    (one,) = json.loads(capsys.readouterr().out)["measured"]["strategies"]
+
+    def run(*words: object) -> str:
+        code, out, err = ranks_command("generate", tmp_path, "--compare", *words)
+        assert code == 0, err
+        return out
+
+    return run
+
+
+def test_sequences_that_begin_and_end_apart_count_where_all_are_decoded(compare_here):
+    sizes = ("--batch", 3, "--prompt-tokens", 7, "--chunk", 3, "--max-tokens", 5)
+    (one,) = json.loads(compare_here("zero=3,dp=2", *sizes, "--json"))["measured"]["strategies"]
     assert [len(tokens) for tokens in one["tokens"]] == [5, 5, 5]
     assert one["ring_bytes_of_a_token"] == one["predicted_ring_bytes_of_a_token"]
 
 
-def test_what_one_or_two_tokens_do_not_tell_is_blank(tmp_path, capsys):
-    pretrained("llama").save_pretrained(tmp_path)
-    command = ["generate", str(tmp_path), "--compare", "dp=1", "--max-tokens"]
-    assert main([*command, "2", "--json"]) == 0
-    (one,) = json.loads(capsys.readouterr().out)["measured"]["strategies"]
+def test_what_one_or_two_tokens_do_not_tell_is_blank(compare_here):
+    (one,) = json.loads(compare_here("dp=1", "--max-tokens", 2, "--json"))["measured"]["strategies"]
     assert (
         one["growth"] is None and min(one[name] for name in ("token_seconds", "tokens_per_second", "cache_bytes")) > 0
     )
     assert one["ring_bytes_of_a_token"] == one["predicted_ring_bytes_of_a_token"]
-    assert main([*command, "1"]) == 0
-    out = capsys.readouterr().out
+    out = compare_here("dp=1", "--max-tokens", 1)
     assert "1 token each" in out and "dp=1: no turn decoded all sequences" in out
     rows = {line.strip() for line in out.splitlines()}
     assert rows >= {"tokens/s, all sequences", "time of a token (median)", "cache of a rank before the last tokens"}
@@ -163,12 +170,10 @@ def test_full_rounds_are_those_in_which_every_sequence_has_one_more_token(tmp_pa
     assert rounds("tp=2", 2, [note(1), note(2, "prefill")], [note(1), note(2, "prefill")]) == [0, 0]
 
 
-def test_what_runs_here_moves_what_was_predicted(tmp_path, capsys):
-    pretrained("llama").save_pretrained(tmp_path)
+def test_what_runs_here_moves_what_was_predicted(compare_here, tmp_path):
     layouts = ["zero=3,dp=2", "tp=2"] if EVERYTHING else ["zero=3,dp=2"]
-    assert main(["generate", str(tmp_path), "--compare", *layouts, "--precision", "fp32",
-                 "--tokens", "1,2,3,4,5", "--max-tokens", "6", "--cluster", "8xH100", "--json"]) == 0  # fmt: skip
-    told = json.loads(capsys.readouterr().out)
+    words = ("--precision", "fp32", "--tokens", "1,2,3,4,5", "--max-tokens", 6, "--cluster", "8xH100", "--json")
+    told = json.loads(compare_here(*layouts, *words))
     gathering, *rest = told["measured"]["strategies"]
     assert (told["predicted"]["prompt_tokens"], told["predicted"]["max_tokens"]) == (5, 6)
     assert told["predicted"]["strategies"][0]["ring_bytes_of_a_token"] == gathering["ring_bytes_of_a_token"]
