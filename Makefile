@@ -9,6 +9,14 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 # The layouts that `make test` samples rotate with the date; give SHARDWISE_SEED to repeat another day's.
 SHARDWISE_SEED ?= $(shell date +%Y%m%d)
 
+# Ranks that work together, some against time, have the cores to themselves; all else goes two files at a time, the longest
+# first. Both run, whatever the first says.
+RANKS := tests/runtime/ tests/serving/
+LONG := tests/test_readme.py tests/test_demo.py tests/runtime/test_dryrun.py
+OTHERS := $(LONG) $(filter-out $(RANKS) $(LONG),$(wildcard tests/*/ tests/test_*.py))
+PYTEST = failed=0; $(BIN)/python -m pytest -q $(RANKS) $(LONG:%=--ignore=%) || failed=1; \
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(OTHERS) || failed=1; exit $$failed
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all mutation baseline lint figures screenshots snapshots fit bench bench-scaling bench-gpu clean
 
@@ -22,10 +30,10 @@ test test-all mutation baseline bench bench-scaling: export OMP_NUM_THREADS := 1
 
 test: $(VENV)/.test  ## all tests, with a sample of layouts that rotates with the date
 	@echo "layouts are sampled with the seed SHARDWISE_SEED=$(SHARDWISE_SEED)"
-	@SHARDWISE_SEED=$(SHARDWISE_SEED) $(BIN)/python tests/side_by_side.py
+	@export SHARDWISE_SEED=$(SHARDWISE_SEED); $(PYTEST)
 
 test-all: $(VENV)/.test  ## all tests, with every generated layout
-	@SHARDWISE_ALL=1 $(BIN)/python tests/side_by_side.py
+	@export SHARDWISE_ALL=1; $(PYTEST)
 
 mutation: $(VENV)/.test  ## put known mistakes back, and see that a test fails for each
 	@$(BIN)/python tests/mutation/run.py
