@@ -28,3 +28,14 @@ def some_of(cases: Iterable[T], count: int, name: str) -> list[T]:
     if EVERYTHING:
         return every
     return [every[i] for i in sorted(random.Random(f"{name} {seed()}").sample(range(len(every)), count))]
+
+
+def of_some(case: str, cases: Iterable[str], count: int) -> pytest.MarkDecorator:
+    """A mark for a test that is one of `cases`: it runs on the days when `case` is among `count` of them."""
+    names = list(cases)
+    assert case in names
+    return pytest.mark.skipif(case not in some_of(names, count, " ".join(names)), reason="not in today's sample")
+
+
+TORCHRUN = ("killed", "foreign", "hung", "two agents")
+"""Tests that start torchrun, each of which imports torch many times."""

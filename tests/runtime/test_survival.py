@@ -26,7 +26,7 @@ import pytest
 
 import shardwise
 from harness import forked
-from harness.today import EVERYTHING, seed, some_of
+from harness.today import EVERYTHING, TORCHRUN, of_some, seed, some_of
 from shardwise import api
 from shardwise.checkpoint import Checkpoint, diff, latest
 from shardwise.errors import UserError
@@ -126,7 +126,7 @@ HANGS: list[tuple[str, int, str, str, str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(
-    ("layout", "rank", "what", "where", "named", "more"), HANGS[:1] + some_of(HANGS[1:], 2, "hangs")
+    ("layout", "rank", "what", "where", "named", "more"), HANGS[:1] + some_of(HANGS[1:], 1, "hangs")
 )
 def test_a_hang_is_found_and_named_and_the_run_ends_as_if_nothing_had_happened(
     runs: Path, layout: str, rank: int, what: str, where: str, named: str, more: dict[str, Any]
@@ -417,7 +417,7 @@ def test_all_ranks_end_before_the_same_step_whenever_they_look(monkeypatch: pyte
             signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", some_of([signal.SIGINT, signal.SIGTERM], 1, "signals"))
 def test_a_signal_saves_and_says_how_to_go_on(runs: Path, number: signal.Signals) -> None:
     out = runs / f"stopped by {number.name}"
     with Process(command(runs, out, TWO, LONG), out) as training:
@@ -449,12 +449,13 @@ def test_a_signal_saves_and_says_how_to_go_on(runs: Path, number: signal.Signals
     assert losses(out) == losses(plain)
 
 
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
+LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
 
 
+@of_some("killed", TORCHRUN, 2)
 def test_torchrun_starts_again_from_the_last_checkpoint(runs: Path) -> None:
     out = runs / "torchrun"
-    with Process(command(runs, out, TWO, LONG, "--save-every", "10"), out, *TORCHRUN) as training:
+    with Process(command(runs, out, TWO, LONG, "--save-every", "10"), out, *LAUNCHER) as training:
         training.wait_for(lambda: len(training.logged()) >= 15)
         victims = [pid for pid in training.workers() if b"shardwise" in Path(f"/proc/{pid}/cmdline").read_bytes()]
         assert len(victims) == 2
@@ -471,18 +472,20 @@ def test_torchrun_starts_again_from_the_last_checkpoint(runs: Path) -> None:
     assert losses(out) == losses(plain)
 
 
+@of_some("foreign", TORCHRUN, 2)
 def test_torchrun_starting_again_does_not_go_on_with_another_run(runs: Path) -> None:
     """The first attempt is refused because the folder is in use; the second must not take that run for its own."""
     out = runs / "foreign"
     with Process(command(runs, out, TWO, 4), out) as training:
         assert training.end()[0] == 0
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
-    with Process(command(runs, out, TWO, 4), out, *TORCHRUN) as training:
+    with Process(command(runs, out, TWO, 4), out, *LAUNCHER) as training:
         code, output = training.end()
     assert code != 0 and "nothing was overwritten" in output
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
 
 
+@of_some("hung", TORCHRUN, 2)
 def test_torchrun_hears_of_a_hang_from_the_rank_itself(runs: Path) -> None:
     out = runs / "hung"
     settings = {"hang": HANG, "validate_batches": 1, "tensorboard": False}

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from harness import forked
-from harness.today import EVERYTHING
+from harness.today import EVERYTHING, TORCHRUN, of_some
 from shardwise.layout import Layout, Workload
 from shardwise.model import catalog
 from shardwise.model.flops import MFU
@@ -165,6 +165,7 @@ def test_a_run_that_diverges_says_so_and_its_results_are_json(text: Path, tmp_pa
         assert json.loads(found, parse_constant=pytest.fail)["loss"] == "NaN"
 
 
+@of_some("two agents", TORCHRUN, 2)
 def test_two_torchrun_agents_train_the_run_of_four_local_ranks_bitwise(text: Path, tmp_path: Path) -> None:
     local = shardwise(*command(text, tmp_path / "local"))
     assert local.returncode == 0, local.stderr
