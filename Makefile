@@ -9,10 +9,11 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 # The layouts that `make test` samples rotate with the date; give SHARDWISE_SEED to repeat another day's.
 SHARDWISE_SEED ?= $(shell date +%Y%m%d)
 
-# Ranks that work together, some against time, have the cores to themselves; all else goes two files at a time, the longest
-# first. Both run, whatever the first says.
+# Ranks that work together have the cores to themselves; all else goes two files at a time, the longest first. So do the
+# tests of ranks that are killed or hang, which mostly wait. Both run, whatever the first says.
 RANKS := tests/runtime/ tests/serving/
-LONG := tests/test_readme.py tests/test_demo.py tests/runtime/test_dryrun.py
+LONG := tests/test_readme.py tests/runtime/test_survival.py tests/studio/ tests/test_demo.py \
+	tests/runtime/test_launch.py tests/runtime/test_dryrun.py
 OTHERS := $(LONG) $(filter-out $(RANKS) $(LONG),$(wildcard tests/*/ tests/test_*.py))
 PYTEST = failed=0; $(BIN)/python -m pytest -q $(RANKS) $(LONG:%=--ignore=%) || failed=1; \
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(OTHERS) || failed=1; exit $$failed
