@@ -146,21 +146,18 @@ def test_the_state_survives_a_reload_and_the_way_back(visitor: Any) -> None:
     assert page.locator(".player output").inner_text() == "3 of 10"
 
 
-@pytest.mark.parametrize(
-    ("state", "line"),
-    [
+def test_a_mistake_is_one_line_on_the_page(browser: Any, studio: Any) -> None:
+    visitor = Visitor(browser, studio)
+    for state, line in (
         ("collectives?ranks=99", "ranks=99: give a whole number from 1 to 16"),
         ("pipelines?a=1f1c", "a=1f1c: did you mean 1f1b?"),
         ("memory?model=lama-3-8b", "did you mean llama-3-8b"),
         ("plan?batch=0", "batch=0"),
         ("runs?run=../../etc", "holds no run '../../etc'"),
         ("nothing", "There is no view nothing"),
-    ],
-)
-def test_a_mistake_is_one_line_on_the_page(browser: Any, studio: Any, state: str, line: str) -> None:
-    visitor = Visitor(browser, studio)
-    page = visitor.open(state)
-    assert line in page.get_by_role("alert").inner_text()
+    ):
+        page = visitor.open(state)
+        assert line in page.get_by_role("alert").inner_text()
     visitor.problems.clear()  # the browser itself reports the 400
     visitor.close()
 
