@@ -126,6 +126,11 @@ def test_pipelines_are_simulate(state: dict[str, str], printed: Any) -> None:
     together = printed(view.how["compared"].command)
     assert columns["step"] == [one["makespan_s"] for one in together]
     assert columns["bubble over ideal"] == [one["bubble_over_ideal"] for one in together]
+    curve = pipelines.curve(state)
+    assert curve.how["curve"].command == view.how["compared"].command
+    micros, *bubbles = curve.tables["curve"].columns.values()
+    here = list(micros).index(view.state["micro"])
+    assert [each[here] for each in bubbles] == columns["bubble of the total"]
     for side, one in zip("ab", together, strict=True):
         assert [one] == printed(view.how[side].command)
         assert view.tables[side].columns["idle"] == [rank["idle_s"] for rank in one["by_rank"]]

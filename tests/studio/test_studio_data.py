@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -123,6 +123,27 @@ def test_a_pipelines_highest_moment_is_the_predicted_peak(schedule: str) -> None
         spans = sorted((a, b) for a, b in zip(moments["from"], moments["to"], strict=True) if a < b)
         assert len(spans) > 16 and spans[0][0] == 0
         assert all(end == pytest.approx(start) for (_, end), (start, _) in pairwise(spans)), "it works or waits"
+
+
+def test_every_moment_has_its_phase() -> None:
+    given = {"model": "tiny-llama", "cluster": "2xH100", "seq": "64", "batch": "4"}
+    columns = memory.data(given).tables["moments"].columns
+    phases = [name for name, _ in groupby(columns["phase"])]
+    assert phases == ["forward", "loss", "backward"] * 2 + ["optimizer"]
+    assert all(moment.split(": ")[-1].split()[0] == "forward" for moment, phase in
+               zip(columns["moment"], columns["phase"], strict=True) if phase == "forward")  # fmt: skip
+    staged = memory.data(given | {"pp": "2"}).tables["moments"].columns
+    assert set(staged["phase"]) == {"forward", "backward", "waits", "optimizer"}
+
+
+def test_a_bubble_is_left_out_where_a_schedule_cannot_be() -> None:
+    columns = pipelines.curve({"a": "dualpipe-v", "b": "none", "ranks": "4", "micro": "10"}).tables["curve"].columns
+    micros, bubbles = columns["micro-batches"], columns["A, dualpipe-v"]
+    assert len(columns) == 2 and 10 in micros and bubbles[0] is None
+    for micro, bubble in zip(micros, bubbles, strict=True):
+        if bubble is not None:
+            alone = {"a": "dualpipe-v", "b": "none", "ranks": "4", "micro": str(micro)}
+            assert [bubble] == pipelines.data(alone).tables["compared"].columns["bubble of the total"]
 
 
 def test_what_would_fit_is_estimate_again() -> None:

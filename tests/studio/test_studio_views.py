@@ -439,3 +439,46 @@ def test_a_step_or_a_window_typed_into_the_open_page_is_shown(visitor: Any) -> N
     page.evaluate("() => { location.hash += '&_window=0~0.00001'; }")
     visitor.until(f"{drawn} !== '{before}'")
     assert page.evaluate("window.untouched")
+
+
+def test_a_cursor_sweeps_over_both_schedules_and_the_bubble_follows_the_slider(visitor: Visitor, runs: Any) -> None:
+    page = visitor.open("pipelines?ranks=3&micro=4&_tables=curve")
+    pixels = "['a', 'b', 'events'].map((each) => document.querySelector(`[data-figure=${each}] canvas`).toDataURL())"
+    before = page.evaluate(pixels)
+    play = page.locator('[data-figure="compared"] .player')
+    for _ in range(2):
+        play.get_by_role("button", name="Next step").click()
+    visitor.until(f"{pixels}.every((each, i) => each !== {json.dumps(before)}[i])")
+    assert visitor.given["_time"] == "2"
+    assert (
+        play.locator(".sentence").inner_text()
+        == "After 6.00 ms: 1 of 3 ranks of 1f1b compute, 1 of 3 ranks of zb-h1 compute."
+    )
+    slider = page.locator('[data-figure="curve"] [data-control="micro"] input')
+    visitor.after(lambda: slider.press("ArrowRight"))
+    visitor.until("document.querySelector('[data-figure=curve] .behind td')")
+    assert (visitor.given["micro"], "_time" in visitor.given) == ("5", False)
+    assert visitor.table("curve") == expected("pipelines", {"ranks": "3", "micro": "5"}, runs)["curve"]
+    page.mouse.move(5, 5)
+    before = page.evaluate(pixels)
+    page.locator('[data-figure="a"] canvas').hover(position={"x": 70, "y": 8 + 34 + 17})
+    visitor.until(f"{pixels}.every((each, i) => each !== {json.dumps(before)}[i])")
+
+
+def test_a_bar_beyond_its_axis_is_broken_and_the_peak_is_named(visitor: Visitor) -> None:
+    light = """() => {
+        const canvas = document.querySelector('[data-figure="devices"] canvas'), wide = canvas.clientWidth;
+        const { data } = canvas.getContext("2d").getImageData(wide - 92 - 24, 36, 24, 1);
+        const surface = getComputedStyle(document.documentElement).getPropertyValue("--surface").trim();
+        const n = parseInt(surface.slice(1), 16), wanted = [n >> 16 & 255, n >> 8 & 255, n & 255].join();
+        let found = 0;
+        for (let i = 0; i < data.length; i += 4) found += [...data.slice(i, i + 3)].join() === wanted;
+        return found;
+    }"""
+    page = visitor.open("memory?model=llama-3-8b&cluster=8xH100&batch=8&_tables=moments")
+    assert page.evaluate(light) == 0
+    canvas = page.locator('[data-figure="moments"] canvas')
+    canvas.hover(position={"x": 70, "y": canvas.bounding_box()["height"] - 46})
+    assert "\nparameters: " in page.locator(".tip:visible").inner_text()
+    page = visitor.open("memory?model=llama-3-70b&cluster=8xH100&batch=8")
+    assert page.evaluate(light) >= 3

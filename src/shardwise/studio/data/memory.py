@@ -152,11 +152,17 @@ def _peak(
     return peak, None if capacity is None else peak <= capacity, ""
 
 
+_PHASES = {"F": "forward", "B": "backward", "I": "backward", "W": "backward", "OVERLAP_F_B": "forward, backward"}
+"""Kind of a pipeline's action -> phase."""
+
+
 class Moment(NamedTuple):
-    """Bytes at one moment of a step. words: what is done. gradients, comm; rest: activations and all that is transient.
-    start, end: when, in a pipeline whose schedule is not too long to be simulated; else both 0."""
+    """Bytes at one moment of a step. words: what is done; phase: of the step, one of forward, loss, backward, optimizer
+    and waits. gradients, comm; rest: activations and all that is transient. start, end: when, in a pipeline whose
+    schedule is not too long to be simulated; else both 0."""
 
     words: str
+    phase: str
     gradients: int
     comm: int
     rest: int
@@ -169,7 +175,7 @@ def _moments(plan: UnitPlan) -> Table:
     lasting = {"parameters": parameter_bytes(plan), "optimizer state": optimizer_bytes(plan)}
     if plan.layout.offload != "none":
         lasting["optimizer state"] = 0
-    columns: dict[str, list[Any]] = {"moment": [row.words for row in rows]}
+    columns: dict[str, list[Any]] = {"moment": [row.words for row in rows], "phase": [row.phase for row in rows]}
     if any(row.end for row in rows):
         columns |= {"from": [row.start for row in rows], "to": [row.end for row in rows]}
     sizes = {name: [nbytes] * len(rows) for name, nbytes in lasting.items()} | {
@@ -193,12 +199,16 @@ def _through_step(plan: UnitPlan) -> list[Moment]:
         if one.when == "loss":
             label = "a later micro-batch: " if index else ""
             found += [
-                Moment(f"{label}forward {part}", one.gradients, one.comm + slots, there + nbytes)
+                Moment(f"{label}forward {part}", "forward", one.gradients, one.comm + slots, there + nbytes)
                 for part, nbytes in zip(plan.parts, saved, strict=True)
             ]
         rest = there + beside[one.when, one.part] + one.arriving
-        found.append(Moment(_words(one.when, one.part), one.gradients, one.comm + slots, rest))
+        found.append(Moment(_words(one.when, one.part), _phase(one.when), one.gradients, one.comm + slots, rest))
     return found
+
+
+def _phase(when: str) -> str:
+    return when if when in ("loss", "optimizer") else "backward"
 
 
 def _words(when: str, part: str) -> str:
@@ -214,13 +224,14 @@ def _words(when: str, part: str) -> str:
 def _through_pipeline(plan: UnitPlan) -> list[Moment]:
     """A rank of a pipeline: the fullest moment of each of its actions, and what is there while it waits."""
     names, spans = [*map(str, plan.actions), "optimizer"], _spans(plan)
+    phases = [_PHASES.get(action.kind, "") for action in plan.actions] + ["optimizer"]
     found: list[Moment] = []
     left, now = (0, 0, 0), 0.0
     for full, after in islice(moments(plan), MOST_MOMENTS):
         start, end = spans[full.place] if spans else (0.0, 0.0)
         if start > now and end > start:
-            found.append(Moment("waits", *left, now, start))
-        found.append(Moment(names[full.place], full.gradients, full.comm, full.rest, start, end))
+            found.append(Moment("waits", "waits", *left, now, start))
+        found.append(Moment(names[full.place], phases[full.place], full.gradients, full.comm, full.rest, start, end))
         left, now = (after.gradients, after.comm, after.rest), max(now, end)
     return found
 

@@ -26,6 +26,11 @@ KINDS = ("forward", "backward", "input", "weight", "overlap", "message", "collec
 MOST_EVENTS, MOST_LISTED = 1_500_000, 100_000
 """Events that are drawn, and actions that are listed, at most."""
 
+MICROS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+"""Micro-batches of the bubble's curve, besides the state's own."""
+MOST_SIMULATED = 20_000
+"""Actions of a schedule up to which it is on the curve."""
+
 _MESSAGE, _COLLECTIVE, _FREE = 5, 6, 7
 _KIND = {"F": 0, "B": 1, "I": 2, "W": 3, "OVERLAP_F_B": 4, "RESHARD": _FREE} | {
     kind: _MESSAGE if kind.startswith(("SEND", "RECV")) else _COLLECTIVE
@@ -39,16 +44,7 @@ _COLUMNS = {"rank": "u2", "start": "f8", "seconds": "f8", "kind": "u1", "micro":
 def data(given: Mapping[str, str]) -> View:
     """Two schedules of the same model, times and micro-batches. Raises `UserError` for numbers that a schedule is not
     for, and for more events than are drawn."""
-    query = Query(given)
-    names = [g.name for g in generators()]
-    a, b = query.word("a", "1f1b", names), query.word("b", "zb-h1", [*names, "none"])
-    ranks, micro = query.whole("ranks", 4, 1, 64), query.whole("micro", 8, 1, 8192)
-    virtual = query.whole("virtual", 2, 1, 8)
-    milliseconds = {name: query.number(name, 10.0, 0.0, 1e5) for name in ("F", "I", "W")}
-    hop = query.number("hop", 0.0, 0.0, 1e5)
-    query.done()
-    if not sum(milliseconds.values()):
-        raise UserError("F, I and W are all 0: give one of them some time")
+    query, names, a, b, ranks, micro, virtual, milliseconds, hop = _asked(given)
     found = {"a": _simulated(a, ranks, micro, virtual, **milliseconds, hop=hop)}
     if b != "none":
         found["b"] = _simulated(b, ranks, micro, virtual, **milliseconds, hop=hop)
@@ -67,6 +63,61 @@ def data(given: Mapping[str, str]) -> View:
     return View(query.state, {"a": names, "b": ["none", *names]}, tables, how, more | {"kinds": KINDS})
 
 
+def curve(given: Mapping[str, str]) -> View:
+    """The bubble of both schedules against the number of micro-batches, everything else as in the state."""
+    query, _, a, b, ranks, micro, virtual, milliseconds, hop = _asked(given)
+    micros = sorted({*MICROS, micro})
+    columns: dict[str, list[Any]] = {"micro-batches": micros}
+    for side, name in zip("AB", (a, b), strict=True):
+        if name != "none":
+            columns[f"{side}, {name}"] = [_bubble(name, ranks, each, virtual, milliseconds, hop) for each in micros]
+    shown = Table("Bubble of the total", columns, dict.fromkeys(list(columns)[1:], "share"))
+    lines = [
+        "Each point is a simulation with that many micro-batches: idle over the total of all ranks.",
+        f"Left out: numbers that the schedule cannot have, and those with more than {MOST_SIMULATED:,} actions.",
+    ]
+    commands = (
+        _command_of(name, ranks, micro, _chunks(name, ranks, micro, virtual), milliseconds, hop)
+        for name in (a, b)
+        if name != "none"
+    )
+    return View(query.state, {}, {"curve": shown}, {"curve": How(lines, " && ".join(dict.fromkeys(commands)))})
+
+
+def _bubble(name: str, p: int, m: int, v: int, milliseconds: Mapping[str, float], hop: float) -> float | None:
+    """Idle over the total; None for numbers that the schedule is not for, and where there would be too many actions."""
+    virtual = _chunks(name, p, m, v)
+    if find(name).objection(p, m, virtual) or p * m * virtual * 3 > MOST_SIMULATED:
+        return None
+    with without_collections():
+        schedule = build(name, p, m, virtual)
+        times = Times.shared(schedule, *(milliseconds[each] / 1e3 for each in ("F", "I", "W")))
+        return simulate(schedule, replace(times, hop=hop / 1e3)).bubble_of_total
+
+
+def _chunks(name: str, p: int, m: int, v: int) -> int:
+    """v where the schedule can have that many chunks a rank, else as many as it needs."""
+    found = find(name)
+    return found.virtual if found.objection(p, m, v) else v
+
+
+def _asked(
+    given: Mapping[str, str],
+) -> tuple[Query, list[str], str, str, int, int, int, dict[str, float], float]:
+    """A state, understood: the schedules' names, A, B, ranks, micro-batches, chunks, milliseconds, and a message's."""
+    query = Query(given)
+    names = [g.name for g in generators()]
+    a, b = query.word("a", "1f1b", names), query.word("b", "zb-h1", [*names, "none"])
+    ranks, micro = query.whole("ranks", 4, 1, 64), query.whole("micro", 8, 1, 8192)
+    virtual = query.whole("virtual", 2, 1, 8)
+    milliseconds = {name: query.number(name, 10.0, 0.0, 1e5) for name in ("F", "I", "W")}
+    hop = query.number("hop", 0.0, 0.0, 1e5)
+    query.done()
+    if not sum(milliseconds.values()):
+        raise UserError("F, I and W are all 0: give one of them some time")
+    return query, names, a, b, ranks, micro, virtual, milliseconds, hop
+
+
 @dataclass(frozen=True)
 class _Found:
     """A schedule in time; what its ranks hold one computation after the other (rows of `Level`), and at most."""
@@ -83,8 +134,7 @@ class _Found:
 @lru_cache(maxsize=8)
 def _simulated(name: str, p: int, m: int, v: int, F: float, I: float, W: float, hop: float) -> _Found:  # noqa: E741
     """The schedule with v chunks a rank where it can have that many, else with as many as it needs; milliseconds."""
-    found = find(name)
-    virtual = found.virtual if found.objection(p, m, v) else v
+    virtual = _chunks(name, p, m, v)
     if p * m * virtual * 8 > MOST_EVENTS:
         raise UserError(f"{p} ranks x {m} micro-batches are too many events to draw: give fewer micro-batches")
     with without_collections():
@@ -196,9 +246,13 @@ def _how(one: Simulated, milliseconds: Mapping[str, float], hop: float) -> How:
 
 
 def _command(schedule: PipelineSchedule, milliseconds: Mapping[str, float], hop: float) -> str:
-    s, times = schedule, ",".join(f"{name}={exact(value)}ms" for name, value in milliseconds.items())
-    words = ("--ranks", s.ranks, "--micro", s.micro, "--virtual", s.virtual, "--times", times)
-    return command_line("pipeline", "simulate", s.name, *words, "--hop", f"{exact(hop)}ms")
+    return _command_of(schedule.name, schedule.ranks, schedule.micro, schedule.virtual, milliseconds, hop)
+
+
+def _command_of(name: str, p: int, m: int, virtual: int, milliseconds: Mapping[str, float], hop: float) -> str:
+    times = ",".join(f"{key}={exact(value)}ms" for key, value in milliseconds.items())
+    words = ("--ranks", p, "--micro", m, "--virtual", virtual, "--times", times)
+    return command_line("pipeline", "simulate", name, *words, "--hop", f"{exact(hop)}ms")
 
 
 def _bubble_lines(one: Simulated, milliseconds: Mapping[str, float]) -> list[str]:

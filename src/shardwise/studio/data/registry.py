@@ -20,7 +20,12 @@ VIEWS = {
 }
 """Name in the URL -> name on the page."""
 
-PARTS = {"tokens": ("data", "spent"), "collectives": ("data", "costs"), "plan": ("data", "scoreboard")}
+PARTS = {
+    "tokens": ("data", "spent"),
+    "collectives": ("data", "costs"),
+    "pipelines": ("data", "curve"),
+    "plan": ("data", "scoreboard"),
+}
 """Views whose figures come in several answers, the quick one first: collectives, collectives/costs."""
 
 

@@ -29,6 +29,7 @@ export function bars(context, width, rows, { unit, names = [], limit = null, lim
       if (next - at > 0.4) part(context, theme, kind, at, y + 5, next - at, ROW - 12);
       at = next;
     }
+    if (sum(row.parts) > high) broken(context, theme, end, y + 5, ROW - 12);
     context.textAlign = "left";
     context.fillStyle = row.bad ? theme.bad : theme.ink;
     context.fillText(row.words ?? `${shown(row.total, unit)}${row.bad ? " ✗" : row.good ? " ✓" : ""}`, end + 8, y + 16);
@@ -81,6 +82,19 @@ function part(context, theme, kind, x, y, w, h) {
     context.fillStyle = "#ffffff";
   }
   context.fillText(letter, x + w / 2, y + h / 2 + 0.5);
+}
+
+/** Two strokes across a bar that is longer than its axis: its number is beside it. */
+function broken(context, theme, end, y, h) {
+  context.fillStyle = theme.surface;
+  for (const x of [end - 20, end - 13]) {
+    context.beginPath();
+    context.moveTo(x, y + h + 1);
+    context.lineTo(x + 6, y - 1);
+    context.lineTo(x + 9.5, y - 1);
+    context.lineTo(x + 3.5, y + h + 1);
+    context.fill();
+  }
 }
 
 function clip(context, text, width) {

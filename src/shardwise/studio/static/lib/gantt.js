@@ -55,8 +55,8 @@ export function ganttHeight(rows) {
   return TOP + rows * rowHeight(rows) + BOTTOM;
 }
 
-/** window: [from, to] in seconds. labels: row -> its name. Returns the time scale. */
-export function drawGantt(context, width, events, window, { labels, markRows = true }) {
+/** window: [from, to] in seconds. labels: row -> its name; marked: a row that stands out. Returns the time scale. */
+export function drawGantt(context, width, events, window, { labels, markRows = true, marked = null }) {
   const theme = colours(), tall = rowHeight(events.rows), bottom = TOP + events.rows * tall;
   const left = leftOf(events, width), box = { left, right: width - RIGHT, top: TOP, bottom };
   const x = scale(window[0], window[1], box.left, box.right);
@@ -64,6 +64,12 @@ export function drawGantt(context, width, events, window, { labels, markRows = t
   for (let r = 0; r < events.rows; r++) context.fillRect(box.left, TOP + r * tall, box.right - box.left, tall - (tall > 8 ? 2 : tall > 5 ? 1 : 0));
   paintRows(context, events, window, box, tall);
   if (tall >= 12) letters(context, events, window, box, x, tall);
+  if (marked !== null && marked < events.rows) {
+    context.strokeStyle = theme.ink;
+    context.lineWidth = 2;
+    context.strokeRect(box.left, TOP + marked * tall - 1, box.right - box.left, tall);
+    context.lineWidth = 1;
+  }
   context.fillStyle = theme.ink;
   context.textAlign = "right";
   const every = Math.max(1, Math.ceil(14 / tall));

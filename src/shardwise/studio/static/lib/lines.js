@@ -12,10 +12,10 @@ export function style(n) {
   return { letter: String.fromCharCode(65 + (n % 26)), colour: numbered(n), dash: DASHES[(n + Math.floor(n / 8)) % 8] };
 }
 
-/** lines: [{name, points: [[x, y], ...], n, bound, strong}]; options: units, names, logX, logY, marks: [[x, text]]. Returns
+/** lines: [{name, points: [[x, y], ...], n, bound, strong, dots}]: a line breaks where y is null; dots: marks its points. options: units, names, logX, logY, marks: [[x, text]]. Returns
  * what is at a place, in words. */
 export function lines(context, width, height, series, options) {
-  const theme = colours(), points = series.flatMap((each) => each.points);
+  const theme = colours(), points = series.flatMap((each) => each.points.filter(there));
   if (!points.length) return;
   const box = { left: 64, right: width - 26, top: 26, bottom: height - 44 };
   const xs = points.map((p) => p[0]), ys = points.map((p) => p[1]).filter((v) => v > 0 || !options.logY);
@@ -45,19 +45,25 @@ export function lines(context, width, height, series, options) {
     context.lineWidth = each.strong ? 3 : 1.6;
     context.setLineDash(look.dash);
     context.beginPath();
-    each.points.forEach(([px, py], i) => context[i ? "lineTo" : "moveTo"](x(px), y(py)));
+    each.points.forEach(([px, py], i) => { if (py !== null) context[i && there(each.points[i - 1]) ? "lineTo" : "moveTo"](x(px), y(py)); });
     context.stroke();
     context.setLineDash([]);
-    if (look.letter && each.points.length) letter(context, theme, look, x, y, each.points, placed);
+    const drawn = each.points.filter(there);
+    context.fillStyle = look.colour;
+    for (const [px, py] of each.dots ? drawn : []) context.fillRect(x(px) - 2.5, y(py) - 2.5, 5, 5);
+    if (look.letter && drawn.length) letter(context, theme, look, x, y, drawn, placed);
   }
   context.lineWidth = 1;
   return (px, py) => nearest(series, x, y, px, py, options);
 }
 
+const there = ([, y]) => y !== null;
+
 /** The point of a line that is nearest in x, of the line that is nearest there. */
 function nearest(series, x, y, px, py, { xUnit, yUnit, xName = "" }) {
   let best = "", least = 40;
-  for (const { name, points } of series) {
+  for (const { name, points: all } of series) {
+    const points = all.filter(there);
     if (!name || !points.length) continue;
     const point = points.reduce((a, b) => (Math.abs(x(b[0]) - px) < Math.abs(x(a[0]) - px) ? b : a));
     const far = Math.hypot(x(point[0]) - px, y(point[1]) - py);

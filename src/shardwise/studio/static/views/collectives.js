@@ -231,8 +231,8 @@ function series(table, key, answer) {
   const all = [...new Set([...Object.keys(answer.tables.sizes.columns), ...Object.keys(answer.tables.scaling.columns)])]
     .filter((name) => !["bytes", "ranks", "lower bound"].includes(name));
   return Object.keys(table.columns).filter((name) => name !== key).map((name) => ({
-    name, n: all.indexOf(name), bound: name === "lower bound", strong: name === cheapest,
-    points: table.columns[key].map((x, i) => [x, table.columns[name][i]]).filter((p) => p[1] !== null),
+    name, n: all.indexOf(name), bound: name === "lower bound", strong: name === cheapest, dots: key === "ranks" && name !== "lower bound",
+    points: table.columns[key].map((x, i) => [x, table.columns[name][i]]),
   }));
 }
 

@@ -5,7 +5,7 @@ import { bars, barsHeight } from "studio/lib/bars";
 import { check, forgetsSizes, number, panel, select, sizes, slider, text } from "studio/lib/controls";
 import { h } from "studio/lib/dom";
 import { figure } from "studio/lib/figure";
-import { bytes, count, mark } from "studio/lib/format";
+import { bytes, count, mark, share } from "studio/lib/format";
 import { swatches } from "studio/lib/legend";
 import { opensIn } from "studio/lib/opens";
 import { colours, hatched, kinds } from "studio/lib/theme";
@@ -43,14 +43,8 @@ export function mount(root, page) {
   const grid = h("div", { class: "grid" });
   fits.holder.before(grid);
   const momentKeys = h("ul", { class: "legend" }, swatches(Object.values(MOMENT_KINDS)));
-  const moments = figure(page, { name: "moments", title: "Through a step", height: 280, extras: [momentKeys],
-    draw: (context, width, height) => data && drawMoments(context, width, height, data),
-    hover: (px) => {
-      if (!data) return "";
-      const { columns } = data.tables.moments, spans = spansOf(columns), at = (px - 64) / (moments.canvas.clientWidth - 64 - 16) * spans.end;
-      const i = spans.from.findLastIndex((from, k) => from <= at && at < spans.to[k]);
-      return i >= 0 ? `${columns.moment[i]}\n${bytes(columns.together[i])}` : "";
-    } });
+  const moments = figure(page, { name: "moments", title: "Through a step", height: 310, extras: [momentKeys],
+    draw: (context, width, height) => data && drawMoments(context, width, height, data) });
   root.append(h("div", { class: "panels" }, controls.map((each) => each.node)), devices.node, fits.node, moments.node);
 
   function show(answer) {
@@ -107,10 +101,10 @@ function spansOf(columns) {
 
 function drawMoments(context, width, height, data) {
   const theme = colours(), { columns } = data.tables.moments, n = columns.moment.length, { capacity } = data.more;
-  const box = { left: 64, right: width - 16, top: 22, bottom: height - 40 }, spans = spansOf(columns);
+  const box = { left: 64, right: width - 16, top: 44, bottom: height - 40 }, spans = spansOf(columns);
   const most = Math.max(...columns.together), high = capacity && capacity < 3 * most ? Math.max(most, capacity) * 1.08 : most * 1.08;
   const x = scale(0, spans.end, box.left, box.right), y = scale(0, high, box.bottom, box.top);
-  axes(context, theme, box, x, y, { yUnit: "bytes", yName: "held", xMarks: spans.timed ? undefined : [], xName: spans.timed ? "time, in forwards of one micro-batch on a rank" : "moments of a step" });
+  axes(context, theme, box, x, y, { yUnit: "bytes", xMarks: spans.timed ? undefined : [], xName: spans.timed ? "time, in forwards of one micro-batch on a rank" : "moments of a step" });
   const base = new Float64Array(n);
   for (const [name, kind] of Object.entries(MOMENT_KINDS)) {
     context.fillStyle = hatched(context, kind);
@@ -133,4 +127,50 @@ function drawMoments(context, width, height, data) {
     context.textAlign = "right";
     halo(context, theme, `device ${mark(capacity, "bytes")}`, box.right, y(capacity) - 10);
   }
+  phases(context, theme, columns, spans, x, box);
+  peak(context, theme, columns, spans, x, y, box);
+  return (px, py) => momentAt(columns, spans, x, y, box, px, py);
+}
+
+/** The phases of the step over the drawing: a name for each, where it has room. */
+function phases(context, theme, columns, spans, x, box) {
+  const names = columns.phase, y = box.top - 14;
+  for (let i = 0, from = 0; i < names.length; i++) {
+    if (names[i + 1] === names[i]) continue;
+    const [left, right] = [x(spans.from[from]), x(spans.to[i])], name = names[i];
+    from = i + 1;
+    if (name === "waits" || !name || right - left < context.measureText(name).width + 8) continue;
+    context.strokeStyle = theme.muted;
+    line(context, left + 1, y + 9, right - 1, y + 9);
+    context.fillStyle = theme.muted;
+    context.textAlign = "center";
+    context.fillText(name, (left + right) / 2, y);
+  }
+}
+
+/** Where the most is held. */
+function peak(context, theme, columns, spans, x, y, box) {
+  const i = columns.together.reduce((best, value, k) => (value > columns.together[best] ? k : best), 0);
+  const at = (x(spans.from[i]) + x(spans.to[i])) / 2, right = at > (box.left + box.right) / 2, top = y(columns.together[i]);
+  context.fillStyle = theme.ink;
+  context.beginPath();
+  context.moveTo(at, top);
+  context.lineTo(at - 5, top - 7);
+  context.lineTo(at + 5, top - 7);
+  context.fill();
+  context.textAlign = right ? "right" : "left";
+  halo(context, theme, `peak ${bytes(columns.together[i])}${box.right < 480 ? "" : `, ${columns.moment[i]}`}`, at + (right ? -9 : 9), Math.max(top - 4, box.top + 7));
+}
+
+/** The moment under the pointer, and the class. */
+function momentAt(columns, spans, x, y, box, px, py) {
+  const at = x.back(px), i = spans.from.findLastIndex((from, k) => from <= at && at < spans.to[k]);
+  if (i < 0 || px < box.left || py < box.top || py > box.bottom) return "";
+  const all = `${columns.moment[i]}\n${bytes(columns.together[i])} together`;
+  let base = 0;
+  for (const name of Object.keys(MOMENT_KINDS)) {
+    base += columns[name][i];
+    if (y.back(py) <= base) return `${all}\n${name}: ${bytes(columns[name][i])}, ${share(columns[name][i] / columns.together[i])}`;
+  }
+  return all;
 }
