@@ -91,7 +91,8 @@ def _bubble(name: str, p: int, m: int, v: int, milliseconds: Mapping[str, float]
         return None
     with without_collections():
         schedule = build(name, p, m, virtual)
-        times = Times.shared(schedule, *(milliseconds[each] / 1e3 for each in ("F", "I", "W")))
+        forward, inputs, weights = (milliseconds[each] / 1e3 for each in ("F", "I", "W"))
+        times = Times.shared(schedule, forward, inputs, weights)
         return simulate(schedule, replace(times, hop=hop / 1e3)).bubble_of_total
 
 
