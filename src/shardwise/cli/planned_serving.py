@@ -60,7 +60,7 @@ def serving_tables(plan: ServingPlan) -> Iterator[RenderableType]:
 _ORDERS = {
     "throughput": "most tokens/s first",
     "cost": "most tokens/s of a device first",
-    "pareto": "with as many clients as the batch size, those that none beats in time per token and tokens/s",
+    "pareto": "the Pareto front of time per token and tokens/s, with as many clients as the batch size",
 }
 
 

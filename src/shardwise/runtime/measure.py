@@ -66,7 +66,7 @@ class _Storages(TorchDispatchMode):
     def _add(self, value: Tensor) -> None:
         storage = value.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
-        # A fake tensor takes as long to tell its device as for an operation: it is asked last.
+        # Last, since a fake tensor's device takes as long as an operation.
         if key in self._seen or key in self._known or not size or value.device.type == "meta":
             return
 
@@ -158,7 +158,7 @@ class Measurement:
         self.saved = max(self.saved, sum(found.values()))
 
     def followed(self, tensors: Iterable[Tensor]) -> int:
-        """Bytes of those of the storages behind `tensors` that some operation of the step has touched."""
+        """Bytes of the storages behind `tensors` that an operation of the step has touched."""
         return _unique_bytes(tensor for tensor in tensors if self._storages.follows(tensor))
 
     def role(self, rank: int) -> Role:

@@ -105,8 +105,8 @@ class Deployment:
 
 @dataclass(frozen=True)
 class ServingPlan(Answer[Deployment]):
-    """The best deployments. curve: with as many clients as sequences at a time, from one on, those that none beats in
-    both time per token and tokens/s; fastest tokens first. quantised: the best in fewer bits on at most half of the
+    """The best deployments. curve: the Pareto front over time per token and tokens/s, with as many clients as the
+    batch size, from one on; fastest tokens first. quantised: the best in fewer bits on at most half of the
     devices that the best in 16 bits takes, and that one; None where there is no such pair. gathering: the best of those
     that gather weights, None where none fits. crossover: ranks, and the tokens of one pass from which on gathering is
     faster there than tensor parallelism; None where tp cannot be split so."""

@@ -138,8 +138,8 @@ def plan(
     reserved: float | None = None,
     explain: bool = True,
 ) -> Plan:
-    """The best `top` layouts for training `model` on `cluster`, exactly: all that the engine's software can run are
-    compared with a device's memory, and those that fit are priced.
+    """The best `top` layouts for training `model` on `cluster`, exactly: every layout that the engine can run is
+    compared with a device's memory, and priced if it fits.
 
     model, cluster: objects, or their names: "llama-3-8b", "8xH100". engine: a profile of `predict.time.ENGINES`; None
     is this project's runtime. Where the runtime can run none, as with experts, layouts are ranked as if it could, and

@@ -147,7 +147,7 @@ def _once(
     space: Space, pricing: Pricing, by: By, spare: int, usable: float, overlaps: bool, keepers: Sequence[Keeper],
     unlimited: bool, ranked: Features | None, listing: Listing | None,
 ) -> tuple[_Top | _Front, _Top, int, int, Memory]:  # fmt: skip
-    """All blocks of a space, once: what is kept of those to be ranked and of all, how many there are and fit."""
+    """One pass over all blocks of a space: the best ranked and the best of all, and how many are legal and fit."""
     best: _Top | _Front = _Front() if by == "pareto" else _Top(spare, _ORDER[by])
     first = _Top(24 if listing else 1, _ORDER["throughput" if by == "pareto" else by])
     considered = fitting = 0

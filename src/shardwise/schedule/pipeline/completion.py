@@ -1,11 +1,11 @@
-"""From the order in which ranks compute to all that they do: messages, gathers, reductions, the loss.
+"""Completion of a schedule: messages, gathers, reductions and the loss, from the order in which ranks compute.
 
-Generators write down only the former. Receives are put ahead: the j-th receive from a rank is posted before the
+Generators write down only that order. Receives are put ahead: the j-th receive from a rank is posted before the
 computation that takes the (j - ahead)-th, and in any case before its message is sent, where every F, I and W takes
 equally long. In that order of time no send comes before its receive: so lists in which a send stands still until its
 receive is posted cannot deadlock, where the order of computations cannot.
 
-A rank's list is made when it is first asked for: whoever follows one rank does without the others'.
+A rank's list is made on first use, so that following one rank costs one list.
 """
 
 from __future__ import annotations

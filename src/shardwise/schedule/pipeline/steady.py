@@ -15,8 +15,8 @@ from shardwise.schedule.pipeline.action import Action
 from shardwise.schedule.pipeline.registry import find
 
 SETTLED = 6
-"""Micro-batches beyond a generator's `settles`, where a period is one: the first ones meet buffers that are not there
-yet. A period of several is long enough for that, and counted among those that settle."""
+"""Micro-batches beyond a generator's `settles`, for periods of one: the first periods use buffers that are not
+allocated yet. A longer period is long enough for that, and counts as settling."""
 
 
 class Steady(NamedTuple):
