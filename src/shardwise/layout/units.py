@@ -273,6 +273,31 @@ class UnitPlan:
         """Tokens of its residual stream: a tp-th of them under sequence parallelism."""
         return self.tokens // self.layout.tp if self.layout.sp else self.tokens
 
+    @cached_property
+    def fuses_blocks(self) -> bool:
+        """Whether its blocks compute in two functions of several operators each (`runtime/blocks.py`)."""
+        model, layout = self.model, self.layout
+        if model.decoder != "llama" or model.positions != "rope" or model.qk_norm or model.dropout:
+            return False
+        # A compiler joins by itself; unfused attention saves scaled queries, and keeping those as well would cost
+        # memory.
+        if layout.compile == "block" or layout.attention != "sdpa":
+            return False
+        blocks = [part for part in self.parts if part.startswith("blocks.")]
+        return bool(blocks) and self._end_to_end(blocks[0])
+
+    def _end_to_end(self, block: str) -> bool:
+        """Whether the weights of a block's maps of one input lie one behind the other, and so do their biases. Heads of
+        keys and values that are on several ranks lie elsewhere."""
+        names = [placed.name for placed in self.by_name[block].placed]
+        inputs = (("attention.qkv.q", "attention.qkv.k", "attention.qkv.v"), ("mlp.gate_up.gate", "mlp.gate_up.up"))
+        for maps in inputs:
+            for leaf in ("weight", "bias"):
+                at = [names.index(name) for each in maps if (name := f"{block}.{each}.{leaf}") in names]
+                if at and at != list(range(at[0], at[0] + len(maps))):
+                    return False
+        return True
+
     @property
     def copies_table(self) -> bool:
         """Whether the head's tied table is a copy of one that another rank of the pipeline has for its embedding."""

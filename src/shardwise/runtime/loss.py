@@ -71,6 +71,7 @@ class _CrossEntropy(torch.autograd.Function):
         for part in _chunks(rows):
             softmax = torch.softmax(rows[part], -1, dtype=lse.dtype).mul_(factor[part, None])
             rows[part] = softmax.scatter_add_(1, local[part], there[part])
+            del softmax  # before the next one is made
         return rows.view(*targets.shape, -1), None, None, None, None
 
 

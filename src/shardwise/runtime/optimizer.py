@@ -111,6 +111,7 @@ class Optimizer:
                 self._adamw(master, own, first, second, lr, span.decay)
                 if apart:
                     weight.copy_(master)
+                del own  # before the next one is made
 
     def _adamw(self, master: Tensor, gradient: Tensor, first: Tensor, second: Tensor, lr: float, decay: bool) -> None:
         torch._fused_adamw_(

@@ -196,8 +196,8 @@ class _Training(_Work):
 
     def forward(self, stage: int, micro: int, x: Tensor | None) -> Tensor | None:
         batch, targets = self.given[micro]
-        # What blocks take from it alike is made once for all stages of the rank.
-        shared = self.batches.setdefault(micro, batch.fresh())
+        # What blocks take from it alike is made once for all stages of the rank, and goes with the last with blocks.
+        shared = self.batches.setdefault(micro, batch.fresh()) if self._attends(stage) else batch
         if x is not None:
             x = x.detach().requires_grad_()
         y = self.stages.forward(stage, x, shared)
@@ -220,8 +220,8 @@ class _Training(_Work):
             torch.autograd.backward(start, grad)
             if stage == 0:
                 self.engine.finish_backward("embedding")
-        if not any(waiting == micro for _, waiting in self.begun):
-            del self.batches[micro]
+        if not any(waiting == micro and self._attends(other) for other, waiting in self.begun):
+            self.batches.pop(micro, None)
         del start, grad
         if x is None:
             self._moment()
@@ -230,6 +230,9 @@ class _Training(_Work):
         del x
         self._moment()
         return dx
+
+    def _attends(self, stage: int) -> bool:
+        return bool(self.stages.plan.blocks(stage))
 
     @contextmanager
     def _products(self, stage: int, micro: int, weights: bool) -> Iterator[None]:
