@@ -11,7 +11,7 @@ import random
 from harness import pipelines, space
 from harness.space import MODELS
 from shardwise.errors import UserError
-from shardwise.layout import Grid, Layout, UnitPlan, Workload, check_runnable, unit_plan
+from shardwise.layout import Layout, Mesh, UnitPlan, Workload, check_runnable, unit_plan
 from shardwise.layout.units import Backend
 from shardwise.model import ModelConfig
 
@@ -31,7 +31,7 @@ def pair(seed: int, index: int) -> tuple[UnitPlan, int]:
             check_runnable(layout, model, workload)
         except UserError:
             continue
-        rank = Grid.of(layout, model).rank(pp=generator.randrange(layout.pp), dp=0, cp=0, tp=0)
+        rank = Mesh.of(layout, model).rank(pp=generator.randrange(layout.pp))
         backend: Backend = generator.choice(("shared", "shared", "gloo"))
         return unit_plan(model, layout, workload, rank=rank, backend=backend), rank
 

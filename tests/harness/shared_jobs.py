@@ -20,6 +20,7 @@ from torch import Tensor
 from harness.space import MODELS
 from shardwise.errors import UserError
 from shardwise.layout import Layout
+from shardwise.layout.mesh import DATA
 from shardwise.runtime.setup import make_comms
 from shardwise.runtime.transport import Mail, SharedTransport
 from shardwise.runtime.transport.adding import Target
@@ -220,7 +221,7 @@ def limited(rank: int, payload: tuple[int, str]) -> Said:
     try:
         comms = make_comms(Layout(dp=2), MODELS["llama"], rank, timeout=TIMEOUT, transport=transport)
         x = torch.ones(40 << 20)
-        comms.all_reduce(x, "data", "test")
+        comms.all_reduce(x, DATA, "test")
         return Said(comms.backend, "", float(x.mean()))
     except UserError as error:
         return Said("", str(error), 0.0)

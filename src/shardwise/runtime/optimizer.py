@@ -91,7 +91,7 @@ class Optimizer:
             for span in state.spans:
                 part = torch.linalg.vector_norm(grads[span.start : span.stop], dtype=wide).double()
                 total += part * part / span.replicas
-        self.comms.all_reduce(total, "shard_tp_pp", "gradient norm")
+        self.comms.all_reduce(total, self.engine.plan.norm_over, "gradient norm")
         return math.sqrt(self.comms.read(total))
 
     def _update(self, state: _State, lr: float, coefficient: float) -> None:

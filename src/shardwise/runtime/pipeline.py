@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shardwise.decoder import Batch
 from shardwise.layout import pipeline
+from shardwise.layout.mesh import DATA, PP
 from shardwise.runtime.comms import Comms, Pending, Waiting
 from shardwise.runtime.gradients import Product
 from shardwise.runtime.stages import Stages
@@ -141,7 +142,7 @@ class _Execution:
 def execute(schedule: PipelineSchedule, comms: Comms, worker: Worker) -> None:
     """Do what `schedule` has for this rank of the pipeline. At the end all that was started here is complete, but for
     the reductions, which the worker's owner waits for."""
-    _Execution(schedule, comms, worker).run(comms.index("pp"))
+    _Execution(schedule, comms, worker).run(comms.index(PP))
 
 
 def train(stages: Stages, schedule: PipelineSchedule, micro_batches: list[tuple[Batch, Tensor]], tokens: int) -> Tensor:
@@ -179,10 +180,10 @@ class _Work:
     def share_loss(self, holder: int) -> None:
         """One rank of each pipeline has its sum: the others add nothing."""
         comms = self.stages.comms
-        if comms.index("pp") != holder:
+        if comms.index(PP) != holder:
             self.total.zero_()
         with comms.in_phase("loss"):
-            comms.all_reduce(self.total, "data_pp", "loss")
+            comms.all_reduce(self.total, DATA + PP, "loss")
 
 
 class _Training(_Work):

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shardwise.layout.mesh import PP, SHARD, TP
 from shardwise.runtime.comms import Pending
 from shardwise.serving.engine import Generator
 from shardwise.serving.messages import Answer, Asked, Cancel, Drain, Request
@@ -62,10 +63,10 @@ class Lockstep:
         self.scheduler = Scheduler(pages, batch=job.batch, chunk=job.chunk, depth=self.depth)
         own = layout.stage == 3 and job.prompts == "own"
         self._replicas = layout.shard_ranks if own else 1
-        self._replica = self.comms.index("shard") if own else 0
-        self._step = "shard_tp_pp" if layout.pp == 1 else "tp"
+        self._replica = self.comms.index(SHARD) if own else 0
+        self._step = SHARD + TP + PP if layout.pp == 1 else TP
         """The ranks in step, among which control goes round."""
-        self._hearers = "tp" if own else self._step
+        self._hearers = TP if own else self._step
         self._state = IDLE
         self._draining = False
         self._turns: deque[tuple[Turn, Tensor | None]] = deque()

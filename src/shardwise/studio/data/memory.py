@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
-from shardwise.layout import Grid, Layout, UnitPlan, Workload, unit_plan
+from shardwise.layout import Layout, Mesh, UnitPlan, Workload, unit_plan
 from shardwise.layout.layout import CHOICES
 from shardwise.layout.units import usual_backend
 from shardwise.model import ModelConfig
@@ -60,7 +60,7 @@ def data(given: Mapping[str, str]) -> View:
         model,
         layout,
         workload,
-        rank=Grid.of(layout, model).rank(pp=place, dp=0, cp=0, tp=0),
+        rank=Mesh.of(layout, model).rank(pp=place),
         backend=usual_backend(cluster),
     )
     words = ("--layout", layout, "--cluster", query.state["cluster"], "--seq", workload.seq, "--batch", workload.batch)
