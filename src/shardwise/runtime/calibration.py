@@ -33,7 +33,7 @@ from shardwise.decoder import Batch
 from shardwise.decoder.attention import CoreAttention, Rope
 from shardwise.decoder.modules import RMSNorm
 from shardwise.layout import Layout, Mesh, Workload, unit_plan
-from shardwise.layout.mesh import DATA, PP, SHARD
+from shardwise.layout.mesh import DATA, PP, SHARD, Axes
 from shardwise.model import ModelConfig
 from shardwise.model.chunking import optimizer_chunk
 from shardwise.runtime.attention import shorten_attention
@@ -260,8 +260,8 @@ def _loss(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> C
 class _Alone:
     """The loss's view of a rank that shares no vocabulary."""
 
-    def all_reduce(self, tensor: Tensor, axes: str, unit: str, *, maximum: bool = False) -> None: ...
-    def size(self, axes: str) -> int:
+    def all_reduce(self, tensor: Tensor, axes: Axes, unit: str, *, maximum: bool = False) -> None: ...
+    def size(self, axes: Axes) -> int:
         return 1
 
 
@@ -364,9 +364,9 @@ def _message(comms: Comms, elements: int) -> Call:
     def call() -> None:
         for sender in (0, 1) if rank < 2 else ():
             if rank == sender:
-                comms.send(tensor, 1 - rank, "probe").wait()
+                comms.send(tensor, PP, 1 - rank, "probe").wait()
             else:
-                comms.receive(tensor, 1 - rank, "probe").wait()
+                comms.receive(tensor, PP, 1 - rank, "probe").wait()
 
     return call
 

@@ -8,7 +8,7 @@ in rank order, because gloo's own is slower than its all-reduce and sums bf16 in
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,7 +28,7 @@ from shardwise.runtime.job.pulse import Pulse
 from shardwise.runtime.torch_versions import all_gather_single, reduce_scatter_single
 from shardwise.runtime.transport import Mail, SharedTransport
 from shardwise.runtime.transport.adding import Target, add_up, wide_room
-from shardwise.runtime.transport.shared import PIECE
+from shardwise.runtime.transport.shared import EXCHANGES, MESSAGES, PIECE
 
 Key = tuple[str, str, str, str, str, int]
 
@@ -198,10 +198,11 @@ class Comms:
             self._groups[name] = by_ranks[ranks]
             if shared:
                 self._shared[name] = transports[ranks]
-        self._mail = Mail(self._shared[PP], self._groups[PP], timeout) if PP in self._shared else None
-        self._down = None
+        self._mails: dict[tuple[SharedTransport, int], Mail] = {}
+        self._down: dict[Axes, dist.ProcessGroup] = {}
+        """Groups of messages to lower ranks, along axes on which ranks send both ways at a time."""
         if self.backend == "nccl" and PP in self._groups:
-            self._down = self._new_group(mesh.group(PP, rank), timeout)
+            self._down[PP] = self._new_group(mesh.group(PP, rank), timeout)
 
     def _make_group(self, ranks: tuple[int, ...], timeout: float) -> dist.ProcessGroup:
         if len(ranks) == dist.get_world_size() and list(ranks) == sorted(ranks):
@@ -218,15 +219,13 @@ class Comms:
         """Whether what this rank waits for is unlikely to come soon: it then leaves its core alone meanwhile."""
         for transport in self._shared.values():
             transport.patience.rests = resting
-        if self._mail is not None:
-            self._mail.patience.rests = resting
 
     def close(self) -> None:
         """Give back what was shared with other ranks."""
         for transport in {id(found): found for found in self._shared.values()}.values():
             transport.close()
-        if self._mail is not None:
-            self._mail.close()
+        for mail in self._mails.values():
+            mail.close()
 
     # -- the ledger
 
@@ -452,32 +451,71 @@ class Comms:
         self.pulse.work()
         return value
 
-    # -- messages between stages
+    def all_to_all(
+        self,
+        out: Tensor,
+        tensor: Tensor,
+        axes: Axes,
+        unit: str,
+        *,
+        sent: Sequence[int] | None = None,
+        received: Sequence[int] | None = None,
+        later: bool = False,
+    ) -> Waiting:
+        """Give each rank of the group its rows of `tensor` [n, ...], and have theirs in `out` [m, ...], in group order.
 
-    def send(self, tensor: Tensor, peer: int, unit: str) -> Pending:
-        """Hand a contiguous tensor to a rank of the pipeline. It may be reused after `wait()`.
-
-        peer: its place on the pp axis. Messages between two ranks arrive in the order in which they were sent.
+        sent, received: rows for and from each rank, of which any may be 0; equal parts where they are left out. Both
+        tensors are contiguous and of one dtype. The ledger has the elements that this rank gives away. Raises
+        `ValueError` where the rows are not those of the tensors.
         """
-        timing = self._record("send", PP, unit, tensor, tensor.numel(), self.backend)
-        if self._mail is not None:
-            mail = self._mail
+        ranks, mine = self.size(axes), self.index(axes)
+        sent, received = _rows(tensor, sent, ranks), _rows(out, received, ranks)
+        if sent[mine] != received[mine] or tensor.shape[1:] != out.shape[1:] or tensor.dtype != out.dtype:
+            raise ValueError(f"{tensor.dtype} {sent} of {list(tensor.shape)} are not {out.dtype} {list(out.shape)}")
+        if axes not in self._groups:
+            out.copy_(tensor)
+            return DONE
+        timing = self._record("all_to_all", axes, unit, tensor, tensor.numel(), self.backend)
+        if axes in self._shared:
+            mail, into, parts = self._mail(axes, EXCHANGES), out.split(received), tensor.split(sent)
+            return self._issue(lambda: mail.all_to_all(into, parts), timing, later)
+        group = self._groups[axes]
+        return self._issue(
+            lambda: dist.all_to_all_single(out, tensor, received, sent, group, async_op=True), timing, later
+        )
+
+    # -- messages
+
+    def send(self, tensor: Tensor, axes: Axes, peer: int, unit: str) -> Pending:
+        """Hand a contiguous tensor to a rank of the group. It may be reused after `wait()`.
+
+        peer: its place along `axes`. Messages between two ranks arrive in the order in which they were sent.
+        """
+        timing = self._record("send", axes, unit, tensor, tensor.numel(), self.backend)
+        if self.backend == "shared":
+            mail = self._mail(axes, MESSAGES)
             return self._started(lambda: mail.send(tensor, peer), timing, False, None, self._last)
-        to, group = self.mesh.group(PP, self.rank)[peer], self._way(peer > self.index(PP))
+        to, group = self.mesh.group(axes, self.rank)[peer], self._way(axes, peer > self.index(axes))
         return self._started(lambda: dist.isend(tensor, to, group), timing, False, None, self._last)
 
-    def receive(self, out: Tensor, peer: int, unit: str) -> Waiting:
-        """Have a contiguous tensor filled by a rank of the pipeline; it may be read after `wait()`."""
-        timing = self._record("recv", PP, unit, out, out.numel(), self.backend)
-        if self._mail is not None:
-            mail = self._mail
+    def receive(self, out: Tensor, axes: Axes, peer: int, unit: str) -> Waiting:
+        """Have a contiguous tensor filled by a rank of the group; it may be read after `wait()`."""
+        timing = self._record("recv", axes, unit, out, out.numel(), self.backend)
+        if self.backend == "shared":
+            mail = self._mail(axes, MESSAGES)
             return self._started(lambda: mail.receive(out, peer), timing, False, None, self._last)
-        of, group = self.mesh.group(PP, self.rank)[peer], self._way(peer < self.index(PP))
+        of, group = self.mesh.group(axes, self.rank)[peer], self._way(axes, peer < self.index(axes))
         return self._started(lambda: dist.irecv(out, of, group), timing, False, None, self._last)
 
-    def _way(self, up: bool) -> dist.ProcessGroup:
+    def _mail(self, axes: Axes, kind: int) -> Mail:
+        transport = self._shared[axes]
+        if (transport, kind) not in self._mails:
+            self._mails[transport, kind] = Mail(transport, kind)
+        return self._mails[transport, kind]
+
+    def _way(self, axes: Axes, up: bool) -> dist.ProcessGroup:
         """The group of messages to higher, or to lower ranks: what NCCL sends to a rank waits for what came before."""
-        return self._groups[PP] if up or self._down is None else self._down
+        return self._groups[axes] if up else self._down.get(axes, self._groups[axes])
 
     # -- along a dim of activations
 
@@ -498,3 +536,11 @@ class Comms:
         out = x.new_empty(shape)
         self.reduce_scatter(pieces.view(-1), axes, unit, lambda: Target(out.view(-1)))
         return out
+
+
+def _rows(tensor: Tensor, rows: Sequence[int] | None, ranks: int) -> list[int]:
+    """Rows of a tensor for each of `ranks` ranks. Raises `ValueError` where they are not all of its rows."""
+    found = [len(tensor) // ranks] * ranks if rows is None else list(rows)
+    if len(found) != ranks or sum(found) != len(tensor) or min(found) < 0:
+        raise ValueError(f"{len(tensor)} rows are not {found} rows for {ranks} ranks")
+    return found

@@ -85,7 +85,7 @@ class _Execution:
                 self.do(part)
         elif kind in ("RECV_F", "RECV_B"):
             buffer = self.worker.buffer()
-            self.arriving[kind[-1], stage, micro] = buffer, self.comms.receive(buffer, peer, f"stage {stage}")
+            self.arriving[kind[-1], stage, micro] = buffer, self.comms.receive(buffer, PP, peer, f"stage {stage}")
         elif kind in ("SEND_F", "SEND_B"):
             self.send(kind[-1], stage, micro, peer)
         elif kind == "UNSHARD":
@@ -124,7 +124,7 @@ class _Execution:
     def sum_tied(self, peer: int) -> None:
         own = self.worker.tied_gradients()
         theirs = torch.empty_like(own)
-        arriving, leaving = self.comms.receive(theirs, peer, "tied"), self.comms.send(own, peer, "tied")
+        arriving, leaving = self.comms.receive(theirs, PP, peer, "tied"), self.comms.send(own, PP, peer, "tied")
         arriving.wait()
         leaving.wait()
         own.add_(theirs)
@@ -132,7 +132,7 @@ class _Execution:
     def send(self, way: str, stage: int, micro: int, peer: int) -> None:
         tensor = self.made.pop((way, stage, micro)).contiguous()
         to = stage + 1 if way == "F" else stage - 1
-        sent = self.comms.send(tensor, peer, f"stage {to}")
+        sent = self.comms.send(tensor, PP, peer, f"stage {to}")
         if (before := self.leaving.pop((peer, way), None)) is not None:
             before[1].wait()
         if not sent.arrived():

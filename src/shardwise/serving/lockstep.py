@@ -137,7 +137,7 @@ class Lockstep:
         if self.first:
             self.comms.all_reduce(header, self._step, CONTROL, maximum=True)
         else:
-            self.comms.receive(header, self.place - 1, CONTROL).wait()
+            self.comms.receive(header, PP, self.place - 1, CONTROL).wait()
         self.comms.rest(False)
         self._state, *sizes = header.tolist()
         payload = self._payload(message, sizes[self._replica])
@@ -157,7 +157,7 @@ class Lockstep:
         if self.first:
             self.comms.all_reduce(payload, self._hearers, CONTROL)
         else:
-            self.comms.receive(payload, self.place - 1, CONTROL).wait()
+            self.comms.receive(payload, PP, self.place - 1, CONTROL).wait()
         return payload
 
     # -- tokens and activations
@@ -170,7 +170,7 @@ class Lockstep:
         if not self.first:
             shape = 1, turn.tokens, generator.plan.model.hidden
             x = torch.empty(shape, dtype=generator.dtype, device=generator.device)
-            self.comms.receive(x, self.place - 1, f"stage {self.place}").wait()
+            self.comms.receive(x, PP, self.place - 1, f"stage {self.place}").wait()
         y = generator.forward(turn, generator.rows(turn), x)
         if not self.last:
             self._send(y, self.place + 1, f"stage {self.place + 1}")
@@ -191,7 +191,7 @@ class Lockstep:
             return []
         if not self.last:
             chosen = torch.empty(2, len(wanted), dtype=torch.float64, device=self.generator.device)
-            self.comms.receive(chosen, self.depth - 1, TOKENS).wait()
+            self.comms.receive(chosen, PP, self.depth - 1, TOKENS).wait()
         assert chosen is not None
         tokens, logprobs = chosen.tolist()
         return self.scheduler.take(turn, [int(token) for token in tokens], logprobs)
@@ -199,7 +199,7 @@ class Lockstep:
     def _send(self, tensor: Tensor, stage: int, unit: str) -> None:
         """Send without waiting, but for what was sent turns ago: gloo never says that a send has arrived, and what is
         waited for was taken before its taker had anything of a later turn to wait for."""
-        self._leaving.append((tensor, self.comms.send(tensor.contiguous(), stage, unit)))
+        self._leaving.append((tensor, self.comms.send(tensor.contiguous(), PP, stage, unit)))
         while self._leaving and (len(self._leaving) > self._most or self._leaving[0][1].arrived()):
             self._leaving.popleft()[1].wait()
 

@@ -64,10 +64,10 @@ def hop(comms: Comms, nbytes: int) -> float:
     clocks: list[Any] = [None] * ranks
     dist.all_gather_object(clocks, time.monotonic())
     for turn in range(1, TURNS + 1 if ranks > 1 else 0):
-        arriving = comms.receive(arrived, (mine - 1) % ranks, "hop")
+        arriving = comms.receive(arrived, PP, (mine - 1) % ranks, "hop")
         time.sleep(max(0.0, max(clocks) + turn * PAUSE - time.monotonic()))
         message[0] = time.monotonic_ns()
-        leaving = comms.send(message, (mine + 1) % ranks, "hop")
+        leaving = comms.send(message, PP, (mine + 1) % ranks, "hop")
         arriving.wait()
         seen.append((time.monotonic_ns() - int(arrived[0])) / 1e9)
         leaving.wait()
