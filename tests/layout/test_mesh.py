@@ -148,7 +148,6 @@ KEYS = {
     "predict/scoreboard": "published rows by keys of the layout text",
     "predict/time": "features of engines by keys of the layout text",
     "predict/step_seconds.py": "keys of the layout text that nothing prices",
-    "predict/claims": "selects rows of a ledger by their printed name",
     "schedule/pipeline/timeline.py": "a room below the mesh labels what it draws",
     "studio/data": "the page's controls are keys of the layout text",
     "cli/serve.py": "JSON of valid degrees",
