@@ -22,13 +22,12 @@ from harness.pool import run_ranks
 from harness.reference import Case, global_batch
 from shardwise.checkpoint import Checkpoint
 from shardwise.checkpoint.foreign import Continuation, import_checkpoint
-from shardwise.checkpoint.huggingface.names import places
 from shardwise.cli.main import main
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.model import ModelConfig
 from shardwise.model.huggingface import from_huggingface
-from shardwise.model.parameters import parameters
+from shardwise.model.parameters import foreign_slices, parameters
 from shardwise.runtime.config import OptimizerConfig
 from shardwise.runtime.optimizer import learning_rate
 
@@ -51,7 +50,7 @@ def fsdp(tmp_path_factory):
     found = {}
     for ranks, case in CASES.items():
         folder, out = tmp_path_factory.mktemp("fsdp") / "saved", tmp_path_factory.mktemp("fsdp") / "imported"
-        theirs = {name: place.tensor for name, place in places(LLAMA).items()}
+        theirs = {name: place.tensor for name, place in foreign_slices(LLAMA).items()}
         names = theirs if ranks == 2 else {p.name: p.name for p in parameters(GPT)}
         saved = run_ranks("harness.foreign_jobs:fsdp", ranks, (case, str(folder), names, ranks == 4))[0]
         import_checkpoint(folder, out, case.model)
@@ -241,7 +240,7 @@ def test_what_is_not_the_models_adamw_state_is_refused(change, words, tmp_path):
 def test_a_stored_head_must_be_the_tied_embedding(tmp_path):
     tied = SMALL.replace(tied=True)
     state = _state(tied)["model"]
-    state = {places(tied)[name].tensor: tensor for name, tensor in state.items()}
+    state = {foreign_slices(tied)[name].tensor: tensor for name, tensor in state.items()}
     same = state | {"lm_head.weight": state["model.embed_tokens.weight"].clone()}
     import_checkpoint(_save(same, tmp_path / "same"), tmp_path / "fine", tied)
     other = state | {"lm_head.weight": state["model.embed_tokens.weight"] + 1}

@@ -22,11 +22,11 @@ from harness.pool import run_ranks
 from harness.reference import Case
 from shardwise.checkpoint import Checkpoint
 from shardwise.checkpoint.foreign import import_checkpoint
-from shardwise.checkpoint.huggingface.names import places
 from shardwise.cli.main import main
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.model import ModelConfig
+from shardwise.model.parameters import foreign_slices
 from shardwise.runtime.config import OptimizerConfig
 
 MODEL = ModelConfig(
@@ -58,7 +58,7 @@ def _expected(root: Path, name: str) -> dict[str, torch.Tensor]:
     """What DeepSpeed says that it held, by our names; no parameter of a Llama is transposed or fused."""
     theirs = load_file(root / UNIVERSAL.get(name, name) / "expected.safetensors")
     kinds = ("model", "first", "second")
-    return {f"{kind}/{n}": theirs[f"{kind}/{p.tensor}"] for kind in kinds for n, p in places(MODEL).items()}
+    return {f"{kind}/{n}": theirs[f"{kind}/{p.tensor}"] for kind in kinds for n, p in foreign_slices(MODEL).items()}
 
 
 @pytest.mark.parametrize("name", [*SAVED, *UNIVERSAL])

@@ -157,7 +157,7 @@ def _joint_error(errors: list[dict[str, float]], copies: int) -> float:
 
 
 def _boxes(case: Case, layout: Layout) -> dict[str, list[Placed]]:
-    return {p.name: [place(p, case.model, layout, tp) for tp in range(layout.tp)] for p in parameters(case.model)}
+    return {p.name: [place(p, layout, tp) for tp in range(layout.tp)] for p in parameters(case.model)}
 
 
 def assert_covered(case: Case, layout: Layout, ranks: list[RankOutcome]) -> None:

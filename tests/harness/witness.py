@@ -16,8 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from harness.jobs import build, micro_batches
 from harness.reference import Case
-from shardwise.layout import Layout, Mesh
-from shardwise.layout.mesh import named
+from shardwise.layout import Grid, Layout
 from shardwise.report.step_report import LedgerRow
 
 Seen = Counter[tuple[str, tuple[int, ...], int, str]]
@@ -73,10 +72,8 @@ def watch(rank: int, payload: tuple[Case, Layout, bool]) -> tuple[tuple[LedgerRo
 
 def realised(case: Case, layout: Layout, rank: int, ledger: tuple[LedgerRow, ...]) -> Seen:
     """What a witness must see if `ledger` is complete and true."""
-    mesh = Mesh.of(layout, case.model)
+    grid = Grid.of(layout, case.model)
     seen: Seen = Counter()
     for row in ledger:
-        seen[REALISED_AS[row.op], tuple(sorted(mesh.group(named(row.axes), rank))), row.elements, row.dtype] += (
-            row.count
-        )
+        seen[REALISED_AS[row.op], tuple(sorted(grid.group(row.axes, rank))), row.elements, row.dtype] += row.count
     return seen

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 
 from harness.strategies import split_models
 from shardwise.layout import Layout, UnitPlan, Workload, unit_plan
-from shardwise.layout.mesh import KV, TP
-from shardwise.layout.placement import Placed, kind_of, place
+from shardwise.layout.placement import Placed, place
 from shardwise.layout.units import Unit
 from shardwise.model import ModelConfig
+from shardwise.model.catalog import get
 from shardwise.model.parameters import parameters
 
 Split = tuple[ModelConfig, Layout, Workload]
@@ -63,7 +63,7 @@ def test_padding_is_less_than_one_piece(split: Split) -> None:
         assert 0 <= unit.padded - unit.numel < layout.shard_ranks
         assert unit.padded == unit.shard_numel * layout.shard_ranks
     for parameter in parameters(model):
-        pieces = [place(parameter, model, layout, tp_rank) for tp_rank in range(layout.tp)]
+        pieces = [place(parameter, layout, tp_rank) for tp_rank in range(layout.tp)]
         assert len({p.shape for p in pieces}) == 1, "shapes are equal on all ranks"
         if (dim := pieces[0].dim) is not None:
             size = parameter.shape[dim]
@@ -80,23 +80,23 @@ def test_offsets_and_spans_tile_a_unit(split: Split) -> None:
         assert unit.spans[-1].stop == unit.numel
         for offset, p in zip(unit.offsets, unit.placed, strict=True):
             (span,) = [s for s in unit.spans if s.start <= offset < s.stop]
-            assert (span.replicas, span.decay, span.sum_over) == (p.replicas, p.parameter.decay, p.sum_over)
+            assert (span.replicas, span.decay) == (p.replicas, p.parameter.decay)
 
 
 @given(split_models())
 def test_gradients_to_be_summed_lie_together(split: Split) -> None:
     model, layout, _ = split
     for unit in plan_of(split).units:
-        assert [axes for *_, axes in unit.partial_sums] in ([], [KV], [TP], [KV, TP])
-        for offset, p in zip(unit.offsets, unit.placed, strict=True):
-            assert [axes for start, stop, axes in unit.partial_sums if start <= offset < stop] == (
-                [p.sum_over] if p.sum_over else []
-            ), p.name
-    summed = {p.name: p.sum_over for unit in plan_of(split).units for p in unit.placed}
-    for name, axes in summed.items():
-        if axes == TP:
+        for axis in ("kv", "tp"):
+            start, stop = unit.grad_sum(axis)
+            for offset, p in zip(unit.offsets, unit.placed, strict=True):
+                assert (start <= offset < stop) == (p.grad_sum == axis), p.name
+    cuts = {p.name: p.cut for p in parameters(model)}
+    summed = {p.name: p.grad_sum for unit in plan_of(split).units for p in unit.placed}
+    for name, axis in summed.items():
+        if axis == "tp":
             assert layout.tp > 1 and (layout.sp or "attention.q_norm" in name or "attention.k_norm" in name)
-        assert (axes == KV) == (kind_of(name) == "kv" and layout.tp > model.kv_heads)
+        assert (axis == "kv") == (cuts[name] == "kv" and layout.tp > model.kv_heads)
 
 
 @given(split_models())
@@ -125,8 +125,8 @@ def test_whatever_a_part_reads_is_in_its_slot(split: Split) -> None:
     for step in steps:
         assert [(u.kind, u.part) for u in step] == [(u.kind, u.part) for u in plan.uses()]
         for use in step:
-            for gather in use.gathers:
-                unit = plan.by_name[gather.unit]
+            for name in use.gathers:
+                unit = plan.by_name[name]
                 assert resident.get(unit.slot) != unit, "gathered although resident"
                 assert unit.padded <= plan.slots[unit.slot]
                 resident[unit.slot] = unit
@@ -161,7 +161,7 @@ def test_every_block_has_one_backward_after_its_inputs_are_there(split: Split) -
     assert again == (expected if plan.layout.recompute == "input" else [])
 
 
-def test_the_table_of_modules() -> None:
+def test_parameters_say_how_they_are_cut() -> None:
     kinds = {
         "blocks.0.attention.qkv.q.weight": "column",
         "blocks.0.attention.qkv.q.bias": "column",
@@ -179,7 +179,9 @@ def test_the_table_of_modules() -> None:
         "head.out.weight": "vocab",
         "head.norm.weight": "replicated",
     }
-    assert {name: kind_of(name) for name in kinds} == kinds
+    gpt = get("gpt2").replace(tied=False)
+    found = {p.name: p.cut for model in (get("llama-2-7b"), gpt) for p in parameters(model)}
+    assert {name: found[name] for name in kinds} == kinds
 
 
 def test_ranks_of_a_tensor_group_hold_their_own_heads() -> None:

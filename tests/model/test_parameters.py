@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import get
 from shardwise.model.config import Experts, LatentAttention
-from shardwise.model.parameters import block_kinds, count, count_parts, parameters, part_parameters, parts
+from shardwise.model.parameters import blueprint, count, count_parts, parameters
 
 SIZES = st.integers(1, 40)
 
@@ -59,7 +59,7 @@ def test_count_is_the_sum_over_the_list(config):
     assert blocks == sum(p.numel for p in listed if p.part.startswith("blocks."))
     idle = [p for p in listed if ".experts." in p.name and int(p.name.split(".")[4]) >= config.experts.active]
     assert active == total - sum(p.numel for p in idle)
-    assert sum(block_kinds(config).values()) == config.layers
+    assert sum(part.count for part in blueprint(config).of_kind("block")) == config.layers
 
 
 @given(config=models())
@@ -67,8 +67,9 @@ def test_names_are_unique_and_start_with_their_part_in_order(config):
     listed = parameters(config)
     assert len({p.name for p in listed}) == len(listed)
     assert all(p.name.startswith(f"{p.part}.") for p in listed)
-    assert list(dict.fromkeys(p.part for p in listed)) == parts(config)
-    assert [p for part in parts(config) for p in part_parameters(config, part)] == listed
+    names = blueprint(config).names
+    assert list(dict.fromkeys(p.part for p in listed)) == names
+    assert [p for name in names for p in blueprint(config).parameters_of(name)] == listed
 
 
 @given(config=models())
@@ -83,7 +84,7 @@ def test_projections_into_the_residual_stream_start_smaller():
     config = get("tiny-gpt")
     small = {p.name for p in parameters(config) if p.init == "normal" and p.std != 0.02}
     assert small == {f"blocks.{i}.{m}.weight" for i in range(4) for m in ("attention.out", "mlp.down")}
-    assert part_parameters(config, "blocks.0")[-2].std == pytest.approx(0.02 / math.sqrt(8))
+    assert blueprint(config).parameters_of("blocks.0")[-2].std == pytest.approx(0.02 / math.sqrt(8))
 
 
 def test_tied_head_has_no_weight_of_its_own():
@@ -102,7 +103,9 @@ def test_gpt_closed_form(h, layers, vocab, seq):
 
 def test_block_of_llama_2_70b_by_hand():
     h, kv, ffn = 8192, 1024, 28672
-    shapes = {p.name.removeprefix("blocks.0."): p.shape for p in part_parameters(get("llama-2-70b"), "blocks.0")}
+    shapes = {
+        p.name.removeprefix("blocks.0."): p.shape for p in blueprint(get("llama-2-70b")).parameters_of("blocks.0")
+    }
     assert shapes == {
         "attention_norm.weight": (h,),
         "attention.qkv.q.weight": (h, h),

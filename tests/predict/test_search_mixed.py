@@ -10,7 +10,7 @@ from shardwise.layout import Layout, Workload
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import get
 from shardwise.model.config import Experts
-from shardwise.model.parameters import count, part_parameters
+from shardwise.model.parameters import blueprint, count, parameters
 from shardwise.predict.search.fitting import Held, Memory, places
 from shardwise.predict.search.mixed import Mixed, alike
 from shardwise.predict.search.pricing import frame_of
@@ -19,7 +19,7 @@ SPARSE = ("mixtral-8x7b", "deepseek-v3")
 
 
 def edges(model: ModelConfig) -> int:
-    return sum(p.numel for part in ("embedding", "head") for p in part_parameters(model, part))
+    return sum(part.numel for part in blueprint(model).parts if part.kind != "block")
 
 
 def held(model: ModelConfig, text: str, seq: int = 512, batch: int = 1 << 12) -> list[Held]:
@@ -36,9 +36,7 @@ def test_without_a_pipeline_a_rank_has_its_share_of_the_model(name, ep):
     model = get(name)
     (all_of_it,) = held(model, "dp=8")
     (one,) = held(model, f"dp=8,ep={ep}")
-    experts = sum(
-        p.numel for i in range(model.layers) for p in part_parameters(model, f"blocks.{i}") if ".experts." in p.name
-    )
+    experts = sum(p.numel for p in parameters(model) if ".experts." in p.name)
     assert all_of_it.parameters == 2 * count(model)
     assert one.parameters == 2 * (count(model) - experts + experts // ep)
     assert one.optimizer == 12 * (count(model) - experts + experts // ep)

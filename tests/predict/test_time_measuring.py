@@ -14,13 +14,14 @@ from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import get
+from shardwise.model.parameters import blueprint
 from shardwise.predict import estimate
 from shardwise.predict.generation.comparison import Asked, compare
 from shardwise.predict.generation.search import plan_serving
 from shardwise.predict.search import plan
 from shardwise.predict.step_seconds import step_seconds
 from shardwise.predict.time import Kernels, Pricing, Split, constants, engine, training_step
-from shardwise.predict.time.block import Shape, block, head
+from shardwise.predict.time.block import Shape, tally_part
 from shardwise.predict.time.measuring import COUNTED, device_of, family_of, filled
 from shardwise.predict.time.traffic import held_parameters
 
@@ -142,7 +143,8 @@ def test_passes_are_counted_as_the_block_counts_them(dtype):
     free = {name: 1e12 for name in known.values if name.startswith("stream")}
     for of, count in elements.items():
         slow = known.with_values(**{**free, f"stream_{of}_{dtype}": 1.0}, pass_s=0.0)
-        tally = (head if of == "loss" else block)(MODEL, shape, engine("shardwise-cpu"), Kernels(slow))
+        part = blueprint(MODEL).parts[-1 if of == "loss" else 1]
+        tally = tally_part(part, MODEL, shape, engine("shardwise-cpu"), Kernels(slow))
         seconds = tally.forward["memory"] + tally.backward["memory"]
         assert float(seconds) == pytest.approx(COUNTED[of] * count * width / known.bandwidth, rel=1e-6), of
 

@@ -11,11 +11,12 @@ from shardwise.cluster import Cluster, Link
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.model.catalog import get
+from shardwise.model.parameters import blueprint
 from shardwise.predict.search.pricing import Prices, price_all, price_one
 from shardwise.predict.search.space import RECOMPUTE, Frame, Order, Row, Sharding
 from shardwise.predict.step_seconds import step_seconds
 from shardwise.predict.time import ENGINES, Pricing, Split, engine, time_range, training_step
-from shardwise.predict.time.block import Shape, block
+from shardwise.predict.time.block import Shape, tally_part
 from shardwise.predict.time.features import FEATURES
 
 GPT, LLAMA = get("megatron-22b"), get("llama-3-8b")
@@ -163,11 +164,9 @@ def test_context_parallelism_divides_the_products_of_attention():
     # Of a block's attention in seconds; latency and traffic of keys are not divided.
     def attention(cp: int) -> float:
         shape = Shape(1, 131072 / cp, 1, 131072 / cp, 131072)
-        return float(
-            block(LLAMA, shape, engine("megatron-bridge"), Pricing(Cluster.parse("8xH100")).kernels).forward[
-                "attention"
-            ]
-        )
+        kernels = Pricing(Cluster.parse("8xH100")).kernels
+        _, block, _ = blueprint(LLAMA).parts
+        return float(tally_part(block, LLAMA, shape, engine("megatron-bridge"), kernels).forward["attention"])
 
     whole = attention(1)
     for cp in (2, 4, 8):

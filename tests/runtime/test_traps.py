@@ -27,8 +27,7 @@ from harness.today import some_of
 from harness.trap_jobs import plain_boundaries
 from shardwise.checkpoint import Checkpoint, diff
 from shardwise.layout import Layout, Workload, unit_plan
-from shardwise.layout.mesh import TP
-from shardwise.layout.placement import kind_of, kv_heads_held, width_held
+from shardwise.layout.placement import kv_heads_held, width_held
 from shardwise.model.parameters import parameters
 
 
@@ -188,7 +187,7 @@ def _sharded(key: str, point: Point) -> tuple[int, int] | None:
     for name, parts in linears.items():
         if module.endswith(f".{name}"):
             part = parts[int(index.rstrip("]"))]
-            if kind_of(f"blocks.0.{part}.weight") == "kv":
+            if part.endswith((".k", ".v")):
                 return (2, model.kv_width) if model.kv_heads >= tp else None
             return 2, model.q_width if part.endswith(".q") else model.ffn
     return (1, SEQ) if point.layout.sp else None
@@ -255,7 +254,7 @@ def test_trap_10_no_boundary_is_a_partial_sum_in_disguise(point: Point) -> None:
 def test_trap_11_norm_weights_are_summed_over_tensor_ranks(point: Point) -> None:
     ranks = holds(point.case, point.layout)
     plan = unit_plan(point.case.model, point.layout, point.case.workload)
-    summed = {p.name for unit in plan.units for p in unit.placed if p.sum_over == TP}
+    summed = {p.name for unit in plan.units for p in unit.placed if p.grad_sum == "tp"}
     assert summed and all("norm" in name or name.endswith("bias") or "positions" in name for name in summed)
     for name in summed:
         assert all(any(piece[0] == name for piece in rank.pieces) for rank in ranks) or point.layout.zero

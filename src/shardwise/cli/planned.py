@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.timed import LEAST
-from shardwise.layout import Mesh
+from shardwise.layout import Grid
 from shardwise.predict.search.alternatives import Alternative
 from shardwise.predict.search.plan import Plan
 from shardwise.predict.search.runnable import OWN
@@ -46,7 +46,8 @@ def plan_tables(plan: Plan) -> Iterator[RenderableType]:
     yield from _beyond(plan)
     yield from plan.warnings
     yield ""
-    ranks = Mesh.of(winner.layout, plan.model).stage(winner.place)
+    grid = Grid.of(winner.layout, plan.model)
+    ranks = tuple(sorted(grid.group("dp_cp_tp", grid.rank(pp=winner.place, dp=0, cp=0, tp=0))))
     name = "all" if winner.layout.pp == 1 else f"fullest: stage {winner.place}"
     role = Role(name, ranks, winner.held.classes(), ())
     report = StepReport(

@@ -1,7 +1,6 @@
-"""How many floating-point operations a model costs. A multiply-add counts as two; all figures are exact integers.
+"""How many floating-point operations a model costs: sums over its blueprint's operations, as exact integers.
 
-Counted are matrix products and the two products of attention. Norms, activations, softmax, biases, rotary positions
-and the lookup of embeddings are left out, as in the papers that the figures are compared with.
+`operations.py` says what counts.
 
 Attention is causal: each token attends to itself and those before it, half of the square. `causal=False` counts the
 whole square, the convention of PaLM and Megatron-LM, for comparisons with what they published.
@@ -14,7 +13,8 @@ from typing import Literal
 
 from shardwise.errors import UserError
 from shardwise.model.config import ModelConfig
-from shardwise.model.parameters import block_kinds, part_parameters
+from shardwise.model.operations import Linear
+from shardwise.model.parameters import blueprint
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -28,15 +28,8 @@ def matmul_parameters(config: ModelConfig) -> int:
     Projections, feed-forward (of the experts, the router and those that are active) and output head; a tied head
     counts, since it multiplies although it stores nothing. The embedding does not: it is looked up.
     """
-    total = config.vocab * config.hidden
-    for index, times in block_kinds(config).items():
-        matrices = [p for p in part_parameters(config, f"blocks.{index}") if len(p.shape) == 2]
-        block = sum(p.numel for p in matrices)
-        if config.experts and index >= config.experts.dense_layers:
-            routed = sum(p.numel for p in matrices if ".experts." in p.name)
-            block -= routed - routed // config.experts.count * config.experts.active
-        total += times * block
-    return total
+    parts = blueprint(config).parts
+    return sum(part.count * op.elements for part in parts for op in part.operations if isinstance(op, Linear))
 
 
 def attention_flops_per_token(config: ModelConfig, seq: int, causal: bool = True) -> int:
@@ -46,19 +39,14 @@ def attention_flops_per_token(config: ModelConfig, seq: int, causal: bool = True
     all `seq` tokens (what PaLM and Megatron-LM count). Latent attention is counted with its expanded heads, as it is
     trained. Raises `UserError` for a sequence without tokens.
     """
-    if seq < 1:
-        raise UserError(f"a sequence must have at least one token, not {seq}")
-    latent = config.latent_attention
-    if latent:
-        widths = config.heads * (latent.nope_head_dim + latent.rope_head_dim + latent.v_head_dim)
-    else:
-        widths = 2 * config.q_width
-    return config.layers * widths * (seq + 1 if causal else 2 * seq)
+    cores = ((part.count, op) for part in blueprint(config).parts for op in part.operations if op.kind == "attention")
+    return sum(count * op.flops_per_token(seq, causal) for count, op in cores)
 
 
 def forward_flops_per_token(config: ModelConfig, seq: int, causal: bool = True) -> int:
     """FLOPs of one forward pass, for one token of a sequence of `seq`: 2 for each matrix element, and attention."""
-    return 2 * matmul_parameters(config) + attention_flops_per_token(config, seq, causal)
+    parts = blueprint(config).parts
+    return sum(part.count * op.flops_per_token(seq, causal) for part in parts for op in part.operations)
 
 
 def training_flops_per_token(config: ModelConfig, seq: int, causal: bool = True) -> int:

@@ -1,6 +1,6 @@
 """A decoder's maps as generation computes them: without gradients, split over tp, several of one input in one product.
 
-The table is that of training (`layout/placement.py`, `runtime/tensor_parallel.py`): column-parallel maps communicate
+Cuts are those of training (`layout/placement.py`, `runtime/tensor_parallel.py`): column-parallel maps communicate
 nothing, row-parallel ones sum over tp, and the head's logits are gathered.
 """
 
@@ -19,9 +19,8 @@ from shardwise.decoder.decoder import Head
 from shardwise.decoder.gpt import MLP, GPTBlock
 from shardwise.decoder.llama import GatedMLP, LlamaBlock
 from shardwise.decoder.modules import Linear, Linears, Lookup, RMSNorm, TiedLinear, swap_forward
-from shardwise.layout.mesh import TP
-from shardwise.layout.placement import kind_of
 from shardwise.layout.units import UnitPlan
+from shardwise.model.blueprint import Cut
 from shardwise.runtime.comms import Comms
 from shardwise.runtime.joined import end_to_end
 from shardwise.runtime.tensor_parallel import vocabulary_range
@@ -50,9 +49,9 @@ def apply_generation(
     module = dict(decoder.parts())[part]
     if keep.copies:
         _own_vectors(module)
-    saved = 0
+    saved, cuts = 0, {p.name: p.cut for p in plan.blueprint.parameters_of(part)}
     for name, child in reversed(list(module.named_modules(prefix=part))):
-        saved += _swap(child, name, part, plan, comms, keep)
+        saved += _swap(child, cuts.get(f"{name}.weight"), part, plan, comms, keep)
         _fuse(child, cache, stays=keep.copies)
     if part == "head":
         swap_forward(module, partial(_head, decoder.head, plan, comms))
@@ -67,15 +66,15 @@ def _own_vectors(part: nn.Module) -> None:
                 setattr(module, name, nn.Parameter(parameter.detach().clone(), requires_grad=False))
 
 
-def _swap(module: nn.Module, name: str, unit: str, plan: UnitPlan, comms: Comms, keep: MakeProduct) -> int:
+def _swap(module: nn.Module, cut: Cut | None, unit: str, plan: UnitPlan, comms: Comms, keep: MakeProduct) -> int:
     if isinstance(module, Linears):
         maps = [child for child in module.children() if isinstance(child, Linear)]
         swap_forward(module, _columns(maps, keep))
         return _drop(maps, keep)
-    if isinstance(module, Linear | TiedLinear) and unit == "head":
+    if isinstance(module, TiedLinear) or (isinstance(module, Linear) and cut == "vocab"):
         swap_forward(module, keep(module.weight, None))
         return _drop([module], keep) if isinstance(module, Linear) else 0
-    if isinstance(module, Linear) and kind_of(f"{name}.weight") == "row":
+    if isinstance(module, Linear) and cut == "row":
         swap_forward(module, _row(module, unit, comms, keep))
         return _drop([module], keep)
     if isinstance(module, Lookup):
@@ -127,13 +126,13 @@ def _joined(tensors: Sequence[Tensor | None], keep: MakeProduct) -> Tensor | Non
 
 
 def _row(module: Linear, unit: str, comms: Comms, keep: MakeProduct) -> Product:
-    if comms.size(TP) == 1:
+    if comms.size("tp") == 1:
         return keep(module.weight, module.bias)
     partial_sum, bias = keep(module.weight, None), module.bias
 
     def forward(x: Tensor) -> Tensor:
         y = partial_sum(x)
-        comms.all_reduce(y, TP, unit)
+        comms.all_reduce(y, "tp", unit)
         return y if bias is None else y.add_(bias)
 
     return forward
@@ -148,7 +147,7 @@ def _lookup(module: Lookup, unit: str, plan: UnitPlan, comms: Comms) -> Product:
         elsewhere = (ids < start) | (ids >= stop)
         y = F.embedding((ids - start).masked_fill_(elsewhere, 0), module.weight)
         y.masked_fill_(elsewhere.unsqueeze(-1), 0)
-        comms.all_reduce(y, TP, unit)
+        comms.all_reduce(y, "tp", unit)
         return y
 
     return forward
@@ -161,5 +160,5 @@ def _head(head: Head, plan: UnitPlan, comms: Comms, x: Tensor, batch: Batch) -> 
         x = x.index_select(1, batch.wanted)
     logits = head.out(head.norm(x))[0]
     if plan.layout.tp > 1:
-        logits = comms.gather_dim(logits, 1, TP, LOGITS)[:, : plan.model.vocab]
+        logits = comms.gather_dim(logits, 1, "tp", LOGITS)[:, : plan.model.vocab]
     return logits

@@ -19,12 +19,13 @@ from shardwise.checkpoint.dtypes import bits
 from shardwise.checkpoint.foreign.detect import open_foreign
 from shardwise.checkpoint.foreign.state import SETTINGS, ForeignState, ForeignTensor, dtype_name, quoted
 from shardwise.checkpoint.geometry import Piece, full
-from shardwise.checkpoint.huggingface.names import Place, family, places
 from shardwise.checkpoint.manifest import Manifest, TensorSpec
 from shardwise.checkpoint.writer import Entry, PartWriter, commit
 from shardwise.errors import UserError
 from shardwise.model import ModelConfig
-from shardwise.model.parameters import parameters
+from shardwise.model.blueprint import ForeignSlice
+from shardwise.model.families import family_of
+from shardwise.model.parameters import blueprint, foreign_slices, parameters
 
 MOMENTS = ("first", "second")
 LIVE_HEAD = "lm_head.weight"
@@ -91,15 +92,15 @@ def import_checkpoint(
 
 # Which tensor is which parameter.
 
-Found = dict[str, tuple[ForeignTensor, Place]]
+Found = dict[str, tuple[ForeignTensor, ForeignSlice]]
 
 
 def _locate(state: ForeignState, kind: str, model: ModelConfig) -> Found:
     """Parameter -> the tensor that holds it, and where in it."""
     tensors = state.tensors[kind]
-    ours = {p.name: Place(p.name, p.shape, 0, p.shape[0], p.shape[0]) for p in parameters(model)}
-    for wanted in (ours, _live(places(model), tensors)):
-        anchor = wanted["embedding.tokens.weight"].tensor
+    ours = {p.name: ForeignSlice(p.name, p.shape, 0, p.shape[0], p.shape[0]) for p in parameters(model)}
+    for wanted in (ours, _live(foreign_slices(model), tensors)):
+        anchor = wanted[blueprint(model).table.name].tensor
         prefixes = [name.removesuffix(anchor) for name in tensors if name.endswith(anchor)]
         prefixes = [prefix for prefix in prefixes if not prefix or prefix.endswith(".")]
         if len(prefixes) > 1:
@@ -122,7 +123,7 @@ def _locate(state: ForeignState, kind: str, model: ModelConfig) -> Found:
     return found
 
 
-def _live(wanted: dict[str, Place], tensors: Mapping[str, ForeignTensor]) -> dict[str, Place]:
+def _live(wanted: dict[str, ForeignSlice], tensors: Mapping[str, ForeignTensor]) -> dict[str, ForeignSlice]:
     """Hugging Face's places, the head as a live model has it: transformers 5 knows one name for it, its files two."""
     head = wanted.get("head.out.weight")
     if head is None or any(name.endswith(head.tensor) for name in tensors):
@@ -134,7 +135,7 @@ def _what(kind: str) -> str:
     return {"model": "", "first": ".exp_avg", "second": ".exp_avg_sq"}[kind]
 
 
-def _checked(tensor: ForeignTensor, place: Place) -> ForeignTensor:
+def _checked(tensor: ForeignTensor, place: ForeignSlice) -> ForeignTensor:
     expected = place.shape
     if tensor.shape != expected if tensor.shape is not None else tensor.numel != int(np.prod(expected)):
         shape = tensor.shape if tensor.shape is not None else f"{tensor.numel} elements"
@@ -143,9 +144,12 @@ def _checked(tensor: ForeignTensor, place: Place) -> ForeignTensor:
     return tensor
 
 
-def _refuse_more(state: ForeignState, kind: str, model: ModelConfig, prefix: str, wanted: dict[str, Place]) -> None:
+def _refuse_more(
+    state: ForeignState, kind: str, model: ModelConfig, prefix: str, wanted: dict[str, ForeignSlice]
+) -> None:
     """A tensor of the model that nobody asks for means that it is another model."""
-    known, names = {place.tensor for place in wanted.values()}, family(model)
+    known, names = {place.tensor for place in wanted.values()}, family_of(model).names
+    assert names
     heads = (names.head, LIVE_HEAD)
     roots = {name.partition(".")[0] for name in (*known, *heads)}
     for key in state.tensors[kind]:
@@ -156,7 +160,9 @@ def _refuse_more(state: ForeignState, kind: str, model: ModelConfig, prefix: str
             continue
         if model.tied and name in heads:
             if kind == "model":
-                _same(state.tensors[kind][key], state.tensors[kind][prefix + wanted["embedding.tokens.weight"].tensor])
+                _same(
+                    state.tensors[kind][key], state.tensors[kind][prefix + wanted[blueprint(model).table.name].tensor]
+                )
             continue
         raise UserError(f"{state.folder} has {quoted(key)}, which {model.name} lacks")
 
@@ -199,7 +205,7 @@ def _values(model: ModelConfig, found: dict[str, Found]) -> Iterator[np.ndarray]
             yield _cut(values, place, p.shape)
 
 
-def _cut(values: np.ndarray, place: Place, shape: tuple[int, ...]) -> np.ndarray:
+def _cut(values: np.ndarray, place: ForeignSlice, shape: tuple[int, ...]) -> np.ndarray:
     """A parameter's elements out of the tensor that holds it."""
     if place.run == place.stride and place.shape == shape and not place.transposed:
         return np.ascontiguousarray(values)

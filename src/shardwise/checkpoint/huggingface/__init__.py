@@ -1,7 +1,7 @@
 """Weights in Hugging Face folders: read to start from (`open_weights`), written for others to use (`export`).
 
-Families: llama, mistral, qwen2, qwen3, gpt2, gpt_neox. `names` says where each parameter lies, the other modules move
-elements. Checked against transformers 5.23, which the tests read and write with.
+Families: llama, mistral, qwen2, qwen3, gpt2, gpt_neox. A parameter says itself where it is stored. Checked against
+transformers 5.23, which the tests read and write with.
 """
 
 from shardwise.checkpoint.huggingface.exporting import Exported, export

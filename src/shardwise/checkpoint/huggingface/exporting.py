@@ -19,13 +19,13 @@ import numpy as np
 
 from shardwise.checkpoint.dtypes import CODES, bits, numpy_dtype, raw
 from shardwise.checkpoint.geometry import Piece
-from shardwise.checkpoint.huggingface.names import Place, places
 from shardwise.checkpoint.huggingface.weights import INDEX, SINGLE
 from shardwise.checkpoint.reader import Checkpoint
 from shardwise.checkpoint.resharding import model_of
 from shardwise.checkpoint.writer import sync_folder
 from shardwise.data.tokenizer import KNOWN_ENDS
 from shardwise.errors import UserError
+from shardwise.model.blueprint import ForeignSlice
 from shardwise.model.config import ModelConfig
 from shardwise.model.huggingface import to_huggingface
 from shardwise.model.parameters import parameters
@@ -53,7 +53,7 @@ class _Tensor:
 
     name: str
     shape: tuple[int, ...]
-    parts: list[tuple[str, int, Place]]
+    parts: list[tuple[str, int, ForeignSlice]]
     dtype: str
 
     @property
@@ -160,9 +160,9 @@ def _end_of_text(tokenizer: Path) -> tuple[str, int] | tuple[None, None]:
 def _tensors(model: ModelConfig, dtype: str) -> list[_Tensor]:
     """What to write, in the model's order."""
     found: dict[str, _Tensor] = {}
-    where = places(model)
     for p in parameters(model):
-        place = where[p.name]
+        place = p.foreign
+        assert place
         tensor = found.setdefault(place.tensor, _Tensor(place.tensor, place.shape, [], dtype))
         tensor.parts.append((f"model/{p.name}", p.shape[0], place))
     return list(found.values())

@@ -15,13 +15,15 @@ import numpy as np
 
 from shardwise.checkpoint.dtypes import bits, convert, numpy_dtype
 from shardwise.checkpoint.geometry import Piece, copy, full, shared
-from shardwise.checkpoint.huggingface.names import Family, Place, family, places
 from shardwise.checkpoint.huggingface.tensor_file import FileTensor, tensors_of
 from shardwise.checkpoint.manifest import TensorSpec
 from shardwise.errors import UserError
 from shardwise.model import ModelConfig
+from shardwise.model.blueprint import ForeignSlice
+from shardwise.model.families import family_of
+from shardwise.model.foreign import ForeignNames
 from shardwise.model.huggingface import from_huggingface
-from shardwise.model.parameters import parameters
+from shardwise.model.parameters import blueprint, foreign_slices, parameters
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -33,7 +35,7 @@ _MAY_DIFFER = {"name", "published_params", "dropout", "attention_dropout"}
 class _Stored:
     """A parameter in a file, and how it lies there."""
 
-    place: Place
+    place: ForeignSlice
     file: FileTensor
 
 
@@ -42,6 +44,7 @@ class HuggingFaceWeights:
 
     def __init__(self, folder: Path, model: ModelConfig, stored: dict[str, _Stored], twin: FileTensor | None) -> None:
         self.folder, self.model = folder, model
+        self._table = f"model/{blueprint(model).table.name}"
         self._stored = {f"model/{name}": each for name, each in stored.items()}
         self._shapes = {f"model/{p.name}": p.shape for p in parameters(model)}
         self._twin = twin
@@ -59,14 +62,15 @@ class HuggingFaceWeights:
         model = from_huggingface(folder)
         if reason := model.why_not_runnable():
             raise UserError(f"{folder}: {reason}")
-        names = family(model)
+        names = family_of(model).names
+        assert names
         found = _with_trunk(_tensors(folder), names)
         if model.layers > len(found):  # of which nobody could even list the parameters
             raise UserError(
                 f"{_where(folder)} has {len(found):,} tensors, too few for the {model.layers:,} layers of the model of "
                 "its config.json"
             )
-        wanted = places(model)
+        wanted = foreign_slices(model)
         twin = found.get(names.head) if model.tied else None
         if model.tied and names.embedding not in found and twin is not None:
             found[names.embedding], twin = twin, None
@@ -80,7 +84,7 @@ class HuggingFaceWeights:
             if name not in known and not names.ignored.fullmatch(name):
                 raise UserError(f"{tensor.path} has {tensor.name}, which the model of its config.json lacks")
         if twin is not None:
-            _checked(twin, wanted["embedding.tokens.weight"].shape)
+            _checked(twin, wanted[blueprint(model).table.name].shape)
         return cls(folder, model, stored, twin)
 
     @property
@@ -142,7 +146,7 @@ class HuggingFaceWeights:
 
     @property
     def _embedding(self) -> str:
-        return self._stored["model/embedding.tokens.weight"].file.name
+        return self._stored[self._table].file.name
 
 
 def open_weights(folder: Path | str, model: ModelConfig) -> HuggingFaceWeights:
@@ -153,7 +157,9 @@ def open_weights(folder: Path | str, model: ModelConfig) -> HuggingFaceWeights:
     return weights
 
 
-def _read(place: Place, file: FileTensor, shape: tuple[int, ...], piece: Piece, dtype: str, out: np.ndarray) -> None:
+def _read(
+    place: ForeignSlice, file: FileTensor, shape: tuple[int, ...], piece: Piece, dtype: str, out: np.ndarray
+) -> None:
     """Copy what `piece` has of a parameter from its file to `out`."""
     for a, b, c, d in shared(piece, Piece.whole(full(shape))):
         if len(shape) == 1:
@@ -201,7 +207,7 @@ def _is_name(value: Any) -> bool:
     return isinstance(value, str) and value.isprintable() and Path(value).name == value != ""
 
 
-def _with_trunk(found: dict[str, FileTensor], names: Family) -> dict[str, FileTensor]:
+def _with_trunk(found: dict[str, FileTensor], names: ForeignNames) -> dict[str, FileTensor]:
     """The same by the names of the whole model: a base model's lack the prefix of all but the head."""
     if names.embedding in found or names.embedding.removeprefix(names.trunk) not in found:
         return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shardwise.model.catalog import get
-from shardwise.model.parameters import count_parts, part_parameters
+from shardwise.model.parameters import blueprint, count_parts
 from shardwise.predict.claims.showing import Inputs, Samples, Values, topic
 from shardwise.predict.memory import OPTIMIZER_BYTES
 from shardwise.predict.states import largest_model, least_devices, training_states, zero_table
@@ -136,10 +136,10 @@ def _parameters_of_gpt3(inputs: Inputs) -> Values:
     return {"params": everything, "billions": everything / 1e9, "blocks": blocks / 1e9}
 
 
-@shows("embed-50k", "model.parameters.part_parameters", text="{millions:g}M parameters")
+@shows("embed-50k", "model.parameters.blueprint", text="{millions:g}M parameters")
 def _embedding(inputs: Inputs) -> Values:
     model = get("gpt2").replace(vocab=inputs["vocab"], hidden=inputs["h"])
-    params = sum(p.numel for p in part_parameters(model, "embedding") if p.name == "embedding.tokens.weight")
+    params = blueprint(model).table.numel
     return {"params": params, "millions": params / 1e6}
 
 

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardwise.layout import Layout
-from shardwise.layout.placement import place, width_held
+from shardwise.layout.placement import place
 from shardwise.model import ModelConfig
-from shardwise.model.parameters import Parameter, part_parameters
+from shardwise.model.blueprint import Part
+from shardwise.model.parameters import blueprint
 from shardwise.predict.activations import Sizes
 from shardwise.predict.search.space import Frame
 
@@ -26,9 +27,6 @@ Num = Any
 ROUTING_BYTES = 8
 """Saved for a token and expert: its probability in fp32, and the map of what was chosen, with the logits' gradient to
 be made of them."""
-
-SPLIT_ROWS = ("attention.q_up", "attention.kv_up")
-SHARED = ".mlp.shared."
 
 
 def alike(model: ModelConfig) -> ModelConfig:
@@ -75,25 +73,22 @@ class Mixed:
         self.model, self.tp = model, tp
         self._first = model.layers if not model.experts else min(model.experts.dense_layers, model.layers)
 
+    def _numel(self, mixture: bool) -> tuple[int, int]:
+        """Elements of a block with or without experts: (all else on one of tp ranks, the experts of all ranks)."""
+        parts = (part for part in blueprint(self.model).of_kind("block") if _has_experts(part) == mixture)
+        found = [p for part in parts for p in part.parameters]
+        own = sum(place(p, Layout(tp=self.tp), 0).numel for p in found if p.cut != "expert")
+        return own, sum(p.numel for p in found if p.cut == "expert")
+
     @cached_property
     def _dense(self) -> int:
         """Elements of a block without experts."""
-        return sum(self._numel(p) for p in part_parameters(self.model, "blocks.0")) if self._first else 0
+        return self._numel(mixture=False)[0]
 
     @cached_property
     def _routed(self) -> tuple[int, int]:
-        """Elements of a block with experts: (all else, the experts of all ranks)."""
-        if self._first == self.model.layers:
-            return 0, 0
-        found = list(part_parameters(self.model, f"blocks.{self._first}"))
-        experts = [p for p in found if ".mlp.experts." in p.name]
-        return sum(self._numel(p) for p in found) - sum(map(self._numel, experts)), sum(p.numel for p in experts)
-
-    def _numel(self, parameter: Parameter) -> int:
-        name = parameter.name
-        if SHARED in name or any(part in name for part in SPLIT_ROWS):
-            return width_held(parameter.numel, self.tp)
-        return place(parameter, self.model, Layout(tp=self.tp), 0).numel
+        """Elements of a block with experts."""
+        return self._numel(mixture=True)
 
     def held(self, frame: Frame, place: int, layers: int) -> tuple[Num, Num]:
         """Elements of one of the `layers` blocks that a pipeline's rank has, whole and one rank's shard of it: means,
@@ -115,3 +110,7 @@ class Mixed:
         each = self.model.layers // (pp * virtual)
         starts = (chunk * each for chunk in range(place, pp * virtual, pp))
         return sum(max(0, min(self._first - start, each)) for start in starts)
+
+
+def _has_experts(part: Part) -> bool:
+    return any(p.cut == "expert" for p in part.parameters)

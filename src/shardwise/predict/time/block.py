@@ -1,4 +1,4 @@
-"""Every operation of a decoder block, of the embedding and of the head, with its seconds forward and backward.
+"""The operations of a part of a model, each with its seconds forward and backward.
 
 A `Tally` sums them by kind: `matmul`, `attention`, `memory` (element-wise and reducing kernels), and counts kernel
 launches. Widths are one rank's share; sizes may be numbers or numpy arrays, which broadcast.
@@ -7,6 +7,7 @@ launches. Widths are one rank's share; sizes may be numbers or numpy arrays, whi
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,6 +15,9 @@ from typing import Any
 import numpy as np
 
 from shardwise.model import ModelConfig
+from shardwise.model.blueprint import Part
+from shardwise.model.operations import AttentionCore, Elementwise, Linear, Width
+from shardwise.model.parameters import blueprint
 from shardwise.predict.time.kernels import WIDTH, Kernels
 from shardwise.predict.time.profiles import Engine
 
@@ -104,34 +108,73 @@ class Tally:
             self.memory(0.0, batch * wide * deep * accumulate * shape.width / 2, (0, 1))
 
 
-def block(model: ModelConfig, shape: Shape, engine: Engine, kernels: Kernels, experts: bool = False) -> Tally:
-    """One transformer block. experts: its feed-forward is the model's mixture of experts."""
+def tally_part(part: Part, model: ModelConfig, shape: Shape, engine: Engine, kernels: Kernels) -> Tally:
+    """All operations of a part of a model."""
     tally = Tally(kernels, shape.wide)
-    stream = shape.stream * model.hidden * shape.width
-    # Sequences are gathered twice and scattered twice; backward the same, and gathered twice more (Korthikanti 2022).
-    _laid_out(tally, model, shape, engine, 4, 6)
-    _norm(tally, model, stream, engine)
-    _attention(tally, model, shape, engine)
-    _residual(tally, stream, engine)
-    if not model.parallel_residual:
-        _norm(tally, model, stream, engine)
-    if experts:
-        _experts(tally, model, shape, engine)
-    else:
-        _feed_forward(tally, model, shape, engine, shape.tokens, model.ffn / shape.tp)
-    _residual(tally, stream, engine)
+    # Under sequence parallelism inputs are gathered and outputs scattered; backward the same, and inputs gathered once
+    # more for the gradients of weights (Korthikanti et al. 2022).
+    ahead, back = part.gathered + part.summed, 2 * part.gathered + part.summed
+    _laid_out(tally, model.hidden, shape, engine, ahead, back)
+    for operation in part.operations:
+        if operation.kind == "attention":
+            _attention_core(tally, operation, shape, engine)
+        elif operation.kind == "logits":
+            _logits(tally, operation, padded_vocab(model, engine, shape.tp) / shape.tp, shape, engine)
+        elif operation.kind == "linear":
+            _linear(tally, operation, shape, engine)
+        elif operation.kind == "router":
+            _router(tally, operation, shape)
+        else:
+            _ELEMENTWISE[operation.kind](tally, operation, shape, engine)
     return tally
 
 
-def _norm(tally: Tally, model: ModelConfig, stream: Num, engine: Engine) -> None:
+def on_rank(width: Width, tp: Num) -> Num:
+    """A rank's elements of a width."""
+    return np.maximum(width.size / tp, width.least) if width.cut else width.size
+
+
+def _rows(operation: Linear | Elementwise, shape: Shape) -> tuple[Num, Num, Num]:
+    """Rows that each of the rank's products takes, how many of these there are, and the ranks that cut each one."""
+    if operation.rows == "routed":
+        local = np.maximum(operation.count / shape.ep, 1)
+        return shape.stream * operation.active / local, local, 1
+    return (shape.stream, 1.0, 1) if operation.rows == "stream" else (shape.tokens, 1.0, shape.tp)
+
+
+def _moved(operation: Elementwise, shape: Shape) -> Num:
+    """Bytes of its tensors on a rank."""
+    rows, times, tp = _rows(operation, shape)
+    return times * rows * sum(on_rank(width, tp) for width in operation.widths) * shape.width
+
+
+def _stream(operation: Elementwise, shape: Shape) -> Num:
+    """Bytes of its tensors in a rank's shard of the residual stream."""
+    return shape.stream * sum(width.size for width in operation.widths) * shape.width
+
+
+def _linear(tally: Tally, operation: Linear, shape: Shape, engine: Engine) -> None:
+    rows, times, tp = _rows(operation, shape)
+    wide = sum(on_rank(width, tp) for width in operation.outputs)
+    tally.linear(rows, wide, on_rank(operation.inputs, tp), shape, times, engine.accumulate_bytes)
+
+
+def _norm(tally: Tally, operation: Elementwise, shape: Shape, engine: Engine) -> None:
     # The gradient that arrives over the residual is added to the norm's.
-    ahead, back, launches = _norm_passes(tally, model, engine)
+    ahead, back, launches = _norm_passes(tally, operation.kind == "rmsnorm", engine)
+    stream = _stream(operation, shape)
     tally.memory(ahead * stream, (back + 3) * stream, launches, "norm")
 
 
-def _norm_passes(tally: Tally, model: ModelConfig, engine: Engine) -> tuple[float, float, tuple[int, int]]:
+def _head_norms(tally: Tally, operation: Elementwise, shape: Shape, engine: Engine) -> None:
+    ahead, back, launches = _norm_passes(tally, True, engine)
+    heads = _moved(operation, shape)
+    tally.memory(ahead * heads, (back + 1) * heads, (2 * launches[0], 2 * launches[1] - 2), "norm")
+
+
+def _norm_passes(tally: Tally, rms: bool, engine: Engine) -> tuple[float, float, tuple[int, int]]:
     """Passes of a norm over its input, in its own width, forward and backward, and its launches with the residual's."""
-    if engine.fused_norm or model.norm != "rmsnorm":
+    if engine.fused_norm or not rms:
         # Forward reads and writes; backward reads input and gradient, writes, and sums the weight's gradient apart.
         return 2.0, 3.0, (1, 3)
     if tally.dtype == "float32":
@@ -142,74 +185,55 @@ def _norm_passes(tally: Tally, model: ModelConfig, engine: Engine) -> tuple[floa
     return 14.0, 37.0, (7, 11)
 
 
-def _laid_out(tally: Tally, model: ModelConfig, shape: Shape, engine: Engine, forward: int, backward: int) -> None:
+def _laid_out(tally: Tally, hidden: int, shape: Shape, engine: Engine, forward: int, backward: int) -> None:
     """Copies of so many gathered or scattered tensors, whose shards of sequences lie end to end in memory only where
     there is one sequence."""
     if engine.sequence_copies:
         copied = 1.0 * ((np.asarray(shape.stream) < shape.tokens) & (np.asarray(shape.micro) > 1))
-        moved = 2 * shape.tokens * model.hidden * shape.width * copied
+        moved = 2 * shape.tokens * hidden * shape.width * copied
         tally.memory(forward * moved, backward * moved, (forward * copied, backward * copied))
 
 
-def _residual(tally: Tally, stream: Num, engine: Engine) -> None:
+def _residual(tally: Tally, operation: Elementwise, shape: Shape, engine: Engine) -> None:
     """Bias, dropout with its mask of one byte, residual: one kernel where fused, else one each."""
+    stream = _stream(operation, shape)
     if engine.dropout:
         tally.memory(3.5 * stream, 2.5 * stream, (1, 1) if engine.fused_dropout_add else (3, 2))
     else:
         tally.memory(3 * stream, 0.0, (1, 0), "norm")
 
 
-def _attention(tally: Tally, model: ModelConfig, shape: Shape, engine: Engine) -> None:
-    tokens, accumulate, width = shape.tokens, engine.accumulate_bytes, shape.width
-    q, kv = model.q_width / shape.tp, np.maximum(model.kv_width / shape.tp, model.head_dim)
-    if model.latent_attention:
-        _latent_projections(tally, model, shape, engine)
-    else:
-        tally.linear(tokens, q + 2 * kv, model.hidden, shape, accumulate=accumulate)
-    if model.bias != "none":
-        tally.memory(0.0, tokens * (q + 2 * kv) * width, (0, 1))
+def _bias_gradients(tally: Tally, operation: Elementwise, shape: Shape, engine: Engine) -> None:
+    tally.memory(0.0, _moved(operation, shape), (0, 1))
+
+
+def _split_heads(tally: Tally, operation: Elementwise, shape: Shape, engine: Engine) -> None:
     if engine.qkv_copied:
-        tally.memory(0.0, 2 * tokens * (q + 2 * kv) * width, (0, 1))
-    if model.positions == "rope":
-        passes = 1 if engine.fused_rope else 3
-        moved = passes * 2 * tokens * (q + kv) * width
-        tally.memory(moved, moved, (passes, passes), "rotation")
-    if model.qk_norm:
-        ahead, back, launches = _norm_passes(tally, model, engine)
-        heads = tokens * (q + kv) * width
-        tally.memory(ahead * heads, (back + 1) * heads, (2 * launches[0], 2 * launches[1] - 2), "norm")
-    before = {kind: tally.forward[kind] for kind in KINDS}
-    started = tally.launches["forward"]
-    if engine.attention == "fused":
-        _fused_core(tally, model, shape, engine)
-    else:
-        _score_core(tally, model, shape, engine)
-    tally.selective.update({kind: tally.forward[kind] - before[kind] for kind in KINDS})
-    tally.launches["selective"] = tally.launches["forward"] - started
-    tally.linear(tokens, model.hidden, _value_width(model) / shape.tp, shape, accumulate=accumulate)
+        tally.memory(0.0, 2 * _moved(operation, shape), (0, 1))
 
 
-def _value_width(model: ModelConfig) -> int:
-    latent = model.latent_attention
-    return model.heads * latent.v_head_dim if latent else model.q_width
+def _rotation(tally: Tally, operation: Elementwise, shape: Shape, engine: Engine) -> None:
+    passes = 1 if engine.fused_rope else 3
+    moved = passes * 2 * _moved(operation, shape)
+    tally.memory(moved, moved, (passes, passes), "rotation")
 
 
-def _latent_projections(tally: Tally, model: ModelConfig, shape: Shape, engine: Engine) -> None:
-    latent = model.latent_attention
-    assert latent
-    heads, tokens = model.heads / shape.tp, shape.tokens
-    width = latent.nope_head_dim + latent.rope_head_dim
-    tally.linear(tokens, latent.q_rank, model.hidden, shape)
-    tally.linear(tokens, heads * width, latent.q_rank, shape)
-    tally.linear(tokens, latent.kv_rank + latent.rope_head_dim, model.hidden, shape)
-    tally.linear(tokens, heads * (latent.nope_head_dim + latent.v_head_dim), latent.kv_rank, shape)
-    # Norms of both low ranks, and laying out heads whose rotated part is shared.
-    moved = tokens * (latent.q_rank + latent.kv_rank + 2 * heads * width) * shape.width
+def _low_ranks(tally: Tally, operation: Elementwise, shape: Shape, engine: Engine) -> None:
+    """Norms of both low ranks, and laying out heads whose rotated part is shared."""
+    moved = _moved(operation, shape)
     tally.memory(2 * moved, 3 * moved, (4, 6))
 
 
-def _fused_core(tally: Tally, model: ModelConfig, shape: Shape, engine: Engine) -> None:
-    heads, kv, width = model.heads / shape.tp, np.maximum(model.kv_heads / shape.tp, 1), core_width(model)
+def _attention_core(tally: Tally, core: AttentionCore, shape: Shape, engine: Engine) -> None:
+    before = {kind: tally.forward[kind] for kind in KINDS}
+    started = tally.launches["forward"]
+    (_fused_core if engine.attention == "fused" else _score_core)(tally, core, shape, engine)
+    tally.selective.update({kind: tally.forward[kind] - before[kind] for kind in KINDS})
+    tally.launches["selective"] = tally.launches["forward"] - started
+
+
+def _fused_core(tally: Tally, core: AttentionCore, shape: Shape, engine: Engine) -> None:
+    heads, kv, width = core.heads / shape.tp, np.maximum(core.kv_heads / shape.tp, 1), core_width(core)
     kernels = tally.kernels
     slower = kernels.constants.value("triton_attention") if engine.attention_kernel == "triton" else 1.0
     # Context parallelism balances the causal mask over the ranks (zigzag): each has half of its rectangle.
@@ -219,15 +243,20 @@ def _fused_core(tally: Tally, model: ModelConfig, shape: Shape, engine: Engine) 
     tally.add("attention", forward, kernels.attention_ratio(width, shape.keys, shape.wide) * forward, (1, 3))
 
 
-def core_width(model: ModelConfig) -> float:
-    """Width of a head in the attention's core: of latent attention, the mean of its two products'."""
-    latent = model.latent_attention
-    return (latent.nope_head_dim + latent.rope_head_dim + latent.v_head_dim) / 2 if latent else model.head_dim
+def core_width(core: AttentionCore) -> float:
+    """Width of a head in the attention's core: the mean of its two products'."""
+    return (core.key_width + core.value_width) / 2
 
 
-def _score_core(tally: Tally, model: ModelConfig, shape: Shape, engine: Engine) -> None:
+def core_of(model: ModelConfig) -> AttentionCore:
+    """The attention of a model's blocks."""
+    operations = blueprint(model).of_kind("block")[0].operations
+    return next(operation for operation in operations if operation.kind == "attention")
+
+
+def _score_core(tally: Tally, core: AttentionCore, shape: Shape, engine: Engine) -> None:
     """Q Kᵀ, scale and mask and softmax, dropout, P V: what Megatron-LM did before fused attention."""
-    heads, d, mm = model.heads / shape.tp, core_width(model), tally.kernels.matmul
+    heads, d, mm = core.heads / shape.tp, core_width(core), tally.kernels.matmul
     batch, seq, keys, wide = shape.micro * heads, shape.seq, shape.keys, shape.wide
     scores, context = mm(seq, keys, d, wide, batch), mm(seq, d, keys, wide, batch)
     # A head width that is no multiple of eight elements leaves 16-byte loads unused (NVIDIA, Matrix Multiplication
@@ -247,56 +276,43 @@ def _score_core(tally: Tally, model: ModelConfig, shape: Shape, engine: Engine) 
     tally.memory(2 * shape.tokens * heads * d * shape.width, 2 * shape.tokens * heads * d * shape.width)
 
 
-def _feed_forward(tally: Tally, model: ModelConfig, shape: Shape, engine: Engine, tokens: Num, width: Num,
-                  batch: Num = 1.0) -> None:  # fmt: skip
-    branches = 2 if model.gated else 1
-    tally.linear(tokens, branches * width, model.hidden, shape, batch, engine.accumulate_bytes)
-    inner = batch * tokens * width * shape.width
-    passes = 1 if engine.fused_activation else branches
-    ahead, back = (3.0, 5.0) if model.gated else (2.0, 3.0)
+def _activation(tally: Tally, operation: Elementwise, shape: Shape, engine: Engine) -> None:
+    inner, gated = _moved(operation, shape), operation.kind == "gated activation"
+    passes = 1 if engine.fused_activation else 1 + gated
+    ahead, back = (3.0, 5.0) if gated else (2.0, 3.0)
     tally.memory((ahead + 2 * (passes - 1)) * inner, (back + 3 * (passes - 1)) * inner, (passes, passes), "activation")
-    if model.bias == "all":
-        tally.memory(0.0, inner + batch * tokens * model.hidden * shape.width, (0, 2))
-    tally.linear(tokens, model.hidden, width, shape, batch, engine.accumulate_bytes)
 
 
-def _experts(tally: Tally, model: ModelConfig, shape: Shape, engine: Engine) -> None:
-    """Router, permutation, the experts of this rank as one grouped product, and back; shared experts beside."""
-    experts = model.experts
-    assert experts
-    tokens, routed = shape.stream, shape.stream * experts.active
-    router = tally.kernels.matmul(tokens, experts.count, model.hidden, shape.wide)
+def _router(tally: Tally, operation: Linear, shape: Shape) -> None:
+    """Logits of all experts, and the choice among them in fp32."""
+    tokens, (experts,) = shape.stream, operation.outputs
+    router = tally.kernels.matmul(tokens, experts.size, operation.inputs.size, shape.wide)
     tally.add("matmul", router, 2 * router, (1, 2))
-    tally.memory(tokens * experts.count * 4.0 * 6, tokens * experts.count * 4.0 * 6, (8, 8))
-    rows = routed * model.hidden * shape.width
+    tally.memory(tokens * experts.size * 4.0 * 6, tokens * experts.size * 4.0 * 6, (8, 8))
+
+
+def _dispatch(tally: Tally, operation: Elementwise, shape: Shape, engine: Engine) -> None:
+    """Permutation of routed tokens on their way to the experts and back."""
+    rows = operation.active * _stream(operation, shape)
     tally.memory(2 * 2 * rows, 2 * 3 * rows, (4, 4))
-    local = np.maximum(experts.count / shape.ep, 1)
-    _feed_forward(tally, model, shape, engine, routed / local, experts.ffn, local)
-    if experts.shared:
-        _feed_forward(tally, model, shape, engine, tokens, experts.ffn * experts.shared)
 
 
-def embedding(model: ModelConfig, shape: Shape, engine: Engine, kernels: Kernels) -> Tally:
-    """The lookup of rows, their scattered addition backward, dropout."""
-    tally = Tally(kernels, shape.wide)
-    rows = shape.tokens * model.hidden * shape.width
+def _lookup(tally: Tally, operation: Elementwise, shape: Shape, engine: Engine) -> None:
+    """Rows of the table, and their scattered addition backward."""
+    rows = _moved(operation, shape)
     tally.memory(2 * rows, 3 * rows, (2, 3))
-    _laid_out(tally, model, shape, engine, 1, 1)
-    if model.embedding_norm:
-        _norm(tally, model, shape.stream * model.hidden * shape.width, engine)
+
+
+def _dropout(tally: Tally, operation: Elementwise, shape: Shape, engine: Engine) -> None:
     if engine.dropout:
+        rows = _moved(operation, shape)
         tally.memory(2.5 * rows, 2.5 * rows)
-    return tally
 
 
-def head(model: ModelConfig, shape: Shape, engine: Engine, kernels: Kernels) -> Tally:
-    """The final norm, the product with the vocabulary, the loss over it."""
-    tally = Tally(kernels, shape.wide)
-    vocab = padded_vocab(model, engine, shape.tp) / shape.tp
-    _laid_out(tally, model, shape, engine, 1, 2)
-    _norm(tally, model, shape.stream * model.hidden * shape.width, engine)
+def _logits(tally: Tally, operation: Linear, vocab: Num, shape: Shape, engine: Engine) -> None:
+    """The product with a rank's `vocab` rows of the vocabulary, the loss over it."""
     wide = Shape(shape.micro, shape.seq, shape.tp, shape.stream, shape.keys, dtype=shape.wide)
-    tally.linear(shape.tokens, vocab, model.hidden, wide, accumulate=engine.accumulate_bytes)
+    tally.linear(shape.tokens, vocab, operation.inputs.size, wide, accumulate=engine.accumulate_bytes)
     logits = shape.tokens * vocab * shape.width
     if engine.metric_losses:
         tally.memory(engine.metric_losses * METRIC_PASSES * logits, 0.0, (3 * engine.metric_losses, 0))
@@ -306,7 +322,23 @@ def head(model: ModelConfig, shape: Shape, engine: Engine, kernels: Kernels) -> 
     else:
         # fp32 copy (3), maximum (2), difference (4), exponential (4), sum (2), quotient (4); then product and cast.
         tally.memory(19 * logits, 7 * logits, (12, 4), "loss")
-    return tally
+
+
+_ELEMENTWISE: dict[str, Callable[[Tally, Elementwise, Shape, Engine], None]] = {
+    "lookup": _lookup,
+    "rmsnorm": _norm,
+    "layernorm": _norm,
+    "head norms": _head_norms,
+    "low ranks": _low_ranks,
+    "bias gradients": _bias_gradients,
+    "split heads": _split_heads,
+    "rotation": _rotation,
+    "dropout": _dropout,
+    "residual": _residual,
+    "dispatch": _dispatch,
+    "activation": _activation,
+    "gated activation": _activation,
+}
 
 
 def padded_vocab(model: ModelConfig, engine: Engine, tp: Num) -> Num:

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from shardwise.cluster import Device
 from shardwise.model import ModelConfig
-from shardwise.predict.time.block import Shape, block
+from shardwise.model.parameters import blueprint
+from shardwise.predict.time.block import Shape, tally_part
 from shardwise.predict.time.constants import catalog_form, constants
 from shardwise.predict.time.kernels import WIDTH, Kernels
 from shardwise.predict.time.profiles import engine
@@ -54,7 +55,9 @@ def device_of(
     kernels = Kernels(constants(bare))
     table["matmul"] = {dtype: _matmul(samples, dtype, tiles, kernels) for dtype in peaks}
     took = next(s["seconds"] for s in samples if s["what"] == "block")
-    launches = block(model, Shape(1, 8, 1, 8, 8, dtype="float32"), engine("shardwise-cpu"), kernels).launches
+    (block,) = blueprint(model).of_kind("block")
+    small = Shape(1, 8, 1, 8, 8, dtype="float32")
+    launches = tally_part(block, model, small, engine("shardwise-cpu"), kernels).launches
     call = _figure(took / (launches["forward"] + launches["backward"]))
     table["values"]["pass_s" if kind == "cpu" else "launch_s"] = call
     return Device(name, kind, memory, bandwidth, peaks, source, table)

@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 
 from shardwise.model import ModelConfig
-from shardwise.predict.time.block import Shape, Tally, block, core_width, embedding, head
+from shardwise.model.blueprint import Part
+from shardwise.model.parameters import blueprint
+from shardwise.predict.time.block import Shape, Tally, core_of, core_width, tally_part
 from shardwise.predict.time.kernels import WIDTH
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import Engine
@@ -91,40 +93,34 @@ def _pieces(model: ModelConfig, split: Split, engine: Engine, pricing: Pricing) 
         ep=split.ep,
         dtype=split.dtype,
     )
-    kinds = [(False, model.layers)]
-    if model.experts:
-        dense = min(model.experts.dense_layers, model.layers)
-        kinds = [(False, dense), (True, model.layers - dense)]
+    embedding, *blocks, head = blueprint(model).parts
     per_block: Parts = {}
-    for experts, layers in kinds:
-        if layers:
-            one = _block_seconds(model, shape, split, engine, pricing, experts)
-            per_block = {name: per_block.get(name, 0.0) + one[name] * (layers / model.layers) for name in one}
+    for part in blocks:
+        one = _block_seconds(part, model, shape, split, engine, pricing)
+        per_block = {name: per_block.get(name, 0.0) + one[name] * (part.count / model.layers) for name in one}
     forward, weights, ahead = (per_block.pop(name) for name in ("forward", "weights", "ahead"))
     summed, gathered = _ends(model, shape, split, engine, pricing)
-    first = _edge(embedding(model, shape, engine, pricing.kernels), summed)
-    last = _edge(head(model, shape, engine, pricing.kernels), gathered)
+    first = _edge(tally_part(embedding, model, shape, engine, pricing.kernels), summed)
+    last = _edge(tally_part(head, model, shape, engine, pricing.kernels), gathered)
     return Pieces(per_block, first, last, forward, weights, ahead)
 
 
-def _block_seconds(model: ModelConfig, shape: Shape, split: Split, engine: Engine, pricing: Pricing,
-                   experts: bool) -> Parts:  # fmt: skip
+def _block_seconds(part: Part, model: ModelConfig, shape: Shape, split: Split, engine: Engine,
+                   pricing: Pricing) -> Parts:  # fmt: skip
     """Forward, backward and recomputation of one block for one micro-batch, with what it waits for; and apart, how
     much of it is the forward pass and the weights' gradients."""
-    tally = block(model, shape, engine, pricing.kernels, experts)
+    tally = tally_part(part, model, shape, engine, pricing.kernels)
     whole, core = _recomputed(split)
     parts = {
         kind: tally.forward[kind] + tally.backward[kind] + whole * tally.forward[kind] + core * tally.selective[kind]
         for kind in tally.forward
     }
-    ahead, back = _tensor(model, shape, split, engine, pricing)
-    if experts and model.experts and not model.experts.shared:
-        # Only attention is split over tp: routed tokens are those of a rank's own shard of the sequence.
-        ahead, back = ahead / 2, back / 2
+    ahead, back = _tensor(part, model, shape, split, engine, pricing)
     around = _ring(model, shape, split, pricing, tally)
     ahead, back = ahead + around[0], back + around[1]
     parts["tensor"] = ahead + back
-    parts["experts"] = _dispatch(model, shape, split, pricing) if experts else 0.0 * parts["tensor"]
+    routes = any(operation.kind == "dispatch" for operation in part.operations)
+    parts["experts"] = _dispatch(model, shape, split, pricing) if routes else 0.0 * parts["tensor"]
     repeated = whole * tally.launches["forward"] + core * tally.launches["selective"]
     collectives = np.where(np.asarray(split.tp) > 1, 4 + 2 * whole, 0)
     parts["launches"] = (
@@ -147,16 +143,17 @@ def _edge(tally: Tally, tensor: Num) -> Parts:
     return parts | {"tensor": tensor, "launches": tally.launches["forward"] + tally.launches["backward"]}
 
 
-def _tensor(model: ModelConfig, shape: Shape, split: Split, engine: Engine, pricing: Pricing) -> tuple[Num, Num]:
-    """Exposed collectives of a block over tp and cp, forward and backward: two sums each way (Shoeybi et al. 2019), a
-    gather and a scatter each under sp, which gathers twice more in backward (Korthikanti et al. 2022)."""
+def _tensor(part: Part, model: ModelConfig, shape: Shape, split: Split, engine: Engine,
+            pricing: Pricing) -> tuple[Num, Num]:  # fmt: skip
+    """Exposed collectives of a block over tp and cp, forward and backward: sums (Shoeybi et al. 2019), under
+    sp scatters, with gathers that come again in backward (Korthikanti et al. 2022)."""
     hidden = pricing.constants.value("tensor_hidden") if engine.tensor_overlap else 0.0
     whole = _recomputed(split)[0]
     gather, scatter = _sequences(model, shape, split, pricing)
-    forward = 2 * (gather + scatter)
-    # Of backward's, the two gathers that come again for weights' gradients have nothing beside them.
-    back = forward + 2 * gather
-    exposed_back = 2 * gather + (back - 2 * gather) * (1 - hidden)
+    forward = part.gathered * gather + part.summed * scatter
+    # Of backward's, the gathers that come again for weights' gradients have nothing beside them.
+    again = part.gathered * gather
+    exposed_back = again + forward * (1 - hidden)
     return forward, forward * whole + exposed_back
 
 
@@ -192,7 +189,7 @@ def _ring(model: ModelConfig, shape: Shape, split: Split, pricing: Pricing, tall
     if not np.any(np.asarray(split.cp) > 1):
         return 0.0, 0.0
     held = model.heads if model.latent_attention else model.kv_heads
-    kv = 2 * shape.micro * split.seq * np.maximum(held / split.tp, 1) * core_width(model) * split.width
+    kv = 2 * shape.micro * split.seq * np.maximum(held / split.tp, 1) * core_width(core_of(model)) * split.width
     messages = pricing.collectives.seconds("all_gather_into", kv, split.cp, split.tp)
     ahead = sum(tally.selective.values())
     back = ahead * pricing.kernels.attention_ratio(model.head_dim, shape.keys, shape.wide)

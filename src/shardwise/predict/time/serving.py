@@ -14,7 +14,8 @@ import numpy as np
 
 from shardwise.errors import UserError
 from shardwise.model import ModelConfig
-from shardwise.model.parameters import count_parts
+from shardwise.model.parameters import blueprint, count_parts
+from shardwise.predict.time.block import on_rank
 from shardwise.predict.time.kernels import WIDTH
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import Engine
@@ -184,17 +185,14 @@ def sum_seconds(model: ModelConfig, serving: Serving, tokens: Num, engine: Engin
 
 def _products(model: ModelConfig, serving: Serving, tokens: Num) -> list[tuple[Num, Num, Num]]:
     """(output width, input width, how many) of a block's linear layers on one rank; of experts, those that are read."""
-    q, kv = model.q_width / serving.tp, np.maximum(model.kv_width / serving.tp, model.head_dim)
-    products: list[tuple[Num, Num, Num]] = [(q + 2 * kv, model.hidden, 1.0), (model.hidden, q, 1.0)]
-    branches = 2 if model.gated else 1
-    if not model.experts:
-        inner = model.ffn / serving.tp
-        return [*products, (branches * inner, model.hidden, 1.0), (model.hidden, inner, 1.0)]
-    experts = model.experts
-    inner = experts.ffn / serving.tp
-    # The expected number of different experts that this many tokens choose.
-    read = experts.count * (1 - (1 - experts.active / experts.count) ** np.maximum(tokens, 1.0))
-    return [*products, (branches * inner, model.hidden, read), (model.hidden, inner, read)]
+    found = []
+    for operation in blueprint(model).of_kind("block")[-1].operations:
+        if operation.kind == "linear":
+            wide = sum(on_rank(width, serving.tp) for width in operation.outputs)
+            # The expected number of different experts that this many tokens choose.
+            missed = (1 - operation.active / operation.count) ** np.maximum(tokens, 1.0)
+            found.append((wide, on_rank(operation.inputs, serving.tp), operation.count * (1 - missed)))
+    return found
 
 
 def _product(batch: Num, wide: Num, deep: Num, dtype: str, engine: Engine, pricing: Pricing) -> Num:

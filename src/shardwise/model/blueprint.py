@@ -1,0 +1,183 @@
+"""`Blueprint`: a model's parts and their parameters, without torch. Layout, engine, checkpoint and prediction read it.
+
+A part that repeats is described once, with its count, so that a model of a trillion parameters is as short as a small
+one. A parameter says itself how it may be cut over ranks, how it starts, whether weight decay touches it, and where
+other software stores it; nothing has to be concluded from its name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from shardwise.model.operations import Operation
+
+Cut = Literal["column", "kv", "row", "vocab", "expert", "replicated"]
+"""How tensor parallelism may cut a parameter. column: its rows, which are outputs; kv: its rows, by key/value head;
+row: its columns, which are inputs; vocab: its rows, which are tokens; expert: whole, on the ranks of its expert."""
+
+PartKind = Literal["embedding", "block", "head"]
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignSlice:
+    """The rows of another software's tensor that hold a parameter. Elements of a vector count as rows."""
+
+    tensor: str
+    """Its name; in a part that repeats, `{}` stands for the part's number."""
+    shape: tuple[int, ...]
+    """Shape of the whole tensor, in which several parameters may be fused."""
+    first: int
+    run: int
+    stride: int
+    """Row r of the parameter is row first + r // run * stride + r % run, or that column where it is transposed."""
+    transposed: bool = False
+
+    def runs(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """(row, row in the file, count) of the unbroken runs of rows [start, stop)."""
+        while start < stop:
+            group, within = divmod(start, self.run)
+            count = min(self.run - within, stop - start)
+            yield start, self.first + group * self.stride + within, count
+            start += count
+
+    def held(self, start: int, stop: int, rows: int) -> Iterator[tuple[int, int, int]]:
+        """Like `runs`, of those among `rows` rows that are in the file's rows (or columns) [start, stop)."""
+        for group in range(max(0, (start - self.first) // self.stride), -(-rows // self.run)):
+            at = self.first + group * self.stride
+            if at >= stop:
+                return
+            a, b = max(start, at), min(stop, at + self.run)
+            if a < b:
+                yield group * self.run + a - at, a, b - a
+
+    def at(self, number: int) -> ForeignSlice:
+        """The slice of the part with this number."""
+        name = self.tensor.format(number)
+        return ForeignSlice(name, self.shape, self.first, self.run, self.stride, self.transposed)
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter tensor."""
+
+    name: str
+    """Global (`blocks.3.mlp.down.weight`); inside a `Part` without the part's name."""
+    shape: tuple[int, ...]
+    part: str = ""
+    """Name of the part that holds it; empty inside a `Part`."""
+    init: Literal["normal", "zeros", "ones"] = "normal"
+    std: float = 0.02
+    decay: bool = True
+    """Whether weight decay touches it: matrices, but not norms and biases (GPT-2, Llama practice)."""
+    cut: Cut = "replicated"
+    heads: int = 0
+    """Heads along the dim that is cut; 0 where there are none."""
+    partial: bool = False
+    """Whether each rank of a tensor-parallel group sees its gradient only for its own heads."""
+    foreign: ForeignSlice | None = None
+    """Where Hugging Face stores it; None where that is not known."""
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def at(self, part: str, number: int) -> Parameter:
+        """The parameter of one part."""
+        foreign = self.foreign.at(number) if self.foreign else None
+        name = f"{part}.{self.name}"
+        return Parameter(
+            name, self.shape, part, self.init, self.std, self.decay, self.cut, self.heads, self.partial, foreign
+        )
+
+
+@dataclass(frozen=True)
+class Part:
+    """Consecutive equal pieces of a model that a token passes through, such as its blocks."""
+
+    name: str
+    """`embedding`, `head`; of blocks, which are numbered, `blocks`."""
+    kind: PartKind
+    module: str
+    """Name of the plain PyTorch module that computes it."""
+    parameters: tuple[Parameter, ...]
+    operations: tuple[Operation, ...]
+    """In the order of the forward pass."""
+    gathered: int
+    """Inputs of column-parallel maps: under tensor parallelism each needs the whole residual stream."""
+    summed: int
+    """Outputs that tensor-parallel ranks have parts of: each is summed, or scattered over the stream's shards."""
+    first: int | None = None
+    """Number of the first one; None for a part that is not numbered."""
+    count: int = 1
+    reads: tuple[str, ...] = ()
+    """Global names of parameters of other parts that it reads as well: a tied head's table."""
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the single parts."""
+        return [self.name] if self.first is None else [f"{self.name}.{self.first + i}" for i in range(self.count)]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameters of one of them."""
+        return sum(p.numel for p in self.parameters)
+
+    def at(self, name: str) -> list[Parameter]:
+        """The parameters of the single part of this name."""
+        number = 0 if self.first is None else int(name.rpartition(".")[2])
+        return [p.at(name, number) for p in self.parameters]
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """A model: its parts in the order in which a token passes through them."""
+
+    name: str
+    hidden: int
+    """Width of the residual stream."""
+    parts: tuple[Part, ...]
+
+    @cached_property
+    def _by_name(self) -> dict[str, Part]:
+        return {name: part for part in self.parts for name in part.names}
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all single parts, in order."""
+        return list(self._by_name)
+
+    def part(self, name: str) -> Part:
+        """The part that a single part's name belongs to."""
+        return self._by_name[name]
+
+    def kind(self, name: str) -> PartKind:
+        """The kind of a single part."""
+        return self._by_name[name].kind
+
+    def of_kind(self, kind: PartKind) -> list[Part]:
+        """The parts of a kind."""
+        return [part for part in self.parts if part.kind == kind]
+
+    def parameters_of(self, name: str) -> list[Parameter]:
+        """The parameters of a single part."""
+        return self._by_name[name].at(name)
+
+    def parameters(self) -> Iterator[Parameter]:
+        """All parameters, part by part. A tied head has none of its own (`Part.reads`)."""
+        for name in self._by_name:
+            yield from self.parameters_of(name)
+
+    @cached_property
+    def table(self) -> Parameter:
+        """The table of tokens that the embedding looks up."""
+        (first, *_) = self.of_kind("embedding")
+        return next(p for p in first.at(first.name) if p.cut == "vocab")
+
+    @cached_property
+    def shared(self) -> frozenset[str]:
+        """Parameters that a part reads beside the one that holds them."""
+        return frozenset(name for part in self.parts for name in part.reads)

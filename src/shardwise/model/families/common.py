@@ -1,0 +1,84 @@
+"""What families have in common: fields of a `config.json` with the same meaning, and the way back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardwise.model.config import ModelConfig, RopeScaling
+from shardwise.model.fields import Fields, read_activation, rotary
+
+
+def llama_like(
+    f: Fields,
+    max_positions: int,
+    kv_heads: int | None = None,
+    head_dim: int = 0,
+    eps: float = 1e-6,
+    theta: float = 10000.0,
+    counted: bool = False,
+) -> dict[str, Any]:
+    """What the RMSNorm families share; the arguments are the family's defaults for absent fields."""
+    heads = f.integer("num_attention_heads")
+    longest = f.integer("max_position_embeddings", default=max_positions)
+    # An explicit null means no grouping, also where the family's default is grouped.
+    grouped = heads if f.is_null("num_key_value_heads") or not kv_heads else kv_heads
+    return {
+        "vocab": f.integer("vocab_size"),
+        "hidden": f.integer("hidden_size"),
+        "layers": f.integer("num_hidden_layers"),
+        "heads": heads,
+        "ffn": f.integer("intermediate_size"),
+        "max_positions": longest,
+        "kv_heads": f.integer("num_key_value_heads", default=grouped),
+        "head_dim": f.integer("head_dim", default=0 if f.is_null("head_dim") else head_dim),
+        "norm": "rmsnorm",
+        "norm_eps": f.number("rms_norm_eps", default=eps),
+        "activation": read_activation(f, "hidden_act", "silu", ("silu",)),
+        "gated": True,
+        "tied": f.flag("tie_word_embeddings", False),
+        "attention_dropout": f.number("attention_dropout", default=0.0, positive=False),
+        **rotary(f, longest, theta, counted=counted),
+    }
+
+
+def gpt_like(f: Fields, hidden: int, heads: int) -> dict[str, Any]:
+    """What the LayerNorm families share."""
+    if hidden % heads:
+        raise f.error(f"hidden size {hidden} is not divisible by {heads} attention heads")
+    return {
+        "vocab": f.integer("vocab_size"),
+        "hidden": hidden,
+        "heads": heads,
+        "norm": "layernorm",
+        "gated": False,
+        "bias": "all",
+    }
+
+
+def write_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
+    if scaling is None:
+        return None
+    return {
+        "rope_type": "llama3",
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low_freq_factor,
+        "high_freq_factor": scaling.high_freq_factor,
+        "original_max_position_embeddings": scaling.original_max_positions,
+    }
+
+
+GELU = {"gelu": "gelu", "gelu_tanh": "gelu_new"}
+"""Our activation -> theirs."""
+
+
+def gpt_lacks(c: ModelConfig) -> dict[str, bool]:
+    """`Family.lacks` of the LayerNorm families."""
+    return {
+        "model without biases": c.bias != "all",
+        "grouped key/value heads": c.kv_heads != c.heads,
+        "head_dim other than hidden / heads": c.head_dim * c.heads != c.hidden,
+        "activation but gelu": c.activation == "silu",
+        "query and key norms": c.qk_norm,
+        "parallel residual": c.positions == "learned" and c.parallel_residual,
+        "norm after the embedding": c.embedding_norm,
+    }

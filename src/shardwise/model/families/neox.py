@@ -1,0 +1,86 @@
+"""GPT-NeoX: LayerNorm, partly rotated heads, attention and feed-forward part of the same input."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from shardwise.model.config import ModelConfig
+from shardwise.model.families.common import GELU, gpt_lacks, gpt_like, write_scaling
+from shardwise.model.families.family import Family
+from shardwise.model.fields import Fields, read_activation, rotary
+from shardwise.model.foreign import FUSED, ForeignNames
+
+NAMES = ForeignNames(
+    trunk="gpt_neox.",
+    layers="gpt_neox.layers.",
+    names={
+        "embedding.tokens": "gpt_neox.embed_in",
+        "head.norm": "gpt_neox.final_layer_norm",
+        "head.out": "embed_out",
+        "attention_norm": "input_layernorm",
+        **{f"attention.qkv.{part}": "attention.query_key_value" for part in FUSED},
+        "attention.out": "attention.dense",
+        "mlp_norm": "post_attention_layernorm",
+        "mlp.up.up": "mlp.dense_h_to_4h",
+        "mlp.down": "mlp.dense_4h_to_h",
+    },
+    ignored=re.compile(r".*\battention\.((masked_)?bias|rotary_emb\.inv_freq)"),
+    fused="by head",
+)
+
+
+def _gpt_neox(f: Fields) -> dict[str, Any]:
+    hidden, heads = f.integer("hidden_size"), f.integer("num_attention_heads")
+    longest = f.integer("max_position_embeddings", default=2048)
+    for other_name in ("attention_probs_dropout_prob", "hidden_dropout_prob"):
+        f.must_be(other_name, 0.0, why="transformers does not read it; use attention_dropout and hidden_dropout")
+    f.must_be("attention_bias", True, why="attention without biases beside a feed-forward with them")
+    return gpt_like(f, hidden, heads) | {
+        "layers": f.integer("num_hidden_layers"),
+        "ffn": f.integer("intermediate_size"),
+        "max_positions": longest,
+        "norm_eps": f.number("layer_norm_eps", default=1e-5),
+        "activation": read_activation(f, "hidden_act", "gelu", ("gelu", "gelu_tanh")),
+        "tied": f.flag("tie_word_embeddings", False),
+        "parallel_residual": f.flag("use_parallel_residual", True),
+        "dropout": f.number("hidden_dropout", default=0.0, positive=False),
+        "attention_dropout": f.number("attention_dropout", default=0.0, positive=False),
+        **rotary(
+            f,
+            longest,
+            theta_names=("rotary_emb_base", "rope_theta"),
+            fraction_names=("rotary_pct", "partial_rotary_factor"),
+            fraction=0.25,
+        ),
+    }
+
+
+def _write(c: ModelConfig) -> dict[str, Any]:
+    return {
+        "hidden_size": c.hidden,
+        "num_hidden_layers": c.layers,
+        "num_attention_heads": c.heads,
+        "intermediate_size": c.ffn,
+        "max_position_embeddings": c.max_positions,
+        "layer_norm_eps": c.norm_eps,
+        "hidden_act": GELU[c.activation],
+        "rotary_emb_base": c.rope_theta,
+        "rotary_pct": c.rotary_fraction,
+        "use_parallel_residual": c.parallel_residual,
+        "hidden_dropout": c.dropout,
+        "attention_dropout": c.attention_dropout,
+        "rope_scaling": write_scaling(c.rope_scaling),
+    }
+
+
+GPT_NEOX = Family(
+    "gpt_neox",
+    fits=lambda c: c.norm == "layernorm",
+    read=_gpt_neox,
+    module="gpt",
+    names=NAMES,
+    architecture="GPTNeoXForCausalLM",
+    write=_write,
+    lacks=gpt_lacks,
+)

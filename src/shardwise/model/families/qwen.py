@@ -1,0 +1,57 @@
+"""Qwen2, with biases on queries, keys and values, and Qwen3, which norms the heads of queries and keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardwise.model.config import ModelConfig
+from shardwise.model.families.common import llama_like
+from shardwise.model.families.family import Family
+from shardwise.model.families.llama import NAMES, llama_lacks, write_llama
+from shardwise.model.fields import Fields, full_attention
+
+
+def _qwen_window(f: Fields, config: dict[str, Any]) -> None:
+    window = f.integer("sliding_window", default=4096)
+    from_layer = f.integer("max_window_layers", default=28, least=0)
+    full_attention(f, config, window if f.flag("use_sliding_window", False) else None, from_layer)
+
+
+def _qwen2(f: Fields) -> dict[str, Any]:
+    config = llama_like(f, max_positions=32768, kv_heads=32)
+    _qwen_window(f, config)
+    f.must_be("use_mrope", False, why="positions of several axes")
+    return config | {"bias": "qkv"}
+
+
+def _qwen3(f: Fields) -> dict[str, Any]:
+    config = llama_like(f, max_positions=32768, kv_heads=32, head_dim=128)
+    _qwen_window(f, config)
+    f.must_be("attention_bias", False, why="biases on the attention matrices alone")
+    return config | {"qk_norm": True}
+
+
+def _write(c: ModelConfig) -> dict[str, Any]:
+    return write_llama(c) | {"use_sliding_window": False}
+
+
+QWEN2 = Family(
+    "qwen2",
+    fits=lambda c: c.norm == "rmsnorm" and c.bias == "qkv",
+    read=_qwen2,
+    module="llama",
+    names=NAMES,
+    architecture="Qwen2ForCausalLM",
+    write=_write,
+    lacks=llama_lacks,
+)
+QWEN3 = Family(
+    "qwen3",
+    fits=lambda c: c.norm == "rmsnorm" and c.qk_norm,
+    read=_qwen3,
+    module="llama",
+    names=NAMES,
+    architecture="Qwen3ForCausalLM",
+    write=_write,
+    lacks=llama_lacks,
+)

@@ -1,0 +1,166 @@
+"""What decoders are made of: for each mechanism its parameters and operations, as a model's numbers say."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from shardwise.model.blueprint import Cut, Parameter
+from shardwise.model.config import ModelConfig
+from shardwise.model.operations import AttentionCore, Elementwise, Linear, Operation, Rows, Width
+
+STD = 0.02
+
+Pieces = Iterator[Parameter | Operation]
+
+
+def residual_std(c: ModelConfig) -> float:
+    """Projections that write into the residual stream start smaller: its variance must not grow with depth (GPT-2)."""
+    return STD / math.sqrt(2 * c.layers)
+
+
+def norm(c: ModelConfig, name: str, width: int, partial: bool = False) -> Iterator[Parameter]:
+    """A norm over `width` elements. partial: each tensor-parallel rank applies it to its own heads only."""
+    yield Parameter(f"{name}.weight", (width,), init="ones", decay=False, partial=partial)
+    if c.norm == "layernorm":
+        yield Parameter(f"{name}.bias", (width,), init="zeros", decay=False, partial=partial)
+
+
+def linear(
+    name: str, out: int, inp: int, cut: Cut = "replicated", bias: bool = False, std: float = STD, heads: int = 0
+) -> Iterator[Parameter]:
+    """A linear map; its bias is cut as its outputs are."""
+    yield Parameter(f"{name}.weight", (out, inp), std=std, cut=cut, heads=heads)
+    if bias:
+        outputs = "replicated" if cut == "row" else cut
+        yield Parameter(f"{name}.bias", (out,), init="zeros", decay=False, cut=outputs, heads=heads)
+
+
+def embedding(c: ModelConfig) -> Pieces:
+    """The table of tokens, learned positions, a norm."""
+    yield Elementwise("lookup", (Width(c.hidden),))
+    yield Parameter("tokens.weight", (c.vocab, c.hidden), cut="vocab")
+    if c.positions == "learned":
+        yield Parameter("positions", (c.max_positions, c.hidden))
+    if c.embedding_norm:
+        yield from norm(c, "norm", c.hidden)
+        yield Elementwise(c.norm, (Width(c.hidden),))
+    yield Elementwise("dropout", (Width(c.hidden),))
+
+
+def head(c: ModelConfig) -> Pieces:
+    """The final norm, and the projection to logits where it is not the embedding's table."""
+    yield from norm(c, "norm", c.hidden)
+    yield Elementwise(c.norm, (Width(c.hidden),))
+    yield Linear("logits", Width(c.hidden), (Width(c.vocab, cut=True),))
+    if not c.tied:
+        yield Parameter("out.weight", (c.vocab, c.hidden), cut="vocab")
+
+
+def block(c: ModelConfig, experts: bool) -> Pieces:
+    """One block. experts: its feed-forward is the model's mixture of experts."""
+    stream = (Width(c.hidden),)
+    yield from norm(c, "attention_norm", c.hidden)
+    yield Elementwise(c.norm, stream)
+    yield from latent_attention(c) if c.latent_attention else attention(c)
+    yield Elementwise("residual", stream)
+    yield from norm(c, "mlp_norm", c.hidden)
+    if not c.parallel_residual:
+        yield Elementwise(c.norm, stream)
+    yield from mixture(c) if experts else feed_forward(c, "mlp", c.ffn)
+    yield Elementwise("residual", stream)
+
+
+def attention(c: ModelConfig) -> Pieces:
+    """Multi-head attention with grouped key/value heads."""
+    bias = c.bias != "none"
+    yield from linear("attention.qkv.q", c.q_width, c.hidden, "column", bias, heads=c.heads)
+    for name in ("k", "v"):
+        yield from linear(f"attention.qkv.{name}", c.kv_width, c.hidden, "kv", bias, heads=c.kv_heads)
+    yield Linear("linear", Width(c.hidden), _heads(c))
+    if bias:
+        yield Elementwise("bias gradients", _heads(c))
+    if c.qk_norm:
+        for name in ("q_norm", "k_norm"):
+            yield Parameter(f"attention.{name}.weight", (c.head_dim,), init="ones", decay=False, partial=True)
+    yield from _core(c, c.head_dim, c.head_dim)
+    yield from linear("attention.out", c.hidden, c.q_width, "row", c.bias == "all", residual_std(c), c.heads)
+
+
+def _heads(c: ModelConfig) -> tuple[Width, ...]:
+    """Widths of queries, keys and values."""
+    kv = Width(c.kv_width, cut=True, least=c.head_dim)
+    return Width(c.q_width, cut=True), kv, kv
+
+
+def _core(c: ModelConfig, key_width: int, value_width: int) -> Iterator[Operation]:
+    """From the projections to what attention adds to the residual stream."""
+    q, k, v = _heads(c)
+    yield Elementwise("split heads", (q, k, v))
+    if c.positions == "rope":
+        yield Elementwise("rotation", (q, k))
+    if c.qk_norm:
+        yield Elementwise("head norms", (q, k))
+    yield AttentionCore(c.heads, c.kv_heads, key_width, value_width)
+    yield Linear("linear", Width(c.heads * value_width, cut=True), (Width(c.hidden),))
+
+
+def latent_attention(c: ModelConfig) -> Pieces:
+    """DeepSeek's attention; the projections to low ranks are on every tensor-parallel rank, as in Megatron-Core."""
+    assert c.latent_attention
+    a = c.latent_attention
+    keys, heads, hidden = a.nope_head_dim + a.rope_head_dim, c.heads, Width(c.hidden)
+    up = heads * keys, heads * (a.nope_head_dim + a.v_head_dim)
+    yield from linear("attention.q_down", a.q_rank, c.hidden)
+    yield Linear("linear", hidden, (Width(a.q_rank),))
+    yield from norm(c, "attention.q_down_norm", a.q_rank)
+    yield from linear("attention.q_up", up[0], a.q_rank, "column", heads=heads)
+    yield Linear("linear", Width(a.q_rank), (Width(up[0], cut=True),))
+    yield from linear("attention.kv_down", a.kv_rank + a.rope_head_dim, c.hidden)
+    yield Linear("linear", hidden, (Width(a.kv_rank + a.rope_head_dim),))
+    yield from norm(c, "attention.kv_down_norm", a.kv_rank)
+    yield from linear("attention.kv_up", up[1], a.kv_rank, "column", heads=heads)
+    yield Linear("linear", Width(a.kv_rank), (Width(up[1], cut=True),))
+    yield Elementwise("low ranks", (Width(a.q_rank), Width(a.kv_rank), Width(2 * heads * keys, cut=True)))
+    yield from _core(c, keys, a.v_head_dim)
+    yield from linear("attention.out", c.hidden, heads * a.v_head_dim, "row", std=residual_std(c), heads=heads)
+
+
+def feed_forward(c: ModelConfig, name: str, width: int, into: Cut = "column", out: Cut = "row") -> Pieces:
+    """A feed-forward part, gated or not."""
+    for branch in ("gate_up.gate", "gate_up.up") if c.gated else ("up.up",):
+        yield from linear(f"{name}.{branch}", width, c.hidden, into, c.bias == "all")
+    yield from linear(f"{name}.down", c.hidden, width, out, c.bias == "all", residual_std(c))
+    yield from products(c, width)
+
+
+def products(c: ModelConfig, width: int, rows: Rows = "tokens", count: int = 1, active: int = 1) -> Iterator[Operation]:
+    """What a feed-forward part, or `count` of them at once, computes."""
+    inner, hidden = Width(width, cut=True), Width(c.hidden)
+    outputs = (inner,) * (2 if c.gated else 1)
+    yield Linear("linear", hidden, outputs, rows, count, active)
+    yield Elementwise("gated activation" if c.gated else "activation", (inner,), rows, count, active)
+    if c.bias == "all":
+        yield Elementwise("bias gradients", outputs, rows, count, active)
+        yield Elementwise("bias gradients", (hidden,), rows, count, active)
+    yield Linear("linear", inner, (hidden,), rows, count, active)
+
+
+def mixture(c: ModelConfig) -> Pieces:
+    """Router, routed experts, and those that see every token."""
+    assert c.experts
+    e = c.experts
+    yield from linear("mlp.router", e.count, c.hidden, bias=e.router_bias)
+    yield Linear("router", Width(c.hidden), (Width(e.count),), "stream")
+    yield Elementwise("dispatch", (Width(c.hidden),), "routed", e.count, e.active)
+    for i in range(e.count):
+        yield from _weights(feed_forward(c, f"mlp.experts.{i}", e.ffn, "expert", "expert"))
+    yield from products(c, e.ffn, "routed", e.count, e.active)
+    for i in range(e.shared):
+        yield from _weights(feed_forward(c, f"mlp.shared.{i}", e.ffn))
+    if e.shared:
+        yield from products(c, e.shared * e.ffn, "stream")
+
+
+def _weights(pieces: Pieces) -> Iterator[Parameter]:
+    return (piece for piece in pieces if isinstance(piece, Parameter))

@@ -1,0 +1,96 @@
+"""What a part computes: operations by kind and size, and the FLOPs that follow from these.
+
+A multiply-add counts as two FLOPs. Counted are matrix products and the two products of attention; norms, activations,
+softmax, biases, rotary positions and lookups are left out, as in the papers that the numbers are compared with.
+How many bytes an elementwise operation moves depends on the form that computes it: `predict/time/block.py` has each
+form's passes over the operation's widths.
+
+Widths are the whole model's; `Width` says which of them tensor parallelism divides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from shardwise.errors import UserError
+
+Rows = Literal["tokens", "stream", "routed"]
+"""Which tokens an operation sees on a rank. tokens: all of its sequences; stream: its shard of the residual stream,
+with weights that tensor parallelism does not cut; routed: those of the stream that chose the rank's experts."""
+
+
+@dataclass(frozen=True)
+class Width:
+    """Elements along one dim."""
+
+    size: int
+    cut: bool = False
+    """Whether tensor parallelism divides it."""
+    least: int = 0
+    """Elements that each rank has at least: those of one key/value head."""
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Linear maps of one input, computed in one product. logits: and the loss over them."""
+
+    kind: Literal["linear", "router", "logits"]
+    inputs: Width
+    outputs: tuple[Width, ...]
+    rows: Rows = "tokens"
+    count: int = 1
+    """Such products, each with matrices of its own: experts."""
+    active: int = 1
+    """Those of them that a token goes through."""
+
+    @property
+    def elements(self) -> int:
+        """Elements of the matrices that one token is multiplied with."""
+        return self.active * self.inputs.size * sum(out.size for out in self.outputs)
+
+    def flops_per_token(self, seq: int, causal: bool = True) -> int:
+        """Forward FLOPs for one token."""
+        return 2 * self.elements
+
+
+@dataclass(frozen=True)
+class AttentionCore:
+    """softmax(q kᵀ) v."""
+
+    heads: int
+    kv_heads: int
+    key_width: int
+    """Of a head of queries and keys."""
+    value_width: int
+    kind: Literal["attention"] = "attention"
+
+    def flops_per_token(self, seq: int, causal: bool = True) -> int:
+        """Forward FLOPs for one token of a sequence of `seq`: it attends to itself and those before it, or, without
+        `causal`, to all (what PaLM and Megatron-LM count). Raises `UserError` for a sequence without tokens."""
+        if seq < 1:
+            raise UserError(f"a sequence must have at least one token, not {seq}")
+        return self.heads * (self.key_width + self.value_width) * (seq + 1 if causal else 2 * seq)
+
+
+@dataclass(frozen=True)
+class Elementwise:
+    """An operation that goes over tensors and multiplies no matrices."""
+
+    kind: Literal[
+        "lookup", "rmsnorm", "layernorm", "head norms", "low ranks", "bias gradients", "split heads", "rotation",
+        "dropout", "residual", "dispatch", "activation", "gated activation",
+    ]  # fmt: skip
+    widths: tuple[Width, ...]
+    """Of the tensors, for each token."""
+    rows: Rows = "tokens"
+    count: int = 1
+    active: int = 1
+    """As of `Linear`."""
+
+    def flops_per_token(self, seq: int, causal: bool = True) -> int:
+        """None are counted."""
+        return 0
+
+
+Operation = Linear | AttentionCore | Elementwise
