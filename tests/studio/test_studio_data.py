@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
-from shardwise.layout import Layout, Workload
+from shardwise.layout import Layout, Workload, pipeline
 from shardwise.model.catalog import catalog, get
 from shardwise.predict import estimate
 from shardwise.predict.generation.comparison import Asked, compare
@@ -144,6 +144,28 @@ def test_a_bubble_is_left_out_where_a_schedule_cannot_be() -> None:
         if bubble is not None:
             alone = {"a": "dualpipe-v", "b": "none", "ranks": "4", "micro": str(micro)}
             assert [bubble] == pipelines.data(alone).tables["compared"].columns["bubble of the total"]
+
+
+@pytest.mark.parametrize(("schedule", "virtual"), [("1f1b", 1), ("interleaved", 2), ("gpipe", 1)])
+def test_the_moments_of_a_huge_batch_are_those_of_its_steady_state(
+    schedule: str, virtual: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+
+    def training(layout: Layout, tied: bool, count: int) -> object:
+        made.append(count)
+        return build(layout, tied, count)
+
+    build = pipeline.training
+    monkeypatch.setattr(pipeline, "training", training)
+    given = {"model": "llama-3-8b", "cluster": "4xH100", "pp": "4", "batch": str(1 << 20), "place": "1"}
+    view = memory.data(given | {"schedule": schedule, "virtual": str(virtual)})
+    moments = view.tables["moments"].columns
+    assert max(made) < 100
+    assert moments["moment"][-1] == "optimizer" and moments["to"][-1] > 0, "a whole step, with times"
+    if schedule != "gpipe":
+        assert max(moments["together"]) == view.tables["devices"].columns["peak"][1]
+    assert "repeat its steady state" in " ".join(view.how["moments"].steps)
 
 
 def test_what_would_fit_is_estimate_again() -> None:

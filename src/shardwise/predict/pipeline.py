@@ -94,10 +94,13 @@ class Moment(NamedTuple):
         return self.gradients + self.comm + self.rest
 
 
-def moments(plan: UnitPlan) -> Iterator[tuple[Moment, Moment]]:
+def moments(plan: UnitPlan, lasting: int | None = None) -> Iterator[tuple[Moment, Moment]]:
     """(the fullest moment while it is done, what there is after it) of each action at which bytes come or go, and of
-    the optimizer. The fullest of all is `held_by_actions`'s peak."""
-    rank = _Rank(plan)
+    the optimizer. The fullest of all is `held_by_actions`'s peak.
+
+    lasting: bytes of the step's inputs; None for those of `plan`.
+    """
+    rank = _Rank(plan, lasting)
     for place, action in enumerate(plan.actions):
         rank.forget()
         rank.do(action)

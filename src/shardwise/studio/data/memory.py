@@ -223,17 +223,24 @@ def _words(when: str, part: str) -> str:
 
 def _through_pipeline(plan: UnitPlan) -> list[Moment]:
     """A rank of a pipeline: the fullest moment of each of its actions, and what is there while it waits."""
-    names, spans = [*map(str, plan.actions), "optimizer"], _spans(plan)
-    phases = [_PHASES.get(action.kind, "") for action in plan.actions] + ["optimizer"]
+    drawn = _drawn(plan)
+    names, spans = [*map(str, drawn.actions), "optimizer"], _spans(drawn)
+    phases = [_PHASES.get(action.kind, "") for action in drawn.actions] + ["optimizer"]
     found: list[Moment] = []
     left, now = (0, 0, 0), 0.0
-    for full, after in islice(moments(plan), MOST_MOMENTS):
+    for full, after in islice(moments(drawn, inputs(plan, Sizes.of(plan))), MOST_MOMENTS):
         start, end = spans[full.place] if spans else (0.0, 0.0)
         if start > now and end > start:
             found.append(Moment("waits", "waits", *left, now, start))
         found.append(Moment(names[full.place], phases[full.place], full.gradients, full.comm, full.rest, start, end))
         left, now = (after.gradients, after.comm, after.rest), max(now, end)
     return found
+
+
+def _drawn(plan: UnitPlan) -> UnitPlan:
+    """The plan of the step that is drawn: where the whole has too many actions, the short one with its steady state."""
+    many = len(plan.short.actions) * plan.micro_batches > MOST_MOMENTS * plan.short.micro_batches
+    return plan.short if many else plan
 
 
 def _spans(plan: UnitPlan) -> list[tuple[float, float]] | None:
@@ -285,6 +292,12 @@ def _how_moments(plan: UnitPlan, command: str) -> How:
             "Time: the schedule simulated, where a forward on a rank takes 1, and so do its gradients of inputs and of "
             "weights (Pipelines has other times).",
         ]
+        if (drawn := _drawn(plan).micro_batches) < plan.micro_batches:
+            assert plan.steady
+            more = (
+                "; with all of them it holds more activations" if plan.steady.grows else ", and the highest is the same"
+            )
+            lines.append(f"{drawn} of {plan.micro_batches} micro-batches: the others repeat its steady state{more}.")
     else:
         lines = [
             "One column a moment at which something large comes or goes: each part's forward, the loss, each part's "
