@@ -13,8 +13,9 @@ from shardwise.model import ModelConfig
 from shardwise.model.catalog import get
 from shardwise.model.config import Experts
 from shardwise.predict.search import Space, price_one, search
+from shardwise.predict.search.exact import HIGH, Exact
 from shardwise.predict.search.fitting import Memory
-from shardwise.predict.search.ranking import blocks
+from shardwise.predict.search.ranking import Listing, blocks
 from shardwise.predict.search.shortfall import usable_bytes
 from shardwise.predict.time import Pricing, engine
 
@@ -118,3 +119,19 @@ def test_overlapping_more_is_among_the_variants():
     plain, varied = (search(space, pricing, top=1, overlaps=overlaps) for overlaps in (False, True))
     assert varied.considered > plain.considered == space.size
     assert varied.best[0].seconds <= plain.best[0].seconds
+
+
+def test_a_pipeline_that_the_closed_form_puts_too_high_is_listed():
+    """What fits by its exact bytes is ranked as if the closed form's were these."""
+    model, cluster, workload = get("llama-3-70b"), Cluster.parse("2x8xH100"), Workload(4096, 64)
+    fixed = {"pp": 2, "tp": 2, "zero": 3, "micro": 2, "recompute": "full"}
+    space = Space(model, cluster, workload, engine("shardwise"), fixed)
+    usable = usable_bytes(cluster)
+    assert not search(space, Pricing(cluster), usable=usable).best, "by the closed form none fits"
+    found, wide = (
+        search(space, Pricing(cluster), usable=usable, listing=Listing(Exact(model, workload, cluster), slack))
+        for slack in (1.0, HIGH)
+    )
+    assert found.best and [one.layout for one in found.best] == [one.layout for one in wide.best]
+    assert found.fitting >= len(found.best)
+    assert all(one.held.total <= usable for one in found.best)

@@ -35,8 +35,10 @@ def plan_tables(plan: Plan) -> Iterator[RenderableType]:
     )
     if plan.none_runs:
         yield f"None of these run here yet: {plan.none_runs}; --engine NAME plans for other software"
+    # Of pipelines, those that fit are counted in closed form; without one that is exact.
+    about = "about " if plan.cluster.devices > 1 else ""
     yield (
-        f"{plan.considered:,} layouts{_runs(plan)}, {plan.fitting:,} fit in {format_bytes(plan.usable)} "
+        f"{plan.considered:,} layouts{_runs(plan)}, {about}{plan.fitting:,} fit in {format_bytes(plan.usable)} "
         f"per device; {_ORDERS[plan.by]}"
     )
     yield f"{plan.capacity}\n" if plan.capacity else ""

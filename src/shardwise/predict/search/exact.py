@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
+
+import numpy as np
 
 from shardwise.cluster import Cluster
 from shardwise.layout import Grid, Layout, Workload, unit_plan
@@ -16,6 +19,7 @@ from shardwise.model import ModelConfig
 from shardwise.predict.memory import predict_bytes
 from shardwise.predict.search.fitting import CLASSES, Held, Memory, places
 from shardwise.predict.search.pricing import Priced, frame_of
+from shardwise.predict.search.space import Frame
 from shardwise.report.step_report import Bytes
 
 LOW = 1.03
@@ -27,6 +31,15 @@ LOW_OTHERWISE = 1.2
 
 HIGH = 1.25
 """The closed form's bytes over a rank's, at most."""
+
+LEAST = {"1f1b": 0.98, "gpipe": 0.99, "zb-h1": 0.98, "interleaved": 0.92}
+"""Schedule -> a rank's bytes over those of the closed form, at least, with two micro-batches and more for each rank;
+`LEAST_OTHERWISE` with fewer, or where the embedding and the head are stages of their own."""
+
+LEAST_OF_MANY = 0.97
+"""The same of interleaved with 6 chunks a rank and more."""
+
+LEAST_OTHERWISE = 0.89
 
 
 class Exact:
@@ -49,6 +62,16 @@ class Exact:
             (self._over if found[0].total > usable else self._found)[layout] = found
             return found
         return self._found[layout]
+
+    def least(self, frame: Frame) -> Any:
+        """A candidate's bytes over those of the closed form, at least: an array of rows x 1 x orders, or a number."""
+        if frame.pp == 1 or not self.known:
+            return 1.0
+        if frame.bare:
+            return LEAST_OTHERWISE
+        of = [LEAST_OF_MANY if order.virtual >= 6 else LEAST[order.schedule] for order in frame.orders]
+        usual = np.array(frame.counts)[:, None, None] >= 2 * frame.pp
+        return np.where(usual, np.array(of), LEAST_OTHERWISE)
 
     def priced(self, one: Priced) -> Priced:
         """A priced candidate with these bytes."""

@@ -30,7 +30,8 @@ class Block:
     """The candidates of one frame with one engine: arrays of the frame's shape.
 
     seconds: of a step, inf where one is not possible or does not fit. nbytes: of the fullest device, inf where one is
-    not possible. some: whether any fits. unlimited: seconds whether it fits or not, where that was asked for.
+    not possible. some: whether any fits, or may. unlimited: seconds whether it fits or not, where that was asked for.
+    near: `seconds`, and those of candidates that may fit although their bytes in closed form do not.
     """
 
     frame: Frame
@@ -38,17 +39,22 @@ class Block:
     seconds: Any
     nbytes: Any
     some: bool
-    unlimited: Any = None
+    unlimited: Any
+    near: Any
 
     def only(self, rows: Sequence[bool]) -> Block:
         """The block without the candidates of the other rows."""
         if all(rows):
             return self
         keep = np.array(rows)[:, None, None]
-        seconds, nbytes = (np.where(keep, figures, np.inf) for figures in (self.seconds, self.nbytes))
+        seconds, nbytes, near = (np.where(keep, figures, np.inf) for figures in (self.seconds, self.nbytes, self.near))
         unlimited = None if self.unlimited is None else np.where(keep, self.unlimited, np.inf)
-        some = self.some and bool(np.isfinite(seconds).any())
-        return replace(self, seconds=seconds, nbytes=nbytes, some=some, unlimited=unlimited)
+        some = self.some and bool(np.isfinite(near).any())
+        return replace(self, seconds=seconds, nbytes=nbytes, some=some, unlimited=unlimited, near=near)
+
+    def with_near(self) -> Block:
+        """The block with seconds of what may fit, too."""
+        return replace(self, seconds=self.near)
 
     def place(self, at: int) -> Place:
         """Where the candidate with this index in the flat arrays is."""
@@ -140,7 +146,7 @@ def search(
     places = [*best, *listed(first.rows(), "throughput" if by == "pareto" else by, 1, usable, listing)]
     priced = price_places(space, places, pricing, memory, listing)
     beyond = priced.pop() if len(places) > len(best) else None
-    return Found(tuple(priced), considered, fitting, beyond)
+    return Found(tuple(priced), considered, max(fitting, len(best)), beyond)
 
 
 def _once(
@@ -153,13 +159,16 @@ def _once(
     considered = fitting = 0
     reach = usable * listing.slack if listing else usable
     memory = Memory(space.model, space.workload, space.attention)
-    for shardings, block in blocks(space, memory, pricing, reach, overlaps, unlimited):
+    # Only in the order of time do those that may fit come among those that do, and are looked at.
+    nearest = listing.exact.least if listing and by == "throughput" else None
+    for shardings, block in blocks(space, memory, pricing, reach, overlaps, unlimited, nearest):
         rows = block.frame.runs_on(ranked or space.features)
         if ranked:
             first.offer(block)
         mine = block.only(rows)
         considered += shardings * sum(sum(of) for of, runs in zip(block.frame.possible, rows, strict=True) if runs)
-        for keeper in (best, *keepers):
+        best.offer(mine.with_near())
+        for keeper in keepers:
             keeper.offer(mine)
         if mine.some:
             fitting += int(np.count_nonzero(np.isfinite(mine.seconds) & (mine.nbytes <= usable)))
@@ -194,9 +203,11 @@ def price_places(
 
 
 def blocks(
-    space: Space, memory: Memory, pricing: Pricing, usable: float, overlaps: bool = False, unlimited: bool = False
-) -> Iterator[tuple[int, Block]]:
-    """(how many shardings count, the block) for all blocks of a space."""
+    space: Space, memory: Memory, pricing: Pricing, usable: float, overlaps: bool = False, unlimited: bool = False,
+    least: Callable[[Frame], Any] | None = None,
+) -> Iterator[tuple[int, Block]]:  # fmt: skip
+    """(how many shardings count, the block) for all blocks of a space. least: what a device needs of the bytes in
+    closed form, at least; so much of a candidate's has to be usable for it to be `near`."""
     prices = Prices(space.model, space.workload, space.attention, pricing, space.frames)
     for frame in space.frames:
         possible = np.array(frame.possible)[:, None, :]
@@ -204,7 +215,8 @@ def blocks(
         variants = list(distinct(frame, space.engine)) if overlaps else [(space.engine, frame.shardings)]
         for engine, shardings in variants:
             fits = (nbytes <= usable) & _chosen(frame, shardings) & possible
-            some = bool(fits.any())
+            near = ((nbytes * least(frame) <= usable) & _chosen(frame, shardings) & possible) if least else fits
+            some = bool(near.any())
             seconds = prices.seconds(frame, engine) if some or unlimited else np.inf
             yield (
                 len(shardings),
@@ -215,6 +227,7 @@ def blocks(
                     nbytes,
                     some,
                     np.where(possible, seconds, np.inf) if unlimited else None,
+                    np.where(near, seconds, np.inf),
                 ),
             )
 
