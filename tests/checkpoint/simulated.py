@@ -11,7 +11,8 @@ import numpy as np
 
 from shardwise.checkpoint import Checkpoint, Entry, Manifest, PartRecord, TensorSpec, commit, needs, write_part, writes
 from shardwise.errors import UserError
-from shardwise.layout import Grid, Layout, Workload, check, unit_plan
+from shardwise.layout import Layout, Mesh, Workload, check, unit_plan
+from shardwise.layout.mesh import SHARD
 from shardwise.layout.placement import Placed
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import parameters
@@ -70,7 +71,7 @@ def local_of(placed: Placed, values: np.ndarray) -> np.ndarray:
 
 def units_of(model: ModelConfig, layout: Layout, rank: int, state: Arrays, kind: str) -> dict[str, np.ndarray]:
     """Unit -> the interval of its flat buffer that the rank holds."""
-    shard = Grid.of(layout, model).coordinates(rank)["shard"]
+    shard = Mesh.of(layout, model).index(SHARD, rank)
     held = {}
     for unit in unit_plan(model, layout, Workload(), rank=rank).units:
         flat = np.concatenate([local_of(p, state[f"{kind}/{p.name}"]).reshape(-1) for p in unit.placed])
@@ -81,7 +82,7 @@ def units_of(model: ModelConfig, layout: Layout, rank: int, state: Arrays, kind:
 
 def starts_of(model: ModelConfig, layout: Layout, rank: int) -> dict[str, int]:
     """Unit -> where the rank's interval begins in its flat buffer."""
-    shard = Grid.of(layout, model).coordinates(rank)["shard"]
+    shard = Mesh.of(layout, model).index(SHARD, rank)
     return {u.name: shard * u.shard_numel for u in unit_plan(model, layout, Workload(), rank=rank).units}
 
 

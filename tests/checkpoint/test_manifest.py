@@ -111,7 +111,7 @@ def test_the_limit_of_memory_works():
 
 
 def test_thousands_of_changed_manifests(checkpoint):
-    count, rng = (10_000, random.Random(3)) if EVERYTHING else (4_000, random.Random(seed()))
+    count, rng = (10_000, random.Random(3)) if EVERYTHING else (2_000, random.Random(seed()))
     path = checkpoint.folder / NAME
     original = path.read_bytes()
     refused = 0

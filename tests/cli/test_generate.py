@@ -21,7 +21,8 @@ from harness.processes import alive, children
 from harness.today import EVERYTHING
 from shardwise.cli import generate as generating
 from shardwise.cli.main import main
-from shardwise.layout import Grid, Layout
+from shardwise.layout import Layout, Mesh
+from shardwise.layout.mesh import DP
 from shardwise.model import ModelConfig
 from shardwise.report import StepReport
 from shardwise.report.step_report import Bytes
@@ -142,9 +143,9 @@ def test_a_turn_has_the_tokens_and_rows_of_each_data_rank_once(
 ) -> None:
     model = ModelConfig("m", vocab=50, hidden=32, layers=4, heads=4, kv_heads=2, ffn=48, max_positions=64)
     job = ServingJob(model, Layout.parse(layout), str(tmp_path), prompts=prompts)
-    grid = Grid.of(job.layout, model)
+    mesh = Mesh.of(job.layout, model)
     for rank in range(job.layout.ranks):
-        tokens = 2 if prompts == "own" and grid.coordinates(rank)["dp"] else 3
+        tokens = 2 if prompts == "own" and mesh.index(DP, rank) else 3
         note = Note(1, "prefill", tokens, 1, 0.5, 0.0, 0, Bytes(), (), ())
         notes_file(tmp_path, rank).write_text(note.to_line())
     _, report = next(reports(job, tmp_path))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import shardwise
+from harness.today import some_of
 from shardwise.cli.main import main
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload, check_runnable
@@ -137,7 +138,7 @@ def test_a_degree_that_no_layout_has_is_not_blamed_on_memory(find, capsys):
     assert "no layout with cp=3" in told and "leave cp free" in told and "does not fit" not in told
 
 
-@pytest.mark.parametrize("find", ["sequence", "batch", "scaling", "cluster"])
+@pytest.mark.parametrize("find", some_of(["sequence", "batch", "scaling", "cluster"], 2, "what plan finds"))
 def test_what_train_refuses_of_what_is_found_is_said(find, capsys):
     refusal = "not runnable by `train` yet: context parallelism"
     asked = [*SMALL, "--find", find, *(["--tokens", "20B", "--deadline", "1"] if find == "cluster" else [])]
@@ -222,7 +223,7 @@ def test_estimate_and_plan_use_one_capacity(capsys):
     on = ["--cluster", "8x8xH100", "--seq", "8192", "--batch", "1024"]
     cut = "dp=2,tp=4,pp=8,zero=1,sp,recompute=selective"
     assert main(["plan", "llama-3-70b", *on, "--fix", f"{cut},micro=1,schedule=1f1b"]) == 2
-    assert "needs 84.2 GB per device, but 83.0 GB are usable (85.0 GB less 2.00 GB reserved)" in capsys.readouterr().err
+    assert "needs 84.1 GB per device, but 83.0 GB are usable (85.0 GB less 2.00 GB reserved)" in capsys.readouterr().err
     assert main(["estimate", "llama-3-70b", *on, "--layout", cut]) == 0
     out = capsys.readouterr().out
     assert (

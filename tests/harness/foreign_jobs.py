@@ -18,7 +18,8 @@ from harness.jobs import _errors, build
 from harness.oracles import _decoder, _whole
 from harness.reference import Case, global_batch, make_batch
 from shardwise.checkpoint import Checkpoint
-from shardwise.layout import Grid, Layout
+from shardwise.layout import Layout, Mesh
+from shardwise.layout.mesh import DP, TP
 from shardwise.model.parameters import parameters
 from shardwise.runtime.checkpointing import restore
 from shardwise.runtime.optimizer import learning_rate
@@ -117,7 +118,8 @@ class Going:
 def go_on(rank: int, payload: tuple[Case, Layout, list[Going]]) -> list[tuple[float, list[float]]]:
     """For each: (the squared distance of all that this rank has loaded from what it should be, losses of the steps)."""
     case, layout, sources = payload
-    at = Grid.of(layout, case.model).coordinates(rank)
+    mesh = Mesh.of(layout, case.model)
+    data_rank, tp_rank = mesh.index(DP, rank), mesh.index(TP, rank)
     share = case.workload.batch // layout.dp
     found = []
     for source in sources:
@@ -132,9 +134,9 @@ def go_on(rank: int, payload: tuple[Case, Layout, list[Going]]) -> list[tuple[fl
         losses = []
         for step, (rows, lr) in enumerate(zip(source.rows, source.lrs, strict=True), position.step):
             batches = []
-            for start in range(at["dp"] * share, (at["dp"] + 1) * share, layout.micro):
+            for start in range(data_rank * share, (data_rank + 1) * share, layout.micro):
                 part = {name: tensor[start : start + layout.micro].clone() for name, tensor in rows.items()}
-                batches.append((stream_view(make_batch(case, part, step), layout, at["tp"]), part["targets"]))
+                batches.append((stream_view(make_batch(case, part, step), layout, tp_rank), part["targets"]))
             losses.append(program.step(batches, lr)[0])
         found.append((apart, losses))
     return found

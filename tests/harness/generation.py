@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.layout import Grid
+from shardwise.layout import Mesh
+from shardwise.layout.mesh import DP, PP, TP
 from shardwise.report.step_report import LedgerRow
 from shardwise.runtime.setup import make_comms
 from shardwise.serving.attention import Rows
@@ -86,9 +87,10 @@ def generate(rank: int, script: Script) -> Seen:
     weights.read = counted  # type: ignore[method-assign]
     generator.load(weights)
     seen.share = generator.parameter_bytes
-    at = Grid.of(job.layout, job.model).coordinates(rank)
-    first = at["tp"] == at["pp"] == 0 and at["dp"] < job.replicas
-    lockstep = Lockstep(generator, _hearing(script.asked.get(at["dp"], {})) if first else None)
+    mesh = Mesh.of(job.layout, job.model)
+    replica = mesh.index(DP, rank)
+    first = mesh.index(TP + PP, rank) == 0 and replica < job.replicas
+    lockstep = Lockstep(generator, _hearing(script.asked.get(replica, {})) if first else None)
     run(lockstep, seen)
     seen.reserved = generator.cache_bytes
     dist.barrier()

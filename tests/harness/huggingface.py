@@ -12,7 +12,8 @@ from torch import Tensor
 
 from shardwise.checkpoint.huggingface import open_weights
 from shardwise.decoder import Batch
-from shardwise.layout import Grid, Layout, Workload, unit_plan
+from shardwise.layout import Layout, Mesh, Workload, unit_plan
+from shardwise.layout.mesh import DP, TP
 from shardwise.model import ModelConfig
 from shardwise.runtime.checkpointing import Position, Saver, start_from
 from shardwise.runtime.config import OptimizerConfig
@@ -83,17 +84,18 @@ def load_train_save(rank: int, payload: tuple[Path, ModelConfig, Layout, Path]) 
     plan = unit_plan(model, layout, Workload(seq=SEQ, batch=BATCH), rank=rank)
     program = Program(plan, comms, OptimizerConfig(lr=1e-2), _nothing, torch.device("cpu"))
     start_from(program, open_weights(source, model))
-    at = Grid.of(layout, model).coordinates(rank)
-    before = _logits(program, at["tp"])
+    mesh = Mesh.of(layout, model)
+    tp_rank = mesh.index(TP, rank)
+    before = _logits(program, tp_rank)
     for step in range(STEPS):
-        rows = tokens(step).chunk(layout.dp)[at["dp"]]
-        program.step([_micro_batch(row, layout, at["tp"]) for row in rows.split(layout.micro)], 1e-2)
+        rows = tokens(step).chunk(layout.dp)[mesh.index(DP, rank)]
+        program.step([_micro_batch(row, layout, tp_rank) for row in rows.split(layout.micro)], 1e-2)
     saver = Saver(
         program, out, seed=0, about={"model": model.to_json(), "layout": str(layout)}, keep=0, later=False, timeout=60
     )
     saver.save(Position(STEPS, STEPS * BATCH, program.optimizer.steps))
     start = program.vocabulary[0]
-    after = _logits(program, at["tp"])
+    after = _logits(program, tp_rank)
     dist.barrier()
     return RankResult(before, after, (start, min(start + after.shape[-1], model.vocab)))
 

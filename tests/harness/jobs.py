@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from harness.reference import Case, Outcome, global_batch, make_batch, values
-from shardwise.layout import Grid, Layout, unit_plan
+from shardwise.layout import Layout, Mesh, unit_plan
+from shardwise.layout.mesh import DP, TP
 from shardwise.layout.units import Backend
 from shardwise.report import Role
 from shardwise.report.step_report import Bytes
@@ -134,14 +135,12 @@ def _recorded(
 
 def micro_batches(case: Case, layout: Layout, rank: int, step: int) -> list[tuple[Any, torch.Tensor]]:
     """This rank's share of a step: sequence i of the global batch goes to data rank i // (batch / dp)."""
-    data = Grid.of(layout, case.model).coordinates(rank)["dp"]
+    data = Mesh.of(layout, case.model).index(DP, rank)
     every = global_batch(case, step)
     share = case.workload.batch // layout.dp
     result = []
     for start in range(data * share, (data + 1) * share, layout.micro):
         rows = {name: tensor[start : start + layout.micro].clone() for name, tensor in every.items()}
         batch = make_batch(case, rows, step)
-        result.append(
-            (stream_view(batch, layout, Grid.of(layout, case.model).coordinates(rank)["tp"]), rows["targets"])
-        )
+        result.append((stream_view(batch, layout, Mesh.of(layout, case.model).index(TP, rank)), rows["targets"]))
     return result

@@ -7,31 +7,33 @@ are percents of a peak. Here a token has 72 to 384 of them, as little as keeps a
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 from harness import pipelines, space
 from harness.space import MODELS
 from shardwise.errors import UserError
-from shardwise.layout import Grid, Layout, UnitPlan, Workload, check_runnable, unit_plan
+from shardwise.layout import Layout, Mesh, UnitPlan, Workload, check_runnable, unit_plan
 from shardwise.layout.units import Backend
 from shardwise.model import ModelConfig
 
 WIDER = (3, 5, 8)
 """How many times as wide as in `space.py` a model is."""
+EXACT = ("parameters", "gradients", "optimizer", "saved", "comm")
+"""Classes of bytes whose prediction equals the dry run."""
 KEYS = ("dp", "tp", "zero", "sp", "recompute", "attention", "micro", "order")
 
 
-def pairs(generator: random.Random) -> Iterator[tuple[UnitPlan, int]]:
-    """(plan, rank), without end: of a rank on a place of the pipeline drawn at random."""
+def pair(seed: int, index: int) -> tuple[UnitPlan, int]:
+    """(plan, rank) number `index` of those that `seed` draws: of a rank on a random place of its pipeline."""
+    generator = random.Random(f"{seed} {index}")
     while True:
         try:
             model, layout, workload = _drawn(generator)
             check_runnable(layout, model, workload)
         except UserError:
             continue
-        rank = Grid.of(layout, model).rank(pp=generator.randrange(layout.pp), dp=0, cp=0, tp=0)
+        rank = Mesh.of(layout, model).rank(pp=generator.randrange(layout.pp))
         backend: Backend = generator.choice(("shared", "shared", "gloo"))
-        yield unit_plan(model, layout, workload, rank=rank, backend=backend), rank
+        return unit_plan(model, layout, workload, rank=rank, backend=backend), rank
 
 
 def _drawn(generator: random.Random) -> tuple[ModelConfig, Layout, Workload]:
@@ -51,7 +53,7 @@ def _drawn(generator: random.Random) -> tuple[ModelConfig, Layout, Workload]:
         layers = generator.randrange(1, 5)
     micro_batches = generator.choice((1, 2, 3, 4, 6, 8) if piped else (1, 2, 3))
     batch = layout.dp * layout.micro * micro_batches
-    workload = Workload(generator.choice((12, 64, 128)), batch, isolate_documents=generator.random() < 0.25)
+    workload = Workload(generator.choice((12, 64, 128, 192)), batch, isolate_documents=generator.random() < 0.25)
     return model.replace(layers=layers), layout, workload
 
 

@@ -12,7 +12,7 @@ from harness.reference import BF16_STEPS, STEPS, Case
 from harness.space import MODELS, SEQ, WORLDS, Point, covering, stratified
 from harness.today import EVERYTHING, seed
 from shardwise.errors import UserError
-from shardwise.layout import Grid, Layout, UnitPlan, Workload, check_runnable, unit_plan
+from shardwise.layout import Layout, Mesh, UnitPlan, Workload, check_runnable, unit_plan
 from shardwise.layout.units import Backend
 
 POOL = 1500
@@ -93,7 +93,7 @@ def long_cases(generator: random.Random, count: int) -> Iterator[tuple[UnitPlan,
         if layout.schedule == "interleaved":
             batch = batch // (layout.dp * layout.micro * layout.pp) * layout.dp * layout.micro * layout.pp
         place = generator.randrange(layout.pp)
-        rank = Grid.of(layout, model).rank(pp=place, dp=0, cp=0, tp=0)
+        rank = Mesh.of(layout, model).rank(pp=place)
         backend: Backend = generator.choice(("shared", "gloo", "nccl"))
         yield unit_plan(model, layout, replace(workload, batch=batch), rank=rank, backend=backend), place
         count -= 1

@@ -15,7 +15,8 @@ from harness.jobs import build
 from harness.reference import SEED, Case, step_key
 from shardwise.checkpoint import Checkpoint
 from shardwise.data import Sampler
-from shardwise.layout import Grid, Layout
+from shardwise.layout import Layout, Mesh
+from shardwise.layout.mesh import DP
 from shardwise.runtime.batches import Batches
 from shardwise.runtime.checkpointing import Position, Saver, restore
 from shardwise.runtime.optimizer import learning_rate
@@ -99,7 +100,7 @@ class _Runner:
             return plain(indices)
 
         sampler.batch = noted  # type: ignore[method-assign, assignment]
-        data_rank = Grid.of(layout, case.model).coordinates(rank)["dp"]
+        data_rank = Mesh.of(layout, case.model).index(DP, rank)
         self.batches = Batches(self.program.plan, sampler, data_rank, torch.device("cpu"))
 
     def train(self, until: int) -> None:

@@ -20,10 +20,11 @@ from torch import Tensor
 from harness.space import MODELS
 from shardwise.errors import UserError
 from shardwise.layout import Layout
+from shardwise.layout.mesh import DATA
 from shardwise.runtime.setup import make_comms
 from shardwise.runtime.transport import Mail, SharedTransport
 from shardwise.runtime.transport.adding import Target
-from shardwise.runtime.transport.shared import SLOTS, TWO_SHOT_FROM
+from shardwise.runtime.transport.shared import MESSAGES, SLOTS, TWO_SHOT_FROM
 from shardwise.schedule import build
 
 TIMEOUT = 20.0
@@ -154,8 +155,7 @@ def mailed(rank: int, sizes: list[int]) -> int:
     """A header and a message of each size from the first rank to the last, one at a time; the bytes of all segments
     that this rank has made for messages."""
     transport = _world()
-    assert dist.group.WORLD is not None
-    mail = Mail(transport, dist.group.WORLD, TIMEOUT)
+    mail = Mail(transport, MESSAGES)
     ring = mail.shared_bytes
     for n in sizes:
         for x in (torch.tensor([n, 1]), torch.arange(n, dtype=torch.uint8)):
@@ -220,7 +220,7 @@ def limited(rank: int, payload: tuple[int, str]) -> Said:
     try:
         comms = make_comms(Layout(dp=2), MODELS["llama"], rank, timeout=TIMEOUT, transport=transport)
         x = torch.ones(40 << 20)
-        comms.all_reduce(x, "data", "test")
+        comms.all_reduce(x, DATA, "test")
         return Said(comms.backend, "", float(x.mean()))
     except UserError as error:
         return Said("", str(error), 0.0)

@@ -17,6 +17,7 @@ from harness.jobs import RankOutcome, Training, build, micro_batches, train
 from harness.reference import Case, Outcome, dtype_of, global_batch, make_batch, values
 from shardwise.decoder import Decoder
 from shardwise.layout import Layout
+from shardwise.layout.mesh import DATA
 from shardwise.layout.placement import width_held
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import parameters
@@ -144,7 +145,7 @@ def small_pieces(rank: int, payload: tuple[Layout, str]) -> list[Tensor]:
     found = []
     for out, adds in ((torch.empty(3), False), (torch.ones(3), True), (torch.empty(3).bfloat16(), False)):
         full = torch.full((layout.dp * 3,), 256.0 if rank == 0 else 1.0, dtype=torch.bfloat16)
-        comms.reduce_scatter(full, "data", "test", lambda out=out, adds=adds: Target(out, adds)).wait()
+        comms.reduce_scatter(full, DATA, "test", lambda out=out, adds=adds: Target(out, adds)).wait()
         found.append(out)
     return found
 

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwise.layout import Grid, Layout
+from shardwise.layout import Layout, Mesh
+from shardwise.layout.mesh import DP, PP, TP
 from shardwise.model import ModelConfig
 from shardwise.report.step_report import LedgerRow
 from shardwise.runtime.measure import _Storages
@@ -83,9 +84,10 @@ def follow(rank: int, script: Script) -> Followed:
     comms = make_comms(job.layout, job.model, rank, timeout=60.0)
     generator = Generator(job, comms, rank, torch.device("cpu"))
     generator.load(Small())
-    at = Grid.of(job.layout, job.model).coordinates(rank)
-    first = at["tp"] == at["pp"] == 0 and at["dp"] < job.replicas
-    mine = dict(script.asked.get(at["dp"], {}))
+    mesh = Mesh.of(job.layout, job.model)
+    replica = mesh.index(DP, rank)
+    first = mesh.index(TP + PP, rank) == 0 and replica < job.replicas
+    mine = dict(script.asked.get(replica, {}))
     number, heard = 0, 0
 
     def hear(idle: bool) -> list[Asked]:

@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 from harness.jobs import build, micro_batches
 from harness.reference import Case
-from shardwise.layout import Grid, Layout
+from shardwise.layout import Layout, Mesh
+from shardwise.layout.mesh import named
 from shardwise.report.step_report import LedgerRow
 
 Seen = Counter[tuple[str, tuple[int, ...], int, str]]
@@ -72,8 +73,10 @@ def watch(rank: int, payload: tuple[Case, Layout, bool]) -> tuple[tuple[LedgerRo
 
 def realised(case: Case, layout: Layout, rank: int, ledger: tuple[LedgerRow, ...]) -> Seen:
     """What a witness must see if `ledger` is complete and true."""
-    grid = Grid.of(layout, case.model)
+    mesh = Mesh.of(layout, case.model)
     seen: Seen = Counter()
     for row in ledger:
-        seen[REALISED_AS[row.op], tuple(sorted(grid.group(row.axes, rank))), row.elements, row.dtype] += row.count
+        seen[REALISED_AS[row.op], tuple(sorted(mesh.group(named(row.axes), rank))), row.elements, row.dtype] += (
+            row.count
+        )
     return seen

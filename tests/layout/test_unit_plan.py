@@ -9,6 +9,7 @@ from hypothesis import given, settings
 
 from harness.strategies import split_models
 from shardwise.layout import Layout, UnitPlan, Workload, unit_plan
+from shardwise.layout.mesh import KV, TP
 from shardwise.layout.placement import Placed, place
 from shardwise.layout.units import Unit
 from shardwise.model import ModelConfig
@@ -80,23 +81,24 @@ def test_offsets_and_spans_tile_a_unit(split: Split) -> None:
         assert unit.spans[-1].stop == unit.numel
         for offset, p in zip(unit.offsets, unit.placed, strict=True):
             (span,) = [s for s in unit.spans if s.start <= offset < s.stop]
-            assert (span.replicas, span.decay) == (p.replicas, p.parameter.decay)
+            assert (span.replicas, span.decay, span.sum_over) == (p.replicas, p.parameter.decay, p.sum_over)
 
 
 @given(split_models())
 def test_gradients_to_be_summed_lie_together(split: Split) -> None:
     model, layout, _ = split
     for unit in plan_of(split).units:
-        for axis in ("kv", "tp"):
-            start, stop = unit.grad_sum(axis)
-            for offset, p in zip(unit.offsets, unit.placed, strict=True):
-                assert (start <= offset < stop) == (p.grad_sum == axis), p.name
+        assert [axes for *_, axes in unit.partial_sums] in ([], [KV], [TP], [KV, TP])
+        for offset, p in zip(unit.offsets, unit.placed, strict=True):
+            assert [axes for start, stop, axes in unit.partial_sums if start <= offset < stop] == (
+                [p.sum_over] if p.sum_over else []
+            ), p.name
     cuts = {p.name: p.cut for p in parameters(model)}
-    summed = {p.name: p.grad_sum for unit in plan_of(split).units for p in unit.placed}
-    for name, axis in summed.items():
-        if axis == "tp":
+    summed = {p.name: p.sum_over for unit in plan_of(split).units for p in unit.placed}
+    for name, axes in summed.items():
+        if axes == TP:
             assert layout.tp > 1 and (layout.sp or "attention.q_norm" in name or "attention.k_norm" in name)
-        assert (axis == "kv") == (cuts[name] == "kv" and layout.tp > model.kv_heads)
+        assert (axes == KV) == (cuts[name] == "kv" and layout.tp > model.kv_heads)
 
 
 @given(split_models())
@@ -125,8 +127,8 @@ def test_whatever_a_part_reads_is_in_its_slot(split: Split) -> None:
     for step in steps:
         assert [(u.kind, u.part) for u in step] == [(u.kind, u.part) for u in plan.uses()]
         for use in step:
-            for name in use.gathers:
-                unit = plan.by_name[name]
+            for gather in use.gathers:
+                unit = plan.by_name[gather.unit]
                 assert resident.get(unit.slot) != unit, "gathered although resident"
                 assert unit.padded <= plan.slots[unit.slot]
                 resident[unit.slot] = unit

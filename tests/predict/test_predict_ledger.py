@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 
 from harness.strategies import split_models
-from shardwise.layout import Grid, Layout, UnitPlan, Workload, unit_plan
+from shardwise.layout import Layout, Mesh, UnitPlan, Workload, unit_plan
+from shardwise.layout.mesh import named
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import count
 from shardwise.predict.ledger import predict_ledger
@@ -109,9 +110,9 @@ def test_rows_are_sorted_distinct_and_span_more_than_one_rank(split: tuple[Model
     ledger = predict_ledger(UnitPlan(*split, 0, "gloo"))
     keys = Counter((r.phase, r.op, r.axes, r.unit, r.dtype, r.elements) for r in ledger)
     assert list(ledger) == sorted(ledger) and set(keys.values()) <= {1}
-    grid = Grid.of(layout, model)
+    mesh = Mesh.of(layout, model)
     for row in ledger:
-        assert row.count > 0 and row.elements > 0 and grid.size(row.axes) > 1
+        assert row.count > 0 and row.elements > 0 and mesh.size(named(row.axes)) > 1
     assert (ledger == ()) == (layout.ranks == 1)
 
 

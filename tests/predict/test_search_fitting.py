@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from shardwise.cluster import Cluster
-from shardwise.layout import Grid, Layout, Workload, unit_plan
+from shardwise.layout import Layout, Mesh, Workload, unit_plan
 from shardwise.model.catalog import get
 from shardwise.predict.memory import predict_bytes
 from shardwise.predict.search import Space, price_one
@@ -47,9 +47,9 @@ def both(name: str, layout: Layout, workload: Workload | None = None):
     _, seq, batch = CASES[name]
     model, workload = get(name), workload or Workload(seq, batch)
     held = Memory(model, workload, layout.attention).of(frame_of(model, layout, workload))
-    grid = Grid.of(layout, model)
+    mesh = Mesh.of(layout, model)
     ends = {0, min(1, layout.pp - 1), layout.pp // 2, layout.pp - 1}
-    ranks = (grid.rank(pp=stage, dp=0, cp=0, tp=0) for stage in ends)
+    ranks = (mesh.rank(pp=stage) for stage in ends)
     exact = (predict_bytes(unit_plan(model, layout, workload, rank=rank, backend="nccl")) for rank in ranks)
     return held, max(exact, key=lambda each: each.total)
 

@@ -17,7 +17,7 @@ from harness.forked import context
 from harness.space import MODELS
 from harness.today import EVERYTHING, seed
 from shardwise.errors import LayoutError, UserError
-from shardwise.layout import Grid, Layout, UnitPlan, Workload, unit_plan
+from shardwise.layout import Layout, Mesh, UnitPlan, Workload, unit_plan
 from shardwise.model.catalog import get
 from shardwise.predict import estimate
 from shardwise.predict.memory import predict_bytes
@@ -151,8 +151,8 @@ def test_peaks_that_a_search_has_found_wrong() -> None:
     asked = []
     for name, changes, text, seq, count, documents, place in PEAKS:
         layout, model = Layout.parse(text), MODELS[name].replace(**SMALL, **changes)
-        workload, rank = Workload(seq, layout.dp * layout.micro * count, documents), Grid.of(layout, model).rank
-        at = rank(pp=place, dp=0, cp=0, tp=0)
+        workload, rank = Workload(seq, layout.dp * layout.micro * count, documents), Mesh.of(layout, model).rank
+        at = rank(pp=place)
         asked.append((unit_plan(model, layout, workload, rank=at), at))
     for (plan, _), role, case in zip(asked, dryrun._observe_all(asked), PEAKS, strict=True):
         predicted = predict_bytes(plan)

@@ -142,7 +142,7 @@ def test_a_rank_that_leaves_its_list_is_found():
 class NoComms:
     """A rank without peers."""
 
-    def index(self, axes: str) -> int:
+    def index(self, axes: tuple[str, ...]) -> int:
         return 1
 
 

@@ -27,6 +27,7 @@ from harness.today import some_of
 from harness.trap_jobs import plain_boundaries
 from shardwise.checkpoint import Checkpoint, diff
 from shardwise.layout import Layout, Workload, unit_plan
+from shardwise.layout.mesh import TP
 from shardwise.layout.placement import kv_heads_held, width_held
 from shardwise.model.parameters import parameters
 
@@ -254,7 +255,7 @@ def test_trap_10_no_boundary_is_a_partial_sum_in_disguise(point: Point) -> None:
 def test_trap_11_norm_weights_are_summed_over_tensor_ranks(point: Point) -> None:
     ranks = holds(point.case, point.layout)
     plan = unit_plan(point.case.model, point.layout, point.case.workload)
-    summed = {p.name for unit in plan.units for p in unit.placed if p.grad_sum == "tp"}
+    summed = {p.name for unit in plan.units for p in unit.placed if p.sum_over == TP}
     assert summed and all("norm" in name or name.endswith("bias") or "positions" in name for name in summed)
     for name in summed:
         assert all(any(piece[0] == name for piece in rank.pieces) for rank in ranks) or point.layout.zero

@@ -11,7 +11,9 @@ import torch
 from harness.pool import run_ranks
 from harness.today import EVERYTHING
 from harness.turn_jobs import Followed, Script, Seen
-from shardwise.layout import Grid, Layout, UnitPlan, Workload, unit_plan
+from shardwise.layout import Layout, Mesh, UnitPlan, Workload, unit_plan
+from shardwise.layout.mesh import DP, PP, SHARD, TP
+from shardwise.layout.units import Gather
 from shardwise.model import ModelConfig
 from shardwise.predict.generation.fit import Served, page_bytes, passing_bytes, weight_bytes
 from shardwise.predict.generation.turns import Turn, steady_gathers, turn_ledger
@@ -50,19 +52,14 @@ def asked(own: bool, replicas: int) -> dict[int, dict[int, list[Asked]]]:
     return {0: first, 1: second} if own and replicas > 1 else {0: first}
 
 
-def turns_of(rank: int, everyone: list[list[Seen]], layout: Layout, grid: Grid, own: bool) -> Iterator[Turn]:
+def turns_of(rank: int, everyone: list[list[Seen]], layout: Layout, mesh: Mesh, own: bool) -> Iterator[Turn]:
     """A rank's turns as `Turn`s. What the first rank of its replica heard reaches it in the turn of the same number."""
-    first = grid.group("tp" if own else "shard_tp", grid.rank(**grid_place(grid, rank), pp=0))[0]
+    first = mesh.group(TP if own else SHARD + TP, mesh.group(PP, rank)[0])[0]
     for index, one in enumerate(everyone[rank]):
         earlier = index - (layout.pp - 1)
         known = everyone[rank][earlier].rows if earlier >= 0 else 0
         phase = "prefill" if one.prefill else "decode"
         yield Turn(phase, one.tokens, one.rows, known, everyone[first][index].heard)
-
-
-def grid_place(grid: Grid, rank: int) -> dict[str, int]:
-    at = grid.coordinates(rank)
-    return {axis: at[axis] for axis in ("dp", "cp", "tp")}
 
 
 def without_phase(ledger: tuple[LedgerRow, ...]) -> Counter[tuple]:
@@ -88,17 +85,17 @@ def test_every_turn_moves_what_was_predicted(text, model, prompts):
         _check_bytes(one, unit_plan(model, layout, Workload(), rank=rank))
 
 
-def first_gathers(plan: UnitPlan) -> tuple[str, ...]:
-    """The units that the first turn gathers, which finds all slots empty."""
+def first_gathers(plan: UnitPlan) -> tuple[Gather, ...]:
+    """What the first turn gathers, which finds all slots empty."""
     first, _ = plan.generating_uses("decode")
-    return tuple(name for use in first for name in use.gathers) if plan.layout.stage == 3 else ()
+    return tuple(gather for use in first for gather in use.gathers) if plan.layout.stage == 3 else ()
 
 
 def _check_rank(rank: int, everyone: list[list[Seen]], model: ModelConfig, layout: Layout, own: bool) -> None:
-    plan, grid = unit_plan(model, layout, Workload(), rank=rank), Grid.of(layout, model)
-    in_step = [everyone[other] for other in grid.group("shard_tp_pp", rank)]
+    plan, mesh = unit_plan(model, layout, Workload(), rank=rank), Mesh.of(layout, model)
+    in_step = [everyone[other] for other in mesh.group(SHARD + TP + PP, rank)]
     gathered, decoded = first_gathers(plan), 0
-    turns = list(turns_of(rank, everyone, layout, grid, own))
+    turns = list(turns_of(rank, everyone, layout, mesh, own))
     for number, (one, turn) in enumerate(zip(everyone[rank], turns, strict=True)):
         # Where one of the ranks in step has something to do, all gather weights.
         predicted = turn_ledger(plan, turn, gathered if one.active else (), own)
@@ -107,7 +104,7 @@ def _check_rank(rank: int, everyone: list[list[Seen]], model: ModelConfig, layou
         assert {row.phase for row in one.ledger if row.unit.startswith("blocks.") and one.tokens} <= {turn.phase}
         gathered = steady_gathers(plan) if one.active else gathered
         decoded += turn.phase == "decode" and one.tokens > 0
-    assert decoded >= 3 or grid.coordinates(rank)["dp"] > 1
+    assert decoded >= 3 or mesh.index(DP, rank) > 1
 
 
 def _check_bytes(told: Followed, plan: UnitPlan) -> None:

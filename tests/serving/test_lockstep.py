@@ -26,7 +26,7 @@ class _Comms:
     def rest(self, resting: bool) -> None:
         self.resting = resting
 
-    def all_reduce(self, tensor: torch.Tensor, axes: str, unit: str, *, maximum: bool = False) -> None:
+    def all_reduce(self, tensor: torch.Tensor, axes: tuple[str, ...], unit: str, *, maximum: bool = False) -> None:
         self.waits.append((self.resting, unit))
 
 

@@ -90,7 +90,7 @@ def test_the_answers_slider_moves_its_figure_and_asks_nothing(visitor: Any, runs
     assert drawing["y"] - box["y"] < 240, "the slider is beside the curve that it moves"
 
 
-@pytest.mark.parametrize("view", some_of(CONTROLS, 3, "keyboard"))
+@pytest.mark.parametrize("view", some_of(CONTROLS, 2, "keyboard"))
 def test_keyboard_alone(visitor: Any, runs: Any, view: str) -> None:
     slider, choice = CONTROLS[view]
     page = visitor.open(address(view, STATES[view] | OPENED.get(view, {})))
@@ -107,7 +107,7 @@ def test_keyboard_alone(visitor: Any, runs: Any, view: str) -> None:
     assert visitor.table(first) == rows
 
 
-@pytest.mark.parametrize("view", some_of(CONTROLS, 3, "mouse"))
+@pytest.mark.parametrize("view", some_of(CONTROLS, 2, "mouse"))
 def test_mouse_alone(visitor: Any, runs: Any, view: str) -> None:
     slider, choice = CONTROLS[view]
     page = visitor.open(address(view, STATES[view] | OPENED.get(view, {})))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardwise.checkpoint.geometry import Piece, copy, full
-from shardwise.layout import Grid, Layout, UnitPlan, Workload, unit_plan
+from shardwise.layout import Layout, Mesh, UnitPlan, Workload, unit_plan
 from shardwise.layout.placement import Placed
 from shardwise.layout.units import Unit
 from shardwise.model import ModelConfig
@@ -52,33 +52,33 @@ class Held:
 
 def needs(model: ModelConfig, layout: Layout, rank: int) -> tuple[Held, ...]:
     """All that `rank` must load: its ZeRO interval of every unit, which at stage 0 is the whole unit."""
-    plan, at = _plan(model, layout, rank)
+    plan, mesh = _plan(model, layout, rank)
     found: list[Held] = []
     for unit in plan.units:
-        start = at["shard"] * unit.shard_numel
+        start = mesh.index(unit.shard, rank) * unit.shard_numel
         found += _held(unit, start, start + unit.shard_numel)
     return tuple(found)
 
 
 def writes(model: ModelConfig, layout: Layout, rank: int) -> tuple[Held, ...]:
     """What `rank` writes: over all ranks, every element of every parameter once."""
-    plan, at = _plan(model, layout, rank)
+    plan, mesh = _plan(model, layout, rank)
     found: list[Held] = []
     for unit in plan.units:
-        share = -(-unit.shard_numel // layout.replicate_ranks)
-        end = (at["shard"] + 1) * unit.shard_numel
-        start = at["shard"] * unit.shard_numel + at["replicate"] * share
+        share = -(-unit.shard_numel // mesh.size(unit.replicate))
+        end = (mesh.index(unit.shard, rank) + 1) * unit.shard_numel
+        start = mesh.index(unit.shard, rank) * unit.shard_numel + mesh.index(unit.replicate, rank) * share
         # Under a pipeline the last stage has a copy of a tied embedding, which the first one writes.
         runs = _held(
             unit, start, min(start + share, end),
-            lambda p: p.parameter.part in plan.parts and at["tp"] % p.replicas == 0,
+            lambda p: p.parameter.part in plan.parts and plan.tp_rank % p.replicas == 0,
         )  # fmt: skip
         found += (held for held in runs if held.stored.numel)
     return tuple(found)
 
 
-def _plan(model: ModelConfig, layout: Layout, rank: int) -> tuple[UnitPlan, dict[str, int]]:
-    return unit_plan(model, layout, Workload(), rank=rank), Grid.of(layout, model).coordinates(rank)
+def _plan(model: ModelConfig, layout: Layout, rank: int) -> tuple[UnitPlan, Mesh]:
+    return unit_plan(model, layout, Workload(), rank=rank), Mesh.of(layout, model)
 
 
 def _held(unit: Unit, start: int, stop: int, wanted: Callable[[Placed], bool] = lambda p: True) -> Iterator[Held]:

@@ -13,7 +13,8 @@ from itertools import chain
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from shardwise.layout import Grid
+from shardwise.layout import Mesh
+from shardwise.layout.mesh import DP, PP, SHARD
 from shardwise.predict.generation.comparison import Round, decode_round
 from shardwise.predict.generation.split import check_generation, plan_of
 from shardwise.predict.generation.volume import Volume, ring_volume
@@ -168,9 +169,9 @@ def _moved(job: ServingJob, noted: Noted, sequences: int, made: int) -> _Moved:
 def _full_rounds(job: ServingJob, noted: Noted, rank: int, sequences: int) -> list[list[Note]]:
     """The rank's notes of the turns, as many together as there are stages, in which each sequence of the ranks in step
     has one more token: others still read prompts, or are over for some."""
-    grid = Grid.of(job.layout, job.model)
-    in_step = grid.group("shard", rank) if job.replicas > 1 else (rank,)
-    places = [grid.coordinates(each)["dp"] for each in in_step] if job.replicas > 1 else [0]
+    mesh = Mesh.of(job.layout, job.model)
+    in_step = mesh.group(SHARD, rank) if job.replicas > 1 else (rank,)
+    places = [mesh.index(DP, each) for each in in_step] if job.replicas > 1 else [0]
     whole = sum(sequences // job.replicas + (place < sequences % job.replicas) for place in places)
     together = list(zip(*(noted[each] for each in in_step), strict=False))
     found: list[list[Note]] = []
@@ -187,7 +188,7 @@ def _full_rounds(job: ServingJob, noted: Noted, rank: int, sequences: int) -> li
 
 def _of_rank(job: ServingJob, rank: int, rounds: Sequence[Sequence[Note]]) -> tuple[Volume, float, float]:
     """(ring volume, collectives and messages, seconds of waiting) of a round, the mean."""
-    plan = plan_of(job.model, job.layout, Grid.of(job.layout, job.model).coordinates(rank)["pp"])
+    plan = plan_of(job.model, job.layout, Mesh.of(job.layout, job.model).index(PP, rank))
     notes = [note for each in rounds for note in each]
     rows = [row for note in notes for row in note.ledger]
     calls, waited = sum(row.count for row in rows), sum(note.waited for note in notes)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.timed import LEAST
-from shardwise.layout import Grid
+from shardwise.layout import Mesh
 from shardwise.predict.search.alternatives import Alternative
 from shardwise.predict.search.plan import Plan
 from shardwise.predict.search.runnable import OWN
@@ -48,8 +48,7 @@ def plan_tables(plan: Plan) -> Iterator[RenderableType]:
     yield from _beyond(plan)
     yield from plan.warnings
     yield ""
-    grid = Grid.of(winner.layout, plan.model)
-    ranks = tuple(sorted(grid.group("dp_cp_tp", grid.rank(pp=winner.place, dp=0, cp=0, tp=0))))
+    ranks = Mesh.of(winner.layout, plan.model).stage(winner.place)
     name = "all" if winner.layout.pp == 1 else f"fullest: stage {winner.place}"
     role = Role(name, ranks, winner.held.classes(), ())
     report = StepReport(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from shardwise.cluster import Cluster
-from shardwise.layout import Grid, Layout
+from shardwise.layout import Layout, Mesh
+from shardwise.layout.mesh import CP, DATA, PP, SHARD, TP, Axes
 
 _SHARDED = {
     1: "optimizer state is sharded",
@@ -18,14 +19,14 @@ def in_words(layout: Layout, cluster: Cluster | None = None, serves: bool = Fals
     lines = [_data(layout, cluster, serves)]
     if layout.tp > 1:
         sequence = ", with sequence parallelism" if layout.sp else ""
-        lines.append(f"{layout.tp}-way tensor parallel{_place(layout, 'tp', cluster)}{sequence}")
+        lines.append(f"{layout.tp}-way tensor parallel{_place(layout, TP, cluster)}{sequence}")
     if layout.pp > 1:
         chunks = f", {layout.virtual} chunks a rank" if layout.virtual > 1 else ""
         schedule = "" if serves else f", {layout.schedule}"
-        lines.append(f"{layout.pp} pipeline stages{schedule}{chunks}{_place(layout, 'pp', cluster)}")
+        lines.append(f"{layout.pp} pipeline stages{schedule}{chunks}{_place(layout, PP, cluster)}")
     if layout.cp > 1:
         kind = "Ulysses" if layout.cpkind == "ulysses" else "ring"
-        lines.append(f"{layout.cp}-way context parallel ({kind}){_place(layout, 'cp', cluster)}")
+        lines.append(f"{layout.cp}-way context parallel ({kind}){_place(layout, CP, cluster)}")
     if layout.ep > 1:
         lines.append(f"{layout.ep}-way expert parallel")
     if not serves:
@@ -40,8 +41,8 @@ def _data(layout: Layout, cluster: Cluster | None, serves: bool) -> str:
     if data == 1:
         return "no data parallelism: one copy of the model"
     if not layout.stage:
-        return f"plain data parallel over {data} ranks: every rank keeps everything{_place(layout, 'data', cluster)}"
-    place = _place(layout, "shard", cluster)
+        return f"plain data parallel over {data} ranks: every rank keeps everything{_place(layout, DATA, cluster)}"
+    place = _place(layout, SHARD, cluster)
     line = f"ZeRO-{layout.stage} over {layout.shard_ranks} ranks: {_SHARDED[layout.stage]}{place}"
     if layout.replicate_ranks > 1:
         line += f"; {layout.replicate_ranks} such groups sum their gradients (HSDP)"
@@ -69,10 +70,10 @@ def _numbers(layout: Layout) -> list[str]:
     return lines
 
 
-def _place(layout: Layout, axis: str, cluster: Cluster | None) -> str:
-    """Whether the groups of an axis stay inside a node; nothing where no cluster tells, or there is one node."""
+def _place(layout: Layout, axes: Axes, cluster: Cluster | None) -> str:
+    """Whether the groups along axes stay inside a node; nothing where no cluster tells, or there is one node."""
     if cluster is None or cluster.nodes == 1 or layout.ranks > cluster.devices:
         return ""
-    group = Grid(layout).group(axis, 0)
+    group = Mesh(layout).group(axes, 0)
     nodes = len({rank // cluster.devices_per_node for rank in group})
     return " inside a node" if nodes == 1 else f" across {nodes} nodes"

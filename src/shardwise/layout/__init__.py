@@ -1,9 +1,9 @@
-"""How a model is split: `Layout`, `Workload`, the rank grid, the placement of every tensor, and the `UnitPlan`."""
+"""How a model is split: `Layout`, `Workload`, the rank mesh, the placement of every tensor, and the `UnitPlan`."""
 
-from shardwise.layout.grid import Grid
 from shardwise.layout.layout import Layout
 from shardwise.layout.legality import check, check_runnable, fewer_ranks
+from shardwise.layout.mesh import Mesh
 from shardwise.layout.units import UnitPlan, unit_plan
 from shardwise.layout.workload import Workload
 
-__all__ = ["Grid", "Layout", "UnitPlan", "Workload", "check", "check_runnable", "fewer_ranks", "unit_plan"]
+__all__ = ["Layout", "Mesh", "UnitPlan", "Workload", "check", "check_runnable", "fewer_ranks", "unit_plan"]

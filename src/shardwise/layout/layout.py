@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from shardwise.errors import LayoutError
+from shardwise.layout.mesh import DENSE
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "cpkind": ("ring", "ulysses"),
@@ -26,7 +27,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "grads": ("bf16", "fp32"),
 }  # fmt: skip
 
-AXES = ("pp", "dp", "cp", "tp")
+ORDER = "-".join(DENSE)
+"""Rank axes from slowest to fastest: tensor parallel stays inside a node."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Layout:
     compile: str = "off"
     precision: str = "bf16"
     grads: str = "bf16"
-    order: str = "pp-dp-cp-tp"
+    order: str = ORDER
 
     def __post_init__(self) -> None:
         for key in ("dp", "tp", "pp", "cp", "ep", "etp", "virtual", "micro"):
@@ -84,8 +86,8 @@ class Layout:
             raise LayoutError(f"layout: ep x etp = {self.ep * self.etp} must divide dp x cp x tp")
 
     def _check_order(self) -> None:
-        if sorted(self.order.split("-")) != sorted(AXES):
-            raise LayoutError(f"layout: order must name {', '.join(AXES)} once each, such as pp-dp-cp-tp")
+        if sorted(self.order.split("-")) != sorted(DENSE):
+            raise LayoutError(f"layout: order must name {', '.join(DENSE)} once each, such as {ORDER}")
 
     def _check_shard(self) -> None:
         data = self.dp * self.cp
@@ -200,7 +202,7 @@ def _value(text: str, key: str, value: str | None) -> Any:
 
 
 def _example(key: str) -> str:
-    return CHOICES[key][0] if key in CHOICES else {"stages": "16/16", "order": "pp-dp-cp-tp"}.get(key, "2")
+    return CHOICES[key][0] if key in CHOICES else {"stages": "16/16", "order": ORDER}.get(key, "2")
 
 
 def _divisors(n: int) -> list[int]:

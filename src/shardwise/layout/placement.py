@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 from shardwise.layout.layout import Layout
+from shardwise.layout.mesh import KV, TP, Axes
 from shardwise.model import ModelConfig
 from shardwise.model.blueprint import Cut, Parameter
-
-GradSum = Literal["none", "kv", "tp"]
 
 
 @dataclass(frozen=True)
@@ -23,7 +21,7 @@ class Placed:
 
     shape: local shape, padding included. dim, start, stop: the rows (dim 0) or columns (dim 1) of the global tensor
     that it holds, padding excluded; dim is None when replicated. replicas: how many tp ranks hold the same values.
-    grad_sum: the axis over which its gradient must be summed beside the data axes.
+    sum_over: axes over which its gradient must be summed beside the data axes.
     """
 
     parameter: Parameter
@@ -33,7 +31,7 @@ class Placed:
     start: int
     stop: int
     replicas: int
-    grad_sum: GradSum
+    sum_over: Axes
 
     @property
     def name(self) -> str:
@@ -54,8 +52,8 @@ def place(parameter: Parameter, layout: Layout, tp_rank: int) -> Placed:
     kind, tp = parameter.cut, layout.tp
     if tp == 1 or kind in ("replicated", "expert"):
         partial = layout.sp or parameter.partial
-        grad_sum: GradSum = "tp" if tp > 1 and partial else "none"
-        return Placed(parameter, "replicated" if tp > 1 else kind, parameter.shape, None, 0, 0, tp, grad_sum)
+        kind = "replicated" if tp > 1 else kind
+        return Placed(parameter, kind, parameter.shape, None, 0, 0, tp, TP if tp > 1 and partial else ())
     dim = 1 if kind == "row" else 0
     size, pieces, index, replicas = parameter.shape[dim], tp, tp_rank, 1
     if kind == "kv" and tp > parameter.heads:
@@ -64,7 +62,7 @@ def place(parameter: Parameter, layout: Layout, tp_rank: int) -> Placed:
     width = width_held(size, pieces)
     shape = tuple(width if d == dim else n for d, n in enumerate(parameter.shape))
     start, stop = min(index * width, size), min((index + 1) * width, size)
-    return Placed(parameter, kind, shape, dim, start, stop, replicas, "kv" if replicas > 1 else "none")
+    return Placed(parameter, kind, shape, dim, start, stop, replicas, KV if replicas > 1 else ())
 
 
 def kv_heads_held(model: ModelConfig, tp: int) -> int:

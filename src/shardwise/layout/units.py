@@ -23,12 +23,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, TypeVar
+from itertools import chain, groupby
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 from shardwise.cluster import Cluster
 from shardwise.layout import pipeline
-from shardwise.layout.grid import Grid
 from shardwise.layout.layout import Layout
+from shardwise.layout.mesh import KV, PP, REPLICATE, SHARD, TP, Axes, Mesh
 from shardwise.layout.placement import Placed, place
 from shardwise.layout.workload import Workload
 from shardwise.model import ModelConfig
@@ -52,25 +53,54 @@ class Span:
     start: int
     stop: int
     replicas: int
+    """Ranks of the norm's group that hold the same values."""
     decay: bool
+    sum_over: Axes
+    """Axes over which each rank has its part of the gradient, beside those of `Unit.reduce`."""
 
     def within(self, start: int, stop: int) -> Span | None:
         """The part of this span inside [start, stop), relative to `start`; None when they do not meet."""
         a, b = max(self.start, start), min(self.stop, stop)
-        return Span(a - start, b - start, self.replicas, self.decay) if a < b else None
+        return replace(self, start=a - start, stop=b - start) if a < b else None
+
+
+class Gather(NamedTuple):
+    """The gather of a unit's parameters."""
+
+    unit: str
+    axes: Axes
+    """The axes over which the gathered shards are cut: they say which shard is the source."""
+    dtype: str
+    """dtype on the wire."""
+
+
+class Hop(NamedTuple):
+    """One collective on the way of a unit's gradients to their sum over the data ranks."""
+
+    op: Literal["reduce_scatter", "all_reduce"]
+    axes: Axes
+    dtype: str
+    """dtype on the wire."""
+    times: int
+    """Times per step: once, or once per micro-batch."""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """One flat buffer: `name` is the part it holds, or "tied" for the tied embedding.
-
-    placed: its parameters in flat order; slot: where it lives at stage 3 ("outer", "inner", "tied").
-    """
+    """One flat buffer: `name` is the part it holds, or "tied" for the tied embedding."""
 
     name: str
     placed: tuple[Placed, ...]
+    """Its parameters in flat order."""
     slot: str
+    """Where it lives at stage 3: "outer", "inner", "tied"; under a pipeline in a slot of its own."""
     shard_ranks: int
+    shard: Axes
+    """Axes over which optimizer state, and by stage gradients and parameters, are cut into intervals."""
+    replicate: Axes
+    """Axes along which ranks hold the same interval."""
+    reduce: tuple[Hop, ...]
+    """From the full gradients of one rank to the sum of its interval; none without a training step."""
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
@@ -96,30 +126,30 @@ class Unit:
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
-        """The flat buffer cut by (replicas, decay), neighbours joined."""
+        """The flat buffer cut where its treatment changes."""
         spans: list[Span] = []
         for start, p in zip(self.offsets, self.placed, strict=True):
-            key = (p.replicas, p.parameter.decay)
-            if spans and (spans[-1].replicas, spans[-1].decay) == key:
-                spans[-1] = Span(spans[-1].start, start + p.numel, *key)
-            else:
-                spans.append(Span(start, start + p.numel, *key))
+            span = Span(start, start + p.numel, p.replicas, p.parameter.decay, p.sum_over)
+            if spans and replace(span, start=spans[-1].start, stop=spans[-1].stop) == spans[-1]:
+                span = replace(span, start=spans.pop().start)
+            spans.append(span)
         return tuple(spans)
 
-    def grad_sum(self, axis: Literal["kv", "tp"]) -> tuple[int, int]:
-        """The span [start, stop) of gradients to be summed over `axis`; empty (equal ends) when there is none."""
-        inside = [(o, o + p.numel) for o, p in zip(self.offsets, self.placed, strict=True) if p.grad_sum == axis]
-        return (inside[0][0], inside[-1][1]) if inside else (0, 0)
+    @cached_property
+    def partial_sums(self) -> tuple[tuple[int, int, Axes], ...]:
+        """(start, stop, axes) of gradients of which each rank along `axes` has a part."""
+        runs = ((axes, list(run)) for axes, run in groupby(self.spans, lambda span: span.sum_over) if axes)
+        return tuple((run[0].start, run[-1].stop, axes) for axes, run in runs)
 
 
 @dataclass(frozen=True)
 class Use:
-    """One visit of a part in a micro-batch. `gathers`: units to be gathered for it, not being resident already."""
+    """One visit of a part in a micro-batch. `gathers`: of units that are not resident already."""
 
     phase: Phase
     kind: Literal["forward", "recompute", "backward"]
     part: str
-    gathers: tuple[str, ...] = ()
+    gathers: tuple[Gather, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -197,13 +227,27 @@ class UnitPlan:
         return "inner" if part == blocks[-1] or blocks.index(part) % 2 == 0 else "outer"
 
     def _unit(self, name: str, placed: list[Placed], slot: str) -> Unit:
-        rank = {"none": 0, "kv": 1, "tp": 2}
-
         def order(p: Placed) -> tuple[int, int, bool]:
-            replicated_alone = p.replicas == self.layout.tp > 1 and p.grad_sum == "none"
-            return (3 if replicated_alone else rank[p.grad_sum], p.replicas, not p.parameter.decay)
+            replicated_alone = p.replicas == self.layout.tp > 1 and not p.sum_over
+            return (3 if replicated_alone else ((), KV, TP).index(p.sum_over), p.replicas, not p.parameter.decay)
 
-        return Unit(name, tuple(sorted(placed, key=order)), slot, self.layout.shard_ranks)
+        flat = tuple(sorted(placed, key=order))
+        reduce = self._reduce if self.trains else ()
+        return Unit(name, flat, slot, self.layout.shard_ranks, SHARD, REPLICATE, reduce)
+
+    @property
+    def _reduce(self) -> tuple[Hop, ...]:
+        hops = []
+        if self.layout.shard_ranks > 1:
+            hops.append(Hop("reduce_scatter", SHARD, self.wire_dtype, self.reductions))
+        if self.layout.replicate_ranks > 1:
+            hops.append(Hop("all_reduce", REPLICATE, self.grad_dtype, 1))
+        return tuple(hops)
+
+    @property
+    def norm_over(self) -> Axes:
+        """Axes along which ranks hold different parameters: what adds up to the norm of all gradients."""
+        return SHARD + TP + PP
 
     @cached_property
     def by_name(self) -> dict[str, Unit]:
@@ -278,6 +322,31 @@ class UnitPlan:
         """Tokens of its residual stream: a tp-th of them under sequence parallelism."""
         return self.tokens // self.layout.tp if self.layout.sp else self.tokens
 
+    @cached_property
+    def fuses_blocks(self) -> bool:
+        """Whether its blocks compute in two functions of several operators each (`runtime/blocks.py`)."""
+        model, layout = self.model, self.layout
+        if model.decoder != "llama" or model.positions != "rope" or model.qk_norm or model.dropout:
+            return False
+        # A compiler joins by itself; unfused attention saves scaled queries, and keeping those as well would cost
+        # memory.
+        if layout.compile == "block" or layout.attention != "sdpa":
+            return False
+        blocks = [part for part in self.parts if part.startswith("blocks.")]
+        return bool(blocks) and self._end_to_end(blocks[0])
+
+    def _end_to_end(self, block: str) -> bool:
+        """Whether the weights of a block's maps of one input lie one behind the other, and so do their biases. Heads of
+        keys and values that are on several ranks lie elsewhere."""
+        names = [placed.name for placed in self.by_name[block].placed]
+        inputs = (("attention.qkv.q", "attention.qkv.k", "attention.qkv.v"), ("mlp.gate_up.gate", "mlp.gate_up.up"))
+        for maps in inputs:
+            for leaf in ("weight", "bias"):
+                at = [names.index(name) for each in maps if (name := f"{block}.{each}.{leaf}") in names]
+                if at and at != list(range(at[0], at[0] + len(maps))):
+                    return False
+        return True
+
     @property
     def copies_table(self) -> bool:
         """Whether the head's tied table is a copy of one that another rank of the pipeline has for its embedding."""
@@ -315,8 +384,13 @@ class UnitPlan:
         return self.layout.stage >= 2 or self.grad_dtype != self.layout.dtype
 
     @property
+    def reductions(self) -> int:
+        """How often a step sums full gradients: after each micro-batch from stage 2 on."""
+        return self.micro_batches if self.layout.stage >= 2 else 1
+
+    @property
     def wire_dtype(self) -> str:
-        """dtype in which gradients cross the data axes."""
+        """dtype in which full gradients are summed."""
         return self.layout.dtype if self.layout.stage >= 2 else self.grad_dtype
 
     @cached_property
@@ -397,22 +471,29 @@ class UnitPlan:
             for unit in [] if (use.kind, use.part) == ("backward", "embedding") else self.units_of(use.part):
                 if resident.get(unit.slot) != unit.name:
                     resident[unit.slot] = unit.name
-                    gathers.append(unit.name)
+                    gathers.append(self.gather(unit))
             found.append(Use(use.phase, use.kind, use.part, tuple(gathers)))
         return found
 
-    def gather_counts(self) -> Counter[tuple[str, str]]:
-        """(phase, unit) -> gathers in one step of stage 3."""
+    def gather(self, unit: Unit) -> Gather:
+        """How a unit's parameters are gathered, whenever they are."""
+        return Gather(unit.name, unit.shard, self.layout.dtype)
+
+    def gather_counts(self) -> Counter[tuple[str, Gather]]:
+        """(phase, gather) -> times per step: after the update at stages 1 and 2, for each use at stage 3."""
         return self.count(UnitPlan._gathers_one_by_one)
 
-    def _gathers_one_by_one(self) -> Counter[tuple[str, str]]:
+    def _gathers_one_by_one(self) -> Counter[tuple[str, Gather]]:
+        if self.layout.stage < 3:
+            return Counter(("optimizer", self.gather(unit)) for unit in self.units if self.layout.stage)
         if self.layout.pp == 1:
-            return Counter((use.phase, name) for uses in self.gathering_uses() for use in uses for name in use.gathers)
-        found: Counter[tuple[str, str]] = Counter()
+            uses = chain.from_iterable(self.gathering_uses())
+            return Counter((use.phase, gather) for use in uses for gather in use.gathers)
+        found: Counter[tuple[str, Gather]] = Counter()
         residency = Residency(self)
         for action, phase in zip(self.actions, pipeline.phases(self.actions), strict=True):
             if action.kind == "UNSHARD":
-                found.update((phase, unit.name) for unit in residency.gather(action.stage))
+                found.update((phase, self.gather(unit)) for unit in residency.gather(action.stage))
             elif action.kind == "RESHARD":
                 residency.free(action.stage)
         return found
@@ -456,5 +537,5 @@ def unit_plan(
     model: ModelConfig, layout: Layout, workload: Workload, *, rank: int = 0, backend: Backend = "shared"
 ) -> UnitPlan:
     """The plan of `rank`. Shapes are equal on all ranks; only which rows and heads a rank holds differs."""
-    at = Grid.of(layout, model).coordinates(rank)
-    return UnitPlan(model, layout, workload, at["tp"], backend, at["pp"])
+    mesh = Mesh.of(layout, model)
+    return UnitPlan(model, layout, workload, mesh.index(TP, rank), backend, mesh.index(PP, rank))

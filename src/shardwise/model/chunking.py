@@ -18,9 +18,18 @@ ATTENTION_ROWS = 128
 """Queries of a sequence whose scores it holds at a time."""
 
 
+CACHED = 1 << 17
+"""Elements of a gradient that a core's own cache holds beside what it multiplies."""
+
+
 def product_chunk(rows: int, columns: int) -> int:
     """Of a weight [rows, columns], those rows whose gradient is computed before it is added to what is there."""
     return max(1, min(rows, (1 << 19) // columns))
+
+
+def product_piece(rows: int, columns: int) -> int:
+    """Elements of that gradient, on a CPU: smaller ones are added as they are computed."""
+    return 0 if rows * columns < CACHED else product_chunk(rows, columns) * columns
 
 
 def dropout_chunk(elements: int) -> int:

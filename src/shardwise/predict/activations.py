@@ -154,10 +154,8 @@ def kept_items(plan: UnitPlan, s: Sizes, part: str) -> Items:
 def _kept_with_values(plan: UnitPlan, s: Sizes) -> int:
     """Short attention makes the gradients of queries, keys and values as one tensor. If a rotary backward copies the
     first two, the values' gradient keeps the whole tensor allocated."""
-    model = plan.model
-    fused = model.decoder == "llama" and not (model.qk_norm or model.dropout or model.attention_dropout)
     short = plan.layout.attention == "sdpa" and plan.layout.recompute != "selective" and takes_products(plan)
-    apart = short and model.positions == "rope" and not fused
+    apart = short and plan.model.positions == "rope" and not plan.fuses_blocks
     return s.tokens * (s.q + s.kv) * s.element if apart else 0
 
 

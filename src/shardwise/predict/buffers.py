@@ -27,7 +27,8 @@ class Held:
     """Bytes at one moment.
 
     part: whose backward it is, or was just now. comm: without the slots of weights, but with the stages that a pipeline
-    has gathered. arriving: the sum that a reduction hands over, where that is not in its scratch.
+    has gathered. arriving: the sum that a reduction hands over, where that is not in its scratch. adds: whether the
+    gradients of the part's weights are added to those of an earlier micro-batch.
     """
 
     when: When
@@ -35,6 +36,7 @@ class Held:
     gradients: int
     comm: int
     arriving: int = 0
+    adds: bool = False
 
     @property
     def total(self) -> int:
@@ -49,12 +51,22 @@ class Walk:
         self.accumulators: dict[str, int] = {}
         self.staged: dict[str, int] = {}
         self.flying: Unit | None = None
+        self.written: set[str] = set()
+        """Units to whose gradients products of weights have been added."""
         self.staging_bytes = sum(plan.staging_sizes.values()) * DTYPE_BYTES[plan.layout.dtype]
 
-    def now(self, when: When, part: str = "", arriving: int = 0) -> Held:
+    def now(self, when: When, part: str = "", arriving: int = 0, adds: bool = False) -> Held:
         scratch = self.flying.padded * DTYPE_BYTES[self.plan.wire_dtype] if self.flying and self.plan.scratch else 0
         comm = sum(self.staged.values()) + scratch + self.staging_bytes
-        return Held(when, part, sum(self.accumulators.values()), comm, arriving)
+        return Held(when, part, sum(self.accumulators.values()), comm, arriving, adds)
+
+    def write(self, part: str) -> bool:
+        """The gradients of `part`'s weights are computed; whether they are added to those of an earlier micro-batch."""
+        names = {unit.name for unit in self.plan.units_of(part)}
+        adds = names <= self.written
+        if not self.staging_bytes:
+            self.written |= names
+        return adds
 
     def accumulate(self, unit: Unit) -> None:
         elements = unit.shard_numel if self.stage >= 2 else unit.padded
@@ -85,6 +97,7 @@ class Walk:
             self.accumulate(unit)
             yield self.now("reduction", part)
             del self.staged[unit.name]
+            self.written.discard(unit.name)
 
     def reduce(self, part: str) -> Iterator[Held]:
         """The gradients of `part` start on their way."""
@@ -102,7 +115,8 @@ class Walk:
         if self.stage >= 2:
             self.accumulate(self.flying)
         yield self.now(when, part, added_up(self.flying.shard_numel, self.plan.grad_dtype, self.plan))
-        self.staged.pop(self.flying.name, None)
+        if self.staged.pop(self.flying.name, None):
+            self.written.discard(self.flying.name)
         self.flying = None
 
 
@@ -119,14 +133,15 @@ def wide_chunk(elements: int, dtype: str, pieces: int) -> int:
 def held_through_step(plan: UnitPlan) -> Iterator[Held]:
     """The buffers at every moment of a step at which they grow, in order.
 
-    From the second micro-batch on all find the same; so at most two are followed.
+    The first micro-batch finds nothing, and the second one no accumulator for what is still on its way; from the third
+    on all find the same, so at most three are followed.
     """
-    walk, count = Walk(plan), min(plan.micro_batches, 2)
+    walk, count = Walk(plan), min(plan.micro_batches, 3)
     for index in range(count):
         yield walk.now("loss")
         for part in reversed(plan.parts):
             yield from walk.begin(part)
-            yield walk.now("backward", part)
+            yield walk.now("backward", part, adds=walk.write(part))
             yield from walk.collect(part)
             if walk.stage >= 2 or index == count - 1:
                 yield from walk.reduce(part)

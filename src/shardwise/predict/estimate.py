@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
-from shardwise.layout import Grid, Layout, UnitPlan, Workload, check, unit_plan
+from shardwise.layout import Layout, Mesh, UnitPlan, Workload, check, unit_plan
 from shardwise.layout.units import Backend, usual_backend
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import count
@@ -83,11 +83,9 @@ def _planned(model: ModelConfig, layout: Layout, workload: Workload, cluster: Cl
 
 def _role(model: ModelConfig, layout: Layout, workload: Workload, backend: Backend, place: int) -> Role:
     """The ranks at one place of the pipeline."""
-    grid = Grid.of(layout, model)
-    first = grid.rank(pp=place, dp=0, cp=0, tp=0)
-    ranks = sorted(grid.group("dp_cp_tp", first))
-    plan = unit_plan(model, layout, workload, rank=first, backend=backend)
-    return Role(plan.role, tuple(ranks), _on_device(plan), predict_ledger(plan))
+    mesh = Mesh.of(layout, model)
+    plan = unit_plan(model, layout, workload, rank=mesh.rank(pp=place), backend=backend)
+    return Role(plan.role, mesh.stage(place), _on_device(plan), predict_ledger(plan))
 
 
 def _on_device(plan: UnitPlan) -> Bytes:

@@ -1,52 +1,79 @@
 """The most bytes alive at one time beyond what is held all through a step.
 
 Walks the moments of a micro-batch at which something large is transient or a buffer comes in, and takes the largest:
-the loss, the head's backward, the backward of each block (after its recomputation where there is one), the embedding's
-backward, the end of each reduction, the optimizer. What each moment holds follows from the order in which autograd
-makes and frees tensors in the decoder, and the engine its buffers.
+the forward pass, the loss, the head's backward, the backward of each block (after its recomputation where there is
+one), the embedding's backward, the end of each reduction, the optimizer. A block's tensors are in `block_tensors.py`,
+the engine's buffers in `buffers.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from shardwise.layout.units import UnitPlan
-from shardwise.model.chunking import ATTENTION_ROWS, dropout_chunk, loss_chunk, optimizer_chunk
-from shardwise.predict.activations import (
-    Sizes,
-    block_items,
-    feed_forward_kept,
-    kept_items,
-    mask_bytes,
-    saved_bytes,
-    saved_items,
-    saved_mask,
-    takes_products,
-)
-from shardwise.predict.buffers import When, held_through_step, wide_chunk
+from shardwise.model.chunking import ATTENTION_ROWS, loss_chunk, optimizer_chunk
+from shardwise.predict.activations import Sizes, mask_bytes, saved_bytes, saved_items, saved_mask, takes_products
+from shardwise.predict.block_tensors import BlockTensors
+from shardwise.predict.buffers import Held, When, held_through_step
+from shardwise.predict.transients import dropout, gather, norm_backward, norm_forward, scatter, weight_gradient
 
 
 def peak_beyond_lasting(plan: UnitPlan) -> int:
     """Saved activations, inputs, transients, gradients and their buffers at the worst moment of a step, in bytes."""
+    return max(held.total + beside for held, beside in moments(plan))
+
+
+def moments(plan: UnitPlan) -> Iterator[tuple[Held, int]]:
+    """(the engine's buffers, bytes beside them) at every moment of a step without a pipeline at which they grow."""
     s = Sizes.of(plan)
+    known = sum(saved_inputs(plan, s, part) for part in plan.parts)
+    while_forward = saved_mask(plan, s) + known + forward(plan, s, plan.parts)
     beside: dict[tuple[When, str], int] = {
-        ("loss", ""): saved_bytes(plan) + loss(s),
+        ("loss", ""): max(saved_bytes(plan) + loss(s), while_forward),
         ("optimizer", ""): optimizer(plan),
     }
     beside |= backwards(plan, s, plan.parts)
-    return max(held.total + beside[held.when, held.part] for held in held_through_step(plan)) + (
-        inputs(plan, s) - sum(saved_inputs(plan, s, part) for part in plan.parts) + tables(plan, s)
-    )
+    again = beside if plan.backend == "nccl" else beside | backwards(plan, s, plan.parts, adds=True)
+    always = inputs(plan, s) - known + tables(plan, s)
+    for held in held_through_step(plan):
+        yield held, always + (again if held.adds else beside)[held.when, held.part]
 
 
-def backwards(plan: UnitPlan, s: Sizes, parts: list[str], apart: bool = False) -> dict[tuple[When, str], int]:
+def forward(plan: UnitPlan, s: Sizes, parts: list[str]) -> int:
+    """The most bytes in the forward pass of a stage beyond what there is before it; its input is there."""
+    worst = before = 0
+    saves = plan.layout.recompute in ("none", "selective")
+    block = BlockTensors(plan, s).forward(saves) if any(part.startswith("blocks.") for part in parts) else 0
+    for part in parts:
+        if part == "embedding":
+            then = embedding_forward(plan, s)
+        elif part == "head":
+            then = _head_forward(plan, s)
+        else:
+            then = block
+        worst = max(worst, before + then)
+        before += sum(saved_items(plan, s, part).values()) - saved_inputs(plan, s, part)
+        if part == "embedding":
+            before += s.stream * s.hidden * s.element
+    return worst
+
+
+def backwards(
+    plan: UnitPlan, s: Sizes, parts: list[str], apart: bool = False, adds: bool = False
+) -> dict[tuple[When, str], int]:
     """Activations in each part's backward, and after it: then those that earlier parts saved, and one's gradient.
 
     parts: those of one stage. apart: the gradients of weights come later, so that a block keeps what its feed-forward
-    part needs for them while it goes on with attention.
+    part needs for them while it goes on with attention. adds: they are added to those of an earlier micro-batch.
     """
     recompute = plan.layout.recompute in ("full", "input")
     stream = s.stream * s.hidden * s.element
     ends = [part for part in parts if part.startswith("blocks.")]
-    blocks, saved = _block_backward(plan, s, apart), saved_mask(plan, s) if ends else 0
+    saved = saved_mask(plan, s) if ends else 0
+    # The gradient of a stage's output is a message, which stays until its backward is over.
+    block = {
+        keeps: BlockTensors(plan, s, apart, adds).backward(keeps) for keeps in {part == parts[-1] for part in ends}
+    }
     moments: dict[tuple[When, str], int] = {}
     for part in parts:
         moments["reduction", part] = saved + stream * (3 if recompute and part.startswith("blocks.") else 1)
@@ -57,9 +84,11 @@ def backwards(plan: UnitPlan, s: Sizes, parts: list[str], apart: bool = False) -
             if not apart:
                 moments["backward", part] = max(moments["backward", part], _looked_up(plan, s))
         elif part == "head":
-            moments["backward", part] = saved + max(_column_backward(plan, s), _final_norm_backward(plan, s))
+            moments["backward", part] = saved + max(_projection_backward(plan, s, adds), _final_norm_backward(plan, s))
         else:
-            moments["backward", part] = saved + blocks + _recomputed_from_input(plan, s, part, ends)
+            moments["backward", part] = (
+                saved + block[part == parts[-1]] + _recomputed_from_input(plan, s, part, parts, apart)
+            )
     return moments
 
 
@@ -108,11 +137,28 @@ def loss(s: Sizes) -> int:
     return rows * s.vocab * (2 * 4 if s.element == 2 else s.element)
 
 
+def _head_forward(plan: UnitPlan, s: Sizes) -> int:
+    """The final norm, and the logits, for which its output is gathered."""
+    items = saved_items(plan, s, "head")
+    norm = items["final norm output"]
+    gathered = (gather(plan, s), s.tokens * s.hidden * s.element) if plan.layout.sp else (0, 0)
+    return norm + max(norm_forward(plan, s, s.stream * s.hidden), gathered[0], gathered[1] + items["logits"])
+
+
+def _projection_backward(plan: UnitPlan, s: Sizes, adds: bool) -> int:
+    """The gradient of the projection's input; under sp it is scattered first, and the input gathered again for the
+    weight's."""
+    full, piece = s.tokens * s.hidden * s.element, weight_gradient(plan, s, s.vocab, s.hidden) if adds else 0
+    if not plan.layout.sp:
+        return full + piece
+    return max(scatter(plan, s), s.stream * s.hidden * s.element + max(gather(plan, s), full + piece))
+
+
 def _final_norm_backward(plan: UnitPlan, s: Sizes) -> int:
     """When what the projection and the loss have saved is gone."""
     items = saved_items(plan, s, "head")
     gone = items["logits"] + items["final norm output"] + items["log-sum-exp of the loss"]
-    return s.stream * s.hidden * s.element + _norm_backward(s, s.stream * s.hidden, plan) - gone
+    return s.stream * s.hidden * s.element + norm_backward(plan, s, s.stream * s.hidden) - gone
 
 
 def _positions(plan: UnitPlan, s: Sizes) -> int:
@@ -120,144 +166,16 @@ def _positions(plan: UnitPlan, s: Sizes) -> int:
     return plan.model.max_positions * s.hidden * s.element if plan.model.positions == "learned" else 0
 
 
-def _column_backward(plan: UnitPlan, s: Sizes) -> int:
-    """A column-parallel backward: the gradient of its input; those of its weights are added where they stay.
-
-    Under sp the input's gradient is scattered first, and the input gathered again for the weights'.
-    """
-    full = s.tokens * s.hidden * s.element
-    return max(_scatter(plan, s), full + s.stream * s.hidden * s.element) if plan.layout.sp else full
-
-
-def _scatter(plan: UnitPlan, s: Sizes) -> int:
-    """A reduce-scatter of activations: partial sums, the same in pieces, on gloo the peers' pieces; the result, and for
-    bf16 a chunk of its sum in fp32."""
-    full = s.tokens * s.hidden * s.element
-    copies = (1 if plan.layout.micro == 1 else 2) + (plan.backend == "gloo")
-    result = s.stream * s.hidden
-    return copies * full + result * s.element + wide_chunk(result, plan.layout.dtype, plan.layout.tp)
-
-
-def _dropout(plan: UnitPlan, elements: int) -> int:
-    """The hash of a chunk of a mask: counters and two copies of 8 bytes each."""
-    return 3 * 8 * min(elements, dropout_chunk(elements))
-
-
-def _block_backward(plan: UnitPlan, s: Sizes, apart: bool) -> int:
-    """A block's backward beside what is saved: what it has computed again, its output's gradient, and transients."""
-    stream = s.stream * s.hidden * s.element
-    recomputed = again = 0
-    if plan.layout.recompute in ("full", "input"):
-        # its output, too; but its input is saved already
-        recomputed = sum(block_items(plan, s).values())
-        # The feed-forward's output, and the sum that a parallel residual adds it to, go when the block's is there.
-        again = stream * (2 if plan.model.parallel_residual else 1)
-    kept = feed_forward_kept(plan, s) if apart else 0
-    return recomputed + stream + max(
-        again,
-        _mlp_backward(plan, s, apart),
-        kept + stream + _norm_backward(s, s.stream * s.hidden, plan) - _mlp_items(plan, s),
-        kept + _core_backward(plan, s),
-        kept + _head_norms_backward(plan, s),
-        _projections_backward(plan, s) if apart else 0,
-    )  # fmt: skip
-
-
-def _recomputed_from_input(plan: UnitPlan, s: Sizes, part: str, blocks: list[str]) -> int:
+def _recomputed_from_input(plan: UnitPlan, s: Sizes, part: str, parts: list[str], apart: bool) -> int:
     """Computing all blocks again from the first one's input: a later block's input is nobody's saved tensor, and the
-    gradient of the last one's output stays until the first one's backward is over."""
+    gradient of the last one's output, if it is neither a message nor kept for the weights, stays until the first one's
+    backward is over."""
     if plan.layout.recompute != "input":
         return 0
-    return ((part != blocks[0]) + (part != blocks[-1])) * s.stream * s.hidden * s.element
-
-
-def _mlp_items(plan: UnitPlan, s: Sizes) -> int:
-    """What the feed-forward part has saved, and its backward has freed."""
-    names = ("gate", "up", "silu", "product") if plan.model.gated else ("up", "gelu")
-    return len(names) * s.tokens * s.ffn * s.element + s.stream * s.hidden * s.element
-
-
-def _norm_backward(s: Sizes, elements: int, plan: UnitPlan) -> int:
-    """RMSNorm's backward: normed input, its product with the gradient; for bf16 in fp32, with a copy of that."""
-    if plan.model.norm != "rmsnorm":
-        return elements * s.element
-    return elements * (3 * 4 + 2 if s.element == 2 else 2 * s.element)
-
-
-def _mlp_backward(plan: UnitPlan, s: Sizes, apart: bool) -> int:
-    """The product's and the activation's backward, or the projections' that follow, when what they saved is gone: but
-    for the product, where gradients of weights come later."""
-    inner = s.tokens * s.ffn * s.element
-    stream = s.stream * s.hidden * s.element
-    gathered = s.tokens * s.hidden * s.element if plan.layout.sp else 0
-    branches = 2 if plan.model.gated else 1
-    transients = [
-        (branches + apart) * inner + gathered,
-        _column_backward(plan, s) - (branches - apart) * inner,
-        _scatter(plan, s) if plan.layout.sp else 0,
-    ]
-    if plan.model.dropout:
-        transients.append(stream + _dropout(plan, s.stream * s.hidden))
-    return max(transients)
-
-
-def _core_backward(plan: UnitPlan, s: Sizes) -> int:
-    """Explicit attention: the gradients of probabilities and scores, when the feed-forward's tensors are gone."""
-    if plan.layout.attention == "sdpa":
-        return _short_backward(plan, s) if takes_products(plan) else _fused_backward(plan, s)
-    square = s.tokens * s.heads * s.seq * s.element
-    dropped = bool(plan.model.attention_dropout)
-    selective = plan.layout.recompute == "selective"
-    copies = 3 if selective else (1 if dropped else 2)
-    # Recomputed alone, the core lays out its inputs and output anew beside those that were saved.
-    again = 2 * s.tokens * (s.q + s.kv) * s.element if selective else 0
-    hashed = _dropout(plan, s.tokens * s.heads * s.seq) + 2 * 8 * s.tokens * s.heads if dropped else 0
-    return copies * square + again + hashed - _gone_before_attention(plan, s)
-
-
-def _fused_backward(plan: UnitPlan, s: Sizes) -> int:
-    """The gradients of the output, and of queries, keys and values."""
-    again = s.tokens * s.q * s.element if plan.layout.recompute == "selective" else 0
-    return again + 2 * s.tokens * (s.q + s.kv) * s.element - _gone_before_attention(plan, s)
-
-
-def _short_backward(plan: UnitPlan, s: Sizes) -> int:
-    """Probabilities, their gradients and a product of both for some queries of a sequence, in fp32; the gradients of
-    its keys and values in fp32; those of queries, keys and values of all. The feed-forward's tensors are gone."""
-    square, copies = s.heads * min(s.seq, ATTENTION_ROWS) * s.seq, 2 * s.seq * s.q * 4
-    if s.seq <= ATTENTION_ROWS:
-        # All queries at once: those of values and of the output's gradient are copied in their place, and the scores'
-        # gradients in bf16 come when these copies are gone.
-        squares = max(2 * square * 4 + copies, square * (2 * 4 + s.element) if s.element == 2 else 0)
-    else:
-        squares = 3 * square * 4 + copies
-    repeated = 2 * s.seq * s.q * s.element if s.heads > s.kv_heads else 0
-    grads = s.tokens * (s.q + 2 * s.kv) * s.element + repeated
-    return squares + grads - _gone_before_attention(plan, s)
-
-
-def _gone_before_attention(plan: UnitPlan, s: Sizes) -> int:
-    """Bytes that the feed-forward part's backward has freed, with the residual that it started from. Zero for a
-    parallel residual: its gradient waits for attention's, while the gradient of the block's output is kept."""
-    stream = s.stream * s.hidden * s.element
-    return _mlp_items(plan, s) + (-stream if plan.model.parallel_residual else stream)
-
-
-def _projections_backward(plan: UnitPlan, s: Sizes) -> int:
-    """The gradient of attention's input, beside all that a block keeps for the gradients of its weights: of what it has
-    saved there are its input and the statistics of the first norm besides."""
-    stream, norm = s.stream * s.hidden * s.element, "attention norm statistics"
-    kept, items = kept_items(plan, s, "blocks"), block_items(plan, s)
-    return sum(kept.values()) + stream + items[norm] + _column_backward(plan, s) - sum(items.values())
-
-
-def _head_norms_backward(plan: UnitPlan, s: Sizes) -> int:
-    """The norms of queries and keys, when feed-forward and attention core are gone."""
-    if not plan.model.qk_norm:
-        return 0
-    grads = s.tokens * (s.q + 2 * s.kv) * s.element
-    gone = _mlp_items(plan, s) + s.tokens * (2 * s.q + 2 * s.kv) * s.element
-    return grads + _norm_backward(s, s.tokens * s.q, plan) - gone
+    blocks = [name for name in parts if name.startswith("blocks.")]
+    kept = apart and not (plan.layout.sp or plan.model.dropout)
+    stays = part != blocks[-1] and blocks[-1] != parts[-1] and not kept
+    return ((part != blocks[0]) + stays) * s.stream * s.hidden * s.element
 
 
 def _looked_up(plan: UnitPlan, s: Sizes) -> int:
@@ -269,29 +187,28 @@ def _looked_up(plan: UnitPlan, s: Sizes) -> int:
     return 2 * rows + s.tokens * 9 + (stream if plan.layout.sp else 0)
 
 
-def of_weights(plan: UnitPlan, s: Sizes, part: str) -> int:
+def of_weights(plan: UnitPlan, s: Sizes, part: str, adds: bool = False) -> int:
     """What the gradients of `part`'s weights take beyond what was kept for them."""
-    stream = s.stream * s.hidden * s.element
     if part == "embedding":
-        return _looked_up(plan, s) - stream
-    if part == "head":
-        return 0
-    return (1 if plan.layout.micro == 1 else 2) * s.tokens * s.hidden * s.element if plan.layout.sp else 0
+        return _looked_up(plan, s) - s.stream * s.hidden * s.element
+    return 0 if part == "head" else BlockTensors(plan, s, adds=adds).of_weights()
 
 
 def embedding_forward(plan: UnitPlan, s: Sizes) -> int:
-    """Looking up rows: of those that other ranks hold, too, until they are summed; then dropout."""
-    dropped = s.stream * s.hidden * s.element + stream_dropout(plan, s)
+    """Looking up rows: of those that other ranks hold, too, until they are summed; learned positions; dropout."""
+    stream = s.stream * s.hidden * s.element
+    summed = stream * (3 if plan.model.positions == "learned" else 1)
+    dropped = stream + stream_dropout(plan, s)
     if plan.layout.tp == 1:
-        return dropped
-    return max(s.tokens * (9 + s.hidden * s.element), _scatter(plan, s) if plan.layout.sp else 0, dropped)
+        return max(summed, dropped)
+    return max(s.tokens * (9 + s.hidden * s.element), scatter(plan, s) if plan.layout.sp else 0, summed, dropped)
 
 
 def stream_dropout(plan: UnitPlan, s: Sizes) -> int:
     """Dropout of the residual stream, forward or backward: its result, and the hash of its mask."""
     if not plan.model.dropout:
         return 0
-    return s.stream * s.hidden * s.element + _dropout(plan, s.stream * s.hidden)
+    return s.stream * s.hidden * s.element + dropout(s.stream * s.hidden, s.stream)
 
 
 def optimizer(plan: UnitPlan) -> int:

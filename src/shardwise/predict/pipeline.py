@@ -112,8 +112,9 @@ def moments(plan: UnitPlan, lasting: int | None = None) -> Iterator[tuple[Moment
     yield Moment(len(plan.actions), *rank.fullest), Moment(len(plan.actions), *rank.now)
 
 
-_ACCUMULATED, _STAGED = 1, 2
-"""What there is of a unit's gradients, as one number: its accumulator, its full gradient on the way there, or both."""
+_ACCUMULATED, _STAGED, _WRITTEN = 1, 2, 4
+"""What there is of a unit's gradients, as the sum of: its accumulator, its full gradient on the way there, products of
+an earlier micro-batch in either."""
 
 _COMPUTE, _SEND, _RECEIVE = frozenset({"F", "I", "W", "B"}), ("SEND_F", "SEND_B"), ("RECV_F", "RECV_B")
 
@@ -252,10 +253,16 @@ class _Rank:
                 walk.accumulate(unit)
             if gradients & _STAGED:
                 walk.put(unit)
+            if gradients & _WRITTEN:
+                walk.written.add(unit.name)
         action = ActionMemory(self.plan, self.s, self.bytes_of.get(-1 if like is None else like), walk, moves)
         action.do(kind)
-        after = [_ACCUMULATED * (unit.name in walk.accumulators) + _STAGED * (unit.name in walk.staged)
-                 for unit in units]  # fmt: skip
+        after = [
+            _ACCUMULATED * (unit.name in walk.accumulators)
+            + _STAGED * (unit.name in walk.staged)
+            + _WRITTEN * (unit.name in walk.written)
+            for unit in units
+        ]
         if walk.flying is None:
             reducing = _NONE
         else:

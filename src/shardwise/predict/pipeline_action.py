@@ -6,7 +6,9 @@ on the reduction under way; not on anything else that the rank holds. So a rank 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import NamedTuple
 
 from shardwise.layout.units import UnitPlan
@@ -14,11 +16,10 @@ from shardwise.predict.activations import Sizes, kept_items, saved_items, saved_
 from shardwise.predict.buffers import Held, Walk, When
 from shardwise.predict.peak import (
     backwards,
-    embedding_forward,
+    forward,
     loss,
     of_weights,
     saved_inputs,
-    stream_dropout,
     tables,
 )
 
@@ -32,10 +33,12 @@ class StageBytes:
     """From its forward to its backward."""
     kept: dict[str, int]
     """Part -> bytes from its backward to the gradients of its weights."""
+    forward: int
+    """The most in its forward, beyond what there is before."""
     known: int
     """Saved bytes that are inputs of the step."""
-    moments: dict[bool, dict[tuple[When, str], int]]
-    """Bytes of `peak.backwards`, with the gradients of weights or apart."""
+    moments: Callable[[bool, bool], dict[tuple[When, str], int]]
+    """(the gradients of weights come apart, they are added to others) -> `peak.backwards`."""
     attends: bool
     first: bool
     last: bool
@@ -48,8 +51,9 @@ class StageBytes:
             parts,
             sum(sum(saved_items(plan, s, part).values()) for part in parts),
             {part: sum(kept_items(plan, s, part).values()) for part in parts},
+            forward(plan, s, parts),
             sum(saved_inputs(plan, s, part) for part in parts),
-            {apart: backwards(plan, s, parts, apart) for apart in (False, True)},
+            cache(partial(backwards, plan, s, parts)),
             bool(plan.blocks(stage)),
             stage == 0,
             stage + 1 == plan.schedule.stages,
@@ -130,19 +134,16 @@ class ActionMemory:
 
     def forward(self) -> None:
         of = self.of
+        now = self.walk.now("loss")
+        self.note(now, self.shared + of.forward)
         self.saved = of.saved + self.mask
         # Its input, now among the saved tensors, came by a message or from a stage of this rank.
         self.rest = of.saved - of.known + self.shared + ((not of.last) - (not of.first)) * self.message
-        now = self.walk.now("loss")
         self.note(now, self.rest + (loss(self.s) if of.last else 0))
-        if of.attends:
-            self.note(now, self.rest + stream_dropout(self.plan, self.s))
-        elif of.first:
-            self.note(now, self.rest - self.message + embedding_forward(self.plan, self.s))
         self.moment()
 
     def backward(self, apart: bool) -> None:
-        of, moments = self.of, self.of.moments[apart]
+        of = self.of
         kept = 0
         if of.last:
             self.note(self.walk.now("loss"), loss(self.s))
@@ -151,7 +152,10 @@ class ActionMemory:
             # The first one's output gradient is the message, which stays until the stage's backward is over.
             twice = self.message if part == of.parts[-1] and not of.last else 0
             beside = kept - of.saved - own - twice
-            for held in (*self.walk.begin(part), self.walk.now("backward", part)):
+            begins = tuple(self.walk.begin(part))
+            # The head's gradients never come apart.
+            moments = of.moments(apart, (not apart or part == "head") and self.walk.write(part))
+            for held in (*begins, self.walk.now("backward", part)):
                 self.note(held, beside + moments[held.when, part])
             if apart:
                 kept += of.kept[part] - (twice if self.keeps_messages else 0)
@@ -166,8 +170,10 @@ class ActionMemory:
 
     def weights(self) -> None:
         for part in reversed(self.of.parts):
-            for held in (*self.walk.begin(part), self.walk.now("backward", part), *self.walk.collect(part)):
-                self.note(held, of_weights(self.plan, self.s, part))
+            begins = tuple(self.walk.begin(part))
+            beside = of_weights(self.plan, self.s, part, part != "head" and self.walk.write(part))
+            for held in (*begins, self.walk.now("backward", part), *self.walk.collect(part)):
+                self.note(held, beside)
         self.rest = self.saved = -sum(self.of.kept.values())
         self.moment()
 

@@ -8,11 +8,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from shardwise.cluster import Cluster
-from shardwise.layout.grid import Grid
+from shardwise.layout.mesh import KV, TP, Mesh, named
 from shardwise.layout.units import UnitPlan
 from shardwise.predict.ledger import predict_ledger
-
-GROUPS = ("data", "shard", "replicate", "tp", "kv", "shard_tp")
 
 
 class StepTime(NamedTuple):
@@ -43,13 +41,14 @@ def step_time(plan: UnitPlan, compute: float, cluster: Cluster) -> StepTime:
     """
     from shardwise.schedule.choose import transport_rows
 
-    grid = Grid.of(plan.layout, plan.model)
-    groups = {grid.axes_name(name): grid.group(name, 0) for name in GROUPS if grid.size(name) > 1}
+    mesh = Mesh.of(plan.layout, plan.model)
     ledger = predict_ledger(plan)
+    groups = {row.axes: mesh.group(named(row.axes), 0) for row in ledger}
+    waited_for = {mesh.name(TP), mesh.name(KV)}
     exposed = hideable = 0.0
     for row, sent in zip(ledger, transport_rows(ledger, groups, cluster), strict=True):
         assert sent.time_s is not None
-        if row.axes in ("tp", "kv") or row.phase in ("optimizer", "loss"):
+        if row.axes in waited_for or row.phase in ("optimizer", "loss"):
             exposed += sent.time_s
         else:
             hideable += sent.time_s

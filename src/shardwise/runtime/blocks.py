@@ -4,7 +4,7 @@ With few tokens in a micro-batch a third of a step is not arithmetic but calls: 
 memory (docs/performance.md). So norm, projections and rotation are one function with a backward of its own, and so is
 all that follows attention. The same bytes are saved as where the decoder's modules compute one by one
 (`predict/activations.py`), which they do wherever this cannot: with dropout, norms of heads, and weights that do not
-lie end to end.
+lie end to end (`UnitPlan.fuses_blocks`).
 """
 
 from __future__ import annotations
@@ -140,21 +140,17 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def join_block(block: LlamaBlock, site: Site) -> None:
-    """Let a block compute in two functions, where it can."""
-    attention, apart = block.attention, block.forward
+    """Let a block compute in two functions, whose plan says that it can."""
+    attention = block.attention
     rope, core = attention.rope, attention.core
-    if attention.q_norm is not None or rope is None or block.attention_dropout.drop or block.mlp_dropout.drop:
-        return
+    assert rope is not None
 
     @cache
-    def parts() -> _Parts | None:
-        qkv, gate_up = Joined.of(attention.qkv), Joined.of(block.mlp.gate_up)
-        return None if qkv is None or gate_up is None else _Parts(block, site, qkv, gate_up)
+    def parts() -> _Parts:
+        return _Parts(block, site, Joined.of(attention.qkv), Joined.of(block.mlp.gate_up))
 
     def forward(x: Tensor, batch: Batch) -> Tensor:
         found = parts()
-        if found is None:
-            return apart(x, batch)
         q, k, v = _Before.apply(found, rope.shared(batch, x.dtype), x)  # type: ignore[no-untyped-call]
         out: Tensor = _After.apply(found, core(q, k, v, batch), x)  # type: ignore[no-untyped-call]
         return out

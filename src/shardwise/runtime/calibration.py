@@ -32,7 +32,8 @@ from torch import Tensor, nn
 from shardwise.decoder import Batch
 from shardwise.decoder.attention import CoreAttention, Rope
 from shardwise.decoder.modules import RMSNorm
-from shardwise.layout import Grid, Layout, Workload, unit_plan
+from shardwise.layout import Layout, Mesh, Workload, unit_plan
+from shardwise.layout.mesh import DATA, PP, SHARD, Axes
 from shardwise.model import ModelConfig
 from shardwise.model.chunking import optimizer_chunk
 from shardwise.runtime.attention import shorten_attention
@@ -259,8 +260,8 @@ def _loss(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> C
 class _Alone:
     """The loss's view of a rank that shares no vocabulary."""
 
-    def all_reduce(self, tensor: Tensor, axes: str, unit: str, *, maximum: bool = False) -> None: ...
-    def size(self, axes: str) -> int:
+    def all_reduce(self, tensor: Tensor, axes: Axes, unit: str, *, maximum: bool = False) -> None: ...
+    def size(self, axes: Axes) -> int:
         return 1
 
 
@@ -325,7 +326,7 @@ def collectives(job: Job, ranks: int) -> Iterator[Probe]:
 
 def _comms(layout: Layout, job: Job) -> Comms:
     model = MODEL.replace(layers=max(MODEL.layers, layout.pp))
-    Grid.of(layout, model)
+    Mesh.of(layout, model)
     return make_comms(layout, model, dist.get_rank(), timeout=job.timeout, transport=job.transport)
 
 
@@ -345,12 +346,12 @@ def _collective(comms: Comms, op: str, elements: int) -> Collective:
     small = 4 * elements <= HOT
     copies = 1 if small else ROTATED // (4 * elements) + 1
     whole = [torch.full((elements,), 0.0) for _ in range(copies)]  # filled: pages of zeros are yet to come
-    piece = torch.zeros(elements // comms.size("data"))
+    piece = torch.zeros(elements // comms.size(DATA))
     tensors = cycle(whole)
     calls: dict[str, Call] = {
-        "all_reduce": lambda: comms.all_reduce(next(tensors), "data", "probe"),
-        "all_gather": lambda: comms.all_gather(next(tensors), piece, "shard", "probe"),
-        "reduce_scatter": lambda: comms.reduce_scatter(next(tensors), "shard", "probe", lambda: Target(piece)),
+        "all_reduce": lambda: comms.all_reduce(next(tensors), DATA, "probe"),
+        "all_gather": lambda: comms.all_gather(next(tensors), piece, SHARD, "probe"),
+        "reduce_scatter": lambda: comms.reduce_scatter(next(tensors), SHARD, "probe", lambda: Target(piece)),
     }
     just = piece if op == "all_gather" else whole[0]
     return Collective(calls[op], just.zero_ if small else lambda: None)
@@ -358,14 +359,14 @@ def _collective(comms: Comms, op: str, elements: int) -> Collective:
 
 def _message(comms: Comms, elements: int) -> Call:
     """There and back between the first two ranks: twice a message."""
-    tensor, rank = torch.zeros(elements), comms.index("pp")
+    tensor, rank = torch.zeros(elements), comms.index(PP)
 
     def call() -> None:
         for sender in (0, 1) if rank < 2 else ():
             if rank == sender:
-                comms.send(tensor, 1 - rank, "probe").wait()
+                comms.send(tensor, PP, 1 - rank, "probe").wait()
             else:
-                comms.receive(tensor, 1 - rank, "probe").wait()
+                comms.receive(tensor, PP, 1 - rank, "probe").wait()
 
     return call
 

@@ -8,7 +8,7 @@ in rank order, because gloo's own is slower than its all-reduce and sums bf16 in
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,14 +20,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.layout import Grid
+from shardwise.layout import Mesh
+from shardwise.layout.mesh import PP, Axes
 from shardwise.layout.units import Backend
 from shardwise.report.step_report import LedgerRow, Phase, TransportRow
 from shardwise.runtime.job.pulse import Pulse
 from shardwise.runtime.torch_versions import all_gather_single, reduce_scatter_single
 from shardwise.runtime.transport import Mail, SharedTransport
 from shardwise.runtime.transport.adding import Target, add_up, wide_room
-from shardwise.runtime.transport.shared import PIECE
+from shardwise.runtime.transport.shared import EXCHANGES, MESSAGES, PIECE
 
 Key = tuple[str, str, str, str, str, int]
 
@@ -143,9 +144,9 @@ DONE = Pending([], None, None, 0.0)
 
 
 class Comms:
-    """The process groups of one rank's grid position, and the ledger of what passed through them.
+    """The process groups of one rank's place in the mesh, and the ledger of what passed through them.
 
-    axes: group names as `Grid.group` takes them; only those with more than one rank get a process group, and a
+    axes: the groups that are wanted; only those with more than one rank get a process group, and a
     collective over one rank does nothing and leaves no entry. shared: all ranks are processes of one host and read each
     other's memory; else torch.distributed's backend carries everything. pulse: where signs of life go.
     Raises what torch.distributed raises when a peer is lost; `OSError`, on every rank, where memory cannot be shared.
@@ -153,16 +154,16 @@ class Comms:
 
     def __init__(
         self,
-        grid: Grid,
+        mesh: Mesh,
         rank: int,
-        axes: tuple[str, ...],
+        axes: tuple[Axes, ...],
         *,
         timeout: float,
         overlap: bool = True,
         shared: bool = False,
         pulse: Pulse | None = None,
     ) -> None:
-        self.grid, self.rank, self.overlap = grid, rank, overlap
+        self.mesh, self.rank, self.overlap = mesh, rank, overlap
         self.pulse = pulse or Pulse()
         self.backend = cast(Backend, "shared" if shared else dist.get_backend())
         self.phase: Phase = "forward"
@@ -176,9 +177,9 @@ class Comms:
         """Who wants to see each collective go and come, in a recorded step."""
         self._recording = False
         self._last: str | None = None
-        self._words: dict[tuple[str, str, str, str], str] = {}
-        self._groups: dict[str, dist.ProcessGroup] = {}
-        self._shared: dict[str, SharedTransport] = {}
+        self._words: dict[tuple[str, Axes, str, str], str] = {}
+        self._groups: dict[Axes, dist.ProcessGroup] = {}
+        self._shared: dict[Axes, SharedTransport] = {}
         by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
         transports: dict[tuple[int, ...], SharedTransport] = {}
         if shared:
@@ -187,7 +188,7 @@ class Comms:
             world = tuple(range(dist.get_world_size()))
             by_ranks[world], transports[world] = dist.group.WORLD, SharedTransport(dist.group.WORLD, timeout)
         for name in axes:
-            ranks = grid.group(name, rank)
+            ranks = mesh.group(name, rank)
             if len(ranks) == 1:
                 continue
             if ranks not in by_ranks:
@@ -197,10 +198,11 @@ class Comms:
             self._groups[name] = by_ranks[ranks]
             if shared:
                 self._shared[name] = transports[ranks]
-        self._mail = Mail(self._shared["pp"], self._groups["pp"], timeout) if "pp" in self._shared else None
-        self._down = None
-        if self.backend == "nccl" and "pp" in self._groups:
-            self._down = self._new_group(grid.group("pp", rank), timeout)
+        self._mails: dict[tuple[SharedTransport, int], Mail] = {}
+        self._down: dict[Axes, dist.ProcessGroup] = {}
+        """Groups of messages to lower ranks, along axes on which ranks send both ways at a time."""
+        if self.backend == "nccl" and PP in self._groups:
+            self._down[PP] = self._new_group(mesh.group(PP, rank), timeout)
 
     def _make_group(self, ranks: tuple[int, ...], timeout: float) -> dist.ProcessGroup:
         if len(ranks) == dist.get_world_size() and list(ranks) == sorted(ranks):
@@ -217,15 +219,13 @@ class Comms:
         """Whether what this rank waits for is unlikely to come soon: it then leaves its core alone meanwhile."""
         for transport in self._shared.values():
             transport.patience.rests = resting
-        if self._mail is not None:
-            self._mail.patience.rests = resting
 
     def close(self) -> None:
         """Give back what was shared with other ranks."""
         for transport in {id(found): found for found in self._shared.values()}.values():
             transport.close()
-        if self._mail is not None:
-            self._mail.close()
+        for mail in self._mails.values():
+            mail.close()
 
     # -- the ledger
 
@@ -262,15 +262,15 @@ class Comms:
         """The latest collective in words, for the message of a rank that lost a peer."""
         return self._last
 
-    def _record(self, op: str, axes: str, unit: str, full: Tensor, elements: int, algorithm: str) -> Timing | None:
+    def _record(self, op: str, axes: Axes, unit: str, full: Tensor, elements: int, algorithm: str) -> Timing | None:
         named = op, axes, unit, self.phase
         self._last = self._words.get(named)
         if self._last is None:
-            self._last = self._words[named] = f"{op} over {self.grid.axes_name(axes)} for {unit} in {self.phase}"
+            self._last = self._words[named] = f"{op} over {self.mesh.name(axes)} for {unit} in {self.phase}"
         self.pulse.collective(self._last)
         if not self._recording:
             return None
-        key = (self.phase, op, self.grid.axes_name(axes), unit, str(full.dtype).removeprefix("torch."), elements)
+        key = (self.phase, op, self.mesh.name(axes), unit, str(full.dtype).removeprefix("torch."), elements)
         timing = self.timings.setdefault(key, Timing(key, algorithm))
         timing.count += 1
         return timing
@@ -320,15 +320,15 @@ class Comms:
 
     # -- the collectives
 
-    def size(self, axes: str) -> int:
-        return self.grid.size(axes)
+    def size(self, axes: Axes) -> int:
+        return self.mesh.size(axes)
 
-    def index(self, axes: str) -> int:
+    def index(self, axes: Axes) -> int:
         """This rank's place in its group over `axes`."""
-        return self.grid.group(axes, self.rank).index(self.rank)
+        return self.mesh.index(axes, self.rank)
 
     def all_reduce(
-        self, tensor: Tensor, axes: str, unit: str, *, maximum: bool = False, later: bool = False
+        self, tensor: Tensor, axes: Axes, unit: str, *, maximum: bool = False, later: bool = False
     ) -> Waiting:
         """Sum (or maximum) over the group, in place. With `later` the result is ready after `wait()`."""
         if axes not in self._groups:
@@ -343,7 +343,7 @@ class Comms:
         op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
         return self._issue(lambda: dist.all_reduce(tensor, op, self._groups[axes], async_op=True), timing, later)
 
-    def lend(self, wanted: dict[str, int], dtype: torch.dtype, axes: str) -> dict[str, Tensor]:
+    def lend(self, wanted: dict[str, int], dtype: torch.dtype, axes: Axes) -> dict[str, Tensor]:
         """Memory that is gathered into over `axes`, for as many elements as are `wanted`, where the group's ranks can
         read it in place; nothing where they cannot. All of them ask at the same time. It is there until `close`."""
         if axes not in self._shared:
@@ -356,7 +356,7 @@ class Comms:
         return found if all(every) else {}
 
     def all_gather(
-        self, out: Tensor, piece: Tensor, axes: str, unit: str, *, later: bool = False, lent: bool = False
+        self, out: Tensor, piece: Tensor, axes: Axes, unit: str, *, later: bool = False, lent: bool = False
     ) -> Waiting:
         """Concatenate every rank's flat `piece`, in the dtype of `out`, into `out` in group order. It may be its place
         there. lent: the memory is one that `lend` gave."""
@@ -386,7 +386,7 @@ class Comms:
     def reduce_scatter(
         self,
         full: Tensor,
-        axes: str,
+        axes: Axes,
         unit: str,
         into: Callable[[], Target],
         *,
@@ -436,7 +436,7 @@ class Comms:
             timing, later, lambda: finish(list(received.view(ranks, piece))),
         )  # fmt: skip
 
-    def reclaim(self, full: Tensor, axes: str) -> None:
+    def reclaim(self, full: Tensor, axes: Axes) -> None:
         """Wait until nobody reads a tensor that was given to a reduction as `lent`."""
         if axes in self._shared:
             self._shared[axes].reclaim(full)
@@ -451,36 +451,75 @@ class Comms:
         self.pulse.work()
         return value
 
-    # -- messages between stages
+    def all_to_all(
+        self,
+        out: Tensor,
+        tensor: Tensor,
+        axes: Axes,
+        unit: str,
+        *,
+        sent: Sequence[int] | None = None,
+        received: Sequence[int] | None = None,
+        later: bool = False,
+    ) -> Waiting:
+        """Give each rank of the group its rows of `tensor` [n, ...], and have theirs in `out` [m, ...], in group order.
 
-    def send(self, tensor: Tensor, peer: int, unit: str) -> Pending:
-        """Hand a contiguous tensor to a rank of the pipeline. It may be reused after `wait()`.
-
-        peer: its place on the pp axis. Messages between two ranks arrive in the order in which they were sent.
+        sent, received: rows for and from each rank, of which any may be 0; equal parts where they are left out. Both
+        tensors are contiguous and of one dtype. The ledger has the elements that this rank gives away. Raises
+        `ValueError` where the rows are not those of the tensors.
         """
-        timing = self._record("send", "pp", unit, tensor, tensor.numel(), self.backend)
-        if self._mail is not None:
-            mail = self._mail
+        ranks, mine = self.size(axes), self.index(axes)
+        sent, received = _rows(tensor, sent, ranks), _rows(out, received, ranks)
+        if sent[mine] != received[mine] or tensor.shape[1:] != out.shape[1:] or tensor.dtype != out.dtype:
+            raise ValueError(f"{tensor.dtype} {sent} of {list(tensor.shape)} are not {out.dtype} {list(out.shape)}")
+        if axes not in self._groups:
+            out.copy_(tensor)
+            return DONE
+        timing = self._record("all_to_all", axes, unit, tensor, tensor.numel(), self.backend)
+        if axes in self._shared:
+            mail, into, parts = self._mail(axes, EXCHANGES), out.split(received), tensor.split(sent)
+            return self._issue(lambda: mail.all_to_all(into, parts), timing, later)
+        group = self._groups[axes]
+        return self._issue(
+            lambda: dist.all_to_all_single(out, tensor, received, sent, group, async_op=True), timing, later
+        )
+
+    # -- messages
+
+    def send(self, tensor: Tensor, axes: Axes, peer: int, unit: str) -> Pending:
+        """Hand a contiguous tensor to a rank of the group. It may be reused after `wait()`.
+
+        peer: its place along `axes`. Messages between two ranks arrive in the order in which they were sent.
+        """
+        timing = self._record("send", axes, unit, tensor, tensor.numel(), self.backend)
+        if self.backend == "shared":
+            mail = self._mail(axes, MESSAGES)
             return self._started(lambda: mail.send(tensor, peer), timing, False, None, self._last)
-        to, group = self.grid.group("pp", self.rank)[peer], self._way(peer > self.index("pp"))
+        to, group = self.mesh.group(axes, self.rank)[peer], self._way(axes, peer > self.index(axes))
         return self._started(lambda: dist.isend(tensor, to, group), timing, False, None, self._last)
 
-    def receive(self, out: Tensor, peer: int, unit: str) -> Waiting:
-        """Have a contiguous tensor filled by a rank of the pipeline; it may be read after `wait()`."""
-        timing = self._record("recv", "pp", unit, out, out.numel(), self.backend)
-        if self._mail is not None:
-            mail = self._mail
+    def receive(self, out: Tensor, axes: Axes, peer: int, unit: str) -> Waiting:
+        """Have a contiguous tensor filled by a rank of the group; it may be read after `wait()`."""
+        timing = self._record("recv", axes, unit, out, out.numel(), self.backend)
+        if self.backend == "shared":
+            mail = self._mail(axes, MESSAGES)
             return self._started(lambda: mail.receive(out, peer), timing, False, None, self._last)
-        of, group = self.grid.group("pp", self.rank)[peer], self._way(peer < self.index("pp"))
+        of, group = self.mesh.group(axes, self.rank)[peer], self._way(axes, peer < self.index(axes))
         return self._started(lambda: dist.irecv(out, of, group), timing, False, None, self._last)
 
-    def _way(self, up: bool) -> dist.ProcessGroup:
+    def _mail(self, axes: Axes, kind: int) -> Mail:
+        transport = self._shared[axes]
+        if (transport, kind) not in self._mails:
+            self._mails[transport, kind] = Mail(transport, kind)
+        return self._mails[transport, kind]
+
+    def _way(self, axes: Axes, up: bool) -> dist.ProcessGroup:
         """The group of messages to higher, or to lower ranks: what NCCL sends to a rank waits for what came before."""
-        return self._groups["pp"] if up or self._down is None else self._down
+        return self._groups[axes] if up else self._down.get(axes, self._groups[axes])
 
     # -- along a dim of activations
 
-    def gather_dim(self, x: Tensor, dim: int, axes: str, unit: str) -> Tensor:
+    def gather_dim(self, x: Tensor, dim: int, axes: Axes, unit: str) -> Tensor:
         """All-gather local shards along `dim`: [.., n/ranks, ..] -> [.., n, ..]."""
         ranks = self.size(axes)
         out = x.new_empty((ranks, *x.shape))
@@ -489,7 +528,7 @@ class Comms:
             return out.view(*x.shape[:dim], ranks * x.shape[dim], *x.shape[dim + 1 :])
         return out.movedim(0, dim).reshape(*x.shape[:dim], ranks * x.shape[dim], *x.shape[dim + 1 :])
 
-    def reduce_scatter_dim(self, x: Tensor, dim: int, axes: str, unit: str) -> Tensor:
+    def reduce_scatter_dim(self, x: Tensor, dim: int, axes: Axes, unit: str) -> Tensor:
         """Sum over the group and keep this rank's piece along `dim`: [.., n, ..] -> [.., n/ranks, ..]."""
         ranks = self.size(axes)
         shape = (*x.shape[:dim], x.shape[dim] // ranks, *x.shape[dim + 1 :])
@@ -497,3 +536,11 @@ class Comms:
         out = x.new_empty(shape)
         self.reduce_scatter(pieces.view(-1), axes, unit, lambda: Target(out.view(-1)))
         return out
+
+
+def _rows(tensor: Tensor, rows: Sequence[int] | None, ranks: int) -> list[int]:
+    """Rows of a tensor for each of `ranks` ranks. Raises `ValueError` where they are not all of its rows."""
+    found = [len(tensor) // ranks] * ranks if rows is None else list(rows)
+    if len(found) != ranks or sum(found) != len(tensor) or min(found) < 0:
+        raise ValueError(f"{len(tensor)} rows are not {found} rows for {ranks} ranks")
+    return found

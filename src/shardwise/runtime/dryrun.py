@@ -20,7 +20,7 @@ from typing import Any
 
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
-from shardwise.layout import Grid, Layout, Workload, check_runnable
+from shardwise.layout import Layout, Mesh, Workload, check_runnable
 from shardwise.layout.units import UnitPlan, unit_plan, usual_backend
 from shardwise.model import ModelConfig
 from shardwise.report.step_report import Bytes, Role, StepReport
@@ -35,8 +35,8 @@ def dry_run(model: ModelConfig, layout: Layout, workload: Workload, cluster: Clu
     Raises `LayoutError` for what the runtime cannot run, `UserError` when a process fails.
     """
     check_runnable(layout, model, workload, cluster.devices if cluster else None)
-    grid, eager = Grid.of(layout, model), replace(layout, compile="off")
-    ranks = [grid.rank(pp=place, dp=0, cp=0, tp=0) for place in range(layout.pp)]
+    mesh, eager = Mesh.of(layout, model), replace(layout, compile="off")
+    ranks = [mesh.rank(pp=place) for place in range(layout.pp)]
     plans = [unit_plan(model, eager, workload, rank=rank, backend=usual_backend(cluster)) for rank in ranks]
     firsts: dict[str, int] = {}
     """What a rank does -> the first place of the pipeline where ranks do it."""
@@ -44,9 +44,8 @@ def dry_run(model: ModelConfig, layout: Layout, workload: Workload, cluster: Clu
     observed = _observe_all([(plans[place], ranks[place]) for place in firsts.values()])
     seen = dict(zip(firsts.values(), observed, strict=True))
     roles = []
-    for place, plan, rank in zip(like, plans, ranks, strict=True):
-        everyone = tuple(sorted(grid.group("dp_cp_tp", rank)))
-        roles.append(replace(_renamed(seen[place], plans[place], plan), role=plan.role, ranks=everyone))
+    for place, plan in zip(like, plans, strict=True):
+        roles.append(replace(_renamed(seen[place], plans[place], plan), role=plan.role, ranks=mesh.stage(plan.pp_rank)))
     return StepReport(
         source="dry-run",
         model=model.to_json(),
@@ -155,7 +154,7 @@ def _observe(plan: UnitPlan, rank: int, fake: Any) -> Role:
     comms = make_comms(plan.layout, plan.model, rank, timeout=60.0)
     comms.backend = plan.backend
     if plan.backend == "shared":
-        comms._mail = _Mail()  # type: ignore[assignment]
+        comms._mail = lambda axes, kind: _Mail()  # type: ignore[method-assign,return-value,assignment]
     comms.read = lambda scalar: 1.0  # type: ignore[method-assign]  # fake tensors hold no numbers
     with fake:
         program = Program(short, comms, OptimizerConfig(), _no_values, torch.device("cpu"))

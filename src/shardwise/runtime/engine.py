@@ -33,9 +33,10 @@ from torch import Tensor, nn
 
 from shardwise.decoder import Decoder
 from shardwise.decoder.modules import TiedLinear
+from shardwise.layout.mesh import SHARD
 from shardwise.layout.pipeline import releases_early, splits_backward
 from shardwise.layout.placement import Placed
-from shardwise.layout.units import Phase, Residency, Unit, UnitPlan, Use
+from shardwise.layout.units import Gather, Hop, Phase, Residency, Unit, UnitPlan, Use
 from shardwise.model.parameters import Parameter
 from shardwise.runtime.buffers import Buffer, Share, Tally
 from shardwise.runtime.comms import Comms, Waiting
@@ -222,9 +223,8 @@ class Engine:
         self._staging_slots, self._reads_staged = self._make_slots(device, plan.staging_sizes)
         scratch_dtype = plan.wire_dtype if plan.trains else plan.layout.dtype
         self._scratch = Buffer("comm", plan.scratch, torch_dtype(scratch_dtype), device, self.tally)
-        shard_index = comms.index("shard") if plan.layout.shard_ranks > 1 else 0
         self.units = {
-            u.name: FlatUnit(u, plan, self._slots, shard_index, device, self.tally, self._staging_share(u))
+            u.name: FlatUnit(u, plan, self._slots, comms.index(u.shard), device, self.tally, self._staging_share(u))
             for u in plan.units
         }
         self._gathers: dict[str, Waiting] = {}
@@ -245,7 +245,7 @@ class Engine:
         """Buffers of so many elements that units take in turn; whether the other ranks read them in place."""
         dtype = torch_dtype(self.plan.layout.dtype)
         # Under a pipeline they come and go.
-        lent = {} if self.plan.layout.pp > 1 or not wanted else self.comms.lend(wanted, dtype, "shard")
+        lent = {} if self.plan.layout.pp > 1 or not wanted else self.comms.lend(wanted, dtype, SHARD)
         slots = {}
         for name, elements in wanted.items():
             slots[name] = Buffer("comm", elements, dtype, device, self.tally, lent.get(name))
@@ -257,7 +257,7 @@ class Engine:
         if unit.name not in self.plan.staging_slots:
             return None
         whole = self._staging_slots[self.plan.staging_slots[unit.name]]
-        return Share(whole, unit.padded, partial(self.comms.reclaim, axes="shard"))
+        return Share(whole, unit.padded, partial(self.comms.reclaim, axes=unit.shard))
 
     def _bind(self, overwriting: Collection[nn.Module]) -> None:
         """Replace the decoder's parameters by views of the flat buffers, with gradients as views too."""
@@ -296,7 +296,7 @@ class Engine:
     def begin_evaluation(self) -> None:
         """A forward pass without backward; stage 3 gathers every unit once."""
         self._uses = [
-            Use("forward", "forward", p, tuple(u.name for u in self.plan.units_of(p))) for p in self.plan.parts
+            Use("forward", "forward", p, tuple(map(self.plan.gather, self.plan.units_of(p)))) for p in self.plan.parts
         ]
         self._at = 0
         self._gathers.clear()
@@ -332,25 +332,23 @@ class Engine:
         if self.stage < 3:
             return
         self._gather(use)
-        for name in use.gathers:
-            self._gathers.pop(name).wait()
+        for gather in use.gathers:
+            self._gathers.pop(gather.unit).wait()
         if self._at < len(self._uses):
             following = self._uses[self._at]
             in_use = {unit.slot for unit in self.plan.units_of(part)}
-            if not in_use & {self.units[name].unit.slot for name in following.gathers}:
+            if not in_use & {self.units[gather.unit].unit.slot for gather in following.gathers}:
                 with self.comms.in_phase(following.phase):
                     self._gather(following)
 
     def _gather(self, use: Use) -> None:
-        for name in use.gathers:
-            if name not in self._gathers:
-                self._gather_unit(self.units[name])
+        for gather in use.gathers:
+            if gather.unit not in self._gathers:
+                self._gathers[gather.unit] = self._start(gather)
 
-    def _gather_unit(self, flat: FlatUnit) -> None:
-        name = flat.unit.name
-        self._gathers[name] = self.comms.all_gather(
-            flat.whole, flat.interval, "shard", name, later=True, lent=self._lent
-        )
+    def _start(self, gather: Gather) -> Waiting:
+        flat = self.units[gather.unit]
+        return self.comms.all_gather(flat.whole, flat.interval, gather.axes, gather.unit, later=True, lent=self._lent)
 
     @contextmanager
     def trying(self, part: str) -> Iterator[None]:
@@ -410,16 +408,19 @@ class Engine:
         """Start the reduction over the data ranks of the gradients that are complete after `part`'s backward."""
         for flat in self._finished(part):
             grads = flat.full_grads if self.stage >= 2 else flat.grads
-            self._sum_over_tensor_ranks(flat, grads.tensor)
-            if self._staging_slots:
-                self._reduce_in_place(flat, grads)
-            elif self.stage >= 2:
-                self._reduce_scatter(flat, grads, flat.accumulator)
-            elif self.stage == 1:
-                self._reduce_scatter(flat, grads, partial(Target, flat.grads_interval))
+            name = flat.unit.name
+            for start, stop, axes in flat.unit.partial_sums:
+                self.comms.all_reduce(grads.tensor[start:stop], axes, name)
+            hop = next(iter(flat.unit.reduce), None)
+            if hop is None:
+                continue
+            if hop.op == "all_reduce":
+                self._reductions[name] = self.comms.all_reduce(grads.tensor, hop.axes, name, later=True)
+            elif self._staging_slots:
+                self._reduce_in_place(flat, grads, hop)
             else:
-                name = flat.unit.name
-                self._reductions[name] = self.comms.all_reduce(grads.tensor, "data", name, later=True)
+                into = flat.accumulator if self.stage >= 2 else partial(Target, flat.grads_interval)
+                self._reduce_scatter(flat, grads, hop, into)
 
     # -- as the actions of a pipeline have it
 
@@ -430,7 +431,7 @@ class Engine:
             flat = self.units[unit.name]
             assert flat.slot is not None
             flat.slot.take()
-            self._gather_unit(flat)
+            self._gathers[unit.name] = self._start(self.plan.gather(unit))
 
     def reshard(self, stage: int) -> None:
         """Free them."""
@@ -451,14 +452,7 @@ class Engine:
             pending.wait()
         return self.units["tied"].grads_interval
 
-    def _sum_over_tensor_ranks(self, flat: FlatUnit, grads: Tensor) -> None:
-        """Gradients of replicated weights that each tensor-parallel rank saw only in part."""
-        for axis in ("kv", "tp"):
-            start, stop = flat.unit.grad_sum(axis)  # type: ignore[arg-type]
-            if start < stop:
-                self.comms.all_reduce(grads[start:stop], axis, flat.unit.name)
-
-    def _reduce_scatter(self, flat: FlatUnit, full: Buffer | Share, into: Callable[[], Target]) -> None:
+    def _reduce_scatter(self, flat: FlatUnit, full: Buffer | Share, hop: Hop, into: Callable[[], Target]) -> None:
         """Send a unit's full gradients on their way: this rank's piece of the sum goes to `into`. A full gradient that
         is staged is then done with, and its memory goes."""
         for pending in self._reductions.values():
@@ -471,16 +465,16 @@ class Engine:
                 full.free()
 
         self._reductions[flat.unit.name] = self.comms.reduce_scatter(
-            full.tensor, "shard", flat.unit.name, into, done=done, scratch=scratch, later=True
+            full.tensor, hop.axes, flat.unit.name, into, done=done, scratch=scratch, later=True
         )
 
-    def _reduce_in_place(self, flat: FlatUnit, full: Buffer | Share) -> None:
+    def _reduce_in_place(self, flat: FlatUnit, full: Buffer | Share, hop: Hop) -> None:
         """The same where peers read what is staged: they may from now on. Whoever comes last finds all there, and adds
         up at once what the others come back for later: so ranks need not go in step."""
         into, name = flat.accumulator(), flat.unit.name
         before = list(self._reductions.values())
         self._reductions[name] = self.comms.reduce_scatter(
-            full.tensor, "shard", name, lambda: into, done=full.free, later=True, lent=self._reads_staged
+            full.tensor, hop.axes, name, lambda: into, done=full.free, later=True, lent=self._reads_staged
         )
         for pending in before:
             pending.wait()
@@ -488,28 +482,25 @@ class Engine:
             self._reductions[name].wait()
 
     def finish_step(self) -> None:
-        """All backwards are over: wait for the reductions, and sum over replicas of the shard group (HSDP)."""
+        """All backwards are over: wait for the reductions, and take the hops that follow them (HSDP)."""
         for pending in self._reductions.values():
             pending.wait()
         self._reductions.clear()
-        if self.plan.layout.replicate_ranks > 1 and self.stage:
-            with self.comms.in_phase("backward"):
-                pendings = [
-                    self.comms.all_reduce(flat.grads_interval, "replicate", name, later=True)
-                    for name, flat in self.units.items()
-                ]
-            for pending in pendings:
-                pending.wait()
+        with self.comms.in_phase("backward"):
+            pendings = [
+                self.comms.all_reduce(flat.grads_interval, hop.axes, name, later=True)
+                for name, flat in self.units.items()
+                for hop in flat.unit.reduce[1:]
+            ]
+        for pending in pendings:
+            pending.wait()
 
     def publish(self) -> None:
         """After the optimizer: stages 1 and 2 gather the new parameters, stage 3 forgets what is resident."""
         self._gathers.clear()
         if self.stage in (1, 2):
             with self.comms.in_phase("optimizer"):
-                pendings = [
-                    self.comms.all_gather(flat.whole, flat.interval, "shard", name, later=True)
-                    for name, flat in self.units.items()
-                ]
+                pendings = [self._start(self.plan.gather(unit)) for unit in self.plan.units]
             for pending in pendings:
                 pending.wait()
 

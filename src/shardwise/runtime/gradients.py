@@ -13,10 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardwise.model.chunking import product_chunk
-
-CACHED = 1 << 17
-"""Elements of a gradient that a core's own cache holds beside what it multiplies."""
+from shardwise.model.chunking import CACHED, product_chunk
 
 
 class Place:

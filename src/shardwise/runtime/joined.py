@@ -43,13 +43,14 @@ class Joined:
         self._gradient: Tensor | None = None
 
     @classmethod
-    def of(cls, linears: Linears) -> Joined | None:
-        """The maps of `linears`, if they lie end to end where they are now."""
+    def of(cls, linears: Linears) -> Joined:
+        """The maps of `linears`, whose weights lie end to end."""
         maps = [child for child in linears.children() if isinstance(child, Linear)]
         weight = end_to_end([m.weight.detach() for m in maps])
         biases = [m.bias.detach() for m in maps if m.bias is not None]
         bias = end_to_end(biases) if biases else None
-        return None if weight is None or (biases and bias is None) else cls(maps, weight, bias)
+        assert weight is not None and (bias is not None or not biases), "the plan lays the weights end to end"
+        return cls(maps, weight, bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [B, S, in] -> [B S, all rows]."""
@@ -98,6 +99,7 @@ class Row:
 
     def backward(self, x: Tensor, dy: Tensor) -> Tensor:
         """The gradient of x; that of the weight is added where it stays, now or later. dy: [B, S or S / tp, out]."""
+        x = x.detach()  # without the graph that made it, which would outlive its backward
         rows = as_rows(self.site.gather(dy))
         place = place_of(self.module.weight)
         self.site.weights.add(self.site.unit, lambda: place.add_product(rows.t(), x), x, rows)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.decoder.modules import Linear, Lookup, TiedLinear
+from shardwise.layout.mesh import TP
 from shardwise.runtime.comms import DONE, Comms, Waiting
 from shardwise.runtime.gradients import WeightGradients, place_of
 
@@ -36,20 +37,20 @@ class Site:
     weights: WeightGradients
 
     def gather(self, x: Tensor) -> Tensor:
-        return self.comms.gather_dim(x, SEQUENCE_DIM, "tp", self.unit) if self.sequence else x
+        return self.comms.gather_dim(x, SEQUENCE_DIM, TP, self.unit) if self.sequence else x
 
     def reduce(self, x: Tensor) -> Tensor:
         """Sum partial results over tp: to everyone, or scattered along the sequence."""
         if self.sequence:
-            return self.comms.reduce_scatter_dim(x, SEQUENCE_DIM, "tp", self.unit)
-        self.comms.all_reduce(x, "tp", self.unit)
+            return self.comms.reduce_scatter_dim(x, SEQUENCE_DIM, TP, self.unit)
+        self.comms.all_reduce(x, TP, self.unit)
         return x
 
     def reduce_later(self, x: Tensor) -> tuple[Tensor, Waiting]:
         """Like `reduce`, but an all-reduce may still be under way when this returns."""
         if self.sequence:
             return self.reduce(x), DONE
-        return x, self.comms.all_reduce(x, "tp", self.unit, later=True)
+        return x, self.comms.all_reduce(x, TP, self.unit, later=True)
 
 
 def as_rows(x: Tensor) -> Tensor:

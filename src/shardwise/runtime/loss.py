@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.layout.mesh import TP
 from shardwise.model.chunking import loss_chunk
 from shardwise.runtime.comms import Comms
 
@@ -31,7 +32,7 @@ class _CrossEntropy(torch.autograd.Function):
         rows = logits.detach().view(-1, logits.shape[-1])
         if rows.shape[1] > stop - start:
             rows[:, stop - start :] = torch.finfo(logits.dtype).min  # columns that only pad the vocabulary
-        flat, split = targets.reshape(-1), comms.size("tp") > 1
+        flat, split = targets.reshape(-1), comms.size(TP) > 1
         wide = torch.float32 if logits.dtype == torch.bfloat16 else logits.dtype
         local = (_column(flat, start, stop) if split else flat.clamp(min=0))[:, None]
         target = rows.gather(1, local)
@@ -48,9 +49,9 @@ class _CrossEntropy(torch.autograd.Function):
         lse, target = own_lse, target[:, 0].to(wide)
         if split:
             top = own_lse.clone()
-            comms.all_reduce(top, "tp", "cross-entropy", maximum=True)
+            comms.all_reduce(top, TP, "cross-entropy", maximum=True)
             sums = torch.stack([torch.exp(own_lse - top), target * _inside(flat, start, stop)])
-            comms.all_reduce(sums, "tp", "cross-entropy")
+            comms.all_reduce(sums, TP, "cross-entropy")
             lse, target = top.add_(sums[0].log()), sums[1]
         ctx.start, ctx.stop = start, stop
         ctx.save_for_backward(rows, lse, targets, own_lse if split else None)
@@ -71,6 +72,7 @@ class _CrossEntropy(torch.autograd.Function):
         for part in _chunks(rows):
             softmax = torch.softmax(rows[part], -1, dtype=lse.dtype).mul_(factor[part, None])
             rows[part] = softmax.scatter_add_(1, local[part], there[part])
+            del softmax  # before the next one is made
         return rows.view(*targets.shape, -1), None, None, None, None
 
 

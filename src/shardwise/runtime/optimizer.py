@@ -91,7 +91,7 @@ class Optimizer:
             for span in state.spans:
                 part = torch.linalg.vector_norm(grads[span.start : span.stop], dtype=wide).double()
                 total += part * part / span.replicas
-        self.comms.all_reduce(total, "shard_tp_pp", "gradient norm")
+        self.comms.all_reduce(total, self.engine.plan.norm_over, "gradient norm")
         return math.sqrt(self.comms.read(total))
 
     def _update(self, state: _State, lr: float, coefficient: float) -> None:
@@ -111,6 +111,7 @@ class Optimizer:
                 self._adamw(master, own, first, second, lr, span.decay)
                 if apart:
                     weight.copy_(master)
+                del own  # before the next one is made
 
     def _adamw(self, master: Tensor, gradient: Tensor, first: Tensor, second: Tensor, lr: float, decay: bool) -> None:
         torch._fused_adamw_(

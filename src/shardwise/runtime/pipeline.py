@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shardwise.decoder import Batch
 from shardwise.layout import pipeline
+from shardwise.layout.mesh import DATA, PP
 from shardwise.runtime.comms import Comms, Pending, Waiting
 from shardwise.runtime.gradients import Product
 from shardwise.runtime.stages import Stages
@@ -84,7 +85,7 @@ class _Execution:
                 self.do(part)
         elif kind in ("RECV_F", "RECV_B"):
             buffer = self.worker.buffer()
-            self.arriving[kind[-1], stage, micro] = buffer, self.comms.receive(buffer, peer, f"stage {stage}")
+            self.arriving[kind[-1], stage, micro] = buffer, self.comms.receive(buffer, PP, peer, f"stage {stage}")
         elif kind in ("SEND_F", "SEND_B"):
             self.send(kind[-1], stage, micro, peer)
         elif kind == "UNSHARD":
@@ -123,7 +124,7 @@ class _Execution:
     def sum_tied(self, peer: int) -> None:
         own = self.worker.tied_gradients()
         theirs = torch.empty_like(own)
-        arriving, leaving = self.comms.receive(theirs, peer, "tied"), self.comms.send(own, peer, "tied")
+        arriving, leaving = self.comms.receive(theirs, PP, peer, "tied"), self.comms.send(own, PP, peer, "tied")
         arriving.wait()
         leaving.wait()
         own.add_(theirs)
@@ -131,7 +132,7 @@ class _Execution:
     def send(self, way: str, stage: int, micro: int, peer: int) -> None:
         tensor = self.made.pop((way, stage, micro)).contiguous()
         to = stage + 1 if way == "F" else stage - 1
-        sent = self.comms.send(tensor, peer, f"stage {to}")
+        sent = self.comms.send(tensor, PP, peer, f"stage {to}")
         if (before := self.leaving.pop((peer, way), None)) is not None:
             before[1].wait()
         if not sent.arrived():
@@ -141,7 +142,7 @@ class _Execution:
 def execute(schedule: PipelineSchedule, comms: Comms, worker: Worker) -> None:
     """Do what `schedule` has for this rank of the pipeline. At the end all that was started here is complete, but for
     the reductions, which the worker's owner waits for."""
-    _Execution(schedule, comms, worker).run(comms.index("pp"))
+    _Execution(schedule, comms, worker).run(comms.index(PP))
 
 
 def train(stages: Stages, schedule: PipelineSchedule, micro_batches: list[tuple[Batch, Tensor]], tokens: int) -> Tensor:
@@ -179,10 +180,10 @@ class _Work:
     def share_loss(self, holder: int) -> None:
         """One rank of each pipeline has its sum: the others add nothing."""
         comms = self.stages.comms
-        if comms.index("pp") != holder:
+        if comms.index(PP) != holder:
             self.total.zero_()
         with comms.in_phase("loss"):
-            comms.all_reduce(self.total, "data_pp", "loss")
+            comms.all_reduce(self.total, DATA + PP, "loss")
 
 
 class _Training(_Work):
@@ -196,8 +197,8 @@ class _Training(_Work):
 
     def forward(self, stage: int, micro: int, x: Tensor | None) -> Tensor | None:
         batch, targets = self.given[micro]
-        # What blocks take from it alike is made once for all stages of the rank.
-        shared = self.batches.setdefault(micro, batch.fresh())
+        # What blocks take from it alike is made once for all stages of the rank, and goes with the last with blocks.
+        shared = self.batches.setdefault(micro, batch.fresh()) if self._attends(stage) else batch
         if x is not None:
             x = x.detach().requires_grad_()
         y = self.stages.forward(stage, x, shared)
@@ -220,8 +221,8 @@ class _Training(_Work):
             torch.autograd.backward(start, grad)
             if stage == 0:
                 self.engine.finish_backward("embedding")
-        if not any(waiting == micro for _, waiting in self.begun):
-            del self.batches[micro]
+        if not any(waiting == micro and self._attends(other) for other, waiting in self.begun):
+            self.batches.pop(micro, None)
         del start, grad
         if x is None:
             self._moment()
@@ -230,6 +231,9 @@ class _Training(_Work):
         del x
         self._moment()
         return dx
+
+    def _attends(self, stage: int) -> bool:
+        return bool(self.stages.plan.blocks(stage))
 
     @contextmanager
     def _products(self, stage: int, micro: int, weights: bool) -> Iterator[None]:

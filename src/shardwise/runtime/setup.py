@@ -9,12 +9,13 @@ import torch.distributed as dist
 
 from shardwise.decoder import Batch
 from shardwise.errors import UserError
-from shardwise.layout import Grid, Layout
+from shardwise.layout import Layout, Mesh
+from shardwise.layout.mesh import DATA, KV, PP, REPLICATE, SHARD, TP
 from shardwise.model import ModelConfig
 from shardwise.runtime.comms import Comms
 from shardwise.runtime.job.pulse import Pulse
 
-AXES = ("data", "shard", "replicate", "tp", "kv", "pp", "data_pp", "shard_tp_pp")
+AXES = (DATA, SHARD, REPLICATE, TP, KV, PP, DATA + PP, SHARD + TP + PP)
 """Every group over which the runtime communicates."""
 
 
@@ -32,16 +33,16 @@ def make_comms(
 
     transport: one of `config.TRANSPORTS`. Raises `UserError` when it is "shared" and memory cannot be shared here.
     """
-    grid = Grid.of(layout, model)
+    mesh = Mesh.of(layout, model)
     if transport != "gloo" and dist.get_backend() == "gloo" and dist.get_world_size() > 1:
         try:
-            return Comms(grid, rank, AXES, timeout=timeout, overlap=overlap, shared=True, pulse=pulse)
+            return Comms(mesh, rank, AXES, timeout=timeout, overlap=overlap, shared=True, pulse=pulse)
         except OSError as error:
             if transport == "shared":
                 raise UserError(f"no shared memory: {error}; choose --transport gloo") from None
             if rank == 0:
                 print(f"no shared memory: {error}; continuing over gloo", flush=True)
-    comms = Comms(grid, rank, AXES, timeout=timeout, overlap=overlap, pulse=pulse)
+    comms = Comms(mesh, rank, AXES, timeout=timeout, overlap=overlap, pulse=pulse)
     if dist.get_backend() == "gloo" and dist.get_world_size() == 1:
         comms.backend = "shared"  # one rank communicates with nobody, so it needs no buffers for gloo
     return comms

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.decoder import Batch
+from shardwise.layout.mesh import DATA
 from shardwise.layout.units import UnitPlan
 from shardwise.runtime.comms import Comms
 from shardwise.runtime.config import OptimizerConfig
@@ -57,7 +58,7 @@ class Program(Stages):
         self.engine.publish()
         if self.plan.schedule is None:
             with self.comms.in_phase("loss"):
-                self.comms.all_reduce(total, "data", "loss")
+                self.comms.all_reduce(total, DATA, "loss")
         return self.comms.read(total) / max(1, tokens), norm, tokens
 
     def evaluate(self, batch: Batch, targets: Tensor) -> tuple[float, int]:
@@ -69,7 +70,7 @@ class Program(Stages):
             self.engine.begin_evaluation()
             loss = self.loss(self.infer(0, None, batch.fresh()), targets).double()
             with self.comms.in_phase("loss"):
-                self.comms.all_reduce(loss, "data", "loss")
+                self.comms.all_reduce(loss, DATA, "loss")
         return self.comms.read(loss), tokens
 
     def _count_valid(self, targets: list[Tensor]) -> int:
@@ -77,7 +78,7 @@ class Program(Stages):
         for each in targets:
             count += (each != IGNORED).sum()
         with self.comms.in_phase("loss"):
-            self.comms.all_reduce(count, "data", "valid tokens")
+            self.comms.all_reduce(count, DATA, "valid tokens")
         return int(self.comms.read(count))
 
     def _train(self, batch: Batch, targets: Tensor, tokens: int) -> Tensor:

@@ -54,8 +54,7 @@ def _swap(module: nn.Module, cut: Cut | None, site: Site, plan: UnitPlan) -> lis
         return [module]
     if isinstance(module, Attention):
         module.core.first_head = plan.tp_rank * (plan.model.heads // plan.layout.tp)
-    # A compiler joins by itself; unfused attention saves scaled queries, and keeping those as well would cost memory.
-    if isinstance(module, LlamaBlock) and plan.layout.compile != "block" and plan.layout.attention == "sdpa":
+    if isinstance(module, LlamaBlock) and plan.fuses_blocks:
         join_block(module, site)
     return []
 

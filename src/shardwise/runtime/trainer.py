@@ -24,7 +24,8 @@ from shardwise.data import Corpus, Sampler
 from shardwise.decoder import random
 from shardwise.decoder.initial import initial_values
 from shardwise.errors import UserError
-from shardwise.layout import Grid, check_runnable, unit_plan
+from shardwise.layout import Mesh, check_runnable, unit_plan
+from shardwise.layout.mesh import DP
 from shardwise.model.flops import training_flops_per_token
 from shardwise.model.parameters import Parameter
 from shardwise.report.exposure import Exposure
@@ -140,7 +141,7 @@ class _Run:
         self.program = Program(plan, self.comms, config.optimizer, self._initial_values, device)
         self._say_compiling(f"compiled the blocks in {self.program.compile_seconds:.0f} s")
         corpus = Corpus.open(Path(config.corpus))
-        data_rank = Grid.of(layout, model).coordinates(self.rank)["dp"]
+        data_rank = Mesh.of(layout, model).index(DP, self.rank)
         eos = corpus.eos if config.workload.isolate_documents else None
         samplers = {
             split: Sampler(corpus.tokens(split), config.workload.seq, config.seed, eos=eos)

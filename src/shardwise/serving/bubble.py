@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.layout import Grid
+from shardwise.layout import Mesh
 from shardwise.schedule.pipeline import build
 from shardwise.schedule.pipeline.simulate import simulate
 from shardwise.schedule.pipeline.times import Times
@@ -37,8 +37,8 @@ class Filled:
 
 def measured(job: ServingJob, folder: Path) -> list[Filled]:
     """Every prompt that a pipeline has read, one at a time, from the notes in a folder. The layout has one replica."""
-    grid = Grid.of(job.layout, job.model)
-    ranks = [grid.rank(pp=stage, dp=0, cp=0, tp=0) for stage in range(job.layout.pp)]
+    mesh = Mesh.of(job.layout, job.model)
+    ranks = [mesh.rank(pp=stage) for stage in range(job.layout.pp)]
     stages = [list(_prompts(read_notes(folder, rank))) for rank in ranks]
     return [_filled(prompt) for prompt in zip(*stages, strict=True)]
 

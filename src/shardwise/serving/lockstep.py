@@ -27,6 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shardwise.layout.mesh import PP, SHARD, TP
 from shardwise.runtime.comms import Pending
 from shardwise.serving.engine import Generator
 from shardwise.serving.messages import Answer, Asked, Cancel, Drain, Request
@@ -62,10 +63,10 @@ class Lockstep:
         self.scheduler = Scheduler(pages, batch=job.batch, chunk=job.chunk, depth=self.depth)
         own = layout.stage == 3 and job.prompts == "own"
         self._replicas = layout.shard_ranks if own else 1
-        self._replica = self.comms.index("shard") if own else 0
-        self._step = "shard_tp_pp" if layout.pp == 1 else "tp"
+        self._replica = self.comms.index(SHARD) if own else 0
+        self._step = SHARD + TP + PP if layout.pp == 1 else TP
         """The ranks in step, among which control goes round."""
-        self._hearers = "tp" if own else self._step
+        self._hearers = TP if own else self._step
         self._state = IDLE
         self._draining = False
         self._turns: deque[tuple[Turn, Tensor | None]] = deque()
@@ -136,7 +137,7 @@ class Lockstep:
         if self.first:
             self.comms.all_reduce(header, self._step, CONTROL, maximum=True)
         else:
-            self.comms.receive(header, self.place - 1, CONTROL).wait()
+            self.comms.receive(header, PP, self.place - 1, CONTROL).wait()
         self.comms.rest(False)
         self._state, *sizes = header.tolist()
         payload = self._payload(message, sizes[self._replica])
@@ -156,7 +157,7 @@ class Lockstep:
         if self.first:
             self.comms.all_reduce(payload, self._hearers, CONTROL)
         else:
-            self.comms.receive(payload, self.place - 1, CONTROL).wait()
+            self.comms.receive(payload, PP, self.place - 1, CONTROL).wait()
         return payload
 
     # -- tokens and activations
@@ -169,7 +170,7 @@ class Lockstep:
         if not self.first:
             shape = 1, turn.tokens, generator.plan.model.hidden
             x = torch.empty(shape, dtype=generator.dtype, device=generator.device)
-            self.comms.receive(x, self.place - 1, f"stage {self.place}").wait()
+            self.comms.receive(x, PP, self.place - 1, f"stage {self.place}").wait()
         y = generator.forward(turn, generator.rows(turn), x)
         if not self.last:
             self._send(y, self.place + 1, f"stage {self.place + 1}")
@@ -190,7 +191,7 @@ class Lockstep:
             return []
         if not self.last:
             chosen = torch.empty(2, len(wanted), dtype=torch.float64, device=self.generator.device)
-            self.comms.receive(chosen, self.depth - 1, TOKENS).wait()
+            self.comms.receive(chosen, PP, self.depth - 1, TOKENS).wait()
         assert chosen is not None
         tokens, logprobs = chosen.tolist()
         return self.scheduler.take(turn, [int(token) for token in tokens], logprobs)
@@ -198,7 +199,7 @@ class Lockstep:
     def _send(self, tensor: Tensor, stage: int, unit: str) -> None:
         """Send without waiting, but for what was sent turns ago: gloo never says that a send has arrived, and what is
         waited for was taken before its taker had anything of a later turn to wait for."""
-        self._leaving.append((tensor, self.comms.send(tensor.contiguous(), stage, unit)))
+        self._leaving.append((tensor, self.comms.send(tensor.contiguous(), PP, stage, unit)))
         while self._leaving and (len(self._leaving) > self._most or self._leaving[0][1].arrived()):
             self._leaving.popleft()[1].wait()
 

@@ -19,6 +19,7 @@ from shardwise.decoder.decoder import Head
 from shardwise.decoder.gpt import MLP, GPTBlock
 from shardwise.decoder.llama import GatedMLP, LlamaBlock
 from shardwise.decoder.modules import Linear, Linears, Lookup, RMSNorm, TiedLinear, swap_forward
+from shardwise.layout.mesh import TP
 from shardwise.layout.units import UnitPlan
 from shardwise.model.blueprint import Cut
 from shardwise.runtime.comms import Comms
@@ -126,13 +127,13 @@ def _joined(tensors: Sequence[Tensor | None], keep: MakeProduct) -> Tensor | Non
 
 
 def _row(module: Linear, unit: str, comms: Comms, keep: MakeProduct) -> Product:
-    if comms.size("tp") == 1:
+    if comms.size(TP) == 1:
         return keep(module.weight, module.bias)
     partial_sum, bias = keep(module.weight, None), module.bias
 
     def forward(x: Tensor) -> Tensor:
         y = partial_sum(x)
-        comms.all_reduce(y, "tp", unit)
+        comms.all_reduce(y, TP, unit)
         return y if bias is None else y.add_(bias)
 
     return forward
@@ -147,7 +148,7 @@ def _lookup(module: Lookup, unit: str, plan: UnitPlan, comms: Comms) -> Product:
         elsewhere = (ids < start) | (ids >= stop)
         y = F.embedding((ids - start).masked_fill_(elsewhere, 0), module.weight)
         y.masked_fill_(elsewhere.unsqueeze(-1), 0)
-        comms.all_reduce(y, "tp", unit)
+        comms.all_reduce(y, TP, unit)
         return y
 
     return forward
@@ -160,5 +161,5 @@ def _head(head: Head, plan: UnitPlan, comms: Comms, x: Tensor, batch: Batch) -> 
         x = x.index_select(1, batch.wanted)
     logits = head.out(head.norm(x))[0]
     if plan.layout.tp > 1:
-        logits = comms.gather_dim(logits, 1, "tp", LOGITS)[:, : plan.model.vocab]
+        logits = comms.gather_dim(logits, 1, TP, LOGITS)[:, : plan.model.vocab]
     return logits

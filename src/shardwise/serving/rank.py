@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import UserError
-from shardwise.layout import Grid
+from shardwise.layout import Mesh
+from shardwise.layout.mesh import DP, PP, SHARD, TP
 from shardwise.report.step_report import Bytes, Phase
 from shardwise.runtime.heap import give_back_freed_memory, keep_freed_memory
 from shardwise.runtime.job import pulse
@@ -138,13 +139,13 @@ def run(rank: int, job: ServingJob, folder: Path, signs: pulse.Pulse) -> None:
     """Load, answer until nobody asks any more, and end."""
     started = time.monotonic()
     device = torch.device("cpu") if job.device == "cpu" else torch.device("cuda", rank % torch.cuda.device_count())
-    grid = Grid.of(job.layout, job.model)
-    at = grid.coordinates(rank)
+    mesh = Mesh.of(job.layout, job.model)
+    replica = mesh.index(DP, rank)
     together = dist.new_group(
-        sorted(grid.group("shard_tp_pp", rank)), timeout=timedelta(seconds=_LONGEST), use_local_synchronization=True
+        sorted(mesh.group(SHARD + TP + PP, rank)), timeout=timedelta(seconds=_LONGEST), use_local_synchronization=True
     )
-    first = at["tp"] == at["pp"] == 0 and at["dp"] < job.replicas
-    way = Way(connect(folder, at["dp"]), at["dp"]) if first else None
+    first = mesh.index(TP + PP, rank) == 0 and replica < job.replicas
+    way = Way(connect(folder, replica), replica) if first else None
     _, weights = weights_in(job.weights)
     comms = make_comms(
         job.layout, job.model, rank, timeout=job.hang + pulse.MARGIN, transport=job.transport, pulse=signs

@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shardwise.layout import Grid
+from shardwise.layout import Mesh
+from shardwise.layout.mesh import DP
 from shardwise.report.step_report import Bytes, LedgerRow, Phase, Role, StepReport, TransportRow, merge_roles
 from shardwise.serving.job import ServingJob
 
@@ -68,10 +69,10 @@ def reports(job: ServingJob, folder: Path) -> Iterator[tuple[str, StepReport]]:
 
     Replicas take turns of their own: their names begin with the replica's number where there are several.
     """
-    grid = Grid.of(job.layout, job.model)
+    mesh = Mesh.of(job.layout, job.model)
     together: dict[int, list[int]] = {}
     for rank in range(job.layout.ranks):
-        together.setdefault(0 if job.layout.stage == 3 else grid.coordinates(rank)["dp"], []).append(rank)
+        together.setdefault(0 if job.layout.stage == 3 else mesh.index(DP, rank), []).append(rank)
     for replica, ranks in together.items():
         for number, found in _turns({rank: {n.turn: n for n in read_notes(folder, rank)} for rank in ranks}):
             phase = "prefill" if any(note.phase == "prefill" for note in found.values()) else "decode"
@@ -125,9 +126,9 @@ def read_notes(folder: Path, rank: int) -> list[Note]:
 
 
 def _report(job: ServingJob, phase: str, notes: dict[int, Note]) -> StepReport:
-    first, grid = notes[min(notes)], Grid.of(job.layout, job.model)
+    first, mesh = notes[min(notes)], Mesh.of(job.layout, job.model)
     # Data ranks have tokens of their own, or all the same ones; ranks of one replica have the same.
-    of_data = {grid.coordinates(rank)["dp"]: note for rank, note in notes.items()} if job.replicas > 1 else {0: first}
+    of_data = {mesh.index(DP, rank): note for rank, note in notes.items()} if job.replicas > 1 else {0: first}
     tokens, rows = (sum(getattr(note, name) for note in of_data.values()) for name in ("tokens", "rows"))
     cached = {rank: note.kv_bytes for rank, note in notes.items()}
     return StepReport(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shardwise.layout import Layout, UnitPlan, Workload, unit_plan
+from shardwise.layout.mesh import TP, named
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import get
 from shardwise.model.flops import hardware_flops_per_token, training_flops_per_token
@@ -154,7 +155,7 @@ def _sent_in_block(model: ModelConfig, layout: str) -> list[float]:
     sent = {"forward": 0.0, "backward": 0.0}
     plan = plan_of(model.replace(attention_dropout=0.0), layout, 2048)
     for row in predict_ledger(plan):
-        if row.axes == "tp" and row.unit == "blocks.0" and row.elements > model.hidden**2 // 64:
+        if named(row.axes) == TP and row.unit == "blocks.0" and row.elements > model.hidden**2 // 64:
             op = row.op.removesuffix("_into").replace("_", "-")
             _, times, _ = CLOSED_FORMS[op, "ring"].factors(plan.layout.tp)
             sent[row.phase] += times * row.payload_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shardwise.cluster import Cluster
 from shardwise.cluster.catalog import lookup
+from shardwise.layout.mesh import TP, named
 from shardwise.model.catalog import get
 from shardwise.predict.claims.activations import plan_of
 from shardwise.predict.claims.showing import Inputs, Samples, Values, topic
@@ -193,7 +194,7 @@ def block_collectives(layout: str, phase: str, op: str) -> int:
     """How many collectives of activations over tp the blocks of llama-2-7b need in a phase of one micro-batch."""
     plan = plan_of(get("llama-2-7b"), layout, 2048)
     full = plan.tokens * plan.model.hidden
-    rows = (row for row in predict_ledger(plan) if row.axes == "tp" and row.unit.startswith("blocks."))
+    rows = (row for row in predict_ledger(plan) if named(row.axes) == TP and row.unit.startswith("blocks."))
     return sum(row.count for row in rows if (row.phase, row.op, row.elements) == (phase, op, full))
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from shardwise.errors import LayoutError, UserError
-from shardwise.layout import Grid, Layout, UnitPlan, Workload, check, unit_plan
+from shardwise.layout import Layout, Mesh, UnitPlan, Workload, check, unit_plan
 from shardwise.layout.legality import unsupported
 from shardwise.model import ModelConfig
 
@@ -45,7 +45,7 @@ def check_length(model: ModelConfig, prompt: int, output: int) -> None:
 @lru_cache(maxsize=64)
 def plan_of(model: ModelConfig, layout: Layout, stage: int = 0, tp: int = 0) -> UnitPlan:
     """The plan of a rank of a stage, for a workload without a training step."""
-    return unit_plan(model, layout, Workload(), rank=Grid.of(layout, model).rank(pp=stage, dp=0, cp=0, tp=tp))
+    return unit_plan(model, layout, Workload(), rank=Mesh.of(layout, model).rank(pp=stage, dp=0, cp=0, tp=tp))
 
 
 def blocks_of(plan: UnitPlan) -> list[str]:

@@ -233,7 +233,7 @@ def _gather_seconds(plan: UnitPlan, pricing: Pricing) -> dict[str, float]:
     """Unit -> seconds of its gather in a steady turn; equal sizes are priced once. Those that stay are not there."""
     ranks, stride = plan.layout.shard_ranks, plan.layout.tp
     width = WIDTH[plan.layout.dtype]
-    sizes = {name: plan.by_name[name].padded * width for name in steady_gathers(plan)}
+    sizes = {gather.unit: plan.by_name[gather.unit].padded * width for gather in steady_gathers(plan)}
     price = {
         size: float(pricing.collectives.seconds("all_gather_into", size, ranks, stride)) for size in set(sizes.values())
     }

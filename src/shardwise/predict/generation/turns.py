@@ -11,12 +11,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from shardwise.layout import Grid
-from shardwise.layout.units import UnitPlan
+from shardwise.layout.mesh import PP, SHARD, TP, Mesh
+from shardwise.layout.units import Gather, UnitPlan
+from shardwise.predict.ledger import Rows, ledger_of
 from shardwise.report.step_report import LedgerRow, Phase
-
-Key = tuple[str, str, str, str, str, int]
-"""A row of the ledger without its count."""
 
 CONTROL, TOKENS = "control", "tokens"
 """Units of what ranks in step hear, and of the tokens that the last stage has chosen."""
@@ -41,63 +39,65 @@ class Turn:
         return cls("decode", sequences, sequences)
 
 
-def turn_ledger(plan: UnitPlan, turn: Turn, gathered: tuple[str, ...] = (), own: bool = True) -> tuple[LedgerRow, ...]:
-    """All rows of `plan`'s rank in one turn, sorted. gathered: units that are gathered in it, such as
+def turn_ledger(
+    plan: UnitPlan, turn: Turn, gathered: tuple[Gather, ...] = (), own: bool = True
+) -> tuple[LedgerRow, ...]:
+    """All rows of `plan`'s rank in one turn, sorted. gathered: what is gathered in it, such as
     `steady_gathers`. own: under zero=3, whether data ranks have requests of their own, or all of them the same."""
-    rows: Counter[Key] = Counter()
+    rows: Rows = Counter()
     _control(rows, plan, turn, own and plan.layout.stage == 3)
     if plan.layout.tp > 1 and turn.tokens:
         _tensor_parallel(rows, plan, turn)
-    shard = Grid.of(plan.layout, plan.model).axes_name("shard")
-    for name in gathered:
-        rows[(turn.phase, "all_gather_into", shard, name, plan.layout.dtype, plan.by_name[name].padded)] += 1
+    for gather in gathered:
+        padded = plan.by_name[gather.unit].padded
+        rows[(turn.phase, "all_gather_into", gather.axes, gather.unit, gather.dtype, padded)] += 1
     if plan.layout.pp > 1:
         _pipeline(rows, plan, turn)
-    return tuple(sorted(LedgerRow(*key, count=count) for key, count in rows.items() if count))  # type: ignore[arg-type]
+    return ledger_of(rows, Mesh.of(plan.layout, plan.model))
 
 
-def _control(rows: Counter[Key], plan: UnitPlan, turn: Turn, own: bool) -> None:
+def _control(rows: Rows, plan: UnitPlan, turn: Turn, own: bool) -> None:
     """What the first rank of a replica has heard reaches the others: over the ranks in step at once, from stage to
     stage under a pipeline. The message itself is for the replica's ranks alone."""
-    grid, (stage, *_) = Grid.of(plan.layout, plan.model), plan.stages
-    axes = grid.axes_name("shard_tp_pp" if plan.layout.pp == 1 else "tp")
-    hearers = grid.axes_name("tp") if own else axes
+    stage, *_ = plan.stages
+    axes = SHARD + TP + PP if plan.layout.pp == 1 else TP
+    hearers = TP if own else axes
     header = 1 + (plan.layout.shard_ranks if own else 1)
     for dtype, elements, group in (("int64", header, axes), ("uint8", turn.heard, hearers)):
         if not elements:
             continue
-        if stage == 0 and group:
+        if stage == 0:
             rows[(turn.phase, "all_reduce", group, CONTROL, dtype, elements)] += 1
         if stage > 0:
-            rows[(turn.phase, "recv", "pp", CONTROL, dtype, elements)] += 1
+            rows[(turn.phase, "recv", PP, CONTROL, dtype, elements)] += 1
         if stage < plan.layout.pp - 1:
-            rows[(turn.phase, "send", "pp", CONTROL, dtype, elements)] += 1
+            rows[(turn.phase, "send", PP, CONTROL, dtype, elements)] += 1
 
 
-def _tensor_parallel(rows: Counter[Key], plan: UnitPlan, turn: Turn) -> None:
+def _tensor_parallel(rows: Rows, plan: UnitPlan, turn: Turn) -> None:
     """Sums after a block's two row-parallel maps and after the lookup (Shoeybi et al. 2019), and the logits."""
     dtype = plan.layout.dtype
     for part in plan.parts:
         sums = {"embedding": 1, "head": 0}.get(part, 2)
-        rows[(turn.phase, "all_reduce", "tp", part, dtype, turn.tokens * plan.model.hidden)] += sums
+        rows[(turn.phase, "all_reduce", TP, part, dtype, turn.tokens * plan.model.hidden)] += sums
     if "head" in plan.parts and turn.rows:
-        rows[(turn.phase, "all_gather_into", "tp", "logits", dtype, turn.rows * padded_vocab(plan))] += 1
+        rows[(turn.phase, "all_gather_into", TP, "logits", dtype, turn.rows * padded_vocab(plan))] += 1
 
 
-def _pipeline(rows: Counter[Key], plan: UnitPlan, turn: Turn) -> None:
+def _pipeline(rows: Rows, plan: UnitPlan, turn: Turn) -> None:
     """The residual stream from stage to stage; chosen tokens, and the logarithms of their probabilities, from the last
     stage to every other one."""
     (stage,), last = plan.stages, plan.layout.pp - 1
     stream = plan.layout.dtype, turn.tokens * plan.model.hidden
     if stage and turn.tokens:
-        rows[(turn.phase, "recv", "pp", f"stage {stage}", *stream)] += 1
+        rows[(turn.phase, "recv", PP, f"stage {stage}", *stream)] += 1
     if stage < last and turn.tokens:
-        rows[(turn.phase, "send", "pp", f"stage {stage + 1}", *stream)] += 1
+        rows[(turn.phase, "send", PP, f"stage {stage + 1}", *stream)] += 1
     known = turn.rows if turn.known is None else turn.known
     if stage == last and turn.rows:
-        rows[(turn.phase, "send", "pp", TOKENS, "float64", 2 * turn.rows)] += last
+        rows[(turn.phase, "send", PP, TOKENS, "float64", 2 * turn.rows)] += last
     if stage < last and known:
-        rows[(turn.phase, "recv", "pp", TOKENS, "float64", 2 * known)] += 1
+        rows[(turn.phase, "recv", PP, TOKENS, "float64", 2 * known)] += 1
 
 
 def padded_vocab(plan: UnitPlan) -> int:
@@ -105,9 +105,9 @@ def padded_vocab(plan: UnitPlan) -> int:
     return -(-plan.model.vocab // plan.layout.tp) * plan.layout.tp
 
 
-def steady_gathers(plan: UnitPlan) -> tuple[str, ...]:
-    """The units that every turn but the first gathers: a slot remembers its unit until another one takes it."""
+def steady_gathers(plan: UnitPlan) -> tuple[Gather, ...]:
+    """What every turn but the first gathers: a slot remembers its unit until another one takes it."""
     if plan.layout.stage < 3:
         return ()
     _, later = plan.generating_uses("decode")
-    return tuple(name for use in later for name in use.gathers)
+    return tuple(gather for use in later for gather in use.gathers)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from shardwise.layout import Grid
+from shardwise.layout.mesh import Mesh, named
 from shardwise.layout.units import UnitPlan
 from shardwise.report.step_report import DTYPE_BYTES, LedgerRow
 
@@ -39,7 +39,7 @@ class Volume:
 
 def ring_bytes(row: LedgerRow, plan: UnitPlan) -> Fraction:
     """What one rank sends for a row of its ledger. A received message costs its receiver nothing."""
-    ranks = _ranks(row, plan)
+    ranks = Mesh.of(plan.layout, plan.model).size(named(row.axes))
     elements = row.elements
     if row.op == "all_gather_into" and row.unit in plan.by_name:
         elements = plan.by_name[row.unit].numel
@@ -51,13 +51,6 @@ def ring_bytes(row: LedgerRow, plan: UnitPlan) -> Fraction:
         "recv": Fraction(0),
     }[row.op]
     return share * elements * DTYPE_BYTES[row.dtype] * row.count
-
-
-def _ranks(row: LedgerRow, plan: UnitPlan) -> int:
-    grid = Grid.of(plan.layout, plan.model)
-    names = ("tp", "shard", "data", "pp", "shard_tp", "dp_cp_tp", "data_pp", "shard_tp_pp", "tp_pp", "pp_tp")
-    sizes = {grid.axes_name(name): grid.size(name) for name in names}
-    return sizes[row.axes]
 
 
 def ring_volume(ledger: Iterable[LedgerRow], plan: UnitPlan) -> Volume:

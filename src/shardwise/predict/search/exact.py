@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.cluster import Cluster
-from shardwise.layout import Grid, Layout, Workload, unit_plan
+from shardwise.layout import Layout, Mesh, Workload, unit_plan
 from shardwise.layout.units import usual_backend
 from shardwise.model import ModelConfig
 from shardwise.predict.memory import predict_bytes
@@ -98,6 +98,6 @@ class Exact:
         return fullest
 
     def _rank(self, layout: Layout, place: int) -> Held:
-        rank = Grid.of(layout, self.model).rank(pp=place, dp=0, cp=0, tp=0)
+        rank = Mesh.of(layout, self.model).rank(pp=place)
         held: Bytes = predict_bytes(unit_plan(self.model, layout, self.workload, rank=rank, backend=self.backend))
         return Held(*(float(getattr(held, name)) for name in (*CLASSES, "total")))

@@ -212,8 +212,8 @@ class Alone(Rank):
         shared = s.tables - s.known_embedding - s.known_head
         everything = self.activations() + shared
         edge = self.accumulated("head", "tied")
-        # What the micro-batch before left under way is accumulated when it has landed.
-        under_way = self._there(0.0) - self.accumulated(final) * self.sharded * self.many
+        # What the first micro-batch left under way is accumulated when it has landed.
+        under_way = self._there(0.0) - self.accumulated(final) * self.sharded * (self.counts == 2)
         yield Moment(everything + s.loss + under_way + left * self.many, left * self.many)
         # A tied table's full gradient waits from the head's backward for the embedding's, and lands before.
         own = self.staged("head") + tied + left * self.many * (final != "tied")

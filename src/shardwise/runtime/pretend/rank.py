@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import UserError
-from shardwise.layout import Grid, Layout
+from shardwise.layout import Layout, Mesh
+from shardwise.layout.mesh import PP
 from shardwise.runtime.comms import Comms
 from shardwise.runtime.job.rank import leave, main
 from shardwise.runtime.pipeline import execute
@@ -28,14 +29,14 @@ TURNS, PAUSE = 40, 0.01
 
 def make_comms(ranks: int, rank: int, transport: str, timeout: float) -> Comms:
     """The messages of a pipeline alone. Raises `UserError` where memory cannot be shared but must."""
-    grid = Grid(Layout(pp=ranks))
+    mesh = Mesh(Layout(pp=ranks))
     if transport != "gloo" and ranks > 1:
         try:
-            return Comms(grid, rank, ("pp",), timeout=timeout, shared=True)
+            return Comms(mesh, rank, (PP,), timeout=timeout, shared=True)
         except OSError as error:
             if transport == "shared":
                 raise UserError(f"no shared memory: {error}; choose --transport gloo") from None
-    return Comms(grid, rank, ("pp",), timeout=timeout)
+    return Comms(mesh, rank, (PP,), timeout=timeout)
 
 
 def step(case: Case, comms: Comms, nbytes: int) -> dict[str, Any]:
@@ -57,16 +58,16 @@ def hop(comms: Comms, nbytes: int) -> float:
     All ranks hand one over at the same moment, as those of a pipeline do whose stages take equally long: they share the
     host's cores. Each then stands still for the one of the rank before.
     """
-    mine, ranks = comms.index("pp"), dist.get_world_size()
+    mine, ranks = comms.index(PP), dist.get_world_size()
     message = torch.zeros(nbytes // WORD, dtype=torch.int64)
     arrived, seen = torch.empty_like(message), []
     clocks: list[Any] = [None] * ranks
     dist.all_gather_object(clocks, time.monotonic())
     for turn in range(1, TURNS + 1 if ranks > 1 else 0):
-        arriving = comms.receive(arrived, (mine - 1) % ranks, "hop")
+        arriving = comms.receive(arrived, PP, (mine - 1) % ranks, "hop")
         time.sleep(max(0.0, max(clocks) + turn * PAUSE - time.monotonic()))
         message[0] = time.monotonic_ns()
-        leaving = comms.send(message, (mine + 1) % ranks, "hop")
+        leaving = comms.send(message, PP, (mine + 1) % ranks, "hop")
         arriving.wait()
         seen.append((time.monotonic_ns() - int(arrived[0])) / 1e9)
         leaving.wait()

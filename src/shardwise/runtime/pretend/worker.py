@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.layout.mesh import PP
 from shardwise.runtime.comms import Comms, Key
 from shardwise.runtime.pretend.job import WORD, Case
 from shardwise.schedule.pipeline import Action
@@ -192,14 +193,14 @@ class TimedWorker:
 
     def share_loss(self, holder: int) -> None:
         self.record.begin("SHARE_LOSS")
-        self._loss = torch.full((), float(self.comms.index("pp") == holder), dtype=torch.float64)
+        self._loss = torch.full((), float(self.comms.index(PP) == holder), dtype=torch.float64)
         with self.comms.in_phase("loss"):
-            self.comms.all_reduce(self._loss, "pp", "loss")
+            self.comms.all_reduce(self._loss, PP, "loss")
 
     def finish(self) -> list[tuple[float, float]]:
         """The spans of the rank's actions, as `Record.spans` gives them. Raises `RuntimeError` where the step is not
         what the list says, or has left something behind."""
-        mine = self.comms.index("pp")
+        mine = self.comms.index(PP)
         spans = self.record.spans(self.schedule.actions[mine])
         if self.held or self.buffers:
             raise RuntimeError(f"{self.held} bytes and {len(self.buffers)} messages are left at the end of the step")

@@ -3,19 +3,20 @@
 A message lies in a segment of its sender's: one whose last message has been taken, or else a new one. So a send never
 waits, whatever the receiver does, and the tensor is the sender's again at once. Between two ranks messages are taken by
 the order in which they were sent, though a receive that was posted later may be waited for first.
+
+An all-to-all is a message from each rank to each other one, in mail of its own: its order does not depend on other
+messages.
 """
 
 from __future__ import annotations
 
-import os
 import weakref
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
-import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.runtime.transport.memory import ALIGNED, Patience, Segment
+from shardwise.runtime.transport.memory import ALIGNED, Segment
 from shardwise.runtime.transport.shared import SharedTransport, flat_array
 
 OUTSTANDING = 4096
@@ -31,20 +32,19 @@ _EACH = _WORDS + 2 * OUTSTANDING
 
 
 class Mail:
-    """One rank's end of the messages among the ranks of `transport`, whose peers it uses; every one must make it.
+    """One rank's end of the messages among the ranks of `transport`, whose peers and patience it uses.
 
-    group: their process group, over which they meet here. timeout: seconds to wait for a message. Raises
-    `RuntimeError` where memory runs out: the ranks have agreed by then that they share it.
+    A rank makes it for its first message, whenever that is, and `announced`, a word of the transport's flags, tells the
+    peers where it is. Raises `RuntimeError` where memory runs out: the ranks have agreed by then that they share it.
     """
 
-    def __init__(self, transport: SharedTransport, group: dist.ProcessGroup, timeout: float) -> None:
-        self.rank, self.peers = transport.rank, transport.peers
-        self.patience = Patience(transport.ranks, len(os.sched_getaffinity(0)), timeout)
+    def __init__(self, transport: SharedTransport, announced: int) -> None:
+        self.rank, self.peers, self.patience = transport.rank, transport.peers, transport.patience
         self._segments = [_segment(transport.ranks * _EACH * 8)]
         self._own = memoryview(self._segments[0].map).cast("q")
-        serials: list[Any] = [None] * transport.ranks
-        dist.all_gather_object(serials, self._segments[0].serial, group=group)
-        self._theirs = [memoryview(p.map(serial)).cast("q") for p, serial in zip(self.peers, serials, strict=True)]
+        self._announced, self._flags = announced, transport.theirs
+        self._theirs: list[memoryview | None] = [None] * transport.ranks
+        transport.flags[announced] = self._segments[0].serial
         self._sent, self._posted = [0] * transport.ranks, [0] * transport.ranks
         self._under_way: list[dict[int, Segment]] = [{} for _ in self.peers]
         self._free: list[list[Segment]] = [[] for _ in self.peers]
@@ -57,7 +57,7 @@ class Mail:
         self._sent[peer] += 1
         if number >= OUTSTANDING:
             at = self.rank * _EACH + _TAKEN + number % OUTSTANDING
-            self.patience.wait(self._theirs[peer], at, number - OUTSTANDING + 1, self.peers[peer])
+            self.patience.wait(self._words(peer), at, number - OUTSTANDING + 1, self.peers[peer])
         segment = self._place(peer, array.nbytes)
         segment.bytes[: array.nbytes].view(array.dtype)[:] = array
         self._under_way[peer][number] = segment
@@ -66,6 +66,23 @@ class Mail:
         self._own[mine] = number + 1
         return Sent()
 
+    def all_to_all(self, out: Sequence[Tensor], parts: Sequence[Tensor]) -> Exchange:
+        """Send each rank its part of contiguous `parts`; `out` has room for theirs. Empty parts are not sent."""
+        out[self.rank].copy_(parts[self.rank])
+        for peer, part in enumerate(parts):
+            if peer != self.rank and part.numel():
+                self.send(part, peer)
+        return Exchange([self.receive(x, peer) for peer, x in enumerate(out) if peer != self.rank and x.numel()])
+
+    def _words(self, peer: int) -> memoryview:
+        """The peer's words, once it has made its mail."""
+        words = self._theirs[peer]
+        if words is None:
+            self.patience.wait(self._flags[peer], self._announced, 1, self.peers[peer])
+            words = memoryview(self.peers[peer].map(self._flags[peer][self._announced])).cast("q")
+            self._theirs[peer] = words
+        return words
+
     @property
     def shared_bytes(self) -> int:
         """Of all segments that this rank has made."""
@@ -73,10 +90,12 @@ class Mail:
 
     def _place(self, peer: int, nbytes: int) -> Segment:
         """A segment of `nbytes` or more with no message in it."""
-        taken, under_way, free = self._theirs[peer], self._under_way[peer], self._free[peer]
-        for number in list(under_way):
-            if taken[self.rank * _EACH + _TAKEN + number % OUTSTANDING] > number:
-                free.append(under_way.pop(number))
+        under_way, free = self._under_way[peer], self._free[peer]
+        if self._flags[peer][self._announced]:  # a peer without mail has taken nothing
+            taken = self._words(peer)
+            for number in list(under_way):
+                if taken[self.rank * _EACH + _TAKEN + number % OUTSTANDING] > number:
+                    free.append(under_way.pop(number))
         if fits := [segment for segment in free if segment.nbytes >= nbytes]:
             # The smallest: a small message in the place of a large one would have that make another.
             found = min(fits, key=lambda segment: segment.nbytes)
@@ -91,9 +110,13 @@ class Mail:
         self._posted[peer] += 1
         return Arriving(self, out, peer, number)
 
+    def came(self, peer: int, number: int) -> bool:
+        """Whether message `number` of `peer` is there."""
+        return self._flags[peer][self._announced] > 0 and self._words(peer)[self.rank * _EACH] > number
+
     def take(self, out: Tensor, peer: int, number: int) -> None:
         """Wait for message `number` of `peer` and copy it."""
-        theirs, at = self._theirs[peer], self.rank * _EACH
+        theirs, at = self._words(peer), self.rank * _EACH
         if theirs[at] <= number:
             self.patience.wait(theirs, at, number + 1, self.peers[peer])
         array = flat_array(out)
@@ -120,6 +143,23 @@ class Arriving:
 
     def wait(self) -> None:
         self._mail.take(self._out, self._peer, self._number)
+
+    def is_completed(self) -> bool:
+        return self._mail.came(self._peer, self._number)
+
+
+class Exchange:
+    """An all-to-all whose parts for others have left. `wait` has theirs in their places."""
+
+    def __init__(self, arriving: list[Arriving]) -> None:
+        self._arriving = arriving
+
+    def wait(self) -> None:
+        for message in self._arriving:
+            message.wait()
+
+    def is_completed(self) -> bool:
+        return all(message.is_completed() for message in self._arriving)
 
 
 def _room(nbytes: int) -> int:

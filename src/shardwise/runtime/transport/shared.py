@@ -41,6 +41,8 @@ _QUICK = SLOTS * _WORDS
 _AREAS = (SLOTS + 1) * ALIGNED
 _BASE, _READY, _READ = 0, 1, 2
 _TOKEN = _WORDS - 1
+MESSAGES, EXCHANGES = 3, 4
+"""Words of the first line that say where a rank's mail is (`Mail`), one for each kind."""
 _BIAS = 1 << 43
 _ROUNDS = 1 << 20
 """More than any schedule has; flags count rounds over all collectives."""

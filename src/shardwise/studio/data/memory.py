@@ -10,18 +10,17 @@ from typing import Any, NamedTuple
 
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
-from shardwise.layout import Grid, Layout, UnitPlan, Workload, unit_plan
+from shardwise.layout import Layout, Mesh, UnitPlan, Workload, unit_plan
 from shardwise.layout.layout import CHOICES
 from shardwise.layout.units import usual_backend
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import count
 from shardwise.predict import estimate
-from shardwise.predict.activations import Sizes, saved_bytes, saved_items
-from shardwise.predict.buffers import held_through_step
+from shardwise.predict.activations import Sizes, saved_items
 from shardwise.predict.capacity import capacity_of
 from shardwise.predict.memory import OPTIMIZER_BYTES, optimizer_bytes, parameter_bytes
-from shardwise.predict.peak import backwards, inputs, loss, optimizer, saved_inputs, tables
-from shardwise.predict.pipeline import moments
+from shardwise.predict.peak import inputs, moments, saved_inputs, tables
+from shardwise.predict.pipeline import moments as moments_of_rank
 from shardwise.report.page.palette import BYTE_CLASSES
 from shardwise.report.step_report import DTYPE_BYTES, StepReport
 from shardwise.report.units import format_bytes, format_count, format_ranks
@@ -61,7 +60,7 @@ def data(given: Mapping[str, str]) -> View:
         model,
         layout,
         workload,
-        rank=Grid.of(layout, model).rank(pp=place, dp=0, cp=0, tp=0),
+        rank=Mesh.of(layout, model).rank(pp=place),
         backend=usual_backend(cluster),
     )
     words = ("--layout", layout, "--cluster", query.state["cluster"], "--seq", workload.seq, "--batch", workload.batch)
@@ -191,18 +190,16 @@ def _through_step(plan: UnitPlan) -> list[Moment]:
     """A step without a pipeline, at the moments whose largest is the predicted peak."""
     s, slots = Sizes.of(plan), (plan.layout.stage == 3) * sum(plan.slots.values()) * DTYPE_BYTES[plan.layout.dtype]
     there = inputs(plan, s) - sum(saved_inputs(plan, s, part) for part in plan.parts) + tables(plan, s)
-    beside: dict[Any, int] = {("loss", ""): saved_bytes(plan) + loss(s), ("optimizer", ""): optimizer(plan)}
-    beside |= backwards(plan, s, plan.parts)
     saved = list(accumulate(sum(saved_items(plan, s, part).values()) for part in plan.parts))
     found: list[Moment] = []
-    for index, one in enumerate(held_through_step(plan)):
+    for index, (one, beside) in enumerate(moments(plan)):
         if one.when == "loss":
             label = "a later micro-batch: " if index else ""
             found += [
                 Moment(f"{label}forward {part}", "forward", one.gradients, one.comm + slots, there + nbytes)
                 for part, nbytes in zip(plan.parts, saved, strict=True)
             ]
-        rest = there + beside[one.when, one.part] + one.arriving
+        rest = beside + one.arriving
         found.append(Moment(_words(one.when, one.part), _phase(one.when), one.gradients, one.comm + slots, rest))
     return found
 
@@ -228,7 +225,7 @@ def _through_pipeline(plan: UnitPlan) -> list[Moment]:
     phases = [_PHASES.get(action.kind, "") for action in drawn.actions] + ["optimizer"]
     found: list[Moment] = []
     left, now = (0, 0, 0), 0.0
-    for full, after in islice(moments(drawn, inputs(plan, Sizes.of(plan))), MOST_MOMENTS):
+    for full, after in islice(moments_of_rank(drawn, inputs(plan, Sizes.of(plan))), MOST_MOMENTS):
         start, end = spans[full.place] if spans else (0.0, 0.0)
         if start > now and end > start:
             found.append(Moment("waits", "waits", *left, now, start))
@@ -303,6 +300,6 @@ def _how_moments(plan: UnitPlan, command: str) -> How:
             "One column a moment at which something large comes or goes: each part's forward, the loss, each part's "
             "backward and the reduction of its gradients, the optimizer. The highest is the predicted peak."
         ]
-    if plan.micro_batches > 2 and plan.layout.pp == 1:
-        lines.append(f"Two of {plan.micro_batches} micro-batches: from the second one on they are alike.")
+    if plan.micro_batches > 3 and plan.layout.pp == 1:
+        lines.append(f"Three of {plan.micro_batches} micro-batches: from the third one on they are alike.")
     return How(lines, command)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from shardwise.layout import Grid, Layout
+from shardwise.layout import Layout, Mesh
+from shardwise.layout.mesh import PP, SHARD, TP
 from shardwise.layout.placement import Placed
 from shardwise.model import ModelConfig
 from shardwise.predict.generation.split import blocks_of, plan_of
@@ -38,17 +39,17 @@ class Piece(NamedTuple):
 
 def pieces(model: ModelConfig, layout: Layout) -> list[Piece]:
     """Parts of the first block on the ranks that hold it, up to rank `MOST_DRAWN`."""
-    grid = Grid.of(layout, model)
-    ranks = {rank: grid.coordinates(rank) for rank in range(min(layout.ranks, MOST_DRAWN))}
-    return [piece for rank, at in ranks.items() if at["pp"] == 0 for piece in _of_rank(model, layout, rank, at)]
+    mesh = Mesh.of(layout, model)
+    ranks = (rank for rank in range(min(layout.ranks, MOST_DRAWN)) if mesh.index(PP, rank) == 0)
+    return [piece for rank in ranks for piece in _of_rank(model, mesh, rank)]
 
 
-def _of_rank(model: ModelConfig, layout: Layout, rank: int, at: dict[str, int]) -> Iterator[Piece]:
-    unit = plan_of(model, layout, 0, at["tp"]).by_name[BLOCK]
+def _of_rank(model: ModelConfig, mesh: Mesh, rank: int) -> Iterator[Piece]:
+    unit = plan_of(model, mesh.layout, 0, mesh.index(TP, rank)).by_name[BLOCK]
     for offset, placed in zip(unit.offsets, unit.placed, strict=True):
         name, size = placed.name.removeprefix(f"{BLOCK}."), placed.numel
-        if layout.stage == 3:
-            low = at["shard"] * unit.shard_numel
+        if mesh.layout.stage == 3:
+            low = mesh.index(unit.shard, rank) * unit.shard_numel
             start, stop = max(low, offset) - offset, min(low + unit.shard_numel, offset + size) - offset
             held = max(0, stop - start)
             yield Piece(rank, name, "flat" if held else "nothing", start, stop, held, _boxes(placed, start, stop))
@@ -120,27 +121,25 @@ class Device(NamedTuple):
 
 def devices(model: ModelConfig, layout: Layout, held: list[Piece]) -> list[Device]:
     """The ranks that are drawn. held: `pieces` of the layout."""
-    grid, shares = Grid.of(layout, model), _shares(model, held)
+    mesh, shares = Mesh.of(layout, model), _shares(model, held)
     stages = [_layers(model, layout, stage) for stage in range(layout.pp)]
     found = []
     for rank in range(min(layout.ranks, MOST_DRAWN)):
-        at = grid.coordinates(rank)
-        axes = {axis: at[axis] for axis in ("pp", "dp", "cp", "tp")}
-        layers, share = stages[at["pp"]], shares[grid.rank(**axes | {"pp": 0})]
-        place, of = at["tp"], layout.tp
-        if layout.stage == 3:
-            place, of = at["tp"] * layout.shard_ranks + at["shard"], layout.tp * layout.shard_ranks
+        stage, pipeline = mesh.index(PP, rank), mesh.group(PP, rank)
+        layers, share = stages[stage], shares[pipeline[0]]
+        split = TP + SHARD if layout.stage == 3 else TP
+        place, of = mesh.index(split, rank), mesh.size(split)
         found.append(
             Device(
                 rank,
-                at["pp"],
+                stage,
                 (layers[0], layers[-1] + 1) if layers else (0, 0),
                 share,
                 min(place / of, 1 - share),
                 share * len(layers) / model.layers,
-                list(grid.group("shard", rank)) if layout.stage == 3 else [rank],
-                list(grid.group("tp", rank)),
-                grid.rank(**axes | {"pp": at["pp"] + 1}) if at["pp"] + 1 < layout.pp else None,
+                list(mesh.group(SHARD, rank)) if layout.stage == 3 else [rank],
+                list(mesh.group(TP, rank)),
+                pipeline[stage + 1] if stage + 1 < layout.pp else None,
                 _can(layout, layers),
             )
         )

@@ -1,0 +1,152 @@
+"""The mesh: two named views of a layout's ranks, and the group of ranks along any axes of them.
+
+The dense view is (pp, dp, cp, tp), the expert view (pp, edp, ep, etp): within one stage of the pipeline both count the
+same ranks, edp x ep x etp = dp x cp x tp, with tp fastest. Parts of axes have names as well: ZeRO's `shard` and
+`replicate` cut the data ranks (dp x cp) into blocks, `kv` cuts tp where key/value heads are replicated.
+
+Axes are values: a tuple of names, composed by `+` (`SHARD + TP`). No other file spells a name of an axis (a test).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardwise.model import ModelConfig
+
+if TYPE_CHECKING:
+    from shardwise.layout.layout import Layout
+
+Axes = tuple[str, ...]
+"""Axes of a group, the slowest first. None of them: every rank for itself."""
+
+PP: Axes = ("pp",)
+DP: Axes = ("dp",)
+CP: Axes = ("cp",)
+TP: Axes = ("tp",)
+EDP: Axes = ("edp",)
+EP: Axes = ("ep",)
+ETP: Axes = ("etp",)
+SHARD: Axes = ("shard",)
+"""The data ranks among which ZeRO shards."""
+REPLICATE: Axes = ("replicate",)
+"""The data ranks that hold the same shard (HSDP; all of them without ZeRO)."""
+KV: Axes = ("kv",)
+"""The tensor-parallel ranks that hold the same key/value head."""
+
+DATA = DP + CP
+STAGE = DATA + TP
+"""All ranks of one stage of the pipeline."""
+DENSE = PP + DATA + TP
+EXPERT = PP + EDP + EP + ETP
+
+
+class _Part(NamedTuple):
+    """An axis as a part of dense axes: of their joint index, every `stride`-th of `size` values."""
+
+    of: Axes
+    stride: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The ranks of `layout`; `kv_replicas` (1 when every tp rank has its own key/value heads) comes from the model."""
+
+    layout: Layout
+    kv_replicas: int = 1
+
+    @classmethod
+    def of(cls, layout: Layout, model: ModelConfig) -> Mesh:
+        return cls(layout, max(1, layout.tp // model.kv_heads))
+
+    @cached_property
+    def _strides(self) -> dict[str, int]:
+        """Dense axis -> the ranks from one place on it to the next, by the layout's `order`."""
+        order = self.layout.order.split("-")
+        return {axis: prod(getattr(self.layout, inner) for inner in order[i + 1 :]) for i, axis in enumerate(order)}
+
+    @cached_property
+    def _parts(self) -> dict[str, _Part]:
+        layout = self.layout
+        expert = layout.ep * layout.etp
+        return {axis: _Part((axis,), 1, getattr(layout, axis)) for axis in DENSE} | {
+            axis: part
+            for (axis,), part in {
+                SHARD: _Part(DATA, 1, layout.shard_ranks),
+                REPLICATE: _Part(DATA, layout.shard_ranks, layout.replicate_ranks),
+                KV: _Part(TP, 1, self.kv_replicas),
+                ETP: _Part(STAGE, 1, layout.etp),
+                EP: _Part(STAGE, layout.etp, layout.ep),
+                EDP: _Part(STAGE, expert, layout.data_ranks * layout.tp // expert),
+            }.items()
+        }
+
+    def rank(self, **at: int) -> int:
+        """The rank at the given pp, dp, cp and tp coordinates; 0 on those that are not given."""
+        return sum(place * self._strides[axis] for axis, place in at.items())
+
+    def size(self, axes: Axes) -> int:
+        """Ranks of a group along `axes`."""
+        return prod(self._parts[axis].size for axis in axes)
+
+    def index(self, axes: Axes, rank: int) -> int:
+        """The place of `rank` in its group along `axes`."""
+        place = 0
+        for axis in axes:
+            of, stride, size = self._parts[axis]
+            place = place * size + self._joint(of, rank) // stride % size
+        return place
+
+    def group(self, axes: Axes, rank: int) -> tuple[int, ...]:
+        """The ranks, `rank` among them, that differ from it only along `axes`, in their order.
+
+        No two of the axes may be parts of each other, as dp and shard are.
+        """
+        members = [rank]
+        for axis in axes:
+            part = self._parts[axis]
+            members = [self._moved(member, part, place) for member in members for place in range(part.size)]
+        return tuple(members)
+
+    def stage(self, place: int) -> tuple[int, ...]:
+        """All ranks at one place of the pipeline, sorted."""
+        return tuple(sorted(self.group(STAGE, self.rank(pp=place))))
+
+    def name(self, axes: Axes) -> str:
+        """The name under which a group appears in a ledger; empty for a group of one rank.
+
+        Axes of size one are left out, and a shard group that covers all data ranks is called after these.
+        """
+        found = ""
+        for axis in axes:
+            whole = axis in SHARD + REPLICATE and self._parts[axis].size == self.layout.data_ranks
+            for each in DATA if whole else (axis,):
+                if self._parts[each].size > 1:
+                    found += f"_{each}" if found else each
+        return found
+
+    def _joint(self, axes: Axes, rank: int) -> int:
+        """The index of `rank` over dense axes, the first slowest."""
+        joint = 0
+        for axis in axes:
+            size = self._parts[axis].size
+            joint = joint * size + rank // self._strides[axis] % size
+        return joint
+
+    def _moved(self, rank: int, part: _Part, place: int) -> int:
+        """The rank at another place of a part, and otherwise where `rank` is."""
+        joint = before = self._joint(part.of, rank)
+        joint += (place - joint // part.stride % part.size) * part.stride
+        for axis in reversed(part.of):
+            size = self._parts[axis].size
+            rank += (joint % size - before % size) * self._strides[axis]
+            joint, before = joint // size, before // size
+        return rank
+
+
+def named(name: str) -> Axes:
+    """The axes of a group by the name that it has in a ledger (`Mesh.name`)."""
+    return tuple(name.split("_")) if name else ()

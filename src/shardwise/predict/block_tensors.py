@@ -1,0 +1,305 @@
+"""A block's tensors in the order in which its forward and backward pass allocate and free them.
+
+Follows `decoder/` and `runtime/` line by line, each tensor as a number of bytes, so the most that a pass holds at one
+time needs no list of moments to choose from.
+"""
+
+from __future__ import annotations
+
+from shardwise.layout.units import UnitPlan
+from shardwise.predict.activations import Sizes
+from shardwise.predict.attention_tensors import AttentionTensors
+from shardwise.predict.transients import (
+    LiveBytes,
+    dropout,
+    gather,
+    norm_backward,
+    norm_forward,
+    scatter,
+    weight_gradient,
+)
+
+
+class BlockTensors:
+    """One block of a rank. apart: the gradients of its weights come later; adds: to gradients that are there."""
+
+    def __init__(self, plan: UnitPlan, s: Sizes, apart: bool = False, adds: bool = False) -> None:
+        self.plan, self.s, self.apart, self.adds = plan, s, apart, adds
+        self.live, self.attention = LiveBytes(), AttentionTensors(plan, s)
+        self.stream = s.stream * s.hidden * s.element
+        self.full = s.tokens * s.hidden * s.element
+        self.inner = s.tokens * s.ffn * s.element
+        self.q, self.kv = s.tokens * s.q * s.element, s.tokens * s.kv * s.element
+        self.gated, self.sp = plan.model.gated, plan.layout.sp
+        # A row's statistics: one number in fp32, or two in the precision of the weights.
+        self.statistics = s.statistic if plan.model.norm == "rmsnorm" else 2 * s.element
+        rotated = int(plan.model.head_dim * plan.model.rotary_fraction) if plan.model.positions == "rope" else 0
+        self.rolled = rotated / plan.model.head_dim
+
+    # -- forward
+
+    def forward(self, saves: bool) -> int:
+        """The most bytes in a forward pass beyond the block's input."""
+        self._forward(saves)
+        return self.live.most
+
+    def _forward(self, saves: bool) -> None:
+        """Ends with the block's output, and what is saved besides its input."""
+        start = self.live.now
+        if self.plan.fuses_blocks:
+            self._fused_forward()
+        else:
+            self._plain_forward(saves)
+        if not saves:
+            self.live.free(self.live.now - start - self.stream)
+
+    def _fused_forward(self) -> None:
+        live = self.live
+        self._norm()
+        self._column([self.q + 2 * self.kv])
+        live.transient(int(self.rolled * (self.q + self.kv)))
+        self.attention.forward(live, saves=not self.attention.selective)
+        self._row()  # and the residual, in its place
+        self._norm()
+        self._column([2 * self.inner])
+        live.allocate(2 * self.inner)  # silu, product
+        self._row()
+
+    def _plain_forward(self, saves: bool) -> None:
+        live, stream = self.live, self.stream
+        self._norm()
+        self._attend(saves)
+        if not saves:
+            live.free(stream)
+        self._add()
+        self._norm()
+        self._column([self.inner] * (1 + self.gated))
+        live.allocate(self.inner)  # silu or gelu
+        if self.gated:
+            live.allocate(self.inner)
+            live.free(0 if saves else self.inner)
+        self._row()
+        if not saves:
+            live.free(stream + (3 if self.gated else 2) * self.inner)
+        live.free(stream)  # attention's output, whose name is taken now
+        self._add()
+        live.free(stream)
+        if self.plan.model.parallel_residual:
+            live.free(stream)  # attention's sum, which no norm has saved
+
+    def _attend(self, saves: bool) -> None:
+        """Attention from its normed input to its output."""
+        live, model = self.live, self.plan.model
+        before = live.now
+        self._column([self.q, self.kv, self.kv])
+        if model.qk_norm:
+            for heads in (self.s.heads, self.s.kv_heads):
+                self._normed(self.s.tokens * heads, model.head_dim)
+            live.free(0 if saves else self.q + self.kv)
+        if self.rolled:
+            for nbytes in (self.q, self.kv):
+                live.allocate(nbytes)
+                live.transient(int(self.rolled * nbytes))
+            live.free(self.q + self.kv)
+        self.attention.forward(live, saves and self.plan.layout.recompute != "selective")
+        if self.plan.layout.attention == "math":
+            live.allocate(self.q)  # heads side by side
+            live.free(self.q)
+        self._row()
+        live.free(self.attention.unsaved if saves else live.now - before - self.stream)
+
+    def _norm(self) -> None:
+        self._normed(self.s.stream, self.s.hidden)
+
+    def _normed(self, rows: int, width: int) -> None:
+        """A norm's output and its statistics."""
+        self.live.allocate(rows * (width * self.s.element + self.statistics))
+        self.live.transient(norm_forward(self.plan, self.s, rows * width))
+
+    def _add(self) -> None:
+        """The sum with the residual stream, of what dropout leaves."""
+        drops = bool(self.plan.model.dropout)
+        if drops:
+            self._dropped()
+        self.live.allocate(self.stream)
+        self.live.free(self.stream if drops else 0)
+
+    def _dropped(self) -> None:
+        self.live.allocate(self.stream)
+        self.live.transient(dropout(self.s.stream * self.s.hidden, self.s.stream))
+
+    def _gathered(self) -> int:
+        """Bytes of what is gathered along the sequence, now there."""
+        if not self.sp:
+            return 0
+        self.live.transient(gather(self.plan, self.s))
+        self.live.allocate(self.full)
+        return self.full
+
+    def _scattered(self) -> None:
+        """A partial sum that is there becomes one of the residual stream."""
+        if self.sp:
+            self.live.transient(scatter(self.plan, self.s) - self.full)
+            self.live.free(self.full - self.stream)
+
+    def _column(self, outputs: list[int]) -> None:
+        gathered = self._gathered()
+        for nbytes in outputs:
+            self.live.allocate(nbytes)
+        self.live.free(gathered)
+
+    def _row(self) -> None:
+        self.live.allocate(self.full)
+        self._scattered()
+
+    # -- backward
+
+    def backward(self, keeps_gradient: bool) -> int:
+        """The most bytes in a backward pass beyond what is saved, with what is computed again.
+
+        keeps_gradient: somebody holds the gradient of the block's output until the end.
+        """
+        live, recompute = self.live, self.plan.layout.recompute in ("full", "input")
+        live.allocate(self.stream)
+        if recompute:
+            self._forward(saves=True)
+        model = self.plan.model
+        kept = keeps_gradient or recompute or (self.apart and not self.sp and not model.dropout)
+        if self.plan.fuses_blocks:
+            self._fused_backward(kept)
+        else:
+            self._plain_backward(kept)
+        return live.most
+
+    def _fused_backward(self, kept: bool) -> None:
+        live, stream, qkv = self.live, self.stream, self.q + 2 * self.kv
+        self._row_backward(self.inner, self.s.ffn, self.inner, fused=True)
+        live.allocate(2 * self.inner)
+        live.free(4 * self.inner)
+        self._column_backward([2 * self.s.ffn], 2 * self.inner)
+        self._norm_backward()
+        self._row_backward(self.q, self.s.q, self._output, fused=True)
+        # the gradients of the norm's output and of the block's, and the residual
+        live.free(2 * stream + (0 if kept else stream))
+        whole = self.attention.backward(live, self.apart)
+        if not whole:
+            live.allocate(qkv)
+        live.transient(int(self.rolled * (self.q + self.kv)))
+        self._column_backward([self.s.q + 2 * self.s.kv], 0 if whole else qkv)
+        self._norm_backward()
+        live.free(stream + (0 if whole and self.apart else qkv))
+        self._sum()
+
+    def _plain_backward(self, kept: bool) -> None:
+        live, stream, model, inner = self.live, self.stream, self.plan.model, self.inner
+        parallel = model.parallel_residual
+        own = self._drop_backward()
+        self._row_backward(inner, self.s.ffn, inner)
+        live.free(own)
+        if self.gated:
+            live.allocate(2 * inner)
+            live.free(3 * inner)  # the product's gradient, silu, up
+        live.allocate(inner)
+        live.free(2 * inner)  # its gradient; gate, or up
+        branches = 1 + self.gated
+        self._column_backward([self.s.ffn] * branches, branches * inner)
+        self._norm_backward()
+        live.free(stream)
+        if not parallel:
+            live.free(stream)  # the residual
+        self._sum()
+        if parallel or kept:
+            live.allocate(stream)  # one of the two stays
+        own = self._drop_backward()
+        self._row_backward(self.q, self.s.q, self._output)
+        live.free(own + (stream if parallel and not kept else 0))
+        self._queries_backward()
+        self._norm_backward()
+        live.free(stream)
+        self._sum()
+
+    def _sum(self) -> None:
+        """The sum of two gradients of the residual stream, in a tensor of its own."""
+        self.live.allocate(self.stream)
+        self.live.free(2 * self.stream)
+
+    def _queries_backward(self) -> None:
+        """From the gradient of the core's output to that of the norm's."""
+        live, s, model = self.live, self.s, self.plan.model
+        whole = self.attention.backward(live, self.apart)
+        if self.rolled:
+            for nbytes in (self.kv, self.q):
+                live.allocate(nbytes)
+                live.transient(int(self.rolled * nbytes))
+                live.free(0 if whole else nbytes)
+        if model.qk_norm:
+            for heads, nbytes in ((s.kv_heads, self.kv), (s.heads, self.q)):
+                live.transient(norm_backward(self.plan, s, nbytes // s.element))
+                # Its input goes with the statistics; the gradient takes the place of the output's.
+                live.free(nbytes + s.tokens * heads * self.statistics)
+        grads = self.q + 2 * self.kv + (self.q + self.kv if self.rolled and whole else 0)
+        copies = 0
+        if self.plan.layout.attention == "math" and self.plan.layout.recompute != "selective":
+            # with heads side by side
+            copies = (self.q if s.heads > 1 else 0) + self.kv * (2 if s.kv_heads > 1 else 1)
+        live.allocate(copies)
+        self._column_backward([s.q, s.kv, s.kv], grads + copies)
+        live.free(copies if self.apart else 0)  # of what they were made of
+
+    @property
+    def _output(self) -> int:
+        """Bytes of attention's output, where its core does not save it, too."""
+        shares = self.plan.layout.attention == "sdpa" and self.plan.layout.recompute != "selective"
+        return 0 if shares else self.q
+
+    def _drop_backward(self) -> int:
+        """Bytes of the gradient before dropout, if it is another one; they are kept for the weights without sp."""
+        if not self.plan.model.dropout:
+            return 0
+        self._dropped()
+        return 0 if self.apart and not self.sp else self.stream
+
+    def _row_backward(self, gradient: int, columns: int, saved: int, fused: bool = False) -> None:
+        """gradient: of the input, in bytes; saved: what goes with it. fused: the weights' gradient comes first."""
+        live = self.live
+        gathered = self._gathered()
+        piece = self._piece([self.s.hidden], columns)
+        if fused:
+            live.transient(piece)
+        live.allocate(gradient)
+        if not fused:
+            live.transient(piece)
+        if not self.apart:
+            live.free(gathered + saved)
+
+    def _column_backward(self, rows: list[int], grads: int) -> None:
+        """grads: bytes of the gradients of the outputs. The normed input goes with them, unless they are kept."""
+        live = self.live
+        live.allocate(self.full)
+        self._scattered()
+        if not self.apart:
+            gathered = self._gathered()
+            live.transient(self._piece(rows, self.s.hidden))
+            live.free(gathered + grads + self.stream)
+
+    def _piece(self, rows: list[int], columns: int) -> int:
+        if self.apart or not self.adds:
+            return 0
+        return max(weight_gradient(self.plan, self.s, count, columns) for count in rows)
+
+    def _norm_backward(self) -> None:
+        """From the gradient of a norm's output, which stays, to that of its input."""
+        self.live.transient(norm_backward(self.plan, self.s, self.s.stream * self.s.hidden))
+        self.live.allocate(self.stream)
+        self.live.free(self.s.stream * self.statistics)
+
+    def of_weights(self) -> int:
+        """The most bytes while the gradients of the weights are computed apart, beyond what is kept for them."""
+        s, live, fused = self.s, self.live, self.plan.fuses_blocks
+        inner, qkv = [s.ffn] * (1 + self.gated), [s.q, s.kv, s.kv]
+        live.transient(max(self._piece([s.hidden], s.ffn), self._piece([s.hidden], s.q)))
+        for rows in (inner, qkv):
+            gathered = self._gathered()
+            live.transient(self._piece([sum(rows)] if fused else rows, s.hidden))
+            live.free(gathered)
+        return live.most

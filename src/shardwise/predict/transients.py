@@ -1,0 +1,71 @@
+"""Transients that parts of a decoder share: collectives along the sequence, norms, dropout, gradients of weights.
+
+Each function gives bytes that exist for a moment beside what a computation is given and returns. `LiveBytes` counts
+those of a longer sequence.
+"""
+
+from __future__ import annotations
+
+from shardwise.layout.units import UnitPlan
+from shardwise.model.chunking import dropout_chunk, product_piece
+from shardwise.predict.activations import Sizes
+from shardwise.predict.buffers import wide_chunk
+
+
+class LiveBytes:
+    """Bytes allocated, beyond those at the start, and the most at one time."""
+
+    __slots__ = ("most", "now")
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+
+    def allocate(self, nbytes: int) -> None:
+        self.now += nbytes
+        if self.now > self.most:
+            self.most = self.now
+
+    def free(self, nbytes: int) -> None:
+        self.now -= nbytes
+
+    def transient(self, nbytes: int) -> None:
+        """Bytes that are allocated and freed at once."""
+        if self.now + nbytes > self.most:
+            self.most = self.now + nbytes
+
+
+def scatter(plan: UnitPlan, s: Sizes) -> int:
+    """A reduce-scatter of activations: partial sums, the same in pieces, on gloo the peers' pieces; the result, and for
+    bf16 a chunk of its sum in fp32."""
+    full = s.tokens * s.hidden * s.element
+    copies = (1 if plan.layout.micro == 1 else 2) + (plan.backend == "gloo")
+    result = s.stream * s.hidden
+    return copies * full + result * s.element + wide_chunk(result, plan.layout.dtype, plan.layout.tp)
+
+
+def gather(plan: UnitPlan, s: Sizes) -> int:
+    """An all-gather of activations: the result, and the ranks' pieces where these do not lie as the result does."""
+    return (1 if plan.layout.micro == 1 else 2) * s.tokens * s.hidden * s.element
+
+
+def norm_forward(plan: UnitPlan, s: Sizes, elements: int) -> int:
+    """RMSNorm of bf16: the input, and its product with 1/rms, in fp32."""
+    return 2 * 4 * elements if plan.model.norm == "rmsnorm" and s.element == 2 else 0
+
+
+def norm_backward(plan: UnitPlan, s: Sizes, elements: int) -> int:
+    """RMSNorm: normed input, its product with the gradient; for bf16 in fp32, with a copy of that. The result is one of
+    these."""
+    if plan.model.norm != "rmsnorm":
+        return elements * s.element
+    return elements * (3 * 4 + 2 if s.element == 2 else 2 * s.element)
+
+
+def dropout(elements: int, rows: int) -> int:
+    """The hash of a chunk of a mask: counters and two copies of 8 bytes each; and each row's first counter, twice."""
+    return 3 * 8 * min(elements, dropout_chunk(elements)) + 2 * 8 * rows
+
+
+def weight_gradient(plan: UnitPlan, s: Sizes, rows: int, columns: int) -> int:
+    """A piece of the gradient of a weight [rows, columns] before it is added to what is there."""
+    return 0 if plan.backend == "nccl" else product_piece(rows, columns) * s.element
