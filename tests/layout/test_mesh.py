@@ -142,8 +142,6 @@ def test_names_in_the_ledger(layout: str, axes: Axes, name: str) -> None:
 KEYS = {
     "layout/layout.py": "the layout text's keys are fields of `Layout`",
     "layout/legality.py": "names keys of the layout text in a message",
-    "layout/placement.py": "kv is a way to cut a weight there",
-    "model": "parameters say how they are cut, by kv heads, too",
     "export/reading": "other engines' files as keys of the layout text",
     "predict/search": "candidates by keys of the layout text",
     "predict/scoreboard": "published rows by keys of the layout text",

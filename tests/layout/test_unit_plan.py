@@ -98,7 +98,7 @@ def test_gradients_to_be_summed_lie_together(split: Split) -> None:
     for name, axes in summed.items():
         if axes == TP:
             assert layout.tp > 1 and (layout.sp or "attention.q_norm" in name or "attention.k_norm" in name)
-        assert (axes == KV) == (cuts[name] == "kv" and layout.tp > model.kv_heads)
+        assert (axes == KV) == (cuts[name] == "kv heads" and layout.tp > model.kv_heads)
 
 
 @given(split_models())
@@ -167,8 +167,8 @@ def test_parameters_say_how_they_are_cut() -> None:
     kinds = {
         "blocks.0.attention.qkv.q.weight": "column",
         "blocks.0.attention.qkv.q.bias": "column",
-        "blocks.11.attention.qkv.k.weight": "kv",
-        "blocks.11.attention.qkv.v.bias": "kv",
+        "blocks.11.attention.qkv.k.weight": "kv heads",
+        "blocks.11.attention.qkv.v.bias": "kv heads",
         "blocks.0.attention.out.weight": "row",
         "blocks.0.attention.out.bias": "replicated",
         "blocks.0.mlp.down.weight": "row",

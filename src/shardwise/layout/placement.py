@@ -56,7 +56,7 @@ def place(parameter: Parameter, layout: Layout, tp_rank: int) -> Placed:
         return Placed(parameter, kind, parameter.shape, None, 0, 0, tp, TP if tp > 1 and partial else ())
     dim = 1 if kind == "row" else 0
     size, pieces, index, replicas = parameter.shape[dim], tp, tp_rank, 1
-    if kind == "kv" and tp > parameter.heads:
+    if kind == "kv heads" and tp > parameter.heads:
         replicas = tp // parameter.heads
         pieces, index = parameter.heads, tp_rank // replicas
     width = width_held(size, pieces)

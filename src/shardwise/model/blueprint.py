@@ -15,9 +15,9 @@ from typing import Literal
 
 from shardwise.model.operations import Operation
 
-Cut = Literal["column", "kv", "row", "vocab", "expert", "replicated"]
-"""How tensor parallelism may cut a parameter. column: its rows, which are outputs; kv: its rows, by key/value head;
-row: its columns, which are inputs; vocab: its rows, which are tokens; expert: whole, on the ranks of its expert."""
+Cut = Literal["column", "kv heads", "row", "vocab", "expert", "replicated"]
+"""How tensor parallelism may cut a parameter. column: its rows, which are outputs; kv heads: its rows, by key/value
+head; row: its columns, which are inputs; vocab: its rows, which are tokens; expert: whole, on its expert's ranks."""
 
 PartKind = Literal["embedding", "block", "head"]
 

@@ -76,7 +76,7 @@ def attention(c: ModelConfig) -> Pieces:
     bias = c.bias != "none"
     yield from linear("attention.qkv.q", c.q_width, c.hidden, "column", bias, heads=c.heads)
     for name in ("k", "v"):
-        yield from linear(f"attention.qkv.{name}", c.kv_width, c.hidden, "kv", bias, heads=c.kv_heads)
+        yield from linear(f"attention.qkv.{name}", c.kv_width, c.hidden, "kv heads", bias, heads=c.kv_heads)
     yield Linear("linear", Width(c.hidden), _heads(c))
     if bias:
         yield Elementwise("bias gradients", _heads(c))
