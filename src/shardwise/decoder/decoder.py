@@ -16,6 +16,10 @@ from shardwise.decoder.llama import LlamaBlock
 from shardwise.decoder.modules import Batch, Dropout, LayerNorm, Linear, Lookup, RMSNorm, TiedLinear
 from shardwise.errors import UserError
 from shardwise.model import ModelConfig
+from shardwise.model.parameters import blueprint
+
+BLOCKS = {"llama": LlamaBlock, "gpt": GPTBlock}
+"""Module that a part of the blueprint names -> its class."""
 
 
 class Embedding(nn.Module):
@@ -56,17 +60,15 @@ class Decoder(nn.Module):
         if reason := config.why_not_runnable():
             raise UserError(f"{config.name}: {reason}")
         self.config = config
-        block = LlamaBlock if config.decoder == "llama" else GPTBlock
+        self.names = blueprint(config).names
+        block = BLOCKS[blueprint(config).of_kind("block")[0].module]
         self.embedding = Embedding(config)
         self.blocks = nn.ModuleList(block(config, f"blocks.{i}") for i in range(config.layers))
         self.head = Head(config, self.embedding.tokens)
 
     def parts(self) -> Iterator[tuple[str, nn.Module]]:
         """(name, module) in the order in which tokens pass through them."""
-        yield "embedding", self.embedding
-        for i, block in enumerate(self.blocks):
-            yield f"blocks.{i}", block
-        yield "head", self.head
+        return zip(self.names, [self.embedding, *self.blocks, self.head], strict=True)
 
     def forward(self, batch: Batch) -> Tensor:
         x = None

@@ -33,7 +33,7 @@ from shardwise.layout.mesh import KV, PP, REPLICATE, SHARD, TP, Axes, Mesh
 from shardwise.layout.placement import Placed, place
 from shardwise.layout.workload import Workload
 from shardwise.model import ModelConfig
-from shardwise.model.blueprint import Blueprint
+from shardwise.model.blueprint import Blueprint, PartKind
 from shardwise.model.parameters import blueprint
 
 if TYPE_CHECKING:
@@ -175,12 +175,21 @@ class UnitPlan:
             return {0: self.blueprint.names}
         cut = pipeline.stages(self.model, self.layout)
         where = pipeline.placement(self.layout)
-        return {stage: cut.parts(stage) for stage, rank in enumerate(where) if rank == self.pp_rank}
+        parts = self.blueprint.stages(cut.layers)
+        return {stage: parts[stage] for stage, rank in enumerate(where) if rank == self.pp_rank}
 
     @cached_property
     def parts(self) -> list[str]:
         """The parts that this rank holds, in the order in which tokens pass through them."""
         return [part for held in self.stages.values() for part in held]
+
+    def kind(self, part: str) -> PartKind:
+        """The kind of a part of the model."""
+        return self.blueprint.kind(part)
+
+    def of_kind(self, kind: PartKind) -> list[str]:
+        """Its parts of a kind."""
+        return [part for part in self.parts if self.kind(part) == kind]
 
     @cached_property
     def schedule(self) -> PipelineSchedule | None:
@@ -221,7 +230,7 @@ class UnitPlan:
     def _slot(self, part: str) -> str:
         if self.layout.pp > 1:
             return part
-        blocks = [name for name in self.parts if name.startswith("blocks.")]
+        blocks = self.of_kind("block")
         if part not in blocks:
             return "outer"
         return "inner" if part == blocks[-1] or blocks.index(part) % 2 == 0 else "outer"
@@ -256,7 +265,7 @@ class UnitPlan:
     def units_of(self, part: str) -> list[Unit]:
         """The units whose weights `part` reads."""
         names = [part]
-        if self.model.tied and part in ("embedding", "head"):
+        if part in self.blueprint.sharing:
             names.insert(0, "tied")
         return [self.by_name[name] for name in names if name in self.by_name]
 
@@ -268,10 +277,15 @@ class UnitPlan:
             for stage, held in self.stages.items()
         }
 
+    @cached_property
+    def _last_to_share(self) -> str | None:
+        """The last of its parts, in the order of backward passes, that holds or reads a shared parameter."""
+        return next((name for name in self.parts if name in self.blueprint.sharing), None)
+
     def finished_after(self, part: str) -> list[Unit]:
         """The units whose gradients are complete once `part`'s backward is over."""
         names = [part]
-        if self.model.tied and (part == "embedding" or (part == "head" and "embedding" not in self.parts)):
+        if part == self._last_to_share:
             names.append("tied")
         return [self.by_name[name] for name in names if name in self.by_name]
 
@@ -326,13 +340,18 @@ class UnitPlan:
     def fuses_blocks(self) -> bool:
         """Whether its blocks compute in two functions of several operators each (`runtime/blocks.py`)."""
         model, layout = self.model, self.layout
-        if model.decoder != "llama" or model.positions != "rope" or model.qk_norm or model.dropout:
+        if (
+            self.blueprint.of_kind("block")[0].module != "llama"
+            or model.positions != "rope"
+            or model.qk_norm
+            or model.dropout
+        ):
             return False
         # A compiler joins by itself; unfused attention saves scaled queries, and keeping those as well would cost
         # memory.
         if layout.compile == "block" or layout.attention != "sdpa":
             return False
-        blocks = [part for part in self.parts if part.startswith("blocks.")]
+        blocks = self.of_kind("block")
         return bool(blocks) and self._end_to_end(blocks[0])
 
     def _end_to_end(self, block: str) -> bool:
@@ -350,11 +369,12 @@ class UnitPlan:
     @property
     def copies_table(self) -> bool:
         """Whether the head's tied table is a copy of one that another rank of the pipeline has for its embedding."""
-        return self.model.tied and "head" in self.parts and "embedding" not in self.parts
+        reads = any(self.blueprint.part(name).reads for name in self.parts)
+        return reads and self.blueprint.table.part not in self.parts
 
     def blocks(self, stage: int) -> list[str]:
         """The blocks of one of its stages."""
-        return [part for part in self.stages[stage] if part.startswith("blocks.")]
+        return [part for part in self.stages[stage] if self.kind(part) == "block"]
 
     @cached_property
     def first_blocks(self) -> list[str]:
@@ -436,14 +456,11 @@ class UnitPlan:
     def uses(self) -> list[Use]:
         """Every visit of one micro-batch in order, without the gathers."""
         forward = [Use("forward", "forward", part) for part in self.parts]
-        blocks = [part for part in self.parts if part.startswith("blocks.")]
-        backward = [Use("backward", "backward", "head")] if "head" in self.parts else []
-        for index in reversed(range(len(blocks))):
-            if self.layout.recompute == "input":
-                backward += [Use("backward", "recompute", part) for part in blocks[:index]]
-            backward.append(Use("backward", "backward", blocks[index]))
-        if "embedding" in self.parts:
-            backward.append(Use("backward", "backward", "embedding"))
+        backward, blocks = [], self.of_kind("block")
+        for part in reversed(self.parts):
+            if self.layout.recompute == "input" and part in blocks:
+                backward += [Use("backward", "recompute", before) for before in blocks[: blocks.index(part)]]
+            backward.append(Use("backward", "backward", part))
         return forward + backward
 
     def gathering_uses(self) -> Iterator[list[Use]]:
@@ -468,7 +485,9 @@ class UnitPlan:
         found = []
         for use in uses:
             gathers = []
-            for unit in [] if (use.kind, use.part) == ("backward", "embedding") else self.units_of(use.part):
+            for unit in (
+                [] if use.kind == "backward" and self.kind(use.part) == "embedding" else self.units_of(use.part)
+            ):
                 if resident.get(unit.slot) != unit.name:
                     resident[unit.slot] = unit.name
                     gathers.append(self.gather(unit))

@@ -8,7 +8,7 @@ other software stores it; nothing has to be concluded from its name.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -176,6 +176,23 @@ class Blueprint:
         """The table of tokens that the embedding looks up."""
         (first, *_) = self.of_kind("embedding")
         return next(p for p in first.at(first.name) if p.cut == "vocab")
+
+    def stages(self, blocks: Sequence[int]) -> list[list[str]]:
+        """Names of the parts on each stage of a pipeline. blocks: so many on each, in order; what is before the model's
+        blocks is on the first stage, what is after them on the last."""
+        names = self.names
+        first = next(i for i, name in enumerate(names) if self.kind(name) == "block")
+        ends = [first + sum(blocks[: stage + 1]) for stage in range(len(blocks))]
+        ends[-1] = len(names)
+        return [names[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+    @cached_property
+    def sharing(self) -> frozenset[str]:
+        """Names of the parts that hold or read a shared parameter."""
+        if not self.shared:
+            return frozenset()
+        readers = {name for part in self.parts if part.reads for name in part.names}
+        return frozenset(readers | {p.part for p in self.parameters() if p.name in self.shared})
 
     @cached_property
     def shared(self) -> frozenset[str]:

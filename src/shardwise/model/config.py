@@ -56,8 +56,7 @@ class LatentAttention:
 class ModelConfig:
     """A decoder-only language model.
 
-    Widths are in elements. `decoder` is derived: RMSNorm models run on the Llama-style decoder, LayerNorm models on
-    the GPT-style one. Raises `UserError` when the numbers contradict each other.
+    Widths are in elements. Raises `UserError` when the numbers contradict each other.
     """
 
     name: str
@@ -117,11 +116,6 @@ class ModelConfig:
             raise UserError(f"model {self.name!r}: rotary_fraction must lie in [0, 1], not {self.rotary_fraction!r}")
         if self.positions == "rope" and int(self.head_dim * self.rotary_fraction) % 2:
             raise UserError(f"model {self.name!r}: the rotated part of head_dim={self.head_dim} must be even")
-
-    @property
-    def decoder(self) -> Literal["llama", "gpt"]:
-        """Which of the two decoders computes this model."""
-        return "llama" if self.norm == "rmsnorm" else "gpt"
 
     @property
     def q_width(self) -> int:

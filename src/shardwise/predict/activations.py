@@ -101,10 +101,10 @@ def takes_products(plan: UnitPlan) -> bool:
 
 def saved_items(plan: UnitPlan, s: Sizes, part: str) -> Items:
     """What `part` leaves saved at the end of the forward pass."""
-    if part == "embedding":
+    if plan.kind(part) == "embedding":
         positions = {"position ids": s.stream * 8} if plan.model.positions == "learned" else {}
         return {"token ids": s.tokens * 8} | positions
-    if part == "head":
+    if plan.kind(part) == "head":
         return {
             "input": s.stream * s.hidden * s.element,
             **_norm(plan, s, "final norm"),
@@ -135,9 +135,9 @@ def kept_items(plan: UnitPlan, s: Sizes, part: str) -> Items:
     """What `part` keeps from the gradient of its input until that of its weights, where a pipeline computes the two
     apart: the inputs of its linear maps, and the gradients of their outputs. The head computes both at once."""
     stream, gradient = s.stream * s.hidden * s.element, s.tokens * s.hidden * s.element
-    if part == "embedding":
+    if plan.kind(part) == "embedding":
         return {"token ids": s.tokens * 8, "gradient of the rows": stream}
-    if part == "head":
+    if plan.kind(part) == "head":
         return {}
     # Attention and feed-forward of a parallel residual get the same gradient, but for what dropout makes of it.
     once = plan.model.parallel_residual and not plan.layout.sp and not plan.model.dropout

@@ -45,7 +45,7 @@ def ledger_of(rows: Rows, mesh: Mesh) -> tuple[LedgerRow, ...]:
 
 def forward_runs(plan: UnitPlan, part: str) -> tuple[int, int]:
     """How often `part`'s forward runs in one micro-batch: (in the forward phase, again in the backward phase)."""
-    if not part.startswith("blocks.") or plan.layout.recompute in ("none", "selective"):
+    if plan.kind(part) != "block" or plan.layout.recompute in ("none", "selective"):
         return 1, 0
     if plan.layout.recompute == "full":
         return 1, 1
@@ -66,7 +66,7 @@ def _tensor_parallel(rows: Rows, plan: UnitPlan) -> None:
         rows[(phase, op, TP, part, dtype, full)] += count * k
 
     for part in plan.parts:
-        ins, outs = {"embedding": (0, 1), "head": (1, 0)}.get(part, (2, 2))
+        ins, outs = plan.blueprint.part(part).gathered, plan.blueprint.part(part).summed
         once, again = forward_runs(plan, part)
         for phase, runs in (("forward", once), ("backward", again)):
             if sp:
@@ -79,7 +79,7 @@ def _tensor_parallel(rows: Rows, plan: UnitPlan) -> None:
             add("backward", "reduce_scatter", part, ins)
         else:
             add("backward", "all_reduce", part, ins)
-    if "head" in plan.parts:
+    if plan.of_kind("head"):
         wide = "float32" if dtype == "bfloat16" else dtype
         rows[("loss", "all_reduce", TP, "cross-entropy", wide, plan.tokens)] += k
         rows[("loss", "all_reduce", TP, "cross-entropy", wide, 2 * plan.tokens)] += k

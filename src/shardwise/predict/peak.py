@@ -43,17 +43,17 @@ def forward(plan: UnitPlan, s: Sizes, parts: list[str]) -> int:
     """The most bytes in the forward pass of a stage beyond what there is before it; its input is there."""
     worst = before = 0
     saves = plan.layout.recompute in ("none", "selective")
-    block = BlockTensors(plan, s).forward(saves) if any(part.startswith("blocks.") for part in parts) else 0
+    block = BlockTensors(plan, s).forward(saves) if any(plan.kind(part) == "block" for part in parts) else 0
     for part in parts:
-        if part == "embedding":
+        if plan.kind(part) == "embedding":
             then = embedding_forward(plan, s)
-        elif part == "head":
+        elif plan.kind(part) == "head":
             then = _head_forward(plan, s)
         else:
             then = block
         worst = max(worst, before + then)
         before += sum(saved_items(plan, s, part).values()) - saved_inputs(plan, s, part)
-        if part == "embedding":
+        if plan.kind(part) == "embedding":
             before += s.stream * s.hidden * s.element
     return worst
 
@@ -68,7 +68,7 @@ def backwards(
     """
     recompute = plan.layout.recompute in ("full", "input")
     stream = s.stream * s.hidden * s.element
-    ends = [part for part in parts if part.startswith("blocks.")]
+    ends = [part for part in parts if plan.kind(part) == "block"]
     saved = saved_mask(plan, s) if ends else 0
     # The gradient of a stage's output is a message, which stays until its backward is over.
     block = {
@@ -76,14 +76,14 @@ def backwards(
     }
     moments: dict[tuple[When, str], int] = {}
     for part in parts:
-        moments["reduction", part] = saved + stream * (3 if recompute and part.startswith("blocks.") else 1)
+        moments["reduction", part] = saved + stream * (3 if recompute and part in ends else 1)
         saved += sum(saved_items(plan, s, part).values())
         moments["begin", part] = saved + stream
-        if part == "embedding":
+        if plan.kind(part) == "embedding":
             moments["backward", part] = stream + max(stream_dropout(plan, s), _positions(plan, s))
             if not apart:
                 moments["backward", part] = max(moments["backward", part], _looked_up(plan, s))
-        elif part == "head":
+        elif plan.kind(part) == "head":
             moments["backward", part] = saved + max(_projection_backward(plan, s, adds), _final_norm_backward(plan, s))
         else:
             moments["backward", part] = (
@@ -95,7 +95,7 @@ def backwards(
 def inputs(plan: UnitPlan, s: Sizes) -> int:
     """What the rank reads of the batch: int64 vectors of every micro-batch of the step."""
     model, seen, stream = plan.model, plan.tokens * 8, s.stream * 8
-    embeds, blocks = "embedding" in plan.parts, bool(plan.first_blocks)
+    embeds, blocks = bool(plan.of_kind("embedding")), bool(plan.first_blocks)
     vectors = seen * (1 + embeds)  # targets, which every rank counts; ids
     if model.positions == "learned":
         vectors += stream * embeds
@@ -111,9 +111,9 @@ def inputs(plan: UnitPlan, s: Sizes) -> int:
 
 def saved_inputs(plan: UnitPlan, s: Sizes, part: str) -> int:
     """What of the inputs `part` saves."""
-    if part == "head":
+    if plan.kind(part) == "head":
         return s.tokens * 8
-    if part == "embedding":
+    if plan.kind(part) == "embedding":
         ids = 0 if plan.layout.tp > 1 else s.tokens * 8
         return ids + (s.stream * 8 if plan.model.positions == "learned" else 0)
     return 0
@@ -172,7 +172,7 @@ def _recomputed_from_input(plan: UnitPlan, s: Sizes, part: str, parts: list[str]
     backward is over."""
     if plan.layout.recompute != "input":
         return 0
-    blocks = [name for name in parts if name.startswith("blocks.")]
+    blocks = [name for name in parts if plan.kind(name) == "block"]
     kept = apart and not (plan.layout.sp or plan.model.dropout)
     stays = part != blocks[-1] and blocks[-1] != parts[-1] and not kept
     return ((part != blocks[0]) + stays) * s.stream * s.hidden * s.element
@@ -189,9 +189,9 @@ def _looked_up(plan: UnitPlan, s: Sizes) -> int:
 
 def of_weights(plan: UnitPlan, s: Sizes, part: str, adds: bool = False) -> int:
     """What the gradients of `part`'s weights take beyond what was kept for them."""
-    if part == "embedding":
+    if plan.kind(part) == "embedding":
         return _looked_up(plan, s) - s.stream * s.hidden * s.element
-    return 0 if part == "head" else BlockTensors(plan, s, adds=adds).of_weights()
+    return 0 if plan.kind(part) == "head" else BlockTensors(plan, s, adds=adds).of_weights()
 
 
 def embedding_forward(plan: UnitPlan, s: Sizes) -> int:

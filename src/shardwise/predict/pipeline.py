@@ -299,7 +299,7 @@ def _like(plan: UnitPlan) -> dict[int, int]:
     first: dict[Any, int] = {}
     found = {}
     for stage, units in plan.stage_units.items():
-        parts = tuple(part if part in ("embedding", "head") else "" for part in plan.stages[stage])
+        parts = tuple(plan.kind(part) for part in plan.stages[stage])
         sizes = tuple((unit.padded, unit.shard_numel) for unit in units)
         ends = stage == 0, stage + 1 == plan.schedule.stages
         found[stage] = first.setdefault((ends, parts, sizes), stage)

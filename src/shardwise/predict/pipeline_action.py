@@ -154,7 +154,7 @@ class ActionMemory:
             beside = kept - of.saved - own - twice
             begins = tuple(self.walk.begin(part))
             # The head's gradients never come apart.
-            moments = of.moments(apart, (not apart or part == "head") and self.walk.write(part))
+            moments = of.moments(apart, (not apart or self.plan.kind(part) == "head") and self.walk.write(part))
             for held in (*begins, self.walk.now("backward", part)):
                 self.note(held, beside + moments[held.when, part])
             if apart:

@@ -6,7 +6,7 @@ saves the tensor, the zeroing and the addition: the first product of a step over
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -80,10 +80,12 @@ class Product(NamedTuple):
 class WeightGradients:
     """When the products that make the gradients of weights are computed: with the gradient of the input, or apart, as
     schedules without a bubble want it (Qi et al. 2024). Gradients of biases and norms, which cost next to nothing,
-    always come with that of the input, and so do those of the head: the gradient of all logits would have to be kept.
+    always come with that of the input, and so do those of the parts in `at_once`: of a head the gradient of all logits
+    would have to be kept.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, at_once: Collection[str] = ()) -> None:
+        self._at_once = frozenset(at_once)
         self._kept: list[Product] | None = None
 
     @property
@@ -93,7 +95,7 @@ class WeightGradients:
 
     def add(self, part: str, add: Callable[[], None], *reads: Tensor) -> None:
         """Call `add`, now or later."""
-        if self._kept is None or part == "head":
+        if self._kept is None or part in self._at_once:
             add()
         else:
             self._kept.append(Product(part, add, reads))

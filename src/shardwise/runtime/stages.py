@@ -90,7 +90,7 @@ class Stages:
         with torch.device("meta"):
             self.decoder = Decoder(plan.model)
         self.plan, self.comms, self.device = plan, comms, device
-        self.weights = WeightGradients()
+        self.weights = WeightGradients(at_once=plan.of_kind("head"))
         overwriting = apply_tensor_parallel(self.decoder, plan, comms, self.weights)
         for core in (module for module in self.decoder.modules() if isinstance(module, CoreAttention)):
             core.kind = plan.layout.attention
@@ -125,7 +125,7 @@ class Stages:
         """
         blocks = [(name, self.parts[name]) for name in self.plan.blocks(stage)]
         for name in self.plan.stages[stage]:
-            if self.plan.layout.recompute == "input" and name.startswith("blocks."):
+            if self.plan.layout.recompute == "input" and self.plan.kind(name) == "block":
                 if name == blocks[0][0]:
                     x = _RecomputeFromInput.apply(x, self, blocks, batch)  # type: ignore[no-untyped-call]
                 continue
@@ -141,7 +141,7 @@ class Stages:
             # Runs when the gradient of the part's input is complete, before the part that made it goes backward.
             x.register_hook(lambda grad: engine.finish_backward(name))
         engine.visit("forward", name)
-        if self.plan.layout.recompute == "full" and name.startswith("blocks."):
+        if self.plan.layout.recompute == "full" and self.plan.kind(name) == "block":
             assert x is not None
             y = recompute(lambda x: part(x, batch), x)
         else:

@@ -29,7 +29,7 @@ def apply_tensor_parallel(decoder: Decoder, plan: UnitPlan, comms: Comms, weight
     swapped: set[nn.Module] = set()
     cuts = {p.name: p.cut for p in plan.blueprint.parameters()}
     for unit, part in decoder.parts():
-        if plan.layout.compile == "block" and plan.layout.tp == 1 and unit.startswith("blocks."):
+        if plan.layout.compile == "block" and plan.layout.tp == 1 and plan.kind(unit) == "block":
             continue
         site = Site(comms, unit, plan.layout.sp, weights)
         for name, module in part.named_modules(prefix=unit):

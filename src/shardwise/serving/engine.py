@@ -114,7 +114,7 @@ class Generator:
 
     def _keep(self, part: str) -> MakeProduct:
         """How a part's matrices are kept. A table that is looked up in stays as it is."""
-        table = part == "embedding" or (part == "head" and self.plan.model.tied)
+        table = self.plan.kind(part) == "embedding" or part in self.plan.blueprint.sharing
         if table or self.plan.layout.stage == 3:
             return Plain()
         if self.job.quantize == "int8":
@@ -136,7 +136,7 @@ class Generator:
         for part in self.plan.stages[self.stage]:
             if gathers:
                 self.engine.visit("forward", part)
-            if part == "head" and rows.wanted is not None and not len(rows.wanted):
+            if self.plan.kind(part) == "head" and rows.wanted is not None and not len(rows.wanted):
                 return torch.empty(0, self.plan.model.vocab, dtype=self.dtype, device=self.device)
             x = self.stages.parts[part].forward(x, rows)
         assert x is not None

@@ -54,7 +54,7 @@ def apply_generation(
     for name, child in reversed(list(module.named_modules(prefix=part))):
         saved += _swap(child, cuts.get(f"{name}.weight"), part, plan, comms, keep)
         _fuse(child, cache, stays=keep.copies)
-    if part == "head":
+    if plan.kind(part) == "head":
         swap_forward(module, partial(_head, decoder.head, plan, comms))
     return saved
 

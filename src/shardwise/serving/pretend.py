@@ -35,7 +35,7 @@ class PretendedStage(Generator):
         if x is not None and (found := int(x.view(-1)[0])) != self._turn:
             raise RuntimeError(f"the message of turn {self._turn} was expected, that of turn {found} came")
         self._wait()
-        if "head" in self.plan.parts:
+        if self.plan.of_kind("head"):
             return torch.zeros(len(turn.wanted), self.plan.model.vocab, dtype=self.dtype, device=self.device)
         shape = 1, turn.tokens, self.plan.model.hidden
         return torch.full(shape, float(self._turn), dtype=self.dtype, device=self.device)

@@ -176,7 +176,7 @@ def _checkpointing(inputs: Inputs) -> Values:
     kept = {}
     for how in ("full", "input"):
         plan = plan_of(get("llama-2-7b"), f"recompute={how}", 2048)
-        blocks = (saved_items(plan, Sizes.of(plan), part) for part in plan.parts if part.startswith("blocks."))
+        blocks = (saved_items(plan, Sizes.of(plan), part) for part in plan.of_kind("block"))
         kept[how] = sum(sum(items.values()) for items in blocks)
     return {
         "per_layer_bytes": samples,

@@ -194,7 +194,7 @@ def block_collectives(layout: str, phase: str, op: str) -> int:
     """How many collectives of activations over tp the blocks of llama-2-7b need in a phase of one micro-batch."""
     plan = plan_of(get("llama-2-7b"), layout, 2048)
     full = plan.tokens * plan.model.hidden
-    rows = (row for row in predict_ledger(plan) if named(row.axes) == TP and row.unit.startswith("blocks."))
+    rows = (row for row in predict_ledger(plan) if named(row.axes) == TP and row.unit in plan.of_kind("block"))
     return sum(row.count for row in rows if (row.phase, row.op, row.elements) == (phase, op, full))
 
 

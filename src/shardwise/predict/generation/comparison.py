@@ -205,7 +205,8 @@ class Comparison:
         gathering, tensor = (
             Strategy(self.model, each.layout, engine_of(self.engine), self.cluster) for each in (one, other)
         )
-        blocks = sum(unit.numel for unit in plan_of(self.model, one.layout).units if unit.name.startswith("blocks."))
+        plan = plan_of(self.model, one.layout)
+        blocks = sum(plan.by_name[block].numel for block in plan.of_kind("block"))
         return Ratio(
             one.layout,
             other.layout,

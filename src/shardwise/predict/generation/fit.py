@@ -215,7 +215,9 @@ def weight_bytes(plan: UnitPlan, int8: bool = False, *, cpu: bool = False) -> in
         return sum(unit.padded for unit in plan.units) * width
     tiled = cpu and width == 2
     return sum(
-        int8_bytes(*placed.shape, width=width, tiled=tiled) if has_fewer_bits(placed, "int8") else placed.numel * width
+        int8_bytes(*placed.shape, width=width, tiled=tiled)
+        if has_fewer_bits(plan, placed, "int8")
+        else placed.numel * width
         for unit in plan.units
         for placed in unit.placed
     )
@@ -231,11 +233,11 @@ def int8_bytes(outputs: int, inputs: int, *, width: int, tiled: bool) -> int:
     return rows * columns + _BESIDE_ROW * outputs
 
 
-def has_fewer_bits(placed: Placed, weights: str) -> bool:
+def has_fewer_bits(plan: UnitPlan, placed: Placed, weights: str) -> bool:
     """Whether a parameter is stored in this type of weights: the blocks' matrices are, and with int8 the head's, too,
     where it has one of its own. Tables stay as they are."""
-    of_head = weights == "int8" and placed.name == "head.out.weight"
-    return of_head or (placed.name.startswith("blocks.") and len(placed.shape) == 2)
+    kinds = ("block", "head") if weights == "int8" else ("block",)
+    return len(placed.shape) == 2 and plan.kind(placed.parameter.part) in kinds
 
 
 def page_bytes(plan: UnitPlan, page: int = PAGE) -> int:
@@ -283,7 +285,7 @@ def passing_bytes(plan: UnitPlan, served: Served) -> int:
         + served.chunk * served.context
     )
     block = tokens * 3 * model.hidden * width + max(opened, attended + copied)
-    logits = served.batch * padded_vocab(plan) * (2 * width + 4) if "head" in plan.parts else 0
+    logits = served.batch * padded_vocab(plan) * (2 * width + 4) if plan.of_kind("head") else 0
     if served.int8:
         ffn, own = width_held(model.ffn, tp), model.heads // tp * model.head_dim
         opens = max(model.hidden, ffn * (2 if model.gated else 1), own + 2 * heads * model.head_dim)

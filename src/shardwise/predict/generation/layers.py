@@ -80,7 +80,7 @@ def _gathering(strategy: Strategy, through: PassSeconds, pricing: Pricing, block
     gathers = strategy.gathers(sum(seconds for _, seconds in block), pricing)
     found, now, before = [], 0.0, 0.0
     for part, gather, coming in zip(plan.parts, gathers, [*gathers[1:], None], strict=True):
-        todo = block if part.startswith("blocks.") else ((HEAD, float(through.head)),) if part == "head" else ()
+        todo = {"block": block, "head": ((HEAD, float(through.head)),)}.get(plan.kind(part), ())
         if gather.seconds:
             found.append(Piece(0, part, GATHER, before if gather.hidden else now, gather.seconds))
         before = now = now + gather.exposed

@@ -320,7 +320,7 @@ class _Space:
 
     def _sizes(self, tp: int, weights: str) -> _Sizes:
         plan = plan_of(self.model, Layout(tp=tp))
-        each = {unit.name: sum(_stored(p, weights, cpu=self.cpu) for p in unit.placed) for unit in plan.units}
+        each = {unit.name: sum(_stored(plan, p, weights, cpu=self.cpu) for p in unit.placed) for unit in plan.units}
         tied = each.get("tied", 0.0)
         first, last = each.get("embedding", 0.0) + tied, each.get("head", 0.0) + tied
         return _Sizes(each["blocks.0"], first, last, first + last - tied)
@@ -422,9 +422,9 @@ class _Space:
         )
 
 
-def _stored(placed: Placed, weights: str, *, cpu: bool) -> float:
+def _stored(plan: UnitPlan, placed: Placed, weights: str, *, cpu: bool) -> float:
     """Bytes of a parameter: matrices in their type with its scales, the rest in 16 bits."""
-    if weights == "bfloat16" or not has_fewer_bits(placed, weights):
+    if weights == "bfloat16" or not has_fewer_bits(plan, placed, weights):
         return placed.numel * 2.0
     if weights == "int8":
         return int8_bytes(*placed.shape, width=2, tiled=cpu)

@@ -50,7 +50,7 @@ def plan_of(model: ModelConfig, layout: Layout, stage: int = 0, tp: int = 0) -> 
 
 def blocks_of(plan: UnitPlan) -> list[str]:
     """The blocks that a rank computes, in order."""
-    return [part for part in plan.parts if part.startswith("blocks.")]
+    return plan.of_kind("block")
 
 
 def sequences_of(layout: Layout, sequences: int) -> int:

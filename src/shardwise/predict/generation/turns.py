@@ -78,9 +78,9 @@ def _tensor_parallel(rows: Rows, plan: UnitPlan, turn: Turn) -> None:
     """Sums after a block's two row-parallel maps and after the lookup (Shoeybi et al. 2019), and the logits."""
     dtype = plan.layout.dtype
     for part in plan.parts:
-        sums = {"embedding": 1, "head": 0}.get(part, 2)
-        rows[(turn.phase, "all_reduce", TP, part, dtype, turn.tokens * plan.model.hidden)] += sums
-    if "head" in plan.parts and turn.rows:
+        elements = turn.tokens * plan.model.hidden
+        rows[(turn.phase, "all_reduce", TP, part, dtype, elements)] += plan.blueprint.part(part).summed
+    if plan.of_kind("head") and turn.rows:
         rows[(turn.phase, "all_gather_into", TP, "logits", dtype, turn.rows * padded_vocab(plan))] += 1
 
 

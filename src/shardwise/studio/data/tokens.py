@@ -279,7 +279,7 @@ def _side(
 
 
 def _blocks_of(plan: UnitPlan) -> str:
-    numbers = tuple(int(part.split(".")[1]) + 1 for part in plan.parts if part.startswith("blocks."))
+    numbers = tuple(int(part.split(".")[1]) + 1 for part in plan.of_kind("block"))
     return f"layers {format_spans(numbers)}"
 
 

@@ -158,7 +158,7 @@ def _with_memory(steps: list[Step], part: float, whole: float) -> list[Step]:
 
 
 def _staged(model: ModelConfig, layout: Layout, taken: dict[str, float], added: Step) -> list[Step]:
-    blocks = [name for name in plan_of(model, layout).parts if name.startswith("blocks.")]
+    blocks = plan_of(model, layout).of_kind("block")
     vector = model.hidden * DTYPE_BYTES[layout.dtype]
     alone = "One device alone multiplies" if layout.tp == 1 else f"The stage's {layout.tp} devices alone multiply"
     slices = f", its {layout.tp} devices a slice of every matrix" if layout.tp > 1 else ""
