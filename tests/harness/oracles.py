@@ -24,7 +24,7 @@ from shardwise.decoder import Decoder
 from shardwise.decoder.modules import Linear, Lookup
 from shardwise.layout import Layout
 from shardwise.layout.pipeline import placement, stages
-from shardwise.model.parameters import parameters
+from shardwise.model.parameters import blueprint, parameters
 from shardwise.runtime.optimizer import learning_rate
 
 
@@ -109,7 +109,8 @@ def pipeline(rank: int, payload: tuple[Case, Layout]) -> Outcome:
     """
     case, layout = payload
     decoder = _decoder(case)
-    parts, cut, where = dict(decoder.parts()), stages(case.model, layout), placement(layout)
+    parts, where = dict(decoder.parts()), placement(layout)
+    cut = blueprint(case.model).stages(stages(case.model, layout).layers)
     shape = layout.micro, case.workload.seq
 
     def like(width: int) -> Tensor:
@@ -117,7 +118,7 @@ def pipeline(rank: int, payload: tuple[Case, Layout]) -> Outcome:
 
     mine = []
     for index in (i for i, holder in enumerate(where) if holder == rank):
-        module = _Stage(nn.ModuleList(parts[name] for name in cut.parts(index)), case)
+        module = _Stage(nn.ModuleList(parts[name] for name in cut[index]), case)
         takes = like(case.model.hidden) if index else torch.zeros(shape, dtype=torch.int64)
         gives = like(case.model.hidden if index + 1 < len(where) else case.model.vocab)
         mine.append(pipelining.PipelineStage(module, index, len(where), torch.device("cpu"), takes, gives))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from harness.pairs import EXACT, pair
 from harness.today import some_of
+from shardwise.decoder import modules
 from shardwise.predict.memory import predict_bytes
 from shardwise.runtime.dryrun import _observe
 
@@ -17,8 +20,11 @@ BOUND = 0.05
 
 
 @pytest.fixture(scope="module")
-def fake() -> FakeTensorMode:
-    return FakeTensorMode()
+def fake() -> Iterator[FakeTensorMode]:
+    """The decoder keeps scalars between calls: tests after these need real ones."""
+    modules._scalar.cache_clear()
+    yield FakeTensorMode()
+    modules._scalar.cache_clear()
 
 
 def test_tables_go_with_the_last_stage_that_has_blocks(fake: FakeTensorMode) -> None:

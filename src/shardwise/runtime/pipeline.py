@@ -220,7 +220,7 @@ class _Training(_Work):
         with self._products(stage, micro, weights):
             torch.autograd.backward(start, grad)
             if stage == 0:
-                self.engine.finish_backward("embedding")
+                self.engine.finish_backward(self.stages.plan.stages[stage][0])
         if not any(waiting == micro and self._attends(other) for other, waiting in self.begun):
             self.batches.pop(micro, None)
         del start, grad

@@ -85,5 +85,5 @@ class Program(Stages):
         loss = self.loss(self.forward(0, None, batch), targets)
         self.moment([])
         (loss / max(1, tokens)).backward()
-        self.engine.finish_backward("embedding")
+        self.engine.finish_backward(self.plan.parts[0])
         return loss.detach()

@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import UserError
+from shardwise.model.catalog import get
+from shardwise.model.parameters import blueprint
 from shardwise.schedule.pipeline import build, find, generators
 from shardwise.schedule.pipeline.action import COMPUTE
 from shardwise.schedule.pipeline.memory import peaks
@@ -184,7 +186,8 @@ def test_trap_21_every_part_of_a_model_is_on_exactly_one_stage(stages, data):
         layers[0], layers[-1] = data.draw(st.integers(0, 5)), data.draw(st.integers(0, 5))
     found = Stages.parse("/".join(map(str, layers)), stages, sum(layers))
     whole = ["embedding", *(f"blocks.{i}" for i in range(sum(layers))), "head"]
-    assert [part for stage in range(stages) for part in found.parts(stage)] == whole
+    cut = blueprint(get("tiny-gpt").replace(layers=sum(layers))).stages(found.layers)
+    assert len(cut) == stages and [part for parts in cut for part in parts] == whole
     assert str(found) == "/".join(map(str, layers)) and abs(sum(found.shares(head=2)) - 1) < 1e-12
 
 
@@ -195,7 +198,8 @@ def test_even_stages_put_more_first():
 def test_two_stages_more_than_layers_leave_the_ends_to_the_embedding_and_the_head():
     stages = Stages.even(126, 128)
     assert stages.layers == (0, *(1,) * 126, 0)
-    assert stages.parts(0) == ["embedding"] and stages.parts(1) == ["blocks.0"] and stages.parts(127) == ["head"]
+    cut = blueprint(get("tiny-gpt").replace(layers=126)).stages(stages.layers)
+    assert (cut[0], cut[1], cut[127]) == (["embedding"], ["blocks.0"], ["head"])
 
 
 @pytest.mark.parametrize(

@@ -67,20 +67,6 @@ class Stages:
     def __len__(self) -> int:
         return len(self.layers)
 
-    def first(self, stage: int) -> int:
-        """The number of the first block of a stage."""
-        return sum(self.layers[:stage])
-
-    def parts(self, stage: int) -> list[str]:
-        """What a stage has: "embedding", "blocks.0", ..., "head", each on exactly one stage.
-
-        A tied table is held by both ends; `head` on the last stage then comes with a copy of it.
-        """
-        start = self.first(stage)
-        blocks = [f"blocks.{i}" for i in range(start, start + self.layers[stage])]
-        last = stage == len(self.layers) - 1
-        return ["embedding"] * (stage == 0) + blocks + ["head"] * last
-
     def shares(self, embedding: float = 0, head: float = 0) -> tuple[float, ...]:
         """What part of the model's work each stage does. embedding, head: their work in blocks."""
         work: list[float] = list(self.layers)
