@@ -2,8 +2,10 @@
 
 For 100,000 and for one million events: the first paint (from the data in the page to the pixels on the canvas), frames
 a second while panning and zooming, and the longest time for which the page does not react. Then how long it takes from
-`shardwise studio` on the command line to a page that can be used, and what a training run of four processes spends on
-writing what the page follows, as the run itself tells. Needs the `test` and `train` extras, and Debian's chromium.
+`shardwise studio` on the command line to a page that can be used, what the first view weighs and when it is painted in
+a fresh browser profile from a fresh server, how long the answer's slider takes to redraw, and what a training run of
+four processes spends on writing what the page follows, as the run itself tells. Needs the `test` and `train` extras, and
+Debian's chromium.
 """
 
 from __future__ import annotations
@@ -78,6 +80,26 @@ DRAW = """async ([n, ranks, frames]) => {
 }"""
 
 
+REDRAW = """async () => {
+    const figure = document.querySelector('[data-figure="spent"]'), slider = figure.querySelector("input[type=range]");
+    const canvas = figure.querySelector("canvas"), proto = CanvasRenderingContext2D.prototype, clear = proto.clearRect;
+    const times = [];
+    for (let token = 10; token < 130; token += 2) {
+        const before = performance.now();
+        const painted = new Promise((done) => { proto.clearRect = function (...box) {
+            clear.apply(this, box);
+            if (this.canvas === canvas) queueMicrotask(() => done(performance.now()));
+        }; });
+        slider.value = token;
+        slider.dispatchEvent(new Event("input"));
+        times.push(await painted - before);
+    }
+    proto.clearRect = clear;
+    return times.sort((a, b) => a - b);
+}"""
+"""Milliseconds from a move of the answer's slider to the end of its drawing, sorted."""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -93,6 +115,8 @@ def main() -> None:
             "drawing": [drawn(browser, events, args) for events in (100_000, 1_000_000)],
             "served": served(browser, args.repeat),
             "start": [started(browser) for _ in range(args.repeat)],
+            "first_view": [first_view(browser) for _ in range(args.repeat)],
+            "slider": redrawn(browser),
             "written": written(),
         }
         browser.close()
@@ -104,6 +128,14 @@ def main() -> None:
         )
     print(f"pipelines view with {found['served']['events']:,} events: shown after {found['served']['seconds']:.2f} s")
     print(f"from the command to a usable page: {statistics.median(found['start']):.2f} s (median of {args.repeat})")
+    first = found["first_view"]
+    paints, drawings = (statistics.median(one[name] for one in first) for name in ("first_paint_ms", "drawn_ms"))
+    print(
+        f"first view: {first[0]['bytes'] / 1e3:.0f} kB in {first[0]['requests']} requests, "
+        f"{first[0]['code'] / 1e3:.0f} kB of it code and style; first paint after {paints:.0f} ms, all drawn after {drawings:.0f} ms"
+    )
+    slider = found["slider"]
+    print(f"answer's slider: {slider['median_ms']:.1f} ms a redraw (median), {slider['requests']} requests")
     wrote = found["written"]
     print(
         f"what a run of four processes writes for the page: {1e6 * wrote['writing_cpu_s']:.0f} µs of a step's "
@@ -157,6 +189,52 @@ def started(browser: Any) -> float:
         page.close()
         process.terminate()
     return seconds
+
+
+def first_view(browser: Any) -> dict[str, float]:
+    """Bytes of all answers until the first view is drawn, and milliseconds from the navigation on. Nothing is cached,
+    and the server has just begun."""
+    command = [sys.executable, "-m", "shardwise", "studio", "--no-browser", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        address = json.loads("".join(process.stdout.readline() for _ in range(3)))["address"]
+        try:
+            seen = visited(browser, address)
+        finally:
+            process.terminate()
+    return seen
+
+
+def visited(browser: Any, address: str) -> dict[str, float]:
+    """A first visit: what came, and when it was painted."""
+    context = browser.new_context(viewport={"width": 1440, "height": 900}, reduced_motion="reduce")
+    page = context.new_page()
+    answers: list[Any] = []
+    page.on("response", lambda answer: answers.append(answer))
+    page.goto(address)
+    page.wait_for_selector("body[data-ready]")
+    drawn = page.evaluate("performance.now()")
+    paint = page.evaluate("performance.getEntriesByName('first-contentful-paint')[0]?.startTime ?? null")
+    sizes = {answer.url: len(answer.body()) for answer in answers if answer.url.startswith(address)}
+    context.close()
+    data = sum(size for url, size in sizes.items() if "/api/" in url)
+    whole = sum(sizes.values())
+    return {"bytes": whole, "code": whole - data, "requests": len(sizes), "first_paint_ms": paint, "drawn_ms": drawn}
+
+
+def redrawn(browser: Any) -> dict[str, float]:
+    """What a move of the answer's slider costs until its figure is drawn."""
+    with Studio() as studio:
+        threading.Thread(target=studio.serve_forever, daemon=True).start()
+        page = browser.new_page(viewport={"width": 1440, "height": 900}, reduced_motion="reduce")
+        page.goto(f"{studio.address}#tokens?_chapter=4")
+        page.wait_for_selector("body[data-ready]")
+        asked: list[str] = []
+        page.on("request", lambda request: asked.append(request.url))
+        times = page.evaluate(REDRAW)
+        page.close()
+        studio.shutdown()
+    return {"median_ms": statistics.median(times), "worst_ms": times[-1], "requests": len(asked)}
 
 
 def written(steps: int = 60) -> dict[str, float]:

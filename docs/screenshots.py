@@ -13,22 +13,28 @@ FOLDER = Path(__file__).parent / "screenshots"
 CHROMIUM = Path("/usr/bin/chromium")
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars"]
 SHOWN = {
-    "tokens": "tokens?_step=0",
+    "tokens": "tokens",
+    "tokens-inside": "tokens?_chapter=2&_step=0.62",
+    "tokens-answer": "tokens?_chapter=4&_token=100",
+    "tokens-training": "tokens?_chapter=5&_train=18",
     "memory": "memory?zero=1",
     "collectives": "collectives?ranks=6&_round=3",
-    "pipelines": "pipelines?a=1f1b&b=zb-v&micro=12",
+    "pipelines": "pipelines?a=1f1b&b=zb-v&micro=12&_time=24",
     "plan": "plan",
     "runs": "runs",
 }
-"""View -> the state that is shown."""
-TOP = {"tokens": "layer"}
-"""View -> the figure that the picture begins with, where it is not the head of the page."""
+"""Picture -> the state that is shown."""
+TOP = {"pipelines": "a"}
+"""Picture -> the figure that it begins with, where that is not the head of the page."""
+LIGHT = ("tokens-inside", "tokens-answer", "tokens-training")
+"""Pictures for docs/explanations.md, in light alone."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="a folder with a run, such as demo leaves")
     parser.add_argument("--out", type=Path, default=FOLDER)
+    parser.add_argument("--only", nargs="+", choices=SHOWN, default=list(SHOWN), metavar="PICTURE")
     args = parser.parse_args()
     try:
         from playwright.sync_api import sync_playwright
@@ -50,9 +56,9 @@ def main() -> None:
                 viewport={"width": 1280, "height": 860}, color_scheme=theme, reduced_motion="reduce"
             )
             page = context.new_page()
-            for view, state in SHOWN.items():
+            for view in (name for name in args.only if theme == "light" or name not in LIGHT):
                 page.goto("about:blank")
-                page.goto(f"{studio.address}#{state}")
+                page.goto(f"{studio.address}#{SHOWN[view]}")
                 page.wait_for_selector("body[data-ready]", timeout=60_000)
                 if view in TOP:
                     place = f"document.querySelector('[data-figure={TOP[view]}]').getBoundingClientRect().top"

@@ -20,7 +20,7 @@ FIGURES = (
 """What each chapter draws, beside the table of numbers that is always there."""
 SHOWN = """() => [...document.querySelectorAll(".scene [data-figure]")].filter((each) => each.checkVisibility())
     .map((each) => each.dataset.figure)"""
-PLACE = """() => [".tale", ".scene"].map((each) => {
+PLACE = """() => [".tale", ".tale .primary", ".scene"].map((each) => {
     const { x, y, width } = document.querySelector(each).getBoundingClientRect();
     return [x, y + scrollY, width];
 })"""

@@ -41,7 +41,7 @@ export function scale(low, high, from, to, log = false) {
 
 /** Grid lines and marks below and left of a box. x, y: scales; units: of their marks. */
 export function axes(context, theme, box, x, y, { xUnit, yUnit, xName, yName, xMarks, yMarks }) {
-  const width = box.right - box.left;
+  const width = box.right - box.left, edge = context.canvas.width / context.getTransform().a;
   const xs = xMarks ?? (x.log ? powers(x.low, x.high, Math.max(2, width / 90)) : ticks(x.low, x.high, Math.max(2, width / 90)));
   const ys = yMarks ?? (y.log ? powers(y.low, y.high, 6) : ticks(y.low, y.high, 5));
   context.lineWidth = 1;
@@ -55,7 +55,9 @@ export function axes(context, theme, box, x, y, { xUnit, yUnit, xName, yName, xM
   context.textAlign = "center";
   for (const value of xs) {
     line(context, x(value), box.top, x(value), box.bottom);
-    context.fillText(mark(value, xUnit), x(value), box.bottom + 14);
+    // The last mark stays on the canvas.
+    const words = mark(value, xUnit);
+    context.fillText(words, Math.min(x(value), edge - context.measureText(words).width / 2), box.bottom + 14);
   }
   context.strokeStyle = theme.line;
   line(context, box.left, box.bottom, box.right, box.bottom);

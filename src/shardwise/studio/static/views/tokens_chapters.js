@@ -14,7 +14,8 @@ export function chapterStage(page, chapters, entered) {
   const heading = unique("chapter"), scene = h("div", { class: "scene" }, [...new Set(chapters.flatMap(({ nodes }) => nodes))]);
   title.id = heading;
   const tale = h("div", { class: "tale" }, h("nav", { "aria-label": "Chapters", class: "marks" }, marks),
-    h("div", { "aria-live": "polite" }, place, title, sentences), h("div", { class: "row" }, previous, next, h("span", { class: "muted keys" }, "or Space")));
+    h("div", { class: "row" }, previous, next, h("span", { class: "muted keys" }, "or Space")),
+    h("div", { "aria-live": "polite" }, place, title, sentences));
   const node = h("section", { class: "stage", "aria-labelledby": heading }, tale, scene);
   let now = -1, told = [];
 
