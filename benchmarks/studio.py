@@ -4,8 +4,8 @@ For 100,000 and for one million events: the first paint (from the data in the pa
 a second while panning and zooming, and the longest time for which the page does not react. Then how long it takes from
 `shardwise studio` on the command line to a page that can be used, what the first view weighs and when it is painted in
 a fresh browser profile from a fresh server, how long the answer's slider takes to redraw, and what a training run of
-four processes spends on writing what the page follows, as the run itself tells. Needs the `test` and `train` extras, and
-Debian's chromium.
+four processes spends on writing what the page follows, as the run itself tells. Needs the `test` and `train` extras,
+and Debian's chromium.
 """
 
 from __future__ import annotations
@@ -132,7 +132,8 @@ def main() -> None:
     paints, drawings = (statistics.median(one[name] for one in first) for name in ("first_paint_ms", "drawn_ms"))
     print(
         f"first view: {first[0]['bytes'] / 1e3:.0f} kB in {first[0]['requests']} requests, "
-        f"{first[0]['code'] / 1e3:.0f} kB of it code and style; first paint after {paints:.0f} ms, all drawn after {drawings:.0f} ms"
+        f"{first[0]['code'] / 1e3:.0f} kB of it code and style; first paint "
+        f"after {paints:.0f} ms, all drawn after {drawings:.0f} ms"
     )
     slider = found["slider"]
     print(f"answer's slider: {slider['median_ms']:.1f} ms a redraw (median), {slider['requests']} requests")
