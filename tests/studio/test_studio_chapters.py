@@ -133,6 +133,9 @@ def test_a_chapter_plays_when_it_is_come_to_and_not_against_the_systems_wish(bro
     moving.until("document.querySelector('[data-figure=layer] .player input').value >= 1")
     page.get_by_role("button", name="Next", exact=True).click()
     moving.until("document.querySelector('[data-figure=through] .player input').value >= 2")
+    page.get_by_role("button", name="Next", exact=True).click()
+    moving.until("document.querySelectorAll('.words[data-side=A] span').length > 2")
+    assert page.get_by_role("button", name="Stop").is_visible()
     page = calm.open(STATE)
     for _ in range(3):
         page.keyboard.press("Space")

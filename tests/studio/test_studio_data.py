@@ -26,6 +26,7 @@ from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import engine
 from shardwise.predict.time.split import Split
 from shardwise.predict.time.step import training_step
+from shardwise.report.units import format_time
 from shardwise.schedule import Algorithm, algorithms, build
 from shardwise.schedule.choose import pricer
 from shardwise.schedule.pipeline import build as build_pipeline
@@ -332,6 +333,28 @@ def test_every_rank_is_drawn_with_its_share(text: str, of_all: float) -> None:
             assert areas[device["rank"]] == pytest.approx(dict.fromkeys(sizes, 1 / layout.tp))
     if layout.stage == 3:
         assert all(len(parts) < len(sizes) for parts in areas.values()), "blocks of some matrices, no slice of each"
+
+
+@pytest.mark.parametrize("text", STRATEGIES)
+def test_what_a_layer_moves_is_said_as_it_is_drawn(text: str) -> None:
+    view = tokens.data({"model": "llama-3-8b", "cluster": "4xH100", "a": text, "b": "dp=4", "output": "8"})
+    layer, layout, through = view.tables["layer"].columns, Layout.parse(text), view.more["through"]
+    said = view.more["chapters"][1]["sentences"][1]
+    took = {}
+    for what in ("gather", "sum", "message"):
+        number = next((i for i, name in enumerate(through["names"]) if name.endswith(what)), None)
+        columns = through["columns"]
+        took[what] = 0.0 if number is None else columns["seconds"][list(columns["name"]).index(number)]
+    assert ("gathering" in said) == (layout.stage == 3) and ("partial results" in said) == (layout.tp > 1)
+    assert ("message" in said) == (layout.pp > 1)
+    if layout.tp > 1:
+        assert f"{format_time(2 * took['sum'])} on adding up" in said
+    if layout.pp > 1:
+        assert f"takes {format_time(took['message'])}." in said
+    if layout.stage == 3:
+        gather = layer["takes"][layer["what"].index("gather")]
+        assert f"{format_time(gather)} on gathering" in said
+    assert view.more["chapters"][1]["sentences"][2].endswith(" and moves nothing.")
 
 
 @pytest.mark.parametrize("text", STRATEGIES)

@@ -90,14 +90,17 @@ def _holds(side: str, layout: Layout, first: Step) -> str:
 
 
 def _inside(side: str, layout: Layout, steps: Sequence[Step]) -> str:
+    """What a layer computes and moves; a message leaves a stage, not a layer."""
     computes = sum(step.seconds for step in steps if step.act in ("multiply", "one"))
-    moves = sum(step.seconds for step in steps) - computes
+    seconds = {act: next((step.seconds for step in steps if step.act == act), 0.0) for act in ("gather", "sum", "send")}
     words = f"{side}, {layout}, computes {format_time(computes)} in a layer"
-    if not moves:
-        return f"{words} and moves nothing."
-    what = {"gather": "gathering weights", "sum": "adding up partial results", "send": "sending a vector on"}
-    named = next((what[step.act] for step in steps if step.act in what and step.seconds), "moving data")
-    return f"{words}, and spends {format_time(moves)} on {named}."
+    if gather := seconds["gather"]:
+        words += f", and spends {format_time(gather)} on gathering its weights"
+    if one := seconds["sum"]:
+        words += f", and spends {format_time(2 * one)} on adding up partial results, twice"
+    if seconds["send"]:
+        return f"{words}. A message to the next stage takes {format_time(seconds['send'] - seconds['sum'])}."
+    return f"{words}." if max(seconds.values()) else f"{words} and moves nothing."
 
 
 def _training(side: str, layout: Layout, one: Generated) -> str:
