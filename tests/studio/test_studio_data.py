@@ -137,6 +137,19 @@ def test_every_moment_has_its_phase() -> None:
     assert set(staged["phase"]) == {"forward", "backward", "waits", "optimizer"}
 
 
+def test_ranks_that_compute_are_counted_at_every_moment() -> None:
+    more = pipelines.data({"ranks": "3", "micro": "4", "F": "7", "b": "none"}).more
+    whole, events = more["a"]["makespan"], more["a"]["events"]
+    for frame, said in enumerate(more["moments"][:-1]):
+        time = frame / 60 * whole
+        busy = sum(
+            begin <= time + 1e-9 < begin + takes
+            for begin, takes in zip(events["start"], events["seconds"], strict=True)
+        )
+        assert said.endswith(f": {busy} of 3 ranks of 1f1b compute.")
+    assert len(more["moments"]) == 61 and more["moments"][-1].endswith("1f1b is done.")
+
+
 def test_a_bubble_is_left_out_where_a_schedule_cannot_be() -> None:
     columns = pipelines.curve({"a": "dualpipe-v", "b": "none", "ranks": "4", "micro": "10"}).tables["curve"].columns
     micros, bubbles = columns["micro-batches"], columns["A, dualpipe-v"]

@@ -31,6 +31,9 @@ MICROS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 MOST_SIMULATED = 20_000
 """Actions of a schedule up to which it is on the curve."""
 
+FRAMES = 60
+"""Steps in which a step of training is played."""
+
 _MESSAGE, _COLLECTIVE, _FREE = 5, 6, 7
 _KIND = {"F": 0, "B": 1, "I": 2, "W": 3, "OVERLAP_F_B": 4, "RESHARD": _FREE} | {
     kind: _MESSAGE if kind.startswith(("SEND", "RECV")) else _COLLECTIVE
@@ -59,8 +62,9 @@ def data(given: Mapping[str, str]) -> View:
         [f"{side}: {line}" for side, one in found.items() for line in _bubble_lines(one.simulated, milliseconds)],
         " && ".join(dict.fromkeys(_command(one.schedule, milliseconds, hop) for one in found.values())),
     )
-    more = {side: _drawn(one) for side, one in found.items()}
-    return View(query.state, {"a": names, "b": ["none", *names]}, tables, how, more | {"kinds": KINDS})
+    more: dict[str, Any] = {side: _drawn(one) for side, one in found.items()}
+    more |= {"kinds": KINDS, "moments": _moments(found, [one["events"] for one in more.values()])}
+    return View(query.state, {"a": names, "b": ["none", *names]}, tables, how, more)
 
 
 def curve(given: Mapping[str, str]) -> View:
@@ -190,6 +194,28 @@ def _drawn(found: _Found) -> dict[str, Any]:
         "events": _events(one),
         "held": held,
     }
+
+
+def _moments(found: Mapping[str, _Found], events: list[Mapping[str, np.ndarray[Any, Any]]]) -> list[str]:
+    """A sentence for each of `FRAMES` steps through the longer schedule: how many ranks compute then."""
+    times = np.linspace(0, max(one.simulated.makespan for one in found.values()), FRAMES + 1)
+    counted = [_busy(columns, times) for columns in events]
+    sentences = []
+    for frame, time in enumerate(times.tolist()):
+        told = []
+        for one, busy in zip(found.values(), counted, strict=True):
+            done = frame == FRAMES or time >= one.simulated.makespan
+            ranks = f"{busy[frame]} of {one.schedule.ranks} ranks of {one.schedule.name} compute"
+            told.append(f"{one.schedule.name} is done" if done else ranks)
+        sentences.append(f"{f'After {format_time(time)}' if frame else 'At the start'}: {', '.join(told)}.")
+    return sentences
+
+
+def _busy(events: Mapping[str, np.ndarray[Any, Any]], times: np.ndarray[Any, Any]) -> list[int]:
+    """Events under way at each time: begun, and not ended yet."""
+    later = times * (1 + 1e-9)
+    begun, ended = (np.sort(each) for each in (events["start"], events["start"] + events["seconds"]))
+    return list((np.searchsorted(begun, later, "right") - np.searchsorted(ended, later, "right")).tolist())
 
 
 def _by_rank(found: _Found) -> Table:

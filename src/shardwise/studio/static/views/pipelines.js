@@ -20,7 +20,7 @@ export const lead = "The layers are split over ranks, and micro-batches flow thr
 
 const MICRO = [1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024];
 const TIMES = [0, 0.5, 1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 25, 30, 40, 50, 75, 100];
-const FRAMES = 60, POWERS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192];
+const POWERS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192];
 const WORDS = { none: "nothing" };
 
 export function mount(root, page) {
@@ -35,7 +35,7 @@ export function mount(root, page) {
   ];
   const ranks = pointing(), micro = slider(page, "micro", "Micro-batches", { values: MICRO });
   let data = null, at = 0;
-  const timeAt = () => (at / FRAMES) * Math.max(...["a", "b"].filter((name) => data?.more[name]).map((name) => data.more[name].makespan));
+  const timeAt = () => (at / (data.more.moments.length - 1)) * Math.max(...["a", "b"].filter((name) => data?.more[name]).map((name) => data.more[name].makespan));
   const sides = {}, redraw = () => Object.values(sides).forEach((side) => side.gantt.redraw());
   const play = player(page, { name: "_time", label: "Time of the step", seconds: 0.12, onFrame: (position) => { at = position; redraw(); } });
   const shown = timeWindow(page, { name: "_window", extent: () => Math.max(...["a", "b"].filter((name) => data?.more[name]).map((name) => data.more[name].makespan)), onChange: redraw });
@@ -73,32 +73,12 @@ export function mount(root, page) {
     compared.note.textContent = !b || a.name === b.name ? "" : a.makespan === b.makespan ? "Both take the same time."
       : `${a.makespan < b.makespan ? a.name : b.name} takes ${share(1 - Math.min(a.makespan, b.makespan) / Math.max(a.makespan, b.makespan))} less time.`;
     compared.show(answer);
-    play.show(moments(answer), Number(page.local("_time", 0)));
+    play.show(answer.more.moments, Number(page.local("_time", 0)));
     held.show(answer);
     held.describe(`Activations held over time, rank by rank, for ${a.name}: at most ${plain(a.peak)} micro-batches.`);
   }
 
   return { show };
-}
-
-/** How many ranks compute at each frame of the step, in a sentence. */
-function moments({ more }) {
-  const sides = ["a", "b"].filter((name) => more[name]), whole = Math.max(...sides.map((name) => more[name].makespan)), busy = sides.map((name) => busyRanks(more[name].events, whole / FRAMES));
-  return Array.from({ length: FRAMES + 1 }, (_, frame) => {
-    const time = (frame / FRAMES) * whole;
-    return `${frame ? `After ${seconds(time)}` : "At the start"}: ${sides.map((name, i) => (frame === FRAMES || time >= more[name].makespan ? `${more[name].name} is done` : `${busy[i][frame]} of ${more[name].ranks} ranks of ${more[name].name} compute`)).join(", ")}.`;
-  });
-}
-
-/** Ranks that compute at each frame; an event counts from the first frame at or after its start to the last before its end. */
-function busyRanks({ start, seconds: takes }, step) {
-  const change = new Int32Array(FRAMES + 2), frame = (time) => Math.min(FRAMES + 1, Math.ceil(time / step - 1e-6));
-  for (let i = 0; i < start.length; i++) {
-    change[frame(start[i])] += 1;
-    change[frame(start[i] + takes[i])] -= 1;
-  }
-  for (let i = 1; i < change.length; i++) change[i] += change[i - 1];
-  return change;
 }
 
 /** The bubble against the number of micro-batches, and the slider that changes it. */
