@@ -5,6 +5,7 @@ import pytest
 from shardwise.errors import UserError
 from shardwise.export import read
 from shardwise.model.catalog import get
+from shardwise.model.families import family_of
 from shardwise.model.parameters import parameters
 
 PARALLEL = (
@@ -34,7 +35,7 @@ def test_a_whole_command():
 
 def test_the_model_of_the_arguments_is_the_catalog_s():
     model = read([SCRIPT]).described
-    assert model is not None and model.decoder == "llama"
+    assert model is not None and family_of(model).module == "llama"
     shapes = {p.name: p.shape for p in parameters(model)}
     assert shapes == {p.name: p.shape for p in parameters(get("llama-3-70b"))}
 
@@ -44,7 +45,12 @@ def test_the_model_of_gpt_s_arguments():
         "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --max-position-embeddings 2048 --vocab-size 50257"
     )
     model = read([f"pretrain_gpt.py --tensor-model-parallel-size 8 --seq-length 2048 {sizes}"], 8).described
-    assert model is not None and (model.decoder, model.ffn, model.tied, model.bias) == ("gpt", 4 * 12288, True, "all")
+    assert model is not None and (family_of(model).module, model.ffn, model.tied, model.bias) == (
+        "gpt",
+        4 * 12288,
+        True,
+        "all",
+    )
     assert model.vocab == 51200, "padded to a multiple of 128 for each of 8 tensor-parallel ranks"
 
 

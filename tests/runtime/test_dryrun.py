@@ -19,6 +19,7 @@ from harness.today import EVERYTHING, seed
 from shardwise.errors import LayoutError, UserError
 from shardwise.layout import Layout, Mesh, UnitPlan, Workload, unit_plan
 from shardwise.model.catalog import get
+from shardwise.model.families import family_of
 from shardwise.predict import estimate
 from shardwise.predict.memory import predict_bytes
 from shardwise.report import compare
@@ -70,7 +71,7 @@ def cases() -> list[tuple[str, str, int, int]]:
 
 
 def test_the_cases_span_stages_and_decoders() -> None:
-    seen = {(get(name).decoder, Layout.parse(layout).stage) for name, layout, _, _ in LARGE + REST}
+    seen = {(family_of(get(name)).module, Layout.parse(layout).stage) for name, layout, _, _ in LARGE + REST}
     assert len(LARGE + REST) >= 16 and seen == {(d, z) for d in ("llama", "gpt") for z in range(4)}
 
 
