@@ -29,23 +29,30 @@ FLOORS = {
     "predict": 4,
     "checkpoint": 4,
     "export": 4,
+    "interop": 4,
+    "planner": 5,
     "runtime": 5,
-    "studio": 5,
     "serving": 6,
-    "api": 7,
-    "__init__": 8,
-    "demo": 9,
-    "cli": 10,
-    "__main__": 11,
+    "validation": 6,
+    "emulate": 7,
+    "studio": 7,
+    "api": 8,
+    "__init__": 9,
+    "demo": 10,
+    "cli": 11,
+    "__main__": 12,
 }
 """Room -> floor. A room imports itself and lower floors, but for `NEVER`. `__init__` is `from shardwise import ...`."""
 
 NEVER = {("runtime", "predict"), ("studio", "decoder"), ("layout", "decoder")}
 NEVER |= {("decoder", other) for other in ("cluster", "report", "data")}
+NEVER |= {("studio", other) for other in ("runtime", "serving", "emulate")}
+NEVER |= {(core, other) for core in ("api", "__init__", "demo") for other in ("validation", "emulate")}
 """Lower floors that a room must not import all the same. The runtime does not know the predictions it is held against;
-layouts and the page need no torch; a decoder is its model in plain PyTorch."""
+layouts and the page need no torch; a decoder is its model in plain PyTorch; the core never imports validation/ or
+emulate/."""
 
-TORCH_ROOMS = {"decoder", "runtime", "serving"}
+TORCH_ROOMS = {"decoder", "runtime", "serving", "emulate"}
 HEAVY = {"numpy", "torch", "rich", "tokenizers", "pyarrow", "datasets"}
 
 
@@ -95,6 +102,7 @@ def test_lower_rooms_never_import_higher_ones(path):
 def test_the_rule_can_fail():
     assert refused("layout", "runtime") and refused("model", "report") and refused("runtime", "predict")
     assert refused("report", "layout") and refused("runtime", "cli") and refused("decoder", "report")
+    assert refused("predict", "planner") and refused("api", "validation") and refused("serving", "emulate")
     assert not refused("cli", "model") and not refused("predict", "layout") and not refused("runtime", "decoder")
 
 
