@@ -28,7 +28,6 @@ FLOORS = {
     "layout": 3,
     "predict": 4,
     "checkpoint": 4,
-    "export": 4,
     "interop": 4,
     "planner": 5,
     "runtime": 5,

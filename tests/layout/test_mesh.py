@@ -142,7 +142,7 @@ def test_names_in_the_ledger(layout: str, axes: Axes, name: str) -> None:
 KEYS = {
     "layout/layout.py": "the layout text's keys are fields of `Layout`",
     "layout/legality.py": "names keys of the layout text in a message",
-    "export/reading": "other engines' files as keys of the layout text",
+    "interop/reading": "other engines' files as keys of the layout text",
     "predict/search": "candidates by keys of the layout text",
     "predict/scoreboard": "published rows by keys of the layout text",
     "predict/time": "features of engines by keys of the layout text",
@@ -166,6 +166,6 @@ def test_the_mesh_alone_spells_axes() -> None:
     del spelled["layout/mesh.py"]
     excused = {path: key for path in spelled for key in KEYS if path == key or path.startswith(f"{key}/")}
     composed = [path for path, words in spelled.items() if any("_" in word for word in words)]
-    assert all(excused.get(path) == "export/reading" for path in composed)
+    assert all(excused.get(path) == "interop/reading" for path in composed)
     assert {path: words for path, words in spelled.items() if path not in excused} == {}
     assert set(excused.values()) == set(KEYS), "an excuse that nothing needs"

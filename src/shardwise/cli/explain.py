@@ -19,7 +19,7 @@ from shardwise.model.changes import change
 if TYPE_CHECKING:
     from shardwise.cli.outlook import Serving, Training
     from shardwise.cluster import Cluster
-    from shardwise.export import Reading
+    from shardwise.interop import Reading
     from shardwise.model import ModelConfig
 
 
@@ -37,8 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from shardwise.cluster import Cluster
-    from shardwise.export import read
-    from shardwise.export.words import in_words
+    from shardwise.interop import read
+    from shardwise.interop.words import in_words
 
     for name in ("ranks", "seq", "batch", "micro"):
         if getattr(args, name) is not None and getattr(args, name) < 1:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from shardwise.cluster import Cluster
-    from shardwise.export import Reading
+    from shardwise.interop import Reading
     from shardwise.model import ModelConfig
     from shardwise.report import StepReport
 

@@ -3,7 +3,7 @@
 import pytest
 
 from shardwise.errors import UserError
-from shardwise.export import read
+from shardwise.interop import read
 from shardwise.model.catalog import get
 from shardwise.model.families import family_of
 from shardwise.model.parameters import parameters

@@ -3,7 +3,7 @@
 import pytest
 
 from shardwise.errors import UserError
-from shardwise.export.reading.arguments import launched_ranks, parse, split
+from shardwise.interop.reading.arguments import launched_ranks, parse, split
 
 SHORT = {"-tp": "tensor_parallel_size"}
 ALONE = frozenset({"bf16", "enforce_eager"})

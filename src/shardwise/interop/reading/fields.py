@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from shardwise.errors import UserError
-from shardwise.export.reading.known import Known
+from shardwise.interop.reading.known_keys import Known
 
 NOTHING = ("", "auto")
 """Words that say nothing: Hugging Face's trainer fills in what is "auto"."""

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import UserError
-from shardwise.export import read
+from shardwise.interop import read
 
 STAGE_3 = {
     "train_batch_size": "auto",
@@ -127,7 +127,7 @@ SIZE = st.integers(1, 8)
 
 @given(SIZE, SIZE, SIZE, st.sets(st.sampled_from(["whole", "micro", "steps"]), min_size=1))
 def test_two_numbers_of_the_batch_give_the_third(micro, steps, world, given_ones):
-    from shardwise.export.reading import deepspeed
+    from shardwise.interop.reading import deepspeed
 
     keys = {
         "whole": "train_batch_size",

@@ -11,9 +11,9 @@ from typing import Any
 
 from shardwise.data.extras import require
 from shardwise.errors import UserError
-from shardwise.export.reading import accelerate, deepspeed, megatron, torchtitan, vllm
-from shardwise.export.reading.arguments import split
-from shardwise.export.reading.found import Reading
+from shardwise.interop.reading import accelerate, deepspeed, megatron, torchtitan, vllm
+from shardwise.interop.reading.arguments import split
+from shardwise.interop.reading.settings import Reading
 
 ENGINES = ("vllm", "deepspeed", "megatron", "torchtitan", "accelerate")
 

@@ -1,11 +1,11 @@
 """Other engines' configurations: `read` says which layout one of them is.
 
-from shardwise.export import read
+from shardwise.interop import read
 
 reading = read(["ds_config.json"], ranks=64)
 reading.layout, reading.facts, reading.notes
 """
 
-from shardwise.export.reading import ENGINES, Reading, Served, read
+from shardwise.interop.reading import ENGINES, Reading, Served, read
 
 __all__ = ["ENGINES", "Reading", "Served", "read"]

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from shardwise.errors import UserError
-from shardwise.export.reading import deepspeed
-from shardwise.export.reading.fields import Fields
-from shardwise.export.reading.found import Reading
-from shardwise.export.reading.known import Known, known
+from shardwise.interop.reading import deepspeed
+from shardwise.interop.reading.fields import Fields
+from shardwise.interop.reading.known_keys import Known, known
+from shardwise.interop.reading.settings import Reading
 from shardwise.layout import Layout
 
 _KINDS = ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "MULTI_HPU", "FSDP", "DEEPSPEED", "MEGATRON_LM")

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import UserError
-from shardwise.export import ENGINES, read
-from shardwise.export.reading import deepspeed, megatron, torchtitan, vllm
+from shardwise.interop import ENGINES, read
+from shardwise.interop.reading import deepspeed, megatron, torchtitan, vllm
 
 
 @pytest.mark.parametrize(

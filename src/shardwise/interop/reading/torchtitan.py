@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardwise.errors import UserError
-from shardwise.export.reading.arguments import launched_ranks, parse
-from shardwise.export.reading.fields import Fields
-from shardwise.export.reading.found import Reading
-from shardwise.export.reading.known import known
+from shardwise.interop.reading.arguments import launched_ranks, parse
+from shardwise.interop.reading.fields import Fields
+from shardwise.interop.reading.known_keys import known
+from shardwise.interop.reading.settings import Reading
 from shardwise.layout import Layout
 
 

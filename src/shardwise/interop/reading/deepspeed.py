@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.errors import UserError
-from shardwise.export.reading.fields import Fields
-from shardwise.export.reading.found import Reading
-from shardwise.export.reading.known import Known, known
+from shardwise.interop.reading.fields import Fields
+from shardwise.interop.reading.known_keys import Known, known
+from shardwise.interop.reading.settings import Reading
 from shardwise.layout import Layout
 
 

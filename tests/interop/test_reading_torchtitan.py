@@ -3,7 +3,7 @@
 import pytest
 
 from shardwise.errors import UserError
-from shardwise.export import read
+from shardwise.interop import read
 
 LLAMA_70B = """
 [job]

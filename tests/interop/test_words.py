@@ -3,7 +3,7 @@
 import pytest
 
 from shardwise.cluster import Cluster
-from shardwise.export.words import in_words
+from shardwise.interop.words import in_words
 from shardwise.layout import Layout
 
 CLUSTER = Cluster.parse("8x8xH100")

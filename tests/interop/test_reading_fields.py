@@ -3,8 +3,8 @@
 import pytest
 
 from shardwise.errors import UserError
-from shardwise.export.reading.fields import Fields
-from shardwise.export.reading.known import Known, known
+from shardwise.interop.reading.fields import Fields
+from shardwise.interop.reading.known_keys import Known, known
 
 
 def test_values_are_read_as_they_are_written():

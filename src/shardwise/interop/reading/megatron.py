@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 from shardwise.errors import UserError
-from shardwise.export.reading.arguments import dashed, launched_ranks, parse
-from shardwise.export.reading.fields import Fields
-from shardwise.export.reading.found import Reading
-from shardwise.export.reading.known import Known, known
-from shardwise.export.reading.megatron_model import described
+from shardwise.interop.reading.arguments import dashed, launched_ranks, parse
+from shardwise.interop.reading.fields import Fields
+from shardwise.interop.reading.known_keys import Known, known
+from shardwise.interop.reading.megatron_model import described
+from shardwise.interop.reading.settings import Reading
 from shardwise.layout import Layout
 
 

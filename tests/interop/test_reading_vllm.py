@@ -3,7 +3,7 @@
 import pytest
 
 from shardwise.errors import UserError
-from shardwise.export import Served, read
+from shardwise.interop import Served, read
 
 
 def test_a_whole_command():

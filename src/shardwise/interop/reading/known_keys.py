@@ -17,7 +17,7 @@ class Known(NamedTuple):
 
 @cache
 def _file() -> dict[str, dict[str, dict[str, str]]]:
-    return tomllib.loads((resources.files("shardwise.export.reading") / "keys.toml").read_text(encoding="utf-8"))
+    return tomllib.loads((resources.files("shardwise.interop.reading") / "keys.toml").read_text(encoding="utf-8"))
 
 
 @cache

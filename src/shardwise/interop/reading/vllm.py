@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardwise.errors import UserError
-from shardwise.export.reading.arguments import dashed, parse
-from shardwise.export.reading.fields import Fields
-from shardwise.export.reading.found import Reading, Served
-from shardwise.export.reading.known import Known, known
+from shardwise.interop.reading.arguments import dashed, parse
+from shardwise.interop.reading.fields import Fields
+from shardwise.interop.reading.known_keys import Known, known
+from shardwise.interop.reading.settings import Reading, Served
 from shardwise.layout import Layout
 
 SHORT = {

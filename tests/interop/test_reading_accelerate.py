@@ -5,7 +5,7 @@ import json
 import pytest
 
 from shardwise.errors import UserError
-from shardwise.export import read
+from shardwise.interop import read
 
 COMMON = {
     "compute_environment": "LOCAL_MACHINE",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardwise.errors import UserError
-from shardwise.export.reading.fields import Fields
+from shardwise.interop.reading.fields import Fields
 from shardwise.model import ModelConfig
 
 _OTHERS = ("num_experts", "multi_latent_attention", "heterogeneous_layers_config_path", "hybrid_layer_pattern")
