@@ -20,12 +20,12 @@ from pathlib import Path
 import numpy as np
 
 import shardwise.predict.time
-from shardwise.predict.scoreboard.rows import Case, cases, read
-from shardwise.predict.scoreboard.score import Prediction, predict
 from shardwise.predict.time import kernels, network, ranges
 from shardwise.predict.time.constants import _entry as stored_entry
 from shardwise.predict.time.constants import _file as stored_file
 from shardwise.predict.time.constants import constants, uncertainty
+from shardwise.validation.scoreboard.rows import Case, cases, read
+from shardwise.validation.scoreboard.score import Prediction, predict
 
 FILE = Path(shardwise.predict.time.__file__).parent / "devices.json"
 

@@ -10,7 +10,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-from shardwise.predict.claims import Shown, claims, missing, show, topics
+from shardwise.validation.claims import Shown, claims, missing, show, topics
 
 PAGE = Path(__file__).with_name("claims.md")
 WIDTH = 118

@@ -17,9 +17,9 @@ from shardwise.cli.main import main
 from shardwise.cluster import Cluster
 from shardwise.layout import Workload
 from shardwise.model.catalog import get
-from shardwise.predict.claims import Samples, Shown, claims, computed_by, missing, show, topics
 from shardwise.predict.generation.search import plan_serving
 from shardwise.predict.time.serving import Serving, weight_bytes
+from shardwise.validation.claims import Samples, Shown, claims, computed_by, missing, show, topics
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -117,7 +117,7 @@ def test_formulas_are_read_as_they_are_meant():
 
 
 def test_a_wrong_figure_would_be_seen(monkeypatch):
-    from shardwise.predict.claims import states
+    from shardwise.validation.claims import states
 
     monkeypatch.setattr(states, "zero_table", lambda params, ranks: {1: dict.fromkeys(ranks, params), 2: {8: 1.0}})
     wrong = show("zero1-formula").values["formula"]
@@ -173,7 +173,7 @@ def test_hardware_utilisation_is_said_as_model_utilisation():
 
 def test_an_update_is_lost_in_torch_too():
     torch = pytest.importorskip("torch")
-    from shardwise.predict.rounding import rounded, spacing, surely_lost_below
+    from shardwise.validation.rounding import rounded, spacing, surely_lost_below
 
     weights = torch.arange(1.0, 2.0, 2.0**-7, dtype=torch.float64)
     low = weights.to(torch.bfloat16)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import shardwise
-from shardwise.predict.claims.collectives import measured_seconds
 from shardwise.schedule import Draft, Round, Stage, algorithms, find
+from shardwise.validation.claims.collectives import measured_seconds
 
 
 @pytest.fixture

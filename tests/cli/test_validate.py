@@ -5,7 +5,7 @@ import json
 import pytest
 
 from shardwise.cli.main import main
-from shardwise.predict.scoreboard import PUBLISHED, read
+from shardwise.validation.scoreboard import PUBLISHED, read
 
 KEYS = {
     "source", "rows", "median_abs_error", "mean_abs_error", "p90_abs_error", "bias", "coverage", "mean_width",
@@ -34,7 +34,7 @@ def test_json_has_every_row_where_they_are_asked_for(capsys):
 
 
 def test_skipped_rows_and_misses_are_said(capsys, tmp_path):
-    from shardwise.predict.scoreboard import PUBLISHED
+    from shardwise.validation.scoreboard import PUBLISHED
 
     rows = json.loads(PUBLISHED.read_text())
     far = {**rows[0], "iter_time_s": 10 * rows[0]["iter_time_s"]}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.cli.output import print_json, show
 
 if TYPE_CHECKING:
-    from shardwise.predict.scoreboard import Prediction, Score
+    from shardwise.validation.scoreboard import Prediction, Score
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from shardwise.predict.scoreboard import PUBLISHED, cases, predict, read, scores
+    from shardwise.validation.scoreboard import PUBLISHED, cases, predict, read, scores
 
     rows = [row for table in args.tables or [PUBLISHED] for row in read(table)]
     asked, skipped = cases(rows)
@@ -50,7 +50,7 @@ def _told(score: Score, predictions: list[Prediction], rows: bool) -> dict[str, 
 
 
 def _row(one: Prediction) -> dict[str, Any]:
-    from shardwise.predict.scoreboard import MISS, reason
+    from shardwise.validation.scoreboard import MISS, reason
 
     return {
         "case": one.case.describe(),
@@ -88,7 +88,7 @@ def _print_scores(found: list[Score]) -> None:
 
 def _print_memory(rows: list[Any]) -> None:
     """Where rows say how much memory they took: how far off their software's states and activations are."""
-    from shardwise.predict.scoreboard import memory_scores
+    from shardwise.validation.scoreboard import memory_scores
 
     for score in memory_scores(rows):
         if score.mean_abs_error is not None and score.bias is not None:
@@ -108,7 +108,7 @@ def _print_assumed(predictions: list[Prediction]) -> None:
 
 
 def _print_rows(predictions: list[Prediction], every: bool) -> None:
-    from shardwise.predict.scoreboard import MISS, reason
+    from shardwise.validation.scoreboard import MISS, reason
 
     listed = [one for one in predictions if every or abs(one.error) > MISS]
     if not listed:

@@ -192,14 +192,14 @@ def scoreboard(given: Mapping[str, str]) -> View:
             "Seconds of a step; for serving, seconds a token. Inside the band the prediction is off by 25% or less.",
         ],
         command_line("validate", "--rows"),
-        "src/shardwise/predict/scoreboard/published.json: every row with its citation",
+        "src/shardwise/validation/scoreboard/published.json: every row with its citation",
     )
     return View({}, {}, {"scoreboard": table, "sources": summary}, {"scoreboard": how, "sources": how})
 
 
 @lru_cache(maxsize=1)
 def _scored() -> tuple[Table, Table]:
-    from shardwise.predict.scoreboard import PUBLISHED, cases, predict, read, scores
+    from shardwise.validation.scoreboard import PUBLISHED, cases, predict, read, scores
 
     asked, skipped = cases(read(PUBLISHED))
     predictions, refused = predict(asked)

@@ -14,7 +14,6 @@ from shardwise.layout import Layout
 from shardwise.layout.units import UnitPlan
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import count
-from shardwise.predict.claims.table import claims
 from shardwise.predict.generation import layers
 from shardwise.predict.generation.comparison import ENGINE, Asked, Generated, compare, usual_layouts
 from shardwise.predict.generation.split import plan_of
@@ -34,6 +33,7 @@ from shardwise.studio.data.tokens_chapters import chapters
 from shardwise.studio.data.tokens_metrics import headline, metrics, step_words, totals
 from shardwise.studio.data.tokens_training import drawn, how_drawn, shares_table, trained_table
 from shardwise.studio.query import Query
+from shardwise.validation.claims.table import claims
 
 LINKS = (12.5, 25.0, 50.0, 100.0, 200.0, 300.0, 450.0, 900.0)
 """GB/s that a device sends inside its node, to choose from."""

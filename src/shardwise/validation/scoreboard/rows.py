@@ -14,7 +14,9 @@ from typing import Any
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.model import ModelConfig
-from shardwise.predict.scoreboard.configuration import (
+from shardwise.predict.time.serving import Serving
+from shardwise.predict.time.step import Split
+from shardwise.validation.scoreboard.configuration import (
     PRECISIONS,
     Row,
     cluster_of,
@@ -23,9 +25,7 @@ from shardwise.predict.scoreboard.configuration import (
     split_of,
     whole,
 )
-from shardwise.predict.scoreboard.conventions import step_seconds_of
-from shardwise.predict.time.serving import Serving
-from shardwise.predict.time.step import Split
+from shardwise.validation.scoreboard.conventions import step_seconds_of
 
 REQUESTS = {
     (128, 128): 30000, (128, 2048): 3000, (128, 4096): 1500, (500, 2000): 3000, (1000, 1000): 3000, (1000, 2000): 1500,

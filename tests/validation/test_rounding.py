@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import UserError
-from shardwise.predict.rounding import rounded, spacing, surely_lost_below
+from shardwise.validation.rounding import rounded, spacing, surely_lost_below
 
 # Inside float16's normal numbers: limits of the exponent are not imitated.
 NUMBERS = st.floats(1e-4, 6e4) | st.floats(-6e4, -1e-4)

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 from shardwise.model.catalog import get
 from shardwise.model.parameters import blueprint, count_parts
-from shardwise.predict.claims.showing import Inputs, Samples, Values, topic
 from shardwise.predict.memory import OPTIMIZER_BYTES
 from shardwise.predict.states import largest_model, least_devices, training_states, zero_table
 from shardwise.predict.token_traffic import stored_bytes
 from shardwise.report.step_report import DTYPE_BYTES
+from shardwise.validation.claims.showing import Inputs, Samples, Values, topic
 
 shows = topic(1, "Memory of weights, gradients and optimizer")
 GB = 1e9

@@ -14,8 +14,8 @@ from shardwise.model.flops import (
     training_flops_per_token,
 )
 from shardwise.predict.campaign import devices_needed
-from shardwise.predict.claims.showing import Inputs, Samples, Values, topic
-from shardwise.predict.rounding import rounded, spacing, surely_lost_below
+from shardwise.validation.claims.showing import Inputs, Samples, Values, topic
+from shardwise.validation.rounding import rounded, spacing, surely_lost_below
 
 shows = topic(6, "Operations, devices and numbers")
 
@@ -84,9 +84,9 @@ def _utilisation(inputs: Inputs) -> Values:
 
 @shows(
     "bf16-vanish",
-    "predict.rounding.spacing",
-    "predict.rounding.surely_lost_below",
-    "predict.rounding.rounded",
+    "validation.rounding.spacing",
+    "validation.rounding.surely_lost_below",
+    "validation.rounding.rounded",
     text="neighbours are {least:.4f} to {most:.4f} of the weight apart, updates below "
     "{always_lost_below_relative:.6f} are always lost: a weight of 1 stays 1 through 1,000 updates of +{step:.5f}, an "
     "fp32 one reaches {master:.2f}",

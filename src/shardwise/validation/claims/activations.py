@@ -8,10 +8,10 @@ from shardwise.model import ModelConfig
 from shardwise.model.catalog import get
 from shardwise.model.flops import hardware_flops_per_token, training_flops_per_token
 from shardwise.predict.activations import Sizes, saved_items
-from shardwise.predict.claims.showing import Inputs, Samples, Values, topic
 from shardwise.predict.ledger import predict_ledger
-from shardwise.predict.megatron_memory import BLOCK_ITEMS, activation_bytes, block_activations
 from shardwise.schedule.closed_forms import CLOSED_FORMS
+from shardwise.validation.claims.showing import Inputs, Samples, Values, topic
+from shardwise.validation.megatron_memory import BLOCK_ITEMS, activation_bytes, block_activations
 
 shows = topic(2, "Memory of activations, recomputation")
 GB, TB = 1e9, 1e12
@@ -54,7 +54,7 @@ def _residual_32k(inputs: Inputs) -> Values:
 
 @shows(
     "act-12x",
-    "predict.megatron_memory.block_activations",
+    "validation.megatron_memory.block_activations",
     text="{unfused_gb:.1f} GB unfused ({unfused:.0f} times the residual stream), {flash_gb:.0f} GB with FlashAttention "
     "({flash:.0f} times)",
 )
@@ -75,7 +75,9 @@ def _twelve_times(inputs: Inputs) -> Values:
     }
 
 
-@shows("act-per-layer", "predict.megatron_memory.block_activations", text="{bytes:,.0f} bytes = {gib:.2f} GiB a layer")
+@shows(
+    "act-per-layer", "validation.megatron_memory.block_activations", text="{bytes:,.0f} bytes = {gib:.2f} GiB a layer"
+)
 def _per_layer(inputs: Inputs) -> Values:
     held = block_activations(gpt(inputs["h"], heads=inputs["a"]), inputs["b"], inputs["s"])
     return {"bytes": held, "gib": held / 2**30}
@@ -83,7 +85,7 @@ def _per_layer(inputs: Inputs) -> Values:
 
 @shows(
     "act-itemised",
-    "predict.megatron_memory.BLOCK_ITEMS",
+    "validation.megatron_memory.BLOCK_ITEMS",
     text="attention {attention}, MLP {mlp} ({items}), two layer norms {layernorm}: {sum} s b h bytes",
 )
 def _itemised(inputs: Inputs) -> Values:
@@ -94,7 +96,7 @@ def _itemised(inputs: Inputs) -> Values:
 
 @shows(
     "act-175b-batch",
-    "predict.megatron_memory.activation_bytes",
+    "validation.megatron_memory.activation_bytes",
     text="{tb_unfused:.0f} TB unfused, {tb_flash:.0f} TB with FlashAttention, {gb_one_sequence:.0f} GB for one "
     "sequence",
 )
@@ -113,7 +115,7 @@ def _whole_batch(inputs: Inputs) -> Values:
 @shows(
     "act-128k",
     "predict.activations.saved_items",
-    "predict.megatron_memory.activation_bytes",
+    "validation.megatron_memory.activation_bytes",
     text="{residual_gb:.0f} GB of residual stream alone, {all_tb_flash:.2f} TB of all with FlashAttention",
 )
 def _long_sequence(inputs: Inputs) -> Values:
@@ -126,7 +128,7 @@ def _long_sequence(inputs: Inputs) -> Values:
 
 @shows(
     "sp-activation",
-    "predict.megatron_memory.block_activations",
+    "validation.megatron_memory.block_activations",
     "predict.ledger.predict_ledger",
     text="a layer of 175B at t=8: {without_gb:.2f} GB a rank without, {with_gb:.2f} GB with it; in forward both send "
     "{forward_mb:.0f} MB a layer and rank, in backward {backward_mb:.0f} MB without, {backward_sp_mb:.0f} MB with it, "
@@ -164,7 +166,7 @@ def _sent_in_block(model: ModelConfig, layout: str) -> list[float]:
 
 @shows(
     "checkpointing-o1",
-    "predict.megatron_memory.block_activations",
+    "validation.megatron_memory.block_activations",
     "predict.activations.saved_items",
     text="recompute=full keeps {per_block_mb:.1f} MB for each of 32 layers of 4096, recompute=input {input_mb:.1f} MB "
     "in all",

@@ -8,7 +8,7 @@ from shardwise.errors import UserError
 from shardwise.model import ModelConfig
 from shardwise.model.flops import hardware_flops_per_token, training_flops_per_token
 from shardwise.model.parameters import count
-from shardwise.predict.scoreboard.configuration import Row, whole
+from shardwise.validation.scoreboard.configuration import Row, whole
 
 OLD_FORMULA = "old formula"
 """In the notes of rows whose FLOPs are 8 per parameter and token, all parameters (BLOOM's chronicles, before the page's

@@ -3,7 +3,7 @@
 import pytest
 
 from shardwise.model.catalog import get
-from shardwise.predict.megatron_memory import activation_bytes, block_activations
+from shardwise.validation.megatron_memory import activation_bytes, block_activations
 
 GIB = 1024**3
 # model, micro, tp, pp, virtual

@@ -8,9 +8,6 @@ from shardwise.layout import Layout
 from shardwise.model.catalog import get
 from shardwise.model.flops import matmul_parameters
 from shardwise.model.parameters import count, count_parts
-from shardwise.predict.claims.activations import gpt
-from shardwise.predict.claims.collectives import measured_seconds, wire_seconds
-from shardwise.predict.claims.showing import Inputs, Values, topic
 from shardwise.predict.token_traffic import (
     block_bytes,
     boundary_bytes,
@@ -21,6 +18,9 @@ from shardwise.predict.token_traffic import (
     traffic_ratio,
 )
 from shardwise.schedule.pipeline.closed_forms import of_total
+from shardwise.validation.claims.activations import gpt
+from shardwise.validation.claims.collectives import measured_seconds, wire_seconds
+from shardwise.validation.claims.showing import Inputs, Values, topic
 
 shows = topic(5, "Serving: weights, and what a token moves")
 GB, TRAFFIC, PRICE = 1e9, "predict.token_traffic.summed_bytes", "schedule.price.price"

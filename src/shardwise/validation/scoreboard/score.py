@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from shardwise.errors import UserError
-from shardwise.predict.scoreboard.rows import Case, Skipped
 from shardwise.predict.time.constants import Constants, constants
 from shardwise.predict.time.profiles import engine
 from shardwise.predict.time.ranges import Range, time_range
 from shardwise.predict.time.serving import decode_step, throughput
 from shardwise.predict.time.step import Pricing, Split, training_step
+from shardwise.validation.scoreboard.rows import Case, Skipped
 
 MISS = 0.25
 """Rows that are off by more than this are listed."""

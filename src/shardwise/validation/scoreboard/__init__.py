@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from shardwise.predict.scoreboard.memory import MemoryScore, memory_scores
-from shardwise.predict.scoreboard.misses import reason
-from shardwise.predict.scoreboard.rows import Case, Skipped, cases, read
-from shardwise.predict.scoreboard.score import MISS, Prediction, Score, predict, scores
+from shardwise.validation.scoreboard.memory import MemoryScore, memory_scores
+from shardwise.validation.scoreboard.misses import reason
+from shardwise.validation.scoreboard.rows import Case, Skipped, cases, read
+from shardwise.validation.scoreboard.score import MISS, Prediction, Score, predict, scores
 
 PUBLISHED = Path(__file__).parent / "published.json"
 """The project's own small table: a few rows of every source, each with its citation."""

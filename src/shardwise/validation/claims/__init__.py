@@ -3,9 +3,9 @@
 `claims()` is the table, `show` one computed figure; `docs/claims.md` is made from them.
 """
 
-from shardwise.predict.claims import activations, collectives, compute, pipelines, serving, states
-from shardwise.predict.claims.showing import Samples, Shown, computed_by, missing, show, topics
-from shardwise.predict.claims.table import Claim, claims
+from shardwise.validation.claims import activations, collectives, compute, pipelines, serving, states
+from shardwise.validation.claims.showing import Samples, Shown, computed_by, missing, show, topics
+from shardwise.validation.claims.table import Claim, claims
 
 __all__ = [
     "Claim",

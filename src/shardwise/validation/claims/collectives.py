@@ -6,8 +6,6 @@ from shardwise.cluster import Cluster
 from shardwise.cluster.catalog import lookup
 from shardwise.layout.mesh import TP, named
 from shardwise.model.catalog import get
-from shardwise.predict.claims.activations import plan_of
-from shardwise.predict.claims.showing import Inputs, Samples, Values, topic
 from shardwise.predict.ledger import predict_ledger
 from shardwise.predict.token_traffic import summed_bytes
 from shardwise.predict.zero_traffic import elements_moved, zeropp_across_nodes
@@ -15,6 +13,8 @@ from shardwise.schedule import algorithms, build
 from shardwise.schedule.closed_forms import CLOSED_FORMS, lower_bound
 from shardwise.schedule.network import Network
 from shardwise.schedule.price import price
+from shardwise.validation.claims.activations import plan_of
+from shardwise.validation.claims.showing import Inputs, Samples, Values, topic
 
 shows = topic(3, "Collectives, links, traffic of training")
 GB = 1e9

@@ -13,8 +13,8 @@ from statistics import fmean
 
 from shardwise.errors import UserError
 from shardwise.predict.capacity import RESERVED_BYTES
-from shardwise.predict.megatron_memory import deepspeed_bytes
-from shardwise.predict.scoreboard.configuration import Row, engine_of, model_of, split_of, stage_of, whole
+from shardwise.validation.megatron_memory import deepspeed_bytes
+from shardwise.validation.scoreboard.configuration import Row, engine_of, model_of, split_of, stage_of, whole
 
 GIB = 1024**3
 

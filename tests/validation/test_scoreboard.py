@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from shardwise.errors import UserError
 from shardwise.model.flops import hardware_flops_per_token, training_flops_per_token
 from shardwise.model.parameters import count
-from shardwise.predict.scoreboard import PUBLISHED, cases, predict, read, scores
-from shardwise.predict.scoreboard.configuration import model_of
+from shardwise.validation.scoreboard import PUBLISHED, cases, predict, read, scores
+from shardwise.validation.scoreboard.configuration import model_of
 
 ROOT = Path(__file__).resolve().parents[2]
 

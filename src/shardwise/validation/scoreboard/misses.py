@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.predict.scoreboard.score import Prediction
+from shardwise.validation.scoreboard.score import Prediction
 
 NETWORK = ("tensor", "data", "pipeline")
 

@@ -1,0 +1,1 @@
+"""Predictions against published measurements and quoted numbers. The core never imports this."""
