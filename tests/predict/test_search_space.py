@@ -11,11 +11,12 @@ from shardwise.errors import LayoutError, UserError
 from shardwise.layout import Layout, Workload, check
 from shardwise.model.catalog import get
 from shardwise.model.config import Experts
+from shardwise.predict.fixing import fixed_of
 from shardwise.predict.search import Space
-from shardwise.predict.search.fixing import fixed_of
 from shardwise.predict.search.overlaps import SWITCHES, distinct, words
 from shardwise.predict.search.pricing import frame_of
-from shardwise.predict.search.space import Frame, divisors, in_closed_form
+from shardwise.predict.search.space import Frame, divisors
+from shardwise.predict.supported import in_closed_form
 from shardwise.predict.time import engine
 from shardwise.predict.time.split import SCHEDULES
 

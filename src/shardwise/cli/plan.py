@@ -147,7 +147,7 @@ def _plan(args: argparse.Namespace, model: Any, cluster: Any, workload: Any) -> 
 
 
 def _fixed(args: argparse.Namespace) -> dict[str, Any]:
-    from shardwise.predict.search.fixing import fixed_of
+    from shardwise.predict.fixing import fixed_of
 
     return fixed_of(args.fix or "")
 

@@ -68,8 +68,8 @@ def estimate(
 def _planned(model: ModelConfig, layout: Layout, workload: Workload, cluster: Cluster | None) -> str:
     """Where the search has the figures of a model that no decoder here computes: the command for this layout."""
     from shardwise.model.catalog import catalog
-    from shardwise.predict.search.fixing import text_of
-    from shardwise.predict.search.space import objection, why_not_planned
+    from shardwise.predict.fixing import text_of
+    from shardwise.predict.supported import objection, why_not_planned
 
     if cluster is None or why_not_planned(model):
         return ""

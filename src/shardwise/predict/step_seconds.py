@@ -10,7 +10,6 @@ from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.model import ModelConfig
 
-MOST_DEVICES = 65536
 UNPRICED = ("etp", "hpz", "cpkind", "stages", "offload", "compile", "order")
 """Keys of a layout of which `predict.time` knows nothing."""
 
@@ -52,10 +51,10 @@ def step_seconds(
     engine: a profile of `predict.time.ENGINES`; None is this project's runtime. Raises `UserError` for a device without
     constants, a link whose figures are not known, and what has no closed form.
     """
-    from shardwise.predict.search.pricing import attending
-    from shardwise.predict.search.space import in_closed_form
+    from shardwise.predict.supported import MOST_DEVICES, in_closed_form
     from shardwise.predict.time import Pricing, Split, time_range, training_step
     from shardwise.predict.time import engine as engine_of
+    from shardwise.predict.time.profiles import attending
 
     usual = Layout()
     for key in UNPRICED:

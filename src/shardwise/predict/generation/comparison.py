@@ -18,9 +18,9 @@ from shardwise.predict.generation.timing import FEW, Strategy, Taken, pricing_fo
 from shardwise.predict.generation.training import Trained, trained
 from shardwise.predict.generation.turns import Turn, steady_gathers, turn_ledger
 from shardwise.predict.generation.volume import Volume, payload, ring_volume
-from shardwise.predict.search.space import check_size
 from shardwise.predict.slow_links import tensor_warnings
 from shardwise.predict.step_seconds import usual_engine
+from shardwise.predict.supported import check_size
 from shardwise.predict.time.profiles import ENGINES, Engine
 from shardwise.predict.time.profiles import engine as engine_of
 from shardwise.predict.token_traffic import traffic_ratio

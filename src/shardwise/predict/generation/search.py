@@ -47,9 +47,9 @@ from shardwise.predict.generation.fit import (
 )
 from shardwise.predict.generation.split import check_generation, check_length, plan_of
 from shardwise.predict.generation.timing import FEW, Strategy, pricing_for
-from shardwise.predict.search.space import check_size
 from shardwise.predict.slow_links import tensor_warnings
 from shardwise.predict.step_seconds import usual_engine
+from shardwise.predict.supported import check_size
 from shardwise.predict.time.kernels import WIDTH
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import Engine

@@ -19,7 +19,8 @@ from shardwise.predict.search.exact import Exact
 from shardwise.predict.search.pricing import Priced
 from shardwise.predict.search.ranking import Block, Listing, search
 from shardwise.predict.search.shortfall import Least, least, why_no_layout
-from shardwise.predict.search.space import MOST_DEVICES, Frame, Space, why_not_fixed, why_not_planned
+from shardwise.predict.search.space import Frame, Space, why_not_fixed
+from shardwise.predict.supported import MOST_DEVICES, why_not_planned
 from shardwise.predict.time.pricing import Pricing
 
 Progress = Callable[[str], object]

@@ -18,10 +18,11 @@ from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.model import ModelConfig
 from shardwise.predict.search.fitting import Held, Memory, places
-from shardwise.predict.search.space import RECOMPUTE, Frame, Order, Row, Sharding, in_closed_form, objection
+from shardwise.predict.search.space import RECOMPUTE, Frame, Order, Row, Sharding
+from shardwise.predict.supported import in_closed_form, objection
 from shardwise.predict.time.pieces import Pieces, pieces
 from shardwise.predict.time.pricing import Pricing
-from shardwise.predict.time.profiles import Engine
+from shardwise.predict.time.profiles import Engine, attending
 from shardwise.predict.time.ranges import Range, time_range
 from shardwise.predict.time.split import Split
 from shardwise.predict.time.step import bubble_share, step_parts, training_step
@@ -46,11 +47,6 @@ class Priced:
     range: Range
     held: Held
     place: int
-
-
-def attending(engine: Engine, attention: str) -> Engine:
-    """The engine with explicit attention where a layout has it and the engine would not."""
-    return replace(engine, attention="scores") if attention == "math" and engine.attention != "scores" else engine
 
 
 @lru_cache

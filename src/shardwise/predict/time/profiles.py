@@ -520,3 +520,8 @@ def engine(name: str) -> Engine:
         hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(ENGINES)}"
         raise UserError(f"no engine profile {name!r}; {hint}")
     return ENGINES[name]
+
+
+def attending(engine: Engine, attention: str) -> Engine:
+    """The engine with explicit attention where a layout has it and the engine would not."""
+    return replace(engine, attention="scores") if attention == "math" and engine.attention != "scores" else engine

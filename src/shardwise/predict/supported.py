@@ -1,0 +1,54 @@
+"""Models, splits and schedules that predictions support."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from shardwise.cluster import Cluster
+from shardwise.errors import UserError
+from shardwise.model import ModelConfig
+from shardwise.predict.time.split import SCHEDULES
+from shardwise.schedule.pipeline import find
+from shardwise.schedule.pipeline.closed_forms import FORMS, Case
+
+MOST_DEVICES = 65536
+"""Devices of a cluster that is searched."""
+
+
+def check_size(cluster: Cluster) -> None:
+    """Raise `UserError` for more devices than layouts are searched or laid side by side for."""
+    if cluster.devices > MOST_DEVICES:
+        raise UserError(f"{cluster} has {cluster.devices:,} devices; clusters of up to {MOST_DEVICES:,} are searched")
+
+
+def why_not_planned(model: ModelConfig) -> str | None:
+    """The reason why no search knows this model, or None. More can be planned than runs here: mixtures of experts,
+    latent attention, ALiBi and a norm after the embedding have memory and time, too."""
+    usual: dict[str, Any] = {"experts": None, "latent_attention": None, "embedding_norm": False}
+    if model.positions == "alibi":
+        usual["positions"] = "learned"
+    return model.replace(**usual).why_not_runnable()
+
+
+def objection(model: ModelConfig, tp: int, sp: bool, ep: int = 1, shard: int = 1) -> str:
+    """Why a model with experts cannot be split so, as far as the planner knows; empty where it can. shard: ranks that
+    ZeRO shards over, 1 without it."""
+    if not model.experts:
+        return ""
+    if tp > 1 and not sp:
+        return "with experts, tp needs sp: the ranks of a tp group route different tokens, as in Megatron-Core"
+    if shard > 1 and (shard * tp) % ep and ep % (shard * tp):
+        return f"ep={ep} must divide, or be a multiple of, the shard group's {shard} x tp = {shard * tp} ranks"
+    return ""
+
+
+@cache
+def in_closed_form(schedule: str, virtual: int, p: int, m: int) -> bool:
+    """Whether a schedule is for m micro-batches on p ranks, and its bubble has an exact closed form there, as far as
+    that depends on these numbers."""
+    if p == 1:
+        return (schedule, virtual) == ("1f1b", 1)
+    if schedule not in SCHEDULES:
+        return False
+    return not find(schedule).objection(p, m, virtual) and FORMS[schedule].exact(Case(p, m, virtual, 1.0, 1.0, 1.0))
