@@ -23,13 +23,13 @@ import numpy as np
 from shardwise.cluster import Cluster
 from shardwise.layout import Layout, Workload, check
 from shardwise.model.catalog import get
-from shardwise.predict.search.fitting import Memory
-from shardwise.predict.search.overlaps import words
-from shardwise.predict.search.pricing import price_one
-from shardwise.predict.search.ranking import Block, Place, search
-from shardwise.predict.search.runnable import widened
-from shardwise.predict.search.shortfall import usable_bytes
-from shardwise.predict.search.space import Space
+from shardwise.planner.fitting import Memory
+from shardwise.planner.overlaps import words
+from shardwise.planner.pricing import price_one
+from shardwise.planner.ranking import Block, Place, search
+from shardwise.planner.runnable import widened
+from shardwise.planner.shortfall import usable_bytes
+from shardwise.planner.space import Space
 from shardwise.predict.time import Pricing, engine
 
 

@@ -17,7 +17,7 @@ from shardwise.cli.main import main
 from shardwise.cluster import Cluster
 from shardwise.layout import Workload
 from shardwise.model.catalog import get
-from shardwise.predict.generation.search import plan_serving
+from shardwise.planner.serving import plan_serving
 from shardwise.predict.time.serving import Serving, weight_bytes
 from shardwise.validation.claims import Samples, Shown, claims, computed_by, missing, show, topics
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from shardwise.errors import UserError
     from shardwise.layout import Layout, Workload
     from shardwise.model import ModelConfig
+    from shardwise.planner import plan
     from shardwise.predict import estimate
-    from shardwise.predict.search import plan
     from shardwise.report import StepReport, compare
 
 __version__ = "0.1.0"
@@ -47,7 +47,7 @@ _HOMES = {
     "Workload": "layout",
     "compare": "report",
     "estimate": "predict",
-    "plan": "predict.search",
+    "plan": "planner",
     "train": "api",
 }
 

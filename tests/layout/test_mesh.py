@@ -143,7 +143,7 @@ KEYS = {
     "layout/layout.py": "the layout text's keys are fields of `Layout`",
     "layout/legality.py": "names keys of the layout text in a message",
     "interop/reading": "other engines' files as keys of the layout text",
-    "predict/search": "candidates by keys of the layout text",
+    "planner": "candidates by keys of the layout text",
     "validation/scoreboard": "published rows by keys of the layout text",
     "predict/time": "features of engines by keys of the layout text",
     "predict/step_seconds.py": "keys of the layout text that nothing prices",

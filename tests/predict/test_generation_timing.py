@@ -11,7 +11,7 @@ from shardwise.cluster import Cluster
 from shardwise.errors import LayoutError, UserError
 from shardwise.layout import Layout
 from shardwise.model.catalog import get
-from shardwise.predict.generation.comparison import MOST_TOKENS, Asked, compare, crossover, usual_layouts
+from shardwise.planner.strategies import MOST_TOKENS, Asked, compare, crossover, usual_layouts
 from shardwise.predict.generation.split import plan_of
 from shardwise.predict.generation.timing import FEW, Strategy, pricing_for
 from shardwise.predict.time import decode_step, engine, prefill

@@ -12,7 +12,7 @@ from shardwise.layout import Layout
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import get
 from shardwise.model.parameters import count_parts
-from shardwise.predict.generation.comparison import decode_round
+from shardwise.planner.strategies import decode_round
 from shardwise.predict.generation.split import check_generation, plan_of, sequences_of
 from shardwise.predict.generation.turns import Turn, steady_gathers, turn_ledger
 from shardwise.predict.generation.volume import kind_of, payload, ring_volume

@@ -15,10 +15,10 @@ from shardwise.layout import Layout, Workload
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import get
 from shardwise.model.parameters import blueprint
+from shardwise.planner import plan
+from shardwise.planner.serving import plan_serving
+from shardwise.planner.strategies import Asked, compare
 from shardwise.predict import estimate
-from shardwise.predict.generation.comparison import Asked, compare
-from shardwise.predict.generation.search import plan_serving
-from shardwise.predict.search import plan
 from shardwise.predict.step_seconds import step_seconds
 from shardwise.predict.time import Kernels, Pricing, Split, constants, engine, training_step
 from shardwise.predict.time.block import Shape, tally_part

@@ -12,8 +12,8 @@ from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.model.catalog import get
 from shardwise.model.parameters import blueprint
-from shardwise.predict.search.pricing import Prices, price_all, price_one
-from shardwise.predict.search.space import RECOMPUTE, Frame, Order, Row, Sharding
+from shardwise.planner.pricing import Prices, price_all, price_one
+from shardwise.planner.space import RECOMPUTE, Frame, Order, Row, Sharding
 from shardwise.predict.step_seconds import step_seconds
 from shardwise.predict.time import ENGINES, Pricing, Split, engine, time_range, training_step
 from shardwise.predict.time.block import Shape, tally_part

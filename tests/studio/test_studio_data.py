@@ -17,11 +17,11 @@ from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload, pipeline
 from shardwise.model.catalog import catalog, get
+from shardwise.planner import plan as search
+from shardwise.planner.strategies import Asked, compare
 from shardwise.predict import estimate
-from shardwise.predict.generation.comparison import Asked, compare
 from shardwise.predict.generation.split import plan_of
 from shardwise.predict.generation.training import passes
-from shardwise.predict.search import plan as search
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import engine
 from shardwise.predict.time.split import Split

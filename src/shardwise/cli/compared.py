@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from shardwise.cli.compared_here import Here
     from shardwise.layout import Layout
-    from shardwise.predict.generation.comparison import Asked, Comparison, Generated, Ratio
+    from shardwise.planner.strategies import Asked, Comparison, Generated, Ratio
 
 PROMPT, OUTPUT = 1024, 256
 """Tokens of prompt and answer where nobody says otherwise, predicted for a cluster."""
@@ -124,7 +124,7 @@ def _measured(args: argparse.Namespace, prompted: bool) -> Measured:
     import sys
 
     from shardwise.cli import compared_here
-    from shardwise.predict.generation.comparison import check_different
+    from shardwise.planner.strategies import check_different
 
     if not Path(args.model).is_dir():
         raise UserError(f"{args.model} is no folder of weights: give one, or predict with --cluster 8xH100")
@@ -156,7 +156,7 @@ def _predicted(args: argparse.Namespace, measured: Measured | None) -> Predicted
     from dataclasses import replace
 
     from shardwise.cluster import Cluster
-    from shardwise.predict.generation.comparison import compare, usual_layouts
+    from shardwise.planner.strategies import compare, usual_layouts
 
     model, cluster = model_named(args), Cluster.parse(args.cluster)
     if args.link is not None:
@@ -184,7 +184,7 @@ def layouts_of(args: argparse.Namespace) -> list[Layout]:
 
 
 def _asked(args: argparse.Namespace, prompt: int = PROMPT, output: int = OUTPUT) -> Asked:
-    from shardwise.predict.generation.comparison import CHUNK, SEQ, Asked
+    from shardwise.planner.strategies import CHUNK, SEQ, Asked
 
     def given(name: str, otherwise: int) -> int:
         value = getattr(args, name, None)

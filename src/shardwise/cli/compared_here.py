@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.layout import Mesh
 from shardwise.layout.mesh import DP, PP, SHARD
-from shardwise.predict.generation.comparison import Round, decode_round
+from shardwise.planner.strategies import Round, decode_round
 from shardwise.predict.generation.split import check_generation, plan_of
 from shardwise.predict.generation.volume import Volume, ring_volume
 from shardwise.report.units import format_bytes, format_share, format_time

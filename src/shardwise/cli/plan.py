@@ -22,8 +22,8 @@ from shardwise.errors import UserError
 
 if TYPE_CHECKING:
     from shardwise.layout import Layout, Workload
-    from shardwise.predict.search.goals import Power
-    from shardwise.predict.search.space import Space
+    from shardwise.planner.goals import Power
+    from shardwise.planner.space import Space
 
 FINDS = ("cluster", "model", "sequence", "batch", "scaling")
 TOP, MOST_SHOWN = 10, 10_000
@@ -124,7 +124,7 @@ def _check_find(args: argparse.Namespace) -> None:
 
 
 def _plan(args: argparse.Namespace, model: Any, cluster: Any, workload: Any) -> int:
-    from shardwise.predict.search import plan
+    from shardwise.planner import plan
 
     found = plan(
         model,
@@ -163,7 +163,7 @@ def _campaign(args: argparse.Namespace, found: Any) -> dict[str, Any]:
     told: dict[str, Any] = {}
     one = found.winner
     if args.tokens is not None:
-        from shardwise.predict.search.goals import run_of
+        from shardwise.planner.goals import run_of
 
         tokens, power = tokens_of(args.tokens), _power(args)
         told["run"] = _told(run_of(one, found.cluster, found.workload, tokens, args.price, power))
@@ -171,7 +171,7 @@ def _campaign(args: argparse.Namespace, found: Any) -> dict[str, Any]:
         if args.tokens is None and getattr(args, name) is not None:
             raise UserError(f"--{name.replace('_', '-')} needs --tokens: how long the run is")
     if args.mtbf is not None:
-        from shardwise.predict.search.goodput import goodput
+        from shardwise.planner.goodput import goodput
 
         share = goodput(args.mtbf * 3600 / one.layout.ranks, args.save, args.restart or 0.0)
         told["goodput"] = {"interval_seconds": share.interval, "share": share.share}
@@ -179,7 +179,7 @@ def _campaign(args: argparse.Namespace, found: Any) -> dict[str, Any]:
 
 
 def _power(args: argparse.Namespace) -> Power:
-    from shardwise.predict.search.goals import PUE, Power
+    from shardwise.planner.goals import PUE, Power
 
     return Power(PUE if args.pue is None else args.pue, args.host_watts or 0.0)
 
@@ -202,8 +202,8 @@ def _told(run: Any) -> dict[str, Any]:
 
 def _find(args: argparse.Namespace, model: Any, cluster: Any, workload: Any) -> int:
     from shardwise.cli.planned import answer_lines
+    from shardwise.planner.plan import space_for
     from shardwise.predict.capacity import usable_bytes
-    from shardwise.predict.search.plan import space_for
 
     space, _ = space_for(model, cluster, workload, args.engine, _fixed(args))
     try:
@@ -218,7 +218,7 @@ def _find(args: argparse.Namespace, model: Any, cluster: Any, workload: Any) -> 
 
 
 def _answer(args: argparse.Namespace, space: Space, usable: float) -> dict[str, Any]:
-    from shardwise.predict.search import goals
+    from shardwise.planner import goals
 
     if args.find == "cluster":
         if not args.tokens:
@@ -255,7 +255,7 @@ def _answer(args: argparse.Namespace, space: Space, usable: float) -> dict[str, 
 
 
 def _batch(space: Space, usable: float) -> dict[str, Any]:
-    from shardwise.predict.search import goals
+    from shardwise.planner import goals
 
     batch, found = goals.largest_batch(space, usable)
     micro = goals.largest_micro(space, usable)
@@ -275,7 +275,7 @@ def _batch(space: Space, usable: float) -> dict[str, Any]:
 
 def _refusal(space: Space, layout: Layout, workload: Workload | None = None) -> dict[str, str | None]:
     """Why this project's `train` refuses what was found. workload: where it is not the one that was asked."""
-    from shardwise.predict.search.runnable import why_not_trained
+    from shardwise.planner.runnable import why_not_trained
 
     return {"not_runnable": why_not_trained(layout, space.model, workload or space.workload)}
 

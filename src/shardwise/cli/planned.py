@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.timed import LEAST
 from shardwise.layout import Mesh
-from shardwise.predict.search.alternatives import Alternative
-from shardwise.predict.search.plan import Plan
-from shardwise.predict.search.runnable import OWN
+from shardwise.planner.alternatives import Alternative
+from shardwise.planner.plan import Plan
+from shardwise.planner.runnable import OWN
 from shardwise.report import time_parts
 from shardwise.report.step_report import Role, StepReport
 from shardwise.report.terminal import Column, FittedTable, new_table

@@ -14,14 +14,14 @@ from shardwise.report.units import format_bytes, format_count, format_share, for
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from shardwise.predict.generation.search import Deployment, ServingPlan
+    from shardwise.planner.serving import Deployment, ServingPlan
 
 
 def run(args: argparse.Namespace) -> int:
     """Plan serving as `args` asks. Raises `UserError`."""
     from shardwise.cluster import Cluster
     from shardwise.layout import Workload
-    from shardwise.predict.generation.search import plan_serving
+    from shardwise.planner.serving import plan_serving
 
     workload = Workload(prompt=args.prompt, output=args.output, concurrency=args.concurrency)
     found = plan_serving(
@@ -72,7 +72,7 @@ _COLUMNS = (
 
 
 def _table(found: Sequence[Deployment]) -> FittedTable:
-    from shardwise.predict.generation.search import TYPES
+    from shardwise.planner.serving import TYPES
 
     table = FittedTable(_COLUMNS)
     for one in found:
@@ -92,7 +92,7 @@ def _spread(found: Sequence[Deployment], most: int) -> list[Deployment]:
 
 
 def _weighed(plan: ServingPlan) -> Iterator[str]:
-    from shardwise.predict.generation.search import TYPES
+    from shardwise.planner.serving import TYPES
 
     if plan.quantised:
         fewer, split = plan.quantised

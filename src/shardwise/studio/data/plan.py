@@ -10,10 +10,10 @@ from shardwise.cluster import Cluster
 from shardwise.layout import Workload
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import count
+from shardwise.planner import plan as search
+from shardwise.planner.alternatives import Alternative
+from shardwise.planner.plan import Plan
 from shardwise.predict.fixing import fixed_of
-from shardwise.predict.search import plan as search
-from shardwise.predict.search.alternatives import Alternative
-from shardwise.predict.search.plan import Plan
 from shardwise.report import time_parts
 from shardwise.report.units import format_bytes, format_count, format_share, format_time
 from shardwise.studio.columns import How, Table, View, command_line

@@ -14,8 +14,8 @@ from shardwise.layout import Layout
 from shardwise.layout.units import UnitPlan
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import count
+from shardwise.planner.strategies import ENGINE, Asked, Generated, compare, usual_layouts
 from shardwise.predict.generation import layers
-from shardwise.predict.generation.comparison import ENGINE, Asked, Generated, compare, usual_layouts
 from shardwise.predict.generation.split import plan_of
 from shardwise.predict.generation.timing import Strategy
 from shardwise.predict.generation.turns import padded_vocab

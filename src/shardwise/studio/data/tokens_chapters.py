@@ -9,7 +9,7 @@ from shardwise.cluster import Cluster
 from shardwise.layout import Layout
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import count
-from shardwise.predict.generation.comparison import Asked, Generated
+from shardwise.planner.strategies import Asked, Generated
 from shardwise.report.step_report import DTYPE_BYTES
 from shardwise.report.units import format_bytes, format_count, format_share, format_time
 from shardwise.studio.data.tokens_layer import Step

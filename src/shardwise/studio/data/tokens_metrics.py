@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from shardwise.predict.generation.comparison import Asked, Generated
+from shardwise.planner.strategies import Asked, Generated
 from shardwise.report.units import format_bytes, format_time
 
 MOVING = ("tensor", "data", "pipeline")

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from typing import Any
 
-from shardwise.predict.generation.comparison import Generated
+from shardwise.planner.strategies import Generated
 from shardwise.predict.generation.layers import MOVING, Piece
 from shardwise.predict.generation.training import BACKWARD, REDUCE, passes
 from shardwise.report.units import format_share, format_time

@@ -13,7 +13,7 @@ from shardwise.model.flops import (
     rule_of_thumb,
     training_flops_per_token,
 )
-from shardwise.predict.campaign import devices_needed
+from shardwise.planner.campaign import devices_needed
 from shardwise.validation.claims.showing import Inputs, Samples, Values, topic
 from shardwise.validation.rounding import rounded, spacing, surely_lost_below
 
@@ -26,7 +26,7 @@ def _training_175b(inputs: Inputs) -> Values:
     return {"flop": rule_of_thumb(inputs["params"], inputs["tokens"]), "counted": counted}
 
 
-@shows("gpus-30-days", "predict.campaign.devices_needed", text="{a100:.0f} A100, {v100:,.0f} V100")
+@shows("gpus-30-days", "planner.campaign.devices_needed", text="{a100:.0f} A100, {v100:,.0f} V100")
 def _thirty_days(inputs: Inputs) -> Values:
     flops = rule_of_thumb(175e9, 300e9)
     peaks = {"a100": Cluster.parse("1xA100").device.peak("bfloat16"), "v100": inputs["peak_v100"]}

@@ -179,13 +179,13 @@ def _gathered_layer(inputs: Inputs) -> Values:
 @shows(
     "ratio-6400",
     "predict.token_traffic.traffic_ratio",
-    "predict.generation.comparison.compare",
+    "planner.strategies.compare",
     "shardwise generate llama-3-70b --compare tp=8 zero=3,dp=8 --cluster 8xH100",
     text="{blocks:,.0f} times for the blocks, {all_parameters:,.0f} for all parameters; a token takes {time:.0f} "
     "times as long on 8 H100 ({gather_ms:.0f} ms against {tensor_ms:.1f} ms)",
 )
 def _gathering_over_tensor(inputs: Inputs) -> Values:
-    from shardwise.predict.generation.comparison import Asked, compare
+    from shardwise.planner.strategies import Asked, compare
 
     model = get("llama-3-70b")
     layouts = [Layout.parse(text) for text in ("tp=8", "zero=3,dp=8")]

@@ -21,12 +21,12 @@ import numpy as np
 from shardwise.layout import Layout, UnitPlan, Workload, unit_plan
 from shardwise.layout.units import Unit
 from shardwise.model import ModelConfig
+from shardwise.planner.mixed import Mixed, alike, more
+from shardwise.planner.moments import Alone, Rank, Saved
+from shardwise.planner.pipelined import Between, First, Last
+from shardwise.planner.space import Frame
 from shardwise.predict import peak
 from shardwise.predict.activations import Sizes, kept_items, saved_items
-from shardwise.predict.search.mixed import Mixed, alike, more
-from shardwise.predict.search.moments import Alone, Rank, Saved
-from shardwise.predict.search.pipelined import Between, First, Last
-from shardwise.predict.search.space import Frame
 from shardwise.report.step_report import Bytes
 
 Num = Any

@@ -12,11 +12,11 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 
 from shardwise.layout import Layout
-from shardwise.predict.search.exact import Exact
-from shardwise.predict.search.fitting import Memory
-from shardwise.predict.search.overlaps import distinct
-from shardwise.predict.search.pricing import Priced, Prices, price_all
-from shardwise.predict.search.space import Frame, Sharding, Space
+from shardwise.planner.exact import Exact
+from shardwise.planner.fitting import Memory
+from shardwise.planner.overlaps import distinct
+from shardwise.planner.pricing import Priced, Prices, price_all
+from shardwise.planner.space import Frame, Sharding, Space
 from shardwise.predict.time.features import Features
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import Engine

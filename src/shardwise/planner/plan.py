@@ -12,16 +12,16 @@ from shardwise.errors import UserError
 from shardwise.layout import Workload
 from shardwise.model import ModelConfig
 from shardwise.model.flops import MFU, training_flops_per_sequence
-from shardwise.predict.answer import Answer
+from shardwise.planner import shortfall
+from shardwise.planner.alternatives import Alternative, ByChoice, against
+from shardwise.planner.answer import Answer
+from shardwise.planner.exact import HIGH, Exact
+from shardwise.planner.pricing import Priced
+from shardwise.planner.ranking import Found, Listing, Place, price_places, search
+from shardwise.planner.runnable import OWN, needs, why_none_runs, why_not_trained, widened
+from shardwise.planner.space import Space
 from shardwise.predict.arguments import as_cluster, as_model, as_workload
 from shardwise.predict.capacity import explained, usable_bytes
-from shardwise.predict.search import shortfall
-from shardwise.predict.search.alternatives import Alternative, ByChoice, against
-from shardwise.predict.search.exact import HIGH, Exact
-from shardwise.predict.search.pricing import Priced
-from shardwise.predict.search.ranking import Found, Listing, Place, price_places, search
-from shardwise.predict.search.runnable import OWN, needs, why_none_runs, why_not_trained, widened
-from shardwise.predict.search.space import Space
 from shardwise.predict.slow_links import tensor_warnings
 from shardwise.predict.step_seconds import own_engine
 from shardwise.predict.time.features import Features

@@ -6,9 +6,9 @@ from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.model.catalog import get
-from shardwise.predict.generation.comparison import Asked, compare
+from shardwise.planner.serving import TYPES, plan_serving
+from shardwise.planner.strategies import Asked, compare
 from shardwise.predict.generation.fit import Served, fit_on_cluster, room_on
-from shardwise.predict.generation.search import TYPES, plan_serving
 from shardwise.predict.generation.timing import FEW, Strategy
 from shardwise.predict.time import engine
 

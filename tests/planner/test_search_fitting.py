@@ -9,11 +9,11 @@ import pytest
 from shardwise.cluster import Cluster
 from shardwise.layout import Layout, Mesh, Workload, unit_plan
 from shardwise.model.catalog import get
+from shardwise.planner import Space, price_one
+from shardwise.planner.fitting import CLASSES, Memory
+from shardwise.planner.pricing import frame_of
+from shardwise.planner.runnable import widened
 from shardwise.predict.memory import predict_bytes
-from shardwise.predict.search import Space, price_one
-from shardwise.predict.search.fitting import CLASSES, Memory
-from shardwise.predict.search.pricing import frame_of
-from shardwise.predict.search.runnable import widened
 from shardwise.predict.time import Pricing, engine
 
 CASES = {

@@ -19,8 +19,8 @@ from shardwise.layout.placement import place
 from shardwise.model import ModelConfig
 from shardwise.model.blueprint import Part
 from shardwise.model.parameters import blueprint
+from shardwise.planner.space import Frame
 from shardwise.predict.activations import Sizes
-from shardwise.predict.search.space import Frame
 
 Num = Any
 

@@ -17,9 +17,9 @@ import numpy as np
 
 from shardwise.layout.units import Unit
 from shardwise.model import ModelConfig
+from shardwise.planner.mixed import Mixed
+from shardwise.planner.space import Frame
 from shardwise.predict.memory import OPTIMIZER_BYTES
-from shardwise.predict.search.mixed import Mixed
-from shardwise.predict.search.space import Frame
 from shardwise.report.step_report import DTYPE_BYTES
 
 Num = Any

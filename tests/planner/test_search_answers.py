@@ -13,11 +13,9 @@ from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.layout.units import usual_backend
 from shardwise.model.catalog import get
-from shardwise.predict import estimate
-from shardwise.predict.generation.search import plan_serving
-from shardwise.predict.search import Space, plan, price_one, search
-from shardwise.predict.search.fitting import Memory
-from shardwise.predict.search.goals import (
+from shardwise.planner import Space, plan, price_one, search
+from shardwise.planner.fitting import Memory
+from shardwise.planner.goals import (
     Power,
     cheapest_cluster,
     largest_batch,
@@ -27,8 +25,10 @@ from shardwise.predict.search.goals import (
     run_of,
     scaling,
 )
-from shardwise.predict.search.goodput import goodput
-from shardwise.predict.search.shortfall import least, usable_bytes
+from shardwise.planner.goodput import goodput
+from shardwise.planner.serving import plan_serving
+from shardwise.planner.shortfall import least, usable_bytes
+from shardwise.predict import estimate
 from shardwise.predict.time import Pricing, engine
 
 BRIDGE = engine("megatron-bridge")
@@ -73,7 +73,7 @@ def test_tensor_parallelism_across_nodes_is_named():
     model, on, workload = get("llama-3-8b"), Cluster.parse("2x8xH100"), Workload(8192, 16)
     fixed = {"pp": 1, "cp": 1, "recompute": "none", "zero": 1, "micro": 1}
     alone = plan(model, on, workload, fixed=fixed | {"tp": 8})
-    from shardwise.predict.search.alternatives import against
+    from shardwise.planner.alternatives import against
 
     pricing = Pricing(on)
     wide = price_one(model, Layout.parse("tp=16,sp,micro=1"), workload, BRIDGE, pricing)

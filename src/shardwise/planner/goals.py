@@ -15,11 +15,11 @@ from shardwise.layout import Workload
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import catalog
 from shardwise.model.parameters import count
-from shardwise.predict.search.exact import Exact
-from shardwise.predict.search.pricing import Priced
-from shardwise.predict.search.ranking import Block, Listing, search
-from shardwise.predict.search.shortfall import Least, least, why_no_layout
-from shardwise.predict.search.space import Frame, Space, why_not_fixed
+from shardwise.planner.exact import Exact
+from shardwise.planner.pricing import Priced
+from shardwise.planner.ranking import Block, Listing, search
+from shardwise.planner.shortfall import Least, least, why_no_layout
+from shardwise.planner.space import Frame, Space, why_not_fixed
 from shardwise.predict.supported import MOST_DEVICES, why_not_planned
 from shardwise.predict.time.pricing import Pricing
 

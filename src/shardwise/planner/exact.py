@@ -16,10 +16,10 @@ from shardwise.cluster import Cluster
 from shardwise.layout import Layout, Mesh, Workload, unit_plan
 from shardwise.layout.units import usual_backend
 from shardwise.model import ModelConfig
+from shardwise.planner.fitting import CLASSES, Held, Memory, places
+from shardwise.planner.pricing import Priced, frame_of
+from shardwise.planner.space import Frame
 from shardwise.predict.memory import predict_bytes
-from shardwise.predict.search.fitting import CLASSES, Held, Memory, places
-from shardwise.predict.search.pricing import Priced, frame_of
-from shardwise.predict.search.space import Frame
 from shardwise.report.step_report import Bytes
 
 LOW = 1.03

@@ -12,11 +12,11 @@ from shardwise.layout import Workload
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import get
 from shardwise.model.config import Experts
-from shardwise.predict.search import Space, price_one, search
-from shardwise.predict.search.exact import HIGH, Exact
-from shardwise.predict.search.fitting import Memory
-from shardwise.predict.search.ranking import Listing, blocks
-from shardwise.predict.search.shortfall import usable_bytes
+from shardwise.planner import Space, price_one, search
+from shardwise.planner.exact import HIGH, Exact
+from shardwise.planner.fitting import Memory
+from shardwise.planner.ranking import Listing, blocks
+from shardwise.planner.shortfall import usable_bytes
 from shardwise.predict.time import Pricing, engine
 
 SEARCHES = {

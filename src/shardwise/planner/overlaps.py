@@ -12,7 +12,7 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
-from shardwise.predict.search.space import Frame, Sharding
+from shardwise.planner.space import Frame, Sharding
 from shardwise.predict.time.profiles import Engine
 
 SWITCHES = ("tensor_overlap", "grad_overlap", "gather_overlap", "pipeline_overlap")

@@ -17,8 +17,8 @@ import numpy as np
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.model import ModelConfig
-from shardwise.predict.search.fitting import Held, Memory, places
-from shardwise.predict.search.space import RECOMPUTE, Frame, Order, Row, Sharding
+from shardwise.planner.fitting import Held, Memory, places
+from shardwise.planner.space import RECOMPUTE, Frame, Order, Row, Sharding
 from shardwise.predict.supported import in_closed_form, objection
 from shardwise.predict.time.pieces import Pieces, pieces
 from shardwise.predict.time.pricing import Pricing

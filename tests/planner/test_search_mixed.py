@@ -11,9 +11,9 @@ from shardwise.model import ModelConfig
 from shardwise.model.catalog import get
 from shardwise.model.config import Experts
 from shardwise.model.parameters import blueprint, count, parameters
-from shardwise.predict.search.fitting import Held, Memory, places
-from shardwise.predict.search.mixed import Mixed, alike
-from shardwise.predict.search.pricing import frame_of
+from shardwise.planner.fitting import Held, Memory, places
+from shardwise.planner.mixed import Mixed, alike
+from shardwise.planner.pricing import frame_of
 
 SPARSE = ("mixtral-8x7b", "deepseek-v3")
 

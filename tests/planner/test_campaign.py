@@ -3,7 +3,7 @@
 import pytest
 
 from shardwise.errors import UserError
-from shardwise.predict.campaign import devices_needed
+from shardwise.planner.campaign import devices_needed
 
 
 def test_one_device_does_its_peak():

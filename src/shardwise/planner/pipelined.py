@@ -13,7 +13,7 @@ import numpy as np
 
 from shardwise.layout import Layout
 from shardwise.layout.pipeline import releases_early
-from shardwise.predict.search.moments import Moment, Num, Rank
+from shardwise.planner.moments import Moment, Num, Rank
 from shardwise.schedule.pipeline.closed_forms import FORMS
 from shardwise.schedule.pipeline.completion import RESIDENT
 

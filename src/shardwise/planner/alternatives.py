@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from shardwise.cluster import Cluster
-from shardwise.predict.search.pricing import Priced
-from shardwise.predict.search.ranking import Block, Place
+from shardwise.planner.pricing import Priced
+from shardwise.planner.ranking import Block, Place
 
 KEYS = ("tp", "pp", "cp", "ep", "zero", "micro", "recompute", "sp", "schedule")
 """The keys whose neighbouring values are looked at."""

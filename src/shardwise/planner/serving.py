@@ -33,9 +33,9 @@ from shardwise.layout import Layout, UnitPlan, Workload
 from shardwise.layout.legality import valid_tp
 from shardwise.layout.placement import Placed
 from shardwise.model import ModelConfig
-from shardwise.predict.answer import Answer
+from shardwise.planner.answer import Answer
+from shardwise.planner.strategies import CHUNK, ENGINE, crossover, serving_engine
 from shardwise.predict.arguments import as_cluster, as_model
-from shardwise.predict.generation.comparison import CHUNK, ENGINE, crossover, serving_engine
 from shardwise.predict.generation.fit import (
     PAGE,
     Served,

@@ -18,11 +18,11 @@ from shardwise.layout.legality import unsupported, valid_tp
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import get
 from shardwise.model.config import Experts, LatentAttention
-from shardwise.predict.search import Space, plan, price_one, search
-from shardwise.predict.search.fitting import Memory
-from shardwise.predict.search.pricing import frame_of
-from shardwise.predict.search.runnable import OWN
-from shardwise.predict.search.shortfall import usable_bytes
+from shardwise.planner import Space, plan, price_one, search
+from shardwise.planner.fitting import Memory
+from shardwise.planner.pricing import frame_of
+from shardwise.planner.runnable import OWN
+from shardwise.planner.shortfall import usable_bytes
 from shardwise.predict.time import Pricing, engine
 from shardwise.predict.time.features import FEATURES
 

@@ -11,11 +11,11 @@ from shardwise.errors import LayoutError, UserError
 from shardwise.layout import Layout, Workload, check
 from shardwise.model.catalog import get
 from shardwise.model.config import Experts
+from shardwise.planner import Space
+from shardwise.planner.overlaps import SWITCHES, distinct, words
+from shardwise.planner.pricing import frame_of
+from shardwise.planner.space import Frame, divisors
 from shardwise.predict.fixing import fixed_of
-from shardwise.predict.search import Space
-from shardwise.predict.search.overlaps import SWITCHES, distinct, words
-from shardwise.predict.search.pricing import frame_of
-from shardwise.predict.search.space import Frame, divisors
 from shardwise.predict.supported import in_closed_form
 from shardwise.predict.time import engine
 from shardwise.predict.time.split import SCHEDULES
