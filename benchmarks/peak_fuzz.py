@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from harness.pairs import EXACT, pair
-from shardwise.predict.memory import predict_bytes
+from shardwise.predict.memory.step import predict_bytes
 from shardwise.runtime import dryrun
 
 

@@ -14,7 +14,7 @@ from shardwise.layout import Layout, Workload
 from shardwise.model.catalog import get
 from shardwise.model.parameters import count
 from shardwise.predict import estimate
-from shardwise.predict.capacity import capacity_of
+from shardwise.predict.memory.capacity import capacity_of
 from shardwise.report import Bytes, Comparison, compare
 from shardwise.report.run_directory import RunDirectory, next_free
 from shardwise.runtime.config import OptimizerConfig

@@ -11,7 +11,7 @@ import pytest
 from harness.command_line import mistake
 from shardwise.cli import serve
 from shardwise.cli.main import Parser
-from shardwise.predict.generation.fit import Fit
+from shardwise.predict.memory.serving import Fit
 from shardwise.runtime import installed
 
 

@@ -17,8 +17,8 @@ from harness.reference import Case, Outcome, reference
 from shardwise.layout import Layout, UnitPlan, unit_plan
 from shardwise.layout.placement import Placed, place
 from shardwise.model.parameters import parameters
-from shardwise.predict.ledger import predict_ledger
-from shardwise.predict.memory import predict_bytes
+from shardwise.predict.memory.step import predict_bytes
+from shardwise.predict.traffic.ledger import predict_ledger
 from shardwise.report.step_report import Bytes
 
 EXACT = ("parameters", "gradients", "optimizer", "comm", "saved", "cache")

@@ -8,9 +8,9 @@ from shardwise.layout import Layout, Workload
 from shardwise.model.catalog import get
 from shardwise.planner.serving import TYPES, plan_serving
 from shardwise.planner.strategies import Asked, compare
-from shardwise.predict.generation.fit import Served, fit_on_cluster, room_on
-from shardwise.predict.generation.timing import FEW, Strategy
+from shardwise.predict.memory.serving import Served, fit_on_cluster, room_on
 from shardwise.predict.time import engine
+from shardwise.predict.time.generation import FEW, Strategy
 
 SMALL, LLAMA = get("llama-3-8b"), get("llama-3-70b")
 NODE = Cluster.parse("8xH100")

@@ -13,7 +13,7 @@ from shardwise.planner import Space, price_one
 from shardwise.planner.fitting import CLASSES, Memory
 from shardwise.planner.pricing import frame_of
 from shardwise.planner.runnable import widened
-from shardwise.predict.memory import predict_bytes
+from shardwise.predict.memory.step import predict_bytes
 from shardwise.predict.time import Pricing, engine
 
 CASES = {

@@ -6,8 +6,8 @@ import pytest
 
 from harness.pairs import pair
 from shardwise.layout import UnitPlan
-from shardwise.predict.activations import Sizes, block_items
-from shardwise.predict.block_tensors import BlockTensors
+from shardwise.predict.memory.activations import Sizes, block_items
+from shardwise.predict.memory.block_tensors import BlockTensors
 
 SEED = 11
 

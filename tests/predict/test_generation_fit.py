@@ -12,8 +12,8 @@ from shardwise.layout import Layout
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import get
 from shardwise.model.parameters import count
-from shardwise.predict.generation.fit import Served, fit_on_cluster, fit_on_host, serving_fit, weight_bytes
-from shardwise.predict.generation.split import plan_of
+from shardwise.predict.memory.serving import Served, fit_on_cluster, fit_on_host, serving_fit, weight_bytes
+from shardwise.predict.serving_layout import plan_of
 from shardwise.predict.time.serving import Serving, cache_bytes_per_token
 
 MODEL = ModelConfig("m", vocab=64, hidden=32, layers=6, heads=4, kv_heads=2, ffn=64, max_positions=512)

@@ -12,9 +12,9 @@ from shardwise.errors import LayoutError, UserError
 from shardwise.layout import Layout
 from shardwise.model.catalog import get
 from shardwise.planner.strategies import MOST_TOKENS, Asked, compare, crossover, usual_layouts
-from shardwise.predict.generation.split import plan_of
-from shardwise.predict.generation.timing import FEW, Strategy, pricing_for
+from shardwise.predict.serving_layout import plan_of
 from shardwise.predict.time import decode_step, engine, prefill
+from shardwise.predict.time.generation import FEW, Strategy, pricing_for
 from shardwise.predict.time.network import Collectives
 
 LLAMA, SMALL = get("llama-3-70b"), get("llama-3-8b")

@@ -13,10 +13,10 @@ from shardwise.model import ModelConfig
 from shardwise.model.catalog import get
 from shardwise.model.parameters import count_parts
 from shardwise.planner.strategies import decode_round
-from shardwise.predict.generation.split import check_generation, plan_of, sequences_of
-from shardwise.predict.generation.turns import Turn, steady_gathers, turn_ledger
-from shardwise.predict.generation.volume import kind_of, payload, ring_volume
-from shardwise.predict.token_traffic import summed_bytes
+from shardwise.predict.serving_layout import check_generation, plan_of, sequences_of
+from shardwise.predict.traffic.ring_volume import kind_of, payload, ring_volume
+from shardwise.predict.traffic.serving import Turn, steady_gathers, turn_ledger
+from shardwise.predict.traffic.tokens import summed_bytes
 from shardwise.schedule import build
 from shardwise.schedule.network import Network
 from shardwise.schedule.price import price

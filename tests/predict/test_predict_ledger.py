@@ -12,7 +12,7 @@ from shardwise.layout import Layout, Mesh, UnitPlan, Workload, unit_plan
 from shardwise.layout.mesh import named
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import count
-from shardwise.predict.ledger import predict_ledger
+from shardwise.predict.traffic.ledger import predict_ledger
 from shardwise.report.step_report import LedgerRow
 
 MODEL = ModelConfig("m", vocab=64, hidden=32, layers=6, heads=4, kv_heads=2, ffn=48, max_positions=64)

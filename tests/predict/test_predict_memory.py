@@ -17,19 +17,14 @@ from shardwise.layout import Layout, UnitPlan, Workload, pipeline, unit_plan
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import get
 from shardwise.model.parameters import count
-from shardwise.predict import estimate, ledger
-from shardwise.predict.activations import Sizes, block_items, saved_bytes, saved_items
-from shardwise.predict.buffers import held_through_step
-from shardwise.predict.memory import (
-    comm_bytes,
-    gradient_bytes,
-    optimizer_bytes,
-    parameter_bytes,
-    predict_bytes,
-)
-from shardwise.predict.pipeline import _Rank, held_by_actions
-from shardwise.predict.pipeline_action import StageBytes
-from shardwise.predict.states import zero_table
+from shardwise.predict import estimate
+from shardwise.predict.memory.activations import Sizes, block_items, saved_bytes, saved_items
+from shardwise.predict.memory.buffers import held_through_step
+from shardwise.predict.memory.pipeline import _Rank, held_by_actions
+from shardwise.predict.memory.pipeline_action import StageBytes
+from shardwise.predict.memory.states import zero_table
+from shardwise.predict.memory.step import comm_bytes, gradient_bytes, optimizer_bytes, parameter_bytes, predict_bytes
+from shardwise.predict.traffic import ledger
 from shardwise.report.step_report import DTYPE_BYTES
 
 GB = 1e9

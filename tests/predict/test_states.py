@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from shardwise.errors import UserError
 from shardwise.predict import zero_table
-from shardwise.predict.states import largest_model, least_devices, training_states
+from shardwise.predict.memory.states import largest_model, least_devices, training_states
 
 PARAMS = st.floats(1.0, 1e15)
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from shardwise.cluster import Cluster
 from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.model.catalog import get
-from shardwise.predict.ledger import predict_ledger
-from shardwise.predict.step_time import step_time
+from shardwise.predict.time.scaling import step_time
+from shardwise.predict.traffic.ledger import predict_ledger
 from shardwise.schedule.choose import cost
 
 MODEL = get("llama-3-8b")

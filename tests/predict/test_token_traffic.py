@@ -8,8 +8,8 @@ from shardwise.cluster import Device
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.model.catalog import get
-from shardwise.predict.ledger import predict_ledger
-from shardwise.predict.token_traffic import (
+from shardwise.predict.traffic.ledger import predict_ledger
+from shardwise.predict.traffic.tokens import (
     block_bytes,
     boundary_bytes,
     read_seconds,

@@ -6,8 +6,8 @@ from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.model.catalog import get
 from shardwise.model.parameters import count
-from shardwise.predict.ledger import predict_ledger
-from shardwise.predict.zero_traffic import elements_moved, zeropp_across_nodes
+from shardwise.predict.traffic.ledger import predict_ledger
+from shardwise.predict.traffic.zero import elements_moved, zeropp_across_nodes
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

@@ -22,7 +22,7 @@ from harness.today import EVERYTHING, seed, some_of
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.predict import estimate
-from shardwise.predict.memory import predict_bytes
+from shardwise.predict.memory.step import predict_bytes
 
 TRACED = "aot_eager_decomp_partition"
 RANKS = 2

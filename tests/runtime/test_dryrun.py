@@ -21,7 +21,7 @@ from shardwise.layout import Layout, Mesh, UnitPlan, Workload, unit_plan
 from shardwise.model.catalog import get
 from shardwise.model.families import family_of
 from shardwise.predict import estimate
-from shardwise.predict.memory import predict_bytes
+from shardwise.predict.memory.step import predict_bytes
 from shardwise.report import compare
 from shardwise.report.step_report import Role
 from shardwise.runtime import dryrun

@@ -18,7 +18,7 @@ from harness.reference import Case, Outcome
 from harness.space import MODELS
 from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.model import ModelConfig
-from shardwise.predict.memory import predict_bytes
+from shardwise.predict.memory.step import predict_bytes
 
 SEQ = 128
 LLAMA = MODELS["llama"].replace(name="llama", hidden=64, head_dim=16, ffn=176, vocab=211, max_positions=256)

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from harness.pairs import EXACT, pair
 from harness.today import some_of
 from shardwise.decoder import modules
-from shardwise.predict.memory import predict_bytes
+from shardwise.predict.memory.step import predict_bytes
 from shardwise.runtime.dryrun import _observe
 
 SEED, PAIRS = 7, 500

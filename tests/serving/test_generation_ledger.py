@@ -15,8 +15,8 @@ from shardwise.layout import Layout, Mesh, UnitPlan, Workload, unit_plan
 from shardwise.layout.mesh import DP, PP, SHARD, TP
 from shardwise.layout.units import Gather
 from shardwise.model import ModelConfig
-from shardwise.predict.generation.fit import Served, page_bytes, passing_bytes, weight_bytes
-from shardwise.predict.generation.turns import Turn, steady_gathers, turn_ledger
+from shardwise.predict.memory.serving import Served, page_bytes, passing_bytes, weight_bytes
+from shardwise.predict.traffic.serving import Turn, steady_gathers, turn_ledger
 from shardwise.report.step_report import DTYPE_BYTES, LedgerRow
 from shardwise.serving.messages import Asked, Cancel, Request, Sampling
 from shardwise.serving.products import Bytes

@@ -20,12 +20,12 @@ from shardwise.model.catalog import catalog, get
 from shardwise.planner import plan as search
 from shardwise.planner.strategies import Asked, compare
 from shardwise.predict import estimate
-from shardwise.predict.generation.split import plan_of
-from shardwise.predict.generation.training import passes
+from shardwise.predict.serving_layout import plan_of
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import engine
 from shardwise.predict.time.split import Split
 from shardwise.predict.time.step import training_step
+from shardwise.predict.time.strategy_training import passes
 from shardwise.report.units import format_time
 from shardwise.schedule import Algorithm, algorithms, build
 from shardwise.schedule.choose import pricer

@@ -320,7 +320,7 @@ def _faster(ratio: Ratio) -> str:
 
 
 def _notes(found: Comparison) -> Iterator[str]:
-    from shardwise.predict.generation.timing import FEW, ONE_SEQUENCE
+    from shardwise.predict.time.generation import FEW, ONE_SEQUENCE
 
     host = found.cluster.device.kind == "cpu"
     gathering = [one for one in found.strategies if one.trained.gather]

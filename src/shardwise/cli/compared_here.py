@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from shardwise.layout import Mesh
 from shardwise.layout.mesh import DP, PP, SHARD
 from shardwise.planner.strategies import Round, decode_round
-from shardwise.predict.generation.split import check_generation, plan_of
-from shardwise.predict.generation.volume import Volume, ring_volume
+from shardwise.predict.serving_layout import check_generation, plan_of
+from shardwise.predict.traffic.ring_volume import Volume, ring_volume
 from shardwise.report.units import format_bytes, format_share, format_time
 from shardwise.runtime.job.locks import temporary_folder
 

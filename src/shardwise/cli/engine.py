@@ -13,7 +13,7 @@ from shardwise.runtime import TRANSPORTS
 from shardwise.runtime.config import MOST_THREADS
 
 if TYPE_CHECKING:
-    from shardwise.predict.generation.fit import Fit
+    from shardwise.predict.memory.serving import Fit
     from shardwise.serving.job import ServingJob
 
 
@@ -49,8 +49,8 @@ def job_of(args: argparse.Namespace, report: str | None = None) -> ServingJob:
 
     from shardwise.cli.quantities import bytes_of
     from shardwise.layout import Layout
-    from shardwise.predict.generation.fit import CHUNK, PAGE, largest_page_bytes
-    from shardwise.predict.generation.split import check_generation
+    from shardwise.predict.memory.serving import CHUNK, PAGE, largest_page_bytes
+    from shardwise.predict.serving_layout import check_generation
     from shardwise.serving.job import BATCH, ServingJob, weights_in
 
     if not 0 < args.hang <= LONGEST_HANG:
@@ -80,7 +80,7 @@ def job_of(args: argparse.Namespace, report: str | None = None) -> ServingJob:
 def fit_of(job: ServingJob) -> Fit:
     """Whether weights and cache fit, before anything is loaded."""
     from shardwise.cluster.catalog import lookup
-    from shardwise.predict.generation.fit import RESERVED_CUDA, Served, fit_on_host, serving_fit
+    from shardwise.predict.memory.serving import RESERVED_CUDA, Served, fit_on_host, serving_fit
 
     served = Served(job.context, job.batch, job.page, job.chunk, job.quantize == "int8", cache=job.pages)
     if job.device == "cpu":

@@ -59,8 +59,8 @@ def _step(args: argparse.Namespace) -> int:
 
     from shardwise.cli.timed import timing_lines
     from shardwise.model.parameters import count
-    from shardwise.predict.capacity import capacity_of, explained
     from shardwise.predict.estimate import unmodelled
+    from shardwise.predict.memory.capacity import capacity_of, explained
     from shardwise.report.tables import ledger_table, memory_table
     from shardwise.report.units import format_count
 

@@ -40,7 +40,7 @@ class Training:
         if self.report is None:
             return [f"What it will do with {self.model.name} is not priced: {self.why}"]
         from shardwise.cli.timed import timing_lines
-        from shardwise.predict.capacity import capacity_of, explained
+        from shardwise.predict.memory.capacity import capacity_of, explained
         from shardwise.report.tables import memory_table
 
         moved = [f"  {line}" for line in _moved(self.report)]

@@ -21,7 +21,7 @@ from shardwise.errors import UserError
 from shardwise.runtime.installed import require
 
 if TYPE_CHECKING:
-    from shardwise.predict.generation.fit import Fit
+    from shardwise.predict.memory.serving import Fit
     from shardwise.serving.http.chat import Chat
     from shardwise.serving.job import Ready, ServingJob
     from shardwise.serving.text import Text

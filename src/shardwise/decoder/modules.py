@@ -1,9 +1,9 @@
 """The building blocks that both decoders share. Plain PyTorch; every weight may be any slice of the whole.
 
 Widths and head counts are inferred from the weights at hand, never from the configuration, so that a decoder whose
-weights were cut computes its share. What autograd saves is chosen with care (`predict/activations.py` counts it):
-tensors stay [batch, seq, heads, head_dim] until attention, norms save their input and one number a row, dropout and
-rotary embedding save nothing.
+weights were cut computes its share. What autograd saves is chosen with care (`predict/memory/activations.py` counts
+it): tensors stay [batch, seq, heads, head_dim] until attention, norms save their input and one number a row, dropout
+and rotary embedding save nothing.
 """
 
 from __future__ import annotations

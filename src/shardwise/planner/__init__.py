@@ -4,6 +4,6 @@ from shardwise.planner.plan import Plan, plan
 from shardwise.planner.pricing import Priced, price_one
 from shardwise.planner.ranking import Found, search
 from shardwise.planner.space import Space
-from shardwise.predict.capacity import RESERVED_BYTES
+from shardwise.predict.memory.capacity import RESERVED_BYTES
 
 __all__ = ["RESERVED_BYTES", "Found", "Plan", "Priced", "Space", "plan", "price_one", "search"]

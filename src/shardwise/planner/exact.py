@@ -19,7 +19,7 @@ from shardwise.model import ModelConfig
 from shardwise.planner.fitting import CLASSES, Held, Memory, places
 from shardwise.planner.pricing import Priced, frame_of
 from shardwise.planner.space import Frame
-from shardwise.predict.memory import predict_bytes
+from shardwise.predict.memory.step import predict_bytes
 from shardwise.report.step_report import Bytes
 
 LOW = 1.03

@@ -1,7 +1,7 @@
 """Bytes that a device needs, for many candidates at once.
 
-The same figures as `predict.memory` gives one rank at a time: what autograd saves and what is transient come from its
-functions, once for each micro-batch size and way to keep activations; the units' sizes from the `UnitPlan`; and the
+The same figures as `predict.memory.step` gives one rank at a time: what autograd saves and what is transient come from
+its functions, once for each micro-batch size and way to keep activations; the units' sizes from the `UnitPlan`; and the
 order in which gradients come and activations go, for arrays of candidates, from `moments.py` and `pipelined.py`. A test
 holds the two to each other.
 
@@ -25,8 +25,8 @@ from shardwise.planner.mixed import Mixed, alike, more
 from shardwise.planner.moments import Alone, Rank, Saved
 from shardwise.planner.pipelined import Between, First, Last
 from shardwise.planner.space import Frame
-from shardwise.predict import peak
-from shardwise.predict.activations import Sizes, kept_items, saved_items
+from shardwise.predict.memory import peak
+from shardwise.predict.memory.activations import Sizes, kept_items, saved_items
 from shardwise.report.step_report import Bytes
 
 Num = Any

@@ -20,7 +20,7 @@ from shardwise.model import ModelConfig
 from shardwise.model.blueprint import Part
 from shardwise.model.parameters import blueprint
 from shardwise.planner.space import Frame
-from shardwise.predict.activations import Sizes
+from shardwise.predict.memory.activations import Sizes
 
 Num = Any
 

@@ -1,8 +1,8 @@
 """The worst moment of a step, for arrays of candidates: what gradients, buffers and activations take together.
 
 Blocks are alike, so that of all moments only the first, the second and the last block's backward can be the worst (in
-between, everything is linear in the number of blocks that are done). `predict.peak` and `predict.buffers` follow a step
-moment by moment instead. Pipelines are in `pipelined.py`.
+between, everything is linear in the number of blocks that are done). `predict.memory.peak` and `predict.memory.buffers`
+follow a step moment by moment instead. Pipelines are in `pipelined.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardwise.layout.units import Unit
 from shardwise.model import ModelConfig
 from shardwise.planner.mixed import Mixed
 from shardwise.planner.space import Frame
-from shardwise.predict.memory import OPTIMIZER_BYTES
+from shardwise.predict.memory.step import OPTIMIZER_BYTES
 from shardwise.report.step_report import DTYPE_BYTES
 
 Num = Any

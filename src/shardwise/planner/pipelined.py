@@ -1,7 +1,7 @@
 """The worst moment of a step on a pipeline's first, second and last rank, for arrays of candidates.
 
-How many micro-batches are in flight comes from the schedules' closed forms; `predict.pipeline` follows a rank's list of
-actions one by one instead.
+How many micro-batches are in flight comes from the schedules' closed forms; `predict.memory.pipeline` follows a rank's
+list of actions one by one instead.
 """
 
 from __future__ import annotations

@@ -21,13 +21,13 @@ from shardwise.planner.ranking import Found, Listing, Place, price_places, searc
 from shardwise.planner.runnable import OWN, needs, why_none_runs, why_not_trained, widened
 from shardwise.planner.space import Space
 from shardwise.predict.arguments import as_cluster, as_model, as_workload
-from shardwise.predict.capacity import explained, usable_bytes
-from shardwise.predict.slow_links import tensor_warnings
+from shardwise.predict.memory.capacity import explained, usable_bytes
 from shardwise.predict.step_seconds import own_engine
 from shardwise.predict.time.features import Features
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import ENGINES, Engine
 from shardwise.predict.time.profiles import engine as engine_of
+from shardwise.predict.traffic.slow_links import tensor_warnings
 from shardwise.report.units import format_bytes
 
 By = Literal["throughput", "memory", "cost", "pareto"]

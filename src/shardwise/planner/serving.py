@@ -36,7 +36,7 @@ from shardwise.model import ModelConfig
 from shardwise.planner.answer import Answer
 from shardwise.planner.strategies import CHUNK, ENGINE, crossover, serving_engine
 from shardwise.predict.arguments import as_cluster, as_model
-from shardwise.predict.generation.fit import (
+from shardwise.predict.memory.serving import (
     PAGE,
     Served,
     has_fewer_bits,
@@ -45,15 +45,15 @@ from shardwise.predict.generation.fit import (
     passing_bytes,
     room_on,
 )
-from shardwise.predict.generation.split import check_generation, check_length, plan_of
-from shardwise.predict.generation.timing import FEW, Strategy, pricing_for
-from shardwise.predict.slow_links import tensor_warnings
+from shardwise.predict.serving_layout import check_generation, check_length, plan_of
 from shardwise.predict.step_seconds import usual_engine
 from shardwise.predict.supported import check_size
+from shardwise.predict.time.generation import FEW, Strategy, pricing_for
 from shardwise.predict.time.kernels import WIDTH
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import Engine
 from shardwise.predict.time.serving import INT4_GROUP_BYTES, Serving, decode_pass, decode_products, prefill_pass
+from shardwise.predict.traffic.slow_links import tensor_warnings
 from shardwise.report.units import format_bytes
 
 Num = Any

@@ -13,8 +13,8 @@ from shardwise.layout import Layout
 from shardwise.planner.exact import Exact
 from shardwise.planner.fitting import Memory
 from shardwise.planner.space import Frame, Space
-from shardwise.predict.capacity import reserved_bytes, usable_bytes
 from shardwise.predict.fixing import words_of
+from shardwise.predict.memory.capacity import reserved_bytes, usable_bytes
 from shardwise.predict.supported import MOST_DEVICES
 from shardwise.report.units import format_apart, format_bytes
 

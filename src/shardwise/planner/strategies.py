@@ -12,18 +12,18 @@ from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout
 from shardwise.model import ModelConfig
-from shardwise.predict.generation.fit import Fit, Served, fit_on_cluster
-from shardwise.predict.generation.split import check_generation, check_length, plan_of, sequences_of
-from shardwise.predict.generation.timing import FEW, Strategy, Taken, pricing_for
-from shardwise.predict.generation.training import Trained, trained
-from shardwise.predict.generation.turns import Turn, steady_gathers, turn_ledger
-from shardwise.predict.generation.volume import Volume, payload, ring_volume
-from shardwise.predict.slow_links import tensor_warnings
+from shardwise.predict.memory.serving import Fit, Served, fit_on_cluster
+from shardwise.predict.serving_layout import check_generation, check_length, plan_of, sequences_of
 from shardwise.predict.step_seconds import usual_engine
 from shardwise.predict.supported import check_size
+from shardwise.predict.time.generation import FEW, Strategy, Taken, pricing_for
 from shardwise.predict.time.profiles import ENGINES, Engine
 from shardwise.predict.time.profiles import engine as engine_of
-from shardwise.predict.token_traffic import traffic_ratio
+from shardwise.predict.time.strategy_training import Trained, trained
+from shardwise.predict.traffic.ring_volume import Volume, payload, ring_volume
+from shardwise.predict.traffic.serving import Turn, steady_gathers, turn_ledger
+from shardwise.predict.traffic.slow_links import tensor_warnings
+from shardwise.predict.traffic.tokens import traffic_ratio
 from shardwise.report.step_report import LedgerRow
 
 ENGINE, TRAINER = "tensorrt-llm", "megatron-bridge"

@@ -1,6 +1,6 @@
 """What a layout will take: memory and traffic of one training step in closed form, without torch."""
 
 from shardwise.predict.estimate import estimate
-from shardwise.predict.states import zero_table
+from shardwise.predict.memory.states import zero_table
 
 __all__ = ["estimate", "zero_table"]

@@ -11,9 +11,9 @@ from shardwise.layout.units import Backend, usual_backend
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import count
 from shardwise.predict.arguments import as_cluster, as_layout, as_model, as_workload
-from shardwise.predict.ledger import predict_ledger
-from shardwise.predict.memory import predict_bytes
+from shardwise.predict.memory.step import predict_bytes
 from shardwise.predict.step_seconds import try_step_seconds
+from shardwise.predict.traffic.ledger import predict_ledger
 from shardwise.report.step_report import DTYPE_BYTES, Bytes, Role, StepReport
 from shardwise.report.units import format_bytes
 

@@ -3,8 +3,8 @@
 With few tokens in a micro-batch a third of a step is not arithmetic but calls: of operators, of autograd's nodes, of
 memory (docs/performance.md). So norm, projections and rotation are one function with a backward of its own, and so is
 all that follows attention. The same bytes are saved as where the decoder's modules compute one by one
-(`predict/activations.py`), which they do wherever this cannot: with dropout, norms of heads, and weights that do not
-lie end to end (`UnitPlan.fuses_blocks`).
+(`predict/memory/activations.py`), which they do wherever this cannot: with dropout, norms of heads, and weights that do
+not lie end to end (`UnitPlan.fuses_blocks`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`Generator`: one rank's share of a decoder with its weights and its part of the cache, which computes turns.
 
-What a turn communicates, `turn_ledger` of `predict/generation` says beforehand; it depends on the plan, on T, the
-turn's tokens, and on B, the rows whose logits are wanted, alone:
+What a turn communicates, `turn_ledger` of `predict/traffic/serving.py` says beforehand; it depends on the plan, on T,
+the turn's tokens, and on B, the rows whose logits are wanted, alone:
 
 - tp: each block sums [T, hidden] twice over tp, the embedding once; where B > 0 the head's logits are gathered, unit
   "logits", tp x B x ceil(vocab / tp) elements;

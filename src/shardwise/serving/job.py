@@ -19,8 +19,8 @@ from shardwise.checkpoint.huggingface import HuggingFaceWeights
 from shardwise.errors import LayoutError, UserError
 from shardwise.layout import Layout
 from shardwise.model import ModelConfig
-from shardwise.predict.generation.fit import CHUNK, PAGE
-from shardwise.predict.generation.split import check_generation
+from shardwise.predict.memory.serving import CHUNK, PAGE
+from shardwise.predict.serving_layout import check_generation
 from shardwise.runtime import TRANSPORTS
 
 CONTEXT = 4096

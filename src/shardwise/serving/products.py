@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.predict.generation.fit import BYTE_ROWS, WIDE_OUTPUTS, int8_bytes
+from shardwise.predict.memory.serving import BYTE_ROWS, WIDE_OUTPUTS, int8_bytes
 
 _ROWS = 8
 """Rows for which oneDNN lays a matrix out; what it chooses for these does well from 1 to 256."""

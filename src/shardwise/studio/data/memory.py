@@ -16,11 +16,11 @@ from shardwise.layout.units import usual_backend
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import count
 from shardwise.predict import estimate
-from shardwise.predict.activations import Sizes, saved_items
-from shardwise.predict.capacity import capacity_of
-from shardwise.predict.memory import OPTIMIZER_BYTES, optimizer_bytes, parameter_bytes
-from shardwise.predict.peak import inputs, moments, saved_inputs, tables
-from shardwise.predict.pipeline import moments as moments_of_rank
+from shardwise.predict.memory.activations import Sizes, saved_items
+from shardwise.predict.memory.capacity import capacity_of
+from shardwise.predict.memory.peak import inputs, moments, saved_inputs, tables
+from shardwise.predict.memory.pipeline import moments as moments_of_rank
+from shardwise.predict.memory.step import OPTIMIZER_BYTES, optimizer_bytes, parameter_bytes
 from shardwise.report.page.palette import BYTE_CLASSES
 from shardwise.report.step_report import DTYPE_BYTES, StepReport
 from shardwise.report.units import format_bytes, format_count, format_ranks

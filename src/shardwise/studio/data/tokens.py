@@ -15,12 +15,12 @@ from shardwise.layout.units import UnitPlan
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import count
 from shardwise.planner.strategies import ENGINE, Asked, Generated, compare, usual_layouts
-from shardwise.predict.generation import layers
-from shardwise.predict.generation.split import plan_of
-from shardwise.predict.generation.timing import Strategy
-from shardwise.predict.generation.turns import padded_vocab
+from shardwise.predict.serving_layout import plan_of
 from shardwise.predict.step_seconds import usual_engine
+from shardwise.predict.time import decode_ops
+from shardwise.predict.time.generation import Strategy
 from shardwise.predict.time.profiles import engine
+from shardwise.predict.traffic.serving import padded_vocab
 from shardwise.report import time_parts
 from shardwise.report.step_report import DTYPE_BYTES
 from shardwise.report.units import format_bytes, format_count, format_spans, format_time
@@ -238,9 +238,9 @@ def _strategy(model: ModelConfig, layout: Layout, cluster: Cluster) -> Strategy:
     return Strategy(model, layout, engine(usual_engine(cluster, ENGINE)), cluster)
 
 
-def _way(model: ModelConfig, layout: Layout, cluster: Cluster, asked: Asked) -> list[layers.Piece]:
+def _way(model: ModelConfig, layout: Layout, cluster: Cluster, asked: Asked) -> list[decode_ops.Piece]:
     """How the token half-way through the answer goes through the layers."""
-    return layers.way(_strategy(model, layout, cluster), asked.batch, asked.prompt + asked.output / 2)
+    return decode_ops.way(_strategy(model, layout, cluster), asked.batch, asked.prompt + asked.output / 2)
 
 
 @lru_cache(maxsize=64)

@@ -9,7 +9,7 @@ from shardwise.layout import Layout, Mesh
 from shardwise.layout.mesh import PP, SHARD, TP
 from shardwise.layout.placement import Placed
 from shardwise.model import ModelConfig
-from shardwise.predict.generation.split import blocks_of, plan_of
+from shardwise.predict.serving_layout import blocks_of, plan_of
 from shardwise.report.step_report import DTYPE_BYTES
 from shardwise.report.units import format_bytes, format_count, format_share, format_spans
 from shardwise.studio.columns import How, Table

@@ -9,7 +9,8 @@ from urllib.parse import urlencode
 from shardwise.cluster import Cluster
 from shardwise.layout import Layout
 from shardwise.model import ModelConfig
-from shardwise.predict.generation.layers import (
+from shardwise.predict.serving_layout import plan_of, sequences_of
+from shardwise.predict.time.decode_ops import (
     ATTENTION,
     FEED_FORWARD,
     GATHER,
@@ -21,7 +22,6 @@ from shardwise.predict.generation.layers import (
     WAIT,
     Piece,
 )
-from shardwise.predict.generation.split import plan_of, sequences_of
 from shardwise.report.step_report import DTYPE_BYTES
 from shardwise.report.units import format_bytes, format_time
 from shardwise.studio.columns import How, Table

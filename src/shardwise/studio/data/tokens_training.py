@@ -7,8 +7,8 @@ from itertools import takewhile
 from typing import Any
 
 from shardwise.planner.strategies import Generated
-from shardwise.predict.generation.layers import MOVING, Piece
-from shardwise.predict.generation.training import BACKWARD, REDUCE, passes
+from shardwise.predict.time.decode_ops import MOVING, Piece
+from shardwise.predict.time.strategy_training import BACKWARD, REDUCE, passes
 from shardwise.report.units import format_share, format_time
 from shardwise.studio.columns import Table
 from shardwise.studio.data.timelines import Event, Timeline

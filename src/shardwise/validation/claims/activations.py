@@ -7,8 +7,8 @@ from shardwise.layout.mesh import TP, named
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import get
 from shardwise.model.flops import hardware_flops_per_token, training_flops_per_token
-from shardwise.predict.activations import Sizes, saved_items
-from shardwise.predict.ledger import predict_ledger
+from shardwise.predict.memory.activations import Sizes, saved_items
+from shardwise.predict.traffic.ledger import predict_ledger
 from shardwise.schedule.closed_forms import CLOSED_FORMS
 from shardwise.validation.claims.showing import Inputs, Samples, Values, topic
 from shardwise.validation.megatron_memory import BLOCK_ITEMS, activation_bytes, block_activations
@@ -39,14 +39,14 @@ def residual_bytes(hidden: int, layers: int, seq: int, batch: int) -> int:
 
 @shows(
     "act-residual",
-    "predict.activations.saved_items",
+    "predict.memory.activations.saved_items",
     text="{gb:.3g} GB, which is what recompute=full keeps of the blocks",
 )
 def _residual(inputs: Inputs) -> Values:
     return {"gb": residual_bytes(inputs["h"], inputs["layers"], inputs["s"], inputs["b"]) / GB}
 
 
-@shows("act-residual-32k", "predict.activations.saved_items", text="{gb:.1f} GB ({gib:.0f} GiB)")
+@shows("act-residual-32k", "predict.memory.activations.saved_items", text="{gb:.1f} GB ({gib:.0f} GiB)")
 def _residual_32k(inputs: Inputs) -> Values:
     held = residual_bytes(4096, 32, 32768, 16)
     return {"gb": held / GB, "gib": held / 2**30}
@@ -114,7 +114,7 @@ def _whole_batch(inputs: Inputs) -> Values:
 
 @shows(
     "act-128k",
-    "predict.activations.saved_items",
+    "predict.memory.activations.saved_items",
     "validation.megatron_memory.activation_bytes",
     text="{residual_gb:.0f} GB of residual stream alone, {all_tb_flash:.2f} TB of all with FlashAttention",
 )
@@ -129,7 +129,7 @@ def _long_sequence(inputs: Inputs) -> Values:
 @shows(
     "sp-activation",
     "validation.megatron_memory.block_activations",
-    "predict.ledger.predict_ledger",
+    "predict.traffic.ledger.predict_ledger",
     text="a layer of 175B at t=8: {without_gb:.2f} GB a rank without, {with_gb:.2f} GB with it; in forward both send "
     "{forward_mb:.0f} MB a layer and rank, in backward {backward_mb:.0f} MB without, {backward_sp_mb:.0f} MB with it, "
     "since inputs are gathered again (Megatron-LM does so, too, beside computation)",
@@ -167,7 +167,7 @@ def _sent_in_block(model: ModelConfig, layout: str) -> list[float]:
 @shows(
     "checkpointing-o1",
     "validation.megatron_memory.block_activations",
-    "predict.activations.saved_items",
+    "predict.memory.activations.saved_items",
     text="recompute=full keeps {per_block_mb:.1f} MB for each of 32 layers of 4096, recompute=input {input_mb:.1f} MB "
     "in all",
 )

@@ -6,9 +6,9 @@ from shardwise.cluster import Cluster
 from shardwise.cluster.catalog import lookup
 from shardwise.layout.mesh import TP, named
 from shardwise.model.catalog import get
-from shardwise.predict.ledger import predict_ledger
-from shardwise.predict.token_traffic import summed_bytes
-from shardwise.predict.zero_traffic import elements_moved, zeropp_across_nodes
+from shardwise.predict.traffic.ledger import predict_ledger
+from shardwise.predict.traffic.tokens import summed_bytes
+from shardwise.predict.traffic.zero import elements_moved, zeropp_across_nodes
 from shardwise.schedule import algorithms, build
 from shardwise.schedule.closed_forms import CLOSED_FORMS, lower_bound
 from shardwise.schedule.network import Network
@@ -131,7 +131,7 @@ def _sum_of_50mb(inputs: Inputs) -> Values:
     return said | {"ms_ring_300_p8": 1e3 * wire_seconds("all-reduce", "ring", nbytes, 8, 300 * GB)}
 
 
-@shows("zero3-volume", "predict.zero_traffic.elements_moved", "predict.ledger.predict_ledger",
+@shows("zero3-volume", "predict.traffic.zero.elements_moved", "predict.traffic.ledger.predict_ledger",
        text="{ratio:g} times; {ledger:.2f} in the ledger of llama-3-8b on 64 ranks, where the last units of forward "
        "are still there when backward begins, and the embedding's backward reads no weights")  # fmt: skip
 def _volume_of_zero_3(inputs: Inputs) -> Values:
@@ -149,7 +149,7 @@ def _moved(layout: str) -> int:
 
 @shows(
     "zeropp-volume",
-    "predict.zero_traffic.zeropp_across_nodes",
+    "predict.traffic.zero.zeropp_across_nodes",
     text="{before:g}M between nodes become {after:g}M: {ratio:g} times less; by one of them alone: qwZ {qwz:g}M, hpZ "
     "{hpz:g}M, qgZ {qgz:g}M",
 )
@@ -169,7 +169,7 @@ def _volume_of_zeropp(inputs: Inputs) -> Values:
 
 @shows(
     "tp-collectives-per-layer",
-    "predict.ledger.predict_ledger",
+    "predict.traffic.ledger.predict_ledger",
     "shardwise estimate llama-2-7b --layout tp=8 --cluster 8xH100 --seq 2048 --batch 1",
     text="{forward_all_reduces_per_layer:g} all-reduces a layer in forward, {backward:g} in backward; with sp "
     "{gathers:g} all-gathers and {scatters:g} reduce-scatters in forward",
@@ -184,7 +184,11 @@ def _collectives_per_layer(inputs: Inputs) -> Values:
     }
 
 
-@shows("tp-64-allreduces", "predict.ledger.predict_ledger", text="{forward} in forward, {forward_and_backward} in all")
+@shows(
+    "tp-64-allreduces",
+    "predict.traffic.ledger.predict_ledger",
+    text="{forward} in forward, {forward_and_backward} in all",
+)
 def _sums_of_32_layers(inputs: Inputs) -> Values:
     forward, backward = (block_collectives("tp=8", phase, "all_reduce") for phase in ("forward", "backward"))
     return {"forward": forward, "forward_and_backward": forward + backward}
@@ -200,7 +204,7 @@ def block_collectives(layout: str, phase: str, op: str) -> int:
 
 @shows(
     "act-96-layer-19gb",
-    "predict.token_traffic.summed_bytes",
+    "predict.traffic.tokens.summed_bytes",
     text="{gb:.1f} GB for 4,096 tokens, {each_mb:.0f} MB a collective, in forward alone",
 )
 def _sums_of_96_layers(inputs: Inputs) -> Values:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.predict.token_traffic import boundary_bytes
+from shardwise.predict.traffic.tokens import boundary_bytes
 from shardwise.schedule.pipeline import Action, PipelineSchedule, build, complete
 from shardwise.schedule.pipeline.bubbles import least_micro, simulated
 from shardwise.schedule.pipeline.closed_forms import of_total
@@ -21,13 +21,13 @@ def unit_times(schedule: PipelineSchedule) -> Times:
     return Times.equal(schedule.stages, 1.0, 0.5, 0.5)
 
 
-@shows("pp-boundary", "predict.token_traffic.boundary_bytes", text="{bytes:,} bytes = {kib:g} KiB")
+@shows("pp-boundary", "predict.traffic.tokens.boundary_bytes", text="{bytes:,} bytes = {kib:g} KiB")
 def _boundary(inputs: Inputs) -> Values:
     nbytes = boundary_bytes(32, 4096)
     return {"bytes": nbytes, "kib": nbytes / 1024}
 
 
-@shows("pp-boundary-8k", "predict.token_traffic.boundary_bytes", text="{bytes:,} bytes = {kib:g} KiB")
+@shows("pp-boundary-8k", "predict.traffic.tokens.boundary_bytes", text="{bytes:,} bytes = {kib:g} KiB")
 def _boundary_8k(inputs: Inputs) -> Values:
     nbytes = boundary_bytes(16, 8192)
     return {"bytes": nbytes, "kib": nbytes / 1024}

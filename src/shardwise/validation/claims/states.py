@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from shardwise.model.catalog import get
 from shardwise.model.parameters import blueprint, count_parts
-from shardwise.predict.memory import OPTIMIZER_BYTES
-from shardwise.predict.states import largest_model, least_devices, training_states, zero_table
-from shardwise.predict.token_traffic import stored_bytes
+from shardwise.predict.memory.states import largest_model, least_devices, training_states, zero_table
+from shardwise.predict.memory.step import OPTIMIZER_BYTES
+from shardwise.predict.traffic.tokens import stored_bytes
 from shardwise.report.step_report import DTYPE_BYTES
 from shardwise.validation.claims.showing import Inputs, Samples, Values, topic
 
@@ -20,7 +20,7 @@ MARKETED = 80 * GB
 
 @shows(
     "mem-16-bytes",
-    "predict.states.training_states",
+    "predict.memory.states.training_states",
     text="7B: {total_gb:g} GB = {weights_gb:g} weights + {gradients_gb:g} gradients + {optimizer_gb:g} optimizer; "
     "{wide_gb:g} GB with fp32 gradients",
 )
@@ -35,7 +35,7 @@ def _sixteen_bytes(inputs: Inputs) -> Values:
     }
 
 
-@shows("mem-largest-24gb", "predict.states.largest_model", text="{billions:g}B parameters in 24 GB")
+@shows("mem-largest-24gb", "predict.memory.states.largest_model", text="{billions:g}B parameters in 24 GB")
 def _largest_on_24gb(inputs: Inputs) -> Values:
     params = largest_model(inputs["device_gb"] * GB)
     return {"params": params, "billions": params / 1e9}
@@ -73,8 +73,8 @@ def _zero_1(inputs: Inputs) -> Values:
 
 @shows(
     "mem-175b",
-    "predict.states.training_states",
-    "predict.states.least_devices",
+    "predict.memory.states.training_states",
+    "predict.memory.states.least_devices",
     text="{wg_gb:g} GB of weights and gradients, {opt_gb:,.0f} GB of optimizer, {total_gb:,.0f} GB: {min_gpus} GPUs",
 )
 def _memory_175b(inputs: Inputs) -> Values:
@@ -87,7 +87,11 @@ def _memory_175b(inputs: Inputs) -> Values:
     }
 
 
-@shows("mem-10b", "predict.states.training_states", text="{weights_gb:g} GB of weights, {training_gb:g} GB in training")
+@shows(
+    "mem-10b",
+    "predict.memory.states.training_states",
+    text="{weights_gb:g} GB of weights, {training_gb:g} GB in training",
+)
 def _memory_10b(inputs: Inputs) -> Values:
     held = training_states(10e9)
     return {"weights_gb": held.weights / GB, "training_gb": held.total / GB}
@@ -95,7 +99,7 @@ def _memory_10b(inputs: Inputs) -> Values:
 
 @shows(
     "optimizer-12x",
-    "predict.memory.OPTIMIZER_BYTES",
+    "predict.memory.step.OPTIMIZER_BYTES",
     text="{bytes_per_parameter} bytes a parameter, {times_fp16_weights:g} times the 2-byte weights",
 )
 def _optimizer_bytes(inputs: Inputs) -> Values:
@@ -105,7 +109,7 @@ def _optimizer_bytes(inputs: Inputs) -> Values:
 
 @shows(
     "mem-70b-112tb",
-    "predict.states.training_states",
+    "predict.memory.states.training_states",
     text="{all_tb:g} TB with gradients, {without_gradients_tb:g} TB without",
 )
 def _memory_70b(inputs: Inputs) -> Values:
@@ -115,7 +119,7 @@ def _memory_70b(inputs: Inputs) -> Values:
 
 @shows(
     "dp-8-copies",
-    "predict.states.training_states",
+    "predict.memory.states.training_states",
     text="{per_gpu_mb:g} MB a GPU and {total_gb:g} GB with all of AdamW's state in fp16; mixed precision: "
     "{mixed_mb:,.0f} MB and {mixed_gb:g} GB",
 )
@@ -143,7 +147,7 @@ def _embedding(inputs: Inputs) -> Values:
     return {"params": params, "millions": params / 1e6}
 
 
-@shows("gpt4-table", "predict.token_traffic.stored_bytes", text="{fp16:,.0f} / {int8:,.0f} / {int4:,.0f} GB")
+@shows("gpt4-table", "predict.traffic.tokens.stored_bytes", text="{fp16:,.0f} / {int8:,.0f} / {int4:,.0f} GB")
 def _weights_of_1800b(inputs: Inputs) -> Values:
     gb = [stored_bytes(1.8e12, dtype) / GB for dtype in ("float16", "int8", "int4")]
     return {"gb": gb, "fp16": gb[0], "int8": gb[1], "int4": gb[2]}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from shardwise.errors import UserError
-from shardwise.predict.capacity import RESERVED_BYTES
+from shardwise.predict.memory.capacity import RESERVED_BYTES
 from shardwise.validation.megatron_memory import deepspeed_bytes
 from shardwise.validation.scoreboard.configuration import Row, engine_of, model_of, split_of, stage_of, whole
 

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 from shardwise.errors import UserError
-from shardwise.predict.memory import OPTIMIZER_BYTES
+from shardwise.predict.memory.step import OPTIMIZER_BYTES
 from shardwise.report.step_report import DTYPE_BYTES
 
 

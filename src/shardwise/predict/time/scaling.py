@@ -10,7 +10,7 @@ from typing import NamedTuple
 from shardwise.cluster import Cluster
 from shardwise.layout.mesh import KV, TP, Mesh, named
 from shardwise.layout.units import UnitPlan
-from shardwise.predict.ledger import predict_ledger
+from shardwise.predict.traffic.ledger import predict_ledger
 
 
 class StepTime(NamedTuple):

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardwise.layout.units import Residency, Unit, UnitPlan
-from shardwise.predict.activations import Sizes
-from shardwise.predict.buffers import Walk
-from shardwise.predict.peak import inputs, optimizer
-from shardwise.predict.pipeline_action import ActionMemory, Change, Effect, StageBytes
+from shardwise.predict.memory.activations import Sizes
+from shardwise.predict.memory.buffers import Walk
+from shardwise.predict.memory.peak import inputs, optimizer
+from shardwise.predict.memory.pipeline_action import ActionMemory, Change, Effect, StageBytes
 from shardwise.report.step_report import DTYPE_BYTES
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from shardwise.cluster import Cluster
 from shardwise.layout import Layout, Workload
 from shardwise.model import ModelConfig
-from shardwise.predict.generation.layers import GATHER, SUM, Piece
+from shardwise.predict.time.decode_ops import GATHER, SUM, Piece
 from shardwise.predict.time.pieces import Pieces, pieces, total
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import Engine

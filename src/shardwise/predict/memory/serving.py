@@ -16,8 +16,8 @@ from shardwise.layout import Layout, UnitPlan
 from shardwise.layout.legality import valid_tp
 from shardwise.layout.placement import Placed, kv_heads_held, width_held
 from shardwise.model import ModelConfig
-from shardwise.predict.generation.split import blocks_of, check_generation, plan_of
-from shardwise.predict.generation.turns import padded_vocab
+from shardwise.predict.serving_layout import blocks_of, check_generation, plan_of
+from shardwise.predict.traffic.serving import padded_vocab
 from shardwise.report.step_report import DTYPE_BYTES
 from shardwise.report.units import format_bytes
 

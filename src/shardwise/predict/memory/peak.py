@@ -12,10 +12,10 @@ from collections.abc import Iterator
 
 from shardwise.layout.units import UnitPlan
 from shardwise.model.chunking import ATTENTION_ROWS, loss_chunk, optimizer_chunk
-from shardwise.predict.activations import Sizes, mask_bytes, saved_bytes, saved_items, saved_mask, takes_products
-from shardwise.predict.block_tensors import BlockTensors
-from shardwise.predict.buffers import Held, When, held_through_step
-from shardwise.predict.transients import dropout, gather, norm_backward, norm_forward, scatter, weight_gradient
+from shardwise.predict.memory.activations import Sizes, mask_bytes, saved_bytes, saved_items, saved_mask, takes_products
+from shardwise.predict.memory.block_tensors import BlockTensors
+from shardwise.predict.memory.buffers import Held, When, held_through_step
+from shardwise.predict.memory.transients import dropout, gather, norm_backward, norm_forward, scatter, weight_gradient
 
 
 def peak_beyond_lasting(plan: UnitPlan) -> int:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from shardwise.layout.pipeline import stages
-from shardwise.predict.generation.split import plan_of
-from shardwise.predict.generation.timing import Strategy
+from shardwise.predict.serving_layout import plan_of
+from shardwise.predict.time.generation import Strategy
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.serving import PassSeconds, decode_products
 

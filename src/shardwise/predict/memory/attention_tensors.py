@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from shardwise.layout.units import UnitPlan
 from shardwise.model.chunking import ATTENTION_ROWS
-from shardwise.predict.activations import Sizes, takes_products
-from shardwise.predict.transients import LiveBytes, dropout
+from shardwise.predict.memory.activations import Sizes, takes_products
+from shardwise.predict.memory.transients import LiveBytes, dropout
 
 
 class AttentionTensors:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from shardwise.layout.mesh import PP, SHARD, TP, Mesh
 from shardwise.layout.units import Gather, UnitPlan
-from shardwise.predict.ledger import Rows, ledger_of
+from shardwise.predict.traffic.ledger import Rows, ledger_of
 from shardwise.report.step_report import LedgerRow, Phase
 
 CONTROL, TOKENS = "control", "tokens"

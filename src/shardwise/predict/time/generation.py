@@ -19,14 +19,14 @@ from shardwise.cluster.catalog import lookup
 from shardwise.layout import Layout, UnitPlan
 from shardwise.layout.pipeline import stages
 from shardwise.model import ModelConfig
-from shardwise.predict.generation.split import plan_of, sequences_of
-from shardwise.predict.generation.turns import steady_gathers
+from shardwise.predict.serving_layout import plan_of, sequences_of
 from shardwise.predict.time.constants import constants
 from shardwise.predict.time.kernels import WIDTH
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import Engine
 from shardwise.predict.time.ranges import Range, time_range
 from shardwise.predict.time.serving import PassSeconds, Serving, decode_pass, prefill_pass
+from shardwise.predict.traffic.serving import steady_gathers
 
 FEW = 8
 """Sequences of one pass up to which kernels follow each other as when one sequence is decoded."""

@@ -12,16 +12,9 @@ from functools import cache, partial
 from typing import NamedTuple
 
 from shardwise.layout.units import UnitPlan
-from shardwise.predict.activations import Sizes, kept_items, saved_items, saved_mask
-from shardwise.predict.buffers import Held, Walk, When
-from shardwise.predict.peak import (
-    backwards,
-    forward,
-    loss,
-    of_weights,
-    saved_inputs,
-    tables,
-)
+from shardwise.predict.memory.activations import Sizes, kept_items, saved_items, saved_mask
+from shardwise.predict.memory.buffers import Held, Walk, When
+from shardwise.predict.memory.peak import backwards, forward, loss, of_weights, saved_inputs, tables
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from shardwise.layout.units import UnitPlan
 from shardwise.model.chunking import dropout_chunk, product_piece
-from shardwise.predict.activations import Sizes
-from shardwise.predict.buffers import wide_chunk
+from shardwise.predict.memory.activations import Sizes
+from shardwise.predict.memory.buffers import wide_chunk
 
 
 class LiveBytes:

@@ -1,7 +1,7 @@
 """Bytes that a rank holds in one training step, by class, in closed form; and the peak.
 
 A class is the most that is there of it at one time; the peak is less than their sum, since gradients come as saved
-activations go (`predict/buffers.py`).
+activations go (`predict/memory/buffers.py`).
 Parameters, gradients, optimizer state, communication buffers and saved activations are exact (a test holds each to a
 measured step). The peak adds what is transient at the worst moment; it is held to 5%.
 """
@@ -9,10 +9,10 @@ measured step). The peak adds what is transient at the worst moment; it is held 
 from __future__ import annotations
 
 from shardwise.layout.units import UnitPlan
-from shardwise.predict.activations import saved_bytes
-from shardwise.predict.buffers import held_through_step
-from shardwise.predict.peak import peak_beyond_lasting
-from shardwise.predict.pipeline import held_by_actions
+from shardwise.predict.memory.activations import saved_bytes
+from shardwise.predict.memory.buffers import held_through_step
+from shardwise.predict.memory.peak import peak_beyond_lasting
+from shardwise.predict.memory.pipeline import held_by_actions
 from shardwise.report.step_report import DTYPE_BYTES, Bytes
 
 OPTIMIZER_BYTES = {"bf16": 12, "fp32": 8, "fp64": 16}

@@ -7,9 +7,9 @@ time needs no list of moments to choose from.
 from __future__ import annotations
 
 from shardwise.layout.units import UnitPlan
-from shardwise.predict.activations import Sizes
-from shardwise.predict.attention_tensors import AttentionTensors
-from shardwise.predict.transients import (
+from shardwise.predict.memory.activations import Sizes
+from shardwise.predict.memory.attention_tensors import AttentionTensors
+from shardwise.predict.memory.transients import (
     LiveBytes,
     dropout,
     gather,
