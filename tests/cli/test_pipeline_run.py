@@ -15,8 +15,8 @@ import pytest
 from harness.processes import alive, children
 from shardwise.cli.main import main
 from shardwise.cli.pipeline.measurements import order
-from shardwise.runtime.pretend import job
-from shardwise.runtime.pretend.job import Measured, Measurement, one_by_one
+from shardwise.emulate import job
+from shardwise.emulate.job import Measured, Measurement, one_by_one
 from shardwise.schedule.pipeline import generators
 from shardwise.schedule.pipeline.memory import peaks
 from shardwise.schedule.pipeline.simulate import simulate

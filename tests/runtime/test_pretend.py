@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from harness.pool import run_ranks
-from shardwise.runtime.pretend import worker
-from shardwise.runtime.pretend.job import Case, Job, Measurement, measure, one_by_one, result_of
-from shardwise.runtime.pretend.worker import Moment, Record, TimedWorker
+from shardwise.emulate import worker
+from shardwise.emulate.job import Case, Job, Measurement, measure, one_by_one, result_of
+from shardwise.emulate.worker import Moment, Record, TimedWorker
 from shardwise.schedule.pipeline import Action, build, find, generators
 from shardwise.schedule.pipeline.memory import peaks
 from shardwise.schedule.pipeline.simulate import simulate
@@ -37,7 +37,7 @@ def four(tmp_path_factory) -> Measurement:
     """A loop and a V on four ranks, over gloo."""
     cases = case("interleaved", 4, 4, tied=True), case("zb-v", 4, 5, zero=2)
     out = tmp_path_factory.mktemp("four") / "result.json"
-    run_ranks("shardwise.runtime.pretend.rank:run", 4, Job(cases, 64, 1, "gloo", timeout=60.0, out=str(out)))
+    run_ranks("shardwise.emulate.rank:run", 4, Job(cases, 64, 1, "gloo", timeout=60.0, out=str(out)))
     return result_of(cases, json.loads(out.read_text()))
 
 
@@ -46,7 +46,7 @@ def many(tmp_path_factory) -> Measurement:
     """Messages that wait for a rank's other stages, or for other tokens, over gloo: more micro-batches than 3p."""
     cases = case("breadth-first", 2, 7), case("decode", 2, 8, tokens=3)
     out = tmp_path_factory.mktemp("many") / "result.json"
-    run_ranks("shardwise.runtime.pretend.rank:run", 2, Job(cases, 64, 1, "gloo", timeout=30.0, out=str(out)))
+    run_ranks("shardwise.emulate.rank:run", 2, Job(cases, 64, 1, "gloo", timeout=30.0, out=str(out)))
     return result_of(cases, json.loads(out.read_text()))
 
 

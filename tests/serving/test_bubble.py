@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.emulate.serving import PretendedStage
 from shardwise.layout import Layout
 from shardwise.model import ModelConfig
 from shardwise.report.step_report import Bytes, TransportRow
@@ -20,7 +21,6 @@ from shardwise.schedule.pipeline.simulate import simulate
 from shardwise.schedule.pipeline.times import Times
 from shardwise.serving.bubble import Filled, measured, median, simulated
 from shardwise.serving.job import ServingJob
-from shardwise.serving.pretend import PretendedStage
 from shardwise.serving.recording import Note, notes_file
 
 MODEL = ModelConfig("m", vocab=53, hidden=24, layers=6, heads=4, kv_heads=2, ffn=42, max_positions=64)

@@ -33,7 +33,6 @@ from shardwise.serving.engine import Generator
 from shardwise.serving.job import Loading, Ready, ServingJob, weights_in
 from shardwise.serving.lockstep import Done, Hear, Lockstep
 from shardwise.serving.messages import Asked, Drain, Load
-from shardwise.serving.pretend import PretendedStage
 from shardwise.serving.recording import Note, notes_file
 from shardwise.serving.service import JOB, connect
 
@@ -135,7 +134,7 @@ class Notes:
         self._file.write(note.to_line())
 
 
-def run(rank: int, job: ServingJob, folder: Path, signs: pulse.Pulse) -> None:
+def run(rank: int, job: ServingJob, folder: Path, signs: pulse.Pulse, stage: type[Generator] = Generator) -> None:
     """Load, answer until nobody asks any more, and end."""
     started = time.monotonic()
     device = torch.device("cpu") if job.device == "cpu" else torch.device("cuda", rank % torch.cuda.device_count())
@@ -150,9 +149,9 @@ def run(rank: int, job: ServingJob, folder: Path, signs: pulse.Pulse) -> None:
     comms = make_comms(
         job.layout, job.model, rank, timeout=job.hang + pulse.MARGIN, transport=job.transport, pulse=signs
     )
-    generator = (PretendedStage if job.pretend else Generator)(job, comms, rank, device)
+    generator = stage(job, comms, rank, device)
     generator.load(weights, way.loading if way else lambda done, of: None)
-    hop = generator.hop() if isinstance(generator, PretendedStage) else 0.0
+    hop = generator.hop()
     _wait_for_all("the start of the replica", together, signs)
     if way:
         way.tell([Ready(
@@ -215,8 +214,8 @@ def join(job: ServingJob) -> int:
     return rank
 
 
-def main(argv: list[str]) -> int:
-    """Be a rank. Returns the exit code."""
+def main(argv: list[str], stage: type[Generator] = Generator) -> int:
+    """Run one rank. stage: what computes. Returns the exit code."""
     process.bind()
 
     def work() -> None:
@@ -224,7 +223,7 @@ def main(argv: list[str]) -> int:
         signs.work("its preparation")
         folder = Path(argv[0])
         job = ServingJob.read(folder / JOB)
-        run(join(job), job, folder, signs)
+        run(join(job), job, folder, signs, stage)
 
     return process.guarded(work)
 

@@ -46,6 +46,10 @@ def silent(line: str) -> None:
     """Say nothing."""
 
 
+_RANK, _EMULATED = "shardwise.serving.rank", "shardwise.emulate.serving"
+"""Modules that are run as ranks; this room imports neither."""
+
+
 class Service:
     """A generation engine on the ranks of this host; may be used from any thread.
 
@@ -109,7 +113,7 @@ class Service:
         assert self._folder is not None
         try:
             ending = supervise(
-                [sys.executable, "-m", "shardwise.serving.rank", str(self._folder)],
+                [sys.executable, "-m", _EMULATED if self.job.pretend else _RANK, str(self._folder)],
                 self.job.layout.ranks,
                 threads=self.job.threads,
                 loopback=self.job.device == "cpu",

@@ -11,7 +11,7 @@ from shardwise.cli.output import show
 from shardwise.cli.pipeline.given import title
 
 if TYPE_CHECKING:
-    from shardwise.runtime.pretend.job import Measured, Measurement
+    from shardwise.emulate.job import Measured, Measurement
     from shardwise.schedule.pipeline import PipelineSchedule
     from shardwise.schedule.pipeline.simulate import Simulated
 

@@ -16,7 +16,7 @@ from shardwise.runtime import TRANSPORTS
 from shardwise.runtime.installed import require
 
 if TYPE_CHECKING:
-    from shardwise.runtime.pretend.job import Case, Measured
+    from shardwise.emulate.job import Case, Measured
     from shardwise.schedule.pipeline import PipelineSchedule
 
 MOST_RANKS = 64
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from shardwise.cli.pipeline import measurements
-    from shardwise.runtime.pretend.job import measure
+    from shardwise.emulate.job import measure
     from shardwise.schedule.pipeline.times import seconds_of
 
     if args.pretend is None or args.layout is not None:
@@ -73,14 +73,14 @@ def run(args: argparse.Namespace) -> int:
 
 def _nbytes(args: argparse.Namespace) -> int:
     """Bytes of a message, in whole words."""
-    from shardwise.runtime.pretend.job import WORD
+    from shardwise.emulate.job import WORD
 
     return max(1, -(-bytes_of("--bytes", args.bytes) // WORD)) * WORD
 
 
 def _cases(args: argparse.Namespace) -> tuple[list[Case], dict[str, str]]:
     """What is to be run; and with --all the schedules that these numbers are not for: name -> why."""
-    from shardwise.runtime.pretend.job import Case
+    from shardwise.emulate.job import Case
     from shardwise.schedule.pipeline.times import parse_times
 
     given = parse_times(args.pretend)

@@ -130,7 +130,7 @@ def measure(cases: Sequence[Case], nbytes: int, steps: int, transport: str = "au
     def job(out: str) -> dict[str, Any]:
         return Job(tuple(cases), nbytes, steps, transport, timeout=_TIMEOUT + 2 * longest, out=out).to_json()
 
-    return result_of(cases, whole("shardwise.runtime.pretend.rank", job, ranks))
+    return result_of(cases, whole("shardwise.emulate.rank", job, ranks))
 
 
 def result_of(cases: Sequence[Case], result: dict[str, Any]) -> Measurement:

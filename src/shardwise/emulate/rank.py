@@ -1,4 +1,4 @@
-"""One rank of a pretended pipeline: `python -m shardwise.runtime.pretend.rank JOB.json`."""
+"""One rank of a pretended pipeline: `python -m shardwise.emulate.rank JOB.json`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise.emulate.job import WORD, Case, Job
+from shardwise.emulate.worker import TimedWorker
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Mesh
 from shardwise.layout.mesh import PP
 from shardwise.runtime.comms import Comms
 from shardwise.runtime.job.rank import leave, main
 from shardwise.runtime.pipeline import execute
-from shardwise.runtime.pretend.job import WORD, Case, Job
-from shardwise.runtime.pretend.worker import TimedWorker
 from shardwise.schedule.pipeline.times import Times
 
 TURNS, PAUSE = 40, 0.01

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.emulate.job import WORD, Case
 from shardwise.layout.mesh import PP
 from shardwise.runtime.comms import Comms, Key
-from shardwise.runtime.pretend.job import WORD, Case
 from shardwise.schedule.pipeline import Action
 
 PAGE = 4096

@@ -3,16 +3,20 @@ ones, so that what a pipeline makes of a prompt's chunks can be measured on any 
 
 from __future__ import annotations
 
+import sys
 import time
 
 import torch
 from torch import Tensor
 
-from shardwise.runtime.pretend.job import WORD
-from shardwise.runtime.pretend.rank import hop
+from shardwise.emulate.job import WORD
+from shardwise.emulate.rank import hop
+from shardwise.runtime.job import rank as process
+from shardwise.runtime.job.launch import USER_MISTAKE
 from shardwise.serving.attention import Rows
 from shardwise.serving.engine import Generator, Progress
 from shardwise.serving.job import Weights
+from shardwise.serving.rank import main
 from shardwise.serving.scheduler import Turn
 
 _NUMBERS = 128
@@ -52,3 +56,9 @@ class PretendedStage(Generator):
         """Seconds of a message between stages, as large as a whole chunk's. All ranks must call it."""
         nbytes = self.job.chunk * self.plan.model.hidden * self.dtype.itemsize
         return hop(self.comms, -(-nbytes // WORD) * WORD)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(USER_MISTAKE)
+    process.leave(main(sys.argv[1:], PretendedStage), at_once=True)
