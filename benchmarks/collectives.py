@@ -56,7 +56,7 @@ class TorchRank:
         import torch
         import torch.distributed as dist
 
-        from shardwise.runtime.heap import keep_freed_memory
+        from shardwise.runtime.allocator import keep_freed_memory
         from shardwise.runtime.transport import shared_transport
 
         keep_freed_memory()  # as the trainer does

@@ -47,8 +47,8 @@ from shardwise.report.units import format_bytes, format_count
 from shardwise.runtime.config import OptimizerConfig
 from shardwise.runtime.hardware import matmul_rate
 from shardwise.runtime.measure import Measurement
+from shardwise.runtime.pipeline.step import Program
 from shardwise.runtime.setup import make_comms
-from shardwise.runtime.step import Program
 
 TINY = ModelConfig("tiny", vocab=512, hidden=128, layers=3, heads=4, kv_heads=2, ffn=352, max_positions=256)
 DEVICES = {"NVIDIA H100 80GB HBM3": "H100", "NVIDIA A100-SXM4-80GB": "A100"}

@@ -28,8 +28,8 @@ from shardwise.layout import pipeline as pipelines
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import parameters
 from shardwise.runtime.config import OptimizerConfig
+from shardwise.runtime.pipeline.step import Program
 from shardwise.runtime.setup import make_comms, stream_view
-from shardwise.runtime.step import Program
 
 SEED = 0
 LR = 1e-3

@@ -27,7 +27,7 @@ import torch.multiprocessing as mp
 from train_step import MODEL
 
 from shardwise.layout import Layout
-from shardwise.runtime.heap import keep_freed_memory
+from shardwise.runtime.allocator import keep_freed_memory
 
 KINDS = {
     "matrix products": ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm"),

@@ -35,11 +35,11 @@ from shardwise.checkpoint import Checkpoint
 from shardwise.decoder.initial import initial_values
 from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.model import ModelConfig
+from shardwise.runtime.allocator import keep_freed_memory
 from shardwise.runtime.checkpointing import Position, Saver
 from shardwise.runtime.config import OptimizerConfig
-from shardwise.runtime.heap import keep_freed_memory
+from shardwise.runtime.pipeline.step import Program
 from shardwise.runtime.setup import make_comms, stream_view
-from shardwise.runtime.step import Program
 
 MODEL = ModelConfig("bench", vocab=2048, hidden=256, layers=4, heads=4, kv_heads=4, ffn=704, max_positions=512)
 SEQ, BATCH = 256, 8

@@ -37,7 +37,7 @@ from shardwise.cluster import Cluster, Device, Link
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.predict.time.scaling import step_time
-from shardwise.runtime.heap import keep_freed_memory
+from shardwise.runtime.allocator import keep_freed_memory
 
 PREDICTED = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 STRATEGIES = ("zero=0", "zero=1", "zero=2", "zero=3", "tp", "tp,sp")

@@ -53,7 +53,7 @@ from shardwise.errors import UserError
 from shardwise.model import ModelConfig
 from shardwise.model.flops import training_flops_per_sequence
 from shardwise.model.parameters import count
-from shardwise.runtime.heap import keep_freed_memory
+from shardwise.runtime.allocator import keep_freed_memory
 from shardwise.runtime.measure import _Storages
 
 MODEL = ModelConfig("bench", vocab=4096, hidden=384, layers=6, heads=4, kv_heads=4, ffn=1024, max_positions=2048)

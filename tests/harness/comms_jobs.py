@@ -16,7 +16,7 @@ from torch import Tensor
 from shardwise.layout import Layout, Mesh
 from shardwise.layout.mesh import Axes
 from shardwise.report.step_report import LedgerRow
-from shardwise.runtime.comms import Comms
+from shardwise.runtime.transport.comms import Comms
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64)
 

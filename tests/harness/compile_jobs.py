@@ -10,7 +10,7 @@ import torch
 from harness import jobs
 from harness.reference import Case, Outcome
 from shardwise.layout import Layout
-from shardwise.runtime.step import Program
+from shardwise.runtime.pipeline.step import Program
 
 
 @dataclass

@@ -22,8 +22,11 @@ Fault = dict[str, Any]
 
 
 def main(fault: Fault, argv: list[str]) -> int:
-    from shardwise.runtime import batches, blocks, checkpointing, engine, optimizer
+    from shardwise.runtime import checkpointing
+    from shardwise.runtime.data import batches
     from shardwise.runtime.job import pulse, worker
+    from shardwise.runtime.tensor import blocks
+    from shardwise.runtime.zero import engine, optimizer
 
     (Path(fault["pids"]) / str(os.getpid())).touch()
     if int(os.environ["RANK"]) != fault["rank"]:

@@ -22,8 +22,8 @@ from shardwise.layout import Layout, Mesh
 from shardwise.layout.mesh import DP, TP
 from shardwise.model.parameters import parameters
 from shardwise.runtime.checkpointing import restore
-from shardwise.runtime.optimizer import learning_rate
 from shardwise.runtime.setup import stream_view
+from shardwise.runtime.zero.optimizer import learning_rate
 
 SAVED, STEPS = 3, 6
 """Steps before the checkpoint, and steps in all."""

@@ -17,9 +17,9 @@ from shardwise.layout.mesh import DP, TP
 from shardwise.model import ModelConfig
 from shardwise.runtime.checkpointing import Position, Saver, start_from
 from shardwise.runtime.config import OptimizerConfig
-from shardwise.runtime.loss import IGNORED
+from shardwise.runtime.pipeline.step import Program
 from shardwise.runtime.setup import make_comms, stream_view
-from shardwise.runtime.step import Program
+from shardwise.runtime.tensor.loss import IGNORED
 
 SIZES = {"vocab_size": 53, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
 LLAMA = {**SIZES, "num_key_value_heads": 2, "intermediate_size": 42, "max_position_embeddings": 64}

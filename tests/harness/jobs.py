@@ -18,11 +18,11 @@ from shardwise.layout.mesh import DP, TP
 from shardwise.layout.units import Backend
 from shardwise.report import Role
 from shardwise.report.step_report import Bytes
-from shardwise.runtime.engine import FlatUnit, local_values
 from shardwise.runtime.measure import Measurement
-from shardwise.runtime.optimizer import learning_rate
+from shardwise.runtime.pipeline.step import Program
 from shardwise.runtime.setup import make_comms, stream_view
-from shardwise.runtime.step import Program
+from shardwise.runtime.zero.engine import FlatUnit, local_values
+from shardwise.runtime.zero.optimizer import learning_rate
 
 
 @dataclass(frozen=True)

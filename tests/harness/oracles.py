@@ -25,7 +25,7 @@ from shardwise.decoder.modules import Linear, Lookup
 from shardwise.layout import Layout
 from shardwise.layout.pipeline import placement, stages
 from shardwise.model.parameters import blueprint, parameters
-from shardwise.runtime.optimizer import learning_rate
+from shardwise.runtime.zero.optimizer import learning_rate
 
 
 def _decoder(case: Case) -> Decoder:

@@ -15,7 +15,7 @@ from shardwise.layout import Workload
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import Parameter, parameters
 from shardwise.runtime.config import OptimizerConfig
-from shardwise.runtime.optimizer import learning_rate
+from shardwise.runtime.zero.optimizer import learning_rate
 
 STEPS = 3
 """Steps that a case trains: the first, one from changed weights, and one whose buffers have all been used before."""

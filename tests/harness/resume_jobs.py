@@ -17,9 +17,9 @@ from shardwise.checkpoint import Checkpoint
 from shardwise.data import Sampler
 from shardwise.layout import Layout, Mesh
 from shardwise.layout.mesh import DP
-from shardwise.runtime.batches import Batches
 from shardwise.runtime.checkpointing import Position, Saver, restore
-from shardwise.runtime.optimizer import learning_rate
+from shardwise.runtime.data.batches import Batches
+from shardwise.runtime.zero.optimizer import learning_rate
 
 TOKENS = 5000
 STEPS = 8

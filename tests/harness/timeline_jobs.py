@@ -18,9 +18,9 @@ from shardwise.layout import Layout
 from shardwise.report import LedgerRow, TransportRow
 from shardwise.report.exposure import Span, spans
 from shardwise.report.step_report import Bytes, Role
-from shardwise.runtime.optimizer import learning_rate
-from shardwise.runtime.step import Program
+from shardwise.runtime.pipeline.step import Program
 from shardwise.runtime.timeline import Timeline
+from shardwise.runtime.zero.optimizer import learning_rate
 
 RECORDED = STEPS - 2
 DELAY = 2e-3

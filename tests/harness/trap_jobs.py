@@ -21,8 +21,8 @@ from shardwise.layout.mesh import DATA
 from shardwise.layout.placement import width_held
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import parameters
-from shardwise.runtime.loss import summed_cross_entropy
 from shardwise.runtime.setup import make_comms
+from shardwise.runtime.tensor.loss import summed_cross_entropy
 from shardwise.runtime.transport.adding import Target
 
 Boundary = dict[str, tuple[Tensor, Tensor | None]]
@@ -35,7 +35,7 @@ def cross_entropy(rank: int, payload: tuple[Layout, ModelConfig, Tensor, Tensor,
     The last of the payload: how many logits the loss works on at a time.
     """
     layout, model, logits, targets, chunk = payload
-    with patch("shardwise.runtime.loss.loss_chunk", lambda _: chunk):
+    with patch("shardwise.runtime.tensor.loss.loss_chunk", lambda _: chunk):
         return _cross_entropy(rank, layout, model, logits, targets)
 
 

@@ -24,7 +24,8 @@ Seen = Counter[tuple[str, tuple[int, ...], int, str]]
 """(c10d operation, ranks, elements of the full tensor, dtype) -> how often."""
 
 REALISED_AS = {"all_reduce": "allreduce_", "all_gather_into": "_allgather_base_", "reduce_scatter": "alltoall_base_"}
-"""How gloo realises each row of a ledger: a reduce-scatter is an all-to-all and a local sum (`runtime/comms.py`)."""
+"""How gloo realises each row of a ledger: a reduce-scatter is an all-to-all and a local sum
+(`runtime/transport/comms.py`)."""
 
 
 class Witness(TorchDispatchMode):

@@ -19,12 +19,21 @@ class Mistake:
 
 TESTS = ("tests/runtime/test_traps.py", "tests/runtime/test_pipeline_traps.py")
 
-ENGINE, UNITS, STEP, LOSS = "runtime/engine.py", "layout/units.py", "runtime/step.py", "runtime/loss.py"
-OPTIMIZER, LINEAR, PLACEMENT = "runtime/optimizer.py", "runtime/linear.py", "layout/placement.py"
-GRADIENTS, JOINED = "runtime/gradients.py", "runtime/joined.py"
+ENGINE, UNITS, STEP, LOSS = (
+    "runtime/zero/engine.py",
+    "layout/units.py",
+    "runtime/pipeline/step.py",
+    "runtime/tensor/loss.py",
+)
+OPTIMIZER, LINEAR, PLACEMENT = "runtime/zero/optimizer.py", "runtime/tensor/linear.py", "layout/placement.py"
+GRADIENTS, JOINED = "runtime/zero/gradients.py", "runtime/tensor/fused.py"
 ATTENTION, MODULES, SETUP = "decoder/attention.py", "decoder/modules.py", "runtime/setup.py"
 CHECKPOINTING = "runtime/checkpointing.py"
-PIPELINE, SCHEDULE, LISTS = "runtime/pipeline.py", "schedule/pipeline/plan.py", "schedule/pipeline/completion.py"
+PIPELINE, SCHEDULE, LISTS = (
+    "runtime/pipeline/executor.py",
+    "schedule/pipeline/plan.py",
+    "schedule/pipeline/completion.py",
+)
 
 MISTAKES = (
     Mistake(1, "each end of a pipeline keeps its own gradient of the tied table", PIPELINE,
@@ -136,7 +145,7 @@ MISTAKES = (
             "if flat.staging is not None and flat.unit.name in self._reductions:", "if False:", "trap_19"),
     Mistake(19, "gradients are staged over others that are still to be summed", ENGINE,
             "if self.plan.staging_slots[name] == slot:", "if False:", "trap_19"),
-    Mistake(19, "gradients are staged over others that a rank still reads", "runtime/buffers.py",
+    Mistake(19, "gradients are staged over others that a rank still reads", "runtime/zero/buffers.py",
             "self._reclaim(self.tensor)", "pass", "trap_19"),
     Mistake(19, "the optimizer does not wait for the reductions", ENGINE,
             "pending.wait()\n        self._reductions.clear()", "pass\n        self._reductions.clear()", "trap_19"),
@@ -157,7 +166,7 @@ MISTAKES = (
             "target[: held.stop - held.start].copy_", "trap_21"),
     Mistake(22, "a resumed run begins its text again", CHECKPOINTING,
             "return Position(manifest.step, manifest.samples,", "return Position(manifest.step, 0,", "trap_22"),
-    Mistake(22, "samples are dealt out in turn", "runtime/batches.py",
+    Mistake(22, "samples are dealt out in turn", "runtime/data/batches.py",
             "for at in range(start, start + share, micro)]",
             "for at in range(first + self.data_rank, first + count, micro * self.plan.layout.dp)]", "trap_22"),
     Mistake(22, "a resumed optimizer counts its updates from zero", CHECKPOINTING,

@@ -15,11 +15,11 @@ from shardwise.decoder.llama import LlamaBlock
 from shardwise.decoder.modules import Batch
 from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.model import ModelConfig
-from shardwise.runtime.blocks import join_block
-from shardwise.runtime.comms import DONE
-from shardwise.runtime.gradients import Place, WeightGradients, give_place
-from shardwise.runtime.joined import end_to_end
-from shardwise.runtime.linear import Site
+from shardwise.runtime.tensor.blocks import join_block
+from shardwise.runtime.tensor.fused import end_to_end
+from shardwise.runtime.tensor.linear import Site
+from shardwise.runtime.transport.comms import DONE
+from shardwise.runtime.zero.gradients import Place, WeightGradients, give_place
 
 MODEL = ModelConfig("joined", vocab=17, hidden=24, layers=1, heads=4, kv_heads=2, ffn=20, max_positions=64)
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.runtime.buffers import Buffer, Share, Tally
+from shardwise.runtime.zero.buffers import Buffer, Share, Tally
 
 CPU = torch.device("cpu")
 

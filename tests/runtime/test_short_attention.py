@@ -13,7 +13,7 @@ from shardwise.decoder import Decoder
 from shardwise.decoder.modules import Batch
 from shardwise.model import ModelConfig
 from shardwise.model.chunking import ATTENTION_ROWS, LONGEST_SHORT, SHORTEST
-from shardwise.runtime.attention import _ShortAttention, hidden_keys, shorten_attention
+from shardwise.runtime.tensor.attention import _ShortAttention, hidden_keys, shorten_attention
 
 ERROR = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 MODEL = ModelConfig("short", vocab=17, hidden=24, layers=1, heads=4, kv_heads=2, ffn=20, max_positions=600)

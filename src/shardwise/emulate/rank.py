@@ -18,9 +18,9 @@ from shardwise.emulate.worker import TimedWorker
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Mesh
 from shardwise.layout.mesh import PP
-from shardwise.runtime.comms import Comms
 from shardwise.runtime.job.rank import leave, main
-from shardwise.runtime.pipeline import execute
+from shardwise.runtime.pipeline.executor import execute
+from shardwise.runtime.transport.comms import Comms
 from shardwise.schedule.pipeline.times import Times
 
 TURNS, PAUSE = 40, 0.01

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardwise.emulate.job import WORD, Case
 from shardwise.layout.mesh import PP
-from shardwise.runtime.comms import Comms, Key
+from shardwise.runtime.transport.comms import Comms, Key
 from shardwise.schedule.pipeline import Action
 
 PAGE = 4096
@@ -89,7 +89,7 @@ def _what(leaf: Action) -> str:
 
 
 class TimedWorker:
-    """A `Worker` of `runtime.pipeline` for one step of a case. nbytes: of a message.
+    """A `Worker` of `runtime.pipeline.executor` for one step of a case. nbytes: of a message.
 
     A computation sleeps for its time; what a sleep lasts too long, the next one lasts less, unless the rank stood still
     in between. Every message is real, and checked to be the one that the computation is for. F allocates what its stage

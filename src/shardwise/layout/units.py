@@ -338,7 +338,7 @@ class UnitPlan:
 
     @cached_property
     def fuses_blocks(self) -> bool:
-        """Whether its blocks compute in two functions of several operators each (`runtime/blocks.py`)."""
+        """Whether its blocks compute in two functions of several operators each (`runtime/tensor/blocks.py`)."""
         model, layout = self.model, self.layout
         if (
             self.blueprint.of_kind("block")[0].module != "llama"

@@ -36,14 +36,14 @@ from shardwise.layout import Layout, Mesh, Workload, unit_plan
 from shardwise.layout.mesh import DATA, PP, SHARD, Axes
 from shardwise.model import ModelConfig
 from shardwise.model.chunking import optimizer_chunk
-from shardwise.runtime.attention import shorten_attention
-from shardwise.runtime.comms import Comms
 from shardwise.runtime.job.rank import RankJob, leave, main
-from shardwise.runtime.loss import summed_cross_entropy
+from shardwise.runtime.pipeline.stages import Stages
 from shardwise.runtime.samples import Probed, within_limits
 from shardwise.runtime.setup import make_comms
-from shardwise.runtime.stages import Stages
+from shardwise.runtime.tensor.attention import shorten_attention
+from shardwise.runtime.tensor.loss import summed_cross_entropy
 from shardwise.runtime.transport.adding import Target
+from shardwise.runtime.transport.comms import Comms
 
 Call = Callable[[], object]
 
@@ -266,7 +266,7 @@ class _Alone:
 
 
 def _optimizer(elements: int, dtype: torch.dtype, device: torch.device) -> Call:
-    """What `runtime.optimizer` does to an interval: the norm, clipping, the update."""
+    """What `runtime.zero.optimizer` does to an interval: the norm, clipping, the update."""
     master, first, second = (torch.zeros(elements, device=device) for _ in range(3))
     grads = torch.full((elements,), 1e-3, dtype=dtype, device=device)
     weights = master if dtype == torch.float32 else torch.zeros(elements, dtype=dtype, device=device)

@@ -39,7 +39,7 @@ from shardwise.checkpoint.manifest import NAME as MANIFEST
 from shardwise.errors import UserError
 from shardwise.runtime.job.launch import reason
 from shardwise.runtime.job.pulse import Pulse
-from shardwise.runtime.step import Program
+from shardwise.runtime.pipeline.step import Program
 
 KINDS = ("model", "first", "second")
 """Stored tensors of each parameter: its (master) weights and AdamW's two moments."""

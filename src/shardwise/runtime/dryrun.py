@@ -144,8 +144,8 @@ def _observe(plan: UnitPlan, rank: int, fake: Any) -> Role:
 
     from shardwise.runtime.config import OptimizerConfig
     from shardwise.runtime.measure import Measurement
+    from shardwise.runtime.pipeline.step import Program
     from shardwise.runtime.setup import make_comms
-    from shardwise.runtime.step import Program
     from shardwise.runtime.torch_versions import know_fake_collectives
 
     know_fake_collectives()

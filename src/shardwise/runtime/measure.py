@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.report.step_report import Bytes, Role
-from shardwise.runtime.gradients import Product
-from shardwise.runtime.stages import no_moment
-from shardwise.runtime.step import Program
+from shardwise.runtime.pipeline.stages import no_moment
+from shardwise.runtime.pipeline.step import Program
+from shardwise.runtime.zero.gradients import Product
 
 SETTLE = 1e-3
 """Seconds that a measured step on CPU stands still after each collective, so that its buffers are gone."""

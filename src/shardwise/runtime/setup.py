@@ -12,8 +12,8 @@ from shardwise.errors import UserError
 from shardwise.layout import Layout, Mesh
 from shardwise.layout.mesh import DATA, KV, PP, REPLICATE, SHARD, TP
 from shardwise.model import ModelConfig
-from shardwise.runtime.comms import Comms
 from shardwise.runtime.job.pulse import Pulse
+from shardwise.runtime.transport.comms import Comms
 
 AXES = (DATA, SHARD, REPLICATE, TP, KV, PP, DATA + PP, SHARD + TP + PP)
 """Every group over which the runtime communicates."""

@@ -24,10 +24,10 @@ import torch.distributed as dist
 from shardwise.report.exposure import COMMUNICATION, COMPUTE, WAITING
 from shardwise.report.rank_timelines import Recorded
 from shardwise.report.step_report import DTYPE_BYTES, TransportRow
-from shardwise.runtime.comms import Key
+from shardwise.runtime.transport.comms import Key
 
 if TYPE_CHECKING:
-    from shardwise.runtime.step import Program
+    from shardwise.runtime.pipeline.step import Program
 
 Event = dict[str, Any]
 

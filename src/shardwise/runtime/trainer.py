@@ -32,22 +32,22 @@ from shardwise.report.exposure import Exposure
 from shardwise.report.rank_timelines import Recorded, aligned, kept
 from shardwise.report.run_directory import RunDirectory
 from shardwise.report.step_report import Role, StepReport, merge_roles
-from shardwise.runtime.batches import Batches
+from shardwise.runtime.allocator import keep_freed_memory
 from shardwise.runtime.checkpointing import Position, Saver, restore, start_from
 from shardwise.runtime.config import TrainConfig
-from shardwise.runtime.engine import torch_dtype
+from shardwise.runtime.data.batches import Batches
 from shardwise.runtime.hardware import matmul_rate
-from shardwise.runtime.heap import keep_freed_memory
 from shardwise.runtime.job import pulse
 from shardwise.runtime.job.launch import RANK_FAILED, lost_a_peer, reason, say
 from shardwise.runtime.job.meeting import meet
 from shardwise.runtime.job.stop import Stopped, StopRequest
 from shardwise.runtime.measure import Measurement
-from shardwise.runtime.optimizer import learning_rate
+from shardwise.runtime.pipeline.step import Program
 from shardwise.runtime.record import Record
 from shardwise.runtime.setup import make_comms
-from shardwise.runtime.step import Program
 from shardwise.runtime.timeline import Timeline
+from shardwise.runtime.zero.engine import torch_dtype
+from shardwise.runtime.zero.optimizer import learning_rate
 
 MEASURED_STEP = 2
 """The step whose report is taken: the first two fill caches. Its timeline is the next step's."""

@@ -20,10 +20,10 @@ from torch import Tensor
 from shardwise.checkpoint import Held, needs
 from shardwise.layout import Workload, unit_plan
 from shardwise.layout.placement import kv_heads_held
-from shardwise.runtime.comms import Comms
-from shardwise.runtime.engine import torch_dtype
-from shardwise.runtime.stages import Stages
+from shardwise.runtime.pipeline.stages import Stages
+from shardwise.runtime.transport.comms import Comms
 from shardwise.runtime.transport.shared import flat_array
+from shardwise.runtime.zero.engine import torch_dtype
 from shardwise.serving.attention import PagedCache, Rows, rows_of
 from shardwise.serving.job import ServingJob, Weights
 from shardwise.serving.maps import apply_generation

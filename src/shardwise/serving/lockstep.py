@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from shardwise.layout.mesh import PP, SHARD, TP
-from shardwise.runtime.comms import Pending
+from shardwise.runtime.transport.comms import Pending
 from shardwise.serving.engine import Generator
 from shardwise.serving.messages import Answer, Asked, Cancel, Drain, Request
 from shardwise.serving.pages import Pages

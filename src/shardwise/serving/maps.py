@@ -1,6 +1,6 @@
 """A decoder's maps as generation computes them: without gradients, split over tp, several of one input in one product.
 
-Cuts are those of training (`layout/placement.py`, `runtime/tensor_parallel.py`): column-parallel maps communicate
+Cuts are those of training (`layout/placement.py`, `runtime/tensor/swap.py`): column-parallel maps communicate
 nothing, row-parallel ones sum over tp, and the head's logits are gathered.
 """
 
@@ -22,9 +22,9 @@ from shardwise.decoder.modules import Linear, Linears, Lookup, RMSNorm, TiedLine
 from shardwise.layout.mesh import TP
 from shardwise.layout.units import UnitPlan
 from shardwise.model.blueprint import Cut
-from shardwise.runtime.comms import Comms
-from shardwise.runtime.joined import end_to_end
-from shardwise.runtime.tensor_parallel import vocabulary_range
+from shardwise.runtime.tensor.fused import end_to_end
+from shardwise.runtime.tensor.swap import vocabulary_range
+from shardwise.runtime.transport.comms import Comms
 from shardwise.serving.attention import PagedCache, Rows
 from shardwise.serving.blocks import (
     attention_forward,

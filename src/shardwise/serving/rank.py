@@ -24,7 +24,7 @@ from shardwise.errors import UserError
 from shardwise.layout import Mesh
 from shardwise.layout.mesh import DP, PP, SHARD, TP
 from shardwise.report.step_report import Bytes, Phase
-from shardwise.runtime.heap import give_back_freed_memory, keep_freed_memory
+from shardwise.runtime.allocator import give_back_freed_memory, keep_freed_memory
 from shardwise.runtime.job import pulse
 from shardwise.runtime.job import rank as process
 from shardwise.runtime.job.launch import USER_MISTAKE

@@ -93,7 +93,7 @@ def _attention_core(plan: UnitPlan, s: Sizes) -> Items:
 
 
 def takes_products(plan: UnitPlan) -> bool:
-    """Whether fused attention is that of `runtime/attention.py`: on CPUs, where sequences are short."""
+    """Whether fused attention is that of `runtime/tensor/attention.py`: on CPUs, where sequences are short."""
     layout, longest = plan.layout, LONGEST_SHORT.get(plan.layout.dtype, 0)
     short = SHORTEST <= plan.workload.seq <= longest and plan.backend != "nccl"
     return short and layout.compile != "block" and not plan.workload.isolate_documents

@@ -1,6 +1,6 @@
 """Bytes of the core of attention, from queries, keys and values to its output and back, as it allocates and frees them.
 
-Follows `decoder/attention.py` and, for short sequences on a CPU, `runtime/attention.py`.
+Follows `decoder/attention.py` and, for short sequences on a CPU, `runtime/tensor/attention.py`.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class AttentionTensors:
         live.free(self.q + values)  # scaled queries, and keys
 
     def _short_forward(self, live: LiveBytes) -> None:
-        """Forward of `runtime/attention.py`, one sequence after the other."""
+        """Forward of `runtime/tensor/attention.py`, one sequence after the other."""
         s = self.s
         live.allocate(self.q)
         if s.element == 2 or s.seq > ATTENTION_ROWS:

@@ -194,17 +194,17 @@ def _shardwise() -> Features:
     return _features(
         "this runtime",
         {
-            "tensor": "runtime/linear.py",
-            "sequence": "runtime/comms.py, gather_dim and reduce_scatter_dim",
+            "tensor": "runtime/tensor/linear.py",
+            "sequence": "runtime/transport/comms.py, gather_dim and reduce_scatter_dim",
             "context": "none yet: layout/legality.py, unsupported",
             "experts": "none yet: model/config.py, why_not_runnable",
             "schedules": "schedule/pipeline/registry.py",
             "uneven": "schedule/pipeline/stages.py, Stages.even",
             "bare_ends": "schedule/pipeline/stages.py, Stages",
-            "zero": "runtime/engine.py",
+            "zero": "runtime/zero/engine.py",
             "zero_in_pipeline": "schedule/pipeline/completion.py: UNSHARD and RESHARD",
             "hybrid": "layout/layout.py, shard_ranks and replicate_ranks",
-            "recompute": "runtime/blocks.py",
+            "recompute": "runtime/tensor/blocks.py",
         },
         context=(), experts=False,
     )  # fmt: skip

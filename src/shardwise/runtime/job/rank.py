@@ -94,7 +94,7 @@ def join(timeout: float) -> int:
     import torch
     import torch.distributed as dist
 
-    from shardwise.runtime.heap import keep_freed_memory
+    from shardwise.runtime.allocator import keep_freed_memory
 
     keep_freed_memory()  # as the trainer does
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))

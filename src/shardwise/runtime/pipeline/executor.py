@@ -16,9 +16,9 @@ from torch import Tensor
 from shardwise.decoder import Batch
 from shardwise.layout import pipeline
 from shardwise.layout.mesh import DATA, PP
-from shardwise.runtime.comms import Comms, Pending, Waiting
-from shardwise.runtime.gradients import Product
-from shardwise.runtime.stages import Stages
+from shardwise.runtime.pipeline.stages import Stages
+from shardwise.runtime.transport.comms import Comms, Pending, Waiting
+from shardwise.runtime.zero.gradients import Product
 from shardwise.schedule.pipeline import Action, PipelineSchedule
 
 

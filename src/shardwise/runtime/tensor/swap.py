@@ -14,10 +14,10 @@ from shardwise.decoder.modules import Linear, Linears, Lookup, TiedLinear, swap_
 from shardwise.layout.placement import place
 from shardwise.layout.units import UnitPlan
 from shardwise.model.blueprint import Cut
-from shardwise.runtime.blocks import join_block
-from shardwise.runtime.comms import Comms
-from shardwise.runtime.gradients import WeightGradients
-from shardwise.runtime.linear import Site, column, columns, lookup, row
+from shardwise.runtime.tensor.blocks import join_block
+from shardwise.runtime.tensor.linear import Site, column, columns, lookup, row
+from shardwise.runtime.transport.comms import Comms
+from shardwise.runtime.zero.gradients import WeightGradients
 
 
 def apply_tensor_parallel(decoder: Decoder, plan: UnitPlan, comms: Comms, weights: WeightGradients) -> set[nn.Module]:

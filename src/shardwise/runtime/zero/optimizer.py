@@ -14,9 +14,9 @@ from torch import Tensor
 
 from shardwise.layout.units import Span
 from shardwise.model.chunking import optimizer_chunk
-from shardwise.runtime.comms import Comms
 from shardwise.runtime.config import OptimizerConfig
-from shardwise.runtime.engine import Engine, FlatUnit, Values
+from shardwise.runtime.transport.comms import Comms
+from shardwise.runtime.zero.engine import Engine, FlatUnit, Values
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:

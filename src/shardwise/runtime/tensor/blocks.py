@@ -21,9 +21,9 @@ from shardwise.decoder import Batch
 from shardwise.decoder.attention import rotate
 from shardwise.decoder.llama import LlamaBlock
 from shardwise.decoder.modules import RMSNorm, rms_norm, rms_norm_backward, swap_forward
-from shardwise.runtime.gradients import place_of
-from shardwise.runtime.joined import Joined, Row
-from shardwise.runtime.linear import Site
+from shardwise.runtime.tensor.fused import Joined, Row
+from shardwise.runtime.tensor.linear import Site
+from shardwise.runtime.zero.gradients import place_of
 
 Tables = tuple[Tensor, Tensor]
 """What `Rope.whole` gives."""
@@ -123,7 +123,7 @@ def _gate_backward(grad: Tensor, y: Tensor, silu: Tensor) -> Tensor:
 
 def _side_by_side(grads: Sequence[Tensor]) -> Tensor:
     """Gradients of queries, keys and values [B, S, heads, D] as one tensor: the one that attention's backward has made
-    them in (`runtime/attention.py`), or a copy where they are apart."""
+    them in (`runtime/tensor/attention.py`), or a copy where they are apart."""
     whole = grads[0]._base
     heads = sum(each.shape[2] for each in grads)
     if whole is not None and whole.dim() == 4 and whole.shape[2] == heads and whole.is_contiguous():

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwise.layout.mesh import TP
 from shardwise.model.chunking import loss_chunk
-from shardwise.runtime.comms import Comms
+from shardwise.runtime.transport.comms import Comms
 
 IGNORED = -100
 

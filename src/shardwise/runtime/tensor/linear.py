@@ -18,8 +18,8 @@ from torch import Tensor
 
 from shardwise.decoder.modules import Linear, Lookup, TiedLinear
 from shardwise.layout.mesh import TP
-from shardwise.runtime.comms import DONE, Comms, Waiting
-from shardwise.runtime.gradients import WeightGradients, place_of
+from shardwise.runtime.transport.comms import DONE, Comms, Waiting
+from shardwise.runtime.zero.gradients import WeightGradients, place_of
 
 SEQUENCE_DIM = 1
 

@@ -38,10 +38,10 @@ from shardwise.layout.pipeline import releases_early, splits_backward
 from shardwise.layout.placement import Placed
 from shardwise.layout.units import Gather, Hop, Phase, Residency, Unit, UnitPlan, Use
 from shardwise.model.parameters import Parameter
-from shardwise.runtime.buffers import Buffer, Share, Tally
-from shardwise.runtime.comms import Comms, Waiting
-from shardwise.runtime.gradients import Place, WeightGradients, give_place
 from shardwise.runtime.transport.adding import Target
+from shardwise.runtime.transport.comms import Comms, Waiting
+from shardwise.runtime.zero.buffers import Buffer, Share, Tally
+from shardwise.runtime.zero.gradients import Place, WeightGradients, give_place
 
 Values = Callable[[Parameter, Tensor], Tensor]
 """(parameter, row-major global positions) -> float64 values: where initial weights come from."""

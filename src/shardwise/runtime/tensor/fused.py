@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from shardwise.decoder.modules import Linear, Linears
-from shardwise.runtime.gradients import Place, place_of
-from shardwise.runtime.linear import Site, add_bias, as_rows
+from shardwise.runtime.tensor.linear import Site, add_bias, as_rows
+from shardwise.runtime.zero.gradients import Place, place_of
 
 
 def end_to_end(tensors: Sequence[Tensor]) -> Tensor | None:

@@ -11,13 +11,13 @@ from torch import Tensor
 from shardwise.decoder import Batch
 from shardwise.layout.mesh import DATA
 from shardwise.layout.units import UnitPlan
-from shardwise.runtime.comms import Comms
 from shardwise.runtime.config import OptimizerConfig
-from shardwise.runtime.engine import Values
-from shardwise.runtime.loss import IGNORED
-from shardwise.runtime.optimizer import Optimizer
-from shardwise.runtime.pipeline import evaluate, train
-from shardwise.runtime.stages import Stages
+from shardwise.runtime.pipeline.executor import evaluate, train
+from shardwise.runtime.pipeline.stages import Stages
+from shardwise.runtime.tensor.loss import IGNORED
+from shardwise.runtime.transport.comms import Comms
+from shardwise.runtime.zero.engine import Values
+from shardwise.runtime.zero.optimizer import Optimizer
 
 
 class Program(Stages):

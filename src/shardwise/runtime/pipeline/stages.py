@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from shardwise.decoder import Batch, Decoder
 from shardwise.decoder.attention import CoreAttention
 from shardwise.layout.units import UnitPlan
-from shardwise.runtime.attention import shorten_attention
-from shardwise.runtime.comms import Comms
-from shardwise.runtime.engine import Engine
-from shardwise.runtime.gradients import Product, WeightGradients
-from shardwise.runtime.loss import summed_cross_entropy
-from shardwise.runtime.recompute import recompute, recompute_attention_cores
-from shardwise.runtime.tensor_parallel import apply_tensor_parallel, vocabulary_range
+from shardwise.runtime.pipeline.recompute import recompute, recompute_attention_cores
+from shardwise.runtime.tensor.attention import shorten_attention
+from shardwise.runtime.tensor.loss import summed_cross_entropy
+from shardwise.runtime.tensor.swap import apply_tensor_parallel, vocabulary_range
+from shardwise.runtime.transport.comms import Comms
+from shardwise.runtime.zero.engine import Engine
+from shardwise.runtime.zero.gradients import Product, WeightGradients
 
 
 class _BeforeForward(torch.autograd.Function):

@@ -1,0 +1,1 @@
+"""Data parallelism: which sequences a rank trains on."""

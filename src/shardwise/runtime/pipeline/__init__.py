@@ -1,0 +1,1 @@
+"""Pipeline parallelism: stages, the executor of schedules, and one training step."""

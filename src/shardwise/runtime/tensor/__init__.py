@@ -1,0 +1,1 @@
+"""Tensor and sequence parallelism: linear maps, attention and loss of one rank."""
