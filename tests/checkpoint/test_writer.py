@@ -26,9 +26,9 @@ from shardwise.checkpoint import (
     Piece,
     TensorSpec,
     commit,
+    direct_io,
     keep_last,
     latest,
-    straight,
     write_part,
 )
 from shardwise.checkpoint.manifest import BLOCK, NAME
@@ -90,7 +90,7 @@ def test_chunks_give_the_same_file_as_whole_arrays(tmp_path):
 
 def test_an_image_is_written_as_the_same_file(tmp_path, monkeypatch):
     """Of entries of any length, an empty one among them, and again with other values in the same memory."""
-    monkeypatch.setattr(straight, "CHUNK", 1 << 16)
+    monkeypatch.setattr(direct_io, "CHUNK", 1 << 16)
     rng = np.random.default_rng(2)
     sizes, dtypes = [7, 0, BLOCK // 4 + 12345, 1, 50_001], ["float32", "float64", "float32", "float32", "float64"]
     entries = [

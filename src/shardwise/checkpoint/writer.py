@@ -19,11 +19,11 @@ from typing import Self
 
 import numpy as np
 
+from shardwise.checkpoint.direct_io import StraightFile, memory
 from shardwise.checkpoint.dtypes import CODES, numpy_dtype, raw
 from shardwise.checkpoint.geometry import Piece, full
 from shardwise.checkpoint.manifest import BLOCK, NAME, PART_NAME, Manifest, Part, PartRecord, StoredPiece, TensorSpec
 from shardwise.checkpoint.reading import DamagedError
-from shardwise.checkpoint.straight import StraightFile, memory
 from shardwise.errors import UserError
 
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.checkpoint import straight
-from shardwise.checkpoint.straight import StraightFile
+from shardwise.checkpoint import direct_io
+from shardwise.checkpoint.direct_io import StraightFile
 
 
 def written(path: Path, parts: list[bytes]) -> bytes:
@@ -30,12 +30,12 @@ def test_parts_of_any_length_follow_each_other(sizes, seed):
     parts = [values.bytes(size) for size in sizes]
     # A small chunk, so that parts cross its end in every way.
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(straight, "CHUNK", 8192)
+        patch.setattr(direct_io, "CHUNK", 8192)
         assert written(Path(folder) / "file", parts) == b"".join(parts)
 
 
 def written_from_image(path: Path, parts: list[bytes]) -> bytes:
-    image = straight.memory(sum(map(len, parts)) or 1)
+    image = direct_io.memory(sum(map(len, parts)) or 1)
     at, file = 0, StraightFile(path, image)
     for part in parts:
         image[at : at + len(part)] = part
@@ -57,7 +57,7 @@ def test_what_lies_in_an_image_is_written_from_there(sizes, seed, chunk, direct)
     values = np.random.default_rng(seed)
     parts = [values.bytes(size) for size in sizes]
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(straight, "CHUNK", chunk)
+        patch.setattr(direct_io, "CHUNK", chunk)
         if not direct:
             patch.setattr(fcntl, "fcntl", refuse)
         assert written_from_image(Path(folder) / "file", parts) == b"".join(parts)
@@ -69,14 +69,14 @@ def refuse(*_):
 
 def test_a_file_system_that_knows_no_direct_writes(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "fcntl", refuse)
-    monkeypatch.setattr(straight, "CHUNK", 4096)
+    monkeypatch.setattr(direct_io, "CHUNK", 4096)
     parts = [b"a" * 5000, b"b" * 9001]
     assert written(tmp_path / "file", parts) == b"".join(parts)
 
 
 def test_a_file_system_that_takes_the_flag_and_not_the_writes(tmp_path, monkeypatch):
     """Chunks that are no multiple of what the disk wants stand in for one that wants more than a page."""
-    monkeypatch.setattr(straight, "CHUNK", 4097)
+    monkeypatch.setattr(direct_io, "CHUNK", 4097)
     parts = [b"a" * 5000, b"b" * 9001]
     assert written(tmp_path / "file", parts) == b"".join(parts)
 
@@ -85,14 +85,14 @@ def test_a_file_system_that_takes_the_flag_and_not_the_writes(tmp_path, monkeypa
 def test_direct_writes_leave_nothing_in_the_page_cache(tmp_path, from_image):
     """What makes it worth having; only the last page goes through it. Skips where the temporary folder's file system
     refuses direct writes."""
-    size = 3 * straight.CHUNK // 2 + 5
-    file = StraightFile(tmp_path / "file", straight.memory(size) if from_image else None)
+    size = 3 * direct_io.CHUNK // 2 + 5
+    file = StraightFile(tmp_path / "file", direct_io.memory(size) if from_image else None)
     if not file._straight:
         pytest.skip("no direct writes here")
     file.write(memoryview(bytes(size)))
     file.finish()
     with (tmp_path / "file").open("rb") as read:
-        for page in (0, straight.CHUNK, size - 5 - 4096):
+        for page in (0, direct_io.CHUNK, size - 5 - 4096):
             with pytest.raises(BlockingIOError):
                 os.preadv(read.fileno(), [bytearray(4096)], page, os.RWF_NOWAIT)
 
