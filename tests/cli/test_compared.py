@@ -8,7 +8,7 @@ import pytest
 
 from harness.huggingface import pretrained
 from harness.today import EVERYTHING
-from shardwise.cli import compared_here
+from shardwise.cli import compare_local
 from shardwise.cli.main import main
 from shardwise.layout import Layout
 from shardwise.model import ModelConfig
@@ -160,7 +160,7 @@ def test_full_rounds_are_those_in_which_every_sequence_has_one_more_token(tmp_pa
     def rounds(text: str, sequences: int, *turns: list[Note]) -> list[int]:
         job = ServingJob(model, Layout.parse(text), str(tmp_path))
         return [
-            len(compared_here._full_rounds(job, dict(enumerate(turns)), rank, sequences)) for rank in range(len(turns))
+            len(compare_local._full_rounds(job, dict(enumerate(turns)), rank, sequences)) for rank in range(len(turns))
         ]
 
     staged = [note(1, "prefill"), note(2), note(1), note(2), note(1), note(1), note(1), note(1)]

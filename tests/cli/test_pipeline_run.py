@@ -14,7 +14,7 @@ import pytest
 
 from harness.processes import alive, children
 from shardwise.cli.main import main
-from shardwise.cli.pipeline.measurements import order
+from shardwise.cli.show.pipeline_table import order
 from shardwise.emulate import job
 from shardwise.emulate.job import Measured, Measurement, one_by_one
 from shardwise.schedule.pipeline import generators

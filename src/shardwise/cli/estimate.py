@@ -57,7 +57,7 @@ def _step(args: argparse.Namespace) -> int:
         print_json(report.to_json())
         return 0
 
-    from shardwise.cli.timed import timing_lines
+    from shardwise.cli.show.step_time import timing_lines
     from shardwise.model.parameters import count
     from shardwise.predict.estimate import unmodelled
     from shardwise.predict.memory.capacity import capacity_of, explained

@@ -17,7 +17,7 @@ from shardwise.errors import UserError
 from shardwise.model.changes import change
 
 if TYPE_CHECKING:
-    from shardwise.cli.outlook import Serving, Training
+    from shardwise.cli.show.explain_table import Serving, Training
     from shardwise.cluster import Cluster
     from shardwise.interop import Reading
     from shardwise.model import ModelConfig
@@ -94,13 +94,13 @@ def _model(reading: Reading, args: argparse.Namespace) -> ModelConfig | None:
 
 
 def _outlook(reading: Reading, model: ModelConfig | None, cluster: Cluster | None) -> Training | Serving | None:
-    from shardwise.cli import outlook
+    from shardwise.cli.show import explain_table
 
     if model is None:
         return None
     if reading.served:
-        return outlook.serving(reading, model, cluster)
-    return outlook.training(reading, model, cluster) if reading.seq and reading.batch else None
+        return explain_table.serving(reading, model, cluster)
+    return explain_table.training(reading, model, cluster) if reading.seq and reading.batch else None
 
 
 def _missing(reading: Reading, model: ModelConfig | None) -> str:

@@ -15,11 +15,12 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cli import compared, pretended
+from shardwise.cli import emulate
 from shardwise.cli.engine import add_engine, fit_of, job_of
 from shardwise.cli.interrupts import ended_as_interrupted
 from shardwise.cli.output import print_json
 from shardwise.cli.prompts import add_prompts, read_prompts
+from shardwise.cli.show import compare_table
 from shardwise.errors import UserError
 from shardwise.runtime.installed import require
 from shardwise.runtime.job.locks import temporary_folder
@@ -40,8 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine(parser)
     group = parser.add_argument_group("what it cost")
     group.add_argument("--report", type=Path, metavar="DIR", help="write a StepReport for every turn to a new folder")
-    pretended.add_argument(group)
-    compared.add_arguments(parser)
+    emulate.add_argument(group)
+    compare_table.add_arguments(parser)
 
 
 def _sampling(parser: argparse.ArgumentParser) -> None:
@@ -63,10 +64,10 @@ def _run(args: argparse.Namespace) -> int:
     if args.compare is not None:
         usual = argparse.ArgumentParser()
         add_arguments(usual)
-        return compared.run(args, usual)
+        return compare_table.run(args, usual)
     require("generation", "torch")
     if args.pretend is not None:
-        return pretended.run(args)
+        return emulate.run(args)
     sampling = _sampling_of(args)
     with _report_folder(args.report) as notes:
         job = job_of(args, notes)

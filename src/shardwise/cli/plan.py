@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
     _check_kind(args)
     if args.serve:
-        from shardwise.cli.planned_serving import run as serve
+        from shardwise.cli.plan_serving import run as serve
 
         return serve(args)
     if args.find == "sequence" and args.seq is None:
@@ -140,7 +140,7 @@ def _plan(args: argparse.Namespace, model: Any, cluster: Any, workload: Any) -> 
     if args.json:
         print_json(found.to_json() | told)
         return 0
-    from shardwise.cli.planned import campaign_lines, plan_tables
+    from shardwise.cli.show.plan_table import campaign_lines, plan_tables
 
     show(*plan_tables(found), *campaign_lines(told))
     return 0
@@ -201,7 +201,7 @@ def _told(run: Any) -> dict[str, Any]:
 
 
 def _find(args: argparse.Namespace, model: Any, cluster: Any, workload: Any) -> int:
-    from shardwise.cli.planned import answer_lines
+    from shardwise.cli.show.plan_table import answer_lines
     from shardwise.planner.plan import space_for
     from shardwise.predict.memory.capacity import usable_bytes
 

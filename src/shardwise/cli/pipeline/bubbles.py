@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.output import print_json, show
-from shardwise.cli.pipeline.given import add_times, count, sized, timing_of
+from shardwise.cli.pipeline.arguments import add_times, count, sized, timing_of
 from shardwise.cli.quantities import numbers
 from shardwise.errors import UserError
 

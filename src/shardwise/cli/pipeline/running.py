@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.cli.output import print_json
-from shardwise.cli.pipeline.given import add_schedule, check, count, schedule_of
+from shardwise.cli.pipeline.arguments import add_schedule, check, count, schedule_of
 from shardwise.cli.quantities import bytes_of
 from shardwise.errors import UserError
 from shardwise.runtime import TRANSPORTS
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from shardwise.cli.pipeline import measurements
+    from shardwise.cli.show import pipeline_table
     from shardwise.emulate.job import measure
     from shardwise.schedule.pipeline.times import seconds_of
 
@@ -58,16 +58,16 @@ def run(args: argparse.Namespace) -> int:
     cases, left_out = _cases(args)
     _feasible(args, cases)
     found = measure(cases, _nbytes(args), args.steps, args.transport)
-    result = measurements.summed_up(found, found.hop if hop is None else hop)
+    result = pipeline_table.summed_up(found, found.hop if hop is None else hop)
     about = {"message_bytes": _nbytes(args), "hop": "measured" if hop is None else "given", "left_out": left_out}
     if args.trace:
         _write_trace(found.cases[0], args.trace)
     if args.json:
         print_json(about | result)
     elif args.all:
-        measurements.print_all(about | result)
+        pipeline_table.print_all(about | result)
     else:
-        measurements.print_one(about | result, cases[0].schedule)
+        pipeline_table.print_one(about | result, cases[0].schedule)
     return 0
 
 

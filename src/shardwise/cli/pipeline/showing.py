@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.output import print_json
-from shardwise.cli.pipeline.given import add_schedule, schedule_of, title, write
+from shardwise.cli.pipeline.arguments import add_schedule, schedule_of, title, write
 from shardwise.errors import UserError
 
 if TYPE_CHECKING:

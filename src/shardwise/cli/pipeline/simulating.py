@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.output import print_json, show
-from shardwise.cli.pipeline.given import (
+from shardwise.cli.pipeline.arguments import (
     add_schedule,
     add_stages,
     add_times,

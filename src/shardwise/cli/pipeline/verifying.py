@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.output import print_json, progress
-from shardwise.cli.pipeline.given import EARLY, count, read, sized
+from shardwise.cli.pipeline.arguments import EARLY, count, read, sized
 from shardwise.cli.quantities import numbers
 from shardwise.errors import UserError
 

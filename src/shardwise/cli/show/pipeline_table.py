@@ -8,7 +8,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.output import show
-from shardwise.cli.pipeline.given import title
+from shardwise.cli.pipeline.arguments import title
 
 if TYPE_CHECKING:
     from shardwise.emulate.job import Measured, Measurement

@@ -15,7 +15,7 @@ from shardwise.report.terminal import rows_by_name
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from shardwise.cli.compared_here import Here
+    from shardwise.cli.compare_local import Here
     from shardwise.layout import Layout
     from shardwise.planner.strategies import Asked, Comparison, Generated, Ratio
 
@@ -102,7 +102,7 @@ class Measured:
         }
 
     def tables(self) -> Iterator[RenderableType]:
-        from shardwise.cli.compared_here import tables
+        from shardwise.cli.compare_local import tables
 
         return tables(self.model, self.strategies, len(self.prompts))
 
@@ -123,7 +123,7 @@ class Predicted:
 def _measured(args: argparse.Namespace, prompted: bool) -> Measured:
     import sys
 
-    from shardwise.cli import compared_here
+    from shardwise.cli import compare_local
     from shardwise.planner.strategies import check_different
 
     if not Path(args.model).is_dir():
@@ -135,7 +135,7 @@ def _measured(args: argparse.Namespace, prompted: bool) -> Measured:
     asked = _asked(args, prompt=SHORT_PROMPT, output=SHORT_OUTPUT)
     prompts = _prompts(args) if prompted else _stand_ins(model_named(args).vocab, asked)
     terminal = sys.stderr.isatty()
-    found = compared_here.measure(
+    found = compare_local.measure(
         args, layouts, prompts, asked.output, lambda line: print(line, file=sys.stderr) if terminal else None
     )
     return Measured(args.model, prompts, found)

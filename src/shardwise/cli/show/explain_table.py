@@ -39,7 +39,7 @@ class Training:
         """What is printed: tables and texts."""
         if self.report is None:
             return [f"What it will do with {self.model.name} is not priced: {self.why}"]
-        from shardwise.cli.timed import timing_lines
+        from shardwise.cli.show.step_time import timing_lines
         from shardwise.predict.memory.capacity import capacity_of, explained
         from shardwise.report.tables import memory_table
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cli.timed import LEAST
+from shardwise.cli.show.step_time import LEAST
 from shardwise.layout import Mesh
 from shardwise.planner.alternatives import Alternative
 from shardwise.planner.plan import Plan
