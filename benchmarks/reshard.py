@@ -21,7 +21,17 @@ from pathlib import Path
 
 import numpy as np
 
-from shardwise.checkpoint import Checkpoint, Entry, Held, Manifest, TensorSpec, commit, reshard, write_part, writes
+from shardwise.checkpoint import (
+    Checkpoint,
+    LocalInterval,
+    Manifest,
+    PartEntry,
+    TensorSpec,
+    commit,
+    reshard,
+    write_part,
+    writes,
+)
 from shardwise.layout import Layout
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import count
@@ -41,7 +51,7 @@ def make(folder: Path, model: ModelConfig) -> None:
     """A checkpoint of random numbers, as 8 ranks would have written it."""
     noise = np.random.default_rng(0).standard_normal(1 << 22, dtype=np.float32)
 
-    def arrays(held: tuple[Held, ...]) -> Iterator[np.ndarray]:
+    def arrays(held: tuple[LocalInterval, ...]) -> Iterator[np.ndarray]:
         for _ in KINDS:
             for each in held:
                 yield np.resize(noise, each.stored.numel)
@@ -50,7 +60,9 @@ def make(folder: Path, model: ModelConfig) -> None:
     for rank in range(FROM.ranks):
         held = writes(model, FROM, rank)
         entries = [
-            Entry(f"{k}/{h.name}", TensorSpec(shape=h.shape, dtype="float32"), h.stored) for k in KINDS for h in held
+            PartEntry(f"{k}/{h.name}", TensorSpec(shape=h.shape, dtype="float32"), h.stored)
+            for k in KINDS
+            for h in held
         ]
         records.append(write_part(folder, rank, entries, arrays(held)))
     about = {"model": model.to_json(), "layout": str(FROM)}

@@ -17,7 +17,7 @@ import pytest
 
 import shardwise
 from shardwise import ModelConfig, UserError, Workload, api
-from shardwise.checkpoint import Entry, Manifest, Piece, TensorSpec, commit, keep_last, write_part
+from shardwise.checkpoint import Manifest, PartEntry, Piece, TensorSpec, commit, keep_last, write_part
 from shardwise.checkpoint.geometry import full
 from shardwise.data import Corpus
 from shardwise.report import StepReport
@@ -345,7 +345,7 @@ def begun(ranks, **changes) -> TrainConfig:
 
 
 def checkpoint_of(config: TrainConfig, folder: Path, **about) -> None:
-    entries = [Entry("model/x", TensorSpec((2,), "float32"), Piece.whole(full((2,))))]
+    entries = [PartEntry("model/x", TensorSpec((2,), "float32"), Piece.whole(full((2,))))]
     record = write_part(folder, 0, entries, [np.zeros(2, np.float32)])
     told = config.to_json() | about
     commit(folder, Manifest.of([record], step=2, samples=8, seed=0, optimizer_steps=2, about=told))

@@ -15,7 +15,7 @@ from shardwise.model.catalog import get
 from shardwise.model.parameters import count
 from shardwise.predict import estimate
 from shardwise.predict.memory.capacity import capacity_of
-from shardwise.report import Bytes, Comparison, compare
+from shardwise.report import Bytes, ReportComparison, compare
 from shardwise.report.run_directory import RunDirectory, next_free
 from shardwise.runtime.config import OptimizerConfig
 
@@ -75,8 +75,8 @@ def run_directory(out: Path | None) -> Path:
 
 
 @dataclass(frozen=True)
-class Continuation:
-    """The run, gone on from its checkpoint under another layout. Losses in nats a token, of the validation text."""
+class ResumedRun:
+    """The run, resumed from its checkpoint under another layout. Losses in nats a token, of the validation text."""
 
     layout: str
     before: float
@@ -97,9 +97,9 @@ class Tour:
     """A finished training run with its prediction beside it."""
 
     result: TrainResult
-    comparison: Comparison
+    comparison: ReportComparison
 
-    def go_on(self, layout: str, rank0_stdout: int | None = None) -> Continuation:
+    def go_on(self, layout: str, rank0_stdout: int | None = None) -> ResumedRun:
         """Resume the checkpoint under another layout, in a run of its own beside. Raises what `resume` raises."""
         out = next_free(self.result.out.with_name(f"{self.result.out.name}-resumed"))
         steps = STEPS + MORE_STEPS
@@ -107,7 +107,7 @@ class Tour:
             self.result.out, out=out, layout=layout, steps=steps, report=False, rank0_stdout=rank0_stdout,
             progress=lambda line: None,
         ).summary  # fmt: skip
-        return Continuation(
+        return ResumedRun(
             layout, self.validation_loss, again["first_validation_loss"], again["validation_loss"], MORE_STEPS
         )
 

@@ -9,7 +9,17 @@ from pathlib import Path
 
 import numpy as np
 
-from shardwise.checkpoint import Checkpoint, Entry, Manifest, PartRecord, TensorSpec, commit, needs, write_part, writes
+from shardwise.checkpoint import (
+    Checkpoint,
+    Manifest,
+    PartEntry,
+    PartRecord,
+    TensorSpec,
+    commit,
+    needs,
+    write_part,
+    writes,
+)
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Mesh, Workload, check, unit_plan
 from shardwise.layout.mesh import SHARD
@@ -93,7 +103,7 @@ def write_rank(folder: Path, model: ModelConfig, layout: Layout, rank: int, stat
         units = units_of(model, layout, rank, state, kind)
         for held in writes(model, layout, rank):
             at = start[held.unit]
-            entries.append(Entry(f"{kind}/{held.name}", TensorSpec(held.shape, "float32"), held.stored))
+            entries.append(PartEntry(f"{kind}/{held.name}", TensorSpec(held.shape, "float32"), held.stored))
             arrays.append(held.without_padding(units[held.unit][held.start - at : held.stop - at]))
     return write_part(folder, rank, entries, arrays)
 

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.checkpoint import direct_io
-from shardwise.checkpoint.direct_io import StraightFile
+from shardwise.checkpoint.direct_io import DirectFile
 
 
 def written(path: Path, parts: list[bytes]) -> bytes:
-    file = StraightFile(path)
+    file = DirectFile(path)
     for part in parts:
         file.write(memoryview(part))
     assert file.finish() == sum(map(len, parts))
@@ -36,7 +36,7 @@ def test_parts_of_any_length_follow_each_other(sizes, seed):
 
 def written_from_image(path: Path, parts: list[bytes]) -> bytes:
     image = direct_io.memory(sum(map(len, parts)) or 1)
-    at, file = 0, StraightFile(path, image)
+    at, file = 0, DirectFile(path, image)
     for part in parts:
         image[at : at + len(part)] = part
         at += len(part)
@@ -86,7 +86,7 @@ def test_direct_writes_leave_nothing_in_the_page_cache(tmp_path, from_image):
     """What makes it worth having; only the last page goes through it. Skips where the temporary folder's file system
     refuses direct writes."""
     size = 3 * direct_io.CHUNK // 2 + 5
-    file = StraightFile(tmp_path / "file", direct_io.memory(size) if from_image else None)
+    file = DirectFile(tmp_path / "file", direct_io.memory(size) if from_image else None)
     if not file._straight:
         pytest.skip("no direct writes here")
     file.write(memoryview(bytes(size)))
@@ -100,11 +100,11 @@ def test_direct_writes_leave_nothing_in_the_page_cache(tmp_path, from_image):
 def test_a_new_file_never_replaces_one(tmp_path):
     (tmp_path / "file").write_bytes(b"old")
     with pytest.raises(FileExistsError):
-        StraightFile(tmp_path / "file")
+        DirectFile(tmp_path / "file")
 
 
 def test_what_the_disk_refuses_is_raised(tmp_path, monkeypatch):
-    file = StraightFile(tmp_path / "file")
+    file = DirectFile(tmp_path / "file")
     monkeypatch.setattr(os, "fsync", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
     with pytest.raises(OSError, match="No space left"):
         file.finish()

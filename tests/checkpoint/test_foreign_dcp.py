@@ -21,7 +21,7 @@ from harness.huggingface import FAMILIES, pretrained, tokens
 from harness.pool import run_ranks
 from harness.reference import Case, global_batch
 from shardwise.checkpoint import Checkpoint
-from shardwise.checkpoint.foreign import Continuation, import_checkpoint
+from shardwise.checkpoint.foreign import ResumeSettings, import_checkpoint
 from shardwise.cli.main import main
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
@@ -353,7 +353,7 @@ def test_a_run_goes_on_at_the_rate_that_its_schedule_had_come_to(tmp_path, now):
     tokenizer, state = tmp_path / "tokenizer.json", _state()
     tokenizer.write_text("{}")
     state["optim"]["param_groups"][0] |= {"lr": now, "initial_lr": 1e-2}
-    run = Continuation(data="stdlib", tokenizer=str(tokenizer), seq=8, batch=4)
+    run = ResumeSettings(data="stdlib", tokenizer=str(tokenizer), seq=8, batch=4)
     saved = _save(state, tmp_path / "saved")
     if not now:
         with pytest.raises(UserError, match="schedule has ended, at a learning rate of 0"):
@@ -384,7 +384,7 @@ def test_a_resumed_run_takes_the_other_optimizers_settings(small, tmp_path):
 
     tokenizer = tmp_path / "tokenizer.json"
     tokenizer.write_text("{}")
-    run = Continuation(data="stdlib", tokenizer=str(tokenizer), seq=8, batch=4)
+    run = ResumeSettings(data="stdlib", tokenizer=str(tokenizer), seq=8, batch=4)
     manifest = import_checkpoint(small, tmp_path / "out", SMALL, run=run)
     assert manifest.samples == 8
     config = configure_resumed(tmp_path / "out", tmp_path / "run", layout="dp=2,precision=fp32", steps=5)

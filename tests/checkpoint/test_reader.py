@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from simulated import LLAMA, load_rank, same_bits, save, state_of
 
-from shardwise.checkpoint import Checkpoint, Entry, Manifest, Piece, TensorSpec, commit, shapes, write_part
+from shardwise.checkpoint import Checkpoint, Manifest, PartEntry, Piece, TensorSpec, commit, shapes, write_part
 from shardwise.checkpoint.dtypes import convert
 from shardwise.checkpoint.manifest import BLOCK, NAME
 from shardwise.errors import UserError
@@ -71,7 +71,7 @@ def test_only_the_blocks_that_are_needed_are_read(tmp_path, monkeypatch):
     rows, columns = 64, BLOCK // 16
     values = np.arange(rows * columns, dtype=np.float32)
     whole = Piece.whole(((0, rows), (0, columns)))
-    record = write_part(tmp_path, 0, [Entry("a", TensorSpec((rows, columns), "float32"), whole)], [values])
+    record = write_part(tmp_path, 0, [PartEntry("a", TensorSpec((rows, columns), "float32"), whole)], [values])
     commit(tmp_path, Manifest.of([record], step=1, samples=1, seed=0, optimizer_steps=1, about={}))
     read = []
     original = os.preadv

@@ -12,8 +12,8 @@ from simulated import LLAMA, MODELS, layouts_of, same_bits, save, state_of
 
 from shardwise.checkpoint import (
     Checkpoint,
-    Entry,
     Manifest,
+    PartEntry,
     Piece,
     TensorSpec,
     commit,
@@ -77,7 +77,7 @@ def test_memory_stays_within_its_bound(tmp_path):
     records = []
     for rank in range(layout.ranks):
         entries = [
-            Entry(f"{kind}/{held.name}", TensorSpec(held.shape, "float32"), held.stored)
+            PartEntry(f"{kind}/{held.name}", TensorSpec(held.shape, "float32"), held.stored)
             for kind in ("model", "first", "second")
             for held in writes(model, layout, rank)
         ]
@@ -155,7 +155,7 @@ def test_other_tensors_shapes_and_dtypes(tmp_path):
     def one(folder, name: str, shape: tuple[int, ...], dtype: str) -> Checkpoint:
         spec = TensorSpec(shape, dtype)
         values = convert(np.arange(spec.numel, dtype=np.float64), "float64", dtype)
-        record = write_part(folder, 0, [Entry(name, spec, Piece.whole(full(shape)))], [values])
+        record = write_part(folder, 0, [PartEntry(name, spec, Piece.whole(full(shape)))], [values])
         commit(folder, Manifest.of([record], step=1, samples=1, seed=0, optimizer_steps=1, about={}))
         return Checkpoint.open(folder)
 

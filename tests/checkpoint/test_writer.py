@@ -19,8 +19,8 @@ from simulated import LLAMA, same_bits, save, state_of, write_rank
 
 from shardwise.checkpoint import (
     Checkpoint,
-    Entry,
     Manifest,
+    PartEntry,
     PartImage,
     PartWriter,
     Piece,
@@ -66,7 +66,7 @@ def test_every_dtype(tmp_path):
         "float64": rng.standard_normal(5), "float32": rng.standard_normal(5, np.float32),
         "bfloat16": rng.integers(0, 1 << 16, 5, np.uint16), "float16": rng.standard_normal(5).astype(np.float16),
     }  # fmt: skip
-    entries = [Entry(f"model/{dtype}", TensorSpec((5,), dtype), Piece.whole(((0, 5),))) for dtype in arrays]
+    entries = [PartEntry(f"model/{dtype}", TensorSpec((5,), dtype), Piece.whole(((0, 5),))) for dtype in arrays]
     record = write_part(tmp_path / "step-1", 0, entries, arrays.values())
     commit(tmp_path / "step-1", Manifest.of([record], step=1, samples=1, seed=0, optimizer_steps=1, about={}))
     checkpoint = Checkpoint.open(tmp_path / "step-1")
@@ -80,7 +80,7 @@ def test_every_dtype(tmp_path):
 def test_chunks_give_the_same_file_as_whole_arrays(tmp_path):
     count = 3 * BLOCK // 4 + 12345
     values = np.random.default_rng(1).standard_normal(count, np.float32)
-    entries = [Entry("model/a", TensorSpec((count,), "float32"), Piece.whole(((0, count),)))]
+    entries = [PartEntry("model/a", TensorSpec((count,), "float32"), Piece.whole(((0, count),)))]
     whole = write_part(tmp_path / "whole", 0, entries, [values])
     cuts = [0, 1, 1, 5000, 262144, 262145, 800001, count]
     chunked = write_part(tmp_path / "cut", 0, entries, (values[a:b] for a, b in pairwise(cuts)))
@@ -94,7 +94,7 @@ def test_an_image_is_written_as_the_same_file(tmp_path, monkeypatch):
     rng = np.random.default_rng(2)
     sizes, dtypes = [7, 0, BLOCK // 4 + 12345, 1, 50_001], ["float32", "float64", "float32", "float32", "float64"]
     entries = [
-        Entry(f"model/{i}", TensorSpec((size + 3,), dtype), Piece(((0, size + 3),), 1, size + 1))
+        PartEntry(f"model/{i}", TensorSpec((size + 3,), dtype), Piece(((0, size + 3),), 1, size + 1))
         for i, (size, dtype) in enumerate(zip(sizes, dtypes, strict=True))
     ]
     image = PartImage(entries)
@@ -109,7 +109,7 @@ def test_an_image_is_written_as_the_same_file(tmp_path, monkeypatch):
 
 
 def test_an_image_that_the_disk_does_not_take(tmp_path):
-    entries = [Entry("model/a", TensorSpec((40_000,), "float32"), Piece.whole(((0, 40_000),)))]
+    entries = [PartEntry("model/a", TensorSpec((40_000,), "float32"), Piece.whole(((0, 40_000),)))]
     image = PartImage(entries)
     with largest_file(100_000), pytest.raises(UserError, match=r"cannot write checkpoint .*: File too large"):
         write_part(tmp_path / "step-1", 0, entries, image.arrays, image)
@@ -117,7 +117,7 @@ def test_an_image_that_the_disk_does_not_take(tmp_path):
 
 
 def test_what_does_not_fit_the_entries_is_a_defect(tmp_path):
-    entries = [Entry("model/a", TensorSpec((4,), "float32"), Piece.whole(((0, 4),)))]
+    entries = [PartEntry("model/a", TensorSpec((4,), "float32"), Piece.whole(((0, 4),)))]
     for arrays in ([], [np.zeros(3, np.float32)], [np.zeros(5, np.float32)], [np.zeros(4)]):
         with pytest.raises(AssertionError):
             write_part(tmp_path / "step-1", 0, entries, arrays)
@@ -218,7 +218,7 @@ def test_a_part_that_is_gone_is_not_committed(tmp_path):
 
 
 def test_a_writer_that_is_left_early_leaves_no_file(tmp_path):
-    entries = [Entry("model/a", TensorSpec((4,), "float32"), Piece.whole(((0, 4),)))]
+    entries = [PartEntry("model/a", TensorSpec((4,), "float32"), Piece.whole(((0, 4),)))]
     with pytest.raises(KeyboardInterrupt), PartWriter(tmp_path, 0, entries) as writer:
         writer.write(np.zeros(2, np.float32))
         raise KeyboardInterrupt

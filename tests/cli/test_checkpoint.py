@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from harness.command_line import mistake
-from shardwise.checkpoint import Entry, Manifest, TensorSpec, commit, shapes, write_part, writes
+from shardwise.checkpoint import Manifest, PartEntry, TensorSpec, commit, shapes, write_part, writes
 from shardwise.layout import Layout
 from shardwise.model import ModelConfig
 
@@ -25,7 +25,7 @@ def save(folder: Path, step: int) -> None:
     records = []
     for rank in range(2):
         held = [(f"{kind}/{h.name}", h) for kind in KINDS for h in writes(SMALL, Layout(tp=2), rank)]
-        entries = [Entry(name, TensorSpec(h.shape, "float32"), h.stored) for name, h in held]
+        entries = [PartEntry(name, TensorSpec(h.shape, "float32"), h.stored) for name, h in held]
         boxes = [state[name][tuple(slice(*run) for run in h.stored.box)].reshape(-1) for name, h in held]
         arrays = [box[h.stored.first : h.stored.last] for box, (_, h) in zip(boxes, held, strict=True)]
         records.append(write_part(folder / f"step-{step}", rank, entries, arrays))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import shardwise
-from shardwise.schedule import Draft, Round, Stage, algorithms, find
+from shardwise.schedule import Draft, RepeatedRounds, Round, algorithms, find
 from shardwise.validation.claims.collectives import measured_seconds
 
 
@@ -54,7 +54,7 @@ def test_verify_ends_with_1_where_something_is_wrong(collective, monkeypatch):
     found = find("reduce", "binomial")
 
     def wrong(p: int, root: int) -> Draft:
-        return Draft(1, [Stage.once(Round.of(0, p - 1, 0, reduce=True))])
+        return Draft(1, [RepeatedRounds.once(Round.of(0, p - 1, 0, reduce=True))])
 
     monkeypatch.setitem(found.__dict__, "draft", wrong)
     code, out, _ = collective("verify", "reduce", "binomial", "--ranks", "3")

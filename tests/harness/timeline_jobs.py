@@ -16,7 +16,7 @@ from harness.jobs import _pieces, build, micro_batches
 from harness.reference import STEPS, Case
 from shardwise.layout import Layout
 from shardwise.report import LedgerRow, TransportRow
-from shardwise.report.exposure import Span, spans
+from shardwise.report.exposure import TimeSpan, spans
 from shardwise.report.step_report import Bytes, Role
 from shardwise.runtime.pipeline.step import Program
 from shardwise.runtime.timeline import Timeline
@@ -35,7 +35,7 @@ class Recorded:
     pieces: dict[tuple, str]
     ledger: tuple[LedgerRow, ...]
     transport: tuple[TransportRow, ...]
-    timeline: tuple[Span, ...]
+    timeline: tuple[TimeSpan, ...]
     left: list[str]
 
 

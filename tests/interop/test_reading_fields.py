@@ -3,26 +3,26 @@
 import pytest
 
 from shardwise.errors import UserError
-from shardwise.interop.reading.fields import Fields
+from shardwise.interop.reading.fields import ConfigFields
 from shardwise.interop.reading.known_keys import Known, known
 
 
 def test_values_are_read_as_they_are_written():
-    fields = Fields({"a": "8", "b": 5e8, "c": "true", "d": "Full", "e": "auto", "f": None, "g": "0.5"})
+    fields = ConfigFields({"a": "8", "b": 5e8, "c": "true", "d": "Full", "e": "auto", "f": None, "g": "0.5"})
     assert fields.integer("a") == 8 and fields.integer("b") == 500_000_000
     assert fields.flag("c") and fields.word("d", choices=["full"]) == "Full" and fields.number("g") == 0.5
-    assert Fields({"x": ["core_attn", "mlp"]}).word("x") == "core_attn mlp"
+    assert ConfigFields({"x": ["core_attn", "mlp"]}).word("x") == "core_attn mlp"
     assert fields.integer("e", 3) == 3 and fields.integer("f", 4) == 4 and fields.automatic("e")
 
 
 @pytest.mark.parametrize("value", [True, "x", 1.5, 0, -1, [1], {}, float("inf"), "1e400"])
 def test_what_is_no_positive_integer_is_one_line(value):
     with pytest.raises(UserError, match=r"^top\.size must be an integer of at least 1, not "):
-        Fields({"size": value}, where="top.").integer("size")
+        ConfigFields({"size": value}, where="top.").integer("size")
 
 
 def test_other_values_that_are_refused():
-    fields = Fields({"a": "maybe", "b": "selectiv", "c": 3, "d": "nan", "e": {}, "f": [1]})
+    fields = ConfigFields({"a": "maybe", "b": "selectiv", "c": 3, "d": "nan", "e": {}, "f": [1]})
     for call, line in (
         (lambda: fields.flag("a"), "a must be true or false, not 'maybe'"),
         (lambda: fields.word("b", choices=["full", "selective"]), "b=selectiv is unknown; did you mean selective?"),
@@ -37,7 +37,9 @@ def test_other_values_that_are_refused():
 
 
 def test_keys_that_nobody_takes_are_harmless_or_unknown():
-    fields = Fields({"taken": 1, "lr": 2, "lr_decay": 3, "takn": 4, "in": {"x": 1}}, Known(frozenset({"lr"}), ("lr_",)))
+    fields = ConfigFields(
+        {"taken": 1, "lr": 2, "lr_decay": 3, "takn": 4, "in": {"x": 1}}, Known(frozenset({"lr"}), ("lr_",))
+    )
     fields.integer("taken")
     fields.table("in")
     assert fields.left() == (("lr", "lr_decay"), ("takn (did you mean taken?)", "in.x"))

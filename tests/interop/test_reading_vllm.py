@@ -3,7 +3,7 @@
 import pytest
 
 from shardwise.errors import UserError
-from shardwise.interop import Served, read
+from shardwise.interop import ServerSettings, read
 
 
 def test_a_whole_command():
@@ -16,13 +16,13 @@ def test_a_whole_command():
     )
     assert (found.engine, str(found.layout)) == ("vLLM", "tp=4,pp=2")
     assert found.model == "meta-llama/Llama-3.1-70B-Instruct"
-    assert found.served == Served("int4", "float8_e4m3fn", 32000, 128, 8192, 0.92)
+    assert found.served == ServerSettings("int4", "float8_e4m3fn", 32000, 128, 8192, 0.92)
     assert found.unknown == () and {"--port", "--served-model-name", "--trust-remote-code"} <= set(found.ignored)
     assert any("--enforce-eager" in note for note in found.notes)
 
 
 def test_what_is_not_said_is_vllm_s_default():
-    assert read(["vllm serve gpt2"]).served == Served("bfloat16", "bfloat16", None, None, None, 0.9)
+    assert read(["vllm serve gpt2"]).served == ServerSettings("bfloat16", "bfloat16", None, None, None, 0.9)
 
 
 @pytest.mark.parametrize(

@@ -9,17 +9,17 @@ from hypothesis import strategies as st
 
 from shardwise.errors import UserError
 from shardwise.report import Bytes, Role, StepReport
-from shardwise.report.exposure import STREAMS, Span, exposure, exposures, length, overlap, spans, union
+from shardwise.report.exposure import STREAMS, TimeSpan, exposure, exposures, length, overlap, spans, union
 
 intervals = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)).map(lambda p: (p[0], p[0] + p[1])), max_size=12)
 
 
 @st.composite
-def timelines(draw: st.DrawFn) -> list[Span]:
+def timelines(draw: st.DrawFn) -> list[TimeSpan]:
     made = []
     for start, stop in draw(intervals):
         args = {"op": draw(st.sampled_from(["all_reduce", "all_gather_into"])), "axes": draw(st.sampled_from("dt"))}
-        made.append(Span("x", draw(st.sampled_from(STREAMS)), start, stop, args | {"bytes": 10}))
+        made.append(TimeSpan("x", draw(st.sampled_from(STREAMS)), start, stop, args | {"bytes": 10}))
     return made
 
 
@@ -27,7 +27,7 @@ def moments(pairs) -> set[int]:
     return {moment for start, stop in pairs for moment in range(start, stop)}
 
 
-def seen(timeline: list[Span], stream: str, **args: str) -> set[int]:
+def seen(timeline: list[TimeSpan], stream: str, **args: str) -> set[int]:
     chosen = (s for s in timeline if s.stream == stream and s.args | args == s.args)
     return moments((s.start, s.stop) for s in chosen)
 

@@ -14,7 +14,7 @@ from harness.reference import Case
 from harness.space import MODELS, SEQ, Point, point
 from harness.timeline_jobs import DELAY, Recorded
 from shardwise.layout import Layout, Workload
-from shardwise.report.exposure import COMMUNICATION, COMPUTE, WAITING, Span, exposure, overlap, union
+from shardwise.report.exposure import COMMUNICATION, COMPUTE, WAITING, TimeSpan, exposure, overlap, union
 from shardwise.runtime.timeline import Flight
 
 
@@ -23,11 +23,11 @@ def recorded(chosen: Point, overlapping: bool) -> list[Recorded]:
     return run_ranks("harness.timeline_jobs:record", chosen.layout.ranks, payload)
 
 
-def stream(run: Recorded, name: str) -> list[Span]:
+def stream(run: Recorded, name: str) -> list[TimeSpan]:
     return [span for span in run.timeline if span.stream == name]
 
 
-def intervals(spans: list[Span]) -> list[tuple[int, int]]:
+def intervals(spans: list[TimeSpan]) -> list[tuple[int, int]]:
     return union((span.start, span.stop) for span in spans)
 
 

@@ -20,7 +20,7 @@ from shardwise.runtime.transport.sends import Post, SendTransport, compile_steps
 from shardwise.schedule import Algorithm, algorithms, build
 from shardwise.schedule.collectives import REDUCING
 from shardwise.schedule.engine import play
-from shardwise.schedule.program import Action, lower
+from shardwise.schedule.program import Instruction, lower
 
 RANKS = (2, 3, 4, 6, 8)
 DTYPES = ("int64", "float32", "bfloat16")
@@ -146,10 +146,10 @@ def test_only_messages_that_are_not_contiguous_are_packed():
 
 def test_nothing_is_waited_for_before_it_is_needed():
     actions = [
-        Action("recv", 1, ((0, 2),)),
-        Action("send", 1, ((2, 4),)),
-        Action("copy", -1, ((6, 7),), ((7, 8),)),
-        Action("reduce", -1, ((4, 6),), ((0, 2),), after=(0,)),
+        Instruction("recv", 1, ((0, 2),)),
+        Instruction("send", 1, ((2, 4),)),
+        Instruction("copy", -1, ((6, 7),), ((7, 8),)),
+        Instruction("reduce", -1, ((4, 6),), ((0, 2),), after=(0,)),
     ]
     steps, _ = compile_steps(actions, 8, 8)
     assert [type(step).__name__ for step in steps] == ["Post", "Local", "Await", "Local", "Await"]
@@ -158,13 +158,13 @@ def test_nothing_is_waited_for_before_it_is_needed():
 
 def test_what_is_staged_is_no_part_of_the_memory():
     # Two elements arrive at the memory's end, and two behind it that are to be added.
-    steps, most = compile_steps([Action("recv", 1, ((6, 8), (8, 10)))], 8, 10)
+    steps, most = compile_steps([Instruction("recv", 1, ((6, 8), (8, 10)))], 8, 10)
     assert steps[0].messages[0][3] == (10, 14) and most == 14
     assert steps[1].unpack == (((6, 8), (10, 12)), ((8, 10), (12, 14)))
 
 
 def test_additions_keep_their_order():
-    actions = [Action("reduce", -1, ((0, 2),), ((at, at + 2),)) for at in (6, 2, 4)]
+    actions = [Instruction("reduce", -1, ((0, 2),), ((at, at + 2),)) for at in (6, 2, 4)]
     (step,), _ = compile_steps(actions, 8, 8)
     assert [source for _, source in step.pairs] == [(6, 8), (2, 4), (4, 6)]
 

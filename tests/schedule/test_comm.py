@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.schedule import CommSchedule, Round, Stage, build
+from shardwise.schedule import CommSchedule, RepeatedRounds, Round, build
 
 
 def rows(round: Round) -> list[tuple[int, ...]]:
@@ -62,7 +62,7 @@ def test_a_stage_makes_its_rounds_when_they_are_asked_for():
         made.append(k)
         return Round.of(0, 1, k)
 
-    schedule = CommSchedule("broadcast", "by hand", 2, 9, (Stage(make, 9, "all"),))
+    schedule = CommSchedule("broadcast", "by hand", 2, 9, (RepeatedRounds(make, 9, "all"),))
     assert schedule.steps == 9 and made == []
     assert [int(round.chunk[0]) for round in schedule.rounds()] == made == list(range(9))
     assert list(schedule.labels()) == ["all"] * 9

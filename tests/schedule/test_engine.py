@@ -7,7 +7,7 @@ import pytest
 
 from shardwise.schedule import build
 from shardwise.schedule.engine import play
-from shardwise.schedule.program import Action, Program, lower
+from shardwise.schedule.program import Instruction, Program, lower
 
 
 class Unit:
@@ -20,16 +20,16 @@ class Unit:
         return elements / 2
 
 
-def program(*ranks: list[Action]) -> Program:
+def program(*ranks: list[Instruction]) -> Program:
     return Program(tuple(map(tuple, ranks)), 4)
 
 
-def send(peer: int, *after: int, elements: int = 1) -> Action:
-    return Action("send", peer, ((0, elements),), after=after)
+def send(peer: int, *after: int, elements: int = 1) -> Instruction:
+    return Instruction("send", peer, ((0, elements),), after=after)
 
 
-def recv(peer: int, *after: int, elements: int = 1) -> Action:
-    return Action("recv", peer, ((0, elements),), after=after)
+def recv(peer: int, *after: int, elements: int = 1) -> Instruction:
+    return Instruction("recv", peer, ((0, elements),), after=after)
 
 
 def test_sends_that_wait_for_each_other_are_a_deadlock():
@@ -58,7 +58,7 @@ def test_a_message_nobody_waits_for_is_found():
 
 
 def test_an_action_that_waits_for_a_later_one_is_found():
-    played = play(program([Action("compute", after=(1,)), Action("compute")]))
+    played = play(program([Instruction("compute", after=(1,)), Instruction("compute")]))
     assert played.deadlock.startswith("rank 0, action 0 (compute)") and not played.stuck[0].posted
 
 
@@ -95,16 +95,18 @@ def test_a_message_that_can_go_does_not_wait_for_one_that_cannot():
 
 
 def test_computations_and_additions_occupy_the_rank_one_at_a_time():
-    add = Action("reduce", spans=((0, 2),), source=((2, 4),))
-    played = play(program([Action("compute", seconds=2.0), add, Action("compute", seconds=1.0, after=(1,))]), Unit())
+    add = Instruction("reduce", spans=((0, 2),), source=((2, 4),))
+    played = play(
+        program([Instruction("compute", seconds=2.0), add, Instruction("compute", seconds=1.0, after=(1,))]), Unit()
+    )
     assert played.spans[0] == [(0.0, 2.0), (2.0, 3.0), (3.0, 4.0)]
 
 
 def test_values_are_those_of_the_moment():
     memory = [np.array([1, 2, 3, 4]), np.array([10, 20, 30, 40])]
-    swap = [Action("recv", 1, ((2, 4),)), Action("send", 1, ((0, 2),))]
-    back = [Action("recv", 0, ((2, 4),)), Action("send", 0, ((0, 2),))]
-    add = [Action("reduce", spans=((0, 2),), source=((2, 4),), after=(0, 1))]
+    swap = [Instruction("recv", 1, ((2, 4),)), Instruction("send", 1, ((0, 2),))]
+    back = [Instruction("recv", 0, ((2, 4),)), Instruction("send", 0, ((0, 2),))]
+    add = [Instruction("reduce", spans=((0, 2),), source=((2, 4),), after=(0, 1))]
     play(program(swap + add, back), memory=memory)
     assert memory[0].tolist() == [11, 22, 10, 20] and memory[1].tolist() == [10, 20, 1, 2]
 

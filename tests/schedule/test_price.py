@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardwise.cluster import KINDS, Cluster, Device, Link
 from shardwise.errors import UserError
-from shardwise.schedule import CommSchedule, Stage, algorithms, build
+from shardwise.schedule import CommSchedule, RepeatedRounds, algorithms, build
 from shardwise.schedule.closed_forms import (
     CLOSED_FORMS,
     chain,
@@ -147,7 +147,7 @@ def test_ranks_of_a_node_share_its_nics():
 
     def beta(nics: int, sharing: int = 1) -> float:
         network = Network(np.arange(8) // 4, Tier(0, 0), Tier(0, 1e-9), 0.0, nics, sharing)
-        last = Stage.once(list(exchange.rounds())[4])
+        last = RepeatedRounds.once(list(exchange.rounds())[4])
         return price(CommSchedule("all-to-all", "by hand", 8, 8, (last,), ("data", "out"), "out"), network, 8e9).beta
 
     # All four ranks of each node send an eighth across: one second through a NIC of their own.

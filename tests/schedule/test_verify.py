@@ -11,7 +11,7 @@ import pytest
 from collective_reference import is_right, step_by_step
 
 from harness.today import EVERYTHING, seed
-from shardwise.schedule import CommSchedule, Round, Stage, algorithms, build
+from shardwise.schedule import CommSchedule, RepeatedRounds, Round, algorithms, build
 from shardwise.schedule.engine import play
 from shardwise.schedule.program import lower
 from shardwise.schedule.verify import verify
@@ -102,7 +102,7 @@ def test_mutants_are_found_with_rank_chunk_and_round():
 def rounds_of(collective: str, p: int, *rounds: Round, **fields: object) -> CommSchedule:
     """A hand-made schedule on buffers of one chunk."""
     memory: dict = {"regions": ("data", "out"), **fields}
-    return CommSchedule(collective, "by hand", p, 1, tuple(map(Stage.once, rounds)), **memory)
+    return CommSchedule(collective, "by hand", p, 1, tuple(map(RepeatedRounds.once, rounds)), **memory)
 
 
 def texts(schedule: CommSchedule) -> list[str]:

@@ -7,14 +7,14 @@ A run saves under one layout and goes on under any other. `writes` and `needs` s
 from shardwise.checkpoint.folder import find, keep_last, kept, latest, set_aside, with_older
 from shardwise.checkpoint.geometry import Piece
 from shardwise.checkpoint.manifest import Manifest, PartRecord, TensorSpec
-from shardwise.checkpoint.pieces import Held, needs, writes
+from shardwise.checkpoint.pieces import LocalInterval, needs, writes
 from shardwise.checkpoint.reader import Checkpoint
 from shardwise.checkpoint.reading import DamagedError
 from shardwise.checkpoint.resharding import TensorDifference, diff, model_of, reshard, shapes
-from shardwise.checkpoint.writer import Entry, PartImage, PartWriter, commit, write_part
+from shardwise.checkpoint.writer import PartEntry, PartImage, PartWriter, commit, write_part
 
 __all__ = [
-    "Checkpoint", "DamagedError", "Entry", "Held", "Manifest", "PartImage", "PartRecord", "PartWriter", "Piece",
-    "TensorDifference", "TensorSpec", "commit", "diff", "find", "keep_last", "kept", "latest", "model_of", "needs",
-    "reshard", "set_aside", "shapes", "with_older", "write_part", "writes",
+    "Checkpoint", "DamagedError", "LocalInterval", "Manifest", "PartEntry", "PartImage", "PartRecord", "PartWriter",
+    "Piece", "TensorDifference", "TensorSpec", "commit", "diff", "find", "keep_last", "kept", "latest", "model_of",
+    "needs", "reshard", "set_aside", "shapes", "with_older", "write_part", "writes",
 ]  # fmt: skip

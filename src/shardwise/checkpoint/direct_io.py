@@ -29,7 +29,7 @@ def memory(nbytes: int) -> mmap.mmap:
     return made
 
 
-class StraightFile:
+class DirectFile:
     """A new file. Raises `FileExistsError` when there is one, and what the operating system says of a full disk.
 
     image: `memory` that holds the whole file's bytes already; what is written is then not copied, and is where it will

@@ -80,7 +80,7 @@ class StoredPiece:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PartFile:
     """One file. `header`: bytes before the first piece."""
 
     name: str
@@ -94,7 +94,7 @@ class Part:
 class PartRecord:
     """What a rank tells the one that writes the manifest: its file, and the tensors of which it holds pieces."""
 
-    part: Part
+    part: PartFile
     tensors: dict[str, TensorSpec]
 
 
@@ -111,7 +111,7 @@ class Manifest:
     seed: int
     optimizer_steps: int
     tensors: dict[str, TensorSpec]
-    parts: tuple[Part, ...]
+    parts: tuple[PartFile, ...]
     about: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -223,7 +223,7 @@ def blocks(nbytes: int) -> int:
     return -(-nbytes // BLOCK)
 
 
-def _part_text(part: Part) -> str:
+def _part_text(part: PartFile) -> str:
     pieces = (
         json.dumps({
             "tensor": s.tensor, "box": s.piece.box, "interval": (s.piece.first, s.piece.last), "offset": s.offset,
@@ -281,12 +281,12 @@ def _spec(name: str, value: Any) -> TensorSpec:
     return TensorSpec(shape, value["dtype"])
 
 
-def _part(value: Any) -> Part:
+def _part(value: Any) -> PartFile:
     value = _fields(value, "a file", ["name", "bytes", "header", "header_crc32", "pieces"])
     name = value["name"]
     if not isinstance(name, str) or not PART_NAME.fullmatch(name):
         raise UserError(f"{reprlib.repr(name)} is no name of a part file")
-    return Part(
+    return PartFile(
         name=name,
         nbytes=_integer(value["bytes"], f"bytes of {name}"),
         header=_integer(value["header"], f"header of {name}"),

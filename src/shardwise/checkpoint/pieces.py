@@ -23,7 +23,7 @@ from shardwise.model import ModelConfig
 
 
 @dataclass(frozen=True)
-class Held:
+class LocalInterval:
     """Elements [start, stop) of a unit's flat buffer: a run of one parameter's local elements, padding included.
 
     local: them as a piece of the local tensor's box, which reaches beyond the global tensor where it is padded.
@@ -50,20 +50,20 @@ class Held:
         return out
 
 
-def needs(model: ModelConfig, layout: Layout, rank: int) -> tuple[Held, ...]:
+def needs(model: ModelConfig, layout: Layout, rank: int) -> tuple[LocalInterval, ...]:
     """All that `rank` must load: its ZeRO interval of every unit, which at stage 0 is the whole unit."""
     plan, mesh = _plan(model, layout, rank)
-    found: list[Held] = []
+    found: list[LocalInterval] = []
     for unit in plan.units:
         start = mesh.index(unit.shard, rank) * unit.shard_numel
         found += _held(unit, start, start + unit.shard_numel)
     return tuple(found)
 
 
-def writes(model: ModelConfig, layout: Layout, rank: int) -> tuple[Held, ...]:
+def writes(model: ModelConfig, layout: Layout, rank: int) -> tuple[LocalInterval, ...]:
     """What `rank` writes: over all ranks, every element of every parameter once."""
     plan, mesh = _plan(model, layout, rank)
-    found: list[Held] = []
+    found: list[LocalInterval] = []
     for unit in plan.units:
         share = -(-unit.shard_numel // mesh.size(unit.replicate))
         end = (mesh.index(unit.shard, rank) + 1) * unit.shard_numel
@@ -81,7 +81,9 @@ def _plan(model: ModelConfig, layout: Layout, rank: int) -> tuple[UnitPlan, Mesh
     return unit_plan(model, layout, Workload(), rank=rank), Mesh.of(layout, model)
 
 
-def _held(unit: Unit, start: int, stop: int, wanted: Callable[[Placed], bool] = lambda p: True) -> Iterator[Held]:
+def _held(
+    unit: Unit, start: int, stop: int, wanted: Callable[[Placed], bool] = lambda p: True
+) -> Iterator[LocalInterval]:
     """The runs of the `wanted` parameters within [start, stop) of the unit's flat buffer."""
     for offset, placed in zip(unit.offsets, unit.placed, strict=True):
         a, b = max(start, offset), min(stop, offset + placed.numel)
@@ -91,4 +93,4 @@ def _held(unit: Unit, start: int, stop: int, wanted: Callable[[Placed], bool] = 
                 padded[placed.dim] = (placed.start, placed.start + placed.shape[placed.dim])
                 box[placed.dim] = (placed.start, placed.stop)
             local = Piece(tuple(padded), a - offset, b - offset)
-            yield Held(unit.name, a, b, placed.name, placed.parameter.shape, local, local.inside(tuple(box)))
+            yield LocalInterval(unit.name, a, b, placed.name, placed.parameter.shape, local, local.inside(tuple(box)))

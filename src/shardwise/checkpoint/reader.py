@@ -14,7 +14,7 @@ import numpy as np
 
 from shardwise.checkpoint.dtypes import bits, convert, numpy_dtype, raw
 from shardwise.checkpoint.geometry import Piece, copy, full, shared
-from shardwise.checkpoint.manifest import BLOCK, Manifest, Part, StoredPiece, TensorSpec
+from shardwise.checkpoint.manifest import BLOCK, Manifest, PartFile, StoredPiece, TensorSpec
 from shardwise.checkpoint.reading import DamagedError, read_exactly
 from shardwise.checkpoint.writer import check_files
 from shardwise.errors import UserError
@@ -25,7 +25,7 @@ class Checkpoint:
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder, self.manifest = folder, manifest
-        self._held: dict[str, list[tuple[Part, StoredPiece]]] = {name: [] for name in manifest.tensors}
+        self._held: dict[str, list[tuple[PartFile, StoredPiece]]] = {name: [] for name in manifest.tensors}
         for part in manifest.parts:
             for stored in part.pieces:
                 self._held[stored.tensor].append((part, stored))
@@ -97,7 +97,7 @@ class Checkpoint:
                     progress(done)
 
     def _blocks(
-        self, part: Part, stored: StoredPiece, start: int, stop: int, wanted: Callable[[Piece], bool]
+        self, part: PartFile, stored: StoredPiece, start: int, stop: int, wanted: Callable[[Piece], bool]
     ) -> Iterator[tuple[Piece, np.ndarray]]:
         """(piece, elements) of the `wanted` blocks that meet elements [start, stop) of a stored piece.
 
@@ -120,7 +120,7 @@ class Checkpoint:
                     raise DamagedError(f"{path} is damaged: the checksum of {stored.tensor} is wrong")
                 yield block, values
 
-    def _check_header(self, part: Part) -> None:
+    def _check_header(self, part: PartFile) -> None:
         if part.name in self._checked:
             return
         path = self.folder / part.name

@@ -20,7 +20,7 @@ from shardwise.checkpoint.geometry import Piece, copy, full
 from shardwise.checkpoint.manifest import Manifest, PartRecord, TensorSpec
 from shardwise.checkpoint.pieces import writes
 from shardwise.checkpoint.reader import Checkpoint
-from shardwise.checkpoint.writer import Entry, PartWriter, commit
+from shardwise.checkpoint.writer import PartEntry, PartWriter, commit
 from shardwise.errors import UserError
 from shardwise.layout import Layout, check
 from shardwise.model import ModelConfig
@@ -80,20 +80,20 @@ def shapes(model: ModelConfig, kinds: Iterable[str]) -> dict[str, tuple[int, ...
     return {f"{kind}/{p.name}": p.shape for kind in kinds for p in parameters(model)}
 
 
-def _entries(source: Checkpoint, model: ModelConfig, layout: Layout, rank: int) -> list[Entry]:
+def _entries(source: Checkpoint, model: ModelConfig, layout: Layout, rank: int) -> list[PartEntry]:
     """What `rank` writes, in the order of the source's tensors."""
     pieces: dict[str, list[Piece]] = {}
     for held in writes(model, layout, rank):
         pieces.setdefault(held.name, []).append(held.stored)
     return [
-        Entry(tensor, spec, piece)
+        PartEntry(tensor, spec, piece)
         for tensor, spec in source.tensors.items()
         for piece in pieces.get(tensor.partition("/")[2], [])
     ]
 
 
 def _write_ranks(
-    source: Checkpoint, folder: Path, entries: dict[int, list[Entry]], progress: Callable[[int], object]
+    source: Checkpoint, folder: Path, entries: dict[int, list[PartEntry]], progress: Callable[[int], object]
 ) -> list[PartRecord]:
     """Write the parts of some ranks side by side: each is in the order of the tensors, and of their elements."""
     pieces: dict[str, list[tuple[int, Piece]]] = {}

@@ -19,17 +19,26 @@ from typing import Self
 
 import numpy as np
 
-from shardwise.checkpoint.direct_io import StraightFile, memory
+from shardwise.checkpoint.direct_io import DirectFile, memory
 from shardwise.checkpoint.dtypes import CODES, numpy_dtype, raw
 from shardwise.checkpoint.geometry import Piece, full
-from shardwise.checkpoint.manifest import BLOCK, NAME, PART_NAME, Manifest, Part, PartRecord, StoredPiece, TensorSpec
+from shardwise.checkpoint.manifest import (
+    BLOCK,
+    NAME,
+    PART_NAME,
+    Manifest,
+    PartFile,
+    PartRecord,
+    StoredPiece,
+    TensorSpec,
+)
 from shardwise.checkpoint.reading import DamagedError
 from shardwise.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """A piece that a rank is going to write. tensor: its stored name, such as `model/head.norm.weight`."""
+class PartEntry:
+    """A piece that a rank will write. tensor: its stored name, such as `model/head.norm.weight`."""
 
     tensor: str
     spec: TensorSpec
@@ -60,11 +69,11 @@ class PartWriter:
     what is written is its `arrays`. Raises `UserError` when the folder cannot be written.
     """
 
-    def __init__(self, folder: Path, rank: int, entries: Sequence[Entry], image: PartImage | None = None) -> None:
+    def __init__(self, folder: Path, rank: int, entries: Sequence[PartEntry], image: PartImage | None = None) -> None:
         self.entries = [entry for entry in entries if entry.piece.numel]
         header = image.header if image else _header(self.entries)
         self._left = iter(self.entries)
-        self._entry: Entry | None = None
+        self._entry: PartEntry | None = None
         self._at = 0
         self._sums: list[list[int]] = []
         self._finished = False
@@ -112,7 +121,7 @@ class PartWriter:
         for entry, sums in zip(self.entries, self._sums, strict=True):
             stored.append(StoredPiece(entry.tensor, entry.piece, at, tuple(sums)))
             at += entry.nbytes
-        part = Part(self.path.name, size, self._header, self._header_crc32, tuple(stored))
+        part = PartFile(self.path.name, size, self._header, self._header_crc32, tuple(stored))
         return PartRecord(part, {entry.tensor: entry.spec for entry in self.entries})
 
     def abandon(self) -> None:
@@ -140,7 +149,7 @@ class PartImage:
     arrays: for each entry that is not empty, the contiguous vector of its elements, to be filled.
     """
 
-    def __init__(self, entries: Sequence[Entry]) -> None:
+    def __init__(self, entries: Sequence[PartEntry]) -> None:
         entries = [entry for entry in entries if entry.piece.numel]
         self.header = _header(entries)
         at = len(self.header)
@@ -153,7 +162,7 @@ class PartImage:
 
 
 def write_part(
-    folder: Path, rank: int, entries: Sequence[Entry], arrays: Iterable[np.ndarray], image: PartImage | None = None
+    folder: Path, rank: int, entries: Sequence[PartEntry], arrays: Iterable[np.ndarray], image: PartImage | None = None
 ) -> PartRecord:
     """Write one rank's part: `arrays` are the elements of the entries in their order, taken one at a time.
 
@@ -218,18 +227,18 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _create(folder: Path, rank: int, image: mmap | None) -> tuple[Path, StraightFile]:
+def _create(folder: Path, rank: int, image: mmap | None) -> tuple[Path, DirectFile]:
     """(path, open file) of a new part; a file that an earlier attempt left may belong to a checkpoint still."""
     attempt = 1
     while True:
         path = folder / (f"rank-{rank:05d}.{attempt}.safetensors" if attempt > 1 else f"rank-{rank:05d}.safetensors")
         try:
-            return path, StraightFile(path, image)
+            return path, DirectFile(path, image)
         except FileExistsError:
             attempt += 1
 
 
-def _header(entries: Sequence[Entry]) -> bytes:
+def _header(entries: Sequence[PartEntry]) -> bytes:
     """Length and JSON header of a safetensors file, padded with spaces to a multiple of eight bytes."""
     content: dict[str, object] = {"__metadata__": {"format": "pt", "written_by": "shardwise"}}
     at = 0

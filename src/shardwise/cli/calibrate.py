@@ -25,7 +25,7 @@ from shardwise.errors import UserError
 
 if TYPE_CHECKING:
     from shardwise.cluster import Cluster
-    from shardwise.schedule.fit import Accuracy, Figure, Fit, Sample
+    from shardwise.schedule.fit import Accuracy, Figure, NetworkFit, Sample
 
 SIZES = ",".join(f"{1 << k}KiB" for k in range(17))
 SECONDS = 90.0
@@ -161,7 +161,7 @@ def _measured(args: argparse.Namespace, chosen: list[Any], sizes: list[int]) -> 
     return samples, median(spreads)
 
 
-def _with_link(cluster: Cluster, found: Fit, args: argparse.Namespace) -> Cluster:
+def _with_link(cluster: Cluster, found: NetworkFit, args: argparse.Namespace) -> Cluster:
     from dataclasses import replace
 
     command = f"shardwise calibrate network --ranks {args.ranks} --transport {args.transport} --rounds {args.rounds}"
@@ -203,7 +203,7 @@ def _noise(spread: float) -> str:
     return f"{words} Other programs were at work: measure again when none are." if spread > _BUSY else words
 
 
-def _write(file: Path, cluster: Cluster, found: Fit, header: list[str]) -> None:
+def _write(file: Path, cluster: Cluster, found: NetworkFit, header: list[str]) -> None:
     from shardwise.cluster.writing import to_toml
     from shardwise.report.files import write_whole
     from shardwise.report.units import format_time
@@ -227,7 +227,7 @@ def _speed(seconds: float) -> str:
     return f"{format_bytes(1 / seconds)}/s" if seconds else "free"
 
 
-def _print(found: Fit, checked: Accuracy) -> None:
+def _print(found: NetworkFit, checked: Accuracy) -> None:
     from statistics import median
 
     from rich.table import Table
@@ -253,7 +253,7 @@ def _print(found: Fit, checked: Accuracy) -> None:
     show(figures, "", "sizes held back:", held, "", _verdict(checked))
 
 
-def _as_json(found: Fit, checked: Accuracy, held_back: set[float]) -> dict[str, Any]:
+def _as_json(found: NetworkFit, checked: Accuracy, held_back: set[float]) -> dict[str, Any]:
     return {
         "figures": {name: figure._asdict() for name, figure in found.constant.items()},
         "sizes": list(found.sizes),

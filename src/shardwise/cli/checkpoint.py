@@ -129,7 +129,7 @@ def _reshard(args: argparse.Namespace) -> int:
 
 
 def _import(args: argparse.Namespace) -> int:
-    from shardwise.checkpoint.foreign import Continuation, import_checkpoint
+    from shardwise.checkpoint.foreign import ResumeSettings, import_checkpoint
     from shardwise.cli.models import model_of
     from shardwise.errors import UserError
 
@@ -139,7 +139,7 @@ def _import(args: argparse.Namespace) -> int:
     if len(missing) < len(given) or args.batch is not None:
         if missing:
             raise UserError(f"for train --resume the new checkpoint needs {', '.join(missing)} as well")
-        run = Continuation(**given, batch=args.batch)
+        run = ResumeSettings(**given, batch=args.batch)
     manifest = import_checkpoint(
         args.folder, args.out, model_of(args), format=args.format, weights_only=args.weights_only, run=run
     )

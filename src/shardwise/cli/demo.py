@@ -18,7 +18,7 @@ from shardwise.cli.output import print_json, show
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from shardwise.demo import Continuation, Tour
+    from shardwise.demo import ResumedRun, Tour
     from shardwise.report import Bytes
 
 
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failures else 0
 
 
-def _gone_on(each: Continuation) -> str:
+def _gone_on(each: ResumedRun) -> str:
     mark = "✗" if each.failures else "✓"
     return (
         f"{mark} {each.layout}: validation loss {each.before:.4f} when saved, {each.resumed:.4f} when resumed, "
@@ -82,7 +82,7 @@ def _outcome(tour: Tour) -> tuple[RenderableType, ...]:
 
 
 def _json(
-    tour: Tour, further: list[Continuation], failures: list[str], zero: dict[int, dict[int, Bytes]], page: Path
+    tour: Tour, further: list[ResumedRun], failures: list[str], zero: dict[int, dict[int, Bytes]], page: Path
 ) -> dict[str, Any]:
     from shardwise import demo
 

@@ -16,7 +16,7 @@ _GIB = 1024**3
 
 
 @dataclass(frozen=True)
-class Entry:
+class Accelerator:
     """A device with the links inside a node and between nodes that it is usually deployed with."""
 
     device: Device
@@ -59,7 +59,7 @@ _PCIE5 = Link(None, 63e9, f"PCIe 5.0 x16, {_ML_ENGINEERING}; through the host: a
 _UNKNOWN = Link(None, None, "not known")
 
 
-def _ampere() -> list[Entry]:
+def _ampere() -> list[Accelerator]:
     peaks = _peaks(312, int8=624, tf32=156, fp32=19.5)
     sxm80 = Device(
         "A100-80GB-SXM", "cuda", 81049 * _MIB, 2.039e12, peaks,
@@ -81,14 +81,16 @@ def _ampere() -> list[Entry]:
         "power: the cap that nvidia-smi shows on EC2 G5", watts=300,
     )  # fmt: skip
     return [
-        Entry(sxm80, _NVLINK3, _HDR),
-        Entry(sxm40, _NVLINK3, _HDR),
-        Entry(pcie, _PCIE4, _HDR),
-        Entry(a10g, _PCIE4, Link(None, 100e9 / 8 / 8, "AWS, g5.48xlarge: 100 Gb/s a node of 8 GPUs", kind="network")),
+        Accelerator(sxm80, _NVLINK3, _HDR),
+        Accelerator(sxm40, _NVLINK3, _HDR),
+        Accelerator(pcie, _PCIE4, _HDR),
+        Accelerator(
+            a10g, _PCIE4, Link(None, 100e9 / 8 / 8, "AWS, g5.48xlarge: 100 Gb/s a node of 8 GPUs", kind="network")
+        ),
     ]
 
 
-def _hopper() -> list[Entry]:
+def _hopper() -> list[Accelerator]:
     peaks = _peaks(989, fp8=1979, int8=1979, tf32=494.5, fp32=67)
     sxm = Device(
         "H100-80GB-SXM", "cuda", 81089 * _MIB, 3.35e12, peaks,
@@ -105,10 +107,10 @@ def _hopper() -> list[Entry]:
         f"{_ML_ENGINEERING}; {_AICONFIGURATOR}, systems/h200_sxm.yaml; {_SMI}; "
         "power: NVIDIA, H200 datasheet (SXM, up to)", watts=700,
     )  # fmt: skip
-    return [Entry(sxm, _NVLINK4, _NDR), Entry(pcie, _PCIE5, _NDR), Entry(h200, _NVLINK4, _NDR)]
+    return [Accelerator(sxm, _NVLINK4, _NDR), Accelerator(pcie, _PCIE5, _NDR), Accelerator(h200, _NVLINK4, _NDR)]
 
 
-def _blackwell() -> list[Entry]:
+def _blackwell() -> list[Accelerator]:
     b200 = Device(
         "B200", "cuda", 183359 * _MIB, 7.7e12, _peaks(2250, 4500, 9000, 4500, 1125, 80),
         f"{_ML_ENGINEERING}; {_AICONFIGURATOR}, systems/b200_sxm.yaml (bandwidth); {_SMI}; power: NVIDIA, Blackwell "
@@ -130,15 +132,15 @@ def _blackwell() -> list[Entry]:
         "NVL72, up to)", watts=1400,
     )  # fmt: skip
     return [
-        Entry(b200, _NVLINK5, _NDR),
-        Entry(b300, _NVLINK5, _XDR),
+        Accelerator(b200, _NVLINK5, _NDR),
+        Accelerator(b300, _NVLINK5, _XDR),
         # 72 GPUs are one node to us: they share one NVLink domain.
-        Entry(gb200, _NVLINK5, _NDR),
-        Entry(gb300, _NVLINK5, _XDR),
+        Accelerator(gb200, _NVLINK5, _NDR),
+        Accelerator(gb300, _NVLINK5, _XDR),
     ]
 
 
-def _others() -> list[Entry]:
+def _others() -> list[Accelerator]:
     mi300x = Device(
         "MI300X", "cuda", 192 * _GIB, 5.3e12, _peaks(1307.4, fp8=2614.9, int8=2614.9, tf32=653.7, fp32=163.4),
         "AMD, Instinct MI300X data sheet (power: of the board, at its peak); torch calls ROCm devices cuda", watts=750,
@@ -163,15 +165,15 @@ def _others() -> list[Entry]:
     dcn = Link(None, 50e9 / 8, "Google Cloud, TPU v5p: 50 Gb/s of data-centre network a chip", kind="network")
     xgmi = Link(None, 448e9, f"Infinity Fabric, 7 x 64 GB/s, one peer at most 64 GB/s, {_ML_ENGINEERING}")
     return [
-        Entry(mi300x, xgmi, _NDR),
-        Entry(l40s, _PCIE4, _NDR),
-        Entry(l4, _PCIE4, _UNKNOWN),
-        Entry(
+        Accelerator(mi300x, xgmi, _NDR),
+        Accelerator(l40s, _PCIE4, _NDR),
+        Accelerator(l4, _PCIE4, _UNKNOWN),
+        Accelerator(
             ada,
             Link(None, 31e9, "PCIe 4.0 x16, without direct access between GPUs: through the host", kind="host"),
             _UNKNOWN,
         ),
-        Entry(tpu, ici, dcn),
+        Accelerator(tpu, ici, dcn),
     ]
 
 

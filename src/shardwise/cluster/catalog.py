@@ -11,15 +11,15 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from shardwise.cluster.accelerators import ACCELERATORS, ALIASES, Entry
+from shardwise.cluster.accelerators import ACCELERATORS, ALIASES, Accelerator
 from shardwise.cluster.device import Device, Link
 from shardwise.errors import UserError
 
 
-def _cpu() -> Entry:
+def _cpu() -> Accelerator:
     device = Device("CPU", "cpu", _machine_memory(), None, {}, "this machine: sysconf and the cgroup's memory.max")
     loopback = Link(None, None, "not known before it is measured")
-    return Entry(device, loopback, loopback)
+    return Accelerator(device, loopback, loopback)
 
 
 def names() -> list[str]:
@@ -27,7 +27,7 @@ def names() -> list[str]:
     return [*ALIASES, *ACCELERATORS, "CPU"]
 
 
-def lookup(name: str) -> Entry:
+def lookup(name: str) -> Accelerator:
     """The device of that name or alias, in any case. Raises `UserError` with the nearest names."""
     by_lower = {known.lower(): known for known in names()}
     found = by_lower.get(name.strip().lower())

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardwise.cluster import catalog
-from shardwise.cluster.accelerators import Entry
+from shardwise.cluster.accelerators import Accelerator
 from shardwise.cluster.cluster import Cluster
 from shardwise.cluster.device import Device, Link, Speed
 
@@ -27,7 +27,7 @@ def to_toml(cluster: Cluster, header: Sequence[str] = (), remarks: Mapping[str, 
     return "\n".join(lines) + "\n"
 
 
-def _usual(device: Device) -> Entry | None:
+def _usual(device: Device) -> Accelerator | None:
     """The catalog's entry of a device that is in it."""
     known = {name.lower() for name in catalog.names()}
     entry = catalog.lookup(device.name) if device.name.lower() in known else None

@@ -12,7 +12,7 @@ from typing import Any
 from shardwise.runtime.job.measuring import whole
 from shardwise.runtime.job.rank import RankJob
 from shardwise.schedule.pipeline import PipelineSchedule
-from shardwise.schedule.pipeline.memory import Held
+from shardwise.schedule.pipeline.memory import MicroBatchMemory
 from shardwise.schedule.pipeline.simulate import Simulated, simulate
 from shardwise.schedule.pipeline.text import from_text, to_text
 from shardwise.schedule.pipeline.times import Times
@@ -29,7 +29,7 @@ class Case:
 
     schedule: PipelineSchedule
     times: Times
-    held: Held
+    held: MicroBatchMemory
 
     @classmethod
     def shared(
@@ -42,10 +42,10 @@ class Case:
         weight_share: float = 1,
     ) -> Case:
         """From a *rank's* seconds and saved bytes for one micro-batch, of which a stage has its part, as
-        `Times.shared` and `Held.shared` cut them. weight_share: what part of the saved bytes W needs."""
-        parts = Held.shared(schedule, saved, weight_share * saved)
+        `Times.shared` and `MicroBatchMemory.shared` cut them. weight_share: what part of the saved bytes W needs."""
+        parts = MicroBatchMemory.shared(schedule, saved, weight_share * saved)
         kept, needed = (tuple(map(round, each)) for each in (parts.saved, parts.weight))
-        held = Held(kept, needed, (0,) * schedule.stages)
+        held = MicroBatchMemory(kept, needed, (0,) * schedule.stages)
         return cls(schedule, Times.shared(schedule, forward, input, weight), held)
 
     def to_json(self) -> dict[str, Any]:
@@ -56,7 +56,7 @@ class Case:
     def from_json(cls, data: dict[str, Any]) -> Case:
         seconds, sizes = ({name: tuple(values) for name, values in data[key].items()} for key in ("times", "held"))
         times = Times(seconds["forward"], seconds["input"], seconds["weight"])
-        return cls(from_text(data["schedule"]), times, Held(**sizes))
+        return cls(from_text(data["schedule"]), times, MicroBatchMemory(**sizes))
 
 
 @dataclass(frozen=True)

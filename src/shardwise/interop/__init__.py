@@ -6,6 +6,6 @@ reading = read(["ds_config.json"], ranks=64)
 reading.layout, reading.facts, reading.notes
 """
 
-from shardwise.interop.reading import ENGINES, Reading, Served, read
+from shardwise.interop.reading import ENGINES, Reading, ServerSettings, read
 
-__all__ = ["ENGINES", "Reading", "Served", "read"]
+__all__ = ["ENGINES", "Reading", "ServerSettings", "read"]

@@ -17,7 +17,7 @@ from shardwise.report.step_report import Phase
 
 if TYPE_CHECKING:
     from shardwise.schedule.pipeline import Action, PipelineSchedule
-    from shardwise.schedule.pipeline.stages import Stages
+    from shardwise.schedule.pipeline.stages import StageLayers
     from shardwise.schedule.pipeline.steady import Steady
 
 _PHASES: dict[str, Phase] = {"F": "forward", "SEND_F": "forward", "RECV_F": "forward", "SHARE_LOSS": "loss"}
@@ -46,14 +46,14 @@ def releases_early(layout: Layout) -> bool:
     return layout.compile != "block" and layout.recompute in ("none", "selective")
 
 
-def stages(model: ModelConfig, layout: Layout) -> Stages:
+def stages(model: ModelConfig, layout: Layout) -> StageLayers:
     """The layers of each stage. Raises `LayoutError` when there are not enough of them."""
-    from shardwise.schedule.pipeline.stages import Stages
+    from shardwise.schedule.pipeline.stages import StageLayers
 
     try:
         if layout.stages:
-            return Stages(layout.stages, model.tied)
-        return Stages.even(model.layers, layout.pp * layout.virtual, model.tied)
+            return StageLayers(layout.stages, model.tied)
+        return StageLayers.even(model.layers, layout.pp * layout.virtual, model.tied)
     except UserError as error:
         raise LayoutError(f"{model.name}: {error}") from None
 

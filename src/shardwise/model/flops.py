@@ -13,7 +13,7 @@ from typing import Literal
 
 from shardwise.errors import UserError
 from shardwise.model.config import ModelConfig
-from shardwise.model.operations import Linear
+from shardwise.model.operations import LinearOp
 from shardwise.model.parameters import blueprint
 
 Recompute = Literal["none", "selective", "full"]
@@ -29,7 +29,7 @@ def matmul_parameters(config: ModelConfig) -> int:
     counts, since it multiplies although it stores nothing. The embedding does not: it is looked up.
     """
     parts = blueprint(config).parts
-    return sum(part.count * op.elements for part in parts for op in part.operations if isinstance(op, Linear))
+    return sum(part.count * op.elements for part in parts for op in part.operations if isinstance(op, LinearOp))
 
 
 def attention_flops_per_token(config: ModelConfig, seq: int, causal: bool = True) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from shardwise.model.blueprint import Cut, Parameter
 from shardwise.model.config import ModelConfig
-from shardwise.model.operations import AttentionCore, Elementwise, Linear, Operation, Rows, Width
+from shardwise.model.operations import AttentionCore, Elementwise, LinearOp, Operation, Rows, Width
 
 STD = 0.02
 
@@ -52,7 +52,7 @@ def head(c: ModelConfig) -> Pieces:
     """The final norm, and the projection to logits where it is not the embedding's table."""
     yield from norm(c, "norm", c.hidden)
     yield Elementwise(c.norm, (Width(c.hidden),))
-    yield Linear("logits", Width(c.hidden), (Width(c.vocab, cut=True),))
+    yield LinearOp("logits", Width(c.hidden), (Width(c.vocab, cut=True),))
     if not c.tied:
         yield Parameter("out.weight", (c.vocab, c.hidden), cut="vocab")
 
@@ -77,7 +77,7 @@ def attention(c: ModelConfig) -> Pieces:
     yield from linear("attention.qkv.q", c.q_width, c.hidden, "column", bias, heads=c.heads)
     for name in ("k", "v"):
         yield from linear(f"attention.qkv.{name}", c.kv_width, c.hidden, "kv heads", bias, heads=c.kv_heads)
-    yield Linear("linear", Width(c.hidden), _heads(c))
+    yield LinearOp("linear", Width(c.hidden), _heads(c))
     if bias:
         yield Elementwise("bias gradients", _heads(c))
     if c.qk_norm:
@@ -102,7 +102,7 @@ def _core(c: ModelConfig, key_width: int, value_width: int) -> Iterator[Operatio
     if c.qk_norm:
         yield Elementwise("head norms", (q, k))
     yield AttentionCore(c.heads, c.kv_heads, key_width, value_width)
-    yield Linear("linear", Width(c.heads * value_width, cut=True), (Width(c.hidden),))
+    yield LinearOp("linear", Width(c.heads * value_width, cut=True), (Width(c.hidden),))
 
 
 def latent_attention(c: ModelConfig) -> Pieces:
@@ -112,15 +112,15 @@ def latent_attention(c: ModelConfig) -> Pieces:
     keys, heads, hidden = a.nope_head_dim + a.rope_head_dim, c.heads, Width(c.hidden)
     up = heads * keys, heads * (a.nope_head_dim + a.v_head_dim)
     yield from linear("attention.q_down", a.q_rank, c.hidden)
-    yield Linear("linear", hidden, (Width(a.q_rank),))
+    yield LinearOp("linear", hidden, (Width(a.q_rank),))
     yield from norm(c, "attention.q_down_norm", a.q_rank)
     yield from linear("attention.q_up", up[0], a.q_rank, "column", heads=heads)
-    yield Linear("linear", Width(a.q_rank), (Width(up[0], cut=True),))
+    yield LinearOp("linear", Width(a.q_rank), (Width(up[0], cut=True),))
     yield from linear("attention.kv_down", a.kv_rank + a.rope_head_dim, c.hidden)
-    yield Linear("linear", hidden, (Width(a.kv_rank + a.rope_head_dim),))
+    yield LinearOp("linear", hidden, (Width(a.kv_rank + a.rope_head_dim),))
     yield from norm(c, "attention.kv_down_norm", a.kv_rank)
     yield from linear("attention.kv_up", up[1], a.kv_rank, "column", heads=heads)
-    yield Linear("linear", Width(a.kv_rank), (Width(up[1], cut=True),))
+    yield LinearOp("linear", Width(a.kv_rank), (Width(up[1], cut=True),))
     yield Elementwise("low ranks", (Width(a.q_rank), Width(a.kv_rank), Width(2 * heads * keys, cut=True)))
     yield from _core(c, keys, a.v_head_dim)
     yield from linear("attention.out", c.hidden, heads * a.v_head_dim, "row", std=residual_std(c), heads=heads)
@@ -138,12 +138,12 @@ def products(c: ModelConfig, width: int, rows: Rows = "tokens", count: int = 1, 
     """What a feed-forward part, or `count` of them at once, computes."""
     inner, hidden = Width(width, cut=True), Width(c.hidden)
     outputs = (inner,) * (2 if c.gated else 1)
-    yield Linear("linear", hidden, outputs, rows, count, active)
+    yield LinearOp("linear", hidden, outputs, rows, count, active)
     yield Elementwise("gated activation" if c.gated else "activation", (inner,), rows, count, active)
     if c.bias == "all":
         yield Elementwise("bias gradients", outputs, rows, count, active)
         yield Elementwise("bias gradients", (hidden,), rows, count, active)
-    yield Linear("linear", inner, (hidden,), rows, count, active)
+    yield LinearOp("linear", inner, (hidden,), rows, count, active)
 
 
 def mixture(c: ModelConfig) -> Pieces:
@@ -151,7 +151,7 @@ def mixture(c: ModelConfig) -> Pieces:
     assert c.experts
     e = c.experts
     yield from linear("mlp.router", e.count, c.hidden, bias=e.router_bias)
-    yield Linear("router", Width(c.hidden), (Width(e.count),), "stream")
+    yield LinearOp("router", Width(c.hidden), (Width(e.count),), "stream")
     yield Elementwise("dispatch", (Width(c.hidden),), "routed", e.count, e.active)
     for i in range(e.count):
         yield from _weights(feed_forward(c, f"mlp.experts.{i}", e.ffn, "expert", "expert"))

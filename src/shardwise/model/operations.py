@@ -32,7 +32,7 @@ class Width:
 
 
 @dataclass(frozen=True)
-class Linear:
+class LinearOp:
     """Linear maps of one input, computed in one product. logits: and the loss over them."""
 
     kind: Literal["linear", "router", "logits"]
@@ -86,14 +86,14 @@ class Elementwise:
     rows: Rows = "tokens"
     count: int = 1
     active: int = 1
-    """As of `Linear`."""
+    """As of `LinearOp`."""
 
     def flops_per_token(self, seq: int, causal: bool = True) -> int:
         """None are counted."""
         return 0
 
 
-Operation = Linear | AttentionCore | Elementwise
+Operation = LinearOp | AttentionCore | Elementwise
 
 
 def operation_from_json(data: dict[str, Any]) -> Operation:
@@ -102,5 +102,5 @@ def operation_from_json(data: dict[str, Any]) -> Operation:
         return AttentionCore(**data)
     if data["kind"] in ("linear", "router", "logits"):
         widths = {"inputs": Width(**data["inputs"]), "outputs": tuple(Width(**out) for out in data["outputs"])}
-        return Linear(**data | widths)
+        return LinearOp(**data | widths)
     return Elementwise(**data | {"widths": tuple(Width(**width) for width in data["widths"])})

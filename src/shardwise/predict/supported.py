@@ -10,7 +10,7 @@ from shardwise.errors import UserError
 from shardwise.model import ModelConfig
 from shardwise.predict.time.split import SCHEDULES
 from shardwise.schedule.pipeline import find
-from shardwise.schedule.pipeline.closed_forms import FORMS, Case
+from shardwise.schedule.pipeline.closed_forms import FORMS, PipelineShape
 
 MOST_DEVICES = 65536
 """Devices of a cluster that is searched."""
@@ -51,4 +51,6 @@ def in_closed_form(schedule: str, virtual: int, p: int, m: int) -> bool:
         return (schedule, virtual) == ("1f1b", 1)
     if schedule not in SCHEDULES:
         return False
-    return not find(schedule).objection(p, m, virtual) and FORMS[schedule].exact(Case(p, m, virtual, 1.0, 1.0, 1.0))
+    return not find(schedule).objection(p, m, virtual) and FORMS[schedule].exact(
+        PipelineShape(p, m, virtual, 1.0, 1.0, 1.0)
+    )

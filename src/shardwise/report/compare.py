@@ -108,8 +108,8 @@ class ComparedBytes:
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """The outcome of `compare`.
+class ReportComparison:
+    """Differences between two step reports, or that there are none.
 
     pairs: the ranks that both reports know, split as finely as either report splits them. rows: ledger rows of each
     pair, in `a`'s order. bytes: the classes and the peak of each pair, the cache's where one has it. ranks_only_a,
@@ -179,12 +179,12 @@ class Comparison:
         }
 
 
-def compare(a: StepReport, b: StepReport) -> Comparison:
+def compare(a: StepReport, b: StepReport) -> ReportComparison:
     """Compare two reports. Raises `UserError` when one of them gives a rank to two roles."""
     roles_a, roles_b = _role_of_rank(a), _role_of_rank(b)
     pairs = tuple(_pairs(roles_a, roles_b))
     compiled = any(report.source == "measured" and "compile=" in report.layout for report in (a, b))
-    return Comparison(
+    return ReportComparison(
         a=a,
         b=b,
         pairs=pairs,

@@ -25,7 +25,7 @@ Intervals = list[tuple[int, int]]
 
 
 @dataclass(frozen=True)
-class Span:
+class TimeSpan:
     """One event of a timeline. start and stop: nanoseconds since the step began."""
 
     name: str
@@ -40,12 +40,12 @@ class Span:
         return str(self.args.get("op", self.name)), str(self.args.get("axes", ""))
 
 
-def spans(role: Role) -> tuple[Span, ...]:
+def spans(role: Role) -> tuple[TimeSpan, ...]:
     """The events of a role's timeline, in its order. Raises `UserError` when one of them is damaged."""
     return tuple(_span(event, f"timeline event {i} of role {role.role!r}") for i, event in enumerate(role.timeline))
 
 
-def _span(event: dict[str, Any], place: str) -> Span:
+def _span(event: dict[str, Any], place: str) -> TimeSpan:
     try:
         name, stream = str(event["name"]), str(event["stream"])
         start, duration = float(event["start_s"]), float(event["duration_s"])
@@ -59,7 +59,7 @@ def _span(event: dict[str, Any], place: str) -> Span:
     if not isinstance(args, dict):
         raise UserError(f"{place}: args must be an object")
     nanoseconds = round(start * 1e9)
-    return Span(name, stream, nanoseconds, nanoseconds + round(duration * 1e9), args)
+    return TimeSpan(name, stream, nanoseconds, nanoseconds + round(duration * 1e9), args)
 
 
 def union(intervals: Iterable[tuple[int, int]]) -> Intervals:
@@ -164,11 +164,11 @@ class Exposure:
         return times | {"exposed_share": self.share(self.exposed), "kinds": kinds}
 
 
-def exposure(timeline: Iterable[Span]) -> Exposure:
+def exposure(timeline: Iterable[TimeSpan]) -> Exposure:
     """The figures of one rank's timeline. A timeline without spans gives zeros."""
     timeline = list(timeline)
     compute, under_way, waiting = (union((s.start, s.stop) for s in timeline if s.stream == name) for name in STREAMS)
-    by_kind: dict[tuple[str, str], list[Span]] = {}
+    by_kind: dict[tuple[str, str], list[TimeSpan]] = {}
     for span in timeline:
         if span.stream == COMMUNICATION:
             by_kind.setdefault(span.kind, []).append(span)
@@ -182,7 +182,7 @@ def exposure(timeline: Iterable[Span]) -> Exposure:
     )
 
 
-def _kind(op: str, axes: str, found: list[Span], compute: Intervals) -> KindOfTraffic:
+def _kind(op: str, axes: str, found: list[TimeSpan], compute: Intervals) -> KindOfTraffic:
     under_way = union((span.start, span.stop) for span in found)
     time, hidden = length(under_way), length(overlap(under_way, compute))
     told = [span.args.get("bytes") for span in found]

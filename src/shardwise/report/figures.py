@@ -23,7 +23,7 @@ CUT = 4.0
 
 
 @dataclass(frozen=True)
-class Segment:
+class BarSegment:
     """A part of a bar. kind: a key of `palette.KINDS`. value: its length in the chart's unit."""
 
     kind: str
@@ -39,7 +39,7 @@ class Bar:
 
     label: str
     detail: str
-    segments: tuple[Segment, ...]
+    segments: tuple[BarSegment, ...]
     total: float = -1.0
 
     def __post_init__(self) -> None:
@@ -53,7 +53,7 @@ class Bar:
 
 def memory_bar(label: str, detail: str, held: Bytes) -> Bar:
     """A bar of the classes of bytes, the most of each; beside it the peak, which may be less than their sum."""
-    return Bar(label, detail, tuple(Segment(name, getattr(held, name)) for name in classes_of([held])), held.total)
+    return Bar(label, detail, tuple(BarSegment(name, getattr(held, name)) for name in classes_of([held])), held.total)
 
 
 def ticks(limit: float, unit: float = 1.0, about: int = 5) -> list[float]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from shardwise.report.compare import ComparedRow, Comparison
+from shardwise.report.compare import ComparedRow, ReportComparison
 from shardwise.report.step_report import LedgerRow, StepReport
 from shardwise.report.units import format_spans
 
@@ -17,8 +17,8 @@ _INDEX = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)", re.ASCII)
 
 
 @dataclass(frozen=True)
-class Group(Generic[Row]):
-    """Rows that are alike but for their unit. label: the units, "blocks.0-79 ×80". units: how many there are."""
+class RowGroup(Generic[Row]):
+    """Rows that are identical except for their unit. label: the units, "blocks.0-79 ×80". units: how many there are."""
 
     label: str
     units: int
@@ -27,7 +27,7 @@ class Group(Generic[Row]):
 
 def group_units(
     rows: Iterable[Row], unit: Callable[[Row], str], alike: Callable[[Row], Hashable]
-) -> tuple[Group[Row], ...]:
+) -> tuple[RowGroup[Row], ...]:
     """Join rows with an equal `alike` whose units differ only in their first number, in order of first appearance."""
     members: dict[Hashable, list[Row]] = {}
     for row in rows:
@@ -35,25 +35,25 @@ def group_units(
     return tuple(_group(joined, [unit(row) for row in joined]) for joined in members.values())
 
 
-def _group(rows: list[Row], units: list[str]) -> Group[Row]:
+def _group(rows: list[Row], units: list[str]) -> RowGroup[Row]:
     found = [_INDEX.search(unit) for unit in units]
     if not all(found):
-        return Group(units[0], 1, tuple(rows))
+        return RowGroup(units[0], 1, tuple(rows))
     numbers = tuple(sorted({int(match[0]) for match in found if match}))
     if len(numbers) == 1:
-        return Group(units[0], 1, tuple(rows))
+        return RowGroup(units[0], 1, tuple(rows))
     label = _INDEX.sub(format_spans(numbers), units[0], count=1)
-    return Group(f"{label} \N{MULTIPLICATION SIGN}{len(numbers)}", len(numbers), tuple(rows))
+    return RowGroup(f"{label} \N{MULTIPLICATION SIGN}{len(numbers)}", len(numbers), tuple(rows))
 
 
-def group_ledger(rows: Iterable[LedgerRow]) -> tuple[Group[LedgerRow], ...]:
+def group_ledger(rows: Iterable[LedgerRow]) -> tuple[RowGroup[LedgerRow], ...]:
     """A ledger with identical blocks joined."""
     return group_units(
         rows, lambda row: row.unit, lambda row: (row.phase, row.op, row.axes, row.dtype, row.elements, row.count)
     )
 
 
-def group_compared(rows: Iterable[ComparedRow]) -> tuple[Group[ComparedRow], ...]:
+def group_compared(rows: Iterable[ComparedRow]) -> tuple[RowGroup[ComparedRow], ...]:
     """Compared rows of one role with identical blocks joined; blocks whose counts differ stay apart."""
     return group_units(
         rows, lambda row: row.key.unit, lambda row: (row.key._replace(unit=""), row.count_a, row.count_b)
@@ -69,7 +69,7 @@ def ledgers(report: StepReport) -> Iterator[tuple[tuple[int, ...], tuple[LedgerR
         yield tuple(sorted(members)), ledger
 
 
-def compared_ledgers(comparison: Comparison) -> Iterator[tuple[tuple[int, ...], tuple[ComparedRow, ...]]]:
+def compared_ledgers(comparison: ReportComparison) -> Iterator[tuple[tuple[int, ...], tuple[ComparedRow, ...]]]:
     """(ranks, rows) of each distinct compared ledger: role pairs that differ only in their bytes are one here."""
     rows_of: dict[str, list[ComparedRow]] = {pair.role: [] for pair in comparison.pairs}
     for row in comparison.rows:

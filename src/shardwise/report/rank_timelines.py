@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardwise.errors import UserError
-from shardwise.report.exposure import Span, spans
+from shardwise.report.exposure import TimeSpan, spans
 from shardwise.report.files import write_whole
 from shardwise.report.step_report import Bytes, Role
 
@@ -41,7 +41,7 @@ class RankTimeline:
     rank: int
     host: int
     start: int
-    spans: tuple[Span, ...]
+    spans: tuple[TimeSpan, ...]
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class RankTimelines:
 
 def _rank(data: Mapping[str, Any], names: list[str], streams: list[str]) -> RankTimeline:
     columns = zip(data["name"], data["stream"], data["from_ns"], data["to_ns"], strict=True)
-    found = tuple(Span(str(names[n]), str(streams[s]), int(a), int(b), {}) for n, s, a, b in columns)
+    found = tuple(TimeSpan(str(names[n]), str(streams[s]), int(a), int(b), {}) for n, s, a, b in columns)
     return RankTimeline(int(data["rank"]), int(data["host"]), int(data["start_ns"]), found)
 
 

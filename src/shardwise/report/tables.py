@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from shardwise.report.compare import PEAK_TOLERANCE, ComparedBytes, ComparedRow, Comparison
+from shardwise.report.compare import PEAK_TOLERANCE, ComparedBytes, ComparedRow, ReportComparison
 from shardwise.report.exposure import Exposure
 from shardwise.report.grouping import compared_ledgers, group_compared, group_ledger, ledgers
 from shardwise.report.page.palette import KINDS, classes_of
@@ -96,7 +96,7 @@ def exposure_table(found: Sequence[tuple[str, int, Exposure]]) -> Table:
     return table
 
 
-def comparison_tables(comparison: Comparison, binary: bool = False) -> Group:
+def comparison_tables(comparison: ReportComparison, binary: bool = False) -> Group:
     """Both reports side by side: what differs in their settings, bytes by class, ledgers, where the time of a step went
     if a timeline tells, and a closing verdict."""
     from rich.console import Group
@@ -113,7 +113,7 @@ def comparison_tables(comparison: Comparison, binary: bool = False) -> Group:
     return Group(*_apart([*parts, verdict(comparison)]))
 
 
-def _compared_memory(comparison: Comparison, binary: bool) -> Table:
+def _compared_memory(comparison: ReportComparison, binary: bool) -> Table:
     table = new_table(f"memory per rank ({byte_note(binary)})")
     _columns(table, ("role", "class"), (*comparison.labels, "difference", ""))
     ranks_of = {pair.role: pair.ranks for pair in comparison.pairs}
@@ -140,7 +140,7 @@ def _byte_mark(row: ComparedBytes) -> Text:
     return _text("") if row.accepted is None else _mark(row.accepted)
 
 
-def _compared_ledger(comparison: Comparison, ranks: tuple[int, ...], rows: tuple[ComparedRow, ...]) -> Table:
+def _compared_ledger(comparison: ReportComparison, ranks: tuple[int, ...], rows: tuple[ComparedRow, ...]) -> Table:
     equal = sum(row.equal for row in rows)
     table = new_table(f"ledger of one step, {format_ranks(ranks)}: {equal} of {len(rows)} rows equal")
     _columns(table, ("operation", "axes", "unit"), ("elements", *comparison.labels, ""))
@@ -155,7 +155,7 @@ def _compared_ledger(comparison: Comparison, ranks: tuple[int, ...], rows: tuple
     return table
 
 
-def verdict(comparison: Comparison) -> Text:
+def verdict(comparison: ReportComparison) -> Text:
     """One line: are all ledger rows equal, the exact classes equal, and how far apart the peaks."""
     from rich.text import Text
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import UserError
-from shardwise.report.exposure import Span, spans
+from shardwise.report.exposure import TimeSpan, spans
 from shardwise.report.step_report import Role, StepReport
 from shardwise.report.strict_json import strict
 from shardwise.report.units import format_ranks
@@ -54,7 +54,7 @@ def _role_events(role: Role) -> Iterator[dict[str, Any]]:
         yield _complete(span) | {"pid": rank, "tid": threads[lane]}
 
 
-def _lanes(timeline: tuple[Span, ...]) -> Iterator[tuple[str, Span]]:
+def _lanes(timeline: tuple[TimeSpan, ...]) -> Iterator[tuple[str, TimeSpan]]:
     """(lane, span) by start: the stream's name, with a number where an earlier span of the stream still goes on."""
     busy: dict[str, list[int]] = {}
     for span in sorted(timeline, key=lambda span: (span.start, span.stop)):
@@ -64,7 +64,7 @@ def _lanes(timeline: tuple[Span, ...]) -> Iterator[tuple[str, Span]]:
         yield span.stream if free == 0 else f"{span.stream} {free + 1}", span
 
 
-def _complete(span: Span) -> dict[str, Any]:
+def _complete(span: TimeSpan) -> dict[str, Any]:
     """The event without process and thread."""
     out: dict[str, Any] = {"ph": "X", "name": span.name, "cat": span.stream}
     out |= {"ts": span.start / 1000, "dur": (span.stop - span.start) / 1000}

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from shardwise.checkpoint import (
     Checkpoint,
-    Entry,
-    Held,
+    LocalInterval,
     Manifest,
+    PartEntry,
     PartImage,
     PartRecord,
     Piece,
@@ -123,7 +123,7 @@ class Saver:
         finally:
             self.pulse.idle()
 
-    def _entries(self) -> tuple[list[Entry], list[Tensor]]:
+    def _entries(self) -> tuple[list[PartEntry], list[Tensor]]:
         """What this rank writes, and the runs of its state that hold it, padding included."""
         states = {state.flat.unit.name: state for state in self.program.optimizer.states}
         entries, tensors = [], []
@@ -133,16 +133,16 @@ class Saver:
                 source = {"model": state.master, "first": state.first, "second": state.second}[kind]
                 run = source[held.start - state.flat.start : held.stop - state.flat.start]
                 spec = TensorSpec(shape=held.shape, dtype=str(run.dtype).removeprefix("torch."))
-                entries.append(Entry(f"{kind}/{held.name}", spec, held.stored))
+                entries.append(PartEntry(f"{kind}/{held.name}", spec, held.stored))
                 tensors.append(run)
         return entries, tensors
 
-    def _each(self) -> list[Held]:
+    def _each(self) -> list[LocalInterval]:
         """What is held of each entry."""
         return [*self.writes] * len(KINDS)
 
     def _write(
-        self, position: Position, entries: list[Entry], arrays: Iterable[np.ndarray], image: PartImage | None = None
+        self, position: Position, entries: list[PartEntry], arrays: Iterable[np.ndarray], image: PartImage | None = None
     ) -> None:
         folder = self.folder / f"step-{position.step}"
         self.pulse.step(position.step)
@@ -211,7 +211,7 @@ class Saver:
         return None
 
 
-def _array(held: Held, tensor: Tensor) -> np.ndarray:
+def _array(held: LocalInterval, tensor: Tensor) -> np.ndarray:
     return np.ascontiguousarray(held.without_padding(tensor.detach().cpu().numpy()))
 
 

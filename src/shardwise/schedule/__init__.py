@@ -5,14 +5,14 @@ lowered to what a rank does (`lower`). `docs/collectives.md` explains it.
 """
 
 from shardwise.schedule.algorithms import Algorithm, algorithms, build, collective_name, find
-from shardwise.schedule.comm import CommSchedule, Draft, Round, Stage
+from shardwise.schedule.comm import CommSchedule, Draft, RepeatedRounds, Round
 
 __all__ = [
     "Algorithm",
     "CommSchedule",
     "Draft",
+    "RepeatedRounds",
     "Round",
-    "Stage",
     "algorithms",
     "build",
     "collective_name",

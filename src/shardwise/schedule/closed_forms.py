@@ -33,8 +33,9 @@ Factors = tuple[float, float, float]
 
 
 @dataclass(frozen=True)
-class ClosedForm:
-    """factors: p -> (a, b, c). powers: it holds for powers of two only. source: where it is from."""
+class CollectiveFormula:
+    """Closed form of one algorithm's cost. factors: p -> (a, b, c). powers: it holds for powers of two only. source:
+    where it is from."""
 
     factors: Callable[[int], Factors]
     source: str
@@ -68,37 +69,39 @@ _THAKUR = "Thakur, Rabenseifner, Gropp 2005"
 _CHAN = "Chan et al. 2007"
 _READS = "one latency a round; each rank reads from p - 1 others"
 
-CLOSED_FORMS: dict[tuple[str, str], ClosedForm] = {
-    ("all-reduce", "ring"): ClosedForm(
+CLOSED_FORMS: dict[tuple[str, str], CollectiveFormula] = {
+    ("all-reduce", "ring"): CollectiveFormula(
         lambda p: (2 * (p - 1), 2 * _share(p), _share(p)), "Patarasuk and Yuan 2009"
     ),
-    ("all-reduce", "recursive-doubling"): ClosedForm(lambda p: _folded(p, lambda q, L: (L, L, L)), _THAKUR),
-    ("all-reduce", "rabenseifner"): ClosedForm(
+    ("all-reduce", "recursive-doubling"): CollectiveFormula(lambda p: _folded(p, lambda q, L: (L, L, L)), _THAKUR),
+    ("all-reduce", "rabenseifner"): CollectiveFormula(
         lambda p: _folded(p, lambda q, L: (2 * L, 2 * _share(q), _share(q))), _THAKUR
     ),
-    ("all-reduce", "tree"): ClosedForm(lambda p: (2 * _levels(p), 2 * _levels(p), _levels(p)), _CHAN),
-    ("all-reduce", "one-shot"): ClosedForm(lambda p: (min(1, p - 1), p - 1, p - 1), _READS),
-    ("all-reduce", "two-shot"): ClosedForm(
+    ("all-reduce", "tree"): CollectiveFormula(lambda p: (2 * _levels(p), 2 * _levels(p), _levels(p)), _CHAN),
+    ("all-reduce", "one-shot"): CollectiveFormula(lambda p: (min(1, p - 1), p - 1, p - 1), _READS),
+    ("all-reduce", "two-shot"): CollectiveFormula(
         lambda p: (2 * min(1, p - 1), 2 * _share(p), _share(p)), _READS
     ),
-    ("all-reduce", "central-server"): ClosedForm(
+    ("all-reduce", "central-server"): CollectiveFormula(
         lambda p: (2 * (p - 1), 2 * (p - 1), p - 1), "p - 1 messages into one port, and out of it"
     ),
-    ("broadcast", "binomial"): ClosedForm(lambda p: (_levels(p), _levels(p), 0), _CHAN),
-    ("broadcast", "scatter-allgather"): ClosedForm(lambda p: (_levels(p) + p - 1, 2 * _share(p), 0), _THAKUR),
-    ("reduce", "binomial"): ClosedForm(lambda p: (_levels(p), _levels(p), _levels(p)), _CHAN),
-    ("scatter", "binomial"): ClosedForm(lambda p: (_levels(p), _share(p), 0), _CHAN),
-    ("gather", "binomial"): ClosedForm(lambda p: (_levels(p), _share(p), 0), _CHAN),
-    ("all-gather", "ring"): ClosedForm(lambda p: (p - 1, _share(p), 0), _CHAN),
-    ("all-gather", "recursive-doubling"): ClosedForm(lambda p: (_levels(p), _share(p), 0), _THAKUR, powers=True),
-    ("all-gather", "bruck"): ClosedForm(lambda p: (_levels(p), _share(p), 0), "Bruck et al. 1997"),
-    ("reduce-scatter", "ring"): ClosedForm(lambda p: (p - 1, _share(p), _share(p)), "Patarasuk and Yuan 2009"),
-    ("reduce-scatter", "halving"): ClosedForm(lambda p: (_levels(p), _share(p), _share(p)), _THAKUR, powers=True),
-    ("reduce-scatter", "pairwise"): ClosedForm(lambda p: (p - 1, _share(p), _share(p)), _THAKUR),
-    ("all-gather", "one-shot"): ClosedForm(lambda p: (min(1, p - 1), _share(p), 0), _READS),
-    ("reduce-scatter", "one-shot"): ClosedForm(lambda p: (min(1, p - 1), _share(p), _share(p)), _READS),
-    ("all-to-all", "pairwise"): ClosedForm(lambda p: (p - 1, _share(p), 0), _THAKUR),
-    ("all-to-all", "bruck"): ClosedForm(lambda p: (_levels(p), _levels(p) / 2, 0), "Bruck et al. 1997", powers=True),
+    ("broadcast", "binomial"): CollectiveFormula(lambda p: (_levels(p), _levels(p), 0), _CHAN),
+    ("broadcast", "scatter-allgather"): CollectiveFormula(lambda p: (_levels(p) + p - 1, 2 * _share(p), 0), _THAKUR),
+    ("reduce", "binomial"): CollectiveFormula(lambda p: (_levels(p), _levels(p), _levels(p)), _CHAN),
+    ("scatter", "binomial"): CollectiveFormula(lambda p: (_levels(p), _share(p), 0), _CHAN),
+    ("gather", "binomial"): CollectiveFormula(lambda p: (_levels(p), _share(p), 0), _CHAN),
+    ("all-gather", "ring"): CollectiveFormula(lambda p: (p - 1, _share(p), 0), _CHAN),
+    ("all-gather", "recursive-doubling"): CollectiveFormula(lambda p: (_levels(p), _share(p), 0), _THAKUR, powers=True),
+    ("all-gather", "bruck"): CollectiveFormula(lambda p: (_levels(p), _share(p), 0), "Bruck et al. 1997"),
+    ("reduce-scatter", "ring"): CollectiveFormula(lambda p: (p - 1, _share(p), _share(p)), "Patarasuk and Yuan 2009"),
+    ("reduce-scatter", "halving"): CollectiveFormula(lambda p: (_levels(p), _share(p), _share(p)), _THAKUR,
+        powers=True),
+    ("reduce-scatter", "pairwise"): CollectiveFormula(lambda p: (p - 1, _share(p), _share(p)), _THAKUR),
+    ("all-gather", "one-shot"): CollectiveFormula(lambda p: (min(1, p - 1), _share(p), 0), _READS),
+    ("reduce-scatter", "one-shot"): CollectiveFormula(lambda p: (min(1, p - 1), _share(p), _share(p)), _READS),
+    ("all-to-all", "pairwise"): CollectiveFormula(lambda p: (p - 1, _share(p), 0), _THAKUR),
+    ("all-to-all", "bruck"): CollectiveFormula(lambda p: (_levels(p), _levels(p) / 2, 0), "Bruck et al. 1997",
+        powers=True),
 }  # fmt: skip
 """By (collective, algorithm)."""
 

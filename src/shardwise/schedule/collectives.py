@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from shardwise.schedule.comm import CommSchedule, Ints
 
 SUM = -1
-"""In `Wanted.of_rank`: the sum over all ranks."""
+"""In `ChunkGoal.of_rank`: the sum over all ranks."""
 
 COLLECTIVES = {
     "broadcast": "one rank's data on every rank",
@@ -35,8 +35,9 @@ REDUCING = ("reduce", "reduce-scatter", "all-reduce")
 
 
 @dataclass(frozen=True, eq=False)
-class Wanted:
-    """Row by row: chunk `chunk` of rank `rank`'s memory must end as input chunk `of_chunk` of `of_rank`, or the SUM."""
+class ChunkGoal:
+    """Required result of a collective, row by row: chunk `chunk` of rank `rank`'s memory must end as input chunk
+    `of_chunk` of `of_rank`, or the SUM."""
 
     rank: Ints
     chunk: Ints
@@ -54,7 +55,7 @@ def inputs(schedule: CommSchedule) -> NDArray[np.bool_]:
     return np.ones((p, c), dtype=bool)
 
 
-def wanted(schedule: CommSchedule) -> Wanted:
+def wanted(schedule: CommSchedule) -> ChunkGoal:
     """What every rank must hold in the region of the result, in rank order; ranks without a result have no rows."""
     p, c, kind = schedule.ranks, schedule.chunks, schedule.collective
     ranks, chunks = np.arange(p), np.arange(c)
@@ -71,4 +72,4 @@ def wanted(schedule: CommSchedule) -> Wanted:
         of_rank = chunk
     elif kind == "all-to-all":
         of_rank, of_chunk = chunk, rank
-    return Wanted(rank, schedule.region(schedule.result) + chunk, of_rank, of_chunk)
+    return ChunkGoal(rank, schedule.region(schedule.result) + chunk, of_rank, of_chunk)

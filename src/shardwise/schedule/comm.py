@@ -114,7 +114,7 @@ class Round:
 
 
 @dataclass(frozen=True, eq=False)
-class Stage:
+class RepeatedRounds:
     """`repeat` rounds between the same pairs of ranks with equally many chunks each: only *which* chunks move differs.
 
     make: k -> the k-th round, made when it is asked for, so that a schedule of 16,384 ranks stays small. alike: stages
@@ -128,12 +128,12 @@ class Stage:
     alike: Hashable = None
 
     @classmethod
-    def once(cls, round: Round, label: str = "") -> Stage:
+    def once(cls, round: Round, label: str = "") -> RepeatedRounds:
         """A stage of one given round."""
         return cls(lambda k: round, 1, label)
 
     @classmethod
-    def each(cls, values: Iterable[int], make: Callable[[int], Round], label: str = "") -> list[Stage]:
+    def each(cls, values: Iterable[int], make: Callable[[int], Round], label: str = "") -> list[RepeatedRounds]:
         """Stages of one round each, `make` of each value: rounds between different pairs."""
         return [cls(lambda _, value=value: make(value), 1, label) for value in values]  # type: ignore[misc]
 
@@ -151,7 +151,7 @@ class Draft:
     """
 
     chunks: int
-    stages: Sequence[Stage]
+    stages: Sequence[RepeatedRounds]
     regions: tuple[Region, ...] = ("data",)
     result: Region = "data"
 
@@ -169,7 +169,7 @@ class CommSchedule:
     algorithm: str
     ranks: int
     chunks: int
-    stages: tuple[Stage, ...]
+    stages: tuple[RepeatedRounds, ...]
     regions: tuple[Region, ...] = ("data",)
     result: Region = "data"
     reads: bool = False
@@ -228,4 +228,4 @@ class CommSchedule:
 
     def with_rounds(self, rounds: Sequence[Round]) -> CommSchedule:
         """The same collective by other rounds."""
-        return replace(self, stages=tuple(Stage.once(round) for round in rounds))
+        return replace(self, stages=tuple(RepeatedRounds.once(round) for round in rounds))

@@ -16,7 +16,7 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.schedule.program import Action, Program
+from shardwise.schedule.program import Instruction, Program
 
 Memory = NDArray[np.generic]
 Add = Callable[[Memory, Memory], Memory]
@@ -36,7 +36,7 @@ class Stuck:
 
     rank: int
     index: int
-    action: Action
+    action: Instruction
     posted: bool
 
     def __str__(self) -> str:
@@ -181,7 +181,7 @@ class _Player:
             self.next[rank] += 1
             self.start(rank, index, mine[index])
 
-    def start(self, rank: int, index: int, action: Action) -> None:
+    def start(self, rank: int, index: int, action: Instruction) -> None:
         if action.kind == "send":
             self.post(self.sends, self.receives, (rank, action.peer), index)
         elif action.kind == "recv":

@@ -51,7 +51,7 @@ class Figure(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Fit:
+class NetworkFit:
     """Figures of `Network` by name: startup, intra.alpha, inter.alpha, local.alpha; and for each of `sizes`, bytes of a
     rank's memory, intra.beta, inter.beta, gamma, local.beta, and again, which is intra.beta less `saved`. What is in no
     measurement is not there."""
@@ -80,7 +80,7 @@ class Fit:
         return Link(alpha, speeds[-1].bandwidth, source, startup, copy_alpha, self.reads, speeds)
 
 
-def fit(samples: Sequence[Sample], node: Sequence[int] | None = None, reads: bool = False) -> Fit:
+def fit(samples: Sequence[Sample], node: Sequence[int] | None = None, reads: bool = False) -> NetworkFit:
     """Fit the links of a group of ranks.
 
     samples: of calls that follow each other on the same memory. node: of each rank, as in `Network`, with a NIC for
@@ -192,7 +192,7 @@ def _not_negative(a: _Floats, b: _Floats) -> _Floats:
     return result
 
 
-def _with_intervals(equations: _Floats, found: _Floats, sizes: tuple[float, ...], reads: bool) -> Fit:
+def _with_intervals(equations: _Floats, found: _Floats, sizes: tuple[float, ...], reads: bool) -> NetworkFit:
     """The figures with intervals from fits to measurements drawn with replacement."""
     draw = np.random.default_rng(0)
     weights = 1 / np.maximum(np.abs(equations @ found - 1), 0.01)
@@ -212,7 +212,7 @@ def _with_intervals(equations: _Floats, found: _Floats, sizes: tuple[float, ...]
         part = slice(len(_CONSTANT) + i * len(sizes), len(_CONSTANT) + (i + 1) * len(sizes))
         if told[part].any():
             sized["again" if name == "saved" else name] = tuple(figures[part])
-    return Fit(sizes, constant, sized, reads)
+    return NetworkFit(sizes, constant, sized, reads)
 
 
 def _with_again(found: _Floats, sizes: int) -> _Floats:
@@ -223,7 +223,7 @@ def _with_again(found: _Floats, sizes: int) -> _Floats:
     return np.concatenate([found[: len(_CONSTANT)], rows.ravel()])
 
 
-class Cell(NamedTuple):
+class AlgorithmChoice(NamedTuple):
     """A collective at a size: the algorithm predicted to be the cheapest, the one measured to be, and how much longer
     the first was measured to take (0 when they are one)."""
 
@@ -240,7 +240,7 @@ class Accuracy:
     there are two algorithms or more."""
 
     errors: Mapping[str, Sequence[float]]
-    cells: Sequence[Cell]
+    cells: Sequence[AlgorithmChoice]
 
     @property
     def median_error(self) -> float | None:
@@ -269,5 +269,5 @@ def accuracy(samples: Sequence[Sample], network: Network, errors_above: float = 
             chosen = min(priced, key=lambda pair: pair[0])[1]
             best = min((sample for _, sample in priced), key=lambda sample: sample.seconds)
             names = chosen.schedule.algorithm, best.schedule.algorithm
-            found.append(Cell(collective, nbytes, *names, chosen.seconds / best.seconds - 1))
+            found.append(AlgorithmChoice(collective, nbytes, *names, chosen.seconds / best.seconds - 1))
     return Accuracy(errors, found)

@@ -55,7 +55,7 @@ class Line(NamedTuple):
     beta: float
 
 
-class Load(NamedTuple):
+class RoundLoad(NamedTuple):
     """One kind of round: the lines of its busiest ports, and the seconds of additions and copies for each byte of the
     buffer."""
 
@@ -68,7 +68,7 @@ class Profile:
     """All rounds of a schedule on a network, by kind. steps: rounds with messages. sent: bytes that the busiest rank
     sends, as a multiple of the buffer's. startup: seconds, whatever the rounds."""
 
-    loads: tuple[tuple[Load, int], ...]
+    loads: tuple[tuple[RoundLoad, int], ...]
     steps: int
     sent: float
     startup: float = 0.0
@@ -113,7 +113,7 @@ def profile(schedule: CommSchedule, network: Network) -> Profile | SizedProfile:
 
 def _profile(schedule: CommSchedule, network: Network) -> Profile:
     assert schedule.ranks == network.ranks, f"{schedule.ranks} ranks on a network of {network.ranks}"
-    loads: Counter[Load] = Counter()
+    loads: Counter[RoundLoad] = Counter()
     sent = np.zeros(schedule.ranks)
     steps = 0
     rounds: Iterable[tuple[Round, int]] = _kinds(schedule)
@@ -152,7 +152,7 @@ def price(schedule: CommSchedule, network: Network, nbytes: float) -> Price:
 
 def _load(
     round: Round, schedule: CommSchedule, network: Network, written: NDArray[np.bool_] | None
-) -> tuple[Load, _Floats]:
+) -> tuple[RoundLoad, _Floats]:
     """The kind of a round, and the part of the buffer that each rank sends in it.
 
     written: the chunks that are in some round, shape (ranks * width,); what is read of others comes from a cache.
@@ -177,7 +177,7 @@ def _load(
     added = np.bincount(round.dst[round.reduce], part[round.reduce], p)
     gamma = float(added.max()) * network.gamma + float((copied + aside).max()) * network.local.beta
     sent = np.bincount(src, sizes, p).astype(np.float64)
-    return Load(tuple(sorted(_front(lines))), gamma), sent
+    return RoundLoad(tuple(sorted(_front(lines))), gamma), sent
 
 
 def _aside(round: Round, schedule: CommSchedule) -> _Floats:

@@ -22,8 +22,8 @@ Span = tuple[int, int]
 Kind = Literal["send", "recv", "copy", "reduce", "compute"]
 
 
-class Action(NamedTuple):
-    """One thing that a rank does.
+class Instruction(NamedTuple):
+    """One instruction of a rank.
 
     kind: "send" and "recv" with `peer`; "copy" and "reduce" (add) in the rank's own memory; "compute" takes `seconds`.
     stream: where it does not occupy the rank but something that works beside it, one action at a time: its name.
@@ -51,7 +51,7 @@ class Action(NamedTuple):
 class Program:
     """The actions of every rank, and the elements of memory that each needs."""
 
-    actions: tuple[tuple[Action, ...], ...]
+    actions: tuple[tuple[Instruction, ...], ...]
     elements: int
 
     @property
@@ -80,7 +80,7 @@ class _Writer:
         self.bounds = schedule.bounds(elements)
         self.staging = int(self.bounds[-1])
         self.most_staged = 0
-        self.actions: list[list[Action]] = [[] for _ in range(schedule.ranks)]
+        self.actions: list[list[Instruction]] = [[] for _ in range(schedule.ranks)]
         self.fences: list[tuple[int, ...]] = [()] * schedule.ranks
 
     def write(self, round: Round, label: str, only: int | None) -> None:
@@ -101,15 +101,15 @@ class _Writer:
             sent[src, dst].append(read)
             landing[src, dst].append(lands)
         self.most_staged = max([self.most_staged, *(end - self.staging for end in staged.values())])
-        posts: dict[int, list[Action]] = defaultdict(list)
+        posts: dict[int, list[Instruction]] = defaultdict(list)
         # Nearest peers first, so that ranks with several peers do not all begin with the same one.
         pairs = sorted(sent, key=lambda pair: (pair[1] - pair[0]) % len(self.actions))
         for src, dst in pairs:
-            posts[dst].append(Action("recv", src, tuple(landing[src, dst]), (), self.fences[dst], label=label))
+            posts[dst].append(Instruction("recv", src, tuple(landing[src, dst]), (), self.fences[dst], label=label))
         for src, dst in pairs:
-            posts[src].append(Action("send", dst, tuple(sent[src, dst]), (), self.fences[src], label=label))
+            posts[src].append(Instruction("send", dst, tuple(sent[src, dst]), (), self.fences[src], label=label))
         for rank, own in copies.items():
-            posts[rank] += [Action("copy", -1, (to,), (at,), self.fences[rank], label=label) for to, at in own]
+            posts[rank] += [Instruction("copy", -1, (to,), (at,), self.fences[rank], label=label) for to, at in own]
         for rank in posts.keys() | additions.keys():
             if only is None or rank == only:
                 self._append(rank, posts[rank], additions[rank], label)
@@ -126,10 +126,10 @@ class _Writer:
             for src, dst, a, b, c, d, adds in zip(*(column[rows].tolist() for column in columns), strict=True)
         ]
 
-    def _append(self, rank: int, posts: list[Action], additions: list[tuple[Span, Span]], label: str) -> None:
+    def _append(self, rank: int, posts: list[Instruction], additions: list[tuple[Span, Span]], label: str) -> None:
         mine = self.actions[rank]
         after = tuple(range(len(mine), len(mine) + len(posts))) or self.fences[rank]
         mine += posts
         first = len(mine)
-        mine += [Action("reduce", -1, (to,), (at,), after, label=label) for to, at in additions]
+        mine += [Instruction("reduce", -1, (to,), (at,), after, label=label) for to, at in additions]
         self.fences[rank] = tuple(range(first, len(mine))) if additions else after

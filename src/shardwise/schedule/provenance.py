@@ -21,7 +21,7 @@ MOST = 10
 
 
 @dataclass(frozen=True)
-class Finding:
+class CollectiveDefect:
     """A defect of a schedule. rank, chunk: where it shows, counting chunks over the rank's whole memory; round: when it
     happened, or when the chunk was last written. text: one line that names all three."""
 
@@ -50,9 +50,9 @@ class Holdings:
             held[rank][: schedule.chunks] = [((rank, chunk),) if given else None for chunk, given in enumerate(row)]
         return cls(held, [{} for _ in range(schedule.ranks)])
 
-    def apply(self, schedule: CommSchedule, number: int, round: Round) -> list[Finding]:
+    def apply(self, schedule: CommSchedule, number: int, round: Round) -> list[CollectiveDefect]:
         """Do one round. Returns what is wrong with it: chunks sent that are not there, parts added twice."""
-        found: list[Finding] = []
+        found: list[CollectiveDefect] = []
         moves = [
             (src, dst, chunk + i, to + i, adds, self.held[src][chunk + i])
             for src, dst, chunk, to, count, stride, adds in zip(*(c.tolist() for c in round.columns), strict=True)
@@ -62,11 +62,13 @@ class Holdings:
             there = self.held[dst][to]
             what = f"round {number}, rank {src} → rank {dst}, {schedule.place(chunk)}"
             if moved is None:
-                found.append(Finding(f"{what}: rank {src} does not hold it yet", src, chunk, number))
+                found.append(CollectiveDefect(f"{what}: rank {src} does not hold it yet", src, chunk, number))
             elif adds and there is None:
-                found.append(Finding(f"{what}: added to {schedule.place(to)}, which is empty", dst, to, number))
+                found.append(
+                    CollectiveDefect(f"{what}: added to {schedule.place(to)}, which is empty", dst, to, number)
+                )
             elif adds and there and (twice := sorted(set(moved) & set(there))):
-                found.append(Finding(f"{what}: adds {_name(twice)} a second time", dst, to, number))
+                found.append(CollectiveDefect(f"{what}: adds {_name(twice)} a second time", dst, to, number))
             if not adds:
                 self.held[dst][to] = moved
             else:
@@ -84,9 +86,9 @@ def history(schedule: CommSchedule) -> Iterator[list[list[Holding]]]:
         yield [list(row) for row in state.held]
 
 
-def explain(schedule: CommSchedule) -> list[Finding]:
+def explain(schedule: CommSchedule) -> list[CollectiveDefect]:
     """What is wrong with a schedule in terms of contributions: sent too early, added twice, missing in the end."""
-    state, found, number = Holdings.initial(schedule), list[Finding](), 0
+    state, found, number = Holdings.initial(schedule), list[CollectiveDefect](), 0
     for number, round in enumerate(schedule.rounds()):
         found += state.apply(schedule, number, round)
     goal = wanted(schedule)
@@ -102,7 +104,7 @@ def explain(schedule: CommSchedule) -> list[Finding]:
         when = f"last written in round {last}" if last is not None else f"never written up to round {number}"
         saying = ", ".join(f"{verb} {_name(sorted(parts))}" for parts, verb in wrong if parts)
         text = f"rank {rank}, {schedule.place(chunk)} ({when}): {saying}"
-        found.append(Finding(text, rank, chunk, number if last is None else last))
+        found.append(CollectiveDefect(text, rank, chunk, number if last is None else last))
     return found[:MOST]
 
 

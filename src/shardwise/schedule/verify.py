@@ -22,15 +22,15 @@ from shardwise.schedule.collectives import SUM, inputs, wanted
 from shardwise.schedule.comm import CommSchedule, Ints, Round
 from shardwise.schedule.engine import play
 from shardwise.schedule.program import lower
-from shardwise.schedule.provenance import Finding, explain
+from shardwise.schedule.provenance import CollectiveDefect, explain
 
 _Words = NDArray[np.uint64]
 _SEED = 20080605
 
 
-def verify(schedule: CommSchedule) -> list[Finding]:
+def verify(schedule: CommSchedule) -> list[CollectiveDefect]:
     """What is wrong with a schedule, causes first; an empty list when it is right for every size."""
-    found: list[Finding] = []
+    found: list[CollectiveDefect] = []
     for number, round in enumerate(schedule.rounds()):
         if misfits := _misfits(schedule, number, round):
             return misfits
@@ -46,11 +46,11 @@ def verify(schedule: CommSchedule) -> list[Finding]:
         text = (
             f"rank {rank}, {schedule.place(chunk)} (last written in round {last}): summed in another order than others"
         )
-        found.append(Finding(text, rank, chunk, last))
+        found.append(CollectiveDefect(text, rank, chunk, last))
     return found or _stuck(schedule)
 
 
-def _misfits(schedule: CommSchedule, number: int, round: Round) -> list[Finding]:
+def _misfits(schedule: CommSchedule, number: int, round: Round) -> list[CollectiveDefect]:
     """Rows that name a rank or a chunk that there is not, or that run from one region into the next."""
     p, c = schedule.ranks, schedule.chunks
     ends = ((round.src, round.chunk, "sends"), (round.dst, round.to, "receives"))
@@ -64,11 +64,11 @@ def _misfits(schedule: CommSchedule, number: int, round: Round) -> list[Finding]
                 f"round {number}, rank {rank} {verb} chunks {chunk} to {int(last[row])}: ranks are 0 to {p - 1}, "
                 f"chunks 0 to {schedule.width - 1} in regions of {c}"
             )
-            found.append(Finding(text, rank, chunk, number))
+            found.append(CollectiveDefect(text, rank, chunk, number))
     return found
 
 
-def _races(schedule: CommSchedule, number: int, round: Round) -> list[Finding]:
+def _races(schedule: CommSchedule, number: int, round: Round) -> list[CollectiveDefect]:
     """Chunks whose content depends on who comes first.
 
     What is added is staged, and added when all sends of the round are complete, unless ranks read each other's memory.
@@ -89,7 +89,9 @@ def _races(schedule: CommSchedule, number: int, round: Round) -> list[Finding]:
     found = []
     for cell, what in clashes:
         rank, chunk = divmod(cell, width)
-        found.append(Finding(f"round {number}, rank {rank}, {schedule.place(chunk)} {what}", rank, chunk, number))
+        found.append(
+            CollectiveDefect(f"round {number}, rank {rank}, {schedule.place(chunk)} {what}", rank, chunk, number)
+        )
     return found
 
 
@@ -174,12 +176,12 @@ def _last_written(schedule: CommSchedule, rank: int, chunk: int) -> int:
     return max(n for n, round in enumerate(schedule.rounds()) if (round.cells(schedule.width)[1] == cell).any())
 
 
-def _stuck(schedule: CommSchedule) -> list[Finding]:
+def _stuck(schedule: CommSchedule) -> list[CollectiveDefect]:
     """Deadlocks of the lowered program. A right schedule has none: both ends of a transfer stand in the same round."""
     played = play(lower(schedule, schedule.chunks))
     found = []
     for stuck in played.stuck[:1]:
         # With one element a chunk, elements are chunks.
         chunk, round = stuck.action.spans[0][0], int(stuck.action.label.split()[-1])
-        found.append(Finding(f"deadlock: {played.deadlock}", stuck.rank, chunk, round))
+        found.append(CollectiveDefect(f"deadlock: {played.deadlock}", stuck.rank, chunk, round))
     return found

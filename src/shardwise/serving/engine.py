@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint import Held, needs
+from shardwise.checkpoint import LocalInterval, needs
 from shardwise.layout import Workload, unit_plan
 from shardwise.layout.placement import kv_heads_held
 from shardwise.runtime.pipeline.stages import Stages
@@ -95,7 +95,7 @@ class Generator:
                 whole.untyped_storage().resize_(whole.nbytes)
                 whole.zero_()
 
-    def _read(self, weights: Weights, held: Held) -> int:
+    def _read(self, weights: Weights, held: LocalInterval) -> int:
         """Fill a run of a unit's interval; returns its bytes."""
         flat = self.engine.units[held.unit]
         target = flat.interval[held.start - flat.start : held.stop - flat.start]

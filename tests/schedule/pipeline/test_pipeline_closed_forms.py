@@ -9,7 +9,7 @@ import pytest
 
 from shardwise.schedule.pipeline import bubbles, build, find
 from shardwise.schedule.pipeline.bubbles import curve, least_micro
-from shardwise.schedule.pipeline.closed_forms import FORMS, Case, of_total
+from shardwise.schedule.pipeline.closed_forms import FORMS, PipelineShape, of_total
 from shardwise.schedule.pipeline.memory import peaks
 from shardwise.schedule.pipeline.simulate import simulate
 from shardwise.schedule.pipeline.times import Times
@@ -36,7 +36,7 @@ def test_bubbles_are_the_formulas_where_these_hold_and_bounds_where_they_are(nam
     for p, m, v in cases(name):
         schedule = build(name, p, m, v)
         for f, i, w in TIMES:
-            case = Case(p, m, v, f * v, i * v, w * v)
+            case = PipelineShape(p, m, v, f * v, i * v, w * v)
             found = lost(name, schedule, f, i, w)
             if form.exact(case):
                 exact += 1
@@ -59,7 +59,7 @@ def test_bubbles_are_the_formulas_where_these_hold_and_bounds_where_they_are(nam
 def test_conditions_are_needed(name, case):
     """Outside of them the formula is a bound only: it is exceeded."""
     p, m, v, f, i, w = case
-    case = Case(p, m, v, f * v, i * v, w * v)
+    case = PipelineShape(p, m, v, f * v, i * v, w * v)
     assert not FORMS[name].exact(case) and lost(name, build(name, p, m, v), f, i, w) > FORMS[name].bubble(case)
 
 
@@ -70,7 +70,7 @@ def test_dualpipe_v_s_formula_is_an_upper_bound_where_f_is_less_than_i_and_too_l
             if w > i:
                 continue
             found = lost("dualpipe-v", schedule, f, i, w)
-            formula = FORMS["dualpipe-v"].bubble(Case(p, m, 2, 2 * f, 2 * i, 2 * w))
+            formula = FORMS["dualpipe-v"].bubble(PipelineShape(p, m, 2, 2 * f, 2 * i, 2 * w))
             assert (found < formula) == (f < i) and (found > formula) == (f > i)
 
 

@@ -16,12 +16,12 @@ from shardwise.schedule.pipeline import Action, build, complete
 from shardwise.schedule.pipeline.action import COMPUTE
 from shardwise.schedule.pipeline.flow import flow
 from shardwise.schedule.pipeline.lowering import lower
-from shardwise.schedule.pipeline.memory import Held, levels, peaks
+from shardwise.schedule.pipeline.memory import MicroBatchMemory, levels, peaks
 from shardwise.schedule.pipeline.plan import PipelineSchedule, loop
 from shardwise.schedule.pipeline.simulate import simulate
 from shardwise.schedule.pipeline.timeline import report
 from shardwise.schedule.pipeline.times import Times
-from shardwise.schedule.program import Action as Primitive
+from shardwise.schedule.program import Instruction as Primitive
 from shardwise.schedule.program import Program
 
 
@@ -171,7 +171,7 @@ def test_a_stream_works_beside_the_rank():
 
 def test_what_f_i_and_w_each_free():
     schedule = build("zb-h1", 2, 2)
-    held = Held.shared(schedule, saved=10, weight=4, rebuilt=0)
+    held = MicroBatchMemory.shared(schedule, saved=10, weight=4, rebuilt=0)
     steps = [
         (str(schedule.actions[1][level.place]), level.forward, level.weight, level.held)
         for level in levels(schedule, 1, held)
@@ -189,8 +189,8 @@ def test_what_f_i_and_w_each_free():
 
 def test_recompute_keeps_little_and_rebuilds_one_at_a_time():
     schedule = build("gpipe", 2, 8)
-    assert peaks(schedule, Held.shared(schedule, 1, 1, 0))[0].held == 8
-    assert peaks(schedule, Held.shared(schedule, 0.125, 1, 0.875))[0].held == 8 * 0.125 + 0.875
+    assert peaks(schedule, MicroBatchMemory.shared(schedule, 1, 1, 0))[0].held == 8
+    assert peaks(schedule, MicroBatchMemory.shared(schedule, 0.125, 1, 0.875))[0].held == 8 * 0.125 + 0.875
 
 
 @settings(max_examples=40, deadline=None)

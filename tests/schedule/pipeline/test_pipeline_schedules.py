@@ -16,7 +16,7 @@ from shardwise.schedule.pipeline.action import COMPUTE
 from shardwise.schedule.pipeline.memory import peaks
 from shardwise.schedule.pipeline.plan import PipelineSchedule
 from shardwise.schedule.pipeline.simulate import simulate
-from shardwise.schedule.pipeline.stages import Stages
+from shardwise.schedule.pipeline.stages import StageLayers
 from shardwise.schedule.pipeline.times import Times, parse_times, seconds_of
 from shardwise.schedule.pipeline.verify import verify
 
@@ -184,7 +184,7 @@ def test_trap_21_every_part_of_a_model_is_on_exactly_one_stage(stages, data):
     layers = data.draw(st.lists(st.integers(1, 5), min_size=stages, max_size=stages))
     if stages > 2:
         layers[0], layers[-1] = data.draw(st.integers(0, 5)), data.draw(st.integers(0, 5))
-    found = Stages.parse("/".join(map(str, layers)), stages, sum(layers))
+    found = StageLayers.parse("/".join(map(str, layers)), stages, sum(layers))
     whole = ["embedding", *(f"blocks.{i}" for i in range(sum(layers))), "head"]
     cut = blueprint(get("tiny-gpt").replace(layers=sum(layers))).stages(found.layers)
     assert len(cut) == stages and [part for parts in cut for part in parts] == whole
@@ -192,11 +192,11 @@ def test_trap_21_every_part_of_a_model_is_on_exactly_one_stage(stages, data):
 
 
 def test_even_stages_put_more_first():
-    assert str(Stages.even(82, 4)) == "21/21/20/20"
+    assert str(StageLayers.even(82, 4)) == "21/21/20/20"
 
 
 def test_two_stages_more_than_layers_leave_the_ends_to_the_embedding_and_the_head():
-    stages = Stages.even(126, 128)
+    stages = StageLayers.even(126, 128)
     assert stages.layers == (0, *(1,) * 126, 0)
     cut = blueprint(get("tiny-gpt").replace(layers=126)).stages(stages.layers)
     assert (cut[0], cut[1], cut[127]) == (["embedding"], ["blocks.0"], ["head"])
@@ -213,17 +213,17 @@ def test_two_stages_more_than_layers_leave_the_ends_to_the_embedding_and_the_hea
 )
 def test_stages_that_do_not_fit(text, words):
     with pytest.raises(UserError, match=words):
-        Stages.parse(text, 4, 80)
+        StageLayers.parse(text, 4, 80)
 
 
 def test_more_stages_than_layers():
     with pytest.raises(UserError, match="give at most 3, or 5: the embedding and the head alone"):
-        Stages.even(3, 4)
+        StageLayers.even(3, 4)
 
 
 def test_uneven_stages_wait_for_the_slowest():
     schedule = build("gpipe", 4, 8)
-    times = Times.shared(schedule, 8, 8, 8, Stages.parse("2/1/1/0", 4).shares())
+    times = Times.shared(schedule, 8, 8, 8, StageLayers.parse("2/1/1/0", 4).shares())
     simulated = simulate(schedule, times)
     assert simulated.busy == (384, 192, 192, 0) and simulated.makespan == 8 * 16 + 2 * 8 + 2 * 16 + 8 * 32
 

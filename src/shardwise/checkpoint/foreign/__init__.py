@@ -8,8 +8,8 @@ Their files are pickles. None is unpickled in full: tensors are read with torch'
 classes that do nothing, for the few names that such a file needs; any other name is refused.
 """
 
-from shardwise.checkpoint.foreign.convert import Continuation, import_checkpoint
+from shardwise.checkpoint.foreign.convert import ResumeSettings, import_checkpoint
 from shardwise.checkpoint.foreign.detect import FORMATS, open_foreign
 from shardwise.checkpoint.foreign.state import ForeignState, ForeignTensor
 
-__all__ = ["FORMATS", "Continuation", "ForeignState", "ForeignTensor", "import_checkpoint", "open_foreign"]
+__all__ = ["FORMATS", "ForeignState", "ForeignTensor", "ResumeSettings", "import_checkpoint", "open_foreign"]

@@ -20,7 +20,7 @@ from shardwise.checkpoint.foreign.detect import open_foreign
 from shardwise.checkpoint.foreign.state import SETTINGS, ForeignState, ForeignTensor, dtype_name, quoted
 from shardwise.checkpoint.geometry import Piece, full
 from shardwise.checkpoint.manifest import Manifest, TensorSpec
-from shardwise.checkpoint.writer import Entry, PartWriter, commit
+from shardwise.checkpoint.writer import PartEntry, PartWriter, commit
 from shardwise.errors import UserError
 from shardwise.model import ModelConfig
 from shardwise.model.blueprint import ForeignSlice
@@ -32,8 +32,8 @@ LIVE_HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True)
-class Continuation:
-    """What `train --resume` must know of a run and another trainer's checkpoint does not say.
+class ResumeSettings:
+    """Settings that `train --resume` needs and another trainer's checkpoint does not contain.
 
     data, tokenizer: as for `train`. seq: tokens a sequence. batch: sequences a step; None takes the other run's.
     """
@@ -51,7 +51,7 @@ def import_checkpoint(
     *,
     format: str = "auto",
     weights_only: bool = False,
-    run: Continuation | None = None,
+    run: ResumeSettings | None = None,
     progress: Callable[[int], object] = lambda done: None,
 ) -> Manifest:
     """Write another trainer's checkpoint of `model` as one of ours to a new folder; one tensor is in memory at a time.
@@ -177,7 +177,7 @@ def _same(head: ForeignTensor, embedding: ForeignTensor) -> None:
 
 def _write(out: Path, model: ModelConfig, found: dict[str, Found], progress: Callable[[int], object]) -> Any:
     entries = [
-        Entry(f"{kind}/{p.name}", TensorSpec(p.shape, place[p.name][0].dtype), Piece.whole(full(p.shape)))
+        PartEntry(f"{kind}/{p.name}", TensorSpec(p.shape, place[p.name][0].dtype), Piece.whole(full(p.shape)))
         for kind, place in found.items()
         for p in parameters(model)
     ]
@@ -221,7 +221,7 @@ def _cut(values: np.ndarray, place: ForeignSlice, shape: tuple[int, ...]) -> np.
 
 
 def _about(
-    state: ForeignState, model: ModelConfig, found: Found, held: bool, run: Continuation | None
+    state: ForeignState, model: ModelConfig, found: Found, held: bool, run: ResumeSettings | None
 ) -> dict[str, Any]:
     """As `TrainConfig` writes it where the run can go on; else the model, and where it came from.
 

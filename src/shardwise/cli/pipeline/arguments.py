@@ -155,15 +155,15 @@ def timing_of(args: argparse.Namespace) -> Callable[[PipelineSchedule], Times]:
 def shares_of(args: argparse.Namespace, schedule: PipelineSchedule) -> tuple[float, ...]:
     """Each stage's part of the model's work; empty for equal ones. Raises `UserError` for layers that do not fit."""
     from shardwise.schedule.pipeline.plan import MOST_PASSES
-    from shardwise.schedule.pipeline.stages import Stages
+    from shardwise.schedule.pipeline.stages import StageLayers
 
     layers = getattr(args, "layers", None)
     if layers is not None and layers < 1:
         raise UserError(f"--layers must be a positive integer, not {layers}")
     if getattr(args, "stages", None) is not None:
-        stages = Stages.parse(args.stages, schedule.stages, layers)
+        stages = StageLayers.parse(args.stages, schedule.stages, layers)
     elif layers:
-        stages = Stages.even(layers, schedule.stages)
+        stages = StageLayers.even(layers, schedule.stages)
     elif getattr(args, "head", 0):
         raise UserError("--head counts in layers: give --layers or --stages, too")
     else:

@@ -12,8 +12,8 @@ from shardwise.cli.quantities import numbers
 from shardwise.errors import UserError
 
 if TYPE_CHECKING:
-    from shardwise.schedule.pipeline import Generator
-    from shardwise.schedule.pipeline.bubbles import Least
+    from shardwise.schedule.pipeline import ScheduleGenerator
+    from shardwise.schedule.pipeline.bubbles import LeastMicroBatches
     from shardwise.schedule.pipeline.simulate import Simulated
 
 
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _answer(least: Least) -> str:
+def _answer(least: LeastMicroBatches) -> str:
     if least.micro is None:
         return f"is not reached with up to {least.most:,} micro-batches"
     if least.tried >= least.micro:
@@ -60,7 +60,7 @@ def _answer(least: Least) -> str:
     )
 
 
-def _compared(args: argparse.Namespace) -> list[tuple[Generator, int]]:
+def _compared(args: argparse.Namespace) -> list[tuple[ScheduleGenerator, int]]:
     """The schedules to compare, each with its chunks a rank."""
     from shardwise.schedule.pipeline import find, generators
 

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from shardwise.schedule.pipeline.memory import Held, peaks
+    from shardwise.schedule.pipeline.memory import MicroBatchMemory, peaks
     from shardwise.schedule.pipeline.simulate import simulate
 
     timing, schedule = timing_of(args), schedule_of(args)
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     kept = 1.0 if args.recompute is None else args.recompute
     if not (0 <= kept <= 1 and 0 <= args.weight_share <= 1):
         raise UserError("--recompute and --weight-share are parts: 0 to 1")
-    held = Held.shared(schedule, kept, args.weight_share, 1 - kept, shares)
+    held = MicroBatchMemory.shared(schedule, kept, args.weight_share, 1 - kept, shares)
     simulated = simulate(schedule, timing(schedule))
     held_most = peaks(schedule, held)
     _write_timelines(args, simulated)

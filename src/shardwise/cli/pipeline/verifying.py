@@ -13,7 +13,7 @@ from shardwise.cli.quantities import numbers
 from shardwise.errors import UserError
 
 if TYPE_CHECKING:
-    from shardwise.schedule.pipeline import Generator, PipelineSchedule
+    from shardwise.schedule.pipeline import PipelineSchedule, ScheduleGenerator
 
 
 NUMBERS = {"ranks": "1-16", "micro": "1-64", "virtual": "1-4"}
@@ -62,7 +62,7 @@ def _to_verify(args: argparse.Namespace) -> Iterator[tuple[str, Iterator[tuple[s
 
 
 def _legal(
-    found: Generator, numbers: list[list[int]], args: argparse.Namespace
+    found: ScheduleGenerator, numbers: list[list[int]], args: argparse.Namespace
 ) -> Iterator[tuple[str, PipelineSchedule]]:
     from shardwise.schedule.pipeline import build
 

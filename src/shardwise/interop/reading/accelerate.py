@@ -11,7 +11,7 @@ from typing import Any
 
 from shardwise.errors import UserError
 from shardwise.interop.reading import deepspeed
-from shardwise.interop.reading.fields import Fields
+from shardwise.interop.reading.fields import ConfigFields
 from shardwise.interop.reading.known_keys import Known, known
 from shardwise.interop.reading.settings import Reading
 from shardwise.layout import Layout
@@ -27,7 +27,7 @@ FileReader = Callable[[str], Mapping[str, Any]]
 def read(data: Mapping[str, Any], ranks: int | None, other: FileReader) -> Reading:
     """What the file says. other: reads the DeepSpeed file that it may name. Raises `UserError` where the number of
     processes is missing, and where sizes do not multiply to it."""
-    top = Fields(data, known("accelerate"))
+    top = ConfigFields(data, known("accelerate"))
     kind = top.word("distributed_type", "NO", _KINDS).upper()
     processes = top.integer("num_processes", 1 if kind == "NO" else 0, least=0) or ranks
     if not processes:
@@ -56,7 +56,7 @@ def read(data: Mapping[str, Any], ranks: int | None, other: FileReader) -> Readi
     )
 
 
-def _precision(top: Fields, kind: str, facts: list[str]) -> dict[str, Any]:
+def _precision(top: ConfigFields, kind: str, facts: list[str]) -> dict[str, Any]:
     mixed = top.word("mixed_precision", "no", ("no", "fp16", "bf16", "fp8")).lower()
     if top.given("fp8_config"):
         facts.append("fp8_config: matrix products in 8 bits; weights and activations count as 16 bits here")
@@ -74,7 +74,7 @@ def _precision(top: Fields, kind: str, facts: list[str]) -> dict[str, Any]:
     return {"grads": "fp32"}
 
 
-def _fsdp(table: Fields, processes: int, machines: int, facts: list[str], notes: list[str]) -> dict[str, Any]:
+def _fsdp(table: ConfigFields, processes: int, machines: int, facts: list[str], notes: list[str]) -> dict[str, Any]:
     version = table.integer("fsdp_version", 1)
     strategy = table.word("fsdp_sharding_strategy", "FULL_SHARD", [*_STRATEGIES, *"12345"]).upper()
     strategy = _STRATEGIES[int(strategy) - 1] if strategy.isdigit() else strategy
@@ -110,7 +110,7 @@ def _fsdp(table: Fields, processes: int, machines: int, facts: list[str], notes:
     return words
 
 
-def _degrees(top: Fields, processes: int, words: Mapping[str, Any], facts: list[str]) -> dict[str, Any]:
+def _degrees(top: ConfigFields, processes: int, words: Mapping[str, Any], facts: list[str]) -> dict[str, Any]:
     prefix = "parallelism_config_"
     table = top.table("parallelism_config", known("accelerate", "parallelism"))
     sizes = {name: table.integer(f"{prefix}{name}_size", 1) for name in ("dp_replicate", "dp_shard", "tp", "cp")}
@@ -140,7 +140,7 @@ def _degrees(top: Fields, processes: int, words: Mapping[str, Any], facts: list[
     return found
 
 
-def _megatron(top: Fields, processes: int, facts: list[str], notes: list[str]) -> dict[str, Any]:
+def _megatron(top: ConfigFields, processes: int, facts: list[str], notes: list[str]) -> dict[str, Any]:
     table = top.table("megatron_lm_config", known("accelerate", "megatron"))
     get = "megatron_lm_{}".format
     tp, pp, cp = (table.integer(get(name), 1) for name in ("tp_degree", "pp_degree", "context_parallel_size"))
@@ -163,7 +163,7 @@ def _megatron(top: Fields, processes: int, facts: list[str], notes: list[str]) -
     return words
 
 
-def _deepspeed(top: Fields, processes: int, other: FileReader, facts: list[str], notes: list[str]) -> Reading:
+def _deepspeed(top: ConfigFields, processes: int, other: FileReader, facts: list[str], notes: list[str]) -> Reading:
     """DeepSpeed's own file where one is named, else the few keys that accelerate writes into its place."""
     table = top.table("deepspeed_config", known("accelerate", "deepspeed"))
     if name := table.word("deepspeed_config_file"):

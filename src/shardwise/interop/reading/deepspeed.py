@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.errors import UserError
-from shardwise.interop.reading.fields import Fields
+from shardwise.interop.reading.fields import ConfigFields
 from shardwise.interop.reading.known_keys import Known, known
 from shardwise.interop.reading.settings import Reading
 from shardwise.layout import Layout
@@ -19,7 +19,7 @@ from shardwise.layout import Layout
 def read(data: Mapping[str, Any], ranks: int | None) -> Reading:
     """What the file says for `ranks` processes. Raises `UserError` where it does not say how many, and where values
     contradict each other as they would for DeepSpeed."""
-    top = Fields(data, known("deepspeed"))
+    top = ConfigFields(data, known("deepspeed"))
     if ranks is None:
         raise UserError("DeepSpeed's file does not say on how many GPUs it runs: give --ranks N, or --cluster")
     degrees = _degrees(top, ranks)
@@ -45,7 +45,7 @@ def read(data: Mapping[str, Any], ranks: int | None) -> Reading:
     )
 
 
-def _degrees(top: Fields, ranks: int) -> dict[str, Any]:
+def _degrees(top: ConfigFields, ranks: int) -> dict[str, Any]:
     tensor = top.table("tensor_parallel", known("deepspeed", "tensor"))
     tp = max(1, tensor.integer("autotp_size", 1, least=0))
     ulysses = top.integer("sequence_parallel_size", 1)
@@ -68,7 +68,7 @@ class _Batches:
     steps: int
 
 
-def _batches(top: Fields, world: int) -> _Batches:
+def _batches(top: ConfigFields, world: int) -> _Batches:
     """DeepSpeed's rules: of three numbers two give the third, of one the others follow."""
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     whole, micro, steps = (top.integer(key) if top.given(key) else None for key in keys)
@@ -92,7 +92,7 @@ def _batches(top: Fields, world: int) -> _Batches:
     return _Batches(whole, micro, steps)
 
 
-def _zero(zero: Fields, facts: list[str], notes: list[str]) -> dict[str, Any]:
+def _zero(zero: ConfigFields, facts: list[str], notes: list[str]) -> dict[str, Any]:
     stage = zero.integer("stage", 0, least=0)
     if stage > 3:
         raise UserError(f"{zero.name('stage')} must be 0, 1, 2 or 3, not {stage}")
@@ -120,7 +120,7 @@ def _zero(zero: Fields, facts: list[str], notes: list[str]) -> dict[str, Any]:
     return words
 
 
-def _device(zero: Fields, key: str) -> str:
+def _device(zero: ConfigFields, key: str) -> str:
     """Where optimizer state or parameters are kept: "none", "cpu" or "nvme"."""
     table = zero.table(f"offload_{key}", known("deepspeed", "offload"))
     device = table.word("device", "none", ("none", "cpu", "nvme")).lower()
@@ -128,7 +128,7 @@ def _device(zero: Fields, key: str) -> str:
     return "cpu" if old and device == "none" else device
 
 
-def _stage_3(zero: Fields, stage: int, facts: list[str], notes: list[str]) -> None:
+def _stage_3(zero: ConfigFields, stage: int, facts: list[str], notes: list[str]) -> None:
     threshold = zero.integer("stage3_param_persistence_threshold", 100_000, least=0)
     saved = [zero.flag(f"stage3_gather_{bits}_weights_on_model_save") for bits in ("16bit", "fp16")]
     if stage < 3:
@@ -141,7 +141,7 @@ def _stage_3(zero: Fields, stage: int, facts: list[str], notes: list[str]) -> No
         )
 
 
-def _precision(top: Fields, facts: list[str], notes: list[str]) -> dict[str, Any]:
+def _precision(top: ConfigFields, facts: list[str], notes: list[str]) -> dict[str, Any]:
     on = {}
     for name in ("bf16", "fp16"):
         table = top.table(name, known("deepspeed", "precision"))
@@ -172,7 +172,7 @@ def _precision(top: Fields, facts: list[str], notes: list[str]) -> dict[str, Any
     return {}
 
 
-def _clipping(top: Fields, notes: list[str]) -> None:
+def _clipping(top: ConfigFields, notes: list[str]) -> None:
     clip = top.number("gradient_clipping", -1.0)
     if clip < 0:
         notes.append(
@@ -181,7 +181,7 @@ def _clipping(top: Fields, notes: list[str]) -> None:
         )
 
 
-def _rest(top: Fields, words: Mapping[str, Any], batches: _Batches, facts: list[str], notes: list[str]) -> None:
+def _rest(top: ConfigFields, words: Mapping[str, Any], batches: _Batches, facts: list[str], notes: list[str]) -> None:
     if top.given("activation_checkpointing"):
         facts.append("activation_checkpointing says how, not whether: what is recomputed stands in the model's code")
     if top.given("compile"):

@@ -1,4 +1,4 @@
-"""`Fields`: the keys of a configuration, taken one by one; what is left is either harmless or not known."""
+"""`ConfigFields`: the keys of a configuration, taken one by one; what is left is either harmless or not known."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NOTHING = ("", "auto")
 NO_KEYS = Known(frozenset(), ())
 
 
-class Fields:
+class ConfigFields:
     """One table. harmless: keys that change no layout and no memory. where: the table's name in messages. shown: how a
     key is written."""
 
@@ -31,7 +31,7 @@ class Fields:
         self._harmless = harmless
         self._shown = shown
         self._taken: set[str] = set()
-        self._inner: list[Fields] = []
+        self._inner: list[ConfigFields] = []
 
     def name(self, key: str) -> str:
         """A key as its user wrote it."""
@@ -105,12 +105,12 @@ class Fields:
             raise UserError(f"{self.name(key)}={value} is unknown; {hint}")
         return value
 
-    def table(self, key: str, harmless: Known = NO_KEYS) -> Fields:
+    def table(self, key: str, harmless: Known = NO_KEYS) -> ConfigFields:
         """The table under a key, empty where there is none. Raises `UserError` where something else is there."""
         value = self._table.get(key) if self.given(key) else {}
         if not isinstance(value, Mapping):
             raise UserError(f"{self.name(key)} must be a table, not {_told(value)}")
-        inner = Fields(value, harmless, f"{self.name(key)}.")
+        inner = ConfigFields(value, harmless, f"{self.name(key)}.")
         self._inner.append(inner)
         return inner
 

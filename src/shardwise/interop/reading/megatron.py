@@ -9,7 +9,7 @@ from typing import Any
 
 from shardwise.errors import UserError
 from shardwise.interop.reading.arguments import dashed, launched_ranks, parse
-from shardwise.interop.reading.fields import Fields
+from shardwise.interop.reading.fields import ConfigFields
 from shardwise.interop.reading.known_keys import Known, known
 from shardwise.interop.reading.megatron_model import described
 from shardwise.interop.reading.settings import Reading
@@ -22,7 +22,7 @@ def read(words: list[str], ranks: int | None) -> Reading:
     arguments = parse(words, {}, known("megatron", "alone").keys)
     harmless = known("megatron")
     harmless = Known(harmless.keys | known("torchrun").keys, harmless.prefixes)
-    fields = Fields(arguments.flags, harmless, shown=dashed)
+    fields = ConfigFields(arguments.flags, harmless, shown=dashed)
     ranks = ranks or launched_ranks(arguments.flags)
     if ranks is None:
         raise UserError("the arguments do not say on how many GPUs this runs: give --ranks N, or --cluster")
@@ -51,7 +51,7 @@ def read(words: list[str], ranks: int | None) -> Reading:
     )
 
 
-def _batch(fields: Fields, layout: Layout) -> int:
+def _batch(fields: ConfigFields, layout: Layout) -> int:
     """Sequences of a step. Raises `UserError` where they are no whole micro-batches on every rank."""
     each = layout.micro * layout.dp
     batch = fields.integer("global_batch_size", each)
@@ -64,7 +64,7 @@ def _batch(fields: Fields, layout: Layout) -> int:
     return batch
 
 
-def _degrees(fields: Fields, ranks: int, notes: list[str]) -> dict[str, Any]:
+def _degrees(fields: ConfigFields, ranks: int, notes: list[str]) -> dict[str, Any]:
     tp, pp, cp = (fields.integer(f"{name}_parallel_size", 1) for name in ("tensor_model", "pipeline_model", "context"))
     if ranks % (tp * pp * cp):
         raise UserError(f"{ranks} ranks cannot be divided by tensor x pipeline x context parallel = {tp * pp * cp}")
@@ -84,14 +84,14 @@ def _degrees(fields: Fields, ranks: int, notes: list[str]) -> dict[str, Any]:
     return found | ({"sp": True} if sequence and tp > 1 else {})
 
 
-def _experts(fields: Fields) -> dict[str, Any]:
+def _experts(fields: ConfigFields) -> dict[str, Any]:
     found = {"ep": fields.integer("expert_model_parallel_size", 1)}
     if fields.given("expert_tensor_parallel_size"):
         found["etp"] = fields.integer("expert_tensor_parallel_size", 1)
     return found
 
 
-def _pipeline(fields: Fields, pp: int, facts: list[str]) -> dict[str, Any]:
+def _pipeline(fields: ConfigFields, pp: int, facts: list[str]) -> dict[str, Any]:
     """Virtual stages, and stages of different size."""
     each = fields.integer("num_layers_per_virtual_pipeline_stage")
     virtual = fields.integer("num_virtual_stages_per_pipeline_rank", 1)
@@ -121,7 +121,7 @@ def _uneven(layers: int, stages: int, first: int, last: int) -> tuple[int, ...]:
     return (*([first] if first else []), *[rest // middle] * middle, *([last] if last else []))
 
 
-def _sharding(fields: Fields, facts: list[str], notes: list[str]) -> dict[str, Any]:
+def _sharding(fields: ConfigFields, facts: list[str], notes: list[str]) -> dict[str, Any]:
     strategies = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
     distributed = fields.flag("use_distributed_optimizer")
     fsdp = fields.flag("use_megatron_fsdp") or fields.flag("use_custom_fsdp")
@@ -146,7 +146,7 @@ def _sharding(fields: Fields, facts: list[str], notes: list[str]) -> dict[str, A
     return {}
 
 
-def _precision(fields: Fields, facts: list[str]) -> dict[str, Any]:
+def _precision(fields: ConfigFields, facts: list[str]) -> dict[str, Any]:
     bf16, fp16 = fields.flag("bf16"), fields.flag("fp16")
     if bf16 and fp16:
         raise UserError("--bf16 and --fp16 are both given; Megatron-LM takes one of them")
@@ -169,7 +169,7 @@ def _precision(fields: Fields, facts: list[str]) -> dict[str, Any]:
     return {} if narrow else {"grads": "fp32"}
 
 
-def _recompute(fields: Fields, facts: list[str]) -> dict[str, Any]:
+def _recompute(fields: ConfigFields, facts: list[str]) -> dict[str, Any]:
     granularity = fields.word("recompute_granularity", "", ("full", "selective"))
     if fields.flag("recompute_activations"):
         granularity = granularity or "selective"
@@ -193,7 +193,7 @@ def _recompute(fields: Fields, facts: list[str]) -> dict[str, Any]:
     return {}
 
 
-def _cpu(fields: Fields, facts: list[str]) -> dict[str, Any]:
+def _cpu(fields: ConfigFields, facts: list[str]) -> dict[str, Any]:
     share = fields.number("optimizer_offload_fraction", 1.0)
     if not fields.flag("optimizer_cpu_offload"):
         return {}

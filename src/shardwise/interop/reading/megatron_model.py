@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardwise.errors import UserError
-from shardwise.interop.reading.fields import Fields
+from shardwise.interop.reading.fields import ConfigFields
 from shardwise.model import ModelConfig
 
 _OTHERS = ("num_experts", "multi_latent_attention", "heterogeneous_layers_config_path", "hybrid_layer_pattern")
@@ -15,7 +15,7 @@ _OF_OTHERS = (
 )  # fmt: skip
 
 
-def described(fields: Fields, tp: int, facts: list[str]) -> ModelConfig | None:
+def described(fields: ConfigFields, tp: int, facts: list[str]) -> ModelConfig | None:
     """The model; None where its sizes are not there, or where it has experts or latent attention.
 
     tp: the vocabulary is padded for it. Raises `UserError` for sizes that contradict each other.
@@ -64,6 +64,6 @@ def described(fields: Fields, tp: int, facts: list[str]) -> ModelConfig | None:
     )
 
 
-def _padded(fields: Fields, vocab: int, tp: int) -> int:
+def _padded(fields: ConfigFields, vocab: int, tp: int) -> int:
     multiple = fields.integer("make_vocab_size_divisible_by", 128) * tp
     return -(-vocab // multiple) * multiple

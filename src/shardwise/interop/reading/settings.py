@@ -10,7 +10,7 @@ from shardwise.model import ModelConfig
 
 
 @dataclass(frozen=True)
-class Served:
+class ServerSettings:
     """The numbers of a server. weights, cache: torch's names of the types that are stored; length: tokens of the
     longest sequence; sequences, tokens: the most of one iteration; memory: share of a device's memory that it may use.
     None: the configuration does not say."""
@@ -39,7 +39,7 @@ class Reading:
     batch: int | None = None
     model: str | None = None
     described: ModelConfig | None = None
-    served: Served | None = None
+    served: ServerSettings | None = None
     facts: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()

@@ -9,7 +9,7 @@ from typing import Any
 
 from shardwise.errors import UserError
 from shardwise.interop.reading.arguments import launched_ranks, parse
-from shardwise.interop.reading.fields import Fields
+from shardwise.interop.reading.fields import ConfigFields
 from shardwise.interop.reading.known_keys import known
 from shardwise.interop.reading.settings import Reading
 from shardwise.layout import Layout
@@ -22,7 +22,7 @@ def read(data: Mapping[str, Any] | list[str], ranks: int | None) -> Reading:
         flags = parse(data, {}, frozenset()).flags
         ranks = ranks or launched_ranks(flags)
         data = _nested(flags)
-    top = Fields(data, known("torchtitan"))
+    top = ConfigFields(data, known("torchtitan"))
     training = top.table("training", known("torchtitan", "training"))
     parallel = top.table("parallelism", known("torchtitan", "parallelism"))
     facts: list[str] = []
@@ -65,7 +65,7 @@ def _nested(flags: Mapping[str, Any]) -> dict[str, Any]:
     return data
 
 
-def _degrees(parallel: Fields, ranks: int | None) -> dict[str, Any]:
+def _degrees(parallel: ConfigFields, ranks: int | None) -> dict[str, Any]:
     replicate, tp, pp, cp = (
         parallel.integer(f"{name}_degree", 1)
         for name in ("data_parallel_replicate", "tensor_parallel", "pipeline_parallel", "context_parallel")
@@ -92,7 +92,7 @@ def _degrees(parallel: Fields, ranks: int | None) -> dict[str, Any]:
     return words | ({"sp": True} if tp > 1 and whole else {})
 
 
-def _sharding(parallel: Fields, words: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
+def _sharding(parallel: ConfigFields, words: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
     policy = parallel.word("fsdp_reshard_after_forward", "default", ("default", "always", "never"))
     kept = policy == "never" or (policy == "default" and words["pp"] > 1)
     if not words.get("zero") or not kept:
@@ -105,7 +105,7 @@ def _sharding(parallel: Fields, words: Mapping[str, Any], notes: list[str]) -> d
     return {"zero": 2}
 
 
-def _schedule(parallel: Fields, facts: list[str]) -> dict[str, Any]:
+def _schedule(parallel: ConfigFields, facts: list[str]) -> dict[str, Any]:
     name = parallel.word("pipeline_parallel_schedule", "1F1B")
     each = parallel.integer("pipeline_parallel_layers_per_stage")
     if parallel.integer("pipeline_parallel_degree", 1) == 1:
@@ -122,7 +122,7 @@ def _schedule(parallel: Fields, facts: list[str]) -> dict[str, Any]:
     return {"schedule": found.name, "virtual": found.virtual}
 
 
-def _numbers(training: Fields, facts: list[str]) -> dict[str, Any]:
+def _numbers(training: ConfigFields, facts: list[str]) -> dict[str, Any]:
     """Precision of weights and gradients, and where the optimizer state is."""
     param = training.word("mixed_precision_param", "bfloat16", ("bfloat16", "float32"))
     training.word("mixed_precision_reduce", "float32", ("float32", "bfloat16"))
@@ -140,7 +140,7 @@ def _numbers(training: Fields, facts: list[str]) -> dict[str, Any]:
     return words
 
 
-def _recompute(top: Fields, facts: list[str]) -> dict[str, Any]:
+def _recompute(top: ConfigFields, facts: list[str]) -> dict[str, Any]:
     table = top.table("activation_checkpoint", known("torchtitan", "checkpointing"))
     mode = table.word("mode", "selective", ("selective", "full", "memory_budget", "none"))
     option, budget = table.word("selective_ac_option", "2"), table.number("memory_budget", 0.5)
@@ -156,7 +156,7 @@ def _recompute(top: Fields, facts: list[str]) -> dict[str, Any]:
     return {}
 
 
-def _batch(training: Fields, dp: int) -> tuple[int, int, int]:
+def _batch(training: ConfigFields, dp: int) -> tuple[int, int, int]:
     """(tokens of a sequence, sequences of a data-parallel rank at a time, sequences of a step)."""
     seq = training.integer("max_context_length") or training.integer("seq_len", 2048)
     tokens = training.integer("num_tokens_per_microbatch_per_dp_rank")
@@ -173,7 +173,7 @@ def _batch(training: Fields, dp: int) -> tuple[int, int, int]:
     return seq, local, batch
 
 
-def _micro(parallel: Fields, pp: int, local: int) -> int:
+def _micro(parallel: ConfigFields, pp: int, local: int) -> int:
     """Sequences of a micro-batch: the local batch, which a pipeline cuts further."""
     size, number = parallel.integer("pipeline_parallel_microbatch_size", 1), parallel.integer("num_pp_microbatches")
     if pp == 1:
@@ -184,7 +184,7 @@ def _micro(parallel: Fields, pp: int, local: int) -> int:
     return size
 
 
-def _model(model: Fields) -> str | None:
+def _model(model: ConfigFields) -> str | None:
     """The catalog's way of writing a model's name and flavor: llama3 and 70B are llama-3-70b."""
     name, flavor = model.word("name"), model.word("flavor")
     if not name:

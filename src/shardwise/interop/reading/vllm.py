@@ -9,9 +9,9 @@ from typing import Any
 
 from shardwise.errors import UserError
 from shardwise.interop.reading.arguments import dashed, parse
-from shardwise.interop.reading.fields import Fields
+from shardwise.interop.reading.fields import ConfigFields
 from shardwise.interop.reading.known_keys import Known, known
-from shardwise.interop.reading.settings import Reading, Served
+from shardwise.interop.reading.settings import Reading, ServerSettings
 from shardwise.layout import Layout
 
 SHORT = {
@@ -56,7 +56,7 @@ def read(data: Mapping[str, Any] | list[str], ranks: int | None) -> Reading:
     else:
         flags = {key.replace("-", "_"): value for key, value in data.items()}
     alone, harmless = known("vllm", "alone"), known("vllm")
-    fields = Fields(flags, Known(alone.keys | harmless.keys, ()), shown=dashed)
+    fields = ConfigFields(flags, Known(alone.keys | harmless.keys, ()), shown=dashed)
     facts: list[str] = []
     notes: list[str] = []
     layout = _layout(fields, ranks, facts, notes)
@@ -75,7 +75,7 @@ def read(data: Mapping[str, Any] | list[str], ranks: int | None) -> Reading:
     )
 
 
-def _layout(fields: Fields, ranks: int | None, facts: list[str], notes: list[str]) -> Layout:
+def _layout(fields: ConfigFields, ranks: int | None, facts: list[str], notes: list[str]) -> Layout:
     tp, pp, dp = (fields.integer(f"{name}_parallel_size", 1) for name in ("tensor", "pipeline", "data"))
     context = fields.integer("decode_context_parallel_size", 1)
     if tp % context:
@@ -100,7 +100,7 @@ def _layout(fields: Fields, ranks: int | None, facts: list[str], notes: list[str
     return Layout(dp=dp, tp=tp, pp=pp, ep=tp * dp if experts else 1, precision=precision)
 
 
-def _served(fields: Fields, facts: list[str], notes: list[str]) -> Served:
+def _served(fields: ConfigFields, facts: list[str], notes: list[str]) -> ServerSettings:
     memory = fields.number("gpu_memory_utilization", 0.9)
     if not 0 < memory <= 1:
         raise UserError(f"--gpu-memory-utilization must lie between 0 and 1, not {memory:g}")
@@ -121,7 +121,7 @@ def _served(fields: Fields, facts: list[str], notes: list[str]) -> Served:
         facts.append("LoRA adapters are not counted")
     if fields.flag("enforce_eager"):
         notes.append("--enforce-eager: no CUDA graphs, so that the host's launches count in every decode step")
-    return Served(
+    return ServerSettings(
         weights="float32" if fields.word("dtype", "auto").lower() in ("float", "float32") else weights,
         cache="float8_e4m3fn" if cache.startswith("fp8") else "bfloat16",
         length=_size(fields, "max_model_len") or None,
@@ -131,7 +131,7 @@ def _served(fields: Fields, facts: list[str], notes: list[str]) -> Served:
     )
 
 
-def _size(fields: Fields, key: str) -> int:
+def _size(fields: ConfigFields, key: str) -> int:
     """A number of tokens, which vLLM also takes as 32k (1,000s) or 32K (1,024s). Raises `UserError` as `integer`."""
     text = fields.word(key)
     scale = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}.get(text[-1:])

@@ -16,7 +16,7 @@ import numpy as np
 
 from shardwise.model import ModelConfig
 from shardwise.model.blueprint import Part
-from shardwise.model.operations import AttentionCore, Elementwise, Linear, Width
+from shardwise.model.operations import AttentionCore, Elementwise, LinearOp, Width
 from shardwise.model.parameters import blueprint
 from shardwise.predict.time.kernels import WIDTH, Kernels
 from shardwise.predict.time.profiles import Engine
@@ -134,7 +134,7 @@ def on_rank(width: Width, tp: Num) -> Num:
     return np.maximum(width.size / tp, width.least) if width.cut else width.size
 
 
-def _rows(operation: Linear | Elementwise, shape: Shape) -> tuple[Num, Num, Num]:
+def _rows(operation: LinearOp | Elementwise, shape: Shape) -> tuple[Num, Num, Num]:
     """Rows that each of the rank's products takes, how many of these there are, and the ranks that cut each one."""
     if operation.rows == "routed":
         local = np.maximum(operation.count / shape.ep, 1)
@@ -153,7 +153,7 @@ def _stream(operation: Elementwise, shape: Shape) -> Num:
     return shape.stream * sum(width.size for width in operation.widths) * shape.width
 
 
-def _linear(tally: Tally, operation: Linear, shape: Shape, engine: Engine) -> None:
+def _linear(tally: Tally, operation: LinearOp, shape: Shape, engine: Engine) -> None:
     rows, times, tp = _rows(operation, shape)
     wide = sum(on_rank(width, tp) for width in operation.outputs)
     tally.linear(rows, wide, on_rank(operation.inputs, tp), shape, times, engine.accumulate_bytes)
@@ -283,7 +283,7 @@ def _activation(tally: Tally, operation: Elementwise, shape: Shape, engine: Engi
     tally.memory((ahead + 2 * (passes - 1)) * inner, (back + 3 * (passes - 1)) * inner, (passes, passes), "activation")
 
 
-def _router(tally: Tally, operation: Linear, shape: Shape) -> None:
+def _router(tally: Tally, operation: LinearOp, shape: Shape) -> None:
     """Logits of all experts, and the choice among them in fp32."""
     tokens, (experts,) = shape.stream, operation.outputs
     router = tally.kernels.matmul(tokens, experts.size, operation.inputs.size, shape.wide)
@@ -309,7 +309,7 @@ def _dropout(tally: Tally, operation: Elementwise, shape: Shape, engine: Engine)
         tally.memory(2.5 * rows, 2.5 * rows)
 
 
-def _logits(tally: Tally, operation: Linear, vocab: Num, shape: Shape, engine: Engine) -> None:
+def _logits(tally: Tally, operation: LinearOp, vocab: Num, shape: Shape, engine: Engine) -> None:
     """The product with a rank's `vocab` rows of the vocabulary, the loss over it."""
     wide = Shape(shape.micro, shape.seq, shape.tp, shape.stream, shape.keys, dtype=shape.wide)
     tally.linear(shape.tokens, vocab, operation.inputs.size, wide, accumulate=engine.accumulate_bytes)

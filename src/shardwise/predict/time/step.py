@@ -23,7 +23,7 @@ from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import Engine
 from shardwise.predict.time.split import SCHEDULES, Num, Split
 from shardwise.predict.time.traffic import Traffic, held_parameters, traffic
-from shardwise.schedule.pipeline.closed_forms import FORMS, Case
+from shardwise.schedule.pipeline.closed_forms import FORMS, PipelineShape
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,11 @@ def bubble_share(schedule: str, p: Num, m: Num, virtual: Num, found: Pieces) -> 
     # With one chunk a rank, interleaved is 1F1B; published rows say 1F1B for both.
     form = FORMS["interleaved" if schedule == "1f1b" else schedule]
     rest = total(found.block, "launches") - found.forward - found.weights
-    case = Case(2, 2, virtual, found.forward, rest, found.weights)
+    case = PipelineShape(2, 2, virtual, found.forward, rest, found.weights)
     share = form.bubble(case) / FORMS["1f1b"].bubble(case)
     if schedule != "zb-h1":
         return share
-    exact = np.frompyfunc(lambda p, m, *seconds: form.exact(Case(p, m, 1, *seconds)), 5, 1)
+    exact = np.frompyfunc(lambda p, m, *seconds: form.exact(PipelineShape(p, m, 1, *seconds)), 5, 1)
     holds = np.asarray(exact(p, m, found.forward, rest, found.weights), dtype=bool)
     return np.where(holds, share, 1.0)
 

@@ -27,7 +27,7 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Cell:
+class TableCell:
     """A table cell with a look: "good" and "bad" colour it, "strong" stresses it, "number" aligns it right."""
 
     text: object
@@ -65,7 +65,7 @@ def write_html(path: Path, title: str, sections: Iterable[Section], subtitle: st
 def table(caption: str, heads: Sequence[str], rows: Iterable[Sequence[object]], numbers: Iterable[int] = ()) -> Markup:
     """A table that scrolls inside its own box when the page is narrow.
 
-    caption: read out, not shown. rows: cells are text or `Cell`; the first is the row's heading, shown once where
+    caption: read out, not shown. rows: cells are text or `TableCell`; the first is the row's heading, shown once where
     several rows in turn have the same. numbers: indices of columns that align right.
     """
     right = frozenset(numbers)
@@ -84,11 +84,11 @@ def details(summary: str, *content: Markup) -> Markup:
     return element("details", element("summary", summary), *content)
 
 
-def check(good: bool, text: object = "") -> Cell:
+def check(good: bool, text: object = "") -> TableCell:
     """✓ or ✗, coloured, with a text and with words for a screen reader."""
     words = element("span", "yes " if good else "no ", class_="unseen")
     sign = element("span", "✓" if good else "✗", aria_hidden="true", class_="good" if good else "bad")
-    return Cell(join([words, sign, f" {text}" if text != "" else None]), "good" if good else "bad")
+    return TableCell(join([words, sign, f" {text}" if text != "" else None]), "good" if good else "bad")
 
 
 def _rows(rows: Iterable[Sequence[object]], right: frozenset[int]) -> Iterator[Markup]:
@@ -101,7 +101,7 @@ def _rows(rows: Iterable[Sequence[object]], right: frozenset[int]) -> Iterator[M
 
 
 def _cell(tag: str, cell: object, look: str, scope: str | None = None) -> Markup:
-    content, own = (cell.text, cell.look) if isinstance(cell, Cell) else (cell, "")
+    content, own = (cell.text, cell.look) if isinstance(cell, TableCell) else (cell, "")
     return element(tag, content, scope=scope, class_=f"{own} {look}".strip() or None)
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shardwise.report.compare import Comparison
+from shardwise.report.compare import ReportComparison
 from shardwise.report.figures import (
     memory_bar,
 )
 from shardwise.report.page.bar_figure import byte_figure
-from shardwise.report.page.document import Cell, Section, check, table
+from shardwise.report.page.document import Section, TableCell, check, table
 from shardwise.report.page.markup import Markup, element, join
 from shardwise.report.page.palette import KINDS
 from shardwise.report.step_report import Bytes
@@ -24,7 +24,7 @@ MOST_BARS = 16
 """Roles drawn in a memory chart; the table has all of them."""
 
 
-def memory_section(comparison: Comparison, binary: bool = False) -> Section:
+def memory_section(comparison: ReportComparison, binary: bool = False) -> Section:
     """Memory by class of every role, both reports' bars one below the other, and the table of differences."""
     names = comparison.labels
     pairs = comparison.pairs[:MOST_BARS]
@@ -41,14 +41,14 @@ def memory_section(comparison: Comparison, binary: bool = False) -> Section:
     return Section("Memory", join([byte_figure(groups, binary), note, _memory_table(comparison, binary)]), lead)
 
 
-def _memory_table(comparison: Comparison, binary: bool) -> Markup:
+def _memory_table(comparison: ReportComparison, binary: bool) -> Markup:
     ranks = {pair.role: pair.ranks for pair in comparison.pairs}
     rows = []
     for row in comparison.bytes:
         label = KINDS[row.byte_class].label if row.byte_class in KINDS else row.byte_class
         good = row.accepted
         text = difference(row, binary)
-        verdict = Cell(text) if good is None else check(good, text)
+        verdict = TableCell(text) if good is None else check(good, text)
         sides = [f"{format_bytes(n, binary)}" for n in (row.a, row.b)]
         rows.append((format_role(row.role, ranks[row.role]), label, *sides, f"{row.a:,}", f"{row.b:,}", verdict))
     a, b = comparison.labels

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.report.compare import PEAK_TOLERANCE, Comparison
+from shardwise.report.compare import PEAK_TOLERANCE, ReportComparison
 from shardwise.report.figures import (
     legend,
 )
@@ -50,7 +50,7 @@ def _card(card: Card) -> Markup:
     return element("div", *lines, class_="card")
 
 
-def comparison_cards(comparison: Comparison) -> tuple[Card, ...]:
+def comparison_cards(comparison: ReportComparison) -> tuple[Card, ...]:
     """Whether ledger, exact classes and peak agree; and how the settings differ, if they do."""
     a, b = comparison.labels
     rows, error = len(comparison.rows), comparison.peak_error

@@ -14,14 +14,14 @@ from shardwise.report.exposure import (
     WAITING,
     Exposure,
     Intervals,
-    Span,
+    TimeSpan,
     exposure,
     overlap,
     spans,
     union,
 )
 from shardwise.report.figures import BAR_HEIGHT, BAR_TOP, ROW, area, axis_svg, legend, percent, ticks
-from shardwise.report.page.document import Cell, Section, details, table
+from shardwise.report.page.document import Section, TableCell, details, table
 from shardwise.report.page.markup import Markup, element, join
 from shardwise.report.page.palette import KINDS
 from shardwise.report.step_report import Role, StepReport
@@ -84,7 +84,7 @@ class _Row:
     total: int
 
 
-def _figure(timeline: tuple[Span, ...], figures: Exposure) -> Markup:
+def _figure(timeline: tuple[TimeSpan, ...], figures: Exposure) -> Markup:
     rows = [row for row in _rows(timeline, figures) if row.pieces]
     seconds = figures.step / 1e9 or 1.0
     marks = ticks(seconds, 10.0 ** math.floor(math.log10(seconds)))
@@ -95,7 +95,7 @@ def _figure(timeline: tuple[Span, ...], figures: Exposure) -> Markup:
     return element("figure", legend(names), element("div", *cells, *axis, class_="bars"))
 
 
-def _rows(timeline: tuple[Span, ...], figures: Exposure) -> Iterator[_Row]:
+def _rows(timeline: tuple[TimeSpan, ...], figures: Exposure) -> Iterator[_Row]:
     computing = [span for span in timeline if span.stream == COMPUTE]
     compute = union((span.start, span.stop) for span in computing)
     pieces = tuple(_Piece(_compute_kind(span), span.start, span.stop, _says(span)) for span in computing)
@@ -108,18 +108,18 @@ def _rows(timeline: tuple[Span, ...], figures: Exposure) -> Iterator[_Row]:
     yield _Row("stood still", "", pieces, figures.waiting)
 
 
-def _compute_kind(span: Span) -> str:
+def _compute_kind(span: TimeSpan) -> str:
     first = span.name.partition(" ")[0]
     if first.startswith("optimizer"):
         return "update"
     return first if first in ("forward", "backward", "recompute") else "rest"
 
 
-def _says(span: Span) -> str:
+def _says(span: TimeSpan) -> str:
     return f"{span.name}: {format_time((span.stop - span.start) / 1e9)}"
 
 
-def _under_way(mine: list[Span], compute: Intervals) -> Iterator[_Piece]:
+def _under_way(mine: list[TimeSpan], compute: Intervals) -> Iterator[_Piece]:
     """Where some of the collectives were under way, cut where computation begins and ends."""
     drawn = 0
     for span in sorted(mine, key=lambda span: (span.start, span.stop)):
@@ -180,7 +180,7 @@ def _coarse(pieces: Iterable[_Piece], step: int) -> tuple[_Piece, ...]:
     return tuple(joined)
 
 
-def _share_table(role: Role, timeline: tuple[Span, ...], figures: Exposure) -> Markup:
+def _share_table(role: Role, timeline: tuple[TimeSpan, ...], figures: Exposure) -> Markup:
     """What the step's time went to: the rows add up to it."""
     by_kind: dict[str, list[tuple[int, int]]] = {}
     for span in timeline:
@@ -189,7 +189,7 @@ def _share_table(role: Role, timeline: tuple[Span, ...], figures: Exposure) -> M
     times = {KINDS[kind].label: sum(b - a for a, b in union(by_kind[kind])) for kind in KINDS if kind in by_kind}
     times |= {"communication, exposed": figures.exposed, "neither": figures.idle}
     rows: list[tuple[object, ...]] = [_share_row(name, time, figures) for name, time in times.items()]
-    rows.append((Cell("one step", "strong"), *_share_row("", figures.step, figures)[1:]))
+    rows.append((TableCell("one step", "strong"), *_share_row("", figures.step, figures)[1:]))
     rows.append(_share_row("communication, behind computation", figures.hidden, figures))
     return table(f"Time of one step of {role.role}", ("what", "time", "share of the step"), rows, (1, 2))
 

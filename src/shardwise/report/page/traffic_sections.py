@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 
-from shardwise.report.compare import ComparedRow, Comparison
+from shardwise.report.compare import ComparedRow, ReportComparison
 from shardwise.report.figures import (
     Bar,
-    Segment,
+    BarSegment,
     scale,
     ticks,
 )
-from shardwise.report.grouping import Group, compared_ledgers, group_compared
+from shardwise.report.grouping import RowGroup, compared_ledgers, group_compared
 from shardwise.report.page.bar_figure import bar_figure
-from shardwise.report.page.document import Cell, Section, check, details, table
+from shardwise.report.page.document import Section, TableCell, check, details, table
 from shardwise.report.page.markup import Markup, element, join
 from shardwise.report.step_report import Role, StepReport
 from shardwise.report.transport import TransportLine, transport_lines
@@ -25,7 +25,7 @@ from shardwise.report.units import (
 )
 
 
-def ledger_section(comparison: Comparison, binary: bool = False) -> Section:
+def ledger_section(comparison: ReportComparison, binary: bool = False) -> Section:
     """Every collective of one step, both counts, identical blocks joined; payload is the full tensor's bytes."""
     parts: list[Markup] = []
     for ranks, rows in compared_ledgers(comparison):
@@ -42,20 +42,20 @@ def ledger_section(comparison: Comparison, binary: bool = False) -> Section:
     return Section("Ledger", join(parts), lead)
 
 
-def _ledger_table(comparison: Comparison, caption: str, rows: tuple[ComparedRow, ...], binary: bool) -> Markup:
+def _ledger_table(comparison: ReportComparison, caption: str, rows: tuple[ComparedRow, ...], binary: bool) -> Markup:
     lines = [_ledger_line(group, binary) for group in group_compared(rows)]
     total_a, total_b = (sum(getattr(row, side) for row in rows) for side in ("count_a", "count_b"))
     payload = sum(row.key.payload_bytes * row.count_b for row in rows)
     equal = check(all(row.equal for row in rows))
     totals = (f"{total_a:,}", f"{total_b:,}", format_bytes(payload, binary), equal)
-    lines.append((Cell("all", "strong"), *[""] * 5, *totals))
+    lines.append((TableCell("all", "strong"), *[""] * 5, *totals))
     a, b = comparison.labels
     names = ("phase", "operation", "axes", "unit", "type", "elements")
     heads = (*names, f"{a} calls", f"{b} calls", f"{b} payload", "equal")
     return table(f"Ledger, {caption}", heads, lines, (5, 6, 7, 8))
 
 
-def _ledger_line(group: Group[ComparedRow], binary: bool) -> tuple[object, ...]:
+def _ledger_line(group: RowGroup[ComparedRow], binary: bool) -> tuple[object, ...]:
     row = group.rows[0]
     key = row.key
     calls = [f"{sum(getattr(r, side) for r in group.rows):,}" for side in ("count_a", "count_b")]
@@ -87,7 +87,7 @@ def _transport(role: Role, binary: bool) -> Markup:
             waited, hidden = sums.get((line.phase, line.op, line.axes), (0.0, 0.0))
             sums[line.phase, line.op, line.axes] = (waited + line.wait_s, hidden + line.hidden_s)
     bars = [
-        Bar(op, f"{phase}, {axes}", (Segment("waited", waited), Segment("hidden", hidden)))
+        Bar(op, f"{phase}, {axes}", (BarSegment("waited", waited), BarSegment("hidden", hidden)))
         for (phase, op, axes), (waited, hidden) in sums.items()
     ]
     limit = scale(bars, None)

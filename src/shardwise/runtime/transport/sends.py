@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardwise.errors import UserError
 from shardwise.schedule import CommSchedule
-from shardwise.schedule.program import Action, Span, lower
+from shardwise.schedule.program import Instruction, Span, lower
 
 Pairs = tuple[tuple[Span, Span], ...]
 """(to, from), one pair after the other."""
@@ -57,7 +57,7 @@ class Local:
 Step = Post | Await | Local
 
 
-def compile_steps(actions: Sequence[Action], base: int, staged: int) -> tuple[list[Step], int]:
+def compile_steps(actions: Sequence[Instruction], base: int, staged: int) -> tuple[list[Step], int]:
     """(what one rank does, elements of memory that it needs), from its actions in a `Program`.
 
     base: elements of the schedule's own memory. staged: elements in all that the program needs, with its staging.
@@ -80,7 +80,7 @@ class _Compiler:
         self.steps: list[Step] = []
         self.flying: dict[int, Pairs] = {}
 
-    def add(self, index: int, action: Action) -> None:
+    def add(self, index: int, action: Instruction) -> None:
         self.wait([earlier for earlier in action.after if earlier in self.flying])
         if action.kind == "send" or action.kind == "recv":
             self.post(index, action.kind, action)
@@ -93,7 +93,7 @@ class _Compiler:
             else:
                 self.steps.append(Local(adds, pairs))
 
-    def post(self, index: int, kind: Literal["send", "recv"], action: Action) -> None:
+    def post(self, index: int, kind: Literal["send", "recv"], action: Instruction) -> None:
         spans = self.joined(action.spans)
         span, pairs = (spans[0], ()) if len(spans) == 1 else self.packed(spans)
         pack: Pairs = pairs if kind == "send" else ()

@@ -16,7 +16,7 @@ from shardwise.schedule.algorithms.patterns import (
     simple_ring,
 )
 from shardwise.schedule.algorithms.registry import PAIRS, algorithm
-from shardwise.schedule.comm import Draft, Stage
+from shardwise.schedule.comm import Draft, RepeatedRounds
 
 
 @algorithm("all-gather", "ring", "each rank hands on the piece that it was handed", source="Chan et al. 2007")
@@ -44,7 +44,9 @@ def recursive_doubling(p: int) -> Draft:
 )
 def bruck(p: int) -> Draft:
     v = np.arange(p)
-    return Draft(p, [Stage.once(around(v, (v - d) % p, v, min(d, p - d), p), "all-gather") for d in distances(p)])
+    return Draft(
+        p, [RepeatedRounds.once(around(v, (v - d) % p, v, min(d, p - d), p), "all-gather") for d in distances(p)]
+    )
 
 
 @algorithm(

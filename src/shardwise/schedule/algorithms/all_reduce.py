@@ -27,7 +27,7 @@ from shardwise.schedule.algorithms.patterns import (
     two_trees,
 )
 from shardwise.schedule.algorithms.registry import PAIRS, algorithm
-from shardwise.schedule.comm import Draft, Round, Stage
+from shardwise.schedule.comm import Draft, RepeatedRounds, Round
 
 _THAKUR = "Thakur, Rabenseifner, Gropp 2005"
 
@@ -79,7 +79,7 @@ def recursive_doubling(p: int) -> Draft:
     """Both of a pair add the same two sums, so addition being commutative is enough for equal bits."""
     q = power_below(p)
     v = np.arange(q)
-    swaps = [Stage.once(Round.of(v, v ^ d, 0, reduce=True), "exchange") for d in distances(q)]
+    swaps = [RepeatedRounds.once(Round.of(v, v ^ d, 0, reduce=True), "exchange") for d in distances(q)]
     return Draft(1, [*fold_in(p, q), *swaps, *fold_out(p, q)])
 
 
@@ -141,7 +141,7 @@ def one_shot(p: int) -> Draft:
     """Into a buffer of its own, since the others read this one; in rank order, so that all ranks get the same bits."""
     dst, src = np.divmod(np.arange(p * p), p)
     everything = Round.of(src, dst, 0, to=1, reduce=src > 0)
-    return Draft(1, [Stage.once(everything, "read and add")], regions=("data", "out"), result="out")
+    return Draft(1, [RepeatedRounds.once(everything, "read and add")], regions=("data", "out"), result="out")
 
 
 @algorithm(
@@ -169,4 +169,4 @@ def central_server(p: int) -> Draft:
     if p == 1:
         return Draft(1, [])
     up, down = Round.of(others, 0, 0, reduce=True), Round.of(0, others, 0)
-    return Draft(1, [Stage.once(up, "push"), Stage.once(down, "pull")])
+    return Draft(1, [RepeatedRounds.once(up, "push"), RepeatedRounds.once(down, "pull")])

@@ -9,7 +9,7 @@ import numpy as np
 
 from shardwise.schedule.algorithms.patterns import distances
 from shardwise.schedule.algorithms.registry import PAIRS, algorithm
-from shardwise.schedule.comm import Draft, Round, Stage
+from shardwise.schedule.comm import Draft, RepeatedRounds, Round
 
 
 @algorithm(
@@ -26,7 +26,7 @@ def pairwise(p: int) -> Draft:
         other = (v + k) % p
         return Round.of(v, other, other, to=p + v)
 
-    stages = [Stage.once(shift(0), "own piece"), *Stage.each(range(1, p), shift, "exchange")]
+    stages = [RepeatedRounds.once(shift(0), "own piece"), *RepeatedRounds.each(range(1, p), shift, "exchange")]
     return Draft(p, stages, regions=("data", "out"), result="out")
 
 
@@ -55,6 +55,6 @@ def bruck(p: int) -> Draft:
         to = np.where(k < 2 * d, out + (to_rank - k) % p, scratch + hops % 2 * p + k)
         return Round.of(rank, to_rank, at, to=to)
 
-    own = Stage.once(Round.of(v, v, v, to=out + v), "own piece")
-    stages = [own, *Stage.each(distances(p), digit, "exchange")]
+    own = RepeatedRounds.once(Round.of(v, v, v, to=out + v), "own piece")
+    stages = [own, *RepeatedRounds.each(distances(p), digit, "exchange")]
     return Draft(p, stages, regions=("data", "out", "scratch", "spare"), result="out")

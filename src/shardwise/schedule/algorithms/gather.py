@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from shardwise.schedule.algorithms.patterns import around, tree_edges
 from shardwise.schedule.algorithms.registry import algorithm
-from shardwise.schedule.comm import Draft, Stage
+from shardwise.schedule.comm import Draft, RepeatedRounds
 
 
-def scatter_down(p: int, root: int = 0) -> list[Stage]:
+def scatter_down(p: int, root: int = 0) -> list[RepeatedRounds]:
     """Down a binomial tree, to every child the pieces of all ranks below it."""
     return [
-        Stage.once(around((up + root) % p, (down + root) % p, down + root, below, p), "scatter")
+        RepeatedRounds.once(around((up + root) % p, (down + root) % p, down + root, below, p), "scatter")
         for up, down, below in tree_edges(p)
     ]
 
@@ -23,7 +23,7 @@ def scatter(p: int, root: int = 0) -> Draft:
 @algorithm("gather", "binomial", "pieces up a binomial tree, doubled at every level", source="Chan et al. 2007")
 def gather(p: int, root: int = 0) -> Draft:
     stages = [
-        Stage.once(around((down + root) % p, (up + root) % p, down + root, below, p), "gather")
+        RepeatedRounds.once(around((down + root) % p, (up + root) % p, down + root, below, p), "gather")
         for up, down, below in reversed(tree_edges(p))
     ]
     return Draft(p, stages)

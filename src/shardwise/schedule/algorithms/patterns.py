@@ -1,6 +1,6 @@
 """What several algorithms are made of: a pass around rings, binomial trees, halving and doubling, folding, pipelines.
 
-Each is a list of `Stage`s. `v` is the vector of all ranks that take part; q is a power of two, p any number.
+Each is a list of `RepeatedRounds`s. `v` is the vector of all ranks that take part; q is a power of two, p any number.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from shardwise.errors import UserError
-from shardwise.schedule.comm import Ints, Round, Stage
+from shardwise.schedule.comm import Ints, RepeatedRounds, Round
 
 
 def power_below(p: int) -> int:
@@ -33,7 +33,7 @@ def ring_pass(
     spacing: int = 1,
     count: int = 1,
     stride: int = 1,
-) -> list[Stage]:
+) -> list[RepeatedRounds]:
     """size - 1 rounds around rings of `size` ranks: each rank hands on the block that it was handed.
 
     ranks: all that take part; at: the place of each in its ring; next: the rank after it. Block i of a ring is `count`
@@ -46,10 +46,10 @@ def ring_pass(
         first = base + block * spacing
         return Round.of(ranks, next, first, count=count, stride=stride, reduce=reduce)
 
-    return [Stage(make, size - 1, "reduce-scatter" if reduce else "all-gather")] if size > 1 else []
+    return [RepeatedRounds(make, size - 1, "reduce-scatter" if reduce else "all-gather")] if size > 1 else []
 
 
-def simple_ring(p: int, reduce: bool) -> list[Stage]:
+def simple_ring(p: int, reduce: bool) -> list[RepeatedRounds]:
     """`ring_pass` around all p ranks, block i being chunk i."""
     v = np.arange(p)
     return ring_pass(p, v, v, (v + 1) % p, reduce=reduce)
@@ -66,7 +66,7 @@ def tree_edges(p: int) -> list[tuple[Ints, Ints, Ints]]:
     return levels
 
 
-def tree_down(p: int, root: int = 0, members: Ints | None = None, chunks: int = 1) -> list[Stage]:
+def tree_down(p: int, root: int = 0, members: Ints | None = None, chunks: int = 1) -> list[RepeatedRounds]:
     """All chunks from a root down a binomial tree of p ranks: ceil(log2 p) rounds.
 
     members: shape (trees, p), the ranks of several trees that work at the same time, roots first; left out, one tree of
@@ -74,14 +74,14 @@ def tree_down(p: int, root: int = 0, members: Ints | None = None, chunks: int = 
     """
     of = ((np.arange(p) + root) % p)[None] if members is None else members
     edges = [(of[:, parents].ravel(), of[:, children].ravel()) for parents, children, _ in tree_edges(p)]
-    return [Stage.once(Round.of(up, down, 0, count=chunks), "broadcast") for up, down in edges]
+    return [RepeatedRounds.once(Round.of(up, down, 0, count=chunks), "broadcast") for up, down in edges]
 
 
-def tree_up(p: int, root: int = 0, members: Ints | None = None, chunks: int = 1) -> list[Stage]:
+def tree_up(p: int, root: int = 0, members: Ints | None = None, chunks: int = 1) -> list[RepeatedRounds]:
     """The sum of all chunks up a binomial tree to its root: `tree_down` backwards."""
     of = ((np.arange(p) + root) % p)[None] if members is None else members
     edges = [(of[:, parents].ravel(), of[:, children].ravel()) for parents, children, _ in reversed(tree_edges(p))]
-    return [Stage.once(Round.of(down, up, 0, count=chunks, reduce=True), "reduce") for up, down in edges]
+    return [RepeatedRounds.once(Round.of(down, up, 0, count=chunks, reduce=True), "reduce") for up, down in edges]
 
 
 def around(src: ArrayLike, dst: ArrayLike, first: ArrayLike, count: ArrayLike, p: int) -> Round:
@@ -94,15 +94,15 @@ def around(src: ArrayLike, dst: ArrayLike, first: ArrayLike, count: ArrayLike, p
     )
 
 
-def halving(q: int, p: int) -> list[Stage]:
+def halving(q: int, p: int) -> list[RepeatedRounds]:
     """Reduce-scatter among ranks 0 .. q-1 by recursive halving, of p chunks, q <= p < 2q: rank v ends with the sums of
     chunk v, and of chunk q + v where there is one."""
-    return [Stage.once(_exchange(q, p, d, reduce=True), "reduce-scatter") for d in reversed(distances(q))]
+    return [RepeatedRounds.once(_exchange(q, p, d, reduce=True), "reduce-scatter") for d in reversed(distances(q))]
 
 
-def doubling(q: int, p: int) -> list[Stage]:
+def doubling(q: int, p: int) -> list[RepeatedRounds]:
     """All-gather among ranks 0 .. q-1 by recursive doubling: `halving` backwards."""
-    return [Stage.once(_exchange(q, p, d, reduce=False), "all-gather") for d in distances(q)]
+    return [RepeatedRounds.once(_exchange(q, p, d, reduce=False), "all-gather") for d in distances(q)]
 
 
 def _exchange(q: int, p: int, d: int, reduce: bool) -> Round:
@@ -128,7 +128,7 @@ def nodes_of(p: int, node: int) -> tuple[int, int]:
     return g, p // g
 
 
-def node_rings(p: int, node: int, reduce: bool) -> list[Stage]:
+def node_rings(p: int, node: int, reduce: bool) -> list[RepeatedRounds]:
     """Reduce-scatter inside nodes, then across them (`reduce`); or all-gather across them, then inside.
 
     Rank i * g + j is place j of node i. Ranks at place j of all nodes form a ring across that carries the chunks of
@@ -142,24 +142,26 @@ def node_rings(p: int, node: int, reduce: bool) -> list[Stage]:
     return [*inside, *across] if reduce else [*across, *inside]
 
 
-def read_all(p: int, reduce: bool) -> list[Stage]:
+def read_all(p: int, reduce: bool) -> list[RepeatedRounds]:
     """One round in which each rank reads from all others: their part of its own chunk, to add (`reduce`), or theirs."""
     dst, src = np.divmod(np.arange(p * p), p)
     dst, src = dst[src != dst], src[src != dst]
     label = "read and add" if reduce else "read"
-    return [Stage.once(Round.of(src, dst, dst if reduce else src, reduce=reduce), label)] if p > 1 else []
+    return [RepeatedRounds.once(Round.of(src, dst, dst if reduce else src, reduce=reduce), label)] if p > 1 else []
 
 
-def fold_in(p: int, q: int, chunk: ArrayLike = 0, count: int = 1, reduce: bool = True) -> list[Stage]:
+def fold_in(p: int, q: int, chunk: ArrayLike = 0, count: int = 1, reduce: bool = True) -> list[RepeatedRounds]:
     """Ranks q .. p-1, which a power of two leaves over, give their part to ranks 0, 1, ... before it begins."""
     extra = np.arange(q, p)
-    return [Stage.once(Round.of(extra, extra - q, chunk, count=count, reduce=reduce), "fold in")] if p > q else []
+    return (
+        [RepeatedRounds.once(Round.of(extra, extra - q, chunk, count=count, reduce=reduce), "fold in")] if p > q else []
+    )
 
 
-def fold_out(p: int, q: int, chunk: ArrayLike = 0, count: int = 1) -> list[Stage]:
+def fold_out(p: int, q: int, chunk: ArrayLike = 0, count: int = 1) -> list[RepeatedRounds]:
     """Ranks 0, 1, ... give the result to the ranks q .. p-1 that had been folded in."""
     extra = np.arange(q, p)
-    return [Stage.once(Round.of(extra - q, extra, chunk, count=count), "fold out")] if p > q else []
+    return [RepeatedRounds.once(Round.of(extra - q, extra, chunk, count=count), "fold out")] if p > q else []
 
 
 def pipelined(
@@ -171,7 +173,7 @@ def pipelined(
     *,
     period: int = 1,
     up: bool = False,
-) -> list[Stage]:
+) -> list[RepeatedRounds]:
     """Segments one behind the other along the edges of trees: edge e carries chunk first[e] + j in round
     start[e] + j * period, for j < segments.
 
@@ -192,7 +194,7 @@ def pipelined(
             moving.setdefault(t, []).append(begin)
     label = "reduce" if up else "broadcast"
     return [
-        Stage(lambda _, t=t: at(t), 1, label, (label, *moving[t]))  # type: ignore[misc]
+        RepeatedRounds(lambda _, t=t: at(t), 1, label, (label, *moving[t]))  # type: ignore[misc]
         for t in sorted(moving, reverse=up)
     ]
 

@@ -14,7 +14,7 @@ from shardwise.schedule.algorithms.patterns import (
     simple_ring,
 )
 from shardwise.schedule.algorithms.registry import PAIRS, algorithm
-from shardwise.schedule.comm import Draft, Round, Stage
+from shardwise.schedule.comm import Draft, RepeatedRounds, Round
 
 
 @algorithm(
@@ -53,7 +53,7 @@ def pairwise(p: int) -> Draft:
         other = (v + k) % p
         return Round.of(v, other, other, reduce=True)
 
-    return Draft(p, Stage.each(range(1, p), shift, "reduce-scatter"))
+    return Draft(p, RepeatedRounds.each(range(1, p), shift, "reduce-scatter"))
 
 
 @algorithm(

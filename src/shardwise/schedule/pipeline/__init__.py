@@ -9,12 +9,12 @@ from shardwise.schedule.pipeline import inference, training  # noqa: F401  (they
 from shardwise.schedule.pipeline.action import Action, parse_action
 from shardwise.schedule.pipeline.completion import complete
 from shardwise.schedule.pipeline.plan import PipelineSchedule
-from shardwise.schedule.pipeline.registry import Generator, build, find, generators
+from shardwise.schedule.pipeline.registry import ScheduleGenerator, build, find, generators
 
 __all__ = [
     "Action",
-    "Generator",
     "PipelineSchedule",
+    "ScheduleGenerator",
     "build",
     "complete",
     "find",

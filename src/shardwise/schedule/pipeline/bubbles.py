@@ -38,16 +38,17 @@ def curve(name: str, p: int, v: int, micro: list[int], timing: Timing, **options
     return [(m, simulated(name, p, m, v, timing, **options)) for m in legal]
 
 
-class Least(NamedTuple):
-    """micro: the least number of micro-batches for a bubble, None where there is none up to `most`. tried: where they
-    are fewer than `micro`, smaller numbers than it were tried one by one only up to there."""
+class LeastMicroBatches(NamedTuple):
+    """Smallest number of micro-batches for a bubble. micro: the least number of micro-batches for a bubble, None where
+    there is none up to `most`. tried: where they are fewer than `micro`, smaller numbers than it were tried one by one
+    only up to there."""
 
     micro: int | None
     tried: int
     most: int
 
 
-def least_micro(name: str, p: int, v: int, wanted: float, timing: Timing, **options: int) -> Least:
+def least_micro(name: str, p: int, v: int, wanted: float, timing: Timing, **options: int) -> LeastMicroBatches:
     """The least number of micro-batches whose bubble is at most `wanted` of the total time.
 
     Where messages take no time idle time does not grow with m, and it is looked for by halves. Where they take some, of
@@ -70,15 +71,15 @@ def least_micro(name: str, p: int, v: int, wanted: float, timing: Timing, **opti
         one_by_one = isqrt(2 * TRIED // (p * v))
         while low < len(legal) - 1 and legal[low + 1] <= one_by_one:
             if good(low + 1):
-                return Least(legal[low + 1], most, most)
+                return LeastMicroBatches(legal[low + 1], most, most)
             low += 1
     tried = legal[low] if low >= 0 else most
     high = low + 1
     while high < len(legal) - 1 and not good(high):
         low, high = high, min(2 * high + 1, len(legal) - 1)
     if high == len(legal) or not good(high):
-        return Least(None, tried, most)
+        return LeastMicroBatches(None, tried, most)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if good(middle) else (middle, high)
-    return Least(legal[high], tried, most)
+    return LeastMicroBatches(legal[high], tried, most)

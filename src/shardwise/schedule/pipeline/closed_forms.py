@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 
-class Case(NamedTuple):
-    """What a formula is asked about."""
+class PipelineShape(NamedTuple):
+    """Arguments of a pipeline formula."""
 
     p: int
     m: int
@@ -31,7 +31,7 @@ class Case(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ClosedForm:
+class PipelineFormula:
     """One schedule's formulas. text: the bubble's, in words. note: where they hold, in words.
 
     bubble: idle seconds of the rank that has most, up to the makespan; with `own`, those of the rank's own span, from
@@ -41,16 +41,16 @@ class ClosedForm:
     """
 
     text: str
-    bubble: Callable[[Case], float]
+    bubble: Callable[[PipelineShape], float]
     peak: Callable[[int, int, int, int], float]
     note: str = ""
-    exact: Callable[[Case], bool] = lambda c: True
-    below: Callable[[Case], bool] = lambda c: False
+    exact: Callable[[PipelineShape], bool] = lambda c: True
+    below: Callable[[PipelineShape], bool] = lambda c: False
     own: bool = False
     full: Callable[[int], int] = lambda p: 1
 
 
-def _ramp(c: Case) -> float:
+def _ramp(c: PipelineShape) -> float:
     return (c.p - 1) * (c.F + c.B)
 
 
@@ -60,10 +60,10 @@ def _interleaved_peak(p: int, m: int, v: int, r: int) -> float:
 
 
 FORMS = {
-    "naive": ClosedForm("m(p-1)(F+B)", lambda c: c.m * _ramp(c), lambda p, m, v, r: 1),
-    "gpipe": ClosedForm("(p-1)(F+B)", _ramp, lambda p, m, v, r: m),
-    "1f1b": ClosedForm("(p-1)(F+B)", _ramp, lambda p, m, v, r: min(m, p - r), "with the least warm-up"),
-    "interleaved": ClosedForm(
+    "naive": PipelineFormula("m(p-1)(F+B)", lambda c: c.m * _ramp(c), lambda p, m, v, r: 1),
+    "gpipe": PipelineFormula("(p-1)(F+B)", _ramp, lambda p, m, v, r: m),
+    "1f1b": PipelineFormula("(p-1)(F+B)", _ramp, lambda p, m, v, r: min(m, p - r), "with the least warm-up"),
+    "interleaved": PipelineFormula(
         "(p-1)(F+B)/v",
         lambda c: _ramp(c) / c.v,
         _interleaved_peak,
@@ -71,7 +71,7 @@ FORMS = {
         exact=lambda c: c.m >= c.p,
         below=lambda c: True,
     ),
-    "breadth-first": ClosedForm(
+    "breadth-first": PipelineFormula(
         "(p-1)(F+B)/v",
         lambda c: _ramp(c) / c.v,
         lambda p, m, v, r: m,
@@ -79,7 +79,7 @@ FORMS = {
         exact=lambda c: c.m >= c.p,
         below=lambda c: True,
     ),
-    "zb-h1": ClosedForm(
+    "zb-h1": PipelineFormula(
         "(p-1)(F+I-W)",
         lambda c: (c.p - 1) * (c.F + c.I - c.W),
         lambda p, m, v, r: min(m, p),
@@ -87,7 +87,7 @@ FORMS = {
         exact=lambda c: c.m >= c.p and c.W <= c.F and c.W <= c.I,
         below=lambda c: True,
     ),
-    "zb-h2": ClosedForm(
+    "zb-h2": PipelineFormula(
         "(p-1)(F+I-2W), own span",
         lambda c: (c.p - 1) * (c.F + c.I - 2 * c.W),
         lambda p, m, v, r: min(m, 2 * p - 1),
@@ -96,7 +96,7 @@ FORMS = {
         below=lambda c: True,
         own=True,
     ),
-    "zb-v": ClosedForm(
+    "zb-v": PipelineFormula(
         "0, own span",
         lambda c: 0,
         lambda p, m, v, r: min(m, p),
@@ -106,7 +106,7 @@ FORMS = {
         own=True,
         full=lambda p: 2 * p - 1,
     ),
-    "dualpipe-v": ClosedForm(
+    "dualpipe-v": PipelineFormula(
         "(p-1)(F&B+B-3W)/2",
         lambda c: (c.p - 1) * (c.F + 2 * c.B - 3 * c.W) / 2,
         lambda p, m, v, r: (2 * p + 1) / 2,
@@ -115,8 +115,8 @@ FORMS = {
         exact=lambda c: c.F == c.I and c.W <= c.F,
         below=lambda c: c.F >= c.I,
     ),
-    "prefill": ClosedForm("(p-1)F", lambda c: (c.p - 1) * c.F, lambda p, m, v, r: 0),
-    "decode": ClosedForm("(p-1)F", lambda c: (c.p - 1) * c.F, lambda p, m, v, r: 0),
+    "prefill": PipelineFormula("(p-1)F", lambda c: (c.p - 1) * c.F, lambda p, m, v, r: 0),
+    "decode": PipelineFormula("(p-1)F", lambda c: (c.p - 1) * c.F, lambda p, m, v, r: 0),
 }
 """Schedule -> its formulas."""
 

@@ -28,8 +28,8 @@ Post = tuple[float, int, int]
 
 
 @dataclass(frozen=True, order=True)
-class Waiting:
-    """A rank that stands still for ever: at its action `index`, for the action `awaited` of rank `peer`."""
+class BlockedRank:
+    """A rank that waits forever: at its action `index`, for the action `awaited` of rank `peer`."""
 
     rank: int
     index: int
@@ -44,7 +44,7 @@ class Flow:
     None where it never happened, and of messages under rendezvous. waiting: ranks that never came to their end."""
 
     spans: list[list[tuple[float, float] | None]]
-    waiting: list[Waiting]
+    waiting: list[BlockedRank]
 
 
 def flow(schedule: PipelineSchedule, times: Times | None = None, *, rendezvous: bool = False) -> Flow:
@@ -96,7 +96,7 @@ class _Flow:
         stuck = [rank for rank, spans in enumerate(self.spans) if self.next[rank] < len(spans)]
         return Flow(self.spans, [self.waiting(rank) for rank in stuck])
 
-    def waiting(self, rank: int) -> Waiting:
+    def waiting(self, rank: int) -> BlockedRank:
         """What a rank that cannot go on stands still for."""
         at = self.next[rank]
         action = self.schedule.actions[rank][at]
@@ -106,12 +106,12 @@ class _Flow:
             end = Action("RECV_B" if gradient else "RECV_F", stage, micro)
         elif action.kind == "SHARE_LOSS":
             late = next(other for other in range(self.schedule.ranks) if other not in self.met[action.kind])
-            return Waiting(rank, at, action, action, late)
+            return BlockedRank(rank, at, action, action, late)
         else:
             end = action
         awaited = self.schedule.partner(end)
         assert awaited
-        return Waiting(rank, at, action, awaited, self.schedule.placement[awaited.stage])
+        return BlockedRank(rank, at, action, awaited, self.schedule.placement[awaited.stage])
 
     def advance(self, rank: int) -> None:
         """Take the rank's actions up to the first that waits for another rank's."""

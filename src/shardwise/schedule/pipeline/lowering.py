@@ -9,7 +9,7 @@ from __future__ import annotations
 from shardwise.schedule.pipeline.action import COMPUTE, Action
 from shardwise.schedule.pipeline.plan import PipelineSchedule
 from shardwise.schedule.pipeline.times import Times
-from shardwise.schedule.program import Action as Primitive
+from shardwise.schedule.program import Instruction as Primitive
 from shardwise.schedule.program import Program
 
 ACTIVATION, TABLE, LOSS = ((0, 1),), ((0, 2),), ((0, 0),)

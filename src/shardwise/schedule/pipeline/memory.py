@@ -16,8 +16,8 @@ from shardwise.schedule.pipeline.plan import PipelineSchedule
 
 
 @dataclass(frozen=True)
-class Held:
-    """What one micro-batch holds on each stage, in bytes or any other unit.
+class MicroBatchMemory:
+    """Memory of one micro-batch on each stage, in bytes or any other unit.
 
     saved: from F until I or B; with recompute, only what that starts from. weight: from I until W (inputs and output
     gradients of the weights; I frees the rest of `saved`). rebuilt: besides, while I or B runs (recompute).
@@ -35,7 +35,7 @@ class Held:
         weight: float = 1,
         rebuilt: float = 0,
         shares: Sequence[float] = (),
-    ) -> Held:
+    ) -> MicroBatchMemory:
         """From what a *rank* holds for one micro-batch if the model is split evenly; `shares` as in `Times.shared`."""
         parts = [share * schedule.ranks for share in shares] or [schedule.ranks / schedule.stages] * schedule.stages
         return cls(*(tuple(part * whole for part in parts) for whole in (saved, weight, rebuilt)))
@@ -45,7 +45,8 @@ class Peak(NamedTuple):
     """The most that a rank holds at a time.
 
     forward: micro-batches (each stage's counted) between F and I; weight: between I and W; both: of either kind.
-    held: in the unit of `Held`, what is rebuilt included. buffers: receives that are posted and not yet used up.
+    held: in the unit of `MicroBatchMemory`, what is rebuilt included. buffers: receives that are posted and not yet
+    used up.
     """
 
     forward: int
@@ -66,9 +67,9 @@ class Level(NamedTuple):
     during: float
 
 
-def levels(schedule: PipelineSchedule, rank: int, held: Held | None = None) -> Iterator[Level]:
+def levels(schedule: PipelineSchedule, rank: int, held: MicroBatchMemory | None = None) -> Iterator[Level]:
     """What a rank holds, one computation after the other."""
-    held = held or Held.shared(schedule)
+    held = held or MicroBatchMemory.shared(schedule)
     forward = weight = 0
     now = 0.0
     for index, action in enumerate(schedule.actions[rank] if schedule.train else ()):
@@ -89,7 +90,7 @@ def levels(schedule: PipelineSchedule, rank: int, held: Held | None = None) -> I
         yield Level(index, forward, weight, now, during)
 
 
-def peaks(schedule: PipelineSchedule, held: Held | None = None) -> list[Peak]:
+def peaks(schedule: PipelineSchedule, held: MicroBatchMemory | None = None) -> list[Peak]:
     """The most that each rank holds. Without `held` in shares of what a rank saves for one micro-batch."""
     return [peak(mine, levels(schedule, rank, held)) for rank, mine in enumerate(schedule.actions)]
 

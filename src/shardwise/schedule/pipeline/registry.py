@@ -27,7 +27,7 @@ ZERO_STAGES = (0, 1, 2, 3)
 
 
 @dataclass(frozen=True)
-class Generator:
+class ScheduleGenerator:
     """One way to order a pipeline's work.
 
     summary: what it does, in one line. source: who published it. rule: which (p, m, v) it is for. shape: how its stages
@@ -68,7 +68,7 @@ class Generator:
         return self.rule(p, m, v)
 
 
-_KNOWN: dict[str, Generator] = {}
+_KNOWN: dict[str, ScheduleGenerator] = {}
 _ALIASES = {
     "interleaved-1f1b": "interleaved",
     "interleaved1f1b": "interleaved",
@@ -99,21 +99,21 @@ def generator(
     grows: bool = False,
     period: Callable[[int, int], int] = lambda p, m: 1,
 ) -> Callable[[Callable[..., Order]], Callable[..., Order]]:
-    """Make a generator known under a name; the fields are `Generator`'s."""
+    """Make a generator known under a name; the fields are `ScheduleGenerator`'s."""
 
     def register(order: Callable[..., Order]) -> Callable[..., Order]:
-        _KNOWN[name] = Generator(name, summary, source, rule, order, shape, train, settles, grows, period)
+        _KNOWN[name] = ScheduleGenerator(name, summary, source, rule, order, shape, train, settles, grows, period)
         return order
 
     return register
 
 
-def generators() -> list[Generator]:
+def generators() -> list[ScheduleGenerator]:
     """All of them, in the order in which they are listed."""
     return list(_KNOWN.values())
 
 
-def find(name: str) -> Generator:
+def find(name: str) -> ScheduleGenerator:
     """One generator. Raises `UserError` with the nearest names when there is none."""
     wanted = name.strip().lower().replace("_", "-")
     wanted = _ALIASES.get(wanted, wanted)
@@ -172,7 +172,7 @@ def build(
         )
 
 
-def _chosen(found: Generator, options: Mapping[str, int], p: int) -> dict[str, int]:
+def _chosen(found: ScheduleGenerator, options: Mapping[str, int], p: int) -> dict[str, int]:
     """The generator's options with their values."""
     for option, value in options.items():
         if option not in found.options:

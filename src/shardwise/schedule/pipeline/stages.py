@@ -1,4 +1,4 @@
-"""`Stages`: which layers each stage of a pipeline has, and where the embedding and the head are.
+"""`StageLayers`: which layers each stage of a pipeline has, and where the embedding and the head are.
 
 Stages are counted from the first layers of the model to the last, whichever rank has them
 (`PipelineSchedule.placement`). Data flows from stage to stage, so that the embedding is on the first and the head on
@@ -16,8 +16,8 @@ BARE_ENDS = 2
 
 
 @dataclass(frozen=True)
-class Stages:
-    """layers: blocks of each stage. tied: the head's table is the embedding's."""
+class StageLayers:
+    """Layers of each pipeline stage. layers: blocks of each stage. tied: the head's table is the embedding's."""
 
     layers: tuple[int, ...]
     tied: bool = False
@@ -31,7 +31,7 @@ class Stages:
             )
 
     @classmethod
-    def even(cls, layers: int, stages: int, tied: bool = False) -> Stages:
+    def even(cls, layers: int, stages: int, tied: bool = False) -> StageLayers:
         """As even as can be, the first stages with one more. With two stages more than layers, the embedding and the
         head are stages of their own: 0/1/.../1/0, as Llama 3 405B was cut (Llama team 2024, section 3.3.2). Raises
         `UserError` for other numbers of stages beyond the layers."""
@@ -45,7 +45,7 @@ class Stages:
         return cls(tuple(layers // stages + (i < layers % stages) for i in range(stages)), tied)
 
     @classmethod
-    def parse(cls, text: str, stages: int, layers: int | None = None, tied: bool = False) -> Stages:
+    def parse(cls, text: str, stages: int, layers: int | None = None, tied: bool = False) -> StageLayers:
         """From 21/20/20/19: one number for each of `stages` stages, which add up to `layers` where these are known.
 
         Raises `UserError` with what would be right.

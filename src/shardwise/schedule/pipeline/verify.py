@@ -19,7 +19,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 from shardwise.schedule.pipeline.action import Action
-from shardwise.schedule.pipeline.flow import Waiting, flow
+from shardwise.schedule.pipeline.flow import BlockedRank, flow
 from shardwise.schedule.pipeline.plan import PipelineSchedule
 
 MOST = 10
@@ -58,9 +58,9 @@ _FORWARD_ONLY = frozenset({"RECV_F", "F", "SEND_F", "UNSHARD", "RESHARD"})
 
 
 @dataclass(frozen=True)
-class Finding:
-    """A defect. rank and index: where in the lists; -1 where an action is missing. action: the wrong or missing one.
-    text: one line that names all of them."""
+class PipelineDefect:
+    """A defect of a pipeline schedule. rank and index: where in the lists; -1 where an action is missing. action: the
+    wrong or missing one. text: one line that names all of them."""
 
     text: str
     rank: int
@@ -71,7 +71,7 @@ class Finding:
         return self.text
 
 
-def verify(schedule: PipelineSchedule) -> list[Finding]:
+def verify(schedule: PipelineSchedule) -> list[PipelineDefect]:
     """What is wrong with a schedule, causes first, at most `MOST` findings; an empty list when it is right."""
     checker = _Lists(schedule)
     for rank in range(schedule.ranks):
@@ -86,7 +86,7 @@ class _Lists:
     def __init__(self, schedule: PipelineSchedule) -> None:
         self.schedule = schedule
         self.done = [bytearray(schedule.micro) for _ in range(schedule.stages)]
-        self.found: list[Finding] = []
+        self.found: list[PipelineDefect] = []
         self.gathered: set[int] = set()
         self.freed: set[int] = set()
         self.plain: dict[tuple[str, int], tuple[int, int, int, int]] = {}
@@ -148,7 +148,7 @@ class _Lists:
 
     def complain(self, rank: int, index: int, action: Action, problem: str) -> None:
         where = f"action {index} ({action})" if index >= 0 else f"({action})"
-        self.found.append(Finding(f"rank {rank}, {where}: {problem}", rank, index, action))
+        self.found.append(PipelineDefect(f"rank {rank}, {where}: {problem}", rank, index, action))
 
     def place(self, action: Action, held: set[int]) -> str:
         """What is wrong with an action's stage and micro-batch on a rank that has the stages `held`."""
@@ -273,7 +273,7 @@ class _Lists:
         more = f", and {len(missing) - 1} more like it" if len(missing) > 1 else ""
         return f"{self.name(bit, stage, missing[0])} must stand before it{more}"
 
-    def missing(self) -> list[Finding]:
+    def missing(self) -> list[PipelineDefect]:
         """Actions that are nowhere."""
         schedule = self.schedule
         for stage, rank in enumerate(schedule.placement):
@@ -322,7 +322,7 @@ def _first(bits: int, stage: int, micro: int) -> Action:
     return Action(kind, stage, micro)  # type: ignore[arg-type]
 
 
-def _crossed(schedule: PipelineSchedule) -> list[Finding]:
+def _crossed(schedule: PipelineSchedule) -> list[PipelineDefect]:
     """Messages between two ranks that are received in another order than they are sent."""
     stages, micro_batches = schedule.stages, schedule.micro
     sent: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -344,7 +344,7 @@ def _crossed(schedule: PipelineSchedule) -> list[Finding]:
     return [_first_crossing(schedule, src, dst) for src, dst in wrong]
 
 
-def _first_crossing(schedule: PipelineSchedule, src: int, dst: int) -> Finding:
+def _first_crossing(schedule: PipelineSchedule, src: int, dst: int) -> PipelineDefect:
     sends, receives = (
         [(i, a) for i, a in enumerate(schedule.actions[rank]) if a.peer == peer and a.kind in kinds]
         for rank, peer, kinds in (
@@ -359,17 +359,17 @@ def _first_crossing(schedule: PipelineSchedule, src: int, dst: int) -> Finding:
         f"rank {dst}, action {to} ({receive}), which is for {awaited}, meets action {at} of rank {src} ({send}), "
         f"which is for {follows}: messages are received in another order than they are sent"
     )
-    return Finding(text, dst, to, receive)
+    return PipelineDefect(text, dst, to, receive)
 
 
-def _stuck(schedule: PipelineSchedule) -> list[Finding]:
+def _stuck(schedule: PipelineSchedule) -> list[PipelineDefect]:
     """Ranks that wait for ever, and for whom."""
     waiting = flow(schedule, rendezvous=True).waiting
     by_rank = {one.rank: one for one in waiting}
-    return [Finding(f"deadlock: {_chain(one, by_rank)}", one.rank, one.index, one.action) for one in waiting]
+    return [PipelineDefect(f"deadlock: {_chain(one, by_rank)}", one.rank, one.index, one.action) for one in waiting]
 
 
-def _chain(one: Waiting, waiting: dict[int, Waiting]) -> str:
+def _chain(one: BlockedRank, waiting: dict[int, BlockedRank]) -> str:
     """Who waits for whom, around the circle."""
     links: list[str] = []
     seen: set[int] = set()

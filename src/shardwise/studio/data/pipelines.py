@@ -14,7 +14,7 @@ from shardwise.report.units import format_share, format_time
 from shardwise.schedule.pipeline import PipelineSchedule, build, find, generators
 from shardwise.schedule.pipeline.action import COMPUTE, Kind
 from shardwise.schedule.pipeline.bulk import without_collections
-from shardwise.schedule.pipeline.closed_forms import FORMS, Case
+from shardwise.schedule.pipeline.closed_forms import FORMS, PipelineShape
 from shardwise.schedule.pipeline.memory import Level, Peak, levels, peak
 from shardwise.schedule.pipeline.simulate import Simulated, simulate
 from shardwise.schedule.pipeline.times import Times
@@ -290,7 +290,7 @@ def _bubble_lines(one: Simulated, milliseconds: Mapping[str, float]) -> list[str
         f"{s.name}: step {format_time(one.makespan)}; a rank computes {format_time(total)} on average; idle over ideal "
         f"= {format_time(sum(one.idle))} / {format_time(sum(one.busy))} = {format_share(one.bubble)}"
     ]
-    case = Case(s.ranks, s.micro, s.virtual, *(milliseconds[key] / 1e3 for key in ("F", "I", "W")))
+    case = PipelineShape(s.ranks, s.micro, s.virtual, *(milliseconds[key] / 1e3 for key in ("F", "I", "W")))
     if s.train and not one.times.hop and form.exact(case):
         lines.append(f"closed form: {form.text} = {format_time(form.bubble(case))} idle on the rank that has most")
     return lines

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import UserError
-from shardwise.report.compare import Comparison, compare
+from shardwise.report.compare import ReportComparison, compare
 from shardwise.report.exposure import exposures
 from shardwise.report.page.palette import BYTE_CLASSES
 from shardwise.report.rank_timelines import RankTimelines
@@ -151,7 +151,7 @@ def _figure(value: Any) -> float | None:
     return value if isinstance(value, (int, float)) else None
 
 
-def memory_table(both: Comparison) -> Table:
+def memory_table(both: ReportComparison) -> Table:
     """Bytes by class of every role, predicted and measured."""
     (a, b), rows = both.labels, both.bytes
     columns: dict[str, list[Any]] = {"ranks": [row.role for row in rows], "class": [row.byte_class for row in rows]}
@@ -165,7 +165,7 @@ def memory_table(both: Comparison) -> Table:
     return Table("Bytes by class", columns, units)
 
 
-def ledger_table(both: Comparison) -> Table:
+def ledger_table(both: ReportComparison) -> Table:
     """Every collective of the step, predicted and measured counts."""
     (a, b), rows = both.labels, both.rows
     columns: dict[str, list[Any]] = {"ranks": [row.role for row in rows]}

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardwise.errors import UserError
-from shardwise.report.exposure import COMMUNICATION, COMPUTE, WAITING, Span, spans
+from shardwise.report.exposure import COMMUNICATION, COMPUTE, WAITING, TimeSpan, spans
 from shardwise.report.rank_timelines import RankTimelines
 from shardwise.report.step_report import StepReport
 from shardwise.studio.columns import Table
@@ -81,7 +81,7 @@ def of_ranks(found: RankTimelines) -> Timeline:
     return Timeline(rows, events)
 
 
-def _streams(found: tuple[Span, ...]) -> list[str]:
+def _streams(found: tuple[TimeSpan, ...]) -> list[str]:
     """The streams that there are, the usual ones first."""
     return sorted({span.stream for span in found}, key=lambda stream: (_ORDER.get(stream, len(_ORDER)), stream))
 
@@ -102,7 +102,7 @@ def of_report(report: StepReport) -> Timeline:
     return Timeline(rows, events)
 
 
-def _kind(span: Span) -> int:
+def _kind(span: TimeSpan) -> int:
     if span.stream in _STREAMS:
         return _STREAMS[span.stream]
     return _BY_WORD.get(span.name.partition(" ")[0], 4)
