@@ -24,7 +24,7 @@ from shardwise.predict.time import kernels, network, ranges
 from shardwise.predict.time.constants import _entry as stored_entry
 from shardwise.predict.time.constants import _file as stored_file
 from shardwise.predict.time.constants import constants, uncertainty
-from shardwise.validation.scoreboard.rows import Case, cases, read
+from shardwise.validation.scoreboard.rows import PublishedCase, cases, read
 from shardwise.validation.scoreboard.score import Prediction, predict
 
 FILE = Path(shardwise.predict.time.__file__).parent / "devices.json"
@@ -100,7 +100,7 @@ def family(device) -> str:
     return constants(device).family
 
 
-def errors(rows: Sequence[Case], name: str, values: dict[str, float]) -> dict[str, float]:
+def errors(rows: Sequence[PublishedCase], name: str, values: dict[str, float]) -> dict[str, float]:
     """Source -> mean absolute error with these values of a family."""
     found, _ = predict(rows, lambda known: known.with_values(**values) if known.family == name else known)
     sources: dict[str, list[float]] = {}
@@ -113,7 +113,9 @@ def errors(rows: Sequence[Case], name: str, values: dict[str, float]) -> dict[st
 Bounds = dict[str, tuple[float, float]]
 
 
-def fit(rows: Sequence[Case], name: str, start: dict[str, float], bounds: Bounds, limit: float) -> dict[str, float]:
+def fit(
+    rows: Sequence[PublishedCase], name: str, start: dict[str, float], bounds: Bounds, limit: float
+) -> dict[str, float]:
     """Coordinate descent from `start`, then random moves of several values at once, at most `limit` seconds."""
 
     def loss(values: dict[str, float]) -> float:
@@ -143,7 +145,7 @@ def fit(rows: Sequence[Case], name: str, start: dict[str, float], bounds: Bounds
     return values
 
 
-def fit_groups(rows: Sequence[Case], name: str, start: dict[str, float], limit: float) -> dict[str, float]:
+def fit_groups(rows: Sequence[PublishedCase], name: str, start: dict[str, float], limit: float) -> dict[str, float]:
     """`fit` for each group of a family's values, on the rows that the group is about."""
     values = dict(start)
     for kinds, bounds in FITTED[name]:
@@ -153,9 +155,9 @@ def fit_groups(rows: Sequence[Case], name: str, start: dict[str, float], limit: 
     return values
 
 
-def thinned(rows: Sequence[Case], most: int = 160) -> list[Case]:
+def thinned(rows: Sequence[PublishedCase], most: int = 160) -> list[PublishedCase]:
     """Rows to fit on: dense models, every n-th of a source that has very many."""
-    kept: list[Case] = []
+    kept: list[PublishedCase] = []
     for source in dict.fromkeys(row.source for row in rows):
         mine = [row for row in rows if row.source == source and not (row.model.experts and row.kind == "train")]
         kept += mine[:: max(1, -(-len(mine) // most))]
@@ -246,7 +248,7 @@ def main() -> None:
         save(told)
 
 
-def fit_family(name: str, rows: list[Case], told: dict, args: argparse.Namespace) -> None:
+def fit_family(name: str, rows: list[PublishedCase], told: dict, args: argparse.Namespace) -> None:
     stored = told["families"][name]["values"]
     names = [value for _, bounds in FITTED[name] for value in bounds]
     few = thinned(rows)
@@ -267,7 +269,7 @@ def fit_family(name: str, rows: list[Case], told: dict, args: argparse.Namespace
             told["devices"][device]["plateaus"][dtype] = fit_plateau(mine, name, values, dtype)
 
 
-def fit_plateau(rows: list[Case], name: str, values: dict[str, float], dtype: str) -> dict:
+def fit_plateau(rows: list[PublishedCase], name: str, values: dict[str, float], dtype: str) -> dict:
     """The plateau of one type with the least mean error on a device's rows."""
 
     def error(plateau: float) -> float:

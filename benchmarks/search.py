@@ -26,7 +26,7 @@ from shardwise.model.catalog import get
 from shardwise.planner.fitting import Memory
 from shardwise.planner.overlaps import words
 from shardwise.planner.pricing import price_one
-from shardwise.planner.ranking import Block, Place, search
+from shardwise.planner.ranking import Block, CandidateIndex, search
 from shardwise.planner.runnable import widened
 from shardwise.planner.shortfall import usable_bytes
 from shardwise.planner.space import Space
@@ -37,7 +37,7 @@ class Sample:
     """Sees all blocks of a search and keeps a part of the candidates, each with its figures."""
 
     def __init__(self, share: float, seed: int) -> None:
-        self.kept: list[tuple[Place, float, float]] = []
+        self.kept: list[tuple[CandidateIndex, float, float]] = []
         self._share, self._random = share, np.random.default_rng(seed)
 
     def offer(self, block: Block) -> None:

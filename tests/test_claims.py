@@ -18,7 +18,7 @@ from shardwise.cluster import Cluster
 from shardwise.layout import Workload
 from shardwise.model.catalog import get
 from shardwise.planner.serving import plan_serving
-from shardwise.predict.time.serving import Serving, weight_bytes
+from shardwise.predict.time.serving import ServingLayout, weight_bytes
 from shardwise.validation.claims import Samples, Shown, claims, computed_by, missing, show, topics
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -152,7 +152,7 @@ def test_quantised_weights():
     assert table["int4"][2] > shown("int-weights").values["h200"] > h200
     # As stored, with scales and zeros: what `plan --serve` counts.
     assert shown("int-weights").values["stored"].split(" / ")[2] == "259"
-    stored = weight_bytes(get("llama-3-405b"), Serving("int4"))
+    stored = weight_bytes(get("llama-3-405b"), ServingLayout("int4"))
     work = Workload(prompt=64, output=64, concurrency=1)
     plan = plan_serving(get("llama-3-405b"), Cluster.parse("2xH200"), work, by="cost")
     planned = min(one.devices * one.held for one in plan.ranked if one.weights == "int4")

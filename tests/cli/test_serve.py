@@ -11,7 +11,7 @@ import pytest
 from harness.command_line import mistake
 from shardwise.cli import serve
 from shardwise.cli.main import Parser
-from shardwise.predict.memory.serving import Fit
+from shardwise.predict.memory.serving import MemoryFit
 from shardwise.runtime import installed
 
 
@@ -88,7 +88,7 @@ def test_a_missing_extra_is_named(command, model, package, monkeypatch):
     mistake(command("serve", model), package, "pip install 'shardwise[serve]'")
 
 
-def fit_of(model: Path, *arguments: str) -> Fit:
+def fit_of(model: Path, *arguments: str) -> MemoryFit:
     parser = Parser()
     serve.add_arguments(parser)
     return serve.fit_of(serve.job_of(parser.parse_args([str(model), *arguments])))

@@ -8,9 +8,9 @@ from shardwise.layout import Layout, Workload
 from shardwise.model.catalog import get
 from shardwise.planner.serving import TYPES, plan_serving
 from shardwise.planner.strategies import Asked, compare
-from shardwise.predict.memory.serving import Served, fit_on_cluster, room_on
+from shardwise.predict.memory.serving import ServingSetup, fit_on_cluster, room_on
 from shardwise.predict.time import engine
-from shardwise.predict.time.generation import FEW, Strategy
+from shardwise.predict.time.generation import FEW, DecodeStrategy
 
 SMALL, LLAMA = get("llama-3-8b"), get("llama-3-70b")
 NODE = Cluster.parse("8xH100")
@@ -22,7 +22,7 @@ def test_every_deployment_is_priced_as_it_would_be_alone():
     assert len(found.ranked) == found.fitting > 50
     assert {one.weights for one in found.ranked} == set(TYPES)
     for one in found.ranked[::7]:
-        alone = Strategy(SMALL, one.layout, engine(found.engine), NODE, one.weights)
+        alone = DecodeStrategy(SMALL, one.layout, engine(found.engine), NODE, one.weights)
         token = alone.token(one.batch * one.layout.dp, ASKED.prompt + ASKED.output / 2).seconds
         read = alone.prompt(ASKED.prompt, ASKED.prompt).seconds
         if one.batch <= FEW:  # stages' messages aside
@@ -35,7 +35,7 @@ def test_every_deployment_is_priced_as_it_would_be_alone():
 def test_bytes_are_those_of_the_fit():
     for one in plan_serving(SMALL, NODE, ASKED, top=10_000).ranked:
         if one.weights in ("bfloat16", "int8"):
-            served = Served(1200, one.batch, int8=one.weights == "int8")
+            served = ServingSetup(1200, one.batch, int8=one.weights == "int8")
             alone = fit_on_cluster(SMALL, one.layout, served, NODE)
             assert one.held == pytest.approx(alone.held.total, rel=0.01)
         assert one.held <= room_on(NODE)

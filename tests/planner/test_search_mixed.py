@@ -11,7 +11,7 @@ from shardwise.model import ModelConfig
 from shardwise.model.catalog import get
 from shardwise.model.config import Experts
 from shardwise.model.parameters import blueprint, count, parameters
-from shardwise.planner.fitting import Held, Memory, places
+from shardwise.planner.fitting import CandidateMemory, Memory, places
 from shardwise.planner.mixed import Mixed, alike
 from shardwise.planner.pricing import frame_of
 
@@ -22,12 +22,12 @@ def edges(model: ModelConfig) -> int:
     return sum(part.numel for part in blueprint(model).parts if part.kind != "block")
 
 
-def held(model: ModelConfig, text: str, seq: int = 512, batch: int = 1 << 12) -> list[Held]:
+def held(model: ModelConfig, text: str, seq: int = 512, batch: int = 1 << 12) -> list[CandidateMemory]:
     """Of the ranks of a pipeline that can be the fullest."""
     workload = Workload(seq, batch)
     layout = Layout.parse(text)
     ends = Memory(model, workload, layout.attention).ends(frame_of(model, layout, workload))
-    return [Held(*(float(np.ravel(figure)[0]) for figure in end)) for end in ends]
+    return [CandidateMemory(*(float(np.ravel(figure)[0]) for figure in end)) for end in ends]
 
 
 @pytest.mark.parametrize("name", SPARSE)

@@ -14,7 +14,7 @@ from shardwise.model.config import Experts
 from shardwise.planner import Space
 from shardwise.planner.overlaps import SWITCHES, distinct, words
 from shardwise.planner.pricing import frame_of
-from shardwise.planner.space import Frame, divisors
+from shardwise.planner.space import LayoutColumns, divisors
 from shardwise.predict.fixing import fixed_of
 from shardwise.predict.supported import in_closed_form
 from shardwise.predict.time import engine
@@ -32,7 +32,7 @@ def space(model="tiny-llama", cluster="8xH100", seq=512, batch=16, fix="") -> Sp
     return Space(get(model), Cluster.parse(cluster), Workload(seq, batch), BRIDGE, fixed_of(fix))
 
 
-def layouts(frame: Frame) -> list[Layout]:
+def layouts(frame: LayoutColumns) -> list[Layout]:
     every = product(enumerate(frame.rows), frame.shardings, enumerate(frame.orders))
     return [frame.layout(row, z, o) for (r, row), z, (i, o) in every if frame.possible[r][i]]
 

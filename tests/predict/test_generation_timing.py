@@ -14,7 +14,7 @@ from shardwise.model.catalog import get
 from shardwise.planner.strategies import MOST_TOKENS, Asked, compare, crossover, usual_layouts
 from shardwise.predict.serving_layout import plan_of
 from shardwise.predict.time import decode_step, engine, prefill
-from shardwise.predict.time.generation import FEW, Strategy, pricing_for
+from shardwise.predict.time.generation import FEW, DecodeStrategy, pricing_for
 from shardwise.predict.time.network import Collectives
 
 LLAMA, SMALL = get("llama-3-70b"), get("llama-3-8b")
@@ -22,8 +22,8 @@ NODE = Cluster.parse("8xH100")
 TRT = engine("tensorrt-llm")
 
 
-def strategy(text: str, model=SMALL, cluster: Cluster = NODE) -> Strategy:
-    return Strategy(model, Layout.parse(text), TRT, cluster)
+def strategy(text: str, model=SMALL, cluster: Cluster = NODE) -> DecodeStrategy:
+    return DecodeStrategy(model, Layout.parse(text), TRT, cluster)
 
 
 def test_without_gathers_and_stages_it_is_a_decode_step():

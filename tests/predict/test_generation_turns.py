@@ -15,7 +15,7 @@ from shardwise.model.parameters import count_parts
 from shardwise.planner.strategies import decode_round
 from shardwise.predict.serving_layout import check_generation, plan_of, sequences_of
 from shardwise.predict.traffic.ring_volume import kind_of, payload, ring_volume
-from shardwise.predict.traffic.serving import Turn, steady_gathers, turn_ledger
+from shardwise.predict.traffic.serving import ForwardPass, steady_gathers, turn_ledger
 from shardwise.predict.traffic.tokens import summed_bytes
 from shardwise.schedule import build
 from shardwise.schedule.network import Network
@@ -26,7 +26,7 @@ MODEL = ModelConfig("m", vocab=50, hidden=32, layers=4, heads=4, kv_heads=2, ffn
 
 def rows(text: str, tokens: int = 1, rows_wanted: int = 1, stage: int = 0, model: ModelConfig = MODEL):
     plan = plan_of(model, Layout.parse(text), stage)
-    return turn_ledger(plan, Turn("decode", tokens, rows_wanted), steady_gathers(plan))
+    return turn_ledger(plan, ForwardPass("decode", tokens, rows_wanted), steady_gathers(plan))
 
 
 def test_one_rank_and_replicas_move_nothing():
@@ -95,7 +95,7 @@ def test_llama_3_70b_on_eight_ranks():
 
 def test_ring_volume_is_what_the_ring_sends():
     plan = plan_of(MODEL, Layout.parse("tp=4"))
-    ledger = turn_ledger(plan, Turn.decode(8), ())
+    ledger = turn_ledger(plan, ForwardPass.decode(8), ())
     nbytes = sum(row.payload_bytes for row in ledger if row.op == "all_reduce" and row.dtype == "bfloat16")
     sums = price(build("all-reduce", "ring", 4), Network.flat(4, 0.0, 1.0), nbytes).bytes_sent
     pieces = payload(ledger)["edges"] - 8 * 32 * 2  # the logits, without the embedding's sum

@@ -20,7 +20,7 @@ from shardwise.planner.serving import plan_serving
 from shardwise.planner.strategies import Asked, compare
 from shardwise.predict import estimate
 from shardwise.predict.step_seconds import step_seconds
-from shardwise.predict.time import Kernels, Pricing, Split, constants, engine, training_step
+from shardwise.predict.time import Kernels, Pricing, StepShape, constants, engine, training_step
 from shardwise.predict.time.block import Shape, tally_part
 from shardwise.predict.time.measuring import COUNTED, device_of, family_of, filled
 from shardwise.predict.time.traffic import held_parameters
@@ -199,7 +199,7 @@ def test_sequences_are_copied_where_a_micro_batch_has_several():
     known = Pricing(cluster())
 
     def copying(micro, **kind):
-        split = Split(128, micro=micro, micro_batches=8 // micro, tp=2, dtype="float32", **kind)
+        split = StepShape(128, micro=micro, micro_batches=8 // micro, tp=2, dtype="float32", **kind)
         with_copies, without = (
             training_step(MODEL, split, profile, known).parts["memory"] for profile in (engine("shardwise-cpu"), still)
         )
@@ -217,7 +217,7 @@ def test_the_vocabulary_ends_have_their_collectives():
     model, known, none = replace(MODEL, layers=1), Pricing(cluster()), engine("shardwise-cpu")
 
     def tensor(model, sp):
-        split = Split(128, micro=2, tp=2, sp=sp, dtype="float32")
+        split = StepShape(128, micro=2, tp=2, sp=sp, dtype="float32")
         return float(training_step(model, split, none, known).parts["tensor"])
 
     price, full, tokens = known.collectives.seconds, 4.0 * 256 * MODEL.hidden, 256
@@ -236,7 +236,7 @@ def test_shards_of_gradients_are_added_to_for_each_micro_batch():
     for few, more, most in added.values():
         assert most - more == pytest.approx(2 * (more - few), rel=1e-6)
     profile, known = engine("shardwise-cpu"), Pricing(cluster())
-    split = Split(128, micro_batches=4, dp=2, shard=2, zero=2, dtype="float32")
+    split = StepShape(128, micro_batches=4, dp=2, shard=2, zero=2, dtype="float32")
     with_it, without = (
         float(training_step(MODEL, split, software, known).parts["data"])
         for software in (profile, replace(profile, shard_add_bytes=0.0))
@@ -310,7 +310,7 @@ def test_stage_3_under_a_pipeline_gathers_once_where_the_engine_does():
     each = replace(engine("shardwise-cpu"), gathers_by_stage=False)
 
     def data(profile, pp, count):
-        split = Split(128, micro_batches=count, pp=pp, dp=4 // pp, shard=4 // pp, zero=3, dtype="float32")
+        split = StepShape(128, micro_batches=count, pp=pp, dp=4 // pp, shard=4 // pp, zero=3, dtype="float32")
         return float(training_step(MODEL, split, profile, known).parts["data"])
 
     assert data(engine("shardwise-cpu"), 2, 8) < 0.7 * data(each, 2, 8)
@@ -318,7 +318,7 @@ def test_stage_3_under_a_pipeline_gathers_once_where_the_engine_does():
 
 
 def test_a_ring_that_outlasts_its_attention_is_waited_for():
-    model, split = get("llama-3-8b"), Split(8192, cp=8)
+    model, split = get("llama-3-8b"), StepShape(8192, cp=8)
 
     def waiting(bandwidth):
         slow = Cluster(1, 8, Cluster.parse("8xH100").device, Link(1e-6, bandwidth), Link(None, None))

@@ -7,7 +7,7 @@ import pytest
 
 from shardwise.cluster import Cluster, Link
 from shardwise.model.catalog import get
-from shardwise.predict.time import Pricing, Serving, decode_step, engine
+from shardwise.predict.time import Pricing, ServingLayout, decode_step, engine
 from shardwise.predict.time.network import _worth_asking
 from shardwise.schedule.choose import pricer
 
@@ -64,7 +64,7 @@ def test_a_published_decode_over_pcie():
     # mlc-ai's multi-GPU benchmark: Llama-2-70B in fp16, tp=4 on A100 PCIe, batch 1: 26.6 tokens/s.
     pricing, model = Pricing(Cluster.parse("4xA100-80GB-PCIe")), get("llama-2-70b")
     for software in ("gpt-fast", "tensorrt-llm"):
-        step = decode_step(model, Serving(tp=4), 1.0, 400, engine(software), pricing)
+        step = decode_step(model, ServingLayout(tp=4), 1.0, 400, engine(software), pricing)
         assert 1 / float(step.seconds) == pytest.approx(26.6, rel=0.2)
 
 

@@ -8,24 +8,24 @@ import pytest
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.model.catalog import get
-from shardwise.predict.time import Pricing, Serving, decode_step, engine, prefill, throughput
+from shardwise.predict.time import Pricing, ServingLayout, decode_step, engine, prefill, throughput
 from shardwise.predict.time.serving import cache_bytes_per_token, capacity, weight_bytes
 
 LLAMA, BIG = get("llama-3.1-8b"), get("llama-3.1-70b")
-FP8 = Serving("float8_e4m3fn", "float8_e4m3fn")
+FP8 = ServingLayout("float8_e4m3fn", "float8_e4m3fn")
 H100 = Pricing(Cluster.parse("1xH100"))
 TRT, FAST = engine("tensorrt-llm"), engine("gpt-fast")
 
 
 def test_cache_and_weights_in_bytes():
     assert cache_bytes_per_token(LLAMA, FP8) == 2 * 32 * 8 * 128
-    assert weight_bytes(LLAMA, Serving()) == pytest.approx(2 * 8_030_261_248, rel=1e-6)
-    assert weight_bytes(LLAMA, Serving(tp=2)) * 2 == weight_bytes(LLAMA, Serving())
+    assert weight_bytes(LLAMA, ServingLayout()) == pytest.approx(2 * 8_030_261_248, rel=1e-6)
+    assert weight_bytes(LLAMA, ServingLayout(tp=2)) * 2 == weight_bytes(LLAMA, ServingLayout())
 
 
 def test_one_sequence_reads_every_weight_once():
     a100 = Pricing(Cluster.parse("1xA100"))
-    step = decode_step(LLAMA, Serving(), 1.0, 100.0, FAST, a100)
+    step = decode_step(LLAMA, ServingLayout(), 1.0, 100.0, FAST, a100)
     least = 2 * (8_030_261_248 - LLAMA.vocab * LLAMA.hidden) / a100.constants.bandwidth
     assert least < float(step.seconds) < 2 * least
     assert sum(step.parts.values()) == pytest.approx(float(step.seconds))
@@ -42,7 +42,7 @@ def test_more_sequences_cost_less_each_and_arrays_are_numbers():
 def test_narrower_weights_decode_faster():
     a100 = Pricing(Cluster.parse("1xA100"))
     times = [
-        float(decode_step(LLAMA, Serving(dtype), 1.0, 100.0, FAST, a100).seconds)
+        float(decode_step(LLAMA, ServingLayout(dtype), 1.0, 100.0, FAST, a100).seconds)
         for dtype in ("bfloat16", "int8", "int4")
     ]
     assert times[0] > times[1] > times[2]
@@ -56,7 +56,7 @@ def test_prefill_grows_with_the_prompt():
 def test_capacity_and_what_does_not_fit():
     assert capacity(LLAMA, FP8, 22000, TRT, H100) < capacity(LLAMA, FP8, 2000, TRT, H100) <= TRT.most_sequences
     with pytest.raises(UserError, match="does not fit"):
-        capacity(BIG, Serving(), 4096, TRT, H100)
+        capacity(BIG, ServingLayout(), 4096, TRT, H100)
 
 
 def test_waves():
@@ -70,5 +70,7 @@ def test_waves():
 
 def test_tensor_parallelism_pays_for_its_sums():
     node = Pricing(Cluster.parse("8xA100"))
-    one, eight = (float(decode_step(BIG, Serving("int8", tp=tp), 1.0, 100.0, FAST, node).seconds) for tp in (1, 8))
+    one, eight = (
+        float(decode_step(BIG, ServingLayout("int8", tp=tp), 1.0, 100.0, FAST, node).seconds) for tp in (1, 8)
+    )
     assert one / 8 < eight < one / 3

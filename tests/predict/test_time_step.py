@@ -13,9 +13,9 @@ from shardwise.layout import Layout, Workload
 from shardwise.model.catalog import get
 from shardwise.model.parameters import blueprint
 from shardwise.planner.pricing import Prices, price_all, price_one
-from shardwise.planner.space import RECOMPUTE, Frame, Order, Row, Sharding
+from shardwise.planner.space import RECOMPUTE, BatchChoice, LayoutColumns, ScheduleChoice, ZeroChoice
 from shardwise.predict.step_seconds import step_seconds
-from shardwise.predict.time import ENGINES, Pricing, Split, engine, time_range, training_step
+from shardwise.predict.time import ENGINES, Pricing, StepShape, engine, time_range, training_step
 from shardwise.predict.time.block import Shape, tally_part
 from shardwise.predict.time.features import FEATURES
 
@@ -23,7 +23,7 @@ GPT, LLAMA = get("megatron-22b"), get("llama-3-8b")
 POWERS = st.sampled_from([1, 2, 4, 8])
 
 
-def seconds(split: Split, name: str = "megatron-bridge", cluster: str = "8x8xH100", model=LLAMA) -> float:
+def seconds(split: StepShape, name: str = "megatron-bridge", cluster: str = "8x8xH100", model=LLAMA) -> float:
     return float(training_step(model, split, engine(name), Pricing(Cluster.parse(cluster))).seconds)
 
 
@@ -36,7 +36,7 @@ def seconds(split: Split, name: str = "megatron-bridge", cluster: str = "8x8xH10
 def test_arrays_are_numbers(rows, recompute, zero):
     tp, pp, dp, micro, count = (np.array(column) for column in zip(*rows, strict=True))
     pricing = Pricing(Cluster.parse("64x8xA100"))
-    base = Split(2048, recompute=recompute, zero=zero)
+    base = StepShape(2048, recompute=recompute, zero=zero)
     arrays = replace(base, tp=tp, pp=pp, dp=dp, micro=micro, micro_batches=count, shard=dp)
     together = training_step(GPT, arrays, engine("megatron-lm-2022"), pricing).seconds
     for place, (t, p, d, m, n) in enumerate(rows):
@@ -50,7 +50,7 @@ def test_many_candidates_are_each_priced_as_alone():
     random = np.random.default_rng(7)
     tp, pp, dp, micro, count = (2 ** random.integers(0, most, 500) for most in (3, 3, 3, 3, 6))
     pricing = Pricing(Cluster.parse("8x8xA100"))
-    base = Split(2048, recompute="selective", sp=True)
+    base = StepShape(2048, recompute="selective", sp=True)
     arrays = replace(base, tp=tp, pp=pp, dp=dp, micro=micro, micro_batches=count)
     together = training_step(GPT, arrays, engine("megatron-lm-2022"), pricing)
     for i in range(0, 500, 25):
@@ -62,7 +62,7 @@ def test_many_candidates_are_each_priced_as_alone():
 
 @pytest.mark.parametrize("name", sorted(ENGINES))
 def test_parts_add_up(name):
-    split = Split(4096, micro=1, micro_batches=8, tp=2, pp=2, dp=4, zero=1, shard=4, sp=True)
+    split = StepShape(4096, micro=1, micro_batches=8, tp=2, pp=2, dp=4, zero=1, shard=4, sp=True)
     step = training_step(LLAMA, split, engine(name), Pricing(Cluster.parse("2x8xH100")))
     assert sum(step.parts.values()) == pytest.approx(float(step.seconds))
     assert all(float(part) >= 0 for part in step.parts.values())
@@ -77,7 +77,7 @@ def test_a_slower_link_is_not_faster(share, tp, pp, zero):
         intra=Link(cluster.intra.alpha, cluster.intra.bandwidth * share),
         inter=Link(cluster.inter.alpha, cluster.inter.bandwidth * share),
     )
-    split = Split(4096, micro_batches=8, tp=tp, pp=pp, dp=2, zero=zero, shard=2)
+    split = StepShape(4096, micro_batches=8, tp=tp, pp=pp, dp=2, zero=zero, shard=2)
     fast, slower = (
         float(training_step(LLAMA, split, engine("megatron-lm-2022"), Pricing(on)).seconds) for on in (cluster, slow)
     )
@@ -86,7 +86,7 @@ def test_a_slower_link_is_not_faster(share, tp, pp, zero):
 
 def test_recompute_costs_time():
     none, selective, full = (
-        seconds(Split(2048, micro_batches=4, tp=8, recompute=kind), "megatron-lm-2022", "8xA100", GPT)
+        seconds(StepShape(2048, micro_batches=4, tp=8, recompute=kind), "megatron-lm-2022", "8xA100", GPT)
         for kind in ("none", "selective", "full")
     )
     assert none < selective < full
@@ -97,13 +97,13 @@ def test_the_bubble_of_1f1b():
     # p - 1 micro-batches of m + p - 1, at equal stages: reference costs, (p - 1)(F + B).
     model = LLAMA.replace(vocab=512)
     step = training_step(
-        model, Split(4096, micro_batches=16, pp=4), engine("megatron-bridge"), Pricing(Cluster.parse("4xH100"))
+        model, StepShape(4096, micro_batches=16, pp=4), engine("megatron-bridge"), Pricing(Cluster.parse("4xH100"))
     )
     busy = sum(float(part) for name, part in step.parts.items() if name in ("matmul", "attention", "memory"))
     assert float(step.parts["bubble"]) == pytest.approx(busy * 3 / 16, rel=0.02)
     chunked = training_step(
         model,
-        Split(4096, micro_batches=16, pp=4, virtual=4),
+        StepShape(4096, micro_batches=16, pp=4, virtual=4),
         engine("megatron-bridge"),
         Pricing(Cluster.parse("4xH100")),
     )
@@ -112,7 +112,7 @@ def test_the_bubble_of_1f1b():
 
 def test_the_host_is_waited_for_where_nothing_is_captured():
     tiny = LLAMA.replace(hidden=512, heads=8, kv_heads=8, head_dim=64, ffn=1024, vocab=512)
-    split, pricing = Split(256), Pricing(Cluster.parse("1xH100"))
+    split, pricing = StepShape(256), Pricing(Cluster.parse("1xH100"))
     assert float(training_step(tiny, split, engine("llm-foundry"), pricing).parts["host"]) > 0
     assert float(training_step(tiny, split, engine("megatron-bridge"), pricing).parts["host"]) == 0
 
@@ -122,7 +122,7 @@ def test_the_fused_softmax_needs_enough_heads():
     pricing = Pricing(Cluster.parse("8xA100"))
     model = GPT.replace(heads=16, kv_heads=16, head_dim=128, hidden=2048, ffn=8192)
     alone, pair = (
-        float(training_step(model, Split(1024, micro=m, tp=8), engine("megatron-lm-2022"), pricing).parts["memory"])
+        float(training_step(model, StepShape(1024, micro=m, tp=8), engine("megatron-lm-2022"), pricing).parts["memory"])
         for m in (1, 2)
     )
     assert alone > 0.6 * pair
@@ -130,10 +130,10 @@ def test_the_fused_softmax_needs_enough_heads():
 
 def test_a_layout_makes_a_split():
     layout = Layout.parse("dp=2,tp=2,pp=2,zero=1,sp,micro=2,recompute=full")
-    split = Split.of(layout, Workload(seq=4096, batch=64))
+    split = StepShape.of(layout, Workload(seq=4096, batch=64))
     assert (split.micro_batches, split.shard, split.dtype) == (16, 2, "bfloat16")
     with pytest.raises(UserError, match="cannot be divided"):
-        Split.of(layout, Workload(seq=4096, batch=63))
+        StepShape.of(layout, Workload(seq=4096, batch=63))
 
 
 def test_every_fact_of_a_profile_can_be_read_somewhere():
@@ -154,7 +154,7 @@ def test_an_unknown_profile_names_the_nearest():
 
 def test_the_range_holds_the_time_and_widens_with_what_is_assumed():
     pricing = Pricing(Cluster.parse("8x8xH100"))
-    step = training_step(LLAMA, Split(4096, dp=64, zero=3, shard=64), engine("llm-foundry"), pricing)
+    step = training_step(LLAMA, StepShape(4096, dp=64, zero=3, shard=64), engine("llm-foundry"), pricing)
     around, wider = (time_range(step.parts, pricing.constants, assumed) for assumed in (0, 4))
     assert around.low < step.seconds < around.high
     assert wider.width > around.width
@@ -176,8 +176,10 @@ def test_context_parallelism_divides_the_products_of_attention():
 @pytest.mark.parametrize("name", sorted(ENGINES))
 def test_a_candidate_costs_the_same_alone_in_a_column_and_by_estimate(name):
     software, cluster, workload = engine(name), Cluster.parse("8xH100"), Workload(seq=2048, batch=16)
-    rows = [Row(1, sp, recompute, micro) for sp in (False, True) for recompute in RECOMPUTE for micro in (1, 2)]
-    frame = Frame(2, 2, 2, "sdpa", 16, tuple(rows), (Sharding(1, 2), Sharding(2, 2)), (Order("1f1b", 1),), 1)
+    rows = [BatchChoice(1, sp, recompute, micro) for sp in (False, True) for recompute in RECOMPUTE for micro in (1, 2)]
+    frame = LayoutColumns(
+        2, 2, 2, "sdpa", 16, tuple(rows), (ZeroChoice(1, 2), ZeroChoice(2, 2)), (ScheduleChoice("1f1b", 1),), 1
+    )
     pricing = Pricing(cluster)
     column = np.broadcast_to(Prices(LLAMA, workload, "sdpa", pricing, [frame]).seconds(frame, software), frame.shape)
     chosen = [(r, s) for r in range(len(rows)) for s in range(2)]
@@ -194,7 +196,7 @@ def test_norms_that_are_not_fused_cost_a_pass_for_each_operation():
     # decoder/modules.py, rms_norm and its backward. One H100, measured: eager steps of llama-3.2-1b, 8,192 tokens, in
     # 208.6 ms (h100_steps.json).
     pricing, model = Pricing(Cluster.parse("1xH100")), get("llama-3.2-1b")
-    split, own = Split(4096, micro=2), engine("shardwise")
+    split, own = StepShape(4096, micro=2), engine("shardwise")
     whole, fused = (
         float(training_step(model, split, software, pricing).seconds)
         for software in (own, replace(own, fused_norm=True))

@@ -15,8 +15,8 @@ from shardwise.layout import Layout, Mesh, UnitPlan, Workload, unit_plan
 from shardwise.layout.mesh import DP, PP, SHARD, TP
 from shardwise.layout.units import Gather
 from shardwise.model import ModelConfig
-from shardwise.predict.memory.serving import Served, page_bytes, passing_bytes, weight_bytes
-from shardwise.predict.traffic.serving import Turn, steady_gathers, turn_ledger
+from shardwise.predict.memory.serving import ServingSetup, page_bytes, passing_bytes, weight_bytes
+from shardwise.predict.traffic.serving import ForwardPass, steady_gathers, turn_ledger
 from shardwise.report.step_report import DTYPE_BYTES, LedgerRow
 from shardwise.serving.messages import Asked, Cancel, Request, Sampling
 from shardwise.serving.products import Bytes
@@ -52,14 +52,15 @@ def asked(own: bool, replicas: int) -> dict[int, dict[int, list[Asked]]]:
     return {0: first, 1: second} if own and replicas > 1 else {0: first}
 
 
-def turns_of(rank: int, everyone: list[list[Seen]], layout: Layout, mesh: Mesh, own: bool) -> Iterator[Turn]:
-    """A rank's turns as `Turn`s. What the first rank of its replica heard reaches it in the turn of the same number."""
+def turns_of(rank: int, everyone: list[list[Seen]], layout: Layout, mesh: Mesh, own: bool) -> Iterator[ForwardPass]:
+    """A rank's turns as `ForwardPass`s. What the first rank of its replica heard reaches it in the turn of the same
+    number."""
     first = mesh.group(TP if own else SHARD + TP, mesh.group(PP, rank)[0])[0]
     for index, one in enumerate(everyone[rank]):
         earlier = index - (layout.pp - 1)
         known = everyone[rank][earlier].rows if earlier >= 0 else 0
         phase = "prefill" if one.prefill else "decode"
-        yield Turn(phase, one.tokens, one.rows, known, everyone[first][index].heard)
+        yield ForwardPass(phase, one.tokens, one.rows, known, everyone[first][index].heard)
 
 
 def without_phase(ledger: tuple[LedgerRow, ...]) -> Counter[tuple]:
@@ -112,7 +113,7 @@ def _check_bytes(told: Followed, plan: UnitPlan) -> None:
     slots = sum(plan.slots.values()) if plan.layout.stage == 3 else 0
     assert told.weights == weight_bytes(plan) and told.slots == slots * DTYPE_BYTES[plan.layout.dtype]
     assert told.cache == 3 * 32 // 4 * page_bytes(plan, 4)
-    assert told.passing <= passing_bytes(plan, Served(**JOB))
+    assert told.passing <= passing_bytes(plan, ServingSetup(**JOB))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -125,6 +126,6 @@ def test_int8_takes_the_bytes_that_were_predicted(precision):
         if precision == "fp32":
             assert told.weights == predicted
         elif Bytes.serves(torch.bfloat16, torch.device("cpu")):
-            assert told.weights == predicted and told.passing <= passing_bytes(plan, Served(**JOB, int8=True))
+            assert told.weights == predicted and told.passing <= passing_bytes(plan, ServingSetup(**JOB, int8=True))
         else:
             assert told.weights <= predicted

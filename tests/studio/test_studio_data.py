@@ -23,7 +23,7 @@ from shardwise.predict import estimate
 from shardwise.predict.serving_layout import plan_of
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import engine
-from shardwise.predict.time.split import Split
+from shardwise.predict.time.split import StepShape
 from shardwise.predict.time.step import training_step
 from shardwise.predict.time.strategy_training import passes
 from shardwise.report.units import format_time
@@ -403,7 +403,7 @@ def test_passes_of_training_take_what_the_time_model_says() -> None:
     for one in compare(model, layouts, cluster, Asked(64, 8)).strategies:
         forward, backward = passes(one.trained.block, model.layers)
         both = sum(max(piece.end for piece in pieces) for pieces in (forward, backward)) * one.trained.micro_batches
-        split = Split.of(replace(one.layout, micro=1), Workload(seq=8192, batch=one.layout.ranks))
+        split = StepShape.of(replace(one.layout, micro=1), Workload(seq=8192, batch=one.layout.ranks))
         trainer, pricing = engine("megatron-bridge"), Pricing(cluster)
         blocks = [training_step(replace(model, layers=n), split, trainer, pricing).parts for n in (32, 64)]
         # Twice the layers take the seconds of the first half once more: those of the blocks alone.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.layout import Mesh
 from shardwise.layout.mesh import DP, PP, SHARD
-from shardwise.planner.strategies import Round, decode_round
+from shardwise.planner.strategies import DecodeStep, decode_round
 from shardwise.predict.serving_layout import check_generation, plan_of
 from shardwise.predict.traffic.ring_volume import Volume, ring_volume
 from shardwise.report.units import format_bytes, format_share, format_time
@@ -46,7 +46,7 @@ class Here:
 
     layout: Layout
     tokens: tuple[tuple[int, ...], ...]
-    predicted: Round
+    predicted: DecodeStep
     sent: Volume | None
     calls: float | None
     waited: float | None

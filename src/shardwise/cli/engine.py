@@ -13,7 +13,7 @@ from shardwise.runtime import TRANSPORTS
 from shardwise.runtime.config import MOST_THREADS
 
 if TYPE_CHECKING:
-    from shardwise.predict.memory.serving import Fit
+    from shardwise.predict.memory.serving import MemoryFit
     from shardwise.serving.job import ServingJob
 
 
@@ -77,12 +77,12 @@ def job_of(args: argparse.Namespace, report: str | None = None) -> ServingJob:
     )  # fmt: skip
 
 
-def fit_of(job: ServingJob) -> Fit:
+def fit_of(job: ServingJob) -> MemoryFit:
     """Whether weights and cache fit, before anything is loaded."""
     from shardwise.cluster.catalog import lookup
-    from shardwise.predict.memory.serving import RESERVED_CUDA, Served, fit_on_host, serving_fit
+    from shardwise.predict.memory.serving import RESERVED_CUDA, ServingSetup, fit_on_host, serving_fit
 
-    served = Served(job.context, job.batch, job.page, job.chunk, job.quantize == "int8", cache=job.pages)
+    served = ServingSetup(job.context, job.batch, job.page, job.chunk, job.quantize == "int8", cache=job.pages)
     if job.device == "cpu":
         return fit_on_host(job.model, job.layout, served, lookup("CPU").device.memory_bytes)
     devices = _cuda_memory()

@@ -17,7 +17,7 @@ from shardwise.errors import UserError
 from shardwise.model.changes import change
 
 if TYPE_CHECKING:
-    from shardwise.cli.show.explain_table import Serving, Training
+    from shardwise.cli.show.explain_table import CacheRoom, Training
     from shardwise.cluster import Cluster
     from shardwise.interop import Reading
     from shardwise.model import ModelConfig
@@ -93,7 +93,7 @@ def _model(reading: Reading, args: argparse.Namespace) -> ModelConfig | None:
     return change(found, ",".join(args.set)).replace(attention_dropout=0.0)
 
 
-def _outlook(reading: Reading, model: ModelConfig | None, cluster: Cluster | None) -> Training | Serving | None:
+def _outlook(reading: Reading, model: ModelConfig | None, cluster: Cluster | None) -> Training | CacheRoom | None:
     from shardwise.cli.show import explain_table
 
     if model is None:

@@ -21,7 +21,7 @@ from shardwise.errors import UserError
 from shardwise.runtime.installed import require
 
 if TYPE_CHECKING:
-    from shardwise.predict.memory.serving import Fit
+    from shardwise.predict.memory.serving import MemoryFit
     from shardwise.serving.http.chat import Chat
     from shardwise.serving.job import Ready, ServingJob
     from shardwise.serving.text import Text
@@ -71,7 +71,7 @@ class _Served:
     name: str
     key: str | None
     job: ServingJob
-    fit: Fit
+    fit: MemoryFit
     text: Text
     chat: Chat
 

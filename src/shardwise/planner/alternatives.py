@@ -10,7 +10,7 @@ import numpy as np
 
 from shardwise.cluster import Cluster
 from shardwise.planner.pricing import Priced
-from shardwise.planner.ranking import Block, Place
+from shardwise.planner.ranking import Block, CandidateIndex
 
 KEYS = ("tp", "pp", "cp", "ep", "zero", "micro", "recompute", "sp", "schedule")
 """The keys whose neighbouring values are looked at."""
@@ -40,9 +40,9 @@ class ByChoice:
     the fastest of all, fit or not."""
 
     def __init__(self) -> None:
-        self.fastest: dict[tuple[str, Any], tuple[float, Place]] = {}
-        self.least: dict[tuple[str, Any], tuple[float, Place]] = {}
-        self.unlimited: tuple[float, Place] | None = None
+        self.fastest: dict[tuple[str, Any], tuple[float, CandidateIndex]] = {}
+        self.least: dict[tuple[str, Any], tuple[float, CandidateIndex]] = {}
+        self.unlimited: tuple[float, CandidateIndex] | None = None
 
     def offer(self, block: Block) -> None:
         frame, shape = block.frame, block.frame.shape

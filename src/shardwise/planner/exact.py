@@ -16,9 +16,9 @@ from shardwise.cluster import Cluster
 from shardwise.layout import Layout, Mesh, Workload, unit_plan
 from shardwise.layout.units import usual_backend
 from shardwise.model import ModelConfig
-from shardwise.planner.fitting import CLASSES, Held, Memory, places
+from shardwise.planner.fitting import CLASSES, CandidateMemory, Memory, places
 from shardwise.planner.pricing import Priced, frame_of
-from shardwise.planner.space import Frame
+from shardwise.planner.space import LayoutColumns
 from shardwise.predict.memory.step import predict_bytes
 from shardwise.report.step_report import Bytes
 
@@ -49,10 +49,10 @@ class Exact:
         self.model, self.workload, self.backend = model, workload, usual_backend(cluster)
         self.known = model.why_not_runnable() is None
         self._memory = cache(lambda attention: Memory(model, workload, attention))
-        self._found: dict[Layout, tuple[Held, int]] = {}
-        self._over: dict[Layout, tuple[Held, int]] = {}
+        self._found: dict[Layout, tuple[CandidateMemory, int]] = {}
+        self._over: dict[Layout, tuple[CandidateMemory, int]] = {}
 
-    def of(self, layout: Layout, usable: float = float("inf")) -> tuple[Held, int]:
+    def of(self, layout: Layout, usable: float = float("inf")) -> tuple[CandidateMemory, int]:
         """(bytes, the pipeline's rank that holds them) of the fullest device; of the first rank that needs more than
         `usable`, where one does. In closed form for models that `estimate` does not support."""
         if layout in self._over and self._over[layout][0].total > usable:
@@ -63,7 +63,7 @@ class Exact:
             return found
         return self._found[layout]
 
-    def least(self, frame: Frame) -> Any:
+    def least(self, frame: LayoutColumns) -> Any:
         """A candidate's bytes over those of the closed form, at least: an array of rows x 1 x orders, or a number."""
         if frame.pp == 1 or not self.known:
             return 1.0
@@ -78,16 +78,16 @@ class Exact:
         held, place = self.of(one.layout)
         return replace(one, held=held, place=place)
 
-    def _followed(self, layout: Layout, usable: float) -> tuple[Held, int]:
+    def _followed(self, layout: Layout, usable: float) -> tuple[CandidateMemory, int]:
         frame = frame_of(self.model, layout, self.workload)
-        closed = [Held(*(float(of.flat[0]) if hasattr(of, "flat") else float(of) for of in end))
+        closed = [CandidateMemory(*(float(of.flat[0]) if hasattr(of, "flat") else float(of) for of in end))
                   for end in self._memory(layout.attention).ends(frame)]  # fmt: skip
         ranks = sorted(zip(closed, places(self.model, layout.pp), strict=True), key=lambda rank: -rank[0].total)
         if not self.known or (layout.pp == 1 and self.backend == "nccl"):
             return ranks[0]
         usual = frame.counts[0] >= 2 * layout.pp and not frame.bare
         low = LOW if usual else LOW_OTHERWISE
-        fullest: tuple[Held, int] | None = None
+        fullest: tuple[CandidateMemory, int] | None = None
         for held, place in ranks:
             if fullest and (fullest[0].total > usable or held.total * low <= fullest[0].total):
                 break
@@ -97,7 +97,7 @@ class Exact:
         assert fullest
         return fullest
 
-    def _rank(self, layout: Layout, place: int) -> Held:
+    def _rank(self, layout: Layout, place: int) -> CandidateMemory:
         rank = Mesh.of(layout, self.model).rank(pp=place)
         held: Bytes = predict_bytes(unit_plan(self.model, layout, self.workload, rank=rank, backend=self.backend))
-        return Held(*(float(getattr(held, name)) for name in (*CLASSES, "total")))
+        return CandidateMemory(*(float(getattr(held, name)) for name in (*CLASSES, "total")))

@@ -24,7 +24,7 @@ from shardwise.model import ModelConfig
 from shardwise.planner.mixed import Mixed, alike, more
 from shardwise.planner.moments import Alone, Rank, Saved
 from shardwise.planner.pipelined import Between, First, Last
-from shardwise.planner.space import Frame
+from shardwise.planner.space import LayoutColumns
 from shardwise.predict.memory import peak
 from shardwise.predict.memory.activations import Sizes, kept_items, saved_items
 from shardwise.report.step_report import Bytes
@@ -35,7 +35,7 @@ Num = Any
 CLASSES = ("parameters", "gradients", "optimizer", "saved", "comm")
 
 
-class Held(NamedTuple):
+class CandidateMemory(NamedTuple):
     """Bytes of a device by class, the most of each at one time, and at the worst moment (`total`)."""
 
     parameters: Num
@@ -74,32 +74,32 @@ class Memory:
         self._saved, self._units = cache(self._one), cache(self._of_tp)
         self._mixed = cache(partial(Mixed, model)) if model.experts or model.latent_attention else lambda tp: None
 
-    def of(self, frame: Frame) -> Held:
+    def of(self, frame: LayoutColumns) -> CandidateMemory:
         """The fullest rank of each candidate of a frame, arrays of its shape or smaller ones that broadcast to it."""
         fullest, *others = self.ends(frame)
         for end in others:
             fuller = fullest.total >= end.total
-            fullest = Held(*(np.where(fuller, one, other) for one, other in zip(fullest, end, strict=True)))
+            fullest = CandidateMemory(*(np.where(fuller, one, other) for one, other in zip(fullest, end, strict=True)))
         return fullest
 
-    def total(self, frame: Frame) -> Num:
+    def total(self, frame: LayoutColumns) -> Num:
         """The bytes of the fullest rank of each candidate, an array of the frame's shape."""
         few, row = self._distinct(frame)
         totals = [end.total for end in self.ends(few)]
         return np.broadcast_to(reduce(np.maximum, totals), few.shape)[row]
 
-    def ends(self, frame: Frame) -> tuple[Held, ...]:
+    def ends(self, frame: LayoutColumns) -> tuple[CandidateMemory, ...]:
         """The ranks of each candidate's pipeline that can be the fullest, as `places` names them."""
         rows = [self._saved(frame.tp, *row) for row in frame.rows]
         saved = Saved(*(np.array(column, dtype=float)[:, None, None] for column in zip(*rows, strict=True)))
         units, mixed = self._units(frame.tp), self._mixed(frame.tp)
         kinds: dict[int, type[Rank]] = {0: First, frame.pp - 1: Last} if frame.pp > 1 else {0: Alone}
         return tuple(
-            Held(*kinds.get(place, Between)(self.model, frame, place, units, saved, mixed).held())
+            CandidateMemory(*kinds.get(place, Between)(self.model, frame, place, units, saved, mixed).held())
             for place in places(self.model, frame.pp)
         )
 
-    def _distinct(self, frame: Frame) -> tuple[Frame, list[int]]:
+    def _distinct(self, frame: LayoutColumns) -> tuple[LayoutColumns, list[int]]:
         """The frame with those rows only that differ in memory, and which of them stands for each row.
 
         Without explicit attention or masks, bytes depend on a micro-batch's tokens and not on the length of its

@@ -18,8 +18,8 @@ from shardwise.model.parameters import count
 from shardwise.planner.exact import Exact
 from shardwise.planner.pricing import Priced
 from shardwise.planner.ranking import Block, Listing, search
-from shardwise.planner.shortfall import Least, least, why_no_layout
-from shardwise.planner.space import Frame, Space, why_not_fixed
+from shardwise.planner.shortfall import SmallestCandidate, least, why_no_layout
+from shardwise.planner.space import LayoutColumns, Space, why_not_fixed
 from shardwise.predict.supported import MOST_DEVICES, why_not_planned
 from shardwise.predict.time.pricing import Pricing
 
@@ -183,13 +183,13 @@ def _none(space: Space, words: str) -> UserError:
     return UserError(words) if space.frames else why_no_layout(space)
 
 
-def longest_sequence(space: Space, usable: float) -> tuple[int, Least]:
+def longest_sequence(space: Space, usable: float) -> tuple[int, SmallestCandidate]:
     """The longest sequence that fits, to an eighth, and the layout that does. Raises `UserError` where none does.
 
     Sequences are tried that every cp divides, from 1024 times the odd part of the number of devices on; from 1024 on
     where that is too long.
     """
-    tried: dict[int, Least | None] = {}
+    tried: dict[int, SmallestCandidate | None] = {}
     learned = space.model.positions == "learned"
 
     def of(seq: int) -> Space:
@@ -222,13 +222,13 @@ def _odd(number: int) -> int:
     return number // (number & -number)
 
 
-def largest_batch(space: Space, usable: float) -> tuple[int, Least]:
+def largest_batch(space: Space, usable: float) -> tuple[int, SmallestCandidate]:
     """The most sequences that fit without accumulating gradients, to an eighth, and the layout that does: one
     micro-batch of each replica, or as many as a pipeline has stages. Raises `UserError` where none does.
 
     Batches are tried that every number of replicas divides, from the odd part of the number of devices on.
     """
-    tried: dict[int, Least | None] = {}
+    tried: dict[int, SmallestCandidate | None] = {}
 
     def fits(batch: int) -> bool:
         on = replace(space, workload=replace(space.workload, batch=batch))
@@ -259,13 +259,13 @@ def _sequences(space: Space) -> str:
     return f"sequences of {space.workload.seq:,} tokens"
 
 
-def _at_once(frame: Frame) -> Frame | None:
+def _at_once(frame: LayoutColumns) -> LayoutColumns | None:
     """The candidates that accumulate nothing beyond what fills their pipeline; None where there is none."""
     rows = tuple(row for row, count in zip(frame.rows, frame.counts, strict=True) if count <= frame.pp)
     return replace(frame, rows=rows) if rows else None
 
 
-def largest_micro(space: Space, usable: float) -> Least | None:
+def largest_micro(space: Space, usable: float) -> SmallestCandidate | None:
     """The candidate with the largest micro-batch that fits, the leanest of those; None where nothing fits."""
     sizes = sorted({row.micro for frame in space.frames for row in frame.rows}, reverse=True)
     for micro in sizes:
@@ -274,7 +274,7 @@ def largest_micro(space: Space, usable: float) -> Least | None:
     return None
 
 
-def _fits(space: Space, usable: float, frames: Iterable[Frame] | None = None) -> Least | None:
+def _fits(space: Space, usable: float, frames: Iterable[LayoutColumns] | None = None) -> SmallestCandidate | None:
     found = least(space, frames)
     return found if found and found.nbytes <= usable else None
 

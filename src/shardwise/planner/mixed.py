@@ -19,7 +19,7 @@ from shardwise.layout.placement import place
 from shardwise.model import ModelConfig
 from shardwise.model.blueprint import Part
 from shardwise.model.parameters import blueprint
-from shardwise.planner.space import Frame
+from shardwise.planner.space import LayoutColumns
 from shardwise.predict.memory.activations import Sizes
 
 Num = Any
@@ -90,7 +90,7 @@ class Mixed:
         """Elements of a block with experts."""
         return self._numel(mixture=True)
 
-    def held(self, frame: Frame, place: int, layers: int) -> tuple[Num, Num]:
+    def held(self, frame: LayoutColumns, place: int, layers: int) -> tuple[Num, Num]:
         """Elements of one of the `layers` blocks that a pipeline's rank has, whole and one rank's shard of it: means,
         arrays of shardings x orders."""
         ranks = np.array([sharding.ranks for sharding in frame.shardings])[:, None]

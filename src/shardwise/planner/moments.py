@@ -18,7 +18,7 @@ import numpy as np
 from shardwise.layout.units import Unit
 from shardwise.model import ModelConfig
 from shardwise.planner.mixed import Mixed
-from shardwise.planner.space import Frame
+from shardwise.planner.space import LayoutColumns
 from shardwise.predict.memory.step import OPTIMIZER_BYTES
 from shardwise.report.step_report import DTYPE_BYTES
 
@@ -58,7 +58,7 @@ class Saved(NamedTuple):
     message: Num
 
 
-class Moment(NamedTuple):
+class TransientBytes(NamedTuple):
     """Bytes beyond what lasts through a step, and of them full gradients and gathered weights."""
 
     beyond: Num
@@ -73,7 +73,7 @@ class Rank(ABC):
     def __init__(
         self,
         model: ModelConfig,
-        frame: Frame,
+        frame: LayoutColumns,
         place: int,
         units: dict[str, Unit],
         saved: Saved,
@@ -148,7 +148,7 @@ class Rank(ABC):
             lasting + beyond,
         )
 
-    def _most(self) -> Moment:
+    def _most(self) -> TransientBytes:
         """The most bytes at all moments. Those before the optimizer are computed once for shardings whose gradients
         take as much."""
         first: dict[Any, int] = {}
@@ -157,7 +157,7 @@ class Rank(ABC):
             kept = tuple(self.frame.shardings[which.index(at)] for at in range(len(first)))
             few = type(self)(self.model, replace(self.frame, shardings=kept), self.place, self.units, self.saved)
             before = [np.take(most, which, axis=1) if most.shape[1] > 1 else most for most in _most(few.moments())]
-            return _most([Moment(*before), *self.optimizer()])
+            return _most([TransientBytes(*before), *self.optimizer()])
         return _most([*self.moments(), *self.optimizer()])
 
     def _gradients_of(self, sharding: int) -> Any:
@@ -176,17 +176,17 @@ class Rank(ABC):
         """The most bytes saved for backward at a time."""
 
     @abstractmethod
-    def moments(self) -> Iterator[Moment]:
+    def moments(self) -> Iterator[TransientBytes]:
         """What can be the worst moments of a step, but for the optimizer's."""
 
     @abstractmethod
-    def optimizer(self) -> Iterator[Moment]:
+    def optimizer(self) -> Iterator[TransientBytes]:
         """What can be the worst moments of the optimizer."""
 
 
-def _most(moments: Iterable[Moment]) -> Moment:
+def _most(moments: Iterable[TransientBytes]) -> TransientBytes:
     beyond, comm = zip(*moments, strict=True)
-    return Moment(reduce(np.maximum, beyond), reduce(np.maximum, comm))
+    return TransientBytes(reduce(np.maximum, beyond), reduce(np.maximum, comm))
 
 
 class Alone(Rank):
@@ -203,7 +203,7 @@ class Alone(Rank):
         s = self.saved
         return s.embedding + self.layers * s.block + s.head
 
-    def moments(self) -> Iterator[Moment]:
+    def moments(self) -> Iterator[TransientBytes]:
         """A second micro-batch finds all accumulators there; one alone finds those of parts already done. Shards of a
         unit's gradients come when the next unit's are complete; until then its full ones stay."""
         s = self.saved
@@ -214,25 +214,25 @@ class Alone(Rank):
         edge = self.accumulated("head", "tied")
         # What the first micro-batch left under way is accumulated when it has landed.
         under_way = self._there(0.0) - self.accumulated(final) * self.sharded * (self.counts == 2)
-        yield Moment(everything + s.loss + under_way + left * self.many, left * self.many)
+        yield TransientBytes(everything + s.loss + under_way + left * self.many, left * self.many)
         # A tied table's full gradient waits from the head's backward for the embedding's, and lands before.
         own = self.staged("head") + tied + left * self.many * (final != "tied")
         before = self._there(0.0) if final == "tied" else under_way
-        yield Moment(everything + s.in_head + np.where(self.many | self.sharded, before, edge) + own, own)
+        yield TransientBytes(everything + s.in_head + np.where(self.many | self.sharded, before, edge) + own, own)
         landed = everything - s.head + s.after_edge + np.where(self.many | self.sharded, self._there(0.0), edge)
-        yield Moment(landed + own, own)
+        yield TransientBytes(landed + own, own)
         for beyond, comm in self._blocks():
-            yield Moment(beyond + shared + tied, comm + tied)
+            yield TransientBytes(beyond + shared + tied, comm + tied)
         own = self.staged("embedding", "tied") + self.staged("blocks.0") * self.sharded
         done = self.gradients - np.where(self.sharded, self.accumulated("embedding", "tied"), 0.0)
         so_far = done - np.where(self.sharded, self.accumulated("blocks.0"), 0.0)
-        yield Moment(s.in_embedding + shared + self._there(so_far) + own, own)
-        yield Moment(s.after_edge + shared + self._there(done) + own, own)
+        yield TransientBytes(s.in_embedding + shared + self._there(so_far) + own, own)
+        yield TransientBytes(s.after_edge + shared + self._there(done) + own, own)
 
-    def optimizer(self) -> Iterator[Moment]:
+    def optimizer(self) -> Iterator[TransientBytes]:
         s, left = self.saved, self.staged(self._final) * self.sharded
         shared = s.tables - s.known_embedding - s.known_head
-        yield Moment(self.gradients + left + self.widened + shared, left)
+        yield TransientBytes(self.gradients + left + self.widened + shared, left)
 
     @property
     def _final(self) -> str:
@@ -242,7 +242,7 @@ class Alone(Rank):
     def _there(self, done: Num) -> Num:
         return np.where(self.many, self.gradients, done)
 
-    def _blocks(self) -> Iterator[Moment]:
+    def _blocks(self) -> Iterator[TransientBytes]:
         """The moments of the first, the second and the last block whose backward runs."""
         s, block, each = self.saved, self.staged("blocks.0"), self.accumulated("blocks.0")
         head, tied = self.accumulated("head"), np.where(self.sharded, 0.0, self.accumulated("tied"))
@@ -252,5 +252,5 @@ class Alone(Rank):
             late = np.where(self.sharded, (head + (j - 2) * each) * (j > 1), head + tied + j * each)
             after = np.where(self.sharded, head + (j - 1) * each, head + tied + j * each)
             below = s.embedding + (self.layers - j) * s.block
-            yield Moment(below + s.block + s.in_block + self._there(late) + block + previous, block + previous)
-            yield Moment(below + s.after_block + self._there(after) + block + previous, block + previous)
+            yield TransientBytes(below + s.block + s.in_block + self._there(late) + block + previous, block + previous)
+            yield TransientBytes(below + s.after_block + self._there(after) + block + previous, block + previous)

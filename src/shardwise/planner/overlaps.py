@@ -12,15 +12,15 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
-from shardwise.planner.space import Frame, Sharding
-from shardwise.predict.time.profiles import Engine
+from shardwise.planner.space import LayoutColumns, ZeroChoice
+from shardwise.predict.time.profiles import EngineProfile
 
 SWITCHES = ("tensor_overlap", "grad_overlap", "gather_overlap", "pipeline_overlap")
 """Fields of an engine: what runs beside computation."""
 
 
 @lru_cache
-def variants(engine: Engine) -> tuple[Engine, ...]:
+def variants(engine: EngineProfile) -> tuple[EngineProfile, ...]:
     """The engine with every combination of the switches, all on first."""
     return tuple(
         replace(engine, **dict[str, Any](zip(SWITCHES, chosen, strict=True)))
@@ -28,7 +28,7 @@ def variants(engine: Engine) -> tuple[Engine, ...]:
     )
 
 
-def distinct(frame: Frame, engine: Engine) -> Iterator[tuple[Engine, tuple[Sharding, ...]]]:
+def distinct(frame: LayoutColumns, engine: EngineProfile) -> Iterator[tuple[EngineProfile, tuple[ZeroChoice, ...]]]:
     """The variants that differ on this mesh, each with the shardings for which it does."""
     for variant in variants(engine):
         idle = (
@@ -41,7 +41,7 @@ def distinct(frame: Frame, engine: Engine) -> Iterator[tuple[Engine, tuple[Shard
             yield variant, shardings
 
 
-def words(variant: Engine) -> str:
+def words(variant: EngineProfile) -> str:
     """What a variant overlaps, such as "tensor+grad+gather"."""
     on = [name.removesuffix("_overlap") for name in SWITCHES if getattr(variant, name)]
     return "+".join(on) or "nothing"

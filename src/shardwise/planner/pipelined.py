@@ -13,7 +13,7 @@ import numpy as np
 
 from shardwise.layout import Layout
 from shardwise.layout.pipeline import releases_early
-from shardwise.planner.moments import Moment, Num, Rank
+from shardwise.planner.moments import Num, Rank, TransientBytes
 from shardwise.schedule.pipeline.closed_forms import FORMS
 from shardwise.schedule.pipeline.completion import RESIDENT
 
@@ -148,7 +148,7 @@ class _Piped(Rank):
         """Ranks after this one."""
         return self.frame.pp - 1 - self.place
 
-    def moments(self) -> Iterator[Moment]:
+    def moments(self) -> Iterator[TransientBytes]:
         """The first backward finds no accumulators. While as much is in flight as ever, those of some chunks come; once
         all are there, less may be in flight."""
         s, (edge, _, _) = self.saved, self._edge
@@ -175,11 +175,11 @@ class _Piped(Rank):
             # Where less is in flight, backwards have gone on to other chunks than the head's.
             with_head = (less == 0) | (self._virtual == 1)
             for beyond, comm in self._backward(found, landing, with_head):
-                yield Moment(np.where(there, rest + beyond, 0.0), comm * there)
+                yield TransientBytes(np.where(there, rest + beyond, 0.0), comm * there)
         yield from self._put_off(chunk, fewer, some * ((done > 0) & (self._virtual > 1)))
         yield from self._between(some)
 
-    def _put_off(self, chunk: Num, fewer: Num, some: Num) -> Iterator[Moment]:
+    def _put_off(self, chunk: Num, fewer: Num, some: Num) -> Iterator[TransientBytes]:
         """Where gradients of weights are computed apart: where they are put off, the last backward before the first of
         them, when all full gradients wait; the end of the first of them; and the beginning of a later one, with some
         accumulators there, or with all."""
@@ -190,17 +190,19 @@ class _Piped(Rank):
         before = self._delayed & self.many & (self.place > 0) & (self.counts > self.place)
         for beyond, comm in self._backward(0.0, 0.0, True):
             # Those of this backward are among all.
-            yield Moment((rest + beyond - comm + everything) * before, everything * before)
+            yield TransientBytes((rest + beyond - comm + everything) * before, everything * before)
         edges = self.accumulated(*(self.padded.keys() - {"blocks.0"})) * self._edge_apart
         own = self.layers / self._virtual * self.accumulated("blocks.0") + edges
         first = np.where(self.sharded, everything, own + self.staged("blocks.0"))
-        yield Moment((rest + self._kept + first) * self._apart, everything * self._apart)
-        yield Moment((rest + self._kept + some + everything) * (self._apart & (some > 0)), everything * self._apart)
+        yield TransientBytes((rest + self._kept + first) * self._apart, everything * self._apart)
+        yield TransientBytes(
+            (rest + self._kept + some + everything) * (self._apart & (some > 0)), everything * self._apart
+        )
         later = self._apart & (self.counts > 1 + self.place * self._delayed)
         less = self._flying(fewer) - self._flying()
-        yield Moment((rest + less + self._kept + self.gradients + everything) * later, everything * later)
+        yield TransientBytes((rest + less + self._kept + self.gradients + everything) * later, everything * later)
 
-    def _between(self, some: Num) -> Iterator[Moment]:
+    def _between(self, some: Num) -> Iterator[TransientBytes]:
         """The loss."""
         s = self.saved
         if self.head:
@@ -209,16 +211,16 @@ class _Piped(Rank):
             before = self.many & (some > 0) & (self.counts > 1 + self.place * self._delayed)
             left = self.staged("blocks.0") * self.sharded * before + self._all_staged * (self._delayed & ~before)
             landing = self.accumulated("blocks.0") * self.sharded * (self.counts == 2)
-            yield Moment(rest + s.loss + (some - landing) * before + left, left)
+            yield TransientBytes(rest + s.loss + (some - landing) * before + left, left)
 
-    def optimizer(self) -> Iterator[Moment]:
+    def optimizer(self) -> Iterator[TransientBytes]:
         """With the sum of a tied table's gradients, which the other end has sent."""
         left = self.staged("blocks.0") * self.sharded
-        yield Moment(self.gradients + left + self.widened, left)
+        yield TransientBytes(self.gradients + left + self.widened, left)
         if "tied" in self.shard:
-            yield Moment(self.gradients + self.shard["tied"] * self.grad_bytes, np.zeros(1))
+            yield TransientBytes(self.gradients + self.shard["tied"] * self.grad_bytes, np.zeros(1))
 
-    def _backward(self, found: Num | None, landing: Num, with_head: Num) -> Iterator[Moment]:
+    def _backward(self, found: Num | None, landing: Num, with_head: Num) -> Iterator[TransientBytes]:
         """One stage's backward: its own activations and what gradients take. found: bytes of accumulators that are
         there; None for the first backward, in which they come. landing: those that come as its last part begins."""
         s, block, each = self.saved, self.staged("blocks.0"), self.accumulated("blocks.0")
@@ -234,11 +236,11 @@ class _Piped(Rank):
         if self.head:
             grads = np.where(self.sharded, 0.0, acc * ~self.many) if found is None else found
             whole = blocks * s.block + edge + s.in_head + grads + own + left
-            yield Moment(whole * with_head, (own + left) * with_head)
+            yield TransientBytes(whole * with_head, (own + left) * with_head)
         # In the first backward, an accumulator comes while the full gradient that goes into it is there.
         collects = self.many & ~lasting & (found is None)
         if self.head:
-            yield Moment((blocks * s.block + s.after_edge + acc + own) * collects, own * collects)
+            yield TransientBytes((blocks * s.block + s.after_edge + acc + own) * collects, own * collects)
         for j in (np.float64(1.0), blocks):
             full = np.where(lasting, before + j * block, block) + left * ((j < blocks) | self.embedding | strange)
             so_far = np.where(lasting, 0.0, done + (j - self.many) * each) if found is None else found
@@ -247,13 +249,13 @@ class _Piped(Rank):
             below = (0.0 if self.head else edge) + (blocks - j) * s.block
             # The gradient that a message brought to the first block is not there twice.
             inside = np.where(self._apart, s.in_block_apart, s.in_block) - s.message * ((j == 1) & (not self.head))
-            yield Moment(below + s.block + inside + kept + so_far + full, full)
-            yield Moment((below + s.after_block + done + j * each + block) * collects, block * collects)
+            yield TransientBytes(below + s.block + inside + kept + so_far + full, full)
+            yield TransientBytes((below + s.after_block + done + j * each + block) * collects, block * collects)
         if self.embedding:
             full = own + np.where(self.sharded | (self._delayed & self.many), blocks * block, 0.0)
             so_far = np.where(lasting, 0.0, blocks * each + acc * ~self.many) if found is None else found + landing
-            yield Moment(s.in_embedding + self._delayed * blocks * s.kept_block + so_far + full, full)
-            yield Moment((s.after_edge + blocks * each + acc + own) * collects, own * collects)
+            yield TransientBytes(s.in_embedding + self._delayed * blocks * s.kept_block + so_far + full, full)
+            yield TransientBytes((s.after_edge + blocks * each + acc + own) * collects, own * collects)
 
 
 class First(_Piped):

@@ -17,7 +17,7 @@ from shardwise.planner.alternatives import Alternative, ByChoice, against
 from shardwise.planner.answer import Answer
 from shardwise.planner.exact import HIGH, Exact
 from shardwise.planner.pricing import Priced
-from shardwise.planner.ranking import Found, Listing, Place, price_places, search
+from shardwise.planner.ranking import CandidateIndex, Found, Listing, price_places, search
 from shardwise.planner.runnable import OWN, needs, why_none_runs, why_not_trained, widened
 from shardwise.planner.space import Space
 from shardwise.predict.arguments import as_cluster, as_model, as_workload
@@ -25,7 +25,7 @@ from shardwise.predict.memory.capacity import explained, usable_bytes
 from shardwise.predict.step_seconds import own_engine
 from shardwise.predict.time.features import Features
 from shardwise.predict.time.pricing import Pricing
-from shardwise.predict.time.profiles import ENGINES, Engine
+from shardwise.predict.time.profiles import ENGINES, EngineProfile
 from shardwise.predict.time.profiles import engine as engine_of
 from shardwise.predict.traffic.slow_links import tensor_warnings
 from shardwise.report.units import format_bytes
@@ -184,7 +184,7 @@ def space_for(
     return Space(model, cluster, workload, widened(profile) if none_runs else profile, dict(fixed)), none_runs
 
 
-def training_engine(name: str) -> Engine:
+def training_engine(name: str) -> EngineProfile:
     """The profile of that name. Raises `UserError` for one that there is not, and for one that only serves."""
     found = engine_of(name)
     training = [e.name for e in ENGINES.values() if not e.facts["optimizer_bytes"].startswith("not used")]
@@ -289,7 +289,7 @@ def _cheapest(space: Space, usable: float, top: int, ranked: Features | None, sl
 def _alternatives(result: _Result, winner: Priced, usable: float) -> list[Alternative]:
     space, choices, listing = result.space, result.choices, result.listing
     asked = list(choices.neighbours(winner))
-    places: dict[tuple[str, Any], Place] = {}
+    places: dict[tuple[str, Any], CandidateIndex] = {}
     others: dict[tuple[str, Any], Priced] = {}
     for choice in asked:
         place = choices.fastest[choice][1] if choice in choices.fastest else None

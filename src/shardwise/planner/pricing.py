@@ -17,14 +17,14 @@ import numpy as np
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.model import ModelConfig
-from shardwise.planner.fitting import Held, Memory, places
-from shardwise.planner.space import RECOMPUTE, Frame, Order, Row, Sharding
+from shardwise.planner.fitting import CandidateMemory, Memory, places
+from shardwise.planner.space import RECOMPUTE, BatchChoice, LayoutColumns, ScheduleChoice, ZeroChoice
 from shardwise.predict.supported import in_closed_form, objection
 from shardwise.predict.time.pieces import Pieces, pieces
 from shardwise.predict.time.pricing import Pricing
-from shardwise.predict.time.profiles import Engine, attending
+from shardwise.predict.time.profiles import EngineProfile, attending
 from shardwise.predict.time.ranges import Range, time_range
-from shardwise.predict.time.split import Split
+from shardwise.predict.time.split import StepShape
 from shardwise.predict.time.step import bubble_share, step_parts, training_step
 from shardwise.predict.time.traffic import Traffic, traffic
 
@@ -41,22 +41,22 @@ class Priced:
     """
 
     layout: Layout
-    engine: Engine
+    engine: EngineProfile
     seconds: float
     parts: dict[str, float]
     range: Range
-    held: Held
+    held: CandidateMemory
     place: int
 
 
 @lru_cache
-def _inside(engine: Engine) -> Engine:
+def _inside(engine: EngineProfile) -> EngineProfile:
     """An engine without the overlaps that the pieces of a micro-batch do not depend on."""
     return replace(engine, grad_overlap=False, gather_overlap=False, pipeline_overlap=False)
 
 
 @lru_cache
-def _alone(engine: Engine) -> Engine:
+def _alone(engine: EngineProfile) -> EngineProfile:
     """An engine without overlaps, on which the traffic itself does not depend."""
     return replace(_inside(engine), tensor_overlap=False)
 
@@ -65,7 +65,7 @@ def price_one(
     model: ModelConfig,
     layout: Layout,
     workload: Workload,
-    engine: Engine,
+    engine: EngineProfile,
     pricing: Pricing,
     memory: Memory | None = None,
 ) -> Priced:
@@ -78,7 +78,7 @@ def price_one(
 
 def price_all(
     model: ModelConfig,
-    chosen: Sequence[tuple[Layout, Engine]],
+    chosen: Sequence[tuple[Layout, EngineProfile]],
     workload: Workload,
     pricing: Pricing,
     memory: Memory | None = None,
@@ -116,10 +116,10 @@ def _each(things: Sequence[T], alike: Callable[[T], Any], answer: Callable[[list
 
 
 def _parts(
-    model: ModelConfig, workload: Workload, pricing: Pricing, chosen: list[tuple[Layout, Engine]]
+    model: ModelConfig, workload: Workload, pricing: Pricing, chosen: list[tuple[Layout, EngineProfile]]
 ) -> list[dict[str, float]]:
     """Seconds by part of layouts with one schedule and one engine."""
-    splits = [Split.of(layout, workload) for layout, _ in chosen]
+    splits = [StepShape.of(layout, workload) for layout, _ in chosen]
     columns: dict[str, Any] = {name: np.array([getattr(split, name) for split in splits]) for name in _COLUMNS}
     software = attending(chosen[0][1], chosen[0][0].attention)
     step = training_step(model, replace(splits[0], **columns), software, pricing)
@@ -131,7 +131,7 @@ _COLUMNS = ("micro", "micro_batches", "tp", "pp", "dp", "cp", "ep", "virtual", "
 """What of a split may be an array."""
 
 
-def _held(memory_of: Callable[[str], Memory], frames: list[Frame]) -> list[tuple[Held, int]]:
+def _held(memory_of: Callable[[str], Memory], frames: list[LayoutColumns]) -> list[tuple[CandidateMemory, int]]:
     """For frames of one candidate each, with one tp and pp: what its fullest device holds, and which rank that is."""
     rows, shardings, orders = (
         tuple(dict.fromkeys(getattr(frame, name)[0] for frame in frames)) for name in ("rows", "shardings", "orders")
@@ -142,13 +142,13 @@ def _held(memory_of: Callable[[str], Memory], frames: list[Frame]) -> list[tuple
     found = []
     for frame in frames:
         at = rows.index(frame.rows[0]), shardings.index(frame.shardings[0]), orders.index(frame.orders[0])
-        mine = [Held(*(float(figure[at]) for figure in end)) for end in ends]
+        mine = [CandidateMemory(*(float(figure[at]) for figure in end)) for end in ends]
         place = max(range(len(mine)), key=lambda end: mine[end].total)
         found.append((mine[place], places(memory.model, frame.pp)[place]))
     return found
 
 
-def frame_of(model: ModelConfig, layout: Layout, workload: Workload) -> Frame:
+def frame_of(model: ModelConfig, layout: Layout, workload: Workload) -> LayoutColumns:
     """The frame that has this layout alone. Raises `UserError` where the batch does not divide, and for a layout that
     no search comes upon."""
     usual = Layout()
@@ -165,11 +165,11 @@ def frame_of(model: ModelConfig, layout: Layout, workload: Workload) -> Frame:
             f"schedule={layout.schedule} with pp={layout.pp}, virtual={layout.virtual} and {count} micro-batches has "
             "no closed form that the planner knows"
         )
-    order = Order(layout.schedule, layout.virtual) if layout.pp > 1 else Order("1f1b", 1)
-    return Frame(
+    order = ScheduleChoice(layout.schedule, layout.virtual) if layout.pp > 1 else ScheduleChoice("1f1b", 1)
+    return LayoutColumns(
         layout.tp, layout.pp, layout.dp * layout.cp, layout.attention, workload.batch,
-        (Row(layout.cp, layout.sp, layout.recompute, layout.micro),),
-        (Sharding(layout.stage, layout.shard_ranks if layout.stage else 1),), (order,), layout.ep,
+        (BatchChoice(layout.cp, layout.sp, layout.recompute, layout.micro),),
+        (ZeroChoice(layout.stage, layout.shard_ranks if layout.stage else 1),), (order,), layout.ep,
         layout.pp * layout.virtual > model.layers,
     )  # fmt: skip
 
@@ -178,7 +178,7 @@ class Prices:
     """Seconds of the candidates of frames that are known beforehand."""
 
     def __init__(
-        self, model: ModelConfig, workload: Workload, attention: str, pricing: Pricing, frames: Iterable[Frame]
+        self, model: ModelConfig, workload: Workload, attention: str, pricing: Pricing, frames: Iterable[LayoutColumns]
     ) -> None:
         self.model, self.workload, self.attention, self.pricing = model, workload, attention, pricing
         rows = dict.fromkeys((f.tp, f.ep, *row) for f in frames for row in f.rows)
@@ -188,7 +188,7 @@ class Prices:
         self._share = cache(self._shares)
         self._sent = lru_cache(maxsize=2)(self._traffic)
 
-    def seconds(self, frame: Frame, engine: Engine) -> Num:
+    def seconds(self, frame: LayoutColumns, engine: EngineProfile) -> Num:
         """Seconds of a step for each candidate, an array of the frame's shape; those that are not `possible` have
         figures without meaning."""
         software = attending(engine, self.attention)
@@ -200,9 +200,9 @@ class Prices:
         parts = step_parts(self.model, self._split(frame), software, self.pricing, found, sent, share)
         return sum(parts.values())
 
-    def _split(self, frame: Frame) -> Split:
+    def _split(self, frame: LayoutColumns) -> StepShape:
         cp, sp, recompute, micro = (np.array(column)[:, None, None] for column in zip(*frame.rows, strict=True))
-        return Split(
+        return StepShape(
             seq=self.workload.seq,
             micro=micro,
             micro_batches=np.array(frame.counts)[:, None, None],
@@ -218,18 +218,18 @@ class Prices:
             recompute=recompute,
         )
 
-    def _pieces(self, engine: Engine) -> Pieces:
+    def _pieces(self, engine: EngineProfile) -> Pieces:
         tp, ep, cp, sp, recompute, micro = self._numbers
-        split = Split(seq=self.workload.seq, tp=tp, ep=ep, cp=cp, micro=micro, sp=sp, recompute=recompute)
+        split = StepShape(seq=self.workload.seq, tp=tp, ep=ep, cp=cp, micro=micro, sp=sp, recompute=recompute)
         found = pieces(self.model, split, engine, self.pricing).joined()
         return found.each(lambda column: np.broadcast_to(column, len(self._row)))
 
-    def _shares(self, engine: Engine, order: Order) -> Num:
+    def _shares(self, engine: EngineProfile, order: ScheduleChoice) -> Num:
         # Candidates have as many micro-batches as the closed form wants: two ranks with two stand for all.
         share = bubble_share(order.schedule, 2, 2, order.virtual, self._table(engine))
         return np.broadcast_to(share, len(self._row))
 
-    def _traffic(self, frame: Frame, engine: Engine) -> Traffic:
+    def _traffic(self, frame: LayoutColumns, engine: EngineProfile) -> Traffic:
         # To the data ranks' traffic, a sequence cut over cp is shorter sequences on as many ranks more: one mesh.
         split = self._split(frame)
         mesh = replace(split, micro=split.micro / split.cp, dp=frame.data, cp=1)

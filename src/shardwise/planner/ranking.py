@@ -16,10 +16,10 @@ from shardwise.planner.exact import Exact
 from shardwise.planner.fitting import Memory
 from shardwise.planner.overlaps import distinct
 from shardwise.planner.pricing import Priced, Prices, price_all
-from shardwise.planner.space import Frame, Sharding, Space
+from shardwise.planner.space import LayoutColumns, Space, ZeroChoice
 from shardwise.predict.time.features import Features
 from shardwise.predict.time.pricing import Pricing
-from shardwise.predict.time.profiles import Engine
+from shardwise.predict.time.profiles import EngineProfile
 
 By = Literal["throughput", "memory", "pareto"]
 UNLIMITED = float("inf")
@@ -34,8 +34,8 @@ class Block:
     near: `seconds`, and those of candidates that may fit although their bytes in closed form do not.
     """
 
-    frame: Frame
-    engine: Engine
+    frame: LayoutColumns
+    engine: EngineProfile
     seconds: Any
     nbytes: Any
     some: bool
@@ -56,17 +56,17 @@ class Block:
         """The block with seconds of what may fit, too."""
         return replace(self, seconds=self.near)
 
-    def place(self, at: int) -> Place:
+    def place(self, at: int) -> CandidateIndex:
         """Where the candidate with this index in the flat arrays is."""
         row, sharding, order = (int(n) for n in np.unravel_index(at, self.frame.shape))
-        return Place(self.frame, self.engine, row, sharding, order)
+        return CandidateIndex(self.frame, self.engine, row, sharding, order)
 
 
-class Place(NamedTuple):
-    """Where a candidate is: its frame, and what was chosen of each list."""
+class CandidateIndex(NamedTuple):
+    """Index of a candidate: its frame, and what was chosen of each list."""
 
-    frame: Frame
-    engine: Engine
+    frame: LayoutColumns
+    engine: EngineProfile
     row: int
     sharding: int
     order: int
@@ -81,7 +81,7 @@ class Kept(NamedTuple):
     """A candidate that a search has kept."""
 
     seconds: float
-    place: Place
+    place: CandidateIndex
 
 
 class Keeper(Protocol):
@@ -175,11 +175,11 @@ def _once(
     return best, first, considered, fitting, memory
 
 
-def listed(rows: Iterable[Kept], by: By, top: int, usable: float, listing: Listing | None) -> list[Place]:
+def listed(rows: Iterable[Kept], by: By, top: int, usable: float, listing: Listing | None) -> list[CandidateIndex]:
     """The first `top` of candidates in closed form's order that fit by their exact bytes, in the order of these."""
     if listing is None:
         return [row.place for row in rows][: None if by == "pareto" else top]
-    exact: list[tuple[float, float, Place]] = []
+    exact: list[tuple[float, float, CandidateIndex]] = []
     for row in rows:
         nbytes = listing.exact.of(row.place.layout, usable)[0].total
         if nbytes <= usable:
@@ -194,7 +194,7 @@ def listed(rows: Iterable[Kept], by: By, top: int, usable: float, listing: Listi
 
 
 def price_places(
-    space: Space, places: Sequence[Place], pricing: Pricing, memory: Memory | None, listing: Listing | None
+    space: Space, places: Sequence[CandidateIndex], pricing: Pricing, memory: Memory | None, listing: Listing | None
 ) -> list[Priced]:
     """Candidates with their figures, and with exact bytes where `listing` has them."""
     chosen = [(place.layout, place.engine) for place in places]
@@ -204,7 +204,7 @@ def price_places(
 
 def blocks(
     space: Space, memory: Memory, pricing: Pricing, usable: float, overlaps: bool = False, unlimited: bool = False,
-    least: Callable[[Frame], Any] | None = None,
+    least: Callable[[LayoutColumns], Any] | None = None,
 ) -> Iterator[tuple[int, Block]]:  # fmt: skip
     """(how many shardings count, the block) for all blocks of a space. least: what a device needs of the bytes in
     closed form, at least; so much of a candidate's has to be usable for it to be `near`."""
@@ -232,7 +232,7 @@ def blocks(
             )
 
 
-def _chosen(frame: Frame, shardings: tuple[Sharding, ...]) -> Any:
+def _chosen(frame: LayoutColumns, shardings: tuple[ZeroChoice, ...]) -> Any:
     return np.array([sharding in shardings for sharding in frame.shardings])[None, :, None]
 
 
@@ -241,7 +241,7 @@ class _Top:
 
     def __init__(self, k: int, figures: Callable[[Block], tuple[Any, Any]]) -> None:
         self._k, self._figures = k, figures
-        self._rows: list[tuple[float, float, int, float, Place]] = []
+        self._rows: list[tuple[float, float, int, float, CandidateIndex]] = []
         self._limit, self._serial = np.inf, 0
 
     def offer(self, block: Block) -> None:
@@ -268,7 +268,7 @@ class _Front:
     """Those that no other candidate beats in both seconds and bytes, fastest first."""
 
     def __init__(self) -> None:
-        self._rows: list[tuple[float, float, Place]] = []
+        self._rows: list[tuple[float, float, CandidateIndex]] = []
 
     def offer(self, block: Block) -> None:
         if not block.some:

@@ -12,7 +12,7 @@ from shardwise.layout import Layout, Workload, check_runnable
 from shardwise.layout.legality import unsupported
 from shardwise.model import ModelConfig
 from shardwise.predict.time.features import EVERYTHING
-from shardwise.predict.time.profiles import Engine
+from shardwise.predict.time.profiles import EngineProfile
 
 _WORDS = {"cp": "context parallelism", "ep": "expert parallelism"}
 """Keys that are searched and may not run here -> their names."""
@@ -21,7 +21,7 @@ OWN = ("shardwise", "shardwise-cpu")
 """The profiles of this project's runtime."""
 
 
-def widened(engine: Engine) -> Engine:
+def widened(engine: EngineProfile) -> EngineProfile:
     """The engine as if its software had every feature that is searched."""
     return replace(engine, features=EVERYTHING)
 

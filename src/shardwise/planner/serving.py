@@ -38,7 +38,7 @@ from shardwise.planner.strategies import CHUNK, ENGINE, crossover, serving_engin
 from shardwise.predict.arguments import as_cluster, as_model
 from shardwise.predict.memory.serving import (
     PAGE,
-    Served,
+    ServingSetup,
     has_fewer_bits,
     int8_bytes,
     page_bytes_of_block,
@@ -48,11 +48,11 @@ from shardwise.predict.memory.serving import (
 from shardwise.predict.serving_layout import check_generation, check_length, plan_of
 from shardwise.predict.step_seconds import usual_engine
 from shardwise.predict.supported import check_size
-from shardwise.predict.time.generation import FEW, Strategy, pricing_for
+from shardwise.predict.time.generation import FEW, DecodeStrategy, pricing_for
 from shardwise.predict.time.kernels import WIDTH
 from shardwise.predict.time.pricing import Pricing
-from shardwise.predict.time.profiles import Engine
-from shardwise.predict.time.serving import INT4_GROUP_BYTES, Serving, decode_pass, decode_products, prefill_pass
+from shardwise.predict.time.profiles import EngineProfile
+from shardwise.predict.time.serving import INT4_GROUP_BYTES, ServingLayout, decode_pass, decode_products, prefill_pass
 from shardwise.predict.traffic.slow_links import tensor_warnings
 from shardwise.report.units import format_bytes
 
@@ -125,9 +125,9 @@ class ServingPlan(Answer[Deployment]):
         )
         return tensor_warnings(self.cluster, taken, "the time of a token")
 
-    def strategy(self, one: Deployment) -> Strategy:
+    def strategy(self, one: Deployment) -> DecodeStrategy:
         """What prices a deployment."""
-        return Strategy(self.model, one.layout, serving_engine(self.engine), self.cluster, one.weights)
+        return DecodeStrategy(self.model, one.layout, serving_engine(self.engine), self.cluster, one.weights)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data: what `plan --serve --json` prints."""
@@ -239,7 +239,9 @@ class _Sizes:
 class _Space:
     """All candidates of one question."""
 
-    def __init__(self, model: ModelConfig, cluster: Cluster, workload: Workload, engine: Engine, room: float) -> None:
+    def __init__(
+        self, model: ModelConfig, cluster: Cluster, workload: Workload, engine: EngineProfile, room: float
+    ) -> None:
         self.model, self.cluster, self.workload, self.engine, self.room = model, cluster, workload, engine, room
         self.cpu = cluster.device.kind != "cuda"
         self.considered = 0
@@ -257,7 +259,7 @@ class _Space:
             if name == "float8_e4m3fn" and not self.cluster.device.peak(name):
                 return False
             try:
-                decode_products(self.model, Serving(name), 1.0, self.engine, pricing)
+                decode_products(self.model, ServingLayout(name), 1.0, self.engine, pricing)
             except UserError:
                 return False
             return True
@@ -310,12 +312,12 @@ class _Space:
         self.least = min(self.least, (self._held(plan, weight, page, 1, int8), name))
         counts = range(1, self.engine.most_sequences + 1)
         most = bisect_right(counts, self.room, key=lambda batch: self._held(plan, weight, page, batch, int8))
-        passing = passing_bytes(plan, Served(self.length, max(most, 1), int8=int8))
+        passing = passing_bytes(plan, ServingSetup(self.length, max(most, 1), int8=int8))
         return max(0, int((self.room - weight - passing) // page)), most
 
     def _held(self, plan: UnitPlan, weight: float, page: float, batch: int, int8: bool = False) -> float:
         """Bytes of a rank with the cache of `batch` whole sequences."""
-        served = Served(self.length, batch, int8=int8)
+        served = ServingSetup(self.length, batch, int8=int8)
         return weight + passing_bytes(plan, served) + served.pages * page
 
     def _sizes(self, tp: int, weights: str) -> _Sizes:
@@ -330,7 +332,7 @@ class _Space:
 
     def _seconds(self, weights: str, tp: Num, pp: Num, dp: Num, batch: Num) -> tuple[Num, Num, Num]:
         """(token(c), prompt, of it the busiest stage's) of arrays of candidates."""
-        serving = Serving(weights, "bfloat16", tp)
+        serving = ServingLayout(weights, "bfloat16", tp)
         few, many = (
             (self._token(serving, pp, dp, batch, pricing), *self._prompt(serving, pp, dp, pricing))
             for pricing in (pricing_for(self.cluster, True), pricing_for(self.cluster, False))
@@ -338,7 +340,7 @@ class _Space:
         token, read, busy = (np.where(batch <= FEW, *each) for each in zip(few, many, strict=True))
         return token, read, busy
 
-    def _token(self, serving: Serving, pp: Num, dp: Num, batch: Num, pricing: Pricing) -> Num:
+    def _token(self, serving: ServingLayout, pp: Num, dp: Num, batch: Num, pricing: Pricing) -> Num:
         """Seconds of a token, half-way through the answers: through all stages, or as long as the slowest one takes for
         all groups of sequences (`timing` has the same for one layout)."""
         layers, group = self.model.layers, np.ceil(batch / pp)
@@ -351,7 +353,7 @@ class _Space:
         once = layers * block + ends + pp * hop
         return np.maximum(once, np.minimum(batch, pp) * slowest)
 
-    def _prompt(self, serving: Serving, pp: Num, dp: Num, pricing: Pricing) -> tuple[Num, Num]:
+    def _prompt(self, serving: ServingLayout, pp: Num, dp: Num, pricing: Pricing) -> tuple[Num, Num]:
         """Seconds in which a prompt is read, in chunks that follow each other through the stages, and those that the
         busiest stage works on it (`timing` has the same for one layout)."""
         layers, prompt = self.model.layers, self.workload.prompt
@@ -387,7 +389,7 @@ class _Space:
             if dp < 2:
                 continue
             layout = Layout(dp=dp, tp=tp, zero=3)
-            strategy, plan = Strategy(self.model, layout, self.engine, self.cluster), plan_of(self.model, layout)
+            strategy, plan = DecodeStrategy(self.model, layout, self.engine, self.cluster), plan_of(self.model, layout)
             weight = 2.0 * (sum(unit.shard_numel for unit in plan.units) + sum(plan.slots.values()))
             pages, most = self._capacity(plan, weight, self._page_bytes(tp, 1), str(layout))
             self.considered += 1
@@ -410,7 +412,7 @@ class _Space:
         if ranks < 2:
             return None
         pair = (Layout(dp=ranks, zero=3), Layout(tp=ranks))
-        return ranks, crossover(*(Strategy(self.model, each, self.engine, self.cluster) for each in pair))
+        return ranks, crossover(*(DecodeStrategy(self.model, each, self.engine, self.cluster) for each in pair))
 
     def nothing(self) -> UserError:
         """One line: what is missing."""

@@ -12,7 +12,7 @@ from shardwise.errors import UserError
 from shardwise.layout import Layout
 from shardwise.planner.exact import Exact
 from shardwise.planner.fitting import Memory
-from shardwise.planner.space import Frame, Space
+from shardwise.planner.space import LayoutColumns, Space
 from shardwise.predict.fixing import words_of
 from shardwise.predict.memory.capacity import reserved_bytes, usable_bytes
 from shardwise.predict.supported import MOST_DEVICES
@@ -26,19 +26,19 @@ NODE = 8
 
 
 @dataclass(frozen=True)
-class Least:
-    """The candidate that needs the fewest bytes on its fullest device."""
+class SmallestCandidate:
+    """The candidate that needs the least memory on its fullest device."""
 
     layout: Layout
     nbytes: float
 
 
-def least(space: Space, frames: Iterable[Frame] | None = None) -> Least | None:
+def least(space: Space, frames: Iterable[LayoutColumns] | None = None) -> SmallestCandidate | None:
     """The candidate of a space, or of some frames of it, that needs least memory by the closed form, with its exact
     bytes; None where there is none at all."""
     memory = Memory(space.model, space.workload, space.attention)
     exact = Exact(space.model, space.workload, space.cluster)
-    best: Least | None = None
+    best: SmallestCandidate | None = None
     for frame in space.frames if frames is None else frames:
         possible = np.array(frame.possible)[:, None, :]
         nbytes = np.where(possible, memory.total(frame), np.inf)
@@ -48,11 +48,11 @@ def least(space: Space, frames: Iterable[Frame] | None = None) -> Least | None:
         if best is None or nbytes.flat[at] < best.nbytes:
             row, sharding, order = np.unravel_index(at, frame.shape)
             layout = frame.layout(frame.rows[row], frame.shardings[sharding], frame.orders[order])
-            best = Least(layout, float(nbytes.flat[at]))
-    return best and Least(best.layout, exact.of(best.layout)[0].total)
+            best = SmallestCandidate(layout, float(nbytes.flat[at]))
+    return best and SmallestCandidate(best.layout, exact.of(best.layout)[0].total)
 
 
-def why_nothing_fits(space: Space, usable: float, found: Least, reserved: float | None) -> UserError:
+def why_nothing_fits(space: Space, usable: float, found: SmallestCandidate, reserved: float | None) -> UserError:
     """One line: what is missing, and the single changes that would do."""
     needed, there = format_apart(found.nbytes, usable)
     wanted = f"{space.model.name} does not fit {space.cluster} with {space.workload.batch} sequences of "
@@ -78,13 +78,13 @@ def why_no_layout(space: Space) -> UserError:
     return UserError(f"{wanted}; {' or '.join(ways) if ways else 'give other numbers of devices or sequences'}")
 
 
-def _freed(space: Space) -> Iterator[tuple[str, tuple[Frame, ...]]]:
+def _freed(space: Space) -> Iterator[tuple[str, tuple[LayoutColumns, ...]]]:
     """Each fixed key, and the frames that there are where it is free."""
     for key in space.fixed:
         yield key, replace(space, fixed={k: v for k, v in space.fixed.items() if k != key}).frames
 
 
-def _other_values(key: str, frames: Iterable[Frame]) -> str:
+def _other_values(key: str, frames: Iterable[LayoutColumns]) -> str:
     """Of a degree that has frames of its own, the values that it can have."""
     if key not in ("tp", "pp", "ep"):
         return f"leave {key} free"

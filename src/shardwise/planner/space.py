@@ -21,15 +21,15 @@ from shardwise.model import ModelConfig
 from shardwise.predict.fixing import check_fixed, words_of
 from shardwise.predict.supported import check_size, in_closed_form, objection, why_not_planned
 from shardwise.predict.time.features import Features
-from shardwise.predict.time.profiles import Engine
+from shardwise.predict.time.profiles import EngineProfile
 from shardwise.schedule.pipeline import find
 from shardwise.schedule.pipeline.stages import BARE_ENDS
 
 RECOMPUTE = ("none", "selective", "full")
 
 
-class Row(NamedTuple):
-    """What a micro-batch is, and how its activations are kept: what of memory and time depends on it is computed
+class BatchChoice(NamedTuple):
+    """Size of a micro-batch and how its activations are kept: what of memory and time depends on it is computed
     apart."""
 
     cp: int
@@ -38,22 +38,22 @@ class Row(NamedTuple):
     micro: int
 
 
-class Sharding(NamedTuple):
-    """A ZeRO stage and the ranks that it shards over; 1 at stage 0."""
+class ZeroChoice(NamedTuple):
+    """A ZeRO stage and the size of its shard group; 1 at stage 0."""
 
     stage: int
     ranks: int
 
 
-class Order(NamedTuple):
-    """A pipeline schedule and its chunks a rank."""
+class ScheduleChoice(NamedTuple):
+    """A pipeline schedule and its chunks per rank."""
 
     schedule: str
     virtual: int
 
 
 @dataclass(frozen=True)
-class Frame:
+class LayoutColumns:
     """Candidates of one tp, pp and ep: rows x shardings x orders, where `possible`. data: ranks of a model's part,
     which is dp x cp."""
 
@@ -62,9 +62,9 @@ class Frame:
     data: int
     attention: str
     batch: int
-    rows: tuple[Row, ...]
-    shardings: tuple[Sharding, ...]
-    orders: tuple[Order, ...]
+    rows: tuple[BatchChoice, ...]
+    shardings: tuple[ZeroChoice, ...]
+    orders: tuple[ScheduleChoice, ...]
     ep: int = 1
     bare: bool = False
     """The embedding and the head are stages of their own: `orders` have two stages more than the model has layers."""
@@ -106,7 +106,7 @@ class Frame:
             return (layers + BARE_ENDS) // self.pp - (place in (0, self.pp - 1))
         return layers // self.pp + (place < layers % self.pp)
 
-    def layout(self, row: Row, sharding: Sharding, order: Order) -> Layout:
+    def layout(self, row: BatchChoice, sharding: ZeroChoice, order: ScheduleChoice) -> Layout:
         """The layout of one candidate, all three by value."""
         return Layout(
             dp=self.data // row.cp, tp=self.tp, pp=self.pp, cp=row.cp, zero=sharding.stage,
@@ -141,7 +141,7 @@ class Space:
     model: ModelConfig
     cluster: Cluster
     workload: Workload
-    engine: Engine
+    engine: EngineProfile
     fixed: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -177,7 +177,7 @@ class Space:
         return "math" if explicit else "sdpa"
 
     @cached_property
-    def frames(self) -> tuple[Frame, ...]:
+    def frames(self) -> tuple[LayoutColumns, ...]:
         """The frames that have candidates."""
         return tuple(frame for frame in self._frames() if frame.size)
 
@@ -190,8 +190,8 @@ class Space:
         """Whether a key of the layout may have this value."""
         return self.fixed.get(key, value) == value
 
-    def _frames(self) -> Iterator[Frame]:
-        rows: dict[tuple[int, int, int], list[Row]] = {}
+    def _frames(self) -> Iterator[LayoutColumns]:
+        rows: dict[tuple[int, int, int], list[BatchChoice]] = {}
         for tp, pp, cp, dp in self.meshes(self.cluster.devices):
             rows.setdefault((tp, pp, dp * cp), []).extend(self._rows(tp, cp, dp))
         for (tp, pp, data), of in rows.items():
@@ -199,7 +199,9 @@ class Space:
             for ep, bare in product(self._expert_degrees(tp, data), (False, True)):
                 shardings = tuple(self._shardings(data, tp, pp, ep))
                 mine = tuple(order for order in orders if (pp * order.virtual > self.model.layers) == bare)
-                yield Frame(tp, pp, data, self.attention, self.workload.batch, tuple(of), shardings, mine, ep, bare)
+                yield LayoutColumns(
+                    tp, pp, data, self.attention, self.workload.batch, tuple(of), shardings, mine, ep, bare
+                )
 
     def meshes(self, devices: int) -> Iterator[tuple[int, int, int, int]]:
         """(tp, pp, cp, dp) whose product is `devices`, where the model can be split so."""
@@ -218,7 +220,7 @@ class Space:
         layers = self.model.layers
         return pp <= layers and (self.features.uneven or layers % pp == 0)
 
-    def _rows(self, tp: int, cp: int, dp: int) -> Iterator[Row]:
+    def _rows(self, tp: int, cp: int, dp: int) -> Iterator[BatchChoice]:
         seq, batch = self.workload.seq, self.workload.batch
         if seq % cp or batch % dp:
             return
@@ -227,12 +229,12 @@ class Space:
         kinds = [sp for sp in legal if not objection(self.model, tp, sp)]
         for sp, recompute, micro in product(kinds, self.features.recompute, divisors(batch // dp)):
             if self.allows("sp", sp) and self.allows("recompute", recompute) and self.allows("micro", micro):
-                yield Row(cp, sp, recompute, micro)
+                yield BatchChoice(cp, sp, recompute, micro)
 
     def _expert_degrees(self, tp: int, data: int) -> Iterator[int]:
         return (ep for ep in valid_ep(self.model, data * tp) if self.allows("ep", ep))
 
-    def _shardings(self, data: int, tp: int, pp: int, ep: int) -> Iterator[Sharding]:
+    def _shardings(self, data: int, tp: int, pp: int, ep: int) -> Iterator[ZeroChoice]:
         groups = divisors(data)[1:] if self.features.hybrid else (data,)
         for stage in self.features.stages_of(pp) if data > 1 else (0,):
             if not self.allows("zero", stage):
@@ -242,13 +244,13 @@ class Space:
                     continue
                 # shard=0 is how a layout says dp x cp, and all that it says without ZeRO.
                 if self.allows("shard", ranks) or ((not stage or ranks == data) and self.allows("shard", 0)):
-                    yield Sharding(stage, ranks)
+                    yield ZeroChoice(stage, ranks)
 
-    def _orders(self, pp: int) -> Iterator[Order]:
+    def _orders(self, pp: int) -> Iterator[ScheduleChoice]:
         for schedule in self.features.schedules if pp > 1 else ("1f1b",):
             for virtual in self._chunks(schedule, pp):
                 if self.allows("schedule", schedule) and self.allows("virtual", virtual):
-                    yield Order(schedule, virtual)
+                    yield ScheduleChoice(schedule, virtual)
 
     def _chunks(self, schedule: str, pp: int) -> list[int]:
         """Chunks a rank that a schedule is for: as many layers in each, or one in each but the first and the last,

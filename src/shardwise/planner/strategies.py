@@ -12,16 +12,16 @@ from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout
 from shardwise.model import ModelConfig
-from shardwise.predict.memory.serving import Fit, Served, fit_on_cluster
+from shardwise.predict.memory.serving import MemoryFit, ServingSetup, fit_on_cluster
 from shardwise.predict.serving_layout import check_generation, check_length, plan_of, sequences_of
 from shardwise.predict.step_seconds import usual_engine
 from shardwise.predict.supported import check_size
-from shardwise.predict.time.generation import FEW, Strategy, Taken, pricing_for
-from shardwise.predict.time.profiles import ENGINES, Engine
+from shardwise.predict.time.generation import FEW, DecodeStrategy, DecodeTime, pricing_for
+from shardwise.predict.time.profiles import ENGINES, EngineProfile
 from shardwise.predict.time.profiles import engine as engine_of
-from shardwise.predict.time.strategy_training import Trained, trained
+from shardwise.predict.time.strategy_training import TrainStepTime, trained
 from shardwise.predict.traffic.ring_volume import Volume, payload, ring_volume
-from shardwise.predict.traffic.serving import Turn, steady_gathers, turn_ledger
+from shardwise.predict.traffic.serving import ForwardPass, steady_gathers, turn_ledger
 from shardwise.predict.traffic.slow_links import tensor_warnings
 from shardwise.predict.traffic.tokens import traffic_ratio
 from shardwise.report.step_report import LedgerRow
@@ -57,8 +57,8 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Round:
-    """What one more token of every sequence takes in steady decoding. ledger: of its largest turn, on the rank that
+class DecodeStep:
+    """Cost of one more token of every sequence in steady decoding. ledger: of its largest turn, on the rank that
     sends most; volume, payload: of all its turns there. made: tokens that come of the turns a rank takes part in."""
 
     ledger: tuple[LedgerRow, ...]
@@ -72,7 +72,7 @@ class Round:
         return self.volume.over(self.made)
 
 
-def decode_round(model: ModelConfig, layout: Layout, sequences: int = 1) -> Round:
+def decode_round(model: ModelConfig, layout: Layout, sequences: int = 1) -> DecodeStep:
     """One more token for each of `sequences` on all ranks together. A pipeline of p stages takes p turns for it, some
     of them empty where there are fewer sequences than stages; every other strategy takes one. One sequence alone is
     every rank's under weight gathering; several are shared out."""
@@ -82,9 +82,9 @@ def decode_round(model: ModelConfig, layout: Layout, sequences: int = 1) -> Roun
     found = []
     for stage in range(layout.pp):
         plan = plan_of(model, layout, stage)
-        ledgers = [turn_ledger(plan, Turn.decode(group), steady_gathers(plan), own) for group in groups]
+        ledgers = [turn_ledger(plan, ForwardPass.decode(group), steady_gathers(plan), own) for group in groups]
         rows = tuple(row for ledger in ledgers for row in ledger)
-        found.append(Round(ledgers[0], ring_volume(rows, plan), payload(rows), made))
+        found.append(DecodeStep(ledgers[0], ring_volume(rows, plan), payload(rows), made))
     return max(found, key=lambda one: one.volume.total)
 
 
@@ -96,15 +96,15 @@ class Generated:
 
     layout: Layout
     sequences: int
-    round: Round
-    fit: Fit
+    round: DecodeStep
+    fit: MemoryFit
     cache_bytes: tuple[int, int]
-    prompt: Taken
-    first: Taken
-    middle: Taken
-    last: Taken
+    prompt: DecodeTime
+    first: DecodeTime
+    middle: DecodeTime
+    last: DecodeTime
     range: tuple[float, float]
-    trained: Trained
+    trained: TrainStepTime
 
     def tokens_per_second(self, batch: int) -> float:
         """Of `batch` sequences on all ranks together, half-way through their answers."""
@@ -179,7 +179,7 @@ class Ratio:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class StrategyComparison:
     """All strategies of one prompt on one cluster."""
 
     model: ModelConfig
@@ -203,7 +203,7 @@ class Comparison:
 
     def _ratio(self, one: Generated, other: Generated) -> Ratio:
         gathering, tensor = (
-            Strategy(self.model, each.layout, engine_of(self.engine), self.cluster) for each in (one, other)
+            DecodeStrategy(self.model, each.layout, engine_of(self.engine), self.cluster) for each in (one, other)
         )
         plan = plan_of(self.model, one.layout)
         blocks = sum(plan.by_name[block].numel for block in plan.of_kind("block"))
@@ -238,7 +238,7 @@ class Comparison:
         }
 
 
-def serving_engine(name: str) -> Engine:
+def serving_engine(name: str) -> EngineProfile:
     """The profile of that name. Raises `UserError` for one that there is not, and for one that only trains."""
     found = engine_of(name)
     serving = [e.name for e in ENGINES.values() if not e.facts["decode_kernels"].startswith("not used")] + [HOST]
@@ -270,7 +270,7 @@ def check_different(layouts: Sequence[Layout]) -> None:
 
 def compare(
     model: ModelConfig, layouts: Sequence[Layout], cluster: Cluster, asked: Asked, engine: str | None = None
-) -> Comparison:
+) -> StrategyComparison:
     """Predict each layout. engine: a profile of `predict.time.ENGINES`; None for the usual one of such devices.
 
     Raises `LayoutError` for a layout that does not suit the model or the cluster, `UserError` for what is not known
@@ -280,7 +280,7 @@ def compare(
     check_length(model, asked.prompt, asked.output)
     check_different(layouts)
     engine = serving_engine(engine or usual_engine(cluster, ENGINE)).name
-    return Comparison(
+    return StrategyComparison(
         model, cluster, asked, engine, tuple(_generated(model, each, cluster, asked, engine) for each in layouts)
     )
 
@@ -288,11 +288,11 @@ def compare(
 def _generated(model: ModelConfig, layout: Layout, cluster: Cluster, asked: Asked, engine: str) -> Generated:
     check_generation(layout, model, cluster.devices)
     each = sequences_of(layout, asked.batch)
-    strategy = Strategy(model, layout, engine_of(engine), cluster, "int8" if asked.int8 else None)
+    strategy = DecodeStrategy(model, layout, engine_of(engine), cluster, "int8" if asked.int8 else None)
     middle = strategy.token(asked.batch, asked.prompt + asked.output / 2)
     around = middle.range(pricing_for(cluster, each <= FEW))
     caches = [
-        fit_on_cluster(model, layout, Served(length, each, chunk=asked.chunk, int8=asked.int8), cluster)
+        fit_on_cluster(model, layout, ServingSetup(length, each, chunk=asked.chunk, int8=asked.int8), cluster)
         for length in (asked.prompt, asked.prompt + asked.output)
     ]
     return Generated(
@@ -309,7 +309,7 @@ MOST_TOKENS = 1 << 22
 """Tokens of one pass beyond which no crossover is looked for."""
 
 
-def crossover(gathering: Strategy, tensor: Strategy) -> int | None:
+def crossover(gathering: DecodeStrategy, tensor: DecodeStrategy) -> int | None:
     """Tokens of one pass over all ranks together from which on gathering weights is faster than tensor parallelism,
     within a hundredth; None beyond `MOST_TOKENS`."""
     ranks = gathering.layout.dp

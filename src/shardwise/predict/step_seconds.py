@@ -15,7 +15,7 @@ UNPRICED = ("etp", "hpz", "cpkind", "stages", "offload", "compile", "order")
 
 
 @dataclass(frozen=True)
-class StepSeconds:
+class StepTiming:
     """A step's time. seconds: the prediction; low, high: its 80% range; parts: where they go, adding up to `seconds`
     (`predict.time.step.StepSeconds` says what each is). engine: the profile of the software that was assumed. notes:
     what stands in for measurements of the device."""
@@ -45,14 +45,14 @@ def usual_engine(cluster: Cluster, elsewhere: str) -> str:
 
 def step_seconds(
     model: ModelConfig, layout: Layout, workload: Workload, cluster: Cluster, engine: str | None = None
-) -> StepSeconds:
+) -> StepTiming:
     """Predict the seconds of one steady training step.
 
     engine: a profile of `predict.time.ENGINES`; None is this project's runtime. Raises `UserError` for a device without
     constants, a link whose figures are not known, and what has no closed form.
     """
     from shardwise.predict.supported import MOST_DEVICES, in_closed_form
-    from shardwise.predict.time import Pricing, Split, time_range, training_step
+    from shardwise.predict.time import Pricing, StepShape, time_range, training_step
     from shardwise.predict.time import engine as engine_of
     from shardwise.predict.time.profiles import attending
 
@@ -67,16 +67,16 @@ def step_seconds(
         raise UserError(f"schedule={layout.schedule} with {count} micro-batches has no closed form of its time")
     name = engine or own_engine(cluster)
     pricing = Pricing(cluster)
-    split = replace(Split.of(layout, workload), schedule=layout.schedule if layout.pp > 1 else "1f1b")
+    split = replace(StepShape.of(layout, workload), schedule=layout.schedule if layout.pp > 1 else "1f1b")
     step = training_step(model, split, attending(engine_of(name), layout.attention), pricing)
     parts = {part: float(seconds) for part, seconds in step.parts.items()}
     around = time_range(parts, pricing.constants, routed=bool(model.experts))
-    return StepSeconds(name, sum(parts.values()), float(around.low), float(around.high), parts, pricing.constants.notes)
+    return StepTiming(name, sum(parts.values()), float(around.low), float(around.high), parts, pricing.constants.notes)
 
 
 def try_step_seconds(
     model: ModelConfig, layout: Layout, workload: Workload, cluster: Cluster | None, engine: str | None = None
-) -> tuple[StepSeconds | None, str]:
+) -> tuple[StepTiming | None, str]:
     """(the time, "") or (None, a sentence why there is none; empty where nothing is known of how fast devices are)."""
     if cluster is None or cluster.device.memory_bandwidth is None:
         return None, ""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from shardwise.cli.compare_local import Here
     from shardwise.layout import Layout
-    from shardwise.planner.strategies import Asked, Comparison, Generated, Ratio
+    from shardwise.planner.strategies import Asked, Generated, Ratio, StrategyComparison
 
 PROMPT, OUTPUT = 1024, 256
 """Tokens of prompt and answer where nobody says otherwise, predicted for a cluster."""
@@ -87,8 +87,8 @@ def run(args: argparse.Namespace, usual: argparse.ArgumentParser) -> int:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What ran here."""
+class LocalMeasurement:
+    """Strategies measured on this machine."""
 
     model: str
     prompts: list[list[int]]
@@ -111,7 +111,7 @@ class Measured:
 class Predicted:
     """What a cluster would do."""
 
-    found: Comparison
+    found: StrategyComparison
 
     def to_json(self) -> dict[str, Any]:
         return self.found.to_json()
@@ -120,7 +120,7 @@ class Predicted:
         return tables(self.found)
 
 
-def _measured(args: argparse.Namespace, prompted: bool) -> Measured:
+def _measured(args: argparse.Namespace, prompted: bool) -> LocalMeasurement:
     import sys
 
     from shardwise.cli import compare_local
@@ -138,7 +138,7 @@ def _measured(args: argparse.Namespace, prompted: bool) -> Measured:
     found = compare_local.measure(
         args, layouts, prompts, asked.output, lambda line: print(line, file=sys.stderr) if terminal else None
     )
-    return Measured(args.model, prompts, found)
+    return LocalMeasurement(args.model, prompts, found)
 
 
 def _prompts(args: argparse.Namespace) -> list[list[int]]:
@@ -152,7 +152,7 @@ def _stand_ins(vocab: int, asked: Asked) -> list[list[int]]:
     return [[(7919 * i + 104729 * n + 1) % vocab for i in range(asked.prompt)] for n in range(asked.batch)]
 
 
-def _predicted(args: argparse.Namespace, measured: Measured | None) -> Predicted:
+def _predicted(args: argparse.Namespace, measured: LocalMeasurement | None) -> Predicted:
     from dataclasses import replace
 
     from shardwise.cluster import Cluster
@@ -209,7 +209,7 @@ def model_named(args: argparse.Namespace) -> Any:
     return change(resolve(args.model), changes)
 
 
-def tables(found: Comparison) -> Iterator[RenderableType]:
+def tables(found: StrategyComparison) -> Iterator[RenderableType]:
     """All that is printed."""
     from shardwise.model.parameters import count
     from shardwise.report.units import format_count
@@ -232,19 +232,19 @@ def tables(found: Comparison) -> Iterator[RenderableType]:
 Row = tuple[str, "Callable[[Generated], str]"]
 
 
-def _rows(found: Comparison) -> Iterator[Row]:
+def _rows(found: StrategyComparison) -> Iterator[Row]:
     yield from _moved(found)
     yield from _timed(found)
     yield from _held(found)
     yield from _trained(found)
 
 
-def _step(found: Comparison) -> str:
+def _step(found: StrategyComparison) -> str:
     """What bytes and times are of: one more token of every sequence."""
     return "a token" if found.asked.batch == 1 else f"a step of {found.asked.batch:,} tokens"
 
 
-def _moved(found: Comparison) -> Iterator[Row]:
+def _moved(found: StrategyComparison) -> Iterator[Row]:
     from shardwise.report.units import format_bytes
 
     yield f"a rank sends for {_step(found)} (ring volume)", lambda one: format_bytes(float(one.round.volume.total))
@@ -253,7 +253,7 @@ def _moved(found: Comparison) -> Iterator[Row]:
     yield "  control, chosen tokens", lambda one: format_bytes(float(one.round.volume.other))
 
 
-def _timed(found: Comparison) -> Iterator[Row]:
+def _timed(found: StrategyComparison) -> Iterator[Row]:
     from shardwise.report import time_parts
     from shardwise.report.units import format_count, format_share, format_time
 
@@ -271,7 +271,7 @@ def _timed(found: Comparison) -> Iterator[Row]:
     yield "prompt until its first token", lambda one: format_time(one.prompt.seconds)
 
 
-def _held(found: Comparison) -> Iterator[Row]:
+def _held(found: StrategyComparison) -> Iterator[Row]:
     from shardwise.report.units import format_bytes
 
     yield "weights of a rank", lambda one: format_bytes(one.fit.held.all_weights)
@@ -282,7 +282,7 @@ def _held(found: Comparison) -> Iterator[Row]:
     yield "  fits", lambda one: "" if one.fit.room is None else "yes" if one.fit.fits else "no"
 
 
-def _trained(found: Comparison) -> Iterator[Row]:
+def _trained(found: StrategyComparison) -> Iterator[Row]:
     from shardwise.report.units import format_share, format_time
 
     words = f"{found.strategies[0].layout.ranks} x {found.asked.seq:,} tokens"
@@ -294,7 +294,7 @@ def _trained(found: Comparison) -> Iterator[Row]:
     yield "  its gather, beside it", lambda one: format_time(one.trained.gather) if one.trained.gather else ""
 
 
-def _ratios(found: Comparison) -> Iterator[str]:
+def _ratios(found: StrategyComparison) -> Iterator[str]:
     from shardwise.report.units import format_count
 
     for ratio in found.ratios:
@@ -319,7 +319,7 @@ def _faster(ratio: Ratio) -> str:
     return f"it is faster from about {format_count(ratio.faster)} on"
 
 
-def _notes(found: Comparison) -> Iterator[str]:
+def _notes(found: StrategyComparison) -> Iterator[str]:
     from shardwise.predict.time.generation import FEW, ONE_SEQUENCE
 
     host = found.cluster.device.kind == "cpu"

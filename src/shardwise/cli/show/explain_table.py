@@ -56,10 +56,10 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Serving:
-    """What one GPU of a server has room for. weights: bytes; a_token: bytes of its cache for a token; room: bytes that
-    are left for the cache; tokens: that fit there, over the sequences of an engine; None where no cluster tells.
-    length: tokens of the longest sequence. sequences: the most of one iteration."""
+class CacheRoom:
+    """Memory of one GPU of a server that is left for the cache. weights: bytes; a_token: bytes of its cache for a
+    token; room: bytes that are left for the cache; tokens: that fit there, over the sequences of an engine; None where
+    no cluster tells. length: tokens of the longest sequence. sequences: the most of one iteration."""
 
     model: ModelConfig
     weights: float
@@ -123,10 +123,10 @@ def training(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> T
         return Training(model, None, str(error))
 
 
-def serving(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> Serving:
+def serving(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> CacheRoom:
     """What fits. Raises `UserError` where the heads cannot be split so, and where the weights alone do not fit."""
     from shardwise.layout import check
-    from shardwise.predict.time.serving import Serving as Stored
+    from shardwise.predict.time.serving import ServingLayout as Stored
     from shardwise.predict.time.serving import cache_bytes_per_token, weight_bytes
     from shardwise.report.units import format_bytes
 
@@ -138,14 +138,14 @@ def serving(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> Se
     length = served.length or model.max_positions
     memory = cluster.memory_per_device if cluster else None
     if memory is None:
-        return Serving(model, weights, a_token, None, None, length, served.sequences)
+        return CacheRoom(model, weights, a_token, None, None, length, served.sequences)
     room = memory * served.memory - weights
     if room <= a_token:
         raise UserError(
             f"{model.name} does not fit: {format_bytes(weights)} of weights on each GPU, of which {served.memory:.0%} "
             f"of {format_bytes(memory)} may be used; split it over more GPUs, or store it in fewer bits"
         )
-    return Serving(model, weights, a_token, room, int(room / a_token), length, served.sequences)
+    return CacheRoom(model, weights, a_token, room, int(room / a_token), length, served.sequences)
 
 
 def _moved(report: StepReport) -> list[str]:

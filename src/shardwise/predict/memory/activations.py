@@ -86,14 +86,15 @@ def _attention_core(plan: UnitPlan, s: Sizes) -> Items:
     if plan.layout.recompute == "selective":
         return {}
     if plan.layout.attention == "sdpa":
-        return {} if takes_products(plan) else {"log-sum-exp": s.tokens * s.heads * s.statistic}
+        return {} if uses_batched_attention(plan) else {"log-sum-exp": s.tokens * s.heads * s.statistic}
     square = s.tokens * s.heads * s.seq * s.element
     copies = {"probabilities": square}
     return copies | ({"dropped probabilities": square} if plan.model.attention_dropout else {})
 
 
-def takes_products(plan: UnitPlan) -> bool:
-    """Whether fused attention is that of `runtime/tensor/attention.py`: on CPUs, where sequences are short."""
+def uses_batched_attention(plan: UnitPlan) -> bool:
+    """Whether fused attention runs as batched products (`runtime/tensor/attention.py`): on CPUs, where sequences are
+    short."""
     layout, longest = plan.layout, LONGEST_SHORT.get(plan.layout.dtype, 0)
     short = SHORTEST <= plan.workload.seq <= longest and plan.backend != "nccl"
     return short and layout.compile != "block" and not plan.workload.isolate_documents
@@ -154,7 +155,7 @@ def kept_items(plan: UnitPlan, s: Sizes, part: str) -> Items:
 def _kept_with_values(plan: UnitPlan, s: Sizes) -> int:
     """Short attention makes the gradients of queries, keys and values as one tensor. If a rotary backward copies the
     first two, the values' gradient keeps the whole tensor allocated."""
-    short = plan.layout.attention == "sdpa" and plan.layout.recompute != "selective" and takes_products(plan)
+    short = plan.layout.attention == "sdpa" and plan.layout.recompute != "selective" and uses_batched_attention(plan)
     apart = short and plan.model.positions == "rope" and not plan.fuses_blocks
     return s.tokens * (s.q + s.kv) * s.element if apart else 0
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from shardwise.layout.units import UnitPlan
 from shardwise.model.chunking import ATTENTION_ROWS
-from shardwise.predict.memory.activations import Sizes, takes_products
+from shardwise.predict.memory.activations import Sizes, uses_batched_attention
 from shardwise.predict.memory.transients import LiveBytes, dropout
 
 
@@ -17,7 +17,7 @@ class AttentionTensors:
     def __init__(self, plan: UnitPlan, s: Sizes) -> None:
         self.plan, self.s = plan, s
         self.q, self.kv = s.tokens * s.q * s.element, s.tokens * s.kv * s.element
-        self.short = plan.layout.attention == "sdpa" and takes_products(plan)
+        self.short = plan.layout.attention == "sdpa" and uses_batched_attention(plan)
         self.math = plan.layout.attention == "math"
         self.selective = plan.layout.recompute == "selective"
         self.statistics = s.tokens * s.heads * s.statistic

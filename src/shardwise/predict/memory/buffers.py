@@ -23,7 +23,7 @@ end."""
 
 
 @dataclass(frozen=True)
-class Held:
+class MemoryByClass:
     """Bytes at one moment.
 
     part: whose backward it is, or was just now. comm: without the slots of weights, but with the stages that a pipeline
@@ -43,7 +43,7 @@ class Held:
         return self.gradients + self.comm + self.arriving
 
 
-class Walk:
+class MemoryTrace:
     """The state of the buffers while the backwards of a step are followed, as the engine goes through them."""
 
     def __init__(self, plan: UnitPlan) -> None:
@@ -55,10 +55,10 @@ class Walk:
         """Units to whose gradients products of weights have been added."""
         self.staging_bytes = sum(plan.staging_sizes.values()) * DTYPE_BYTES[plan.layout.dtype]
 
-    def now(self, when: When, part: str = "", arriving: int = 0, adds: bool = False) -> Held:
+    def now(self, when: When, part: str = "", arriving: int = 0, adds: bool = False) -> MemoryByClass:
         scratch = self.flying.padded * DTYPE_BYTES[self.plan.wire_dtype] if self.flying and self.plan.scratch else 0
         comm = sum(self.staged.values()) + scratch + self.staging_bytes
-        return Held(when, part, sum(self.accumulators.values()), comm, arriving, adds)
+        return MemoryByClass(when, part, sum(self.accumulators.values()), comm, arriving, adds)
 
     def write(self, part: str) -> bool:
         """The gradients of `part`'s weights are computed; whether they are added to those of an earlier micro-batch."""
@@ -76,7 +76,7 @@ class Walk:
         """Its full gradient is staged."""
         self.staged[unit.name] = unit.padded * DTYPE_BYTES[self.plan.layout.dtype]
 
-    def begin(self, part: str) -> Iterator[Held]:
+    def begin(self, part: str) -> Iterator[MemoryByClass]:
         """The engine makes room for the gradients of `part`."""
         for unit in self.plan.units_of(part):
             if not self.plan.stages_gradients:
@@ -91,7 +91,7 @@ class Walk:
     def _same_slot(self, a: Unit, b: Unit) -> bool:
         return self.plan.staging_slots[a.name] == self.plan.staging_slots[b.name]
 
-    def collect(self, part: str) -> Iterator[Held]:
+    def collect(self, part: str) -> Iterator[MemoryByClass]:
         """Below stage 2, what has been staged goes to the accumulators."""
         for unit in self.plan.finished_after(part) if self.stage < 2 and self.plan.stages_gradients else ():
             self.accumulate(unit)
@@ -99,7 +99,7 @@ class Walk:
             del self.staged[unit.name]
             self.written.discard(unit.name)
 
-    def reduce(self, part: str) -> Iterator[Held]:
+    def reduce(self, part: str) -> Iterator[MemoryByClass]:
         """The gradients of `part` start on their way."""
         for unit in self.plan.finished_after(part) if self.stage else ():
             if self.staging_bytes:
@@ -108,7 +108,7 @@ class Walk:
             self.flying = unit
             yield self.now("reduction", part)
 
-    def land(self, when: When, part: str = "") -> Iterator[Held]:
+    def land(self, when: When, part: str = "") -> Iterator[MemoryByClass]:
         """The reduction under way ends."""
         if self.flying is None:
             return
@@ -130,13 +130,13 @@ def wide_chunk(elements: int, dtype: str, pieces: int) -> int:
     return sum_chunk(elements) * DTYPE_BYTES["float32"] if dtype == "bfloat16" and pieces > 2 else 0
 
 
-def held_through_step(plan: UnitPlan) -> Iterator[Held]:
+def held_through_step(plan: UnitPlan) -> Iterator[MemoryByClass]:
     """The buffers at every moment of a step at which they grow, in order.
 
     The first micro-batch finds nothing, and the second one no accumulator for what is still on its way; from the third
     on all find the same, so at most three are followed.
     """
-    walk, count = Walk(plan), min(plan.micro_batches, 3)
+    walk, count = MemoryTrace(plan), min(plan.micro_batches, 3)
     for index in range(count):
         yield walk.now("loss")
         for part in reversed(plan.parts):

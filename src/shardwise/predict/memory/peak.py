@@ -12,9 +12,16 @@ from collections.abc import Iterator
 
 from shardwise.layout.units import UnitPlan
 from shardwise.model.chunking import ATTENTION_ROWS, loss_chunk, optimizer_chunk
-from shardwise.predict.memory.activations import Sizes, mask_bytes, saved_bytes, saved_items, saved_mask, takes_products
+from shardwise.predict.memory.activations import (
+    Sizes,
+    mask_bytes,
+    saved_bytes,
+    saved_items,
+    saved_mask,
+    uses_batched_attention,
+)
 from shardwise.predict.memory.block_tensors import BlockTensors
-from shardwise.predict.memory.buffers import Held, When, held_through_step
+from shardwise.predict.memory.buffers import MemoryByClass, When, held_through_step
 from shardwise.predict.memory.transients import dropout, gather, norm_backward, norm_forward, scatter, weight_gradient
 
 
@@ -23,7 +30,7 @@ def peak_beyond_lasting(plan: UnitPlan) -> int:
     return max(held.total + beside for held, beside in moments(plan))
 
 
-def moments(plan: UnitPlan) -> Iterator[tuple[Held, int]]:
+def moments(plan: UnitPlan) -> Iterator[tuple[MemoryByClass, int]]:
     """(the engine's buffers, bytes beside them) at every moment of a step without a pipeline at which they grow."""
     s = Sizes.of(plan)
     known = sum(saved_inputs(plan, s, part) for part in plan.parts)
@@ -126,7 +133,7 @@ def tables(plan: UnitPlan, s: Sizes) -> int:
     shared = 2 * s.tokens * rotated * s.element + mask_bytes(plan, s) - saved_mask(plan, s)
     if plan.layout.attention == "math" and not plan.workload.isolate_documents:
         shared += s.seq * s.seq * s.element
-    if plan.layout.attention == "sdpa" and takes_products(plan):
+    if plan.layout.attention == "sdpa" and uses_batched_attention(plan):
         shared += 4 * min(s.seq, ATTENTION_ROWS) ** 2
     return shared
 

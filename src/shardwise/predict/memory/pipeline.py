@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardwise.layout.units import Residency, Unit, UnitPlan
 from shardwise.predict.memory.activations import Sizes
-from shardwise.predict.memory.buffers import Walk
+from shardwise.predict.memory.buffers import MemoryTrace
 from shardwise.predict.memory.peak import inputs, optimizer
 from shardwise.predict.memory.pipeline_action import ActionMemory, Change, Effect, StageBytes
 from shardwise.report.step_report import DTYPE_BYTES
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Most:
+class MemoryPeak:
     """The most bytes at one time within a step: of each class, and of all that does not last through it."""
 
     saved: int = 0
@@ -37,12 +37,12 @@ class Most:
         """In the order of the fields."""
         return self.saved, self.gradients, self.comm, self.peak
 
-    def include(self, other: Most) -> None:
+    def include(self, other: MemoryPeak) -> None:
         """Count another part of the step, too."""
         self.saved, self.gradients, self.comm, self.peak = map(max, zip(self.bytes, other.bytes, strict=True))
 
 
-def held_by_actions(plan: UnitPlan) -> Most:
+def held_by_actions(plan: UnitPlan) -> MemoryPeak:
     """Follow the actions of `plan`'s rank through one step, those of its steady state once."""
     assert plan.steady is not None
     if plan.steady.grows and plan.steady.repeats:
@@ -53,7 +53,7 @@ def held_by_actions(plan: UnitPlan) -> Most:
     return rank.end()
 
 
-def _continued(plan: UnitPlan) -> Most:
+def _continued(plan: UnitPlan) -> MemoryPeak:
     """The same where a rank holds more the more micro-batches there are: by as much at every further period, which two
     short steps show for each action."""
     from shardwise.schedule.pipeline.steady import continuation
@@ -62,25 +62,25 @@ def _continued(plan: UnitPlan) -> Most:
     lasting, short = inputs(plan, Sizes.of(plan)), plan.short
     longer = short.of_micro_batches(short.micro_batches + plan.steady.period)
     a, b = _by_action(short, lasting), _by_action(longer, lasting)
-    most = Most()
+    most = MemoryPeak()
     for one, place in zip(a, [*continuation(short.actions, longer.actions), -1], strict=True):
         both = zip(one.bytes, b[place].bytes, strict=True)
-        most.include(Most(*(x + plan.steady.repeats * (y - x) for x, y in both)))
+        most.include(MemoryPeak(*(x + plan.steady.repeats * (y - x) for x, y in both)))
     return most
 
 
-def _by_action(plan: UnitPlan, lasting: int) -> list[Most]:
+def _by_action(plan: UnitPlan, lasting: int) -> list[MemoryPeak]:
     """The most while each action is done, and in the end."""
     rank, found = _Rank(plan, lasting), []
     for action in plan.actions:
-        rank.most = Most()
+        rank.most = MemoryPeak()
         rank.do(action)
         found.append(rank.most)
-    rank.most = Most()
+    rank.most = MemoryPeak()
     return [*found, rank.end()]
 
 
-class Moment(NamedTuple):
+class MemoryEvent(NamedTuple):
     """Bytes at one moment of a step, of what does not last through it. place: of the action in the rank's list, whose
     length stands for the optimizer. gradients, comm: of the engine; rest: activations and all that is transient."""
 
@@ -94,7 +94,7 @@ class Moment(NamedTuple):
         return self.gradients + self.comm + self.rest
 
 
-def moments(plan: UnitPlan, lasting: int | None = None) -> Iterator[tuple[Moment, Moment]]:
+def moments(plan: UnitPlan, lasting: int | None = None) -> Iterator[tuple[MemoryEvent, MemoryEvent]]:
     """(the fullest moment while it is done, what there is after it) of each action at which bytes come or go, and of
     the optimizer. The fullest of all is `held_by_actions`'s peak.
 
@@ -105,11 +105,11 @@ def moments(plan: UnitPlan, lasting: int | None = None) -> Iterator[tuple[Moment
         rank.forget()
         rank.do(action)
         if rank.fullest:
-            yield Moment(place, *rank.fullest), Moment(place, *rank.now)
+            yield MemoryEvent(place, *rank.fullest), MemoryEvent(place, *rank.now)
     rank.forget()
     rank.end()
     assert rank.fullest
-    yield Moment(len(plan.actions), *rank.fullest), Moment(len(plan.actions), *rank.now)
+    yield MemoryEvent(len(plan.actions), *rank.fullest), MemoryEvent(len(plan.actions), *rank.now)
 
 
 _ACCUMULATED, _STAGED, _WRITTEN = 1, 2, 4
@@ -140,7 +140,7 @@ class _Rank:
     def __init__(self, plan: UnitPlan, lasting: int | None = None) -> None:
         """lasting: bytes of the step's inputs; None for those of `plan`."""
         self.plan, self.s = plan, Sizes.of(plan)
-        self.most = Most()
+        self.most = MemoryPeak()
         self.fullest: Change | None = None
         self.gradients = self.comm = self.saved = 0
         self.rest = inputs(plan, self.s) if lasting is None else lasting
@@ -166,7 +166,7 @@ class _Rank:
 
     def forget(self) -> None:
         """Have the most and the fullest be those of what follows."""
-        self.most, self.fullest = Most(), None
+        self.most, self.fullest = MemoryPeak(), None
 
     def do(self, action: Action) -> None:
         kind, stage, micro, peer, parts = action
@@ -194,7 +194,7 @@ class _Rank:
             theirs = self.plan.by_name["tied"].shard_numel * DTYPE_BYTES[self.plan.grad_dtype]
             self._note(self.gradients, self.comm, self.rest + theirs)
 
-    def end(self) -> Most:
+    def end(self) -> MemoryPeak:
         self.rest -= len(self.leaving) * self.message
         self._on_stage("land", -1, moves=False)
         self._note(self.gradients, self.comm, self.rest + optimizer(self.plan))
@@ -242,7 +242,7 @@ class _Rank:
         like = self.like.get(stage)
         units = [self.plan.by_name[name] for name in (self.names[like][: len(names)] if like is not None else ())]
         there = [self.gradients_of[name] for name in names]
-        walk, other = Walk(self.plan), None
+        walk, other = MemoryTrace(self.plan), None
         if self.reducing and self.reducing.name in names:
             walk.flying = units[names.index(self.reducing.name)]
         elif self.reducing:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from shardwise.layout.units import UnitPlan
 from shardwise.predict.memory.activations import Sizes, kept_items, saved_items, saved_mask
-from shardwise.predict.memory.buffers import Held, Walk, When
+from shardwise.predict.memory.buffers import MemoryByClass, MemoryTrace, When
 from shardwise.predict.memory.peak import backwards, forward, loss, of_weights, saved_inputs, tables
 
 
@@ -81,7 +81,7 @@ class Effect(NamedTuple):
 class ActionMemory:
     """Follows one action on a stage; `effect` gives the result."""
 
-    def __init__(self, plan: UnitPlan, s: Sizes, of: StageBytes | None, walk: Walk, moves: bool) -> None:
+    def __init__(self, plan: UnitPlan, s: Sizes, of: StageBytes | None, walk: MemoryTrace, moves: bool) -> None:
         """of: the stage; None for an action on no stage. walk: the buffers that the action can change, followed on.
         moves: whether its micro-batch is on no other stage of the rank, so that its masks and tables come or go."""
         self.plan, self.s, self.walk = plan, s, walk
@@ -112,10 +112,10 @@ class ActionMemory:
         return Effect(self.gradients, self.comm, self.fullest, self._change(self.walk.now("loss"), self.rest),
                       self.saved)  # fmt: skip
 
-    def _change(self, held: Held, rest: int) -> Change:
+    def _change(self, held: MemoryByClass, rest: int) -> Change:
         return Change(held.gradients - self.before.gradients, held.comm - self.before.comm, held.arriving + rest)
 
-    def note(self, held: Held, rest: int) -> None:
+    def note(self, held: MemoryByClass, rest: int) -> None:
         change = self._change(held, rest)
         self.gradients, self.comm = max(self.gradients, change.gradients), max(self.comm, change.comm)
         if self.fullest is None or sum(change) > sum(self.fullest):

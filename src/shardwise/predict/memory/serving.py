@@ -43,11 +43,11 @@ training/performance/README.md."""
 
 
 @dataclass(frozen=True)
-class Served:
-    """How a model is served. context: tokens of the longest sequence; batch: the most sequences at a time in a replica;
-    page: tokens of a page; chunk: tokens of prompts in a turn; int8: matrices are kept in 8 bits, but for tables;
-    cpu: on CPUs, where such matrices are laid out in tiles (`int8_bytes`); cache: pages, where they are given in place
-    of as many as all sequences fill (0)."""
+class ServingSetup:
+    """Settings with which a model is served. context: tokens of the longest sequence; batch: the most sequences at a
+    time in a replica; page: tokens of a page; chunk: tokens of prompts in a turn; int8: matrices are kept in 8 bits,
+    but for tables; cpu: on CPUs, where such matrices are laid out in tiles (`int8_bytes`); cache: pages, where they are
+    given in place of as many as all sequences fill (0)."""
 
     context: int
     batch: int = 8
@@ -74,7 +74,7 @@ class Served:
 
 
 @dataclass(frozen=True)
-class Held:
+class ServingMemory:
     """Bytes of one rank. weights: as they stay; slots: of gathered weights; cache; passing: in a turn, a bound."""
 
     weights: int
@@ -93,8 +93,9 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Fit:
-    """Whether it fits. held: of the fullest rank; room: bytes that a rank has, None where that is not known.
+class MemoryFit:
+    """Memory needed and available on the fullest rank. held: of the fullest rank; room: bytes that a rank has, None
+    where that is not known.
 
     largest_context: tokens of each of `served.batch` sequences; largest_batch: sequences of `served.context` tokens; 0
     where the weights alone do not fit, None where the room is not known.
@@ -103,8 +104,8 @@ class Fit:
 
     model: ModelConfig
     layout: Layout
-    served: Served
-    held: Held
+    served: ServingSetup
+    held: ServingMemory
     room: float | None
     largest_context: int | None
     largest_batch: int | None
@@ -169,7 +170,7 @@ class Fit:
         return f"no context fits {batch}, and the weights alone take {format_bytes(bare)}: {how}"
 
 
-def serving_fit(model: ModelConfig, layout: Layout, served: Served, room: float | None = None) -> Fit:
+def serving_fit(model: ModelConfig, layout: Layout, served: ServingSetup, room: float | None = None) -> MemoryFit:
     """What serving takes on the fullest rank, against `room` bytes a rank. Raises `LayoutError` for layouts that
     generation does not know, `UserError` for models that do not run."""
     check_generation(layout, model)
@@ -183,15 +184,15 @@ def serving_fit(model: ModelConfig, layout: Layout, served: Served, room: float 
         context = min(_longest(plan, served, room) for plan in plans)
         batch = min(_most(plan, served, room) for plan in plans)
     pps = tuple(pp for pp in range(1, model.layers + 1))
-    return Fit(model, layout, served, held, room, context, batch, tuple(valid_tp(model)), pps)
+    return MemoryFit(model, layout, served, held, room, context, batch, tuple(valid_tp(model)), pps)
 
 
-def fit_on_host(model: ModelConfig, layout: Layout, served: Served, memory: int | None) -> Fit:
+def fit_on_host(model: ModelConfig, layout: Layout, served: ServingSetup, memory: int | None) -> MemoryFit:
     """`serving_fit` where all ranks share `memory` bytes of one host. None: not known."""
     return serving_fit(model, layout, replace(served, cpu=True), None if memory is None else memory / layout.ranks)
 
 
-def fit_on_cluster(model: ModelConfig, layout: Layout, served: Served, cluster: Cluster) -> Fit:
+def fit_on_cluster(model: ModelConfig, layout: Layout, served: ServingSetup, cluster: Cluster) -> MemoryFit:
     """`serving_fit` on the devices of a cluster. Raises `LayoutError` where there are too few."""
     check_generation(layout, model, cluster.devices)
     return serving_fit(model, layout, replace(served, cpu=cluster.device.kind != "cuda"), room_on(cluster))
@@ -256,9 +257,9 @@ def largest_page_bytes(model: ModelConfig, layout: Layout, page: int = PAGE) -> 
     return max(page_bytes(plan_of(model, layout, stage), page) for stage in range(layout.pp))
 
 
-def _held(plan: UnitPlan, served: Served) -> Held:
+def _held(plan: UnitPlan, served: ServingSetup) -> ServingMemory:
     slots = sum(plan.slots.values()) if plan.layout.stage == 3 else 0
-    return Held(
+    return ServingMemory(
         weight_bytes(plan, served.int8, cpu=served.cpu),
         slots * DTYPE_BYTES[plan.layout.dtype],
         served.pages * page_bytes(plan, served.page),
@@ -270,7 +271,7 @@ _INDEX = 16
 """Bytes that name a slot of the cache and its page."""
 
 
-def passing_bytes(plan: UnitPlan, served: Served) -> int:
+def passing_bytes(plan: UnitPlan, served: ServingSetup) -> int:
     """A turn's widest moment: residual stream, its normed copy and what the feed-forward opens up to, or queries, keys,
     values and their output, and a copy of one block's cache with its mask, where pages do not follow each other; or the
     logits of every sequence, gathered, and again in fp32. With int8 also some rows of activations in bytes and of sums
@@ -302,7 +303,7 @@ def _passing_product(rows: int, inputs: int, outputs: int, width: int) -> int:
     )
 
 
-def _longest(plan: UnitPlan, served: Served, room: float) -> int:
+def _longest(plan: UnitPlan, served: ServingSetup, room: float) -> int:
     """Tokens that each of the sequences may have, whole pages, at most as many as the model knows positions."""
     most = plan.model.max_positions
     one_each = max(1, served.batch * page_bytes(plan, served.page))  # 0 on a stage without blocks
@@ -313,7 +314,7 @@ def _longest(plan: UnitPlan, served: Served, room: float) -> int:
     return min(fitting * served.page, most)
 
 
-def _most(plan: UnitPlan, served: Served, room: float) -> int:
+def _most(plan: UnitPlan, served: ServingSetup, room: float) -> int:
     """Sequences of the whole context."""
     return bisect_right(range(1, MOST), room, key=lambda n: _held(plan, replace(served, batch=n, cache=0)).total)
 

@@ -3,23 +3,23 @@
 from shardwise.predict.time.constants import Constants, constants, known_devices
 from shardwise.predict.time.kernels import Kernels
 from shardwise.predict.time.pricing import Pricing
-from shardwise.predict.time.profiles import ENGINES, Engine, engine
+from shardwise.predict.time.profiles import ENGINES, EngineProfile, engine
 from shardwise.predict.time.ranges import Range, time_range
-from shardwise.predict.time.serving import ServedSeconds, Serving, capacity, decode_step, prefill, throughput
-from shardwise.predict.time.split import Split
+from shardwise.predict.time.serving import ServedSeconds, ServingLayout, capacity, decode_step, prefill, throughput
+from shardwise.predict.time.split import StepShape
 from shardwise.predict.time.step import StepSeconds, training_step
 
 __all__ = [
     "ENGINES",
     "Constants",
-    "Engine",
+    "EngineProfile",
     "Kernels",
     "Pricing",
     "Range",
     "ServedSeconds",
-    "Serving",
-    "Split",
+    "ServingLayout",
     "StepSeconds",
+    "StepShape",
     "capacity",
     "constants",
     "decode_step",

@@ -1,7 +1,7 @@
 """The operations of a part of a model, each with its seconds forward and backward.
 
-A `Tally` sums them by kind: `matmul`, `attention`, `memory` (element-wise and reducing kernels), and counts kernel
-launches. Widths are one rank's share; sizes may be numbers or numpy arrays, which broadcast.
+A `PartSeconds` sums them by kind: `matmul`, `attention`, `memory` (element-wise and reducing kernels), and counts
+kernel launches. Widths are one rank's share; sizes may be numbers or numpy arrays, which broadcast.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardwise.model.blueprint import Part
 from shardwise.model.operations import AttentionCore, Elementwise, LinearOp, Width
 from shardwise.model.parameters import blueprint
 from shardwise.predict.time.kernels import WIDTH, Kernels
-from shardwise.predict.time.profiles import Engine
+from shardwise.predict.time.profiles import EngineProfile
 
 Num = Any
 
@@ -62,7 +62,7 @@ class Shape:
 
 
 @dataclass
-class Tally:
+class PartSeconds:
     """Seconds by kind of one part's forward and backward, kernels launched, the seconds that selective recompute
     repeats, and of the backward ones those that gradients of weights take. dtype: of activations."""
 
@@ -108,9 +108,9 @@ class Tally:
             self.memory(0.0, batch * wide * deep * accumulate * shape.width / 2, (0, 1))
 
 
-def tally_part(part: Part, model: ModelConfig, shape: Shape, engine: Engine, kernels: Kernels) -> Tally:
+def tally_part(part: Part, model: ModelConfig, shape: Shape, engine: EngineProfile, kernels: Kernels) -> PartSeconds:
     """All operations of a part of a model."""
-    tally = Tally(kernels, shape.wide)
+    tally = PartSeconds(kernels, shape.wide)
     # Under sequence parallelism inputs are gathered and outputs scattered; backward the same, and inputs gathered once
     # more for the gradients of weights (Korthikanti et al. 2022).
     ahead, back = part.gathered + part.summed, 2 * part.gathered + part.summed
@@ -153,26 +153,26 @@ def _stream(operation: Elementwise, shape: Shape) -> Num:
     return shape.stream * sum(width.size for width in operation.widths) * shape.width
 
 
-def _linear(tally: Tally, operation: LinearOp, shape: Shape, engine: Engine) -> None:
+def _linear(tally: PartSeconds, operation: LinearOp, shape: Shape, engine: EngineProfile) -> None:
     rows, times, tp = _rows(operation, shape)
     wide = sum(on_rank(width, tp) for width in operation.outputs)
     tally.linear(rows, wide, on_rank(operation.inputs, tp), shape, times, engine.accumulate_bytes)
 
 
-def _norm(tally: Tally, operation: Elementwise, shape: Shape, engine: Engine) -> None:
+def _norm(tally: PartSeconds, operation: Elementwise, shape: Shape, engine: EngineProfile) -> None:
     # The gradient that arrives over the residual is added to the norm's.
     ahead, back, launches = _norm_passes(tally, operation.kind == "rmsnorm", engine)
     stream = _stream(operation, shape)
     tally.memory(ahead * stream, (back + 3) * stream, launches, "norm")
 
 
-def _head_norms(tally: Tally, operation: Elementwise, shape: Shape, engine: Engine) -> None:
+def _head_norms(tally: PartSeconds, operation: Elementwise, shape: Shape, engine: EngineProfile) -> None:
     ahead, back, launches = _norm_passes(tally, True, engine)
     heads = _moved(operation, shape)
     tally.memory(ahead * heads, (back + 1) * heads, (2 * launches[0], 2 * launches[1] - 2), "norm")
 
 
-def _norm_passes(tally: Tally, rms: bool, engine: Engine) -> tuple[float, float, tuple[int, int]]:
+def _norm_passes(tally: PartSeconds, rms: bool, engine: EngineProfile) -> tuple[float, float, tuple[int, int]]:
     """Passes of a norm over its input, in its own width, forward and backward, and its launches with the residual's."""
     if engine.fused_norm or not rms:
         # Forward reads and writes; backward reads input and gradient, writes, and sums the weight's gradient apart.
@@ -185,7 +185,9 @@ def _norm_passes(tally: Tally, rms: bool, engine: Engine) -> tuple[float, float,
     return 14.0, 37.0, (7, 11)
 
 
-def _laid_out(tally: Tally, hidden: int, shape: Shape, engine: Engine, forward: int, backward: int) -> None:
+def _laid_out(
+    tally: PartSeconds, hidden: int, shape: Shape, engine: EngineProfile, forward: int, backward: int
+) -> None:
     """Copies of so many gathered or scattered tensors, whose shards of sequences lie end to end in memory only where
     there is one sequence."""
     if engine.sequence_copies:
@@ -194,7 +196,7 @@ def _laid_out(tally: Tally, hidden: int, shape: Shape, engine: Engine, forward: 
         tally.memory(forward * moved, backward * moved, (forward * copied, backward * copied))
 
 
-def _residual(tally: Tally, operation: Elementwise, shape: Shape, engine: Engine) -> None:
+def _residual(tally: PartSeconds, operation: Elementwise, shape: Shape, engine: EngineProfile) -> None:
     """Bias, dropout with its mask of one byte, residual: one kernel where fused, else one each."""
     stream = _stream(operation, shape)
     if engine.dropout:
@@ -203,28 +205,28 @@ def _residual(tally: Tally, operation: Elementwise, shape: Shape, engine: Engine
         tally.memory(3 * stream, 0.0, (1, 0), "norm")
 
 
-def _bias_gradients(tally: Tally, operation: Elementwise, shape: Shape, engine: Engine) -> None:
+def _bias_gradients(tally: PartSeconds, operation: Elementwise, shape: Shape, engine: EngineProfile) -> None:
     tally.memory(0.0, _moved(operation, shape), (0, 1))
 
 
-def _split_heads(tally: Tally, operation: Elementwise, shape: Shape, engine: Engine) -> None:
+def _split_heads(tally: PartSeconds, operation: Elementwise, shape: Shape, engine: EngineProfile) -> None:
     if engine.qkv_copied:
         tally.memory(0.0, 2 * _moved(operation, shape), (0, 1))
 
 
-def _rotation(tally: Tally, operation: Elementwise, shape: Shape, engine: Engine) -> None:
+def _rotation(tally: PartSeconds, operation: Elementwise, shape: Shape, engine: EngineProfile) -> None:
     passes = 1 if engine.fused_rope else 3
     moved = passes * 2 * _moved(operation, shape)
     tally.memory(moved, moved, (passes, passes), "rotation")
 
 
-def _low_ranks(tally: Tally, operation: Elementwise, shape: Shape, engine: Engine) -> None:
+def _low_ranks(tally: PartSeconds, operation: Elementwise, shape: Shape, engine: EngineProfile) -> None:
     """Norms of both low ranks, and laying out heads whose rotated part is shared."""
     moved = _moved(operation, shape)
     tally.memory(2 * moved, 3 * moved, (4, 6))
 
 
-def _attention_core(tally: Tally, core: AttentionCore, shape: Shape, engine: Engine) -> None:
+def _attention_core(tally: PartSeconds, core: AttentionCore, shape: Shape, engine: EngineProfile) -> None:
     before = {kind: tally.forward[kind] for kind in KINDS}
     started = tally.launches["forward"]
     (_fused_core if engine.attention == "fused" else _score_core)(tally, core, shape, engine)
@@ -232,7 +234,7 @@ def _attention_core(tally: Tally, core: AttentionCore, shape: Shape, engine: Eng
     tally.launches["selective"] = tally.launches["forward"] - started
 
 
-def _fused_core(tally: Tally, core: AttentionCore, shape: Shape, engine: Engine) -> None:
+def _fused_core(tally: PartSeconds, core: AttentionCore, shape: Shape, engine: EngineProfile) -> None:
     heads, kv, width = core.heads / shape.tp, np.maximum(core.kv_heads / shape.tp, 1), core_width(core)
     kernels = tally.kernels
     slower = kernels.constants.value("triton_attention") if engine.attention_kernel == "triton" else 1.0
@@ -254,7 +256,7 @@ def core_of(model: ModelConfig) -> AttentionCore:
     return next(operation for operation in operations if operation.kind == "attention")
 
 
-def _score_core(tally: Tally, core: AttentionCore, shape: Shape, engine: Engine) -> None:
+def _score_core(tally: PartSeconds, core: AttentionCore, shape: Shape, engine: EngineProfile) -> None:
     """Q Kᵀ, scale and mask and softmax, dropout, P V: what Megatron-LM did before fused attention."""
     heads, d, mm = core.heads / shape.tp, core_width(core), tally.kernels.matmul
     batch, seq, keys, wide = shape.micro * heads, shape.seq, shape.keys, shape.wide
@@ -276,14 +278,14 @@ def _score_core(tally: Tally, core: AttentionCore, shape: Shape, engine: Engine)
     tally.memory(2 * shape.tokens * heads * d * shape.width, 2 * shape.tokens * heads * d * shape.width)
 
 
-def _activation(tally: Tally, operation: Elementwise, shape: Shape, engine: Engine) -> None:
+def _activation(tally: PartSeconds, operation: Elementwise, shape: Shape, engine: EngineProfile) -> None:
     inner, gated = _moved(operation, shape), operation.kind == "gated activation"
     passes = 1 if engine.fused_activation else 1 + gated
     ahead, back = (3.0, 5.0) if gated else (2.0, 3.0)
     tally.memory((ahead + 2 * (passes - 1)) * inner, (back + 3 * (passes - 1)) * inner, (passes, passes), "activation")
 
 
-def _router(tally: Tally, operation: LinearOp, shape: Shape) -> None:
+def _router(tally: PartSeconds, operation: LinearOp, shape: Shape) -> None:
     """Logits of all experts, and the choice among them in fp32."""
     tokens, (experts,) = shape.stream, operation.outputs
     router = tally.kernels.matmul(tokens, experts.size, operation.inputs.size, shape.wide)
@@ -291,25 +293,25 @@ def _router(tally: Tally, operation: LinearOp, shape: Shape) -> None:
     tally.memory(tokens * experts.size * 4.0 * 6, tokens * experts.size * 4.0 * 6, (8, 8))
 
 
-def _dispatch(tally: Tally, operation: Elementwise, shape: Shape, engine: Engine) -> None:
+def _dispatch(tally: PartSeconds, operation: Elementwise, shape: Shape, engine: EngineProfile) -> None:
     """Permutation of routed tokens on their way to the experts and back."""
     rows = operation.active * _stream(operation, shape)
     tally.memory(2 * 2 * rows, 2 * 3 * rows, (4, 4))
 
 
-def _lookup(tally: Tally, operation: Elementwise, shape: Shape, engine: Engine) -> None:
+def _lookup(tally: PartSeconds, operation: Elementwise, shape: Shape, engine: EngineProfile) -> None:
     """Rows of the table, and their scattered addition backward."""
     rows = _moved(operation, shape)
     tally.memory(2 * rows, 3 * rows, (2, 3))
 
 
-def _dropout(tally: Tally, operation: Elementwise, shape: Shape, engine: Engine) -> None:
+def _dropout(tally: PartSeconds, operation: Elementwise, shape: Shape, engine: EngineProfile) -> None:
     if engine.dropout:
         rows = _moved(operation, shape)
         tally.memory(2.5 * rows, 2.5 * rows)
 
 
-def _logits(tally: Tally, operation: LinearOp, vocab: Num, shape: Shape, engine: Engine) -> None:
+def _logits(tally: PartSeconds, operation: LinearOp, vocab: Num, shape: Shape, engine: EngineProfile) -> None:
     """The product with a rank's `vocab` rows of the vocabulary, the loss over it."""
     wide = Shape(shape.micro, shape.seq, shape.tp, shape.stream, shape.keys, dtype=shape.wide)
     tally.linear(shape.tokens, vocab, operation.inputs.size, wide, accumulate=engine.accumulate_bytes)
@@ -324,7 +326,7 @@ def _logits(tally: Tally, operation: LinearOp, vocab: Num, shape: Shape, engine:
         tally.memory(19 * logits, 7 * logits, (12, 4), "loss")
 
 
-_ELEMENTWISE: dict[str, Callable[[Tally, Elementwise, Shape, Engine], None]] = {
+_ELEMENTWISE: dict[str, Callable[[PartSeconds, Elementwise, Shape, EngineProfile], None]] = {
     "lookup": _lookup,
     "rmsnorm": _norm,
     "layernorm": _norm,
@@ -341,7 +343,7 @@ _ELEMENTWISE: dict[str, Callable[[Tally, Elementwise, Shape, Engine], None]] = {
 }
 
 
-def padded_vocab(model: ModelConfig, engine: Engine, tp: Num) -> Num:
+def padded_vocab(model: ModelConfig, engine: EngineProfile, tp: Num) -> Num:
     """Rows of the embedding as the engine pads them."""
     multiple = engine.vocab_multiple * tp if engine.vocab_multiple > 1 else tp
     return np.ceil(model.vocab / multiple) * multiple

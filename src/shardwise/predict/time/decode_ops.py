@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from shardwise.layout.pipeline import stages
 from shardwise.predict.serving_layout import plan_of
-from shardwise.predict.time.generation import Strategy
+from shardwise.predict.time.generation import DecodeStrategy
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.serving import PassSeconds, decode_products
 
@@ -23,9 +23,10 @@ Block = tuple[tuple[str, float], ...]
 """(what, seconds) of one block, one after the other."""
 
 
-class Piece(NamedTuple):
-    """Something that happens for a token. stage: the pipeline stage that does it (0 without a pipeline). part: of the
-    model, or "" for what belongs to none. what: one of this module's names. start, seconds: in seconds."""
+class DecodeOp(NamedTuple):
+    """One operation or transfer of a token's forward pass. stage: the pipeline stage that does it (0 without a
+    pipeline). part: of the model, or "" for what belongs to none. what: one of this module's names. start, seconds: in
+    seconds."""
 
     stage: int
     part: str
@@ -38,7 +39,7 @@ class Piece(NamedTuple):
         return self.start + self.seconds
 
 
-def way(strategy: Strategy, sequences: int, context: float) -> list[Piece]:
+def way(strategy: DecodeStrategy, sequences: int, context: float) -> list[DecodeOp]:
     """The pieces of `strategy.token(sequences, context)`, in order; the last one ends after its seconds. A gather may
     go on beside the arithmetic of the part before; other pieces follow each other."""
     through, pricing, group = strategy.decoding(sequences, context)
@@ -55,13 +56,13 @@ def way(strategy: Strategy, sequences: int, context: float) -> list[Piece]:
         if len(counts) > 1:
             todo.append(("", MESSAGE, strategy.hop(group, pricing)))
         for part, what, seconds in todo:
-            found.append(Piece(stage, part, what, now, seconds))
+            found.append(DecodeOp(stage, part, what, now, seconds))
             now += seconds
     rest = strategy.token(sequences, context).parts.get("bubble", 0.0)
-    return [piece for piece in [*found, Piece(0, "", WAIT, now, rest)] if piece.seconds]
+    return [piece for piece in [*found, DecodeOp(0, "", WAIT, now, rest)] if piece.seconds]
 
 
-def _block(strategy: Strategy, through: PassSeconds, pricing: Pricing, group: int) -> Block:
+def _block(strategy: DecodeStrategy, through: PassSeconds, pricing: Pricing, group: int) -> Block:
     """What a block's seconds go to, in order. Of the memory-bound kernels one half is counted with each part."""
     found = decode_products(strategy.model, strategy.serving, group, strategy.engine, pricing)
     products = [float(seconds) for seconds in found]
@@ -74,7 +75,7 @@ def _block(strategy: Strategy, through: PassSeconds, pricing: Pricing, group: in
     )
 
 
-def _gathering(strategy: Strategy, through: PassSeconds, pricing: Pricing, block: Block) -> list[Piece]:
+def _gathering(strategy: DecodeStrategy, through: PassSeconds, pricing: Pricing, block: Block) -> list[DecodeOp]:
     """Part by part: what of its gather is not hidden, then its arithmetic, which the next part's gather slows."""
     plan, slowed = plan_of(strategy.model, strategy.layout), pricing.constants.value("contention")
     gathers = strategy.gathers(sum(seconds for _, seconds in block), pricing)
@@ -82,11 +83,11 @@ def _gathering(strategy: Strategy, through: PassSeconds, pricing: Pricing, block
     for part, gather, coming in zip(plan.parts, gathers, [*gathers[1:], None], strict=True):
         todo = {"block": block, "head": ((HEAD, float(through.head)),)}.get(plan.kind(part), ())
         if gather.seconds:
-            found.append(Piece(0, part, GATHER, before if gather.hidden else now, gather.seconds))
+            found.append(DecodeOp(0, part, GATHER, before if gather.hidden else now, gather.seconds))
         before = now = now + gather.exposed
         whole = sum(seconds for _, seconds in todo)
         longer = 1 + slowed * coming.hidden / whole if coming and whole else 1.0
         for what, seconds in todo:
-            found.append(Piece(0, part, what, now, seconds * longer))
+            found.append(DecodeOp(0, part, what, now, seconds * longer))
             now += seconds * longer
-    return [piece for piece in [*found, Piece(0, "", HOST, now, float(through.host))] if piece.seconds]
+    return [piece for piece in [*found, DecodeOp(0, "", HOST, now, float(through.host))] if piece.seconds]

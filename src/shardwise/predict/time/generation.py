@@ -23,16 +23,16 @@ from shardwise.predict.serving_layout import plan_of, sequences_of
 from shardwise.predict.time.constants import constants
 from shardwise.predict.time.kernels import WIDTH
 from shardwise.predict.time.pricing import Pricing
-from shardwise.predict.time.profiles import Engine
+from shardwise.predict.time.profiles import EngineProfile
 from shardwise.predict.time.ranges import Range, time_range
-from shardwise.predict.time.serving import PassSeconds, Serving, decode_pass, prefill_pass
+from shardwise.predict.time.serving import PassSeconds, ServingLayout, decode_pass, prefill_pass
 from shardwise.predict.traffic.serving import steady_gathers
 
 FEW = 8
 """Sequences of one pass up to which kernels follow each other as when one sequence is decoded."""
 
 SHORT = 2048
-"""Tokens of the prompts that fill one pass (`Strategy.one_pass`)."""
+"""Tokens of the prompts that fill one pass (`DecodeStrategy.one_pass`)."""
 
 ONE_SEQUENCE = "A100"
 """The device whose gap between kernels was fitted on decoding one sequence (gpt-fast). Other families' were fitted on
@@ -40,7 +40,7 @@ full deployments alone, where it also stands for what a large batch costs beside
 
 
 @dataclass(frozen=True)
-class Taken:
+class DecodeTime:
     """Seconds, and where they go; `parts` adds up to `seconds`. weights, attention, memory: arithmetic and reading;
     tensor: sums over tp; data: gathers that arithmetic does not hide, and what they slow; pipeline: messages between
     stages; bubble: waiting for the other groups' turns, or for stages to fill; host.
@@ -85,7 +85,7 @@ def pricing_for(cluster: Cluster, few: bool) -> Pricing:
 
 
 @dataclass(frozen=True)
-class Strategy:
+class DecodeStrategy:
     """One way to generate: a model split by a layout, on priced devices.
 
     weights: torch's name of the type that blocks are stored in; None for the layout's precision.
@@ -93,21 +93,21 @@ class Strategy:
 
     model: ModelConfig
     layout: Layout
-    engine: Engine
+    engine: EngineProfile
     cluster: Cluster
     weights: str | None = None
 
     @property
-    def serving(self) -> Serving:
+    def serving(self) -> ServingLayout:
         dtype = self.layout.dtype
-        return Serving(self.weights or dtype, dtype, self.layout.tp, 1, dtype)
+        return ServingLayout(self.weights or dtype, dtype, self.layout.tp, 1, dtype)
 
-    def token(self, sequences: int, context: float) -> Taken:
+    def token(self, sequences: int, context: float) -> DecodeTime:
         """Seconds from one token of a sequence to its next one, with `sequences` under way in all ranks together, of
         `context` tokens on average."""
         return self._decoded(sequences, *self.decoding(sequences, context))
 
-    def tokens(self, sequences: int, contexts: Sequence[int]) -> list[Taken]:
+    def tokens(self, sequences: int, contexts: Sequence[int]) -> list[DecodeTime]:
         """`token` for each of `contexts`; what does not depend on the context is priced once."""
         through, pricing, group = self.decoding(sequences, np.array(contexts, float))
         coming = _coming(self.model, self.layout, pricing) if self.layout.stage == 3 else []
@@ -119,7 +119,7 @@ class Strategy:
 
     def _decoded(
         self, sequences: int, through: PassSeconds, pricing: Pricing, group: int, coming: Sequence[Coming] = ()
-    ) -> Taken:
+    ) -> DecodeTime:
         if self.layout.stage == 3:
             return self._gathering(through, pricing, coming)
         return self._staged(through, pricing, group, min(sequences_of(self.layout, sequences), self.layout.pp))
@@ -131,7 +131,7 @@ class Strategy:
         pricing, group = pricing_for(self.cluster, each <= FEW), -(-each // self.layout.pp)
         return decode_pass(self.model, self.serving, group, context, self.engine, pricing), pricing, group
 
-    def prompt(self, tokens: int, chunk: int, sequences: int = 1) -> Taken:
+    def prompt(self, tokens: int, chunk: int, sequences: int = 1) -> DecodeTime:
         """Seconds to read a prompt of `tokens` tokens in chunks on each of `sequences`, up to its first new token."""
         each = sequences_of(self.layout, sequences)
         pricing = pricing_for(self.cluster, each <= FEW)
@@ -140,10 +140,10 @@ class Strategy:
         if self.layout.stage == 3:
             one = self._gathering(through, pricing)
             parts = {name: pieces * seconds for name, seconds in one.parts.items()}
-            return Taken(pieces * one.seconds, parts, pieces * one.gathers)
+            return DecodeTime(pieces * one.seconds, parts, pieces * one.gathers)
         return self._filled(through, pricing, each * -(-tokens // pieces), pieces)
 
-    def one_pass(self, tokens: float) -> Taken:
+    def one_pass(self, tokens: float) -> DecodeTime:
         """Seconds of a single pass of `tokens` tokens of prompts on each data rank, all of them `SHORT` tokens long."""
         pricing = pricing_for(self.cluster, tokens <= FEW)
         prompts, each = max(1.0, tokens / SHORT), min(tokens, SHORT)
@@ -160,14 +160,14 @@ class Strategy:
 
     # -- how the strategies put it together
 
-    def _gathering(self, through: PassSeconds, pricing: Pricing, coming: Sequence[Coming] = ()) -> Taken:
+    def _gathering(self, through: PassSeconds, pricing: Pricing, coming: Sequence[Coming] = ()) -> DecodeTime:
         """While a part computes, the next one is gathered, where another slot is free for it: embedding and head share
         one, and so do the last two blocks where their number is even."""
         found = self.gathers(float(sum(through.block.values())), pricing, coming)
         exposed, hidden = sum(one.exposed for one in found), sum(one.hidden for one in found)
         parts = {name: float(seconds) for name, seconds in through.whole(self.model.layers).parts.items()}
         parts["data"] = exposed + pricing.constants.value("contention") * hidden
-        return Taken(sum(parts.values()), parts, exposed + hidden)
+        return DecodeTime(sum(parts.values()), parts, exposed + hidden)
 
     def gathers(self, block: float, pricing: Pricing, coming: Sequence[Coming] = ()) -> list[Gathered]:
         """What is gathered in a pass of `block` seconds a block, part by part. coming: priced already."""
@@ -177,31 +177,31 @@ class Strategy:
             found.append(Gathered(part, seconds, max(seconds - block, 0.0) if free else seconds, hidden))
         return found
 
-    def _staged(self, through: PassSeconds, pricing: Pricing, group: int, lanes: int) -> Taken:
+    def _staged(self, through: PassSeconds, pricing: Pricing, group: int, lanes: int) -> DecodeTime:
         """A token goes through all stages; with several groups under way it waits for their turns, too, where the
         slowest stage takes longer for all of them than one takes for all stages."""
         parts = {name: float(seconds) for name, seconds in through.whole(self.model.layers).parts.items()}
         if self.layout.pp == 1:
-            return Taken(sum(parts.values()), parts)
+            return DecodeTime(sum(parts.values()), parts)
         hop = self.hop(group, pricing)
         parts["pipeline"] = self.layout.pp * hop
         slowest = max(self._stage_seconds(through)) + hop
         parts["bubble"] = max(0.0, lanes * slowest - sum(parts.values()))
-        return Taken(sum(parts.values()), parts)
+        return DecodeTime(sum(parts.values()), parts)
 
-    def _filled(self, through: PassSeconds, pricing: Pricing, tokens: int, pieces: int) -> Taken:
+    def _filled(self, through: PassSeconds, pricing: Pricing, tokens: int, pieces: int) -> DecodeTime:
         """Chunks one after the other; through stages, each follows on the one before. Time goes where the slowest stage
         spends it, which waits for the first chunk to come and for the last one to go on."""
         whole = {name: float(seconds) for name, seconds in through.whole(self.model.layers).parts.items()}
         if self.layout.pp == 1:
             parts = {name: pieces * seconds for name, seconds in whole.items()}
-            return Taken(sum(parts.values()), parts)
+            return DecodeTime(sum(parts.values()), parts)
         hop, slowest, once = self.hop(tokens, pricing), max(self._stage_seconds(through)), sum(whole.values())
         seconds = once + (self.layout.pp - 1) * hop + (pieces - 1) * (slowest + hop)
         parts = {name: pieces * part * slowest / once for name, part in whole.items()}
         parts["pipeline"] = (self.layout.pp + pieces - 2) * hop
         parts["bubble"] = max(0.0, seconds - sum(parts.values()))
-        return Taken(sum(parts.values()), parts)
+        return DecodeTime(sum(parts.values()), parts)
 
     def _stage_seconds(self, through: PassSeconds) -> list[float]:
         """Of each stage. The host's work for a pass is counted with the last one, which chooses tokens."""

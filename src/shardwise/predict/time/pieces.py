@@ -14,11 +14,11 @@ import numpy as np
 from shardwise.model import ModelConfig
 from shardwise.model.blueprint import Part
 from shardwise.model.parameters import blueprint
-from shardwise.predict.time.block import Shape, Tally, core_of, core_width, tally_part
+from shardwise.predict.time.block import PartSeconds, Shape, core_of, core_width, tally_part
 from shardwise.predict.time.kernels import WIDTH
 from shardwise.predict.time.pricing import Pricing
-from shardwise.predict.time.profiles import Engine
-from shardwise.predict.time.split import Num, Split
+from shardwise.predict.time.profiles import EngineProfile
+from shardwise.predict.time.split import Num, StepShape
 
 Parts = dict[str, Num]
 """Seconds by kind."""
@@ -66,7 +66,7 @@ class Pieces:
         return replace(self, block=join(self.block), first=join(self.first), last=join(self.last))
 
 
-def pieces(model: ModelConfig, split: Split, engine: Engine, pricing: Pricing) -> Pieces:
+def pieces(model: ModelConfig, split: StepShape, engine: EngineProfile, pricing: Pricing) -> Pieces:
     """The pieces of a split, each combination of what they depend on computed once: candidates by the hundred thousand
     have a few dozen of them."""
     arrays = np.broadcast_arrays(*(getattr(split, name) for name in BLOCK_DEPENDS_ON))
@@ -83,7 +83,7 @@ def pieces(model: ModelConfig, split: Split, engine: Engine, pricing: Pricing) -
     return few.each(lambda piece: np.broadcast_to(piece, where.shape)[inverse])
 
 
-def _pieces(model: ModelConfig, split: Split, engine: Engine, pricing: Pricing) -> Pieces:
+def _pieces(model: ModelConfig, split: StepShape, engine: EngineProfile, pricing: Pricing) -> Pieces:
     shape = Shape(
         micro=split.micro,
         seq=split.seq / split.cp,
@@ -105,7 +105,7 @@ def _pieces(model: ModelConfig, split: Split, engine: Engine, pricing: Pricing) 
     return Pieces(per_block, first, last, forward, weights, ahead)
 
 
-def _block_seconds(part: Part, model: ModelConfig, shape: Shape, split: Split, engine: Engine,
+def _block_seconds(part: Part, model: ModelConfig, shape: Shape, split: StepShape, engine: EngineProfile,
                    pricing: Pricing) -> Parts:  # fmt: skip
     """Forward, backward and recomputation of one block for one micro-batch, with what it waits for; and apart, how
     much of it is the forward pass and the weights' gradients."""
@@ -132,18 +132,18 @@ def _block_seconds(part: Part, model: ModelConfig, shape: Shape, split: Split, e
     return parts
 
 
-def _recomputed(split: Split) -> tuple[Num, Num]:
+def _recomputed(split: StepShape) -> tuple[Num, Num]:
     """1 where a block's whole forward pass is computed again, and where its attention core alone is; else 0."""
     recompute = np.asarray(split.recompute)
     return 1.0 * ((recompute == "full") | (recompute == "input")), 1.0 * (recompute == "selective")
 
 
-def _edge(tally: Tally, tensor: Num) -> Parts:
+def _edge(tally: PartSeconds, tensor: Num) -> Parts:
     parts = {kind: tally.forward[kind] + tally.backward[kind] for kind in tally.forward}
     return parts | {"tensor": tensor, "launches": tally.launches["forward"] + tally.launches["backward"]}
 
 
-def _tensor(part: Part, model: ModelConfig, shape: Shape, split: Split, engine: Engine,
+def _tensor(part: Part, model: ModelConfig, shape: Shape, split: StepShape, engine: EngineProfile,
             pricing: Pricing) -> tuple[Num, Num]:  # fmt: skip
     """Exposed collectives of a block over tp and cp, forward and backward: sums (Shoeybi et al. 2019), under
     sp scatters, with gathers that come again in backward (Korthikanti et al. 2022)."""
@@ -157,7 +157,7 @@ def _tensor(part: Part, model: ModelConfig, shape: Shape, split: Split, engine: 
     return forward, forward * whole + exposed_back
 
 
-def _sequences(model: ModelConfig, shape: Shape, split: Split, pricing: Pricing) -> tuple[Num, Num]:
+def _sequences(model: ModelConfig, shape: Shape, split: StepShape, pricing: Pricing) -> tuple[Num, Num]:
     """The collectives over tp on a micro-batch's whole stream: the gather of its shards, under sp alone; and the sum,
     which sp scatters."""
     price = pricing.collectives.seconds
@@ -168,7 +168,9 @@ def _sequences(model: ModelConfig, shape: Shape, split: Split, pricing: Pricing)
     return price("all_gather_into", full, sharded), scatter
 
 
-def _ends(model: ModelConfig, shape: Shape, split: Split, engine: Engine, pricing: Pricing) -> tuple[Num, Num]:
+def _ends(
+    model: ModelConfig, shape: Shape, split: StepShape, engine: EngineProfile, pricing: Pricing
+) -> tuple[Num, Num]:
     """Exposed collectives over tp of the embedding, whose rows are summed, and of the head with its loss: the input is
     gathered, forward and again in backward, its gradient summed, and of each token the maximum, the sum and the
     target's logit (Shoeybi et al. 2019, section 3)."""
@@ -180,7 +182,7 @@ def _ends(model: ModelConfig, shape: Shape, split: Split, engine: Engine, pricin
     return gather + scatter, 2 * gather + scatter * (1 - hidden) + sum(tokens)
 
 
-def _ring(model: ModelConfig, shape: Shape, split: Split, pricing: Pricing, tally: Tally) -> tuple[Num, Num]:
+def _ring(model: ModelConfig, shape: Shape, split: StepShape, pricing: Pricing, tally: PartSeconds) -> tuple[Num, Num]:
     """What is left to wait for of the ring that keys and values go around over cp, forward and backward.
 
     A rank attends to one of cp pieces while the next one comes: of cp pieces of attention, cp - 1 have a message beside
@@ -201,7 +203,7 @@ def _ring(model: ModelConfig, shape: Shape, split: Split, pricing: Pricing, tall
     return left(messages, ahead * covered), left(2 * messages, back * covered)
 
 
-def _dispatch(model: ModelConfig, shape: Shape, split: Split, pricing: Pricing) -> Num:
+def _dispatch(model: ModelConfig, shape: Shape, split: StepShape, pricing: Pricing) -> Num:
     """Tokens to their experts and back, forward and backward: four all-to-alls of the routed tokens."""
     assert model.experts
     width = WIDTH[split.dtype] if split.dtype == "float8_e4m3fn" else 2.0

@@ -15,9 +15,9 @@ from shardwise.predict.time.features import EVERYTHING, FEATURES, Features
 
 
 @dataclass(frozen=True)
-class Engine:
-    """One piece of software. `facts`: field -> where the fact can be read; every field has one but the name and
-    the features.
+class EngineProfile:
+    """Profile of one piece of software. `facts`: field -> where the fact can be read; every field has one but the name
+    and the features.
 
     attention: "fused" (FlashAttention and the like) or "scores" (explicit products with a softmax between them).
     fused_softmax, fused_activation, fused_dropout_add, fused_rope: one kernel for scale, mask and softmax; for bias and
@@ -109,8 +109,8 @@ _MEGATRON = "NVIDIA/Megatron-LM"
 _ADAM = "apex FusedAdam: reads p, m, v and g, writes p, m and v in fp32"
 
 
-def _megatron_2022() -> Engine:
-    return Engine(
+def _megatron_2022() -> EngineProfile:
+    return EngineProfile(
         "megatron-lm-2022",
         attention="scores",
         fused_softmax=True,
@@ -167,7 +167,7 @@ def _megatron_2022() -> Engine:
     )
 
 
-def _megatron_deepspeed() -> Engine:
+def _megatron_deepspeed() -> EngineProfile:
     """A fork of Megatron-LM from before some of its fusions; every other fact is read in the fork's own sources."""
     base = _megatron_2022()
     source = "bigscience-workshop/Megatron-DeepSpeed and microsoft/DeepSpeed 0.6"
@@ -206,7 +206,7 @@ def _megatron_deepspeed() -> Engine:
     )  # fmt: skip
 
 
-def _megatron_deepspeed_bf16() -> Engine:
+def _megatron_deepspeed_bf16() -> EngineProfile:
     base = _megatron_deepspeed()
     source = "microsoft/DeepSpeed 0.6, runtime/bf16_optimizer.py"
     facts = {
@@ -218,9 +218,9 @@ def _megatron_deepspeed_bf16() -> Engine:
     )
 
 
-def _llm_foundry() -> Engine:
+def _llm_foundry() -> EngineProfile:
     source = "mosaicml/llm-foundry 0.3 on composer and torch FSDP"
-    return Engine(
+    return EngineProfile(
         "llm-foundry",
         attention="fused",
         attention_kernel="triton",
@@ -269,7 +269,7 @@ def _llm_foundry() -> Engine:
     )
 
 
-def _llm_foundry_pure() -> Engine:
+def _llm_foundry_pure() -> EngineProfile:
     base = _llm_foundry()
     source = "mosaicml/llm-foundry 0.3, mixed_precision: PURE"
     facts = {
@@ -283,9 +283,9 @@ def _llm_foundry_pure() -> Engine:
     )  # fmt: skip
 
 
-def _megatron_bridge() -> Engine:
+def _megatron_bridge() -> EngineProfile:
     source = "NVIDIA-NeMo/Megatron-Bridge on Megatron-Core and TransformerEngine"
-    return Engine(
+    return EngineProfile(
         "megatron-bridge",
         attention="fused",
         fused_activation=True,
@@ -340,10 +340,10 @@ def _megatron_bridge() -> Engine:
     )
 
 
-def _gpt_fast() -> Engine:
+def _gpt_fast() -> EngineProfile:
     source = "meta-pytorch/gpt-fast"
     facts = dict.fromkeys(_FIELDS, "not used by gpt-fast, which decodes one sequence")
-    return Engine(
+    return EngineProfile(
         "gpt-fast",
         head_replicated=True,
         head_quantised=True,
@@ -371,10 +371,10 @@ def _gpt_fast() -> Engine:
     )
 
 
-def _trtllm() -> Engine:
+def _trtllm() -> EngineProfile:
     source = "NVIDIA/TensorRT-LLM 1.0"
     facts = dict.fromkeys(_FIELDS, "not used when serving")
-    return Engine(
+    return EngineProfile(
         "tensorrt-llm",
         decode_kernels=8,
         cache_share=0.95,
@@ -404,9 +404,9 @@ def _trtllm() -> Engine:
     )
 
 
-def _shardwise() -> Engine:
+def _shardwise() -> EngineProfile:
     """This project's runtime on GPUs."""
-    return Engine(
+    return EngineProfile(
         "shardwise",
         fused_softmax=False,
         fused_norm=False,
@@ -469,7 +469,7 @@ def _shardwise() -> Engine:
     )
 
 
-def _shardwise_cpu() -> Engine:
+def _shardwise_cpu() -> EngineProfile:
     """This project's runtime on CPU: whoever waits for a collective does its work, so nothing runs beside anything."""
     base = _shardwise()
     alone = "runtime/transport/shared.py: nothing runs in the background; a collective is done by who waits for it"
@@ -496,10 +496,10 @@ def _shardwise_cpu() -> Engine:
     )
 
 
-_FIELDS = [name for name in Engine.__dataclass_fields__ if name not in ("name", "features", "facts")]
+_FIELDS = [name for name in EngineProfile.__dataclass_fields__ if name not in ("name", "features", "facts")]
 
 
-def _all() -> dict[str, Engine]:
+def _all() -> dict[str, EngineProfile]:
     made = (
         _megatron_2022(),
         _megatron_deepspeed(),
@@ -518,7 +518,7 @@ def _all() -> dict[str, Engine]:
 ENGINES = _all()
 
 
-def engine(name: str) -> Engine:
+def engine(name: str) -> EngineProfile:
     """The profile of that name. Raises `UserError` with the nearest one."""
     if name not in ENGINES:
         near = difflib.get_close_matches(name, ENGINES, n=1)
@@ -527,6 +527,6 @@ def engine(name: str) -> Engine:
     return ENGINES[name]
 
 
-def attending(engine: Engine, attention: str) -> Engine:
+def attending(engine: EngineProfile, attention: str) -> EngineProfile:
     """The engine with explicit attention where a layout has it and the engine would not."""
     return replace(engine, attention="scores") if attention == "math" and engine.attention != "scores" else engine

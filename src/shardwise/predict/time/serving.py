@@ -1,7 +1,7 @@
 """The time of serving: one decode step, one prefill, and the rate of a deployment that is never short of requests.
 
 `decode_step` and `prefill` take numbers or numpy arrays for the batch, the context and the degree `tp` (they
-broadcast). Weights and the cache may be narrower than 16 bits: `Serving` names their types.
+broadcast). Weights and the cache may be narrower than 16 bits: `ServingLayout` names their types.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shardwise.model.parameters import blueprint, count_parts
 from shardwise.predict.time.block import on_rank
 from shardwise.predict.time.kernels import WIDTH
 from shardwise.predict.time.pricing import Pricing
-from shardwise.predict.time.profiles import Engine
+from shardwise.predict.time.profiles import EngineProfile
 
 Num = Any
 Parts = Mapping[str, Num]
@@ -28,9 +28,10 @@ INT4_GROUP_BYTES = 4.0 / 32
 
 
 @dataclass(frozen=True)
-class Serving:
-    """How a model is served. weights, cache: torch's names of the types that are stored; tp: ranks that share a block;
-    pp: stages; stream: the type of activations, as they are summed over tp and go from stage to stage."""
+class ServingLayout:
+    """Split and data types of a served model. weights, cache: torch's names of the types that are stored; tp: ranks
+    that share a block; pp: stages; stream: the type of activations, as they are summed over tp and go from stage to
+    stage."""
 
     weights: str = "bfloat16"
     cache: str = "bfloat16"
@@ -65,21 +66,21 @@ class PassSeconds:
 
 
 def decode_step(
-    model: ModelConfig, serving: Serving, batch: Num, context: Num, engine: Engine, pricing: Pricing
+    model: ModelConfig, serving: ServingLayout, batch: Num, context: Num, engine: EngineProfile, pricing: Pricing
 ) -> ServedSeconds:
     """Seconds until each of `batch` sequences, of `context` tokens on average, has one more token."""
     return decode_pass(model, serving, batch, context, engine, pricing).whole(model.layers)
 
 
 def prefill(
-    model: ModelConfig, serving: Serving, batch: Num, prompt: Num, engine: Engine, pricing: Pricing
+    model: ModelConfig, serving: ServingLayout, batch: Num, prompt: Num, engine: EngineProfile, pricing: Pricing
 ) -> ServedSeconds:
     """Seconds to read `batch` prompts of `prompt` tokens, up to their first new token."""
     return prefill_pass(model, serving, batch, prompt, engine, pricing).whole(model.layers)
 
 
 def decode_pass(
-    model: ModelConfig, serving: Serving, batch: Num, context: Num, engine: Engine, pricing: Pricing
+    model: ModelConfig, serving: ServingLayout, batch: Num, context: Num, engine: EngineProfile, pricing: Pricing
 ) -> PassSeconds:
     """`decode_step`, part by part."""
     known = pricing.constants
@@ -94,7 +95,7 @@ def decode_pass(
 
 
 def decode_products(
-    model: ModelConfig, serving: Serving, batch: Num, engine: Engine, pricing: Pricing
+    model: ModelConfig, serving: ServingLayout, batch: Num, engine: EngineProfile, pricing: Pricing
 ) -> tuple[Num, ...]:
     """Seconds of each linear layer of a block in `decode_pass`: queries, keys and values; attention's output; into the
     feed-forward part; out of it."""
@@ -107,7 +108,7 @@ def decode_products(
 
 
 def prefill_pass(
-    model: ModelConfig, serving: Serving, batch: Num, prompt: Num, engine: Engine, pricing: Pricing
+    model: ModelConfig, serving: ServingLayout, batch: Num, prompt: Num, engine: EngineProfile, pricing: Pricing
 ) -> PassSeconds:
     """`prefill`, part by part. The head's product with one row a prompt is left out."""
     tokens = batch * prompt
@@ -121,20 +122,20 @@ def prefill_pass(
     return PassSeconds(block, 0.0, pricing.constants.value("iteration_s") + 0.0 * tokens)
 
 
-def cache_bytes_per_token(model: ModelConfig, serving: Serving) -> Num:
+def cache_bytes_per_token(model: ModelConfig, serving: ServingLayout) -> Num:
     """Bytes of keys and values that a rank of one stage keeps for a token, all layers of the model together."""
     kv = np.maximum(model.kv_width / serving.tp, model.head_dim)
     return 2.0 * model.layers * kv * WIDTH[serving.cache]
 
 
-def weight_bytes(model: ModelConfig, serving: Serving) -> Num:
+def weight_bytes(model: ModelConfig, serving: ServingLayout) -> Num:
     """Bytes of weights of a rank: blocks in their type with its scales, embedding and head in 16 bits."""
     total, blocks, _ = count_parts(model)
     each = WIDTH[serving.weights] + {"float4": 1.0 / 16, "int4": INT4_GROUP_BYTES}.get(serving.weights, 0.0)
     return (blocks * each + (total - blocks) * 2.0) / serving.tp / serving.pp
 
 
-def capacity(model: ModelConfig, serving: Serving, length: Num, engine: Engine, pricing: Pricing) -> Num:
+def capacity(model: ModelConfig, serving: ServingLayout, length: Num, engine: EngineProfile, pricing: Pricing) -> Num:
     """Sequences of `length` tokens whose cache fits beside the weights. Raises `UserError` where not even one does."""
     memory = pricing.cluster.device.memory_bytes
     assert memory
@@ -146,7 +147,13 @@ def capacity(model: ModelConfig, serving: Serving, length: Num, engine: Engine, 
 
 
 def throughput(
-    model: ModelConfig, serving: Serving, prompt: int, output: int, requests: int, engine: Engine, pricing: Pricing
+    model: ModelConfig,
+    serving: ServingLayout,
+    prompt: int,
+    output: int,
+    requests: int,
+    engine: EngineProfile,
+    pricing: Pricing,
 ) -> ServedSeconds:
     """Seconds to serve `requests` equal requests that all wait at the start; output tokens/s are requests x output
     over that.
@@ -165,7 +172,13 @@ def throughput(
 
 
 def _wave(
-    model: ModelConfig, serving: Serving, size: int, prompt: int, output: int, engine: Engine, pricing: Pricing
+    model: ModelConfig,
+    serving: ServingLayout,
+    size: int,
+    prompt: int,
+    output: int,
+    engine: EngineProfile,
+    pricing: Pricing,
 ) -> Parts:
     """Seconds of one wave by part. Stages of a pipeline work on a pp-th of it each, at the same time."""
     stages = int(serving.pp)
@@ -177,13 +190,15 @@ def _wave(
     return parts | {f"decode {name}": seconds * output for name, seconds in made.parts.items()}
 
 
-def sum_seconds(model: ModelConfig, serving: Serving, tokens: Num, engine: Engine, pricing: Pricing) -> Num:
+def sum_seconds(
+    model: ModelConfig, serving: ServingLayout, tokens: Num, engine: EngineProfile, pricing: Pricing
+) -> Num:
     """Seconds of one all-reduce over tp on a pass of `tokens` tokens. A block has two."""
     nbytes = tokens * model.hidden * WIDTH[serving.stream]
     return pricing.collectives.seconds("all_reduce", nbytes, serving.tp, reads_peers=engine.reads_peers)
 
 
-def _products(model: ModelConfig, serving: Serving, tokens: Num) -> list[tuple[Num, Num, Num]]:
+def _products(model: ModelConfig, serving: ServingLayout, tokens: Num) -> list[tuple[Num, Num, Num]]:
     """(output width, input width, how many) of a block's linear layers on one rank; of experts, those that are read."""
     found = []
     for operation in blueprint(model).of_kind("block")[-1].operations:
@@ -195,7 +210,7 @@ def _products(model: ModelConfig, serving: Serving, tokens: Num) -> list[tuple[N
     return found
 
 
-def _product(batch: Num, wide: Num, deep: Num, dtype: str, engine: Engine, pricing: Pricing) -> Num:
+def _product(batch: Num, wide: Num, deep: Num, dtype: str, engine: EngineProfile, pricing: Pricing) -> Num:
     """Seconds of a linear layer on few tokens: reading its weights, or the product where that takes longer."""
     known = pricing.constants
     if not engine.compiled:
@@ -206,11 +221,13 @@ def _product(batch: Num, wide: Num, deep: Num, dtype: str, engine: Engine, prici
     return wide * deep * each / (known.bandwidth * share) + launches * known.value("kernel_gap_s")
 
 
-def _head_type(serving: Serving, engine: Engine) -> str:
+def _head_type(serving: ServingLayout, engine: EngineProfile) -> str:
     return serving.weights if engine.head_quantised or WIDTH[serving.weights] > 2 else "bfloat16"
 
 
-def _elementwise(model: ModelConfig, serving: Serving, tokens: Num, engine: Engine, pricing: Pricing) -> Num:
+def _elementwise(
+    model: ModelConfig, serving: ServingLayout, tokens: Num, engine: EngineProfile, pricing: Pricing
+) -> Num:
     """Norms, rotation, cache update, activation of one block: bytes and kernels."""
     moved = tokens * 2.0 * (8 * model.hidden + (3 * model.ffn + 4 * model.q_width) / serving.tp)
     known = pricing.constants

@@ -1,4 +1,4 @@
-"""`Split`: the numbers of a layout and a workload that the time of a training step depends on."""
+"""`StepShape`: the numbers of a layout and a workload that the time of a training step depends on."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ have one for a rank's own span alone; nor breadth-first, which takes as long as 
 
 
 @dataclass(frozen=True)
-class Split:
-    """The numbers of a layout and a workload that time depends on. seq: tokens of a sequence; micro_batches: of each
-    data-parallel rank; shard: ranks that ZeRO shards over; schedule: the pipeline's, one of `SCHEDULES`; dtype: of the
-    matrix products."""
+class StepShape:
+    """Numbers of a layout and a workload that a step's time depends on. seq: tokens of a sequence; micro_batches: of
+    each data-parallel rank; shard: ranks that ZeRO shards over; schedule: the pipeline's, one of `SCHEDULES`; dtype: of
+    the matrix products."""
 
     seq: int
     micro: Num = 1
@@ -57,7 +57,7 @@ class Split:
         return np.where(np.asarray(self.zero) > 0, np.maximum(self.shard * self.tp // self.ep, 1), 1)
 
     @classmethod
-    def of(cls, layout: Layout, workload: Workload, dtype: str | None = None) -> Split:
+    def of(cls, layout: Layout, workload: Workload, dtype: str | None = None) -> StepShape:
         """The split that a layout makes of a training workload. Raises `UserError` where the batch does not divide."""
         return cls(
             seq=workload.seq,

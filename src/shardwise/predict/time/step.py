@@ -1,8 +1,8 @@
 """The time of one training step, in closed form.
 
-`training_step` takes numbers or numpy arrays for every degree and count of a `Split` (they broadcast: one call prices
-many candidates), and for `zero`, `sp` and `recompute`; `schedule` and `dtype` are one for a call. Independent of the
-split, and worth keeping between calls: a `Pricing` for a cluster.
+`training_step` takes numbers or numpy arrays for every degree and count of a `StepShape` (they broadcast: one call
+prices many candidates), and for `zero`, `sp` and `recompute`; `schedule` and `dtype` are one for a call. Independent of
+the split, and worth keeping between calls: a `Pricing` for a cluster.
 
 A step is made of three parts that depend on less than the whole split, so that whoever prices millions of candidates
 need compute each of them a few times only: the `Pieces` of a micro-batch (`pieces.py`), the `Traffic` of the data ranks
@@ -20,8 +20,8 @@ from shardwise.errors import UserError
 from shardwise.model import ModelConfig
 from shardwise.predict.time.pieces import Parts, Pieces, pieces, total
 from shardwise.predict.time.pricing import Pricing
-from shardwise.predict.time.profiles import Engine
-from shardwise.predict.time.split import SCHEDULES, Num, Split
+from shardwise.predict.time.profiles import EngineProfile
+from shardwise.predict.time.split import SCHEDULES, Num, StepShape
 from shardwise.predict.time.traffic import Traffic, held_parameters, traffic
 from shardwise.schedule.pipeline.closed_forms import FORMS, PipelineShape
 
@@ -39,7 +39,7 @@ class StepSeconds:
     parts: Mapping[str, Num]
 
 
-def training_step(model: ModelConfig, split: Split, engine: Engine, pricing: Pricing) -> StepSeconds:
+def training_step(model: ModelConfig, split: StepShape, engine: EngineProfile, pricing: Pricing) -> StepSeconds:
     """Seconds of one steady training step. Sources: docs/prediction.md names the formulas of each part. Raises
     `UserError` for a schedule that is none of `SCHEDULES`."""
     found = pieces(model, split, engine, pricing)
@@ -49,7 +49,13 @@ def training_step(model: ModelConfig, split: Split, engine: Engine, pricing: Pri
 
 
 def step_parts(
-    model: ModelConfig, split: Split, engine: Engine, pricing: Pricing, found: Pieces, sent: Traffic, share: Num
+    model: ModelConfig,
+    split: StepShape,
+    engine: EngineProfile,
+    pricing: Pricing,
+    found: Pieces,
+    sent: Traffic,
+    share: Num,
 ) -> Parts:
     """Seconds of a step by part, from what `pieces`, `traffic` and `bubble_share` found for the same split. `found` may
     come with its kinds of computation added up (`Pieces.joined`); then so are the parts."""
@@ -85,7 +91,13 @@ def bubble_share(schedule: str, p: Num, m: Num, virtual: Num, found: Pieces) -> 
 
 
 def _stages(
-    model: ModelConfig, split: Split, engine: Engine, pricing: Pricing, found: Pieces, sent: Traffic, share: Num
+    model: ModelConfig,
+    split: StepShape,
+    engine: EngineProfile,
+    pricing: Pricing,
+    found: Pieces,
+    sent: Traffic,
+    share: Num,
 ) -> tuple[Parts, Num]:
     """One micro-batch on the stage that takes longest, by part; and the seconds in which it has nothing to do."""
     chunks = split.pp * split.virtual
@@ -116,13 +128,13 @@ def _stages(
     return busiest, np.where(alone, 0.0, fill + table * (2.0 - tail))
 
 
-def _gathers(split: Split, engine: Engine) -> Num:
+def _gathers(split: StepShape, engine: EngineProfile) -> Num:
     """How often stage 3 gathers a block for each micro-batch: for both its passes, or once in a step."""
     once = engine.gathers_by_stage & (np.asarray(split.pp) > 1)
     return np.where(once, 1 / np.asarray(split.micro_batches), 2.0)
 
 
-def _table(split: Split, engine: Engine, sent: Traffic) -> Num:
+def _table(split: StepShape, engine: EngineProfile, sent: Traffic) -> Num:
     """Stage 3 gathers and reduces tables, too: beside computation, or else for all to wait for. One is gathered once a
     micro-batch: the embedding's is used in one pass, and that of the head in one right after the other."""
     if engine.gather_overlap and engine.grad_overlap:
@@ -136,7 +148,9 @@ def _narrow(array: Num) -> Num:
     return array.flat[0] if array.size and (array == array.flat[0]).all() else array
 
 
-def _host(model: ModelConfig, launches: Num, split: Split, engine: Engine, pricing: Pricing, busy: Num) -> Num:
+def _host(
+    model: ModelConfig, launches: Num, split: StepShape, engine: EngineProfile, pricing: Pricing, busy: Num
+) -> Num:
     """Seconds for which the device waits for the host in a micro-batch: launches that take longer than what they
     start, a stage of a pipeline receiving and sending both ways; and, of a CPU, what others take of its core."""
     if engine.graphs and (engine.experts_captured or not model.experts):
@@ -147,7 +161,7 @@ def _host(model: ModelConfig, launches: Num, split: Split, engine: Engine, prici
     return waiting + taken * _in_step(split) * busy if taken else waiting
 
 
-def _in_step(split: Split) -> Num:
+def _in_step(split: StepShape) -> Num:
     """Ranks that meet in every block, so that what holds up one of them holds up all: those of tensor and context
     parallelism, and those that shard gradients or parameters. Others meet once a step, and each lost as much."""
     return split.tp * split.cp * np.where(np.asarray(split.zero) >= 2, split.shard, 1)
@@ -159,13 +173,15 @@ def _meeting(host: Num, device: Num) -> Num:
     return np.sqrt(np.sqrt((host * host) ** 2 + (device * device) ** 2))
 
 
-def _hops(split: Split, engine: Engine, sent: Traffic) -> Num:
+def _hops(split: StepShape, engine: EngineProfile, sent: Traffic) -> Num:
     """Sends between stages: one forward and one backward for each micro-batch and chunk, and those of the fill."""
     steady = 0.0 if engine.pipeline_overlap else split.micro_batches * split.virtual
     return np.where(np.asarray(split.pp) > 1, 2 * sent.hop * (steady + split.pp - 1), 0.0)
 
 
-def _reduced(model: ModelConfig, split: Split, engine: Engine, pricing: Pricing, sent: Traffic, window: Num) -> Num:
+def _reduced(
+    model: ModelConfig, split: StepShape, engine: EngineProfile, pricing: Pricing, sent: Traffic, window: Num
+) -> Num:
     """Exposed seconds of gradients' reduction and parameters' gathering over the data ranks, but for stage 3's blocks
     (`_sharded`). window: the seconds of a micro-batch's backward pass."""
     first = 1 / np.maximum(model.layers / split.pp, 1)
@@ -184,14 +200,16 @@ def _reduced(model: ModelConfig, split: Split, engine: Engine, pricing: Pricing,
     return last + before + exposed(sent.gather, window / 2, beside) + sent.tied
 
 
-def _added(model: ModelConfig, split: Split, engine: Engine, pricing: Pricing) -> Num:
+def _added(model: ModelConfig, split: StepShape, engine: EngineProfile, pricing: Pricing) -> Num:
     """Stages 2 and 3 add each micro-batch's reduced gradients to their shards."""
     numel = np.where(np.asarray(split.zero) >= 2, _updated(model, split, engine), 0.0)
     nbytes = numel * engine.shard_add_bytes
     return np.where(nbytes > 0, pricing.kernels.pass_over(nbytes, dtype="float32"), 0.0) * split.micro_batches
 
 
-def _sharded(model: ModelConfig, split: Split, engine: Engine, pricing: Pricing, sent: Traffic, busy: Num) -> Num:
+def _sharded(
+    model: ModelConfig, split: StepShape, engine: EngineProfile, pricing: Pricing, sent: Traffic, busy: Num
+) -> Num:
     """ZeRO-3, one block of one micro-batch: its gathers and a reduce-scatter beside `busy` seconds of computation.
 
     The first unit's gather and the last one's scatter have nothing beside them: an n-th of the blocks each.
@@ -206,17 +224,17 @@ def _sharded(model: ModelConfig, split: Split, engine: Engine, pricing: Pricing,
     return exposed + pricing.constants.value("contention") * np.minimum(beside, busy)
 
 
-def _optimizer(model: ModelConfig, split: Split, engine: Engine, pricing: Pricing) -> Num:
+def _optimizer(model: ModelConfig, split: StepShape, engine: EngineProfile, pricing: Pricing) -> Num:
     wide = split.dtype if split.dtype == "float32" else "bfloat16"
     update = pricing.kernels.pass_over(_updated(model, split, engine) * engine.optimizer_bytes, "optimizer", wide)
     return update + pricing.constants.value("step_s")
 
 
-def _updated(model: ModelConfig, split: Split, engine: Engine) -> Num:
+def _updated(model: ModelConfig, split: StepShape, engine: EngineProfile) -> Num:
     """Parameters of the busiest rank that its optimizer updates: of its shard."""
     dense, routed = held_parameters(model, split, engine)
     numel = dense / np.where(np.asarray(split.zero) > 0, split.shard, 1)
     return numel + routed / split.expert_shard if model.experts else numel
 
 
-__all__ = ["Pricing", "Split", "StepSeconds", "bubble_share", "step_parts", "training_step"]
+__all__ = ["Pricing", "StepSeconds", "StepShape", "bubble_share", "step_parts", "training_step"]

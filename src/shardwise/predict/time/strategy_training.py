@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from shardwise.cluster import Cluster
 from shardwise.layout import Layout, Workload
 from shardwise.model import ModelConfig
-from shardwise.predict.time.decode_ops import GATHER, SUM, Piece
+from shardwise.predict.time.decode_ops import GATHER, SUM, DecodeOp
 from shardwise.predict.time.pieces import Pieces, pieces, total
 from shardwise.predict.time.pricing import Pricing
-from shardwise.predict.time.profiles import Engine
-from shardwise.predict.time.split import Split
+from shardwise.predict.time.profiles import EngineProfile
+from shardwise.predict.time.split import StepShape
 from shardwise.predict.time.step import training_step
 from shardwise.predict.time.traffic import Traffic, traffic
 
@@ -40,7 +40,7 @@ class BlockSeconds:
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainStepTime:
     """One training step with a sequence for each rank. seconds: of the step; moving: exposed collectives and messages;
     waiting: bubbles. arithmetic, gather: of one block and micro-batch, forward: what a gather can hide behind, and the
     gather (0 where nothing is gathered). parts: seconds of the step by part. block: one block in both passes.
@@ -61,16 +61,16 @@ class Trained:
         return self.moving / self.seconds
 
 
-def trained(model: ModelConfig, layout: Layout, seq: int, engine: Engine, cluster: Cluster) -> Trained:
+def trained(model: ModelConfig, layout: Layout, seq: int, engine: EngineProfile, cluster: Cluster) -> TrainStepTime:
     """The time of a step of `layout.ranks` sequences of `seq` tokens, one in a micro-batch; whether it fits is not
     asked. Raises `UserError` where the devices have no constants."""
-    split = Split.of(replace(layout, micro=1), Workload(seq=seq, batch=layout.ranks))
+    split = StepShape.of(replace(layout, micro=1), Workload(seq=seq, batch=layout.ranks))
     pricing = Pricing(cluster)
     step = training_step(model, split, engine, pricing)
     parts = {name: float(seconds) for name, seconds in step.parts.items()}
     found = pieces(model, split, engine, pricing)
     sent = traffic(model, split, engine, pricing)
-    return Trained(
+    return TrainStepTime(
         sum(parts.values()),
         parts["tensor"] + parts["data"] + parts["pipeline"] + parts["experts"],
         parts["bubble"],
@@ -82,7 +82,7 @@ def trained(model: ModelConfig, layout: Layout, seq: int, engine: Engine, cluste
     )
 
 
-def _block(layout: Layout, found: Pieces, sent: Traffic, engine: Engine, pricing: Pricing) -> BlockSeconds:
+def _block(layout: Layout, found: Pieces, sent: Traffic, engine: EngineProfile, pricing: Pricing) -> BlockSeconds:
     ahead = float(found.ahead)
     back = float(found.block["tensor"]) - ahead
     everything = float(total(found.block, "launches"))
@@ -98,7 +98,7 @@ def _block(layout: Layout, found: Pieces, sent: Traffic, engine: Engine, pricing
     )
 
 
-def passes(block: BlockSeconds, layers: int) -> tuple[list[Piece], list[Piece]]:
+def passes(block: BlockSeconds, layers: int) -> tuple[list[DecodeOp], list[DecodeOp]]:
     """The pieces of a forward and of a backward pass through so many layers, each beginning at 0. The gather of the
     next block begins with a block's arithmetic, and so does the reduction of the block before."""
     ahead, back = list(range(layers)), list(reversed(range(layers)))
@@ -111,10 +111,10 @@ def passes(block: BlockSeconds, layers: int) -> tuple[list[Piece], list[Piece]]:
 
 def _pass(
     order: list[int], block: BlockSeconds, what: str, computes: float, sums: float, gathers: list[float], reduce: float
-) -> list[Piece]:
+) -> list[DecodeOp]:
     """One pass: what of a transfer the arithmetic beside it does not cover comes after it."""
     part = [f"blocks.{i}" for i in order]
-    found = [Piece(0, part[0], GATHER, 0.0, gathers[0])]
+    found = [DecodeOp(0, part[0], GATHER, 0.0, gathers[0])]
     now = gathers[0]
     for place, name in enumerate(part):
         coming = gathers[place + 1] if place + 1 < len(part) else 0.0
@@ -124,15 +124,15 @@ def _pass(
             (block.hides[0], GATHER, coming, place + 1), (block.hides[1], REDUCE, going, place - 1)
         ):  # fmt: skip
             if on and seconds:
-                found.append(Piece(0, part[which], then, wire, seconds))
+                found.append(DecodeOp(0, part[which], then, wire, seconds))
                 wire += seconds
             after += 0.0 if on else seconds
         busy = computes + block.slowed * min(beside, computes + sums)
         for does, seconds in ((what, busy / 2), (SUM, sums / 2)) * 2 if sums else ((what, busy),):
-            found.append(Piece(0, name, does, now, seconds))
+            found.append(DecodeOp(0, name, does, now, seconds))
             now += seconds
         now = max(now, wire)
-        found += [Piece(0, name, GATHER if coming and not block.hides[0] else REDUCE, now, after)]
+        found += [DecodeOp(0, name, GATHER if coming and not block.hides[0] else REDUCE, now, after)]
         now += after
-    found.append(Piece(0, part[-1], REDUCE, now, reduce))
+    found.append(DecodeOp(0, part[-1], REDUCE, now, reduce))
     return [piece for piece in found if piece.seconds]

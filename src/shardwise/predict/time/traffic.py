@@ -11,8 +11,8 @@ from shardwise.model import ModelConfig
 from shardwise.model.parameters import count_parts
 from shardwise.predict.time.block import padded_vocab
 from shardwise.predict.time.pricing import Pricing
-from shardwise.predict.time.profiles import Engine
-from shardwise.predict.time.split import Num, Split
+from shardwise.predict.time.profiles import EngineProfile
+from shardwise.predict.time.split import Num, StepShape
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Traffic:
     hop: Num
 
 
-def traffic(model: ModelConfig, split: Split, engine: Engine, pricing: Pricing) -> Traffic:
+def traffic(model: ModelConfig, split: StepShape, engine: EngineProfile, pricing: Pricing) -> Traffic:
     """The traffic of a split. It does not depend on its schedule, its micro-batches' number and its recomputation."""
     price = pricing.collectives.seconds
     zero, data = np.asarray(split.zero), split.dp * split.cp
@@ -72,7 +72,7 @@ def traffic(model: ModelConfig, split: Split, engine: Engine, pricing: Pricing) 
 
 
 def _expert_traffic(
-    model: ModelConfig, split: Split, pricing: Pricing, routed: Num, grad_bytes: float
+    model: ModelConfig, split: StepShape, pricing: Pricing, routed: Num, grad_bytes: float
 ) -> tuple[Num, Num, Num, Num, Num]:
     """Of the experts alone, over the ranks that hold the same ones, which lie `ep` apart: reduce, gather, replicas,
     unit_gather, unit_reduce."""
@@ -94,7 +94,7 @@ def _expert_traffic(
     )
 
 
-def _tied(model: ModelConfig, split: Split, engine: Engine, pricing: Pricing) -> Num:
+def _tied(model: ModelConfig, split: StepShape, engine: EngineProfile, pricing: Pricing) -> Num:
     if not model.tied:
         return 0.0
     table = padded_vocab(model, engine, split.tp) * model.hidden / split.tp
@@ -103,7 +103,7 @@ def _tied(model: ModelConfig, split: Split, engine: Engine, pricing: Pricing) ->
     return pricing.collectives.seconds("all_reduce", table * max(engine.grad_bytes, split.width), ends, apart)
 
 
-def _hop(model: ModelConfig, split: Split, engine: Engine, pricing: Pricing) -> Num:
+def _hop(model: ModelConfig, split: StepShape, engine: EngineProfile, pricing: Pricing) -> Num:
     sp = np.asarray(split.sp)
     if np.all(np.asarray(split.pp) == 1):
         return 0.0
@@ -115,7 +115,7 @@ def _hop(model: ModelConfig, split: Split, engine: Engine, pricing: Pricing) -> 
     return hop + pricing.collectives.seconds("all_gather_into", nbytes * split.tp, np.where(sp, 1, split.tp))
 
 
-def held_parameters(model: ModelConfig, split: Split, engine: Engine) -> tuple[Num, Num]:
+def held_parameters(model: ModelConfig, split: StepShape, engine: EngineProfile) -> tuple[Num, Num]:
     """Parameters of the busiest rank: (all but the experts', the experts')."""
     others, routed = _parameters(model)
     blocks = others / (split.pp * split.tp)

@@ -21,11 +21,11 @@ CONTROL, TOKENS = "control", "tokens"
 
 
 @dataclass(frozen=True)
-class Turn:
-    """tokens: that go through the blocks; rows: of them, those whose logits are wanted. phase: "prefill" where any of
-    them is a prompt's, else "decode". known: rows of the turn whose tokens come back in this one, under a pipeline of p
-    stages p - 1 turns ago; None for as many as `rows`. heard: bytes of the messages that reach the ranks at its
-    beginning (requests and cancels)."""
+class ForwardPass:
+    """One forward pass of an engine. tokens: that go through the blocks; rows: of them, those whose logits are wanted.
+    phase: "prefill" where any of them is a prompt's, else "decode". known: rows of the turn whose tokens come back in
+    this one, under a pipeline of p stages p - 1 turns ago; None for as many as `rows`. heard: bytes of the messages
+    that reach the ranks at its beginning (requests and cancels)."""
 
     phase: Phase
     tokens: int
@@ -34,13 +34,13 @@ class Turn:
     heard: int = 0
 
     @classmethod
-    def decode(cls, sequences: int) -> Turn:
+    def decode(cls, sequences: int) -> ForwardPass:
         """One token more for each of so many sequences, with nothing heard: the steady state."""
         return cls("decode", sequences, sequences)
 
 
 def turn_ledger(
-    plan: UnitPlan, turn: Turn, gathered: tuple[Gather, ...] = (), own: bool = True
+    plan: UnitPlan, turn: ForwardPass, gathered: tuple[Gather, ...] = (), own: bool = True
 ) -> tuple[LedgerRow, ...]:
     """All rows of `plan`'s rank in one turn, sorted. gathered: what is gathered in it, such as
     `steady_gathers`. own: under zero=3, whether data ranks have requests of their own, or all of them the same."""
@@ -56,7 +56,7 @@ def turn_ledger(
     return ledger_of(rows, Mesh.of(plan.layout, plan.model))
 
 
-def _control(rows: Rows, plan: UnitPlan, turn: Turn, own: bool) -> None:
+def _control(rows: Rows, plan: UnitPlan, turn: ForwardPass, own: bool) -> None:
     """What the first rank of a replica has heard reaches the others: over the ranks in step at once, from stage to
     stage under a pipeline. The message itself is for the replica's ranks alone."""
     stage, *_ = plan.stages
@@ -74,7 +74,7 @@ def _control(rows: Rows, plan: UnitPlan, turn: Turn, own: bool) -> None:
             rows[(turn.phase, "send", PP, CONTROL, dtype, elements)] += 1
 
 
-def _tensor_parallel(rows: Rows, plan: UnitPlan, turn: Turn) -> None:
+def _tensor_parallel(rows: Rows, plan: UnitPlan, turn: ForwardPass) -> None:
     """Sums after a block's two row-parallel maps and after the lookup (Shoeybi et al. 2019), and the logits."""
     dtype = plan.layout.dtype
     for part in plan.parts:
@@ -84,7 +84,7 @@ def _tensor_parallel(rows: Rows, plan: UnitPlan, turn: Turn) -> None:
         rows[(turn.phase, "all_gather_into", TP, "logits", dtype, turn.rows * padded_vocab(plan))] += 1
 
 
-def _pipeline(rows: Rows, plan: UnitPlan, turn: Turn) -> None:
+def _pipeline(rows: Rows, plan: UnitPlan, turn: ForwardPass) -> None:
     """The residual stream from stage to stage; chosen tokens, and the logarithms of their probabilities, from the last
     stage to every other one."""
     (stage,), last = plan.stages, plan.layout.pp - 1

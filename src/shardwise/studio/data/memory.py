@@ -155,7 +155,7 @@ _PHASES = {"F": "forward", "B": "backward", "I": "backward", "W": "backward", "O
 """Kind of a pipeline's action -> phase."""
 
 
-class Moment(NamedTuple):
+class MemoryPoint(NamedTuple):
     """Bytes at one moment of a step. words: what is done; phase: of the step, one of forward, loss, backward, optimizer
     and waits. gradients, comm; rest: activations and all that is transient. start, end: when, in a pipeline whose
     schedule is not too long to be simulated; else both 0."""
@@ -186,21 +186,21 @@ def _moments(plan: UnitPlan) -> Table:
     return Table(f"{plan.role}: one moment after the other", columns | sizes, dict.fromkeys(sizes, "bytes"))
 
 
-def _through_step(plan: UnitPlan) -> list[Moment]:
+def _through_step(plan: UnitPlan) -> list[MemoryPoint]:
     """A step without a pipeline, at the moments whose largest is the predicted peak."""
     s, slots = Sizes.of(plan), (plan.layout.stage == 3) * sum(plan.slots.values()) * DTYPE_BYTES[plan.layout.dtype]
     there = inputs(plan, s) - sum(saved_inputs(plan, s, part) for part in plan.parts) + tables(plan, s)
     saved = list(accumulate(sum(saved_items(plan, s, part).values()) for part in plan.parts))
-    found: list[Moment] = []
+    found: list[MemoryPoint] = []
     for index, (one, beside) in enumerate(moments(plan)):
         if one.when == "loss":
             label = "a later micro-batch: " if index else ""
             found += [
-                Moment(f"{label}forward {part}", "forward", one.gradients, one.comm + slots, there + nbytes)
+                MemoryPoint(f"{label}forward {part}", "forward", one.gradients, one.comm + slots, there + nbytes)
                 for part, nbytes in zip(plan.parts, saved, strict=True)
             ]
         rest = beside + one.arriving
-        found.append(Moment(_words(one.when, one.part), _phase(one.when), one.gradients, one.comm + slots, rest))
+        found.append(MemoryPoint(_words(one.when, one.part), _phase(one.when), one.gradients, one.comm + slots, rest))
     return found
 
 
@@ -218,18 +218,20 @@ def _words(when: str, part: str) -> str:
     }[when]
 
 
-def _through_pipeline(plan: UnitPlan) -> list[Moment]:
+def _through_pipeline(plan: UnitPlan) -> list[MemoryPoint]:
     """A rank of a pipeline: the fullest moment of each of its actions, and what is there while it waits."""
     drawn = _drawn(plan)
     names, spans = [*map(str, drawn.actions), "optimizer"], _spans(drawn)
     phases = [_PHASES.get(action.kind, "") for action in drawn.actions] + ["optimizer"]
-    found: list[Moment] = []
+    found: list[MemoryPoint] = []
     left, now = (0, 0, 0), 0.0
     for full, after in islice(moments_of_rank(drawn, inputs(plan, Sizes.of(plan))), MOST_MOMENTS):
         start, end = spans[full.place] if spans else (0.0, 0.0)
         if start > now and end > start:
-            found.append(Moment("waits", "waits", *left, now, start))
-        found.append(Moment(names[full.place], phases[full.place], full.gradients, full.comm, full.rest, start, end))
+            found.append(MemoryPoint("waits", "waits", *left, now, start))
+        found.append(
+            MemoryPoint(names[full.place], phases[full.place], full.gradients, full.comm, full.rest, start, end)
+        )
         left, now = (after.gradients, after.comm, after.rest), max(now, end)
     return found
 

@@ -190,7 +190,7 @@ def _how_steps(here: RunDirectory, told: Mapping[str, Any]) -> How:
     return How([*lines, f"status: {told.get('status', 'unknown')}"], shlex.join(["tail", "-f", str(here.events_path)]))
 
 
-def _timeline(here: RunDirectory, measured: StepReport | None) -> tuple[timelines.Timeline, How, str] | None:
+def _timeline(here: RunDirectory, measured: StepReport | None) -> tuple[timelines.DrawnTimeline, How, str] | None:
     """(the timeline, how it was measured, what it shows in words): of all ranks, where the run has recorded them; else
     of each role's lowest."""
     if not here.timelines_path.is_file():

@@ -34,8 +34,8 @@ class Event(NamedTuple):
     name: str
 
 
-class Timeline(NamedTuple):
-    """rows: what each row is. events: in any order."""
+class DrawnTimeline(NamedTuple):
+    """A timeline as it is drawn. rows: what each row is. events: in any order."""
 
     rows: list[str]
     events: list[Event]
@@ -67,7 +67,7 @@ class Timeline(NamedTuple):
         return Table("Every event", columns, {"start": "seconds", "takes": "seconds"})
 
 
-def of_ranks(found: RankTimelines) -> Timeline:
+def of_ranks(found: RankTimelines) -> DrawnTimeline:
     """A row for each stream of each rank, all on one clock, which begins with the first rank's step."""
     rows: list[str] = []
     events: list[Event] = []
@@ -78,7 +78,7 @@ def of_ranks(found: RankTimelines) -> Timeline:
         for span in one.spans:
             start, seconds = (one.start + span.start) / 1e9, (span.stop - span.start) / 1e9
             events.append(Event(lanes[span.stream], start, seconds, _kind(span), span.name))
-    return Timeline(rows, events)
+    return DrawnTimeline(rows, events)
 
 
 def _streams(found: tuple[TimeSpan, ...]) -> list[str]:
@@ -86,7 +86,7 @@ def _streams(found: tuple[TimeSpan, ...]) -> list[str]:
     return sorted({span.stream for span in found}, key=lambda stream: (_ORDER.get(stream, len(_ORDER)), stream))
 
 
-def of_report(report: StepReport) -> Timeline:
+def of_report(report: StepReport) -> DrawnTimeline:
     """All roles with a timeline, a row for each stream of each; on one clock, that of the step. Raises `UserError` for
     damaged events."""
     rows: list[str] = []
@@ -99,7 +99,7 @@ def of_report(report: StepReport) -> Timeline:
                 rows.append(f"rank {min(role.ranks)} {span.stream}")
             seconds = (span.stop - span.start) / 1e9
             events.append(Event(lanes[span.stream], span.start / 1e9, seconds, _kind(span), span.name))
-    return Timeline(rows, events)
+    return DrawnTimeline(rows, events)
 
 
 def _kind(span: TimeSpan) -> int:
@@ -108,7 +108,7 @@ def _kind(span: TimeSpan) -> int:
     return _BY_WORD.get(span.name.partition(" ")[0], 4)
 
 
-def of_trace(data: Any) -> Timeline:
+def of_trace(data: Any) -> DrawnTimeline:
     """Complete events (ph X), and pairs of B and E, of a Chrome trace; a row for each thread. Raises `UserError` for
     what is no trace."""
     events = data.get("traceEvents") if isinstance(data, Mapping) else data
@@ -136,7 +136,7 @@ def of_trace(data: Any) -> Timeline:
         raise UserError("this trace has no event with a duration (ph X, or B and E)")
     first = min(event.start for event in found)
     rows = [_row(thread, names) for thread in lanes]
-    return Timeline(rows, [event._replace(start=event.start - first) for event in found])
+    return DrawnTimeline(rows, [event._replace(start=event.start - first) for event in found])
 
 
 def _event(row: int, start: float, duration: float, category: Any, name: str) -> Event:

@@ -18,7 +18,7 @@ from shardwise.planner.strategies import ENGINE, Asked, Generated, compare, usua
 from shardwise.predict.serving_layout import plan_of
 from shardwise.predict.step_seconds import usual_engine
 from shardwise.predict.time import decode_ops
-from shardwise.predict.time.generation import Strategy
+from shardwise.predict.time.generation import DecodeStrategy
 from shardwise.predict.time.profiles import engine
 from shardwise.predict.traffic.serving import padded_vocab
 from shardwise.report import time_parts
@@ -234,11 +234,11 @@ def _command(words: list[Any], layouts: list[Layout], asked: Asked) -> str:
     return command_line("generate", *words, "--compare", *layouts, *sizes)
 
 
-def _strategy(model: ModelConfig, layout: Layout, cluster: Cluster) -> Strategy:
-    return Strategy(model, layout, engine(usual_engine(cluster, ENGINE)), cluster)
+def _strategy(model: ModelConfig, layout: Layout, cluster: Cluster) -> DecodeStrategy:
+    return DecodeStrategy(model, layout, engine(usual_engine(cluster, ENGINE)), cluster)
 
 
-def _way(model: ModelConfig, layout: Layout, cluster: Cluster, asked: Asked) -> list[decode_ops.Piece]:
+def _way(model: ModelConfig, layout: Layout, cluster: Cluster, asked: Asked) -> list[decode_ops.DecodeOp]:
     """How the token half-way through the answer goes through the layers."""
     return decode_ops.way(_strategy(model, layout, cluster), asked.batch, asked.prompt + asked.output / 2)
 
@@ -257,9 +257,9 @@ def _side(
     model: ModelConfig,
     cluster: Cluster,
     one: Generated,
-    told: list[tokens_layer.Step],
-    held: list[tokens_holdings.Piece],
-    devices: list[tokens_holdings.Device],
+    told: list[tokens_layer.LayerStep],
+    held: list[tokens_holdings.ParameterShard],
+    devices: list[tokens_holdings.DrawnDevice],
 ) -> dict[str, Any]:
     layout = one.layout
     return {

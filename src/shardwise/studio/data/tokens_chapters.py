@@ -12,7 +12,7 @@ from shardwise.model.parameters import count
 from shardwise.planner.strategies import Asked, Generated
 from shardwise.report.step_report import DTYPE_BYTES
 from shardwise.report.units import format_bytes, format_count, format_share, format_time
-from shardwise.studio.data.tokens_layer import Step
+from shardwise.studio.data.tokens_layer import LayerStep
 from shardwise.studio.data.tokens_metrics import communication, step_words
 
 TITLES = (
@@ -26,7 +26,7 @@ TITLES = (
 
 
 def chapters(
-    model: ModelConfig, cluster: Cluster, ones: Sequence[Generated], told: Sequence[Sequence[Step]], asked: Asked
+    model: ModelConfig, cluster: Cluster, ones: Sequence[Generated], told: Sequence[Sequence[LayerStep]], asked: Asked
 ) -> list[dict[str, Any]]:
     """Title and sentences of each chapter. told: each strategy's steps inside a layer."""
     sides = [(side, one.layout, one, steps) for side, one, steps in zip("AB", ones, told, strict=False)]
@@ -75,7 +75,7 @@ def _weights(model: ModelConfig, cluster: Cluster, layout: Layout) -> str:
     return f"{needs}; {fits}{', so that each can only keep a part' if nbytes > room else ' and could hold them all'}."
 
 
-def _holds(side: str, layout: Layout, first: Step) -> str:
+def _holds(side: str, layout: Layout, first: LayerStep) -> str:
     if layout.stage == 3:
         part = (
             f"each device has 1/{layout.shard_ranks} of the numbers in a row, {format_bytes(first.memory)} of a layer"
@@ -89,7 +89,7 @@ def _holds(side: str, layout: Layout, first: Step) -> str:
     return f"{side}, {layout}: every device has all of the model, {format_bytes(first.memory)} of a layer."
 
 
-def _inside(side: str, layout: Layout, steps: Sequence[Step]) -> str:
+def _inside(side: str, layout: Layout, steps: Sequence[LayerStep]) -> str:
     """What a layer computes and moves; a message leaves a stage, not a layer."""
     computes = sum(step.seconds for step in steps if step.act in ("multiply", "one"))
     seconds = {act: next((step.seconds for step in steps if step.act == act), 0.0) for act in ("gather", "sum", "send")}

@@ -23,7 +23,7 @@ Box = tuple[float, float, float, float]
 """(left, top, width, height) of a part of a matrix, as shares of its columns and rows. A row is an output."""
 
 
-class Piece(NamedTuple):
+class ParameterShard(NamedTuple):
     """A rank's part of one parameter of the first block."""
 
     rank: int
@@ -37,14 +37,14 @@ class Piece(NamedTuple):
     """Where the part is in the matrix; empty for vectors."""
 
 
-def pieces(model: ModelConfig, layout: Layout) -> list[Piece]:
+def pieces(model: ModelConfig, layout: Layout) -> list[ParameterShard]:
     """Parts of the first block on the ranks that hold it, up to rank `MOST_DRAWN`."""
     mesh = Mesh.of(layout, model)
     ranks = (rank for rank in range(min(layout.ranks, MOST_DRAWN)) if mesh.index(PP, rank) == 0)
     return [piece for rank in ranks for piece in _of_rank(model, mesh, rank)]
 
 
-def _of_rank(model: ModelConfig, mesh: Mesh, rank: int) -> Iterator[Piece]:
+def _of_rank(model: ModelConfig, mesh: Mesh, rank: int) -> Iterator[ParameterShard]:
     unit = plan_of(model, mesh.layout, 0, mesh.index(TP, rank)).by_name[BLOCK]
     for offset, placed in zip(unit.offsets, unit.placed, strict=True):
         name, size = placed.name.removeprefix(f"{BLOCK}."), placed.numel
@@ -52,12 +52,14 @@ def _of_rank(model: ModelConfig, mesh: Mesh, rank: int) -> Iterator[Piece]:
             low = mesh.index(unit.shard, rank) * unit.shard_numel
             start, stop = max(low, offset) - offset, min(low + unit.shard_numel, offset + size) - offset
             held = max(0, stop - start)
-            yield Piece(rank, name, "flat" if held else "nothing", start, stop, held, _boxes(placed, start, stop))
+            yield ParameterShard(
+                rank, name, "flat" if held else "nothing", start, stop, held, _boxes(placed, start, stop)
+            )
         elif placed.dim is None:
-            yield Piece(rank, name, "whole", 0, size, size, _boxes(placed, 0, size))
+            yield ParameterShard(rank, name, "whole", 0, size, size, _boxes(placed, 0, size))
         else:
             how = "rows" if placed.dim == 0 else "columns"
-            yield Piece(rank, name, how, placed.start, placed.stop, size, _boxes(placed, 0, size))
+            yield ParameterShard(rank, name, how, placed.start, placed.stop, size, _boxes(placed, 0, size))
 
 
 def _boxes(placed: Placed, start: int, stop: int) -> tuple[Box, ...]:
@@ -96,7 +98,7 @@ def matrices(model: ModelConfig) -> list[dict[str, Any]]:
     ]
 
 
-class Device(NamedTuple):
+class DrawnDevice(NamedTuple):
     """A rank that is drawn."""
 
     rank: int
@@ -119,7 +121,7 @@ class Device(NamedTuple):
     """What it can do with what it holds, in two words."""
 
 
-def devices(model: ModelConfig, layout: Layout, held: list[Piece]) -> list[Device]:
+def devices(model: ModelConfig, layout: Layout, held: list[ParameterShard]) -> list[DrawnDevice]:
     """The ranks that are drawn. held: `pieces` of the layout."""
     mesh, shares = Mesh.of(layout, model), _shares(model, held)
     stages = [_layers(model, layout, stage) for stage in range(layout.pp)]
@@ -130,7 +132,7 @@ def devices(model: ModelConfig, layout: Layout, held: list[Piece]) -> list[Devic
         split = TP + SHARD if layout.stage == 3 else TP
         place, of = mesh.index(split, rank), mesh.size(split)
         found.append(
-            Device(
+            DrawnDevice(
                 rank,
                 stage,
                 (layers[0], layers[-1] + 1) if layers else (0, 0),
@@ -150,7 +152,7 @@ def _layers(model: ModelConfig, layout: Layout, stage: int) -> tuple[int, ...]:
     return tuple(int(name.removeprefix("blocks.")) for name in blocks_of(plan_of(model, layout, stage)))
 
 
-def _shares(model: ModelConfig, held: list[Piece]) -> dict[int, float]:
+def _shares(model: ModelConfig, held: list[ParameterShard]) -> dict[int, float]:
     """Rank of the first stage -> share of a block's matrices, by area."""
     sizes = {matrix["name"]: matrix["rows"] * matrix["columns"] for matrix in matrices(model)}
     found: dict[int, float] = {}
@@ -168,7 +170,7 @@ def _can(layout: Layout, layers: tuple[int, ...]) -> str:
     return "can compute"
 
 
-def holds_table(layouts: tuple[Layout, ...], holdings: list[list[Piece]]) -> Table:
+def holds_table(layouts: tuple[Layout, ...], holdings: list[list[ParameterShard]]) -> Table:
     """Every part of the first layer."""
     rows = [
         (str(layout), *piece[:-1], piece.elements * DTYPE_BYTES[layout.dtype])
@@ -181,7 +183,7 @@ def holds_table(layouts: tuple[Layout, ...], holdings: list[list[Piece]]) -> Tab
     return Table("What each rank holds of the first layer", columns, {"bytes": "bytes"})
 
 
-def how_holds(model: ModelConfig, layouts: tuple[Layout, ...], sides: list[list[Device]]) -> How:
+def how_holds(model: ModelConfig, layouts: tuple[Layout, ...], sides: list[list[DrawnDevice]]) -> How:
     """Sizes of a rank's part of a layer, and its share of all layers."""
     lines = ["The units and slices that the runtime itself follows (UnitPlan); areas are shares of each matrix."]
     whole = plan_of(model, Layout()).by_name[BLOCK].numel

@@ -20,13 +20,13 @@ from shardwise.predict.time.decode_ops import (
     MOVING,
     SUM,
     WAIT,
-    Piece,
+    DecodeOp,
 )
 from shardwise.report.step_report import DTYPE_BYTES
 from shardwise.report.units import format_bytes, format_time
 from shardwise.studio.columns import How, Table
 from shardwise.studio.data.collectives import MOST_RANKS
-from shardwise.studio.data.timelines import Event, Timeline
+from shardwise.studio.data.timelines import DrawnTimeline, Event
 
 STEPS = 6
 """Steps in which a layer is told."""
@@ -35,8 +35,8 @@ _KINDS = {ATTENTION: 0, FEED_FORWARD: 0, HEAD: 3, HOST: 4, WAIT: 6} | dict.fromk
 """What a piece does -> the kind of event it is drawn as (`timelines.KINDS`)."""
 
 
-class Step(NamedTuple):
-    """What each device does at one step of a layer."""
+class LayerStep(NamedTuple):
+    """Work of each device at one step of a layer."""
 
     act: str
     """A word for the drawing."""
@@ -64,7 +64,7 @@ def sentence(model: ModelConfig, ranks: int, step: int) -> str:
     )[step]
 
 
-def steps(model: ModelConfig, layout: Layout, pieces: Sequence[Piece], sequences: int) -> list[Step]:
+def steps(model: ModelConfig, layout: Layout, pieces: Sequence[DecodeOp], sequences: int) -> list[LayerStep]:
     """The `STEPS` steps of a layer in the middle of a token's way, with so many sequences on all ranks together."""
     taken = _of_one_layer(model, pieces)
     added = _sum(model, layout, taken[SUM], -(-sequences_of(layout, sequences) // layout.pp))
@@ -74,34 +74,38 @@ def steps(model: ModelConfig, layout: Layout, pieces: Sequence[Piece], sequences
     return [step._replace(memory=held) for step in _standing(model, layout, taken, added)]
 
 
-def _standing(model: ModelConfig, layout: Layout, taken: dict[str, float], added: Step) -> list[Step]:
+def _standing(model: ModelConfig, layout: Layout, taken: dict[str, float], added: LayerStep) -> list[LayerStep]:
     """The steps where weights stay where they are."""
     if layout.pp > 1:
         return _staged(model, layout, taken, added)
     if layout.tp > 1:
         return [
-            Step("hold", f"Each device holds a slice of every matrix, whole heads of attention: 1/{layout.tp} in all."),
-            Step("hold", "Nothing has to come: every device has the token's vector already."),
-            Step(
+            LayerStep(
+                "hold", f"Each device holds a slice of every matrix, whole heads of attention: 1/{layout.tp} in all."
+            ),
+            LayerStep("hold", "Nothing has to come: every device has the token's vector already."),
+            LayerStep(
                 "multiply",
                 "Every device multiplies with its own slices, and attends with its own heads.",
                 taken[ATTENTION],
             ),
             added,
-            Step("multiply", "Every device multiplies with its own slice of the feed-forward.", taken[FEED_FORWARD]),
+            LayerStep(
+                "multiply", "Every device multiplies with its own slice of the feed-forward.", taken[FEED_FORWARD]
+            ),
             added._replace(words=f"{added.words} Weights have not moved at all."),
         ]
     return [
-        Step("hold", "One device holds all of the layer."),
-        Step("hold", "Nothing has to come."),
-        Step("multiply", "It computes alone.", taken[ATTENTION]),
-        Step("hold", "Nothing to sum."),
-        Step("multiply", "It computes alone.", taken[FEED_FORWARD]),
-        Step("hold", "Nothing to sum."),
+        LayerStep("hold", "One device holds all of the layer."),
+        LayerStep("hold", "Nothing has to come."),
+        LayerStep("multiply", "It computes alone.", taken[ATTENTION]),
+        LayerStep("hold", "Nothing to sum."),
+        LayerStep("multiply", "It computes alone.", taken[FEED_FORWARD]),
+        LayerStep("hold", "Nothing to sum."),
     ]
 
 
-def _of_one_layer(model: ModelConfig, pieces: Sequence[Piece]) -> dict[str, float]:
+def _of_one_layer(model: ModelConfig, pieces: Sequence[DecodeOp]) -> dict[str, float]:
     """Seconds of each kind of piece in the block in the middle; of one sum, and one message."""
     middle = f"blocks.{model.layers // 2}"
     found = {
@@ -111,31 +115,33 @@ def _of_one_layer(model: ModelConfig, pieces: Sequence[Piece]) -> dict[str, floa
     return found | {MESSAGE: next((p.seconds for p in pieces if p.what == MESSAGE), 0.0)}
 
 
-def _sum(model: ModelConfig, layout: Layout, seconds: float, sequences: int) -> Step:
+def _sum(model: ModelConfig, layout: Layout, seconds: float, sequences: int) -> LayerStep:
     """The sum of partial results over tp; nothing where there is none."""
     if layout.tp == 1:
-        return Step("multiply", "Nothing to sum.")
+        return LayerStep("multiply", "Nothing to sum.")
     vector = model.hidden * DTYPE_BYTES[layout.dtype]
     words = f"The {layout.tp} partial results are added up on all: {format_bytes(vector)} a token, an all-reduce."
-    return Step("sum", words, seconds, ("all-reduce", layout.tp, vector * sequences))
+    return LayerStep("sum", words, seconds, ("all-reduce", layout.tp, vector * sequences))
 
 
-def _gathering(model: ModelConfig, layout: Layout, taken: dict[str, float], added: Step) -> list[Step]:
+def _gathering(model: ModelConfig, layout: Layout, taken: dict[str, float], added: LayerStep) -> list[LayerStep]:
     unit, width, ranks = plan_of(model, layout).by_name["blocks.0"], DTYPE_BYTES[layout.dtype], layout.shard_ranks
     whole, part = (format_bytes(n * width) for n in (unit.numel, unit.shard_numel))
     slices = "layer" if layout.tp == 1 else "slice of the layer"
     steps = [
-        Step("hold", f"Each device holds 1/{ranks} of the {slices}, cut like a tape across its matrices: {part}."),
-        Step(
+        LayerStep("hold", f"Each device holds 1/{ranks} of the {slices}, cut like a tape across its matrices: {part}."),
+        LayerStep(
             "gather",
             f"All gather the whole {slices}: each receives what it lacks of {whole}.",
             taken[GATHER],
             ("all-gather", ranks, unit.padded * width),
         ),
-        Step("multiply", "Every device multiplies with what it gathered, for its own tokens alone.", taken[ATTENTION]),
+        LayerStep(
+            "multiply", "Every device multiplies with what it gathered, for its own tokens alone.", taken[ATTENTION]
+        ),
         added._replace(words=f"{added.words} Meanwhile the next layer is being gathered."),
-        Step("multiply", "The whole feed-forward, too.", taken[FEED_FORWARD]),
-        Step(
+        LayerStep("multiply", "The whole feed-forward, too.", taken[FEED_FORWARD]),
+        LayerStep(
             "free",
             f"The {whole} are freed again: only the own 1/{ranks} stays."
             + (f" Before that, once more: {added.words}" if layout.tp > 1 else ""),
@@ -145,7 +151,7 @@ def _gathering(model: ModelConfig, layout: Layout, taken: dict[str, float], adde
     return _with_memory(steps, unit.shard_numel * width, unit.numel * width)
 
 
-def _with_memory(steps: list[Step], part: float, whole: float) -> list[Step]:
+def _with_memory(steps: list[LayerStep], part: float, whole: float) -> list[LayerStep]:
     """Bytes of a device's own part, of this layer once it is gathered, and of what of the next one comes meanwhile: its
     gather begins when this layer's arithmetic does."""
     gather, passed, found = steps[1].seconds, 0.0, []
@@ -157,19 +163,21 @@ def _with_memory(steps: list[Step], part: float, whole: float) -> list[Step]:
     return found
 
 
-def _staged(model: ModelConfig, layout: Layout, taken: dict[str, float], added: Step) -> list[Step]:
+def _staged(model: ModelConfig, layout: Layout, taken: dict[str, float], added: LayerStep) -> list[LayerStep]:
     blocks = plan_of(model, layout).of_kind("block")
     vector = model.hidden * DTYPE_BYTES[layout.dtype]
     alone = "One device alone multiplies" if layout.tp == 1 else f"The stage's {layout.tp} devices alone multiply"
     slices = f", its {layout.tp} devices a slice of every matrix" if layout.tp > 1 else ""
-    between = Step("one", "Nothing to sum: it has all there is of the layer.") if layout.tp == 1 else added
+    between = LayerStep("one", "Nothing to sum: it has all there is of the layer.") if layout.tp == 1 else added
     return [
-        Step("hold", f"Each stage holds whole layers: the first one {len(blocks)} of {model.layers}{slices}."),
-        Step("wait", "The first stage has the token; the others wait, unless other sequences keep them busy."),
-        Step("one", f"{alone} with {'the whole matrices' if layout.tp == 1 else 'their slices'}.", taken[ATTENTION]),
+        LayerStep("hold", f"Each stage holds whole layers: the first one {len(blocks)} of {model.layers}{slices}."),
+        LayerStep("wait", "The first stage has the token; the others wait, unless other sequences keep them busy."),
+        LayerStep(
+            "one", f"{alone} with {'the whole matrices' if layout.tp == 1 else 'their slices'}.", taken[ATTENTION]
+        ),
         between,
-        Step("one", f"The {'whole ' if layout.tp == 1 else ''}feed-forward, too.", taken[FEED_FORWARD]),
-        Step(
+        LayerStep("one", f"The {'whole ' if layout.tp == 1 else ''}feed-forward, too.", taken[FEED_FORWARD]),
+        LayerStep(
             "send",
             f"After {len(blocks)} layers it sends a vector of {format_bytes(vector)} on, and waits.",
             taken[MESSAGE] + added.seconds,
@@ -177,7 +185,7 @@ def _staged(model: ModelConfig, layout: Layout, taken: dict[str, float], added: 
     ]
 
 
-def link(step: Step, cluster: Cluster) -> str:
+def link(step: LayerStep, cluster: Cluster) -> str:
     """The state of the Collectives view that shows what moves at a step chunk by chunk; empty where nothing does."""
     if step.act not in ("gather", "sum") or not step.collective or step.collective[1] > MOST_RANKS:
         return ""
@@ -187,7 +195,7 @@ def link(step: Step, cluster: Cluster) -> str:
     )
 
 
-def layer_table(sides: Sequence[tuple[Layout, list[Step], float]]) -> Table:
+def layer_table(sides: Sequence[tuple[Layout, list[LayerStep], float]]) -> Table:
     """Every step under each strategy with its seconds. sides: (strategy, its steps, seconds of a token over layers)."""
     rows: list[tuple[Any, ...]] = []
     for layout, told, average in sides:
@@ -202,7 +210,7 @@ def layer_table(sides: Sequence[tuple[Layout, list[Step], float]]) -> Table:
     return Table("One layer, step by step", columns, units)
 
 
-def how_layer(sides: Sequence[tuple[Layout, list[Step], float]], command: str) -> How:
+def how_layer(sides: Sequence[tuple[Layout, list[LayerStep], float]], command: str) -> How:
     """How the seconds of the steps come about."""
     lines = ["One block of one pass: kernels from the engine profile's tables, collectives from the cluster's prices."]
     for layout, told, average in sides:
@@ -217,7 +225,7 @@ def how_layer(sides: Sequence[tuple[Layout, list[Step], float]], command: str) -
 # -- through all layers
 
 
-def through_table(model: ModelConfig, layouts: Sequence[Layout], ways: Sequence[Sequence[Piece]]) -> Table:
+def through_table(model: ModelConfig, layouts: Sequence[Layout], ways: Sequence[Sequence[DecodeOp]]) -> Table:
     """When each strategy is done with each layer, and how much of that it has computed and moved."""
     columns: dict[str, list[Any]] = {"layer": list(range(1, model.layers + 1))}
     units: dict[str, str] = {}
@@ -233,7 +241,7 @@ def through_table(model: ModelConfig, layouts: Sequence[Layout], ways: Sequence[
     return Table(f"One token through all layers: {names}", columns, units)
 
 
-def through_drawn(layouts: Sequence[Layout], ways: Sequence[Sequence[Piece]]) -> dict[str, Any]:
+def through_drawn(layouts: Sequence[Layout], ways: Sequence[Sequence[DecodeOp]]) -> dict[str, Any]:
     """The pieces as events: a row for what a strategy computes and one for what it moves, or in a pipeline one for each
     stage. sides: which strategy each row is of."""
     rows: list[str] = []
@@ -249,10 +257,10 @@ def through_drawn(layouts: Sequence[Layout], ways: Sequence[Sequence[Piece]]) ->
         for p in pieces:
             name = f"{_layer(p.part)}{p.what}"
             events.append(Event(lanes[_lane(layout, p)], p.start, p.seconds, _KINDS[p.what], name))
-    return Timeline(rows, events).to_json() | {"sides": sides}
+    return DrawnTimeline(rows, events).to_json() | {"sides": sides}
 
 
-def _lane(layout: Layout, piece: Piece) -> tuple[int, bool]:
+def _lane(layout: Layout, piece: DecodeOp) -> tuple[int, bool]:
     """(stage, whether it moves data): without a pipeline a gather goes on beside arithmetic."""
     return piece.stage, layout.pp == 1 and piece.what in MOVING
 
@@ -263,7 +271,7 @@ def _layer(part: str) -> str:
     return "" if part in ("", "head") else f"{part}: "
 
 
-def how_through(layouts: Sequence[Layout], ways: Sequence[Sequence[Piece]], command: str) -> How:
+def how_through(layouts: Sequence[Layout], ways: Sequence[Sequence[DecodeOp]], command: str) -> How:
     """How the pieces are laid out."""
     lines = ["The token half-way through the answer: its parts one after the other, as each strategy runs them."]
     for layout, pieces in zip(layouts, ways, strict=True):

@@ -10,8 +10,8 @@ from shardwise.model import ModelConfig
 from shardwise.report.step_report import DTYPE_BYTES
 from shardwise.report.units import format_bytes, format_time
 from shardwise.studio.columns import How, Table
-from shardwise.studio.data.tokens_holdings import Piece
-from shardwise.studio.data.tokens_layer import Step
+from shardwise.studio.data.tokens_holdings import ParameterShard
+from shardwise.studio.data.tokens_layer import LayerStep
 
 FIRST, SECOND = ("mlp.gate_up.up.weight", "mlp.up.up.weight"), "mlp.down.weight"
 """Names of the matrices of the feed-forward part; a model has one of the first ones."""
@@ -26,7 +26,7 @@ class Slice(NamedTuple):
     nbytes: int
 
 
-class Product(NamedTuple):
+class DrawnProduct(NamedTuple):
     """x W1, then times W2, on the ranks of one tensor-parallel group. seconds: of the sum."""
 
     layout: Layout
@@ -60,8 +60,11 @@ class Product(NamedTuple):
 
 
 def product(
-    model: ModelConfig, layouts: Sequence[Layout], holdings: Sequence[list[Piece]], told: Sequence[list[Step]]
-) -> Product | None:
+    model: ModelConfig,
+    layouts: Sequence[Layout],
+    holdings: Sequence[list[ParameterShard]],
+    told: Sequence[list[LayerStep]],
+) -> DrawnProduct | None:
     """The product of the first strategy that has tensor parallelism over ranks that are drawn; None without one."""
     for layout, held, steps in zip(layouts, holdings, told, strict=True):
         if layout.tp == 1 or layout.stage == 3:
@@ -75,11 +78,11 @@ def product(
         ]
         summed = next((step.seconds for step in steps if step.act in ("sum", "send") and step.seconds), 0.0)
         if len(slices) == layout.tp:
-            return Product(layout, model.hidden, model.ffn, slices, model.hidden * width, summed)
+            return DrawnProduct(layout, model.hidden, model.ffn, slices, model.hidden * width, summed)
     return None
 
 
-def product_table(found: Product | None) -> Table:
+def product_table(found: DrawnProduct | None) -> Table:
     """A row for each rank."""
     slices = found.slices if found else []
     columns = {
@@ -93,7 +96,7 @@ def product_table(found: Product | None) -> Table:
     return Table("Columns of W1 are the rows of W2", columns, units)
 
 
-def how_product(found: Product | None) -> How:
+def how_product(found: DrawnProduct | None) -> How:
     """Why there is one sum, and no other."""
     if not found:
         return How(["Neither strategy cuts matrices over tensor-parallel ranks."])

@@ -7,11 +7,11 @@ from itertools import takewhile
 from typing import Any
 
 from shardwise.planner.strategies import Generated
-from shardwise.predict.time.decode_ops import MOVING, Piece
+from shardwise.predict.time.decode_ops import MOVING, DecodeOp
 from shardwise.predict.time.strategy_training import BACKWARD, REDUCE, passes
 from shardwise.report.units import format_share, format_time
 from shardwise.studio.columns import Table
-from shardwise.studio.data.timelines import Event, Timeline
+from shardwise.studio.data.timelines import DrawnTimeline, Event
 
 LAYERS = 3
 """Layers of the slowest pass that are drawn."""
@@ -59,7 +59,7 @@ def shares_table(ones: Sequence[Generated]) -> Table:
     return Table("Shares of the time of a token and of a training step", columns, units)
 
 
-def drawn(layers: int, ones: Sequence[Generated], ways: Sequence[Sequence[Piece]]) -> dict[str, Any]:
+def drawn(layers: int, ones: Sequence[Generated], ways: Sequence[Sequence[DecodeOp]]) -> dict[str, Any]:
     """Rows of what each strategy computes and moves for a token, forward and backward, for as long as `LAYERS` layers
     take in the slowest; and a sentence for each of `FRAMES` steps. ways: of a token, by strategy."""
     found = [(way, *passes(one.trained.block, layers)) for one, way in zip(ones, ways, strict=True)]
@@ -72,16 +72,16 @@ def drawn(layers: int, ones: Sequence[Generated], ways: Sequence[Sequence[Piece]
                 events += list(_events(pieces, len(rows), moves, span))
                 rows.append("moves" if moves else f"{side}, {name}")
     sentences = [_sentence(found, span * frame / FRAMES, layers) for frame in range(FRAMES + 1)]
-    return Timeline(rows, events).to_json() | {"span": span, "sentences": sentences}
+    return DrawnTimeline(rows, events).to_json() | {"span": span, "sentences": sentences}
 
 
-def _end_of(pieces: Sequence[Piece], layers: int) -> float:
+def _end_of(pieces: Sequence[DecodeOp], layers: int) -> float:
     """When so many layers have been done, in whichever order."""
     parts = list(dict.fromkeys(piece.part for piece in pieces if piece.part.startswith("blocks.")))[:layers]
     return max(piece.end for piece in pieces if piece.part in parts and piece.what != REDUCE)
 
 
-def _events(pieces: Sequence[Piece], row: int, moves: bool, span: float) -> Iterator[Event]:
+def _events(pieces: Sequence[DecodeOp], row: int, moves: bool, span: float) -> Iterator[Event]:
     moving = (*MOVING, REDUCE)
     for piece in pieces:
         if (piece.what in moving) == moves and piece.start < span and piece.part:
@@ -91,7 +91,7 @@ def _events(pieces: Sequence[Piece], row: int, moves: bool, span: float) -> Iter
             yield Event(row, piece.start, min(piece.seconds, span - piece.start), kind, name)
 
 
-def _sentence(found: Sequence[Sequence[Sequence[Piece]]], time: float, layers: int) -> str:
+def _sentence(found: Sequence[Sequence[Sequence[DecodeOp]]], time: float, layers: int) -> str:
     if not time:
         return (
             f"Six clocks start: a token, the forward and the backward pass of a training step, through {layers} layers."
@@ -103,7 +103,7 @@ def _sentence(found: Sequence[Sequence[Sequence[Piece]]], time: float, layers: i
     return f"After {format_time(time)}: {'; '.join(told)}."
 
 
-def _done(pieces: Sequence[Piece], time: float) -> int:
+def _done(pieces: Sequence[DecodeOp], time: float) -> int:
     """Layers whose arithmetic has been done by then."""
     ends: dict[str, float] = {}
     for piece in pieces:

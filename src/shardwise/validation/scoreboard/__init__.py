@@ -4,7 +4,7 @@ from pathlib import Path
 
 from shardwise.validation.scoreboard.memory import MemoryScore, memory_scores
 from shardwise.validation.scoreboard.misses import reason
-from shardwise.validation.scoreboard.rows import Case, Skipped, cases, read
+from shardwise.validation.scoreboard.rows import PublishedCase, Skipped, cases, read
 from shardwise.validation.scoreboard.score import MISS, Prediction, Score, predict, scores
 
 PUBLISHED = Path(__file__).parent / "published.json"
@@ -13,9 +13,9 @@ PUBLISHED = Path(__file__).parent / "published.json"
 __all__ = [
     "MISS",
     "PUBLISHED",
-    "Case",
     "MemoryScore",
     "Prediction",
+    "PublishedCase",
     "Score",
     "Skipped",
     "cases",

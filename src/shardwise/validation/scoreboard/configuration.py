@@ -14,7 +14,7 @@ from shardwise.errors import UserError
 from shardwise.model import ModelConfig
 from shardwise.model.config import Experts, LatentAttention
 from shardwise.predict.time.constants import known_devices
-from shardwise.predict.time.step import Split
+from shardwise.predict.time.step import StepShape
 
 Row = Mapping[str, Any]
 
@@ -86,7 +86,7 @@ def engine_of(row: Row, assumed: list[str]) -> str:
     return "megatron-lm-2022"
 
 
-def split_of(row: Row, model: ModelConfig, assumed: list[str]) -> Split:
+def split_of(row: Row, model: ModelConfig, assumed: list[str]) -> StepShape:
     """The degrees and counts of a training row. Raises `UserError` where they contradict each other."""
     tp, pp, cp, gpus = whole(row, "tp"), whole(row, "pp"), whole(row, "cp", 1), whole(row, "gpus")
     dp = whole(row, "dp", max(gpus // (tp * pp * cp), 1))
@@ -98,7 +98,7 @@ def split_of(row: Row, model: ModelConfig, assumed: list[str]) -> Split:
     recompute = _recompute(row, assumed)
     zero = stage_of(row, assumed)
     sp = "sequence parallel" in str(row.get("techniques", "")) or ("megatron-bridge" in source(row) and tp > 1)
-    return Split(
+    return StepShape(
         seq=whole(row, "seq"),
         micro=micro,
         micro_batches=batch // (dp * micro),

@@ -24,8 +24,8 @@ gradients are summed in fp32 (train/tr11-176B-ml/chronicles-prequel.md says both
 
 
 @dataclass(frozen=True)
-class Held:
-    """One row. nbytes, measured: of its fullest device."""
+class MemoryRow:
+    """One published row of measured memory. nbytes, measured: of its fullest device."""
 
     row: Row
     nbytes: float
@@ -41,7 +41,7 @@ class MemoryScore:
     """Errors of one source's measured memory, as shares of it; None where no row is known well enough."""
 
     source: str
-    rows: tuple[Held, ...]
+    rows: tuple[MemoryRow, ...]
     skipped: dict[str, int]
 
     @property
@@ -56,7 +56,7 @@ class MemoryScore:
 def memory_scores(rows: Sequence[Row]) -> list[MemoryScore]:
     """One score for each source that says how much memory its rows took, in the order in which they appear."""
     asked = [row for row in rows if row.get("mem_gib_per_gpu") is not None]
-    found: dict[str, tuple[list[Held], Counter[str]]] = {}
+    found: dict[str, tuple[list[MemoryRow], Counter[str]]] = {}
     for row in asked:
         held, skipped = found.setdefault(row["source_id"], ([], Counter()))
         try:
@@ -66,7 +66,7 @@ def memory_scores(rows: Sequence[Row]) -> list[MemoryScore]:
     return [MemoryScore(source, tuple(held), dict(skipped)) for source, (held, skipped) in found.items()]
 
 
-def _held(row: Row) -> Held:
+def _held(row: Row) -> MemoryRow:
     if row.get("memory_is"):
         raise UserError(f"its memory is {row['memory_is']}")
     measured = row["mem_gib_per_gpu"]
@@ -82,7 +82,7 @@ def _held(row: Row) -> Held:
         model, _stages(model.layers, split.pp, wide), split.seq, split.micro, split.micro_batches, split.tp,
         whole(row, "dp", split.dp), "wide" if wide else "sharded" if stage_of(row, assumed) else "whole",
     )  # fmt: skip
-    return Held(row, nbytes + RESERVED_BYTES, measured * GIB)
+    return MemoryRow(row, nbytes + RESERVED_BYTES, measured * GIB)
 
 
 def _stages(layers: int, pp: int, tables: bool) -> list[int]:

@@ -14,8 +14,8 @@ from typing import Any
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.model import ModelConfig
-from shardwise.predict.time.serving import Serving
-from shardwise.predict.time.step import Split
+from shardwise.predict.time.serving import ServingLayout
+from shardwise.predict.time.step import StepShape
 from shardwise.validation.scoreboard.configuration import (
     PRECISIONS,
     Row,
@@ -36,8 +36,9 @@ table under "Preparing a Dataset"."""
 
 
 @dataclass(frozen=True)
-class Case:
-    """One row as a question. measured: seconds of a step, or output tokens/s of the whole deployment."""
+class PublishedCase:
+    """One published row as a question to the time model. measured: seconds of a step, or output tokens/s of the whole
+    deployment."""
 
     row: Row
     source: str
@@ -47,8 +48,8 @@ class Case:
     engine: str
     precision: str
     measured: float
-    split: Split | None = None
-    serving: Serving | None = None
+    split: StepShape | None = None
+    serving: ServingLayout | None = None
     prompt: int = 0
     output: int = 0
     requests: int = 0
@@ -92,17 +93,17 @@ def read(path: Path) -> list[Row]:
     return rows
 
 
-def cases(rows: Sequence[Row]) -> tuple[list[Case], list[Skipped]]:
+def cases(rows: Sequence[Row]) -> tuple[list[PublishedCase], list[Skipped]]:
     """Every row as a case, or the reason why it is none. Measurements of the same configuration by the same source
     count once, as their median."""
-    made: list[Case] = []
+    made: list[PublishedCase] = []
     skipped: list[Skipped] = []
     for row in rows:
         try:
             made.append(case(row))
         except UserError as error:
             skipped.append(Skipped(row, row["source_id"], str(error)))
-    merged: dict[tuple[Any, ...], list[Case]] = {}
+    merged: dict[tuple[Any, ...], list[PublishedCase]] = {}
     for one in made:
         merged.setdefault(_identity(one), []).append(one)
     for same in merged.values():
@@ -110,21 +111,21 @@ def cases(rows: Sequence[Row]) -> tuple[list[Case], list[Skipped]]:
     return [_median(same) for same in merged.values()], skipped
 
 
-def _identity(case: Case) -> tuple[Any, ...]:
+def _identity(case: PublishedCase) -> tuple[Any, ...]:
     row = case.row
     keys = ("phase", "isl", "osl", "tp", "pp", "gpus", "gbs", "schedule", "techniques", "fsdp", "compile")
     layout = [repr(row.get(key)) for key in keys]
     return (case.source, repr(case.model), case.precision, repr(case.split), repr(case.cluster), *layout)
 
 
-def _median(same: list[Case]) -> Case:
+def _median(same: list[PublishedCase]) -> PublishedCase:
     ordered = sorted(case.measured for case in same)
     middle = len(ordered) // 2
     median = ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
     return replace(same[0], measured=median)
 
 
-def case(row: Row) -> Case:
+def case(row: Row) -> PublishedCase:
     """One row as a case. Raises `UserError` with the reason where it cannot be scored."""
     assumed: list[str] = []
     model = model_of(row, assumed)
@@ -141,7 +142,7 @@ def _positive(measured: Any, what: str) -> float:
     return float(measured)
 
 
-def _serving(row: Row, model: ModelConfig, cluster: Cluster, rate: float, assumed: list[str]) -> Case:
+def _serving(row: Row, model: ModelConfig, cluster: Cluster, rate: float, assumed: list[str]) -> PublishedCase:
     prompt, output = whole(row, "isl", 0), whole(row, "osl", 0)
     kind = "decode" if row.get("phase") == "decode" else "throughput"
     if kind == "throughput" and not (prompt and output):
@@ -154,16 +155,18 @@ def _serving(row: Row, model: ModelConfig, cluster: Cluster, rate: float, assume
     # The tokens that gpt-fast makes after the prompt: generate.py, --max_new_tokens 200.
     output = output or 200
     cache = "bfloat16" if kind == "decode" else "float8_e4m3fn"
-    served = Serving(weights, cache, whole(row, "tp"), whole(row, "pp"))
-    return Case(
+    served = ServingLayout(weights, cache, whole(row, "tp"), whole(row, "pp"))
+    return PublishedCase(
         row, row["source_id"], kind, model, cluster, name, str(row.get("precision")), rate,
         serving=served, prompt=prompt, output=output, requests=requests, assumed=tuple(assumed),
     )  # fmt: skip
 
 
-def _training(row: Row, model: ModelConfig, cluster: Cluster, assumed: list[str]) -> Case:
+def _training(row: Row, model: ModelConfig, cluster: Cluster, assumed: list[str]) -> PublishedCase:
     seconds = step_seconds_of(row, model)
     name = engine_of(row, assumed)
     split = split_of(row, model, assumed)
     precision = str(row.get("precision"))
-    return Case(row, row["source_id"], "train", model, cluster, name, precision, seconds, split, assumed=tuple(assumed))
+    return PublishedCase(
+        row, row["source_id"], "train", model, cluster, name, precision, seconds, split, assumed=tuple(assumed)
+    )

@@ -14,8 +14,8 @@ from shardwise.predict.time.constants import Constants, constants
 from shardwise.predict.time.profiles import engine
 from shardwise.predict.time.ranges import Range, time_range
 from shardwise.predict.time.serving import decode_step, throughput
-from shardwise.predict.time.step import Pricing, Split, training_step
-from shardwise.validation.scoreboard.rows import Case, Skipped
+from shardwise.predict.time.step import Pricing, StepShape, training_step
+from shardwise.validation.scoreboard.rows import PublishedCase, Skipped
 
 MISS = 0.25
 """Rows that are off by more than this are listed."""
@@ -32,7 +32,7 @@ class Prediction:
     error: predicted over measured seconds, less one.
     """
 
-    case: Case
+    case: PublishedCase
     seconds: float
     measured: float
     range: Range
@@ -62,7 +62,7 @@ class Score:
     skipped: dict[str, int]
 
 
-def predict(cases: Sequence[Case], adjust: Adjust | None = None) -> tuple[list[Prediction], list[Skipped]]:
+def predict(cases: Sequence[PublishedCase], adjust: Adjust | None = None) -> tuple[list[Prediction], list[Skipped]]:
     """Every case with its prediction; a case that the time model refuses becomes a skipped row with the reason.
 
     adjust: changes the constants of a device before they are used (what a fit tries).
@@ -86,16 +86,16 @@ class _Prices:
         self._adjust = adjust or (lambda known: known)
         self._made: dict[str, Pricing] = {}
 
-    def of(self, case: Case) -> Pricing:
+    def of(self, case: PublishedCase) -> Pricing:
         key = repr(case.cluster)
         if key not in self._made:
             self._made[key] = Pricing(case.cluster, self._adjust(constants(case.cluster.device)))
         return self._made[key]
 
 
-def _groups(cases: Iterable[Case]) -> list[list[Case]]:
+def _groups(cases: Iterable[PublishedCase]) -> list[list[PublishedCase]]:
     """Cases that one call can price as arrays: they differ in degrees and counts only."""
-    groups: dict[tuple[Any, ...], list[Case]] = defaultdict(list)
+    groups: dict[tuple[Any, ...], list[PublishedCase]] = defaultdict(list)
     for place, case in enumerate(cases):
         split = case.split
         if split is None:
@@ -108,7 +108,7 @@ def _groups(cases: Iterable[Case]) -> list[list[Case]]:
     return list(groups.values())
 
 
-def _trained(group: list[Case], prices: _Prices) -> list[Prediction]:
+def _trained(group: list[PublishedCase], prices: _Prices) -> list[Prediction]:
     splits = [case.split for case in group if case.split]
     arrays: dict[str, Any] = {name: np.array([getattr(split, name) for split in splits]) for name in _ARRAYS}
     pricing = prices.of(group[0])
@@ -129,7 +129,7 @@ def _trained(group: list[Case], prices: _Prices) -> list[Prediction]:
     ]
 
 
-def _served(group: list[Case], prices: _Prices) -> list[Prediction]:
+def _served(group: list[PublishedCase], prices: _Prices) -> list[Prediction]:
     case = group[0]
     serving, pricing, software = case.serving, prices.of(case), engine(case.engine)
     assert serving
@@ -176,4 +176,4 @@ def _score(source: str, predictions: list[Prediction], skipped: Counter[str]) ->
     )
 
 
-__all__ = ["MISS", "Prediction", "Score", "Split", "predict", "scores"]
+__all__ = ["MISS", "Prediction", "Score", "StepShape", "predict", "scores"]
