@@ -56,10 +56,10 @@ class TorchRank:
         import torch
         import torch.distributed as dist
 
-        from shardwise.runtime.allocator import keep_freed_memory
+        from shardwise.runtime.allocator import retain_freed_memory
         from shardwise.runtime.transport import shared_transport
 
-        keep_freed_memory()  # as the trainer does
+        retain_freed_memory()  # as the trainer does
         torch.set_num_threads(1)
         rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         dist.init_process_group("gloo", init_method=os.environ["BENCH_STORE"], rank=rank, world_size=ranks)

@@ -46,8 +46,8 @@ from shardwise.predict import estimate
 from shardwise.report.units import format_bytes, format_count
 from shardwise.runtime.config import OptimizerConfig
 from shardwise.runtime.hardware import matmul_rate
-from shardwise.runtime.measure import Measurement
-from shardwise.runtime.pipeline.step import Program
+from shardwise.runtime.measure import StepMeasurement
+from shardwise.runtime.pipeline.step import TrainProgram
 from shardwise.runtime.setup import make_comms
 
 TINY = ModelConfig("tiny", vocab=512, hidden=128, layers=3, heads=4, kv_heads=2, ffn=352, max_positions=256)
@@ -90,11 +90,11 @@ Step = Callable[[Tensor, Tensor], float]
 """Train on (ids, targets); returns the loss."""
 
 
-def shardwise(setting: Setting) -> tuple[Step, Program]:
+def shardwise(setting: Setting) -> tuple[Step, TrainProgram]:
     """This project's runtime."""
     layout, model, device = setting.layout, setting.model, torch.device(setting.device)
     plan = unit_plan(model, layout, setting.workload, backend="nccl" if device.type == "cuda" else "gloo")
-    program = Program(plan, make_comms(layout, model, 0, timeout=600.0), OPTIMIZER, _initial, device)
+    program = TrainProgram(plan, make_comms(layout, model, 0, timeout=600.0), OPTIMIZER, _initial, device)
     positions = torch.arange(setting.seq, device=device).expand(setting.micro, -1).contiguous()
 
     def step(ids: Tensor, targets: Tensor) -> float:
@@ -222,7 +222,7 @@ def fsdp2(setting: Setting) -> tuple[Step, None]:
     return step, None
 
 
-CONTENDERS: dict[str, Callable[[Setting], tuple[Step, Program | None]]] = {"shardwise": shardwise, "FSDP2": fsdp2}
+CONTENDERS: dict[str, Callable[[Setting], tuple[Step, TrainProgram | None]]] = {"shardwise": shardwise, "FSDP2": fsdp2}
 
 
 # -- one measurement, in a process of its own
@@ -252,7 +252,7 @@ def _measure(name: str, setting: Setting) -> dict[str, Any]:
         seconds.append(time.perf_counter() - before)
     peak = torch.cuda.max_memory_allocated() if cuda else None
     if program is not None and not cuda:
-        with Measurement(program) as measurement:
+        with StepMeasurement(program) as measurement:
             step(*setting.tokens(0))
         peak = measurement.role(0).peak_bytes
     return {"seconds": seconds[WARM_UP:], "losses": losses, "setup_s": setup, "peak_bytes": peak}

@@ -28,7 +28,7 @@ from shardwise.layout import pipeline as pipelines
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import parameters
 from shardwise.runtime.config import OptimizerConfig
-from shardwise.runtime.pipeline.step import Program
+from shardwise.runtime.pipeline.step import TrainProgram
 from shardwise.runtime.setup import make_comms, stream_view
 
 SEED = 0
@@ -133,7 +133,7 @@ def shardwise(setting: Setting, layout: str, transport: str = "gloo") -> Contend
     comms = make_comms(parsed, setting.model, dist.get_rank(), timeout=300, transport=transport)
     plan = unit_plan(setting.model, parsed, workload, rank=dist.get_rank(), backend=comms.backend)
     config = OptimizerConfig(lr=LR, clip=0.0)
-    program = Program(plan, comms, config, lambda p, i: initial_values(p, i, SEED), torch.device("cpu"))
+    program = TrainProgram(plan, comms, config, lambda p, i: initial_values(p, i, SEED), torch.device("cpu"))
     program.optimizer.looks_at_norm = False  # the peers' loops do not compute it either
     share = data_share(setting) if parsed.dp > 1 else slice(None)
 

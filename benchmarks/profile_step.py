@@ -27,7 +27,7 @@ import torch.multiprocessing as mp
 from train_step import MODEL
 
 from shardwise.layout import Layout
-from shardwise.runtime.allocator import keep_freed_memory
+from shardwise.runtime.allocator import retain_freed_memory
 
 KINDS = {
     "matrix products": ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm"),
@@ -45,7 +45,7 @@ def rank_main(rank: int, job: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("medium")
     dist.init_process_group("gloo", init_method=f"file://{job['store']}", rank=rank, world_size=job["ranks"])
-    keep_freed_memory(not job["plain"])
+    retain_freed_memory(not job["plain"])
     tokens, ranks = job["tokens"], job["ranks"]
     seq = 512 if tokens > 512 else tokens // ranks
     setting = peers.Setting(MODEL, seq, tokens // seq, job["precision"], ranks)

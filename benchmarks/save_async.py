@@ -35,10 +35,10 @@ from shardwise.checkpoint import Checkpoint
 from shardwise.decoder.initial import initial_values
 from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.model import ModelConfig
-from shardwise.runtime.allocator import keep_freed_memory
+from shardwise.runtime.allocator import retain_freed_memory
 from shardwise.runtime.checkpointing import Position, Saver
 from shardwise.runtime.config import OptimizerConfig
-from shardwise.runtime.pipeline.step import Program
+from shardwise.runtime.pipeline.step import TrainProgram
 from shardwise.runtime.setup import make_comms, stream_view
 
 MODEL = ModelConfig("bench", vocab=2048, hidden=256, layers=4, heads=4, kv_heads=4, ffn=704, max_positions=512)
@@ -49,7 +49,7 @@ ORDERS = ((0, 1, 3, 2), (1, 2, 0, 3), (2, 3, 1, 0), (3, 0, 2, 1))
 
 
 def rank_main(rank: int, job: dict[str, Any]) -> None:
-    keep_freed_memory()  # as the trainer does
+    retain_freed_memory()  # as the trainer does
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("medium")
     layout = Layout.parse(job["layout"])
@@ -93,7 +93,7 @@ class _Run:
         setting = peers.Setting(MODEL, SEQ, BATCH, layout.precision, layout.dp)
         comms = make_comms(layout, MODEL, rank, timeout=300)
         self.plan = unit_plan(MODEL, layout, Workload(SEQ, BATCH), rank=rank)
-        self.program = Program(
+        self.program = TrainProgram(
             self.plan, comms, OptimizerConfig(), lambda p, i: initial_values(p, i, 0), torch.device("cpu")
         )
         each, data = BATCH // layout.dp, rank // layout.tp

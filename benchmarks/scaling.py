@@ -37,7 +37,7 @@ from shardwise.cluster import Cluster, Device, Link
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.predict.time.scaling import step_time
-from shardwise.runtime.allocator import keep_freed_memory
+from shardwise.runtime.allocator import retain_freed_memory
 
 PREDICTED = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 STRATEGIES = ("zero=0", "zero=1", "zero=2", "zero=3", "tp", "tp,sp")
@@ -108,7 +108,7 @@ def show_predicted(rows: list[dict[str, Any]], link: dict[str, float], precision
 
 def rank_main(rank: int, job: dict[str, Any]) -> None:
     train_step.join(rank, job["processes"], job)
-    keep_freed_memory()
+    retain_freed_memory()
     results = []
     for precision in job["precision"]:
         rows = []

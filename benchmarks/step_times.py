@@ -39,9 +39,9 @@ from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import count
 from shardwise.predict.step_seconds import step_seconds
-from shardwise.runtime.allocator import keep_freed_memory
+from shardwise.runtime.allocator import retain_freed_memory
 from shardwise.runtime.config import OptimizerConfig
-from shardwise.runtime.pipeline.step import Program
+from shardwise.runtime.pipeline.step import TrainProgram
 from shardwise.runtime.setup import make_comms, stream_view
 
 MODEL = ModelConfig("step-times", vocab=8192, hidden=512, layers=8, heads=8, kv_heads=8, ffn=1408, max_positions=512)
@@ -113,7 +113,7 @@ def _built(layout: Layout) -> Step:
     rank, config = dist.get_rank(), OptimizerConfig(lr=1e-4)
     comms = make_comms(layout, MODEL, rank, timeout=300, transport="shared")
     plan = unit_plan(MODEL, layout, WORKLOAD, rank=rank, backend=comms.backend)
-    program = Program(plan, comms, config, lambda p, i: initial_values(p, i, SEED), torch.device("cpu"))
+    program = TrainProgram(plan, comms, config, lambda p, i: initial_values(p, i, SEED), torch.device("cpu"))
     setting = peers.Setting(MODEL, WORKLOAD.seq, WORKLOAD.batch, layout.precision, RANKS)
     share = peers.data_share(setting) if layout.dp > 1 else slice(None)
 
@@ -135,7 +135,7 @@ def _built(layout: Layout) -> Step:
 
 def rank_main(rank: int, job: dict[str, Any]) -> None:
     train_step.join(rank, RANKS, job)
-    keep_freed_memory()
+    retain_freed_memory()
     found = measure([Layout.parse(text) for text in job["layouts"]], job["rounds"])
     if rank == 0:
         Path(job["folder"], "out").write_text(json.dumps(found))

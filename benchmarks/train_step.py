@@ -53,7 +53,7 @@ from shardwise.errors import UserError
 from shardwise.model import ModelConfig
 from shardwise.model.flops import training_flops_per_sequence
 from shardwise.model.parameters import count
-from shardwise.runtime.allocator import keep_freed_memory
+from shardwise.runtime.allocator import retain_freed_memory
 from shardwise.runtime.measure import _Storages
 
 MODEL = ModelConfig("bench", vocab=4096, hidden=384, layers=6, heads=4, kv_heads=4, ffn=1024, max_positions=2048)
@@ -230,7 +230,7 @@ def measure(setting: peers.Setting, names: list[str], rounds: int, alike: bool =
     losses = {}
     for index in range(WARM, WARM + rounds):
         for name in list(contenders) if index % 2 else reversed(list(contenders)):
-            keep_freed_memory(alike or contenders[name].keeps_memory)
+            retain_freed_memory(alike or contenders[name].keeps_memory)
             contenders[name].step(index + rounds)  # not timed: it finds memory and caches as another left them
             dist.barrier()
             started, used = time.perf_counter(), time.process_time()

@@ -118,7 +118,7 @@ def test_a_cell_ends_when_its_two_quickest_rounds_agree():
 def test_rounds_end_when_they_agree_or_when_time_is_over(monkeypatch, jitter, limit, rounds):
     """One rank, whose calls take invented times: each round half as long again as the one before, or as long."""
     ring = [("all-reduce", "ring")]
-    job = bench.Job(
+    job = bench.BenchJob(
         timeout=5.0, out="", algorithms=ring, sizes=[64], transports=["sends"], rounds=7, limit=limit, settled=0.1
     )
     asked = []
@@ -134,7 +134,7 @@ def test_rounds_end_when_they_agree_or_when_time_is_over(monkeypatch, jitter, li
     monkeypatch.setattr(bench, "interleave", interleave)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        bench.Bench(job)._cell("all-reduce", 16, "a cell", 0.5)
+        bench.TransportBench(job)._cell("all-reduce", 16, "a cell", 0.5)
     finally:
         dist.destroy_process_group()
     assert asked == [rounds]

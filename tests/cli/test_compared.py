@@ -16,7 +16,7 @@ from shardwise.model.huggingface import from_huggingface
 from shardwise.model.parameters import count_parts
 from shardwise.report.step_report import Bytes
 from shardwise.serving.job import ServingJob
-from shardwise.serving.recording import Note
+from shardwise.serving.recording import StepRecord
 
 NODE = ["generate", "llama-3-70b", "--cluster", "8xH100"]
 
@@ -149,15 +149,15 @@ def test_what_one_or_two_tokens_do_not_tell_is_blank(compare_here):
     assert rows >= {"tokens/s, all sequences", "time of a token (median)", "cache of a rank before the last tokens"}
 
 
-def note(tokens: int, phase: str = "decode") -> Note:
-    return Note(1, phase, tokens, tokens, 0.0, 0.0, 0, Bytes(), (), ())
+def note(tokens: int, phase: str = "decode") -> StepRecord:
+    return StepRecord(1, phase, tokens, tokens, 0.0, 0.0, 0, Bytes(), (), ())
 
 
 def test_full_rounds_are_those_in_which_every_sequence_has_one_more_token(tmp_path):
     """Of a pipeline as many turns as it has stages; of ranks in step all together; of replicas the busiest."""
     model = ModelConfig("m", vocab=50, hidden=32, layers=4, heads=4, kv_heads=2, ffn=48, max_positions=64)
 
-    def rounds(text: str, sequences: int, *turns: list[Note]) -> list[int]:
+    def rounds(text: str, sequences: int, *turns: list[StepRecord]) -> list[int]:
         job = ServingJob(model, Layout.parse(text), str(tmp_path))
         return [
             len(compare_local._full_rounds(job, dict(enumerate(turns)), rank, sequences)) for rank in range(len(turns))

@@ -28,7 +28,7 @@ from shardwise.report import StepReport
 from shardwise.report.step_report import Bytes
 from shardwise.serving.job import ServingJob
 from shardwise.serving.messages import Finished, Sampling, Token
-from shardwise.serving.recording import Note, notes_file, reports
+from shardwise.serving.recording import StepRecord, notes_file, reports
 from shardwise.serving.service import Service
 from shardwise.serving.text import Text
 
@@ -146,7 +146,7 @@ def test_a_turn_has_the_tokens_and_rows_of_each_data_rank_once(
     mesh = Mesh.of(job.layout, model)
     for rank in range(job.layout.ranks):
         tokens = 2 if prompts == "own" and mesh.index(DP, rank) else 3
-        note = Note(1, "prefill", tokens, 1, 0.5, 0.0, 0, Bytes(), (), ())
+        note = StepRecord(1, "prefill", tokens, 1, 0.5, 0.0, 0, Bytes(), (), ())
         notes_file(tmp_path, rank).write_text(note.to_line())
     _, report = next(reports(job, tmp_path))
     assert (report.workload["tokens"], report.workload["rows"]) == expected

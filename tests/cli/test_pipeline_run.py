@@ -16,7 +16,7 @@ from harness.processes import alive, children
 from shardwise.cli.main import main
 from shardwise.cli.show.pipeline_table import order
 from shardwise.emulate import job
-from shardwise.emulate.job import Measured, Measurement, one_by_one
+from shardwise.emulate.job import EmulationResult, MeasuredCase, one_by_one
 from shardwise.schedule.pipeline import generators
 from shardwise.schedule.pipeline.memory import peaks
 from shardwise.schedule.pipeline.simulate import simulate
@@ -42,8 +42,8 @@ def pretended(monkeypatch):
             spans = tuple(tuple((1.1 * a, 1.1 * b) for a, b in mine) for mine in slow.spans)
             expected = peaks(case.schedule, case.held)
             held, buffers = tuple(int(p.held) for p in expected), tuple(p.buffers for p in expected)
-            found.append(Measured(case, (type(slow)(executed, case.times, spans),) * steps, held, buffers))
-        return Measurement("shared", 0.002, tuple(found))
+            found.append(MeasuredCase(case, (type(slow)(executed, case.times, spans),) * steps, held, buffers))
+        return EmulationResult("shared", 0.002, tuple(found))
 
     monkeypatch.setattr(job, "measure", measure)
 

@@ -10,7 +10,7 @@ import torch
 from harness import jobs
 from harness.reference import Case, Outcome
 from shardwise.layout import Layout
-from shardwise.runtime.pipeline.step import Program
+from shardwise.runtime.pipeline.step import TrainProgram
 
 
 @dataclass
@@ -37,10 +37,10 @@ def train(rank: int, payload: tuple[Case, Layout, Outcome, str]) -> Compiled:
         graphs += 1
         return compile_graph(*graph, **options)
 
-    programs: list[Program] = []
+    programs: list[TrainProgram] = []
     build = jobs.build
 
-    def kept(*arguments: Any) -> Program:
+    def kept(*arguments: Any) -> TrainProgram:
         programs.append(build(*arguments))
         return programs[-1]
 
@@ -55,7 +55,7 @@ def train(rank: int, payload: tuple[Case, Layout, Outcome, str]) -> Compiled:
     return Compiled(outcome, None if inductor else graphs, _strays(programs[0]))
 
 
-def _strays(program: Program) -> list[str]:
+def _strays(program: TrainProgram) -> list[str]:
     held = program.engine.storages()
     memory = {t.untyped_storage()._cdata for name in ("gradients", "comm") for t in held[name]}
     named = program.decoder.named_parameters()

@@ -14,11 +14,11 @@ from shardwise.layout.mesh import DP, PP, TP
 from shardwise.report.step_report import LedgerRow
 from shardwise.runtime.setup import make_comms
 from shardwise.serving.attention import Rows
-from shardwise.serving.engine import Generator
+from shardwise.serving.engine import TokenGenerator
 from shardwise.serving.job import ServingJob, weights_in
 from shardwise.serving.lockstep import Lockstep
-from shardwise.serving.messages import Answer, Asked, Drain
-from shardwise.serving.scheduler import Turn
+from shardwise.serving.messages import Answer, Command, Drain
+from shardwise.serving.scheduler import EngineStep
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Script:
     """What a service would ask. asked: replica -> turn (counted from 0) -> messages."""
 
     job: ServingJob
-    asked: dict[int, dict[int, list[Asked]]]
+    asked: dict[int, dict[int, list[Command]]]
     score: bool = True
 
 
@@ -46,15 +46,15 @@ class Seen:
     leaving: int = 0
 
 
-class _Scoring(Generator):
+class _Scoring(TokenGenerator):
     """Wants the logits of all tokens, keeps them, and hands on those of the rows that were wanted."""
 
     seen: Seen
 
-    def rows(self, turn: Turn, *, score: bool = False) -> Rows:
+    def rows(self, turn: EngineStep, *, score: bool = False) -> Rows:
         return super().rows(turn, score=True)
 
-    def forward(self, turn: Turn, rows: Rows, x: Tensor | None = None) -> Tensor:
+    def forward(self, turn: EngineStep, rows: Rows, x: Tensor | None = None) -> Tensor:
         y = super().forward(turn, rows, x)
         if "head" not in self.plan.parts:
             return y
@@ -73,7 +73,7 @@ def generate(rank: int, script: Script) -> Seen:
     """Run a script to its end."""
     job, seen = script.job, Seen()
     comms = make_comms(job.layout, job.model, rank, timeout=60.0, transport=job.transport)
-    generator = (_Scoring if script.score else Generator)(job, comms, rank, torch.device("cpu"))
+    generator = (_Scoring if script.score else TokenGenerator)(job, comms, rank, torch.device("cpu"))
     if isinstance(generator, _Scoring):
         generator.seen = seen
     _, weights = weights_in(job.weights)
@@ -98,10 +98,10 @@ def generate(rank: int, script: Script) -> Seen:
     return seen
 
 
-def _hearing(asked: dict[int, list[Asked]]) -> Any:
+def _hearing(asked: dict[int, list[Command]]) -> Any:
     turns = iter(range(1 << 30))
 
-    def hear(idle: bool) -> list[Asked]:
+    def hear(idle: bool) -> list[Command]:
         turn = next(turns)
         found = list(asked.get(turn, []))
         if turn == max(asked, default=0) + 1:

@@ -17,7 +17,7 @@ from shardwise.layout.mesh import DP, TP
 from shardwise.model import ModelConfig
 from shardwise.runtime.checkpointing import Position, Saver, start_from
 from shardwise.runtime.config import OptimizerConfig
-from shardwise.runtime.pipeline.step import Program
+from shardwise.runtime.pipeline.step import TrainProgram
 from shardwise.runtime.setup import make_comms, stream_view
 from shardwise.runtime.tensor.loss import IGNORED
 
@@ -82,7 +82,7 @@ def load_train_save(rank: int, payload: tuple[Path, ModelConfig, Layout, Path]) 
     torch.set_float32_matmul_precision("highest")
     comms = make_comms(layout, model, rank, timeout=60.0)
     plan = unit_plan(model, layout, Workload(seq=SEQ, batch=BATCH), rank=rank)
-    program = Program(plan, comms, OptimizerConfig(lr=1e-2), _nothing, torch.device("cpu"))
+    program = TrainProgram(plan, comms, OptimizerConfig(lr=1e-2), _nothing, torch.device("cpu"))
     start_from(program, open_weights(source, model))
     mesh = Mesh.of(layout, model)
     tp_rank = mesh.index(TP, rank)
@@ -112,14 +112,14 @@ def _micro_batch(rows: Tensor, layout: Layout, tp: int) -> tuple[Batch, Tensor]:
     return stream_view(batch, layout, tp), rows[:, 1:].contiguous()
 
 
-def _logits(program: Program, tp: int) -> Tensor:
+def _logits(program: TrainProgram, tp: int) -> Tensor:
     """This rank's logits for the tokens of `STEPS`, which no step trains on."""
     batch, _ = _micro_batch(tokens(STEPS), program.plan.layout, tp)
     with torch.no_grad():
         program.engine.begin_evaluation()
         x = None
         for name, part in program.decoder.parts():
-            program.engine.visit("forward", name)
+            program.engine.use_unit("forward", name)
             x = part(x, batch)
     assert x is not None
     return x.clone()

@@ -18,8 +18,8 @@ from shardwise.layout.mesh import DP, TP
 from shardwise.layout.units import Backend
 from shardwise.report import Role
 from shardwise.report.step_report import Bytes
-from shardwise.runtime.measure import Measurement
-from shardwise.runtime.pipeline.step import Program
+from shardwise.runtime.measure import StepMeasurement
+from shardwise.runtime.pipeline.step import TrainProgram
 from shardwise.runtime.setup import make_comms, stream_view
 from shardwise.runtime.zero.engine import FlatUnit, local_values
 from shardwise.runtime.zero.optimizer import learning_rate
@@ -78,12 +78,12 @@ def _pieces(flat: FlatUnit, mine: torch.Tensor) -> dict[tuple, str]:
     return pieces
 
 
-def build(case: Case, layout: Layout, rank: int, overlap: bool = True, transport: str = "shared") -> Program:
+def build(case: Case, layout: Layout, rank: int, overlap: bool = True, transport: str = "shared") -> TrainProgram:
     """The program of `rank`, with the initial weights that the reference has."""
     torch.set_float32_matmul_precision("highest")
     comms = make_comms(layout, case.model, rank, timeout=120.0, overlap=overlap, transport=transport)
     plan = unit_plan(case.model, layout, case.workload, rank=rank, backend=comms.backend)
-    return Program(plan, comms, case.optimizer, values, torch.device("cpu"))
+    return TrainProgram(plan, comms, case.optimizer, values, torch.device("cpu"))
 
 
 def train(rank: int, asked: Training) -> RankOutcome:
@@ -120,11 +120,11 @@ def train(rank: int, asked: Training) -> RankOutcome:
 
 
 def _recorded(
-    program: Program, rank: int, step: Callable[[], tuple[float, float, int]], memory: bool
+    program: TrainProgram, rank: int, step: Callable[[], tuple[float, float, int]], memory: bool
 ) -> tuple[tuple[float, float, int], Role]:
     """What `step` gives, and the role of this rank in it; without `memory` its bytes are left at zero."""
     if memory:
-        with Measurement(program) as measurement:
+        with StepMeasurement(program) as measurement:
             result = step()
         return result, measurement.role(rank)
     program.comms.start_recording()

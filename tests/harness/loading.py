@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardwise.runtime.setup import make_comms
-from shardwise.serving.engine import Generator
+from shardwise.serving.engine import TokenGenerator
 from shardwise.serving.job import ServingJob, weights_in
 
 
@@ -55,7 +55,7 @@ def load(rank: int, job: ServingJob) -> Loaded:
     _, weights = weights_in(job.weights)
     live = Live()
     with live:
-        generator = Generator(job, comms, rank, torch.device("cpu"))
+        generator = TokenGenerator(job, comms, rank, torch.device("cpu"))
         generator.load(weights)
         left = live.now
     comms.close()

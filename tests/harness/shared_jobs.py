@@ -147,7 +147,7 @@ def _summed_around(rank: int, elements: int, others: Callable[[SharedTransport],
     others(transport)
     assert not transport.started
     first.wait()
-    transport.reclaim(full)
+    transport.release(full)
     return kept
 
 

@@ -18,8 +18,8 @@ from shardwise.layout import Layout
 from shardwise.report import LedgerRow, TransportRow
 from shardwise.report.exposure import TimeSpan, spans
 from shardwise.report.step_report import Bytes, Role
-from shardwise.runtime.pipeline.step import Program
-from shardwise.runtime.timeline import Timeline
+from shardwise.runtime.pipeline.step import TrainProgram
+from shardwise.runtime.timeline import TimelineRecorder
 from shardwise.runtime.zero.optimizer import learning_rate
 
 RECORDED = STEPS - 2
@@ -49,7 +49,7 @@ def record(rank: int, payload: tuple[Case, Layout, bool]) -> Recorded:
             batches, lr = micro_batches(case, layout, rank, step), learning_rate(case.optimizer, step, case.steps)
             if step == RECORDED:
                 before = _attributes(program)
-                with Timeline(program) as timeline:
+                with TimelineRecorder(program) as timeline:
                     loss, _, _ = program.step(batches, lr)
                 out.left = sorted(_attributes(program) ^ before)
                 out.ledger, out.transport = program.comms.ledger(), timeline.transport()
@@ -70,13 +70,13 @@ def fail(rank: int, case: Case) -> list[str]:
     program = build(case, layout, rank)
     program.step(micro_batches(case, layout, rank, 0), 1e-3)
     before = _attributes(program)
-    with suppress(ZeroDivisionError), Timeline(program):
-        program.engine.visit = lambda kind, part: 1 // 0  # type: ignore[method-assign]
+    with suppress(ZeroDivisionError), TimelineRecorder(program):
+        program.engine.use_unit = lambda kind, part: 1 // 0  # type: ignore[method-assign]
         program.step(micro_batches(case, layout, rank, 1), 1e-3)
     return sorted(_attributes(program) ^ before)
 
 
-def _attributes(program: Program) -> set[str]:
+def _attributes(program: TrainProgram) -> set[str]:
     """What the objects that a timeline watches carry themselves, methods put in front of their own among it."""
     owners = {"engine": program.engine, "optimizer": program.optimizer, "comms": program.comms}
     found = {f"{name}.{attribute}" for name, owner in owners.items() for attribute in vars(owner)}

@@ -124,7 +124,7 @@ def tiny_gradients(rank: int, payload: tuple[Case, Layout, int, float]) -> list[
     for index in range(count + 1):
         engine.begin_micro_batch()
         for use in plan.uses():
-            engine.visit(use.kind, use.part)
+            engine.use_unit(use.kind, use.part)
             if use.kind == "backward":
                 for unit in plan.finished_after(use.part):
                     flat = engine.units[unit.name]

@@ -15,10 +15,10 @@ from shardwise.model import ModelConfig
 from shardwise.report.step_report import LedgerRow
 from shardwise.runtime.measure import _Storages
 from shardwise.runtime.setup import make_comms
-from shardwise.serving.engine import Generator
+from shardwise.serving.engine import TokenGenerator
 from shardwise.serving.job import ServingJob
 from shardwise.serving.lockstep import Lockstep
-from shardwise.serving.messages import Asked, Drain
+from shardwise.serving.messages import Command, Drain
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Script:
 
     model: ModelConfig
     layout: str
-    asked: dict[int, dict[int, list[Asked]]]
+    asked: dict[int, dict[int, list[Command]]]
     job: dict[str, Any] = field(default_factory=dict)
 
 
@@ -82,7 +82,7 @@ def follow(rank: int, script: Script) -> Followed:
     """Run a script to its end."""
     job = ServingJob(model=script.model, layout=Layout.parse(script.layout), weights="none", **script.job)
     comms = make_comms(job.layout, job.model, rank, timeout=60.0)
-    generator = Generator(job, comms, rank, torch.device("cpu"))
+    generator = TokenGenerator(job, comms, rank, torch.device("cpu"))
     generator.load(Small())
     mesh = Mesh.of(job.layout, job.model)
     replica = mesh.index(DP, rank)
@@ -90,7 +90,7 @@ def follow(rank: int, script: Script) -> Followed:
     mine = dict(script.asked.get(replica, {}))
     number, heard = 0, 0
 
-    def hear(idle: bool) -> list[Asked]:
+    def hear(idle: bool) -> list[Command]:
         nonlocal heard
         found = mine.pop(number, []) or ([Drain()] if idle and not mine else [])
         heard = len(pickle.dumps(found)) if found else 0

@@ -15,11 +15,11 @@ from shardwise.decoder.llama import LlamaBlock
 from shardwise.decoder.modules import Batch
 from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.model import ModelConfig
-from shardwise.runtime.tensor.blocks import join_block
+from shardwise.runtime.tensor.blocks import fuse_block
 from shardwise.runtime.tensor.fused import end_to_end
-from shardwise.runtime.tensor.linear import Site
+from shardwise.runtime.tensor.linear import TPContext
 from shardwise.runtime.transport.comms import DONE
-from shardwise.runtime.zero.gradients import Place, WeightGradients, give_place
+from shardwise.runtime.zero.gradients import GradSlot, WeightGradients, bind_grad_slot
 
 MODEL = ModelConfig("joined", vocab=17, hidden=24, layers=1, heads=4, kv_heads=2, ffn=20, max_positions=64)
 
@@ -39,7 +39,7 @@ def _block(model: ModelConfig) -> LlamaBlock:
     return block
 
 
-def _joined(model: ModelConfig) -> tuple[LlamaBlock, WeightGradients, dict[str, Place]]:
+def _joined(model: ModelConfig) -> tuple[LlamaBlock, WeightGradients, dict[str, GradSlot]]:
     """The same block with its weights end to end as in a flat buffer, and its gradients too."""
     block, places = _block(model), {}
     named = sorted(block.named_parameters(), key=lambda pair: pair[1].dim(), reverse=True)
@@ -49,11 +49,11 @@ def _joined(model: ModelConfig) -> tuple[LlamaBlock, WeightGradients, dict[str, 
         held, gradient = (row[at : at + parameter.numel()].view(parameter.shape) for row in flat)
         held.copy_(parameter.data)
         parameter.data = held
-        places[name] = Place(gradient)
-        give_place(parameter, places[name])
+        places[name] = GradSlot(gradient)
+        bind_grad_slot(parameter, places[name])
         at += parameter.numel()
     weights = WeightGradients()
-    join_block(block, Site(_Alone(), "blocks.0", False, weights))  # type: ignore[arg-type]
+    fuse_block(block, TPContext(_Alone(), "blocks.0", False, weights))  # type: ignore[arg-type]
     return block, weights, places
 
 
@@ -95,7 +95,7 @@ def test_outputs_and_gradients(
         assert {"_BeforeBackward", "_AfterBackward"} <= _nodes(out)
         torch.testing.assert_close(out, expected)
         if later:
-            with weights.apart() as products:
+            with weights.split_weight_grad() as products:
                 out.backward(grad)
             assert len(products) == 4
             with torch.no_grad():
@@ -143,7 +143,7 @@ def test_gradients_that_wait_hold_no_graph() -> None:
     block, weights, _ = _joined(MODEL)
     x = torch.ones(1, 3, MODEL.hidden, dtype=torch.float64).requires_grad_()
     gone = weakref.ref(x)
-    with weights.apart() as products:
+    with weights.split_weight_grad() as products:
         block(x, _batch(1, 3)).sum().backward()
     del x
     assert len(products) == 4

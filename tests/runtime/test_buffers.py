@@ -7,13 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.runtime.zero.buffers import Buffer, Share, Tally
+from shardwise.runtime.zero.buffers import Buffer, ByteCounter, SharedBuffer
 
 CPU = torch.device("cpu")
 
 
 def test_views_outlive_the_memory() -> None:
-    buffer = Buffer("comm", 6, torch.float32, CPU, Tally())
+    buffer = Buffer("comm", 6, torch.float32, CPU, ByteCounter())
     view = buffer.take()[2:5].view(3, 1)
     buffer.free()
     assert buffer.tensor.untyped_storage().nbytes() == 0
@@ -23,13 +23,13 @@ def test_views_outlive_the_memory() -> None:
 
 
 def test_only_what_is_taken_has_memory() -> None:
-    buffer = Buffer("comm", 1000, torch.bfloat16, CPU, Tally())
+    buffer = Buffer("comm", 1000, torch.bfloat16, CPU, ByteCounter())
     assert len(buffer.take(10)) == 10
     assert buffer.tensor.untyped_storage().nbytes() == 20
 
 
 def test_nobody_takes_what_is_in_use() -> None:
-    buffer = Buffer("comm", 4, torch.float32, CPU, Tally())
+    buffer = Buffer("comm", 4, torch.float32, CPU, ByteCounter())
     buffer.free()
     buffer.take()
     with pytest.raises(AssertionError, match="in use"):
@@ -37,9 +37,9 @@ def test_nobody_takes_what_is_in_use() -> None:
 
 
 def test_users_hold_what_is_there_for_good_one_after_the_other() -> None:
-    whole, reclaimed = Buffer("comm", 4, torch.float32, CPU, tally := Tally()), []
+    whole, reclaimed = Buffer("comm", 4, torch.float32, CPU, tally := ByteCounter()), []
     whole.take().zero_()
-    two, four = (Share(whole, elements, reclaimed.append) for elements in (2, 4))
+    two, four = (SharedBuffer(whole, elements, reclaimed.append) for elements in (2, 4))
     view = two.take()[1:]
     with pytest.raises(AssertionError, match="in use"):
         two.take()
@@ -52,7 +52,7 @@ def test_users_hold_what_is_there_for_good_one_after_the_other() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from(["gradients", "comm"]), st.integers(0, 3)), max_size=30), st.integers(0, 30))
 def test_the_tally_knows_the_most_of_each_class(moves: list[tuple[str, int]], restart: int) -> None:
-    tally, told = Tally(), []
+    tally, told = ByteCounter(), []
     buffers = {
         (kind, i): Buffer(kind, i + 1, torch.float64, CPU, tally) for kind in ("gradients", "comm") for i in range(4)
     }

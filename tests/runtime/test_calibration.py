@@ -21,7 +21,7 @@ from shardwise.runtime.calibration import (
     HOT,
     MODEL,
     TURNS,
-    Job,
+    CalibrationJob,
     _collective,
     attentions,
     passes,
@@ -33,7 +33,7 @@ from shardwise.runtime.job.launch import supervise
 CPU = torch.device("cpu")
 
 
-def tiny(out: str) -> Job:
+def tiny(out: str) -> CalibrationJob:
     job = usual_job("cpu", 0.3, "auto", out)
     return replace(job, axes=[[8, 16]] * 3, widths=[16], lengths=[16, 32], tokens=8, sizes=[1024, 4096])
 
@@ -109,7 +109,7 @@ def test_it_takes_about_the_seconds_that_were_given(monkeypatch, making, calling
 
     monkeypatch.setattr(calibration, "_product", lambda *_: lambda: partial(clock.take, 0.003))
 
-    class Slow(calibration.Bench):
+    class Slow(calibration.DeviceBench):
         def _probes(self, most, together, more=1):
             def make():
                 nonlocal started

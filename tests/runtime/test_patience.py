@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from shardwise.runtime.transport import memory
-from shardwise.runtime.transport.memory import Patience, Peer
+from shardwise.runtime.transport.memory import Peer, SpinWait
 
 
 class _Hours:
@@ -46,22 +46,22 @@ def peer() -> Iterator[Peer]:
 
 
 def test_naps_get_longer(monkeypatch: pytest.MonkeyPatch, peer: Peer) -> None:
-    hours, patience = _Hours(monkeypatch, 1.0), Patience(2, 2, 10.0)
+    hours, patience = _Hours(monkeypatch, 1.0), SpinWait(2, 2, 10.0)
     patience.wait(hours.flags, 0, 1, peer)
     assert hours.yields > 100 and hours.naps == sorted(hours.naps)
-    assert hours.naps[0] == Patience.NAP_S and hours.naps[-1] == Patience.LONGEST_NAP_S
+    assert hours.naps[0] == SpinWait.NAP_S and hours.naps[-1] == SpinWait.LONGEST_NAP_S
 
 
 def test_who_rests_wakes_up_seldom(monkeypatch: pytest.MonkeyPatch, peer: Peer) -> None:
-    hours, patience = _Hours(monkeypatch, 1.0), Patience(2, 2, 10.0)
+    hours, patience = _Hours(monkeypatch, 1.0), SpinWait(2, 2, 10.0)
     patience.rests = True
     patience.wait(hours.flags, 0, 1, peer)
-    assert not hours.yields and len(hours.naps) == pytest.approx(1.0 / Patience.LONGEST_NAP_S, abs=1)
+    assert not hours.yields and len(hours.naps) == pytest.approx(1.0 / SpinWait.LONGEST_NAP_S, abs=1)
 
 
 @pytest.mark.parametrize("rests", [False, True])
 def test_patience_ends(monkeypatch: pytest.MonkeyPatch, peer: Peer, rests: bool) -> None:
-    hours, patience = _Hours(monkeypatch, time.monotonic() + 1e9), Patience(2, 2, 10.0)
+    hours, patience = _Hours(monkeypatch, time.monotonic() + 1e9), SpinWait(2, 2, 10.0)
     patience.rests = rests
     with pytest.raises(RuntimeError, match="rank 1 did not come within 10 s"):
         patience.wait(hours.flags, 0, 1, peer)

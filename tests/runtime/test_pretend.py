@@ -10,8 +10,8 @@ import torch
 
 from harness.pool import run_ranks
 from shardwise.emulate import worker
-from shardwise.emulate.job import Case, Job, Measurement, measure, one_by_one, result_of
-from shardwise.emulate.worker import Moment, Record, TimedWorker
+from shardwise.emulate.job import EmulationCase, EmulationJob, EmulationResult, measure, one_by_one, result_of
+from shardwise.emulate.worker import ActionLog, ActionTime, TimedWorker
 from shardwise.schedule.pipeline import Action, build, find, generators
 from shardwise.schedule.pipeline.memory import peaks
 from shardwise.schedule.pipeline.simulate import simulate
@@ -20,33 +20,33 @@ from shardwise.schedule.pipeline.times import Times
 WAIT = 0.0005
 
 
-def case(name: str, p: int, m: int, **options: int) -> Case:
+def case(name: str, p: int, m: int, **options: int) -> EmulationCase:
     schedule = build(name, p, m, find(name).virtual, **options)
-    return Case.shared(schedule, WAIT, WAIT, WAIT, 100_001, 0.3)
+    return EmulationCase.shared(schedule, WAIT, WAIT, WAIT, 100_001, 0.3)
 
 
 @pytest.fixture(scope="module")
-def every() -> Measurement:
+def every() -> EmulationResult:
     """All schedules on two ranks, over shared memory."""
     cases = [case(g.name, 2, 4, zero=3, tied=True) for g in generators()]
     return measure(cases, 4096, 2)
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory) -> Measurement:
+def four(tmp_path_factory) -> EmulationResult:
     """A loop and a V on four ranks, over gloo."""
     cases = case("interleaved", 4, 4, tied=True), case("zb-v", 4, 5, zero=2)
     out = tmp_path_factory.mktemp("four") / "result.json"
-    run_ranks("shardwise.emulate.rank:run", 4, Job(cases, 64, 1, "gloo", timeout=60.0, out=str(out)))
+    run_ranks("shardwise.emulate.rank:run", 4, EmulationJob(cases, 64, 1, "gloo", timeout=60.0, out=str(out)))
     return result_of(cases, json.loads(out.read_text()))
 
 
 @pytest.fixture(scope="module")
-def many(tmp_path_factory) -> Measurement:
+def many(tmp_path_factory) -> EmulationResult:
     """Messages that wait for a rank's other stages, or for other tokens, over gloo: more micro-batches than 3p."""
     cases = case("breadth-first", 2, 7), case("decode", 2, 8, tokens=3)
     out = tmp_path_factory.mktemp("many") / "result.json"
-    run_ranks("shardwise.emulate.rank:run", 2, Job(cases, 64, 1, "gloo", timeout=30.0, out=str(out)))
+    run_ranks("shardwise.emulate.rank:run", 2, EmulationJob(cases, 64, 1, "gloo", timeout=30.0, out=str(out)))
     return result_of(cases, json.loads(out.read_text()))
 
 
@@ -112,9 +112,9 @@ def test_a_rank_s_share_is_cut_into_stages():
 
 def test_jobs_are_read_as_they_were_written(tmp_path):
     cases = tuple(case(g.name, 3, 6, zero=3, tied=True) for g in generators())
-    job = Job(cases, 64, 3, "gloo", timeout=60.0, out="out.json")
+    job = EmulationJob(cases, 64, 3, "gloo", timeout=60.0, out="out.json")
     (tmp_path / "job.json").write_text(json.dumps(job.to_json()))
-    assert Job.read(tmp_path / "job.json") == job
+    assert EmulationJob.read(tmp_path / "job.json") == job
     assert "OVERLAP_F_B" in json.dumps([each.to_json() for each in cases])
 
 
@@ -128,10 +128,10 @@ def test_pairs_are_taken_apart():
 
 
 def test_a_rank_that_leaves_its_list_is_found():
-    record = Record()
+    record = ActionLog()
     actions = [Action("F", 0, 0), Action("SEND_F", 0, 0, 1), Action("OVERLAP_F_B", parts=(Action("F", 0, 1),))]
     for what in ("0F0", "send", "0F1"):
-        record.moments.append(Moment(record, what))
+        record.moments.append(ActionTime(record, what))
     assert len(record.spans(actions)) == 3
     with pytest.raises(RuntimeError, match=r"action 1 of 3, did \['send'\]"):
         record.spans([actions[0], Action("RECV_F", 0, 1, 1), actions[2]])
@@ -187,7 +187,7 @@ def test_late_wake_ups_are_made_up_for_unless_the_rank_stood_still(monkeypatch):
     clock = Clock(late=1.0)
     monkeypatch.setattr(worker, "time", clock)
     schedule = build("gpipe", 1, 8)
-    mine = TimedWorker(Case.shared(schedule, 10, 10, 10), NoComms(), 64)
+    mine = TimedWorker(EmulationCase.shared(schedule, 10, 10, 10), NoComms(), 64)
     for micro in range(4):
         mine.forward(0, micro, None)
     assert clock.now == 41

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.runtime.transport.plan import Footing, RankPlan, rank_plan
+from shardwise.runtime.transport.plan import CopyPlan, RankPlan, rank_plan
 from shardwise.schedule import algorithms, build
 from shardwise.schedule.comm import Round
 from shardwise.schedule.engine import play
@@ -23,7 +23,7 @@ NAMES = [(found.collective, found.name) for found in algorithms()]
 class Rank:
     """A rank's memory and flags. private: the caller's. sight: what peers see, the same where all of it is in sight."""
 
-    def __init__(self, plan: RankPlan, memory: np.ndarray, footing: Footing, resident: bool) -> None:
+    def __init__(self, plan: RankPlan, memory: np.ndarray, footing: CopyPlan, resident: bool) -> None:
         self.plan, self.private, self.footing = plan, memory, footing
         self.sight = memory if resident else np.full_like(memory, -1)
         self.resident = resident

@@ -13,7 +13,7 @@ from shardwise.decoder import Decoder
 from shardwise.decoder.modules import Batch
 from shardwise.model import ModelConfig
 from shardwise.model.chunking import ATTENTION_ROWS, LONGEST_SHORT, SHORTEST
-from shardwise.runtime.tensor.attention import _ShortAttention, hidden_keys, shorten_attention
+from shardwise.runtime.tensor.attention import _ShortAttention, hidden_keys, use_short_attention
 
 ERROR = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 MODEL = ModelConfig("short", vocab=17, hidden=24, layers=1, heads=4, kv_heads=2, ffn=20, max_positions=600)
@@ -77,7 +77,7 @@ def test_it_is_taken_where_it_pays_and_saves_what_torch_saves_but_the_sums(
         for parameter in decoder.parameters():
             torch.nn.init.normal_(parameter, std=0.2)
         if short:
-            shorten_attention(decoder)
+            use_short_attention(decoder)
         saved.append({})
 
         def pack(tensor: Tensor, into: dict[int, int] = saved[-1]) -> Tensor:

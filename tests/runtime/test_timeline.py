@@ -15,7 +15,7 @@ from harness.space import MODELS, SEQ, Point, point
 from harness.timeline_jobs import DELAY, Recorded
 from shardwise.layout import Layout, Workload
 from shardwise.report.exposure import COMMUNICATION, COMPUTE, WAITING, TimeSpan, exposure, overlap, union
-from shardwise.runtime.timeline import Flight
+from shardwise.runtime.timeline import TimelineCollective
 
 
 def recorded(chosen: Point, overlapping: bool) -> list[Recorded]:
@@ -117,11 +117,11 @@ class Clock:
         return moment
 
 
-def flown(*moments: tuple[int, str]) -> Flight:
+def flown(*moments: tuple[int, str]) -> TimelineCollective:
     """A collective issued at 10 to which the named things happen."""
     clock: Any = Clock()
     future: torch.futures.Future[None] = torch.futures.Future()
-    flight = Flight(clock, ("forward", "all_reduce", "dp", "head", "float32", 4), 10)
+    flight = TimelineCollective(clock, ("forward", "all_reduce", "dp", "head", "float32", 4), 10)
     flight.follow([SimpleNamespace(get_future=lambda: future)])
     for clock.time, what in moments:
         future.set_result(None) if what == "complete" else getattr(flight, what)()
@@ -149,7 +149,7 @@ def test_a_collective_lasts_until_it_is_complete(moments: list[tuple[int, str]],
 
 def test_a_collective_without_a_future_lasts_until_the_rank_goes_on() -> None:
     clock: Any = Clock()
-    flight = Flight(clock, ("forward", "all_reduce", "dp", "head", "float32", 4), 0)
+    flight = TimelineCollective(clock, ("forward", "all_reduce", "dp", "head", "float32", 4), 0)
     flight.follow([object()])
     clock.time = 7
     flight.awaited()

@@ -24,7 +24,7 @@ from shardwise.report import compare
 from shardwise.report.exposure import exposures
 from shardwise.report.step_report import StepReport
 from shardwise.runtime.config import TrainConfig
-from shardwise.runtime.record import Record
+from shardwise.runtime.record import RunRecorder
 
 pytestmark = pytest.mark.usefixtures("leftovers")
 LIMIT = 120
@@ -135,7 +135,7 @@ def test_a_terminal_keeps_nothing_of_an_overwritten_line(tmp_path: Path, monkeyp
         catalog.get("tiny-llama"), Layout(), Workload(seq=8, batch=2), "text", str(tmp_path / "run"), "", steps=9,
         tensorboard=False,
     )  # fmt: skip
-    record = Record(config, 1)
+    record = RunRecorder(config, 1)
     event = {"loss": 5.0, "grad_norm": 1.0, "lr": 0.1, "seconds": 7.0, "tokens_per_s": 9.0, "mfu": 0.5}
     record.step(step=1, **event)
     record.step(step=2, recorded=True, **event)

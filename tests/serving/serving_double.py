@@ -26,7 +26,7 @@ from shardwise.serving.http.app import application
 from shardwise.serving.http.chat import Chat
 from shardwise.serving.http.connections import ConnectionLimits
 from shardwise.serving.http.generation import Front
-from shardwise.serving.messages import Finished, Load, Request, Sampling, Token
+from shardwise.serving.messages import Finished, ReplicaLoad, Request, Sampling, Token
 from shardwise.serving.text import Text
 
 END = 256
@@ -88,9 +88,9 @@ class EngineDouble:
             self._cancelled.add(number)
             self._lock.notify_all()
 
-    def load(self) -> dict[int, Load]:
+    def load(self) -> dict[int, ReplicaLoad]:
         with self._lock:
-            return {0: Load(len(self._waiting), len(self._running), 3 * len(self._running), 64)}
+            return {0: ReplicaLoad(len(self._waiting), len(self._running), 3 * len(self._running), 64)}
 
     def fail(self, line: str) -> None:
         """As if a rank had died."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from shardwise.serving import attention
 from shardwise.serving.attention import PagedCache, rows_of
 from shardwise.serving.messages import Request, Sampling
-from shardwise.serving.scheduler import Chunk, Sequence, Turn
+from shardwise.serving.scheduler import Chunk, EngineStep, Sequence
 
 SIZE, PAGES, WIDTH = 3, 40, 8
 CPU = torch.device("cpu")
@@ -45,12 +45,12 @@ def test_every_row_sees_its_own_sequence(dtype, sequences, heads, scattered, see
         sequence = Sequence(Request(number, (1,), Sampling()), number, [1] * length, own)
         q, k, v = (torch.randn(length, n, WIDTH, generator=generator).to(dtype) for n in (heads[0], heads[1], heads[1]))
         if cached:
-            rows = rows_of(Turn((Chunk(sequence, 0, cached, False),)), SIZE, CPU)
+            rows = rows_of(EngineStep((Chunk(sequence, 0, cached, False),)), SIZE, CPU)
             cache.attend(torch.cat((q, k, v), 1)[:cached], rows)
         chunks.append(Chunk(sequence, cached, length, True))
         content.append((q, k, v))
     order = sorted(range(len(chunks)), key=lambda i: chunks[i].stop - chunks[i].start > 1)
-    turn = Turn(tuple(chunks[i] for i in order))
+    turn = EngineStep(tuple(chunks[i] for i in order))
     parts = [[x[chunks[i].start :] for x in content[i]] for i in order]
     heads_of_all = torch.cat([torch.cat(each) for each in zip(*parts, strict=True)], 1)
     before, attention._SCORES = attention._SCORES, 20

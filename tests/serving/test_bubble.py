@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.emulate.serving import PretendedStage
+from shardwise.emulate.serving import TimedStage
 from shardwise.layout import Layout
 from shardwise.model import ModelConfig
 from shardwise.report.step_report import Bytes, TransportRow
@@ -21,7 +21,7 @@ from shardwise.schedule.pipeline.simulate import simulate
 from shardwise.schedule.pipeline.times import Times
 from shardwise.serving.bubble import Filled, measured, median, simulated
 from shardwise.serving.job import ServingJob
-from shardwise.serving.recording import Note, notes_file
+from shardwise.serving.recording import StepRecord, notes_file
 
 MODEL = ModelConfig("m", vocab=53, hidden=24, layers=6, heads=4, kv_heads=2, ffn=42, max_positions=64)
 
@@ -29,7 +29,7 @@ MODEL = ModelConfig("m", vocab=53, hidden=24, layers=6, heads=4, kv_heads=2, ffn
 def note(turn: int, began: float, ended: float, waited: float, tokens: int, rows: int) -> str:
     waiting = TransportRow(0, "shared", None, None, waited, waited)
     phase = "prefill" if tokens else "decode"
-    return Note(turn, phase, tokens, rows, ended - began, began, 0, Bytes(), (), (waiting,)).to_line()  # type: ignore[arg-type]
+    return StepRecord(turn, phase, tokens, rows, ended - began, began, 0, Bytes(), (), (waiting,)).to_line()  # type: ignore[arg-type]
 
 
 def write(folder: Path, stages: int, chunks: int, seconds: float, hop: float, prompts: int) -> None:
@@ -69,7 +69,7 @@ def test_the_median_is_one_of_them() -> None:
 
 
 def test_a_pretended_stage_knows_another_turns_message() -> None:
-    stage: Any = object.__new__(PretendedStage)
+    stage: Any = object.__new__(TimedStage)
     stage.job, stage.comms = SimpleNamespace(pretend=0.0), SimpleNamespace(timings={})
     stage.plan = SimpleNamespace(parts=("blocks.0",), model=MODEL)
     stage.dtype, stage.device = torch.bfloat16, torch.device("cpu")

@@ -23,7 +23,7 @@ from shardwise.checkpoint import Checkpoint
 from shardwise.checkpoint.huggingface import export
 from shardwise.layout import Layout
 from shardwise.serving.job import ServingJob, weights_in
-from shardwise.serving.messages import Asked, Cancel, Finished, Request, Sampling, Token
+from shardwise.serving.messages import Cancel, Command, Finished, Request, Sampling, Token
 
 CLOSE, MARGIN = 1e-4, 2e-4
 CANCELLED = 5
@@ -69,10 +69,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return folder
 
 
-def requests(count: int, draw: random.Random, replicas: int) -> dict[int, dict[int, list[Asked]]]:
+def requests(count: int, draw: random.Random, replicas: int) -> dict[int, dict[int, list[Command]]]:
     """Replica -> turn -> what arrives."""
     common = [draw.randrange(53) for _ in range(11)]
-    asked: dict[int, dict[int, list[Asked]]] = {replica: {} for replica in range(replicas)}
+    asked: dict[int, dict[int, list[Command]]] = {replica: {} for replica in range(replicas)}
     for number in range(1, count + 1):
         own = tuple(draw.randrange(53) for _ in range(draw.randint(1, 14)))
         prompt = (*common, *own) if number % 2 else own
@@ -85,7 +85,7 @@ def requests(count: int, draw: random.Random, replicas: int) -> dict[int, dict[i
     return asked
 
 
-def check(model: Any, asked: dict[int, dict[int, list[Asked]]], ranks: list[Seen], reuse: bool) -> None:
+def check(model: Any, asked: dict[int, dict[int, list[Command]]], ranks: list[Seen], reuse: bool) -> None:
     """Every logit is `transformers`', and every token the likeliest one."""
     prompts = {r.id: r for turns in asked.values() for each in turns.values() for r in each if isinstance(r, Request)}
     answers: dict[int, list[int]] = {number: [] for number in prompts}
@@ -152,7 +152,7 @@ def test_sequences_that_gave_their_pages_back_are_computed_again(folders: Any, l
         weights_in(folder)[0], Layout.parse(f"{layout},precision=fp32"), str(folder), context=40, page=4, pages=12,
         chunk=16, batch=6, reuse=False,
     )  # fmt: skip
-    asked: dict[int, dict[int, list[Asked]]] = {
+    asked: dict[int, dict[int, list[Command]]] = {
         0: {0: [Request(n, (n, 2, 3), Sampling(max_tokens=20)) for n in range(11, 16)]}
     }
     ranks = run_ranks("harness.generation:generate", job.layout.ranks, Script(job, asked))
@@ -175,7 +175,7 @@ def test_what_was_sent_is_not_kept_for_ever(folders: Any, transport: str) -> Non
     job = ServingJob(
         weights_in(folder)[0], Layout.parse("pp=3,precision=fp32"), str(folder), page=4, context=40, transport=transport
     )
-    asked: dict[int, dict[int, list[Asked]]] = {0: {0: [Request(1, (1, 2, 3), Sampling(max_tokens=36))], 150: []}}
+    asked: dict[int, dict[int, list[Command]]] = {0: {0: [Request(1, (1, 2, 3), Sampling(max_tokens=36))], 150: []}}
     ranks = run_ranks("harness.generation:generate", 3, Script(job, asked))
     check(model_of("llama"), asked, ranks, reuse=False)
     # More than a hundred turns, most with a header and an activation, or with tokens for two stages.
@@ -207,7 +207,7 @@ def test_seeds_decide_what_is_drawn_whatever_the_layout_and_whatever_else_is_ser
     answers: list[dict[int, list[int]]] = []
     for layout, seeds in (("dp=1", (1, 2, 1, 3)), ("tp=2", (1, 2)), ("pp=2", (1, 2, 3))):
         job = ServingJob(weights_in(folder)[0], Layout.parse(f"{layout},precision=fp32"), str(folder), page=4)
-        first: list[Asked] = [
+        first: list[Command] = [
             Request(number, (3, 1, 2), Sampling(max_tokens=20, temperature=1.0, top_p=0.95, seed=chosen))
             for number, chosen in enumerate(seeds)
         ]

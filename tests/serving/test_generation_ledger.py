@@ -18,8 +18,8 @@ from shardwise.model import ModelConfig
 from shardwise.predict.memory.serving import ServingSetup, page_bytes, passing_bytes, weight_bytes
 from shardwise.predict.traffic.serving import ForwardPass, steady_gathers, turn_ledger
 from shardwise.report.step_report import DTYPE_BYTES, LedgerRow
-from shardwise.serving.messages import Asked, Cancel, Request, Sampling
-from shardwise.serving.products import Bytes
+from shardwise.serving.messages import Cancel, Command, Request, Sampling
+from shardwise.serving.products import FbgemmInt8
 
 LLAMA = ModelConfig("m", vocab=53, hidden=24, layers=4, heads=4, kv_heads=2, ffn=42, max_positions=64)
 TIED = LLAMA.replace(name="tied", tied=True, layers=3)
@@ -41,14 +41,14 @@ def request(number: int, prompt: int, output: int) -> Request:
     return Request(number, tuple(range(1, prompt + 1)), Sampling(max_tokens=output))
 
 
-def asked(own: bool, replicas: int) -> dict[int, dict[int, list[Asked]]]:
+def asked(own: bool, replicas: int) -> dict[int, dict[int, list[Command]]]:
     """Prompts of several chunks and of one, one that comes while others are answered, and one that is cancelled."""
-    first: dict[int, list[Asked]] = {
+    first: dict[int, list[Command]] = {
         1: [request(1, 9, 4), request(2, 3, 12)],
         5: [request(3, 5, 3)],
         7: [Cancel(2)],
     }
-    second: dict[int, list[Asked]] = {2: [request(1, 4, 5)]}
+    second: dict[int, list[Command]] = {2: [request(1, 4, 5)]}
     return {0: first, 1: second} if own and replicas > 1 else {0: first}
 
 
@@ -125,7 +125,7 @@ def test_int8_takes_the_bytes_that_were_predicted(precision):
         predicted = weight_bytes(plan, int8=True, cpu=True)
         if precision == "fp32":
             assert told.weights == predicted
-        elif Bytes.serves(torch.bfloat16, torch.device("cpu")):
+        elif FbgemmInt8.serves(torch.bfloat16, torch.device("cpu")):
             assert told.weights == predicted and told.passing <= passing_bytes(plan, ServingSetup(**JOB, int8=True))
         else:
             assert told.weights <= predicted

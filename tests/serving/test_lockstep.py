@@ -11,7 +11,7 @@ from shardwise.layout import Layout
 from shardwise.model import ModelConfig
 from shardwise.serving.job import ServingJob
 from shardwise.serving.lockstep import CONTROL, Lockstep
-from shardwise.serving.messages import Asked, Cancel, Request, Sampling
+from shardwise.serving.messages import Cancel, Command, Request, Sampling
 
 LLAMA = ModelConfig("m", vocab=53, hidden=24, layers=4, heads=4, kv_heads=2, ffn=42, max_positions=64)
 
@@ -48,7 +48,7 @@ class _Generator:
 
 def test_ranks_rest_while_there_is_nothing_to_do_and_no_longer() -> None:
     comms = _Comms()
-    asked: list[list[Asked]] = [[], [], [Request(1, (1, 2, 3), Sampling(max_tokens=3))], [], [], [Cancel(9)], []]
+    asked: list[list[Command]] = [[], [], [Request(1, (1, 2, 3), Sampling(max_tokens=3))], [], [], [Cancel(9)], []]
     left = list(asked)
     lockstep = Lockstep(_Generator(comms), lambda idle: left.pop(0))  # type: ignore[arg-type]
     waited, states = [], []

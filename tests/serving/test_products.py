@@ -17,8 +17,8 @@ from harness.pool import run_ranks
 from shardwise.layout import Layout
 from shardwise.serving import products
 from shardwise.serving.job import ServingJob, weights_in
-from shardwise.serving.messages import Asked, Request, Sampling, Token
-from shardwise.serving.products import Bytes, Int8, Packed, Plain, quantise
+from shardwise.serving.messages import Command, Request, Sampling, Token
+from shardwise.serving.products import FbgemmInt8, Int8, Packed, Plain, quantise
 
 CPU = torch.device("cpu")
 
@@ -42,7 +42,7 @@ def test_products_are_those_of_the_matrix(dtype: torch.dtype, rows: int, bias: b
     assert float((Int8()(weight, offset)(x).double() - exact).abs().max()) < 2 * close
 
 
-@pytest.mark.skipif(not Bytes.serves(torch.bfloat16, CPU), reason="this CPU has no instructions for bytes")
+@pytest.mark.skipif(not FbgemmInt8.serves(torch.bfloat16, CPU), reason="this CPU has no instructions for bytes")
 @pytest.mark.parametrize("rows", [1, 2, 64, 65, 130])
 @pytest.mark.parametrize(("outputs", "inputs"), [(53, 72), (1, 3), (130, 257)])
 def test_products_of_bytes_lose_nothing_that_bf16_keeps(rows: int, outputs: int, inputs: int) -> None:
@@ -54,7 +54,7 @@ def test_products_of_bytes_lose_nothing_that_bf16_keeps(rows: int, outputs: int,
     numbers, scales = quantise(weight)
     rounded = numbers.double() * scales.double()[:, None]
     exact = x.double() @ rounded.t()
-    product = Bytes()(weight, None)
+    product = FbgemmInt8()(weight, None)
     y = product(x)
     assert y.dtype == torch.bfloat16
     step = x.double().abs().amax(1, keepdim=True) / (127 * 254) / 2
@@ -63,7 +63,7 @@ def test_products_of_bytes_lose_nothing_that_bf16_keeps(rows: int, outputs: int,
     assert bool(((y - apart).abs() <= y.abs() / 64 + step).all())
 
 
-@pytest.mark.skipif(not Bytes.serves(torch.bfloat16, CPU), reason="this CPU has no instructions for bytes")
+@pytest.mark.skipif(not FbgemmInt8.serves(torch.bfloat16, CPU), reason="this CPU has no instructions for bytes")
 @pytest.mark.parametrize(("outputs", "inputs"), [(64, 64), (53, 600), (2304, 768), (768, 2048)])
 def test_matrices_take_what_is_counted(outputs: int, inputs: int) -> None:
     """In tiles with what stands beside rows, asked of malloc; oneDNN says so itself, of sizes that it need not fill
@@ -74,7 +74,7 @@ def test_matrices_take_what_is_counted(outputs: int, inputs: int) -> None:
     kept = [products._laid_out(numbers, scales)]  # one before: for what stays of the first time
     before = _allocated()
     kept += [products._laid_out(numbers, scales) for _ in range(many)]
-    assert (_allocated() - before) / many == pytest.approx(Bytes().nbytes(weight), abs=2048)
+    assert (_allocated() - before) / many == pytest.approx(FbgemmInt8().nbytes(weight), abs=2048)
     if outputs % 64 == inputs % 64 == 0:
         packed = torch.ops.mkldnn._reorder_linear_weight.default(weight, 8)
         assert torch.ops.mkldnn._nbytes(packed) == Packed().nbytes(weight)
@@ -94,18 +94,20 @@ def _allocated() -> int:
     return told.uordblks + told.hblkhd
 
 
-@pytest.mark.skipif(not Bytes.serves(torch.bfloat16, CPU), reason="this CPU has no instructions for bytes")
+@pytest.mark.skipif(not FbgemmInt8.serves(torch.bfloat16, CPU), reason="this CPU has no instructions for bytes")
 @pytest.mark.parametrize("rows", [1, 3])
 def test_products_of_bytes_round_to_the_nearest(rows: int) -> None:
     """Numbers and their opposites cancel out but for ties; cut off, each of 500 pairs would leave one step."""
     x = torch.rand(rows, 500).bfloat16()
-    assert float(Bytes()(torch.ones(1, 1000).bfloat16(), None)(torch.cat((x, -x), 1)).abs().max()) < 50 / (127 * 254)
+    assert float(FbgemmInt8()(torch.ones(1, 1000).bfloat16(), None)(torch.cat((x, -x), 1)).abs().max()) < 50 / (
+        127 * 254
+    )
 
 
-@pytest.mark.skipif(not Bytes.serves(torch.bfloat16, CPU), reason="this CPU has no instructions for bytes")
+@pytest.mark.skipif(not FbgemmInt8.serves(torch.bfloat16, CPU), reason="this CPU has no instructions for bytes")
 @pytest.mark.parametrize("rows", [1, 3])
 def test_products_of_bytes_pass_on_what_is_no_number(rows: int) -> None:
-    product = Bytes()(torch.randn(5, 8).bfloat16(), None)
+    product = FbgemmInt8()(torch.randn(5, 8).bfloat16(), None)
     assert not product(torch.zeros(rows, 8).bfloat16()).any()
     for bad in (float("nan"), float("inf")):
         x = torch.ones(rows, 8).bfloat16()
@@ -144,7 +146,7 @@ def test_the_matrices_of_an_engine_are_kept_in_eight_bits(tmp_path: Path, layout
                 module.weight.data = numbers * scales[:, None]
     draw = random.Random(1)
     prompts = {n: tuple(draw.randrange(53) for _ in range(5 + 9 * n)) for n in range(1, 5)}
-    asked: list[Asked] = [Request(n, prompt, Sampling(max_tokens=4)) for n, prompt in prompts.items()]
+    asked: list[Command] = [Request(n, prompt, Sampling(max_tokens=4)) for n, prompt in prompts.items()]
     job = ServingJob(
         weights_in(tmp_path)[0], Layout.parse(f"{layout},precision=fp32"), str(tmp_path), quantize="int8", page=4
     )

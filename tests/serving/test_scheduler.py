@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shardwise.serving.messages import NOTHING, Finished, Request, Sampling, Token
 from shardwise.serving.pages import START, Pages, page_key
-from shardwise.serving.scheduler import Scheduler, Turn
+from shardwise.serving.scheduler import EngineStep, Scheduler
 
 SIZE = 3
 LONGEST = 16
@@ -29,7 +29,7 @@ class Machine:
         self.slots: dict[int, tuple[int, ...]] = {}
         """Slot -> all tokens up to and with the one whose key lies there."""
 
-    def compute(self, turn: Turn) -> list[int]:
+    def compute(self, turn: EngineStep) -> list[int]:
         size = self.scheduler.pages.size
         for chunk in turn.chunks:
             tokens, pages = chunk.sequence.tokens, chunk.sequence.pages
@@ -73,7 +73,7 @@ def test_every_request_gets_its_own_tokens(arrivals, count, chunk, batch, reuse,
             cancels.setdefault(turn + cancelled, []).append(number)
     got: dict[int, list[int]] = {number: [] for number in wanted}
     ended: dict[int, str] = {}
-    under_way: deque[tuple[Turn, list[int]]] = deque()
+    under_way: deque[tuple[EngineStep, list[int]]] = deque()
     number = 0
     while scheduler.active or number <= 40 or under_way:
         answers = []
@@ -162,7 +162,7 @@ def test_the_stages_of_a_pipeline_always_have_something_to_do() -> None:
     scheduler, depth = Scheduler(Pages(40, SIZE), batch=8, chunk=64, depth=3), 3
     for number in range(1, 7):
         scheduler.add(Request(number, (1, 2), Sampling(max_tokens=12)))
-    under_way: deque[Turn] = deque()
+    under_way: deque[EngineStep] = deque()
     sizes = []
     while scheduler.active:
         under_way.append(scheduler.plan())

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from shardwise.layout import Layout
     from shardwise.serving.job import ServingJob
     from shardwise.serving.messages import Finished, Token
-    from shardwise.serving.recording import Note
+    from shardwise.serving.recording import StepRecord
 
-    Noted = Mapping[int, Sequence[Note]]
+    Noted = Mapping[int, Sequence[StepRecord]]
     """Rank -> its notes."""
     _Moved = tuple[Volume | None, float | None, float | None]
     """What a rank sends for a token, its collectives and messages, and its seconds of waiting."""
@@ -166,7 +166,7 @@ def _moved(job: ServingJob, noted: Noted, sequences: int, made: int) -> _Moved:
     return volume.over(made), calls / made, waited / made
 
 
-def _full_rounds(job: ServingJob, noted: Noted, rank: int, sequences: int) -> list[list[Note]]:
+def _full_rounds(job: ServingJob, noted: Noted, rank: int, sequences: int) -> list[list[StepRecord]]:
     """The rank's notes of the turns, as many together as there are stages, in which each sequence of the ranks in step
     has one more token: others still read prompts, or are over for some."""
     mesh = Mesh.of(job.layout, job.model)
@@ -174,7 +174,7 @@ def _full_rounds(job: ServingJob, noted: Noted, rank: int, sequences: int) -> li
     places = [mesh.index(DP, each) for each in in_step] if job.replicas > 1 else [0]
     whole = sum(sequences // job.replicas + (place < sequences % job.replicas) for place in places)
     together = list(zip(*(noted[each] for each in in_step), strict=False))
-    found: list[list[Note]] = []
+    found: list[list[StepRecord]] = []
     turn = 0
     while turn + job.layout.pp <= len(together):
         notes = [note for turns in together[turn : turn + job.layout.pp] for note in turns]
@@ -186,7 +186,7 @@ def _full_rounds(job: ServingJob, noted: Noted, rank: int, sequences: int) -> li
     return found
 
 
-def _of_rank(job: ServingJob, rank: int, rounds: Sequence[Sequence[Note]]) -> tuple[Volume, float, float]:
+def _of_rank(job: ServingJob, rank: int, rounds: Sequence[Sequence[StepRecord]]) -> tuple[Volume, float, float]:
     """(ring volume, collectives and messages, seconds of waiting) of a round, the mean."""
     plan = plan_of(job.model, job.layout, Mesh.of(job.layout, job.model).index(PP, rank))
     notes = [note for each in rounds for note in each]

@@ -1,4 +1,4 @@
-"""What is run, and what comes back: `measure` starts the ranks and returns a `Measurement`. Imports no torch."""
+"""What is run, and what comes back: `measure` starts the ranks and returns a `EmulationResult`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TIMEOUT = 60.0
 
 
 @dataclass(frozen=True)
-class Case:
+class EmulationCase:
     """A schedule to run. times: what its computations wait for. held: the bytes of a stage's micro-batch, whole ones,
     of which `rebuilt` does not count."""
 
@@ -40,7 +40,7 @@ class Case:
         weight: float,
         saved: int = 0,
         weight_share: float = 1,
-    ) -> Case:
+    ) -> EmulationCase:
         """From a *rank's* seconds and saved bytes for one micro-batch, of which a stage has its part, as
         `Times.shared` and `MicroBatchMemory.shared` cut them. weight_share: what part of the saved bytes W needs."""
         parts = MicroBatchMemory.shared(schedule, saved, weight_share * saved)
@@ -53,18 +53,18 @@ class Case:
         return {"schedule": to_text(self.schedule), "times": times, "held": asdict(self.held)}
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Case:
+    def from_json(cls, data: dict[str, Any]) -> EmulationCase:
         seconds, sizes = ({name: tuple(values) for name, values in data[key].items()} for key in ("times", "held"))
         times = Times(seconds["forward"], seconds["input"], seconds["weight"])
         return cls(from_text(data["schedule"]), times, MicroBatchMemory(**sizes))
 
 
 @dataclass(frozen=True)
-class Job(RankJob):
-    """What the ranks find in their file. nbytes: of a message. steps: of each case, after one that is not counted.
+class EmulationJob(RankJob):
+    """Settings of the ranks' job file. nbytes: of a message. steps: of each case, after one that is not counted.
     transport: one of `runtime.TRANSPORTS`."""
 
-    cases: tuple[Case, ...]
+    cases: tuple[EmulationCase, ...]
     nbytes: int
     steps: int
     transport: str
@@ -73,17 +73,17 @@ class Job(RankJob):
         return {**vars(self), "cases": [case.to_json() for case in self.cases]}
 
     @classmethod
-    def read(cls, path: Path) -> Job:
+    def read(cls, path: Path) -> EmulationJob:
         data = json.loads(path.read_text())
-        return cls(**{**data, "cases": tuple(map(Case.from_json, data["cases"]))})
+        return cls(**{**data, "cases": tuple(map(EmulationCase.from_json, data["cases"]))})
 
 
 @dataclass(frozen=True)
-class Measured:
-    """A case as it ran. steps: each with the spans that were measured, in the form of a simulated one. held, buffers:
-    the most bytes saved for backward, and receives posted and not yet used up, by rank."""
+class MeasuredCase:
+    """Measurements of one case. steps: each with the spans that were measured, in the form of a simulated one. held,
+    buffers: the most bytes saved for backward, and receives posted and not yet used up, by rank."""
 
-    case: Case
+    case: EmulationCase
     steps: tuple[Simulated, ...]
     held: tuple[int, ...]
     buffers: tuple[int, ...]
@@ -103,13 +103,14 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Measurement:
-    """transport: what carried messages, "shared" or "gloo". hop: seconds of a message to the next rank, from handing
-    it over until a rank that stands still for it has it; 0 for one rank. cases: in the order given."""
+class EmulationResult:
+    """Measurements of all cases. transport: what carried messages, "shared" or "gloo". hop: seconds of a message to the
+    next rank, from handing it over until a rank that stands still for it has it; 0 for one rank. cases: in the order
+    given."""
 
     transport: str
     hop: float
-    cases: tuple[Measured, ...]
+    cases: tuple[MeasuredCase, ...]
 
 
 def one_by_one(schedule: PipelineSchedule) -> PipelineSchedule:
@@ -118,7 +119,7 @@ def one_by_one(schedule: PipelineSchedule) -> PipelineSchedule:
     return replace(schedule, actions=tuple(lists))
 
 
-def measure(cases: Sequence[Case], nbytes: int, steps: int, transport: str = "auto") -> Measurement:
+def measure(cases: Sequence[EmulationCase], nbytes: int, steps: int, transport: str = "auto") -> EmulationResult:
     """Run every case on as many processes as it has ranks, all of them by turns in one set of processes.
 
     cases: of equally many ranks. nbytes: of a message, a multiple of `WORD`. Raises `UserError` where memory cannot be
@@ -128,18 +129,18 @@ def measure(cases: Sequence[Case], nbytes: int, steps: int, transport: str = "au
     longest = max(simulate(case.schedule, case.times).makespan for case in cases)
 
     def job(out: str) -> dict[str, Any]:
-        return Job(tuple(cases), nbytes, steps, transport, timeout=_TIMEOUT + 2 * longest, out=out).to_json()
+        return EmulationJob(tuple(cases), nbytes, steps, transport, timeout=_TIMEOUT + 2 * longest, out=out).to_json()
 
     return result_of(cases, whole("shardwise.emulate.rank", job, ranks))
 
 
-def result_of(cases: Sequence[Case], result: dict[str, Any]) -> Measurement:
+def result_of(cases: Sequence[EmulationCase], result: dict[str, Any]) -> EmulationResult:
     """What the ranks of a job with these cases have written."""
     measured = (_measured(case, found) for case, found in zip(cases, result["cases"], strict=True))
-    return Measurement(result["transport"], result["hop"], tuple(measured))
+    return EmulationResult(result["transport"], result["hop"], tuple(measured))
 
 
-def _measured(case: Case, steps: list[list[dict[str, Any]]]) -> Measured:
+def _measured(case: EmulationCase, steps: list[list[dict[str, Any]]]) -> MeasuredCase:
     """steps: step -> rank -> what it reports."""
     executed = one_by_one(case.schedule)
     found = []
@@ -149,4 +150,4 @@ def _measured(case: Case, steps: list[list[dict[str, Any]]]) -> Measured:
         found.append(Simulated(executed, case.times, tuple(spans)))
     most = {key: tuple(max(each) for each in zip(*([rank[key] for rank in step] for step in steps), strict=True))
             for key in ("held", "buffers")}  # fmt: skip
-    return Measured(case, tuple(found), most["held"], most["buffers"])
+    return MeasuredCase(case, tuple(found), most["held"], most["buffers"])

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.emulate.job import WORD, Case, Job
+from shardwise.emulate.job import WORD, EmulationCase, EmulationJob
 from shardwise.emulate.worker import TimedWorker
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Mesh
@@ -39,7 +39,7 @@ def make_comms(ranks: int, rank: int, transport: str, timeout: float) -> Comms:
     return Comms(mesh, rank, (PP,), timeout=timeout)
 
 
-def step(case: Case, comms: Comms, nbytes: int) -> dict[str, Any]:
+def step(case: EmulationCase, comms: Comms, nbytes: int) -> dict[str, Any]:
     """One step on this rank: start and spans in seconds of the monotonic clock, and the most that it held."""
     worker = TimedWorker(case, comms, nbytes)
     comms.start_recording()
@@ -76,7 +76,7 @@ def hop(comms: Comms, nbytes: int) -> float:
     return statistics.median([seconds for theirs in every for seconds in theirs] or [0.0])
 
 
-def run(rank: int, job: Job) -> None:
+def run(rank: int, job: EmulationJob) -> None:
     """All steps of all cases; rank 0 writes what every rank saw."""
     ranks = dist.get_world_size()
     comms = make_comms(ranks, rank, job.transport, job.timeout)
@@ -111,4 +111,4 @@ def _progress(words: str) -> None:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:], Job.read, run), at_once=True)
+    leave(main(sys.argv[1:], EmulationJob.read, run), at_once=True)

@@ -1,4 +1,4 @@
-"""`PretendedStage`: a stage whose arithmetic is a timed wait. Processes, messages, scheduler and cache are the real
+"""`TimedStage`: a stage whose arithmetic is a timed wait. Processes, messages, scheduler and cache are the real
 ones, so that what a pipeline makes of a prompt's chunks can be measured on any machine (`bubble.py`)."""
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from shardwise.emulate.rank import hop
 from shardwise.runtime.job import rank as process
 from shardwise.runtime.job.launch import USER_MISTAKE
 from shardwise.serving.attention import Rows
-from shardwise.serving.engine import Generator, Progress
+from shardwise.serving.engine import Progress, TokenGenerator
 from shardwise.serving.job import Weights
 from shardwise.serving.rank import main
-from shardwise.serving.scheduler import Turn
+from shardwise.serving.scheduler import EngineStep
 
 _NUMBERS = 128
 """Turns are counted up to here, and then anew: every type of activations has these numbers."""
 
 
-class PretendedStage(Generator):
-    """Waits `job.pretend` seconds in every turn that has tokens; what a wait lasts too long, the next one lasts less,
-    unless the rank stood still for others in between. What it sends begins with the turn's number, and what it gets is
-    checked to be of this turn."""
+class TimedStage(TokenGenerator):
+    """Stage that waits `job.pretend` seconds in every turn that has tokens; what a wait lasts too long, the next one
+    lasts less, unless the rank stood still for others in between. What it sends begins with the turn's number, and what
+    it gets is checked to be of this turn."""
 
     _turn, _late = 0, 0.0
 
     def load(self, weights: Weights, progress: Progress = lambda done, of: None) -> None:
         """Nothing is read: nobody computes."""
 
-    def forward(self, turn: Turn, rows: Rows, x: Tensor | None = None) -> Tensor:
-        """What `Generator.forward` gives, without its values; on the last stage every token is 0."""
+    def forward(self, turn: EngineStep, rows: Rows, x: Tensor | None = None) -> Tensor:
+        """What `TokenGenerator.forward` gives, without its values; on the last stage every token is 0."""
         self._turn = (self._turn + 1) % _NUMBERS
         if x is not None and (found := int(x.view(-1)[0])) != self._turn:
             raise RuntimeError(f"the message of turn {self._turn} was expected, that of turn {found} came")
@@ -61,4 +61,4 @@ class PretendedStage(Generator):
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit(USER_MISTAKE)
-    process.leave(main(sys.argv[1:], PretendedStage), at_once=True)
+    process.leave(main(sys.argv[1:], TimedStage), at_once=True)

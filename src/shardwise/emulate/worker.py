@@ -1,4 +1,4 @@
-"""`TimedWorker`: a stage's arithmetic as a wait; and `Record`: when each action of a step began and ended."""
+"""`TimedWorker`: a stage's arithmetic as a wait; and `ActionLog`: when each action of a step began and ended."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.emulate.job import WORD, Case
+from shardwise.emulate.job import WORD, EmulationCase
 from shardwise.layout.mesh import PP
 from shardwise.runtime.transport.comms import Comms, Key
 from shardwise.schedule.pipeline import Action
@@ -18,10 +18,10 @@ from shardwise.schedule.pipeline import Action
 PAGE = 4096
 
 
-class Moment:
+class ActionTime:
     """One action, or a message that is a part of one, as `Comms` tells. Seconds of the monotonic clock."""
 
-    def __init__(self, record: Record, what: str, whole: Moment | None = None) -> None:
+    def __init__(self, record: ActionLog, what: str, whole: ActionTime | None = None) -> None:
         self.record, self.what, self.whole = record, what, whole
         self.start = self.end = time.monotonic()
 
@@ -42,21 +42,21 @@ class Moment:
             self.record.stood += now - self._awaited
 
 
-class Record:
+class ActionLog:
     """The actions of one rank in one step, as they happen. stood: seconds that the rank stood still for messages."""
 
     def __init__(self) -> None:
-        self.moments: list[Moment] = []
+        self.moments: list[ActionTime] = []
         self.stood = 0.0
 
-    def issue(self, key: Key, at_once: bool) -> Moment:
+    def issue(self, key: Key, at_once: bool) -> ActionTime:
         """A message; those of the loss and of the tied table are parts of the action that came last."""
         _, op, _, unit, *_ = key
-        return Moment(self, op, self.moments[-1]) if op == "all_reduce" or unit == "tied" else self.begin(op)
+        return ActionTime(self, op, self.moments[-1]) if op == "all_reduce" or unit == "tied" else self.begin(op)
 
-    def begin(self, what: str) -> Moment:
+    def begin(self, what: str) -> ActionTime:
         """The next action."""
-        self.moments.append(Moment(self, what))
+        self.moments.append(ActionTime(self, what))
         return self.moments[-1]
 
     @contextmanager
@@ -97,9 +97,9 @@ class TimedWorker:
     that gathers and reductions do nothing; a tied table's exchange is two messages, the loss a sum over all ranks.
     """
 
-    def __init__(self, case: Case, comms: Comms, nbytes: int) -> None:
+    def __init__(self, case: EmulationCase, comms: Comms, nbytes: int) -> None:
         self.case, self.comms, self.words = case, comms, nbytes // WORD
-        self.schedule, self.record = case.schedule, Record()
+        self.schedule, self.record = case.schedule, ActionLog()
         self.kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         """(stage, micro-batch) -> what W needs, the rest."""
         self.held = self.most_held = self.most_buffers = 0
@@ -198,7 +198,7 @@ class TimedWorker:
             self.comms.all_reduce(self._loss, PP, "loss")
 
     def finish(self) -> list[tuple[float, float]]:
-        """The spans of the rank's actions, as `Record.spans` gives them. Raises `RuntimeError` where the step is not
+        """The spans of the rank's actions, as `ActionLog.spans` gives them. Raises `RuntimeError` where the step is not
         what the list says, or has left something behind."""
         mine = self.comms.index(PP)
         spans = self.record.spans(self.schedule.actions[mine])

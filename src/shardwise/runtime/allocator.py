@@ -15,8 +15,8 @@ _BLOCKS, _LARGEST, _TRIM = 65536, 32 << 20, 64 << 20
 """Where glibc's own settings arrive by themselves once a process has freed a large block."""
 
 
-def keep_freed_memory(keep: bool = True) -> None:
-    """Let this process keep what it frees, or return it as usual. Does nothing without glibc."""
+def retain_freed_memory(keep: bool = True) -> None:
+    """Retain memory that this process frees, or return it as usual. Does nothing without glibc."""
     mallopt = _glibc("mallopt")
     if mallopt is None:
         return
@@ -25,7 +25,7 @@ def keep_freed_memory(keep: bool = True) -> None:
     mallopt(_TRIM_THRESHOLD, 2**31 - 1 if keep else _TRIM)
 
 
-def give_back_freed_memory() -> None:
+def release_freed_memory() -> None:
     """Return the whole pages of what this process has freed so far, which takes some milliseconds. Does nothing without
     glibc."""
     if trim := _glibc("malloc_trim"):

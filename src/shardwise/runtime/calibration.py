@@ -37,10 +37,10 @@ from shardwise.layout.mesh import DATA, PP, SHARD, Axes
 from shardwise.model import ModelConfig
 from shardwise.model.chunking import optimizer_chunk
 from shardwise.runtime.job.rank import RankJob, leave, main
-from shardwise.runtime.pipeline.stages import Stages
+from shardwise.runtime.pipeline.stages import StageRunner
 from shardwise.runtime.samples import Probed, within_limits
 from shardwise.runtime.setup import make_comms
-from shardwise.runtime.tensor.attention import shorten_attention
+from shardwise.runtime.tensor.attention import use_short_attention
 from shardwise.runtime.tensor.loss import summed_cross_entropy
 from shardwise.runtime.transport.adding import Target
 from shardwise.runtime.transport.comms import Comms
@@ -65,10 +65,10 @@ BETWEEN = 16 << 20
 
 
 @dataclass(frozen=True)
-class Job(RankJob):
-    """What is measured. device: torch's name. seconds: how long it may take, about. axes: lengths of products; widths,
-    lengths: of attention's heads and sequences; tokens: of passes over memory; sizes: bytes of collectives. transport:
-    as the trainer's."""
+class CalibrationJob(RankJob):
+    """Settings of one calibration. device: torch's name. seconds: how long it may take, about. axes: lengths of
+    products; widths, lengths: of attention's heads and sequences; tokens: of passes over memory; sizes: bytes of
+    collectives. transport: as the trainer's."""
 
     device: str
     seconds: float
@@ -84,11 +84,11 @@ Probe = tuple[str, tuple[str, ...], tuple[int, ...], Callable[[], Call]]
 """What, of, shape as in `Probed`; and what makes the call, when its turn has come."""
 
 
-def usual_job(device: str, seconds: float, transport: str, out: str) -> Job:
+def usual_job(device: str, seconds: float, transport: str, out: str) -> CalibrationJob:
     """The shapes that are measured on a kind of device."""
     small = device == "cpu"
     axis = [16, 128, 768, 4096] if small else [32, 128, 512, 2048, 8192]
-    return Job(
+    return CalibrationJob(
         device,
         seconds,
         axes=[axis] * 3,
@@ -105,7 +105,7 @@ def usual_job(device: str, seconds: float, transport: str, out: str) -> Job:
 # -- the probes
 
 
-def products(job: Job, device: torch.device, most: float) -> Iterator[Probe]:
+def products(job: CalibrationJob, device: torch.device, most: float) -> Iterator[Probe]:
     """Matrix products [m, k] x [k, n] with operands as a linear layer has them forward and backward. most: FLOPs."""
     for dtype, (m, n, k), turn in product(DTYPES, product(*job.axes), TURNS):
         if 2.0 * m * n * k <= most:
@@ -141,7 +141,7 @@ def _product(
     return make
 
 
-def attentions(job: Job, device: torch.device, more: int = 1) -> Iterator[Probe]:
+def attentions(job: CalibrationJob, device: torch.device, more: int = 1) -> Iterator[Probe]:
     """The runtime's fused attention, causal: forward, and forward with backward. more: times the sequences."""
     for dtype, width, length in product(DTYPES, job.widths, job.lengths):
         if device.type == "cuda":  # enough to fill the device, or the host's calls would be timed
@@ -158,7 +158,7 @@ def _attention(dtype: torch.dtype, shape: tuple[int, ...], backward: bool, devic
         q, k, v = (torch.randn(shape, device=device).to(dtype).requires_grad_(backward) for _ in range(3))
         dy = torch.randn(shape, device=device).to(dtype)
         core, batch = CoreAttention(MODEL, "probe"), _batch(shape[0], shape[1], device)
-        shorten_attention(core)
+        use_short_attention(core)
 
         def call() -> None:
             out = core.forward(q, k, v, batch)
@@ -175,7 +175,7 @@ def _batch(sequences: int, length: int, device: torch.device) -> Batch:
     return Batch(positions, positions, positions, None, positions, positions)
 
 
-def passes(job: Job, device: torch.device, more: int = 1) -> Iterator[Probe]:
+def passes(job: CalibrationJob, device: torch.device, more: int = 1) -> Iterator[Probe]:
     """Operations that memory binds, forward and backward, on `tokens` rows, each in the shape that it is counted by.
     more: times the rows, and the bytes that go round."""
     copied = max(1 << 16, job.tokens << 16)
@@ -290,26 +290,26 @@ def _optimizer(elements: int, dtype: torch.dtype, device: torch.device) -> Call:
     return call
 
 
-def blocks(job: Job, device: torch.device, ranks: int) -> Iterator[Probe]:
+def blocks(job: CalibrationJob, device: torch.device, ranks: int) -> Iterator[Probe]:
     """A block so small that it takes what its operations take to be called."""
     layout, workload = Layout(dp=ranks, precision="fp32"), Workload(seq=8, batch=ranks)
     comms = _comms(layout, job)
     plan = unit_plan(MODEL, layout, workload, rank=dist.get_rank(), backend=comms.backend)
-    yield "block", (), (), partial(_block, Stages(plan, comms, device), device)
+    yield "block", (), (), partial(_block, StageRunner(plan, comms, device), device)
     comms.close()
 
 
-def _block(stages: Stages, device: torch.device) -> Call:
+def _block(stages: StageRunner, device: torch.device) -> Call:
     for unit in stages.engine.units.values():
         unit.whole.fill_(0.01)
     block, batch = stages.parts["blocks.0"], _batch(1, 8, device)
     x = torch.randn(1, 8, MODEL.hidden, device=device, requires_grad=True)
     dy = torch.ones_like(x)
-    stages.engine.trying("blocks.0").__enter__()  # what gradients are added to stays as long as the probe
+    stages.engine.compile_guard("blocks.0").__enter__()  # what gradients are added to stays as long as the probe
     return lambda: torch.autograd.grad(block(x, batch), x, dy)
 
 
-def collectives(job: Job, ranks: int) -> Iterator[Probe]:
+def collectives(job: CalibrationJob, ranks: int) -> Iterator[Probe]:
     """The trainer's own collectives and messages, over all ranks."""
     if ranks == 1:
         return
@@ -324,7 +324,7 @@ def collectives(job: Job, ranks: int) -> Iterator[Probe]:
     line.close()
 
 
-def _comms(layout: Layout, job: Job) -> Comms:
+def _comms(layout: Layout, job: CalibrationJob) -> Comms:
     model = MODEL.replace(layers=max(MODEL.layers, layout.pp))
     Mesh.of(layout, model)
     return make_comms(layout, model, dist.get_rank(), timeout=job.timeout, transport=job.transport)
@@ -374,10 +374,10 @@ def _message(comms: Comms, elements: int) -> Call:
 # -- measuring
 
 
-class Bench:
+class DeviceBench:
     """One rank's clock."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: CalibrationJob) -> None:
         self.job, self.device = job, torch.device(job.device)
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self._alone = self.device.type == "cpu" and torch.get_num_threads() == 1
@@ -554,9 +554,9 @@ def _about(device: torch.device) -> dict[str, Any]:
     }
 
 
-def run(rank: int, job: Job) -> None:
+def run(rank: int, job: CalibrationJob) -> None:
     """All that is measured; rank 0 writes it."""
-    bench = Bench(job)
+    bench = DeviceBench(job)
     found = bench.run()
     if rank == 0:
         if sys.stderr.isatty():
@@ -568,4 +568,4 @@ def run(rank: int, job: Job) -> None:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:], Job.read, run), at_once=True)
+    leave(main(sys.argv[1:], CalibrationJob.read, run), at_once=True)

@@ -39,7 +39,7 @@ from shardwise.checkpoint.manifest import NAME as MANIFEST
 from shardwise.errors import UserError
 from shardwise.runtime.job.launch import reason
 from shardwise.runtime.job.pulse import Pulse
-from shardwise.runtime.pipeline.step import Program
+from shardwise.runtime.pipeline.step import TrainProgram
 
 KINDS = ("model", "first", "second")
 """Stored tensors of each parameter: its (master) weights and AdamW's two moments."""
@@ -65,7 +65,7 @@ class Saver:
 
     def __init__(
         self,
-        program: Program,
+        program: TrainProgram,
         folder: Path,
         *,
         seed: int,
@@ -223,7 +223,7 @@ class Stored(Protocol):
     def read(self, tensor: str, piece: Piece | None = None, dtype: str | None = None) -> np.ndarray: ...
 
 
-def restore(program: Program, checkpoint: Checkpoint) -> Position:
+def restore(program: TrainProgram, checkpoint: Checkpoint) -> Position:
     """Set weights, moments and the update count from a checkpoint, reading only what this rank holds.
 
     Raises `UserError` when it is of another model, or damaged.
@@ -234,12 +234,12 @@ def restore(program: Program, checkpoint: Checkpoint) -> Position:
     return Position(manifest.step, manifest.samples, manifest.optimizer_steps)
 
 
-def start_from(program: Program, weights: Stored) -> None:
+def start_from(program: TrainProgram, weights: Stored) -> None:
     """Set the weights of a program that has made no step, reading only what this rank holds. Raises as `restore`."""
     _fill(program, weights, ("model",))
 
 
-def _fill(program: Program, source: Stored, kinds: Sequence[str]) -> None:
+def _fill(program: TrainProgram, source: Stored, kinds: Sequence[str]) -> None:
     plan = program.plan
     source.require(shapes(plan.model, kinds))
     states = {state.flat.unit.name: state for state in program.optimizer.states}
@@ -255,4 +255,4 @@ def _fill(program: Program, source: Stored, kinds: Sequence[str]) -> None:
     for state in program.optimizer.states:
         if state.master is not state.flat.interval:
             state.flat.interval.copy_(state.master)
-    program.engine.publish()
+    program.engine.all_gather_params()

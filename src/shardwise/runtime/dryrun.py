@@ -143,8 +143,8 @@ def _observe(plan: UnitPlan, rank: int, fake: Any) -> Role:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from shardwise.runtime.config import OptimizerConfig
-    from shardwise.runtime.measure import Measurement
-    from shardwise.runtime.pipeline.step import Program
+    from shardwise.runtime.measure import StepMeasurement
+    from shardwise.runtime.pipeline.step import TrainProgram
     from shardwise.runtime.setup import make_comms
     from shardwise.runtime.torch_versions import know_fake_collectives
 
@@ -157,9 +157,9 @@ def _observe(plan: UnitPlan, rank: int, fake: Any) -> Role:
         comms._mail = lambda axes, kind: _Mail()  # type: ignore[method-assign,return-value,assignment]
     comms.read = lambda scalar: 1.0  # type: ignore[method-assign]  # fake tensors hold no numbers
     with fake:
-        program = Program(short, comms, OptimizerConfig(), _no_values, torch.device("cpu"))
+        program = TrainProgram(short, comms, OptimizerConfig(), _no_values, torch.device("cpu"))
         batches = [_micro_batch(short) for _ in range(short.micro_batches)]
-        with Measurement(program) as measurement:
+        with StepMeasurement(program) as measurement:
             given = _Given(batches, lambda: {key: timing.count for key, timing in comms.timings.items()})
             program.step(given, 1e-3)
         role = replace(measurement.role(rank), transport=())

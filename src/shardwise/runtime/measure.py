@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.report.step_report import Bytes, Role
 from shardwise.runtime.pipeline.stages import no_moment
-from shardwise.runtime.pipeline.step import Program
-from shardwise.runtime.zero.gradients import Product
+from shardwise.runtime.pipeline.step import TrainProgram
+from shardwise.runtime.zero.gradients import WeightGradient
 
 SETTLE = 1e-3
 """Seconds that a measured step on CPU stands still after each collective, so that its buffers are gone."""
@@ -96,10 +96,10 @@ class _Packed:
         self.tensor = tensor
 
 
-class Measurement:
+class StepMeasurement:
     """Context manager around one `program.step`: afterwards `role` gives ledger, bytes by class and transport times."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: TrainProgram) -> None:
         self.program = program
         held = program.engine.storages()
         self._lasting = {"parameters": held["parameters"], "optimizer": program.optimizer.owned()}
@@ -111,7 +111,7 @@ class Measurement:
         self._storages = _Storages(self._known)
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved.tensor)
 
-    def __enter__(self) -> Measurement:
+    def __enter__(self) -> StepMeasurement:
         program = self.program
         program.comms.start_recording()
         program.moment = self._count
@@ -149,7 +149,7 @@ class Measurement:
         if not self._saved[key][1]:
             del self._saved[key]
 
-    def _count(self, kept: list[Product]) -> None:
+    def _count(self, kept: list[WeightGradient]) -> None:
         """Look at what is there for backward now."""
         found = {key: nbytes for key, (nbytes, _) in self._saved.items()}
         for storage in (tensor.untyped_storage() for product in kept for tensor in product.reads):

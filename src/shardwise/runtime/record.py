@@ -24,7 +24,7 @@ from shardwise.runtime.config import TrainConfig
 from shardwise.runtime.job.launch import say
 
 
-class Record:
+class RunRecorder:
     """The run directory of one run, and its progress on standard output.
 
     Raises `UserError` when the directory cannot be made or is in use.

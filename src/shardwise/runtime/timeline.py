@@ -27,7 +27,7 @@ from shardwise.report.step_report import DTYPE_BYTES, TransportRow
 from shardwise.runtime.transport.comms import Key
 
 if TYPE_CHECKING:
-    from shardwise.runtime.pipeline.step import Program
+    from shardwise.runtime.pipeline.step import TrainProgram
 
 Event = dict[str, Any]
 
@@ -63,15 +63,16 @@ class _DeviceClock:
 
 
 @dataclass
-class Flight:
-    """One collective under way; `Comms` and `Pending` tell it what happens. Moments are those of the timeline's clock.
+class TimelineCollective:
+    """One collective under way; `Comms` and `PendingCollective` tell it what happens. Moments are those of the
+    timeline's clock.
 
     issued, waited, back: when it was issued, when the rank began to stand still for it, and went on. done: when it was
     complete, as the transport tells, in whichever thread; None from a transport that does not, as gloo of messages
     between stages: such a one counts until the rank has waited for it.
     """
 
-    timeline: Timeline
+    timeline: TimelineRecorder
     key: Key
     issued: Any
     waited: Any = None
@@ -114,23 +115,23 @@ class Flight:
         return issued, done, 0 if self.waited is None else max(0, done - read(self.waited))
 
 
-class Timeline:
+class TimelineRecorder:
     """Context manager around one `program.step`: afterwards `events` are its timeline.
 
     Entering it waits for the other ranks, so that all begin about together; times count from there. It also records the
     ledger, and `transport` gives its rows' times.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: TrainProgram) -> None:
         self._program = program
         self._clock: Any = _DeviceClock() if program.device.type == "cuda" else _HostClock()
         self._marks: list[tuple[Any, str, str]] = []
-        self._flights: list[Flight] = []
+        self._flights: list[TimelineCollective] = []
         self._replaced: list[tuple[Any, str, Any]] = []
         self._doing = "start of the step"
         self._began = 0
 
-    def __enter__(self) -> Timeline:
+    def __enter__(self) -> TimelineRecorder:
         comms = self._program.comms
         comms.pulse.collective("the barrier before a recorded step")
         comms.pulse.wait()
@@ -174,9 +175,9 @@ class Timeline:
         """From now on the rank computes what it last computed; returns the moment."""
         return self.mark(COMPUTE, self._doing)
 
-    def issue(self, key: Key, at_once: bool) -> Flight:
+    def issue(self, key: Key, at_once: bool) -> TimelineCollective:
         """A collective is about to be issued. at_once: the rank will stand still until it is complete."""
-        flight = Flight(self, key, None)
+        flight = TimelineCollective(self, key, None)
         if at_once:
             flight.awaited()
         flight.issued = flight.waited if at_once else self.now()
@@ -188,10 +189,10 @@ class Timeline:
         program = self._program
         engine = program.engine
         self._note(engine, "begin_step", lambda: "start of the step")
-        self._note(engine, "visit", lambda kind, part: f"{kind} {part}")
+        self._note(engine, "use_unit", lambda kind, part: f"{kind} {part}")
         self._note(engine, "finish_step", lambda: "end of backward")
         self._note(program.optimizer, "step", lambda lr: "optimizer step")
-        self._note(engine, "publish", lambda: "optimizer's new parameters")
+        self._note(engine, "all_gather_params", lambda: "optimizer's new parameters")
         self._note(program.comms, "in_phase", lambda phase: "loss" if phase == "loss" else None)
 
     def _note(self, owner: Any, method: str, what: Callable[..., str | None]) -> None:
@@ -225,7 +226,7 @@ class Timeline:
         """The timeline, and where it lies on the clock of this host."""
         return Recorded(_host(), self._began, self.events())
 
-    def _collective(self, flight: Flight, end: int) -> Event:
+    def _collective(self, flight: TimelineCollective, end: int) -> Event:
         phase, op, axes, unit, dtype, elements = flight.key
         issued, done, _ = flight.times(end)
         about = {"op": op, "axes": axes, "unit": unit, "phase": phase, "bytes": elements * DTYPE_BYTES[dtype]}

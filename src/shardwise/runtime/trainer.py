@@ -32,7 +32,7 @@ from shardwise.report.exposure import Exposure
 from shardwise.report.rank_timelines import Recorded, aligned, kept
 from shardwise.report.run_directory import RunDirectory
 from shardwise.report.step_report import Role, StepReport, merge_roles
-from shardwise.runtime.allocator import keep_freed_memory
+from shardwise.runtime.allocator import retain_freed_memory
 from shardwise.runtime.checkpointing import Position, Saver, restore, start_from
 from shardwise.runtime.config import TrainConfig
 from shardwise.runtime.data.batches import Batches
@@ -41,11 +41,11 @@ from shardwise.runtime.job import pulse
 from shardwise.runtime.job.launch import RANK_FAILED, lost_a_peer, reason, say
 from shardwise.runtime.job.meeting import meet
 from shardwise.runtime.job.stop import Stopped, StopRequest
-from shardwise.runtime.measure import Measurement
-from shardwise.runtime.pipeline.step import Program
-from shardwise.runtime.record import Record
+from shardwise.runtime.measure import StepMeasurement
+from shardwise.runtime.pipeline.step import TrainProgram
+from shardwise.runtime.record import RunRecorder
 from shardwise.runtime.setup import make_comms
-from shardwise.runtime.timeline import Timeline
+from shardwise.runtime.timeline import TimelineRecorder
 from shardwise.runtime.zero.engine import torch_dtype
 from shardwise.runtime.zero.optimizer import learning_rate
 
@@ -84,7 +84,7 @@ def _device(config: TrainConfig) -> torch.device:
     torch.set_num_threads(config.threads)
     torch.set_float32_matmul_precision(config.matmul)
     if config.device == "cpu":
-        keep_freed_memory()
+        retain_freed_memory()
         return torch.device("cpu")
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if torch.cuda.device_count() <= local:
@@ -138,7 +138,7 @@ class _Run:
         )  # fmt: skip
         plan = unit_plan(model, layout, config.workload, rank=self.rank, backend=self.comms.backend)
         self._say_compiling("compiling the blocks ...")
-        self.program = Program(plan, self.comms, config.optimizer, self._initial_values, device)
+        self.program = TrainProgram(plan, self.comms, config.optimizer, self._initial_values, device)
         self._say_compiling(f"compiled the blocks in {self.program.compile_seconds:.0f} s")
         corpus = Corpus.open(Path(config.corpus))
         data_rank = Mesh.of(layout, model).index(DP, self.rank)
@@ -161,7 +161,7 @@ class _Run:
         self.pulse.wait("the barrier before the run begins")
         dist.barrier()
         self.pulse.work()
-        self.record = Record(config, self.world, self.at.step) if self.rank == 0 else None
+        self.record = RunRecorder(config, self.world, self.at.step) if self.rank == 0 else None
         self.saver = Saver(
             self.program, RunDirectory(Path(config.out)).checkpoints,
             seed=config.seed, about=config.to_json(), keep=config.keep_last, later=config.save_async,
@@ -222,8 +222,8 @@ class _Run:
         """One training step with its times. Looking at every storage slows a step down, so the one after a measured
         step, undisturbed but for its clock, gives the timeline and the times of the collectives."""
         started, cpu = time.perf_counter(), time.process_time()
-        measurement = Measurement(self.program) if measure else None
-        timeline = Timeline(self.program) if self.role is not None else None
+        measurement = StepMeasurement(self.program) if measure else None
+        timeline = TimelineRecorder(self.program) if self.role is not None else None
         loss, norm = self._step(step, measurement or timeline or nullcontext())
         elapsed, cpu = time.perf_counter() - started, time.process_time() - cpu
         if measurement is not None:

@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.decoder import Batch
-from shardwise.serving.scheduler import Chunk, Turn
+from shardwise.serving.scheduler import Chunk, EngineStep
 
 
 @dataclass(frozen=True)
-class Group:
+class AttentionGroup:
     """Rows [first, last) of a turn that are attended together. rows: of queries in each sequence, B sequences.
 
     length: of each sequence. start: the first of its slots, where they follow each other; else `pages` names those in
@@ -50,12 +50,12 @@ class Rows(Batch):
     """
 
     slots: Tensor = field(default_factory=lambda: torch.empty(0))
-    groups: tuple[Group, ...] = ()
+    groups: tuple[AttentionGroup, ...] = ()
     begun: Tensor | None = None
     wanted: Tensor | None = None
 
 
-def rows_of(turn: Turn, size: int, device: torch.device, *, score: bool = False) -> Rows:
+def rows_of(turn: EngineStep, size: int, device: torch.device, *, score: bool = False) -> Rows:
     """What the decoder is to compute in a turn. size: tokens of a page. score: all logits are wanted."""
     ids: list[int] = []
     positions: list[int] = []
@@ -81,7 +81,7 @@ def rows_of(turn: Turn, size: int, device: torch.device, *, score: bool = False)
     )  # fmt: skip
 
 
-def _groups(turn: Turn, size: int, device: torch.device) -> list[Group]:
+def _groups(turn: EngineStep, size: int, device: torch.device) -> list[AttentionGroup]:
     single = [chunk for chunk in turn.chunks if chunk.stop - chunk.start == 1]
     found, at = [], len(single)
     assert all(chunk.stop - chunk.start == 1 for chunk in turn.chunks[: len(single)])
@@ -95,19 +95,19 @@ def _groups(turn: Turn, size: int, device: torch.device) -> list[Group]:
     return found
 
 
-def _alone(chunk: Chunk, first: int, size: int, device: torch.device) -> Group:
+def _alone(chunk: Chunk, first: int, size: int, device: torch.device) -> AttentionGroup:
     rows, length = chunk.stop - chunk.start, chunk.stop
     pages = chunk.sequence.pages[: -(-length // size)]
     mask, causal = None, rows > 1 and rows == length
     if rows > 1 and not causal:
         mask = torch.ones(rows, length, dtype=torch.bool, device=device).tril_(chunk.start)[None, None]
     if pages[-1] - pages[0] == len(pages) - 1 and pages == list(range(pages[0], pages[-1] + 1)):
-        return Group(first, first + rows, length, start=pages[0] * size, mask=mask, causal=causal)
+        return AttentionGroup(first, first + rows, length, start=pages[0] * size, mask=mask, causal=causal)
     table = torch.tensor(pages, dtype=torch.int64, device=device)
-    return Group(first, first + rows, length, pages=table, mask=mask, causal=causal)
+    return AttentionGroup(first, first + rows, length, pages=table, mask=mask, causal=causal)
 
 
-def _together(chunks: list[Chunk], size: int, device: torch.device) -> Group:
+def _together(chunks: list[Chunk], size: int, device: torch.device) -> AttentionGroup:
     """Single tokens of several sequences: each sees its own keys, and what fills its last page, and pages up to those
     of the longest, is masked."""
     lengths = [chunk.stop for chunk in chunks]
@@ -121,7 +121,7 @@ def _together(chunks: list[Chunk], size: int, device: torch.device) -> Group:
         there = torch.arange(most * size, device=device)[None] < torch.tensor(lengths, device=device)[:, None]
         mask = there[:, None, None]
     pages = torch.tensor(table, dtype=torch.int64, device=device)
-    return Group(0, len(chunks), most * size, sequences=len(chunks), pages=pages, mask=mask)
+    return AttentionGroup(0, len(chunks), most * size, sequences=len(chunks), pages=pages, mask=mask)
 
 
 class PagedCache:
@@ -145,7 +145,7 @@ class PagedCache:
             return self._group(q, rows.groups[0], rows)
         return torch.cat([self._group(q[g.first : g.last], g, rows) for g in rows.groups])
 
-    def _group(self, q: Tensor, group: Group, rows: Rows) -> Tensor:
+    def _group(self, q: Tensor, group: AttentionGroup, rows: Rows) -> Tensor:
         """q: [rows of all its sequences, H, D]; returns [rows, H D]."""
         if group.pages is None:
             kv = self.tensor[:, :, group.start : group.start + group.length]

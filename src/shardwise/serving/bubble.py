@@ -17,7 +17,7 @@ from shardwise.schedule.pipeline import build
 from shardwise.schedule.pipeline.simulate import simulate
 from shardwise.schedule.pipeline.times import Times
 from shardwise.serving.job import ServingJob
-from shardwise.serving.recording import Note, read_notes
+from shardwise.serving.recording import StepRecord, read_notes
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ def measured(job: ServingJob, folder: Path) -> list[Filled]:
     return [_filled(prompt) for prompt in zip(*stages, strict=True)]
 
 
-def _prompts(notes: Sequence[Note]) -> Iterator[list[Note]]:
+def _prompts(notes: Sequence[StepRecord]) -> Iterator[list[StepRecord]]:
     """One stage's turns, prompt by prompt: the last chunk of each is the one of which logits are wanted."""
-    found: list[Note] = []
+    found: list[StepRecord] = []
     for note in notes:
         if note.tokens:
             found.append(note)
@@ -54,7 +54,7 @@ def _prompts(notes: Sequence[Note]) -> Iterator[list[Note]]:
             found = []
 
 
-def _filled(prompt: Sequence[list[Note]]) -> Filled:
+def _filled(prompt: Sequence[list[StepRecord]]) -> Filled:
     """prompt: stage -> its turns."""
     busy = tuple(turns[-1].ended - turns[0].began - sum(turn.waited for turn in turns) for turns in prompt)
     return Filled(len(prompt[0]), prompt[-1][-1].ended - prompt[0][0].began, busy)

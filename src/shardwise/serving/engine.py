@@ -1,4 +1,4 @@
-"""`Generator`: one rank's share of a decoder with its weights and its part of the cache, which computes turns.
+"""`TokenGenerator`: one rank's share of a decoder with its weights and its part of the cache, which computes turns.
 
 What a turn communicates, `turn_ledger` of `predict/traffic/serving.py` says beforehand; it depends on the plan, on T,
 the turn's tokens, and on B, the rows whose logits are wanted, alone:
@@ -20,7 +20,7 @@ from torch import Tensor
 from shardwise.checkpoint import LocalInterval, needs
 from shardwise.layout import Workload, unit_plan
 from shardwise.layout.placement import kv_heads_held
-from shardwise.runtime.pipeline.stages import Stages
+from shardwise.runtime.pipeline.stages import StageRunner
 from shardwise.runtime.transport.comms import Comms
 from shardwise.runtime.transport.shared import flat_array
 from shardwise.runtime.zero.engine import torch_dtype
@@ -28,19 +28,19 @@ from shardwise.serving.attention import PagedCache, Rows, rows_of
 from shardwise.serving.job import ServingJob, Weights
 from shardwise.serving.maps import apply_generation
 from shardwise.serving.products import MakeProduct, Packed, Plain, int8
-from shardwise.serving.scheduler import Turn
+from shardwise.serving.scheduler import EngineStep
 
 Progress = Callable[[int, int], object]
 """(bytes read, of so many)."""
 
 
-class Generator:
-    """What one rank computes. rank: of the whole job."""
+class TokenGenerator:
+    """Forward passes of one rank. rank: of the whole job."""
 
     def __init__(self, job: ServingJob, comms: Comms, rank: int, device: torch.device) -> None:
         self.job, self.comms, self.rank, self.device = job, comms, rank, device
         self.plan = plan = unit_plan(job.model, job.layout, Workload(), rank=rank, backend=comms.backend)
-        self.stages = Stages(plan, comms, device)
+        self.stages = StageRunner(plan, comms, device)
         self.engine = self.stages.engine
         self.dtype = torch_dtype(plan.layout.dtype)
         self.stage = next(iter(plan.stages))
@@ -121,21 +121,21 @@ class Generator:
             return int8(self.dtype, self.device)
         return Packed() if Packed.serves(self.dtype, self.device) else Plain()
 
-    def rows(self, turn: Turn, *, score: bool = False) -> Rows:
+    def rows(self, turn: EngineStep, *, score: bool = False) -> Rows:
         """A turn as the decoder takes it. score: the logits of all its tokens are wanted."""
         return rows_of(turn, self.job.page, self.device, score=score)
 
     @torch.inference_mode()
-    def forward(self, turn: Turn, rows: Rows, x: Tensor | None = None) -> Tensor:
+    def forward(self, turn: EngineStep, rows: Rows, x: Tensor | None = None) -> Tensor:
         """A turn through this rank's stage: from what the stage before has sent to what the next one takes, [1, T,
         hidden]; on the last stage to the logits that are wanted, [B, vocab]."""
         gathers = self.plan.layout.stage == 3
         if gathers:
-            self.engine.begin_turn("prefill" if turn.prefill else "decode")
+            self.engine.begin_forward("prefill" if turn.prefill else "decode")
         self.comms.pulse.work("the forward pass")
         for part in self.plan.stages[self.stage]:
             if gathers:
-                self.engine.visit("forward", part)
+                self.engine.use_unit("forward", part)
             if self.plan.kind(part) == "head" and rows.wanted is not None and not len(rows.wanted):
                 return torch.empty(0, self.plan.model.vocab, dtype=self.dtype, device=self.device)
             x = self.stages.parts[part].forward(x, rows)
@@ -144,11 +144,11 @@ class Generator:
 
     def idle(self) -> None:
         """A turn without tokens: under zero=3 other ranks gather weights, of which this one has a part."""
-        self.engine.begin_turn("decode")
+        self.engine.begin_forward("decode")
         for part in self.plan.stages[self.stage]:
-            self.engine.visit("forward", part)
+            self.engine.use_unit("forward", part)
 
-    def begin(self, turn: Turn) -> None:
+    def begin(self, turn: EngineStep) -> None:
         """What is communicated from here on belongs to this turn."""
         self.comms.phase = "prefill" if turn.prefill else "decode"
 

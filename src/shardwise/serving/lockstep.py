@@ -28,26 +28,26 @@ import torch
 from torch import Tensor
 
 from shardwise.layout.mesh import PP, SHARD, TP
-from shardwise.runtime.transport.comms import Pending
-from shardwise.serving.engine import Generator
-from shardwise.serving.messages import Answer, Asked, Cancel, Drain, Request
+from shardwise.runtime.transport.comms import PendingCollective
+from shardwise.serving.engine import TokenGenerator
+from shardwise.serving.messages import Answer, Cancel, Command, Drain, Request
 from shardwise.serving.pages import Pages
 from shardwise.serving.sampling import choose
-from shardwise.serving.scheduler import Scheduler, Turn
+from shardwise.serving.scheduler import EngineStep, Scheduler
 
 CONTROL, TOKENS = "control", "tokens"
 OVER, IDLE, ACTIVE = range(3)
 
-Hear = Callable[[bool], list[Asked]]
+Receive = Callable[[bool], list[Command]]
 """(whether there is nothing else to do) -> what has been asked meanwhile; it may wait a little where there is not."""
 
 
 @dataclass(frozen=True)
-class Done:
-    """A turn is over on this rank. answers: for the first rank of the replica to give. more: whether another turn will
-    follow."""
+class StepResult:
+    """Result of one engine step on this rank. answers: for the first rank of the replica to give. more: whether another
+    turn will follow."""
 
-    turn: Turn
+    turn: EngineStep
     answers: list[Answer]
     more: bool
 
@@ -55,7 +55,7 @@ class Done:
 class Lockstep:
     """One rank's loop of turns. hear: given to the first rank of each replica, None to all others."""
 
-    def __init__(self, generator: Generator, hear: Hear | None) -> None:
+    def __init__(self, generator: TokenGenerator, hear: Receive | None) -> None:
         self.generator, self.comms, self._hear = generator, generator.comms, hear
         job, layout = generator.job, generator.plan.layout
         self.depth, self.place = layout.pp, generator.stage
@@ -69,9 +69,9 @@ class Lockstep:
         self._hearers = TP if own else self._step
         self._state = IDLE
         self._draining = False
-        self._turns: deque[tuple[Turn, Tensor | None]] = deque()
+        self._turns: deque[tuple[EngineStep, Tensor | None]] = deque()
         """Turns whose tokens are not known yet, the oldest first; with what they have chosen on the last stage."""
-        self._leaving: deque[tuple[Tensor, Pending]] = deque()
+        self._leaving: deque[tuple[Tensor, PendingCollective]] = deque()
         self._most = 2 * self.depth * max(3, self.depth - 1)
         """Sends that are kept: those of 2 p turns. Older ones wait for nothing that comes after them."""
 
@@ -88,7 +88,7 @@ class Lockstep:
     def last(self) -> bool:
         return self.place == self.depth - 1
 
-    def turn(self) -> Done:
+    def turn(self) -> StepResult:
         """The next turn, which all ranks in step begin together."""
         answers: list[Answer] = []
         for asked in self._control():
@@ -102,9 +102,9 @@ class Lockstep:
                 self.generator.idle()
         if len(self._turns) == self.depth:
             answers += self._arrive(*self._turns.popleft())
-        return Done(turn, answers, self._state != OVER)
+        return StepResult(turn, answers, self._state != OVER)
 
-    def _obey(self, asked: Asked) -> list[Answer]:
+    def _obey(self, asked: Command) -> list[Answer]:
         if isinstance(asked, Request):
             self.scheduler.add(asked)
         elif isinstance(asked, Cancel):
@@ -121,7 +121,7 @@ class Lockstep:
             return ACTIVE
         return OVER if self._draining else IDLE
 
-    def _control(self) -> list[Asked]:
+    def _control(self) -> list[Command]:
         """What all ranks of the replica now hear."""
         header = torch.zeros(1 + self._replicas, dtype=torch.int64, device=self.generator.device)
         message = b""
@@ -162,7 +162,7 @@ class Lockstep:
 
     # -- tokens and activations
 
-    def _compute(self, turn: Turn) -> Tensor | None:
+    def _compute(self, turn: EngineStep) -> Tensor | None:
         """This stage's part of a turn; on the last stage what it has chosen: [2, B] tokens and log-probabilities."""
         generator = self.generator
         generator.begin(turn)
@@ -184,7 +184,7 @@ class Lockstep:
             self._send(chosen.to(generator.device), stage, TOKENS)
         return chosen
 
-    def _arrive(self, turn: Turn, chosen: Tensor | None) -> list[Answer]:
+    def _arrive(self, turn: EngineStep, chosen: Tensor | None) -> list[Answer]:
         """The tokens of a turn are known."""
         wanted = turn.wanted
         if not wanted:

@@ -86,8 +86,8 @@ class Finished:
 
 
 @dataclass(frozen=True)
-class Load:
-    """What a replica has to do, said now and then. waiting, running: requests; pages: in use, of so many."""
+class ReplicaLoad:
+    """Load of a replica, reported from time to time. waiting, running: requests; pages: in use, of so many."""
 
     waiting: int
     running: int
@@ -95,5 +95,5 @@ class Load:
     of_pages: int
 
 
-Asked = Request | Cancel | Drain
-Answer = Token | Finished | Load
+Command = Request | Cancel | Drain
+Answer = Token | Finished | ReplicaLoad

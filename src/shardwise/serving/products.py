@@ -90,7 +90,7 @@ class Packed:
 
 def int8(dtype: torch.dtype, device: torch.device) -> MakeProduct:
     """8 bits a number, and one scale for each row (output)."""
-    return Bytes() if Bytes.serves(dtype, device) else Int8()
+    return FbgemmInt8() if FbgemmInt8.serves(dtype, device) else Int8()
 
 
 class Int8:
@@ -131,7 +131,7 @@ def _widened(rows: Tensor, numbers: Tensor) -> Tensor:
     return y
 
 
-class Bytes:
+class FbgemmInt8:
     """8-bit matrices by FBGEMM's product of bytes, for which CPUs have instructions (VNNI).
 
     A row of activations becomes m / 127 (high + low / 254), m its largest magnitude, and high and low are two rows of

@@ -24,16 +24,16 @@ from shardwise.errors import UserError
 from shardwise.layout import Mesh
 from shardwise.layout.mesh import DP, PP, SHARD, TP
 from shardwise.report.step_report import Bytes, Phase
-from shardwise.runtime.allocator import give_back_freed_memory, keep_freed_memory
+from shardwise.runtime.allocator import release_freed_memory, retain_freed_memory
 from shardwise.runtime.job import pulse
 from shardwise.runtime.job import rank as process
 from shardwise.runtime.job.launch import USER_MISTAKE
 from shardwise.runtime.setup import make_comms
-from shardwise.serving.engine import Generator
+from shardwise.serving.engine import TokenGenerator
 from shardwise.serving.job import Loading, Ready, ServingJob, weights_in
-from shardwise.serving.lockstep import Done, Hear, Lockstep
-from shardwise.serving.messages import Asked, Drain, Load
-from shardwise.serving.recording import Note, notes_file
+from shardwise.serving.lockstep import Lockstep, Receive, StepResult
+from shardwise.serving.messages import Command, Drain, ReplicaLoad
+from shardwise.serving.recording import StepRecord, notes_file
 from shardwise.serving.service import JOB, connect
 
 TICK = 0.5
@@ -47,13 +47,13 @@ _PROGRESS = 0.2
 """Seconds between two words about loading."""
 
 
-class Way:
+class EngineChannel:
     """The first rank's end of the socket to the service. A thread listens, so that a turn never waits for it."""
 
     def __init__(self, connection: Connection, replica: int) -> None:
         self._connection, self.replica = connection, replica
-        self._heard: queue.SimpleQueue[list[Asked]] = queue.SimpleQueue()
-        self._load = Load(0, 0, 0, 0)
+        self._heard: queue.SimpleQueue[list[Command]] = queue.SimpleQueue()
+        self._load = ReplicaLoad(0, 0, 0, 0)
         self._told = 0.0
         threading.Thread(target=self._listen, name="way", daemon=True).start()
 
@@ -63,8 +63,8 @@ class Way:
                 self._heard.put(self._connection.recv())
         self._heard.put([Drain()])  # nobody is there any more
 
-    def hear(self, idle: bool) -> list[Asked]:
-        found: list[Asked] = []
+    def receive(self, idle: bool) -> list[Command]:
+        found: list[Command] = []
         with suppress(queue.Empty):
             if idle:
                 found += self._heard.get(timeout=TICK)
@@ -72,11 +72,11 @@ class Way:
                 found += self._heard.get_nowait()
         return found
 
-    def tell(self, answers: list[object]) -> None:
+    def send(self, answers: list[object]) -> None:
         with suppress(OSError):  # the service has gone: the launcher ends this process
             self._connection.send(answers)
 
-    def after(self, done: Done, load: Load) -> None:
+    def after(self, done: StepResult, load: ReplicaLoad) -> None:
         """Give a turn's answers, and now and then say how much there is to do."""
         answers: list[object] = list(done.answers)
         now = time.monotonic()
@@ -84,19 +84,19 @@ class Way:
             answers.append(load)
             self._load, self._told = load, now
         if answers:
-            self.tell(answers)
+            self.send(answers)
 
     def loading(self, done: int, of: int) -> None:
         now = time.monotonic()
         if now - self._told > _PROGRESS:
             self._told = now
-            self.tell([Loading(self.replica, done, of)])
+            self.send([Loading(self.replica, done, of)])
 
 
-class Notes:
-    """A rank's notes of its turns, where a report was asked for."""
+class StepRecorder:
+    """Records of a rank's engine steps, where a report was requested."""
 
-    def __init__(self, generator: Generator, folder: Path) -> None:
+    def __init__(self, generator: TokenGenerator, folder: Path) -> None:
         self._generator, self._comms = generator, generator.comms
         self._file: IO[str] = notes_file(folder, generator.rank).open("w", buffering=1)
         held = generator.engine.storages()
@@ -108,17 +108,17 @@ class Notes:
         self._comms.start_recording()
         self._began = time.monotonic()
 
-    def hearing(self, hear: Hear) -> Hear:
+    def hearing(self, hear: Receive) -> Receive:
         """The same; a turn begins when it has been heard what there is to do, not with waiting for that."""
 
-        def heard(idle: bool) -> list[Asked]:
+        def heard(idle: bool) -> list[Command]:
             found = hear(idle)
             self._began = time.monotonic()
             return found
 
         return heard
 
-    def end(self, done: Done, load: Load) -> None:
+    def end(self, done: StepResult, load: ReplicaLoad) -> None:
         """The turn is over, in which somebody had something to do."""
         seconds = time.monotonic() - self._began
         self._comms.stop_recording()
@@ -127,14 +127,16 @@ class Notes:
         phase: Phase = "prefill" if done.turn.prefill else "decode"
         cached = self._generator.cache_bytes * load.pages // load.of_pages
         rows = tuple(replace(row, phase=phase) for row in ledger)
-        note = Note(
+        note = StepRecord(
             self._turn, phase, done.turn.tokens, len(done.turn.wanted), seconds, self._began, cached, self._bytes, rows,
             transport,
         )  # fmt: skip
         self._file.write(note.to_line())
 
 
-def run(rank: int, job: ServingJob, folder: Path, signs: pulse.Pulse, stage: type[Generator] = Generator) -> None:
+def run(
+    rank: int, job: ServingJob, folder: Path, signs: pulse.Pulse, stage: type[TokenGenerator] = TokenGenerator
+) -> None:
     """Load, answer until nobody asks any more, and end."""
     started = time.monotonic()
     device = torch.device("cpu") if job.device == "cpu" else torch.device("cuda", rank % torch.cuda.device_count())
@@ -144,7 +146,7 @@ def run(rank: int, job: ServingJob, folder: Path, signs: pulse.Pulse, stage: typ
         sorted(mesh.group(SHARD + TP + PP, rank)), timeout=timedelta(seconds=_LONGEST), use_local_synchronization=True
     )
     first = mesh.index(TP + PP, rank) == 0 and replica < job.replicas
-    way = Way(connect(folder, replica), replica) if first else None
+    way = EngineChannel(connect(folder, replica), replica) if first else None
     _, weights = weights_in(job.weights)
     comms = make_comms(
         job.layout, job.model, rank, timeout=job.hang + pulse.MARGIN, transport=job.transport, pulse=signs
@@ -154,7 +156,7 @@ def run(rank: int, job: ServingJob, folder: Path, signs: pulse.Pulse, stage: typ
     hop = generator.hop()
     _wait_for_all("the start of the replica", together, signs)
     if way:
-        way.tell([Ready(
+        way.send([Ready(
             way.replica, job.context, job.pages, job.page, generator.parameter_bytes, generator.cache_bytes,
             comms.backend, time.monotonic() - started, hop,
         )])  # fmt: skip
@@ -171,10 +173,10 @@ def _wait_for_all(words: str, together: Any, signs: pulse.Pulse) -> None:
     signs.work("its first turn")
 
 
-def serve(generator: Generator, way: Way | None, signs: pulse.Pulse) -> None:
+def serve(generator: TokenGenerator, way: EngineChannel | None, signs: pulse.Pulse) -> None:
     """Turns, until the service wants no more."""
-    notes = Notes(generator, Path(generator.job.report)) if generator.job.report else None
-    hear = None if way is None else way.hear if notes is None else notes.hearing(way.hear)
+    notes = StepRecorder(generator, Path(generator.job.report)) if generator.job.report else None
+    hear = None if way is None else way.receive if notes is None else notes.hearing(way.receive)
     lockstep = Lockstep(generator, hear)
     more, number = True, 0
     worked, given = False, time.monotonic()
@@ -191,7 +193,7 @@ def serve(generator: Generator, way: Way | None, signs: pulse.Pulse) -> None:
             way.after(done, load)
         worked = worked or lockstep.active
         if worked and (not lockstep.active or time.monotonic() - given > _GIVE_BACK):
-            give_back_freed_memory()
+            release_freed_memory()
             worked, given = False, time.monotonic()
     lockstep.finish()
 
@@ -202,7 +204,7 @@ def join(job: ServingJob) -> int:
         return process.join(job.hang + pulse.MARGIN)
     if not torch.cuda.is_available():
         raise UserError("--device cuda needs a GPU for each rank; there is none")
-    keep_freed_memory()
+    retain_freed_memory()
     rank = process.number()
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
@@ -214,7 +216,7 @@ def join(job: ServingJob) -> int:
     return rank
 
 
-def main(argv: list[str], stage: type[Generator] = Generator) -> int:
+def main(argv: list[str], stage: type[TokenGenerator] = TokenGenerator) -> int:
     """Run one rank. stage: what computes. Returns the exit code."""
     process.bind()
 

@@ -19,10 +19,10 @@ from shardwise.serving.job import ServingJob
 
 
 @dataclass(frozen=True)
-class Note:
-    """One turn on one rank. tokens: that it computed; rows: of them, those whose logits were wanted. kv_bytes: of keys
-    and values that sequences had in the cache after it. seconds: from beginning to end. began: seconds of the host's
-    monotonic clock."""
+class StepRecord:
+    """One engine step on one rank. tokens: that it computed; rows: of them, those whose logits were wanted. kv_bytes:
+    of keys and values that sequences had in the cache after it. seconds: from beginning to end. began: seconds of the
+    host's monotonic clock."""
 
     turn: int
     phase: Phase
@@ -49,7 +49,7 @@ class Note:
         return json.dumps(asdict(self)) + "\n"
 
     @classmethod
-    def from_line(cls, line: str) -> Note:
+    def from_line(cls, line: str) -> StepRecord:
         data: dict[str, Any] = json.loads(line)
         return cls(
             **data | {
@@ -80,10 +80,10 @@ def reports(job: ServingJob, folder: Path) -> Iterator[tuple[str, StepReport]]:
             yield f"replica-{replica}-{name}" if len(together) > 1 else name, _report(job, phase, found)
 
 
-def _turns(notes: dict[int, dict[int, Note]]) -> Iterator[tuple[int, dict[int, Note]]]:
+def _turns(notes: dict[int, dict[int, StepRecord]]) -> Iterator[tuple[int, dict[int, StepRecord]]]:
     """(number, rank -> its note) of the turns that compute anything. What a turn without tokens moves, in which the
     stages of a pipeline wait for tokens, belongs to the turn before."""
-    before: tuple[int, dict[int, Note]] | None = None
+    before: tuple[int, dict[int, StepRecord]] | None = None
     for number in sorted(set[int]().union(*notes.values())):
         found = {rank: theirs[number] for rank, theirs in notes.items() if number in theirs}
         if before is not None and not any(note.tokens for note in found.values()):
@@ -96,7 +96,7 @@ def _turns(notes: dict[int, dict[int, Note]]) -> Iterator[tuple[int, dict[int, N
         yield before
 
 
-def _joined(note: Note, further: Note | None) -> Note:
+def _joined(note: StepRecord, further: StepRecord | None) -> StepRecord:
     """One turn, and another one without tokens that followed."""
     if further is None:
         return note
@@ -119,13 +119,13 @@ def _sum(a: float | None, b: float | None) -> float | None:
     return None if a is None or b is None else a + b
 
 
-def read_notes(folder: Path, rank: int) -> list[Note]:
+def read_notes(folder: Path, rank: int) -> list[StepRecord]:
     """What a rank has noted, turn by turn."""
     file = notes_file(folder, rank)
-    return [Note.from_line(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return [StepRecord.from_line(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def _report(job: ServingJob, phase: str, notes: dict[int, Note]) -> StepReport:
+def _report(job: ServingJob, phase: str, notes: dict[int, StepRecord]) -> StepReport:
     first, mesh = notes[min(notes)], Mesh.of(job.layout, job.model)
     # Data ranks have tokens of their own, or all the same ones; ranks of one replica have the same.
     of_data = {mesh.index(DP, rank): note for rank, note in notes.items()} if job.replicas > 1 else {0: first}

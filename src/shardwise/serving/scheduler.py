@@ -17,7 +17,7 @@ from __future__ import annotations
 from bisect import insort
 from dataclasses import dataclass, field
 
-from shardwise.serving.messages import NOTHING, Answer, Finished, Load, Reason, Request, Token
+from shardwise.serving.messages import NOTHING, Answer, Finished, Reason, ReplicaLoad, Request, Token
 from shardwise.serving.pages import START, Key, Pages, page_key
 
 
@@ -65,8 +65,8 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Turn:
-    """What one forward pass computes: single tokens first, then chunks of prompts."""
+class EngineStep:
+    """Tokens of one forward pass: single tokens first, then chunks of prompts."""
 
     chunks: tuple[Chunk, ...]
 
@@ -100,8 +100,8 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     @property
-    def load(self) -> Load:
-        return Load(len(self.waiting), len(self.running), self.pages.used, self.pages.count)
+    def load(self) -> ReplicaLoad:
+        return ReplicaLoad(len(self.waiting), len(self.running), self.pages.used, self.pages.count)
 
     # -- messages
 
@@ -116,7 +116,7 @@ class Scheduler:
                 return [self._end(sequence, "cancelled")]
         return []
 
-    def take(self, turn: Turn, tokens: list[int], logprobs: list[float]) -> list[Answer]:
+    def take(self, turn: EngineStep, tokens: list[int], logprobs: list[float]) -> list[Answer]:
         """The tokens that a turn has chosen, one for each of `turn.wanted`."""
         answers: list[Answer] = []
         for sequence, token, logprob in zip(turn.wanted, tokens, logprobs, strict=True):
@@ -143,7 +143,7 @@ class Scheduler:
 
     # -- a turn
 
-    def plan(self) -> Turn:
+    def plan(self) -> EngineStep:
         """The next turn; it may be empty."""
         ready = [s for s in self.running if not s.waits]
         single: list[Chunk] = []
@@ -162,7 +162,7 @@ class Scheduler:
             insort(self.running, sequence, key=lambda each: each.order)
             longer.append(self._chunk(sequence, min(budget, sequence.left)))
             budget -= longer[-1].stop - longer[-1].start
-        turn = Turn(tuple(sorted([*single, *longer], key=lambda chunk: chunk.stop - chunk.start > 1)))
+        turn = EngineStep(tuple(sorted([*single, *longer], key=lambda chunk: chunk.stop - chunk.start > 1)))
         for chunk in turn.chunks:
             self._know(chunk.sequence)
         return turn

@@ -2,7 +2,7 @@
 least to do, and answers to whoever asked; when a rank dies, it says so to everybody. Imports no torch.
 
 The command's process owns it. The first rank of each replica connects to a Unix socket in a folder that is nobody
-else's: lists of `Asked` go down, lists of `Answer` come up.
+else's: lists of `Command` go down, lists of `Answer` come up.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardwise.errors import UserError
 from shardwise.runtime.job.launch import INTERRUPTED, USER_MISTAKE, Ending, RunFailed, supervise
 from shardwise.runtime.job.locks import temporary_folder
 from shardwise.serving.job import Loading, Ready, ServingJob
-from shardwise.serving.messages import Answer, Asked, Cancel, Drain, Finished, Load, Request, Sampling, Token
+from shardwise.serving.messages import Answer, Cancel, Command, Drain, Finished, ReplicaLoad, Request, Sampling, Token
 
 Sink = Callable[[Token | Finished], object]
 
@@ -63,7 +63,7 @@ class Service:
         self._changed = threading.Condition()
         self._sinks: dict[int, tuple[int, Sink]] = {}
         """Request -> (its replica, who wants its answers)."""
-        self._load: dict[int, Load] = {}
+        self._load: dict[int, ReplicaLoad] = {}
         self._ready: dict[int, Ready] = {}
         self._ways: dict[int, Connection] = {}
         self._ending: Ending | None = None
@@ -212,10 +212,10 @@ class Service:
             if number in self._sinks:
                 _tell(self._ways[self._sinks[number][0]], [Cancel(number)])
 
-    def load(self) -> dict[int, Load]:
+    def load(self) -> dict[int, ReplicaLoad]:
         """What each replica has said of its work last."""
         with self._changed:
-            empty = Load(0, 0, 0, self.job.pages)
+            empty = ReplicaLoad(0, 0, 0, self.job.pages)
             return {replica: self._load.get(replica, empty) for replica in range(self.job.replicas)}
 
     def _least_loaded(self) -> int:
@@ -235,7 +235,7 @@ class Service:
     def _take(self, replica: int, answer: Answer | Loading | Ready) -> None:
         if isinstance(answer, Loading):
             self._echo(f"reading weights: {answer.done / max(1, answer.of):4.0%}")
-        elif isinstance(answer, Load):
+        elif isinstance(answer, ReplicaLoad):
             with self._changed:
                 self._load[replica] = answer
         elif isinstance(answer, Ready):
@@ -277,7 +277,7 @@ def _private_folder() -> AbstractContextManager[Path]:
     return temporary_folder(usual if len(str(usual)) < _LONGEST else Path("/tmp"))
 
 
-def _tell(way: Connection, asked: list[Asked]) -> None:
+def _tell(way: Connection, asked: list[Command]) -> None:
     """A rank that has gone is found by who supervises it."""
     with suppress(OSError, ValueError):
         way.send(asked)

@@ -16,7 +16,7 @@ from shardwise.runtime import TRANSPORTS
 from shardwise.runtime.installed import require
 
 if TYPE_CHECKING:
-    from shardwise.emulate.job import Case, Measured
+    from shardwise.emulate.job import EmulationCase, MeasuredCase
     from shardwise.schedule.pipeline import PipelineSchedule
 
 MOST_RANKS = 64
@@ -78,9 +78,9 @@ def _nbytes(args: argparse.Namespace) -> int:
     return max(1, -(-bytes_of("--bytes", args.bytes) // WORD)) * WORD
 
 
-def _cases(args: argparse.Namespace) -> tuple[list[Case], dict[str, str]]:
+def _cases(args: argparse.Namespace) -> tuple[list[EmulationCase], dict[str, str]]:
     """What is to be run; and with --all the schedules that these numbers are not for: name -> why."""
-    from shardwise.emulate.job import Case
+    from shardwise.emulate.job import EmulationCase
     from shardwise.schedule.pipeline.times import parse_times
 
     given = parse_times(args.pretend)
@@ -94,7 +94,7 @@ def _cases(args: argparse.Namespace) -> tuple[list[Case], dict[str, str]]:
     for schedule in schedules:
         check(schedule)
     times = (given["F"], given["I"], given["W"])
-    return [Case.shared(schedule, *times, saved, args.weight_share) for schedule in schedules], left_out
+    return [EmulationCase.shared(schedule, *times, saved, args.weight_share) for schedule in schedules], left_out
 
 
 def _every(args: argparse.Namespace, left_out: dict[str, str]) -> list[PipelineSchedule]:
@@ -117,7 +117,7 @@ def _every(args: argparse.Namespace, left_out: dict[str, str]) -> list[PipelineS
     return found
 
 
-def _feasible(args: argparse.Namespace, cases: list[Case]) -> None:
+def _feasible(args: argparse.Namespace, cases: list[EmulationCase]) -> None:
     """Refuse what this host cannot do, and say how long it takes where that is long."""
     from shardwise.report.units import format_bytes, format_time
     from shardwise.schedule.pipeline.memory import peaks
@@ -140,7 +140,7 @@ def _feasible(args: argparse.Namespace, cases: list[Case]) -> None:
         print(f"{what}: about {format_time(seconds)}", file=sys.stderr, flush=True)
 
 
-def _write_trace(measured: Measured, path: Path) -> None:
+def _write_trace(measured: MeasuredCase, path: Path) -> None:
     from dataclasses import replace
 
     from shardwise.report.trace import write_trace

@@ -11,7 +11,7 @@ from shardwise.cli.output import show
 from shardwise.cli.pipeline.arguments import title
 
 if TYPE_CHECKING:
-    from shardwise.emulate.job import Measured, Measurement
+    from shardwise.emulate.job import EmulationResult, MeasuredCase
     from shardwise.schedule.pipeline import PipelineSchedule
     from shardwise.schedule.pipeline.simulate import Simulated
 
@@ -21,7 +21,7 @@ APART = 1.05
 Row = dict[str, Any]
 
 
-def summed_up(found: Measurement, hop: float) -> dict[str, Any]:
+def summed_up(found: EmulationResult, hop: float) -> dict[str, Any]:
     """Everything, the schedules by their simulated makespan. hop: seconds of a message in the simulation."""
     overlap = found.transport != "shared"
     rows = sorted((_row(each, hop, overlap) for each in found.cases), key=lambda row: row["simulated"]["makespan_s"])
@@ -35,7 +35,7 @@ def summed_up(found: Measurement, hop: float) -> dict[str, Any]:
     }
 
 
-def _row(each: Measured, hop: float, overlap: bool) -> Row:
+def _row(each: MeasuredCase, hop: float, overlap: bool) -> Row:
     from shardwise.schedule.pipeline.memory import peaks
 
     schedule, simulated = each.case.schedule, each.simulated(hop, overlap)

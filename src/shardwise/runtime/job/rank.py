@@ -94,9 +94,9 @@ def join(timeout: float) -> int:
     import torch
     import torch.distributed as dist
 
-    from shardwise.runtime.allocator import keep_freed_memory
+    from shardwise.runtime.allocator import retain_freed_memory
 
-    keep_freed_memory()  # as the trainer does
+    retain_freed_memory()  # as the trainer does
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     rank = number()
     dist.init_process_group(

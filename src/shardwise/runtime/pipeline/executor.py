@@ -1,7 +1,7 @@
 """The executor of pipeline schedules: it takes its rank's actions one by one, and decides nothing.
 
 `execute` does what `schedule/pipeline/action.py` says of each kind: it posts, sends and hands over what stages make,
-and asks a `Worker` to compute, gather and reduce. Those of `train` and `evaluate` compute a decoder's `Stages`.
+and asks a `Worker` to compute, gather and reduce. Those of `train` and `evaluate` compute a decoder's `StageRunner`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor
 from shardwise.decoder import Batch
 from shardwise.layout import pipeline
 from shardwise.layout.mesh import DATA, PP
-from shardwise.runtime.pipeline.stages import Stages
-from shardwise.runtime.transport.comms import Comms, Pending, Waiting
-from shardwise.runtime.zero.gradients import Product
+from shardwise.runtime.pipeline.stages import StageRunner
+from shardwise.runtime.transport.comms import Comms, PendingCollective, Waitable
+from shardwise.runtime.zero.gradients import WeightGradient
 from shardwise.schedule.pipeline import Action, PipelineSchedule
 
 
@@ -57,9 +57,9 @@ class _Execution:
 
     def __init__(self, schedule: PipelineSchedule, comms: Comms, worker: Worker) -> None:
         self.schedule, self.comms, self.worker = schedule, comms, worker
-        self.arriving: dict[Key, tuple[Tensor, Waiting]] = {}
+        self.arriving: dict[Key, tuple[Tensor, Waitable]] = {}
         self.made: dict[Key, Tensor] = {}
-        self.leaving: dict[tuple[int, str], tuple[Tensor, Pending]] = {}
+        self.leaving: dict[tuple[int, str], tuple[Tensor, PendingCollective]] = {}
         """(peer, way) -> the last message; a send waits for the one before it. That is less than the schedule is
         verified for, which is that every send waits for its own receive."""
 
@@ -145,14 +145,16 @@ def execute(schedule: PipelineSchedule, comms: Comms, worker: Worker) -> None:
     _Execution(schedule, comms, worker).run(comms.index(PP))
 
 
-def train(stages: Stages, schedule: PipelineSchedule, micro_batches: list[tuple[Batch, Tensor]], tokens: int) -> Tensor:
+def train(
+    stages: StageRunner, schedule: PipelineSchedule, micro_batches: list[tuple[Batch, Tensor]], tokens: int
+) -> Tensor:
     """Forward and backward of a step's micro-batches; their loss, summed over all tokens of the global batch."""
     training = _Training(stages, micro_batches, tokens)
     execute(schedule, stages.comms, training)
     return training.total
 
 
-def evaluate(stages: Stages, batch: Batch, targets: Tensor) -> Tensor:
+def evaluate(stages: StageRunner, batch: Batch, targets: Tensor) -> Tensor:
     """The summed loss of one micro-batch on every data rank, summed over them."""
     plan = stages.plan
     evaluation = _Evaluation(stages, batch, targets)
@@ -165,7 +167,7 @@ def evaluate(stages: Stages, batch: Batch, targets: Tensor) -> Tensor:
 class _Work:
     """What training and evaluation of a decoder have in common."""
 
-    def __init__(self, stages: Stages) -> None:
+    def __init__(self, stages: StageRunner) -> None:
         self.stages, self.engine = stages, stages.engine
         self.unshard, self.reshard, self.reduce = self.engine.unshard, self.engine.reshard, self.engine.reduce
         self.tied_gradients = self.engine.tied_gradients
@@ -187,13 +189,13 @@ class _Work:
 
 
 class _Training(_Work):
-    def __init__(self, stages: Stages, micro_batches: list[tuple[Batch, Tensor]], tokens: int) -> None:
+    def __init__(self, stages: StageRunner, micro_batches: list[tuple[Batch, Tensor]], tokens: int) -> None:
         super().__init__(stages)
         self.given, self.tokens = micro_batches, max(1, tokens)
         self.batches: dict[int, Batch] = {}
         self.begun: dict[tuple[int, int], tuple[Tensor | None, Any]] = {}
         """(stage, micro-batch) -> (its input, where its backward starts)."""
-        self.kept: dict[tuple[int, int], list[Product]] = {}
+        self.kept: dict[tuple[int, int], list[WeightGradient]] = {}
 
     def forward(self, stage: int, micro: int, x: Tensor | None) -> Tensor | None:
         batch, targets = self.given[micro]
@@ -240,7 +242,7 @@ class _Training(_Work):
         if weights:
             yield
             return
-        with self.stages.weights.apart() as products:
+        with self.stages.weights.split_weight_grad() as products:
             yield
         self.kept[stage, micro] = products
 
@@ -248,7 +250,7 @@ class _Training(_Work):
     def backward_of_weights(self, stage: int, micro: int) -> None:
         products = self.kept.pop((stage, micro))
         for part in reversed(self.stages.plan.stages[stage]):
-            self.engine.visit("weights", part)
+            self.engine.use_unit("weights", part)
             for product in [each for each in products if each.part == part]:
                 product.add()
             self.engine.finish_backward(part)
@@ -260,7 +262,7 @@ class _Training(_Work):
 
 
 class _Evaluation(_Work):
-    def __init__(self, stages: Stages, batch: Batch, targets: Tensor) -> None:
+    def __init__(self, stages: StageRunner, batch: Batch, targets: Tensor) -> None:
         super().__init__(stages)
         self.batch, self.targets = batch.fresh(), targets
 

@@ -15,12 +15,12 @@ from shardwise.decoder import Batch, Decoder
 from shardwise.decoder.attention import CoreAttention
 from shardwise.layout.units import UnitPlan
 from shardwise.runtime.pipeline.recompute import recompute, recompute_attention_cores
-from shardwise.runtime.tensor.attention import shorten_attention
+from shardwise.runtime.tensor.attention import use_short_attention
 from shardwise.runtime.tensor.loss import summed_cross_entropy
 from shardwise.runtime.tensor.swap import apply_tensor_parallel, vocabulary_range
 from shardwise.runtime.transport.comms import Comms
 from shardwise.runtime.zero.engine import Engine
-from shardwise.runtime.zero.gradients import Product, WeightGradients
+from shardwise.runtime.zero.gradients import WeightGradient, WeightGradients
 
 
 class _BeforeForward(torch.autograd.Function):
@@ -45,11 +45,11 @@ class _RecomputeFromInput(torch.autograd.Function):
     """All blocks of a stage, saving only the first one's input: each block's backward starts with a run up to it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, stages: Stages, blocks: list[tuple[str, nn.Module]], batch: Batch) -> Tensor:
+    def forward(ctx: Any, x: Tensor, stages: StageRunner, blocks: list[tuple[str, nn.Module]], batch: Batch) -> Tensor:
         ctx.stages, ctx.blocks, ctx.batch = stages, blocks, batch
         ctx.save_for_backward(x)
         for name, block in blocks:
-            stages.engine.visit("forward", name)
+            stages.engine.use_unit("forward", name)
             x = block(x, batch)
         return x
 
@@ -60,10 +60,10 @@ class _RecomputeFromInput(torch.autograd.Function):
         for index in reversed(range(len(blocks))):
             x = start
             for name, block in blocks[:index]:
-                stages.engine.visit("recompute", name)
+                stages.engine.use_unit("recompute", name)
                 x = block(x, batch)
             name, block = blocks[index]
-            stages.engine.visit("backward", name)
+            stages.engine.use_unit("backward", name)
             x = x.detach().requires_grad_()
             with torch.enable_grad():
                 y = block(x, batch)
@@ -75,11 +75,11 @@ class _RecomputeFromInput(torch.autograd.Function):
         return grad, None, None, None
 
 
-def no_moment(kept: list[Product]) -> None:
+def no_moment(kept: list[WeightGradient]) -> None:
     """Nobody looks."""
 
 
-class Stages:
+class StageRunner:
     """A decoder cut and bound to its buffers, whose stages on this rank can be computed.
 
     decoder: built on the meta device; device: where the buffers live. weights: when the gradients of weights are
@@ -95,20 +95,20 @@ class Stages:
         for core in (module for module in self.decoder.modules() if isinstance(module, CoreAttention)):
             core.kind = plan.layout.attention
         if plan.layout.compile != "block":
-            shorten_attention(self.decoder)
+            use_short_attention(self.decoder)
         if plan.layout.recompute == "selective":
             recompute_attention_cores(self.decoder)
         self.engine = Engine(self.decoder, plan, comms, device, overwriting, self.weights)
         self.vocabulary = vocabulary_range(plan)
         self.parts = {name: part for name, part in self.decoder.parts() if name in plan.parts}
-        self.moment: Callable[[list[Product]], object] = no_moment
+        self.moment: Callable[[list[WeightGradient]], object] = no_moment
         """Told whenever all that backward will need is there, or some of it has gone: at the end of a forward pass, and
         of every computation of a pipeline. kept: what is kept of backward passes whose weights come later."""
 
     def infer(self, stage: int, x: Tensor | None, batch: Batch) -> Tensor:
         """The forward pass of a stage, for which no backward will come."""
         for name in self.plan.stages[stage]:
-            self.engine.visit("forward", name)
+            self.engine.use_unit("forward", name)
             x = self.parts[name](x, batch)
         assert x is not None
         return x
@@ -140,12 +140,12 @@ class Stages:
         elif x is not None:
             # Runs when the gradient of the part's input is complete, before the part that made it goes backward.
             x.register_hook(lambda grad: engine.finish_backward(name))
-        engine.visit("forward", name)
+        engine.use_unit("forward", name)
         if self.plan.layout.recompute == "full" and self.plan.kind(name) == "block":
             assert x is not None
             y = recompute(lambda x: part(x, batch), x)
         else:
             y = part(x, batch)
         assert y.grad_fn is not None
-        y.grad_fn.register_prehook(lambda grads: engine.visit("backward", name))
+        y.grad_fn.register_prehook(lambda grads: engine.use_unit("backward", name))
         return y

@@ -13,14 +13,14 @@ from shardwise.layout.mesh import DATA
 from shardwise.layout.units import UnitPlan
 from shardwise.runtime.config import OptimizerConfig
 from shardwise.runtime.pipeline.executor import evaluate, train
-from shardwise.runtime.pipeline.stages import Stages
+from shardwise.runtime.pipeline.stages import StageRunner
 from shardwise.runtime.tensor.loss import IGNORED
 from shardwise.runtime.transport.comms import Comms
 from shardwise.runtime.zero.engine import Values
 from shardwise.runtime.zero.optimizer import Optimizer
 
 
-class Program(Stages):
+class TrainProgram(StageRunner):
     """A decoder cut, bound to its buffers and ready to step. `values` gives the initial weights."""
 
     def __init__(
@@ -29,13 +29,13 @@ class Program(Stages):
         super().__init__(plan, comms, device)
         self.optimizer = Optimizer(self.engine, comms, optimizer, values)
         with comms.in_phase("optimizer"):
-            self.engine.publish()
+            self.engine.all_gather_params()
         self.compile_seconds = 0.0
         if plan.layout.compile == "block":
             from shardwise.runtime.compiling import compile_blocks  # brings in the compiler, which takes seconds
 
             comms.pulse.work("the compilation of the blocks")
-            with self.engine.trying(plan.first_blocks[0]):
+            with self.engine.compile_guard(plan.first_blocks[0]):
                 self.compile_seconds = compile_blocks(self.decoder, plan, device)
 
     def step(self, micro_batches: list[tuple[Batch, Tensor]], lr: float) -> tuple[float, float, int]:
@@ -55,7 +55,7 @@ class Program(Stages):
                 total += self._train(batch.fresh(), targets, tokens)
         self.engine.finish_step()
         norm = self.optimizer.step(lr)
-        self.engine.publish()
+        self.engine.all_gather_params()
         if self.plan.schedule is None:
             with self.comms.in_phase("loss"):
                 self.comms.all_reduce(total, DATA, "loss")

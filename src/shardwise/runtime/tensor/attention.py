@@ -125,9 +125,9 @@ def _by_rows(given: list[Tensor], hidden: Tensor, into: Sequence[Tensor]) -> Non
     dv.copy_(values)
 
 
-def shorten_attention(whole: nn.Module) -> None:
-    """Let every fused attention core in `whole` compute so, where attention is causal and plain, sequences short, on a
-    CPU."""
+def use_short_attention(whole: nn.Module) -> None:
+    """Replace every fused attention core in `whole` by batched products, where attention is causal and plain, sequences
+    short, on a CPU."""
     for core in (module for module in whole.modules() if isinstance(module, CoreAttention)):
         if core.kind == "sdpa":
             swap_forward(core, _of_core(core, core.forward))

@@ -21,9 +21,9 @@ from shardwise.decoder import Batch
 from shardwise.decoder.attention import rotate
 from shardwise.decoder.llama import LlamaBlock
 from shardwise.decoder.modules import RMSNorm, rms_norm, rms_norm_backward, swap_forward
-from shardwise.runtime.tensor.fused import Joined, Row
-from shardwise.runtime.tensor.linear import Site
-from shardwise.runtime.zero.gradients import place_of
+from shardwise.runtime.tensor.fused import FusedLinear, RowParallel
+from shardwise.runtime.tensor.linear import TPContext
+from shardwise.runtime.zero.gradients import grad_slot
 
 Tables = tuple[Tensor, Tensor]
 """What `Rope.whole` gives."""
@@ -32,16 +32,16 @@ Tables = tuple[Tensor, Tensor]
 class _Parts:
     """What the functions of one block compute with."""
 
-    def __init__(self, block: LlamaBlock, site: Site, qkv: Joined, gate_up: Joined) -> None:
+    def __init__(self, block: LlamaBlock, site: TPContext, qkv: FusedLinear, gate_up: FusedLinear) -> None:
         self.site, self.qkv, self.gate_up = site, qkv, gate_up
         self.heads = [rows // block.attention.head_dim for rows in qkv.rows]
         self.norms = block.attention_norm, block.mlp_norm
-        self.out, self.down = Row(block.attention.out, site), Row(block.mlp.down, site)
+        self.out, self.down = RowParallel(block.attention.out, site), RowParallel(block.mlp.down, site)
 
 
 def _norm_backward(norm: RMSNorm, dy: Tensor, x: Tensor, rstd: Tensor) -> Tensor:
     dx, dw = rms_norm_backward(dy, x, rstd, norm.weight)
-    place_of(norm.weight).add(dw)
+    grad_slot(norm.weight).add(dw)
     return dx
 
 
@@ -139,15 +139,15 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
     return storages and a.storage_offset() == b.storage_offset() and a.stride() == b.stride()
 
 
-def join_block(block: LlamaBlock, site: Site) -> None:
-    """Let a block compute in two functions, whose plan says that it can."""
+def fuse_block(block: LlamaBlock, site: TPContext) -> None:
+    """Compute a block in two functions, where it can."""
     attention = block.attention
     rope, core = attention.rope, attention.core
     assert rope is not None
 
     @cache
     def parts() -> _Parts:
-        return _Parts(block, site, Joined.of(attention.qkv), Joined.of(block.mlp.gate_up))
+        return _Parts(block, site, FusedLinear.of(attention.qkv), FusedLinear.of(block.mlp.gate_up))
 
     def forward(x: Tensor, batch: Batch) -> Tensor:
         found = parts()

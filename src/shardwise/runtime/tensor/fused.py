@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from shardwise.decoder.modules import Linear, Linears
-from shardwise.runtime.tensor.linear import Site, add_bias, as_rows
-from shardwise.runtime.zero.gradients import Place, place_of
+from shardwise.runtime.tensor.linear import TPContext, add_bias, as_rows
+from shardwise.runtime.zero.gradients import GradSlot, grad_slot
 
 
 def end_to_end(tensors: Sequence[Tensor]) -> Tensor | None:
@@ -33,8 +33,9 @@ def end_to_end(tensors: Sequence[Tensor]) -> Tensor | None:
     return own
 
 
-class Joined:
-    """Maps of one input whose weights lie end to end, as one. weight: [all rows, in]; bias: [all rows] or None."""
+class FusedLinear:
+    """Linear maps of one input whose weights are adjacent in memory, as one product. weight: [all rows, in]; bias: [all
+    rows] or None."""
 
     def __init__(self, maps: Sequence[Linear], weight: Tensor, bias: Tensor | None) -> None:
         self.maps, self.weight, self.bias = maps, weight, bias
@@ -43,7 +44,7 @@ class Joined:
         self._gradient: Tensor | None = None
 
     @classmethod
-    def of(cls, linears: Linears) -> Joined:
+    def of(cls, linears: Linears) -> FusedLinear:
         """The maps of `linears`, whose weights lie end to end."""
         maps = [child for child in linears.children() if isinstance(child, Linear)]
         weight = end_to_end([m.weight.detach() for m in maps])
@@ -59,7 +60,7 @@ class Joined:
             y += self.bias
         return y
 
-    def backward(self, site: Site, x: Tensor, dy: Tensor) -> Tensor:
+    def backward(self, site: TPContext, x: Tensor, dy: Tensor) -> Tensor:
         """The gradient of x; those of the weights are added where they stay, now or later.
 
         x: [B, S or S / tp, in], not yet gathered; dy: [B S, all rows].
@@ -73,21 +74,21 @@ class Joined:
         return dx
 
     def _add_product(self, dy: Tensor, x: Tensor) -> None:
-        places = [place_of(m.weight) for m in self.maps]
+        places = [grad_slot(m.weight) for m in self.maps]
         if self._gradient is None:
             self._gradient = end_to_end([place.view for place in places])
             assert self._gradient is not None, "gradients lie as their weights do"
-        whole = Place(self._gradient)
+        whole = GradSlot(self._gradient)
         whole.empty = places[0].empty
         whole.add_product(dy.t(), x)
         for place in places:
             place.empty = False
 
 
-class Row:
+class RowParallel:
     """A row-parallel map without bias, whose sum over ranks is added to the residual stream."""
 
-    def __init__(self, module: Linear, site: Site) -> None:
+    def __init__(self, module: Linear, site: TPContext) -> None:
         self.site, self.module = site, module
         self._weight = module.weight.detach()
         self._transposed = self._weight.t()
@@ -101,6 +102,6 @@ class Row:
         """The gradient of x; that of the weight is added where it stays, now or later. dy: [B, S or S / tp, out]."""
         x = x.detach()  # without the graph that made it, which would outlive its backward
         rows = as_rows(self.site.gather(dy))
-        place = place_of(self.module.weight)
+        place = grad_slot(self.module.weight)
         self.site.weights.add(self.site.unit, lambda: place.add_product(rows.t(), x), x, rows)
         return torch.mm(rows, self._weight)

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from shardwise.decoder.modules import Linear, Lookup, TiedLinear
 from shardwise.layout.mesh import TP
-from shardwise.runtime.transport.comms import DONE, Comms, Waiting
-from shardwise.runtime.zero.gradients import WeightGradients, place_of
+from shardwise.runtime.transport.comms import DONE, Comms, Waitable
+from shardwise.runtime.zero.gradients import WeightGradients, grad_slot
 
 SEQUENCE_DIM = 1
 
@@ -27,9 +27,9 @@ Map = Linear | TiedLinear
 
 
 @dataclass(frozen=True)
-class Site:
-    """Where a map is: through whom it communicates, in which part, whether sequences are sharded, and who decides when
-    the gradients of its weights are computed."""
+class TPContext:
+    """Tensor-parallel context of a linear map: through whom it communicates, in which part, whether sequences are
+    sharded, and who decides when the gradients of its weights are computed."""
 
     comms: Comms
     unit: str
@@ -46,7 +46,7 @@ class Site:
         self.comms.all_reduce(x, TP, self.unit)
         return x
 
-    def reduce_later(self, x: Tensor) -> tuple[Tensor, Waiting]:
+    def reduce_later(self, x: Tensor) -> tuple[Tensor, Waitable]:
         """Like `reduce`, but an all-reduce may still be under way when this returns."""
         if self.sequence:
             return self.reduce(x), DONE
@@ -61,7 +61,7 @@ class _Column(torch.autograd.Function):
     """(y_1, y_2, ...) = x (W_1, W_2, ...)^T for local rows of each W. Saves the local x."""
 
     @staticmethod
-    def forward(ctx: Any, site: Site, maps: list[Map], x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, site: TPContext, maps: list[Map], x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         full = site.gather(x)
         ctx.site, ctx.maps = site, maps
         ctx.save_for_backward(x, *weights)
@@ -70,7 +70,7 @@ class _Column(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
-        site: Site = ctx.site
+        site: TPContext = ctx.site
         dys = [as_rows(dy) for dy in grads]
         dx = dys[0] @ weights[0]
         for dy, weight in zip(dys[1:], weights[1:], strict=True):
@@ -82,7 +82,7 @@ class _Column(torch.autograd.Function):
         def products() -> None:
             columns = as_rows(site.gather(x))
             for module, dy in zip(maps, dys, strict=True):
-                place_of(module.weight).add_product(dy.t(), columns)
+                grad_slot(module.weight).add_product(dy.t(), columns)
 
         site.weights.add(site.unit, products, x, *dys)
         for module, dy in zip(maps, dys, strict=True):
@@ -95,7 +95,7 @@ class _Row(torch.autograd.Function):
     """y = sum over ranks of x_r W_r^T, plus the bias once. Saves the local x."""
 
     @staticmethod
-    def forward(ctx: Any, site: Site, module: Linear, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, site: TPContext, module: Linear, x: Tensor, weight: Tensor) -> Tensor:
         ctx.site, ctx.module = site, module
         ctx.save_for_backward(x, weight)
         y = site.reduce(F.linear(x, weight))
@@ -108,7 +108,7 @@ class _Row(torch.autograd.Function):
         full = site.gather(grads[0])
         rows = as_rows(full)
         dx = (rows @ weight).view(*full.shape[:-1], -1)
-        site.weights.add(site.unit, lambda: place_of(module.weight).add_product(rows.t(), as_rows(x)), x, rows)
+        site.weights.add(site.unit, lambda: grad_slot(module.weight).add_product(rows.t(), as_rows(x)), x, rows)
         add_bias(module, as_rows(grads[0]))
         return None, None, dx, None
 
@@ -116,7 +116,7 @@ class _Row(torch.autograd.Function):
 def add_bias(module: Map, dy: Tensor) -> None:
     """dy: [T, out]."""
     if module.bias is not None:
-        place_of(module.bias).add_sum(dy)
+        grad_slot(module.bias).add_sum(dy)
 
 
 class _Lookup(torch.autograd.Function):
@@ -125,7 +125,7 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, site: Site, module: Lookup, held: tuple[int, int] | None, ids: Tensor, weight: Tensor
+        ctx: Any, site: TPContext, module: Lookup, held: tuple[int, int] | None, ids: Tensor, weight: Tensor
     ) -> Tensor:
         ctx.site, ctx.module, ctx.held = site, module, held
         if held is None:
@@ -144,13 +144,13 @@ class _Lookup(torch.autograd.Function):
             dy, local = site.gather(grads[0]), saved
             if split:
                 dy, local = dy.masked_fill((local < 0).unsqueeze(-1), 0), local.clamp(min=0)
-            place_of(module.weight).add_rows(local.flatten(), as_rows(dy))
+            grad_slot(module.weight).add_rows(local.flatten(), as_rows(dy))
 
         site.weights.add(site.unit, rows, saved, grads[0])
         return None, None, None, None, None
 
 
-def columns(site: Site, maps: list[Map]) -> Callable[[Tensor], tuple[Tensor, ...]]:
+def columns(site: TPContext, maps: list[Map]) -> Callable[[Tensor], tuple[Tensor, ...]]:
     """The forward of several column-parallel maps of one input."""
 
     def forward(x: Tensor) -> tuple[Tensor, ...]:
@@ -160,17 +160,17 @@ def columns(site: Site, maps: list[Map]) -> Callable[[Tensor], tuple[Tensor, ...
     return forward
 
 
-def column(site: Site, module: Map) -> Callable[[Tensor], Tensor]:
+def column(site: TPContext, module: Map) -> Callable[[Tensor], Tensor]:
     """The forward of one column-parallel map."""
     run = columns(site, [module])
     return lambda x: run(x)[0]
 
 
-def row(site: Site, module: Linear) -> Callable[[Tensor], Tensor]:
+def row(site: TPContext, module: Linear) -> Callable[[Tensor], Tensor]:
     """The forward of a row-parallel map."""
     return lambda x: _Row.apply(site, module, x, module.weight)  # type: ignore[no-untyped-call]
 
 
-def lookup(site: Site, module: Lookup, held: tuple[int, int] | None) -> Callable[[Tensor], Tensor]:
+def lookup(site: TPContext, module: Lookup, held: tuple[int, int] | None) -> Callable[[Tensor], Tensor]:
     """The forward of a lookup in a table of which this rank holds the rows of ids `held`, None for all."""
     return lambda ids: _Lookup.apply(site, module, held, ids, module.weight)  # type: ignore[no-untyped-call]

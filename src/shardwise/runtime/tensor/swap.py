@@ -14,8 +14,8 @@ from shardwise.decoder.modules import Linear, Linears, Lookup, TiedLinear, swap_
 from shardwise.layout.placement import place
 from shardwise.layout.units import UnitPlan
 from shardwise.model.blueprint import Cut
-from shardwise.runtime.tensor.blocks import join_block
-from shardwise.runtime.tensor.linear import Site, column, columns, lookup, row
+from shardwise.runtime.tensor.blocks import fuse_block
+from shardwise.runtime.tensor.linear import TPContext, column, columns, lookup, row
 from shardwise.runtime.transport.comms import Comms
 from shardwise.runtime.zero.gradients import WeightGradients
 
@@ -31,13 +31,13 @@ def apply_tensor_parallel(decoder: Decoder, plan: UnitPlan, comms: Comms, weight
     for unit, part in decoder.parts():
         if plan.layout.compile == "block" and plan.layout.tp == 1 and plan.kind(unit) == "block":
             continue
-        site = Site(comms, unit, plan.layout.sp, weights)
+        site = TPContext(comms, unit, plan.layout.sp, weights)
         for name, module in part.named_modules(prefix=unit):
             swapped.update(_swap(module, cuts.get(f"{name}.weight"), site, plan))
     return swapped
 
 
-def _swap(module: nn.Module, cut: Cut | None, site: Site, plan: UnitPlan) -> list[nn.Module]:
+def _swap(module: nn.Module, cut: Cut | None, site: TPContext, plan: UnitPlan) -> list[nn.Module]:
     """Swap one module's forward; returns the modules whose weights it uses."""
     if isinstance(module, Linears):
         maps = [child for child in module.children() if isinstance(child, Linear)]
@@ -55,7 +55,7 @@ def _swap(module: nn.Module, cut: Cut | None, site: Site, plan: UnitPlan) -> lis
     if isinstance(module, Attention):
         module.core.first_head = plan.tp_rank * (plan.model.heads // plan.layout.tp)
     if isinstance(module, LlamaBlock) and plan.fuses_blocks:
-        join_block(module, site)
+        fuse_block(module, site)
     return []
 
 

@@ -43,11 +43,11 @@ Call = Callable[[], object]
 
 
 @dataclass(frozen=True)
-class Job(RankJob):
-    """What is measured. algorithms: (collective, algorithm). sizes: bytes of the full tensor. transports: "shared",
-    "sends". limit: seconds after which no new block starts. settled: 0, or the share by which each contender's two
-    quickest rounds may differ for a cell to end early; cells then share `limit`, with at least `FEWEST` rounds each.
-    `out` is rewritten after each cell."""
+class BenchJob(RankJob):
+    """Settings of one benchmark of collectives. algorithms: (collective, algorithm). sizes: bytes of the full tensor.
+    transports: "shared", "sends". limit: seconds after which no new block starts. settled: 0, or the share by which
+    each contender's two quickest rounds may differ for a cell to end early; cells then share `limit`, with at least
+    `FEWEST` rounds each. `out` is rewritten after each cell."""
 
     algorithms: list[tuple[str, str]]
     sizes: list[int]
@@ -58,8 +58,9 @@ class Job(RankJob):
 
 
 @dataclass(frozen=True)
-class Measured:
-    """One contender in one cell. algorithm: None for the backend's own. seconds: of a call, one figure a round."""
+class BenchSamples:
+    """Samples of one contender in one cell. algorithm: None for the backend's own. seconds: of a call, one figure a
+    round."""
 
     algorithm: str | None
     transport: str
@@ -156,10 +157,10 @@ def backends_own(collective: str, memory: Tensor, n: int) -> Call:
     return calls[collective]
 
 
-class Bench:
+class TransportBench:
     """One rank of a job: its transports, and a memory for each, as large as any cell needs."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: BenchJob) -> None:
         world = dist.group.WORLD
         assert world is not None
         self.job, self.started = job, time.monotonic()
@@ -215,7 +216,7 @@ class Bench:
     def _contenders(self, collective: str) -> int:
         return 1 + len(self.transports) * sum(schedule.collective == collective for schedule in self.schedules)
 
-    def _cell(self, collective: str, n: int, words: str, part: float) -> list[Measured]:
+    def _cell(self, collective: str, n: int, words: str, part: float) -> list[BenchSamples]:
         """part: of all time, by which the cell should be done."""
         contenders: list[tuple[CommSchedule | None, str, Call]] = []
         for name, (transport, memory) in self.transports.items():
@@ -234,7 +235,7 @@ class Bench:
 
         seconds = interleave([call for *_, call in contenders], self.job.rounds, go_on)
         return [
-            Measured(schedule.algorithm if schedule else None, name, _options(schedule), mine)
+            BenchSamples(schedule.algorithm if schedule else None, name, _options(schedule), mine)
             for (schedule, name, _), mine in zip(contenders, seconds, strict=True)
         ]
 
@@ -252,13 +253,13 @@ def _progress(words: str, number: int, rounds: int) -> None:
         print(words, file=sys.stderr, flush=True)
 
 
-def run(rank: int, job: Job) -> None:
+def run(rank: int, job: BenchJob) -> None:
     """All that is measured; rank 0 writes it."""
-    bench = Bench(job)
+    bench = TransportBench(job)
     bench.run()
     dist.barrier()  # who leaves early must not be missed
     bench.close()
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:], Job.read, run), at_once=True)
+    leave(main(sys.argv[1:], BenchJob.read, run), at_once=True)

@@ -33,8 +33,8 @@ from shardwise.runtime.transport.shared import EXCHANGES, MESSAGES, PIECE
 Key = tuple[str, str, str, str, str, int]
 
 
-class Flight(Protocol):
-    """Told what happens to one collective under way."""
+class CollectiveObserver(Protocol):
+    """Callbacks for one collective in progress."""
 
     def follow(self, works: list[Any]) -> None:
         """It has been issued, as these works."""
@@ -49,7 +49,7 @@ class Flight(Protocol):
 class Observer(Protocol):
     """Told of every collective of a recorded step."""
 
-    def issue(self, key: Key, at_once: bool) -> Flight:
+    def issue(self, key: Key, at_once: bool) -> CollectiveObserver:
         """A collective is about to be issued; at_once: the rank will wait for it without doing anything else first."""
 
 
@@ -64,8 +64,8 @@ class Timing:
     wait: float = 0.0
 
 
-class Waiting(Protocol):
-    """What can be waited for."""
+class Waitable(Protocol):
+    """Protocol of a pending or lazy collective."""
 
     def wait(self) -> None: ...
 
@@ -73,8 +73,8 @@ class Waiting(Protocol):
         """Whether it is complete, or this rank could complete it now without waiting, as far as can be told."""
 
 
-class Pending:
-    """A collective under way. `wait` returns when its result may be read; waiting twice is allowed."""
+class PendingCollective:
+    """A collective in progress. `wait` returns when its result may be read; waiting twice is allowed."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Pending:
         settle: float = 0.0,
         pulse: Pulse | None = None,
         words: str | None = None,
-        flight: Flight | None = None,
+        flight: CollectiveObserver | None = None,
     ) -> None:
         self._works, self._finish, self._timing, self._issued = works, finish, timing, issued
         self._settle, self._pulse, self._words, self._flight = settle, pulse, words, flight
@@ -123,11 +123,11 @@ class Pending:
         return all(work.is_completed() for work in self._works)
 
 
-class Deferred:
-    """A collective that whoever waits for it does himself: nothing moves, and no time counts, before."""
+class LazyCollective:
+    """Lazy collective, which runs inside `wait()`: nothing moves, and no time counts, before."""
 
-    def __init__(self, issue: Callable[[], Waiting], arrived: Callable[[], bool] | None = None) -> None:
-        self._issue: Callable[[], Waiting] | None = issue
+    def __init__(self, issue: Callable[[], Waitable], arrived: Callable[[], bool] | None = None) -> None:
+        self._issue: Callable[[], Waitable] | None = issue
         self._arrived = arrived
 
     def wait(self) -> None:
@@ -140,7 +140,7 @@ class Deferred:
         return self._issue is None or (self._arrived is not None and self._arrived())
 
 
-DONE = Pending([], None, None, 0.0)
+DONE = PendingCollective([], None, None, 0.0)
 
 
 class Comms:
@@ -283,13 +283,13 @@ class Comms:
         finish: Callable[[], object] | None = None,
         deferred: bool = False,
         arrived: Callable[[], bool] | None = None,
-    ) -> Waiting:
+    ) -> Waitable:
         """Start a collective, and wait for it unless it is wanted `later`. deferred: it is done by waiting for it, and
         `arrived` says whether the others are there."""
         at_once = not (later and self.overlap)
         if deferred and not at_once:
             words = self._last
-            return Deferred(lambda: self._started(start, timing, True, finish, words), arrived)
+            return LazyCollective(lambda: self._started(start, timing, True, finish, words), arrived)
         pending = self._started(start, timing, at_once, finish, self._last)
         if at_once:
             pending.wait()
@@ -313,10 +313,10 @@ class Comms:
         at_once: bool,
         finish: Callable[[], object] | None,
         words: str | None,
-    ) -> Pending:
+    ) -> PendingCollective:
         flight = None if self.timeline is None or timing is None else self.timeline.issue(timing.key, at_once)
         issued = time.perf_counter()
-        return Pending([start()], finish, timing, issued, self.settle, self.pulse, words, flight)
+        return PendingCollective([start()], finish, timing, issued, self.settle, self.pulse, words, flight)
 
     # -- the collectives
 
@@ -329,7 +329,7 @@ class Comms:
 
     def all_reduce(
         self, tensor: Tensor, axes: Axes, unit: str, *, maximum: bool = False, later: bool = False
-    ) -> Waiting:
+    ) -> Waitable:
         """Sum (or maximum) over the group, in place. With `later` the result is ready after `wait()`."""
         if axes not in self._groups:
             return DONE
@@ -343,7 +343,7 @@ class Comms:
         op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
         return self._issue(lambda: dist.all_reduce(tensor, op, self._groups[axes], async_op=True), timing, later)
 
-    def lend(self, wanted: dict[str, int], dtype: torch.dtype, axes: Axes) -> dict[str, Tensor]:
+    def borrow(self, wanted: dict[str, int], dtype: torch.dtype, axes: Axes) -> dict[str, Tensor]:
         """Memory that is gathered into over `axes`, for as many elements as are `wanted`, where the group's ranks can
         read it in place; nothing where they cannot. All of them ask at the same time. It is there until `close`."""
         if axes not in self._shared:
@@ -357,9 +357,9 @@ class Comms:
 
     def all_gather(
         self, out: Tensor, piece: Tensor, axes: Axes, unit: str, *, later: bool = False, lent: bool = False
-    ) -> Waiting:
+    ) -> Waitable:
         """Concatenate every rank's flat `piece`, in the dtype of `out`, into `out` in group order. It may be its place
-        there. lent: the memory is one that `lend` gave."""
+        there. lent: the memory is one that `borrow` gave."""
         if axes not in self._groups:
             if out.data_ptr() != piece.data_ptr():
                 out.copy_(piece.view_as(out))
@@ -394,12 +394,12 @@ class Comms:
         scratch: Tensor | None = None,
         later: bool = False,
         lent: bool = False,
-    ) -> Waiting:
+    ) -> Waitable:
         """Sum `full` over the group and put this rank's piece where `into` says, which is asked when the sum is made.
 
         full: flat, its size divisible by the group's; its content is undefined afterwards. done: told when the piece is
         there. scratch: as many elements as `full`, where peers' pieces are received on gloo. lent: `full` lies in
-        memory that `lend` gave, and may be written again after `reclaim`.
+        memory that `borrow` gave, and may be written again after `release`.
         """
         group = self._groups[axes]
         ranks = self.size(axes)
@@ -436,10 +436,10 @@ class Comms:
             timing, later, lambda: finish(list(received.view(ranks, piece))),
         )  # fmt: skip
 
-    def reclaim(self, full: Tensor, axes: Axes) -> None:
+    def release(self, full: Tensor, axes: Axes) -> None:
         """Wait until nobody reads a tensor that was given to a reduction as `lent`."""
         if axes in self._shared:
-            self._shared[axes].reclaim(full)
+            self._shared[axes].release(full)
 
     def read(self, scalar: Tensor) -> float:
         """The number in a tensor of one element, on the host. The one place where the program looks at data."""
@@ -461,7 +461,7 @@ class Comms:
         sent: Sequence[int] | None = None,
         received: Sequence[int] | None = None,
         later: bool = False,
-    ) -> Waiting:
+    ) -> Waitable:
         """Give each rank of the group its rows of `tensor` [n, ...], and have theirs in `out` [m, ...], in group order.
 
         sent, received: rows for and from each rank, of which any may be 0; equal parts where they are left out. Both
@@ -486,7 +486,7 @@ class Comms:
 
     # -- messages
 
-    def send(self, tensor: Tensor, axes: Axes, peer: int, unit: str) -> Pending:
+    def send(self, tensor: Tensor, axes: Axes, peer: int, unit: str) -> PendingCollective:
         """Hand a contiguous tensor to a rank of the group. It may be reused after `wait()`.
 
         peer: its place along `axes`. Messages between two ranks arrive in the order in which they were sent.
@@ -498,7 +498,7 @@ class Comms:
         to, group = self.mesh.group(axes, self.rank)[peer], self._way(axes, peer > self.index(axes))
         return self._started(lambda: dist.isend(tensor, to, group), timing, False, None, self._last)
 
-    def receive(self, out: Tensor, axes: Axes, peer: int, unit: str) -> Waiting:
+    def receive(self, out: Tensor, axes: Axes, peer: int, unit: str) -> Waitable:
         """Have a contiguous tensor filled by a rank of the group; it may be read after `wait()`."""
         timing = self._record("recv", axes, unit, out, out.numel(), self.backend)
         if self.backend == "shared":

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from shardwise.runtime.transport.memory import ALIGNED, Segment
+from shardwise.runtime.transport.memory import ALIGNED, SharedSegment
 from shardwise.runtime.transport.shared import SharedTransport, flat_array
 
 OUTSTANDING = 4096
@@ -46,8 +46,8 @@ class Mail:
         self._theirs: list[memoryview | None] = [None] * transport.ranks
         transport.flags[announced] = self._segments[0].serial
         self._sent, self._posted = [0] * transport.ranks, [0] * transport.ranks
-        self._under_way: list[dict[int, Segment]] = [{} for _ in self.peers]
-        self._free: list[list[Segment]] = [[] for _ in self.peers]
+        self._under_way: list[dict[int, SharedSegment]] = [{} for _ in self.peers]
+        self._free: list[list[SharedSegment]] = [[] for _ in self.peers]
         self.close = weakref.finalize(self, _close, self._segments)
 
     def send(self, tensor: Tensor, peer: int) -> Sent:
@@ -88,7 +88,7 @@ class Mail:
         """Of all segments that this rank has made."""
         return sum(segment.nbytes for segment in self._segments)
 
-    def _place(self, peer: int, nbytes: int) -> Segment:
+    def _place(self, peer: int, nbytes: int) -> SharedSegment:
         """A segment of `nbytes` or more with no message in it."""
         under_way, free = self._under_way[peer], self._free[peer]
         if self._flags[peer][self._announced]:  # a peer without mail has taken nothing
@@ -172,13 +172,13 @@ def _room(nbytes: int) -> int:
     return max(1, -(-nbytes // step)) * step
 
 
-def _segment(nbytes: int) -> Segment:
+def _segment(nbytes: int) -> SharedSegment:
     try:
-        return Segment(nbytes)
+        return SharedSegment(nbytes)
     except OSError as error:
         raise RuntimeError(f"no memory for a message of {nbytes:,} bytes: {error.strerror}") from error
 
 
-def _close(segments: list[Segment]) -> None:
+def _close(segments: list[SharedSegment]) -> None:
     for segment in segments:
         segment.close()

@@ -43,8 +43,8 @@ def _name(pid: int, serial: int) -> str:
     return f"shardwise-{pid}-{serial}"
 
 
-class Segment:
-    """Memory that this process made for others to map. serial: its number in this process. Raises `OSError`."""
+class SharedSegment:
+    """Memory of this process that other processes map. serial: its number in this process. Raises `OSError`."""
 
     def __init__(self, nbytes: int) -> None:
         self.serial, self.nbytes = next(_serials), nbytes
@@ -126,9 +126,9 @@ class Peer:
             self._life = -1
 
 
-class Patience:
-    """How a rank waits for a flag: it spins while that is likely to be short, then lets others run, then naps, the
-    longer the longer it has waited.
+class SpinWait:
+    """Spin, then yield, then sleep until a flag is set: it spins while that is likely to be short, then lets others
+    run, then naps, the longer the longer it has waited.
 
     spins: polls before the first yield; none where ranks share cores, since the one that is waited for needs this one.
     rests: nothing is likely to come soon, as while nobody asks an engine anything: its naps are the longest at once.

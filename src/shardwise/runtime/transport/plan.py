@@ -21,7 +21,7 @@ Span = tuple[int, int]
 """Elements [start, stop) of a rank's memory."""
 
 
-class Move(NamedTuple):
+class Transfer(NamedTuple):
     """Elements `source` of rank `peer`'s memory are copied to, or added to (`reduce`), `target` of the own memory.
 
     aside: where they are put first, elements of a buffer of its own; None when they go straight to the target.
@@ -41,13 +41,13 @@ class Fence(NamedTuple):
     round: int
 
 
-class Step(NamedTuple):
+class RankRound(NamedTuple):
     """One round of one rank: wait for `before`, make the moves, say that all is read, wait for `between`, and then
     bring what was put aside to its place. number: the round's in the schedule."""
 
     number: int
     before: tuple[Fence, ...]
-    moves: tuple[Move, ...]
+    moves: tuple[Transfer, ...]
     between: tuple[Fence, ...]
 
 
@@ -61,22 +61,22 @@ class RankPlan:
 
     rank: int
     elements: int
-    steps: tuple[Step, ...]
+    steps: tuple[RankRound, ...]
     read: tuple[tuple[int, Span], ...]
     after: tuple[Fence, ...]
     aside: int
 
     @cached_property
-    def footing(self) -> Footing:
+    def footing(self) -> CopyPlan:
         """Where each part of the memory is kept, when the memory itself is out of the peers' sight."""
         return _footing(self)
 
     @cached_property
-    def in_sight(self) -> Footing:
+    def in_sight(self) -> CopyPlan:
         """The same when the peers see the memory itself, or all of it must be shown to them."""
         always = tuple(tuple(Places(True, True, True) for _ in step.moves) for step in self.steps)
         everything = ((0, self.elements),)
-        return Footing(always, everything, everything, everything[0])
+        return CopyPlan(always, everything, everything, everything[0])
 
 
 class Places(NamedTuple):
@@ -87,8 +87,8 @@ class Places(NamedTuple):
     new: bool
 
 
-class Footing(NamedTuple):
-    """What of a rank's memory is in its peers' sight when, so that as little as can be is copied there and back.
+class CopyPlan(NamedTuple):
+    """Plan of which parts of a rank's memory its peers can read when, with the fewest copies.
 
     places: of each move of each step. enter: what is brought into sight before. leave: what is brought back in the end.
     span: what encloses all that is ever in sight.
@@ -100,7 +100,7 @@ class Footing(NamedTuple):
     span: Span
 
 
-def _footing(plan: RankPlan) -> Footing:
+def _footing(plan: RankPlan) -> CopyPlan:
     """A part of the memory is in sight from the start when a peer reads it before it is written, and what is written
     stays in sight while a peer is still to read it. A schedule that cuts the memory differently from move to move has
     all of it in sight."""
@@ -139,7 +139,7 @@ def _footing(plan: RankPlan) -> Footing:
         places.append(tuple(row))
     cells = [(cut[i], cut[i + 1]) for i in range(len(cut) - 1)]
     seen = [cells[cell] for cell in range(len(cells)) if last_read[cell] >= 0]
-    return Footing(
+    return CopyPlan(
         tuple(places),
         tuple(_merged(cells[cell] for cell in enter)),
         tuple(_merged(cells[cell] for cell in written if shown[cell])),
@@ -151,7 +151,7 @@ def rank_plan(schedule: CommSchedule, elements: int, rank: int) -> RankPlan:
     """The plan of `rank` on a memory of `schedule.bounds(elements)[-1]` elements."""
     bounds = schedule.bounds(elements)
     readers = _Readers()
-    steps: list[Step] = []
+    steps: list[RankRound] = []
     aside = 0
     read: list[tuple[int, Span]] = []
     for number, round in enumerate(schedule.rounds()):
@@ -164,11 +164,11 @@ def rank_plan(schedule: CommSchedule, elements: int, rank: int) -> RankPlan:
                 read.append((number, at))
         if not reads:
             if any(src == rank for src, *_ in rows):
-                steps.append(Step(number, (), (), ()))
+                steps.append(RankRound(number, (), (), ()))
             continue
         before: set[Fence] = set()
         between: set[Fence] = set()
-        moves: list[Move] = []
+        moves: list[Transfer] = []
         at_aside = 0
         for place, (src, at, to, adds) in enumerate(reads):
             fences = readers.of(to)
@@ -179,15 +179,15 @@ def rank_plan(schedule: CommSchedule, elements: int, rank: int) -> RankPlan:
             if now or again:
                 between |= now
                 length = to[1] - to[0]
-                moves.append(Move(src, at, to, adds, (at_aside, at_aside + length)))
+                moves.append(Transfer(src, at, to, adds, (at_aside, at_aside + length)))
                 at_aside += length
             else:
-                moves.append(Move(src, at, to, adds))
+                moves.append(Transfer(src, at, to, adds))
         aside = max(aside, at_aside)
         moves = _in_order(moves, at_aside)
         aside = max(aside, sum(move.aside[1] - move.aside[0] for move in moves if move.aside))
         readers.passed(before | between)
-        steps.append(Step(number, tuple(sorted(before)), tuple(moves), tuple(sorted(between))))
+        steps.append(RankRound(number, tuple(sorted(before)), tuple(moves), tuple(sorted(between))))
     return RankPlan(rank, int(bounds[-1]), tuple(steps), tuple(read), tuple(sorted(readers.all())), aside)
 
 
@@ -216,10 +216,10 @@ def _rows(round: Round, bounds: object) -> Iterable[tuple[int, int, Span, Span, 
             yield src, dst, at, there, adds
 
 
-def _in_order(moves: list[Move], end: int) -> list[Move]:
+def _in_order(moves: list[Transfer], end: int) -> list[Transfer]:
     """Put aside, too, whatever follows into a target of something put aside: rows are applied in their order."""
     later: list[Span] = []
-    result: list[Move] = []
+    result: list[Transfer] = []
     for move in moves:
         if move.aside is None and any(overlap(move.target, span) for span in later):
             length = move.target[1] - move.target[0]

@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shardwise.runtime.transport.adding import Target, add_up, wide_room
-from shardwise.runtime.transport.memory import ALIGNED, Patience, Peer, Segment, can_share
-from shardwise.runtime.transport.plan import Move, Places, RankPlan, rank_plan
+from shardwise.runtime.transport.memory import ALIGNED, Peer, SharedSegment, SpinWait, can_share
+from shardwise.runtime.transport.plan import Places, RankPlan, Transfer, rank_plan
 from shardwise.schedule import CommSchedule, build
 
 Array = NDArray[Any]
@@ -70,18 +70,18 @@ class SharedTransport:
 
     def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._segments: dict[int, Segment] = {}
+        self._segments: dict[int, SharedSegment] = {}
         self.peers: list[Peer] = []
         self._sequence = 0
-        self._stages = [Stage(self._segment), Stage(self._segment)]
+        self._stages = [StagingBuffer(self._segment), StagingBuffer(self._segment)]
         self._arrays: dict[tuple[int, int, Any], Array] = {}
         self._aside = np.empty(0, np.uint8)
         self._sequence_of_stages = 0
-        self._open: list[Segment] = []
+        self._open: list[SharedSegment] = []
         self._lent: dict[int, Flights] = {}
         """By address: what peers may still be reading there."""
-        self.started: deque[Flight] = deque()
-        self.patience = Patience(self.ranks, len(os.sched_getaffinity(0)), timeout)
+        self.started: deque[SharedCollective] = deque()
+        self.patience = SpinWait(self.ranks, len(os.sched_getaffinity(0)), timeout)
         # What nobody closed goes with the transport: a process may make many.
         self.close = weakref.finalize(self, _let_go, self._segments, self.peers)
         self._meet(group)
@@ -130,8 +130,8 @@ class SharedTransport:
 
     # -- memory
 
-    def _segment(self, nbytes: int) -> Segment:
-        segment = Segment(nbytes)
+    def _segment(self, nbytes: int) -> SharedSegment:
+        segment = SharedSegment(nbytes)
         self._segments[segment.serial] = segment
         return segment
 
@@ -152,7 +152,7 @@ class SharedTransport:
                 return _word(segment.serial, address - segment.address)
         return None
 
-    def stage(self, nbytes: int) -> Stage:
+    def stage(self, nbytes: int) -> StagingBuffer:
         """The stage whose turn it is: with two of them a collective need not wait for the readers of the last one."""
         stage = self._stages[self._sequence_of_stages % 2]
         self._sequence_of_stages += 1
@@ -202,17 +202,17 @@ class SharedTransport:
         flat, n = out.view(-1), piece.numel()
         own = flat[self.rank * n : (self.rank + 1) * n]
         if own.data_ptr() != piece.data_ptr():
-            self.reclaim(flat)
+            self.release(flat)
             own.copy_(piece.reshape(-1))
         schedule = _direct("all-gather", self.ranks)
         windows = [Window(width, n, start) for start, width in self._pieces(flat, n, PIECE // flat.element_size())]
         flights = Flights([self.start(schedule, flat, window, self.ranks * window.width) for window in windows])
         if lent:
-            self.lend(flat, flights)
+            self.borrow(flat, flights)
         return flights
 
-    def lend(self, memory: Tensor, flights: Flights) -> None:
-        """Let peers go on reading the flights' memory until `reclaim`."""
+    def borrow(self, memory: Tensor, flights: Flights) -> None:
+        """Let peers go on reading the flights' memory until `release`."""
         if self.sees(memory):
             for flight in flights.flights:
                 flight.lends = True
@@ -221,11 +221,11 @@ class SharedTransport:
     def reduction(self, full: Tensor, into: Callable[[], Target], *, lent: bool = False) -> Reduction:
         """A reduce-scatter of flat `full`, to be started, whose piece for this rank goes where `into` says.
 
-        lent: `full` is not written again before `reclaim`, so that a rank need not wait until others have read it.
+        lent: `full` is not written again before `release`, so that a rank need not wait until others have read it.
         """
         return Reduction(self, full, into, lent)
 
-    def reclaim(self, memory: Tensor) -> None:
+    def release(self, memory: Tensor) -> None:
         """Wait until the peers have read what lies in memory that was lent to a reduction."""
         if (flights := self._lent.pop(memory.data_ptr(), None)) is not None:
             flights.settle()
@@ -257,18 +257,19 @@ class SharedTransport:
         elements: int,
         combine: str = "sum",
         adds_up: AddsUp | None = None,
-    ) -> Flight:
+    ) -> SharedCollective:
         """Announce a collective over `elements` elements; every rank must start the same ones in the same order. Those
         that began long before are ended here, however few are still under way.
 
-        window: where the schedule's memory lies in the flat tensor `memory`. combine, adds_up: as `Flight` has them.
+        window: where the schedule's memory lies in the flat tensor `memory`. combine, adds_up: as `SharedCollective`
+        has them.
         """
         self._sequence += 1
         # A peer may be half of all slots behind: whose flags lie where those of the next ones will is ended on both.
         while self.started and self._sequence - self.started[0].sequence >= SLOTS // 2:
             self.started[0].wait()
         plan = _plan(schedule, elements, self.rank)
-        flight = Flight(self, plan, memory, window, combine, adds_up, self._sequence)
+        flight = SharedCollective(self, plan, memory, window, combine, adds_up, self._sequence)
         self.started.append(flight)
         return flight
 
@@ -366,7 +367,7 @@ class Window(NamedTuple):
 class Flights:
     """Collectives under way, to be waited for together."""
 
-    def __init__(self, flights: list[Flight]) -> None:
+    def __init__(self, flights: list[SharedCollective]) -> None:
         self.flights = flights
 
     def wait(self) -> None:
@@ -391,7 +392,7 @@ class Reduction:
             self._aim()
         self._under_way = self._transport.reduce_scatter(self._full, self._adding)
         if self._lent:
-            self._transport.lend(self._full, self._under_way)
+            self._transport.borrow(self._full, self._under_way)
         return self
 
     def arrived(self) -> bool:
@@ -425,8 +426,8 @@ class Reduction:
         return adds_up
 
 
-class Flight:
-    """One rank's part of one collective under way. `wait` does what is left of it; the memory is the caller's again.
+class SharedCollective:
+    """One rank's part of one collective in progress. `wait` does what is left of it; the memory is the caller's again.
 
     Of memory in a segment the start is announced at once. Any other is brought into sight when it is waited for.
     adds_up: takes what this rank reads of all others in its one round, by peer, instead of the memory itself, whoever
@@ -508,7 +509,7 @@ class Flight:
 
     # -- its memory
 
-    def _enter(self) -> Stage:
+    def _enter(self) -> StagingBuffer:
         """Bring into sight what peers must see."""
         footing, size = self._plan.footing, self._own.itemsize
         first, last = footing.span
@@ -554,7 +555,7 @@ class Flight:
                 if move.aside is not None:
                     self._apply(self._transport.aside(plan.aside, self._own.dtype)[slice(*move.aside)], move, place)
 
-    def _take(self, move: Move, place: Places, round: int) -> None:
+    def _take(self, move: Transfer, place: Places, round: int) -> None:
         if move.peer == self._plan.rank:
             source = self._place(move.source, place.source)
         else:
@@ -564,14 +565,14 @@ class Flight:
         else:
             self._apply(source, move, place)
 
-    def _there(self, move: Move, round: int) -> Array:
+    def _there(self, move: Transfer, round: int) -> Array:
         """What a move reads of a peer, when that has come to the round."""
         self._await(move.peer, _READY, round)
         word = self._transport.theirs[move.peer][self._at + _BASE]
         array, base = self._transport.there(move.peer, word, self._own.dtype)
         return array[base + move.source[0] : base + move.source[1]]
 
-    def _apply(self, source: Array, move: Move, place: Places) -> None:
+    def _apply(self, source: Array, move: Transfer, place: Places) -> None:
         new = self._place(move.target, place.new)
         if move.reduce:
             self._combine(self._place(move.target, place.old), source, new)
@@ -579,16 +580,16 @@ class Flight:
             new[...] = source
 
 
-class Stage:
-    """A segment into which what peers must see is copied, grown as needed; one collective has it at a time.
+class StagingBuffer:
+    """Segment for copies of data that peers must read, grown as needed; one collective uses it at a time.
 
     flight: the last one that had it, whose readers may not all be through.
     """
 
-    def __init__(self, make: Callable[[int], Segment]) -> None:
+    def __init__(self, make: Callable[[int], SharedSegment]) -> None:
         self._make = make
-        self._segment: Segment | None = None
-        self.flight: Flight | None = None
+        self._segment: SharedSegment | None = None
+        self.flight: SharedCollective | None = None
 
     def take(self, nbytes: int) -> None:
         """Have at least so many bytes, when the last collective's readers are through."""
@@ -608,7 +609,7 @@ class Stage:
         return self._segment.bytes.view(dtype)
 
 
-def _let_go(segments: dict[int, Segment], peers: list[Peer]) -> None:
+def _let_go(segments: dict[int, SharedSegment], peers: list[Peer]) -> None:
     """End the sharing; peers keep what they have mapped."""
     for segment in segments.values():
         segment.close()

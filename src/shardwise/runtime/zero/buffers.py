@@ -1,7 +1,7 @@
 """Memory of the engine that is there only while something lies in it.
 
 A `Buffer` is a flat tensor whose storage is emptied and filled again, so views of it (parameters' gradients) stay valid
-all through a run. A `Tally` knows how many bytes of each class are there, and how many at most.
+all through a run. A `ByteCounter` knows how many bytes of each class are there, and how many at most.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 
-class Tally:
+class ByteCounter:
     """Bytes by class: `now`, and `most` at one time since `restart`. `changed`: told every difference, when set."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Buffer:
         elements: int,
         dtype: torch.dtype,
         device: torch.device,
-        tally: Tally,
+        tally: ByteCounter,
         memory: Tensor | None = None,
     ) -> None:
         self._kind, self._tally, self._bytes = kind, tally, 0
@@ -86,7 +86,7 @@ class Buffer:
             self._bytes = 0
 
 
-class Share:
+class SharedBuffer:
     """The first elements of a buffer that is there for good, which several users hold one after the other: what a
     `Buffer` of its own would be to each of them. reclaim: called before one of them takes it."""
 

@@ -11,9 +11,9 @@ which are one rank's interval:
     3       interval (+ slots)    interval           interval     gather for each use, reduce-scatter after each
 
 At stage 3 a unit's weights always appear in the same slot, so a weight that autograd saved is right again as soon as
-the unit is gathered for its backward; `visit` follows the plan's list of uses and checks each step against it, and the
-collective that fills a slot is issued one use ahead when nothing in use lies there. Under a pipeline each unit has a
-slot of its own, and the schedule's actions say when it is filled (`unshard`) and emptied (`reshard`), and when the
+the unit is gathered for its backward; `use_unit` follows the plan's list of uses and checks each step against it, and
+the collective that fills a slot is issued one use ahead when nothing in use lies there. Under a pipeline each unit has
+a slot of its own, and the schedule's actions say when it is filled (`unshard`) and emptied (`reshard`), and when the
 gradients of a stage are reduced (`reduce`).
 
 Nothing is held before it is needed: an accumulator comes with its unit's first gradient of a step and goes when the
@@ -39,9 +39,9 @@ from shardwise.layout.placement import Placed
 from shardwise.layout.units import Gather, Hop, Phase, Residency, Unit, UnitPlan, Use
 from shardwise.model.parameters import Parameter
 from shardwise.runtime.transport.adding import Target
-from shardwise.runtime.transport.comms import Comms, Waiting
-from shardwise.runtime.zero.buffers import Buffer, Share, Tally
-from shardwise.runtime.zero.gradients import Place, WeightGradients, give_place
+from shardwise.runtime.transport.comms import Comms, Waitable
+from shardwise.runtime.zero.buffers import Buffer, ByteCounter, SharedBuffer
+from shardwise.runtime.zero.gradients import GradSlot, WeightGradients, bind_grad_slot
 
 Values = Callable[[Parameter, Tensor], Tensor]
 """(parameter, row-major global positions) -> float64 values: where initial weights come from."""
@@ -74,8 +74,8 @@ class FlatUnit:
         slots: dict[str, Buffer],
         shard_index: int,
         device: torch.device,
-        tally: Tally,
-        shared: Share | None,
+        tally: ByteCounter,
+        shared: SharedBuffer | None,
     ) -> None:
         self.unit, self.plan = unit, plan
         stage, n = plan.layout.stage, unit.shard_numel
@@ -88,14 +88,14 @@ class FlatUnit:
         else:
             self.whole = torch.zeros(unit.padded, dtype=dtype, device=device)
             self.interval = self.whole[self.start : self.stop]
-        self.staging: Buffer | Share | None = shared
+        self.staging: Buffer | SharedBuffer | None = shared
         if plan.trains:
             elements = n if stage >= 2 else unit.padded
             self.grads = Buffer("gradients", elements, torch_dtype(plan.grad_dtype), device, tally)
             if plan.stages_gradients and shared is None:
                 self.staging = Buffer("comm", unit.padded, dtype, device, tally)
-        self.places: list[Place] = []
-        self._overwritten: list[Place] = []
+        self.places: list[GradSlot] = []
+        self._overwritten: list[GradSlot] = []
         self._added_to: list[Tensor] = []
 
     @property
@@ -126,18 +126,18 @@ class FlatUnit:
         return own
 
     @property
-    def full_grads(self) -> Buffer | Share:
+    def full_grads(self) -> Buffer | SharedBuffer:
         """The whole unit's gradients, where backward adds them up."""
         return self.grads if self.staging is None else self.staging
 
-    def divide(self, overwrites: Callable[[Placed], bool]) -> list[Place]:
+    def divide(self, overwrites: Callable[[Placed], bool]) -> list[GradSlot]:
         """A place for each parameter's gradient. Those which are not overwritten, and the padding, must be emptied."""
         grads, self.places = self.full_grads.take(), []
         self._overwritten, self._added_to = [], []
         at = 0  # start of the span of gradients that autograd adds to
         for start, placed in zip(self.unit.offsets, self.unit.placed, strict=True):
             stop = start + placed.numel
-            self.places.append(Place(grads[start:stop].view(placed.shape)))
+            self.places.append(GradSlot(grads[start:stop].view(placed.shape)))
             if overwrites(placed):
                 self._overwritten.append(self.places[-1])
                 self._added_to += [grads[at:start]] if at < start else []
@@ -146,7 +146,7 @@ class FlatUnit:
         self.full_grads.free()
         return self.places
 
-    def make_room(self) -> None:
+    def allocate_grads(self) -> None:
         """Memory for what backward is about to add up, with nothing in it."""
         self.full_grads.take()
         for place in self._overwritten:
@@ -155,7 +155,7 @@ class FlatUnit:
             span.zero_()
 
     def empty_rest(self) -> None:
-        """Zero what nothing has been added to: gradients of biases, where only products came after `make_room`."""
+        """Zero what nothing has been added to: gradients of biases, where only products came after `allocate_grads`."""
         for place in self._overwritten:
             if place.empty:
                 place.view.zero_()
@@ -195,11 +195,11 @@ def local_values(placed: Placed, start: int, stop: int, values: Values, device: 
 class Engine:
     """Binds a decoder (built on the meta device) to flat buffers and moves them as the plan says.
 
-    A training step is: `begin_step`, then for every micro-batch `begin_micro_batch`, its visits (`visit` before a part
-    computes, `finish_backward` after its backward), then `finish_step`; the optimizer then reads `FlatUnit.interval`
-    and `grads_interval`, and `publish` makes the new parameters known. Under a pipeline there is no order of
-    micro-batches, and `unshard`, `reshard` and `reduce` come as the schedule has them. A turn of generation is
-    `begin_turn` and the visits of its parts.
+    A training step is: `begin_step`, then for every micro-batch `begin_micro_batch`, its visits (`use_unit` before a
+    part computes, `finish_backward` after its backward), then `finish_step`; the optimizer then reads
+    `FlatUnit.interval` and `grads_interval`, and `all_gather_params` makes the new parameters known. Under a pipeline
+    there is no order of micro-batches, and `unshard`, `reshard` and `reduce` come as the schedule has them. A turn of
+    generation is `begin_forward` and the visits of its parts.
 
     overwriting: modules that add their weights' gradients into the places themselves, which then need no zeroing.
     weights: when they do.
@@ -218,7 +218,7 @@ class Engine:
         self._weights = weights
         self._splits = plan.layout.pp > 1 and splits_backward(plan.layout.schedule, releases_early(plan.layout))
         self.stage = plan.layout.stage
-        self.tally = Tally()
+        self.tally = ByteCounter()
         self._slots, self._lent = self._make_slots(device, plan.slots if self.stage == 3 else {})
         self._staging_slots, self._reads_staged = self._make_slots(device, plan.staging_sizes)
         scratch_dtype = plan.wire_dtype if plan.trains else plan.layout.dtype
@@ -227,8 +227,8 @@ class Engine:
             u.name: FlatUnit(u, plan, self._slots, comms.index(u.shard), device, self.tally, self._staging_share(u))
             for u in plan.units
         }
-        self._gathers: dict[str, Waiting] = {}
-        self._reductions: dict[str, Waiting] = {}
+        self._gathers: dict[str, Waitable] = {}
+        self._reductions: dict[str, Waitable] = {}
         self._residency = Residency(plan) if plan.layout.pp > 1 else None
         self._uses: list[Use] = []
         self._at = 0
@@ -245,19 +245,19 @@ class Engine:
         """Buffers of so many elements that units take in turn; whether the other ranks read them in place."""
         dtype = torch_dtype(self.plan.layout.dtype)
         # Under a pipeline they come and go.
-        lent = {} if self.plan.layout.pp > 1 or not wanted else self.comms.lend(wanted, dtype, SHARD)
+        lent = {} if self.plan.layout.pp > 1 or not wanted else self.comms.borrow(wanted, dtype, SHARD)
         slots = {}
         for name, elements in wanted.items():
             slots[name] = Buffer("comm", elements, dtype, device, self.tally, lent.get(name))
             slots[name].take().zero_()
         return slots, bool(lent)
 
-    def _staging_share(self, unit: Unit) -> Share | None:
+    def _staging_share(self, unit: Unit) -> SharedBuffer | None:
         """Where a unit's full gradient is staged, if that memory is there for good."""
         if unit.name not in self.plan.staging_slots:
             return None
         whole = self._staging_slots[self.plan.staging_slots[unit.name]]
-        return Share(whole, unit.padded, partial(self.comms.reclaim, axes=unit.shard))
+        return SharedBuffer(whole, unit.padded, partial(self.comms.release, axes=unit.shard))
 
     def _bind(self, overwriting: Collection[nn.Module]) -> None:
         """Replace the decoder's parameters by views of the flat buffers, with gradients as views too."""
@@ -268,7 +268,7 @@ class Engine:
             return modules[module], leaf
 
         for flat in self.units.values():
-            places: Sequence[Place | None] = [None] * len(flat.unit.placed)
+            places: Sequence[GradSlot | None] = [None] * len(flat.unit.placed)
             if self.plan.trains:
                 places = flat.divide(lambda placed: owner(placed)[0] in overwriting)
             for start, placed, place in zip(flat.unit.offsets, flat.unit.placed, places, strict=True):
@@ -301,14 +301,14 @@ class Engine:
         self._at = 0
         self._gathers.clear()
 
-    def begin_turn(self, phase: Phase) -> None:
+    def begin_forward(self, phase: Phase) -> None:
         """A turn of generation: a forward pass which finds in the slots what the turn before has left there."""
         if phase not in self._turns:
             self._turns[phase] = self.plan.generating_uses(phase)
         self._uses, self._at = self._turns[phase][0 if self._empty else 1], 0
         self._empty = False
 
-    def visit(self, kind: str, part: str) -> None:
+    def use_unit(self, kind: str, part: str) -> None:
         """`part` is about to compute: its weights are made resident, and the next use's are sent for.
 
         kind: "forward", "backward", "recompute", or "weights" for a backward of weights alone.
@@ -346,12 +346,12 @@ class Engine:
             if gather.unit not in self._gathers:
                 self._gathers[gather.unit] = self._start(gather)
 
-    def _start(self, gather: Gather) -> Waiting:
+    def _start(self, gather: Gather) -> Waitable:
         flat = self.units[gather.unit]
         return self.comms.all_gather(flat.whole, flat.interval, gather.axes, gather.unit, later=True, lent=self._lent)
 
     @contextmanager
-    def trying(self, part: str) -> Iterator[None]:
+    def compile_guard(self, part: str) -> Iterator[None]:
         """Outside of steps: `part` may compute backward, too, and what it adds to gradients is forgotten."""
         slots = [flat.slot for flat in self._flats(part) if flat.slot is not None and not flat.slot.held]
         for slot in slots:
@@ -375,7 +375,7 @@ class Engine:
             if self._staging_slots and not flat.full_grads.held:
                 self._clear_staging_slot(self.plan.staging_slots[flat.unit.name])
             if not flat.full_grads.held:
-                flat.make_room()
+                flat.allocate_grads()
 
     def _clear_staging_slot(self, slot: str) -> None:
         """End the reduction of gradients that still lie where others are to be staged."""
@@ -452,7 +452,9 @@ class Engine:
             pending.wait()
         return self.units["tied"].grads_interval
 
-    def _reduce_scatter(self, flat: FlatUnit, full: Buffer | Share, hop: Hop, into: Callable[[], Target]) -> None:
+    def _reduce_scatter(
+        self, flat: FlatUnit, full: Buffer | SharedBuffer, hop: Hop, into: Callable[[], Target]
+    ) -> None:
         """Send a unit's full gradients on their way: this rank's piece of the sum goes to `into`. A full gradient that
         is staged is then done with, and its memory goes."""
         for pending in self._reductions.values():
@@ -468,7 +470,7 @@ class Engine:
             full.tensor, hop.axes, flat.unit.name, into, done=done, scratch=scratch, later=True
         )
 
-    def _reduce_in_place(self, flat: FlatUnit, full: Buffer | Share, hop: Hop) -> None:
+    def _reduce_in_place(self, flat: FlatUnit, full: Buffer | SharedBuffer, hop: Hop) -> None:
         """The same where peers read what is staged: they may from now on. Whoever comes last finds all there, and adds
         up at once what the others come back for later: so ranks need not go in step."""
         into, name = flat.accumulator(), flat.unit.name
@@ -495,7 +497,7 @@ class Engine:
         for pending in pendings:
             pending.wait()
 
-    def publish(self) -> None:
+    def all_gather_params(self) -> None:
         """After the optimizer: stages 1 and 2 gather the new parameters, stage 3 forgets what is resident."""
         self._gathers.clear()
         if self.stage in (1, 2):
@@ -519,7 +521,7 @@ class Engine:
         }
 
 
-def _leaf(weight: Tensor, place: Place | None) -> nn.Parameter:
+def _leaf(weight: Tensor, place: GradSlot | None) -> nn.Parameter:
     """A parameter on the memory of `weight`, with a version counter of its own. place: None where nothing trains.
 
     Autograd would otherwise refuse a weight that was gathered again between its forward and its backward, though the
@@ -529,5 +531,5 @@ def _leaf(weight: Tensor, place: Place | None) -> nn.Parameter:
     own.set_(weight.untyped_storage(), weight.storage_offset(), weight.shape, weight.stride())
     parameter = nn.Parameter(own, requires_grad=place is not None)
     if place is not None:
-        give_place(parameter, place)
+        bind_grad_slot(parameter, place)
     return parameter

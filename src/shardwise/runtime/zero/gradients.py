@@ -1,7 +1,8 @@
 """Where gradients are added up: the same memory all through a run, and the matrix product writes into it.
 
-Autograd would make a tensor for each weight's gradient and then add it into a buffer that was zeroed before. A `Place`
-saves the tensor, the zeroing and the addition: the first product of a step overwrites, later ones accumulate.
+Autograd would make a tensor for each weight's gradient and then add it into a buffer that was zeroed before. A
+`GradSlot` saves the tensor, the zeroing and the addition: the first product of a step overwrites, later ones
+accumulate.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from torch import Tensor, nn
 from shardwise.model.chunking import CACHED, product_chunk
 
 
-class Place:
-    """A view of a flat gradient buffer, for one parameter. `empty`: nothing has been added yet, whatever it holds."""
+class GradSlot:
+    """View of a flat gradient buffer, for one parameter. `empty`: nothing has been added yet, whatever it holds."""
 
     __slots__ = ("empty", "view")
 
@@ -69,8 +70,8 @@ class Place:
         self.empty = False
 
 
-class Product(NamedTuple):
-    """Gradients of weights of `part` that are still to be added. reads: the tensors that are kept for it."""
+class WeightGradient(NamedTuple):
+    """Weight gradients of `part` that are still to be added. reads: the tensors that are kept for it."""
 
     part: str
     add: Callable[[], None]
@@ -86,7 +87,7 @@ class WeightGradients:
 
     def __init__(self, at_once: Collection[str] = ()) -> None:
         self._at_once = frozenset(at_once)
-        self._kept: list[Product] | None = None
+        self._kept: list[WeightGradient] | None = None
 
     @property
     def waiting(self) -> bool:
@@ -98,10 +99,10 @@ class WeightGradients:
         if self._kept is None or part in self._at_once:
             add()
         else:
-            self._kept.append(Product(part, add, reads))
+            self._kept.append(WeightGradient(part, add, reads))
 
     @contextmanager
-    def apart(self) -> Iterator[list[Product]]:
+    def split_weight_grad(self) -> Iterator[list[WeightGradient]]:
         """Keep the products of a backward pass; whoever has them must call them, in their order."""
         self._kept = []
         try:
@@ -110,14 +111,14 @@ class WeightGradients:
             self._kept = None
 
 
-def place_of(parameter: nn.Parameter | Tensor) -> Place:
-    """The place that `give_place` gave to a parameter."""
+def grad_slot(parameter: nn.Parameter | Tensor) -> GradSlot:
+    """The slot that `bind_grad_slot` gave to a parameter."""
     place = parameter.place  # type: ignore[union-attr]
-    assert isinstance(place, Place)
+    assert isinstance(place, GradSlot)
     return place
 
 
-def give_place(parameter: Tensor, place: Place) -> None:
-    """Let `parameter`'s gradient be added up in `place`, where its `grad` is a view of."""
+def bind_grad_slot(parameter: Tensor, place: GradSlot) -> None:
+    """Accumulate `parameter`'s gradient in `place`, of which its `grad` is a view."""
     parameter.grad = place.view
     parameter.place = place  # type: ignore[attr-defined]

@@ -2,7 +2,7 @@
 
 With enough micro-batches each rank's list has a beginning, a period that repeats, and an end; more micro-batches repeat
 the period more often, so the short schedule passes through every state of the long one. Where a rank holds all
-micro-batches of a step (`Generator.grows`), each of its loops of forwards or backwards has a period of its own.
+micro-batches of a step (`TokenGenerator.grows`), each of its loops of forwards or backwards has a period of its own.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class Times:
         """From what a *rank* takes for one micro-batch if the model is split evenly: a stage takes its part of it.
 
         So schedules with one and with several chunks a rank are compared on the same model. shares: stage -> its part
-        of the model, adding up to 1 (see `Stages.shares`); left out, equal parts.
+        of the model, adding up to 1 (see `StageRunner.shares`); left out, equal parts.
         """
         parts = [share * schedule.ranks for share in shares] or [schedule.ranks / schedule.stages] * schedule.stages
         by_stage = (tuple(part * whole for part in parts) for whole in (forward, input, weight))

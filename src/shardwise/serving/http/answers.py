@@ -9,8 +9,8 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
-from shardwise.serving.http.bodies import Wanted
-from shardwise.serving.http.generation import Chosen, Generation, Piece
+from shardwise.serving.http.bodies import CompletionRequest
+from shardwise.serving.http.generation import Chosen, Generation, TextDelta
 from shardwise.serving.http.problems import Problem
 
 _IMPOSSIBLE = -9999.0
@@ -37,18 +37,18 @@ class Answers(ABC):
     whole_kind: str
     chunk_kind: str
 
-    def __init__(self, model: str, wanted: Wanted, spelled: Callable[[int], str]) -> None:
+    def __init__(self, model: str, wanted: CompletionRequest, spelled: Callable[[int], str]) -> None:
         self._wanted, self._spelled = wanted, spelled
         self._head = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
         self._written: dict[int, int] = {}
         """Choice -> characters of its tokens so far."""
 
     @abstractmethod
-    def _whole(self, choice: int, pieces: list[Piece]) -> dict[str, Any]:
+    def _whole(self, choice: int, pieces: list[TextDelta]) -> dict[str, Any]:
         """A choice, complete."""
 
     @abstractmethod
-    def _chunk(self, piece: Piece) -> dict[str, Any]:
+    def _chunk(self, piece: TextDelta) -> dict[str, Any]:
         """A choice's part of an event."""
 
     def _first(self, choice: int) -> dict[str, Any] | None:
@@ -63,7 +63,7 @@ class Answers(ABC):
 
     async def whole(self, generation: Generation) -> dict[str, Any]:
         """The one answer, when all choices are complete. Raises `Problem` when the engine fails."""
-        pieces: dict[int, list[Piece]] = {choice: [] for choice in range(generation.choices)}
+        pieces: dict[int, list[TextDelta]] = {choice: [] for choice in range(generation.choices)}
         async for piece in generation.pieces():
             pieces[piece.choice].append(piece)
         await generation.settled()
@@ -94,10 +94,10 @@ class Completions(Answers):
 
     prefix, whole_kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
-    def _whole(self, choice: int, pieces: list[Piece]) -> dict[str, Any]:
+    def _whole(self, choice: int, pieces: list[TextDelta]) -> dict[str, Any]:
         return self._chunk(_joined(choice, pieces))
 
-    def _chunk(self, piece: Piece) -> dict[str, Any]:
+    def _chunk(self, piece: TextDelta) -> dict[str, Any]:
         known = self._known(piece.tokens, piece.choice)
         return {"index": piece.choice, "text": piece.text, "logprobs": known, "finish_reason": piece.reason}
 
@@ -118,7 +118,7 @@ class Chats(Answers):
 
     prefix, whole_kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def _whole(self, choice: int, pieces: list[Piece]) -> dict[str, Any]:
+    def _whole(self, choice: int, pieces: list[TextDelta]) -> dict[str, Any]:
         whole = _joined(choice, pieces)
         return {
             "index": choice,
@@ -130,7 +130,7 @@ class Chats(Answers):
     def _first(self, choice: int) -> dict[str, Any]:
         return _delta(choice, {"role": "assistant", "content": ""})
 
-    def _chunk(self, piece: Piece) -> dict[str, Any]:
+    def _chunk(self, piece: TextDelta) -> dict[str, Any]:
         delta = {"content": piece.text} if piece.text else {}
         known = self._known(piece.tokens, piece.choice) if piece.tokens else None
         return _delta(piece.choice, delta, known, piece.reason)
@@ -151,10 +151,10 @@ def _delta(
     return {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
 
-def _joined(choice: int, pieces: list[Piece]) -> Piece:
+def _joined(choice: int, pieces: list[TextDelta]) -> TextDelta:
     text = "".join(piece.text for piece in pieces)
     tokens = tuple(chosen for piece in pieces for chosen in piece.tokens)
-    return Piece(choice, text, tokens, pieces[-1].reason)
+    return TextDelta(choice, text, tokens, pieces[-1].reason)
 
 
 def usage(generation: Generation) -> dict[str, Any]:

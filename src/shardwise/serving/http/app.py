@@ -18,7 +18,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shardwise.serving.http.answers import Answers, Chats, Completions, dump
-from shardwise.serving.http.bodies import CHAT, COMPLETION, Wanted
+from shardwise.serving.http.bodies import CHAT, COMPLETION, CompletionRequest
 from shardwise.serving.http.chat import Chat
 from shardwise.serving.http.connections import OVER_LIMIT
 from shardwise.serving.http.generation import Front, Generation
@@ -139,7 +139,7 @@ class _Routes:
         request: Request,
         kind: type[Answers],
         prompts: list[list[int]],
-        wanted: Wanted,
+        wanted: CompletionRequest,
         param: str,
         arrived: float,
     ) -> ASGIApp:
@@ -156,7 +156,7 @@ class _Routes:
             generation.cancel()
         return Response(status_code=_CLIENT_LEFT) if whole is None else answer(whole)
 
-    async def _asked(self, request: Request, schema: Schema) -> tuple[dict[str, Any], Wanted]:
+    async def _asked(self, request: Request, schema: Schema) -> tuple[dict[str, Any], CompletionRequest]:
         """The checked body of a request for generation."""
         self._front.refuse_if_closed()
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -168,7 +168,7 @@ class _Routes:
         self._check_name(body["model"])
         if body["stream_options"] is not None and not body["stream"]:
             raise Problem(400, "stream_options is only known with stream", param="stream_options")
-        return body, Wanted.of(body)
+        return body, CompletionRequest.of(body)
 
     async def _bytes(self, request: Request) -> bytes:
         """The body. One that is too large is read to its end, or at most as long again, and thrown away: a client that

@@ -1,4 +1,5 @@
-"""What may be asked for: the bodies of completions and chats as JSON Schema, and `Wanted`, what they come down to.
+"""What may be asked for: the bodies of completions and chats as JSON Schema, and `CompletionRequest`, what they come
+down to.
 
 Fields of OpenAI's interface that this server cannot honour are described with the values that ask for nothing, so that
 anything else is refused by name instead of being ignored in silence.
@@ -161,10 +162,10 @@ CHAT: Schema = {
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """How prompts are to be continued. max_tokens: None where nothing was asked for: `usual` then, None for all that
-    the context leaves. sampling: of the first choice, with any max_tokens. stop: texts. logprobs: whether those of the
-    chosen tokens are wanted."""
+class CompletionRequest:
+    """Settings of one request for completions. max_tokens: None where nothing was asked for: `usual` then, None for all
+    that the context leaves. sampling: of the first choice, with any max_tokens. stop: texts. logprobs: whether those of
+    the chosen tokens are wanted."""
 
     max_tokens: int | None
     usual: int | None
@@ -176,7 +177,7 @@ class Wanted:
     logprobs: bool
 
     @classmethod
-    def of(cls, body: dict[str, Any]) -> Wanted:
+    def of(cls, body: dict[str, Any]) -> CompletionRequest:
         """What a body asks for that `schema.checked` has let pass."""
         stop, options = body["stop"], body["stream_options"] or {}
         seed = secrets.randbelow(_SEEDS) if body["seed"] is None else body["seed"] % _SEEDS

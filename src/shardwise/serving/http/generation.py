@@ -14,7 +14,7 @@ from typing import Any
 
 from shardwise.errors import UserError
 from shardwise.runtime.job.launch import RunFailed
-from shardwise.serving.http.bodies import Wanted
+from shardwise.serving.http.bodies import CompletionRequest
 from shardwise.serving.http.metrics import Metrics
 from shardwise.serving.http.problems import Problem
 from shardwise.serving.messages import Finished, Sampling, Token
@@ -34,8 +34,9 @@ class Chosen:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """More of one choice. tokens: those whose text this is. reason: why nothing follows, None while something may."""
+class TextDelta:
+    """The next piece of one choice's text. tokens: those whose text this is. reason: why nothing follows, None while
+    something may."""
 
     choice: int
     text: str
@@ -115,7 +116,7 @@ class Front:
                 code="context_length_exceeded",
             )
 
-    def max_tokens(self, prompt: list[int], wanted: Wanted, where: str) -> int:
+    def max_tokens(self, prompt: list[int], wanted: CompletionRequest, where: str) -> int:
         """Tokens that an answer may have. Raises `Problem` (400) where the context does not allow them."""
         room = self.context - len(prompt)
         if room < 1:
@@ -184,11 +185,18 @@ class Generation:
     """
 
     def __init__(
-        self, front: Front, prompts: list[list[int]], wanted: Wanted, param: str, arrived: float, *, continues: bool
+        self,
+        front: Front,
+        prompts: list[list[int]],
+        wanted: CompletionRequest,
+        param: str,
+        arrived: float,
+        *,
+        continues: bool,
     ) -> None:
         self._front, self._wanted, self._arrived, self._continues = front, wanted, arrived, continues
         self._loop = asyncio.get_running_loop()
-        self._pieces: asyncio.Queue[Piece | Problem] = asyncio.Queue()
+        self._pieces: asyncio.Queue[TextDelta | Problem] = asyncio.Queue()
         self._over = asyncio.Event()
         self._sequences: list[_Sequence] = []
         self.prompt_tokens = sum(map(len, prompts))
@@ -231,7 +239,7 @@ class Generation:
         """Tokens of all choices so far, those that end an answer among them."""
         return sum(sequence.counted for sequence in self._sequences)
 
-    async def pieces(self) -> AsyncIterator[Piece]:
+    async def pieces(self) -> AsyncIterator[TextDelta]:
         """What comes, of all choices, to the end of the last one. Raises `Problem` when the engine fails."""
         open_choices = len(self._sequences)
         while open_choices:
@@ -286,7 +294,7 @@ class Generation:
             rest = sequence.stream.end()
             # What was held back may have been the half of a stop string, and with its other half in it.
             reason = "stop" if sequence.stream.stopped else reason
-            self._pieces.put_nowait(Piece(choice, rest, sequence.held, reason))
+            self._pieces.put_nowait(TextDelta(choice, rest, sequence.held, reason))
         else:
             self._pieces.put_nowait(Problem(500, answer.error or "the engine has dropped the request"))
 
@@ -300,10 +308,10 @@ class Generation:
         if sequence.stream.stopped:
             sequence.reason = "stop"
             self._front.engine.cancel(sequence.number)
-            self._pieces.put_nowait(Piece(choice, text, held if text else (), "stop"))
+            self._pieces.put_nowait(TextDelta(choice, text, held if text else (), "stop"))
         elif text:
             sequence.held = ()
-            self._pieces.put_nowait(Piece(choice, text, held))
+            self._pieces.put_nowait(TextDelta(choice, text, held))
         else:
             sequence.held = held
 

@@ -166,7 +166,7 @@ function timelineFigure(page) {
     events.left = 150;
     shown.renew();
     keys.replaceChildren(...swatches([...new Set(given.columns.kind)].sort().map((k) => given.kinds[k])));
-    timeline.describe(`Timeline of ${given.rows.length} rows and ${given.columns.start.length} events over ${seconds(events.latest)}.`);
+    timeline.describe(`TimelineRecorder of ${given.rows.length} rows and ${given.columns.start.length} events over ${seconds(events.latest)}.`);
     timeline.redraw();
   }
 
