@@ -146,6 +146,7 @@ KEYS = {
     "planner": "candidates by keys of the layout text",
     "validation/scoreboard": "published rows by keys of the layout text",
     "predict/time": "features of engines by keys of the layout text",
+    "predict/fixing.py": "what `--fix` takes, by keys of the layout text",
     "predict/step_seconds.py": "keys of the layout text that nothing prices",
     "schedule/pipeline/timeline.py": "a room below the mesh labels what it draws",
     "studio/data": "the page's controls are keys of the layout text",
