@@ -25,6 +25,9 @@ PLACE = """() => [".tale", ".tale .primary", ".scene"].map((each) => {
     return [x, y + scrollY, width];
 })"""
 
+SUMMARY = """() => Object.fromEntries([...document.querySelectorAll(".summary tbody tr")].map((row) =>
+    [row.cells[0].textContent, [...row.querySelectorAll("[data-v]")].map((cell) => JSON.parse(cell.dataset.v))]))"""
+
 
 def chapters() -> list[dict[str, Any]]:
     return list(tokens.data(GIVEN).more["chapters"])
@@ -40,6 +43,9 @@ def is_told(page: Any, number: int) -> None:
     assert set(page.evaluate(SHOWN)) == FIGURES[number - 1]
     assert page.locator(".headline").inner_text() == tokens.data(GIVEN).more["headline"]
     assert page.locator("table.metrics").is_visible()
+    short = {row["short"]: row["values"] for row in tokens.data(GIVEN).more["metrics"] if row["short"]}
+    assert page.evaluate(SUMMARY) == short
+    assert page.evaluate("document.querySelector('.summary').getBoundingClientRect().bottom <= innerHeight")
 
 
 def test_the_chapters_by_mouse_and_back(visitor: Visitor) -> None:

@@ -18,18 +18,21 @@ def step_words(asked: Asked) -> str:
 
 
 def metrics(ones: Sequence[Generated], asked: Asked) -> list[dict[str, Any]]:
-    """Rows of name, unit and the strategies' values; those of the whole answer are `totals`."""
+    """Rows of name, unit and the strategies' values; those of the whole answer are `totals`. Rows with a `short` name
+    are the ones that stay in sight beside every chapter."""
     step = "a token" if asked.batch == 1 else "a step"
+    speeds = [one.tokens_per_second(asked.batch) for one in ones]
+    trained = [one.trained.seconds for one in ones]
     return [
-        _row("Weights of a device", "bytes", [one.fit.held.all_weights for one in ones]),
+        _row("Weights of a device", "bytes", [one.fit.held.all_weights for one in ones], short="weights"),
         _row("of them gathered, in buffers", "bytes", [one.fit.held.slots for one in ones], part=True),
-        _row(f"A device sends for {step}", "bytes", [float(one.round.volume.total) for one in ones]),
+        _row(f"A device sends for {step}", "bytes", [float(one.round.volume.total) for one in ones], short="sends"),
         _row("of it for the layers", "bytes", [float(one.round.volume.blocks) for one in ones], part=True),
-        _row(f"Time of {step}", "seconds", [one.middle.seconds for one in ones]),
-        _row("of it communication", "share", [communication(one) for one in ones], part=True),
-        _row("Tokens/s, all sequences", "count", [one.tokens_per_second(asked.batch) for one in ones]),
+        _row(f"Time of {step}", "seconds", [one.middle.seconds for one in ones], short="time"),
+        _row("of it communication", "share", [communication(one) for one in ones], part=True, short="communication"),
+        _row("Tokens/s, all sequences", "count", speeds, short="tokens/s"),
         _row("Prompt until its first token", "seconds", [one.prompt.seconds for one in ones]),
-        _row(f"A training step of {asked.seq:,} tokens a device", "seconds", [one.trained.seconds for one in ones]),
+        _row(f"A training step of {asked.seq:,} tokens a device", "seconds", trained, short="training"),
         _row("of it moving data, not hidden", "share", [one.trained.share for one in ones], part=True),
     ]
 
@@ -45,10 +48,10 @@ def totals(asked: Asked, sent: Sequence[float], taken: Sequence[float]) -> list[
     ]
 
 
-def _row(name: str, unit: str, values: list[float], part: bool = False) -> dict[str, Any]:
+def _row(name: str, unit: str, values: list[float], part: bool = False, short: str = "") -> dict[str, Any]:
     """part: of the row above. ratio: the second value over the first, where both are there."""
     ratio = values[1] / values[0] if len(values) == 2 and values[0] and values[1] else None
-    return {"name": name, "unit": unit, "values": values, "ratio": ratio, "part": part}
+    return {"name": name, "unit": unit, "values": values, "ratio": ratio, "part": part, "short": short}
 
 
 def communication(one: Generated) -> float:

@@ -17,7 +17,7 @@ import { timeWindow } from "studio/lib/window";
 import { answerFigure } from "studio/views/tokens_answer";
 import { chapterStage } from "studio/views/tokens_chapters";
 import { drawHolds, holdsHeight } from "studio/views/tokens_holds";
-import { metricTable } from "studio/views/tokens_metrics";
+import { metricSummary, metricTable } from "studio/views/tokens_metrics";
 import { productFigure } from "studio/views/tokens_product";
 import { sharesFigure, trainingFigure } from "studio/views/tokens_training";
 import { drawLayer, layerHeight, layerKeys } from "studio/views/tokens_layer";
@@ -50,13 +50,14 @@ export function mount(root, page) {
   const where = figure(page, { name: "where", title: "Where a token's time goes", extras: [partKeys], height: () => barsHeight(data ? data.tables.where.columns.strategy.length : 2), draw: (context, width) => data && drawWhere(context, width, data) });
   const trained = trainingFigure(page), shares = sharesFigure(page);
   const claims = h("div", { class: "claims" });
-  const wrong = h("section", { class: "figure" }, h("div", { class: "head" }, h("h2", {}, "Figures that are often told, and wrong")), claims);
+  const wrong = h("section", { class: "figure" }, h("div", { class: "head" }, h("h2", {}, "Often quoted, and wrong")), claims);
   const drawer = controlDrawer(page, controls), own = h("div", { class: "own" });
+  const brief = h("div", { class: "brief" });
   const story = chapterStage(page, [
     { nodes: [layer.node, holds.node] }, { nodes: [layer.node, product.node], play: layerPlay, name: "_step" },
     { nodes: [through.node, where.node], play: through.play, name: "_layer" },
     { nodes: [spent.node], play: spent.play, name: "_token" }, { nodes: [trained.node, shares.node], play: trained.play, name: "_train" }, { nodes: [own, wrong] },
-  ], (chapter) => {
+  ], brief, (chapter) => {
     moves = chapter > 1;
     layerPlay.node.hidden = links.hidden = !moves;
     layer.redraw();
@@ -79,6 +80,7 @@ export function mount(root, page) {
     through.set(given);
     product.set(given);
     metrics.replaceChildren(metricTable(given, []));
+    brief.replaceChildren(metricSummary(given));
     opened.replaceChildren(...given.more.sides.map((side, i) => opensIn(`${"AB"[i]}, ${side.layout},`, given.more.opens[i])).filter(Boolean));
     headline.textContent = given.more.headline;
     compared.note.textContent = crossover(given);

@@ -5,8 +5,9 @@ import { h, still, unique } from "studio/lib/dom";
 const BUSY = "button, input, select, textarea, summary, dialog, .scroll";
 
 /** chapters: [{nodes, play, name}]: what each one shows; the player that it begins with, if any, and its word in the
- * address. entered(number): called when a chapter is come to. Space or Next continues. */
-export function chapterStage(page, chapters, entered) {
+ * address. below: a node under the sentences of every chapter. entered(number): called when a chapter is come to. Space or
+ * Next continues. */
+export function chapterStage(page, chapters, below, entered) {
   const title = h("h2", {}), place = h("p", { class: "muted" }), sentences = h("div", { class: "sentences" });
   const previous = h("button", { type: "button", onclick: () => go(now - 1) }, "Previous");
   const next = h("button", { type: "button", class: "primary", onclick: () => go(now + 1) }, "Next");
@@ -15,7 +16,7 @@ export function chapterStage(page, chapters, entered) {
   title.id = heading;
   const tale = h("div", { class: "tale" }, h("nav", { "aria-label": "Chapters", class: "marks" }, marks),
     h("div", { class: "row" }, previous, next, h("span", { class: "muted keys" }, "or Space")),
-    h("div", { "aria-live": "polite" }, place, title, sentences));
+    h("div", { "aria-live": "polite" }, place, title, sentences), below);
   const node = h("section", { class: "stage", "aria-labelledby": heading }, tale, scene);
   let now = -1, told = [];
 

@@ -15,6 +15,15 @@ export function metricTable(data, more) {
     h("table", { class: "metrics" }, h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Metric"), head)), h("tbody", {}, body)));
 }
 
+/** The rows that stay in sight, under their short names. */
+export function metricSummary(data) {
+  const rows = data.more.metrics.filter((row) => row.short), sides = data.more.sides;
+  const head = [h("th", { scope: "col" }, "in short"), ...sides.map((side, i) => h("th", { scope: "col", class: "n", title: side.layout }, "AB"[i])), sides.length > 1 && h("th", { scope: "col", class: "n" }, "B over A")];
+  return h("table", { class: "summary", "aria-label": "The two strategies in short" }, h("thead", {}, h("tr", {}, head)), h("tbody", {}, rows.map((row) => h("tr", { title: row.name }, h("th", { scope: "row" }, row.short),
+    row.values.map((value) => h("td", { class: "n", "data-v": JSON.stringify(value) }, value ? shown(value, row.unit) : "–")),
+    sides.length > 1 && h("td", { class: "n" }, ratio(row.ratio))))));
+}
+
 function ratio(value) {
   if (value === null) return "";
   const [n, sign] = value < 1 ? [1 / value, "1/"] : [value, ""];
