@@ -1,4 +1,4 @@
-"""Public class names: one concept, one name."""
+"""Names and sizes in the source: a public class name for one class, no function longer than a screen."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 import shardwise
 
 PACKAGE = Path(shardwise.__file__).parent
+MOST_LINES = 60
+"""Of a function."""
 
 
 def named_twice(sources: dict[str, str]) -> dict[str, list[str]]:
@@ -28,3 +30,15 @@ def test_no_public_class_name_stands_for_two_classes():
 def test_two_classes_of_one_name_are_seen():
     sources = {"a": "class Held: ...", "b": "class Held: ...", "c": "class _Own: ...", "d": "class _Own: ..."}
     assert named_twice(sources) == {"Held": ["a", "b"]}
+
+
+def test_no_function_is_longer_than_a_screen():
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    lines = {
+        f"{path.relative_to(PACKAGE)}, {node.name}": (node.end_lineno or 0) - node.lineno + 1
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, functions)
+    }
+    assert {name: count for name, count in lines.items() if count > MOST_LINES} == {}
+    assert len(lines) > 3000

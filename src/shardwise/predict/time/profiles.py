@@ -404,6 +404,44 @@ def _trtllm() -> EngineProfile:
     )
 
 
+_SHARDWISE = _SERVING | {
+    "attention": "decoder/attention.py: scaled_dot_product_attention; attention=math has explicit products",
+    "attention_kernel": "decoder/attention.py: the fused kernel that torch chooses",
+    "fused_softmax": "decoder/attention.py, CoreAttention._math: the mask is added, then torch.softmax",
+    "softmax_multiple": "no fused softmax",
+    "fused_activation": "decoder/llama.py: silu and the product are two operations, decoder/gpt.py: one",
+    "fused_dropout_add": "decoder/llama.py: dropout and residual are operations of their own",
+    "fused_rope": "decoder/attention.py, _Rotate: four operations on halves",
+    "fused_norm": "decoder/modules.py, rms_norm and rms_norm_backward: an operation after the other, in fp32",
+    "fused_loss": "runtime/tensor/loss.py: a few rows at a time, without a second copy of the logits",
+    "loss_passes": "runtime/tensor/loss.py: log_softmax to fp32 (3); softmax to fp32 (3), scaled (4), back (3)",
+    "metric_losses": "none",
+    "qkv_copied": "decoder/modules.py, Linears: three products, whose gradients are never joined",
+    "sequence_copies": "runtime/transport/comms.py, gather_dim, reduce_scatter_dim: a stream is [batch, seq, hidden]",
+    "shard_add_bytes": "runtime/zero/engine.py, add_gradients: reads both, writes one, in fp32",
+    "dropout": "not counted: models of the Llama kind have none",
+    "experts_captured": "no experts",
+    "graphs": "runtime/pipeline/step.py: every operation is called from Python",
+    "compiled": "layout compile=off",
+    "wgrad_accumulates": "runtime/zero/gradients.py, GradSlot.add_product: mm writes into the buffer, addmm_ adds",
+    "accumulate_bytes": "runtime/zero/gradients.py: added inside the product",
+    "tensor_overlap": "runtime/tensor/linear.py, _Column.backward: reduce_later, beside the weights' gradients",
+    "grad_overlap": "runtime/zero/engine.py, _reduce: a part's reduction is under way while the next one computes",
+    "gather_overlap": "runtime/zero/engine.py, _follow: the next use's gather is started before a part computes",
+    "gathers_at_end": "runtime/zero/engine.py, all_gather_params: all gathers are waited for after the optimizer",
+    "gathers_by_stage": "schedule/pipeline: UNSHARD before a stage's first action, RESHARD after its last",
+    "pipeline_overlap": "runtime/pipeline/executor.py: receives are posted ahead, sends are not waited for",
+    "pipeline_launches": "runtime/pipeline/executor.py: for each message a post and a wait; autograd's start and end",
+    "scatter_hops": "runtime/pipeline/executor.py: a stage sends its residual stream as it is",
+    "grad_bytes": "layout/units.py, wire_dtype: bf16, and fp32 under precision=fp32",
+    "optimizer_bytes": "runtime/zero/optimizer.py: the norm reads g (2), g is widened (6), clipped (8), fused AdamW "
+    "reads p, m, v and g and writes p, m and v (28), p is narrowed (6)",
+    "vocab_multiple": "layout/placement.py: padded to a multiple of tp alone",
+    "head_quantised": "serving/engine.py, _keep: int8 is for the head's own matrix, too",
+}
+"""Where each value of this runtime's profile is in its source."""
+
+
 def _shardwise() -> EngineProfile:
     """This project's runtime on GPUs."""
     return EngineProfile(
@@ -425,47 +463,7 @@ def _shardwise() -> EngineProfile:
         shard_add_bytes=12.0,
         pipeline_launches=8,
         head_quantised=True,
-        facts=_SERVING
-        | {
-            "attention": "decoder/attention.py: scaled_dot_product_attention; attention=math has explicit products",
-            "attention_kernel": "decoder/attention.py: the fused kernel that torch chooses",
-            "fused_softmax": "decoder/attention.py, CoreAttention._math: the mask is added, then torch.softmax",
-            "softmax_multiple": "no fused softmax",
-            "fused_activation": "decoder/llama.py: silu and the product are two operations, decoder/gpt.py: one",
-            "fused_dropout_add": "decoder/llama.py: dropout and residual are operations of their own",
-            "fused_rope": "decoder/attention.py, _Rotate: four operations on halves",
-            "fused_norm": "decoder/modules.py, rms_norm and rms_norm_backward: an operation after the other, in fp32",
-            "fused_loss": "runtime/tensor/loss.py: a few rows at a time, without a second copy of the logits",
-            "loss_passes": "runtime/tensor/loss.py: log_softmax to fp32 (3); softmax to fp32 (3), scaled (4), back (3)",
-            "metric_losses": "none",
-            "qkv_copied": "decoder/modules.py, Linears: three products, whose gradients are never joined",
-            "sequence_copies": "runtime/transport/comms.py, gather_dim and reduce_scatter_dim: a stream is [batch, "
-            "seq, hidden]",
-            "shard_add_bytes": "runtime/zero/engine.py, add_gradients: reads both, writes one, in fp32",
-            "dropout": "not counted: models of the Llama kind have none",
-            "experts_captured": "no experts",
-            "graphs": "runtime/pipeline/step.py: every operation is called from Python",
-            "compiled": "layout compile=off",
-            "wgrad_accumulates": "runtime/zero/gradients.py, Place.add_product: mm writes into the buffer, addmm_ adds",
-            "accumulate_bytes": "runtime/zero/gradients.py: added inside the product",
-            "tensor_overlap": "runtime/tensor/linear.py, _Column.backward: reduce_later, beside the weights' gradients",
-            "grad_overlap": "runtime/zero/engine.py, _reduce: a part's reduction is under way while the next one "
-            "computes",
-            "gather_overlap": "runtime/zero/engine.py, _follow: the next use's gather is started before a part "
-            "computes",
-            "gathers_at_end": "runtime/zero/engine.py, publish: all gathers are waited for after the optimizer",
-            "gathers_by_stage": "schedule/pipeline: UNSHARD before a stage's first action, RESHARD after its last",
-            "pipeline_overlap": "runtime/pipeline/executor.py: receives are posted ahead, sends are not waited for",
-            "pipeline_launches": "runtime/pipeline/executor.py: for each message a post and a wait; autograd's start "
-            "and end",
-            "scatter_hops": "runtime/pipeline/executor.py: a stage sends its residual stream as it is",
-            "grad_bytes": "layout/units.py, wire_dtype: bf16, and fp32 under precision=fp32",
-            "optimizer_bytes": "runtime/zero/optimizer.py: the norm reads g (2), g is widened (6), clipped (8), fused "
-            "AdamW "
-            "reads p, m, v and g and writes p, m and v (28), p is narrowed (6)",
-            "vocab_multiple": "layout/placement.py: padded to a multiple of tp alone",
-            "head_quantised": "serving/engine.py, _keep: int8 is for the head's own matrix, too",
-        },
+        facts=_SHARDWISE,
     )
 
 

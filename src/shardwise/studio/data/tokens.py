@@ -64,6 +64,9 @@ class _Asked(NamedTuple):
     command: str
 
 
+SHARES = "Seconds of the parts of a token and of a step, over their sums; waiting is bubbles and the host."
+
+
 def data(given: Mapping[str, str]) -> View:
     """Two strategies for the same prompt: what each rank holds, one layer step by step, one token, a training step."""
     state, choices, left_out, model, cluster, layouts, asked, command = _asked(given)
@@ -98,11 +101,7 @@ def data(given: Mapping[str, str]) -> View:
             "through": tokens_layer.how_through(layouts, ways, command),
             "where": How([f"{one.layout}: {_sum_of(one)}" for one in ones], command, "docs/generation.md"),
             "trained": How(how_drawn(ones), command, "docs/prediction.md"),
-            "shares": How(
-                ["Seconds of the parts of a token and of a step, over their sums; waiting is bubbles and the host."],
-                command,
-                "docs/generation.md",
-            ),
+            "shares": How([SHARES], command, "docs/generation.md"),
         },
         {
             "matrices": tokens_holdings.matrices(model),
