@@ -54,8 +54,8 @@ class Payload:
 class Together(SendTransport):
     """Posts the messages of a round as one operation, as is done on CUDA."""
 
-    def _plan(self, schedule: CommSchedule, memory: Tensor) -> Any:
-        plan = super()._plan(schedule, memory)
+    def _plan(self, schedule: CommSchedule, memory: Tensor, room: Tensor | None = None) -> Any:
+        plan = super()._plan(schedule, memory, room)
         plan.batched = True
         return plan
 

@@ -16,11 +16,12 @@ from harness.pool import run_ranks
 from harness.today import EVERYTHING, seed
 from harness.transport_jobs import Case, Payload
 from shardwise.errors import UserError
-from shardwise.runtime.transport.sends import Post, SendTransport, compile_steps
+from shardwise.runtime.transport.sends import SendTransport
 from shardwise.schedule import Algorithm, algorithms, build
 from shardwise.schedule.collectives import REDUCING
 from shardwise.schedule.engine import play
 from shardwise.schedule.program import Instruction, lower
+from shardwise.schedule.sending import Post, compile_steps
 
 RANKS = (2, 3, 4, 6, 8)
 DTYPES = ("int64", "float32", "bfloat16")

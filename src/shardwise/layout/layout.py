@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from shardwise.errors import LayoutError
+from shardwise.layout.algorithms import check_algorithm
 from shardwise.layout.mesh import DENSE
 
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -34,6 +35,8 @@ ORDER = "-".join(DENSE)
 @dataclass(frozen=True)
 class Layout:
     """One way to split a model. Fields and defaults are the keys of the layout text; `shard=0` means dp x cp.
+    algorithm: of all-reduce, all-gather and reduce-scatter (`layout.algorithms`). node: ranks of a node, for
+    hierarchical ones.
 
     Raises `LayoutError` when the values contradict each other, whatever the model.
     """
@@ -49,6 +52,8 @@ class Layout:
     hpz: int = 0
     sp: bool = False
     cpkind: str = "ring"
+    algorithm: str = "auto"
+    node: int = 0
     schedule: str = "1f1b"
     virtual: int = 1
     stages: tuple[int, ...] = ()
@@ -73,6 +78,8 @@ class Layout:
                 raise LayoutError(f"layout: {key}={getattr(self, key)} is not one of {', '.join(allowed)}")
         self._check_order()
         self._check_shard()
+        if self.algorithm != "auto" or self.node:
+            check_algorithm(self.algorithm, self.node)
         if self.sp and self.tp == 1:
             raise LayoutError("layout: sp splits sequences over the tp ranks and needs tp of at least 2")
         if self.stages and (len(self.stages) != self.pp * self.virtual or min(self.stages) < 0):
@@ -188,7 +195,7 @@ def _value(text: str, key: str, value: str | None) -> Any:
             hint = f"did you mean {near[0]}? " if near else ""
             raise LayoutError(f"layout {text!r}: {key}={value} is unknown; {hint}choices: {', '.join(CHOICES[key])}")
         return value
-    if key == "order":
+    if key in ("order", "algorithm"):
         return value
     try:
         if key == "stages":
@@ -202,7 +209,7 @@ def _value(text: str, key: str, value: str | None) -> Any:
 
 
 def _example(key: str) -> str:
-    return CHOICES[key][0] if key in CHOICES else {"stages": "16/16", "order": ORDER}.get(key, "2")
+    return CHOICES[key][0] if key in CHOICES else {"stages": "16/16", "order": ORDER, "algorithm": "ring"}.get(key, "2")
 
 
 def _divisors(n: int) -> list[int]:

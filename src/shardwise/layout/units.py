@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 from shardwise.cluster import Cluster
 from shardwise.layout import pipeline
+from shardwise.layout.algorithms import Schedules
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh import KV, PP, REPLICATE, SHARD, TP, Axes, Mesh
 from shardwise.layout.placement import Placed, place
@@ -167,6 +168,11 @@ class UnitPlan:
     def blueprint(self) -> Blueprint:
         """The parts and parameters of the whole model."""
         return blueprint(self.model)
+
+    @cached_property
+    def schedules(self) -> Schedules:
+        """The schedules that the layout names for collectives."""
+        return Schedules(Mesh.of(self.layout, self.model), self.backend)
 
     @cached_property
     def stages(self) -> dict[int, list[str]]:
@@ -450,6 +456,8 @@ class UnitPlan:
         order (in fp32 for bf16 pieces). NCCL's needs none.
         """
         if self.layout.stage == 0 or self.backend != "gloo" or not self.trains:
+            return 0
+        if self.schedules.of("reduce_scatter", SHARD):
             return 0
         return max(unit.padded for unit in self.units)
 

@@ -14,6 +14,7 @@ from shardwise.predict.arguments import as_cluster, as_layout, as_model, as_work
 from shardwise.predict.memory.step import predict_bytes
 from shardwise.predict.step_seconds import try_step_seconds
 from shardwise.predict.traffic.ledger import predict_ledger
+from shardwise.predict.traffic.schedules import as_under_auto, predict_transport
 from shardwise.report.step_report import DTYPE_BYTES, Bytes, Role, StepReport
 from shardwise.report.units import format_bytes
 
@@ -45,10 +46,12 @@ def estimate(
         raise UserError(f"{model.name} cannot be estimated yet: {reason}{_planned(model, layout, workload, cluster)}")
     backend = backend or usual_backend(cluster)
     roles = [_role(model, layout, workload, backend, place) for place in range(layout.pp)]
+    unscheduled = as_under_auto(roles)
     timing, why = try_step_seconds(model, layout, workload, cluster, engine)
     notes = [
         *unmodelled(model, layout),
         *_notes(model, layout, backend),
+        *([f"algorithm={layout.algorithm} has no schedule for {unscheduled}: as under auto"] if unscheduled else []),
         *(timing.notes if timing else ()),
         *([why] if why else []),
     ]
@@ -85,7 +88,8 @@ def _role(model: ModelConfig, layout: Layout, workload: Workload, backend: Backe
     """The ranks at one place of the pipeline."""
     mesh = Mesh.of(layout, model)
     plan = unit_plan(model, layout, workload, rank=mesh.rank(pp=place), backend=backend)
-    return Role(plan.role, mesh.stage(place), _on_device(plan), predict_ledger(plan))
+    ranks = mesh.stage(place)
+    return Role(plan.role, ranks, _on_device(plan), predict_ledger(plan), predict_transport(plan, ranks[0]))
 
 
 def _on_device(plan: UnitPlan) -> Bytes:

@@ -19,6 +19,8 @@ def check_generation(layout: Layout, model: ModelConfig, devices: int | None = N
     check(layout, model.replace(attention_dropout=0.0))  # nothing is dropped when generating
     if words := unsupported(layout):
         raise LayoutError(f"generation does not know {', '.join(words)}: it has tp, pp, dp and zero=3")
+    if layout.algorithm != "auto":
+        raise LayoutError(f"algorithm={layout.algorithm} is for training: leave it out")
     if layout.zero in (1, 2):
         raise LayoutError(f"zero={layout.zero} shards what only training has: use zero=0 (replicas) or zero=3")
     if layout.sp:

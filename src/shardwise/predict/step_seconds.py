@@ -66,7 +66,7 @@ def step_seconds(
     if layout.pp > 1 and not in_closed_form(layout.schedule, layout.virtual, layout.pp, count):
         raise UserError(f"schedule={layout.schedule} with {count} micro-batches has no closed form of its time")
     name = engine or own_engine(cluster)
-    pricing = Pricing(cluster)
+    pricing = Pricing(cluster, layout=layout)
     split = replace(StepShape.of(layout, workload), schedule=layout.schedule if layout.pp > 1 else "1f1b")
     step = training_step(model, split, attending(engine_of(name), layout.attention), pricing)
     parts = {part: float(seconds) for part, seconds in step.parts.items()}

@@ -58,7 +58,8 @@ class TransportRow:
 
     All figures are sums over the row's count in one step. time_s: from issue to completion, waiting for slower ranks
     included; wait_s: how long the rank stood still for it.
-    bytes_sent and steps are None where the transport does not tell.
+    bytes_sent: by this rank; of a role, by its first. steps: rounds in which it sends or receives. Both are None where
+    the transport does not tell.
     """
 
     row: int

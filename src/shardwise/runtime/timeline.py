@@ -245,7 +245,7 @@ class TimelineRecorder:
             sums[flight.key][0] += done - issued
             sums[flight.key][1] += still
         return tuple(
-            TransportRow(i, comms.timings[key].algorithm, None, None, total / 1e9, still / 1e9)
+            TransportRow(i, comms.timings[key].algorithm, *comms.timings[key].sent, total / 1e9, still / 1e9)
             for i, (key, (total, still)) in enumerate(sums.items())
         )
 

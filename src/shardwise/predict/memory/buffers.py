@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from shardwise.layout.mesh import SHARD
 from shardwise.layout.units import Unit, UnitPlan
 from shardwise.model.chunking import sum_chunk
 from shardwise.report.step_report import DTYPE_BYTES
@@ -122,7 +123,9 @@ class MemoryTrace:
 
 def added_up(elements: int, dtype: str, plan: UnitPlan) -> int:
     """Bytes of the chunk in fp32 through which a sum over the data ranks of so many elements arrives in `dtype`."""
-    return wide_chunk(elements, dtype, plan.layout.shard_ranks) if plan.backend != "nccl" else 0
+    if plan.backend == "nccl" or plan.schedules.of("reduce_scatter", SHARD):
+        return 0
+    return wide_chunk(elements, dtype, plan.layout.shard_ranks)
 
 
 def wide_chunk(elements: int, dtype: str, pieces: int) -> int:

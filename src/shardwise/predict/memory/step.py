@@ -8,11 +8,14 @@ measured step). The peak adds what is transient at the worst moment; it is held 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from shardwise.layout.units import UnitPlan
 from shardwise.predict.memory.activations import saved_bytes
 from shardwise.predict.memory.buffers import held_through_step
 from shardwise.predict.memory.peak import peak_beyond_lasting
 from shardwise.predict.memory.pipeline import held_by_actions
+from shardwise.predict.traffic.schedules import workspace_bytes
 from shardwise.report.step_report import DTYPE_BYTES, Bytes
 
 OPTIMIZER_BYTES = {"bf16": 12, "fp32": 8, "fp64": 16}
@@ -21,6 +24,11 @@ OPTIMIZER_BYTES = {"bf16": 12, "fp32": 8, "fp64": 16}
 
 def predict_bytes(plan: UnitPlan) -> Bytes:
     """Bytes by class of `plan`'s rank, and what they add up to at the peak."""
+    held = _without_workspace(plan)
+    return replace(held, comm=held.comm + workspace_bytes(plan)) if plan.schedules.named else held
+
+
+def _without_workspace(plan: UnitPlan) -> Bytes:
     # The shorter step has the same units.
     units = plan.short if plan.layout.pp > 1 else plan
     lasting = {"parameters": parameter_bytes(units), "optimizer": optimizer_bytes(units)}

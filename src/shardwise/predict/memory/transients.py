@@ -6,6 +6,7 @@ those of a longer sequence.
 
 from __future__ import annotations
 
+from shardwise.layout.mesh import TP
 from shardwise.layout.units import UnitPlan
 from shardwise.model.chunking import dropout_chunk, product_piece
 from shardwise.predict.memory.activations import Sizes
@@ -38,6 +39,8 @@ def scatter(plan: UnitPlan, s: Sizes) -> int:
     """A reduce-scatter of activations: partial sums, the same in pieces, on gloo the peers' pieces; the result, and for
     bf16 a chunk of its sum in fp32."""
     full = s.tokens * s.hidden * s.element
+    if plan.schedules.of("reduce_scatter", TP):
+        return (1 if plan.layout.micro == 1 else 2) * full + s.stream * s.hidden * s.element
     copies = (1 if plan.layout.micro == 1 else 2) + (plan.backend == "gloo")
     result = s.stream * s.hidden
     return copies * full + result * s.element + wide_chunk(result, plan.layout.dtype, plan.layout.tp)

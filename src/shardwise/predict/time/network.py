@@ -20,9 +20,14 @@ from shardwise.cluster import KINDS, Cluster, Link
 from shardwise.cluster.catalog import lookup
 from shardwise.cluster.device import PCIE
 from shardwise.errors import UserError
+from shardwise.layout import Layout
+from shardwise.layout.algorithms import schedule_of
 from shardwise.predict.time.constants import Constants
+from shardwise.schedule import CommSchedule
 from shardwise.schedule.algorithms import Algorithm
 from shardwise.schedule.choose import Pricer, pricer
+from shardwise.schedule.network import Network
+from shardwise.schedule.price import Price, profile
 
 Num = Any
 
@@ -33,9 +38,13 @@ _SIZES = 2.0 ** np.arange(8, 43)
 
 
 class Collectives:
-    """Seconds of collectives on one cluster; curves by size are kept for each group that is asked for."""
+    """Seconds of collectives on one cluster; curves by size are kept for each group that is asked for.
 
-    def __init__(self, cluster: Cluster, constants: Constants) -> None:
+    layout: whose `algorithm=` says which schedule a collective runs; its price has no library's measurements in it.
+    """
+
+    def __init__(self, cluster: Cluster, constants: Constants, layout: Layout | None = None) -> None:
+        self._layout = layout or Layout()
         self.per_node, self.over_pcie = cluster.devices_per_node, cluster.over_pcie
         self.base = constants.value("collective_s")
         self._constants = constants
@@ -65,14 +74,26 @@ class Collectives:
         if np.ndim(ranks) == np.ndim(stride) == 0:
             if ranks == 1:
                 return np.zeros(np.shape(nbytes))[()]
-            return self._curve(op, *self._group(int(ranks), int(stride))).at(nbytes)
+            return self._curve_of(op, int(ranks), int(stride)).at(nbytes)
         nbytes, ranks, stride = np.broadcast_arrays(np.asarray(nbytes, dtype=float), ranks, stride)
         seconds = np.zeros(nbytes.shape)
         for p, apart in {*zip(ranks.ravel().tolist(), stride.ravel().tolist(), strict=True)}:
             if p > 1:
                 here = (ranks == p) & (stride == apart)
-                seconds[here] = self._curve(op, *self._group(int(p), int(apart))).at(nbytes[here])
+                seconds[here] = self._curve_of(op, int(p), int(apart)).at(nbytes[here])
         return seconds[()]
+
+    def _curve_of(self, op: str, ranks: int, stride: int) -> _Curve:
+        schedule = schedule_of(self._layout, op, range(0, ranks * stride, stride))
+        return self._curve(op, *self._group(ranks, stride), schedule)
+
+    def _widening(self, op: str) -> int:
+        """On CPUs a schedule sends a reduce-scatter of bf16 in fp32 (`layout.algorithms`): bytes on the wire over those
+        of the tensor. At stage 1 what is summed is the accumulator, whose width the caller knows."""
+        layout = self._layout
+        if layout.algorithm == "auto" or op != "reduce_scatter" or layout.stage == 1:
+            return 1
+        return 2 if layout.dtype == "bfloat16" and self._cluster.device.kind == "cpu" else 1
 
     def _group(self, ranks: int, stride: int) -> tuple[int, int]:
         """(ranks, stride) of the densest group with the same links: inside a node distance does not matter, and neither
@@ -93,11 +114,15 @@ class Collectives:
             inside = _between(nbytes, self._timed["sizes"], self._timed["message"])
         return np.where(away, nbytes / across.bandwidth + (across.alpha or 0.0) + self.base, inside)
 
-    def _sampled(self, op: str, ranks: int, stride: int) -> _Curve:
+    def _sampled(self, op: str, ranks: int, stride: int, schedule: CommSchedule | None) -> _Curve:
         group = tuple(index * stride for index in range(ranks))
         on_first = sum(1 for device in group if device < self.per_node)
         sharing = max(1, self.per_node // on_first) if group[-1] >= self.per_node else 1
         prices = pricer(op, group, self._cluster, sharing=sharing)
+        if schedule is not None:
+            return _Curve(
+                _Named(schedule, prices.network, self._widening(op)), [schedule.algorithm], np.ones(len(_SIZES)), 0.0
+            )
         names = _names(prices, ranks)
         if group[-1] >= self.per_node:
             return _Curve(prices, names, np.ones(len(_SIZES)), self.base)
@@ -132,11 +157,22 @@ class Collectives:
         return np.exp(np.interp(np.log(_SIZES), np.log(sizes), logs))
 
 
+class _Named:
+    """The price of one schedule, in the form in which `Pricer` has all algorithms'."""
+
+    def __init__(self, schedule: CommSchedule, network: Network, widening: int) -> None:
+        self._profile, self._widening = profile(schedule, network), widening
+
+    def pick(self, nbytes: float, algorithm: str) -> tuple[str, Price]:
+        """As `Pricer.pick`."""
+        return algorithm, self._profile.at(self._widening * nbytes)
+
+
 class _Curve:
     """Seconds by size: the cheapest algorithm's price times what was measured over it, and more. Sampled at powers of
     two, each when a size next to it is asked for."""
 
-    def __init__(self, prices: Pricer, names: list[str], over: NDArray, more: float) -> None:
+    def __init__(self, prices: Pricer | _Named, names: list[str], over: NDArray, more: float) -> None:
         self._prices, self._names, self._over, self._more = prices, names, over, more
         self._seconds = np.full(len(_SIZES), np.nan)
 

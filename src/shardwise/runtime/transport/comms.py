@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.layout import Mesh
+from shardwise.layout.algorithms import Carried, Schedules
 from shardwise.layout.mesh import PP, Axes
 from shardwise.layout.units import Backend
 from shardwise.report.step_report import LedgerRow, Phase, TransportRow
@@ -28,7 +29,9 @@ from shardwise.runtime.job.pulse import Pulse
 from shardwise.runtime.torch_versions import all_gather_single, reduce_scatter_single
 from shardwise.runtime.transport import Mail, SharedTransport
 from shardwise.runtime.transport.adding import Target, add_up, wide_room
+from shardwise.runtime.transport.scheduled import ScheduledCollective, ScheduleRunner, Workspace
 from shardwise.runtime.transport.shared import EXCHANGES, MESSAGES, PIECE
+from shardwise.schedule.traffic import Moved
 
 Key = tuple[str, str, str, str, str, int]
 
@@ -62,6 +65,18 @@ class Timing:
     count: int = 0
     time: float = 0.0
     wait: float = 0.0
+    moved: Moved | None = None
+    """What this rank sent, where a schedule of the layout's ran."""
+
+    def add(self, moved: Moved) -> None:
+        """One run of a schedule."""
+        nbytes, steps = self.moved or (0, 0)
+        self.moved = Moved(nbytes + moved.nbytes, steps + moved.steps)
+
+    @property
+    def sent(self) -> tuple[int | None, int | None]:
+        """(bytes sent, steps); None where the transport does not tell."""
+        return (None, None) if self.moved is None else (self.moved.nbytes, self.moved.steps)
 
 
 class Waitable(Protocol):
@@ -198,6 +213,10 @@ class Comms:
             self._groups[name] = by_ranks[ranks]
             if shared:
                 self._shared[name] = transports[ranks]
+        self.schedules = Schedules(mesh, self.backend)
+        """The schedules that the layout names for collectives."""
+        self.workspace = Workspace()
+        self._runners: dict[Axes, ScheduleRunner] = {}
         self._mails: dict[tuple[SharedTransport, int], Mail] = {}
         self._down: dict[Axes, dist.ProcessGroup] = {}
         """Groups of messages to lower ranks, along axes on which ranks send both ways at a time."""
@@ -253,8 +272,7 @@ class Comms:
         """How each ledger row was realised here, and how long it took and kept the rank waiting."""
         keys = sorted(self.timings)
         return tuple(
-            TransportRow(i, t.algorithm, None, None, t.time, t.wait)
-            for i, t in enumerate(self.timings[k] for k in keys)
+            TransportRow(i, t.algorithm, *t.sent, t.time, t.wait) for i, t in enumerate(self.timings[k] for k in keys)
         )
 
     @property
@@ -333,6 +351,8 @@ class Comms:
         """Sum (or maximum) over the group, in place. With `later` the result is ready after `wait()`."""
         if axes not in self._groups:
             return DONE
+        if carried := self._carried("all_reduce", axes, tensor):
+            return self._by_schedule("all_reduce", axes, unit, carried, tensor, later, maximum=maximum)
         timing = self._record("all_reduce", axes, unit, tensor, tensor.numel(), self.backend)
         if axes in self._shared:
             transport = self._shared[axes]
@@ -364,6 +384,8 @@ class Comms:
             if out.data_ptr() != piece.data_ptr():
                 out.copy_(piece.view_as(out))
             return DONE
+        if carried := self._carried("all_gather_into", axes, out):
+            return self._by_schedule("all_gather_into", axes, unit, carried, out, later, piece=piece)
         timing = self._record("all_gather_into", axes, unit, out, out.numel(), self.backend)
         if axes in self._shared:
             transport = self._shared[axes]
@@ -404,6 +426,8 @@ class Comms:
         group = self._groups[axes]
         ranks = self.size(axes)
         piece = full.numel() // ranks
+        if carried := self._carried("reduce_scatter", axes, full):
+            return self._by_schedule("reduce_scatter", axes, unit, carried, full, later, into=into, done=done)
         if axes in self._shared:
             timing = self._record("reduce_scatter", axes, unit, full, full.numel(), self.backend)
             reduction = self._shared[axes].reduction(full, into, lent=lent)
@@ -435,6 +459,43 @@ class Comms:
             lambda: dist.all_to_all_single(received, full, group=group, async_op=True),
             timing, later, lambda: finish(list(received.view(ranks, piece))),
         )  # fmt: skip
+
+    def _carried(self, op: str, axes: Axes, full: Tensor) -> Carried | None:
+        """How a schedule of the layout's carries a collective on `full`; None where it runs as under auto."""
+        if not self.schedules.named:
+            return None
+        return self.schedules.carried(op, axes, str(full.dtype).removeprefix("torch."), full.numel())
+
+    def _by_schedule(
+        self,
+        op: str,
+        axes: Axes,
+        unit: str,
+        carried: Carried,
+        full: Tensor,
+        later: bool,
+        *,
+        maximum: bool = False,
+        piece: Tensor | None = None,
+        into: Callable[[], Target] | None = None,
+        done: Callable[[], object] | None = None,
+    ) -> Waitable:
+        """Any collective, by the schedule that the layout names; it runs where it is waited for."""
+        timing = self._record(op, axes, unit, full, full.numel(), carried.schedule.algorithm)
+        if axes not in self._runners:
+            self._runners[axes] = ScheduleRunner(self._groups[axes], self._shared.get(axes), self.workspace)
+        runner, flat = self._runners[axes], full.view(-1)
+        runner.check(carried.schedule)
+
+        def start() -> ScheduledCollective:
+            if piece is not None:
+                n = piece.numel()
+                own = flat[runner.rank * n : (runner.rank + 1) * n]
+                if own.data_ptr() != piece.data_ptr():
+                    own.copy_(piece.reshape(-1))
+            return ScheduledCollective(runner, carried, flat, timing.add if timing else _forget, maximum, into)
+
+        return self._issue(start, timing, later, done, deferred=True)
 
     def release(self, full: Tensor, axes: Axes) -> None:
         """Wait until nobody reads a tensor that was given to a reduction as `lent`."""
@@ -536,6 +597,10 @@ class Comms:
         out = x.new_empty(shape)
         self.reduce_scatter(pieces.view(-1), axes, unit, lambda: Target(out.view(-1)))
         return out
+
+
+def _forget(moved: Moved) -> None:
+    """Nobody records."""
 
 
 def _rows(tensor: Tensor, rows: Sequence[int] | None, ranks: int) -> list[int]:

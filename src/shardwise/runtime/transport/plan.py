@@ -67,6 +67,17 @@ class RankPlan:
     aside: int
 
     @cached_property
+    def sent(self) -> int:
+        """Elements that peers read of this rank."""
+        return sum(stop - start for _, (start, stop) in self.read)
+
+    @cached_property
+    def rounds(self) -> int:
+        """Rounds in which this rank reads a peer's memory or is read."""
+        reads = {step.number for step in self.steps if any(move.peer != self.rank for move in step.moves)}
+        return len(reads | {number for number, _ in self.read})
+
+    @cached_property
     def footing(self) -> CopyPlan:
         """Where each part of the memory is kept, when the memory itself is out of the peers' sight."""
         return _footing(self)

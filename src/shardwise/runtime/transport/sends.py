@@ -7,9 +7,8 @@ before what, what is packed, what is added. Running it then makes views and post
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,131 +16,35 @@ from torch import Tensor
 
 from shardwise.errors import UserError
 from shardwise.schedule import CommSchedule
-from shardwise.schedule.program import Instruction, Span, lower
+from shardwise.schedule.program import Span, lower
+from shardwise.schedule.sending import Await, Post, compile_steps
+from shardwise.schedule.traffic import Moved
 
-Pairs = tuple[tuple[Span, Span], ...]
-"""(to, from), one pair after the other."""
-
+TAG = 1
+"""Of a schedule's messages; those of a pipeline have 0."""
 MOST_PLANS = 64
 MOST_BYTES = 256 << 20
 """Of the buffers that kept plans may have together; a single plan may have more."""
 
 
-@dataclass(frozen=True)
-class Post:
-    """Start messages: receives stand before the sends of their round.
-
-    messages: (index of the action, "send" or "recv", peer, span). pack: copies (to, from) that come first.
-    """
-
-    messages: tuple[tuple[int, Literal["send", "recv"], int, Span], ...]
-    pack: Pairs
-
-
-@dataclass(frozen=True)
-class Await:
-    """Wait until the messages of these actions are complete; then put (to, from) in place what came packed."""
-
-    actions: tuple[int, ...]
-    unpack: Pairs
-
-
-@dataclass(frozen=True)
-class Local:
-    """Copies, or additions, of (to, from) in the rank's own memory, in this order."""
-
-    adds: bool
-    pairs: Pairs
-
-
-Step = Post | Await | Local
-
-
-def compile_steps(actions: Sequence[Instruction], base: int, staged: int) -> tuple[list[Step], int]:
-    """(what one rank does, elements of memory that it needs), from its actions in a `Program`.
-
-    base: elements of the schedule's own memory. staged: elements in all that the program needs, with its staging.
-    Behind them lies what is packed: messages that are not contiguous. A message is waited for only where something
-    comes after it, and in the end.
-    """
-    compiler = _Compiler(base, staged)
-    for index, action in enumerate(actions):
-        compiler.add(index, action)
-    compiler.wait(list(compiler.flying))
-    return compiler.steps, compiler.most
-
-
-class _Compiler:
-    """flying: action under way -> the copies that follow its end. used: memory in use, packed messages included."""
-
-    def __init__(self, base: int, staged: int) -> None:
-        self.base, self.staged = base, staged
-        self.used = self.most = staged
-        self.steps: list[Step] = []
-        self.flying: dict[int, Pairs] = {}
-
-    def add(self, index: int, action: Instruction) -> None:
-        self.wait([earlier for earlier in action.after if earlier in self.flying])
-        if action.kind == "send" or action.kind == "recv":
-            self.post(index, action.kind, action)
-        elif action.kind in ("copy", "reduce"):
-            adds = action.kind == "reduce"
-            pairs = tuple(zip(action.spans, action.source, strict=True))
-            last = self.steps[-1] if self.steps else None
-            if isinstance(last, Local) and last.adds == adds:
-                self.steps[-1] = Local(adds, (*last.pairs, *pairs))
-            else:
-                self.steps.append(Local(adds, pairs))
-
-    def post(self, index: int, kind: Literal["send", "recv"], action: Instruction) -> None:
-        spans = self.joined(action.spans)
-        span, pairs = (spans[0], ()) if len(spans) == 1 else self.packed(spans)
-        pack: Pairs = pairs if kind == "send" else ()
-        self.flying[index] = tuple((to, at) for at, to in pairs) if kind == "recv" else ()
-        message = index, kind, action.peer, span
-        last = self.steps[-1] if self.steps else None
-        if isinstance(last, Post):
-            self.steps[-1] = Post((*last.messages, message), (*last.pack, *pack))
-        else:
-            self.steps.append(Post((message,), pack))
-
-    def wait(self, actions: list[int]) -> None:
-        if not actions:
-            return
-        copies = [copy for index in actions for copy in self.flying.pop(index)]
-        self.steps.append(Await(tuple(actions), tuple(copies)))
-        if not self.flying:
-            self.used = self.staged
-
-    def joined(self, spans: Sequence[Span]) -> list[Span]:
-        """Spans that follow each other as one, unless one is in the memory and one in the staging behind it."""
-        found: list[Span] = []
-        for start, stop in spans:
-            if found and found[-1][1] == start != self.base:
-                found[-1] = found[-1][0], stop
-            else:
-                found.append((start, stop))
-        return found
-
-    def packed(self, spans: Sequence[Span]) -> tuple[Span, Pairs]:
-        """A place for a message of several spans, and (part of it, span) for each."""
-        first = at = self.used
-        pairs = []
-        for start, stop in spans:
-            pairs.append(((at, at + stop - start), (start, stop)))
-            at += stop - start
-        self.used, self.most = at, max(self.most, at)
-        return (first, at), tuple(pairs)
-
-
 class _Plan:
-    """The compiled steps of one rank, with the buffer for what is staged and packed."""
+    """The compiled steps of one rank, with the buffer for what is staged and packed unless the caller has one (`room`).
 
-    def __init__(self, schedule: CommSchedule, rank: int, elements: int, memory: Tensor) -> None:
+    moved: bytes that the rank sends, and rounds in which it sends or receives.
+    """
+
+    def __init__(
+        self, schedule: CommSchedule, rank: int, elements: int, memory: Tensor, room: Tensor | None = None
+    ) -> None:
         program = lower(schedule, elements, rank)
         self.base = memory.numel()
         self.steps, most = compile_steps(program.actions[rank], self.base, program.elements)
-        self.buffer = memory.new_empty(most - self.base)
+        self.buffer = memory.new_empty(most - self.base if room is None else 0)
+        self.room = most - self.base
+        messages = [message for step in self.steps if isinstance(step, Post) for message in step.messages]
+        sent = sum(stop - start for _, kind, _, (start, stop) in messages if kind == "send")
+        rounds = {program.actions[rank][index].label for index, *_ in messages}
+        self.moved = Moved(sent * memory.element_size(), len(rounds))
         # Devices whose sends wait for a kernel must get all of a round at once, or two ranks wait for each other.
         self.batched = memory.device.type != "cpu"
 
@@ -151,7 +54,11 @@ class _Plan:
             return memory[start:stop]
         return self.buffer[start - self.base : stop - self.base]
 
-    def run(self, memory: Tensor, group: dist.ProcessGroup) -> None:
+    def run(self, memory: Tensor, group: dist.ProcessGroup, room: Tensor | None, maximum: bool) -> None:
+        if room is not None:
+            assert room.numel() >= self.room, f"{self.room} elements of room in {room.numel()}"
+            self.buffer = room
+        combine: Callable[..., Tensor] = torch.maximum if maximum else torch.add
         works: dict[int, list[Any]] = {}
         for step in self.steps:
             if isinstance(step, Post):
@@ -168,15 +75,17 @@ class _Plan:
                     self.at(memory, to).copy_(self.at(memory, source))
             elif step.adds:
                 for to, source in step.pairs:
-                    self.at(memory, to).add_(self.at(memory, source))
+                    combine(self.at(memory, to), self.at(memory, source), out=self.at(memory, to))
             else:
                 for to, source in step.pairs:
                     self.at(memory, to).copy_(self.at(memory, source))
+        if room is not None:
+            self.buffer = room.new_empty(0)  # the caller may have a larger room next time
 
     def post(self, step: Post, memory: Tensor, group: dist.ProcessGroup, works: dict[int, list[Any]]) -> None:
         for index, kind, peer, span in step.messages:
             start = group.recv if kind == "recv" else group.send
-            works[index] = [start([self.at(memory, span)], peer, 0)]
+            works[index] = [start([self.at(memory, span)], peer, TAG)]
 
     def post_together(self, step: Post, memory: Tensor, group: dist.ProcessGroup, works: dict[int, list[Any]]) -> None:
         """All as one operation of the device; whoever waits for one of them waits for all."""
@@ -201,35 +110,40 @@ class SendTransport:
         self._plans: OrderedDict[tuple[Any, ...], _Plan] = OrderedDict()
         self._connected = False
 
-    def run(self, schedule: CommSchedule, memory: Tensor) -> None:
+    def run(
+        self, schedule: CommSchedule, memory: Tensor, room: Tensor | None = None, *, maximum: bool = False
+    ) -> Moved:
         """Run this rank's part in place; every rank of the group must call it with the same schedule.
 
         memory: the schedule's whole memory, shape (bounds(elements)[-1],), contiguous. What is added is added in the
-        memory's dtype. On CUDA the result is ready for what follows on the current stream.
+        memory's dtype. room: the elements of `shardwise.schedule.sending.room`, of that dtype too; without it the
+        transport has its own. maximum: takes the larger of two elements in place of their sum. Returns what the rank
+        sent. On CUDA the result is ready for what follows on the current stream.
         Raises `UserError` for a memory that does not fit, and what torch raises when a peer is lost or late.
         """
-        plan = self._plan(schedule, memory)
+        plan = self._plan(schedule, memory, room)
         if plan.batched and not self._connected:
             # NCCL connects all ranks at a group's first call, and the first round may be some ranks' only.
             dist.all_reduce(torch.zeros(1, device=memory.device), group=self.group)
             self._connected = True
         with torch.no_grad():
-            plan.run(memory, self.group)
+            plan.run(memory, self.group, room, maximum)
+        return plan.moved
 
     def close(self) -> None:
         """Give the buffers back. The group stays as it is."""
         self._plans.clear()
 
-    def _plan(self, schedule: CommSchedule, memory: Tensor) -> _Plan:
+    def _plan(self, schedule: CommSchedule, memory: Tensor, room: Tensor | None = None) -> _Plan:
         options = tuple(sorted(schedule.options.items()))
         identity = schedule.collective, schedule.algorithm, schedule.ranks, schedule.root, options
-        key = *identity, memory.shape, memory.dtype, memory.device
+        key = *identity, memory.shape, memory.dtype, memory.device, room is None
         if key in self._plans:
             self._plans.move_to_end(key)
             return self._plans[key]
         if schedule.ranks != self.group.size():
             raise UserError(f"{schedule.name} is for {schedule.ranks} ranks, the group has {self.group.size()}")
-        plan = _Plan(schedule, self.group.rank(), elements_of(schedule, memory), memory)
+        plan = _Plan(schedule, self.group.rank(), elements_of(schedule, memory), memory, room)
         self._plans[key] = plan
         while len(self._plans) > 1 and (len(self._plans) > MOST_PLANS or self._bytes() > MOST_BYTES):
             self._plans.popitem(last=False)

@@ -29,6 +29,7 @@ from shardwise.runtime.transport.adding import Target, add_up, wide_room
 from shardwise.runtime.transport.memory import ALIGNED, Peer, SharedSegment, SpinWait, can_share
 from shardwise.runtime.transport.plan import Places, RankPlan, Transfer, rank_plan
 from shardwise.schedule import CommSchedule, build
+from shardwise.schedule.traffic import WINDOW, Moved
 
 Array = NDArray[Any]
 AddsUp = Callable[[dict[int, Tensor]], None]
@@ -53,8 +54,8 @@ AREA = 64 << 10
 """Bytes of either place through which what is small goes (`Quick`)."""
 VIEWS = 1024
 """Sizes of which `Quick` keeps where they lie; prompts have ever new ones."""
-PIECE = 1 << 20
-"""Bytes that go through the segment at a time, where a tensor does not live in one: they stay in the core's cache."""
+PIECE = WINDOW
+"""Bytes that go through the segment at a time, where a tensor does not live in one."""
 
 _NOTHING = np.empty(0)
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -182,6 +183,18 @@ class SharedTransport:
         if memory.numel():
             elements = memory.numel() // len(schedule.regions)
             self.start(schedule, memory, Window(memory.numel(), 0, 0), elements).wait()
+
+    def run_window(
+        self, schedule: CommSchedule, memory: Tensor, start: int, width: int, pieces: int, maximum: bool
+    ) -> Moved:
+        """Do this rank's part of a schedule of one region on elements [start, start + width) of each of `pieces` equal
+        pieces of a flat tensor. Returns what peers read of this rank, in bytes, and its rounds."""
+        window = Window(width, memory.numel() // pieces if pieces > 1 else 0, start)
+        combine = "max" if maximum else "sum"
+        flight = self.start(schedule, memory, window, width * pieces, combine)
+        flight.wait()
+        plan = _plan(schedule, width * pieces, self.rank)
+        return Moved(plan.sent * memory.element_size(), plan.rounds)
 
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> Flights:
         """Announce a sum, or maximum, over the ranks, in place; on every rank the same bits. tensor: contiguous."""

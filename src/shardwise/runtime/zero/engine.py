@@ -219,6 +219,7 @@ class Engine:
         self._splits = plan.layout.pp > 1 and splits_backward(plan.layout.schedule, releases_early(plan.layout))
         self.stage = plan.layout.stage
         self.tally = ByteCounter()
+        comms.workspace.changed = partial(self.tally.add, "comm")
         self._slots, self._lent = self._make_slots(device, plan.slots if self.stage == 3 else {})
         self._staging_slots, self._reads_staged = self._make_slots(device, plan.staging_sizes)
         scratch_dtype = plan.wire_dtype if plan.trains else plan.layout.dtype

@@ -1,16 +1,19 @@
 """The algorithms by collective and name, and `build`, which turns one into a `CommSchedule`.
 
 An algorithm is a function of the number of ranks (and of options, integers with defaults) that returns a `Draft`. It
-becomes known by the decorator `algorithm`, and must work for any number of ranks from 1.
+becomes known by the decorator `algorithm`, and must work for any number of ranks from 1. Algorithms outside this
+package are in modules that the environment names, and every process imports: SHARDWISE_ALGORITHMS=module[,module].
 """
 
 from __future__ import annotations
 
 import difflib
+import importlib
 import inspect
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 from shardwise.errors import UserError
 from shardwise.schedule.collectives import COLLECTIVES, ROOTED
@@ -78,11 +81,27 @@ def collective_name(text: str) -> str:
 def algorithms(collective: str | None = None) -> list[Algorithm]:
     """All algorithms, or those of one collective. Raises `UserError` for a collective that there is not."""
     names = COLLECTIVES if collective is None else [collective_name(collective)]
+    import_named()
     return [found for name in names for found in _KNOWN[name].values()]
+
+
+def import_named() -> None:
+    """Import the modules that SHARDWISE_ALGORITHMS names. Raises `UserError` for one that cannot be imported."""
+    _import(os.environ.get("SHARDWISE_ALGORITHMS", ""))
+
+
+@cache
+def _import(modules: str) -> None:
+    for module in filter(None, modules.split(",")):
+        try:
+            importlib.import_module(module.strip())
+        except ImportError as error:
+            raise UserError(f"SHARDWISE_ALGORITHMS: cannot import {module.strip()!r}: {error}") from None
 
 
 def find(collective: str, name: str) -> Algorithm:
     """One algorithm. Raises `UserError` with the nearest names when there is none."""
+    import_named()
     known = _KNOWN[collective_name(collective)]
     wanted = name.strip().lower().replace("_", "-")
     wanted = _ALIASES.get(wanted, wanted)
