@@ -76,7 +76,7 @@ def test_layouts_that_are_rejected(text: str, words: str) -> None:
 
 
 def test_generation_runs_no_schedule() -> None:
-    from shardwise.model.catalog import catalog
+    from shardwise.model import catalog
 
     with pytest.raises(UserError, match="for training"):
         check_generation(Layout.parse("tp=2,algorithm=ring"), catalog.get("tiny-llama"))
