@@ -44,7 +44,7 @@ def test_what_a_schedule_does_not_suit_runs_as_under_auto_and_the_report_says_so
     assert "all_gather_into over dp, reduce_scatter over dp" in note
     rows = {report.roles[0].ledger[row.row].op: row.algorithm for row in report.roles[0].transport}
     assert rows == {"all_gather_into": "auto", "reduce_scatter": "auto", "all_reduce": "tree"}
-    # The first two of the four are one node, the tensor-parallel pairs are inside it.
+    # Data-parallel groups have two ranks on each node of four; tensor-parallel pairs are inside one.
     report = estimate("tiny-llama", "dp=4,tp=2,algorithm=hierarchical,node=4", WORKLOAD)
     rows = {report.roles[0].ledger[row.row].axes: row.algorithm for row in report.roles[0].transport}
     assert rows["tp"] == "auto" and rows["dp"] == "hierarchical"
