@@ -40,7 +40,9 @@ def test_two_ranks_make_a_cluster_file_that_predicts(ranks_command, capfd, tmp_p
     # What the file said before stays.
     assert cluster.devices_per_node == 4 and cluster.inter.alpha == 1e-5
     assert cluster.intra.reads and cluster.intra.speeds[0].nbytes == 32 << 20
-    assert cluster.intra.alpha == pytest.approx(result["figures"]["intra.alpha"]["value"], rel=1e-3)
+    # On a busy host a latency may not show beside the noise: it is then zero.
+    alpha = result["figures"].get("intra.alpha", {"value": 0.0})
+    assert cluster.intra.alpha == pytest.approx(alpha["value"], rel=1e-3)
     text = file.read_text()
     assert "cores" in text.splitlines()[0] and "calibrate network --ranks 2" in cluster.intra.source
     capfd.readouterr()

@@ -58,8 +58,11 @@ MISTAKES = (
             "message.wait()\n", "\n", "trap_19"),
     Mistake(19, "products of another micro-batch are left out", PIPELINE,
             "products = self.kept.pop((stage, micro))", "products = self.kept.pop((stage, micro))[1:]", "trap_01"),
-    Mistake(21, "a stage takes its blocks by their place in it", "schedule/pipeline/stages.py",
-            "return sum(self.layers[:stage])", "return 0", "trap_21"),
+    Mistake(21, "a stage takes its blocks by their place in it", "model/blueprint.py",
+            "return [names[start:end] for start, end in",
+            'return [[f"blocks.{at}" if self.kind(name) == "block" else name\n'
+            '                 for at, name in enumerate(names[start:end], -(start == 0))] for start, end in',
+            "trap_21"),
     Mistake(21, "both copies of a tied table are saved", "checkpoint/pieces.py",
             "p.parameter.part in plan.parts and", "", "trap_21"),
     Mistake(2, "a tied weight is reduced before the embedding's share is in", UNITS,
