@@ -22,7 +22,7 @@ from harness.today import EVERYTHING
 from shardwise.cli import generate as generating
 from shardwise.cli.main import main
 from shardwise.layout import Layout, Mesh
-from shardwise.layout.mesh import DP
+from shardwise.layout.axes import DP
 from shardwise.model import ModelConfig
 from shardwise.report import StepReport
 from shardwise.report.step_report import Bytes

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.layout import Layout, Mesh
-from shardwise.layout.mesh import Axes
+from shardwise.layout.axes import Axes
 from shardwise.report.step_report import LedgerRow
 from shardwise.runtime.transport.comms import Comms
 

@@ -19,7 +19,7 @@ from harness.oracles import _decoder, _whole
 from harness.reference import Case, global_batch, make_batch
 from shardwise.checkpoint import Checkpoint
 from shardwise.layout import Layout, Mesh
-from shardwise.layout.mesh import DP, TP
+from shardwise.layout.axes import DP, TP
 from shardwise.model.parameters import parameters
 from shardwise.runtime.checkpointing import restore
 from shardwise.runtime.setup import stream_view

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.layout import Mesh
-from shardwise.layout.mesh import DP, PP, TP
+from shardwise.layout.axes import DP, PP, TP
 from shardwise.report.step_report import LedgerRow
 from shardwise.runtime.setup import make_comms
 from shardwise.serving.attention import Rows

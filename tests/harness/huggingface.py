@@ -13,7 +13,7 @@ from torch import Tensor
 from shardwise.checkpoint.huggingface import open_weights
 from shardwise.decoder import Batch
 from shardwise.layout import Layout, Mesh, Workload, unit_plan
-from shardwise.layout.mesh import DP, TP
+from shardwise.layout.axes import DP, TP
 from shardwise.model import ModelConfig
 from shardwise.runtime.checkpointing import Position, Saver, start_from
 from shardwise.runtime.config import OptimizerConfig

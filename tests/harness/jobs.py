@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from harness.reference import Case, Outcome, global_batch, make_batch, values
 from shardwise.layout import Layout, Mesh, unit_plan
-from shardwise.layout.mesh import DP, TP
+from shardwise.layout.axes import DP, TP
 from shardwise.layout.units import Backend
 from shardwise.report import Role
 from shardwise.report.step_report import Bytes

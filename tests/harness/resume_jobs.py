@@ -16,7 +16,7 @@ from harness.reference import SEED, Case, step_key
 from shardwise.checkpoint import Checkpoint
 from shardwise.data import Sampler
 from shardwise.layout import Layout, Mesh
-from shardwise.layout.mesh import DP
+from shardwise.layout.axes import DP
 from shardwise.runtime.checkpointing import Position, Saver, restore
 from shardwise.runtime.data.batches import Batches
 from shardwise.runtime.zero.optimizer import learning_rate

@@ -20,7 +20,7 @@ from torch import Tensor
 from harness.space import MODELS
 from shardwise.errors import UserError
 from shardwise.layout import Layout
-from shardwise.layout.mesh import DATA
+from shardwise.layout.axes import DATA
 from shardwise.runtime.setup import make_comms
 from shardwise.runtime.transport import Mail, SharedTransport
 from shardwise.runtime.transport.adding import Target

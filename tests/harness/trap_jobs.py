@@ -17,7 +17,7 @@ from harness.jobs import RankOutcome, Training, build, micro_batches, train
 from harness.reference import Case, Outcome, dtype_of, global_batch, make_batch, values
 from shardwise.decoder import Decoder
 from shardwise.layout import Layout
-from shardwise.layout.mesh import DATA
+from shardwise.layout.axes import DATA
 from shardwise.layout.placement import width_held
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import parameters

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from shardwise.layout import Layout, Mesh
-from shardwise.layout.mesh import DP, PP, TP
+from shardwise.layout.axes import DP, PP, TP
 from shardwise.model import ModelConfig
 from shardwise.report.step_report import LedgerRow
 from shardwise.runtime.measure import _Storages

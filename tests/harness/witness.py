@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from harness.jobs import build, micro_batches
 from harness.reference import Case
 from shardwise.layout import Layout, Mesh
-from shardwise.layout.mesh import named
+from shardwise.layout.axes import named
 from shardwise.report.step_report import LedgerRow
 
 Seen = Counter[tuple[str, tuple[int, ...], int, str]]

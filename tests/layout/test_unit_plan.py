@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from harness.strategies import split_models
 from shardwise.layout import Layout, UnitPlan, Workload, unit_plan
-from shardwise.layout.mesh import KV, TP
+from shardwise.layout.axes import KV, TP
 from shardwise.layout.placement import Placed, place
 from shardwise.layout.units import Unit
 from shardwise.model import ModelConfig

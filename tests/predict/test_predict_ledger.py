@@ -9,7 +9,7 @@ from hypothesis import given
 
 from harness.strategies import split_models
 from shardwise.layout import Layout, Mesh, UnitPlan, Workload, unit_plan
-from shardwise.layout.mesh import named
+from shardwise.layout.axes import named
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import count
 from shardwise.predict.traffic.ledger import predict_ledger

@@ -10,7 +10,7 @@ from harness.comms_jobs import Exchanges
 from harness.pool import run_ranks
 from harness.today import seed
 from shardwise.layout import Layout, Mesh
-from shardwise.layout.mesh import CP, DP, EDP, EP, SHARD, TP
+from shardwise.layout.axes import CP, DP, EDP, EP, SHARD, TP
 
 transports = pytest.mark.parametrize("shared", [False, True], ids=["gloo", "shared"])
 

@@ -27,7 +27,7 @@ from harness.today import some_of
 from harness.trap_jobs import plain_boundaries
 from shardwise.checkpoint import Checkpoint, diff
 from shardwise.layout import Layout, Workload, unit_plan
-from shardwise.layout.mesh import TP
+from shardwise.layout.axes import TP
 from shardwise.layout.placement import kv_heads_held, width_held
 from shardwise.model.parameters import parameters
 

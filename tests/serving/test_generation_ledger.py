@@ -12,7 +12,7 @@ from harness.pool import run_ranks
 from harness.today import EVERYTHING
 from harness.turn_jobs import Followed, Script, Seen
 from shardwise.layout import Layout, Mesh, UnitPlan, Workload, unit_plan
-from shardwise.layout.mesh import DP, PP, SHARD, TP
+from shardwise.layout.axes import DP, PP, SHARD, TP
 from shardwise.layout.units import Gather
 from shardwise.model import ModelConfig
 from shardwise.predict.memory.serving import ServingSetup, page_bytes, passing_bytes, weight_bytes

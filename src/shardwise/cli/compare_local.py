@@ -14,7 +14,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from shardwise.layout import Mesh
-from shardwise.layout.mesh import DP, PP, SHARD
+from shardwise.layout.axes import DP, PP, SHARD
 from shardwise.planner.strategies import DecodeStep, decode_round
 from shardwise.predict.serving_layout import check_generation, plan_of
 from shardwise.predict.traffic.ring_volume import Volume, ring_volume

@@ -17,7 +17,7 @@ from shardwise.emulate.job import WORD, EmulationCase, EmulationJob
 from shardwise.emulate.worker import TimedWorker
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Mesh
-from shardwise.layout.mesh import PP
+from shardwise.layout.axes import PP
 from shardwise.runtime.job.rank import leave, main
 from shardwise.runtime.pipeline.executor import execute
 from shardwise.runtime.transport.comms import Comms

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardwise.emulate.job import WORD, EmulationCase
-from shardwise.layout.mesh import PP
+from shardwise.layout.axes import PP
 from shardwise.runtime.transport.comms import Comms, Key
 from shardwise.schedule.pipeline import Action
 

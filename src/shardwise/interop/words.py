@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardwise.cluster import Cluster
 from shardwise.layout import Layout, Mesh
-from shardwise.layout.mesh import CP, DATA, PP, SHARD, TP, Axes
+from shardwise.layout.axes import CP, DATA, PP, SHARD, TP, Axes
 
 _SHARDED = {
     1: "optimizer state is sharded",

@@ -12,46 +12,16 @@ from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardwise.errors import LayoutError, UserError
-from shardwise.layout.mesh import Axes, Mesh
+from shardwise.errors import UserError
+from shardwise.layout.algorithm_names import COLLECTIVES
+from shardwise.layout.axes import Axes
+from shardwise.layout.mesh import Mesh
 from shardwise.report.step_report import DTYPE_BYTES
 
 if TYPE_CHECKING:
     from shardwise.layout.layout import Layout
     from shardwise.schedule import CommSchedule
     from shardwise.schedule.traffic import Moved
-
-COLLECTIVES = {"all_reduce": "all-reduce", "all_gather_into": "all-gather", "reduce_scatter": "reduce-scatter"}
-"""The ledger's names of the collectives that schedules run -> the registry's."""
-
-
-def check_algorithm(name: str, node: int) -> None:
-    """Raise `LayoutError` for an algorithm that none of the three collectives has, and for a node size that is
-    missing or without use."""
-    from shardwise.schedule.algorithms import find
-
-    if name == "auto":
-        raise LayoutError("layout: node=N is for hierarchical algorithms; add algorithm=hierarchical or leave it out")
-    found = []
-    for collective in COLLECTIVES.values():
-        try:
-            found.append(find(collective, name))
-        except UserError:
-            continue
-    if not found:
-        raise LayoutError(f"layout: algorithm={name} is none of {', '.join(['auto', *_names()])}")
-    if any("node" in algorithm.options for algorithm in found) != (node > 0):
-        raise LayoutError(
-            f"layout: node={node} is for hierarchical algorithms, and algorithm={name} is none; leave it out"
-            if node
-            else f"layout: algorithm={name} needs node=N, the ranks of a node, such as node=8"
-        )
-
-
-def _names() -> list[str]:
-    from shardwise.schedule.algorithms import algorithms
-
-    return sorted({each.name for collective in COLLECTIVES.values() for each in algorithms(collective)})
 
 
 class Carried(NamedTuple):

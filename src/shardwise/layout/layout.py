@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from shardwise.errors import LayoutError
-from shardwise.layout.algorithms import check_algorithm
-from shardwise.layout.mesh import DENSE
+from shardwise.layout.algorithm_names import check_algorithm
+from shardwise.layout.axes import DENSE
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "cpkind": ("ring", "ulysses"),

@@ -3,8 +3,6 @@
 The dense view is (pp, dp, cp, tp), the expert view (pp, edp, ep, etp): within one stage of the pipeline both count the
 same ranks, edp x ep x etp = dp x cp x tp, with tp fastest. Parts of axes have names as well: ZeRO's `shard` and
 `replicate` cut the data ranks (dp x cp) into blocks, `kv` cuts tp where key/value heads are replicated.
-
-Axes are values: a tuple of names, composed by `+` (`SHARD + TP`). No other file spells a name of an axis (a test).
 """
 
 from __future__ import annotations
@@ -14,33 +12,11 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
+from shardwise.layout.axes import DATA, DENSE, EDP, EP, ETP, KV, REPLICATE, SHARD, STAGE, TP, Axes
 from shardwise.model import ModelConfig
 
 if TYPE_CHECKING:
     from shardwise.layout.layout import Layout
-
-Axes = tuple[str, ...]
-"""Axes of a group, the slowest first. None of them: every rank for itself."""
-
-PP: Axes = ("pp",)
-DP: Axes = ("dp",)
-CP: Axes = ("cp",)
-TP: Axes = ("tp",)
-EDP: Axes = ("edp",)
-EP: Axes = ("ep",)
-ETP: Axes = ("etp",)
-SHARD: Axes = ("shard",)
-"""The data ranks among which ZeRO shards."""
-REPLICATE: Axes = ("replicate",)
-"""The data ranks that hold the same shard (HSDP; all of them without ZeRO)."""
-KV: Axes = ("kv",)
-"""The tensor-parallel ranks that hold the same key/value head."""
-
-DATA = DP + CP
-STAGE = DATA + TP
-"""All ranks of one stage of the pipeline."""
-DENSE = PP + DATA + TP
-EXPERT = PP + EDP + EP + ETP
 
 
 class _Part(NamedTuple):
@@ -145,8 +121,3 @@ class Mesh:
             rank += (joint % size - before % size) * self._strides[axis]
             joint, before = joint // size, before // size
         return rank
-
-
-def named(name: str) -> Axes:
-    """The axes of a group by the name that it has in a ledger (`Mesh.name`)."""
-    return tuple(name.split("_")) if name else ()

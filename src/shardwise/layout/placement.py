@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from shardwise.layout.axes import KV, TP, Axes
 from shardwise.layout.layout import Layout
-from shardwise.layout.mesh import KV, TP, Axes
 from shardwise.model import ModelConfig
 from shardwise.model.blueprint import Cut, Parameter
 

@@ -29,8 +29,9 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 from shardwise.cluster import Cluster
 from shardwise.layout import pipeline
 from shardwise.layout.algorithms import Schedules
+from shardwise.layout.axes import KV, PP, REPLICATE, SHARD, TP, Axes
 from shardwise.layout.layout import Layout
-from shardwise.layout.mesh import KV, PP, REPLICATE, SHARD, TP, Axes, Mesh
+from shardwise.layout.mesh import Mesh
 from shardwise.layout.placement import Placed, place
 from shardwise.layout.workload import Workload
 from shardwise.model import ModelConfig

@@ -33,7 +33,7 @@ from shardwise.decoder import Batch
 from shardwise.decoder.attention import CoreAttention, Rope
 from shardwise.decoder.modules import RMSNorm
 from shardwise.layout import Layout, Mesh, Workload, unit_plan
-from shardwise.layout.mesh import DATA, PP, SHARD, Axes
+from shardwise.layout.axes import DATA, PP, SHARD, Axes
 from shardwise.model import ModelConfig
 from shardwise.model.chunking import optimizer_chunk
 from shardwise.runtime.job.rank import RankJob, leave, main

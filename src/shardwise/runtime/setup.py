@@ -10,7 +10,7 @@ import torch.distributed as dist
 from shardwise.decoder import Batch
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Mesh
-from shardwise.layout.mesh import DATA, KV, PP, REPLICATE, SHARD, TP
+from shardwise.layout.axes import DATA, KV, PP, REPLICATE, SHARD, TP
 from shardwise.model import ModelConfig
 from shardwise.runtime.job.pulse import Pulse
 from shardwise.runtime.transport.comms import Comms

@@ -25,7 +25,7 @@ from shardwise.decoder import random
 from shardwise.decoder.initial import initial_values
 from shardwise.errors import UserError
 from shardwise.layout import Mesh, check_runnable, unit_plan
-from shardwise.layout.mesh import DP
+from shardwise.layout.axes import DP
 from shardwise.model.flops import training_flops_per_token
 from shardwise.model.parameters import Parameter
 from shardwise.report.exposure import Exposure

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardwise.layout.mesh import PP, SHARD, TP
+from shardwise.layout.axes import PP, SHARD, TP
 from shardwise.runtime.transport.comms import PendingCollective
 from shardwise.serving.engine import TokenGenerator
 from shardwise.serving.messages import Answer, Cancel, Command, Drain, Request

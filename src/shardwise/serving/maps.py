@@ -19,7 +19,7 @@ from shardwise.decoder.decoder import Head
 from shardwise.decoder.gpt import MLP, GPTBlock
 from shardwise.decoder.llama import GatedMLP, LlamaBlock
 from shardwise.decoder.modules import Linear, Linears, Lookup, RMSNorm, TiedLinear, swap_forward
-from shardwise.layout.mesh import TP
+from shardwise.layout.axes import TP
 from shardwise.layout.units import UnitPlan
 from shardwise.model.blueprint import Cut
 from shardwise.runtime.tensor.fused import end_to_end

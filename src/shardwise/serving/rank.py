@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from shardwise.errors import UserError
 from shardwise.layout import Mesh
-from shardwise.layout.mesh import DP, PP, SHARD, TP
+from shardwise.layout.axes import DP, PP, SHARD, TP
 from shardwise.report.step_report import Bytes, Phase
 from shardwise.runtime.allocator import release_freed_memory, retain_freed_memory
 from shardwise.runtime.job import pulse

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.layout import Mesh
-from shardwise.layout.mesh import DP
+from shardwise.layout.axes import DP
 from shardwise.report.step_report import Bytes, LedgerRow, Phase, Role, StepReport, TransportRow, merge_roles
 from shardwise.serving.job import ServingJob
 

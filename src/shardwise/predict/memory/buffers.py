@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from shardwise.layout.mesh import SHARD
+from shardwise.layout.axes import SHARD
 from shardwise.layout.units import Unit, UnitPlan
 from shardwise.model.chunking import sum_chunk
 from shardwise.report.step_report import DTYPE_BYTES

@@ -6,7 +6,7 @@ those of a longer sequence.
 
 from __future__ import annotations
 
-from shardwise.layout.mesh import TP
+from shardwise.layout.axes import TP
 from shardwise.layout.units import UnitPlan
 from shardwise.model.chunking import dropout_chunk, product_piece
 from shardwise.predict.memory.activations import Sizes

@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from shardwise.cluster import Cluster
-from shardwise.layout.mesh import KV, TP, Mesh, named
+from shardwise.layout.axes import KV, TP, named
+from shardwise.layout.mesh import Mesh
 from shardwise.layout.units import UnitPlan
 from shardwise.predict.traffic.ledger import predict_ledger
 

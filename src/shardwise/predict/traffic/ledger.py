@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from shardwise.layout.mesh import DATA, PP, TP, Axes, Mesh
+from shardwise.layout.axes import DATA, PP, TP, Axes
+from shardwise.layout.mesh import Mesh
 from shardwise.layout.pipeline import phases
 from shardwise.layout.units import UnitPlan
 from shardwise.report.step_report import LedgerRow

@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from shardwise.layout.mesh import Mesh, named
+from shardwise.layout.axes import named
+from shardwise.layout.mesh import Mesh
 from shardwise.layout.units import UnitPlan
 from shardwise.report.step_report import DTYPE_BYTES, LedgerRow
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardwise.layout.algorithms import COLLECTIVES, Carried
-from shardwise.layout.mesh import named
+from shardwise.layout.axes import named
 from shardwise.layout.units import UnitPlan
 from shardwise.predict.traffic.ledger import predict_ledger
 from shardwise.report.step_report import LedgerRow, Role, TransportRow

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from shardwise.layout.mesh import PP, SHARD, TP, Mesh
+from shardwise.layout.axes import PP, SHARD, TP
+from shardwise.layout.mesh import Mesh
 from shardwise.layout.units import Gather, UnitPlan
 from shardwise.predict.traffic.ledger import Rows, ledger_of
 from shardwise.report.step_report import LedgerRow, Phase

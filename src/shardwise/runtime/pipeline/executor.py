@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardwise.decoder import Batch
 from shardwise.layout import pipeline
-from shardwise.layout.mesh import DATA, PP
+from shardwise.layout.axes import DATA, PP
 from shardwise.runtime.pipeline.stages import StageRunner
 from shardwise.runtime.transport.comms import Comms, PendingCollective, Waitable
 from shardwise.runtime.zero.gradients import WeightGradient

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.decoder import Batch
-from shardwise.layout.mesh import DATA
+from shardwise.layout.axes import DATA
 from shardwise.layout.units import UnitPlan
 from shardwise.runtime.config import OptimizerConfig
 from shardwise.runtime.pipeline.executor import evaluate, train

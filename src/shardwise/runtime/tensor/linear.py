@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.decoder.modules import Linear, Lookup, TiedLinear
-from shardwise.layout.mesh import TP
+from shardwise.layout.axes import TP
 from shardwise.runtime.transport.comms import DONE, Comms, Waitable
 from shardwise.runtime.zero.gradients import WeightGradients, grad_slot
 

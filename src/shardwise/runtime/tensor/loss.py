@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.layout.mesh import TP
+from shardwise.layout.axes import TP
 from shardwise.model.chunking import loss_chunk
 from shardwise.runtime.transport.comms import Comms
 

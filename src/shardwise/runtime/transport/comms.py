@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shardwise.layout import Mesh
 from shardwise.layout.algorithms import Carried, Schedules
-from shardwise.layout.mesh import PP, Axes
+from shardwise.layout.axes import PP, Axes
 from shardwise.layout.units import Backend
 from shardwise.report.step_report import LedgerRow, Phase, TransportRow
 from shardwise.runtime.job.pulse import Pulse

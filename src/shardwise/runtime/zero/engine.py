@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from shardwise.decoder import Decoder
 from shardwise.decoder.modules import TiedLinear
-from shardwise.layout.mesh import SHARD
+from shardwise.layout.axes import SHARD
 from shardwise.layout.pipeline import releases_early, splits_backward
 from shardwise.layout.placement import Placed
 from shardwise.layout.units import Gather, Hop, Phase, Residency, Unit, UnitPlan, Use

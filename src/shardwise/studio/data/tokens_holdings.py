@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from shardwise.layout import Layout, Mesh
-from shardwise.layout.mesh import PP, SHARD, TP
+from shardwise.layout.axes import PP, SHARD, TP
 from shardwise.layout.placement import Placed
 from shardwise.model import ModelConfig
 from shardwise.predict.serving_layout import blocks_of, plan_of

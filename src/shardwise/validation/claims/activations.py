@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardwise.layout import Layout, UnitPlan, Workload, unit_plan
-from shardwise.layout.mesh import TP, named
+from shardwise.layout.axes import TP, named
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import get
 from shardwise.model.flops import hardware_flops_per_token, training_flops_per_token

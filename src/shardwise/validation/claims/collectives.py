@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardwise.cluster import Cluster
 from shardwise.cluster.catalog import lookup
-from shardwise.layout.mesh import TP, named
+from shardwise.layout.axes import TP, named
 from shardwise.model.catalog import get
 from shardwise.predict.traffic.ledger import predict_ledger
 from shardwise.predict.traffic.tokens import summed_bytes

@@ -1,0 +1,31 @@
+"""Axes of a mesh: a tuple of names, composed by `+` (`SHARD + TP`). No other file spells a name of an axis (a test)."""
+
+from __future__ import annotations
+
+Axes = tuple[str, ...]
+"""Axes of a group, the slowest first. None of them: every rank for itself."""
+
+PP: Axes = ("pp",)
+DP: Axes = ("dp",)
+CP: Axes = ("cp",)
+TP: Axes = ("tp",)
+EDP: Axes = ("edp",)
+EP: Axes = ("ep",)
+ETP: Axes = ("etp",)
+SHARD: Axes = ("shard",)
+"""The data ranks among which ZeRO shards."""
+REPLICATE: Axes = ("replicate",)
+"""The data ranks that hold the same shard (HSDP; all of them without ZeRO)."""
+KV: Axes = ("kv",)
+"""The tensor-parallel ranks that hold the same key/value head."""
+
+DATA = DP + CP
+STAGE = DATA + TP
+"""All ranks of one stage of the pipeline."""
+DENSE = PP + DATA + TP
+EXPERT = PP + EDP + EP + ETP
+
+
+def named(name: str) -> Axes:
+    """The axes of a group by the name that it has in a ledger (`Mesh.name`)."""
+    return tuple(name.split("_")) if name else ()
