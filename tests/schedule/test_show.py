@@ -6,11 +6,10 @@ import json
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 from collective_reference import step_by_step
 
-from shardwise.schedule import Draft, RepeatedRounds, Round, algorithms, build
+from shardwise.schedule import algorithms, build
 from shardwise.schedule.algorithms import registry
 from shardwise.schedule.show import MOST_FRAMED, describe, frames
 from shardwise.schedule.verify import verify
@@ -54,9 +53,8 @@ def test_the_guide_s_examples_run(monkeypatch):
     """Its own algorithm is right, and known only while this test runs."""
     monkeypatch.setattr(registry, "_KNOWN", {name: dict(known) for name, known in registry._KNOWN.items()})
     guide = Path(__file__).parents[2] / "docs" / "collectives.md"
-    names = {"np": np, "algorithm": registry.algorithm, "Draft": Draft, "Round": Round, "Stage": RepeatedRounds}
     for example in re.findall(r"```python\n(.*?)```", guide.read_text(), re.DOTALL):
-        exec(example, names)
+        exec(example, {})
     assert all(verify(build("all-gather", "neighbours", p)) == [] for p in (1, 2, 5, 8))
 
 
