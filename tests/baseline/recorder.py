@@ -10,8 +10,7 @@ Both ask the `shardwise` that Python imports, so PYTHONPATH=<older tree>/src rec
 
 A recording holds 300 estimates, 30 plans, 60 ledgers of dry runs and 20 checkpoint manifests, each with its command and
 its whole JSON. Of manifests, checksums of values are left out: they depend on the machine's arithmetic. A tenth of the
-estimates are rejected layouts, of which the exit code counts. Numbers that differ by rounding only are told apart from
-those that differ.
+estimates are rejected layouts, compared by exit code. Numbers that differ by rounding only are counted apart.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ KEYS = ("dp", "tp", "zero", "sp", "recompute", "attention", "micro", "order")
 
 
 def pair(seed: int, index: int) -> tuple[UnitPlan, int]:
-    """(plan, rank) number `index` of those that `seed` draws: of a rank on a random place of its pipeline."""
+    """(plan, rank) number `index` drawn by `seed`, of a rank on a random place of its pipeline."""
     generator = random.Random(f"{seed} {index}")
     while True:
         try:

@@ -38,4 +38,4 @@ def of_some(case: str, cases: Iterable[str], count: int) -> pytest.MarkDecorator
 
 
 TORCHRUN = ("killed", "foreign", "hung", "two agents")
-"""Tests that start torchrun, each of which imports torch many times."""
+"""Tests that start torchrun, which imports torch once per rank."""

@@ -1,4 +1,4 @@
-"""Predicted bytes of random pairs of a model and a layout beside those that a dry run observes."""
+"""Predicted bytes of random pairs of a model and a layout, compared with a dry run's."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_tables_go_with_the_last_stage_that_has_blocks(fake: FakeTensorMode) -> 
 
 
 def test_one_chunk_of_probabilities_at_a_time(fake: FakeTensorMode) -> None:
-    """384 x 1009 logits, of which the loss takes 2^18 at a time."""
+    """384 x 1009 logits; the loss processes 2^18 at once."""
     plan, rank = pair(SEED, 443)
     assert plan.tokens * plan.model.vocab > 1 << 18
     assert predict_bytes(plan).total == pytest.approx(_observe(plan, rank, fake).bytes.total, rel=0.005)

@@ -149,7 +149,7 @@ def test_a_chapter_plays_when_it_is_come_to_and_not_against_the_systems_wish(bro
     assert "_step" not in calm.given and "_layer" not in calm.given
     said = page.locator('[data-figure="spent"] .sentence')
     assert said.inner_text().startswith("After 32 tokens")
-    # The race goes on by whole seconds there.
+    # The race advances by whole seconds there.
     columns = tokens.spent(GIVEN).tables["spent"].columns
     race = page.locator("[data-figure=spent] .race button")
     for second in range(3):

@@ -61,7 +61,7 @@ class Mesh:
         }
 
     def rank(self, **at: int) -> int:
-        """The rank at the given pp, dp, cp and tp coordinates; 0 on those that are not given."""
+        """The rank at the given pp, dp, cp and tp coordinates; 0 on axes that are not given."""
         return sum(place * self._strides[axis] for axis, place in at.items())
 
     def size(self, axes: Axes) -> int:

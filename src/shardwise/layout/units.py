@@ -139,7 +139,7 @@ class Unit:
 
     @cached_property
     def partial_sums(self) -> tuple[tuple[int, int, Axes], ...]:
-        """(start, stop, axes) of gradients of which each rank along `axes` has a part."""
+        """(start, stop, axes) of gradients that are partial on each rank along `axes`."""
         runs = ((axes, list(run)) for axes, run in groupby(self.spans, lambda span: span.sum_over) if axes)
         return tuple((run[0].start, run[-1].stop, axes) for axes, run in runs)
 

@@ -164,7 +164,7 @@ def rotary(
 def _refuse_unread(f: Fields, settings: tuple[tuple[tuple[str, ...], float | None], ...]) -> None:
     """Refuse rotary settings that transformers reads over, so that its model would be another one.
 
-    settings: for each its names, of which beside a table only the first is read, and its default.
+    settings: the names and the default of each. Beside a table only the first name is read.
     """
     scaling, parameters = f.table("rope_scaling"), f.table("rope_parameters")
     for name, value in parameters.items():

@@ -147,7 +147,7 @@ def products(c: ModelConfig, width: int, rows: Rows = "tokens", count: int = 1, 
 
 
 def mixture(c: ModelConfig) -> Pieces:
-    """Router, routed experts, and those that see every token."""
+    """Router, routed experts, and shared experts, which see every token."""
     assert c.experts
     e = c.experts
     yield from linear("mlp.router", e.count, c.hidden, bias=e.router_bias)

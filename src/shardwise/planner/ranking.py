@@ -159,7 +159,7 @@ def _once(
     considered = fitting = 0
     reach = usable * listing.slack if listing else usable
     memory = Memory(space.model, space.workload, space.attention)
-    # Only in the order of time do those that may fit come among those that do, and are looked at.
+    # Only in the order of time are layouts that may fit ranked among fitting ones, and followed.
     nearest = listing.exact.least if listing and by == "throughput" else None
     for shardings, block in blocks(space, memory, pricing, reach, overlaps, unlimited, nearest):
         rows = block.frame.runs_on(ranked or space.features)

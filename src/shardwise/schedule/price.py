@@ -2,7 +2,7 @@
 
 A round takes as long as its busiest port, then its largest addition. For a given network both are linear in the bytes,
 so a schedule is reduced once to a `Profile`: for each kind of round the lines (α seconds, β seconds a byte) that some
-size makes the longest. Rounds with equal lines are one, and of a `StagingBuffer`, and of stages that are alike, only
+size makes the longest. Rounds with equal lines are one, and of a `StagingBuffer`, and of equal stages, only
 one round is looked at, which is what makes 16,384 ranks cheap. Chunks count as equal parts of the buffer; one that is
 larger by an element, because the size does not divide, is priced as the others.
 

@@ -20,7 +20,7 @@ from shardwise.serving.job import ServingJob
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One engine step on one rank. tokens: that it computed; rows: of them, those whose logits were wanted. kv_bytes:
+    """One engine step on one rank. tokens: computed ones; rows: their subset with logits. kv_bytes:
     of keys and values that sequences had in the cache after it. seconds: from beginning to end. began: seconds of the
     host's monotonic clock."""
 

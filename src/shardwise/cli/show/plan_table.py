@@ -35,7 +35,7 @@ def plan_tables(plan: Plan) -> Iterator[RenderableType]:
     )
     if plan.none_runs:
         yield f"None of these run here yet: {plan.none_runs}; --engine NAME plans for other software"
-    # Of pipelines, those that fit are counted in closed form; without one that is exact.
+    # The count of pipelines that fit is in closed form; without pipelines it is exact.
     about = "about " if plan.cluster.devices > 1 else ""
     yield (
         f"{plan.considered:,} layouts{_runs(plan)}, {about}{plan.fitting:,} fit in {format_bytes(plan.usable)} "

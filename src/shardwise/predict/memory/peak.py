@@ -68,10 +68,10 @@ def forward(plan: UnitPlan, s: Sizes, parts: list[str]) -> int:
 def backwards(
     plan: UnitPlan, s: Sizes, parts: list[str], apart: bool = False, adds: bool = False
 ) -> dict[tuple[When, str], int]:
-    """Activations in each part's backward, and after it: then those that earlier parts saved, and one's gradient.
+    """Activations in each part's backward, and after it: then activations of earlier parts, and one gradient.
 
     parts: those of one stage. apart: the gradients of weights come later, so that a block keeps what its feed-forward
-    part needs for them while it goes on with attention. adds: they are added to those of an earlier micro-batch.
+    part needs for them while it goes on with attention. adds: they are added to an earlier micro-batch's.
     """
     recompute = plan.layout.recompute in ("full", "input")
     stream = s.stream * s.hidden * s.element
@@ -174,7 +174,7 @@ def _positions(plan: UnitPlan, s: Sizes) -> int:
 
 
 def _recomputed_from_input(plan: UnitPlan, s: Sizes, part: str, parts: list[str], apart: bool) -> int:
-    """Computing all blocks again from the first one's input: a later block's input is nobody's saved tensor, and the
+    """Computing all blocks again from the first one's input: a later block's input is not a saved tensor, and the
     gradient of the last one's output, if it is neither a message nor kept for the weights, stays until the first one's
     backward is over."""
     if plan.layout.recompute != "input":
@@ -202,7 +202,7 @@ def of_weights(plan: UnitPlan, s: Sizes, part: str, adds: bool = False) -> int:
 
 
 def embedding_forward(plan: UnitPlan, s: Sizes) -> int:
-    """Looking up rows: of those that other ranks hold, too, until they are summed; learned positions; dropout."""
+    """Looked-up rows, zeros for other ranks' ids included, until they are summed; learned positions; dropout."""
     stream = s.stream * s.hidden * s.element
     summed = stream * (3 if plan.model.positions == "learned" else 1)
     dropped = stream + stream_dropout(plan, s)

@@ -23,7 +23,7 @@ CONTROL, TOKENS = "control", "tokens"
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """One forward pass of an engine. tokens: that go through the blocks; rows: of them, those whose logits are wanted.
+    """One forward pass of an engine. tokens: rows of the blocks' input; rows: their subset with logits.
     phase: "prefill" where any of them is a prompt's, else "decode". known: rows of the turn whose tokens come back in
     this one, under a pipeline of p stages p - 1 turns ago; None for as many as `rows`. heard: bytes of the messages
     that reach the ranks at its beginning (requests and cancels)."""

@@ -199,7 +199,7 @@ class _Training(_Work):
 
     def forward(self, stage: int, micro: int, x: Tensor | None) -> Tensor | None:
         batch, targets = self.given[micro]
-        # What blocks take from it alike is made once for all stages of the rank, and goes with the last with blocks.
+        # Tables that blocks share are made once for all stages of the rank, and go with the last stage with blocks.
         shared = self.batches.setdefault(micro, batch.fresh()) if self._attends(stage) else batch
         if x is not None:
             x = x.detach().requires_grad_()

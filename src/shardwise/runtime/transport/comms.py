@@ -525,7 +525,7 @@ class Comms:
     ) -> Waitable:
         """Give each rank of the group its rows of `tensor` [n, ...], and have theirs in `out` [m, ...], in group order.
 
-        sent, received: rows for and from each rank, of which any may be 0; equal parts where they are left out. Both
+        sent, received: rows for and from each rank, 0 allowed; equal parts where they are left out. Both
         tensors are contiguous and of one dtype. The ledger has the elements that this rank gives away. Raises
         `ValueError` where the rows are not those of the tensors.
         """
@@ -600,7 +600,7 @@ class Comms:
 
 
 def _forget(moved: Moved) -> None:
-    """Nobody records."""
+    """No-op: no step is recorded."""
 
 
 def _rows(tensor: Tensor, rows: Sequence[int] | None, ranks: int) -> list[int]:

@@ -99,7 +99,7 @@ class Places(NamedTuple):
 
 
 class CopyPlan(NamedTuple):
-    """Plan of which parts of a rank's memory its peers can read when, with the fewest copies.
+    """Parts of a rank's memory that its peers can read, by round, with the fewest copies.
 
     places: of each move of each step. enter: what is brought into sight before. leave: what is brought back in the end.
     span: what encloses all that is ever in sight.

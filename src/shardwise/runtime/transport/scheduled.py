@@ -64,7 +64,7 @@ class ScheduledCollective:
 
     def wait(self) -> None:
         target = None if self._into is None else self._into()
-        # Whoever counts a step's memory has the workspace's bytes from the engine.
+        # A step's measurement gets the workspace's bytes from the engine.
         with torch._C._DisableTorchDispatch(), torch.no_grad():
             self._run(target)
 

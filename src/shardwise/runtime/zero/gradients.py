@@ -119,6 +119,6 @@ def grad_slot(parameter: nn.Parameter | Tensor) -> GradSlot:
 
 
 def bind_grad_slot(parameter: Tensor, place: GradSlot) -> None:
-    """Accumulate `parameter`'s gradient in `place`, of which its `grad` is a view."""
+    """Accumulate `parameter`'s gradient in `place`; its `grad` is a view of that."""
     parameter.grad = place.view
     parameter.place = place  # type: ignore[attr-defined]

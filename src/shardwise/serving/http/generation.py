@@ -35,7 +35,7 @@ class Chosen:
 
 @dataclass(frozen=True)
 class TextDelta:
-    """The next piece of one choice's text. tokens: those whose text this is. reason: why nothing follows, None while
+    """The next piece of one choice's text. tokens: ids of this text. reason: why nothing follows, None while
     something may."""
 
     choice: int

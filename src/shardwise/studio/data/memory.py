@@ -303,5 +303,5 @@ def _how_moments(plan: UnitPlan, command: str) -> How:
             "backward and the reduction of its gradients, the optimizer. The highest is the predicted peak."
         ]
     if plan.micro_batches > 3 and plan.layout.pp == 1:
-        lines.append(f"Three of {plan.micro_batches} micro-batches: from the third one on they are alike.")
+        lines.append(f"Three of {plan.micro_batches} micro-batches: all later ones equal the third.")
     return How(lines, command)

@@ -102,8 +102,8 @@ def how_product(found: DrawnProduct | None) -> How:
         return How(["Neither strategy cuts matrices over tensor-parallel ranks."])
     lines = [
         "y = f(x W1) W2 = the sum over ranks r of f(x W1[:, r]) W2[r, :], as f goes number by number.",
-        f"W1 is {found.hidden:,} x {found.ffn:,}: the up matrix (the gate is cut alike); W2, the down matrix, is "
+        f"W1 is {found.hidden:,} x {found.ffn:,}: the up matrix (the gate is cut equally); W2, the down matrix, is "
         f"{found.ffn:,} x {found.hidden:,}. As stored (outputs are rows) columns of W1 are rows.",
-        f"{found.layout}: the slices are those that the runtime follows; the sum's seconds are those of the step.",
+        f"{found.layout}: the slices are the runtime's; the sum's seconds are the step's.",
     ]
     return How(lines, "", "Shoeybi et al. 2019, section 3")
