@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.decoder.modules import Batch, Dropout, Linear, Linears, RMSNorm
+from shardwise.decoder.modules import Batch, Dropout, JointNorm, Linear, Linears, RMSNorm
 from shardwise.model import ModelConfig
 
 
@@ -95,36 +95,52 @@ class Rope(nn.Module):
 
 
 class CoreAttention(nn.Module):
-    """softmax(q k^T / sqrt(D)) v, causal. q: [B, S, H, D]; k, v: [B, S, K, D] with K dividing H; returns q's shape.
+    """softmax(c tanh(q k^T scale / c)) v, causal. q: [B, S, H, D]; k, v: [B, S, K, D] with K dividing H; returns q's
+    shape. Without a soft cap c the scores are q k^T scale.
 
-    kind: "sdpa" (fused, saves its inputs, output and log-sum-exp) or "math" (explicit, saves the probabilities).
-    first_head: global index of the first head at hand, and `heads` the number of all heads, for dropout's counters.
+    kind: "sdpa" (fused, saves its inputs, output and log-sum-exp; not with a soft cap) or "math" (explicit, saves the
+    probabilities). window: tokens that each token attends to at most, 0 for no bound. first_head: global index of the
+    first head at hand, and `heads` the number of all heads, for dropout's counters.
     """
 
-    def __init__(self, config: ModelConfig, site: str) -> None:
+    def __init__(self, config: ModelConfig, site: str, window: int = 0) -> None:
         super().__init__()
         self.kind = "sdpa"
+        self.scale = (config.score_scale or config.head_dim) ** -0.5
+        self.softcap, self.window = config.score_softcap, window
         self.heads, self.first_head = config.heads, 0
         self.dropout = Dropout(config.attention_dropout, f"{site}.probabilities")
 
     def mask(self, batch: Batch, dtype: torch.dtype) -> Tensor | None:
         """What is added to the scores: [B, 1, S, S], [S, S], or None where the kernel knows plain causal attention."""
         mask = batch.mask(dtype)
-        if mask is not None or self.kind == "sdpa":
-            return mask
         s, device = batch.positions.shape[1], batch.positions.device
+        local = 0 < self.window < s
+        if not local and (mask is not None or self.fused):
+            return mask
         lowest = torch.finfo(dtype).min
-        triangle: Tensor = batch.shared(
-            "triangle", lambda: torch.full((s, s), lowest, dtype=dtype, device=device).triu_(1)
+        whole: Tensor = (
+            mask
+            if mask is not None
+            else batch.shared("triangle", lambda: torch.full((s, s), lowest, dtype=dtype, device=device).triu_(1))
         )
-        return triangle
+        if local:
+            index = torch.arange(s, device=device)
+            far = index[:, None] - index >= self.window
+            return batch.shared(f"window of {self.window}", lambda: whole.masked_fill(far, lowest))  # type: ignore[no-any-return]
+        return whole
+
+    @property
+    def fused(self) -> bool:
+        """Whether torch's fused kernel computes it: none has a soft cap."""
+        return self.kind == "sdpa" and not self.softcap
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         mask = self.mask(batch, q.dtype)
-        if self.kind == "sdpa":
+        if self.fused:
             out = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
             )
         else:
             assert mask is not None
@@ -135,8 +151,11 @@ class CoreAttention(nn.Module):
         b, h, s, d = q.shape
         kv = k.shape[1]
         # Query heads of one key/value head become rows of one product: k and v need no copies.
-        rows = (q * d**-0.5).reshape(b, kv, h // kv * s, d)
-        scores = torch.matmul(rows, k.transpose(2, 3)).view(b, h, s, s).add_(mask)
+        rows = (q * self.scale).reshape(b, kv, h // kv * s, d)
+        scores = torch.matmul(rows, k.transpose(2, 3)).view(b, h, s, s)
+        if self.softcap:
+            scores = scores.div_(self.softcap).tanh_() * self.softcap
+        scores.add_(mask)
         probabilities = torch.softmax(scores, -1)
         del scores
         probabilities = self.dropout.of_batch(probabilities, lambda: self._rows(batch, h), batch)
@@ -149,17 +168,20 @@ class CoreAttention(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head attention with optional grouped key/value heads, biases, head norms and rotary embedding."""
+    """Multi-head attention with optional grouped key/value heads, biases, norms of queries and keys, and rotary
+    embedding."""
 
-    def __init__(self, config: ModelConfig, name: str) -> None:
+    def __init__(self, config: ModelConfig, name: str, window: int = 0) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         widths = {"q": config.q_width, "k": config.kv_width, "v": config.kv_width}
         self.qkv = Linears(config.hidden, widths, bias=config.bias != "none")
-        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        heads = config.qk_norm and config.qk_norm_scope == "head"
+        self.q_norm = RMSNorm.of(config, config.head_dim) if heads else None
+        self.k_norm = RMSNorm.of(config, config.head_dim) if heads else None
+        self.qk_norm = JointNorm(config) if config.qk_norm and not heads else None
         self.rope = Rope(config) if config.positions == "rope" else None
-        self.core = CoreAttention(config, name)
+        self.core = CoreAttention(config, name, window)
         self.out = Linear(config.q_width, config.hidden, bias=config.bias == "all")
 
     def share(self, batch: Batch, dtype: torch.dtype) -> None:
@@ -169,7 +191,10 @@ class Attention(nn.Module):
             self.rope.shared(batch, dtype)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in self.qkv(x))
+        q, k, v = self.qkv(x)
+        if self.qk_norm is not None:
+            q, k = self.qk_norm(q, k)
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:

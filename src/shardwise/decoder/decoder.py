@@ -6,24 +6,28 @@ the names and shapes of `model/parameters.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
 
+from shardwise.decoder.gemma2 import Gemma2Block
 from shardwise.decoder.gpt import GPTBlock
 from shardwise.decoder.llama import LlamaBlock
-from shardwise.decoder.modules import Batch, Dropout, LayerNorm, Linear, Lookup, RMSNorm, TiedLinear
+from shardwise.decoder.modules import Batch, Dropout, LayerNorm, Linear, Lookup, RMSNorm, TiedLinear, soft_cap
+from shardwise.decoder.olmo2 import Olmo2Block
 from shardwise.errors import UserError
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import blueprint
 
-BLOCKS = {"llama": LlamaBlock, "gpt": GPTBlock}
+BLOCKS: dict[str, Callable[..., nn.Module]] = {
+    "llama": LlamaBlock, "gpt": GPTBlock, "olmo2": Olmo2Block, "gemma2": Gemma2Block,
+}  # fmt: skip
 """Module that a part of the blueprint names -> its class."""
 
 
 class Embedding(nn.Module):
-    """Token vectors, plus learned positions where the model has them. Reads `batch.ids`; x is ignored."""
+    """Token vectors, scaled or plus learned positions where the model has that. Reads `batch.ids`; x is ignored."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -31,24 +35,34 @@ class Embedding(nn.Module):
         learned = config.positions == "learned"
         self.positions = nn.Parameter(torch.empty(config.max_positions, config.hidden)) if learned else None
         self.dropout = Dropout(config.dropout, "embedding")
+        self.scale = config.hidden**0.5 if config.scaled_embedding else None
 
     def forward(self, x: Tensor | None, batch: Batch) -> Tensor:
         y = self.tokens(batch.ids)
+        if self.scale:
+            # Rounded to the weights' precision, as in Gemma's own training.
+            y.mul_(float(torch.tensor(self.scale, dtype=y.dtype, device="cpu")))
         if self.positions is not None:
             y = y + nn.functional.embedding(batch.stream_positions, self.positions)
         return self.dropout.of_batch(y, lambda: batch.stream_index, batch)
 
 
 class Head(nn.Module):
-    """Final norm and projection to logits: [B, S, hidden] -> [B, S, vocab]."""
+    """Final norm, projection to logits and their soft cap: [B, S, hidden] -> [B, S, vocab]."""
 
     def __init__(self, config: ModelConfig, tokens: Lookup) -> None:
         super().__init__()
-        norm = RMSNorm if config.norm == "rmsnorm" else LayerNorm
-        self.norm = norm(config.hidden, config.norm_eps)
+        layer = config.norm == "layernorm"
+        self.norm = LayerNorm(config.hidden, config.norm_eps) if layer else RMSNorm.of(config, config.hidden)
+        self.softcap = config.logit_softcap
         self.out = TiedLinear(tokens) if config.tied else Linear(config.hidden, config.vocab, bias=False)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        logits = self.uncapped(x)
+        return soft_cap(logits, self.softcap) if self.softcap else logits
+
+    def uncapped(self, x: Tensor) -> Tensor:
+        """Logits before their soft cap."""
         return self.out(self.norm(x))
 
 
@@ -63,7 +77,7 @@ class Decoder(nn.Module):
         self.names = blueprint(config).names
         block = BLOCKS[blueprint(config).of_kind("block")[0].module]
         self.embedding = Embedding(config)
-        self.blocks = nn.ModuleList(block(config, f"blocks.{i}") for i in range(config.layers))
+        self.blocks = nn.ModuleList(block(config, f"blocks.{i}", config.layer_window(i)) for i in range(config.layers))
         self.head = Head(config, self.embedding.tokens)
 
     def parts(self) -> Iterator[tuple[str, nn.Module]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -11,26 +13,27 @@ from shardwise.model import ModelConfig
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)) (Shazeer 2020)."""
+    """down(act(gate(x)) * up(x)) with SiLU or tanh-GELU (Shazeer 2020)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.gate_up = Linears(config.hidden, {"gate": config.ffn, "up": config.ffn}, bias=False)
         self.down = Linear(config.ffn, config.hidden, bias=False)
+        self.activation = F.silu if config.activation == "silu" else partial(F.gelu, approximate="tanh")
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x)
-        return self.down(F.silu(gate) * up)
+        return self.down(self.activation(gate) * up)
 
 
 class LlamaBlock(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)). x: [B, S, hidden]."""
 
-    def __init__(self, config: ModelConfig, name: str) -> None:
+    def __init__(self, config: ModelConfig, name: str, window: int = 0) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.hidden, config.norm_eps)
-        self.attention = Attention(config, f"{name}.attention")
-        self.mlp_norm = RMSNorm(config.hidden, config.norm_eps)
+        self.attention_norm = RMSNorm.of(config, config.hidden)
+        self.attention = Attention(config, f"{name}.attention", window)
+        self.mlp_norm = RMSNorm.of(config, config.hidden)
         self.mlp = GatedMLP(config)
         self.attention_dropout = Dropout(config.dropout, f"{name}.attention")
         self.mlp_dropout = Dropout(config.dropout, f"{name}.mlp")

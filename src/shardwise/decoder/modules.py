@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.decoder import random
+from shardwise.model import ModelConfig
 from shardwise.model.chunking import dropout_chunk
 
 
@@ -125,11 +126,19 @@ class TiedLinear(nn.Module):
         return F.linear(x, self.weight)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(x / rms(x) * weight, 1 / rms(x) [..., 1]), the latter in fp32 for bf16."""
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """cap tanh(x / cap)."""
+    return torch.tanh(x / cap) * cap
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> tuple[Tensor, Tensor]:
+    """(x / rms(x) * weight, 1 / rms(x) [..., 1]), the latter in fp32 for bf16. zero_centered: by 1 + weight, and
+    rounded after that product."""
     wide = x.float() if x.dtype == torch.bfloat16 else x
     norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     rstd = torch.addcmul(_scalar(eps, wide.dtype, x.device), norm, norm, value=1 / x.shape[-1]).rsqrt_()
+    if zero_centered:
+        return (wide * rstd).mul_(norm_scale(weight, wide.dtype, zero_centered)).to(x.dtype), rstd
     return (wide * rstd).to(x.dtype).mul_(weight), rstd
 
 
@@ -139,10 +148,17 @@ def _scalar(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.full((), value, dtype=dtype, device=device)
 
 
-def rms_norm_backward(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def norm_scale(weight: Tensor, dtype: torch.dtype, zero_centered: bool) -> Tensor:
+    """Factors that a norm multiplies by."""
+    return weight.to(dtype) + 1 if zero_centered else weight.to(dtype)
+
+
+def rms_norm_backward(
+    dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, zero_centered: bool = False
+) -> tuple[Tensor, Tensor]:
     """The gradients of x and weight from that of what `rms_norm` has made of them."""
     normed, width = x * rstd, x.shape[-1]
-    dy, scale = dy.to(normed.dtype), weight.to(normed.dtype)
+    dy, scale = dy.to(normed.dtype), norm_scale(weight, normed.dtype, zero_centered)
     product = dy * normed
     dw = product.flatten(0, -2).sum(0)
     inner = product.mul_(scale).sum(-1, keepdim=True)
@@ -154,35 +170,45 @@ class _RMSNorm(torch.autograd.Function):
     """Saves (x, 1/rms, weight): the built-in decomposes on CPU and saves several copies of x."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        y, rstd = rms_norm(x, weight, eps)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
+        y, rstd = rms_norm(x, weight, eps, zero_centered)
+        ctx.zero_centered = zero_centered
         ctx.save_for_backward(x, rstd, weight)
         return y
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        return *rms_norm_backward(grads[0], *ctx.saved_tensors), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        x, rstd, weight = ctx.saved_tensors
+        return *rms_norm_backward(grads[0], x, rstd, weight, ctx.zero_centered), None, None
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
     """What `_RMSNorm` computes, for a compiler that fuses it and finds its backward."""
     wide = x.float() if x.dtype == torch.bfloat16 else x
     rstd = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+    if zero_centered:
+        return (wide * rstd * norm_scale(weight, wide.dtype, zero_centered)).to(x.dtype)
     return (wide * rstd).to(x.dtype) * weight
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dim (Zhang and Sennrich 2019); statistics in fp32 for bf16 inputs."""
+    """x / rms(x) * weight over the last dim (Zhang and Sennrich 2019), or * (1 + weight) where that is zero-centered;
+    statistics in fp32 for bf16 inputs."""
 
-    def __init__(self, width: int, eps: float) -> None:
+    def __init__(self, width: int, eps: float, zero_centered: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width))
-        self.eps = eps
+        self.eps, self.zero_centered = eps, zero_centered
+
+    @classmethod
+    def of(cls, config: ModelConfig, width: int) -> RMSNorm:
+        """A model's norm over `width` elements."""
+        return cls(width, config.norm_eps, config.norm_zero_centered)
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
-            return _rms_norm(x, self.weight, self.eps)
-        out: Tensor = _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
+            return _rms_norm(x, self.weight, self.eps, self.zero_centered)
+        out: Tensor = _RMSNorm.apply(x, self.weight, self.eps, self.zero_centered)  # type: ignore[no-untyped-call]
         return out
 
 
@@ -197,6 +223,18 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+class JointNorm(nn.Module):
+    """Norms of queries [..., H D] and keys [..., K D], each with one mean square over all heads (OLMo-2)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.q = RMSNorm.of(config, config.q_width)
+        self.k = RMSNorm.of(config, config.kv_width)
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return self.q(q), self.k(k)
 
 
 class _Dropout(torch.autograd.Function):

@@ -191,6 +191,16 @@ class Blueprint:
         """The parts of a kind."""
         return [part for part in self.parts if part.kind == kind]
 
+    @cached_property
+    def distinct_blocks(self) -> list[tuple[Part, int]]:
+        """Blocks with different operations, and how many there are of each."""
+        found: dict[tuple[Any, ...], tuple[Part, int]] = {}
+        for part in self.of_kind("block"):
+            computes = part.operations, part.gathered, part.summed
+            first, count = found.get(computes, (part, 0))
+            found[computes] = first, count + part.count
+        return list(found.values())
+
     def parameters_of(self, name: str) -> list[Parameter]:
         """The parameters of a single part."""
         return self._by_name[name].at(name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 from functools import cache
+from typing import Any
 
 from shardwise.errors import UserError
 from shardwise.model.config import Experts, LatentAttention, ModelConfig, RopeScaling
@@ -52,7 +53,7 @@ def _nearest(name: str) -> str:
 
 @cache
 def _catalog() -> dict[str, ModelConfig]:
-    models = [*_small(), *_gpts(), *_llamas(), *_mistrals(), *_qwens(), _deepseek_v3()]
+    models = [*_small(), *_gpts(), *_llamas(), *_mistrals(), *_qwens(), *_olmos(), *_gemmas(), _deepseek_v3()]
     return {model.name: model for model in models}
 
 
@@ -61,7 +62,24 @@ def _small() -> list[ModelConfig]:
     return [
         ModelConfig("tiny-llama", 2048, 128, layers=4, heads=8, ffn=352, max_positions=512, kv_heads=4),
         _gpt("tiny-gpt", 2048, 128, 4, 8, 512, None),
+        _OLMO2.replace(**_TINY, name="tiny-olmo2", heads=8, kv_heads=4, head_dim=16),
+        _GEMMA2.replace(**_TINY, name="tiny-gemma2", heads=4, kv_heads=2, head_dim=32, window=64),
     ]
+
+
+_TINY: dict[str, Any] = {
+    "vocab": 2048, "hidden": 128, "layers": 4, "ffn": 352, "max_positions": 512, "published_params": None,
+}  # fmt: skip
+# Defaults of the families' mechanisms, here on the smallest model of each.
+_OLMO2 = ModelConfig(
+    "olmo-2-1b", 100352, 2048, 16, 16, 8192, 4096, norm_eps=1e-6, rope_theta=500000.0, norm_placement="post",
+    qk_norm=True, qk_norm_scope="all heads", published_params=1_484_916_736,
+)  # fmt: skip
+_GEMMA2 = ModelConfig(
+    "gemma-2-2b", 256000, 2304, 26, 8, 9216, 8192, kv_heads=4, head_dim=256, norm_eps=1e-6, activation="gelu_tanh",
+    tied=True, norm_placement="both", norm_zero_centered=True, score_scale=256.0, score_softcap=50.0,
+    logit_softcap=30.0, window=4096, full_attention_every=2, scaled_embedding=True, published_params=2_614_341_888,
+)  # fmt: skip
 
 
 def _gpt(
@@ -239,6 +257,33 @@ def _qwens() -> list[ModelConfig]:
         for name, (h, n, a, f, tied, p) in qwen3.items()
     ]
     return models
+
+
+def _olmos() -> list[ModelConfig]:
+    # huggingface.co/allenai/OLMo-2-0425-1B, -1124-7B, -1124-13B, -0325-32B, config.json; counts are of the weights.
+    sizes = {
+        "olmo-2-7b": (4096, 32, 32, 32, 11008, 7_298_617_344),
+        "olmo-2-13b": (5120, 40, 40, 40, 13824, 13_716_198_400),
+        "olmo-2-32b": (5120, 64, 40, 8, 27648, 32_234_279_936),
+    }
+    return [_OLMO2] + [
+        _OLMO2.replace(name=name, hidden=h, layers=n, heads=a, kv_heads=kv, head_dim=128, ffn=f, published_params=p)
+        for name, (h, n, a, kv, f, p) in sizes.items()
+    ]
+
+
+def _gemmas() -> list[ModelConfig]:
+    # huggingface.co/google/gemma-2-2b, -9b, -27b, config.json; counts are of the weights, tied ones once.
+    sizes = {
+        "gemma-2-9b": (3584, 42, 16, 8, 256, 14336, 256.0, 9_241_705_984),
+        "gemma-2-27b": (4608, 46, 32, 16, 128, 36864, 144.0, 27_227_128_320),
+    }
+    return [_GEMMA2] + [
+        _GEMMA2.replace(
+            name=name, hidden=h, layers=n, heads=a, kv_heads=kv, head_dim=d, ffn=f, score_scale=s, published_params=p
+        )
+        for name, (h, n, a, kv, d, f, s, p) in sizes.items()
+    ]
 
 
 def _deepseek_v3() -> ModelConfig:

@@ -7,7 +7,7 @@ import difflib
 from typing import Any, get_args
 
 from shardwise.errors import UserError
-from shardwise.model.config import Activation, Bias, ModelConfig, Norm, Positions
+from shardwise.model.config import Activation, Bias, ModelConfig, Norm, NormPlacement, Positions, QKNormScope
 from shardwise.model.parameters import count
 
 MOST_LAYERS, MOST_PARAMETERS = 10_000, 10**15
@@ -54,6 +54,8 @@ def _counted(model: ModelConfig) -> ModelConfig:
 # A dataclass checks no types: the words that a field may have are checked here.
 _WORDS = {
     "Norm": get_args(Norm),
+    "NormPlacement": get_args(NormPlacement),
+    "QKNormScope": get_args(QKNormScope),
     "Positions": get_args(Positions),
     "Activation": get_args(Activation),
     "Bias": get_args(Bias),

@@ -13,6 +13,8 @@ from typing import Any, Literal
 from shardwise.errors import UserError
 
 Norm = Literal["rmsnorm", "layernorm"]
+NormPlacement = Literal["pre", "post", "both"]
+QKNormScope = Literal["head", "all heads"]
 Positions = Literal["rope", "learned", "alibi"]
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 Bias = Literal["none", "qkv", "all"]
@@ -80,7 +82,26 @@ class ModelConfig:
     activation: Activation = "silu"
     gated: bool = True
     bias: Bias = "none"
+    norm_placement: NormPlacement = "pre"
+    """Norms of a block: of the input of attention and feed-forward, of their output (OLMo-2), or of both (Gemma-2)."""
+    norm_zero_centered: bool = False
+    """Whether norms multiply by 1 + weight (Gemma)."""
     qk_norm: bool = False
+    """Norms of queries and keys."""
+    qk_norm_scope: QKNormScope = "head"
+    """Whether each head has a mean square of its own (Qwen3), or all heads have one (OLMo-2)."""
+    score_scale: float | None = None
+    """Attention scores are divided by the square root of this; None means head_dim."""
+    score_softcap: float | None = None
+    """Attention scores s become c tanh(s / c)."""
+    logit_softcap: float | None = None
+    """Logits x become c tanh(x / c)."""
+    window: int = 0
+    """Tokens that a token of a local layer attends to, itself included; 0 means all before it, in every layer."""
+    full_attention_every: int = 0
+    """With a window: every so many layers one attends to all tokens (Gemma-2: 2); 0 means none does."""
+    scaled_embedding: bool = False
+    """Whether token vectors are multiplied by the square root of hidden (Gemma)."""
     tied: bool = False
     parallel_residual: bool = False
     embedding_norm: bool = False
@@ -112,6 +133,12 @@ class ModelConfig:
         for field in ("dropout", "attention_dropout"):
             if not 0.0 <= getattr(self, field) < 1.0:
                 raise UserError(f"model {self.name!r}: {field} must lie in [0, 1), not {getattr(self, field)!r}")
+        for field in ("score_scale", "score_softcap", "logit_softcap"):
+            if (number := getattr(self, field)) is not None and not 0.0 < number < float("inf"):
+                raise UserError(f"model {self.name!r}: {field} must be a positive number, not {number!r}")
+        for field in ("window", "full_attention_every"):
+            if type(value := getattr(self, field)) is not int or value < 0:
+                raise UserError(f"model {self.name!r}: {field} must be an integer of at least 0, not {value!r}")
         if not 0.0 <= self.rotary_fraction <= 1.0:
             raise UserError(f"model {self.name!r}: rotary_fraction must lie in [0, 1], not {self.rotary_fraction!r}")
         if self.positions == "rope" and int(self.head_dim * self.rotary_fraction) % 2:
@@ -127,6 +154,11 @@ class ModelConfig:
         """Width of all key (or value) heads together."""
         return self.kv_heads * self.head_dim
 
+    def layer_window(self, layer: int) -> int:
+        """Tokens that a token of this layer attends to; 0 means all before it."""
+        every = self.full_attention_every
+        return 0 if every and (layer + 1) % every == 0 else self.window
+
     def why_not_runnable(self) -> str | None:
         """The reason why no decoder here computes this model, or None when one does."""
         if self.experts:
@@ -135,15 +167,25 @@ class ModelConfig:
             return "latent attention is counted but not runnable here yet"
         if self.positions == "alibi":
             return "ALiBi positions are counted but not runnable here"
+        if self != self.replace(
+            norm_placement="pre", norm_zero_centered=False, qk_norm_scope="head", score_scale=None, score_softcap=None,
+            logit_softcap=None, window=0, full_attention_every=0, scaled_embedding=False,
+        ):  # fmt: skip
+            return "its mechanisms are counted but not runnable here yet"
         if self.norm == "layernorm" and self.gated:
             return "LayerNorm with a gated feed-forward has no decoder here"
         if self.embedding_norm:
             return "a norm after the embedding is counted but not runnable here"
         if self.norm == "layernorm" and self.activation == "silu":
             return "LayerNorm with SiLU has no decoder here"
-        llama = self.gated and self.positions == "rope" and self.bias != "all" and self.activation == "silu"
+        if self.norm == "layernorm" and (self.norm_placement != "pre" or self.norm_zero_centered):
+            return "LayerNorm runs only before attention and feed-forward, and multiplies by its weight"
+        llama = self.gated and self.positions == "rope" and self.bias != "all" and self.activation != "gelu"
         if self.norm == "rmsnorm" and (self.parallel_residual or not llama):
-            return "RMSNorm runs only with RoPE, a gated SiLU activation, sequential residuals and at most qkv biases"
+            return (
+                "RMSNorm runs only with RoPE, a gated SiLU or tanh-GELU activation, sequential residuals and at most "
+                "qkv biases"
+            )
         return None
 
     def replace(self, **changes: Any) -> ModelConfig:

@@ -190,19 +190,27 @@ def _llama3(rope: Fields, max_positions: int) -> RopeScaling:
     return scaling
 
 
+LAYER_TYPES = "full_attention", "sliding_attention"
+
+
+def layer_types(f: Fields, layers: int) -> list[str] | None:
+    """Whether each layer's attention sees all tokens or a window of them; None where that is not said."""
+    types = f.take("layer_types", default=None)
+    if types is None:
+        return None
+    if not isinstance(types, list) or len(types) != layers:
+        raise f.error(f"layer_types must be a list with one entry for each of the {layers} layers")
+    for kind in types:
+        if kind not in LAYER_TYPES:
+            raise f.error(f"layer_types has {kind!r}, which is not supported; supported are {', '.join(LAYER_TYPES)}")
+    return types
+
+
 def full_attention(f: Fields, config: dict[str, Any], window: int | None, from_layer: int = 0) -> None:
     """Refuse attention that does not see the whole sequence. `window` applies from layer `from_layer` on."""
     layers, longest = config["layers"], config["max_positions"]
-    types = f.take("layer_types", default=None)
-    if types is None:
-        types, slides = [], window is not None and from_layer < layers
-    elif not isinstance(types, list) or len(types) != layers:
-        raise f.error(f"layer_types must be a list with one entry for each of the {layers} layers")
-    else:
-        slides = "sliding_attention" in types
-    for kind in types:
-        if kind not in ("full_attention", "sliding_attention"):
-            raise f.error(f"layer_types has {kind!r}, which is not supported; only full_attention is")
+    types = layer_types(f, layers)
+    slides = window is not None and from_layer < layers if types is None else "sliding_attention" in types
     if slides and (window is None or window < longest):
         raise f.error(
             f"sliding_window={window} hides part of a sequence of max_position_embeddings={longest}, which is not "

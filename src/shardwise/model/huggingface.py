@@ -39,9 +39,9 @@ _HARMLESS = words(
 def from_huggingface(source: str | Path | Mapping[str, Any], name: str | None = None) -> ModelConfig:
     """Read a `config.json`: its path, the folder that holds it, or its parsed contents.
 
-    Families: llama, mistral, qwen2, qwen3, gpt2, gpt_neox; for counting only mixtral, deepseek_v3, bloom. `name`
-    defaults to the folder's name, or to `_name_or_path` of parsed contents. Raises `UserError` in one line when the
-    file cannot be read, a value is missing, of the wrong type or not supported, or a field is not known.
+    Families: llama, mistral, qwen2, qwen3, olmo2, gemma2, gpt2, gpt_neox; for counting only mixtral, deepseek_v3,
+    bloom. `name` defaults to the folder's name, or to `_name_or_path` of parsed contents. Raises `UserError` in one
+    line when the file cannot be read, a value is missing, of the wrong type or not supported, or a field is not known.
     """
     data, where, default_name = _load(source)
     family = data.get("model_type")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any, Literal
 
 from shardwise.model.blueprint import Cut, Parameter
-from shardwise.model.config import ModelConfig
+from shardwise.model.config import LatentAttention, ModelConfig
 from shardwise.model.operations import AttentionCore, Elementwise, LinearOp, Operation, Rows, Width
 
 STD = 0.02
@@ -21,9 +22,14 @@ def residual_std(c: ModelConfig) -> float:
 
 def norm(c: ModelConfig, name: str, width: int, partial: bool = False) -> Iterator[Parameter]:
     """A norm over `width` elements. partial: each tensor-parallel rank applies it to its own heads only."""
-    yield Parameter(f"{name}.weight", (width,), init="ones", decay=False, partial=partial)
+    yield _norm_weight(c, name, width, partial=partial)
     if c.norm == "layernorm":
         yield Parameter(f"{name}.bias", (width,), init="zeros", decay=False, partial=partial)
+
+
+def _norm_weight(c: ModelConfig, name: str, width: int, **placement: Any) -> Parameter:
+    init: Literal["zeros", "ones"] = "zeros" if c.norm_zero_centered else "ones"
+    return Parameter(f"{name}.weight", (width,), init=init, decay=False, **placement)
 
 
 def linear(
@@ -39,6 +45,8 @@ def linear(
 def embedding(c: ModelConfig) -> Pieces:
     """The table of tokens, learned positions, a norm."""
     yield Elementwise("lookup", (Width(c.hidden),))
+    if c.scaled_embedding:
+        yield Elementwise("scale", (Width(c.hidden),))
     yield Parameter("tokens.weight", (c.vocab, c.hidden), cut="vocab")
     if c.positions == "learned":
         yield Parameter("positions", (c.max_positions, c.hidden))
@@ -53,25 +61,35 @@ def head(c: ModelConfig) -> Pieces:
     yield from norm(c, "norm", c.hidden)
     yield Elementwise(c.norm, (Width(c.hidden),))
     yield LinearOp("logits", Width(c.hidden), (Width(c.vocab, cut=True),))
+    if c.logit_softcap:
+        yield Elementwise("soft cap", (Width(c.vocab, cut=True),))
     if not c.tied:
         yield Parameter("out.weight", (c.vocab, c.hidden), cut="vocab")
 
 
-def block(c: ModelConfig, experts: bool) -> Pieces:
-    """One block. experts: its feed-forward is the model's mixture of experts."""
+def block(c: ModelConfig, experts: bool, window: int = 0) -> Pieces:
+    """One block. experts: its feed-forward is the model's mixture of experts. window: of its attention."""
+    latent = c.latent_attention
+    yield from _branch(c, "attention", latent_attention(c, latent) if latent else attention(c, window))
+    yield from _branch(c, "mlp", mixture(c) if experts else feed_forward(c, "mlp", c.ffn))
+
+
+def _branch(c: ModelConfig, name: str, pieces: Pieces) -> Pieces:
+    """What is added to the residual stream, with its norms. Those of a parallel residual read the same input, which is
+    one operation."""
     stream = (Width(c.hidden),)
-    yield from norm(c, "attention_norm", c.hidden)
-    yield Elementwise(c.norm, stream)
-    yield from latent_attention(c) if c.latent_attention else attention(c)
-    yield Elementwise("residual", stream)
-    yield from norm(c, "mlp_norm", c.hidden)
-    if not c.parallel_residual:
-        yield Elementwise(c.norm, stream)
-    yield from mixture(c) if experts else feed_forward(c, "mlp", c.ffn)
+    if c.norm_placement != "post":
+        yield from norm(c, f"{name}_norm", c.hidden)
+        if not (c.parallel_residual and name == "mlp"):
+            yield Elementwise(c.norm, stream)
+    yield from pieces
+    if c.norm_placement != "pre":
+        yield from norm(c, f"{name}_post_norm", c.hidden)
+        yield Elementwise("branch norm", stream)
     yield Elementwise("residual", stream)
 
 
-def attention(c: ModelConfig) -> Pieces:
+def attention(c: ModelConfig, window: int) -> Pieces:
     """Multi-head attention with grouped key/value heads."""
     bias = c.bias != "none"
     yield from linear("attention.qkv.q", c.q_width, c.hidden, "column", bias, heads=c.heads)
@@ -80,10 +98,13 @@ def attention(c: ModelConfig) -> Pieces:
     yield LinearOp("linear", Width(c.hidden), _heads(c))
     if bias:
         yield Elementwise("bias gradients", _heads(c))
-    if c.qk_norm:
+    if c.qk_norm and c.qk_norm_scope == "head":
         for name in ("q_norm", "k_norm"):
-            yield Parameter(f"attention.{name}.weight", (c.head_dim,), init="ones", decay=False, partial=True)
-    yield from _core(c, c.head_dim, c.head_dim)
+            yield _norm_weight(c, f"attention.{name}", c.head_dim, partial=True)
+    elif c.qk_norm:
+        yield _norm_weight(c, "attention.qk_norm.q", c.q_width, cut="column", heads=c.heads)
+        yield _norm_weight(c, "attention.qk_norm.k", c.kv_width, cut="kv heads", heads=c.kv_heads)
+    yield from _core(c, c.head_dim, c.head_dim, window)
     yield from linear("attention.out", c.hidden, c.q_width, "row", c.bias == "all", residual_std(c), c.heads)
 
 
@@ -93,22 +114,20 @@ def _heads(c: ModelConfig) -> tuple[Width, ...]:
     return Width(c.q_width, cut=True), kv, kv
 
 
-def _core(c: ModelConfig, key_width: int, value_width: int) -> Iterator[Operation]:
+def _core(c: ModelConfig, key_width: int, value_width: int, window: int = 0) -> Iterator[Operation]:
     """From the projections to what attention adds to the residual stream."""
     q, k, v = _heads(c)
     yield Elementwise("split heads", (q, k, v))
     if c.positions == "rope":
         yield Elementwise("rotation", (q, k))
     if c.qk_norm:
-        yield Elementwise("head norms", (q, k))
-    yield AttentionCore(c.heads, c.kv_heads, key_width, value_width)
+        yield Elementwise("head norms" if c.qk_norm_scope == "head" else "joint norms", (q, k))
+    yield AttentionCore(c.heads, c.kv_heads, key_width, value_width, window, c.score_softcap or 0.0)
     yield LinearOp("linear", Width(c.heads * value_width, cut=True), (Width(c.hidden),))
 
 
-def latent_attention(c: ModelConfig) -> Pieces:
+def latent_attention(c: ModelConfig, a: LatentAttention) -> Pieces:
     """DeepSeek's attention; the projections to low ranks are on every tensor-parallel rank, as in Megatron-Core."""
-    assert c.latent_attention
-    a = c.latent_attention
     keys, heads, hidden = a.nope_head_dim + a.rope_head_dim, c.heads, Width(c.hidden)
     up = heads * keys, heads * (a.nope_head_dim + a.v_head_dim)
     yield from linear("attention.q_down", a.q_rank, c.hidden)

@@ -63,14 +63,21 @@ class AttentionCore:
     key_width: int
     """Of a head of queries and keys."""
     value_width: int
+    window: int = 0
+    """Tokens that each token attends to at most, itself included; 0 means no bound."""
+    softcap: float = 0.0
+    """c of c tanh(s / c), which scores s become; 0 means none."""
     kind: Literal["attention"] = "attention"
 
     def flops_per_token(self, seq: int, causal: bool = True) -> int:
-        """Forward FLOPs for one token of a sequence of `seq`: it attends to itself and those before it, or, without
-        `causal`, to all (what PaLM and Megatron-LM count). Raises `UserError` for a sequence without tokens."""
+        """Forward FLOPs for one token of a sequence of `seq`, on average, rounded down: it attends to itself and those
+        before it, in a window to the nearest of these, or, without `causal`, to all or a whole window (what PaLM and
+        Megatron-LM count). Raises `UserError` for a sequence without tokens."""
         if seq < 1:
             raise UserError(f"a sequence must have at least one token, not {seq}")
-        return self.heads * (self.key_width + self.value_width) * (seq + 1 if causal else 2 * seq)
+        window = min(self.window or seq, seq)
+        pairs = window * (2 * seq - window + 1) if causal else 2 * seq * window
+        return self.heads * (self.key_width + self.value_width) * pairs // seq
 
 
 @dataclass(frozen=True)
@@ -78,7 +85,8 @@ class Elementwise:
     """An operation that goes over tensors and multiplies no matrices."""
 
     kind: Literal[
-        "lookup", "rmsnorm", "layernorm", "head norms", "low ranks", "bias gradients", "split heads", "rotation",
+        "lookup", "rmsnorm", "layernorm", "branch norm", "head norms", "joint norms", "low ranks", "soft cap", "scale",
+         "bias gradients", "split heads", "rotation",
         "dropout", "residual", "dispatch", "activation", "gated activation",
     ]  # fmt: skip
     widths: tuple[Width, ...]

@@ -7,6 +7,7 @@ holds them to it), the layout places these tensors on ranks, the checkpoint stor
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import pairwise
 
 from shardwise.model import mechanisms
 from shardwise.model.blueprint import Blueprint, ForeignSlice, Parameter, Part, PartKind
@@ -32,11 +33,13 @@ def blueprint(config: ModelConfig) -> Blueprint:
     dense = min(config.experts.dense_layers, config.layers) if config.experts else config.layers
     # Routed tokens are those of a rank's own shard of the stream; attention and shared experts see the whole one.
     mixed = 2 if config.experts and config.experts.shared else 1
-    blocks = [
-        part("blocks", "block", mechanisms.block(config, experts), crossings, crossings, first, count)
-        for experts, crossings, first, count in ((False, 2, 0, dense), (True, mixed, dense, config.layers - dense))
-        if count
-    ]
+    blocks = []
+    every = config.full_attention_every if config.window else 0
+    changes = (i for i in range(config.layers if every else 0) if i % every == 0 or (i + 1) % every == 0)
+    for first, stop in pairwise(sorted({0, dense, config.layers, *changes})):
+        pieces = mechanisms.block(config, first >= dense, config.layer_window(first))
+        crossings = mixed if first >= dense else 2
+        blocks.append(part("blocks", "block", pieces, crossings, crossings, first, stop - first))
     embedding = part("embedding", "embedding", mechanisms.embedding(config), 0, 1)
     table = (f"embedding.{embedding.parameters[0].name}",) if config.tied else ()
     head = part("head", "head", mechanisms.head(config), 1, 0, reads=table)

@@ -6,14 +6,17 @@ from shardwise.model.config import ModelConfig
 from shardwise.model.families.bloom import BLOOM
 from shardwise.model.families.deepseek import DEEPSEEK_V3
 from shardwise.model.families.family import Family
+from shardwise.model.families.gemma import GEMMA2
 from shardwise.model.families.gpt2 import GPT2
 from shardwise.model.families.llama import LLAMA, MISTRAL
 from shardwise.model.families.mixtral import MIXTRAL
 from shardwise.model.families.neox import GPT_NEOX
+from shardwise.model.families.olmo import OLMO2
 from shardwise.model.families.qwen import QWEN2, QWEN3
 
 FAMILIES = {
-    family.model_type: family for family in (DEEPSEEK_V3, MIXTRAL, BLOOM, QWEN3, QWEN2, GPT2, GPT_NEOX, LLAMA, MISTRAL)
+    family.model_type: family
+    for family in (DEEPSEEK_V3, MIXTRAL, BLOOM, OLMO2, GEMMA2, QWEN3, QWEN2, GPT2, GPT_NEOX, LLAMA, MISTRAL)
 }
 """Hugging Face's `model_type` -> family. A model belongs to the first one whose features it has."""
 

@@ -7,6 +7,9 @@ from typing import Any
 from shardwise.model.config import ModelConfig, RopeScaling
 from shardwise.model.fields import Fields, read_activation, rotary
 
+HIDDEN_ACT = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
+"""Our activation of a gated feed-forward -> theirs."""
+
 
 def llama_like(
     f: Fields,
@@ -16,8 +19,11 @@ def llama_like(
     eps: float = 1e-6,
     theta: float = 10000.0,
     counted: bool = False,
+    activation: tuple[str, str] = ("hidden_act", "silu"),
+    tied: bool = False,
 ) -> dict[str, Any]:
-    """What the RMSNorm families share; the arguments are the family's defaults for absent fields."""
+    """What the RMSNorm families share; the arguments are the family's defaults for absent fields. activation: the
+    field, and the only value by our name."""
     heads = f.integer("num_attention_heads")
     longest = f.integer("max_position_embeddings", default=max_positions)
     # An explicit null means no grouping, also where the family's default is grouped.
@@ -33,9 +39,9 @@ def llama_like(
         "head_dim": f.integer("head_dim", default=0 if f.is_null("head_dim") else head_dim),
         "norm": "rmsnorm",
         "norm_eps": f.number("rms_norm_eps", default=eps),
-        "activation": read_activation(f, "hidden_act", "silu", ("silu",)),
+        "activation": read_activation(f, activation[0], HIDDEN_ACT[activation[1]], activation[1:]),
         "gated": True,
-        "tied": f.flag("tie_word_embeddings", False),
+        "tied": f.flag("tie_word_embeddings", tied),
         "attention_dropout": f.number("attention_dropout", default=0.0, positive=False),
         **rotary(f, longest, theta, counted=counted),
     }

@@ -71,9 +71,28 @@ def write_llama(c: ModelConfig) -> dict[str, Any]:
 
 
 def llama_lacks(c: ModelConfig) -> dict[str, bool]:
-    """`Family.lacks` of the RMSNorm families."""
-    return {
+    """`Family.lacks` of the RMSNorm families without further mechanisms."""
+    return rmsnorm_lacks(c) | {
         "activation but silu": c.activation != "silu",
+        "query and key norms over all heads": c.qk_norm and c.qk_norm_scope != "head",
+        **gemma_mechanisms(c),
+    }
+
+
+def gemma_mechanisms(c: ModelConfig) -> dict[str, bool]:
+    """What Gemma-2 has, and no other family here -> whether a model has it."""
+    return {
+        "norms that multiply by 1 + weight": c.norm_zero_centered,
+        "soft caps": bool(c.score_softcap or c.logit_softcap),
+        "sliding window": c.window > 0,
+        "scale of attention scores of its own": c.score_scale not in (None, c.head_dim),
+        "scaled embedding": c.scaled_embedding,
+    }
+
+
+def rmsnorm_lacks(c: ModelConfig) -> dict[str, bool]:
+    """What no RMSNorm family has -> whether a model has it."""
+    return {
         "query and key norms together with biases": c.qk_norm and c.bias != "none",
         "dropout outside attention": c.dropout > 0,
         "partly rotated heads": c.rotary_fraction != 1.0,

@@ -166,6 +166,24 @@ def _norm(tally: PartSeconds, operation: Elementwise, shape: Shape, engine: Engi
     tally.memory(ahead * stream, (back + 3) * stream, launches, "norm")
 
 
+def _branch_norm(tally: PartSeconds, operation: Elementwise, shape: Shape, engine: EngineProfile) -> None:
+    """The norm of a branch's output, beside whose gradient no other arrives."""
+    ahead, back, launches = _norm_passes(tally, True, engine)
+    stream = _stream(operation, shape)
+    tally.memory(ahead * stream, back * stream, (launches[0], launches[1] - 1), "norm")
+
+
+def _scale(tally: PartSeconds, operation: Elementwise, shape: Shape, engine: EngineProfile) -> None:
+    rows = _moved(operation, shape)
+    tally.memory(2 * rows, 2 * rows)
+
+
+def _soft_cap(tally: PartSeconds, operation: Elementwise, shape: Shape, engine: EngineProfile) -> None:
+    """Quotient, tanh and product; backward the square of what came out, less one, times the gradient."""
+    capped = _moved(operation, shape)
+    tally.memory(6 * capped, 7 * capped, (3, 3))
+
+
 def _head_norms(tally: PartSeconds, operation: Elementwise, shape: Shape, engine: EngineProfile) -> None:
     ahead, back, launches = _norm_passes(tally, True, engine)
     heads = _moved(operation, shape)
@@ -229,7 +247,9 @@ def _low_ranks(tally: PartSeconds, operation: Elementwise, shape: Shape, engine:
 def _attention_core(tally: PartSeconds, core: AttentionCore, shape: Shape, engine: EngineProfile) -> None:
     before = {kind: tally.forward[kind] for kind in KINDS}
     started = tally.launches["forward"]
-    (_fused_core if engine.attention == "fused" else _score_core)(tally, core, shape, engine)
+    # A soft cap is inside the product only in an engine's own kernels.
+    fused = engine.attention == "fused" and (engine.fused_softmax or not core.softcap)
+    (_fused_core if fused else _score_core)(tally, core, shape, engine)
     tally.selective.update({kind: tally.forward[kind] - before[kind] for kind in KINDS})
     tally.launches["selective"] = tally.launches["forward"] - started
 
@@ -239,10 +259,19 @@ def _fused_core(tally: PartSeconds, core: AttentionCore, shape: Shape, engine: E
     kernels = tally.kernels
     slower = kernels.constants.value("triton_attention") if engine.attention_kernel == "triton" else 1.0
     # Context parallelism balances the causal mask over the ranks (zigzag): each has half of its rectangle.
+    window = core.window * (core.window < np.asarray(shape.keys))
     forward = slower * kernels.attention(
-        shape.micro, shape.seq, shape.keys, heads, kv, width, dtype=shape.wide, attended=0.5
-    )
+        shape.micro, shape.seq, shape.keys, heads, kv, width, dtype=shape.wide,
+        attended=np.where(window > 0, _attended(core, shape), 0.5), window=window,
+    )  # fmt: skip
     tally.add("attention", forward, kernels.attention_ratio(width, shape.keys, shape.wide) * forward, (1, 3))
+
+
+def _attended(core: AttentionCore, shape: Shape) -> Num:
+    """Share of the pairs of a token and a key in its window that a causal mask leaves."""
+    keys = np.asarray(shape.keys)
+    window = np.minimum(core.window or keys, keys)
+    return 1 - window / (2 * keys)
 
 
 def core_width(core: AttentionCore) -> float:
@@ -259,14 +288,20 @@ def core_of(model: ModelConfig) -> AttentionCore:
 def _score_core(tally: PartSeconds, core: AttentionCore, shape: Shape, engine: EngineProfile) -> None:
     """Q Kᵀ, scale and mask and softmax, dropout, P V: what Megatron-LM did before fused attention."""
     heads, d, mm = core.heads / shape.tp, core_width(core), tally.kernels.matmul
-    batch, seq, keys, wide = shape.micro * heads, shape.seq, shape.keys, shape.wide
+    batch, seq, keys, wide, attended = shape.micro * heads, shape.seq, shape.keys, shape.wide, 1.0
+    if core.softcap:
+        # By blocks of queries, which leave out the keys that none of them sees.
+        attended, keys = _attended(core, shape), np.minimum(core.window or keys, keys)
     scores, context = mm(seq, keys, d, wide, batch), mm(seq, d, keys, wide, batch)
     # A head width that is no multiple of eight elements leaves 16-byte loads unused (NVIDIA, Matrix Multiplication
     # Background User's Guide, section 2.2).
     odd = np.where(np.asarray(d) % 8 == 0, 1.0, tally.kernels.constants.value("misaligned"))
+    odd = odd * attended
     forward = (scores + context) * odd
     tally.add("matmul", forward, forward + (scores + mm(keys, d, seq, wide, batch)) * odd, (2, 4))
-    square = batch * seq * keys * shape.width
+    square = batch * seq * keys * shape.width * attended
+    if core.softcap:
+        tally.memory(6 * square, 7 * square, (3, 3), "softmax")
     fits = np.asarray(batch) % engine.softmax_multiple == 0
     # Where the fused kernel does not fit: an fp32 copy, scale, mask, softmax, and back, each a kernel.
     ahead, back, kernels = (
@@ -330,7 +365,11 @@ _ELEMENTWISE: dict[str, Callable[[PartSeconds, Elementwise, Shape, EngineProfile
     "lookup": _lookup,
     "rmsnorm": _norm,
     "layernorm": _norm,
+    "branch norm": _branch_norm,
     "head norms": _head_norms,
+    "joint norms": _head_norms,
+    "scale": _scale,
+    "soft cap": _soft_cap,
     "low ranks": _low_ranks,
     "bias gradients": _bias_gradients,
     "split heads": _split_heads,

@@ -93,11 +93,11 @@ def _pieces(model: ModelConfig, split: StepShape, engine: EngineProfile, pricing
         ep=split.ep,
         dtype=split.dtype,
     )
-    embedding, *blocks, head = blueprint(model).parts
+    embedding, *_, head = blueprint(model).parts
     per_block: Parts = {}
-    for part in blocks:
+    for part, count in blueprint(model).distinct_blocks:
         one = _block_seconds(part, model, shape, split, engine, pricing)
-        per_block = {name: per_block.get(name, 0.0) + one[name] * (part.count / model.layers) for name in one}
+        per_block = {name: per_block.get(name, 0.0) + one[name] * (count / model.layers) for name in one}
     forward, weights, ahead = (per_block.pop(name) for name in ("forward", "weights", "ahead"))
     summed, gathered = _ends(model, shape, split, engine, pricing)
     first = _edge(tally_part(embedding, model, shape, engine, pricing.kernels), summed)
@@ -150,11 +150,18 @@ def _tensor(part: Part, model: ModelConfig, shape: Shape, split: StepShape, engi
     hidden = pricing.constants.value("tensor_hidden") if engine.tensor_overlap else 0.0
     whole = _recomputed(split)[0]
     gather, scatter = _sequences(model, shape, split, pricing)
-    forward = part.gathered * gather + part.summed * scatter
+    forward = part.gathered * gather + part.summed * scatter + _statistics(part, shape, split, pricing)
     # Of backward's, the gathers that come again for weights' gradients have nothing beside them.
     again = part.gathered * gather
     exposed_back = again + forward * (1 - hidden)
     return forward, forward * whole + exposed_back
+
+
+def _statistics(part: Part, shape: Shape, split: StepShape, pricing: Pricing) -> Num:
+    """The sums of squares that norms over all heads need, and in backward sums as large."""
+    price = pricing.collectives.seconds
+    norms = [operation for operation in part.operations if operation.kind == "joint norms"]
+    return sum((price("all_reduce", 4.0 * len(norm.widths) * shape.tokens, split.tp) for norm in norms), 0.0)
 
 
 def _sequences(model: ModelConfig, shape: Shape, split: StepShape, pricing: Pricing) -> tuple[Num, Num]:
