@@ -39,9 +39,10 @@ from rich.table import Table
 from shardwise.layout import Layout
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import count_parts
+from shardwise.ops.cpu.products import Packed, int8
+from shardwise.ops.products import MakeProduct, Plain
 from shardwise.serving.job import ServingJob, weights_in
 from shardwise.serving.messages import Finished, Sampling, Token
-from shardwise.serving.products import MakeProduct, Packed, Plain, int8
 from shardwise.serving.service import MEMORY, TUNABLES, Service
 
 PLAIN, BF16, INT8, FP32, LLAMA = "transformers", "bf16", "int8", "fp32", "llama.cpp"

@@ -25,33 +25,34 @@ FLOORS = {
     "data": 1,
     "schedule": 2,
     "decoder": 2,
-    "layout": 3,
-    "predict": 4,
-    "checkpoint": 4,
-    "interop": 4,
-    "planner": 5,
-    "runtime": 5,
-    "serving": 6,
-    "validation": 6,
-    "emulate": 7,
-    "studio": 7,
-    "api": 8,
-    "__init__": 9,
-    "demo": 10,
-    "cli": 11,
-    "__main__": 12,
+    "ops": 3,
+    "layout": 4,
+    "predict": 5,
+    "checkpoint": 5,
+    "interop": 5,
+    "planner": 6,
+    "runtime": 6,
+    "serving": 7,
+    "validation": 7,
+    "emulate": 8,
+    "studio": 8,
+    "api": 9,
+    "__init__": 10,
+    "demo": 11,
+    "cli": 12,
+    "__main__": 13,
 }
 """Room -> floor. A room imports itself and lower floors, but for `NEVER`. `__init__` is `from shardwise import ...`."""
 
 NEVER = {("runtime", "predict"), ("studio", "decoder"), ("layout", "decoder")}
-NEVER |= {("decoder", other) for other in ("cluster", "report", "data")}
+NEVER |= {(room, other) for room in ("decoder", "ops") for other in ("cluster", "report", "data", "schedule")}
 NEVER |= {("studio", other) for other in ("runtime", "serving", "emulate")}
 NEVER |= {(core, other) for core in ("api", "__init__", "demo") for other in ("validation", "emulate")}
 """Lower floors that a room must not import all the same. The runtime does not know the predictions it is held against;
 layouts and the page need no torch; a decoder is its model in plain PyTorch; the core never imports validation/ or
 emulate/."""
 
-TORCH_ROOMS = {"decoder", "runtime", "serving", "emulate"}
+TORCH_ROOMS = {"decoder", "ops", "runtime", "serving", "emulate"}
 HEAVY = {"numpy", "torch", "rich", "tokenizers", "pyarrow", "datasets"}
 
 
@@ -103,6 +104,20 @@ def test_the_rule_can_fail():
     assert refused("report", "layout") and refused("runtime", "cli") and refused("decoder", "report")
     assert refused("predict", "planner") and refused("api", "validation") and refused("serving", "emulate")
     assert not refused("cli", "model") and not refused("predict", "layout") and not refused("runtime", "decoder")
+
+
+DESCRIPTIONS = {"fusion", "limits", "cpu.limits"}
+"""Files of ops/ without torch, beside the forms that they describe: what rooms without torch may import of it."""
+
+
+def test_rooms_without_torch_import_descriptions_of_forms_alone():
+    for path in modules():
+        if room_of(path) not in TORCH_ROOMS:
+            inside = {name.removeprefix("shardwise.ops.") for _, name in imported(path) if "shardwise.ops" in name}
+            assert {name for name in inside if not name.startswith(tuple(DESCRIPTIONS))} == set(), path
+    for name in DESCRIPTIONS:
+        path = PACKAGE / "ops" / f"{name.replace('.', '/')}.py"
+        assert not any(name.startswith(("torch", "shardwise.decoder")) for _, name in imported(path))
 
 
 LAZY_TORCH = PACKAGE / "checkpoint" / "foreign" / "pickles.py"

@@ -20,7 +20,7 @@ from shardwise.decoder.modules import Dropout, RMSNorm
 from shardwise.errors import UserError
 from shardwise.model.config import Experts
 from shardwise.model.parameters import Parameter, parameters
-from shardwise.runtime.pipeline.recompute import recompute
+from shardwise.ops.recompute import recompute
 
 
 def double(*shape: int, seed: int = 0) -> Tensor:

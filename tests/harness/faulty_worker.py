@@ -22,10 +22,10 @@ Fault = dict[str, Any]
 
 
 def main(fault: Fault, argv: list[str]) -> int:
+    from shardwise.ops import llama_halves
     from shardwise.runtime import checkpointing
     from shardwise.runtime.data import batches
     from shardwise.runtime.job import pulse, worker
-    from shardwise.runtime.tensor import blocks
     from shardwise.runtime.zero import engine, optimizer
 
     (Path(fault["pids"]) / str(os.getpid())).touch()
@@ -51,7 +51,7 @@ def main(fault: Fault, argv: list[str]) -> int:
     before(pulse.Pulse, "step", note)
     places: dict[str, tuple[Any, str]] = {
         "data": (batches.Batches, "step"),
-        "forward": (blocks, "rms_norm"),
+        "forward": (llama_halves, "rms_norm"),
         "backward": (engine.Engine, "finish_backward"),
         "optimizer": (optimizer.Optimizer, "_update"),
         "save": (checkpointing, "write_part"),

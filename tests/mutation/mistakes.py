@@ -25,8 +25,9 @@ ENGINE, UNITS, STEP, LOSS = (
     "runtime/pipeline/step.py",
     "runtime/tensor/loss.py",
 )
-OPTIMIZER, LINEAR, PLACEMENT = "runtime/zero/optimizer.py", "runtime/tensor/linear.py", "layout/placement.py"
-GRADIENTS, JOINED = "runtime/zero/gradients.py", "runtime/tensor/fused.py"
+OPTIMIZER, LINEAR, PLACEMENT = "runtime/zero/optimizer.py", "ops/linear.py", "layout/placement.py"
+REDISTRIBUTE = "runtime/tensor/redistribute.py"
+GRADIENTS, JOINED = "ops/gradients.py", "ops/fused.py"
 ATTENTION, MODULES, SETUP = "decoder/attention.py", "decoder/modules.py", "runtime/setup.py"
 CHECKPOINTING = "runtime/checkpointing.py"
 PIPELINE, SCHEDULE, LISTS = (
@@ -98,12 +99,12 @@ MISTAKES = (
             "(targets < stop)", "(targets <= stop)", "trap_09"),
     Mistake(9, "columns that pad the vocabulary take part", LOSS,
             "rows[:, stop - start :] = torch.finfo(logits.dtype).min", "pass", "trap_09"),
-    Mistake(10, "a row-parallel output stays a partial sum", LINEAR,
+    Mistake(10, "a row-parallel output stays a partial sum", REDISTRIBUTE,
             'self.comms.all_reduce(x, TP, self.unit)\n', "pass\n", "trap_10"),
-    Mistake(10, "a column-parallel input's gradient stays a partial sum", LINEAR,
-            'return x, self.comms.all_reduce(x, TP, self.unit, later=True)', "return x, DONE", "trap_10"),
+    Mistake(10, "a column-parallel input's gradient stays a partial sum", REDISTRIBUTE,
+            'return grad, self.comms.all_reduce(grad, TP, self.unit, later=True)', "return grad, COMPLETE", "trap_10"),
     Mistake(10, "a joined block's row-parallel output stays a partial sum", JOINED,
-            "return self.site.reduce(y).add_(residual)", "return y.add_(residual)", "trap_10"),
+            "return self.leave.forward(y).add_(residual)", "return y.add_(residual)", "trap_10"),
     Mistake(11, "norm weights under sequence parallelism keep their own gradients", PLACEMENT,
             "partial = layout.sp or parameter.partial", "partial = parameter.partial", "trap_11"),
     Mistake(11, "norms of heads keep the gradients of their own heads", PLACEMENT,
@@ -111,8 +112,7 @@ MISTAKES = (
     Mistake(11, "partial gradients are not summed over tp", ENGINE,
             "in flat.unit.partial_sums:", "in flat.unit.partial_sums[:-1]:", "trap_11"),
     Mistake(12, "a row-parallel bias is added on every rank", LINEAR,
-            "y = site.reduce(F.linear(x, weight))\n        return y if module.bias is None else y.add_(module.bias)",
-            "return site.reduce(F.linear(x, weight, module.bias))", "trap_12"),
+            "if around.late_bias:\n            ys", "if False:\n            ys", "trap_12"),
     Mistake(13, "every tp rank drops as if it held the first heads", ATTENTION,
             "torch.arange(self.first_head, self.first_head + h", "torch.arange(0, h", "trap_13"),
     Mistake(13, "every slice of a sequence drops like the first", SETUP,

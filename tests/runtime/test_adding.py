@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.model.chunking import sum_chunk
+from shardwise.ops.limits import sum_chunk
 from shardwise.runtime.transport.adding import Target, add_up, wide_room
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64

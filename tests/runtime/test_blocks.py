@@ -15,20 +15,13 @@ from shardwise.decoder.llama import LlamaBlock
 from shardwise.decoder.modules import Batch
 from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.model import ModelConfig
-from shardwise.runtime.tensor.blocks import fuse_block
-from shardwise.runtime.tensor.fused import end_to_end
-from shardwise.runtime.tensor.linear import TPContext
-from shardwise.runtime.transport.comms import DONE
-from shardwise.runtime.zero.gradients import GradSlot, WeightGradients, bind_grad_slot
+from shardwise.ops.context import OpContext, Options
+from shardwise.ops.fused import end_to_end
+from shardwise.ops.gradients import GradSlot, WeightGradients, bind_grad_slot
+from shardwise.ops.llama_halves import llama_halves
+from shardwise.ops.table import install
 
 MODEL = ModelConfig("joined", vocab=17, hidden=24, layers=1, heads=4, kv_heads=2, ffn=20, max_positions=64)
-
-
-class _Alone:
-    """Communication of one rank."""
-
-    def all_reduce(self, *_: Any, **__: Any) -> Any:
-        return DONE
 
 
 def _block(model: ModelConfig) -> LlamaBlock:
@@ -53,7 +46,8 @@ def _joined(model: ModelConfig) -> tuple[LlamaBlock, WeightGradients, dict[str, 
         bind_grad_slot(parameter, places[name])
         at += parameter.numel()
     weights = WeightGradients()
-    fuse_block(block, TPContext(_Alone(), "blocks.0", False, weights))  # type: ignore[arg-type]
+    at = OpContext("blocks.0", Options("train"), "blocks.0", weights=weights)
+    install(block, llama_halves(block, at))
     return block, weights, places
 
 

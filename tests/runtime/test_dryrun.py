@@ -20,13 +20,13 @@ from shardwise.errors import LayoutError, UserError
 from shardwise.layout import Layout, Mesh, UnitPlan, Workload, unit_plan
 from shardwise.model.catalog import get
 from shardwise.model.families import family_of
+from shardwise.ops.llama_halves import _side_by_side
 from shardwise.predict import estimate
 from shardwise.predict.memory.step import predict_bytes
 from shardwise.report import compare
 from shardwise.report.step_report import Role
 from shardwise.runtime import dryrun
 from shardwise.runtime.dryrun import dry_run
-from shardwise.runtime.tensor.blocks import _side_by_side
 
 LARGE = [
     ("llama-3-70b", "dp=128,tp=8,zero=3,sp", 4096, 128),

@@ -12,8 +12,10 @@ from torch import Tensor
 from shardwise.decoder import Decoder
 from shardwise.decoder.modules import Batch
 from shardwise.model import ModelConfig
-from shardwise.model.chunking import ATTENTION_ROWS, LONGEST_SHORT, SHORTEST
-from shardwise.runtime.tensor.attention import _ShortAttention, hidden_keys, use_short_attention
+from shardwise.ops.context import OpContext, Options
+from shardwise.ops.cpu.attention import _ShortAttention, hidden_keys, short_attention
+from shardwise.ops.cpu.limits import ATTENTION_ROWS, LONGEST_SHORT, SHORTEST
+from shardwise.ops.table import install
 
 ERROR = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 MODEL = ModelConfig("short", vocab=17, hidden=24, layers=1, heads=4, kv_heads=2, ffn=20, max_positions=600)
@@ -77,7 +79,8 @@ def test_it_is_taken_where_it_pays_and_saves_what_torch_saves_but_the_sums(
         for parameter in decoder.parameters():
             torch.nn.init.normal_(parameter, std=0.2)
         if short:
-            use_short_attention(decoder)
+            for core in (block.attention.core for block in decoder.blocks):
+                install(core, short_attention(core, OpContext("", Options("train"))))
         saved.append({})
 
         def pack(tensor: Tensor, into: dict[int, int] = saved[-1]) -> Tensor:

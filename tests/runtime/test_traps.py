@@ -221,7 +221,7 @@ def _compared(point: Point) -> list[str]:
 def test_trap_10_no_boundary_is_a_partial_sum_in_disguise(point: Point) -> None:
     whole = plain_boundaries(point.case)
     ranks = run_ranks("harness.trap_jobs:boundaries", point.layout.ranks, (point.case, point.layout))
-    # Blocks that compute in two functions around their core have no boundaries inside (`runtime/tensor/blocks.py`).
+    # Blocks that compute in two functions around their core have no boundaries inside (`ops/llama_halves.py`).
     joined = point.id.startswith("llama") and point.layout.attention == "sdpa"
     keys = [key for key in _compared(point) if key in ranks[0]]
     assert len(keys) >= (7 if joined else 20)

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardwise.serving import attention
-from shardwise.serving.attention import PagedCache, rows_of
+from shardwise.ops import paged
+from shardwise.ops.paged import PagedCache
 from shardwise.serving.messages import Request, Sampling
+from shardwise.serving.rows import rows_of
 from shardwise.serving.scheduler import Chunk, EngineStep, Sequence
 
 SIZE, PAGES, WIDTH = 3, 40, 8
@@ -53,11 +54,11 @@ def test_every_row_sees_its_own_sequence(dtype, sequences, heads, scattered, see
     turn = EngineStep(tuple(chunks[i] for i in order))
     parts = [[x[chunks[i].start :] for x in content[i]] for i in order]
     heads_of_all = torch.cat([torch.cat(each) for each in zip(*parts, strict=True)], 1)
-    before, attention._SCORES = attention._SCORES, 20
+    before, paged._SCORES = paged._SCORES, 20
     try:
         found = cache.attend(heads_of_all, rows_of(turn, SIZE, CPU)).unflatten(1, (-1, WIDTH))
     finally:
-        attention._SCORES = before
+        paged._SCORES = before
     expected = torch.cat([_exact(content[i][0][chunks[i].start :], *content[i][1:], chunks[i].start) for i in order])
     assert found.shape == expected.shape
     assert float((found.double() - expected).abs().max()) < (1e-5 if dtype == torch.float32 else 0.06)

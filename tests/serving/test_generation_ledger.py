@@ -15,11 +15,11 @@ from shardwise.layout import Layout, Mesh, UnitPlan, Workload, unit_plan
 from shardwise.layout.axes import DP, PP, SHARD, TP
 from shardwise.layout.units import Gather
 from shardwise.model import ModelConfig
+from shardwise.ops.cpu.products import FbgemmInt8
 from shardwise.predict.memory.serving import ServingSetup, page_bytes, passing_bytes, weight_bytes
 from shardwise.predict.traffic.serving import ForwardPass, steady_gathers, turn_ledger
 from shardwise.report.step_report import DTYPE_BYTES, LedgerRow
 from shardwise.serving.messages import Cancel, Command, Request, Sampling
-from shardwise.serving.products import FbgemmInt8
 
 LLAMA = ModelConfig("m", vocab=53, hidden=24, layers=4, heads=4, kv_heads=2, ffn=42, max_positions=64)
 TIED = LLAMA.replace(name="tied", tied=True, layers=3)

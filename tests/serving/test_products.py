@@ -15,10 +15,11 @@ from harness.generation import Script
 from harness.huggingface import pretrained
 from harness.pool import run_ranks
 from shardwise.layout import Layout
-from shardwise.serving import products
+from shardwise.ops import products
+from shardwise.ops.cpu.products import FbgemmInt8, Packed, _laid_out
+from shardwise.ops.products import Int8, Plain, quantise
 from shardwise.serving.job import ServingJob, weights_in
 from shardwise.serving.messages import Command, Request, Sampling, Token
-from shardwise.serving.products import FbgemmInt8, Int8, Packed, Plain, quantise
 
 CPU = torch.device("cpu")
 
@@ -71,9 +72,9 @@ def test_matrices_take_what_is_counted(outputs: int, inputs: int) -> None:
     weight = torch.ones(outputs, inputs).bfloat16()
     numbers, scales = quantise(weight)
     many = 20
-    kept = [products._laid_out(numbers, scales)]  # one before: for what stays of the first time
+    kept = [_laid_out(numbers, scales)]  # one before: for what stays of the first time
     before = _allocated()
-    kept += [products._laid_out(numbers, scales) for _ in range(many)]
+    kept += [_laid_out(numbers, scales) for _ in range(many)]
     assert (_allocated() - before) / many == pytest.approx(FbgemmInt8().nbytes(weight), abs=2048)
     if outputs % 64 == inputs % 64 == 0:
         packed = torch.ops.mkldnn._reorder_linear_weight.default(weight, 8)

@@ -64,11 +64,6 @@ def causal_mask(documents: Tensor, dtype: torch.dtype) -> Tensor:
     return mask.masked_fill_(allowed.logical_not_(), torch.finfo(dtype).min).unsqueeze(1)
 
 
-def swap_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
-    """Let this one module compute by another function; its parameters and their names stay."""
-    module.__dict__["forward"] = forward
-
-
 class Linear(nn.Module):
     """y = x W^T + b. weight: [out, in]; bias: [out] or None."""
 
@@ -89,8 +84,13 @@ class Linears(nn.Module):
         for name, out in outs.items():
             self.add_module(name, Linear(inp, out, bias))
 
+    @property
+    def maps(self) -> list[Linear]:
+        """The maps in order."""
+        return list(self.children())  # type: ignore[arg-type]
+
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return tuple(linear(x) for linear in self.children())
+        return tuple(linear(x) for linear in self.maps)
 
 
 class Lookup(nn.Module):

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from shardwise.emulate.job import WORD
 from shardwise.emulate.rank import hop
+from shardwise.ops.paged import Rows
 from shardwise.runtime.job import rank as process
 from shardwise.runtime.job.launch import USER_MISTAKE
-from shardwise.serving.attention import Rows
 from shardwise.serving.engine import Progress, TokenGenerator
 from shardwise.serving.job import Weights
 from shardwise.serving.rank import main

@@ -37,6 +37,7 @@ from shardwise.layout.workload import Workload
 from shardwise.model import ModelConfig
 from shardwise.model.blueprint import Blueprint, PartKind
 from shardwise.model.parameters import blueprint
+from shardwise.ops.fusion import FusedForm, fused_form
 
 if TYPE_CHECKING:
     from shardwise.schedule.pipeline import Action, PipelineSchedule
@@ -344,34 +345,19 @@ class UnitPlan:
         return self.tokens // self.layout.tp if self.layout.sp else self.tokens
 
     @cached_property
-    def fuses_blocks(self) -> bool:
-        """Whether its blocks compute in two functions of several operators each (`runtime/tensor/blocks.py`)."""
-        model, layout = self.model, self.layout
-        if (
-            self.blueprint.of_kind("block")[0].module != "llama"
-            or model.positions != "rope"
-            or model.qk_norm
-            or model.dropout
-        ):
-            return False
-        # A compiler joins by itself; unfused attention saves scaled queries, and keeping those as well would cost
-        # memory.
-        if layout.compile == "block" or layout.attention != "sdpa":
-            return False
+    def fused(self) -> FusedForm | None:
+        """The form that computes its blocks with several operators in one function; None where they compute one by one,
+        or go through a compiler."""
         blocks = self.of_kind("block")
-        return bool(blocks) and self._end_to_end(blocks[0])
+        if not blocks or self.layout.compile == "block":
+            return None
+        names = [placed.name.removeprefix(f"{blocks[0]}.") for placed in self.by_name[blocks[0]].placed]
+        return fused_form(self.model, self.blueprint.part(blocks[0]).module, self.layout.attention, names)
 
-    def _end_to_end(self, block: str) -> bool:
-        """Whether the weights of a block's maps of one input lie one behind the other, and so do their biases. Heads of
-        keys and values that are on several ranks lie elsewhere."""
-        names = [placed.name for placed in self.by_name[block].placed]
-        inputs = (("attention.qkv.q", "attention.qkv.k", "attention.qkv.v"), ("mlp.gate_up.gate", "mlp.gate_up.up"))
-        for maps in inputs:
-            for leaf in ("weight", "bias"):
-                at = [names.index(name) for each in maps if (name := f"{block}.{each}.{leaf}") in names]
-                if at and at != list(range(at[0], at[0] + len(maps))):
-                    return False
-        return True
+    @property
+    def fuses_blocks(self) -> bool:
+        """Whether its blocks have a fused form."""
+        return self.fused is not None
 
     @property
     def copies_table(self) -> bool:

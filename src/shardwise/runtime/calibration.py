@@ -35,12 +35,14 @@ from shardwise.decoder.modules import RMSNorm
 from shardwise.layout import Layout, Mesh, Workload, unit_plan
 from shardwise.layout.axes import DATA, PP, SHARD, Axes
 from shardwise.model import ModelConfig
-from shardwise.model.chunking import optimizer_chunk
+from shardwise.ops.context import OpContext, Options
+from shardwise.ops.cpu.attention import short_attention
+from shardwise.ops.limits import optimizer_chunk
+from shardwise.ops.table import install
 from shardwise.runtime.job.rank import RankJob, leave, main
 from shardwise.runtime.pipeline.stages import StageRunner
 from shardwise.runtime.samples import Probed, within_limits
 from shardwise.runtime.setup import make_comms
-from shardwise.runtime.tensor.attention import use_short_attention
 from shardwise.runtime.tensor.loss import summed_cross_entropy
 from shardwise.runtime.transport.adding import Target
 from shardwise.runtime.transport.comms import Comms
@@ -158,7 +160,7 @@ def _attention(dtype: torch.dtype, shape: tuple[int, ...], backward: bool, devic
         q, k, v = (torch.randn(shape, device=device).to(dtype).requires_grad_(backward) for _ in range(3))
         dy = torch.randn(shape, device=device).to(dtype)
         core, batch = CoreAttention(MODEL, "probe"), _batch(shape[0], shape[1], device)
-        use_short_attention(core)
+        install(core, short_attention(core, OpContext("probe", Options("train"))))
 
         def call() -> None:
             out = core.forward(q, k, v, batch)

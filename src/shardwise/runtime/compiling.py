@@ -12,20 +12,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
-from torch.utils.checkpoint import checkpoint
 
 from shardwise.decoder import Batch, Decoder
-from shardwise.decoder.attention import CoreAttention
-from shardwise.decoder.modules import Dropout, Linear, Linears, swap_forward
 from shardwise.errors import UserError
 from shardwise.layout.units import UnitPlan
+from shardwise.ops.table import install, lower
 from shardwise.runtime.setup import stream_view
+from shardwise.runtime.tensor.lowering import context_of
 from shardwise.runtime.torch_versions import compile_apart, default_backend
 
 Block = Any
@@ -40,17 +38,13 @@ def compile_blocks(decoder: Decoder, plan: UnitPlan, device: torch.device) -> fl
     """
     started = time.perf_counter()
     check_compiler(device)
-    whole = True
-    for module in decoder.blocks.modules():
-        if _stays_eager(module, plan):
-            _leave_eager(module)
-            whole = False
-        elif isinstance(module, CoreAttention) and plan.layout.recompute == "selective":
-            swap_forward(module, MethodType(_recomputed_core, module))
+    blocks = [(name, part) for name, part in decoder.parts() if plan.kind(name) == "block"]
+    lowered = [lower(block, context_of(name, "compiled", plan, None, device)) for name, block in blocks]
+    whole = not any(block.breaks for block in lowered)
     # apart: a process may hold several programs, and their compilations would count as one another's
     compiled = compile_apart(type(decoder.blocks[0]).forward, fullgraph=whole)
     for block in decoder.blocks:
-        swap_forward(block, _calling(compiled, block))
+        install(block, _calling(compiled, block))
     try:
         _run_once(decoder.blocks[0], plan, device)
     except TorchDynamoException as error:
@@ -90,40 +84,6 @@ def _first_line(error: BaseException) -> str:
     inner = getattr(error, "inner_exception", None) or error
     lines = [line.strip() for line in str(inner).splitlines() if line.strip()]
     return next((line for line in lines if "error:" in line.lower()), lines[0] if lines else type(inner).__name__)
-
-
-def _stays_eager(module: nn.Module, plan: UnitPlan) -> bool:
-    if isinstance(module, Dropout):
-        return module.drop > 0
-    if isinstance(module, CoreAttention):
-        return module.dropout.drop > 0
-    # under tensor parallelism every linear map that is called has a forward of its own, which communicates
-    return plan.layout.tp > 1 and isinstance(module, Linear | Linears) and "forward" in module.__dict__
-
-
-def _leave_eager(module: nn.Module) -> None:
-    # Bound methods of one function each: the compiler would take a function for each block as a reason to compile it.
-    if isinstance(module, Dropout):
-        module.__dict__["of_batch"] = MethodType(_eager_dropout, module)
-    else:
-        module.__dict__["eager_forward"] = module.forward
-        swap_forward(module, MethodType(_eager_forward, module))
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _eager_forward(module: Any, *inputs: Any) -> Any:
-    return module.eager_forward(*inputs)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _eager_dropout(dropout: Dropout, x: Tensor, counter: Callable[[], Tensor], batch: Batch) -> Tensor:
-    return Dropout.of_batch(dropout, x, counter, batch)
-
-
-def _recomputed_core(core: CoreAttention, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
-    """recompute=selective as the compiler knows it: `recompute.py`'s runs a backward of its own, which it cannot."""
-    out: Tensor = checkpoint(CoreAttention.forward, core, q, k, v, batch, use_reentrant=False, preserve_rng_state=False)
-    return out
 
 
 def _calling(compiled: Callable[[Block, Tensor, Batch], Tensor], block: Block) -> Callable[[Tensor, Batch], Tensor]:

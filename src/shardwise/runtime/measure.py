@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise.ops.gradients import WeightGradient
 from shardwise.report.step_report import Bytes, Role
 from shardwise.runtime.pipeline.stages import no_moment
 from shardwise.runtime.pipeline.step import TrainProgram
-from shardwise.runtime.zero.gradients import WeightGradient
 
 SETTLE = 1e-3
 """Seconds that a measured step on CPU stands still after each collective, so that its buffers are gone."""

@@ -20,14 +20,16 @@ from torch import Tensor
 from shardwise.checkpoint import LocalInterval, needs
 from shardwise.layout import Workload, unit_plan
 from shardwise.layout.placement import kv_heads_held
+from shardwise.ops.cpu.products import Packed, int8
+from shardwise.ops.paged import PagedCache, Rows
+from shardwise.ops.products import MakeProduct, Plain
 from shardwise.runtime.pipeline.stages import StageRunner
 from shardwise.runtime.transport.comms import Comms
 from shardwise.runtime.transport.shared import flat_array
 from shardwise.runtime.zero.engine import torch_dtype
-from shardwise.serving.attention import PagedCache, Rows, rows_of
 from shardwise.serving.job import ServingJob, Weights
 from shardwise.serving.maps import apply_generation
-from shardwise.serving.products import MakeProduct, Packed, Plain, int8
+from shardwise.serving.rows import rows_of
 from shardwise.serving.scheduler import EngineStep
 
 Progress = Callable[[int, int], object]
@@ -108,7 +110,9 @@ class TokenGenerator:
     def _adopt(self, part: str) -> None:
         """Keep a part's weights in the form in which they are multiplied with."""
         keep = self._keep(part)
-        self._saved += apply_generation(self.stages.decoder, part, self.plan, self.comms, keep, self.caches.get(part))
+        self._saved += apply_generation(
+            self.stages.decoder, part, self.plan, self.comms, keep, self.caches.get(part), self.device
+        )
         if keep.copies:
             self.engine.units[part].whole.untyped_storage().resize_(0)
 

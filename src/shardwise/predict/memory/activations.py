@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from shardwise.layout.placement import kv_heads_held, width_held
 from shardwise.layout.units import UnitPlan
-from shardwise.model.chunking import LONGEST_SHORT, SHORTEST
+from shardwise.ops.cpu.limits import LONGEST_SHORT, SHORTEST
 from shardwise.report.step_report import DTYPE_BYTES
 
 
@@ -93,7 +93,7 @@ def _attention_core(plan: UnitPlan, s: Sizes) -> Items:
 
 
 def uses_batched_attention(plan: UnitPlan) -> bool:
-    """Whether fused attention runs as batched products (`runtime/tensor/attention.py`): on CPUs, where sequences are
+    """Whether fused attention runs as batched products (`ops/cpu/attention.py`): on CPUs, where sequences are
     short."""
     layout, longest = plan.layout, LONGEST_SHORT.get(plan.layout.dtype, 0)
     short = SHORTEST <= plan.workload.seq <= longest and plan.backend != "nccl"

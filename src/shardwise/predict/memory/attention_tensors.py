@@ -1,12 +1,12 @@
 """Bytes of the core of attention, from queries, keys and values to its output and back, as it allocates and frees them.
 
-Follows `decoder/attention.py` and, for short sequences on a CPU, `runtime/tensor/attention.py`.
+Follows `decoder/attention.py` and, for short sequences on a CPU, `ops/cpu/attention.py`.
 """
 
 from __future__ import annotations
 
 from shardwise.layout.units import UnitPlan
-from shardwise.model.chunking import ATTENTION_ROWS
+from shardwise.ops.cpu.limits import ATTENTION_ROWS
 from shardwise.predict.memory.activations import Sizes, uses_batched_attention
 from shardwise.predict.memory.transients import LiveBytes, dropout
 
@@ -112,7 +112,7 @@ class AttentionTensors:
         live.free(self.q + values)  # scaled queries, and keys
 
     def _short_forward(self, live: LiveBytes) -> None:
-        """Forward of `runtime/tensor/attention.py`, one sequence after the other."""
+        """Forward of `ops/cpu/attention.py`, one sequence after the other."""
         s = self.s
         live.allocate(self.q)
         if s.element == 2 or s.seq > ATTENTION_ROWS:

@@ -15,7 +15,7 @@ from typing import Literal
 
 from shardwise.layout.axes import SHARD
 from shardwise.layout.units import Unit, UnitPlan
-from shardwise.model.chunking import sum_chunk
+from shardwise.ops.limits import sum_chunk
 from shardwise.report.step_report import DTYPE_BYTES
 
 When = Literal["loss", "begin", "backward", "reduction", "optimizer"]

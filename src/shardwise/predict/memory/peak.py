@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardwise.layout.units import UnitPlan
-from shardwise.model.chunking import ATTENTION_ROWS, loss_chunk, optimizer_chunk
+from shardwise.ops.cpu.limits import ATTENTION_ROWS
+from shardwise.ops.limits import loss_chunk, optimizer_chunk
 from shardwise.predict.memory.activations import (
     Sizes,
     mask_bytes,

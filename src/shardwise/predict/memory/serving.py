@@ -16,6 +16,8 @@ from shardwise.layout import Layout, UnitPlan
 from shardwise.layout.legality import valid_tp
 from shardwise.layout.placement import Placed, kv_heads_held, width_held
 from shardwise.model import ModelConfig
+from shardwise.ops.cpu.limits import BYTE_ROWS, tiled_int8_bytes
+from shardwise.ops.limits import WIDE_OUTPUTS, row_int8_bytes
 from shardwise.predict.serving_layout import blocks_of, check_generation, plan_of
 from shardwise.predict.traffic.serving import padded_vocab
 from shardwise.report.step_report import DTYPE_BYTES
@@ -23,16 +25,6 @@ from shardwise.report.units import format_bytes
 
 PAGE, CHUNK = 16, 256
 """Tokens of a page of the cache, and of prompts in a turn, where nobody says otherwise."""
-
-_TILE = 48, 512
-"""Rows (outputs) and columns (inputs) of the tiles that FBGEMM makes of an 8-bit matrix for AVX-512 VNNI; the last ones
-are filled up."""
-_BESIDE_ROW = 12
-"""Bytes that FBGEMM keeps beside each row: its scale, its zero point and its sum."""
-BYTE_ROWS = 64
-"""Rows of activations that are multiplied with an 8-bit matrix at a time."""
-WIDE_OUTPUTS = 8192
-"""Rows of an 8-bit matrix that are turned back to 16 or 32 bits at a time."""
 
 MOST = 1 << 20
 """Sequences beyond which nobody asks for more."""
@@ -228,10 +220,7 @@ def int8_bytes(outputs: int, inputs: int, *, width: int, tiled: bool) -> int:
     """Bytes of an 8-bit matrix: a byte a number and for each row a scale of `width` bytes; or tiled, as CPUs keep it
     that multiply bytes with bytes for activations of 16 bits. Matrices that lie end to end share a last tile, so that
     those of one input take up to 47 rows less each."""
-    if not tiled:
-        return outputs * (inputs + width)
-    rows, columns = (-(-size // tile) * tile for size, tile in zip((outputs, inputs), _TILE, strict=True))
-    return rows * columns + _BESIDE_ROW * outputs
+    return tiled_int8_bytes(outputs, inputs) if tiled else row_int8_bytes(outputs, inputs, width=width)
 
 
 def has_fewer_bits(plan: UnitPlan, placed: Placed, weights: str) -> bool:

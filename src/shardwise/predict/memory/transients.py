@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from shardwise.layout.axes import TP
 from shardwise.layout.units import UnitPlan
-from shardwise.model.chunking import dropout_chunk, product_piece
+from shardwise.model.chunking import dropout_chunk
+from shardwise.ops.cpu.limits import product_piece
 from shardwise.predict.memory.activations import Sizes
 from shardwise.predict.memory.buffers import wide_chunk
 

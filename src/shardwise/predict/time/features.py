@@ -194,7 +194,7 @@ def _shardwise() -> Features:
     return _features(
         "this runtime",
         {
-            "tensor": "runtime/tensor/linear.py",
+            "tensor": "ops/linear.py",
             "sequence": "runtime/transport/comms.py, gather_dim and reduce_scatter_dim",
             "context": "none yet: layout/legality.py, unsupported",
             "experts": "none yet: model/config.py, why_not_runnable",
@@ -204,7 +204,7 @@ def _shardwise() -> Features:
             "zero": "runtime/zero/engine.py",
             "zero_in_pipeline": "schedule/pipeline/completion.py: UNSHARD and RESHARD",
             "hybrid": "layout/layout.py, shard_ranks and replicate_ranks",
-            "recompute": "runtime/tensor/blocks.py",
+            "recompute": "ops/llama_halves.py",
         },
         context=(), experts=False,
     )  # fmt: skip

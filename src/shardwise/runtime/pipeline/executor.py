@@ -16,9 +16,9 @@ from torch import Tensor
 from shardwise.decoder import Batch
 from shardwise.layout import pipeline
 from shardwise.layout.axes import DATA, PP
+from shardwise.ops.gradients import WeightGradient
 from shardwise.runtime.pipeline.stages import StageRunner
 from shardwise.runtime.transport.comms import Comms, PendingCollective, Waitable
-from shardwise.runtime.zero.gradients import WeightGradient
 from shardwise.schedule.pipeline import Action, PipelineSchedule
 
 

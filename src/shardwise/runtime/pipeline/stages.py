@@ -12,15 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.decoder import Batch, Decoder
-from shardwise.decoder.attention import CoreAttention
 from shardwise.layout.units import UnitPlan
-from shardwise.runtime.pipeline.recompute import recompute, recompute_attention_cores
-from shardwise.runtime.tensor.attention import use_short_attention
+from shardwise.ops.gradients import WeightGradient, WeightGradients
+from shardwise.ops.recompute import recompute
 from shardwise.runtime.tensor.loss import summed_cross_entropy
-from shardwise.runtime.tensor.swap import apply_tensor_parallel, vocabulary_range
+from shardwise.runtime.tensor.lowering import lower_for_training, vocabulary_range
 from shardwise.runtime.transport.comms import Comms
 from shardwise.runtime.zero.engine import Engine
-from shardwise.runtime.zero.gradients import WeightGradient, WeightGradients
 
 
 class _BeforeForward(torch.autograd.Function):
@@ -91,14 +89,10 @@ class StageRunner:
             self.decoder = Decoder(plan.model)
         self.plan, self.comms, self.device = plan, comms, device
         self.weights = WeightGradients(at_once=plan.of_kind("head"))
-        overwriting = apply_tensor_parallel(self.decoder, plan, comms, self.weights)
-        for core in (module for module in self.decoder.modules() if isinstance(module, CoreAttention)):
-            core.kind = plan.layout.attention
-        if plan.layout.compile != "block":
-            use_short_attention(self.decoder)
-        if plan.layout.recompute == "selective":
-            recompute_attention_cores(self.decoder)
-        self.engine = Engine(self.decoder, plan, comms, device, overwriting, self.weights)
+        writing: set[nn.Module] = set()
+        if plan.trains:
+            writing = lower_for_training(self.decoder, plan, comms, self.weights, device)
+        self.engine = Engine(self.decoder, plan, comms, device, writing, self.weights)
         self.vocabulary = vocabulary_range(plan)
         self.parts = {name: part for name, part in self.decoder.parts() if name in plan.parts}
         self.moment: Callable[[list[WeightGradient]], object] = no_moment

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.layout.axes import TP
-from shardwise.model.chunking import loss_chunk
+from shardwise.ops.limits import loss_chunk
 from shardwise.runtime.transport.comms import Comms
 
 IGNORED = -100

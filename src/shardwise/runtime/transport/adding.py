@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardwise.model.chunking import sum_chunk
+from shardwise.ops.limits import sum_chunk
 
 
 class Target(NamedTuple):

@@ -38,10 +38,10 @@ from shardwise.layout.pipeline import releases_early, splits_backward
 from shardwise.layout.placement import Placed
 from shardwise.layout.units import Gather, Hop, Phase, Residency, Unit, UnitPlan, Use
 from shardwise.model.parameters import Parameter
+from shardwise.ops.gradients import GradSlot, WeightGradients, bind_grad_slot
 from shardwise.runtime.transport.adding import Target
 from shardwise.runtime.transport.comms import Comms, Waitable
 from shardwise.runtime.zero.buffers import Buffer, ByteCounter, SharedBuffer
-from shardwise.runtime.zero.gradients import GradSlot, WeightGradients, bind_grad_slot
 
 Values = Callable[[Parameter, Tensor], Tensor]
 """(parameter, row-major global positions) -> float64 values: where initial weights come from."""

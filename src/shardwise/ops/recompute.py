@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.decoder import Batch, Decoder
 from shardwise.decoder.attention import CoreAttention
-from shardwise.decoder.modules import swap_forward
+from shardwise.ops.context import OpContext
 
 
 class _Recompute(torch.autograd.Function):
@@ -39,12 +38,7 @@ def recompute(run: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     return out
 
 
-def recompute_attention_cores(decoder: Decoder) -> None:
-    """recompute=selective: give every attention core a forward that saves q, k and v alone."""
-    for core in (module for module in decoder.modules() if isinstance(module, CoreAttention)):
-        plain = core.forward
-
-        def forward(q: Tensor, k: Tensor, v: Tensor, batch: Batch, plain: Any = plain) -> Tensor:
-            return recompute(lambda q, k, v: plain(q, k, v, batch), q, k, v)
-
-        swap_forward(core, forward)
+def recomputed_core(core: CoreAttention, at: OpContext) -> Callable[..., Tensor]:
+    """recompute=selective: attention's core saves q, k and v alone."""
+    plain = core.forward
+    return lambda q, k, v, batch: recompute(lambda q, k, v: plain(q, k, v, batch), q, k, v)

@@ -4,12 +4,12 @@ With few tokens in a micro-batch a third of a step is not arithmetic but calls: 
 memory (docs/performance.md). So norm, projections and rotation are one function with a backward of its own, and so is
 all that follows attention. The same bytes are saved as where the decoder's modules compute one by one
 (`predict/memory/activations.py`), which they do wherever this cannot: with dropout, norms of heads, and weights that do
-not lie end to end (`UnitPlan.fuses_blocks`).
+not lie end to end (`fusion.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -20,10 +20,10 @@ from torch import Tensor
 from shardwise.decoder import Batch
 from shardwise.decoder.attention import rotate
 from shardwise.decoder.llama import LlamaBlock
-from shardwise.decoder.modules import RMSNorm, rms_norm, rms_norm_backward, swap_forward
-from shardwise.runtime.tensor.fused import FusedLinear, RowParallel
-from shardwise.runtime.tensor.linear import TPContext
-from shardwise.runtime.zero.gradients import grad_slot
+from shardwise.decoder.modules import RMSNorm, rms_norm, rms_norm_backward
+from shardwise.ops.context import OpContext
+from shardwise.ops.fused import FusedLinear, RowParallel
+from shardwise.ops.gradients import grad_slot
 
 Tables = tuple[Tensor, Tensor]
 """What `Rope.whole` gives."""
@@ -32,11 +32,13 @@ Tables = tuple[Tensor, Tensor]
 class _Parts:
     """What the functions of one block compute with."""
 
-    def __init__(self, block: LlamaBlock, site: TPContext, qkv: FusedLinear, gate_up: FusedLinear) -> None:
-        self.site, self.qkv, self.gate_up = site, qkv, gate_up
-        self.heads = [rows // block.attention.head_dim for rows in qkv.rows]
+    def __init__(self, block: LlamaBlock, at: OpContext) -> None:
+        self.qkv = FusedLinear.of(block.attention.qkv, at, "attention.qkv")
+        self.gate_up = FusedLinear.of(block.mlp.gate_up, at, "mlp.gate_up")
+        self.heads = [rows // block.attention.head_dim for rows in self.qkv.rows]
         self.norms = block.attention_norm, block.mlp_norm
-        self.out, self.down = RowParallel(block.attention.out, site), RowParallel(block.mlp.down, site)
+        self.out = RowParallel(block.attention.out, at, "attention.out")
+        self.down = RowParallel(block.mlp.down, at, "mlp.down")
 
 
 def _norm_backward(norm: RMSNorm, dy: Tensor, x: Tensor, rstd: Tensor) -> Tensor:
@@ -52,7 +54,7 @@ class _Before(torch.autograd.Function):
     def forward(ctx: Any, parts: _Parts, tables: Tables, x: Tensor) -> tuple[Tensor, ...]:
         norm, seen = parts.norms[0], tables[0].shape[:2]
         normed, rstd = rms_norm(x, norm.weight, norm.eps)
-        y = parts.qkv.forward(parts.site.gather(normed)).view(*seen, sum(parts.heads), -1)
+        y = parts.qkv.forward(normed).view(*seen, sum(parts.heads), -1)
         rotate(y[:, :, : -parts.heads[2]], tables)
         ctx.parts, ctx.tables = parts, tables
         ctx.save_for_backward(x, rstd, normed)
@@ -64,7 +66,7 @@ class _Before(torch.autograd.Function):
         parts: _Parts = ctx.parts
         dy = _side_by_side(grads)
         rotate(dy[:, :, : -parts.heads[2]], ctx.tables, back=True)
-        dnormed = parts.qkv.backward(parts.site, normed, dy.view(-1, parts.qkv.weight.shape[0]))
+        dnormed = parts.qkv.backward(normed, dy.view(-1, parts.qkv.weight.shape[0]))
         del dy, normed
         return None, None, _norm_backward(parts.norms[0], dnormed, x, rstd)
 
@@ -82,7 +84,7 @@ class _After(torch.autograd.Function):
         attended = attended.reshape(-1, attended.shape[2] * attended.shape[3])
         x = parts.out.forward(attended, x)
         normed, rstd = rms_norm(x, norm.weight, norm.eps)
-        y = parts.gate_up.forward(parts.site.gather(normed))
+        y = parts.gate_up.forward(normed)
         gate, up = y.chunk(2, 1)
         silu = F.silu(gate)
         product = silu * up
@@ -97,7 +99,7 @@ class _After(torch.autograd.Function):
         del product
         dy = _gate_backward(inner, y, silu)
         del inner, y, silu
-        dnormed = parts.gate_up.backward(parts.site, normed, dy)
+        dnormed = parts.gate_up.backward(normed, dy)
         del dy, normed
         dx = _norm_backward(parts.norms[1], dnormed, x, rstd).add_(grads[0])
         return None, parts.out.backward(attended, dx).view(ctx.shape), dx
@@ -123,7 +125,7 @@ def _gate_backward(grad: Tensor, y: Tensor, silu: Tensor) -> Tensor:
 
 def _side_by_side(grads: Sequence[Tensor]) -> Tensor:
     """Gradients of queries, keys and values [B, S, heads, D] as one tensor: the one that attention's backward has made
-    them in (`runtime/tensor/attention.py`), or a copy where they are apart."""
+    them in (`ops/cpu/attention.py`), or a copy where they are apart."""
     whole = grads[0]._base
     heads = sum(each.shape[2] for each in grads)
     if whole is not None and whole.dim() == 4 and whole.shape[2] == heads and whole.is_contiguous():
@@ -139,15 +141,14 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
     return storages and a.storage_offset() == b.storage_offset() and a.stride() == b.stride()
 
 
-def fuse_block(block: LlamaBlock, site: TPContext) -> None:
-    """Compute a block in two functions, where it can."""
-    attention = block.attention
-    rope, core = attention.rope, attention.core
+def llama_halves(block: LlamaBlock, at: OpContext) -> Callable[[Tensor, Batch], Tensor]:
+    """A block in two functions around its attention's core."""
+    rope, core = block.attention.rope, block.attention.core
     assert rope is not None
 
     @cache
     def parts() -> _Parts:
-        return _Parts(block, site, FusedLinear.of(attention.qkv), FusedLinear.of(block.mlp.gate_up))
+        return _Parts(block, at)
 
     def forward(x: Tensor, batch: Batch) -> Tensor:
         found = parts()
@@ -155,4 +156,4 @@ def fuse_block(block: LlamaBlock, site: TPContext) -> None:
         out: Tensor = _After.apply(found, core(q, k, v, batch), x)  # type: ignore[no-untyped-call]
         return out
 
-    swap_forward(block, forward)
+    return forward

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwise.decoder import Batch
 from shardwise.decoder.attention import CoreAttention
-from shardwise.decoder.modules import swap_forward
-from shardwise.model.chunking import ATTENTION_ROWS, LONGEST_SHORT, SHORTEST
+from shardwise.ops.context import OpContext
+from shardwise.ops.cpu.limits import ATTENTION_ROWS, LONGEST_SHORT, SHORTEST
 
 
 class _ShortAttention(torch.autograd.Function):
@@ -125,15 +125,10 @@ def _by_rows(given: list[Tensor], hidden: Tensor, into: Sequence[Tensor]) -> Non
     dv.copy_(values)
 
 
-def use_short_attention(whole: nn.Module) -> None:
-    """Replace every fused attention core in `whole` by batched products, where attention is causal and plain, sequences
-    short, on a CPU."""
-    for core in (module for module in whole.modules() if isinstance(module, CoreAttention)):
-        if core.kind == "sdpa":
-            swap_forward(core, _of_core(core, core.forward))
+def short_attention(core: CoreAttention, at: OpContext) -> Callable[..., Tensor]:
+    """Batched products in place of the fused kernel, where attention is causal and plain, and sequences are short."""
+    plain = core.forward
 
-
-def _of_core(core: CoreAttention, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def forward(q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         longest = LONGEST_SHORT.get(str(q.dtype).removeprefix("torch."), 0)
         short = q.device.type == "cpu" and SHORTEST <= q.shape[1] <= longest

@@ -1,62 +1,28 @@
-"""Products with a matrix that stays: as it was read, laid out anew for the processor, or in 8 bits.
+"""A CPU's products with a matrix that stays, laid out anew for the processor.
 
-A token's arithmetic is reading weights. On CPUs oneDNN reads a matrix that it has laid out itself about twice as fast
-as a row-major one, in bf16 and fp32, for few rows as for many; FBGEMM does one of 8 bits.
+A token's arithmetic is reading weights. oneDNN reads a matrix that it has laid out itself about twice as fast as a
+row-major one, in bf16 and fp32, for few rows as for many; FBGEMM does one of 8 bits.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.predict.memory.serving import BYTE_ROWS, WIDE_OUTPUTS, int8_bytes
+from shardwise.ops.cpu.limits import BYTE_ROWS, tiled_int8_bytes
+from shardwise.ops.products import Int8, MakeProduct, Product, quantise
 
 _ROWS = 8
 """Rows for which oneDNN lays a matrix out; what it chooses for these does well from 1 to 256."""
 _QUICK = 4
 """Rows as which one or two go in: oneDNN takes longer for those than for three to six."""
-_FEW = 32
-"""Rows up to which 8-bit matrices are multiplied with as they are; more pay for turning them back first."""
-
-_VECTOR = 32
-"""Numbers that are multiplied at a time."""
 
 _BYTE, _ZERO = 127, 128
 """The largest number that a byte stands for, and the byte of 0."""
 _LEAST = torch.tensor([torch.finfo(torch.float32).tiny])
 """Added to a row's step, so that rows of zeros are divided by something."""
-
-Product = Callable[[Tensor], Tensor]
-"""x [..., in] -> x W^T + b [..., out]."""
-
-
-class MakeProduct(Protocol):
-    """How matrices are kept. copies: whether what it returns needs the given tensors no more."""
-
-    copies: bool
-
-    def __call__(self, weight: Tensor, bias: Tensor | None) -> Product:
-        """weight: [out, in]; bias: [out] or None."""
-
-    def nbytes(self, weight: Tensor) -> int:
-        """Bytes that the matrix then takes."""
-
-
-class Plain:
-    """The matrix as it lies in its flat buffer."""
-
-    copies = False
-
-    def __call__(self, weight: Tensor, bias: Tensor | None) -> Product:
-        return lambda x: F.linear(x, weight, bias)
-
-    def nbytes(self, weight: Tensor) -> int:
-        return weight.nbytes
 
 
 class Packed:
@@ -91,44 +57,6 @@ class Packed:
 def int8(dtype: torch.dtype, device: torch.device) -> MakeProduct:
     """8 bits a number, and one scale for each row (output)."""
     return FbgemmInt8() if FbgemmInt8.serves(dtype, device) else Int8()
-
-
-class Int8:
-    """8-bit matrices by torch's product for them: weights alone are rounded, activations are not."""
-
-    copies = True
-
-    def __call__(self, weight: Tensor, bias: Tensor | None) -> Product:
-        numbers, scales = quantise(weight)
-        # torch's product reads beyond the end of rows of other lengths (2.13, bf16, 72 columns).
-        padding = -weight.shape[1] % _VECTOR
-        numbers = F.pad(numbers, (0, padding))
-
-        def product(x: Tensor) -> Tensor:
-            rows = x.reshape(-1, x.shape[-1])
-            rows = F.pad(rows, (0, padding)) if padding else rows
-            if len(rows) > _FEW:
-                y = _widened(rows, numbers).mul_(scales)
-            else:
-                y = torch._weight_int8pack_mm(rows, numbers, scales)
-            if bias is not None:
-                y += bias
-            return y.view(*x.shape[:-1], -1)
-
-        return product
-
-    def nbytes(self, weight: Tensor) -> int:
-        return int8_bytes(*weight.shape, width=weight.element_size(), tiled=False)
-
-
-def _widened(rows: Tensor, numbers: Tensor) -> Tensor:
-    """rows [n, in] times `numbers` [out, in], some of which at a time are turned back to the rows' type: [n, out]."""
-    if len(numbers) <= WIDE_OUTPUTS:
-        return F.linear(rows, numbers.to(rows.dtype))
-    y = rows.new_empty(len(rows), len(numbers))
-    for into, some in zip(y.split(WIDE_OUTPUTS, 1), numbers.split(WIDE_OUTPUTS), strict=True):
-        into.copy_(F.linear(rows, some.to(rows.dtype)))
-    return y
 
 
 class FbgemmInt8:
@@ -172,7 +100,7 @@ class FbgemmInt8:
         return product
 
     def nbytes(self, weight: Tensor) -> int:
-        return int8_bytes(*weight.shape, width=weight.element_size(), tiled=True)
+        return tiled_int8_bytes(*weight.shape)
 
 
 def _laid_out(numbers: Tensor, scales: Tensor) -> torch.ScriptObject:
@@ -188,10 +116,3 @@ def _laid_out(numbers: Tensor, scales: Tensor) -> torch.ScriptObject:
         return torch.ops.quantized.linear_prepack(matrix, None)
     finally:
         quantized.engine = before
-
-
-def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(int8 [out, in], scales [out] in the weight's dtype): rows of W are numbers x scale, the nearest there are."""
-    scales = (weight.abs().amax(1).float() / 127).clamp_(min=torch.finfo(torch.float32).tiny).to(weight.dtype)
-    numbers = (weight.float() / scales.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8)
-    return numbers, scales

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardwise.model.chunking import CACHED, product_chunk
+from shardwise.ops.cpu.limits import CACHED, product_chunk
 
 
 class GradSlot:

@@ -1,0 +1,97 @@
+"""What a form is given beside its module: the options of a run, and the communication around the operation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Protocol
+
+from torch import Tensor
+
+from shardwise.model.blueprint import Cut
+from shardwise.ops.fusion import FusedForm
+from shardwise.ops.gradients import WeightGradients
+
+Mode = Literal["train", "compiled", "generate"]
+"""train: forward and backward, eagerly; compiled: for the compiler, over the forms of train; generate: forward alone,
+with a cache."""
+
+
+class Pending(Protocol):
+    """Communication in progress."""
+
+    def wait(self) -> None: ...
+
+
+class _Complete:
+    def wait(self) -> None:
+        """No-op."""
+
+
+COMPLETE = _Complete()
+
+
+class Redistribute:
+    """Communication at the input or output of an operation: none in this class, for an operation that is whole here."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+    def backward(self, grad: Tensor) -> tuple[Tensor, Pending]:
+        """The adjoint: the gradient of `forward`'s input, which may still be in progress at an operation's input."""
+        return grad, COMPLETE
+
+
+LOCAL = Redistribute()
+
+
+class Around(NamedTuple):
+    """The communication around a linear map."""
+
+    enter: Redistribute = LOCAL
+    leave: Redistribute = LOCAL
+    late_bias: bool = False
+    """Whether the bias is added after `leave`, once, because `leave` sums."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the choice of a form depends on beside the kind of module."""
+
+    mode: Mode
+    device: str = "cpu"
+    """Type of the device."""
+    split: bool = False
+    """Whether maps are split over ranks, so that they communicate."""
+    attention: Literal["sdpa", "math"] = "sdpa"
+    recompute: str = "none"
+    compiled: bool = False
+    """Whether a compiler takes this part."""
+    fused: FusedForm | None = None
+    """The fused form of its blocks."""
+
+
+@dataclass(frozen=True)
+class OpContext:
+    """One module's surroundings."""
+
+    unit: str
+    """Name of its part."""
+    options: Options
+    name: str = ""
+    """Global name of the module."""
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    """Global name of a parameter -> its cut."""
+    arounds: Mapping[str, Around] = field(default_factory=dict)
+    """Cut of a weight, or "lookup" -> communication around the map."""
+    weights: WeightGradients = field(default_factory=WeightGradients)
+    """When gradients of weights are computed."""
+    vocabulary: tuple[int, int] | None = None
+    """Token ids whose rows of the table are here; None for all."""
+    first_head: int = 0
+    """Global index of the first attention head here."""
+
+    def around(self, child: str = "") -> Around:
+        """Communication around the map of this module, or of a child by its name."""
+        name = ".".join(filter(None, (self.name, child, "weight")))
+        return self.arounds.get(self.cuts.get(name, "replicated"), Around())

@@ -1,0 +1,1 @@
+"""Forms that pay on CPUs alone."""

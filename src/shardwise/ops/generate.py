@@ -1,0 +1,212 @@
+"""Forms of generation: forward alone, in as few operations as there can be, each on all tokens of an engine step.
+
+What a token needs besides its products takes a microsecond here and there: a call of a module, a view, a launch. So
+a block is one function over the forms of what is in it; queries, keys and values stay together from their product to
+the cache; and what all blocks need alike is made once per step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.decoder import Batch
+from shardwise.decoder.attention import Attention, Rope
+from shardwise.decoder.decoder import Head
+from shardwise.decoder.gpt import MLP, GPTBlock
+from shardwise.decoder.llama import GatedMLP, LlamaBlock
+from shardwise.decoder.modules import Linear, Linears, Lookup, RMSNorm, TiedLinear
+from shardwise.ops.context import LOCAL, Around, OpContext, Redistribute
+from shardwise.ops.fused import end_to_end
+from shardwise.ops.paged import PagedCache, Rows
+from shardwise.ops.products import MakeProduct, Plain, Product
+
+Forward = Callable[[Tensor, Batch], Tensor]
+
+
+@dataclass(frozen=True)
+class GenerationContext(OpContext):
+    """What forms of generation are given besides. The weights have been read."""
+
+    keep: MakeProduct = field(default_factory=Plain)
+    """How matrices are kept."""
+    cache: PagedCache | None = None
+    """A block's keys and values."""
+    copied: list[Linear] = field(default_factory=list)
+    """Maps of which `keep` has copied the matrix."""
+
+
+class SideBySide:
+    """Several maps of one input. `product`: all their outputs in one tensor, side by side."""
+
+    def __init__(self, product: Product, rows: list[int]) -> None:
+        self.product, self.rows = product, rows
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.product(x).split(self.rows, -1)
+
+
+def linears(module: Linears, at: GenerationContext) -> SideBySide:
+    """Several column-parallel maps of one input: one product where their weights are adjacent, or copied."""
+    maps, keep = module.maps, at.keep
+    rows = [len(m.weight) for m in maps]
+    at.copied.extend(maps if keep.copies else ())
+    weight, bias = _joined([m.weight for m in maps], keep), _joined([m.bias for m in maps], keep)
+    if weight is None or (bias is None and maps[0].bias is not None):
+        products = [keep(m.weight, m.bias) for m in maps]
+        return SideBySide(lambda x: torch.cat([each(x) for each in products], -1), rows)
+    return SideBySide(keep(weight, bias), rows)
+
+
+def _joined(tensors: Sequence[Tensor | None], keep: MakeProduct) -> Tensor | None:
+    """One tensor of all rows; None where that would need memory of its own that is not freed."""
+    present = [tensor for tensor in tensors if tensor is not None]
+    if not present:
+        return None
+    joined = end_to_end(present)
+    return torch.cat(present) if joined is None and keep.copies else joined
+
+
+def linear(module: Linear, at: GenerationContext) -> Product:
+    """One map."""
+    around = at.around()
+    at.copied.extend([module] if at.keep.copies else ())
+    if around.leave is LOCAL or not around.late_bias:
+        return _leaving(at.keep(module.weight, module.bias), around.leave)
+    partial_sum, bias = _leaving(at.keep(module.weight, None), around.leave), module.bias
+    return partial_sum if bias is None else lambda x: partial_sum(x).add_(bias)
+
+
+def tied_linear(module: TiedLinear, at: GenerationContext) -> Product:
+    """The map whose weight is the table of tokens."""
+    return _leaving(at.keep(module.weight, None), at.arounds.get("vocab", Around()).leave)
+
+
+def _leaving(product: Product, leave: Redistribute) -> Product:
+    return product if leave is LOCAL else lambda x: leave.forward(product(x))
+
+
+def lookup(module: Lookup, at: GenerationContext) -> Product:
+    """A lookup in the table of tokens, of which the ids `at.vocabulary` are here."""
+    if at.vocabulary is None:
+        return lambda ids: F.embedding(ids, module.weight)
+    (start, stop), leave = at.vocabulary, at.arounds["lookup"].leave
+
+    def forward(ids: Tensor) -> Tensor:
+        elsewhere = (ids < start) | (ids >= stop)
+        y = F.embedding((ids - start).masked_fill_(elsewhere, 0), module.weight)
+        return leave.forward(y.masked_fill_(elsewhere.unsqueeze(-1), 0))
+
+    return forward
+
+
+def head(module: Head, at: GenerationContext) -> Forward:
+    """Logits [B, vocabulary] of the rows that need them, equal on every rank."""
+    norm, out = module.norm.forward, module.out.forward
+
+    def forward(x: Tensor, batch: Batch) -> Tensor:
+        assert isinstance(batch, Rows)
+        if batch.wanted is not None:
+            x = x.index_select(1, batch.wanted)
+        logits: Tensor = out(norm(x))[0]
+        return logits
+
+    return forward
+
+
+def norm(module: RMSNorm, at: OpContext) -> Product:
+    """torch's own."""
+    return lambda x: F.rms_norm(x, module.weight.shape, module.weight, module.eps)
+
+
+def block(module: LlamaBlock | GPTBlock, at: OpContext) -> Forward:
+    """x + attention(norm(x)), then x + mlp(norm(x)), or both of the same x. x: [1, T, hidden]."""
+    first, attention = module.attention_norm.forward, module.attention.forward
+    second, mlp = module.mlp_norm.forward, module.mlp.forward
+    parallel = getattr(module, "parallel_residual", False)
+
+    def forward(x: Tensor, batch: Batch) -> Tensor:
+        after: Tensor = attention(first(x), batch).add_(x)
+        out: Tensor = mlp(second(x if parallel else after)).add_(after)
+        return out
+
+    return forward
+
+
+def attention(module: Attention, at: GenerationContext) -> Forward:
+    """[1, T, hidden] -> the same."""
+    qkv, out, cache = side_by_side(module.qkv), module.out.forward, at.cache
+    assert cache is not None
+    attend, width, kv = cache.attend, module.head_dim, cache.heads
+    norms = None
+    if module.q_norm is not None and module.k_norm is not None:
+        norms = module.q_norm.forward, module.k_norm.forward
+    turn = _rotation(module.rope, width, kv) if module.rope is not None else None
+
+    def forward(x: Tensor, batch: Batch) -> Tensor:
+        assert isinstance(batch, Rows)
+        y = qkv(x)
+        heads = y.view(y.shape[1], -1, width)
+        if norms is not None:
+            q, k = norms[0](heads[:, : -2 * kv]), norms[1](heads[:, -2 * kv : -kv])
+            heads = torch.cat((q, k, heads[:, -kv:]), 1)
+        if turn is not None:
+            heads = turn(heads, batch)
+        result: Tensor = out(attend(heads, batch)[None])
+        return result
+
+    return forward
+
+
+def side_by_side(module: nn.Module) -> Product:
+    """The product of all maps of a `Linears` that has its form."""
+    form = module.forward
+    assert isinstance(form, SideBySide)
+    return form.product
+
+
+def _rotation(rope: Rope, width: int, kv: int) -> Forward:
+    """Of heads [T, H + 2 K, D] the pairs (i, i + r/2) of the first r numbers turned by the angles of their positions.
+
+    Values, the last K heads, and the numbers from r on are turned by no angle, so that everything is done at once.
+    """
+
+    def tables(heads: Tensor, batch: Batch) -> tuple[int, Tensor, Tensor]:
+        cos, sin = (table[0] for table in rope.tables(batch.positions, heads.dtype))
+        half = cos.shape[-1]
+        same, other = torch.ones_like(heads), torch.zeros_like(heads)
+        same[:, :-kv, : 2 * half] = torch.cat((cos, cos), -1)
+        other[:, :-kv, : 2 * half] = torch.cat((-sin, sin), -1)
+        return half, same, other
+
+    def forward(heads: Tensor, batch: Batch) -> Tensor:
+        half, same, other = batch.shared("rope", lambda: tables(heads, batch))
+        if 2 * half == width:
+            partners = heads.roll(half, -1)
+        else:
+            partners = torch.cat((heads[..., half : 2 * half], heads[..., :half], heads[..., 2 * half :]), -1)
+        return (heads * same).addcmul_(partners, other)
+
+    return forward
+
+
+def gated_mlp(module: GatedMLP, at: OpContext) -> Product:
+    """down(silu(gate(x)) * up(x))."""
+    gate_up, down = side_by_side(module.gate_up), module.down.forward
+
+    def forward(x: Tensor) -> Tensor:
+        gate, up = gate_up(x).chunk(2, -1)
+        out: Tensor = down(F.silu(gate).mul_(up))
+        return out
+
+    return forward
+
+
+def mlp(module: MLP, at: OpContext) -> Product:
+    """down(gelu(up(x)))."""
+    up, down, approximate = side_by_side(module.up), module.down.forward, module.approximate
+    return lambda x: down(F.gelu(up(x), approximate=approximate))

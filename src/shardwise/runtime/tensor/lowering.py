@@ -1,0 +1,56 @@
+"""The decoder's forms on one rank: `ops.table` applied part by part, with the communication of the layout's cuts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from shardwise.decoder import Decoder
+from shardwise.layout.placement import place
+from shardwise.layout.units import UnitPlan
+from shardwise.ops.context import Mode, OpContext, Options
+from shardwise.ops.gradients import WeightGradients
+from shardwise.ops.table import lower
+from shardwise.runtime.tensor.redistribute import compose
+from shardwise.runtime.transport.comms import Comms
+
+
+def context_of(part: str, mode: Mode, plan: UnitPlan, comms: Comms | None, device: torch.device) -> OpContext:
+    """What the forms of a part are given. comms: None where the forms communicate through others that they wrap."""
+    layout = plan.layout
+    return OpContext(
+        part,
+        Options(
+            mode,
+            device.type,
+            split=layout.tp > 1,
+            attention=layout.attention,  # type: ignore[arg-type]
+            recompute=layout.recompute,
+            compiled=layout.compile == "block" and plan.kind(part) == "block",
+            fused=plan.fused,
+        ),
+        cuts={parameter.name: parameter.cut for parameter in plan.blueprint.parameters_of(part)},
+        arounds=compose(layout, comms, part) if comms is not None else {},
+        vocabulary=vocabulary_range(plan) if layout.tp > 1 else None,
+        first_head=plan.tp_rank * (plan.model.heads // layout.tp),
+    )
+
+
+def lower_for_training(
+    decoder: Decoder, plan: UnitPlan, comms: Comms, weights: WeightGradients, device: torch.device
+) -> set[nn.Module]:
+    """Give every module of a decoder its form. Weights are cut elsewhere (`engine.py`). weights: when their gradients
+    are computed. Returns the modules whose gradients do not pass through autograd's accumulation."""
+    writing: set[nn.Module] = set()
+    for name, part in decoder.parts():
+        context = context_of(name, "train", plan, comms, device)
+        writing |= lower(part, replace(context, weights=weights)).writing
+    return writing
+
+
+def vocabulary_range(plan: UnitPlan) -> tuple[int, int]:
+    """First and last + 1 token id whose logits and embedding rows this tp rank holds."""
+    placed = place(plan.blueprint.table, plan.layout, plan.tp_rank)
+    return (placed.start, placed.stop) if placed.dim is not None else (0, plan.model.vocab)
