@@ -44,11 +44,11 @@ from shardwise.model.flops import training_flops_per_token
 from shardwise.model.parameters import Parameter, count, parameters
 from shardwise.predict import estimate
 from shardwise.report.units import format_bytes, format_count
-from shardwise.runtime.config import OptimizerConfig
-from shardwise.runtime.hardware import matmul_rate
-from shardwise.runtime.measure import StepMeasurement
+from shardwise.runtime.job.config import OptimizerConfig
+from shardwise.runtime.job.setup import make_comms
+from shardwise.runtime.measure.hardware import matmul_rate
+from shardwise.runtime.measure.memory import StepMeasurement
 from shardwise.runtime.pipeline.step import TrainProgram
-from shardwise.runtime.setup import make_comms
 
 TINY = ModelConfig("tiny", vocab=512, hidden=128, layers=3, heads=4, kv_heads=2, ffn=352, max_positions=256)
 DEVICES = {"NVIDIA H100 80GB HBM3": "H100", "NVIDIA A100-SXM4-80GB": "A100"}

@@ -27,9 +27,9 @@ from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.layout import pipeline as pipelines
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import parameters
-from shardwise.runtime.config import OptimizerConfig
+from shardwise.runtime.job.config import OptimizerConfig
+from shardwise.runtime.job.setup import make_comms, stream_view
 from shardwise.runtime.pipeline.step import TrainProgram
-from shardwise.runtime.setup import make_comms, stream_view
 
 SEED = 0
 LR = 1e-3

@@ -37,9 +37,9 @@ from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.model import ModelConfig
 from shardwise.runtime.allocator import retain_freed_memory
 from shardwise.runtime.checkpointing import Position, Saver
-from shardwise.runtime.config import OptimizerConfig
+from shardwise.runtime.job.config import OptimizerConfig
+from shardwise.runtime.job.setup import make_comms, stream_view
 from shardwise.runtime.pipeline.step import TrainProgram
-from shardwise.runtime.setup import make_comms, stream_view
 
 MODEL = ModelConfig("bench", vocab=2048, hidden=256, layers=4, heads=4, kv_heads=4, ffn=704, max_positions=512)
 SEQ, BATCH = 256, 8

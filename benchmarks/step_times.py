@@ -40,9 +40,9 @@ from shardwise.model import ModelConfig
 from shardwise.model.parameters import count
 from shardwise.predict.step_seconds import step_seconds
 from shardwise.runtime.allocator import retain_freed_memory
-from shardwise.runtime.config import OptimizerConfig
+from shardwise.runtime.job.config import OptimizerConfig
+from shardwise.runtime.job.setup import make_comms, stream_view
 from shardwise.runtime.pipeline.step import TrainProgram
-from shardwise.runtime.setup import make_comms, stream_view
 
 MODEL = ModelConfig("step-times", vocab=8192, hidden=512, layers=8, heads=8, kv_heads=8, ffn=1408, max_positions=512)
 WORKLOAD = Workload(seq=256, batch=8)

@@ -23,7 +23,7 @@ from shardwise.data import Corpus
 from shardwise.report import StepReport
 from shardwise.report.run_directory import RunDirectory
 from shardwise.runtime import installed
-from shardwise.runtime.config import OptimizerConfig, TrainConfig
+from shardwise.runtime.job.config import OptimizerConfig, TrainConfig
 from shardwise.runtime.job.launch import Ending, RunFailed
 from shardwise.runtime.job.locks import run_lock
 

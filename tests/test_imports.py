@@ -184,7 +184,7 @@ UNTIMED = ["64xcpu" if word == "8x8xH100" else word for word in ESTIMATE]
         "import shardwise",
         "from shardwise import ModelConfig, Cluster, Layout, Workload, StepReport, compare, UserError, estimate, train",
         "from shardwise import api, cluster, data, layout, model, predict, report",
-        "import shardwise.runtime.job.launch, shardwise.runtime.config, shardwise.runtime.job.worker",
+        "import shardwise.runtime.job.launch, shardwise.runtime.job.config, shardwise.runtime.job.worker",
         COMMAND.format(argv=UNTIMED),
         COMMAND.format(argv=["estimate", "--params", "7e9", "--zero-table", "1,2,4,8,16", "--json"]),
         COMMAND.format(argv=["explain", "pretrain_gpt.py --tensor-model-parallel-size 2", "--ranks", "8", "--json"]),

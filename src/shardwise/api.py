@@ -27,8 +27,8 @@ from shardwise.model import ModelConfig
 from shardwise.model.catalog import resolve
 from shardwise.report.run_directory import RunDirectory, make_next, next_free, occupied
 from shardwise.report.step_report import StepReport
-from shardwise.runtime.config import MOST_THREADS, OptimizerConfig, TrainConfig, check_type
 from shardwise.runtime.installed import require
+from shardwise.runtime.job.config import MOST_THREADS, OptimizerConfig, TrainConfig, check_type
 from shardwise.runtime.job.launch import INTERRUPTED, RANK_FAILED, USER_MISTAKE, RunFailed, check_port, say
 from shardwise.runtime.job.locks import run_lock
 from shardwise.runtime.job.restart import (

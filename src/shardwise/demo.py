@@ -17,7 +17,7 @@ from shardwise.predict import estimate
 from shardwise.predict.memory.capacity import capacity_of
 from shardwise.report import Bytes, ReportComparison, compare
 from shardwise.report.run_directory import RunDirectory, next_free
-from shardwise.runtime.config import OptimizerConfig
+from shardwise.runtime.job.config import OptimizerConfig
 
 LARGE = "llama-3-70b"
 LARGE_SEQ = 8192

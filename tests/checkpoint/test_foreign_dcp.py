@@ -28,7 +28,7 @@ from shardwise.layout import Layout, Workload
 from shardwise.model import ModelConfig
 from shardwise.model.huggingface import from_huggingface
 from shardwise.model.parameters import foreign_slices, parameters
-from shardwise.runtime.config import OptimizerConfig
+from shardwise.runtime.job.config import OptimizerConfig
 from shardwise.runtime.zero.optimizer import learning_rate
 
 LAYOUTS = ["precision=fp64", "dp=4,zero=3,precision=fp64", "dp=2,tp=2,zero=1,sp,precision=fp64", "tp=4,precision=fp64"]

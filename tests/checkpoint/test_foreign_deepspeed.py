@@ -27,7 +27,7 @@ from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import foreign_slices
-from shardwise.runtime.config import OptimizerConfig
+from shardwise.runtime.job.config import OptimizerConfig
 
 MODEL = ModelConfig(
     "tiny", vocab=23, hidden=8, layers=1, heads=2, kv_heads=1, ffn=11, max_positions=16, norm_eps=1e-6, head_dim=4

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from shardwise.cluster import Cluster
-from shardwise.runtime import calibration
+from shardwise.runtime.measure import calibration
 
 
 @pytest.fixture

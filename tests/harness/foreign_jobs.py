@@ -22,7 +22,7 @@ from shardwise.layout import Layout, Mesh
 from shardwise.layout.axes import DP, TP
 from shardwise.model.parameters import parameters
 from shardwise.runtime.checkpointing import restore
-from shardwise.runtime.setup import stream_view
+from shardwise.runtime.job.setup import stream_view
 from shardwise.runtime.zero.optimizer import learning_rate
 
 SAVED, STEPS = 3, 6

@@ -32,8 +32,8 @@ LOADED = (
     "torch._dynamo",
     "shardwise.cli.main",
     "shardwise.runtime.job.restart",
-    "shardwise.runtime.measure",
-    "shardwise.runtime.trainer",
+    "shardwise.runtime.measure.memory",
+    "shardwise.runtime.job.trainer",
 )
 Stream = int | IO[Any] | None
 

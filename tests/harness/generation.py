@@ -13,7 +13,7 @@ from shardwise.layout import Mesh
 from shardwise.layout.axes import DP, PP, TP
 from shardwise.ops.paged import Rows
 from shardwise.report.step_report import LedgerRow
-from shardwise.runtime.setup import make_comms
+from shardwise.runtime.job.setup import make_comms
 from shardwise.serving.engine import TokenGenerator
 from shardwise.serving.job import ServingJob, weights_in
 from shardwise.serving.lockstep import Lockstep

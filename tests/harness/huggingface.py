@@ -16,9 +16,9 @@ from shardwise.layout import Layout, Mesh, Workload, unit_plan
 from shardwise.layout.axes import DP, TP
 from shardwise.model import ModelConfig
 from shardwise.runtime.checkpointing import Position, Saver, start_from
-from shardwise.runtime.config import OptimizerConfig
+from shardwise.runtime.job.config import OptimizerConfig
+from shardwise.runtime.job.setup import make_comms, stream_view
 from shardwise.runtime.pipeline.step import TrainProgram
-from shardwise.runtime.setup import make_comms, stream_view
 from shardwise.runtime.tensor.loss import IGNORED
 
 SIZES = {"vocab_size": 53, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}

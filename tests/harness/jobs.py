@@ -18,9 +18,9 @@ from shardwise.layout.axes import DP, TP
 from shardwise.layout.units import Backend
 from shardwise.report import Role
 from shardwise.report.step_report import Bytes
-from shardwise.runtime.measure import StepMeasurement
+from shardwise.runtime.job.setup import make_comms, stream_view
+from shardwise.runtime.measure.memory import StepMeasurement
 from shardwise.runtime.pipeline.step import TrainProgram
-from shardwise.runtime.setup import make_comms, stream_view
 from shardwise.runtime.zero.engine import FlatUnit, local_values
 from shardwise.runtime.zero.optimizer import learning_rate
 

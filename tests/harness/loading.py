@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardwise.runtime.setup import make_comms
+from shardwise.runtime.job.setup import make_comms
 from shardwise.serving.engine import TokenGenerator
 from shardwise.serving.job import ServingJob, weights_in
 

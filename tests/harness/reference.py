@@ -14,7 +14,7 @@ from shardwise.decoder.initial import initial_values
 from shardwise.layout import Workload
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import Parameter, parameters
-from shardwise.runtime.config import OptimizerConfig
+from shardwise.runtime.job.config import OptimizerConfig
 from shardwise.runtime.zero.optimizer import learning_rate
 
 STEPS = 3

@@ -7,7 +7,7 @@ from typing import Any
 
 from shardwise import api
 from shardwise.errors import UserError
-from shardwise.runtime.config import TrainConfig
+from shardwise.runtime.job.config import TrainConfig
 from shardwise.runtime.job.launch import RunFailed
 
 Ended = tuple[api.TrainResult | None, BaseException | None, list[str]]

@@ -21,7 +21,7 @@ from harness.space import MODELS
 from shardwise.errors import UserError
 from shardwise.layout import Layout
 from shardwise.layout.axes import DATA
-from shardwise.runtime.setup import make_comms
+from shardwise.runtime.job.setup import make_comms
 from shardwise.runtime.transport import Mail, SharedTransport
 from shardwise.runtime.transport.adding import Target
 from shardwise.runtime.transport.shared import MESSAGES, SLOTS, TWO_SHOT_FROM

@@ -18,8 +18,8 @@ from shardwise.layout import Layout
 from shardwise.report import LedgerRow, TransportRow
 from shardwise.report.exposure import TimeSpan, spans
 from shardwise.report.step_report import Bytes, Role
+from shardwise.runtime.measure.timeline import TimelineRecorder
 from shardwise.runtime.pipeline.step import TrainProgram
-from shardwise.runtime.timeline import TimelineRecorder
 from shardwise.runtime.zero.optimizer import learning_rate
 
 RECORDED = STEPS - 2

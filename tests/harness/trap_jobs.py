@@ -21,7 +21,7 @@ from shardwise.layout.axes import DATA
 from shardwise.layout.placement import width_held
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import parameters
-from shardwise.runtime.setup import make_comms
+from shardwise.runtime.job.setup import make_comms
 from shardwise.runtime.tensor.loss import summed_cross_entropy
 from shardwise.runtime.transport.adding import Target
 

@@ -13,8 +13,8 @@ from shardwise.layout import Layout, Mesh
 from shardwise.layout.axes import DP, PP, TP
 from shardwise.model import ModelConfig
 from shardwise.report.step_report import LedgerRow
-from shardwise.runtime.measure import _Storages
-from shardwise.runtime.setup import make_comms
+from shardwise.runtime.job.setup import make_comms
+from shardwise.runtime.measure.memory import _Storages
 from shardwise.serving.engine import TokenGenerator
 from shardwise.serving.job import ServingJob
 from shardwise.serving.lockstep import Lockstep

@@ -28,7 +28,7 @@ ENGINE, UNITS, STEP, LOSS = (
 OPTIMIZER, LINEAR, PLACEMENT = "runtime/zero/optimizer.py", "ops/linear.py", "layout/placement.py"
 REDISTRIBUTE = "runtime/tensor/redistribute.py"
 GRADIENTS, JOINED = "ops/gradients.py", "ops/fused.py"
-ATTENTION, MODULES, SETUP = "decoder/attention.py", "decoder/modules.py", "runtime/setup.py"
+ATTENTION, MODULES, SETUP = "decoder/attention.py", "decoder/modules.py", "runtime/job/setup.py"
 CHECKPOINTING = "runtime/checkpointing.py"
 PIPELINE, SCHEDULE, LISTS = (
     "runtime/pipeline/executor.py",

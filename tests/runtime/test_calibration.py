@@ -15,8 +15,9 @@ import torch.distributed as dist
 
 from shardwise.predict.time import Kernels, constants
 from shardwise.predict.time.measuring import device_of
-from shardwise.runtime import calibration
-from shardwise.runtime.calibration import (
+from shardwise.runtime.job.launch import supervise
+from shardwise.runtime.measure import calibration
+from shardwise.runtime.measure.calibration import (
     DTYPES,
     HOT,
     MODEL,
@@ -28,7 +29,6 @@ from shardwise.runtime.calibration import (
     products,
     usual_job,
 )
-from shardwise.runtime.job.launch import supervise
 
 CPU = torch.device("cpu")
 
@@ -137,7 +137,7 @@ def test_ranks_measure_all_of_it(ranks, tmp_path, monkeypatch):
     out, file = tmp_path / "samples.json", tmp_path / "job.json"
     job = tiny(str(out))
     file.write_text(json.dumps(asdict(job)))
-    ending = supervise([sys.executable, "-m", "shardwise.runtime.calibration", str(file)], ranks, patience=5.0)
+    ending = supervise([sys.executable, "-m", "shardwise.runtime.measure.calibration", str(file)], ranks, patience=5.0)
     assert not ending.code, ending.line
     told = json.loads(out.read_text())
     counts = Counter(sample["what"] for sample in told["samples"])

@@ -9,7 +9,7 @@ import pytest
 from shardwise.cli.calibrate_device import _check_limits
 from shardwise.predict.time.measuring import _attention
 from shardwise.runtime.job.launch import RunFailed
-from shardwise.runtime.samples import MORE, Probed, above_limits, within_limits
+from shardwise.runtime.measure.samples import MORE, Probed, above_limits, within_limits
 
 PEAK, BANDWIDTH = 700e12, 3e12
 LAUNCH = 60e-6

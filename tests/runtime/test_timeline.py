@@ -15,7 +15,7 @@ from harness.space import MODELS, SEQ, Point, point
 from harness.timeline_jobs import DELAY, Recorded
 from shardwise.layout import Layout, Workload
 from shardwise.report.exposure import COMMUNICATION, COMPUTE, WAITING, TimeSpan, exposure, overlap, union
-from shardwise.runtime.timeline import TimelineCollective
+from shardwise.runtime.measure.timeline import TimelineCollective
 
 
 def recorded(chosen: Point, overlapping: bool) -> list[Recorded]:

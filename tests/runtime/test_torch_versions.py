@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch._dynamo.testing import CompileCounter
 
 import shardwise
-from shardwise.runtime import torch_versions, trainer
+from shardwise.runtime import torch_versions
+from shardwise.runtime.job import trainer
 from shardwise.serving import rank as serving_rank
 
 PACKAGE = Path(shardwise.__file__).parent

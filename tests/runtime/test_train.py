@@ -23,8 +23,8 @@ from shardwise.model.flops import MFU
 from shardwise.report import compare
 from shardwise.report.exposure import exposures
 from shardwise.report.step_report import StepReport
-from shardwise.runtime.config import TrainConfig
-from shardwise.runtime.record import RunRecorder
+from shardwise.runtime.job.config import TrainConfig
+from shardwise.runtime.job.record import RunRecorder
 
 pytestmark = pytest.mark.usefixtures("leftovers")
 LIMIT = 120

@@ -13,7 +13,7 @@ import pytest
 import shardwise
 from shardwise.layout import Layout, Workload
 from shardwise.model import ModelConfig
-from shardwise.runtime.config import TrainConfig
+from shardwise.runtime.job.config import TrainConfig
 from shardwise.runtime.job.launch import launch
 
 SOURCES = str(Path(shardwise.__file__).parents[1])
@@ -24,9 +24,9 @@ from shardwise.errors import UserError
 rank = int(os.environ["RANK"])
 def train(config):
 {body}
-stand_in = types.ModuleType("shardwise.runtime.trainer")
+stand_in = types.ModuleType("shardwise.runtime.job.trainer")
 stand_in.train = train
-sys.modules["shardwise.runtime.trainer"] = stand_in
+sys.modules["shardwise.runtime.job.trainer"] = stand_in
 stop = types.ModuleType("shardwise.runtime.job.stop")  # whose import of torch takes longer than all else here
 stop.Stopped = type("Stopped", (BaseException,), {{}})
 sys.modules["shardwise.runtime.job.stop"] = stop

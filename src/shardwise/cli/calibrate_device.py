@@ -91,7 +91,7 @@ def _before(out: Path | None) -> Cluster | None:
 
 
 def _kind(args: argparse.Namespace) -> Literal["cpu", "cuda"]:
-    from shardwise.runtime.hardware import has_cuda
+    from shardwise.runtime.measure.hardware import has_cuda
 
     there = has_cuda()
     if args.device == "cuda" and not there:
@@ -103,13 +103,13 @@ def _kind(args: argparse.Namespace) -> Literal["cpu", "cuda"]:
 
 
 def _measured(args: argparse.Namespace, kind: str) -> dict[str, Any]:
-    from shardwise.runtime.calibration import usual_job
-    from shardwise.runtime.job.measuring import whole
+    from shardwise.runtime.measure.calibration import usual_job
+    from shardwise.runtime.measure.job import whole
 
     def job(out: str) -> dict[str, Any]:
         return asdict(usual_job(kind, args.seconds, args.transport, out))
 
-    told: dict[str, Any] = whole("shardwise.runtime.calibration", job, args.ranks, threads=args.threads)
+    told: dict[str, Any] = whole("shardwise.runtime.measure.calibration", job, args.ranks, threads=args.threads)
     _check_limits(told["samples"], kind)
     return told
 
@@ -117,7 +117,7 @@ def _measured(args: argparse.Namespace, kind: str) -> dict[str, Any]:
 def _check_limits(samples: list[dict[str, Any]], kind: str) -> None:
     """Raise `RunFailed` for a sample that no device can have, measured twice."""
     from shardwise.runtime.job.launch import RunFailed
-    from shardwise.runtime.samples import Probed, above_limits
+    from shardwise.runtime.measure.samples import Probed, above_limits
 
     late = above_limits([Probed(**sample) for sample in samples], kind)
     if late:
@@ -131,7 +131,7 @@ def _check_limits(samples: list[dict[str, Any]], kind: str) -> None:
 def _device(told: dict[str, Any], args: argparse.Namespace, kind: Literal["cpu", "cuda"]) -> Device:
     from shardwise.cluster.catalog import lookup
     from shardwise.predict.time.measuring import device_of
-    from shardwise.runtime.calibration import MODEL
+    from shardwise.runtime.measure.calibration import MODEL
 
     about = told["about"]
     if kind == "cuda":

@@ -101,7 +101,7 @@ def measure(
     args: argparse.Namespace, algorithms: list[Algorithm], sizes: list[int]
 ) -> tuple[dict[str, Any], BaseException | None]:
     """(what the ranks wrote, how it ended if not well). Raises where there is nothing."""
-    from shardwise.runtime.job.measuring import measured
+    from shardwise.runtime.measure.job import measured
 
     def job(out: str) -> dict[str, Any]:
         return {

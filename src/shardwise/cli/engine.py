@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.errors import UserError
 from shardwise.runtime import TRANSPORTS
-from shardwise.runtime.config import MOST_THREADS
+from shardwise.runtime.job.config import MOST_THREADS
 
 if TYPE_CHECKING:
     from shardwise.predict.memory.serving import MemoryFit

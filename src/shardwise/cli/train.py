@@ -18,7 +18,7 @@ from shardwise.errors import UserError
 from shardwise.runtime import TRANSPORTS
 
 if TYPE_CHECKING:
-    from shardwise.runtime.config import TrainConfig
+    from shardwise.runtime.job.config import TrainConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -173,7 +173,7 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
 def _request(args: argparse.Namespace) -> dict[str, Any]:
     """The arguments of `configure` for a new run."""
     from shardwise.layout import Workload
-    from shardwise.runtime.config import OptimizerConfig
+    from shardwise.runtime.job.config import OptimizerConfig
 
     if args.model is None and args.weights is not None:
         args.model = str(Path(args.weights).absolute())

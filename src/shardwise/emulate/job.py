@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shardwise.runtime.job.measuring import whole
 from shardwise.runtime.job.rank import RankJob
+from shardwise.runtime.measure.job import whole
 from shardwise.schedule.pipeline import PipelineSchedule
 from shardwise.schedule.pipeline.memory import MicroBatchMemory
 from shardwise.schedule.pipeline.simulate import Simulated, simulate

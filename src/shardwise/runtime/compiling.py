@@ -22,7 +22,7 @@ from shardwise.decoder import Batch, Decoder
 from shardwise.errors import UserError
 from shardwise.layout.units import UnitPlan
 from shardwise.ops.table import install, lower
-from shardwise.runtime.setup import stream_view
+from shardwise.runtime.job.setup import stream_view
 from shardwise.runtime.tensor.lowering import context_of
 from shardwise.runtime.torch_versions import compile_apart, default_backend
 

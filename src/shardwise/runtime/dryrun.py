@@ -144,10 +144,10 @@ def _observe(plan: UnitPlan, rank: int, fake: Any) -> Role:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from shardwise.runtime.config import OptimizerConfig
-    from shardwise.runtime.measure import StepMeasurement
+    from shardwise.runtime.job.config import OptimizerConfig
+    from shardwise.runtime.job.setup import make_comms
+    from shardwise.runtime.measure.memory import StepMeasurement
     from shardwise.runtime.pipeline.step import TrainProgram
-    from shardwise.runtime.setup import make_comms
     from shardwise.runtime.torch_versions import know_fake_collectives
 
     know_fake_collectives()
@@ -256,7 +256,7 @@ def _micro_batch(plan: UnitPlan) -> Any:
     import torch
 
     from shardwise.decoder import Batch
-    from shardwise.runtime.setup import stream_view
+    from shardwise.runtime.job.setup import stream_view
 
     def vector() -> torch.Tensor:
         return torch.zeros(plan.layout.micro, plan.workload.seq, dtype=torch.int64)

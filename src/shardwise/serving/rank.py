@@ -28,7 +28,7 @@ from shardwise.runtime.allocator import release_freed_memory, retain_freed_memor
 from shardwise.runtime.job import pulse
 from shardwise.runtime.job import rank as process
 from shardwise.runtime.job.launch import USER_MISTAKE
-from shardwise.runtime.setup import make_comms
+from shardwise.runtime.job.setup import make_comms
 from shardwise.serving.engine import TokenGenerator
 from shardwise.serving.job import Loading, Ready, ServingJob, weights_in
 from shardwise.serving.lockstep import Lockstep, Receive, StepResult

@@ -34,8 +34,8 @@ Samples = Sequence[Mapping[str, Any]]
 def device_of(
     told: Told, name: str, kind: Literal["cpu", "cuda"], memory: int | None, model: ModelConfig, source: str
 ) -> Device:
-    """The device that samples describe. told: what `runtime.calibration` wrote, {"about", "samples"}. memory: bytes;
-    model: the one whose block was timed for what calls take."""
+    """The device that samples describe. told: what `runtime.measure.calibration` wrote, {"about", "samples"}.
+    memory: bytes. model: the one whose block was timed for what calls take."""
     samples: Samples = told["samples"]
     peaks = _peaks(samples)
     bandwidth = _figure(next(2.0 * s["shape"][0] / s["seconds"] for s in samples if s["what"] == "copy"))

@@ -9,7 +9,7 @@ from torch import Tensor
 from shardwise.data import Sampler
 from shardwise.decoder import Batch
 from shardwise.layout.units import UnitPlan
-from shardwise.runtime.setup import stream_view
+from shardwise.runtime.job.setup import stream_view
 
 
 class Batches:

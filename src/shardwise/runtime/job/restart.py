@@ -19,7 +19,7 @@ from pathlib import Path
 from shardwise.errors import UserError
 from shardwise.layout import fewer_ranks
 from shardwise.report.run_directory import ERRORS, RunDirectory, occupied
-from shardwise.runtime.config import TrainConfig
+from shardwise.runtime.job.config import TrainConfig
 from shardwise.runtime.job.launch import RANK_FAILED, USER_MISTAKE, Ending, supervise
 from shardwise.runtime.job.locks import temporary_folder
 from shardwise.runtime.job.output import clear_line

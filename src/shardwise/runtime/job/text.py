@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.errors import UserError
-from shardwise.runtime.config import TrainConfig
+from shardwise.runtime.job.config import TrainConfig
 
 if TYPE_CHECKING:
     from shardwise.data import Corpus

@@ -19,7 +19,7 @@ from shardwise.runtime.job.output import tolerant_output
 from shardwise.runtime.job.rank import leave
 
 if TYPE_CHECKING:
-    from shardwise.runtime.config import TrainConfig
+    from shardwise.runtime.job.config import TrainConfig
 
 
 def main(argv: list[str]) -> int:
@@ -27,7 +27,7 @@ def main(argv: list[str]) -> int:
     rank.bind()
 
     def read() -> TrainConfig:
-        from shardwise.runtime.config import TrainConfig
+        from shardwise.runtime.job.config import TrainConfig
 
         return rank.read_file(argv, TrainConfig.read)
 
@@ -44,7 +44,7 @@ def guarded(configuration: Callable[[], TrainConfig]) -> int:
         out = Path(config.out)
 
         from shardwise.runtime.job.stop import Stopped
-        from shardwise.runtime.trainer import train
+        from shardwise.runtime.job.trainer import train
 
         try:
             train(config)

@@ -11,7 +11,7 @@ from torch import Tensor
 from shardwise.decoder import Batch
 from shardwise.layout.axes import DATA
 from shardwise.layout.units import UnitPlan
-from shardwise.runtime.config import OptimizerConfig
+from shardwise.runtime.job.config import OptimizerConfig
 from shardwise.runtime.pipeline.executor import evaluate, train
 from shardwise.runtime.pipeline.stages import StageRunner
 from shardwise.runtime.tensor.loss import IGNORED

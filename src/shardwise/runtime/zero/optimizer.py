@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardwise.layout.units import Span
 from shardwise.ops.limits import optimizer_chunk
-from shardwise.runtime.config import OptimizerConfig
+from shardwise.runtime.job.config import OptimizerConfig
 from shardwise.runtime.transport.comms import Comms
 from shardwise.runtime.zero.engine import Engine, FlatUnit, Values
 

@@ -34,18 +34,18 @@ from shardwise.report.run_directory import RunDirectory
 from shardwise.report.step_report import Role, StepReport, merge_roles
 from shardwise.runtime.allocator import retain_freed_memory
 from shardwise.runtime.checkpointing import Position, Saver, restore, start_from
-from shardwise.runtime.config import TrainConfig
 from shardwise.runtime.data.batches import Batches
-from shardwise.runtime.hardware import matmul_rate
 from shardwise.runtime.job import pulse
+from shardwise.runtime.job.config import TrainConfig
 from shardwise.runtime.job.launch import RANK_FAILED, lost_a_peer, reason, say
 from shardwise.runtime.job.meeting import meet
+from shardwise.runtime.job.record import RunRecorder
+from shardwise.runtime.job.setup import make_comms
 from shardwise.runtime.job.stop import Stopped, StopRequest
-from shardwise.runtime.measure import StepMeasurement
+from shardwise.runtime.measure.hardware import matmul_rate
+from shardwise.runtime.measure.memory import StepMeasurement
+from shardwise.runtime.measure.timeline import TimelineRecorder
 from shardwise.runtime.pipeline.step import TrainProgram
-from shardwise.runtime.record import RunRecorder
-from shardwise.runtime.setup import make_comms
-from shardwise.runtime.timeline import TimelineRecorder
 from shardwise.runtime.zero.engine import torch_dtype
 from shardwise.runtime.zero.optimizer import learning_rate
 

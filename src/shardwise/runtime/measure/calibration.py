@@ -6,7 +6,8 @@ thread of a CPU the clock is that thread's own, which stands still while another
 is measured apart. What is computed is what the decoder and the runtime compute: their own norms, rotation, loss, and
 the optimizer's calls.
 
-`python -m shardwise.runtime.calibration JOB.json` is one rank. `predict.time.measuring` makes a device of the samples.
+`python -m shardwise.runtime.measure.calibration JOB.json` is one rank. `predict.time.measuring` makes a device of
+the samples.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ from shardwise.ops.cpu.attention import short_attention
 from shardwise.ops.limits import optimizer_chunk
 from shardwise.ops.table import install
 from shardwise.runtime.job.rank import RankJob, leave, main
+from shardwise.runtime.job.setup import make_comms
+from shardwise.runtime.measure.samples import Probed, within_limits
 from shardwise.runtime.pipeline.stages import StageRunner
-from shardwise.runtime.samples import Probed, within_limits
-from shardwise.runtime.setup import make_comms
 from shardwise.runtime.tensor.loss import summed_cross_entropy
 from shardwise.runtime.transport.adding import Target
 from shardwise.runtime.transport.comms import Comms

@@ -20,7 +20,7 @@ from shardwise.report.step_report import StepReport
 from shardwise.report.strict_json import strict
 from shardwise.report.trace import write_trace
 from shardwise.report.units import format_time
-from shardwise.runtime.config import TrainConfig
+from shardwise.runtime.job.config import TrainConfig
 from shardwise.runtime.job.launch import say
 
 
