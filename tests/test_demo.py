@@ -103,7 +103,7 @@ def test_a_short_tour(short, capsys):
     ):
         assert words in out
     page = Path("runs/demo-1/report.html").read_text()
-    assert all(words in page for words in ("A small Llama", "llama-3-70b", "Ledger", "Loss"))
+    assert all(words in page for words in ("tiny-llama", "llama-3-70b", "ledger", "validation_loss"))
 
 
 def test_json_is_one_object(short, capsys):

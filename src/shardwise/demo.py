@@ -7,17 +7,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlencode
 
 from shardwise.api import RUNS, TrainResult, check_unused, resume, train
 from shardwise.cluster import Cluster
 from shardwise.layout import Layout, Workload
 from shardwise.model.catalog import get
-from shardwise.model.parameters import count
 from shardwise.predict import estimate
 from shardwise.predict.memory.capacity import capacity_of
 from shardwise.report import Bytes, ReportComparison, compare
-from shardwise.report.run_directory import RunDirectory, next_free
+from shardwise.report.run_directory import next_free
 from shardwise.runtime.job.config import OptimizerConfig
+from shardwise.studio.page import write_export
 
 LARGE = "llama-3-70b"
 LARGE_SEQ = 8192
@@ -133,34 +134,18 @@ class Tour:
         return [sentence for holds, sentence in checks if not holds]
 
     def write_page(self) -> Path:
-        """Write report.html into the run directory. Raises `UserError` when it cannot be written."""
-        from shardwise.report import html
+        """Write report.html into the run directory: the run in the studio, and `LARGE` on the last of `CLUSTERS`.
 
-        summary, events = self.result.summary, [event for _, event in RunDirectory.open(self.result.out).events()]
-        predicted, measured, entropy = self.comparison.a, self.comparison.b, self.unigram_entropy
-        facts = {
-            "Parameters": html.parameters_fact(count(get(SMALL))),
-            "Text": f"{TEXT_BYTES / 1e6:.0f} MB of Python's own library",
-            "Speed": f"{summary['tokens_per_s']:,.0f} tokens/s, {summary['mfu']:.1%} of the measured matrix products",
-        }
-        path = self.result.out / "report.html"
-        html.write_html(
-            path,
-            "A small Llama on four processes",
-            [
-                html.summary_section([*html.comparison_cards(self.comparison), html.loss_card(events, entropy)]),
-                html.run_section(measured, facts),
-                html.loss_section(events, entropy),
-                html.memory_section(self.comparison),
-                html.ledger_section(self.comparison),
-                html.transport_section(measured),
-                html.timeline_section(measured),
-                html.zero_section(LARGE, zero_memory(), capacity()),
-                html.notes_section(predicted, measured),
-            ],
-            "What was predicted before the run beside what the run measured.",
-        )
-        return path
+        Raises `UserError` when it cannot be written.
+        """
+        out = self.result.out.absolute()
+        state = {
+            "model": LARGE, "cluster": CLUSTERS[-1], "zero": 3, "recompute": "full", "seq": LARGE_SEQ,
+            "batch": Cluster.parse(CLUSTERS[-1]).devices,
+        }  # fmt: skip
+        views = (f"runs?{urlencode({'run': out.name})}", f"memory?{urlencode(state)}")
+        write_export(out / "report.html", *views, runs=out.parent)
+        return self.result.out / "report.html"
 
 
 def learn(out: Path, rank0_stdout: int | None = None) -> Tour:

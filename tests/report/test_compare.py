@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from report_strategies import reports
 
+from harness.report_strategies import reports
 from shardwise.errors import UserError
 from shardwise.report import Bytes, LedgerRow, Role, StepReport, compare
 from shardwise.report.compare import EXACT_CLASSES

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
-from report_strategies import ledger_rows, reports
 
+from harness.report_strategies import ledger_rows, reports
 from shardwise.report import LedgerRow, compare
 from shardwise.report.grouping import compared_ledgers, group_compared, group_ledger
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from report_strategies import held, ledger_rows, reports
 
+from harness.report_strategies import held, ledger_rows, reports
 from shardwise.errors import UserError
 from shardwise.report import Bytes, LedgerRow, Role, StepReport
 from shardwise.report.step_report import merge_roles

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from report_strategies import reports
 from rich.console import Console
 
+from harness.report_strategies import reports
 from shardwise.report import Bytes, LedgerRow, Role, StepReport, compare
 from shardwise.report.tables import comparison_tables, ledger_table, memory_table, zero_table
 

@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 from hypothesis import assume, given
-from report_strategies import reports
 
+from harness.report_strategies import reports
 from shardwise.errors import UserError
 from shardwise.report import Bytes, Role, StepReport
 from shardwise.report.trace import trace_events, write_trace

@@ -130,7 +130,7 @@ def test_an_export_opens_from_disk_and_shows_the_same(
     browser: Any, studio: Any, runs: Path, tmp_path: Path, view: str
 ) -> None:
     path = tmp_path / "page.html"
-    write_export(path, view, runs)
+    write_export(path, view, runs=runs)
     live, disk = (Visitor(browser, studio, reduced_motion="reduce") for _ in range(2))
     live.open(view)
     disk.context.set_offline(True)
@@ -147,7 +147,7 @@ def test_an_export_opens_from_disk_and_shows_the_same(
 
 
 def test_an_export_holds_no_address_and_no_path(runs: Path) -> None:
-    text = exported("runs", runs)
+    text = exported("runs", runs=runs)
     assert "127.0.0.1" not in text and str(Path(__file__).parents[2]) not in text
     assert "http://" not in text.replace("http://www.w3.org", "").split('id="palette"')[0].split("importmap")[0]
 

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
 from studio_visitor import DELAY, Visitor, make_run, serving, step_event
 
+from harness.report_strategies import reports
 from shardwise.errors import UserError
 from shardwise.report.run_directory import RunDirectory
-from shardwise.report.step_report import StepReport
+from shardwise.report.step_report import Bytes, LedgerRow, Role, StepReport, TransportRow
+from shardwise.report.strict_json import strict
 from shardwise.report.trace import trace_events
+from shardwise.studio.columns import encode
 from shardwise.studio.data.opened import opened
+from shardwise.studio.data.run_time import HOW_TIMED, time_figures
 from shardwise.studio.data.runs import data, events, listed
+from shardwise.studio.page import exported, write_export
 
 
 def test_a_cursor_brings_only_what_is_new(tmp_path: Path) -> None:
@@ -87,6 +94,82 @@ def test_steps_without_numbers_are_left_open(tmp_path: Path) -> None:
     with RunDirectory.open(tmp_path / "one") as run:
         run.append({"step": 2, "loss": float("nan")})
     assert data({"run": "one"}, tmp_path).tables["steps"].columns["loss"] == [7.4, None]
+
+
+def timed_report() -> StepReport:
+    """A step of 186 ms: 160 computing, 12 and 14 exposed, 31 of the gather's 43 hidden."""
+    compute = (("forward blocks.0", 0, 61), ("backward blocks.0", 73, 42), ("recompute blocks.0", 115, 21))
+    compute += (("optimizer step", 136, 17), ("loss", 153, 19))
+    gather = {"op": "all_gather_into", "axes": "shard", "bytes": 98_765}
+    calls = (("gather", 30, 43, gather), ("sum", 172, 14, {"op": "all_reduce", "axes": "tp", "bytes": 12}))
+    events = [{"name": n, "stream": "compute", "start_s": a / 1e3, "duration_s": b / 1e3} for n, a, b in compute]
+    events += [
+        {"name": n, "stream": "communication", "start_s": a / 1e3, "duration_s": b / 1e3, "args": args}
+        for n, a, b, args in calls
+    ]
+    rows = tuple(LedgerRow("forward", "all_gather_into", "shard", f"blocks.{i}", "bfloat16", 4321, 3) for i in range(4))
+    carried = tuple(TransportRow(i, "ring", 777, 6, 0.004, 0.001) for i in range(4))
+    role = Role("all", (0, 1), Bytes(1), rows, carried, tuple(events))
+    return StepReport("measured", {"name": "m"}, "dp=2,zero=3", {}, "2xCPU", (role,))
+
+
+def test_a_steps_time_adds_up() -> None:
+    figures = time_figures(timed_report())
+    part = dict(zip(*(figures.tables["time"].columns[name] for name in ("part", "time")), strict=True))
+    assert part["one step"] == pytest.approx(0.186) and part["communication, exposed"] == pytest.approx(0.026)
+    assert part["communication, behind computation"] == pytest.approx(0.031)
+    apart = ("one step", "communication, behind computation")
+    assert sum(time for name, time in part.items() if name not in apart) == pytest.approx(0.186)
+    traffic = figures.tables["traffic"].columns
+    assert traffic["operation"] == ["all_gather_into", "all_reduce"] and traffic["payload"] == [98_765, 12]
+    assert traffic["hidden"] == pytest.approx([0.031, 0]) and traffic["exposed"] == pytest.approx([0.012, 0.014])
+    carried = figures.tables["transport"].columns
+    assert carried["unit"] == ["blocks.0-3 \u00d74"] and carried["sent"] == [3108] and carried["steps"] == [24]
+    (bar,) = figures.bars["transport"]
+    assert dict(bar["parts"]) == pytest.approx({"waited": 0.004, "hidden": 0.012})
+    assert figures.bars["time"][0]["words"] == "14.0%"
+
+
+@settings(max_examples=25)
+@given(reports())
+def test_any_report_can_be_shown(report: StepReport) -> None:
+    encode(opened(json.dumps(strict(report.to_json())).encode()).to_json())
+    assert set(time_figures(report).tables) <= set(HOW_TIMED)
+
+
+def test_hostile_text_of_a_run_stays_text(browser: Any, studio: Any, tmp_path: Path) -> None:
+    hostile = "</script><script>document.title = 'broken'</script><b a=\"1\">"
+    make_run(tmp_path / "one", steps=1)
+    role = timed_report().roles[0]
+    rows = tuple(replace(row, unit=hostile, op=hostile, axes=hostile) for row in role.ledger)
+    moves = tuple({**event, "name": hostile, "args": {"op": hostile, "axes": hostile}} for event in role.timeline)
+    roles = (replace(role, ledger=rows, timeline=moves),)
+    replace(timed_report(), layout=hostile, notes=(hostile,), roles=roles).write(
+        tmp_path / "one" / "reports" / "measured.json"
+    )
+    (tmp_path / "one" / "reports" / "timelines.json").unlink()
+    write_export(tmp_path / "page.html", "runs?_tables=ledger,traffic,transport,time&_how=ledger", runs=tmp_path)
+    disk = Visitor(browser, studio, reduced_motion="reduce")
+    disk.page.goto((tmp_path / "page.html").as_uri())
+    disk.ready()
+    assert disk.page.title() == "Runs \u00b7 shardwise studio" and disk.page.locator("main b").count() == 0
+    assert disk.page.inner_text("main").count(hostile) >= 10
+    disk.close()
+
+
+def test_a_file_with_two_views_shows_both(browser: Any, studio: Any, runs: Path, tmp_path: Path) -> None:
+    write_export(tmp_path / "page.html", "runs?run=first&_tables=time", "memory?zero=3&cluster=8xH100", runs=runs)
+    disk = Visitor(browser, studio, reduced_motion="reduce")
+    disk.page.goto((tmp_path / "page.html").as_uri())
+    disk.ready()
+    assert disk.table("time")["part"][-2] == "one step"
+    assert "\u2713 Every collective" in disk.page.locator('[data-figure="ledger"]').inner_text()
+    assert disk.page.locator("nav a").all_inner_texts() == ["Runs", "Memory"]
+    disk.after(disk.page.get_by_role("link", name="Memory").click)
+    assert "zero=3" in disk.page.locator("dl.facts").inner_text()
+    disk.close()
+    with pytest.raises(UserError, match="one state of memory"):
+        exported("memory", "memory?zero=1")
 
 
 def test_the_page_follows_a_run_to_its_end(visitor: Any, runs: Path) -> None:

@@ -1,6 +1,6 @@
 """Open the page: collectives, pipelines, memory, plans and runs, drawn in a browser; on this machine, offline.
 
-With --export, write one view as a file that opens without a server.
+With --export, write views into a file that opens without a server.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs"), metavar="DIR", help="where the runs are (runs)")
     parser.add_argument("--no-browser", action="store_true", help="print the address and open nothing")
     parser.add_argument("--export", type=Path, metavar="FILE", help="write one self-contained page instead")
-    parser.add_argument(
-        "--view", metavar="VIEW", help="what to open or export: collectives, or pipelines?ranks=8&micro=16"
-    )
+    parser.add_argument("--view", action="append", default=[], metavar="VIEW", help="what to open or export: "
+                        "collectives, or pipelines?ranks=8&micro=16; a file may show several")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -32,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
 def _export(args: argparse.Namespace) -> int:
     from shardwise.studio.page import write_export
 
-    write_export(args.export, args.view or "", args.runs)
+    write_export(args.export, *(args.view or [""]), runs=args.runs)
     if args.json:
         print_json({"written": str(args.export)})
     else:
@@ -45,11 +44,14 @@ def _serve(args: argparse.Namespace) -> int:
     from shardwise.studio.page import parse_view
     from shardwise.studio.server import Studio
 
-    view, _ = parse_view(args.view or "")
+    state = "".join(args.view[:1])
+    view, _ = parse_view(state)
     if view not in VIEWS:
-        raise UserError(f"--view {args.view}: there are {', '.join(VIEWS)}")
+        raise UserError(f"--view {state}: there are {', '.join(VIEWS)}")
+    if len(args.view) > 1:
+        raise UserError("a browser opens one view: give one --view, or write several with --export FILE")
     with Studio(args.port, args.runs) as studio:
-        address = studio.address + (f"#{args.view.removeprefix('#')}" if args.view else "")
+        address = studio.address + (f"#{state.removeprefix('#')}" if state else "")
         if args.json:
             print_json({"address": address})
         else:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from shardwise.report.compare import PEAK_TOLERANCE, ComparedBytes, ComparedRow, ReportComparison
 from shardwise.report.exposure import Exposure
 from shardwise.report.grouping import compared_ledgers, group_compared, group_ledger, ledgers
-from shardwise.report.page.palette import KINDS, classes_of
+from shardwise.report.palette import KINDS, classes_of
 from shardwise.report.step_report import LedgerRow, Role, StepReport
 from shardwise.report.terminal import Column, FittedTable, new_table
 from shardwise.report.units import byte_note, format_bytes, format_ranks, format_role, format_share, format_time

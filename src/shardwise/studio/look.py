@@ -1,25 +1,14 @@
-"""The page's colours, made from those of the report pages: custom properties for both schemes, kinds for the canvas."""
+"""Colors of the studio: custom properties for both schemes, kinds for the canvas."""
 
 from __future__ import annotations
 
 import json
 
-from shardwise.report.page.palette import KINDS, THEMES, Kind
+from shardwise.report.palette import KINDS, THEMES
 
 RANKS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#7f7f7f")
 RANKS_DARK = ("#56a8e0", "#f08445", "#2fbd94", "#dd93bb", "#efb13a", "#8fd0f5", "#b296d6", "#a9a9a9")
 """Okabe and Ito's colours again, for things that are counted, such as algorithms. A letter or dash goes along."""
-
-OWN = {
-    "input": Kind("input gradient", "I", "#e69f00", "#efb13a", "M-2,2 L2,-2 M0,8 L8,0 M6,10 L10,6"),
-    "weight": Kind("weight gradient", "W", "#009e73", "#2fbd94", "M2,2 h1.6 M6,6 h1.6"),
-    "overlap": Kind("forward and backward at once", "O", "#8c6bb1", "#b296d6", "M0,0 L8,8"),
-    "message": Kind("message", "M", "#9aa0a8", "#868c95"),
-    "communication": Kind("communication", "C", "#a98bd0", "#c3abe6", "M0,4 H8"),
-    "span": Kind("event", "E", "#9aa0a8", "#868c95"),
-    "collective": Kind("collective", "C", "#d55e00", "#f08445", "M0,0 L8,8 M0,8 L8,0"),
-}
-"""Kinds that report pages do not draw."""
 
 
 def theme_css() -> str:
@@ -37,11 +26,11 @@ def palette_json() -> str:
     kinds = {
         name: {"label": k.label, "letter": k.letter, "hatch": k.hatch, "white": k.white_letter}
         | {"light": k.light, "dark": k.dark}
-        for name, k in (KINDS | OWN).items()
+        for name, k in KINDS.items()
     }
     return json.dumps({"kinds": kinds, "light": RANKS, "dark": RANKS_DARK})
 
 
 def _scheme(theme: str) -> str:
-    own = ";".join(f"--k-{name}:{getattr(kind, theme)}" for name, kind in (KINDS | OWN).items())
+    own = ";".join(f"--k-{name}:{getattr(kind, theme)}" for name, kind in KINDS.items())
     return ";".join(f"--{name}:{value}" for name, value in THEMES[theme].items()) + ";" + own

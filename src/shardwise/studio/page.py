@@ -8,8 +8,10 @@ import json
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qsl
 
+from shardwise.errors import UserError
 from shardwise.report.files import write_whole
 from shardwise.studio.columns import encode
 from shardwise.studio.data.registry import TRAVELS, VIEWS, answer, parts
@@ -51,14 +53,19 @@ def document() -> tuple[str, str]:
     return text, policy
 
 
-def exported(view: str, runs: Path = Path("runs")) -> str:
-    """One file with everything inside, which shows `view`: collectives, or pipelines?ranks=8&micro=16.
+def exported(*views: str, runs: Path = Path("runs")) -> str:
+    """One file with everything inside, which shows `views`: collectives, or pipelines?ranks=8&micro=16.
 
-    Raises `UserError` for a view or a state that says nothing.
+    Raises `UserError` for an unknown view or state, and for two states of one view.
     """
-    name, given = parse_view(view)
-    asked = {key: value for key, value in given.items() if not key.startswith("_")}
-    answers = {part: json.loads(encode(answer(part, asked, runs).to_json())) for part in parts(name)}
+    states = [parse_view(view) for view in views]
+    answers: dict[str, Any] = {}
+    for name, given in states:
+        words = {key: value for key, value in given.items() if not key.startswith("_")}
+        for part in parts(name):
+            if part in answers:
+                raise UserError(f"one file shows one state of {name}: write another file for the other")
+            answers[part] = json.loads(encode(answer(part, words, runs).to_json()))
     modules = {
         _name(path): "data:text/javascript;base64," + base64.b64encode(content).decode()
         for path, content in files().items()
@@ -66,16 +73,16 @@ def exported(view: str, runs: Path = Path("runs")) -> str:
     }
     style = "".join(f"<style>{files()[path].decode()}</style>" for path in _styles())
     policy = "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; img-src data:"
-    embedded = {"view": name, "given": given, "answers": answers}
+    embedded = {"views": [{"view": name, "given": given} for name, given in states], "answers": answers}
     head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
     state = f'<script type="application/json" id="embedded">{_inside(json.dumps(embedded))}</script>'
     start = '<script type="module">import "studio/app";</script>'
     return _html(head + style, json.dumps({"imports": modules}), state, start)
 
 
-def write_export(path: Path, view: str, runs: Path = Path("runs")) -> None:
+def write_export(path: Path, *views: str, runs: Path = Path("runs")) -> None:
     """Write `exported`, whole or not at all. Raises `UserError` when the file cannot be written."""
-    write_whole(path, exported(view, runs))
+    write_whole(path, exported(*views, runs=runs))
 
 
 def parse_view(text: str) -> tuple[str, Mapping[str, str]]:

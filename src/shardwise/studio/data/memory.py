@@ -21,7 +21,7 @@ from shardwise.predict.memory.capacity import capacity_of
 from shardwise.predict.memory.peak import inputs, moments, saved_inputs, tables
 from shardwise.predict.memory.pipeline import moments as moments_of_rank
 from shardwise.predict.memory.step import OPTIMIZER_BYTES, optimizer_bytes, parameter_bytes
-from shardwise.report.page.palette import BYTE_CLASSES
+from shardwise.report.palette import BYTE_CLASSES
 from shardwise.report.step_report import DTYPE_BYTES, StepReport
 from shardwise.report.units import format_bytes, format_count, format_ranks
 from shardwise.schedule.pipeline.simulate import simulate

@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import UserError
-from shardwise.report.compare import ReportComparison, compare
+from shardwise.report.compare import PEAK_TOLERANCE, ReportComparison, compare
 from shardwise.report.exposure import exposures
-from shardwise.report.page.palette import BYTE_CLASSES
+from shardwise.report.palette import BYTE_CLASSES
 from shardwise.report.rank_timelines import RankTimelines
 from shardwise.report.run_directory import RunDirectory
 from shardwise.report.step_report import StepReport
 from shardwise.report.units import format_share, format_time
 from shardwise.studio.columns import How, Table, View, command_line
 from shardwise.studio.data import timelines
+from shardwise.studio.data.run_time import HOW_TIMED, time_figures
 from shardwise.studio.query import Query
 
 STEP_COLUMNS = {"step": "", "loss": "", "grad_norm": "", "seconds": "seconds", "tokens_per_s": "count", "mfu": "share"}
@@ -62,14 +63,29 @@ def data(given: Mapping[str, str], runs: Path) -> View:
     if reports:
         sides = list(reports.values())
         both = compare(sides[0], sides[-1])
-        tables |= {"memory": memory_table(both), "ledger": ledger_table(both)}
+        figures = time_figures(sides[-1])
+        tables |= {"memory": memory_table(both), "ledger": ledger_table(both), **figures.tables}
         lines = ["Predicted, and measured inside the run; every row of one against the same row of the other."]
         if len(reports) == 1:
             lines = [f"The {next(iter(reports))} report alone: there is no other yet."]
+        lines += dict.fromkeys(note for report in sides for note in report.notes)
         how |= {table: How(lines, _compare(here)) for table in ("memory", "ledger")}
-        more |= {"equal_ledger": both.equal_ledger, "peak_error": both.peak_error, "has": list(reports)}
-        more["classes"] = list(BYTE_CLASSES)
+        how |= {table: How(HOW_TIMED[table], _compare(here)) for table in figures.tables}
+        more |= {"has": list(reports), "bars": figures.bars, "classes": list(BYTE_CLASSES), **_agreement(both)}
     return View(query.state, {"run": names}, tables, how, more)
+
+
+def _agreement(both: ReportComparison) -> dict[str, Any]:
+    """How far two reports agree: rows of the ledger, classes of bytes, the peak."""
+    return {
+        "equal_ledger": both.equal_ledger,
+        "rows": len(both.rows),
+        "equal_rows": sum(row.equal for row in both.rows),
+        "equal_classes": both.exact_classes_equal,
+        "peak_error": both.peak_error,
+        "peak_tolerance": PEAK_TOLERANCE,
+        "differences": both.differences,
+    }
 
 
 def events(given: Mapping[str, str], runs: Path) -> dict[str, Any]:
@@ -114,6 +130,7 @@ def _about(here: RunDirectory, told: Mapping[str, Any]) -> dict[str, Any]:
         "ranks": told.get("ranks"),
         "layout": config.get("layout", ""),
         "model": config.get("model", {}).get("name", ""),
+        "workload": config.get("workload", {}),
         "steps_wanted": config.get("steps"),
         "reports": [name for name in ("predicted", "measured", "timelines") if here.report(name).is_file()],
         "writing": {name: here.result.get(name) for name in WRITING},

@@ -77,7 +77,7 @@ def of_ranks(found: RankTimelines) -> DrawnTimeline:
         rows += [f"{place} {stream}" for stream in lanes]
         for span in one.spans:
             start, seconds = (one.start + span.start) / 1e9, (span.stop - span.start) / 1e9
-            events.append(Event(lanes[span.stream], start, seconds, _kind(span), span.name))
+            events.append(Event(lanes[span.stream], start, seconds, kind_of(span), span.name))
     return DrawnTimeline(rows, events)
 
 
@@ -98,11 +98,12 @@ def of_report(report: StepReport) -> DrawnTimeline:
                 lanes[span.stream] = len(rows)
                 rows.append(f"rank {min(role.ranks)} {span.stream}")
             seconds = (span.stop - span.start) / 1e9
-            events.append(Event(lanes[span.stream], span.start / 1e9, seconds, _kind(span), span.name))
+            events.append(Event(lanes[span.stream], span.start / 1e9, seconds, kind_of(span), span.name))
     return DrawnTimeline(rows, events)
 
 
-def _kind(span: TimeSpan) -> int:
+def kind_of(span: TimeSpan) -> int:
+    """Index into `KINDS`."""
     if span.stream in _STREAMS:
         return _STREAMS[span.stream]
     return _BY_WORD.get(span.name.partition(" ")[0], 4)

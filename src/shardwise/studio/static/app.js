@@ -16,6 +16,7 @@ const links = Object.fromEntries(VIEWS.map(({ name, title }) => [name, h("a", { 
 document.body.append(h("a", { class: "skip", href: "#main", onclick: (event) => { event.preventDefault(); main.focus(); } }, "Skip to the view"),
   header(), message, main, footer());
 
+for (const { view, given } of inside?.views ?? []) links[view].href = text(view, given);
 let page = null, dropped = null;
 const travelling = {};
 addEventListener("hashchange", open);
@@ -23,7 +24,7 @@ takeFiles();
 open();
 
 function open() {
-  const { view, given } = inside && !location.hash ? inside : parse(location.hash || `#${VIEWS[0].name}`);
+  const { view, given } = inside && !location.hash ? inside.views[0] : parse(location.hash || `#${VIEWS[0].name}`);
   if (!VIEWS.some((each) => each.name === view)) {
     fail(`There is no view ${view}; choose one above.`);
     ready();
@@ -224,7 +225,7 @@ function header() {
   return h("header", {},
     h("div", { class: "bar" },
       h("p", { class: "name" }, "shardwise ", h("span", {}, "studio")),
-      h("nav", { "aria-label": "Views" }, inside ? links[inside.view] : Object.values(links)),
+      h("nav", { "aria-label": "Views" }, inside ? inside.views.map(({ view }) => links[view]) : Object.values(links)),
       h("div", { class: "tools" }, glossary(), h("label", { for: id, class: "unseen" }, "Colours"), theme)));
 }
 

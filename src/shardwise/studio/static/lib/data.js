@@ -6,7 +6,7 @@ export const inside = embedded ? JSON.parse(embedded.textContent) : null;
 /** One answer. Throws an Error with the server's one line. */
 export async function load(name, given, signal) {
   if (inside) {
-    if (!inside.answers[name]) throw new Error("this file holds one view alone: run shardwise studio for the others");
+    if (!inside.answers[name]) throw new Error("this file has no such view: run shardwise studio for it");
     return unpack(structuredClone(inside.answers[name]));
   }
   const words = new URLSearchParams(given).toString();

@@ -29,7 +29,10 @@ export function mount(root, page) {
   const timeline = timelineFigure(page), classKeys = h("ul", { class: "legend" });
   const memory = figure(page, { name: "memory", title: "Memory", extras: [classKeys], height: () => barsHeight(memoryRows(data).length || 1), draw: (context, width) => data?.tables.memory && bars(context, width, memoryRows(data), { unit: "bytes", left: 190 }) });
   const ledger = figure(page, { name: "ledger", title: "Ledger" });
-  root.append(h("div", { class: "panels" }, controls.map((each) => each.node)), bar, steps.node, timeline.node, memory.node, ledger.node, validation.node);
+  const timed = { time: barFigure(page, "time", "Where a step's time goes", () => data, "Beside each bar: the share of exposed communication, in which nothing is computed."), transport: barFigure(page, "transport", "Communication time", () => data),
+    traffic: figure(page, { name: "traffic", title: "Collectives by operation" }) };
+  const ofStep = { timeline, ...timed, memory, ledger };
+  root.append(h("div", { class: "panels" }, controls.map((each) => each.node)), bar, steps.node, ...Object.values(ofStep).map((each) => each.node), validation.node);
   if (!inside) root.append(dropArea(open));
   page.openFile = open;
   page.cleanup(() => { closed = true; clearTimeout(timer); });
@@ -40,7 +43,7 @@ export function mount(root, page) {
     bar.hidden = true;
     controls.forEach((each) => each.show(answer));
     tell();
-    for (const [name, each] of Object.entries({ steps, validation, timeline, memory, ledger })) {
+    for (const [name, each] of Object.entries({ steps, validation, ...ofStep })) {
       each.node.hidden = !answer.tables[name] || (name === "validation" && !answer.tables.validation.columns.step.length);
       if (answer.tables[name]) each.show(answer);
     }
@@ -123,7 +126,7 @@ export function mount(root, page) {
       name.textContent = file.name;
       data = { ...answer, tables: { ...answer.tables }, state: {}, more: { ...answer.more, status: "" } };
       steps.node.hidden = validation.node.hidden = true;
-      for (const [name, each] of Object.entries({ timeline, memory, ledger })) {
+      for (const [name, each] of Object.entries(ofStep)) {
         each.node.hidden = !answer.tables[name];
         if (answer.tables[name]) each.show(answer);
       }
@@ -166,11 +169,24 @@ function timelineFigure(page) {
     events.left = 150;
     shown.renew();
     keys.replaceChildren(...swatches([...new Set(given.columns.kind)].sort().map((k) => given.kinds[k])));
-    timeline.describe(`TimelineRecorder of ${given.rows.length} rows and ${given.columns.start.length} events over ${seconds(events.latest)}.`);
+    timeline.describe(`Timeline of ${given.rows.length} rows and ${given.columns.start.length} events over ${seconds(events.latest)}.`);
     timeline.redraw();
   }
 
   return { ...timeline, set };
+}
+
+/** A figure of bars of seconds, which an answer's more.bars has by its name; `answer()` is the one that is shown. */
+function barFigure(page, name, title, answer, lead = "") {
+  const rows = () => answer()?.more.bars?.[name] ?? [], keys = h("ul", { class: "legend" });
+  const made = figure(page, { name, title, lead, extras: [keys], height: () => barsHeight(rows().length || 1),
+    draw: (context, width) => rows().length && bars(context, width, rows().map((row) => ({ ...row, words: row.words || undefined })), { unit: "seconds", left: 190 }) });
+  const show = (data) => {
+    made.show(data);
+    keys.replaceChildren(...swatches([...new Set(rows().flatMap((row) => row.parts.map(([kind]) => kind)))]));
+    made.describe(rows().map((row) => `${row.label} ${row.detail}: ${seconds(row.total)}${row.words && `, ${row.words}`}`).join("; "));
+  };
+  return { ...made, show };
 }
 
 /** How far a run is, or where there would be one. */
@@ -183,10 +199,24 @@ function sentence({ more, state, tables }) {
 
 function runFacts({ more, tables }) {
   const { columns } = tables.steps, last = columns.step.length - 1;
+  const { seq, batch } = more.workload, validated = tables.validation.columns, end = validated.step.length - 1;
+  const loss = validated.validation_loss[end], entropy = validated.unigram_entropy[end];
+  const compared = more.has?.length === 2 ? agreement(more) : [];
   return [fact("Model", more.model, more.layout || "one device"),
+    ...(seq ? [fact("Workload", `${count(batch)} sequences`, `of ${count(seq)} tokens a step`)] : []),
     fact("Step", `${columns.step[last] ?? 0}`, `of ${more.steps_wanted}, ${more.ranks} rank${more.ranks === 1 ? "" : "s"}`),
     fact("Loss", last < 0 ? "–" : plain(columns.loss[last]), "of the last step"),
-    fact("Speed", last < 0 ? "–" : `${count(median(columns.tokens_per_s))} tokens/s`, "median of its steps")];
+    fact("Speed", last < 0 ? "–" : `${count(median(columns.tokens_per_s))} tokens/s`, "median of its steps"),
+    ...(Number.isFinite(loss) ? [fact("Validation loss", plain(loss), `${loss < entropy ? "✓ below" : "✗ not below"} the unigram entropy, ${plain(entropy)}`)] : []), ...compared];
+}
+
+/** Whether prediction and measurement agree. */
+function agreement(more) {
+  const sign = (good) => (good ? "✓" : "✗");
+  return [fact("Ledger", `${sign(more.equal_ledger)} ${more.equal_rows} of ${more.rows}`, "rows predicted as measured"),
+    fact("Bytes by class", `${sign(more.equal_classes)} ${more.equal_classes ? "equal" : "not equal"}`, "parameters, gradients, optimizer, saved, communication"),
+    fact("Peak", `${sign(more.peak_error <= more.peak_tolerance)} ${share(more.peak_error)}`, `largest error; ${share(more.peak_tolerance)} is allowed`),
+    ...(more.differences.length ? [fact("Settings that differ", String(more.differences.length), more.differences.join("; "))] : [])];
 }
 
 /** Where a file is dropped, or chosen, which `open` then gets. */

@@ -13,7 +13,7 @@ from shardwise.report.step_report import Bytes
 
 @dataclass(frozen=True)
 class Kind:
-    """How one kind of bar segment or line looks. hatch: an SVG path in an 8x8 tile, empty for a plain area."""
+    """How one kind of bar segment or event looks. hatch: an SVG path in an 8x8 tile, empty for a plain area."""
 
     label: str
     letter: str
@@ -21,7 +21,6 @@ class Kind:
     dark: str
     hatch: str = ""
     white_letter: bool = False
-    dotted: bool = False
 
 
 BYTE_CLASSES = {
@@ -47,8 +46,13 @@ KINDS = {
     "recompute": Kind("forward again", "A", "#cc79a7", "#dd93bb", "M4,0 V8"),
     "update": Kind("optimizer", "U", "#009e73", "#2fbd94", "M2,2 h1.6 M6,6 h1.6"),
     "rest": Kind("loss and the rest", "L", "#9aa0a8", "#868c95", "M-2,6 L2,10 M0,0 L8,8 M6,-2 L10,2"),
-    "train": Kind("training loss", "", "#0072b2", "#56a8e0"),
-    "validation": Kind("validation loss", "", "#d55e00", "#f08445", dotted=True),
+    "input": Kind("input gradient", "I", "#e69f00", "#efb13a", "M-2,2 L2,-2 M0,8 L8,0 M6,10 L10,6"),
+    "weight": Kind("weight gradient", "W", "#009e73", "#2fbd94", "M2,2 h1.6 M6,6 h1.6"),
+    "overlap": Kind("forward and backward at once", "O", "#8c6bb1", "#b296d6", "M0,0 L8,8"),
+    "message": Kind("message", "M", "#9aa0a8", "#868c95"),
+    "communication": Kind("communication", "C", "#a98bd0", "#c3abe6", "M0,4 H8"),
+    "span": Kind("event", "E", "#9aa0a8", "#868c95"),
+    "collective": Kind("collective", "C", "#d55e00", "#f08445", "M0,0 L8,8 M0,8 L8,0"),
 }
 
 
@@ -83,51 +87,3 @@ THEMES = {
         "accent": "#7cc0f0",
     },
 }
-
-
-def figure_css() -> str:
-    """Style rules for the figures' classes, for both colour schemes; no custom properties, which some viewers lack."""
-    return _scheme("light") + "@media (prefers-color-scheme: dark){" + _scheme("dark") + "}" + _FIGURE_CSS
-
-
-def page_css() -> str:
-    """Custom properties --page, --surface, --ink, ... for both colour schemes."""
-    light, dark = (";".join(f"--{name}:{value}" for name, value in THEMES[theme].items()) for theme in THEMES)
-    return f":root{{color-scheme:light dark;{light}}}@media (prefers-color-scheme: dark){{:root{{{dark}}}}}"
-
-
-def _scheme(theme: str) -> str:
-    colours = THEMES[theme]
-    rules = [
-        f".k-{name}{{fill:{getattr(kind, theme)}}}.l-{name}{{stroke:{getattr(kind, theme)}}}"
-        for name, kind in KINDS.items()
-    ]
-    dark_letter, white = THEMES["light"]["ink"], "#ffffff"
-    rules += [
-        f".on-{name}{{fill:{white if kind.white_letter and theme == 'light' else dark_letter}}}"
-        for name, kind in KINDS.items()
-    ]
-    rules += [
-        f".seg{{stroke:{colours['surface']}}}",
-        f".surface{{fill:{colours['surface']};stroke:{colours['line']}}}",
-        f".ink{{fill:{colours['ink']}}}",
-        f".muted{{fill:{colours['muted']}}}",
-        f".bad{{fill:{colours['bad']}}}",
-        f".gridline{{stroke:{colours['grid']}}}",
-        f".limit{{stroke:{colours['bad']}}}",
-        f".reference{{stroke:{colours['muted']}}}",
-        f".torn{{fill:{colours['surface']}}}",
-        f".under{{stroke:{colours['surface']};stroke-width:4}}",
-        f".halo{{stroke:{colours['surface']}}}",
-    ]
-    return "".join(rules)
-
-
-_FIGURE_CSS = (
-    ".hatch{stroke:#000;stroke-opacity:.3;stroke-width:1.2;fill:none}"
-    ".seg{stroke-width:1.5}.gridline{stroke-width:1}.limit{stroke-width:1.8;stroke-dasharray:5 3}"
-    ".reference{stroke-width:1.5;stroke-dasharray:2 3}.curve{fill:none;stroke-width:2;stroke-linejoin:round}"
-    ".l-validation{stroke-dasharray:7 3}.halo{stroke-width:4;paint-order:stroke;stroke-linejoin:round}"
-    "text{font:12px system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif}"
-    "text.letter{font-weight:700;font-size:11px}"
-)
