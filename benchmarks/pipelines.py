@@ -1,6 +1,6 @@
 """Pipeline schedules on processes of this host, with timed waits for arithmetic, beside their simulation.
 
-    python benchmarks/pipelines.py [--ranks 4 8] [--micro 8 32] [--pretend F=20ms,I=20ms,W=20ms] [--steps 3]
+    python benchmarks/pipelines.py [--ranks 4 8] [--micro 8 32] [--emulate F=20ms,I=20ms,W=20ms] [--steps 3]
                                    [--transport auto] [--json FILE]
 
 For each number of ranks and micro-batches, `shardwise pipeline run --all` runs every schedule that is legal for them,
@@ -32,7 +32,7 @@ def measure(ranks: int, micro: int, pretend: str, steps: int, more: list[str]) -
     Ends the program with the command's own words where it fails.
     """
     command = [sys.executable, "-m", "shardwise", "pipeline", "run", "--all", "--json", "--ranks", str(ranks)]
-    command += ["--micro", str(micro), "--pretend", pretend, "--steps", str(steps), *more]
+    command += ["--micro", str(micro), "--emulate", pretend, "--steps", str(steps), *more]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         sys.exit(done.returncode)
@@ -80,7 +80,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--micro", type=int, nargs="+", default=[8, 32])
-    parser.add_argument("--pretend", default="F=20ms,I=20ms,W=20ms")
+    parser.add_argument("--emulate", default="F=20ms,I=20ms,W=20ms")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--transport", choices=("auto", "shared", "gloo"), default="auto")
     parser.add_argument("--json", type=Path, help="write makespans, ratios, machine and date here")

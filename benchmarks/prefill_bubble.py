@@ -1,10 +1,10 @@
 """The bubble of a long prompt that is streamed through a pipeline's stages in chunks, beside its simulation.
 
-    python benchmarks/prefill_bubble.py [--stages 2] [--chunks 8 16 32] [--pretend 100ms] [--transport auto]
+    python benchmarks/prefill_bubble.py [--stages 2] [--chunks 8 16 32] [--emulate 100ms] [--transport auto]
                                         [--json FILE]
 
 The serving engine itself runs, with its processes, messages, scheduler and cache; each stage waits the given time for a
-chunk of 256 tokens in place of its arithmetic (`shardwise generate --pretend`). Every prompt is read six times, the
+chunk of 256 tokens in place of its arithmetic (`shardwise generate --emulate`). Every prompt is read six times, the
 first time uncounted; printed is the median. The simulation is that of the schedule `prefill`, in which a message takes
 the time that one between two of the stages was measured to take. Any other load on the machine shows: a stage must get
 a core when its wait is over.
@@ -42,7 +42,7 @@ def measure(folder: Path, stages: int, chunks: int, args: argparse.Namespace) ->
     """What one command found. Ends the program with the command's own words where it fails."""
     command = [sys.executable, "-m", "shardwise", "generate", str(folder), "--json", "--layout", f"pp={stages}"]
     command += ["--chunk", str(CHUNK), "--context", str(chunks * CHUNK + 1)]
-    command += ["--pretend", args.pretend, "--transport", args.transport]
+    command += ["--emulate", args.pretend, "--transport", args.transport]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         sys.exit(done.returncode)
@@ -64,7 +64,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", type=int, nargs="+", default=[2])
     parser.add_argument("--chunks", type=int, nargs="+", default=[8, 16, 32])
-    parser.add_argument("--pretend", default="100ms")
+    parser.add_argument("--emulate", default="100ms")
     parser.add_argument("--transport", choices=("auto", "shared", "gloo"), default="auto")
     parser.add_argument("--json", type=Path, help="write bubbles, ratios, machine and date here")
     args = parser.parse_args()

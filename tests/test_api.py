@@ -205,11 +205,6 @@ def test_text_that_does_not_fill_a_sequence(ranks):
         ({"model": 3}, "model must be of type ModelConfig, not 3"),
         ({"layout": None}, "layout must be of type Layout, not None"),
         ({"workload": {"seq": 8}}, "workload must be of type Workload"),
-        ({"optimizer": OptimizerConfig(lr=float("inf"))}, "lr must be a positive number"),
-        ({"optimizer": OptimizerConfig(eps=0.0)}, "eps must be a positive number, not 0.0"),
-        ({"optimizer": OptimizerConfig(betas=(0.9, 1.0))}, "betas must be at least 0 and less than 1, not (0.9, 1.0)"),
-        ({"optimizer": OptimizerConfig(betas=(-0.1, 0.9))}, "betas must be at least 0"),
-        ({"optimizer": OptimizerConfig(final_share=1.5)}, "final_share must be between 0 and 1, not 1.5"),
     ],
 )
 def test_mistakes(ranks, changes, words):
@@ -224,6 +219,11 @@ def test_mistakes(ranks, changes, words):
     [
         ({"lr": "1e-3"}, "lr must be a number, not '1e-3'"),
         ({"warmup": 0.1}, "warmup must be a whole number"),
+        ({"lr": float("inf")}, "lr must be a positive number"),
+        ({"eps": 0.0}, "eps must be a positive number, not 0.0"),
+        ({"betas": (0.9, 1.0)}, r"betas must be at least 0 and less than 1, not \(0.9, 1.0\)"),
+        ({"betas": (-0.1, 0.9)}, "betas must be at least 0"),
+        ({"final_share": 1.5}, "final_share must be between 0 and 1, not 1.5"),
         ({"betas": [0.9, 0.95]}, r"betas must be \(a number, a number\), not \[0.9, 0.95\]"),
     ],
 )

@@ -14,8 +14,7 @@ import difflib
 import json
 import os
 import re
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -25,14 +24,15 @@ from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload, check_runnable, fewer_ranks
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import resolve
+from shardwise.options import check_type
 from shardwise.report.run_directory import RunDirectory, make_next, next_free, occupied
 from shardwise.report.step_report import StepReport
 from shardwise.runtime.installed import require
-from shardwise.runtime.job.config import MOST_THREADS, OptimizerConfig, TrainConfig, check_type
-from shardwise.runtime.job.launch import INTERRUPTED, RANK_FAILED, USER_MISTAKE, RunFailed, check_port, say
+from shardwise.runtime.job.config import LaunchConfig, TrainConfig
+from shardwise.runtime.job.launch import INTERRUPTED, RANK_FAILED, USER_MISTAKE, RunFailed, check_port
 from shardwise.runtime.job.locks import run_lock
+from shardwise.runtime.job.output import say
 from shardwise.runtime.job.restart import (
-    WORKER,
     begun_by_this_job,
     continued,
     last_attempt,
@@ -49,8 +49,9 @@ if TYPE_CHECKING:
 RUNS = Path("runs")
 
 _TEXT = ("corpus", "corpus_fingerprint", "former_corpus")
-_GIVEN = {"model", "layout", "workload", "data", "out", *_TEXT, "steps", "optimizer", "restart"}
-_OPTIONS = [field.name for field in fields(TrainConfig) if field.name not in _GIVEN]
+_OPTIONS = [
+    f.name for f in fields(TrainConfig) if f.name not in ("model", "layout", "workload", "data", "restart", *_TEXT)
+]
 
 
 @dataclass(frozen=True)
@@ -92,107 +93,54 @@ class TrainResult:
 
 
 def train(
-    model: ModelConfig | str,
-    layout: Layout | str,
-    workload: Workload,
-    data: str | Path,
-    *,
-    steps: int = 100,
-    out: Path | str | None = None,
-    vocab: int | None = None,
-    optimizer: OptimizerConfig | None = None,
-    port: int = 0,
-    restarts: int = 0,
-    elastic: bool = False,
-    progress: Callable[[str], None] = say,
-    rank0_stdout: int | None = None,
-    **options: Any,
+    model: ModelConfig | str, layout: Layout | str, workload: Workload, data: str | Path, **options: Any
 ) -> TrainResult:
     """Train `model` on `data` in `layout.ranks` local processes, and return when they have ended.
 
     model: a `ModelConfig`, a name of the catalog, or the path of a config.json. layout: a `Layout` or its text.
-    data: a file, a folder, JSONL, Parquet, a saved dataset, or "stdlib". out: the run directory, new or empty; None
-    takes the next free `runs/<model>-N`. vocab: replaces the model's vocabulary. port: where the ranks meet; 0 needs
-    none. restarts: how often a run whose rank died or got stuck is started again, from its newest checkpoint; elastic:
-    without the ranks that were killed, when dp can shrink. progress: gets lines about the preparation and restarts.
-    rank0_stdout: file descriptor for rank 0's progress.
-    options: further fields of `TrainConfig` (tokenizer, seed, validate_every, report, device, threads, ...).
+    data: a file, a folder, JSONL, Parquet, a saved dataset, or "stdlib".
+    options: further fields of `TrainConfig` (steps, out, tokenizer, optimizer, seed, report, device, ...) and of
+    `LaunchConfig` (port, restarts, elastic, progress, rank0_stdout), and `vocab`, which replaces the model's. Without
+    `out` the run directory is the next free `runs/<model>-N`.
     Raises `UserError` for what cannot be run, `RunFailed` when a rank dies; no process is left in either case.
     """
-    config = configure(model, layout, workload, data, steps, out, vocab=vocab, optimizer=optimizer, **options)
-    return run(
-        config,
-        port=port,
-        restarts=restarts,
-        elastic=elastic,
-        progress=progress,
-        rank0_stdout=rank0_stdout,
-        series=out is None,
-    )
+    launch, options = _apart(options)
+    return run(configure(model, layout, workload, data, **options), launch, series=options.get("out") is None)
 
 
-def resume(
-    checkpoint: Path | str,
-    *,
-    out: Path | str | None = None,
-    port: int = 0,
-    restarts: int = 0,
-    elastic: bool = False,
-    progress: Callable[[str], None] = say,
-    rank0_stdout: int | None = None,
-    **changes: Any,
-) -> TrainResult:
+def resume(checkpoint: Path | str, **options: Any) -> TrainResult:
     """Resume a checkpoint, or a run's newest one, under the same layout or any other.
 
-    Arguments as for `configure_resumed` and `train`; raises what they raise.
+    options: as for `configure_resumed`, and fields of `LaunchConfig`. Raises what `configure_resumed` and `run` raise.
     """
-    config = configure_resumed(checkpoint, out, **changes)
-    return run(config, port=port, restarts=restarts, elastic=elastic, progress=progress, rank0_stdout=rank0_stdout)
+    launch, options = _apart(options)
+    return run(configure_resumed(checkpoint, **options), launch)
 
 
-def run(
-    config: TrainConfig,
-    *,
-    port: int = 0,
-    restarts: int = 0,
-    elastic: bool = False,
-    progress: Callable[[str], None] = say,
-    rank0_stdout: int | None = None,
-    worker: Sequence[str] = WORKER,
-    series: bool = False,
-) -> TrainResult:
-    """Start the ranks of a configuration and wait for them. worker: the command of a rank, before its configuration.
-    series: the run directory is the next free one of its series, which may be another by now.
+def run(config: TrainConfig, launch: LaunchConfig | None = None, *, series: bool = False) -> TrainResult:
+    """Start the ranks of a configuration and wait for them.
 
-    Raises as `train` does.
+    series: the run directory is the next free one of its series, which may be another by now. Raises as `train` does.
     """
+    launch = launch or LaunchConfig()
     if under_torchrun():
         raise UserError("torchrun has started this process as one rank: use torchrun -m shardwise train")
-    for name, number in (("port", port), ("restarts", restarts)):
-        check_type(name, number, int)
-    if restarts < 0:
-        raise UserError(f"restarts must be at least 0, not {restarts}")
-    if elastic and not restarts:
-        raise UserError("an elastic run shrinks when it restarts: allow that with --restarts N")
     if not series:
         _check_out(config)
     _check_fits(config)
-    if port:
-        check_port(port)
+    if launch.port:
+        check_port(launch.port)
     with _claimed(config, series=series) as config:
-        config = with_corpus(config, progress)
-        ending, config = until_done(
-            config,
-            restarts=restarts,
-            elastic=elastic,
-            port=port,
-            rank0_stdout=rank0_stdout,
-            progress=progress,
-            worker=worker,
-        )
+        ending, config = until_done(with_corpus(config, launch.progress), launch)
         _raise_for(ending.code, ending.line)
         _predict(config, nodes=1)
     return TrainResult.read(config.out)
+
+
+def _apart(options: dict[str, Any]) -> tuple[LaunchConfig, dict[str, Any]]:
+    """The fields of `LaunchConfig` among options, and the others."""
+    launch = {f.name: options[f.name] for f in fields(LaunchConfig) if f.name in options}
+    return LaunchConfig(**launch), {name: value for name, value in options.items() if name not in launch}
 
 
 def train_as_rank(config: Callable[[], TrainConfig], *, elastic: bool = False) -> int:
@@ -247,60 +195,39 @@ def configure(
     layout: Layout | str,
     workload: Workload,
     data: str | Path,
-    steps: int = 100,
-    out: Path | str | None = None,
     *,
     vocab: int | None = None,
-    optimizer: OptimizerConfig | None = None,
     **options: Any,
 ) -> TrainConfig:
     """Check a request without torch, within milliseconds, writing nothing. Arguments as for `train`.
 
     Raises `UserError` for the first thing that is wrong. The configuration has no corpus yet.
     """
-    return _configure(model, layout, workload, data, steps, out, vocab, optimizer, options, {"corpus": ""})
-
-
-def _configure(
-    model: ModelConfig | str,
-    layout: Layout | str,
-    workload: Workload,
-    data: str | Path,
-    steps: int,
-    out: Path | str | None,
-    vocab: int | None,
-    optimizer: OptimizerConfig | None,
-    options: dict[str, Any],
-    text: dict[str, Any],
-) -> TrainConfig:
-    """text: the fields of `TrainConfig` about the corpus."""
     _check_options(options)
     model = resolve(model) if isinstance(model, str) else model
     check_type("model", model, ModelConfig)
     if vocab is not None:
         model = model.replace(vocab=vocab)
+    return _checked(options | {"model": model, "layout": layout, "workload": workload, "data": data, "corpus": ""})
+
+
+def _checked(values: dict[str, Any]) -> TrainConfig:
+    """The configuration of these fields, where layout and paths may be texts. Raises `UserError`."""
+    model, layout, workload = values["model"], values["layout"], values["workload"]
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
     check_type("layout", layout, Layout)
     check_type("workload", workload, Workload)
     if not workload.batch:
         raise UserError("training needs a sequence length and a batch (--seq and --batch)")
     check_runnable(layout, model, workload)
-    if options.get("weights") is not None and options.get("resume") is None:
-        options |= _starting_from(Path(options["weights"]), model, options.get("tokenizer"))
-    if options.get("tokenizer") is not None:
-        options["tokenizer"] = str(options["tokenizer"])
-    config = TrainConfig(
-        model=model,
-        layout=layout,
-        workload=workload,
-        data=str(data),
-        out=str(out) if out is not None else str(next_free(RUNS / _file_name(model.name))),
-        steps=steps,
-        optimizer=optimizer or OptimizerConfig(),
-        **text,
-        **options,
-    )
-    _check_numbers(config)
+    values = {name: value for name, value in values.items() if (name, value) != ("optimizer", None)}
+    if values.get("weights") is not None and values.get("resume") is None:
+        values |= _starting_from(Path(values["weights"]), model, values.get("tokenizer"))
+    if values.get("tokenizer") is not None:
+        values["tokenizer"] = str(values["tokenizer"])
+    out = values.get("out")
+    out = next_free(RUNS / _file_name(model.name)) if out is None else out
+    config = TrainConfig(**values | {"layout": layout, "data": str(values["data"]), "out": str(out)})
     _check_inputs(config)
     return config
 
@@ -316,8 +243,7 @@ def configure_resumed(checkpoint: Path | str, out: Path | str | None = None, **c
 
     if changes.get("weights") is not None:
         raise UserError("a resumed run takes its weights from its checkpoint: leave out --weights")
-    path = Path(checkpoint)
-    found = find(path)
+    found = find(Path(checkpoint))
     before = dict(found.manifest.about)
     before.pop("imported", None)
     try:
@@ -328,11 +254,9 @@ def configure_resumed(checkpoint: Path | str, out: Path | str | None = None, **c
         if found.folder.parent.name != "checkpoints":
             raise UserError(f"{found.folder} is in no run: give the new run a directory with --out")
         out = found.folder.parent.parent
-    asked = {name: getattr(config, name) for name in _OPTIONS} | {"optimizer": config.optimizer}
-    asked |= {"data": config.data, "steps": config.steps, "layout": config.layout, "workload": config.workload}
-    asked |= changes | {"resume": str(found.folder)}
-    given = {name: asked.pop(name) for name in ("layout", "workload", "data", "steps", "optimizer")}
-    config = _configure(config.model, out=out, vocab=None, **given, options=asked, text=_text_of(config, changes))
+    _check_options({name: value for name, value in changes.items() if name not in ("layout", "workload", "data")})
+    kept = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in ("restart", *_TEXT)}
+    config = _checked(kept | changes | {"out": out, "resume": str(found.folder)} | _text_of(config, changes))
     if config.steps <= found.manifest.step:
         raise UserError(f"{found.folder} is at step {found.manifest.step} already: give a larger --steps")
     return config
@@ -364,40 +288,6 @@ def _check_options(options: dict[str, Any]) -> None:
             near = difflib.get_close_matches(name, _OPTIONS, n=1)
             hint = f"did you mean {near[0]}?" if near else f"known options: {', '.join(_OPTIONS)}"
             raise UserError(f"train has no option {name!r}; {hint}")
-
-
-def _check_numbers(config: TrainConfig) -> None:
-    """What is of the right type, and still no number to train with."""
-    from shardwise.checkpoint.manifest import SEEDS
-
-    chosen = config.optimizer
-    largest = sys.float_info.max
-    bounds: list[tuple[str, float, float]] = [
-        ("warmup", chosen.warmup, 0),
-        ("weight decay", chosen.weight_decay, 0),
-        ("clip", chosen.clip, 0),
-        ("validate_every", config.validate_every, 0),
-        ("validate_batches", config.validate_batches, 1),
-        ("threads", config.threads, 1),
-        ("save_every", config.save_every, 0),
-        ("keep_last", config.keep_last, 0),
-        ("seed", config.seed, 0),
-    ]
-    if config.max_bytes is not None:
-        bounds.append(("max_bytes", config.max_bytes, 1))
-    for name, value, least in bounds:
-        if not least <= value <= largest:
-            raise UserError(f"{name} must be at least {least:g}, not {value!r}")
-    for name, value in (("lr", chosen.lr), ("eps", chosen.eps), ("hang", config.hang)):
-        if not 0 < value <= largest:
-            raise UserError(f"{name} must be a positive number, not {value!r}")
-    if not all(0 <= beta < 1 for beta in chosen.betas):
-        raise UserError(f"betas must be at least 0 and less than 1, not {chosen.betas}")
-    if not 0 <= chosen.final_share <= 1:
-        raise UserError(f"final_share must be between 0 and 1, not {chosen.final_share!r}")
-    for name, number, most in (("seed", config.seed, SEEDS - 1), ("threads", config.threads, MOST_THREADS)):
-        if number > most:
-            raise UserError(f"{name} must be at most {most}, not {number}")
 
 
 def _check_inputs(config: TrainConfig) -> None:

@@ -82,7 +82,7 @@ def test_prediction_needs_no_torch():
         ([*NODE, "--compare", "--layout", "tp=8"], "--layout does nothing here"),
         ([*NODE, "--compare", "--prompt", "Once"], "--prompt does nothing here"),
         ([*NODE, "--compare", "--top-p", "0.5"], "--top-p does nothing here"),
-        ([*NODE, "--compare", "--pretend", "3ms"], "--pretend does nothing here"),
+        ([*NODE, "--compare", "--emulate", "3ms"], "--emulate does nothing here"),
         ([*NODE, "--compare", "--no-reuse"], "--no-reuse does nothing here"),
         ([*NODE, "--compare", "--transport", "gloo"], "--transport does nothing here"),
         ([*NODE, "--compare", "--threads", "4"], "--threads does nothing here"),

@@ -156,14 +156,14 @@ def test_a_turn_has_the_tokens_and_rows_of_each_data_rank_once(
     ("args", "words"),
     [
         (("--prompt", "x", "--layout", "tp=3"), "valid tp: 1, 2, 4"),
-        (("--prompt", "x", "--temperature", "-1"), "temperature must lie between 0 and 100"),
+        (("--prompt", "x", "--temperature", "-1"), "temperature must be between 0 and 100"),
         (("--prompt", "x", "--context", "100", "--cache", "5kB"), "the largest that does: "),
         (("--prompt", "x", "--max-tokens", "256"), "exceed the context of 256"),
         (("--tokens", "1,x"), "give token ids"),
         (("--tokens", "300"), "token 300 does not exist"),
-        (("--tokens", "1", "--hang", "1e300"), "--hang must be a positive number of seconds, at most 1e+09"),
-        (("--tokens", "1", "--hang", "nan"), "--hang must be a positive number of seconds"),
-        (("--tokens", "1", "--threads", "100000"), "--threads must be at most 1,024, not 100,000"),
+        (("--tokens", "1", "--hang", "1e300"), "hang must be a positive number, at most 1e+09"),
+        (("--tokens", "1", "--hang", "nan"), "hang must be a positive number"),
+        (("--tokens", "1", "--threads", "100000"), "threads must be at most 1024, not 100000"),
         (("--prompt-file", "/nowhere"), "cannot read /nowhere"),
         ((), "nothing to continue"),
         (("--prompt", "x", "--layout", "dp=2,zero=2"), "use zero=0 (replicas) or zero=3"),
@@ -197,7 +197,7 @@ def test_folders_that_cannot_be_read_are_named(
 def test_the_bubble_of_pretended_stages_is_laid_beside_the_simulated_one(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    done = generate(folder, "--layout", "pp=2", "--chunk", 32, "--pretend", "3ms", "--json")
+    done = generate(folder, "--layout", "pp=2", "--chunk", 32, "--emulate", "3ms", "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert (found["stages"], found["chunks"], len(found["bubbles"])) == (2, 8, 5)
@@ -206,12 +206,12 @@ def test_the_bubble_of_pretended_stages_is_laid_beside_the_simulated_one(
     assert simulated["bubble_over_ideal"] == pytest.approx(1 / 8 + found["hop_s"] / 0.024)
     assert all(busy >= 0.9 * 0.024 for busy in measured["busy_s"]) and measured["makespan_s"] >= 9 * 0.003 * 0.9
     assert found["ratio"] == measured["bubble_over_ideal"] / simulated["bubble_over_ideal"]
-    shown = generate(folder, "--layout", "pp=2", "--tokens", "1,2,3", "--chunk", 1, "--pretend", "1ms").stdout
+    shown = generate(folder, "--layout", "pp=2", "--tokens", "1,2,3", "--chunk", 1, "--emulate", "1ms").stdout
     assert "3 chunks of 1 tokens" in shown and "simulated; ratio" in shown
-    refused(capsys, "measures one pipeline", folder, "--layout", "tp=2", "--pretend", "1ms")
-    refused(capsys, "such as 20ms", folder, "--layout", "pp=2", "--pretend", "0ms")
-    refused(capsys, "one prompt", folder, "--layout", "pp=2", "--pretend", "1ms", "--tokens", 1, "--tokens", 2)
-    refused(capsys, "leave --max-tokens out", folder, "--layout", "pp=2", "--pretend", "1ms", "--max-tokens", 3)
+    refused(capsys, "measures one pipeline", folder, "--layout", "tp=2", "--emulate", "1ms")
+    refused(capsys, "such as 20ms", folder, "--layout", "pp=2", "--emulate", "0ms")
+    refused(capsys, "one prompt", folder, "--layout", "pp=2", "--emulate", "1ms", "--tokens", 1, "--tokens", 2)
+    refused(capsys, "leave --max-tokens out", folder, "--layout", "pp=2", "--emulate", "1ms", "--max-tokens", 3)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -220,7 +220,7 @@ def test_the_bubble_of_pretended_stages_is_laid_beside_the_simulated_one(
     [
         ["--tokens", "1", "--report", "turns"],
         ["--compare", "tp=2"],
-        ["--layout", "pp=2", "--chunk", "32", "--pretend", "3ms"],
+        ["--layout", "pp=2", "--chunk", "32", "--emulate", "3ms"],
     ],
     ids=["plain", "compare", "pretend"],
 )

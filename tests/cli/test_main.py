@@ -362,7 +362,7 @@ class TestTrain:
         mistake(with_("--data", "missing.txt"), "no such file or folder: missing.txt")
         mistake(with_("--seq", 0), "--seq and --batch")
         mistake(with_("--seq", 5000), "1024 learned positions")
-        mistake(with_("--steps", 0), "steps must be a positive integer")
+        mistake(with_("--steps", 0), "steps must be at least 1")
         mistake(with_("--lr", "nan"), "lr must be a positive number")
         mistake(with_("--clip", -1), "clip must be at least 0")
         mistake(with_("--threads", 0), "threads must be at least 1")

@@ -21,7 +21,7 @@ from shardwise.schedule.pipeline import generators
 from shardwise.schedule.pipeline.memory import peaks
 from shardwise.schedule.pipeline.simulate import simulate
 
-TINY = ("--pretend", "F=1ms,I=1ms,W=1ms", "--steps", 1)
+TINY = ("--emulate", "F=1ms,I=1ms,W=1ms", "--steps", 1)
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_a_file_s_schedule_runs_beside_its_simulation(run, tmp_path, capfd):
 
 
 def test_one_schedule_is_told_rank_by_rank(run, pretended):
-    code, out, _ = run("1f1b", "--ranks", 4, "--micro", 8, "--pretend", "F=20ms,I=20ms,W=20ms", "--hop", 0)
+    code, out, _ = run("1f1b", "--ranks", 4, "--micro", 8, "--emulate", "F=20ms,I=20ms,W=20ms", "--hop", 0)
     lines = out.splitlines()
     assert code == 0 and lines[0].startswith("1f1b: 4 ranks, 8 micro-batches")
     assert "messages of 1.00 MB over shared memory" in lines[1] and "(given)" in lines[1]
@@ -131,15 +131,15 @@ def test_only_pairs_that_differ_must_be_in_order():
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["1f1b", "--ranks", 4, "--micro", 8], "give --pretend F=20ms,I=20ms,W=20ms; a model: shardwise train MODEL"),
+        (["1f1b", "--ranks", 4, "--micro", 8], "give --emulate F=20ms,I=20ms,W=20ms; a model: shardwise train MODEL"),
         (["gpt2", "--layout", "pp=2,zero=1"], "shardwise train MODEL --layout pp=2,zero=1"),
-        (["1f1b", "--ranks", 4, "--micro", 8, "--pretend", "F=1ms"], "give F=20ms,I=20ms,W=20ms"),
+        (["1f1b", "--ranks", 4, "--micro", 8, "--emulate", "F=1ms"], "give F=20ms,I=20ms,W=20ms"),
         (["1f2b", "--ranks", 4, "--micro", 8, *TINY], "did you mean 1f1b"),
         (["1f1b", "--ranks", 4, *TINY], "run needs --ranks and --micro"),
         (["--all", "--ranks", 4, *TINY], "run --all needs --ranks and --micro"),
         (["1f1b", "--all", "--ranks", 4, "--micro", 8, *TINY], "run takes either --all"),
         (["1f1b", "--ranks", 65, "--micro", 8, *TINY], "--ranks 65: at most 64"),
-        (["1f1b", "--ranks", 4, "--micro", 8, "--pretend", "F=1,I=1,W=1", "--steps", 0], "--steps must be a positive"),
+        (["1f1b", "--ranks", 4, "--micro", 8, "--emulate", "F=1,I=1,W=1", "--steps", 0], "--steps must be a positive"),
         (["1f1b", "--ranks", 4, "--micro", 8, *TINY, "--hop", "soon"], "'soon' is no time"),
         (["1f1b", "--ranks", 4, "--micro", 8, *TINY, "--bytes", "1XB"], "--bytes 1XB: give a size"),
         (["1f1b", "--ranks", 4, "--micro", 8, *TINY, "--saved", "-1"], "--saved"),
@@ -164,7 +164,7 @@ def test_a_wrong_schedule_is_refused(run, tmp_path):
 
 def test_a_killed_rank_is_one_line_and_leaves_nothing():
     command = [sys.executable, "-m", "shardwise", "pipeline", "run", "1f1b", "--ranks", "2", "--micro", "4"]
-    command += ["--pretend", "F=60,I=60,W=60", "--steps", "1"]
+    command += ["--emulate", "F=60,I=60,W=60", "--steps", "1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + 60
         while len(ranks := children(process.pid)) < 2 and time.monotonic() < deadline:

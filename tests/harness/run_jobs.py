@@ -7,7 +7,7 @@ from typing import Any
 
 from shardwise import api
 from shardwise.errors import UserError
-from shardwise.runtime.job.config import TrainConfig
+from shardwise.runtime.job.config import LaunchConfig, TrainConfig
 from shardwise.runtime.job.launch import RunFailed
 
 Ended = tuple[api.TrainResult | None, BaseException | None, list[str]]
@@ -21,8 +21,8 @@ def train(config: TrainConfig, command: list[str], options: dict[str, Any]) -> E
     lines: list[str] = []
     with open(_unread() if options.pop("unread", False) else os.devnull, "w") as output:
         try:
-            result = api.run(config, progress=lines.append, rank0_stdout=output.fileno(), worker=command, **options)
-            return result, None, lines
+            launch = LaunchConfig(progress=lines.append, rank0_stdout=output.fileno(), worker=command, **options)
+            return api.run(config, launch), None, lines
         except (UserError, RunFailed) as failed:
             return None, failed, lines
 

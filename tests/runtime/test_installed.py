@@ -13,7 +13,7 @@ WITHOUT_TORCH = {
     "collective": "bench all-reduce --ranks 2",
     "calibrate": "device",
     "calibrate network": "--ranks 2",
-    "pipeline": "run 1f1b --ranks 2 --micro 4 --pretend F=2ms,B=4ms",
+    "pipeline": "run 1f1b --ranks 2 --micro 4 --emulate F=2ms,B=4ms",
     "demo": "",
 }
 

@@ -66,7 +66,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _network(args: argparse.Namespace) -> int:
-    from shardwise.runtime.job.launch import RunFailed, say
+    from shardwise.runtime.job.launch import RunFailed
+    from shardwise.runtime.job.output import say
     from shardwise.schedule import algorithms
     from shardwise.schedule.fit import accuracy, fit
     from shardwise.schedule.network import Network

@@ -83,7 +83,7 @@ def measure(args: argparse.Namespace, layouts: Sequence[Layout], prompts: Sequen
     for layout in layouts:
         # One prompt is every rank's under weight gathering; several are shared out.
         same = layout.stage == 3 and len(prompts) == 1
-        given = vars(args) | {"layout": str(layout), "same": same, "precision": None}
+        given = vars(args) | {"layout": str(layout), "prompts": "same" if same else None, "precision": None}
         given["batch"] = max(len(prompts), args.batch or 1)
         jobs.append(job_of(argparse.Namespace(**given)))
         check_generation(layout, jobs[-1].model)

@@ -1,4 +1,4 @@
-"""`shardwise generate --pretend`: the bubble of a prompt that goes through the stages in chunks, beside its simulation.
+"""`shardwise generate --emulate`: the bubble of a prompt that goes through the stages in chunks, beside its simulation.
 
 The engine runs as it does for a prompt; only a stage's arithmetic is replaced by a wait.
 """
@@ -24,7 +24,8 @@ ROUNDS = 5
 
 
 def add_argument(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--pretend", metavar="TIME", help="instead of generating: every stage of a pipeline waits TIME "
+    group.add_argument("--pretend", dest="emulate", help=argparse.SUPPRESS)
+    group.add_argument("--emulate", metavar="TIME", help="instead of generating: every stage of a pipeline waits TIME "
                        "(20ms) for a chunk in place of its arithmetic; prints the bubble of the prompt (of a whole "
                        "context where none is given) as measured and as simulated")  # fmt: skip
 
@@ -36,14 +37,14 @@ def run(args: argparse.Namespace) -> int:
     from shardwise.schedule.pipeline.times import seconds_of
     from shardwise.serving import bubble
 
-    seconds = seconds_of(args.pretend)
+    seconds = seconds_of(args.emulate)
     _check(args, seconds)
     with temporary_folder() as notes:
         job = job_of(args, str(notes))
         prompt = _prompt(args, job)
-        job = replace(job, context=len(prompt) + 1, batch=1, pages=0, reuse=False, pretend=seconds)
+        job = replace(job, context=len(prompt) + 1, batch=1, pages=0, reuse=False, emulate=seconds)
         if job.layout.pp == 1 or job.layout.dp > 1:
-            raise UserError(f"--pretend measures one pipeline, which {job.layout} is not: give --layout pp=2")
+            raise UserError(f"--emulate measures one pipeline, which {job.layout} is not: give --layout pp=2")
         ready = _read(job, prompt)
         found = bubble.measured(job, notes)[1:]
     simulated = bubble.simulated(job.layout.pp, found[0].chunks, seconds, ready.hop)
@@ -54,14 +55,14 @@ def run(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace, seconds: float) -> None:
     """Raise `UserError` for what makes no sense where nobody computes."""
     if not seconds > 0:
-        raise UserError(f"--pretend {args.pretend}: give the time of a chunk, such as 20ms")
+        raise UserError(f"--emulate {args.emulate}: give the time of a chunk, such as 20ms")
     if len(args.prompt) + len(args.prompt_file) + len(args.tokens) > 1:
-        raise UserError("--pretend reads one prompt: give one, or none for a whole context")
+        raise UserError("--emulate reads one prompt: give one, or none for a whole context")
     given = {"--report": args.report, "--max-tokens": args.max_tokens, "--batch": args.batch, "--cache": args.cache}
     if wrong := [name for name, value in given.items() if value is not None]:
-        raise UserError(f"--pretend reads a prompt and generates nothing: leave {wrong[0]} out")
-    if args.device != "cpu":
-        raise UserError("--pretend needs no GPU: leave --device out")
+        raise UserError(f"--emulate reads a prompt and generates nothing: leave {wrong[0]} out")
+    if args.device not in (None, "cpu"):
+        raise UserError("--emulate needs no GPU: leave --device out")
 
 
 def _prompt(args: argparse.Namespace, job: ServingJob) -> list[int]:
@@ -108,14 +109,14 @@ def _show(job: ServingJob, ready: Ready, found: list[Filled], simulated: Filled,
     if as_json:
         print_json({
             "layout": str(job.layout), "stages": job.layout.pp, "chunks": middle.chunks, "chunk_tokens": job.chunk,
-            "pretend_s": job.pretend, "transport": ready.transport, "hop_s": ready.hop,
+            "pretend_s": job.emulate, "transport": ready.transport, "hop_s": ready.hop,
             "bubbles": [each.bubble for each in found], "measured": _figures(middle),
             "simulated": _figures(simulated), "ratio": ratio,
         })  # fmt: skip
         return
     print(
         f"{job.layout.pp} stages, {middle.chunks} chunks of {job.chunk} tokens; a stage waits "
-        f"{format_time(job.pretend)} for a chunk, a message between two of them takes {format_time(ready.hop)}"
+        f"{format_time(job.emulate)} for a chunk, a message between two of them takes {format_time(ready.hop)}"
     )
     every = ", ".join(format_share(each.bubble) for each in found)
     print(f"bubble over ideal  {format_share(middle.bubble)} measured, the median of {every}; "

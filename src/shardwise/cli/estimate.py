@@ -10,18 +10,18 @@ from __future__ import annotations
 import argparse
 import math
 
+from shardwise.cli.flags import add_flags, given
 from shardwise.cli.models import add_model, model_of
 from shardwise.cli.output import print_json, show
 from shardwise.errors import UserError
+from shardwise.layout import Layout, Workload
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser, optional=True)
     parser.add_argument("--layout", metavar="TEXT", help="how it is split, such as tp=8,dp=8,zero=1")
     parser.add_argument("--cluster", metavar="TEXT", help="[NODESx]GPUSxDEVICE, such as 8x8xH100, or a TOML file")
-    parser.add_argument("--seq", type=int, metavar="N", help="tokens a sequence")
-    parser.add_argument("--batch", type=int, metavar="N", help="sequences a step, over all ranks")
-    parser.add_argument("--isolate-documents", action="store_true", help="packed documents do not see each other")
+    add_flags(parser, Workload, "seq", "batch", "isolate_documents")
     parser.add_argument("--dry-run", action="store_true", help="run the runtime itself on fake tensors; needs torch")
     parser.add_argument("--zero-table", metavar="N,...", help="numbers of GPUs for the table of ZeRO stages")
     parser.add_argument("--params", metavar="P", help="parameters for --zero-table: 7e9, 7B, 350M")
@@ -37,13 +37,12 @@ def _step(args: argparse.Namespace) -> int:
         raise UserError(f"estimate needs {', '.join(missing if args.model else ['MODEL', *missing])}")
 
     from shardwise.cluster import Cluster
-    from shardwise.layout import Layout, Workload
     from shardwise.predict import estimate
 
     model, layout, cluster = model_of(args), Layout.parse(args.layout), Cluster.parse(args.cluster)
     if args.seq < 1 or args.batch < 1:
         raise UserError("--seq and --batch must be positive integers")
-    workload = Workload(seq=args.seq, batch=args.batch, isolate_documents=args.isolate_documents)
+    workload = Workload(**given(args, Workload))
     if args.dry_run:
         from shardwise.runtime.installed import require
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.cli import emulate
 from shardwise.cli.engine import add_engine, fit_of, job_of
+from shardwise.cli.flags import add_flags, given
 from shardwise.cli.interrupts import ended_as_interrupted
 from shardwise.cli.output import print_json
 from shardwise.cli.prompts import add_prompts, read_prompts
@@ -24,10 +25,10 @@ from shardwise.cli.show import compare_table
 from shardwise.errors import UserError
 from shardwise.runtime.installed import require
 from shardwise.runtime.job.locks import temporary_folder
+from shardwise.serving.messages import Finished, Sampling, Token
 
 if TYPE_CHECKING:
     from shardwise.serving.job import Ready, ServingJob
-    from shardwise.serving.messages import Finished, Sampling, Token
     from shardwise.serving.service import Service
     from shardwise.serving.text import Stream
 
@@ -40,18 +41,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _sampling(parser)
     add_engine(parser)
     group = parser.add_argument_group("what it cost")
-    group.add_argument("--report", type=Path, metavar="DIR", help="write a StepReport for every turn to a new folder")
+    group.add_argument("--report", type=Path, metavar="DIR", help="write a StepReport per engine step to a new folder")
     emulate.add_argument(group)
     compare_table.add_arguments(parser)
 
 
 def _sampling(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("how tokens are chosen")
-    group.add_argument("--max-tokens", type=int, metavar="N", help=f"of each answer at most ({MAX_TOKENS})")
-    group.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 takes the likeliest token (0)")
-    group.add_argument("--top-k", type=int, default=0, metavar="N", help="among the N likeliest, 0 for all (0)")
-    group.add_argument("--top-p", type=float, default=1.0, metavar="X", help="among those that have this share (1)")
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="equal seeds give equal answers (0)")
+    add_flags(group, Sampling, "max_tokens", "temperature", "top_k", "top_p", "seed")
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end an answer before this text")
 
 
@@ -62,13 +59,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     if args.compare is not None:
-        usual = argparse.ArgumentParser()
-        add_arguments(usual)
-        return compare_table.run(args, usual)
+        return compare_table.run(args)
     require("generation", "torch")
-    if args.pretend is not None:
+    if args.emulate is not None:
         return emulate.run(args)
-    sampling = _sampling_of(args)
+    sampling = Sampling(**{"max_tokens": MAX_TOKENS, **given(args, Sampling)})
     with _report_folder(args.report) as notes:
         job = job_of(args, notes)
         prompts, text = read_prompts(args)
@@ -106,13 +101,6 @@ def _fitted(args: argparse.Namespace, job: ServingJob, prompts: list[list[int]],
     if not fit.fits:
         raise UserError(fit.refusal())
     return job
-
-
-def _sampling_of(args: argparse.Namespace) -> Sampling:
-    from shardwise.serving.messages import Sampling
-
-    count = MAX_TOKENS if args.max_tokens is None else args.max_tokens
-    return Sampling(count, args.temperature, args.top_k, args.top_p, args.seed)
 
 
 @dataclass
@@ -158,7 +146,6 @@ def _generate(service: Service, asked: list[_Answer], sampling: Sampling, stops:
     from dataclasses import replace
 
     from shardwise.runtime.job.launch import RunFailed
-    from shardwise.serving.messages import Finished
 
     sampling = replace(sampling, stop_tokens=stops)
     heard: SimpleQueue[Token | Finished] = SimpleQueue()
@@ -253,4 +240,4 @@ def _write_reports(job: ServingJob, notes: Path, out: Path, quiet: bool) -> None
         report.write(out / f"{name}.json")
         count += 1
     if not quiet:
-        print(f"{count} reports, one a turn, lie in {out}", file=sys.stderr)
+        print(f"{count} reports, one per engine step, are in {out}", file=sys.stderr)

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     require("serving", "starlette", "uvicorn", "jinja2", "tokenizers", "torch", extra="serve")
-    from shardwise.runtime.job.launch import say
+    from shardwise.runtime.job.output import say
     from shardwise.serving.http.server import bind
 
     key, name = _checked(args)
@@ -79,7 +79,7 @@ class _Served:
 def _serve(args: argparse.Namespace, sock: socket, served: _Served) -> None:
     """From the start of the ranks to the last answer."""
     from shardwise import __version__
-    from shardwise.runtime.job.launch import say
+    from shardwise.runtime.job.output import say
     from shardwise.serving.http.app import application
     from shardwise.serving.http.generation import Front
     from shardwise.serving.http.server import run as run_server

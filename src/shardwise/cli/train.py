@@ -9,95 +9,44 @@ import argparse
 import shlex
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
+from shardwise.cli.flags import add_flags, given
 from shardwise.cli.interrupts import ended_as_interrupted
 from shardwise.cli.models import add_model, model_of
 from shardwise.cli.output import print_json
 from shardwise.errors import UserError
-from shardwise.runtime import TRANSPORTS
+from shardwise.layout import Workload
+from shardwise.runtime.job.config import LaunchConfig, OptimizerConfig, TrainConfig
 
-if TYPE_CHECKING:
-    from shardwise.runtime.job.config import TrainConfig
+_OPTIMIZER = ("lr", "warmup", "weight_decay", "clip")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser, optional=True)
-    _what(parser)
-    _optimizer(parser)
+    _subject(parser)
+    add_flags(parser.add_argument_group("AdamW"), OptimizerConfig, *_OPTIMIZER)
     _run(parser)
 
 
-def _what(parser: argparse.ArgumentParser) -> None:
+def _subject(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model, data and layout")
-    group.add_argument("--layout", metavar="TEXT", help="how the model is split, such as dp=2,tp=2,zero=3,sp (dp=1)")
-    group.add_argument("--data", metavar="SOURCE", help="file, folder, saved dataset, or stdlib")
-    group.add_argument("--text-field", metavar="NAME", help="field that holds the text of JSONL, Parquet, datasets")
-    group.add_argument("--max-bytes", type=int, metavar="N", help="use no more than the first N bytes of text")
-    group.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json; left out, one is trained on the text")
+    add_flags(group, TrainConfig, "layout", "data", "text_field", "max_bytes", "tokenizer")
     group.add_argument("--vocab", type=int, metavar="N", help="vocabulary in place of the model's")
-    group.add_argument("--seq", type=int, metavar="N", help="tokens per sequence")
-    group.add_argument("--batch", type=int, metavar="N", help="sequences per step, over all ranks")
-    group.add_argument("--isolate-documents", action="store_true", help="attention does not cross documents")
-    group.add_argument("--steps", type=int, metavar="N", help="optimizer steps (100)")
-
-
-def _optimizer(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("AdamW")
-    group.add_argument("--lr", type=float, metavar="X", help="peak learning rate (1e-3)")
-    group.add_argument("--warmup", type=int, metavar="N", help="steps of linear warm-up (10)")
-    group.add_argument("--weight-decay", type=float, metavar="X", help="weight decay of matrices (0.1)")
-    group.add_argument("--clip", type=float, metavar="X", help="maximum global gradient norm, 0 for none (1.0)")
+    add_flags(group, Workload, "seq", "batch", "isolate_documents")
+    add_flags(group, TrainConfig, "steps")
 
 
 def _run(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the run")
-    group.add_argument("--out", type=Path, metavar="DIR", help="run directory, new or empty (runs/MODEL-N)")
-    group.add_argument("--seed", type=int, metavar="N", help="seed of weights, dropout and the order of the text (0)")
-    group.add_argument("--validate-every", type=int, metavar="N", help="steps between validations (0: at the end)")
-    group.add_argument("--validate-batches", type=int, metavar="N", help="batches of each validation (4)")
-    group.add_argument("--save-every", type=int, metavar="N", help="steps between checkpoints (0: at the end)")
-    group.add_argument("--keep-last", type=int, metavar="N", help="checkpoints to keep, 0 for all (3)")
-    group.add_argument("--save-async", action="store_true", help="continue training while a checkpoint is written")
-    group.add_argument("--weights", metavar="DIR", help="start from a Hugging Face folder's weights, and its tokenizer")
+    add_flags(group, TrainConfig, "out", "seed", "validate_every", "validate_batches", "save_every", "keep_last")
+    add_flags(group, TrainConfig, "save_async", "weights")
     group.add_argument("--resume", type=Path, metavar="DIR", help="resume a run or a checkpoint, with its settings "
                        "and its text (other text: --data)")  # fmt: skip
-    group.add_argument("--report", action="store_true", help="measure a step, for comparison with its prediction")
-    group.add_argument("--no-tensorboard", action="store_true", help="write no TensorBoard files")
-    group.add_argument("--device", choices=("cpu", "cuda"), help="where ranks compute (cpu)")
-    group.add_argument("--threads", type=int, metavar="N", help="threads of each rank's matrix products (1)")
-    group.add_argument("--matmul", choices=("highest", "high", "medium"), help="fp32 product precision (highest)")
-    group.add_argument("--transport", choices=TRANSPORTS, help="carries collectives between CPU ranks: "
-                       "shared memory on one host, or gloo; auto prefers shared memory (auto)")  # fmt: skip
-    group.add_argument(
-        "--no-overlap", action="store_true", help="do not communicate while computing (results stay equal)"
-    )
-    group.add_argument("--port", type=int, default=0, metavar="N", help="rendezvous port (none: a file is used)")
-    group.add_argument(
-        "--hang", type=float, metavar="S", help="seconds without progress after which the run ends (600)"
-    )
-    group.add_argument("--restarts", type=int, default=0, metavar="N", help="restart from the last good checkpoint "
-                       "after a rank died or got stuck, at most N times (0)")  # fmt: skip
-    group.add_argument("--elastic", action="store_true", help="restart without ranks that were killed: dp shrinks")
-
-
-_PLAIN = (
-    "text_field",
-    "max_bytes",
-    "tokenizer",
-    "weights",
-    "vocab",
-    "seed",
-    "validate_every",
-    "validate_batches",
-    "save_every",
-    "keep_last",
-    "device",
-    "threads",
-    "matmul",
-    "transport",
-    "hang",
-)
+    add_flags(group, TrainConfig, "report", "tensorboard", "device", "threads", "matmul", "transport", "overlap")
+    add_flags(group, LaunchConfig, "port")
+    add_flags(group, TrainConfig, "hang")
+    add_flags(group, LaunchConfig, "restarts", "elastic")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -107,12 +56,7 @@ def run(args: argparse.Namespace) -> int:
     if under_torchrun():
         _run_as_rank(args)
     # With --json nothing but the result may reach standard output: progress goes where errors go.
-    started: dict[str, Any] = {
-        "port": args.port,
-        "restarts": args.restarts,
-        "elastic": args.elastic,
-        "rank0_stdout": 2 if args.json else None,
-    }
+    started = given(args, LaunchConfig) | {"rank0_stdout": 2 if args.json else None}
     with ended_as_interrupted():  # while there are no ranks: the launcher of these hears signals itself
         if args.resume is not None:
             result = resume(args.resume, **_changes(args), **started)
@@ -154,27 +98,8 @@ def _run_as_rank(args: argparse.Namespace) -> NoReturn:
     raise AssertionError("left")
 
 
-_OPTIMIZER = ("lr", "warmup", "weight_decay", "clip")
-
-
-def _given(args: argparse.Namespace) -> dict[str, Any]:
-    """The options that were given, by the names of `TrainConfig`: what was not given keeps its value there."""
-    names = [*_PLAIN, "data", "steps", "layout", "out"]
-    options = {name: value for name in names if (value := getattr(args, name)) is not None}
-    for name, off in (("report", False), ("save_async", False)):
-        if getattr(args, name) is not off:
-            options[name] = True
-    for name, flag in (("tensorboard", args.no_tensorboard), ("overlap", args.no_overlap)):
-        if flag:
-            options[name] = False
-    return options
-
-
 def _request(args: argparse.Namespace) -> dict[str, Any]:
     """The arguments of `configure` for a new run."""
-    from shardwise.layout import Workload
-    from shardwise.runtime.job.config import OptimizerConfig
-
     if args.model is None and args.weights is not None:
         args.model = str(Path(args.weights).absolute())
     missing = [f"--{name}" for name in ("data", "seq", "batch") if getattr(args, name) is None]
@@ -182,14 +107,10 @@ def _request(args: argparse.Namespace) -> dict[str, Any]:
         raise UserError(f"train needs {', '.join(missing if args.model else ['MODEL', *missing])}, or --resume DIR")
     if args.seq < 1 or args.batch < 1:
         raise UserError("--seq and --batch must be positive integers")
-    chosen = {name: value for name in _OPTIMIZER if (value := getattr(args, name)) is not None}
-    return {
-        "layout": "dp=1",
-        **_given(args),
-        "model": model_of(args),
-        "workload": Workload(seq=args.seq, batch=args.batch, isolate_documents=args.isolate_documents),
-        "optimizer": OptimizerConfig(**chosen),
-    }
+    vocab = {} if args.vocab is None else {"vocab": args.vocab}
+    workload, optimizer = Workload(**given(args, Workload)), OptimizerConfig(**given(args, OptimizerConfig))
+    whole = {"model": model_of(args), "workload": workload, "optimizer": optimizer}
+    return {"layout": "dp=1", **given(args, TrainConfig), **vocab, **whole}
 
 
 def _changes(args: argparse.Namespace) -> dict[str, Any]:
@@ -198,7 +119,7 @@ def _changes(args: argparse.Namespace) -> dict[str, Any]:
     if args.model is not None or args.set or fixed or args.isolate_documents:
         named = ", ".join(["MODEL"] * (args.model is not None) + ["--set"] * bool(args.set) + fixed)
         raise UserError(f"a resumed run keeps its model and settings: leave out {named or '--isolate-documents'}")
-    return _given(args)
+    return given(args, TrainConfig)
 
 
 def _where(out: Path) -> None:

@@ -24,7 +24,7 @@ _NUMBERS = 128
 
 
 class TimedStage(TokenGenerator):
-    """Stage that waits `job.pretend` seconds in every turn that has tokens; what a wait lasts too long, the next one
+    """Stage that waits `job.emulate` seconds in every turn that has tokens; what a wait lasts too long, the next one
     lasts less, unless the rank stood still for others in between. What it sends begins with the turn's number, and what
     it gets is checked to be of this turn."""
 
@@ -47,7 +47,7 @@ class TimedStage(TokenGenerator):
     def _wait(self) -> None:
         now = time.monotonic()
         stood = sum(timing.wait for timing in self.comms.timings.values())
-        until = now + self.job.pretend - max(0.0, self._late - stood)
+        until = now + self.job.emulate - max(0.0, self._late - stood)
         if until > now:
             time.sleep(until - now)
         self._late = time.monotonic() - until

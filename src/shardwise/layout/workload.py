@@ -7,6 +7,7 @@ from typing import Any
 
 from shardwise.errors import UserError
 from shardwise.layout.layout import Layout
+from shardwise.options import option
 
 MOST = 1_000_000_000
 """Of each number of a workload: what is counted over a step then fits a machine's integers."""
@@ -14,14 +15,11 @@ MOST = 1_000_000_000
 
 @dataclass(frozen=True)
 class Workload:
-    """A training step: `batch` sequences of `seq` tokens over all ranks. Or serving: prompt, output and concurrency.
+    """A training step: `batch` sequences of `seq` tokens over all ranks. Or serving: prompt, output and concurrency."""
 
-    isolate_documents: documents packed into one sequence do not attend to each other.
-    """
-
-    seq: int = 0
-    batch: int = 0
-    isolate_documents: bool = False
+    seq: int = option(0, "tokens per sequence", metavar="N", shown="")
+    batch: int = option(0, "sequences per step, over all ranks", metavar="N", shown="")
+    isolate_documents: bool = option(False, "attention does not cross documents")
     prompt: int = 0
     output: int = 0
     concurrency: int = 0

@@ -19,65 +19,56 @@ from shardwise.checkpoint.huggingface import HuggingFaceWeights
 from shardwise.errors import LayoutError, UserError
 from shardwise.layout import Layout
 from shardwise.model import ModelConfig
+from shardwise.options import check_fields, option
 from shardwise.predict.memory.serving import CHUNK, PAGE
 from shardwise.predict.serving_layout import check_generation
-from shardwise.runtime import TRANSPORTS
+from shardwise.runtime import DEVICES, MOST_THREADS, TRANSPORTS
 
 CONTEXT = 4096
 """Longest sequence where nobody asked for another, and the model knows so many positions."""
 BATCH = 8
 
-_CHOICES = {
-    "prompts": ("own", "same"),
-    "quantize": ("none", "int8"),
-    "transport": TRANSPORTS,
-    "device": ("cpu", "cuda"),
-}
+LONGEST_HANG = 1e9
+"""Seconds that ranks can wait for each other."""
 
 
 @dataclass(frozen=True)
 class ServingJob:
-    """One engine.
+    """One generation engine.
 
-    weights: a Hugging Face folder, a checkpoint or a run directory. context: tokens of the longest sequence, prompt and
-    answer together; 0 for the model's, at most `CONTEXT`. page: tokens of a page of the cache. pages: of a replica's
-    cache; 0 for as many as `batch` sequences of `context` tokens fill. chunk: tokens of prompts in a turn. batch: the
-    most sequences at a time. reuse: pages of equal prefixes are computed once. prompts: under zero=3, whether every
-    data rank has requests of its "own" or all of them the "same" ones. quantize: "int8" keeps matrices in 8 bits, but
-    for tables. hang: seconds without progress after which a rank counts as stuck. report: folder for the ranks' notes,
-    of which a `StepReport` of every turn is made. pretend: seconds that a stage waits in every turn in place of its
-    arithmetic; 0 computes.
-    Raises `UserError` for values that no engine can have, and `LayoutError` for layouts that generation does not know.
+    Raises `UserError` for values that no engine can have, and `LayoutError` for layouts that generation cannot
+    run.
     """
 
     model: ModelConfig
     layout: Layout
     weights: str
-    context: int = 0
-    page: int = PAGE
-    pages: int = 0
-    chunk: int = CHUNK
-    batch: int = BATCH
-    reuse: bool = True
-    prompts: str = "own"
-    quantize: str = "none"
-    transport: str = "auto"
-    threads: int = 1
-    device: str = "cpu"
-    hang: float = 60.0
+    """A Hugging Face folder, a checkpoint or a run directory."""
+    context: int = option(
+        0, "tokens of the longest sequence", metavar="N", least=0, shown=f"the model's, at most {CONTEXT:,}"
+    )
+    page: int = option(PAGE, "tokens per page of the cache", least=1)
+    pages: int = option(0, "pages of a replica's cache; 0 for as many as batch and context fill", least=0)
+    chunk: int = option(CHUNK, "tokens of prompts in an engine step", metavar="N", least=1)
+    batch: int = option(BATCH, "sequences at a time on each replica", metavar="N", least=1)
+    reuse: bool = option(True, "compute equal beginnings of prompts again")
+    prompts: str = option(
+        "own", "under zero=3: all ranks compute all prompts", choices=("own", "same"), flag="--same", const="same"
+    )
+    quantize: str = option("none", "keep matrices in 8 bits", choices=("none", "int8"), flag="--int8", const="int8")
+    transport: str = option("auto", "what carries collectives between CPU ranks", choices=TRANSPORTS)
+    threads: int = option(1, "threads of each rank's matrix products", metavar="N", least=1, most=MOST_THREADS)
+    device: str = option("cpu", "where ranks compute", choices=DEVICES)
+    hang: float = option(
+        60.0, "seconds without progress after which to give up", metavar="S", positive=True, most=LONGEST_HANG
+    )
     report: str | None = None
-    pretend: float = 0.0
+    """Folder for the ranks' notes, of which a `StepReport` of every engine step is made."""
+    emulate: float = 0.0
+    """Seconds that a stage waits in every engine step in place of its arithmetic; 0 computes."""
 
     def __post_init__(self) -> None:
-        for name, allowed in _CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise UserError(f"{name} must be one of {', '.join(allowed)}, not {getattr(self, name)!r}")
-        for name in ("page", "chunk", "batch", "threads"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("context", "pages"):
-            if getattr(self, name) < 0:
-                raise UserError(f"{name} must be at least 0, not {getattr(self, name)}")
+        check_fields(self)
         check_generation(self.layout, self.model)
         if self.prompts == "same" and self.layout.stage < 3:
             raise LayoutError("the same prompts on all data ranks are for zero=3: leave `same` out")
@@ -180,7 +171,7 @@ class Loading:
 class Ready:
     """A replica answers from now on. parameter_bytes, cache_bytes: of its first rank. transport: what carries its
     collectives. seconds: that loading took. page_tokens: of a page. hop: seconds of a message between stages, measured
-    where arithmetic is pretended."""
+    where arithmetic is emulated."""
 
     replica: int
     context: int

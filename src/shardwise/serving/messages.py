@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from shardwise.errors import UserError
+from shardwise.options import check_fields, option
 
 Reason = Literal["stop", "length", "cancelled", "error"]
 NOTHING = -1
@@ -16,32 +16,22 @@ NOTHING = -1
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen, and when there is none.
+    """How the next token is chosen, and when there is none. Raises `UserError` for values outside their range."""
 
-    temperature: 0 takes the likeliest token. top_k: choose among so many likeliest, 0 for all. top_p: among the
-    likeliest whose probabilities add up to this much (Holtzman et al. 2020). seed: of the request's own random numbers;
-    equal seeds give equal ones, whatever else is being served and under any layout. stop_tokens: ids after which
-    nothing follows (they are given out, too). logprobs: whether the probabilities of chosen tokens are wanted, which
-    takes a pass over all others'. Raises `UserError` for values outside their range.
-    """
-
-    max_tokens: int = 16
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
+    max_tokens: int = option(16, "tokens of each answer at most", metavar="N", least=1, shown="64")
+    temperature: float = option(0.0, "0 takes the likeliest token", metavar="X", least=0, most=100)
+    top_k: int = option(0, "among the N likeliest, 0 for all", metavar="N", least=0)
+    top_p: float = option(1.0, "among those that have this share", metavar="X", positive=True, most=1)
+    """The likeliest tokens whose probabilities add up to this much (Holtzman et al. 2020)."""
+    seed: int = option(0, "equal seeds give equal answers", metavar="N")
+    """Of the request's own random numbers, whatever else is being served and under any layout."""
     stop_tokens: tuple[int, ...] = ()
+    """Ids after which nothing follows; they are part of the answer."""
     logprobs: bool = True
+    """Whether the probabilities of chosen tokens are computed, which takes a pass over all others'."""
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise UserError(f"max_tokens must be at least 1, not {self.max_tokens}")
-        if not 0.0 <= self.temperature <= 100.0:
-            raise UserError(f"temperature must lie between 0 and 100, not {self.temperature}")
-        if self.top_k < 0:
-            raise UserError(f"top_k must be at least 0 (0: all tokens), not {self.top_k}")
-        if not 0.0 < self.top_p <= 1.0:
-            raise UserError(f"top_p must lie above 0 and not above 1, not {self.top_p}")
+        check_fields(self)
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ class Service:
         assert self._folder is not None
         try:
             ending = supervise(
-                [sys.executable, "-m", _EMULATED if self.job.pretend else _RANK, str(self._folder)],
+                [sys.executable, "-m", _EMULATED if self.job.emulate else _RANK, str(self._folder)],
                 self.job.layout.ranks,
                 threads=self.job.threads,
                 loopback=self.job.device == "cpu",

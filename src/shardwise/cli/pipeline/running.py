@@ -28,7 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_schedule(parser)
     parser.add_argument("--all", action="store_true", help="instead: every schedule that is legal for these numbers")
     text = "what a rank waits for one micro-batch, all its chunks: F=20ms,I=20ms,W=20ms or F=20ms,B=40ms"
-    parser.add_argument("--pretend", metavar="F=,I=,W=", help=text)
+    parser.add_argument("--emulate", metavar="F=,I=,W=", help=text)
+    parser.add_argument("--pretend", dest="emulate", help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="steps to measure (3)")
     parser.add_argument("--bytes", default="1MB", metavar="SIZE", help="of one message (1MB)")
     text = "what a rank, all its chunks, saves of one micro-batch for backward (as much as a message)"
@@ -48,9 +49,9 @@ def run(args: argparse.Namespace) -> int:
     from shardwise.emulate.job import measure
     from shardwise.schedule.pipeline.times import seconds_of
 
-    if args.pretend is None or args.layout is not None:
+    if args.emulate is None or args.layout is not None:
         model = f"shardwise train MODEL --layout {args.layout or 'pp=4,schedule=1f1b'}"
-        raise UserError(f"run replaces arithmetic by waits: give --pretend F=20ms,I=20ms,W=20ms; a model: {model}")
+        raise UserError(f"run replaces arithmetic by waits: give --emulate F=20ms,I=20ms,W=20ms; a model: {model}")
     require("running schedules", "torch")
     hop = None if args.hop == "auto" else seconds_of(args.hop)
     if args.trace and args.all:
@@ -83,7 +84,7 @@ def _cases(args: argparse.Namespace) -> tuple[list[EmulationCase], dict[str, str
     from shardwise.emulate.job import EmulationCase
     from shardwise.schedule.pipeline.times import parse_times
 
-    given = parse_times(args.pretend)
+    given = parse_times(args.emulate)
     saved = _nbytes(args) if args.saved is None else bytes_of("--saved", args.saved)
     if not 0 <= args.weight_share <= 1:
         raise UserError("--weight-share is a part: 0 to 1")
@@ -146,5 +147,5 @@ def _write_trace(measured: MeasuredCase, path: Path) -> None:
     from shardwise.report.trace import write_trace
     from shardwise.schedule.pipeline.timeline import report
 
-    notes = ("a measured schedule, its arithmetic pretended: timelines only, no bytes and no ledger",)
+    notes = ("a measured schedule, its arithmetic emulated: timelines only, no bytes and no ledger",)
     write_trace(replace(report(measured.median), source="measured", notes=notes), path)

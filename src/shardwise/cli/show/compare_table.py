@@ -25,7 +25,7 @@ SHORT_PROMPT, SHORT_OUTPUT = 32, 32
 """The same, measured here."""
 
 
-HERE = ["prompt", "prompt_file", "tokens", "context", "cache", "no_reuse", "transport", "device", "threads", "hang"]
+HERE = ["prompt", "prompt_file", "tokens", "context", "cache", "reuse", "transport", "device", "threads", "hang"]
 """Options of what runs on this machine, of which a prediction for a cluster knows nothing."""
 
 
@@ -61,18 +61,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--engine", "PROFILE", "the software assumed on the cluster (tensorrt-llm; on CPUs shardwise-cpu)")
 
 
-def run(args: argparse.Namespace, usual: argparse.ArgumentParser) -> int:
+def run(args: argparse.Namespace) -> int:
     """Print the comparison that `args` asks for: measured here, where there is no --cluster or a prompt for a folder of
-    weights; predicted with --cluster. usual: knows what options are where nobody gives them. Raises `UserError`, and
-    `RunFailed` when a rank dies."""
+    weights; predicted with --cluster. Raises `UserError`, and `RunFailed` when a rank dies."""
     prompted = bool(args.prompt or args.prompt_file or args.tokens)
     here = args.cluster is None or (prompted and Path(args.model).is_dir())
-    idle = ["layout", "report", "pretend", "stop", "same", "temperature", "top_k", "top_p", "seed"]
+    idle = ["layout", "report", "emulate", "stop", "prompts", "temperature", "top_k", "top_p", "seed"]
     idle += ["engine", "train_seq", "link"] if args.cluster is None else []
     idle += ["prompt_tokens"] if prompted else []
     idle += ["set"] if here else HERE
-    if given := [name for name in idle if getattr(args, name) != usual.get_default(name)]:
-        raise UserError(f"--{given[0].replace('_', '-')} does nothing here: leave it out with --compare")
+    if unused := [name for name in idle if (value := getattr(args, name)) or value is False]:
+        flag = {"prompts": "same", "reuse": "no-reuse"}.get(unused[0], unused[0].replace("_", "-"))
+        raise UserError(f"--{flag} does nothing here: leave it out with --compare")
     told: dict[str, Any] = {}
     if here:
         told["measured"] = _measured(args, prompted)
@@ -192,7 +192,7 @@ def _asked(args: argparse.Namespace, prompt: int = PROMPT, output: int = OUTPUT)
 
     return Asked(
         given("prompt_tokens", prompt), given("max_tokens", output), given("batch", 1), given("chunk", CHUNK),
-        given("train_seq", SEQ), bool(getattr(args, "int8", False)),
+        given("train_seq", SEQ), getattr(args, "quantize", None) == "int8",
     )  # fmt: skip
 
 

@@ -1,135 +1,94 @@
-"""`TrainConfig`: everything that a training run needs, as one JSON file that every rank reads. Imports no torch."""
+"""`TrainConfig`: everything that a training run needs, as one JSON file that every rank reads. Imports no torch.
+
+The command line, `api.train`, run.json and the ranks share it; each field says what it means and what its flag is.
+"""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.model import ModelConfig
-from shardwise.runtime import TRANSPORTS
+from shardwise.options import check_fields, option
+from shardwise.runtime import DEVICES, MOST_THREADS, TRANSPORTS
+from shardwise.runtime.job.output import say
 
-MOST_THREADS = 1024
-"""Of a rank: a host of today has fewer cores, and not many times as many can be started."""
-
-_WORDS = {int: "a whole number", float: "a number", bool: "True or False", str: "a text", type(None): "None"}
-
-
-def check_type(name: str, value: Any, kind: Any) -> None:
-    """Raise `UserError` unless `value` is of `kind`: a class, a union of some, or a tuple of so many."""
-    if not _is(value, kind):
-        raise UserError(f"{name} must be {_in_words(kind)}, not {value!r}")
-
-
-def _is(value: Any, kind: Any) -> bool:
-    if get_origin(kind) in (Union, UnionType):
-        return any(_is(value, each) for each in get_args(kind))
-    if get_origin(kind) is tuple:
-        kinds = get_args(kind)
-        return isinstance(value, tuple) and len(value) == len(kinds) and all(map(_is, value, kinds))
-    if kind in (int, float):
-        # True and False are no numbers here, though Python has them so.
-        return not isinstance(value, bool) and isinstance(value, (int, kind))
-    return isinstance(value, kind)
-
-
-def _in_words(kind: Any) -> str:
-    if get_origin(kind) in (Union, UnionType):
-        return " or ".join(map(_in_words, get_args(kind)))
-    if get_origin(kind) is tuple:
-        return f"({', '.join(map(_in_words, get_args(kind)))})"
-    return _WORDS.get(kind, f"of type {kind.__name__}")
-
-
-def _check_fields(config: Any) -> None:
-    """Raise `UserError` for a field of another type than it is declared with: a rank would only die of it."""
-    for name, kind in get_type_hints(type(config)).items():
-        check_type(name, getattr(config, name), kind)
+MOST_SEED = (1 << 64) - 1
+"""The largest that a checkpoint's manifest can hold: `checkpoint.manifest.SEEDS`."""
+WORKER = (sys.executable, "-m", "shardwise.runtime.job.worker")
+"""The command of a rank, before the path of its configuration."""
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW (Loshchilov and Hutter 2019) with linear warm-up, cosine decay to `final_share`, and norm clipping.
+    """AdamW (Loshchilov and Hutter 2019) with linear warm-up, cosine decay to `final_share`, and norm clipping."""
 
-    clip=0 switches clipping off. weight_decay touches matrices only.
-    """
-
-    lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    warmup: int = 10
-    final_share: float = 0.1
-    clip: float = 1.0
+    lr: float = option(1e-3, "peak learning rate", metavar="X", positive=True, shown="1e-3")
+    betas: tuple[float, float] = option((0.9, 0.95), "decay of the averages of gradients and of their squares")
+    eps: float = option(1e-8, "added to the root of the average square", positive=True)
+    weight_decay: float = option(0.1, "weight decay of matrices", metavar="X", least=0)
+    warmup: int = option(10, "steps of linear warm-up", metavar="N", least=0)
+    final_share: float = option(0.1, "learning rate at the end, as a fraction of its peak", least=0, most=1)
+    clip: float = option(1.0, "maximum global gradient norm, 0 for none", metavar="X", least=0, shown="1.0")
 
     def __post_init__(self) -> None:
-        _check_fields(self)
+        check_fields(self)
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise UserError(f"betas must be at least 0 and less than 1, not {self.betas}")
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """One training run.
-
-    data: a source (file, folder, JSONL, Parquet, saved dataset, or "stdlib"). max_bytes: UTF-8 bytes after which its
-    text is cut. tokenizer: a `tokenizer.json`, or None to train a byte-level BPE of the model's vocabulary on the data.
-    corpus: folder of the prepared tokens, "" before they are prepared. corpus_fingerprint: identifies them.
-    former_corpus: the corpus that a resumed run had before it was given other text. out: the run directory.
-    validate_every: steps between validations (0: only at the end), each over `validate_batches` global batches.
-    report: measure one steady step and write its StepReport. save_every: steps between checkpoints (0: only at the
-    end); the newest `keep_last` are kept (0: all). save_async: training continues while one is written.
-    weights: a Hugging Face folder to start from. resume: the checkpoint, or the run, to resume from; `weights` then
-    counts no more. restart: how many times the run has been started again after a failure, in its own directory.
-    overlap: communicate while computing; off gives the same bits. transport: what carries collectives between CPU
-    ranks: shared (memory, on one host), gloo, or auto, which prefers the first.
-    matmul: torch's float32 matrix-product precision.
-    hang: seconds without progress, in a collective or outside, after which a rank counts as stuck and the run ends.
-    """
+    """One training run."""
 
     model: ModelConfig
-    layout: Layout
-    workload: Workload
-    data: str
-    out: str
-    corpus: str
+    layout: Layout = option(help="how the model is split, such as dp=2,tp=2,zero=3,sp", metavar="TEXT", shown="dp=1")
+    workload: Workload = option(help="sequences of a step and their length")
+    data: str = option(help="file, folder, saved dataset, or stdlib", metavar="SOURCE")
+    out: str = option(help="run directory, new or empty", metavar="DIR", shown="runs/MODEL-N")
+    corpus: str = ""
+    """Folder of the prepared tokens, "" before they are prepared."""
     corpus_fingerprint: str = ""
+    """Hash of the prepared tokens."""
     former_corpus: str | None = None
-    steps: int = 100
-    tokenizer: str | None = None
-    text_field: str = "text"
-    max_bytes: int | None = None
-    seed: int = 0
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    validate_every: int = 0
-    validate_batches: int = 4
-    report: bool = False
-    save_every: int = 0
-    keep_last: int = 3
-    save_async: bool = False
-    weights: str | None = None
+    """The corpus that a resumed run had before it was given other text."""
+    steps: int = option(100, "optimizer steps", metavar="N", least=1)
+    tokenizer: str | None = option(None, "a tokenizer.json; left out, one is trained on the text", metavar="FILE")
+    text_field: str = option("text", "field that holds the text of JSONL, Parquet, datasets", metavar="NAME", shown="")
+    max_bytes: int | None = option(None, "use no more than the first N bytes of text", metavar="N", least=1)
+    seed: int = option(0, "seed of weights, dropout and the order of the text", metavar="N", least=0, most=MOST_SEED)
+    optimizer: OptimizerConfig = option(factory=OptimizerConfig)
+    validate_every: int = option(0, "steps between validations", metavar="N", least=0, shown="0: at the end")
+    validate_batches: int = option(4, "batches of each validation", metavar="N", least=1)
+    report: bool = option(False, "measure a step, for comparison with its prediction")
+    save_every: int = option(0, "steps between checkpoints", metavar="N", least=0, shown="0: at the end")
+    keep_last: int = option(3, "checkpoints to keep, 0 for all", metavar="N", least=0)
+    save_async: bool = option(False, "continue training while a checkpoint is written")
+    weights: str | None = option(None, "start from a Hugging Face folder's weights, and its tokenizer", metavar="DIR")
     resume: str | None = None
+    """The checkpoint, or the run, to resume from; `weights` then has no effect."""
     restart: int = 0
-    tensorboard: bool = True
-    device: str = "cpu"
-    threads: int = 1
-    matmul: str = "highest"
-    overlap: bool = True
-    transport: str = "auto"
-    hang: float = 600.0
+    """How many times the run has been started again after a failure, in its own directory."""
+    tensorboard: bool = option(True, "write no TensorBoard files")
+    device: str = option("cpu", "where ranks compute", choices=DEVICES)
+    threads: int = option(1, "threads of each rank's matrix products", metavar="N", least=1, most=MOST_THREADS)
+    matmul: str = option("highest", "fp32 product precision", choices=("highest", "high", "medium"))
+    overlap: bool = option(True, "do not communicate while computing (results stay equal)")
+    transport: str = option(
+        "auto",
+        "carries collectives between CPU ranks: shared memory on one host, or gloo; auto prefers shared memory",
+        choices=TRANSPORTS,
+    )
+    hang: float = option(600.0, "seconds without progress after which the run ends", metavar="S", positive=True)
 
     def __post_init__(self) -> None:
-        _check_fields(self)
-        if self.steps < 1:
-            raise UserError(f"steps must be a positive integer, not {self.steps}")
-        if self.device not in ("cpu", "cuda"):
-            raise UserError(f"device must be cpu or cuda, not {self.device!r}")
-        if self.transport not in TRANSPORTS:
-            raise UserError(f"transport must be one of {', '.join(TRANSPORTS)}, not {self.transport!r}")
-        if self.matmul not in ("highest", "high", "medium"):
-            raise UserError(f"matmul must be highest, high or medium, not {self.matmul!r}")
+        check_fields(self)
 
     def to_json(self) -> dict[str, Any]:
         data = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -161,3 +120,25 @@ class TrainConfig:
     @classmethod
     def read(cls, path: Path) -> TrainConfig:
         return cls.from_json(json.loads(path.read_text()))
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """How the local ranks of a run are started, and started again."""
+
+    port: int = option(0, "rendezvous port", metavar="N", shown="none: a file is used")
+    restarts: int = option(
+        0, "restart from the last good checkpoint after a rank died or got stuck, at most N times", metavar="N", least=0
+    )
+    elastic: bool = option(False, "restart without ranks that were killed: dp shrinks")
+    progress: Callable[[str], None] = say
+    """Gets lines about the preparation and restarts."""
+    rank0_stdout: int | None = None
+    """File descriptor for rank 0's progress."""
+    worker: Sequence[str] = WORKER
+    """The command of a rank, before the path of its configuration."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.elastic and not self.restarts:
+            raise UserError("an elastic run shrinks when it restarts: allow that with --restarts N")

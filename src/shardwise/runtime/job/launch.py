@@ -35,6 +35,7 @@ from typing import Any, Literal
 from shardwise.errors import UserError
 from shardwise.runtime.job import pulse
 from shardwise.runtime.job.locks import temporary_folder
+from shardwise.runtime.job.output import say
 
 GRACE = 1.0
 """Seconds that the other ranks get to report what they saw, after one has failed."""
@@ -53,13 +54,6 @@ _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 class RunFailed(RuntimeError):
     """A rank died, or failed for a reason that is not its user's. The message is one line."""
-
-
-def say(line: str) -> None:
-    """Write a line to standard error, if anybody reads it: who has left must not end what goes on here."""
-    if sys.stderr is not None:
-        with suppress(OSError):
-            print(line, file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,13 @@ from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
 
+def say(line: str) -> None:
+    """Write a line to standard error; a reader that has left ends nothing here."""
+    if sys.stderr is not None:
+        with suppress(OSError):
+            print(line, file=sys.stderr, flush=True)
+
+
 class _Tolerant:
     """A text stream that goes to /dev/null once it cannot be written, such as a pipe whose reader has left."""
 

@@ -32,8 +32,8 @@ from shardwise.runtime.job.launch import (
     die_with_parent,
     lost_a_peer,
     reason,
-    say,
 )
+from shardwise.runtime.job.output import say
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from shardwise.report.strict_json import strict
 from shardwise.report.trace import write_trace
 from shardwise.report.units import format_time
 from shardwise.runtime.job.config import TrainConfig
-from shardwise.runtime.job.launch import say
+from shardwise.runtime.job.output import say
 
 
 class RunRecorder:

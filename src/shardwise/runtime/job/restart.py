@@ -9,9 +9,8 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -19,46 +18,34 @@ from pathlib import Path
 from shardwise.errors import UserError
 from shardwise.layout import fewer_ranks
 from shardwise.report.run_directory import ERRORS, RunDirectory, occupied
-from shardwise.runtime.job.config import TrainConfig
+from shardwise.runtime.job.config import LaunchConfig, TrainConfig
 from shardwise.runtime.job.launch import RANK_FAILED, USER_MISTAKE, Ending, supervise
 from shardwise.runtime.job.locks import temporary_folder
 from shardwise.runtime.job.output import clear_line
 
-WORKER = (sys.executable, "-m", "shardwise.runtime.job.worker")
-"""The command of a rank, before the path of its configuration."""
 
+def until_done(config: TrainConfig, launch: LaunchConfig) -> tuple[Ending, TrainConfig]:
+    """Run the ranks of a configuration, again after a rank died or got stuck, at most `launch.restarts` times.
 
-def until_done(
-    config: TrainConfig,
-    *,
-    restarts: int,
-    elastic: bool,
-    port: int,
-    rank0_stdout: int | None,
-    progress: Callable[[str], None],
-    worker: Sequence[str] = WORKER,
-) -> tuple[Ending, TrainConfig]:
-    """Run the ranks of a configuration, again after a rank died or got stuck, at most `restarts` times.
-
-    elastic: without as many ranks as were killed, when dp can shrink. progress: gets a line for each restart. worker:
-    the command of a rank. Returns how the last attempt ended, and its configuration.
+    An elastic launch leaves out as many ranks as were killed, when dp can shrink. Returns how the last attempt ended,
+    and its configuration.
     """
-    asked, began, restart = config, time.time(), 0
+    first, began, restart, progress = config.resume, time.time(), 0, launch.progress
     while True:
-        ending = _attempt(config, port, rank0_stdout, worker)
-        if restarts and ending.code == USER_MISTAKE and (damaged := _set_damaged_aside(config, asked.resume)):
-            config = continued(replace(config, resume=asked.resume), restart, progress)
+        ending = _attempt(config, launch)
+        if launch.restarts and ending.code == USER_MISTAKE and (damaged := _set_damaged_aside(config, first)):
+            config = continued(replace(config, resume=first), restart, progress)
             _tell_fallback(config, damaged, progress)
             continue
-        if ending.code != RANK_FAILED or restart == restarts:
+        if ending.code != RANK_FAILED or restart == launch.restarts:
             break
         restart += 1
         smaller = None
-        if elastic and ending.lost:
+        if launch.elastic and ending.lost:
             left = config.layout.ranks - len(ending.lost)
             smaller = fewer_ranks(config.layout, config.model, config.workload, left)
-        config = continued(replace(config, resume=asked.resume, layout=smaller or config.layout), restart, progress)
-        _tell(config, ending, restarts, smaller is not None, elastic, progress)
+        config = continued(replace(config, resume=first, layout=smaller or config.layout), restart, progress)
+        _tell(config, ending, launch, shrunk=smaller is not None)
     out = Path(config.out)
     if ending.code and _finished(out, began):
         ending = replace(ending, line=f"{ending.line}. The run had finished before")
@@ -69,22 +56,22 @@ def until_done(
     return ending, config
 
 
-def _attempt(config: TrainConfig, port: int, rank0_stdout: int | None, worker: Sequence[str]) -> Ending:
+def _attempt(config: TrainConfig, launch: LaunchConfig) -> Ending:
     """One launch of a configuration. The terminal's line is empty afterwards."""
     with temporary_folder() as folder:
         file = folder / "config.json"
         config.write(file)
         ending = supervise(
-            [*worker, str(file)],
+            [*launch.worker, str(file)],
             config.layout.ranks,
-            port=port,
+            port=launch.port,
             threads=config.threads,
             loopback=config.device == "cpu",
-            rank0_stdout=rank0_stdout,
+            rank0_stdout=launch.rank0_stdout,
             hang=config.hang,
         )
     if ending.code:
-        clear_line(1 if rank0_stdout is None else rank0_stdout)
+        clear_line(1 if launch.rank0_stdout is None else launch.rank0_stdout)
     return _with_stack(ending, Path(config.out))
 
 
@@ -164,17 +151,15 @@ def _tell_fallback(again: TrainConfig, damaged: str, progress: Callable[[str], N
             run.append({"time": time.time(), "damaged": damaged, "from": again.resume})
 
 
-def _tell(
-    again: TrainConfig, ending: Ending, restarts: int, shrunk: bool, elastic: bool, progress: Callable[[str], None]
-) -> None:
+def _tell(again: TrainConfig, ending: Ending, launch: LaunchConfig, *, shrunk: bool) -> None:
     """Say what comes now and why, and note it in the run's events."""
     where = f"from {again.resume}" if again.resume else "from the beginning, because there is no checkpoint yet"
     how = ""
     if shrunk:
         how = f", on {again.layout.ranks} ranks as {again.layout}"
-    elif elastic and ending.lost:
+    elif launch.elastic and ending.lost:
         how = ", on as many ranks as before, because dp cannot shrink"
-    progress(f"restart {again.restart} of {restarts} {where}{how}: {ending.line}")
+    launch.progress(f"restart {again.restart} of {launch.restarts} {where}{how}: {ending.line}")
     if (Path(again.out) / "run.json").exists():
         event = {"restart": again.restart, "from": again.resume, "layout": str(again.layout), "because": ending.line}
         with RunDirectory.open(again.out) as run:

@@ -37,8 +37,9 @@ from shardwise.runtime.checkpointing import Position, Saver, restore, start_from
 from shardwise.runtime.data.batches import Batches
 from shardwise.runtime.job import pulse
 from shardwise.runtime.job.config import TrainConfig
-from shardwise.runtime.job.launch import RANK_FAILED, lost_a_peer, reason, say
+from shardwise.runtime.job.launch import RANK_FAILED, lost_a_peer, reason
 from shardwise.runtime.job.meeting import meet
+from shardwise.runtime.job.output import say
 from shardwise.runtime.job.record import RunRecorder
 from shardwise.runtime.job.setup import make_comms
 from shardwise.runtime.job.stop import Stopped, StopRequest

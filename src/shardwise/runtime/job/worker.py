@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.report.run_directory import ERRORS
 from shardwise.runtime.job import pulse, rank
-from shardwise.runtime.job.launch import say
-from shardwise.runtime.job.output import tolerant_output
+from shardwise.runtime.job.output import say, tolerant_output
 from shardwise.runtime.job.rank import leave
 
 if TYPE_CHECKING:
