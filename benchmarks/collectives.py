@@ -57,7 +57,7 @@ class TorchRank:
         import torch.distributed as dist
 
         from shardwise.runtime.allocator import retain_freed_memory
-        from shardwise.runtime.transport import shared_transport
+        from shardwise.runtime.transport.shared import SharedTransport
 
         retain_freed_memory()  # as the trainer does
         torch.set_num_threads(1)
@@ -65,7 +65,7 @@ class TorchRank:
         dist.init_process_group("gloo", init_method=os.environ["BENCH_STORE"], rank=rank, world_size=ranks)
         assert dist.group.WORLD is not None
         self.dist = dist
-        self.transport = shared_transport(dist.group.WORLD, timeout=PATIENCE)
+        self.transport = SharedTransport(dist.group.WORLD, PATIENCE)
         self.tensors = {
             "resident": self.transport.empty(most // 4, torch.float32),
             **{name: torch.empty(most // 4) for name in ("plain", "other")},

@@ -68,9 +68,9 @@ def _all_to_all(comms: Comms, axes: Axes, generator: random.Random, number: int)
     splits = {} if number == 0 else {"sent": rows[mine], "received": received}
     pending = comms.all_to_all(out, whole[mine], axes, "exchange", later=number % 2 == 1, **splits)
     deadline = time.monotonic() + 30
-    while not pending.arrived() and time.monotonic() < deadline:
+    while not pending.is_completed() and time.monotonic() < deadline:
         time.sleep(0.001)
-    assert pending.arrived()
+    assert pending.is_completed()
     pending.wait()
     expected = torch.cat([x.split(sent)[mine] for x, sent in zip(whole, rows, strict=True)])
     assert torch.equal(out, expected), f"{dtype}, {rows}"

@@ -21,7 +21,7 @@ from shardwise.report.step_report import Bytes
 from shardwise.runtime.job.setup import make_comms, stream_view
 from shardwise.runtime.measure.memory import StepMeasurement
 from shardwise.runtime.pipeline.step import TrainProgram
-from shardwise.runtime.zero.engine import FlatUnit, local_values
+from shardwise.runtime.zero.flat_unit import FlatUnit, local_values
 from shardwise.runtime.zero.optimizer import learning_rate
 
 

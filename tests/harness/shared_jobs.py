@@ -22,9 +22,11 @@ from shardwise.errors import UserError
 from shardwise.layout import Layout
 from shardwise.layout.axes import DATA
 from shardwise.runtime.job.setup import make_comms
-from shardwise.runtime.transport import Mail, SharedTransport
 from shardwise.runtime.transport.adding import Target
-from shardwise.runtime.transport.shared import MESSAGES, SLOTS, TWO_SHOT_FROM
+from shardwise.runtime.transport.mail import Mail
+from shardwise.runtime.transport.quick import AREA
+from shardwise.runtime.transport.shared import MESSAGES, TWO_SHOT_FROM, SharedTransport
+from shardwise.runtime.transport.shared_collective import SLOTS
 from shardwise.schedule import build
 
 TIMEOUT = 20.0
@@ -47,7 +49,7 @@ def _collectives(transport: SharedTransport, generator: random.Random) -> None:
         transport.all_gather(x, torch.full((n,), 1.0)).wait()
     elif kind == 2:
         piece = torch.empty(n)
-        transport.reduction(x, lambda: Target(piece)).start().wait()
+        transport.reduce_scatter(x, lambda: Target(piece)).wait()
         assert (piece == transport.ranks).all()
     elif kind == 3:
         transport.quick.all_gather(x, torch.full((n,), 1.0))
@@ -67,8 +69,8 @@ def quick(rank: int, payload: tuple[int, int]) -> list[Tensor]:
         dtype = generator.choice((torch.float32, torch.bfloat16, torch.float64, torch.int64))
         n, kind, late = generator.choice((1, 3, 1000, 40_000)), generator.randrange(3), generator.random() < 0.3
         x = (torch.randn(n, generator=draw) * 1000).to(dtype)
-        slow = transport.all_reduce(torch.full((n,), 1.0)) if late else None
-        if kind < 2 and transport.quick.sums(x):
+        slow = transport.all_reduce(transport.empty(n, torch.float32).fill_(1.0)) if late else None
+        if kind < 2 and x.nbytes <= AREA:
             transport.quick.all_reduce(x, maximum=kind == 1)
         else:
             out = torch.empty(transport.ranks, n, dtype=dtype)
@@ -112,7 +114,7 @@ def summed(rank: int, elements: int) -> Tensor:
     transport = _world()
     kept = torch.ones(elements)
     full = pieces(rank, transport.ranks, elements)
-    transport.reduction(full, lambda: Target(kept, adds=True)).start().wait()
+    transport.reduce_scatter(full, lambda: Target(kept, adds=True)).wait()
     return kept
 
 
@@ -128,7 +130,7 @@ def summed_last(rank: int, elements: int) -> Tensor:
 
 
 def _begun_together(transport: SharedTransport) -> None:
-    others = [transport.all_reduce(torch.full((1,), 1.0)) for _ in range(SLOTS)]
+    others = [transport.all_reduce(transport.empty(1, torch.float32).fill_(1.0)) for _ in range(SLOTS)]
     for other in others:
         other.wait()
 
@@ -143,11 +145,11 @@ def _summed_around(rank: int, elements: int, others: Callable[[SharedTransport],
     transport = _world()
     kept = torch.ones(elements)
     full = transport.empty(transport.ranks * elements, torch.float32).copy_(pieces(rank, transport.ranks, elements))
-    first = transport.reduction(full, lambda: Target(kept, adds=True), lent=True).start()
+    first = transport.reduce_scatter(full, lambda: Target(kept, adds=True))
     others(transport)
     assert not transport.started
     first.wait()
-    transport.release(full)
+    transport.wait_readers(full)
     return kept
 
 

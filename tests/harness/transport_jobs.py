@@ -63,9 +63,9 @@ class Together(SendTransport):
 def make(transport: str) -> Any:
     """A transport over all ranks, by name."""
     if transport == "shared":
-        from shardwise.runtime.transport import shared_transport
+        from shardwise.runtime.transport.shared import SharedTransport
 
-        return shared_transport(dist.group.WORLD, timeout=60.0)
+        return SharedTransport(dist.group.WORLD, 60.0)
     return (Together if transport == "together" else SendTransport)(dist.group.WORLD)
 
 

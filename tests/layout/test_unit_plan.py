@@ -139,16 +139,17 @@ def test_whatever_a_part_reads_is_in_its_slot(split: Split) -> None:
 
 @given(split_models())
 def test_units_are_staged_by_turns_where_ranks_read_each_other(split: Split) -> None:
-    assert not plan_of(split).staging_slots
+    alone = plan_of(split).transport_buffers
+    assert not alone.lasting and all(unit == buffer for unit, buffer in alone.staged.items())
     plan = UnitPlan(*split, 0, "shared")
-    if plan.layout.stage < 3 or plan.layout.pp > 1:
-        assert not plan.staging_slots
-        return
-    assert set(plan.staging_slots) == {unit.name for unit in plan.units}
-    assert all(plan.by_name[name].padded <= plan.staging_sizes[slot] for name, slot in plan.staging_slots.items())
-    done = [unit.name for part in reversed(plan.parts) for unit in plan.finished_after(part)]
-    assert all(plan.staging_slots[before] != plan.staging_slots[after] for before, after in pairwise(done))
-    assert [name for name, slot in plan.staging_slots.items() if slot == "tied"] == ["tied"] * split[0].tied
+    staged, sizes = plan.transport_buffers.staged, plan.transport_buffers.sizes
+    assert set(staged) == ({unit.name for unit in plan.units} if plan.stages_gradients else set())
+    assert all(plan.by_name[name].padded <= sizes[slot] for name, slot in staged.items())
+    assert plan.transport_buffers.lasting == (plan.layout.stage == 3 and plan.layout.pp == 1)
+    if plan.transport_buffers.lasting:
+        done = [unit.name for part in reversed(plan.parts) for unit in plan.finished_after(part)]
+        assert all(staged[before] != staged[after] for before, after in pairwise(done))
+        assert [name for name, slot in staged.items() if slot == "tied"] == ["tied"] * split[0].tied
 
 
 @given(split_models())

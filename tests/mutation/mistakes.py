@@ -27,7 +27,7 @@ ENGINE, UNITS, STEP, LOSS = (
 )
 OPTIMIZER, LINEAR, PLACEMENT = "runtime/zero/optimizer.py", "ops/linear.py", "layout/placement.py"
 REDISTRIBUTE = "runtime/tensor/redistribute.py"
-GRADIENTS, JOINED = "ops/gradients.py", "ops/fused.py"
+FLAT, GRADIENTS, JOINED = "runtime/zero/flat_unit.py", "ops/gradients.py", "ops/fused.py"
 ATTENTION, MODULES, SETUP = "decoder/attention.py", "decoder/modules.py", "runtime/job/setup.py"
 CHECKPOINTING = "runtime/checkpointing.py"
 PIPELINE, SCHEDULE, LISTS = (
@@ -120,13 +120,13 @@ MISTAKES = (
     Mistake(13, "masks come from a generator with a state", MODULES,
             "random.keep_mask(key, firsts[a : a + step, None] + columns, drop)",
             "(torch.rand(rows[a : a + step].shape) >= drop)", "trap_13"),
-    Mistake(14, "weights cut by columns are keyed by their local index", ENGINE,
+    Mistake(14, "weights cut by columns are keyed by their local index", FLAT,
             "row * global_columns + column", "row * columns + column", "trap_14"),
-    Mistake(14, "weights cut by rows are keyed by their local index", ENGINE,
+    Mistake(14, "weights cut by rows are keyed by their local index", FLAT,
             "row = row + placed.start", "row = row + 0", "trap_14"),
     Mistake(15, "stages 0 and 1 synchronise every micro-batch", ENGINE,
             "(self.stage >= 2 or self._last_micro_batch)", "True", "trap_15"),
-    Mistake(15, "a micro-batch's gradient replaces the ones before", ENGINE,
+    Mistake(15, "a micro-batch's gradient replaces the ones before", FLAT,
             "Target(self.grads.tensor, True) if", "Target(self.grads.tensor) if", "trap_15"),
     Mistake(15, "gradients of the step before stay in", OPTIMIZER, "state.flat.grads.free()", "pass", "trap_15"),
     Mistake(15, "a later joined product overwrites what its places hold", JOINED,
@@ -145,11 +145,11 @@ MISTAKES = (
     Mistake(19, "two reductions share the scratch buffer", ENGINE,
             "pending.wait()  # one scratch buffer", "pass  # one scratch buffer", "trap_19"),
     Mistake(19, "gradients are written over some that are being sent", ENGINE,
-            "if flat.staging is not None and flat.unit.name in self._reductions:", "if False:", "trap_19"),
+            "if flat.staging is not None and staged[name] == staged[flat.unit.name]:", "if False:", "trap_19"),
     Mistake(19, "gradients are staged over others that are still to be summed", ENGINE,
-            "if self.plan.staging_slots[name] == slot:", "if False:", "trap_19"),
-    Mistake(19, "gradients are staged over others that a rank still reads", "runtime/zero/buffers.py",
-            "self._reclaim(self.tensor)", "pass", "trap_19"),
+            "staged[name] == staged[flat.unit.name]", "name == flat.unit.name", "trap_19"),
+    Mistake(19, "gradients are staged over others that a rank still reads", "runtime/transport/buffers.py",
+            "self._reusable(self.tensor)", "pass", "trap_19"),
     Mistake(19, "the optimizer does not wait for the reductions", ENGINE,
             "pending.wait()\n        self._reductions.clear()", "pass\n        self._reductions.clear()", "trap_19"),
     Mistake(20, "a shard's end lies beyond the tensor's", PLACEMENT,
@@ -189,6 +189,6 @@ MISTAKES = (
             '[] if use.kind == "backward" else', "trap_24"),
     Mistake(24, "a unit passes for resident when another has taken its slot", UNITS,
             "resident[unit.slot] = unit.name", "resident.setdefault(unit.slot, unit.name)", "trap_24"),
-    Mistake(24, "gradients are added to whatever lies in their memory", ENGINE,
+    Mistake(24, "gradients are added to whatever lies in their memory", FLAT,
             "place.empty = True", "pass", "trap_24"),
 )  # fmt: skip

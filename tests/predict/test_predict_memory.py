@@ -117,9 +117,9 @@ def test_gradients_come_while_activations_go(split: tuple[ModelConfig, Layout, W
 def test_gradients_that_others_read_lie_in_lasting_memory(split: tuple[ModelConfig, Layout, Workload]) -> None:
     """Two units' worth, and a tied weight's, whatever the moment; nothing else is staged."""
     plan = UnitPlan(*split, 0, "shared")
-    if not plan.staging_slots:
+    if not plan.transport_buffers.lasting:
         return
-    lasting = sum(plan.staging_sizes.values()) * DTYPE_BYTES[plan.layout.dtype]
+    lasting = sum(plan.transport_buffers.sizes.values()) * DTYPE_BYTES[plan.layout.dtype]
     moments = list(held_through_step(plan))
     assert {moment.comm for moment in moments} == {lasting}
     assert moments[0].gradients == 0

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.runtime.zero.buffers import Buffer, ByteCounter, SharedBuffer
+from shardwise.runtime.transport.buffers import Buffer, ByteCounter
 
 CPU = torch.device("cpu")
 
@@ -36,18 +36,17 @@ def test_nobody_takes_what_is_in_use() -> None:
         buffer.take()
 
 
-def test_users_hold_what_is_there_for_good_one_after_the_other() -> None:
-    whole, reclaimed = Buffer("comm", 4, torch.float32, CPU, tally := ByteCounter()), []
-    whole.take().zero_()
-    two, four = (SharedBuffer(whole, elements, reclaimed.append) for elements in (2, 4))
+def test_users_hold_lasting_memory_one_after_the_other() -> None:
+    whole, reused, tally = torch.zeros(4), [], ByteCounter()
+    two, four = (Buffer("comm", n, torch.float32, CPU, tally, whole[:n], reused.append) for n in (2, 4))
     view = two.take()[1:]
     with pytest.raises(AssertionError, match="in use"):
         two.take()
     two.free()
     four.take().fill_(3.0)
     assert (two.held, four.held, view.tolist()) == (False, True, [3.0])
-    assert [len(tensor) for tensor in reclaimed] == [2, 4]
-    assert tally.now["comm"] == tally.most["comm"] == 16
+    assert [len(tensor) for tensor in reused] == [2, 4]
+    assert tally.total == 0, "who allocated the memory counts it"
 
 
 @given(st.lists(st.tuples(st.sampled_from(["gradients", "comm"]), st.integers(0, 3)), max_size=30), st.integers(0, 30))

@@ -15,7 +15,7 @@ from harness.pool import Pool, RankFailed, run_ranks
 from harness.shared_jobs import Said, pieces, quick_alone
 from harness.today import EVERYTHING, seed
 from shardwise.runtime.transport.mail import PAGE, _room
-from shardwise.runtime.transport.shared import PIECE, SLOTS
+from shardwise.runtime.transport.shared_collective import PIECE, SLOTS
 
 MEBIBYTE = 1 << 20
 LARGE = (SLOTS // 2 + 3) * PIECE // 8

@@ -33,6 +33,7 @@ from shardwise.layout.axes import KV, PP, REPLICATE, SHARD, TP, Axes
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh import Mesh
 from shardwise.layout.placement import Placed, place
+from shardwise.layout.transport_buffers import TransportBuffers, transport_buffers
 from shardwise.layout.workload import Workload
 from shardwise.model import ModelConfig
 from shardwise.model.blueprint import Blueprint, PartKind
@@ -415,38 +416,9 @@ class UnitPlan:
         return sizes
 
     @cached_property
-    def staging_slots(self) -> dict[str, str]:
-        """Unit -> the memory where its gradients are staged, if ranks of one host read it in place: units take two in
-        turn, in the order of their backwards, and a tied weight, whose gradient waits longer, has its own. They are
-        there all through training. Under a pipeline whole stages wait for their reduction.
-        """
-        if not self.trains or self.layout.stage < 3 or self.layout.pp > 1 or self.backend != "shared":
-            return {}
-        turns = [unit.name for part in reversed(self.parts) for unit in self.units_of(part) if unit.name == part]
-        return {name: ("even", "odd")[turn % 2] for turn, name in enumerate(turns)} | (
-            {"tied": "tied"} if "tied" in self.by_name else {}
-        )
-
-    @cached_property
-    def staging_sizes(self) -> dict[str, int]:
-        """Elements of each slot: the largest unit that is staged there."""
-        sizes: dict[str, int] = {}
-        for name, slot in self.staging_slots.items():
-            sizes[slot] = max(sizes.get(slot, 0), self.by_name[name].padded)
-        return sizes
-
-    @cached_property
-    def scratch(self) -> int:
-        """Most elements of the buffer in which a reduce-scatter receives the peers' pieces, in `wire_dtype`.
-
-        gloo's own reduce-scatter is slower than its all-reduce, so there it is an all-to-all and a local sum in rank
-        order (in fp32 for bf16 pieces). NCCL's needs none.
-        """
-        if self.layout.stage == 0 or self.backend != "gloo" or not self.trains:
-            return 0
-        if self.schedules.of("reduce_scatter", SHARD):
-            return 0
-        return max(unit.padded for unit in self.units)
+    def transport_buffers(self) -> TransportBuffers:
+        """The buffers that the transport needs to reduce gradients."""
+        return transport_buffers(self)
 
     def uses(self) -> list[Use]:
         """Every visit of one micro-batch in order, without the gathers."""

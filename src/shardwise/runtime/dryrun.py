@@ -21,7 +21,7 @@ from typing import Any
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Mesh, Workload, check_runnable
-from shardwise.layout.units import UnitPlan, unit_plan, usual_backend
+from shardwise.layout.units import Backend, UnitPlan, unit_plan, usual_backend
 from shardwise.model import ModelConfig
 from shardwise.report.step_report import Bytes, Role, StepReport
 
@@ -145,18 +145,17 @@ def _observe(plan: UnitPlan, rank: int, fake: Any) -> Role:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from shardwise.runtime.job.config import OptimizerConfig
-    from shardwise.runtime.job.setup import make_comms
+    from shardwise.runtime.job.setup import AXES
     from shardwise.runtime.measure.memory import StepMeasurement
     from shardwise.runtime.pipeline.step import TrainProgram
     from shardwise.runtime.torch_versions import know_fake_collectives
+    from shardwise.runtime.transport.comms import Comms
 
     know_fake_collectives()
     dist.init_process_group("fake", rank=rank, world_size=plan.layout.ranks, store=FakeStore())  # type: ignore[no-untyped-call]
     short = _run(plan)
-    comms = make_comms(plan.layout, plan.model, rank, timeout=60.0)
-    comms.backend = plan.backend
-    if plan.backend == "shared":
-        comms._mail = lambda axes, kind: _Mail()  # type: ignore[method-assign,return-value,assignment]
+    mesh, connect = Mesh.of(plan.layout, plan.model), _transport(plan.backend)
+    comms = Comms(mesh, rank, AXES, timeout=60.0, backend=plan.backend, connect=connect)
     comms.read = lambda scalar: 1.0  # type: ignore[method-assign]  # fake tensors hold no numbers
     with fake:
         program = TrainProgram(short, comms, OptimizerConfig(), _no_values, torch.device("cpu"))
@@ -170,17 +169,26 @@ def _observe(plan: UnitPlan, rank: int, fake: Any) -> Role:
     return _lengthened(role, plan, given, inputs)
 
 
-class _Mail:
-    """A pipeline's messages where ranks read each other's memory: one is handed over as soon as it is sent, which fake
-    collectives do not tell."""
+def _transport(backend: Backend) -> Any:
+    """What makes the transport of a group, with the memory that a backend needs but without peers."""
+    from shardwise.runtime.transport.process_group import ProcessGroupTransport
+    from shardwise.runtime.transport.protocol import Completed
 
-    def send(self, tensor: Any, peer: int) -> Any:
-        from shardwise.runtime.transport.mail import Sent
+    class Shared(ProcessGroupTransport):
+        """Ranks that read each other's memory. A message is handed over as soon as it is sent, which fake collectives
+        do not tell."""
 
-        return Sent()
+        def send(self, tensor: Any, peer: int) -> Any:
+            return Completed()
 
-    def receive(self, out: Any, peer: int) -> Any:
-        return self.send(out, peer)
+        def receive(self, out: Any, peer: int) -> Any:
+            return Completed()
+
+        def _unsummed(self, own: Any) -> Any:
+            return [own] * len(self.ranks)
+
+    kind = Shared if backend == "shared" else ProcessGroupTransport
+    return lambda group, ranks: kind(group, ranks, backend)
 
 
 def _run(plan: UnitPlan) -> UnitPlan:

@@ -25,8 +25,8 @@ from shardwise.ops.paged import PagedCache, Rows
 from shardwise.ops.products import MakeProduct, Plain
 from shardwise.runtime.pipeline.stages import StageRunner
 from shardwise.runtime.transport.comms import Comms
-from shardwise.runtime.transport.shared import flat_array
-from shardwise.runtime.zero.engine import torch_dtype
+from shardwise.runtime.transport.shared_collective import flat_array
+from shardwise.runtime.zero.flat_unit import torch_dtype
 from shardwise.serving.job import ServingJob, Weights
 from shardwise.serving.maps import apply_generation
 from shardwise.serving.rows import rows_of

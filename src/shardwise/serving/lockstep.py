@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from shardwise.layout.axes import PP, SHARD, TP
-from shardwise.runtime.transport.comms import PendingCollective
+from shardwise.runtime.transport.protocol import Work
 from shardwise.serving.engine import TokenGenerator
 from shardwise.serving.messages import Answer, Cancel, Command, Drain, Request
 from shardwise.serving.pages import Pages
@@ -71,7 +71,7 @@ class Lockstep:
         self._draining = False
         self._turns: deque[tuple[EngineStep, Tensor | None]] = deque()
         """Turns whose tokens are not known yet, the oldest first; with what they have chosen on the last stage."""
-        self._leaving: deque[tuple[Tensor, PendingCollective]] = deque()
+        self._leaving: deque[tuple[Tensor, Work]] = deque()
         self._most = 2 * self.depth * max(3, self.depth - 1)
         """Sends that are kept: those of 2 p turns. Older ones wait for nothing that comes after them."""
 
@@ -200,7 +200,7 @@ class Lockstep:
         """Send without waiting, but for what was sent turns ago: gloo never says that a send has arrived, and what is
         waited for was taken before its taker had anything of a later turn to wait for."""
         self._leaving.append((tensor, self.comms.send(tensor.contiguous(), PP, stage, unit)))
-        while self._leaving and (len(self._leaving) > self._most or self._leaving[0][1].arrived()):
+        while self._leaving and (len(self._leaving) > self._most or self._leaving[0][1].is_completed()):
             self._leaving.popleft()[1].wait()
 
     def finish(self) -> None:

@@ -54,18 +54,19 @@ class MemoryTrace:
         self.flying: Unit | None = None
         self.written: set[str] = set()
         """Units to whose gradients products of weights have been added."""
-        self.staging_bytes = sum(plan.staging_sizes.values()) * DTYPE_BYTES[plan.layout.dtype]
+        self.buffers = plan.transport_buffers
+        self.lasting = self.buffers.lasting * sum(self.buffers.sizes.values()) * DTYPE_BYTES[self.buffers.dtype]
 
     def now(self, when: When, part: str = "", arriving: int = 0, adds: bool = False) -> MemoryByClass:
-        scratch = self.flying.padded * DTYPE_BYTES[self.plan.wire_dtype] if self.flying and self.plan.scratch else 0
-        comm = sum(self.staged.values()) + scratch + self.staging_bytes
+        scratch = self.flying.padded * DTYPE_BYTES[self.plan.wire_dtype] if self.flying and self.buffers.scratch else 0
+        comm = sum(self.staged.values()) + scratch + self.lasting
         return MemoryByClass(when, part, sum(self.accumulators.values()), comm, arriving, adds)
 
     def write(self, part: str) -> bool:
         """The gradients of `part`'s weights are computed; whether they are added to those of an earlier micro-batch."""
         names = {unit.name for unit in self.plan.units_of(part)}
         adds = names <= self.written
-        if not self.staging_bytes:
+        if not self.lasting:
             self.written |= names
         return adds
 
@@ -75,7 +76,7 @@ class MemoryTrace:
 
     def put(self, unit: Unit) -> None:
         """Its full gradient is staged."""
-        self.staged[unit.name] = unit.padded * DTYPE_BYTES[self.plan.layout.dtype]
+        self.staged[unit.name] = unit.padded * DTYPE_BYTES[self.buffers.dtype]
 
     def begin(self, part: str) -> Iterator[MemoryByClass]:
         """The engine makes room for the gradients of `part`."""
@@ -83,14 +84,11 @@ class MemoryTrace:
             if not self.plan.stages_gradients:
                 self.accumulate(unit)
                 continue
-            if self.flying is unit or (self.staging_bytes and self.flying and self._same_slot(self.flying, unit)):
+            staged = self.buffers.staged
+            if self.flying and staged.get(self.flying.name) == staged[unit.name]:
                 yield from self.land("begin", part)
-            if self.staging_bytes:
-                continue
-            self.put(unit)
-
-    def _same_slot(self, a: Unit, b: Unit) -> bool:
-        return self.plan.staging_slots[a.name] == self.plan.staging_slots[b.name]
+            if not self.lasting:
+                self.put(unit)
 
     def collect(self, part: str) -> Iterator[MemoryByClass]:
         """Below stage 2, what has been staged goes to the accumulators."""
@@ -103,7 +101,7 @@ class MemoryTrace:
     def reduce(self, part: str) -> Iterator[MemoryByClass]:
         """The gradients of `part` start on their way."""
         for unit in self.plan.finished_after(part) if self.stage else ():
-            if self.staging_bytes:
+            if self.lasting:
                 self.accumulate(unit)
             yield from self.land("reduction", part)
             self.flying = unit

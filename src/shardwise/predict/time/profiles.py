@@ -418,7 +418,7 @@ _SHARDWISE = _SERVING | {
     "metric_losses": "none",
     "qkv_copied": "decoder/modules.py, Linears: three products, whose gradients are never joined",
     "sequence_copies": "runtime/transport/comms.py, gather_dim, reduce_scatter_dim: a stream is [batch, seq, hidden]",
-    "shard_add_bytes": "runtime/zero/engine.py, add_gradients: reads both, writes one, in fp32",
+    "shard_add_bytes": "runtime/zero/flat_unit.py, add_gradients: reads both, writes one, in fp32",
     "dropout": "not counted: models of the Llama kind have none",
     "experts_captured": "no experts",
     "graphs": "runtime/pipeline/step.py: every operation is called from Python",

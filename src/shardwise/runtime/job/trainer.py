@@ -47,7 +47,7 @@ from shardwise.runtime.measure.hardware import matmul_rate
 from shardwise.runtime.measure.memory import StepMeasurement
 from shardwise.runtime.measure.timeline import TimelineRecorder
 from shardwise.runtime.pipeline.step import TrainProgram
-from shardwise.runtime.zero.engine import torch_dtype
+from shardwise.runtime.zero.flat_unit import torch_dtype
 from shardwise.runtime.zero.optimizer import learning_rate
 
 MEASURED_STEP = 2

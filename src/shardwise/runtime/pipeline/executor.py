@@ -18,7 +18,8 @@ from shardwise.layout import pipeline
 from shardwise.layout.axes import DATA, PP
 from shardwise.ops.gradients import WeightGradient
 from shardwise.runtime.pipeline.stages import StageRunner
-from shardwise.runtime.transport.comms import Comms, PendingCollective, Waitable
+from shardwise.runtime.transport.comms import Comms
+from shardwise.runtime.transport.protocol import Work
 from shardwise.schedule.pipeline import Action, PipelineSchedule
 
 
@@ -57,9 +58,9 @@ class _Execution:
 
     def __init__(self, schedule: PipelineSchedule, comms: Comms, worker: Worker) -> None:
         self.schedule, self.comms, self.worker = schedule, comms, worker
-        self.arriving: dict[Key, tuple[Tensor, Waitable]] = {}
+        self.arriving: dict[Key, tuple[Tensor, Work]] = {}
         self.made: dict[Key, Tensor] = {}
-        self.leaving: dict[tuple[int, str], tuple[Tensor, PendingCollective]] = {}
+        self.leaving: dict[tuple[int, str], tuple[Tensor, Work]] = {}
         """(peer, way) -> the last message; a send waits for the one before it. That is less than the schedule is
         verified for, which is that every send waits for its own receive."""
 
@@ -135,7 +136,7 @@ class _Execution:
         sent = self.comms.send(tensor, PP, peer, f"stage {to}")
         if (before := self.leaving.pop((peer, way), None)) is not None:
             before[1].wait()
-        if not sent.arrived():
+        if not sent.is_completed():
             self.leaving[peer, way] = tensor, sent
 
 

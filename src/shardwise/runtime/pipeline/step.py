@@ -16,7 +16,7 @@ from shardwise.runtime.pipeline.executor import evaluate, train
 from shardwise.runtime.pipeline.stages import StageRunner
 from shardwise.runtime.tensor.loss import IGNORED
 from shardwise.runtime.transport.comms import Comms
-from shardwise.runtime.zero.engine import Values
+from shardwise.runtime.zero.flat_unit import Values
 from shardwise.runtime.zero.optimizer import Optimizer
 
 

@@ -27,7 +27,8 @@ from torch import Tensor
 from shardwise.errors import UserError
 from shardwise.runtime.job.rank import RankJob, leave, main
 from shardwise.runtime.torch_versions import all_gather_single, reduce_scatter_single
-from shardwise.runtime.transport import SendTransport, shared_transport
+from shardwise.runtime.transport.sends import SendTransport
+from shardwise.runtime.transport.shared import SharedTransport
 from shardwise.schedule import CommSchedule, build
 
 BLOCK = 0.01
@@ -179,7 +180,7 @@ class TransportBench:
 
     def _shared(self, world: dist.ProcessGroup, elements: int) -> tuple[Any, Tensor]:
         try:
-            transport = shared_transport(world, timeout=self.job.timeout)
+            transport = SharedTransport(world, self.job.timeout)
             return transport, transport.empty(elements, DTYPE)
         except OSError as error:
             raise UserError(f"--transport shared is not available: {error}; use --transport sends") from None

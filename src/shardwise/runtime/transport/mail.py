@@ -12,12 +12,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
 
 from shardwise.runtime.transport.memory import ALIGNED, SharedSegment
-from shardwise.runtime.transport.shared import SharedTransport, flat_array
+from shardwise.runtime.transport.protocol import Completed
+from shardwise.runtime.transport.shared_collective import flat_array
+
+if TYPE_CHECKING:
+    from shardwise.runtime.transport.shared import SharedTransport
 
 OUTSTANDING = 4096
 """Messages to one rank that may lie there untaken; more than that, and a send waits."""
@@ -50,7 +55,7 @@ class Mail:
         self._free: list[list[SharedSegment]] = [[] for _ in self.peers]
         self.close = weakref.finalize(self, _close, self._segments)
 
-    def send(self, tensor: Tensor, peer: int) -> Sent:
+    def send(self, tensor: Tensor, peer: int) -> Completed:
         """Leave a contiguous tensor for `peer`. Raises `RuntimeError` when it has ended or takes nothing for too
         long, or where memory runs out."""
         number, array = self._sent[peer], flat_array(tensor)
@@ -64,7 +69,7 @@ class Mail:
         mine = peer * _EACH
         self._own[mine + _RING + number % OUTSTANDING] = segment.serial
         self._own[mine] = number + 1
-        return Sent()
+        return Completed()
 
     def all_to_all(self, out: Sequence[Tensor], parts: Sequence[Tensor]) -> Exchange:
         """Send each rank its part of contiguous `parts`; `out` has room for theirs. Empty parts are not sent."""
@@ -123,16 +128,6 @@ class Mail:
         found = np.frombuffer(self.peers[peer].map(theirs[at + _RING + number % OUTSTANDING]), np.uint8)
         array[:] = found[: array.nbytes].view(array.dtype)
         self._own[peer * _EACH + _TAKEN + number % OUTSTANDING] = number + 1
-
-
-class Sent:
-    """A message that has left: its tensor is free."""
-
-    def wait(self) -> None:
-        return
-
-    def is_completed(self) -> bool:
-        return True
 
 
 class Arriving:

@@ -17,14 +17,13 @@ a slot of its own, and the schedule's actions say when it is filled (`unshard`) 
 gradients of a stage are reduced (`reduce`).
 
 Nothing is held before it is needed: an accumulator comes with its unit's first gradient of a step and goes when the
-optimizer has read it; full gradients on their way, and the scratch of their reduction, go when the sum is in. Where
-ranks of one host read each other's memory, full gradients of stage 3 are staged in *staging slots* that units take in
-turn, and that stay, as the weights' slots do.
+optimizer has read it; full gradients on their way go when the sum is in, unless the transport has lasting buffers for
+them (`UnitPlan.transport_buffers`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -36,160 +35,12 @@ from shardwise.decoder.modules import TiedLinear
 from shardwise.layout.axes import SHARD
 from shardwise.layout.pipeline import releases_early, splits_backward
 from shardwise.layout.placement import Placed
-from shardwise.layout.units import Gather, Hop, Phase, Residency, Unit, UnitPlan, Use
-from shardwise.model.parameters import Parameter
+from shardwise.layout.units import Gather, Hop, Phase, Residency, UnitPlan, Use
 from shardwise.ops.gradients import GradSlot, WeightGradients, bind_grad_slot
-from shardwise.runtime.transport.adding import Target
-from shardwise.runtime.transport.comms import Comms, Waitable
-from shardwise.runtime.zero.buffers import Buffer, ByteCounter, SharedBuffer
-
-Values = Callable[[Parameter, Tensor], Tensor]
-"""(parameter, row-major global positions) -> float64 values: where initial weights come from."""
-
-
-FILLED = 1 << 24
-"""Elements whose initial values are drawn at a time: their counters are 64-bit numbers, several for each."""
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
-
-
-class FlatUnit:
-    """The buffers of one unit on one rank.
-
-    whole: the flat buffer that parameters are views of, padded (a slot at stage 3). interval: this rank's ZeRO
-    interval of it, the same memory as `whole` below stage 3; at stage 3 it is in the optimizer's precision (fp32 for
-    bf16), and each gather sends it rounded. grads: the accumulator, whole or interval by stage.
-    staging: the full gradient in compute precision that autograd adds into, where that is not the accumulator.
-    A plan without a training step has no gradients. shared: where the full gradient is staged, if that memory is shared
-    by units.
-    """
-
-    def __init__(
-        self,
-        unit: Unit,
-        plan: UnitPlan,
-        slots: dict[str, Buffer],
-        shard_index: int,
-        device: torch.device,
-        tally: ByteCounter,
-        shared: SharedBuffer | None,
-    ) -> None:
-        self.unit, self.plan = unit, plan
-        stage, n = plan.layout.stage, unit.shard_numel
-        dtype = torch_dtype(plan.layout.dtype)
-        self.start, self.stop = shard_index * n, (shard_index + 1) * n
-        self.slot = slots[unit.slot] if stage == 3 else None
-        if stage == 3:
-            self.whole = slots[unit.slot].tensor[: unit.padded]
-            self.interval = torch.zeros(n, dtype=torch_dtype(plan.interval_dtype), device=device)
-        else:
-            self.whole = torch.zeros(unit.padded, dtype=dtype, device=device)
-            self.interval = self.whole[self.start : self.stop]
-        self.staging: Buffer | SharedBuffer | None = shared
-        if plan.trains:
-            elements = n if stage >= 2 else unit.padded
-            self.grads = Buffer("gradients", elements, torch_dtype(plan.grad_dtype), device, tally)
-            if plan.stages_gradients and shared is None:
-                self.staging = Buffer("comm", unit.padded, dtype, device, tally)
-        self.places: list[GradSlot] = []
-        self._overwritten: list[GradSlot] = []
-        self._added_to: list[Tensor] = []
-
-    @property
-    def grads_interval(self) -> Tensor:
-        """The accumulated gradient of this rank's interval."""
-        grads = self.grads.tensor
-        return grads if self.plan.layout.stage >= 2 else grads[self.start : self.stop]
-
-    def fill(self, values: Values) -> Tensor:
-        """Set the parameters from global values; returns the interval's values in the optimizer's precision.
-
-        Weights are those values rounded, as they will be after every update.
-        """
-        own = torch.zeros(self.stop - self.start, dtype=torch.float64, device=self.interval.device)
-        for start, placed in zip(self.unit.offsets, self.unit.placed, strict=True):
-            for first in range(0, placed.numel, FILLED):
-                last = min(first + FILLED, placed.numel)
-                a, b = max(start + first, self.start), min(start + last, self.stop)
-                if a < b:
-                    own[a - self.start : b - self.start] = local_values(
-                        placed, a - start, b - start, values, own.device
-                    )
-                if self.plan.layout.stage in (1, 2):
-                    every = local_values(placed, first, last, values, own.device)
-                    self.whole[start + first : start + last].copy_(every.to(torch_dtype(self.plan.master_dtype)))
-        own = own.to(torch_dtype(self.plan.master_dtype))
-        self.interval.copy_(own)
-        return own
-
-    @property
-    def full_grads(self) -> Buffer | SharedBuffer:
-        """The whole unit's gradients, where backward adds them up."""
-        return self.grads if self.staging is None else self.staging
-
-    def divide(self, overwrites: Callable[[Placed], bool]) -> list[GradSlot]:
-        """A place for each parameter's gradient. Those which are not overwritten, and the padding, must be emptied."""
-        grads, self.places = self.full_grads.take(), []
-        self._overwritten, self._added_to = [], []
-        at = 0  # start of the span of gradients that autograd adds to
-        for start, placed in zip(self.unit.offsets, self.unit.placed, strict=True):
-            stop = start + placed.numel
-            self.places.append(GradSlot(grads[start:stop].view(placed.shape)))
-            if overwrites(placed):
-                self._overwritten.append(self.places[-1])
-                self._added_to += [grads[at:start]] if at < start else []
-                at = stop
-        self._added_to += [grads[at:]] if at < len(grads) else []
-        self.full_grads.free()
-        return self.places
-
-    def allocate_grads(self) -> None:
-        """Memory for what backward is about to add up, with nothing in it."""
-        self.full_grads.take()
-        for place in self._overwritten:
-            place.empty = True
-        for span in self._added_to:
-            span.zero_()
-
-    def empty_rest(self) -> None:
-        """Zero what nothing has been added to: gradients of biases, where only products came after `allocate_grads`."""
-        for place in self._overwritten:
-            if place.empty:
-                place.view.zero_()
-                place.empty = False
-
-    def accumulator(self) -> Target:
-        """Where one micro-batch's gradient goes: to those before it, if there are any."""
-        return Target(self.grads.tensor, True) if self.grads.held else Target(self.grads.take())
-
-    def add_gradients(self, piece: Tensor) -> None:
-        """Accumulate one micro-batch's gradient."""
-        into, adds = self.accumulator()
-        if adds:
-            into.add_(piece)
-        else:
-            into.copy_(piece)
-
-
-def local_values(placed: Placed, start: int, stop: int, values: Values, device: torch.device) -> Tensor:
-    """Values of elements [start, stop) of a parameter's local flat tensor; zero where it is padding."""
-    local = torch.arange(start, stop, device=device)
-    if placed.dim is None:
-        return values(placed.parameter, local)
-    columns = placed.shape[1] if len(placed.shape) == 2 else 1
-    row, column = local // columns, local % columns
-    if placed.dim == 0:
-        row = row + placed.start
-        valid = row < placed.stop
-    else:
-        column = column + placed.start
-        valid = column < placed.stop
-    global_columns = placed.parameter.shape[1] if len(placed.shape) == 2 else 1
-    index = (row * global_columns + column).clamp_(max=placed.parameter.numel - 1)
-    return torch.where(valid, values(placed.parameter, index), 0.0)
+from shardwise.runtime.transport.buffers import Buffer, ByteCounter
+from shardwise.runtime.transport.comms import Comms
+from shardwise.runtime.transport.protocol import Work
+from shardwise.runtime.zero.flat_unit import FlatUnit, torch_dtype
 
 
 class Engine:
@@ -219,17 +70,18 @@ class Engine:
         self._splits = plan.layout.pp > 1 and splits_backward(plan.layout.schedule, releases_early(plan.layout))
         self.stage = plan.layout.stage
         self.tally = ByteCounter()
-        comms.workspace.changed = partial(self.tally.add, "comm")
-        self._slots, self._lent = self._make_slots(device, plan.slots if self.stage == 3 else {})
-        self._staging_slots, self._reads_staged = self._make_slots(device, plan.staging_sizes)
-        scratch_dtype = plan.wire_dtype if plan.trains else plan.layout.dtype
-        self._scratch = Buffer("comm", plan.scratch, torch_dtype(scratch_dtype), device, self.tally)
+        comms.workspace.tally = self.tally
+        self._slots = self._weight_slots(device) if self.stage == 3 else {}
+        staging = self._staging_buffers(device)
+        self._reserved = self._reserve(device)
         self.units = {
-            u.name: FlatUnit(u, plan, self._slots, comms.index(u.shard), device, self.tally, self._staging_share(u))
+            u.name: FlatUnit(
+                u, plan, self._slots.get(u.slot), staging.get(u.name), comms.index(u.shard), device, self.tally
+            )
             for u in plan.units
         }
-        self._gathers: dict[str, Waitable] = {}
-        self._reductions: dict[str, Waitable] = {}
+        self._gathers: dict[str, Work] = {}
+        self._reductions: dict[str, Work] = {}
         self._residency = Residency(plan) if plan.layout.pp > 1 else None
         self._uses: list[Use] = []
         self._at = 0
@@ -242,23 +94,49 @@ class Engine:
             for slot in self._slots.values():
                 slot.free()
 
-    def _make_slots(self, device: torch.device, wanted: dict[str, int]) -> tuple[dict[str, Buffer], bool]:
-        """Buffers of so many elements that units take in turn; whether the other ranks read them in place."""
-        dtype = torch_dtype(self.plan.layout.dtype)
-        # Under a pipeline they come and go.
-        lent = {} if self.plan.layout.pp > 1 or not wanted else self.comms.borrow(wanted, dtype, SHARD)
+    def _weight_slots(self, device: torch.device) -> dict[str, Buffer]:
+        """Buffers of gathered weights. Under a pipeline they come and go."""
+        lasting = self.plan.layout.pp == 1
+        dtypes = {unit.slot: torch_dtype(self.plan.gather(unit).dtype) for unit in self.plan.units}
         slots = {}
-        for name, elements in wanted.items():
-            slots[name] = Buffer("comm", elements, dtype, device, self.tally, lent.get(name))
+        for name, elements in self.plan.slots.items():
+            memory = self._allocate(elements, dtypes[name], device) if lasting else None
+            slots[name] = Buffer("comm", elements, dtypes[name], device, self.tally, memory)
             slots[name].take().zero_()
-        return slots, bool(lent)
+        return slots
 
-    def _staging_share(self, unit: Unit) -> SharedBuffer | None:
-        """Where a unit's full gradient is staged, if that memory is there for good."""
-        if unit.name not in self.plan.staging_slots:
-            return None
-        whole = self._staging_slots[self.plan.staging_slots[unit.name]]
-        return SharedBuffer(whole, unit.padded, partial(self.comms.release, axes=unit.shard))
+    def _staging_buffers(self, device: torch.device) -> dict[str, Buffer]:
+        """Unit -> the buffer of its full gradients, where these are staged."""
+        buffers, dtype = self.plan.transport_buffers, torch_dtype(self.plan.transport_buffers.dtype)
+        lasting: dict[str, Tensor] = {}
+        if buffers.lasting:
+            lasting = {name: self._allocate(elements, dtype, device) for name, elements in buffers.sizes.items()}
+        staging = {}
+        for name, buffer in buffers.staged.items():
+            unit = self.plan.by_name[name]
+            memory = lasting[buffer][: unit.padded] if lasting else None
+            reusable = partial(self.comms.wait_readers, axes=unit.shard)
+            staging[name] = Buffer("comm", unit.padded, dtype, device, self.tally, memory, reusable)
+        return staging
+
+    def _allocate(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Lasting memory for gathers and reduce-scatters."""
+        memory = self.comms.allocate(elements, dtype, device, SHARD)
+        self.tally.add("comm", memory.nbytes)
+        return memory
+
+    def _reserve(self, device: torch.device) -> list[Tensor]:
+        """What the transport needs for the largest reduce-scatter beside the gradients."""
+        scatters = {
+            hop.axes: (unit.padded, hop.dtype)
+            for unit in sorted(self.plan.units, key=lambda unit: unit.padded)
+            for hop in unit.reduce
+            if hop.op == "reduce_scatter"
+        }
+        reserved = []
+        for axes, (elements, dtype) in scatters.items():
+            reserved += self.comms.reserve(elements, torch_dtype(dtype), device, axes, self.tally)
+        return reserved
 
     def _bind(self, overwriting: Collection[nn.Module]) -> None:
         """Replace the decoder's parameters by views of the flat buffers, with gradients as views too."""
@@ -347,9 +225,9 @@ class Engine:
             if gather.unit not in self._gathers:
                 self._gathers[gather.unit] = self._start(gather)
 
-    def _start(self, gather: Gather) -> Waitable:
+    def _start(self, gather: Gather) -> Work:
         flat = self.units[gather.unit]
-        return self.comms.all_gather(flat.whole, flat.interval, gather.axes, gather.unit, later=True, lent=self._lent)
+        return self.comms.all_gather(flat.whole, flat.interval, gather.axes, gather.unit, later=True)
 
     @contextmanager
     def compile_guard(self, part: str) -> Iterator[None]:
@@ -370,19 +248,13 @@ class Engine:
 
     def _make_room(self, part: str) -> None:
         """Memory for the full gradients that `part`'s backward adds up, where there is none yet."""
+        staged = self.plan.transport_buffers.staged
         for flat in self._flats(part):
-            if flat.staging is not None and flat.unit.name in self._reductions:
-                self._reductions[flat.unit.name].wait()
-            if self._staging_slots and not flat.full_grads.held:
-                self._clear_staging_slot(self.plan.staging_slots[flat.unit.name])
+            for name, pending in self._reductions.items():
+                if flat.staging is not None and staged[name] == staged[flat.unit.name]:
+                    pending.wait()
             if not flat.full_grads.held:
                 flat.allocate_grads()
-
-    def _clear_staging_slot(self, slot: str) -> None:
-        """End the reduction of gradients that still lie where others are to be staged."""
-        for name, pending in self._reductions.items():
-            if self.plan.staging_slots[name] == slot:
-                pending.wait()
 
     def finish_backward(self, part: str) -> None:
         """`part`'s backward is over: what it staged goes to the accumulators, or is reduced where that is due."""
@@ -417,11 +289,8 @@ class Engine:
                 continue
             if hop.op == "all_reduce":
                 self._reductions[name] = self.comms.all_reduce(grads.tensor, hop.axes, name, later=True)
-            elif self._staging_slots:
-                self._reduce_in_place(flat, grads, hop)
             else:
-                into = flat.accumulator if self.stage >= 2 else partial(Target, flat.grads_interval)
-                self._reduce_scatter(flat, grads, hop, into)
+                self._reduce_scatter(flat, grads, hop)
 
     # -- as the actions of a pipeline have it
 
@@ -453,36 +322,22 @@ class Engine:
             pending.wait()
         return self.units["tied"].grads_interval
 
-    def _reduce_scatter(
-        self, flat: FlatUnit, full: Buffer | SharedBuffer, hop: Hop, into: Callable[[], Target]
-    ) -> None:
-        """Send a unit's full gradients on their way: this rank's piece of the sum goes to `into`. A full gradient that
-        is staged is then done with, and its memory goes."""
+    def _reduce_scatter(self, flat: FlatUnit, full: Buffer, hop: Hop) -> None:
+        """Start the reduction of a unit's full gradients; those that are staged are freed by it.
+
+        Where peers read them in place, the rank that comes last finds all there and adds up at once, so that ranks need
+        not go in step; its accumulator must be there before.
+        """
+        name, target = flat.unit.name, flat.reduced() if full.lasting else None
+        into = flat.reduced if target is None else lambda: target
         for pending in self._reductions.values():
             pending.wait()  # one scratch buffer: the previous reduction must have left it
-        scratch = self._scratch.take(flat.unit.padded) if self.plan.scratch else None
-
-        def done() -> None:
-            self._scratch.free()
-            if full is flat.staging:
-                full.free()
-
-        self._reductions[flat.unit.name] = self.comms.reduce_scatter(
-            full.tensor, hop.axes, flat.unit.name, into, done=done, scratch=scratch, later=True
-        )
-
-    def _reduce_in_place(self, flat: FlatUnit, full: Buffer | SharedBuffer, hop: Hop) -> None:
-        """The same where peers read what is staged: they may from now on. Whoever comes last finds all there, and adds
-        up at once what the others come back for later: so ranks need not go in step."""
-        into, name = flat.accumulator(), flat.unit.name
-        before = list(self._reductions.values())
-        self._reductions[name] = self.comms.reduce_scatter(
-            full.tensor, hop.axes, name, lambda: into, done=full.free, later=True, lent=self._reads_staged
-        )
-        for pending in before:
+        done = full.free if full is flat.staging else None
+        pending = self.comms.reduce_scatter(full.tensor, hop.axes, name, into, done=done, later=True)
+        self._reductions[name] = pending
+        # A measured step does the same at the same moments each time.
+        if full.lasting and not self.comms.settle and pending.is_completed():
             pending.wait()
-        if self._reductions[name].arrived():
-            self._reductions[name].wait()
 
     def finish_step(self) -> None:
         """All backwards are over: wait for the reductions, and take the hops that follow them (HSDP)."""
@@ -513,12 +368,11 @@ class Engine:
         """Class of bytes -> the tensors whose storages belong to it, for the memory report."""
         flats = list(self.units.values())
         weights = [flat.interval if self.stage == 3 else flat.whole for flat in flats]
-        staged = [flat.staging for flat in flats if flat.staging is not None]
-        comm = [*self._slots.values(), *self._staging_slots.values(), *staged, self._scratch]
+        buffers = [*self._slots.values(), *(flat.staging for flat in flats if flat.staging is not None)]
         return {
             "parameters": weights,
             "gradients": [flat.grads.tensor for flat in flats] if self.plan.trains else [],
-            "comm": [buffer.tensor for buffer in comm],
+            "comm": [*(buffer.tensor for buffer in buffers), *self._reserved],
         }
 
 

@@ -16,7 +16,8 @@ from shardwise.layout.units import Span
 from shardwise.ops.limits import optimizer_chunk
 from shardwise.runtime.job.config import OptimizerConfig
 from shardwise.runtime.transport.comms import Comms
-from shardwise.runtime.zero.engine import Engine, FlatUnit, Values
+from shardwise.runtime.zero.engine import Engine
+from shardwise.runtime.zero.flat_unit import FlatUnit, Values
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:

@@ -1,0 +1,55 @@
+"""Buffers that a transport needs to reduce gradients, without torch: for the runtime and the prediction.
+
+Full gradients that are not accumulated where they are computed are staged, each unit's in a buffer of its own that is
+allocated with its first gradient and freed by its reduction. Where peers read the buffers in place, units instead take
+two lasting ones in turn, in the order of their backwards; a tied weight, whose gradient waits longer, has its own.
+Under a pipeline whole stages wait for their reduction, so that nothing is lasting.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardwise.layout.axes import SHARD
+
+if TYPE_CHECKING:
+    from shardwise.layout.units import UnitPlan
+
+
+class TransportBuffers(NamedTuple):
+    """Buffers of one rank, in elements."""
+
+    staged: dict[str, str]
+    """Unit -> the buffer in which its full gradient is staged; empty where gradients are accumulated in place."""
+    sizes: dict[str, int]
+    """Staging buffer -> elements."""
+    dtype: str
+    """dtype of staged gradients."""
+    lasting: bool
+    """Whether staging buffers are there all through training."""
+    scratch: int
+    """Most elements in which a reduce-scatter receives the peers' pieces, in the wire dtype.
+
+    gloo's own reduce-scatter is slower than its all-reduce, so there it is an all-to-all and a local sum in rank order
+    (in fp32 for bf16 pieces). NCCL's needs none.
+    """
+
+
+def transport_buffers(plan: UnitPlan) -> TransportBuffers:
+    """The buffers of `plan`'s rank."""
+    stage = plan.layout.stage
+    if not plan.trains:
+        return TransportBuffers({}, {}, plan.layout.dtype, False, 0)
+    receives = stage > 0 and plan.backend == "gloo" and plan.schedules.of("reduce_scatter", SHARD) is None
+    scratch = max(unit.padded for unit in plan.units) if receives else 0
+    lasting = stage == 3 and plan.layout.pp == 1 and plan.backend == "shared"
+    if lasting:
+        turns = [unit.name for part in reversed(plan.parts) for unit in plan.units_of(part) if unit.name == part]
+        staged = {name: ("even", "odd")[turn % 2] for turn, name in enumerate(turns)}
+        staged |= {"tied": "tied"} if "tied" in plan.by_name else {}
+    else:
+        staged = {unit.name: unit.name for unit in plan.units} if plan.stages_gradients else {}
+    sizes = dict.fromkeys(staged.values(), 0)
+    for name, buffer in staged.items():
+        sizes[buffer] = max(sizes[buffer], plan.by_name[name].padded)
+    return TransportBuffers(staged, sizes, plan.layout.dtype, lasting, scratch)

@@ -1,0 +1,86 @@
+"""Small collectives through shared memory with next to no work around them."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from shardwise.runtime.transport.memory import ALIGNED
+from shardwise.runtime.transport.shared_collective import SLOTS, WORDS, unwatched
+
+if TYPE_CHECKING:
+    from shardwise.runtime.transport.shared import SharedTransport
+
+AREA = 64 << 10
+"""Bytes of either place through which what is small goes (`Quick`)."""
+FLAGS = (SLOTS + 1) * ALIGNED
+"""Bytes of flags before the places."""
+VIEWS = 1024
+"""Sizes of which `Quick` keeps where they lie; prompts have ever new ones."""
+_QUICK = SLOTS * WORDS
+
+
+class Quick:
+    """Sums and gathers of a few kilobytes at once, with next to no work around them: one-shot, as schedules have it.
+
+    Each rank puts what it has into one of two places by turns, says so, and reads everybody's. It may fill a place
+    again without asking who has read it: all ranks take part in every one, and it has seen each of them come to the
+    last one, hence be through with the one before. All ranks must do them in the same order; that of flights beside
+    them does not matter.
+
+    transport: whose flags and peers these are. maps: every rank's segment of flags, behind which the places lie.
+    """
+
+    def __init__(self, transport: SharedTransport, maps: list[mmap.mmap]) -> None:
+        self.rank, self.ranks = transport.rank, transport.ranks
+        self._others = [peer for peer in range(self.ranks) if peer != self.rank]
+        # Nothing here refers back to the transport, which goes with its last user.
+        self._flags, self._theirs = transport.flags, transport.theirs
+        self._peers, self._patience, self._maps = transport.peers, transport.patience, maps
+        self._count = 0
+        self._views: dict[tuple[int, int, torch.dtype], list[Tensor]] = {}
+
+    def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None:
+        """Sum, or maximum, over the ranks, in place; on every rank the same bits. tensor: contiguous."""
+        combine: Callable[..., Tensor] = torch.maximum if maximum else torch.add
+        with unwatched():
+            flat = tensor.view(-1)
+            found = self._exchange(flat)
+            combine(found[0], found[1], out=flat)
+            for other in found[2:]:
+                combine(flat, other, out=flat)
+
+    def all_gather(self, out: Tensor, piece: Tensor) -> None:
+        """Every rank's `piece` end to end in `out`, as many bytes at a time as a place has. Both contiguous."""
+        with unwatched():
+            rows, flat = out.view(self.ranks, -1), piece.view(-1)
+            step = AREA // flat.element_size()
+            for start in range(0, flat.numel(), step):
+                for row, found in zip(rows, self._exchange(flat[start : start + step]), strict=True):
+                    row[start : start + step].copy_(found)
+
+    def _exchange(self, flat: Tensor) -> list[Tensor]:
+        """What every rank has, until the next but one."""
+        place = self._count % 2
+        self._count = count = self._count + 1
+        key = place, flat.numel(), flat.dtype
+        found = self._views.get(key)
+        if found is None:
+            if len(self._views) == VIEWS:
+                self._views.clear()
+            found = self._views[key] = self._view(*key)
+        found[self.rank].copy_(flat)
+        self._flags[_QUICK] = count
+        for peer in self._others:
+            flags = self._theirs[peer]
+            if flags[_QUICK] < count:
+                self._patience.wait(flags, _QUICK, count, self._peers[peer])
+        return found
+
+    def _view(self, place: int, elements: int, dtype: torch.dtype) -> list[Tensor]:
+        start = FLAGS + place * AREA
+        return [torch.frombuffer(found, dtype=dtype, count=elements, offset=start) for found in self._maps]

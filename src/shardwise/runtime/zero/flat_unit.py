@@ -1,0 +1,161 @@
+"""One unit's flat buffers on one rank: parameters, gradients, and their initial values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from shardwise.layout.placement import Placed
+from shardwise.layout.units import Unit, UnitPlan
+from shardwise.model.parameters import Parameter
+from shardwise.ops.gradients import GradSlot
+from shardwise.runtime.transport.adding import Target
+from shardwise.runtime.transport.buffers import Buffer, ByteCounter
+
+Values = Callable[[Parameter, Tensor], Tensor]
+"""(parameter, row-major global positions) -> float64 values: where initial weights come from."""
+
+
+FILLED = 1 << 24
+"""Elements whose initial values are drawn at a time: their counters are 64-bit numbers, several for each."""
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+class FlatUnit:
+    """The buffers of one unit on one rank.
+
+    whole: the flat buffer that parameters are views of, padded (a slot at stage 3). interval: this rank's ZeRO
+    interval of it, the same memory as `whole` below stage 3; at stage 3 it is in the optimizer's precision (fp32 for
+    bf16), and each gather sends it rounded. grads: the accumulator, whole or interval by stage.
+    staging: the full gradient in compute precision that autograd adds into, where that is not the accumulator.
+    A plan without a training step has no gradients.
+    """
+
+    def __init__(
+        self,
+        unit: Unit,
+        plan: UnitPlan,
+        slot: Buffer | None,
+        staging: Buffer | None,
+        shard_index: int,
+        device: torch.device,
+        tally: ByteCounter,
+    ) -> None:
+        self.unit, self.plan, self.slot, self.staging = unit, plan, slot, staging
+        n = unit.shard_numel
+        self.start, self.stop = shard_index * n, (shard_index + 1) * n
+        if slot is not None:
+            self.whole = slot.tensor[: unit.padded]
+            self.interval = torch.zeros(n, dtype=torch_dtype(plan.interval_dtype), device=device)
+        else:
+            self.whole = torch.zeros(unit.padded, dtype=torch_dtype(plan.layout.dtype), device=device)
+            self.interval = self.whole[self.start : self.stop]
+        if plan.trains:
+            elements = n if plan.layout.stage >= 2 else unit.padded
+            self.grads = Buffer("gradients", elements, torch_dtype(plan.grad_dtype), device, tally)
+        self.places: list[GradSlot] = []
+        self._overwritten: list[GradSlot] = []
+        self._added_to: list[Tensor] = []
+
+    @property
+    def grads_interval(self) -> Tensor:
+        """The accumulated gradient of this rank's interval."""
+        grads = self.grads.tensor
+        return grads if self.plan.layout.stage >= 2 else grads[self.start : self.stop]
+
+    def fill(self, values: Values) -> Tensor:
+        """Set the parameters from global values; returns the interval's values in the optimizer's precision.
+
+        Weights are those values rounded, as they will be after every update.
+        """
+        own = torch.zeros(self.stop - self.start, dtype=torch.float64, device=self.interval.device)
+        for start, placed in zip(self.unit.offsets, self.unit.placed, strict=True):
+            for first in range(0, placed.numel, FILLED):
+                last = min(first + FILLED, placed.numel)
+                a, b = max(start + first, self.start), min(start + last, self.stop)
+                if a < b:
+                    own[a - self.start : b - self.start] = local_values(
+                        placed, a - start, b - start, values, own.device
+                    )
+                if self.plan.layout.stage in (1, 2):
+                    every = local_values(placed, first, last, values, own.device)
+                    self.whole[start + first : start + last].copy_(every.to(torch_dtype(self.plan.master_dtype)))
+        own = own.to(torch_dtype(self.plan.master_dtype))
+        self.interval.copy_(own)
+        return own
+
+    @property
+    def full_grads(self) -> Buffer:
+        """The whole unit's gradients, where backward adds them up."""
+        return self.grads if self.staging is None else self.staging
+
+    def divide(self, overwrites: Callable[[Placed], bool]) -> list[GradSlot]:
+        """A place for each parameter's gradient. Those which are not overwritten, and the padding, must be emptied."""
+        grads, self.places = self.full_grads.take(), []
+        self._overwritten, self._added_to = [], []
+        at = 0  # start of the span of gradients that autograd adds to
+        for start, placed in zip(self.unit.offsets, self.unit.placed, strict=True):
+            stop = start + placed.numel
+            self.places.append(GradSlot(grads[start:stop].view(placed.shape)))
+            if overwrites(placed):
+                self._overwritten.append(self.places[-1])
+                self._added_to += [grads[at:start]] if at < start else []
+                at = stop
+        self._added_to += [grads[at:]] if at < len(grads) else []
+        self.full_grads.free()
+        return self.places
+
+    def allocate_grads(self) -> None:
+        """Memory for what backward is about to add up, with nothing in it."""
+        self.full_grads.take()
+        for place in self._overwritten:
+            place.empty = True
+        for span in self._added_to:
+            span.zero_()
+
+    def empty_rest(self) -> None:
+        """Zero what nothing has been added to: gradients of biases, where only products came after `allocate_grads`."""
+        for place in self._overwritten:
+            if place.empty:
+                place.view.zero_()
+                place.empty = False
+
+    def accumulator(self) -> Target:
+        """Where one micro-batch's gradient goes: to those before it, if there are any."""
+        return Target(self.grads.tensor, True) if self.grads.held else Target(self.grads.take())
+
+    def reduced(self) -> Target:
+        """Where this rank's interval of the sum over the data ranks goes."""
+        return self.accumulator() if self.plan.layout.stage >= 2 else Target(self.grads_interval)
+
+    def add_gradients(self, piece: Tensor) -> None:
+        """Accumulate one micro-batch's gradient."""
+        into, adds = self.accumulator()
+        if adds:
+            into.add_(piece)
+        else:
+            into.copy_(piece)
+
+
+def local_values(placed: Placed, start: int, stop: int, values: Values, device: torch.device) -> Tensor:
+    """Values of elements [start, stop) of a parameter's local flat tensor; zero where it is padding."""
+    local = torch.arange(start, stop, device=device)
+    if placed.dim is None:
+        return values(placed.parameter, local)
+    columns = placed.shape[1] if len(placed.shape) == 2 else 1
+    row, column = local // columns, local % columns
+    if placed.dim == 0:
+        row = row + placed.start
+        valid = row < placed.stop
+    else:
+        column = column + placed.start
+        valid = column < placed.stop
+    global_columns = placed.parameter.shape[1] if len(placed.shape) == 2 else 1
+    index = (row * global_columns + column).clamp_(max=placed.parameter.numel - 1)
+    return torch.where(valid, values(placed.parameter, index), 0.0)
