@@ -16,7 +16,8 @@ from torch import Tensor
 from harness.memories import held, lay_out, result
 from shardwise.runtime.transport.sends import SendTransport
 from shardwise.schedule import CommSchedule, build
-from shardwise.schedule.collectives import REDUCING
+
+REDUCING = ("reduce", "reduce-scatter", "all-reduce")
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.play import play
+from harness.rounds import with_rounds
 from shardwise.runtime.transport.plan import CopyPlan, RankPlan, rank_plan
 from shardwise.schedule import algorithms, build
 from shardwise.schedule.comm import Round
-from shardwise.schedule.engine import play
 from shardwise.schedule.program import lower
 
 NAMES = [(found.collective, found.name) for found in algorithms()]
@@ -140,7 +141,7 @@ def hasty(plan: RankPlan) -> RankPlan:
 
 
 # Rank 0 is written in the round after it was read, by a rank that does not wait for the reader.
-HANDED_ON = build("broadcast", "binomial", 3).with_rounds([Round.of(0, 1, 0), Round.of(2, 0, 0)])
+HANDED_ON = with_rounds(build("broadcast", "binomial", 3), [Round.of(0, 1, 0), Round.of(2, 0, 0)])
 
 
 @pytest.mark.parametrize(

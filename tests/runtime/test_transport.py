@@ -12,14 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.memories import held, lay_out, result
+from harness.play import play
 from harness.pool import run_ranks
 from harness.today import EVERYTHING, seed
-from harness.transport_jobs import Case, Payload
+from harness.transport_jobs import REDUCING, Case, Payload
 from shardwise.errors import UserError
 from shardwise.runtime.transport.sends import SendTransport
 from shardwise.schedule import Algorithm, algorithms, build
-from shardwise.schedule.collectives import REDUCING
-from shardwise.schedule.engine import play
 from shardwise.schedule.program import Instruction, lower
 from shardwise.schedule.sending import Post, compile_steps
 

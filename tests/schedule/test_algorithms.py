@@ -8,10 +8,10 @@ from collective_reference import results
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.play import play
 from shardwise.errors import UserError
 from shardwise.schedule import Algorithm, algorithms, build, collective_name, find
 from shardwise.schedule.algorithms.patterns import two_colours, two_trees
-from shardwise.schedule.engine import play
 from shardwise.schedule.program import lower
 
 

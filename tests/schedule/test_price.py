@@ -6,23 +6,17 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from collective_formulas import chain, double_tree, hierarchical, hierarchical_half, hierarchical_masters
 from collective_reference import PAIRS_LISTED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.play import play
+from harness.rounds import with_rounds
 from shardwise.cluster import KINDS, Cluster, Device, Link
 from shardwise.errors import UserError
 from shardwise.schedule import CommSchedule, RepeatedRounds, algorithms, build
-from shardwise.schedule.closed_forms import (
-    CLOSED_FORMS,
-    chain,
-    double_tree,
-    hierarchical,
-    hierarchical_half,
-    hierarchical_masters,
-    lower_bounds,
-)
-from shardwise.schedule.engine import play
+from shardwise.schedule.closed_forms import CLOSED_FORMS, lower_bounds
 from shardwise.schedule.network import Network, Tier
 from shardwise.schedule.price import price, profile
 from shardwise.schedule.program import lower
@@ -128,7 +122,7 @@ def test_one_round_speaks_for_all_of_its_stage_and_of_those_alike(algorithm, p, 
     options = {"segments": segments} if "segments" in algorithm.options else {}
     schedule = build(algorithm.collective, algorithm.name, p, **options)
     network = Network(np.arange(p) // 4, INTRA, INTER, GAMMA, nics)
-    each = schedule.with_rounds(list(schedule.rounds()))
+    each = with_rounds(schedule, list(schedule.rounds()))
     assert terms(price(schedule, network, 1e6)) == near(terms(price(each, network, 1e6)))
 
 

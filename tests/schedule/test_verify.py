@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from collective_reference import is_right, step_by_step
 
+from harness.play import play
+from harness.rounds import with_rounds
 from harness.today import EVERYTHING, seed
 from shardwise.schedule import CommSchedule, RepeatedRounds, Round, algorithms, build
-from shardwise.schedule.engine import play
 from shardwise.schedule.program import lower
 from shardwise.schedule.verify import verify
 
@@ -85,7 +86,7 @@ def mutants(count: int) -> Iterator[tuple[str, CommSchedule]]:
         if rounds is None or is_right(schedule, step_by_step(schedule, rounds)):
             continue
         made += 1
-        yield f"{kind} in {schedule.name}, {p} ranks", schedule.with_rounds(rounds)
+        yield f"{kind} in {schedule.name}, {p} ranks", with_rounds(schedule, rounds)
 
 
 def test_mutants_are_found_with_rank_chunk_and_round():
@@ -166,5 +167,5 @@ def test_ranks_and_chunks_that_do_not_exist_are_found():
     schedule = rounds_of("broadcast", 2, Round.of(0, 1, 0))
     assert texts(schedule) == []
     for round in (Round.of(0, 2, 0), Round.of(0, 1, 2), Round.of(0, 1, 0, count=2), Round.of(0, 1, -1)):
-        (found,) = {text.split(":")[0] for text in texts(schedule.with_rounds([round]))[:1]}
+        (found,) = {text.split(":")[0] for text in texts(with_rounds(schedule, [round]))[:1]}
         assert found.startswith("round 0, rank ")

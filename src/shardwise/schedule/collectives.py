@@ -31,7 +31,6 @@ COLLECTIVES = {
     "all-to-all": "a piece of every rank for every rank",
 }
 ROOTED = ("broadcast", "scatter", "gather", "reduce")
-REDUCING = ("reduce", "reduce-scatter", "all-reduce")
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ travel as one message.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
@@ -225,7 +225,3 @@ class CommSchedule:
         cut = np.arange(self.chunks + 1, dtype=np.int64) * n // self.chunks
         starts = (np.arange(len(self.regions), dtype=np.int64)[:, None] * n + cut[:-1]).ravel()
         return np.append(starts, n * len(self.regions))
-
-    def with_rounds(self, rounds: Sequence[Round]) -> CommSchedule:
-        """The same collective by other rounds."""
-        return replace(self, stages=tuple(RepeatedRounds.once(round) for round in rounds))

@@ -1,9 +1,8 @@
-"""`Program`: what each rank does, as a list of actions with dependencies; the one form below collectives and pipelines.
+"""`Program`: a collective's schedule as each rank's list of actions with dependencies.
 
 A rank starts its actions in the order of its list, each when those in `after` are complete. A send or a receive is then
-posted and completes on its own; copies, additions and computations occupy the rank, or a stream of it that works beside
-it, one at a time. Sends and receives
-between two ranks meet in the order in which they were posted, as messages of MPI, NCCL and gloo do.
+posted and completes on its own; copies and additions occupy the rank, one at a time. Sends and receives between two
+ranks meet in the order in which they were posted, as messages of MPI, NCCL and gloo do.
 """
 
 from __future__ import annotations
@@ -19,17 +18,16 @@ from shardwise.schedule.comm import CommSchedule, Round
 Span = tuple[int, int]
 """Elements [start, stop) of a rank's memory."""
 
-Kind = Literal["send", "recv", "copy", "reduce", "compute"]
+Kind = Literal["send", "recv", "copy", "reduce"]
 
 
 class Instruction(NamedTuple):
     """One instruction of a rank.
 
-    kind: "send" and "recv" with `peer`; "copy" and "reduce" (add) in the rank's own memory; "compute" takes `seconds`.
-    stream: where it does not occupy the rank but something that works beside it, one action at a time: its name.
+    kind: "send" and "recv" with `peer`; "copy" and "reduce" (add) in the rank's own memory.
     spans: what is sent, or written to, end to end. source: what is copied or added, span by span.
     after: indices of earlier actions of this rank that must be complete before this one starts.
-    label: what it belongs to, for people: "round 3", "F 2".
+    label: its round, for people: "round 3".
     """
 
     kind: Kind
@@ -37,9 +35,7 @@ class Instruction(NamedTuple):
     spans: tuple[Span, ...] = ()
     source: tuple[Span, ...] = ()
     after: tuple[int, ...] = ()
-    seconds: float = 0.0
     label: str = ""
-    stream: str = ""
 
     @property
     def elements(self) -> int:

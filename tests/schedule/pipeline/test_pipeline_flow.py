@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipeline_executor import schedules
 
+from harness.lowered_pipeline import lower
+from harness.play import Compute, play
 from shardwise.report.exposure import exposures
 from shardwise.report.trace import trace_events
-from shardwise.schedule.engine import play
 from shardwise.schedule.pipeline import Action, build, complete
 from shardwise.schedule.pipeline.action import COMPUTE
 from shardwise.schedule.pipeline.flow import flow
-from shardwise.schedule.pipeline.lowering import lower
 from shardwise.schedule.pipeline.memory import MicroBatchMemory, levels, peaks
 from shardwise.schedule.pipeline.plan import PipelineSchedule, loop
 from shardwise.schedule.pipeline.simulate import simulate
@@ -161,7 +161,7 @@ def test_links_of_pairs_do_not_share_a_rank_s_port():
 
 
 def test_a_stream_works_beside_the_rank():
-    beside = [Primitive("compute", seconds=s, stream=stream) for s, stream in ((2, ""), (3, "x"), (2, "x"), (2, ""))]
+    beside = [Compute(s, stream=stream) for s, stream in ((2, ""), (3, "x"), (2, "x"), (2, ""))]
     played = play(Program((tuple(beside),), 0))
     assert played.spans == [[(0, 2), (0, 3), (3, 5), (2, 4)]]
 

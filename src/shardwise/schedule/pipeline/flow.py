@@ -1,7 +1,7 @@
 """How a pipeline's actions follow each other: when each starts and ends, and which never can.
 
-This is the longest path through all lists, in one pass that looks at every action once. It is what `engine.play` finds
-for the lowered `Program` (`lowering.py`), which tests hold it to, a hundred times faster.
+This is the longest path through all lists, in one pass that looks at every action once: a hundred times faster than the
+simulation message by message with which the tests compare it.
 
 A rank takes its actions in order. Computations occupy it one after the other. Messages and collectives are started when
 the computation before them has ended, and go on beside later ones: a message when both ends are posted and the link

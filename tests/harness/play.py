@@ -11,12 +11,26 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.schedule.program import Instruction, Program
+from shardwise.schedule.program import Instruction, Program, Span
+
+
+class Compute(NamedTuple):
+    """A computation beside a collective's instructions. stream: what it occupies beside the rank, one at a time."""
+
+    seconds: float = 0.0
+    after: tuple[int, ...] = ()
+    label: str = ""
+    stream: str = ""
+    kind: str = "compute"
+    peer: int = -1
+    spans: tuple[Span, ...] = ()
+    source: tuple[Span, ...] = ()
+
 
 Memory = NDArray[np.generic]
 Add = Callable[[Memory, Memory], Memory]
@@ -36,7 +50,7 @@ class Stuck:
 
     rank: int
     index: int
-    action: Instruction
+    action: Instruction | Compute
     posted: bool
 
     def __str__(self) -> str:
@@ -181,17 +195,17 @@ class _Player:
             self.next[rank] += 1
             self.start(rank, index, mine[index])
 
-    def start(self, rank: int, index: int, action: Instruction) -> None:
+    def start(self, rank: int, index: int, action: Instruction | Compute) -> None:
         if action.kind == "send":
             self.post(self.sends, self.receives, (rank, action.peer), index)
         elif action.kind == "recv":
             self.post(self.receives, self.sends, (action.peer, rank), index)
         else:
-            seconds = action.seconds
+            seconds, stream = (action.seconds, action.stream) if isinstance(action, Compute) else (0.0, "")
             if action.kind == "reduce" and self.clock:
                 seconds = self.clock.addition(action.elements)
-            begin = max(self.now, self.busy[rank, action.stream])
-            self.busy[rank, action.stream] = begin + seconds
+            begin = max(self.now, self.busy[rank, stream])
+            self.busy[rank, stream] = begin + seconds
             self.end(begin, begin + seconds, ((rank, index),))
 
     def post(

@@ -1,4 +1,4 @@
-"""A pipeline as a `Program`, the form below collectives and pipelines.
+"""A pipeline as a `Program`, which `play` runs: an oracle for the one pass of `schedule/pipeline/flow.py`.
 
 Message sizes stand for what is sent: 1 element for an activation or its gradient, 2 for the tied table, none for the
 loss, so that a clock can tell what each takes.
@@ -6,6 +6,7 @@ loss, so that a clock can tell what each takes.
 
 from __future__ import annotations
 
+from harness.play import Compute
 from shardwise.schedule.pipeline.action import COMPUTE, Action
 from shardwise.schedule.pipeline.plan import PipelineSchedule
 from shardwise.schedule.pipeline.times import Times
@@ -52,19 +53,19 @@ class _Lists:
         label = str(action)
         if kind in COMPUTE:
             needed = [index for part in action.leaves() for index in self.needs(part)]
-            self.computed = (self.emit(Primitive("compute", seconds=self.times.of(action), label=label), *needed),)
+            self.computed = (self.emit(Compute(self.times.of(action), label=label), *needed),)
         elif kind in ("RECV_F", "RECV_B"):
             self.received[kind, stage, micro] = self.emit(Primitive("recv", peer, ACTIVATION, label=label))
         elif kind in ("SEND_F", "SEND_B"):
             if not self.times.overlap:
-                self.computed = (self.emit(Primitive("compute", seconds=self.times.hop, label=label)),)
+                self.computed = (self.emit(Compute(self.times.hop, label=label)),)
             self.emit(Primitive("send", peer, ACTIVATION, label=label))
         elif kind == "UNSHARD":
             seconds = self.times.gather[stage]
-            self.gathered[stage] = self.emit(Primitive("compute", seconds=seconds, label=label, stream=BESIDE))
+            self.gathered[stage] = self.emit(Compute(seconds, label=label, stream=BESIDE))
         elif kind == "REDUCE_GRAD":
             seconds = self.times.reduce[stage]
-            self.reduced[stage] = self.emit(Primitive("compute", seconds=seconds, label=label, stream=BESIDE))
+            self.reduced[stage] = self.emit(Compute(seconds, label=label, stream=BESIDE))
         elif kind == "SUM_TIED":
             after = [self.reduced[stage]] if stage in self.reduced else []
             self.emit(Primitive("recv", peer, TABLE, label=label), *after)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from harness.play import Compute, play
 from shardwise.schedule import build
-from shardwise.schedule.engine import play
 from shardwise.schedule.program import Instruction, Program, lower
 
 
@@ -58,7 +58,7 @@ def test_a_message_nobody_waits_for_is_found():
 
 
 def test_an_action_that_waits_for_a_later_one_is_found():
-    played = play(program([Instruction("compute", after=(1,)), Instruction("compute")]))
+    played = play(program([Compute(after=(1,)), Compute()]))
     assert played.deadlock.startswith("rank 0, action 0 (compute)") and not played.stuck[0].posted
 
 
@@ -96,9 +96,7 @@ def test_a_message_that_can_go_does_not_wait_for_one_that_cannot():
 
 def test_computations_and_additions_occupy_the_rank_one_at_a_time():
     add = Instruction("reduce", spans=((0, 2),), source=((2, 4),))
-    played = play(
-        program([Instruction("compute", seconds=2.0), add, Instruction("compute", seconds=1.0, after=(1,))]), Unit()
-    )
+    played = play(program([Compute(2.0), add, Compute(1.0, after=(1,))]), Unit())
     assert played.spans[0] == [(0.0, 2.0), (2.0, 3.0), (3.0, 4.0)]
 
 
