@@ -23,10 +23,10 @@ from shardwise.planner.fitting import Memory
 from shardwise.planner.pricing import frame_of
 from shardwise.planner.runnable import OWN
 from shardwise.planner.shortfall import usable_bytes
-from shardwise.predict.time import Pricing, engine
-from shardwise.predict.time.features import FEATURES
+from shardwise.predict.time import ENGINES, Pricing, engine
 
 EXAMPLES = 10_000 if EVERYTHING else 80
+FEATURES = {name: profile.features for name, profile in ENGINES.items() if profile.features.sources}
 TRAINING = ("megatron-bridge", "megatron-lm-2022", "llm-foundry")
 QUIET = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 
