@@ -1,4 +1,4 @@
-"""Known devices by name, and the links that they usually come with (`accelerators.py` has the figures).
+"""Known devices by name, and the links that they usually come with (`accelerators.toml` has the numbers).
 
 GB and TB are powers of ten. Memory is what CUDA reports as total, in bytes: less than the marketed "80GB" of 80 GiB,
 because the driver keeps some for itself.
@@ -11,7 +11,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from shardwise.cluster.accelerators import ACCELERATORS, ALIASES, Accelerator
+from shardwise.cluster.accelerators import Accelerator, accelerators
 from shardwise.cluster.device import Device, Link
 from shardwise.errors import UserError
 
@@ -24,7 +24,7 @@ def _cpu() -> Accelerator:
 
 def names() -> list[str]:
     """Every name that `lookup` knows, aliases first."""
-    return [*ALIASES, *ACCELERATORS, "CPU"]
+    return [*accelerators().aliases, *accelerators().devices, "CPU"]
 
 
 def lookup(name: str) -> Accelerator:
@@ -36,8 +36,8 @@ def lookup(name: str) -> Accelerator:
         nearest = " or ".join(by_lower[n] for n in near)
         hint = f"did you mean {nearest}?" if near else f"known are {', '.join(names())}"
         raise UserError(f"no device {name!r} in the catalog; {hint}; other devices are described in a TOML file")
-    found = ALIASES.get(found, found)
-    return _cpu() if found == "CPU" else ACCELERATORS[found]
+    found = accelerators().aliases.get(found, found)
+    return _cpu() if found == "CPU" else accelerators().devices[found]
 
 
 def _machine_memory() -> int | None:

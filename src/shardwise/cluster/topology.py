@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from shardwise.cluster import catalog
+from shardwise.cluster.accelerators import Accelerator, accelerators
 from shardwise.cluster.cluster import Cluster
 from shardwise.cluster.device import Link
 from shardwise.errors import UserError
@@ -33,37 +34,6 @@ _NVLINK = re.compile(r"NV(\d{1,3})")
 _LISTED = re.compile(r"GPU \d+: (.+?)(?: \(UUID.*)?")
 MOST_TEXT = 1_000_000
 """Characters beyond which a text is no such table."""
-
-
-@dataclass(frozen=True)
-class Wires:
-    """How a device's ports are made: NVLinks (most of a device, bytes/s of each) and PCIe (generation, bytes/s)."""
-
-    links: int
-    each: float
-    pcie: str
-    slot: float
-
-
-_GEN4, _GEN5 = ("4.0", 31e9), ("5.0", 63e9)
-_AMPERE, _HOPPER, _BLACKWELL = Wires(12, 25e9, *_GEN4), Wires(18, 25e9, *_GEN5), Wires(18, 50e9, *_GEN5)
-_PCIE_ALONE = Wires(0, 0.0, *_GEN4)
-WIRES: Mapping[str, Wires] = {
-    "A100-80GB-SXM": _AMPERE, "A100-40GB-SXM": _AMPERE, "A100-80GB-PCIe": _AMPERE, "A10G": _PCIE_ALONE,
-    "H100-80GB-SXM": _HOPPER, "H100-PCIe": _HOPPER, "H200": _HOPPER, "B200": _BLACKWELL, "B300": _BLACKWELL,
-    "GB200-NVL72": _BLACKWELL, "GB300-NVL72": _BLACKWELL, "L40S": _PCIE_ALONE, "L4": _PCIE_ALONE,
-    "RTX-4090": _PCIE_ALONE,
-}  # fmt: skip
-"""NVIDIA's devices of the catalog. Links and their speed: NVIDIA, A100, Hopper and Blackwell architecture whitepapers
-(600, 900 and 1,800 GB/s a GPU, both directions together, over 12, 18 and 18 links); PCIe as in `accelerators.py`."""
-
-NAMES = {
-    "A100-SXM4-80GB": "A100-80GB-SXM", "A100-SXM4-40GB": "A100-40GB-SXM", "A100 80GB PCIe": "A100-80GB-PCIe",
-    "A10G": "A10G", "H100 80GB HBM3": "H100-80GB-SXM", "H100 PCIe": "H100-PCIe", "H200": "H200", "B200": "B200",
-    "B300": "B300", "GB200": "GB200-NVL72", "GB300": "GB300-NVL72", "L40S": "L40S", "L4": "L4",
-    "GeForce RTX 4090": "RTX-4090",
-}  # fmt: skip
-"""What NVIDIA's driver calls a device -> its name in the catalog."""
 
 
 @dataclass(frozen=True)
@@ -162,17 +132,16 @@ def _row(name: str, cells: list[str], columns: list[str]) -> dict[str, str]:
 
 def device_of(topology: Topology, given: str | None) -> str:
     """The catalog's name of the node's devices: the given one, or what the driver calls them. Raises `UserError`."""
-    name = given
+    driver_name = topology.device.removeprefix("NVIDIA ").strip()
+    known = {entry.driver_name: name for name, entry in accelerators().devices.items() if entry.driver_name}
+    name = known.get(driver_name) if given is None else given
     if name is None:
-        called = topology.device.removeprefix("NVIDIA ").strip()
-        name = NAMES.get(called)
-        if name is None:
-            told = f"{topology.device!r} is not in the catalog" if called else "the table does not name the GPUs"
-            raise UserError(f"{told}; give --device, such as --device H100")
-    known = catalog.lookup(name).device.name
-    if known not in WIRES:
-        raise UserError(f"{known} is not NVIDIA's: its links are not those of nvidia-smi topo -m")
-    return known
+        reason = f"{topology.device!r} is not in the catalog" if driver_name else "the table does not name the GPUs"
+        raise UserError(f"{reason}; give --device, such as --device H100")
+    entry = catalog.lookup(name)
+    if entry.ports is None:
+        raise UserError(f"{entry.device.name} is not NVIDIA's: its links are not those of nvidia-smi topo -m")
+    return entry.device.name
 
 
 def cluster_of(
@@ -183,15 +152,15 @@ def cluster_of(
 
     A node has one kind of link, so the slowest path between any two of its GPUs. Raises `UserError`.
     """
-    entry, wires = catalog.lookup(device), WIRES[device]
+    entry = catalog.lookup(device)
     if islands:
-        return _islands(topology, device, nodes, nic_gbits)
-    intra = _intra(topology, topology.gpus, entry.intra, wires, device)
+        return _islands(topology, entry, nodes, nic_gbits)
+    intra = _intra(topology, topology.gpus, entry)
     return Cluster(nodes, len(topology.gpus), entry.device, intra, _network(topology, entry.inter, nic_gbits))
 
 
-def _islands(topology: Topology, device: str, nodes: int, nic_gbits: float | None) -> Cluster:
-    entry, wires, found = catalog.lookup(device), WIRES[device], topology.islands()
+def _islands(topology: Topology, entry: Accelerator, nodes: int, nic_gbits: float | None) -> Cluster:
+    found = topology.islands()
     sizes = {len(island) for island in found}
     joined = [gpu for island in found for gpu in island]
     if nodes > 1 or nic_gbits is not None:
@@ -199,42 +168,42 @@ def _islands(topology: Topology, device: str, nodes: int, nic_gbits: float | Non
     if len(sizes) > 1 or len(found) == 1 or sizes == {1} or joined != list(topology.gpus):
         told = "; ".join(" ".join(island) for island in found)
         raise UserError(f"--islands wants groups of equal size, one after the other, that NVLinks join; here: {told}")
-    intra = min(
-        (_intra(topology, island, entry.intra, wires, device) for island in found),
-        key=lambda link: link.bandwidth or 0.0,
-    )
-    return Cluster(len(found), sizes.pop(), entry.device, intra, _pcie(topology, topology.gpus, wires))
+    intra = min((_intra(topology, island, entry) for island in found), key=lambda link: link.bandwidth or 0.0)
+    return Cluster(len(found), sizes.pop(), entry.device, intra, _pcie(topology, topology.gpus, entry))
 
 
-def _intra(topology: Topology, gpus: tuple[str, ...], usual: Link, wires: Wires, device: str) -> Link:
+def _intra(topology: Topology, gpus: tuple[str, ...], entry: Accelerator) -> Link:
     """The link of a group: its NVLinks where they join every pair, else PCIe."""
+    usual, ports, device = entry.intra, entry.ports, entry.device.name
+    assert ports
     if len(gpus) == 1:
         return usual
     rows = [[topology.paths[gpu, other] for other in gpus if other != gpu] for gpu in gpus]
     counts = [[int(match[1]) for path in row if (match := _NVLINK.fullmatch(path))] for row in rows]
-    if any(map(len, counts)) and not wires.links:
+    if any(map(len, counts)) and not ports.nvlinks:
         raise UserError(f"the table has NVLinks, but {device} has none; give --device as it is")
-    if most := max((n for row in counts for n in row if n > wires.links), default=0):
-        raise UserError(f"the table has NV{most}, but {device} has {wires.links} NVLinks; give --device as it is")
+    if most := max((n for row in counts for n in row if n > ports.nvlinks), default=0):
+        raise UserError(f"the table has NV{most}, but {device} has {ports.nvlinks} NVLinks; give --device as it is")
     if any(len(row) < len(gpus) - 1 for row in counts):
-        return _pcie(topology, gpus, wires)
+        return _pcie(topology, gpus, entry)
     # Over a switch all links lead to each peer; without one, each to one peer alone.
-    switched = any(sum(row) > wires.links for row in counts)
+    switched = any(sum(row) > ports.nvlinks for row in counts)
     links = min(max(row) if switched else sum(row) for row in counts)
     how = "over a switch" if switched else f"at most {max(map(max, counts))} of them to one peer"
-    told = f"nvidia-smi topo -m: {links} NVLinks of {wires.each / 1e9:g} GB/s a direction, {how}"
-    found = Link(None, links * wires.each, told, kind="nvlink")
+    source = f"nvidia-smi topo -m: {links} NVLinks of {ports.nvlink_bandwidth / 1e9:g} GB/s a direction, {how}"
+    found = Link(None, links * ports.nvlink_bandwidth, source, kind="nvlink")
     if usual.kind != "nvlink":
         return found
     return usual if usual.bandwidth == found.bandwidth else replace(found, alpha=usual.alpha)
 
 
-def _pcie(topology: Topology, gpus: tuple[str, ...], wires: Wires) -> Link:
-    """The farthest path's. What it reaches is at most the slot's speed."""
+def _pcie(topology: Topology, gpus: tuple[str, ...], entry: Accelerator) -> Link:
+    """The farthest path's link, at most as fast as the slot."""
+    assert entry.ports
     found = {topology.paths[a, b] for a in gpus for b in gpus if a != b}
     farthest = max(found & PATHS.keys(), key=list(PATHS).index)
-    told = f"nvidia-smi topo -m: {farthest}, over {PATHS[farthest]}; at most PCIe {wires.pcie} x16"
-    return Link(None, wires.slot, told, kind="pcie" if farthest in _NEAR else "host")
+    source = f"nvidia-smi topo -m: {farthest}, over {PATHS[farthest]}; at most PCIe {entry.ports.pcie} x16"
+    return Link(None, entry.ports.slot_bandwidth, source, kind="pcie" if farthest in _NEAR else "host")
 
 
 def _network(topology: Topology, usual: Link, nic_gbits: float | None) -> Link:
@@ -245,8 +214,8 @@ def _network(topology: Topology, usual: Link, nic_gbits: float | None) -> Link:
     nics = topology.near_nics()
     if not nics:
         raise UserError("--nic-gbits: the table has no NICs")
-    told = f"nvidia-smi topo -m: {len(nics)} NICs of {nic_gbits:g} Gb/s (given) for {len(topology.gpus)} GPUs"
-    return Link(None, len(nics) * nic_gbits * 1e9 / 8 / len(topology.gpus), told, kind="network")
+    source = f"nvidia-smi topo -m: {len(nics)} NICs of {nic_gbits:g} Gb/s (given) for {len(topology.gpus)} GPUs"
+    return Link(None, len(nics) * nic_gbits * 1e9 / 8 / len(topology.gpus), source, kind="network")
 
 
 def explained(topology: Topology) -> Iterator[str]:
