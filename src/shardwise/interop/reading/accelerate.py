@@ -7,6 +7,7 @@ Sequence length and batch stand in the training script, not here.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from shardwise.errors import UserError
@@ -33,39 +34,35 @@ def read(data: Mapping[str, Any], ranks: int | None, other: FileReader) -> Readi
     if not processes:
         raise UserError("num_processes is missing: give it in the file, or --ranks N, or --cluster")
     machines = top.integer("num_machines", 1)
-    facts = ["sequence length and batch stand in the training script: --seq, --batch and --micro say them here"]
-    notes: list[str] = []
+    top.fact("sequence length and batch stand in the training script: --seq, --batch and --micro say them here")
     for key, other_kind in _OF_KIND.items():
         if kind != other_kind and top.given(key) and data[key]:
-            notes.append(f"{key} does nothing with distributed_type {kind}")
+            top.note(f"{key} does nothing with distributed_type {kind}")
     if kind == "DEEPSPEED":
-        return _deepspeed(top, processes, other, facts, notes)
-    words = _precision(top, kind, facts)
+        return _deepspeed(top, processes, other)
+    words = _precision(top, kind)
     if kind == "FSDP":
-        words |= _fsdp(top.table("fsdp_config", known("accelerate", "fsdp")), processes, machines, facts, notes)
+        words |= _fsdp(top.table("fsdp_config", known("accelerate", "fsdp")), processes, machines)
     if kind == "MEGATRON_LM":
-        words |= _megatron(top, processes, facts, notes)
+        words |= _megatron(top, processes)
     else:
-        words |= _degrees(top, processes, words, facts)
+        words |= _degrees(top, processes, words)
     dynamo = top.table("dynamo_config", Known(frozenset(), ("dynamo_",)))
     if dynamo.word("dynamo_backend", "no").lower() not in ("no", "false"):
-        facts.append("dynamo_config: the model is compiled")
-    ignored, unknown = top.left()
-    return Reading(
-        "accelerate", Layout(**words), facts=tuple(facts), notes=tuple(notes), ignored=ignored, unknown=unknown
-    )
+        top.fact("dynamo_config: the model is compiled")
+    return top.reading("accelerate", Layout(**words))
 
 
-def _precision(top: ConfigFields, kind: str, facts: list[str]) -> dict[str, Any]:
+def _precision(top: ConfigFields, kind: str) -> dict[str, Any]:
     mixed = top.word("mixed_precision", "no", ("no", "fp16", "bf16", "fp8")).lower()
     if top.given("fp8_config"):
-        facts.append("fp8_config: matrix products in 8 bits; weights and activations count as 16 bits here")
+        top.fact("fp8_config: matrix products in 8 bits; weights and activations count as 16 bits here")
     if mixed in ("no", "false"):
         return {"precision": "fp32"}
     if mixed != "bf16":
-        facts.append(f"{mixed}: counted as bf16")
+        top.fact(f"{mixed}: counted as bf16")
     if kind not in ("FSDP", "MEGATRON_LM"):
-        facts.append(
+        top.fact(
             "mixed precision is autocast: weights stay in fp32 and are cast in every operation; 16 bytes a parameter "
             "as here, and the casts besides"
         )
@@ -74,7 +71,7 @@ def _precision(top: ConfigFields, kind: str, facts: list[str]) -> dict[str, Any]
     return {"grads": "fp32"}
 
 
-def _fsdp(table: ConfigFields, processes: int, machines: int, facts: list[str], notes: list[str]) -> dict[str, Any]:
+def _fsdp(table: ConfigFields, processes: int, machines: int) -> dict[str, Any]:
     version = table.integer("fsdp_version", 1)
     strategy = table.word("fsdp_sharding_strategy", "FULL_SHARD", [*_STRATEGIES, *"12345"]).upper()
     strategy = _STRATEGIES[int(strategy) - 1] if strategy.isdigit() else strategy
@@ -89,14 +86,14 @@ def _fsdp(table: ConfigFields, processes: int, machines: int, facts: list[str], 
             )
         if again.lower() == "false":
             words["zero"] = 2
-            notes.append(
+            table.note(
                 "fsdp_reshard_after_forward: false keeps the weights from forward to backward: ZeRO-2's traffic, and "
                 "its memory while a step runs"
             )
         if table.given("fsdp_sharding_strategy"):
-            notes.append("fsdp_sharding_strategy does nothing with fsdp_version 2; fsdp_reshard_after_forward does")
+            table.note("fsdp_sharding_strategy does nothing with fsdp_version 2; fsdp_reshard_after_forward does")
     else:
-        notes.append("fsdp_version is 1, the default of old files; FSDP2 is fsdp_version: 2")
+        table.note("fsdp_version is 1, the default of old files; FSDP2 is fsdp_version: 2")
         words = {"zero": {"SHARD_GRAD_OP": 2, "HYBRID_SHARD_ZERO2": 2, "NO_SHARD": 0}.get(strategy, 3)}
         if strategy.startswith("HYBRID") and processes % machines == 0 and machines > 1:
             words["shard"] = processes // machines
@@ -104,13 +101,13 @@ def _fsdp(table: ConfigFields, processes: int, machines: int, facts: list[str], 
         words["recompute"] = "full"
     if table.flag("fsdp_offload_params"):
         words["offload"] = "cpu"
-        facts.append(
+        table.fact(
             "fsdp_offload_params: parameters and gradients are kept on the CPU, too; the optimizer alone counts so"
         )
     return words
 
 
-def _degrees(top: ConfigFields, processes: int, words: Mapping[str, Any], facts: list[str]) -> dict[str, Any]:
+def _degrees(top: ConfigFields, processes: int, words: Mapping[str, Any]) -> dict[str, Any]:
     prefix = "parallelism_config_"
     table = top.table("parallelism_config", known("accelerate", "parallelism"))
     sizes = {name: table.integer(f"{prefix}{name}_size", 1) for name in ("dp_replicate", "dp_shard", "tp", "cp")}
@@ -136,25 +133,25 @@ def _degrees(top: ConfigFields, processes: int, words: Mapping[str, Any], facts:
     if words.get("zero"):
         found |= {"shard": shard} if shard > 1 else {"zero": 0}
     if sizes["tp"] > 1:
-        facts.append("tensor parallelism follows the model's own plan (tp_plan), without sequence parallelism")
+        top.fact("tensor parallelism follows the model's own plan (tp_plan), without sequence parallelism")
     return found
 
 
-def _megatron(top: ConfigFields, processes: int, facts: list[str], notes: list[str]) -> dict[str, Any]:
+def _megatron(top: ConfigFields, processes: int) -> dict[str, Any]:
     table = top.table("megatron_lm_config", known("accelerate", "megatron"))
     get = "megatron_lm_{}".format
     tp, pp, cp = (table.integer(get(name), 1) for name in ("tp_degree", "pp_degree", "context_parallel_size"))
     if processes % (tp * pp * cp):
         raise UserError(f"num_processes {processes} cannot be divided by tp x pp x cp = {tp * pp * cp}")
     if micro := table.integer(get("num_micro_batches")):
-        facts.append(f"{micro} micro-batches a step")
+        top.fact(f"{micro} micro-batches a step")
     words: dict[str, Any] = {"dp": processes // (tp * pp * cp), "tp": tp, "pp": pp, "cp": cp, "grads": "fp32"}
     words["ep"] = table.integer(get("expert_model_parallel_size"), 1)
     if table.flag(get("sequence_parallelism")) and tp > 1:
         words["sp"] = True
     if table.flag(get("use_distributed_optimizer")):
         words["zero"] = 1
-        notes.append("megatron_lm_use_distributed_optimizer is ZeRO-1: parameters and gradients are whole")
+        top.note("megatron_lm_use_distributed_optimizer is ZeRO-1: parameters and gradients are whole")
     granularity = table.word(get("recompute_granularity"), "", ("full", "selective"))
     if table.flag(get("recompute_activations")) or granularity:
         words["recompute"] = granularity or "selective"
@@ -163,19 +160,16 @@ def _megatron(top: ConfigFields, processes: int, facts: list[str], notes: list[s
     return words
 
 
-def _deepspeed(top: ConfigFields, processes: int, other: FileReader, facts: list[str], notes: list[str]) -> Reading:
+def _deepspeed(top: ConfigFields, processes: int, other: FileReader) -> Reading:
     """DeepSpeed's own file where one is named, else the few keys that accelerate writes into its place."""
     table = top.table("deepspeed_config", known("accelerate", "deepspeed"))
     if name := table.word("deepspeed_config_file"):
         top.given("mixed_precision")
         inner = deepspeed.read(other(name), processes)
         ignored, unknown = top.left()
-        return Reading(
-            "accelerate with DeepSpeed",
-            inner.layout,
-            batch=inner.batch,
-            facts=inner.facts,
-            notes=inner.notes,
+        return replace(
+            inner,
+            engine="accelerate with DeepSpeed",
             ignored=(*ignored, *inner.ignored),
             unknown=(*unknown, *inner.unknown),
         )
@@ -183,26 +177,18 @@ def _deepspeed(top: ConfigFields, processes: int, other: FileReader, facts: list
     steps = table.integer("gradient_accumulation_steps", 1)
     clip = table.number("gradient_clipping", 1.0)
     if not table.given("gradient_clipping"):
-        notes.append("gradient_clipping is not given: accelerate then clips the gradient norm at 1.0")
+        top.note("gradient_clipping is not given: accelerate then clips the gradient norm at 1.0")
     devices = [table.word(f"offload_{what}_device", "none", ("none", "cpu", "nvme")) for what in ("optimizer", "param")]
     mixed = top.word("mixed_precision", "no", ("no", "fp16", "bf16", "fp8")).lower()
-    precision: dict[str, Any] = {"enabled": True}
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": clip,
         "zero_optimization": {"stage": stage}
         | {f"offload_{what}": {"device": d} for what, d in zip(("optimizer", "param"), devices, strict=True)},
-    } | ({mixed: precision} if mixed in ("bf16", "fp16") else {})
+    } | ({mixed: {"enabled": True}} if mixed in ("bf16", "fp16") else {})
     inner = deepspeed.read(config, processes)
     if steps > 1:
-        facts.append(f"{steps} micro-batches are accumulated in a step")
-    ignored, unknown = top.left()
-    notes = [*notes, *inner.notes]
-    return Reading(
-        "accelerate with DeepSpeed",
-        inner.layout,
-        facts=(*facts, *inner.facts),
-        notes=tuple(notes),
-        ignored=ignored,
-        unknown=unknown,
-    )
+        top.fact(f"{steps} micro-batches are accumulated in a step")
+    top.facts += inner.facts
+    top.notes += inner.notes
+    return top.reading("accelerate with DeepSpeed", inner.layout)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.errors import UserError
-from shardwise.interop.reading.fields import ConfigFields
+from shardwise.interop.reading.fields import ConfigFields, nearest_multiples
 from shardwise.interop.reading.known_keys import Known, known
 from shardwise.interop.reading.settings import Reading
 from shardwise.layout import Layout
@@ -24,25 +24,10 @@ def read(data: Mapping[str, Any], ranks: int | None) -> Reading:
         raise UserError("DeepSpeed's file does not say on how many GPUs it runs: give --ranks N, or --cluster")
     degrees = _degrees(top, ranks)
     batches = _batches(top, degrees["dp"])
-    facts: list[str] = []
-    notes: list[str] = []
-    words = (
-        degrees
-        | _zero(top.table("zero_optimization", known("deepspeed", "zero")), facts, notes)
-        | _precision(top, facts, notes)
-    )
-    _clipping(top, notes)
-    _rest(top, words, batches, facts, notes)
-    ignored, unknown = top.left()
-    return Reading(
-        "DeepSpeed",
-        Layout(micro=batches.micro, **words),
-        batch=batches.whole,
-        facts=tuple(facts),
-        notes=tuple(notes),
-        ignored=ignored,
-        unknown=unknown,
-    )
+    words = degrees | _zero(top.table("zero_optimization", known("deepspeed", "zero"))) | _precision(top)
+    _clipping(top)
+    _rest(top, words, batches)
+    return top.reading("DeepSpeed", Layout(micro=batches.micro, **words), batch=batches.whole)
 
 
 def _degrees(top: ConfigFields, ranks: int) -> dict[str, Any]:
@@ -82,9 +67,7 @@ def _batches(top: ConfigFields, world: int) -> _Batches:
     steps = steps or (whole // micro // world if whole and micro else 1)
     whole = whole or micro * steps * world
     if min(micro, steps) < 1 or whole != micro * steps * world:
-        each = max(1, micro * (steps if top.given(keys[2]) else 1)) * world
-        below, above = whole // each * each, (whole // each + 1) * each
-        nearest = f"{below} or {above}" if below else str(above)
+        nearest = nearest_multiples(whole, max(1, micro * (steps if top.given(keys[2]) else 1)) * world)
         raise UserError(
             f"{keys[0]} = {whole} is not {keys[1]} x {keys[2]} x data-parallel ranks = {micro} x {steps} x {world}; "
             f"nearest {keys[0]} that is: {nearest}"
@@ -92,7 +75,7 @@ def _batches(top: ConfigFields, world: int) -> _Batches:
     return _Batches(whole, micro, steps)
 
 
-def _zero(zero: ConfigFields, facts: list[str], notes: list[str]) -> dict[str, Any]:
+def _zero(zero: ConfigFields) -> dict[str, Any]:
     stage = zero.integer("stage", 0, least=0)
     if stage > 3:
         raise UserError(f"{zero.name('stage')} must be 0, 1, 2 or 3, not {stage}")
@@ -102,7 +85,7 @@ def _zero(zero: ConfigFields, facts: list[str], notes: list[str]) -> dict[str, A
     if devices["optimizer"] != "none" and stage == 0:
         raise UserError(f"{zero.name('offload_optimizer')} needs stage 1, 2 or 3")
     if devices["param"] != "none":
-        facts.append(f"parameters, too, are kept on {devices['param']} and come to the GPU when they are used")
+        zero.fact(f"parameters, too, are kept on {devices['param']} and come to the GPU when they are used")
     words: dict[str, Any] = {"zero": stage}
     words |= {"offload": place} if (place := max(devices.values(), key=("none", "cpu", "nvme").index)) != "none" else {}
     if (mics := zero.integer("mics_shard_size", 0, least=-1)) > 0:
@@ -115,8 +98,8 @@ def _zero(zero: ConfigFields, facts: list[str], notes: list[str]) -> dict[str, A
         ("zero_quantized_gradients", "gradients are reduced in 4 bits, by all-to-alls (qgZ)"),
     ):
         if zero.flag(key):
-            facts.append(what)
-    _stage_3(zero, stage, facts, notes)
+            zero.fact(what)
+    _stage_3(zero, stage)
     return words
 
 
@@ -128,72 +111,72 @@ def _device(zero: ConfigFields, key: str) -> str:
     return "cpu" if old and device == "none" else device
 
 
-def _stage_3(zero: ConfigFields, stage: int, facts: list[str], notes: list[str]) -> None:
+def _stage_3(zero: ConfigFields, stage: int) -> None:
     threshold = zero.integer("stage3_param_persistence_threshold", 100_000, least=0)
     saved = [zero.flag(f"stage3_gather_{bits}_weights_on_model_save") for bits in ("16bit", "fp16")]
     if stage < 3:
         return
-    facts.append(f"parameters of fewer than {threshold:,} elements stay whole on every rank")
+    zero.fact(f"parameters of fewer than {threshold:,} elements stay whole on every rank")
     if not any(saved):
-        notes.append(
+        zero.note(
             "stage3_gather_16bit_weights_on_model_save is off: save_16bit_model writes nothing, and whole weights need "
             "zero_to_fp32.py"
         )
 
 
-def _precision(top: ConfigFields, facts: list[str], notes: list[str]) -> dict[str, Any]:
+def _precision(top: ConfigFields) -> dict[str, Any]:
     on = {}
     for name in ("bf16", "fp16"):
         table = top.table(name, known("deepspeed", "precision"))
         masters = table.flag(f"{name}_master_weights_and_grads") or table.flag("bf16_optimizer_states")
         if masters:
-            facts.append(f"{name}: master weights, gradients or moments are kept in 16 bits: less than counted here")
+            top.fact(f"{name}: master weights, gradients or moments are kept in 16 bits: less than counted here")
         on[name] = table.flag("enabled")
         if table.automatic("enabled"):
-            facts.append(f"{name}.enabled is auto: Hugging Face's trainer decides; taken as off")
+            top.fact(f"{name}.enabled is auto: Hugging Face's trainer decides; taken as off")
     if on["bf16"] and on["fp16"]:
         raise UserError("bf16 and fp16 are both enabled; DeepSpeed takes one of them")
     if top.table("torch_autocast", Known(frozenset({"dtype", "lower_precision_safe_modules"}), ())).flag("enabled"):
-        facts.append("torch_autocast: fp32 weights are cast in every operation, and the casts are saved for backward")
+        top.fact("torch_autocast: fp32 weights are cast in every operation, and the casts are saved for backward")
     accumulated = top.table("data_types", Known(frozenset(), ("param_", "buffer_", "keep_"))).word("grad_accum_dtype")
     if not any(on.values()):
         return {"precision": "fp32"}
     if on["fp16"]:
-        facts.append(
+        top.fact(
             "fp16: 2 bytes as bf16; the loss scale is dynamic unless it is given, and steps that overflow are skipped"
         )
     if accumulated.lower() in ("fp32", "float32", "float"):
         return {"grads": "fp32"}
     if on["bf16"]:
-        notes.append(
+        top.note(
             "gradients of several micro-batches are added in bf16 unless data_types.grad_accum_dtype is fp32 (which "
             "adds 2 bytes a parameter)"
         )
     return {}
 
 
-def _clipping(top: ConfigFields, notes: list[str]) -> None:
+def _clipping(top: ConfigFields) -> None:
     clip = top.number("gradient_clipping", -1.0)
     if clip < 0:
-        notes.append(
+        top.note(
             "gradient_clipping is not given: DeepSpeed 0.19 then clips the gradient norm at 1.0, versions before did "
             "not clip; write 0.0 or a norm"
         )
 
 
-def _rest(top: ConfigFields, words: Mapping[str, Any], batches: _Batches, facts: list[str], notes: list[str]) -> None:
+def _rest(top: ConfigFields, words: Mapping[str, Any], batches: _Batches) -> None:
     if top.given("activation_checkpointing"):
-        facts.append("activation_checkpointing says how, not whether: what is recomputed stands in the model's code")
+        top.fact("activation_checkpointing says how, not whether: what is recomputed stands in the model's code")
     if top.given("compile"):
-        facts.append("compile: the model is compiled as a whole")
+        top.fact("compile: the model is compiled as a whole")
     if top.given("compression_training") or top.given("sparse_attention"):
-        facts.append("compression_training and sparse_attention change what is computed; they are not counted")
+        top.fact("compression_training and sparse_attention change what is computed; they are not counted")
     if batches.whole is None:
-        facts.append("the batch is auto: Hugging Face's trainer decides; --batch and --micro say it here")
+        top.fact("the batch is auto: Hugging Face's trainer decides; --batch and --micro say it here")
     if batches.steps > 1:
-        facts.append(f"{batches.steps} micro-batches are accumulated in a step")
+        top.fact(f"{batches.steps} micro-batches are accumulated in a step")
         if words["zero"] >= 2:
-            notes.append(
+            top.note(
                 f"stage {words['zero']} reduces the gradients of each of the {batches.steps} micro-batches; stage 1 "
                 "would reduce them once"
             )

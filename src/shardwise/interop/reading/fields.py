@@ -8,6 +8,8 @@ from typing import Any
 
 from shardwise.errors import UserError
 from shardwise.interop.reading.known_keys import Known
+from shardwise.interop.reading.settings import Reading
+from shardwise.layout import Layout
 
 NOTHING = ("", "auto")
 """Words that say nothing: Hugging Face's trainer fills in what is "auto"."""
@@ -32,6 +34,16 @@ class ConfigFields:
         self._shown = shown
         self._taken: set[str] = set()
         self._inner: list[ConfigFields] = []
+        self.facts: list[str] = []
+        self.notes: list[str] = []
+
+    def fact(self, sentence: str) -> None:
+        """Add what the configuration says that a layout has no word for; for the outermost table as well."""
+        self.facts.append(sentence)
+
+    def note(self, sentence: str) -> None:
+        """Add what people trip over; for the outermost table as well."""
+        self.notes.append(sentence)
 
     def name(self, key: str) -> str:
         """A key as its user wrote it."""
@@ -111,8 +123,16 @@ class ConfigFields:
         if not isinstance(value, Mapping):
             raise UserError(f"{self.name(key)} must be a table, not {_told(value)}")
         inner = ConfigFields(value, harmless, f"{self.name(key)}.")
+        inner.facts, inner.notes = self.facts, self.notes
         self._inner.append(inner)
         return inner
+
+    def reading(self, engine: str, layout: Layout, **said: Any) -> Reading:
+        """The configuration as a whole, when all keys have been taken. said: further fields of `Reading`."""
+        ignored, unknown = self.left()
+        return Reading(
+            engine, layout, **said, facts=tuple(self.facts), notes=tuple(self.notes), ignored=ignored, unknown=unknown
+        )
 
     def left(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """(ignored, unknown) keys of this table and of those in it."""
@@ -133,6 +153,12 @@ class ConfigFields:
     def _nearest(self, key: str) -> str:
         near = difflib.get_close_matches(key, self._taken | self._harmless.keys, n=1, cutoff=0.75)
         return f" (did you mean {self._shown(near[0])}?)" if near else ""
+
+
+def nearest_multiples(number: int, of: int) -> str:
+    """The multiples of `of` around a number that is none, in words."""
+    below = number // of * of
+    return f"{below} or {below + of}" if below else str(of)
 
 
 def _told(value: Any) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from shardwise.errors import UserError
 from shardwise.interop.reading.arguments import dashed, launched_ranks, parse
-from shardwise.interop.reading.fields import ConfigFields
+from shardwise.interop.reading.fields import ConfigFields, nearest_multiples
 from shardwise.interop.reading.known_keys import Known, known
 from shardwise.interop.reading.megatron_model import described
 from shardwise.interop.reading.settings import Reading
@@ -26,29 +26,16 @@ def read(words: list[str], ranks: int | None) -> Reading:
     ranks = ranks or launched_ranks(arguments.flags)
     if ranks is None:
         raise UserError("the arguments do not say on how many GPUs this runs: give --ranks N, or --cluster")
-    facts: list[str] = []
-    notes: list[str] = []
-    found = _degrees(fields, ranks, notes) | _experts(fields)
-    found |= _pipeline(fields, found["pp"], facts) | _sharding(fields, facts, notes)
-    found |= _precision(fields, facts) | _recompute(fields, facts) | _cpu(fields, facts)
+    found = _degrees(fields, ranks) | _experts(fields)
+    found |= _pipeline(fields, found["pp"]) | _sharding(fields)
+    found |= _precision(fields) | _recompute(fields) | _cpu(fields)
     layout = Layout(**found)
     batch = _batch(fields, layout)
     seq = fields.integer("seq_length") or None
-    model = described(fields, layout.tp, facts)
+    model = described(fields, layout.tp)
     if not fields.given("global_batch_size"):
-        facts.append(f"--global-batch-size is not given: micro-batch x data-parallel ranks = {batch}, no accumulation")
-    ignored, unknown = fields.left()
-    return Reading(
-        "Megatron-LM",
-        layout,
-        seq=seq,
-        batch=batch,
-        described=model,
-        facts=tuple(facts),
-        notes=tuple(notes),
-        ignored=ignored,
-        unknown=unknown,
-    )
+        fields.fact(f"--global-batch-size is not given: micro-batch x data-parallel ranks = {batch}, no accumulation")
+    return fields.reading("Megatron-LM", layout, seq=seq, batch=batch, described=model)
 
 
 def _batch(fields: ConfigFields, layout: Layout) -> int:
@@ -56,15 +43,14 @@ def _batch(fields: ConfigFields, layout: Layout) -> int:
     each = layout.micro * layout.dp
     batch = fields.integer("global_batch_size", each)
     if batch % each:
-        below, above = batch // each * each, (batch // each + 1) * each
         raise UserError(
             f"--global-batch-size {batch} is no multiple of micro-batch x data-parallel ranks = {layout.micro} x "
-            f"{layout.dp}; nearest: {f'{below} or {above}' if below else above}"
+            f"{layout.dp}; nearest: {nearest_multiples(batch, each)}"
         )
     return batch
 
 
-def _degrees(fields: ConfigFields, ranks: int, notes: list[str]) -> dict[str, Any]:
+def _degrees(fields: ConfigFields, ranks: int) -> dict[str, Any]:
     tp, pp, cp = (fields.integer(f"{name}_parallel_size", 1) for name in ("tensor_model", "pipeline_model", "context"))
     if ranks % (tp * pp * cp):
         raise UserError(f"{ranks} ranks cannot be divided by tensor x pipeline x context parallel = {tp * pp * cp}")
@@ -76,9 +62,9 @@ def _degrees(fields: ConfigFields, ranks: int, notes: list[str]) -> dict[str, An
         found["order"] = "dp-pp-cp-tp"
     sequence = fields.flag("sequence_parallel")
     if sequence and tp == 1:
-        notes.append("--sequence-parallel does nothing without tensor parallelism; Megatron-LM switches it off")
+        fields.note("--sequence-parallel does nothing without tensor parallelism; Megatron-LM switches it off")
     elif not sequence and tp > 1:
-        notes.append(
+        fields.note(
             "without --sequence-parallel the norms' and dropouts' activations are whole on every tensor-parallel rank"
         )
     return found | ({"sp": True} if sequence and tp > 1 else {})
@@ -91,13 +77,13 @@ def _experts(fields: ConfigFields) -> dict[str, Any]:
     return found
 
 
-def _pipeline(fields: ConfigFields, pp: int, facts: list[str]) -> dict[str, Any]:
+def _pipeline(fields: ConfigFields, pp: int) -> dict[str, Any]:
     """Virtual stages, and stages of different size."""
     each = fields.integer("num_layers_per_virtual_pipeline_stage")
     virtual = fields.integer("num_virtual_stages_per_pipeline_rank", 1)
     layers = fields.integer("num_layers")
     if fields.given("pipeline_model_parallel_layout"):
-        facts.append(f"--pipeline-model-parallel-layout {fields.word('pipeline_model_parallel_layout')}: taken as even")
+        fields.fact(f"--pipeline-model-parallel-layout {fields.word('pipeline_model_parallel_layout')}: taken as even")
     if each:
         if not layers:
             raise UserError("--num-layers-per-virtual-pipeline-stage needs --num-layers")
@@ -121,38 +107,38 @@ def _uneven(layers: int, stages: int, first: int, last: int) -> tuple[int, ...]:
     return (*([first] if first else []), *[rest // middle] * middle, *([last] if last else []))
 
 
-def _sharding(fields: ConfigFields, facts: list[str], notes: list[str]) -> dict[str, Any]:
+def _sharding(fields: ConfigFields) -> dict[str, Any]:
     strategies = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
     distributed = fields.flag("use_distributed_optimizer")
     fsdp = fields.flag("use_megatron_fsdp") or fields.flag("use_custom_fsdp")
     strategy = fields.word("data_parallel_sharding_strategy", "optim_grads_params", strategies)
     instances = fields.integer("num_distributed_optimizer_instances", 1)
     if instances > 1:
-        facts.append(f"{instances} instances of the distributed optimizer: each shards over that part of the ranks")
+        fields.fact(f"{instances} instances of the distributed optimizer: each shards over that part of the ranks")
     if fields.flag("use_torch_fsdp2"):
         keeps = fields.flag("torch_fsdp2_no_reshard_after_forward")
         return {"zero": 2 if keeps else 3}
     if fsdp:
         return {"zero": strategies[strategy.lower()]}
     if fields.given("data_parallel_sharding_strategy"):
-        notes.append("--data-parallel-sharding-strategy counts with --use-megatron-fsdp alone; it is not there")
+        fields.note("--data-parallel-sharding-strategy counts with --use-megatron-fsdp alone; it is not there")
     if distributed:
-        notes.append(
+        fields.note(
             "--use-distributed-optimizer is ZeRO-1: optimizer state and master weights are sharded, parameters and "
             "gradients are whole"
         )
         return {"zero": 1}
-    notes.append("without --use-distributed-optimizer every data-parallel rank keeps the whole optimizer state")
+    fields.note("without --use-distributed-optimizer every data-parallel rank keeps the whole optimizer state")
     return {}
 
 
-def _precision(fields: ConfigFields, facts: list[str]) -> dict[str, Any]:
+def _precision(fields: ConfigFields) -> dict[str, Any]:
     bf16, fp16 = fields.flag("bf16"), fields.flag("fp16")
     if bf16 and fp16:
         raise UserError("--bf16 and --fp16 are both given; Megatron-LM takes one of them")
     for key in ("fp8_format", "fp8_recipe", "fp8_param_gather", "fp4_format"):
         if fields.given(key):
-            facts.append(
+            fields.fact(
                 f"{dashed(key)}: matrix products in narrow types; weights and activations count as 16 bits here"
             )
     precise = fields.flag("use_precision_aware_optimizer")
@@ -160,16 +146,16 @@ def _precision(fields: ConfigFields, facts: list[str]) -> dict[str, Any]:
     fields.given("accumulate_allreduce_grads_in_fp32")
     moments = [fields.word(key, "fp32") for key in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")]
     if precise and any(dtype != "fp32" for dtype in moments):
-        facts.append(f"optimizer state in {' / '.join(moments)} (master, first, second moment): less than counted here")
+        fields.fact(f"optimizer state in {' / '.join(moments)} (master, first, second moment): less than counted here")
     if not (bf16 or fp16):
         return {"precision": "fp32"}
     if fp16:
-        facts.append("fp16: 2 bytes as bf16; steps whose loss scale overflows are skipped")
+        fields.fact("fp16: 2 bytes as bf16; steps whose loss scale overflows are skipped")
     narrow = reduced or (precise and main == "bf16") or (fp16 and not fields.flag("accumulate_allreduce_grads_in_fp32"))
     return {} if narrow else {"grads": "fp32"}
 
 
-def _recompute(fields: ConfigFields, facts: list[str]) -> dict[str, Any]:
+def _recompute(fields: ConfigFields) -> dict[str, Any]:
     granularity = fields.word("recompute_granularity", "", ("full", "selective"))
     if fields.flag("recompute_activations"):
         granularity = granularity or "selective"
@@ -177,26 +163,26 @@ def _recompute(fields: ConfigFields, facts: list[str]) -> dict[str, Any]:
     layers = fields.integer("recompute_num_layers", 1)
     modules = fields.word("recompute_modules", "core_attn")
     if fields.flag("distribute_saved_activations"):
-        facts.append("--distribute-saved-activations: blocks' inputs are split over tensor-parallel ranks")
+        fields.fact("--distribute-saved-activations: blocks' inputs are split over tensor-parallel ranks")
     if granularity == "full":
         if not method:
             raise UserError("--recompute-granularity full needs --recompute-method uniform or block")
         if method == "block":
-            facts.append(f"only {layers} layers a stage are recomputed; counted as all: the estimate is too low")
+            fields.fact(f"only {layers} layers a stage are recomputed; counted as all: the estimate is too low")
         elif layers > 1:
-            facts.append(f"{layers} layers together keep one input; counted as one each: the estimate is too high")
+            fields.fact(f"{layers} layers together keep one input; counted as one each: the estimate is too high")
         return {"recompute": "full"}
     if granularity == "selective":
         if modules != "core_attn":
-            facts.append(f"--recompute-modules {modules}: of these, attention's core alone is counted")
+            fields.fact(f"--recompute-modules {modules}: of these, attention's core alone is counted")
         return {"recompute": "selective"}
     return {}
 
 
-def _cpu(fields: ConfigFields, facts: list[str]) -> dict[str, Any]:
+def _cpu(fields: ConfigFields) -> dict[str, Any]:
     share = fields.number("optimizer_offload_fraction", 1.0)
     if not fields.flag("optimizer_cpu_offload"):
         return {}
     if share < 1:
-        facts.append(f"{share:.0%} of the optimizer state is offloaded; counted as all of it")
+        fields.fact(f"{share:.0%} of the optimizer state is offloaded; counted as all of it")
     return {"offload": "cpu"}

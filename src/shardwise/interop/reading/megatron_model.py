@@ -15,7 +15,7 @@ _OF_OTHERS = (
 )  # fmt: skip
 
 
-def described(fields: ConfigFields, tp: int, facts: list[str]) -> ModelConfig | None:
+def described(fields: ConfigFields, tp: int) -> ModelConfig | None:
     """The model; None where its sizes are not there, or where it has experts or latent attention.
 
     tp: the vocabulary is padded for it. Raises `UserError` for sizes that contradict each other.
@@ -36,10 +36,10 @@ def described(fields: ConfigFields, tp: int, facts: list[str]) -> ModelConfig | 
     longest = fields.integer("max_position_embeddings", fields.integer("seq_length", 1))
     untied = fields.flag("untie_embeddings_and_output_weights")
     if fields.flag("squared_relu"):
-        facts.append("--squared-relu is taken as gelu, which saves as much")
+        fields.fact("--squared-relu is taken as gelu, which saves as much")
     others = [key for key in (*_OTHERS, *_OF_OTHERS) if fields.given(key)]
     if others:
-        facts.append(f"its model is not described here ({', '.join(map(fields.name, others))}): --model names it")
+        fields.fact(f"its model is not described here ({', '.join(map(fields.name, others))}): --model names it")
     if others or not (hidden and vocab and sizes["num_layers"] and sizes["num_attention_heads"]):
         return None
     if positions not in ("learned_absolute", "rope", "none"):

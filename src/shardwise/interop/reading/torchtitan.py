@@ -9,7 +9,7 @@ from typing import Any
 
 from shardwise.errors import UserError
 from shardwise.interop.reading.arguments import launched_ranks, parse
-from shardwise.interop.reading.fields import ConfigFields
+from shardwise.interop.reading.fields import ConfigFields, nearest_multiples
 from shardwise.interop.reading.known_keys import known
 from shardwise.interop.reading.settings import Reading
 from shardwise.layout import Layout
@@ -25,34 +25,19 @@ def read(data: Mapping[str, Any] | list[str], ranks: int | None) -> Reading:
     top = ConfigFields(data, known("torchtitan"))
     training = top.table("training", known("torchtitan", "training"))
     parallel = top.table("parallelism", known("torchtitan", "parallelism"))
-    facts: list[str] = []
-    notes: list[str] = []
-    words = _degrees(parallel, ranks) | _schedule(parallel, facts)
-    words |= _sharding(parallel, words, notes) | _numbers(training, facts) | _recompute(top, facts)
+    words = _degrees(parallel, ranks) | _schedule(parallel)
+    words |= _sharding(parallel, words) | _numbers(training) | _recompute(top)
     seq, local, batch = _batch(training, words["dp"])
     words["micro"] = _micro(parallel, words["pp"], local)
     if top.table("compile", known("torchtitan", "compile")).flag("enable"):
         words["compile"] = "block"
     if local * words["dp"] < batch:
-        facts.append(f"{batch // (local * words['dp'])} local batches are accumulated in a step")
+        top.fact(f"{batch // (local * words['dp'])} local batches are accumulated in a step")
     model = top.table("model", known("torchtitan", "model"))
     named = _model(model)
     if model.given("converters") and (converters := data["model"]["converters"]):
-        facts.append(
-            f"converters {converters}: matrix products in narrow types; weights and activations count as 16 bits"
-        )
-    ignored, unknown = top.left()
-    return Reading(
-        "torchtitan",
-        Layout(**words),
-        seq=seq,
-        batch=batch,
-        model=named,
-        facts=tuple(facts),
-        notes=tuple(notes),
-        ignored=ignored,
-        unknown=unknown,
-    )
+        top.fact(f"converters {converters}: matrix products in narrow types; weights and activations count as 16 bits")
+    return top.reading("torchtitan", Layout(**words), seq=seq, batch=batch, model=named)
 
 
 def _nested(flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,67 +77,65 @@ def _degrees(parallel: ConfigFields, ranks: int | None) -> dict[str, Any]:
     return words | ({"sp": True} if tp > 1 and whole else {})
 
 
-def _sharding(parallel: ConfigFields, words: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
+def _sharding(parallel: ConfigFields, words: Mapping[str, Any]) -> dict[str, Any]:
     policy = parallel.word("fsdp_reshard_after_forward", "default", ("default", "always", "never"))
     kept = policy == "never" or (policy == "default" and words["pp"] > 1)
     if not words.get("zero") or not kept:
         return {}
     why = "never" if policy == "never" else "its default with a pipeline"
-    notes.append(
+    parallel.note(
         f"fsdp_reshard_after_forward is {why}: weights stay gathered from forward to backward, which is ZeRO-2's "
         "traffic and its memory while a step runs"
     )
     return {"zero": 2}
 
 
-def _schedule(parallel: ConfigFields, facts: list[str]) -> dict[str, Any]:
+def _schedule(parallel: ConfigFields) -> dict[str, Any]:
     name = parallel.word("pipeline_parallel_schedule", "1F1B")
     each = parallel.integer("pipeline_parallel_layers_per_stage")
     if parallel.integer("pipeline_parallel_degree", 1) == 1:
         return {}
     if name.lower() == "interleavedzerobubble":
-        facts.append("InterleavedZeroBubble has no name here: taken as interleaved, whose bubble is larger")
+        parallel.fact("InterleavedZeroBubble has no name here: taken as interleaved, whose bubble is larger")
         name = "Interleaved1F1B"
     # Brings numpy, which only a pipeline needs.
     from shardwise.schedule.pipeline import find
 
     found = find(name)
     if each:
-        facts.append(f"{each} layers a stage; the number of chunks a rank is taken as {found.virtual}")
+        parallel.fact(f"{each} layers a stage; the number of chunks a rank is taken as {found.virtual}")
     return {"schedule": found.name, "virtual": found.virtual}
 
 
-def _numbers(training: ConfigFields, facts: list[str]) -> dict[str, Any]:
+def _numbers(training: ConfigFields) -> dict[str, Any]:
     """Precision of weights and gradients, and where the optimizer state is."""
     param = training.word("mixed_precision_param", "bfloat16", ("bfloat16", "float32"))
     training.word("mixed_precision_reduce", "float32", ("float32", "bfloat16"))
     stored = training.word("dtype", "float32", ("bfloat16", "float32"))
     words: dict[str, Any] = {"grads": "fp32"} if param == "bfloat16" else {"precision": "fp32"}
     if stored == "bfloat16":
-        facts.append(
+        training.fact(
             "training.dtype is bfloat16: weights, gradients and moments are kept in 16 bits, less than counted here"
         )
     if training.flag("enable_cpu_offload"):
-        facts.append(
+        training.fact(
             "parameters, gradients and optimizer state are kept on the CPU; the optimizer state alone is counted so"
         )
         words["offload"] = "cpu"
     return words
 
 
-def _recompute(top: ConfigFields, facts: list[str]) -> dict[str, Any]:
+def _recompute(top: ConfigFields) -> dict[str, Any]:
     table = top.table("activation_checkpoint", known("torchtitan", "checkpointing"))
     mode = table.word("mode", "selective", ("selective", "full", "memory_budget", "none"))
     option, budget = table.word("selective_ac_option", "2"), table.number("memory_budget", 0.5)
     if mode == "full":
         return {"recompute": "full"}
     if mode == "memory_budget":
-        facts.append(
-            f"the compiler recomputes down to {budget:.0%} of the activations; counted as none: an upper bound"
-        )
+        top.fact(f"the compiler recomputes down to {budget:.0%} of the activations; counted as none: an upper bound")
     elif mode == "selective":
         which = "of cheap operations" if option == "op" else f"of one block in {option}"
-        facts.append(f"selective recomputation {which} has no word here; counted as none: an upper bound")
+        top.fact(f"selective recomputation {which} has no word here; counted as none: an upper bound")
     return {}
 
 
@@ -167,8 +150,7 @@ def _batch(training: ConfigFields, dp: int) -> tuple[int, int, int]:
     step = training.integer("num_tokens_per_train_step", -1, least=-1)
     batch = step // seq if step > 0 else whole if whole > 0 else local * dp
     if batch % (local * dp):
-        below, above = batch // (local * dp) * local * dp, (batch // (local * dp) + 1) * local * dp
-        nearest = f"{below} or {above}" if below else str(above)
+        nearest = nearest_multiples(batch, local * dp)
         raise UserError(f"a batch of {batch} is no multiple of local batch x dp = {local} x {dp}; nearest: {nearest}")
     return seq, local, batch
 
