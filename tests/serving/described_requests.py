@@ -6,8 +6,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from shardwise.serving.http.bodies import ERROR
 from shardwise.serving.http.openapi import description
-from shardwise.serving.http.problems import ERROR_SCHEMA
 from shardwise.serving.http.schema import checked
 
 DESCRIBED = description("0", guarded=False)
@@ -69,4 +69,4 @@ def is_described(status: int, answer: Any, path: str, method: str = "post") -> N
     assert str(status) in DESCRIBED["paths"][path][method]["responses"], answer
     assert status < 500, answer
     if status != 200:
-        assert checked(ERROR_SCHEMA, answer) == answer
+        assert checked(ERROR, answer) == answer

@@ -1,164 +1,42 @@
-"""What may be asked for: the bodies of completions and chats as JSON Schema, and `CompletionRequest`, what they come
-down to.
+"""Bodies of completions and chats as JSON Schema (`schemas.json`), and `CompletionRequest`, their meaning.
 
-Fields of OpenAI's interface that this server cannot honour are described with the values that ask for nothing, so that
-anything else is refused by name instead of being ignored in silence.
+Fields of OpenAI's interface that this server cannot honor are described with the values that ask for nothing, so that
+anything else is rejected by name instead of being ignored in silence.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import secrets
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from shardwise.serving.http.schema import Schema
 from shardwise.serving.messages import Sampling
 
-MOST_CHOICES = 128
 _COMPLETION_TOKENS = 16
 _SEEDS = 1 << 63
-_MOST_TOKENS = 1 << 31
+
+_DESCRIBED = json.loads((Path(__file__).parent / "schemas.json").read_text(encoding="utf-8"))
+ERROR: Schema = _DESCRIBED["Error"]
+REFUSALS: dict[str, str] = _DESCRIBED["refusals"]
+"""Status of HTTP -> why requests for generation are rejected with it."""
 
 
-def _only(*values: Any, why: str) -> Schema:
-    return {"enum": list(values), "default": values[0], "description": why}
-
-
-def _field(kind: str, default: Any, about: str, **words: Any) -> Schema:
-    """A field that may be null."""
-    return {"type": [kind, "null"], "default": default, "description": about, **words}
-
-
-_IGNORED: Schema = {"description": "accepted, and not used"}
-
-_TOKENS = {"type": "array", "title": "an array of token ids", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
-
-_COMMON: dict[str, Schema] = {
-    "model": _field("string", None, "the served model's name; left out, it is meant"),
-    "temperature": _field("number", 1.0, "0 takes the likeliest token", minimum=0, maximum=2),
-    "top_p": _field(
-        "number",
-        1.0,
-        "choose among the likeliest tokens whose probabilities add up to so much",
-        exclusiveMinimum=0,
-        maximum=1,
-    ),
-    "top_k": _field("integer", 0, "choose among so many likeliest tokens, 0 for all", minimum=0, maximum=_MOST_TOKENS),
-    "n": _field("integer", 1, "choices for each prompt", minimum=1, maximum=MOST_CHOICES),
-    "seed": _field("integer", None, "equal seeds give equal random numbers", minimum=-_SEEDS, maximum=_SEEDS - 1),
-    "stop": {
-        "anyOf": [
-            {"type": "string", "minLength": 1},
-            {
-                "type": "array",
-                "title": "an array of at most 4 strings",
-                "maxItems": 4,
-                "items": {"type": "string", "minLength": 1},
-            },
-            {"type": "null"},
-        ],
-        "description": "texts that end the answer, and are not part of it",
-    },
-    "stream": _field("boolean", False, "server-sent events instead of one answer"),
-    "stream_options": {
-        "type": ["object", "null"],
-        "additionalProperties": False,
-        "properties": {
-            "include_usage": _field("boolean", False, "a last event with the counts of tokens"),
-            "include_obfuscation": _only(None, False, why="events are not padded"),
-        },
-        "description": "only with stream",
-    },
-    "frequency_penalty": _only(None, 0, why="penalties are not supported"),
-    "presence_penalty": _only(None, 0, why="penalties are not supported"),
-    "logit_bias": _only(None, {}, why="biased logits are not supported"),
-    **dict.fromkeys(("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"), _IGNORED),
-}
-
-COMPLETION: Schema = {
-    "type": "object",
-    "title": "CompletionRequest",
-    "additionalProperties": False,
-    "required": ["prompt"],
-    "properties": {
-        "prompt": {
-            "anyOf": [
-                {"type": "string"},
-                {"type": "array", "title": "an array of strings", "minItems": 1, "items": {"type": "string"}},
-                _TOKENS,
-                {"type": "array", "title": "an array of arrays of token ids", "minItems": 1, "items": _TOKENS},
-            ],
-            "description": "what is continued: one or several texts, or their tokens",
-        },
-        "max_tokens": _field(
-            "integer",
-            None,
-            f"the longest answer in tokens; {_COMPLETION_TOKENS}, or what the context leaves",
-            minimum=1,
-            maximum=_MOST_TOKENS,
-        ),
-        "logprobs": _only(None, 0, why="only those of the chosen tokens are known: 0"),
-        "echo": _only(None, False, why="the prompt is not given back"),
-        "suffix": _only(None, "", why="text is not filled in before a suffix"),
-        "best_of": _only(None, 1, why="choices are not ranked"),
-        **_COMMON,
-    },
-}
-
-_PARTS: Schema = {
-    "type": "array",
-    "title": "an array of parts",
-    "minItems": 1,
-    "items": {
+def _body(title: str, required: str) -> Schema:
+    return {
         "type": "object",
-        "required": ["type", "text"],
+        "title": title,
         "additionalProperties": False,
-        "properties": {
-            "type": {"enum": ["text"], "description": "the model reads nothing but text"},
-            "text": {"type": "string"},
-        },
-    },
-}
+        "required": [required],
+        "properties": {**_DESCRIBED[title], **_DESCRIBED["common"]},
+    }
 
-_MESSAGE: Schema = {
-    "type": "object",
-    "required": ["role", "content"],
-    "additionalProperties": False,
-    "properties": {
-        "role": {"enum": ["system", "developer", "user", "assistant"], "description": "tools are not supported"},
-        "content": {"anyOf": [{"type": "string"}, _PARTS]},
-        "name": _field("string", None, "of who speaks, where the chat template knows names"),
-        "annotations": _only(None, [], why="of an answer that is given back"),
-        **dict.fromkeys(("refusal", "audio"), _only(None, why="of an answer that is given back")),
-        "function_call": _only(None, why="functions are not supported"),
-        "tool_calls": _only(None, [], why="tools are not supported"),
-    },
-}
 
-CHAT: Schema = {
-    "type": "object",
-    "title": "ChatCompletionRequest",
-    "additionalProperties": False,
-    "required": ["messages"],
-    "properties": {
-        "messages": {"type": "array", "minItems": 1, "items": _MESSAGE, "description": "the conversation so far"},
-        "max_completion_tokens": _field(
-            "integer", None, "the longest answer in tokens; what the context leaves", minimum=1, maximum=_MOST_TOKENS
-        ),
-        "max_tokens": _field("integer", None, "the same, by its old name", minimum=1, maximum=_MOST_TOKENS),
-        "logprobs": _field("boolean", False, "give the probabilities of the chosen tokens"),
-        "top_logprobs": _only(None, 0, why="only the probabilities of the chosen tokens are known"),
-        "response_format": _only(None, {"type": "text"}, why="answers are text, in no prescribed form"),
-        "tools": _only(None, [], why="tools are not supported"),
-        "tool_choice": _only(None, "none", "auto", why="tools are not supported"),
-        "parallel_tool_calls": _IGNORED,
-        "functions": _only(None, [], why="functions are not supported"),
-        "function_call": _only(None, "none", "auto", why="functions are not supported"),
-        "modalities": _only(None, ["text"], why="answers are text"),
-        **_COMMON,
-    },
-}
+COMPLETION = _body("CompletionRequest", "prompt")
+CHAT = _body("ChatCompletionRequest", "messages")
 
 
 @dataclass(frozen=True)

@@ -4,20 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwise.serving.http.bodies import CHAT, COMPLETION
-from shardwise.serving.http.problems import ERROR_SCHEMA
+from shardwise.serving.http.bodies import CHAT, COMPLETION, ERROR, REFUSALS
 from shardwise.serving.http.schema import Schema
-
-_REFUSALS = {
-    "400": "the body is malformed, or a field of it is wrong or not supported; the error's param names it",
-    "404": "no such model",
-    "408": "the body did not come in time",
-    "413": "the body is too large",
-    "415": "the body is not declared as JSON",
-    "429": "the queue is full; Retry-After says for how long",
-    "500": "the engine failed while it answered",
-    "503": "the server is stopping, or its engine has failed",
-}
 
 
 def description(version: str, guarded: bool) -> dict[str, Any]:
@@ -27,7 +15,7 @@ def description(version: str, guarded: bool) -> dict[str, Any]:
         "/v1/models/{model}": {"get": _reading("the served model, by its name", guarded, {"404": "no such model"})},
         "/v1/completions": {"post": _asking("continue prompts", COMPLETION, guarded)},
         "/v1/chat/completions": {"post": _asking("answer a conversation", CHAT, guarded)},
-        "/health": {"get": _reading("whether requests are taken", False, {"503": _REFUSALS["503"]})},
+        "/health": {"get": _reading("whether requests are taken", False, {"503": REFUSALS["503"]})},
         "/metrics": {"get": _reading("counters, gauges and histograms", False, kind="text/plain")},
         "/openapi.json": {"get": _reading("this description", False)},
     }
@@ -35,7 +23,7 @@ def description(version: str, guarded: bool) -> dict[str, Any]:
         {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
     ]
     components: dict[str, Any] = {
-        "schemas": {COMPLETION["title"]: COMPLETION, CHAT["title"]: CHAT, "Error": ERROR_SCHEMA},
+        "schemas": {COMPLETION["title"]: COMPLETION, CHAT["title"]: CHAT, "Error": ERROR},
     }
     if guarded:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
@@ -57,7 +45,7 @@ def _asking(summary: str, body: Schema, guarded: bool) -> dict[str, Any]:
     content = {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {"schema": {"type": "string"}}}
     schema = {"$ref": f"#/components/schemas/{body['title']}"}
     asked = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-    return _operation(summary, guarded, content, _REFUSALS) | asked
+    return _operation(summary, guarded, content, REFUSALS) | asked
 
 
 def _operation(summary: str, guarded: bool, content: dict[str, Any], refusals: dict[str, str]) -> dict[str, Any]:
