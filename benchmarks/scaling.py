@@ -32,11 +32,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import train_step
+from scaling_model import step_time
 
 from shardwise.cluster import Cluster, Device, Link
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload, unit_plan
-from shardwise.predict.time.scaling import step_time
 from shardwise.runtime.allocator import retain_freed_memory
 
 PREDICTED = (1, 4, 16, 64, 256, 1024, 4096, 16384)
@@ -75,7 +75,7 @@ def predicted(seconds: float, tokens: int, precision: str, link: dict[str, float
 
     seconds: a single rank's step of `tokens` tokens, measured. link: alpha and bandwidth between two ranks, measured.
     The curve is that of ranks as fast as this one, each behind a link like that: what splitting adds is priced by
-    `shardwise.predict.time.scaling`, with everything hidden that can be (`best`) and with nothing hidden (`worst`).
+    `scaling_model.py`, with everything hidden that can be (`best`) and with nothing hidden (`worst`).
     """
     for ranks in PREDICTED:
         one = Link(link["alpha"], link["bandwidth"], "measured in this run")

@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+from shardwise.runtime.job.launch import say, supervise
+
+
+def launch(command: list[str], ranks: int, *, echo: Callable[[str], None] = say, **options: Any) -> int:
+    """`supervise`, with the line handed to `echo` if there is one. Returns the exit code."""
+    ending = supervise(command, ranks, **options)
+    if ending.line:
+        echo(ending.line)
+    return ending.code
 
 
 def children(pid: int) -> list[int]:

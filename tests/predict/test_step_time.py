@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -11,9 +13,11 @@ from hypothesis import strategies as st
 from shardwise.cluster import Cluster
 from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.model.catalog import get
-from shardwise.predict.time.scaling import step_time
 from shardwise.predict.traffic.ledger import predict_ledger
 from shardwise.schedule.choose import cost
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from scaling_model import step_time
 
 MODEL = get("llama-3-8b")
 

@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 
 import shardwise
+from harness.processes import launch
 from shardwise.errors import UserError
 from shardwise.report.run_directory import LOCK, occupied
-from shardwise.runtime.job.launch import Failure, launch
+from shardwise.runtime.job.launch import Failure
 from shardwise.runtime.job.locks import run_lock, temporary_folder
 from shardwise.runtime.job.output import tolerant_output
 
@@ -214,9 +215,11 @@ def test_a_free_port_is_handed_to_the_ranks(tmp_path):
 
 LAUNCHER = """
 import signal, sys
-from shardwise.runtime.job.launch import launch
+from shardwise.runtime.job.launch import say, supervise
 signal.signal(signal.SIGINT, signal.default_int_handler)
-sys.exit(launch([sys.executable, "-c", sys.argv[1]], 3, patience=1.0))
+ending = supervise([sys.executable, "-c", sys.argv[1]], 3, patience=1.0)
+say(ending.line)
+sys.exit(ending.code)
 """
 
 

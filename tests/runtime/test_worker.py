@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 import shardwise
+from harness.processes import launch
 from shardwise.layout import Layout, Workload
 from shardwise.model import ModelConfig
 from shardwise.runtime.job.config import TrainConfig
-from shardwise.runtime.job.launch import launch
 
 SOURCES = str(Path(shardwise.__file__).parents[1])
 

@@ -1,4 +1,4 @@
-"""Choosing: the cheapest first, crossovers where two algorithms cost the same, and a ledger's second table."""
+"""Choosing: the cheapest first, crossovers where two algorithms cost the same."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import pytest
 
 from shardwise.cluster import Cluster, Device, Link
 from shardwise.errors import UserError
-from shardwise.report import LedgerRow
 from shardwise.schedule import build
-from shardwise.schedule.choose import Cost, choose, cost, crossovers, pricer, transport_rows
+from shardwise.schedule.choose import Cost, choose, cost, crossovers, pricer
 from shardwise.schedule.collectives import COLLECTIVES
 from shardwise.schedule.price import price
 
@@ -113,25 +112,14 @@ def test_a_cost_is_one_collective_of_a_ledger():
 
 
 def test_a_group_across_nodes_shares_their_nics_with_its_siblings():
-    row = LedgerRow("backward", "all_reduce", "dp", "blocks.0", "float32", 1_000_000, 3)
-    (found,) = transport_rows([row], {"dp": range(1, 16, 4)}, NODES, "ring")
-    assert transport_rows([row], {"dp": range(1, 16, 4)}, NODES)[0].algorithm == "rabenseifner"
-    # Four groups of four nodes, and a NIC for each device: 2 * 3/4 * 4 MB at 10 GB/s, three times.
-    assert found.time_s == pytest.approx(3 * (6 * 5e-6 + 1.5 * 4e6 / 10e9 + 0.75 * 4e6 * 1e-12))
-    assert (found.row, found.algorithm, found.bytes_sent, found.steps, found.wait_s) == (
-        0,
-        "ring",
-        18_000_000,
-        18,
-        None,
-    )
+    """Four groups of four nodes, and a NIC for each device: 2 * 3/4 * 4 MB at 10 GB/s."""
+    found = cost("all_reduce", 4e6, range(1, 16, 4), NODES, "ring", sharing=4)
+    assert found == Cost(pytest.approx(6 * 5e-6 + 1.5 * 4e6 / 10e9 + 0.75 * 4e6 * 1e-12), 6_000_000, 6)
+    assert pricer("all-reduce", range(1, 16, 4), NODES, sharing=4).pick(4e6, "best")[0] == "rabenseifner"
     assert pricer("all-reduce", range(1, 16, 4), NODES, nics=1, sharing=4).network.sharing == 4
 
 
 def test_mistakes_are_told():
-    row = LedgerRow("backward", "all_reduce", "tp", "blocks.0", "float32", 1, 1)
-    with pytest.raises(UserError, match="no group for the axes 'tp' of the ledger; there are dp"):
-        transport_rows([row], {"dp": [0, 1]}, NODES)
     with pytest.raises(UserError, match="no collective 'all_redcue'"):
         cost("all_redcue", 1, 4, NODES)
     with pytest.raises(UserError, match="17 ranks do not fit"):

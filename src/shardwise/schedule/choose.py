@@ -1,4 +1,4 @@
-"""Which algorithm is cheapest, where that changes with the size, and what a ledger's collectives take."""
+"""Which algorithm is cheapest, where that changes with the size, and what a collective takes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
-from shardwise.report.step_report import LedgerRow, TransportRow
 from shardwise.schedule.algorithms import Algorithm, algorithms, build, collective_name, find
 from shardwise.schedule.closed_forms import Terms, lower_bounds
 from shardwise.schedule.comm import CommSchedule
@@ -110,37 +109,6 @@ def cost(
     """
     _, paid = pricer(op, ranks, cluster, sharing=sharing).pick(nbytes, algorithm)
     return Cost(paid.seconds, paid.bytes_sent, paid.steps)
-
-
-def transport_rows(
-    ledger: Sequence[LedgerRow],
-    groups: Mapping[str, Sequence[int]],
-    cluster: Cluster,
-    algorithm: str = "best",
-) -> tuple[TransportRow, ...]:
-    """The ledger's second table, as far as it can be known beforehand: bytes sent, steps, time; waiting is not.
-
-    groups: axes of a row -> the devices of the group that this rank is in. Every device of a node is taken to be in one
-    such group, all at work together. Raises `UserError` for axes without a group, and what `cost` raises.
-    """
-    rows = []
-    for index, row in enumerate(ledger):
-        if row.axes not in groups:
-            raise UserError(
-                f"no group for the axes {row.axes!r} of the ledger; there are {', '.join(groups) or 'none'}"
-            )
-        group = tuple(groups[row.axes])
-        prices = pricer(row.op, group, cluster, sharing=_siblings(group, cluster))
-        name, paid = prices.pick(row.payload_bytes / max(row.count, 1), algorithm)
-        sent, steps, seconds = paid.bytes_sent * row.count, paid.steps * row.count, paid.seconds * row.count
-        rows.append(TransportRow(index, name, sent, steps, seconds, None))
-    return tuple(rows)
-
-
-def _siblings(group: Sequence[int], cluster: Cluster) -> int:
-    """How many groups like this one a node has, if each of its devices is in one."""
-    on_first = sum(1 for device in group if device // cluster.devices_per_node == group[0] // cluster.devices_per_node)
-    return max(1, cluster.devices_per_node // on_first)
 
 
 def pricer(

@@ -103,15 +103,9 @@ class Kernels:
         seconds = compute + moved / (self.constants.bandwidth * form["bandwidth_share"]) + form["latency_s"]
         return seconds * np.exp(_by_length(form, "residual", seen)) if "lengths" in form else seconds
 
-    def attention_backward(self, batch: Num, tokens: Num, heads: Num, kv_heads: Num, head_dim: Num,
-                           causal: bool = True, window: Num = 0) -> Num:  # fmt: skip
-        """Seconds of the fused backward: five products for the forward's two, at a lower share of the peak (Dao 2023,
-        FlashAttention-2, section 3 and figures 5 and 6)."""
-        forward = self.attention(batch, tokens, tokens, heads, kv_heads, head_dim, causal, window=window)
-        return forward * self.attention_ratio(head_dim, tokens)
-
     def attention_ratio(self, head_dim: Num, keys: Num, dtype: str = "bfloat16") -> Num:
-        """The fused backward's seconds over the forward's: five products for two, at another share of the peak."""
+        """The fused backward's seconds over the forward's: five products for two, at a lower share of the peak (Dao
+        2023, FlashAttention-2, section 3 and figures 5 and 6)."""
         form, _ = self.constants.attention(head_dim, dtype)
         if "lengths" in form:
             return 2.5 * _by_length(form, "backward", keys)

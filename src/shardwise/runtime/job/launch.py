@@ -25,12 +25,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import Literal
 
 from shardwise.errors import UserError
 from shardwise.runtime.job import pulse
@@ -122,14 +122,6 @@ class Ending:
     lost: tuple[int, ...] = ()
     stuck: int | None = None
     stack: str = ""
-
-
-def launch(command: list[str], ranks: int, *, echo: Callable[[str], None] = say, **options: Any) -> int:
-    """`supervise`, with the line handed to `echo` if there is one. Returns the exit code."""
-    ending = supervise(command, ranks, **options)
-    if ending.line:
-        echo(ending.line)
-    return ending.code
 
 
 def supervise(

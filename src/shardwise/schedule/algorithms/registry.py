@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import Any
 
 from shardwise.errors import UserError
 from shardwise.schedule.collectives import COLLECTIVES, ROOTED
@@ -31,11 +32,11 @@ class Algorithm:
     collective: str
     name: str
     summary: str
-    natural: str
-    source: str
-    reads: bool
-    most: int | None
     draft: Callable[..., Draft]
+    source: str
+    natural: str = "any"
+    reads: bool = False
+    most: int | None = None
 
     @cached_property
     def options(self) -> dict[str, int]:
@@ -52,19 +53,12 @@ _ALIASES = {"butterfly": "recursive-doubling", "double-binary-tree": "double-tre
 
 
 def algorithm(
-    collective: str,
-    name: str,
-    summary: str,
-    *,
-    natural: str = "any",
-    source: str,
-    reads: bool = False,
-    most: int | None = None,
+    collective: str, name: str, summary: str, **fields: Any
 ) -> Callable[[Callable[..., Draft]], Callable[..., Draft]]:
-    """Make an algorithm known under a collective and a name; the fields are `Algorithm`'s."""
+    """Make an algorithm known under a collective and a name. fields: further ones of `Algorithm`, `source` at least."""
 
     def register(draft: Callable[..., Draft]) -> Callable[..., Draft]:
-        _KNOWN[collective][name] = Algorithm(collective, name, summary, natural, source, reads, most, draft)
+        _KNOWN[collective][name] = Algorithm(collective, name, summary, draft, **fields)
         return draft
 
     return register

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from shardwise.errors import UserError
 from shardwise.schedule.pipeline.action import Action
@@ -26,6 +26,11 @@ Rule = Callable[[int, int, int], str]
 ZERO_STAGES = (0, 1, 2, 3)
 
 
+def one_chunk(p: int, m: int, v: int) -> str:
+    """The rule of schedules with one chunk a rank."""
+    return "" if v == 1 else "it has one chunk a rank: v=1"
+
+
 @dataclass(frozen=True)
 class ScheduleGenerator:
     """One way to order a pipeline's work.
@@ -36,9 +41,9 @@ class ScheduleGenerator:
 
     name: str
     summary: str
-    source: str
-    rule: Rule
     order: Callable[..., Order]
+    source: str
+    rule: Rule = one_chunk
     shape: Literal["loop", "vee"] = "loop"
     train: bool = True
     settles: int | None = None
@@ -82,27 +87,11 @@ _ALIASES = {
 }
 
 
-def one_chunk(p: int, m: int, v: int) -> str:
-    """The rule of schedules with one chunk a rank."""
-    return "" if v == 1 else "it has one chunk a rank: v=1"
-
-
-def generator(
-    name: str,
-    summary: str,
-    *,
-    source: str,
-    rule: Rule = one_chunk,
-    shape: Literal["loop", "vee"] = "loop",
-    train: bool = True,
-    settles: int | None = None,
-    grows: bool = False,
-    period: Callable[[int, int], int] = lambda p, m: 1,
-) -> Callable[[Callable[..., Order]], Callable[..., Order]]:
-    """Make a generator known under a name; the fields are `ScheduleGenerator`'s."""
+def generator(name: str, summary: str, **fields: Any) -> Callable[[Callable[..., Order]], Callable[..., Order]]:
+    """Make a generator known under a name. fields: further ones of `ScheduleGenerator`, `source` at least."""
 
     def register(order: Callable[..., Order]) -> Callable[..., Order]:
-        _KNOWN[name] = ScheduleGenerator(name, summary, source, rule, order, shape, train, settles, grows, period)
+        _KNOWN[name] = ScheduleGenerator(name, summary, order, **fields)
         return order
 
     return register

@@ -1,7 +1,4 @@
-"""How long a step takes, given how long one rank computes: the ledger's collectives priced on a cluster.
-
-The time of the arithmetic is measured, not modelled, so this says what splitting adds to it: no more, no less.
-"""
+"""A step's time from the measured arithmetic of one rank and the price of the ledger's collectives on a cluster."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ from shardwise.layout.axes import KV, TP, named
 from shardwise.layout.mesh import Mesh
 from shardwise.layout.units import UnitPlan
 from shardwise.predict.traffic.ledger import predict_ledger
+from shardwise.schedule.choose import cost
 
 
 class StepTime(NamedTuple):
@@ -40,17 +38,19 @@ def step_time(plan: UnitPlan, compute: float, cluster: Cluster) -> StepTime:
     gathered after the optimizer, when nothing computes: that part is exposed. Raises `UserError` where the
     cluster lacks devices or a link's figures.
     """
-    from shardwise.schedule.choose import transport_rows
-
     mesh = Mesh.of(plan.layout, plan.model)
-    ledger = predict_ledger(plan)
-    groups = {row.axes: mesh.group(named(row.axes), 0) for row in ledger}
     waited_for = {mesh.name(TP), mesh.name(KV)}
     exposed = hideable = 0.0
-    for row, sent in zip(ledger, transport_rows(ledger, groups, cluster), strict=True):
-        assert sent.time_s is not None
+    for row in predict_ledger(plan):
+        group = mesh.group(named(row.axes), 0)
+        # Every device of a node is in one such group, and all work at once.
+        on_first = sum(rank // cluster.devices_per_node == group[0] // cluster.devices_per_node for rank in group)
+        sharing = max(1, cluster.devices_per_node // on_first)
+        seconds = (
+            row.count * cost(row.op, row.payload_bytes / max(row.count, 1), group, cluster, sharing=sharing).seconds
+        )
         if row.axes in waited_for or row.phase in ("optimizer", "loss"):
-            exposed += sent.time_s
+            exposed += seconds
         else:
-            hideable += sent.time_s
+            hideable += seconds
     return StepTime(compute, exposed, hideable)
