@@ -19,55 +19,37 @@ from shardwise.schedule.algorithms.registry import PAIRS, algorithm
 from shardwise.schedule.comm import Draft, RepeatedRounds
 
 
-@algorithm("all-gather", "ring", "each rank hands on the piece that it was handed", source="Chan et al. 2007")
+@algorithm("all-gather", "ring", source="Chan et al. 2007")
 def ring(p: int) -> Draft:
+    """Each rank hands on the piece that it was handed."""
     return Draft(p, simple_ring(p, reduce=False))
 
 
-@algorithm(
-    "all-gather",
-    "recursive-doubling",
-    "pairs at distance 1, 2, 4, ... swap all that they have",
-    natural="powers of two",
-    source="Thakur, Rabenseifner, Gropp 2005",
-)
+@algorithm("all-gather", "recursive-doubling", natural="powers of two", source="Thakur, Rabenseifner, Gropp 2005")
 def recursive_doubling(p: int) -> Draft:
+    """Pairs at distance 1, 2, 4, ... swap all that they have."""
     q = power_below(p)
     return Draft(p, [*fold_in(p, q, np.arange(q, p), reduce=False), *doubling(q, p), *fold_out(p, q, count=p)])
 
 
-@algorithm(
-    "all-gather",
-    "bruck",
-    "the first pieces of each rank to the rank 1, 2, 4, ... before it",
-    source="Bruck et al. 1997",
-)
+@algorithm("all-gather", "bruck", source="Bruck et al. 1997")
 def bruck(p: int) -> Draft:
+    """The first pieces of each rank to the rank 1, 2, 4, ... before it."""
     v = np.arange(p)
     return Draft(
         p, [RepeatedRounds.once(around(v, (v - d) % p, v, min(d, p - d), p), "all-gather") for d in distances(p)]
     )
 
 
-@algorithm(
-    "all-gather",
-    "hierarchical",
-    "across nodes, each rank on its own NIC, then inside nodes",
-    natural="multiples of a node",
-    source="Cho et al. 2019",
-)
+@algorithm("all-gather", "hierarchical", natural="multiples of a node", source="Cho et al. 2019")
 def hierarchical(p: int, node: int = 0) -> Draft:
+    """Across nodes, each rank on its own NIC, then inside nodes."""
     return Draft(p, node_rings(p, node, reduce=False))
 
 
 @algorithm(
-    "all-gather",
-    "one-shot",
-    "each rank reads all others' pieces",
-    natural="one node",
-    source="TensorRT-LLM custom all-reduce",
-    reads=True,
-    most=PAIRS,
+    "all-gather", "one-shot", natural="one node", source="TensorRT-LLM custom all-reduce", reads=True, most=PAIRS
 )
 def one_shot(p: int) -> Draft:
+    """Each rank reads all others' pieces."""
     return Draft(p, read_all(p, reduce=False))

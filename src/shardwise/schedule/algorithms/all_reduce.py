@@ -32,13 +32,15 @@ from shardwise.schedule.comm import Draft, RepeatedRounds, Round
 _THAKUR = "Thakur, Rabenseifner, Gropp 2005"
 
 
-@algorithm("all-reduce", "ring", "reduce-scatter around a ring, then all-gather", source="Patarasuk and Yuan 2009")
+@algorithm("all-reduce", "ring", source="Patarasuk and Yuan 2009")
 def ring(p: int) -> Draft:
+    """Reduce-scatter around a ring, then all-gather."""
     return Draft(p, [*simple_ring(p, reduce=True), *simple_ring(p, reduce=False)])
 
 
-@algorithm("all-reduce", "tree", "up a binomial tree, and down again", source="Chan et al. 2007")
+@algorithm("all-reduce", "tree", source="Chan et al. 2007")
 def tree(p: int) -> Draft:
+    """Up a binomial tree, and down again."""
     return Draft(1, [*tree_up(p), *tree_down(p)])
 
 
@@ -52,15 +54,13 @@ def _timed_trees(p: int) -> tuple[NDArray[np.int64], ...]:
     return src, dst, np.concatenate([first_rounds(*tree, of) for tree, of in zip(trees, colours, strict=True)])
 
 
-@algorithm(
-    "all-reduce",
-    "double-tree",
-    "half of the segments up and down one binary tree, half another one",
-    source="Sanders, Speck, Träff 2009",
-)
+@algorithm("all-reduce", "double-tree", source="Sanders, Speck, Träff 2009")
 def double_tree(p: int, segments: int = 8) -> Draft:
-    """Every rank has two children in one tree at most, so that it sends and receives one segment a round: edges of one
-    colour are due in even rounds, those of the other in odd ones."""
+    """Half of the segments up and down one binary tree, half another one.
+
+    Every rank has two children in one tree at most, so that it sends and receives one segment a round: edges of one
+    colour are due in even rounds, those of the other in odd ones.
+    """
     half = (segments + 1) // 2
     src, dst, start = _timed_trees(p)
     first = np.repeat([0, half], p - 1)
@@ -68,53 +68,37 @@ def double_tree(p: int, segments: int = 8) -> Draft:
     return Draft(2 * half, [*up, *down])
 
 
-@algorithm(
-    "all-reduce",
-    "recursive-doubling",
-    "pairs at distance 1, 2, 4, ... swap and add whole buffers (butterfly)",
-    natural="powers of two",
-    source=_THAKUR,
-)
+@algorithm("all-reduce", "recursive-doubling", natural="powers of two", source=_THAKUR)
 def recursive_doubling(p: int) -> Draft:
-    """Both of a pair add the same two sums, so addition being commutative is enough for equal bits."""
+    """Pairs at distance 1, 2, 4, ... swap and add whole buffers (butterfly).
+
+    Both of a pair add the same two sums, so addition being commutative is enough for equal bits.
+    """
     q = power_below(p)
     v = np.arange(q)
     swaps = [RepeatedRounds.once(Round.of(v, v ^ d, 0, reduce=True), "exchange") for d in distances(q)]
     return Draft(1, [*fold_in(p, q), *swaps, *fold_out(p, q)])
 
 
-@algorithm(
-    "all-reduce",
-    "rabenseifner",
-    "reduce-scatter by recursive halving, all-gather by doubling",
-    natural="powers of two",
-    source=_THAKUR,
-)
+@algorithm("all-reduce", "rabenseifner", natural="powers of two", source=_THAKUR)
 def rabenseifner(p: int) -> Draft:
+    """Reduce-scatter by recursive halving, all-gather by doubling."""
     q = power_below(p)
     return Draft(q, [*fold_in(p, q, count=q), *halving(q, q), *doubling(q, q), *fold_out(p, q, count=q)])
 
 
-@algorithm(
-    "all-reduce",
-    "hierarchical",
-    "reduce-scatter inside nodes, all-reduce across them, all-gather inside",
-    natural="multiples of a node",
-    source="Mikami et al. 2018; Cho et al. 2019",
-)
+@algorithm("all-reduce", "hierarchical", natural="multiples of a node", source="Mikami et al. 2018; Cho et al. 2019")
 def hierarchical(p: int, node: int = 0) -> Draft:
+    """Reduce-scatter inside nodes, all-reduce across them, all-gather inside."""
     return Draft(p, [*node_rings(p, node, reduce=True), *node_rings(p, node, reduce=False)])
 
 
-@algorithm(
-    "all-reduce",
-    "hierarchical-masters",
-    "up a tree to each node's master, a ring of the masters, down again",
-    natural="multiples of a node",
-    source="Jia et al. 2018",
-)
+@algorithm("all-reduce", "hierarchical-masters", natural="multiples of a node", source="Jia et al. 2018")
 def hierarchical_masters(p: int, node: int = 0) -> Draft:
-    """The master is the first rank of its node. One NIC of a node works; the other ranks wait for their master."""
+    """Up a tree to each node's master, a ring of the masters, down again.
+
+    The master is the first rank of its node. One NIC of a node works; the other ranks wait for their master.
+    """
     g, nodes = nodes_of(p, node)
     members = np.arange(p).reshape(nodes, g)
     masters = members[:, 0]
@@ -129,42 +113,32 @@ def hierarchical_masters(p: int, node: int = 0) -> Draft:
 
 
 @algorithm(
-    "all-reduce",
-    "one-shot",
-    "each rank reads all others' buffers and adds them in rank order",
-    natural="one node",
-    source="TensorRT-LLM custom all-reduce",
-    reads=True,
-    most=PAIRS,
+    "all-reduce", "one-shot", natural="one node", source="TensorRT-LLM custom all-reduce", reads=True, most=PAIRS
 )
 def one_shot(p: int) -> Draft:
-    """Into a buffer of its own, since the others read this one; in rank order, so that all ranks get the same bits."""
+    """Each rank reads all others' buffers and adds them in rank order.
+
+    Into a buffer of its own, since the others read this one; in rank order, so that all ranks get the same bits.
+    """
     dst, src = np.divmod(np.arange(p * p), p)
     everything = Round.of(src, dst, 0, to=1, reduce=src > 0)
     return Draft(1, [RepeatedRounds.once(everything, "read and add")], regions=("data", "out"), result="out")
 
 
 @algorithm(
-    "all-reduce",
-    "two-shot",
-    "each rank reads and adds all others' parts of one piece, then reads the other pieces",
-    natural="one node",
-    source="TensorRT-LLM custom all-reduce",
-    reads=True,
-    most=PAIRS,
+    "all-reduce", "two-shot", natural="one node", source="TensorRT-LLM custom all-reduce", reads=True, most=PAIRS
 )
 def two_shot(p: int) -> Draft:
+    """Each rank reads and adds all others' parts of one piece, then reads the other pieces."""
     return Draft(p, [*read_all(p, reduce=True), *read_all(p, reduce=False)])
 
 
-@algorithm(
-    "all-reduce",
-    "central-server",
-    "all send to rank 0, which adds and sends back: for contrast",
-    source="Li et al. 2014 (parameter server)",
-)
+@algorithm("all-reduce", "central-server", source="Li et al. 2014 (parameter server)")
 def central_server(p: int) -> Draft:
-    """All traffic passes the server's one port: 2 (p - 1) buffers."""
+    """All send to rank 0, which adds and sends back: for contrast.
+
+    All traffic passes the server's one port: 2 (p - 1) buffers.
+    """
     others = np.arange(1, p)
     if p == 1:
         return Draft(1, [])

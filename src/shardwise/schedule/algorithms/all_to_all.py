@@ -12,14 +12,12 @@ from shardwise.schedule.algorithms.registry import PAIRS, algorithm
 from shardwise.schedule.comm import Draft, RepeatedRounds, Round
 
 
-@algorithm(
-    "all-to-all",
-    "pairwise",
-    "in round k with the ranks k further on and k before",
-    source="Thakur, Rabenseifner, Gropp 2005",
-)
+@algorithm("all-to-all", "pairwise", source="Thakur, Rabenseifner, Gropp 2005")
 def pairwise(p: int) -> Draft:
-    """p - 1 rounds, in each of which every rank sends one piece and receives one."""
+    """In round k with the ranks k further on and k before.
+
+    p - 1 rounds, in each of which every rank sends one piece and receives one.
+    """
     v = np.arange(p)
 
     def shift(k: int) -> Round:
@@ -30,17 +28,14 @@ def pairwise(p: int) -> Draft:
     return Draft(p, stages, regions=("data", "out"), result="out")
 
 
-@algorithm(
-    "all-to-all",
-    "bruck",
-    "pieces travel by the binary digits of their distance, many in one message",
-    source="Bruck et al. 1997",
-    most=PAIRS,
-)
+@algorithm("all-to-all", "bruck", source="Bruck et al. 1997", most=PAIRS)
 def bruck(p: int) -> Draft:
-    """A piece for the rank k further on moves by d in the round of each binary digit d of k: k alone says where it is
+    """Pieces travel by the binary digits of their distance, many in one message.
+
+    A piece for the rank k further on moves by d in the round of each binary digit d of k: k alone says where it is
     when. On the way it lies at place k of "scratch" and "spare" by turns, since the next piece k arrives while this one
-    leaves."""
+    leaves.
+    """
     v = np.arange(p)
     out, scratch = p, 2 * p
 

@@ -15,13 +15,15 @@ def scatter_down(p: int, root: int = 0) -> list[RepeatedRounds]:
     ]
 
 
-@algorithm("scatter", "binomial", "pieces down a binomial tree, halved at every level", source="Chan et al. 2007")
+@algorithm("scatter", "binomial", source="Chan et al. 2007")
 def scatter(p: int, root: int = 0) -> Draft:
+    """Pieces down a binomial tree, halved at every level."""
     return Draft(p, scatter_down(p, root))
 
 
-@algorithm("gather", "binomial", "pieces up a binomial tree, doubled at every level", source="Chan et al. 2007")
+@algorithm("gather", "binomial", source="Chan et al. 2007")
 def gather(p: int, root: int = 0) -> Draft:
+    """Pieces up a binomial tree, doubled at every level."""
     stages = [
         RepeatedRounds.once(around((down + root) % p, (up + root) % p, down + root, below, p), "gather")
         for up, down, below in reversed(tree_edges(p))

@@ -17,36 +17,25 @@ from shardwise.schedule.algorithms.registry import PAIRS, algorithm
 from shardwise.schedule.comm import Draft, RepeatedRounds, Round
 
 
-@algorithm(
-    "reduce-scatter",
-    "ring",
-    "each rank adds its part to the piece that it was handed, and hands it on",
-    source="Patarasuk and Yuan 2009",
-)
+@algorithm("reduce-scatter", "ring", source="Patarasuk and Yuan 2009")
 def ring(p: int) -> Draft:
+    """Each rank adds its part to the piece that it was handed, and hands it on."""
     return Draft(p, simple_ring(p, reduce=True))
 
 
-@algorithm(
-    "reduce-scatter",
-    "halving",
-    "pairs at distance p/2, p/4, ... swap the half that the other one keeps",
-    natural="powers of two",
-    source="Thakur, Rabenseifner, Gropp 2005",
-)
+@algorithm("reduce-scatter", "halving", natural="powers of two", source="Thakur, Rabenseifner, Gropp 2005")
 def recursive_halving(p: int) -> Draft:
+    """Pairs at distance p/2, p/4, ... swap the half that the other one keeps."""
     q = power_below(p)
     return Draft(p, [*fold_in(p, q, count=p), *halving(q, p), *fold_out(p, q, np.arange(q, p))])
 
 
-@algorithm(
-    "reduce-scatter",
-    "pairwise",
-    "in round k to the rank k + 1 further on, its piece",
-    source="Thakur, Rabenseifner, Gropp 2005",
-)
+@algorithm("reduce-scatter", "pairwise", source="Thakur, Rabenseifner, Gropp 2005")
 def pairwise(p: int) -> Draft:
-    """Every piece goes straight to its rank, which adds it; what a rank sends it has never changed."""
+    """In round k to the rank k + 1 further on, its piece.
+
+    Every piece goes straight to its rank, which adds it; what a rank sends it has never changed.
+    """
     v = np.arange(p)
 
     def shift(k: int) -> Round:
@@ -56,25 +45,15 @@ def pairwise(p: int) -> Draft:
     return Draft(p, RepeatedRounds.each(range(1, p), shift, "reduce-scatter"))
 
 
-@algorithm(
-    "reduce-scatter",
-    "hierarchical",
-    "inside nodes, then across them, each rank on its own NIC",
-    natural="multiples of a node",
-    source="Cho et al. 2019",
-)
+@algorithm("reduce-scatter", "hierarchical", natural="multiples of a node", source="Cho et al. 2019")
 def hierarchical(p: int, node: int = 0) -> Draft:
+    """Inside nodes, then across them, each rank on its own NIC."""
     return Draft(p, node_rings(p, node, reduce=True))
 
 
 @algorithm(
-    "reduce-scatter",
-    "one-shot",
-    "each rank reads and adds all others' parts of its piece",
-    natural="one node",
-    source="TensorRT-LLM custom all-reduce",
-    reads=True,
-    most=PAIRS,
+    "reduce-scatter", "one-shot", natural="one node", source="TensorRT-LLM custom all-reduce", reads=True, most=PAIRS
 )
 def one_shot(p: int) -> Draft:
+    """Each rank reads and adds all others' parts of its piece."""
     return Draft(p, read_all(p, reduce=True))

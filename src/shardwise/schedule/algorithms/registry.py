@@ -53,15 +53,22 @@ _ALIASES = {"butterfly": "recursive-doubling", "double-binary-tree": "double-tre
 
 
 def algorithm(
-    collective: str, name: str, summary: str, **fields: Any
+    collective: str, name: str, summary: str = "", **fields: Any
 ) -> Callable[[Callable[..., Draft]], Callable[..., Draft]]:
-    """Make an algorithm known under a collective and a name. fields: further ones of `Algorithm`, `source` at least."""
+    """Make an algorithm known under a collective and a name. summary: left out, the first paragraph of the function's
+    docstring. fields: further ones of `Algorithm`, `source` at least."""
 
     def register(draft: Callable[..., Draft]) -> Callable[..., Draft]:
-        _KNOWN[collective][name] = Algorithm(collective, name, summary, draft, **fields)
+        _KNOWN[collective][name] = Algorithm(collective, name, summary or first_paragraph(draft), draft, **fields)
         return draft
 
     return register
+
+
+def first_paragraph(function: Callable[..., Any]) -> str:
+    """The first paragraph of a docstring as an entry of a list: without capital and period."""
+    text = " ".join(inspect.cleandoc(function.__doc__ or "").partition("\n\n")[0].split()).removesuffix(".")
+    return text[:1].lower() + text[1:]
 
 
 def collective_name(text: str) -> str:

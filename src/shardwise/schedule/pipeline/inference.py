@@ -10,20 +10,16 @@ def _decode(p: int, m: int, v: int) -> str:
     return one_chunk(p, m, v) or ("" if m >= p else f"with fewer than p in flight ranks stand still: m of at least {p}")
 
 
-@generator(
-    "prefill", "chunks of prompts, one after the other: fill and drain", source="Agrawal et al. 2023", train=False
-)
+@generator("prefill", source="Agrawal et al. 2023", train=False)
 def prefill(p: int, m: int, v: int, rank: int) -> Order:
+    """Chunks of prompts, one after the other: fill and drain."""
     return [F(rank, k) for k in range(m)]
 
 
-@generator(
-    "decode",
-    "m micro-batches in flight, one token of each in turn; the last stage's token goes back to the first",
-    source="Pope et al. 2022",
-    rule=_decode,
-    train=False,
-)
+@generator("decode", source="Pope et al. 2022", rule=_decode, train=False)
 def decode(p: int, m: int, v: int, rank: int, tokens: int = 8) -> Order:
-    """tokens: of each of the m micro-batches; the k-th action is token k // m of micro-batch k % m."""
+    """M micro-batches in flight, one token of each in turn; the last stage's token goes back to the first.
+
+    tokens: of each of the m micro-batches; the k-th action is token k // m of micro-batch k % m.
+    """
     return [F(rank, k) for k in range(m * tokens)]

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from shardwise.errors import UserError
+from shardwise.schedule.algorithms.registry import first_paragraph
 from shardwise.schedule.pipeline.action import Action
 from shardwise.schedule.pipeline.bulk import without_collections
 from shardwise.schedule.pipeline.completion import AHEAD, RESIDENT, complete
@@ -87,11 +88,12 @@ _ALIASES = {
 }
 
 
-def generator(name: str, summary: str, **fields: Any) -> Callable[[Callable[..., Order]], Callable[..., Order]]:
-    """Make a generator known under a name. fields: further ones of `ScheduleGenerator`, `source` at least."""
+def generator(name: str, summary: str = "", **fields: Any) -> Callable[[Callable[..., Order]], Callable[..., Order]]:
+    """Make a generator known under a name. summary: left out, the first paragraph of the function's docstring. fields:
+    further ones of `ScheduleGenerator`, `source` at least."""
 
     def register(order: Callable[..., Order]) -> Callable[..., Order]:
-        _KNOWN[name] = ScheduleGenerator(name, summary, order, **fields)
+        _KNOWN[name] = ScheduleGenerator(name, summary or first_paragraph(order), order, **fields)
         return order
 
     return register

@@ -28,30 +28,25 @@ def alternate(forwards: Order, backwards: Order, warmup: int, weights: Order | N
     return out + weights[max(0, len(backwards) - lag) :]
 
 
-@generator(
-    "naive",
-    "one micro-batch after the other, all the way and back",
-    source="Huang et al. 2019, baseline",
-    settles=0,
-)
+@generator("naive", source="Huang et al. 2019, baseline", settles=0)
 def naive(p: int, m: int, v: int, rank: int) -> Order:
+    """One micro-batch after the other, all the way and back."""
     return [do(rank, k) for k in range(m) for do in (F, B)]
 
 
-@generator("gpipe", "all forwards, then all backwards", source="Huang et al. 2019", settles=2, grows=True)
+@generator("gpipe", source="Huang et al. 2019", settles=2, grows=True)
 def gpipe(p: int, m: int, v: int, rank: int) -> Order:
+    """All forwards, then all backwards."""
     return [F(rank, k) for k in range(m)] + [B(rank, k) for k in range(m)]
 
 
-@generator(
-    "1f1b",
-    "as soon as a backward can be done it is, one forward for one backward",
-    source="Narayanan et al. 2019",
-    settles=1,
-)
+@generator("1f1b", source="Narayanan et al. 2019", settles=1)
 def one_f_one_b(p: int, m: int, v: int, rank: int, warmup: int = 0) -> Order:
-    """warmup: forwards of rank 0 before its first pair, at least p - 1; other ranks in proportion to their distance
-    from the last. More of them hide the latency of hops, at the price of as many more micro-batches held."""
+    """As soon as a backward can be done it is, one forward for one backward.
+
+    warmup: forwards of rank 0 before its first pair, at least p - 1; other ranks in proportion to their distance
+    from the last. More of them hide the latency of hops, at the price of as many more micro-batches held.
+    """
     mine = -(-warmup * (p - 1 - rank) // max(1, p - 1))
     return alternate([F(rank, k) for k in range(m)], [B(rank, k) for k in range(m)], min(mine, m))
 
@@ -76,16 +71,12 @@ def _interleaved(p: int, m: int, v: int) -> str:
     return f"micro-batches go in {groups} equal groups of at least p={p}, such as m={below} or m={above}"
 
 
-@generator(
-    "interleaved",
-    "1f1b over v chunks a rank, micro-batches in groups of p",
-    source="Narayanan et al. 2021",
-    rule=_interleaved,
-    settles=4,
-    period=group_of,
-)
+@generator("interleaved", source="Narayanan et al. 2021", rule=_interleaved, settles=4, period=group_of)
 def interleaved(p: int, m: int, v: int, rank: int) -> Order:
-    """Where p does not divide m, groups are larger, as torch's are: m // p equal ones."""
+    """1f1b over v chunks a rank, micro-batches in groups of p.
+
+    Where p does not divide m, groups are larger, as torch's are: m // p equal ones.
+    """
     group = group_of(p, m)
     steps = [(k // (group * v) * group + k % group, k // group % v) for k in range(m * v)]
     forwards = [F(chunk * p + rank, micro) for micro, chunk in steps]
@@ -93,37 +84,23 @@ def interleaved(p: int, m: int, v: int, rank: int) -> Order:
     return alternate(forwards, backwards, min((v - 1) * group + 2 * (p - 1 - rank), m * v))
 
 
-@generator(
-    "breadth-first",
-    "each chunk does all micro-batches before the next one; backward likewise",
-    source="Lamy-Poirier 2022",
-    rule=_looped,
-    settles=2,
-    grows=True,
-)
+@generator("breadth-first", source="Lamy-Poirier 2022", rule=_looped, settles=2, grows=True)
 def breadth_first(p: int, m: int, v: int, rank: int) -> Order:
+    """Each chunk does all micro-batches before the next one; backward likewise."""
     stages = range(rank, p * v, p)
     return [F(s, k) for s in stages for k in range(m)] + [B(s, k) for s in reversed(stages) for k in reversed(range(m))]
 
 
-@generator(
-    "zb-h1",
-    "1f1b with the weight gradients put off into the bubble, same memory",
-    source="Qi et al. 2023",
-    settles=1,
-)
+@generator("zb-h1", source="Qi et al. 2023", settles=1)
 def zb_h1(p: int, m: int, v: int, rank: int) -> Order:
+    """1f1b with the weight gradients put off into the bubble, same memory."""
     forwards, inputs, weights = ([do(rank, k) for k in range(m)] for do in (F, I, W))
     return alternate(forwards, inputs, min(p - 1 - rank, m), weights, rank)
 
 
-@generator(
-    "zb-h2",
-    "zb-h1 with twice the warm-up and memory, no bubble of its own",
-    source="Qi et al. 2023",
-    settles=2,
-)
+@generator("zb-h2", source="Qi et al. 2023", settles=2)
 def zb_h2(p: int, m: int, v: int, rank: int) -> Order:
+    """Zb-h1 with twice the warm-up and memory, no bubble of its own."""
     forwards, inputs, weights = ([do(rank, k) for k in range(m)] for do in (F, I, W))
     return alternate(forwards, inputs, min(2 * (p - 1 - rank), m), weights, 2 * rank)
 
@@ -154,15 +131,9 @@ class _Vee:
         return W(self.stages[chunk], next(self.weight[chunk]))
 
 
-@generator(
-    "zb-v",
-    "two chunks a rank in a V, no bubble of its own, memory of 1f1b",
-    source="Qi et al. 2024",
-    rule=_vee,
-    shape="vee",
-    settles=2,
-)
+@generator("zb-v", source="Qi et al. 2024", rule=_vee, shape="vee", settles=2)
 def zb_v(p: int, m: int, v: int, rank: int) -> Order:
+    """Two chunks a rank in a V, no bubble of its own, memory of 1f1b."""
     return [action for action in _zb_v(_Vee(p, rank), p, max(m, 2 * p - 1), rank) if action.micro < m]
 
 
@@ -191,15 +162,9 @@ def _dualpipe(p: int, m: int, v: int) -> str:
     return _vee(p, m, v) or ("" if m >= 2 * p else f"it needs as many micro-batches as stages: m of at least {2 * p}")
 
 
-@generator(
-    "dualpipe-v",
-    "two chunks a rank in a V, one's forward beside the other's backward",
-    source="DeepSeek-AI 2024, Qi et al. 2025",
-    rule=_dualpipe,
-    shape="vee",
-    settles=2,
-)
+@generator("dualpipe-v", source="DeepSeek-AI 2024, Qi et al. 2025", rule=_dualpipe, shape="vee", settles=2)
 def dualpipe_v(p: int, m: int, v: int, rank: int) -> Order:
+    """Two chunks a rank in a V, one's forward beside the other's backward."""
     return list(_dualpipe_v(_Vee(p, rank), p, m, rank))
 
 
