@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON. Names and defaults: DeepSpeed 0.19, runtime/job/config.py, constants.py and zero/config.py.
+"""DeepSpeed's JSON. Names and defaults: DeepSpeed 0.19, runtime/config.py, constants.py and zero/config.py.
 
 The file does not say on how many processes it runs, which is what its batch equation needs.
 """
