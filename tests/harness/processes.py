@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shardwise.runtime.job.launch import say, supervise
+from shardwise.runtime.job.launch import supervise
+from shardwise.runtime.job.output import say
 
 
 def launch(command: list[str], ranks: int, *, echo: Callable[[str], None] = say, **options: Any) -> int:

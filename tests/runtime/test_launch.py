@@ -215,7 +215,8 @@ def test_a_free_port_is_handed_to_the_ranks(tmp_path):
 
 LAUNCHER = """
 import signal, sys
-from shardwise.runtime.job.launch import say, supervise
+from shardwise.runtime.job.launch import supervise
+from shardwise.runtime.job.output import say
 signal.signal(signal.SIGINT, signal.default_int_handler)
 ending = supervise([sys.executable, "-c", sys.argv[1]], 3, patience=1.0)
 say(ending.line)

@@ -35,7 +35,6 @@ from typing import Literal
 from shardwise.errors import UserError
 from shardwise.runtime.job import pulse
 from shardwise.runtime.job.locks import temporary_folder
-from shardwise.runtime.job.output import say
 
 GRACE = 1.0
 """Seconds that the other ranks get to report what they saw, after one has failed."""
