@@ -194,7 +194,7 @@ def healthy(rank: int, count: int) -> int:
 def late(rank: int, _: None) -> str:
     """The last rank never comes to the second collective; what the first one says of it."""
     transport = _world()
-    transport.patience.timeout = 0.5
+    transport.spin.timeout = 0.5
     x = torch.ones(10)
     transport.all_reduce(x).wait()
     if rank == transport.ranks - 1:

@@ -1,4 +1,4 @@
-"""Reading each other's memory is safe whatever the ranks' speeds: plans played in random orders, move by move."""
+"""Reading each other's memory is safe whatever the ranks' speeds: plans played in random orders."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ NAMES = [(found.collective, found.name) for found in algorithms()]
 class Rank:
     """A rank's memory and flags. private: the caller's. sight: what peers see, the same where all of it is in sight."""
 
-    def __init__(self, plan: RankPlan, memory: np.ndarray, footing: CopyPlan, resident: bool) -> None:
-        self.plan, self.private, self.footing = plan, memory, footing
+    def __init__(self, plan: RankPlan, memory: np.ndarray, copies: CopyPlan, resident: bool) -> None:
+        self.plan, self.private, self.copies = plan, memory, copies
         self.sight = memory if resident else np.full_like(memory, -1)
         self.resident = resident
         self.ready = self.read = 0
@@ -38,42 +38,42 @@ class Rank:
 def life(rank: Rank, peers: list[Rank]) -> Iterator[None]:
     """What a rank does, in the order in which it does it; it stops wherever others may come in between."""
     if not rank.resident:
-        for a, b in rank.footing.enter:
+        for a, b in rank.copies.enter:
             rank.sight[a:b] = rank.private[a:b]
             yield
-    for step, places in zip(rank.plan.steps, rank.footing.places, strict=True):
+    for step, places in zip(rank.plan.steps, rank.copies.places, strict=True):
         rank.ready = step.number + 1
         for fence in step.before:
             while peers[fence.peer].read <= fence.round:
                 yield
         aside = {}
-        for i, (move, place) in enumerate(zip(step.moves, places, strict=True)):
+        for i, (transfer, place) in enumerate(zip(step.transfers, places, strict=True)):
             yield
-            if move.peer == rank.plan.rank:
-                source = rank.at(move.source, place.source)
+            if transfer.peer == rank.plan.rank:
+                source = rank.at(transfer.source, place.source)
             else:
-                while peers[move.peer].ready <= step.number:
+                while peers[transfer.peer].ready <= step.number:
                     yield
-                source = peers[move.peer].sight[slice(*move.source)]
-            if move.aside is not None:
+                source = peers[transfer.peer].sight[slice(*transfer.source)]
+            if transfer.aside is not None:
                 aside[i] = source.copy()
                 continue
-            old = rank.at(move.target, place.old)
-            rank.at(move.target, place.new)[...] = old + source if move.reduce else source
+            old = rank.at(transfer.target, place.old)
+            rank.at(transfer.target, place.new)[...] = old + source if transfer.reduce else source
         rank.read = step.number + 1
         for fence in step.between:
             while peers[fence.peer].read <= fence.round:
                 yield
         for i, source in aside.items():
-            move, place = step.moves[i], places[i]
-            old = rank.at(move.target, place.old)
-            rank.at(move.target, place.new)[...] = old + source if move.reduce else source
+            transfer, place = step.transfers[i], places[i]
+            old = rank.at(transfer.target, place.old)
+            rank.at(transfer.target, place.new)[...] = old + source if transfer.reduce else source
             yield
     for fence in rank.plan.after:
         while peers[fence.peer].read <= fence.round:
             yield
     if not rank.resident:
-        for a, b in rank.footing.leave:
+        for a, b in rank.copies.leave:
             rank.private[a:b] = rank.sight[a:b]
     # The caller has its memory back, and does something else with what the peers saw.
     rank.finished = True
@@ -84,7 +84,7 @@ def life(rank: Rank, peers: list[Rank]) -> Iterator[None]:
 def raced(plans: list[RankPlan], inputs: list[np.ndarray], resident: bool, order: random.Random) -> list[np.ndarray]:
     """The ranks' memories after all have run, one little thing at a time, at whatever speeds `order` gives them."""
     ranks = [
-        Rank(plan, memory.copy(), plan.in_sight if resident else plan.footing, resident)
+        Rank(plan, memory.copy(), plan.in_sight if resident else plan.copy_plan, resident)
         for plan, memory in zip(plans, inputs, strict=True)
     ]
     lives = {i: life(rank, ranks) for i, rank in enumerate(ranks)}
@@ -172,6 +172,6 @@ def test_nobody_gives_its_memory_back_while_it_is_read() -> None:
 def test_as_little_as_can_be_is_copied() -> None:
     """Two ranks that reduce in two shots show each other the half that the other one adds up, and get half back."""
     plan = rank_plan(build("all-reduce", "two-shot", 2), 10, 1)
-    assert plan.footing.enter == ((0, 5),) and plan.footing.leave == ((5, 10),)
+    assert plan.copy_plan.enter == ((0, 5),) and plan.copy_plan.leave == ((5, 10),)
     plan = rank_plan(build("all-gather", "one-shot", 4), 16, 1)
-    assert plan.footing.enter == ((4, 8),) and plan.footing.leave == ()
+    assert plan.copy_plan.enter == ((4, 8),) and plan.copy_plan.leave == ()

@@ -96,13 +96,13 @@ class Mesh:
 
         Axes of size one are left out, and a shard group that covers all data ranks is called after these.
         """
-        found = ""
+        name = ""
         for axis in axes:
             whole = axis in SHARD + REPLICATE and self._parts[axis].size == self.layout.data_ranks
-            for each in DATA if whole else (axis,):
-                if self._parts[each].size > 1:
-                    found += f"_{each}" if found else each
-        return found
+            for part in DATA if whole else (axis,):
+                if self._parts[part].size > 1:
+                    name += f"_{part}" if name else part
+        return name
 
     def _joint(self, axes: Axes, rank: int) -> int:
         """The index of `rank` over dense axes, the first slowest."""

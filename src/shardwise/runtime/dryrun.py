@@ -172,17 +172,17 @@ def _observe(plan: UnitPlan, rank: int, fake: Any) -> Role:
 def _transport(backend: Backend) -> Any:
     """What makes the transport of a group, with the memory that a backend needs but without peers."""
     from shardwise.runtime.transport.process_group import ProcessGroupTransport
-    from shardwise.runtime.transport.protocol import Completed
+    from shardwise.runtime.transport.protocol import DONE
 
     class Shared(ProcessGroupTransport):
         """Ranks that read each other's memory. A message is handed over as soon as it is sent, which fake collectives
         do not tell."""
 
         def send(self, tensor: Any, peer: int) -> Any:
-            return Completed()
+            return DONE
 
         def receive(self, out: Any, peer: int) -> Any:
-            return Completed()
+            return DONE
 
         def _unsummed(self, own: Any) -> Any:
             return [own] * len(self.ranks)

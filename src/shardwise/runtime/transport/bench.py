@@ -131,9 +131,9 @@ def _block(call: Call, count: int) -> tuple[float, float]:
 
 
 def _rank_0s(numbers: list[int]) -> list[int]:
-    told = torch.tensor(numbers)
-    dist.broadcast(told, 0)
-    return told.tolist()
+    values = torch.tensor(numbers)
+    dist.broadcast(values, 0)
+    return values.tolist()
 
 
 def backends_own(collective: str, memory: Tensor, n: int) -> Call:
@@ -188,21 +188,21 @@ class TransportBench:
     def run(self) -> None:
         """Measure cell after cell until the time is over; rank 0 writes them."""
         collectives = list(dict.fromkeys(schedule.collective for schedule in self.schedules))
-        wanted = [(collective, size) for collective in collectives for size in self.job.sizes]
+        planned = [(collective, size) for collective in collectives for size in self.job.sizes]
         cells: list[dict[str, Any]] = []
-        parts = parts_of_time([(self._contenders(collective), size) for collective, size in wanted])
-        for number, (collective, size) in enumerate(wanted):
+        parts = parts_of_time([(self._contenders(collective), size) for collective, size in planned])
+        for number, (collective, size) in enumerate(planned):
             if not _rank_0s([int(number == 0 or self.job.settled > 0 or self._in_time())])[0]:
                 break
             n = whole_elements(size, self.ranks)
-            words = f"{collective}, {n * DTYPE.itemsize:,} bytes ({number + 1} of {len(wanted)})"
+            words = f"{collective}, {n * DTYPE.itemsize:,} bytes ({number + 1} of {len(planned)})"
             measured = self._cell(collective, n, words, parts[number])
             cells.append(
                 {"collective": collective, "bytes": n * DTYPE.itemsize, "rows": [asdict(row) for row in measured]}
             )
             if self.rank == 0:
                 partial_file = Path(self.job.out + ".partial")
-                partial_file.write_text(json.dumps({"wanted": len(wanted), "cells": cells}))
+                partial_file.write_text(json.dumps({"wanted": len(planned), "cells": cells}))
                 partial_file.replace(self.job.out)
         if self.rank == 0 and sys.stderr.isatty():
             print("\r\033[K", end="", file=sys.stderr, flush=True)

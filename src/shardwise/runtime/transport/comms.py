@@ -28,7 +28,7 @@ from shardwise.runtime.job.pulse import Pulse
 from shardwise.runtime.transport.adding import Target
 from shardwise.runtime.transport.buffers import ByteCounter, Workspace
 from shardwise.runtime.transport.process_group import ProcessGroupTransport
-from shardwise.runtime.transport.protocol import Completed, Realization, Transport, Work
+from shardwise.runtime.transport.protocol import DONE, Realization, Transport, Work
 from shardwise.runtime.transport.scheduled import ScheduledCollective
 from shardwise.runtime.transport.shared import SharedTransport
 from shardwise.schedule.traffic import Moved
@@ -137,9 +137,6 @@ class PendingCollective:
     def is_completed(self) -> bool:
         """Whether it is complete, or this rank could complete it now without waiting for others."""
         return self._work is None or self._work.is_completed()
-
-
-DONE = Completed()
 
 
 class Comms:
@@ -463,7 +460,7 @@ def _forget(moved: Moved) -> None:
 
 def _rows(tensor: Tensor, rows: Sequence[int] | None, ranks: int) -> list[int]:
     """Rows of a tensor for each of `ranks` ranks. Raises `ValueError` where they are not all of its rows."""
-    found = [len(tensor) // ranks] * ranks if rows is None else list(rows)
-    if len(found) != ranks or sum(found) != len(tensor) or min(found) < 0:
-        raise ValueError(f"{len(tensor)} rows are not {found} rows for {ranks} ranks")
-    return found
+    counts = [len(tensor) // ranks] * ranks if rows is None else list(rows)
+    if len(counts) != ranks or sum(counts) != len(tensor) or min(counts) < 0:
+        raise ValueError(f"{len(tensor)} rows are not {counts} rows for {ranks} ranks")
+    return counts

@@ -18,7 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from shardwise.runtime.transport.memory import ALIGNED, SharedSegment
-from shardwise.runtime.transport.protocol import Completed
+from shardwise.runtime.transport.protocol import DONE, Works
 from shardwise.runtime.transport.shared_collective import flat_array
 
 if TYPE_CHECKING:
@@ -44,48 +44,48 @@ class Mail:
     """
 
     def __init__(self, transport: SharedTransport, announced: int) -> None:
-        self.rank, self.peers, self.patience = transport.rank, transport.peers, transport.patience
+        self.rank, self.peers, self.spin = transport.rank, transport.peers, transport.spin
         self._segments = [_segment(transport.ranks * _EACH * 8)]
         self._own = memoryview(self._segments[0].map).cast("q")
-        self._announced, self._flags = announced, transport.theirs
-        self._theirs: list[memoryview | None] = [None] * transport.ranks
+        self._announced, self._flags = announced, transport.peer_flags
+        self._peer_flags: list[memoryview | None] = [None] * transport.ranks
         transport.flags[announced] = self._segments[0].serial
         self._sent, self._posted = [0] * transport.ranks, [0] * transport.ranks
         self._under_way: list[dict[int, SharedSegment]] = [{} for _ in self.peers]
         self._free: list[list[SharedSegment]] = [[] for _ in self.peers]
         self.close = weakref.finalize(self, _close, self._segments)
 
-    def send(self, tensor: Tensor, peer: int) -> Completed:
+    def send(self, tensor: Tensor, peer: int) -> Works:
         """Leave a contiguous tensor for `peer`. Raises `RuntimeError` when it has ended or takes nothing for too
         long, or where memory runs out."""
         number, array = self._sent[peer], flat_array(tensor)
         self._sent[peer] += 1
         if number >= OUTSTANDING:
             at = self.rank * _EACH + _TAKEN + number % OUTSTANDING
-            self.patience.wait(self._words(peer), at, number - OUTSTANDING + 1, self.peers[peer])
+            self.spin.wait(self._words(peer), at, number - OUTSTANDING + 1, self.peers[peer])
         segment = self._place(peer, array.nbytes)
         segment.bytes[: array.nbytes].view(array.dtype)[:] = array
         self._under_way[peer][number] = segment
         mine = peer * _EACH
         self._own[mine + _RING + number % OUTSTANDING] = segment.serial
         self._own[mine] = number + 1
-        return Completed()
+        return DONE
 
-    def all_to_all(self, out: Sequence[Tensor], parts: Sequence[Tensor]) -> Exchange:
+    def all_to_all(self, out: Sequence[Tensor], parts: Sequence[Tensor]) -> Works:
         """Send each rank its part of contiguous `parts`; `out` has room for theirs. Empty parts are not sent."""
         out[self.rank].copy_(parts[self.rank])
         for peer, part in enumerate(parts):
             if peer != self.rank and part.numel():
                 self.send(part, peer)
-        return Exchange([self.receive(x, peer) for peer, x in enumerate(out) if peer != self.rank and x.numel()])
+        return Works([self.receive(x, peer) for peer, x in enumerate(out) if peer != self.rank and x.numel()])
 
     def _words(self, peer: int) -> memoryview:
         """The peer's words, once it has made its mail."""
-        words = self._theirs[peer]
+        words = self._peer_flags[peer]
         if words is None:
-            self.patience.wait(self._flags[peer], self._announced, 1, self.peers[peer])
+            self.spin.wait(self._flags[peer], self._announced, 1, self.peers[peer])
             words = memoryview(self.peers[peer].map(self._flags[peer][self._announced])).cast("q")
-            self._theirs[peer] = words
+            self._peer_flags[peer] = words
         return words
 
     @property
@@ -103,9 +103,9 @@ class Mail:
                     free.append(under_way.pop(number))
         if fits := [segment for segment in free if segment.nbytes >= nbytes]:
             # The smallest: a small message in the place of a large one would have that make another.
-            found = min(fits, key=lambda segment: segment.nbytes)
-            free.remove(found)
-            return found
+            smallest = min(fits, key=lambda segment: segment.nbytes)
+            free.remove(smallest)
+            return smallest
         self._segments.append(_segment(_room(nbytes)))
         return self._segments[-1]
 
@@ -123,10 +123,10 @@ class Mail:
         """Wait for message `number` of `peer` and copy it."""
         theirs, at = self._words(peer), self.rank * _EACH
         if theirs[at] <= number:
-            self.patience.wait(theirs, at, number + 1, self.peers[peer])
+            self.spin.wait(theirs, at, number + 1, self.peers[peer])
         array = flat_array(out)
-        found = np.frombuffer(self.peers[peer].map(theirs[at + _RING + number % OUTSTANDING]), np.uint8)
-        array[:] = found[: array.nbytes].view(array.dtype)
+        message = np.frombuffer(self.peers[peer].map(theirs[at + _RING + number % OUTSTANDING]), np.uint8)
+        array[:] = message[: array.nbytes].view(array.dtype)
         self._own[peer * _EACH + _TAKEN + number % OUTSTANDING] = number + 1
 
 
@@ -141,20 +141,6 @@ class Arriving:
 
     def is_completed(self) -> bool:
         return self._mail.came(self._peer, self._number)
-
-
-class Exchange:
-    """An all-to-all whose parts for others have left. `wait` has theirs in their places."""
-
-    def __init__(self, arriving: list[Arriving]) -> None:
-        self._arriving = arriving
-
-    def wait(self) -> None:
-        for message in self._arriving:
-            message.wait()
-
-    def is_completed(self) -> bool:
-        return all(message.is_completed() for message in self._arriving)
 
 
 def _room(nbytes: int) -> int:

@@ -104,13 +104,13 @@ class Peer:
         return self._maps[serial]
 
     def _open(self, serial: int) -> mmap.mmap:
-        wanted = f"/memfd:{_name(self.pid, serial)} (deleted)"
+        name = f"/memfd:{_name(self.pid, serial)} (deleted)"
         folder = f"/proc/{self.pid}/fd"
         # Plain strings: a process may have hundreds of files open. What was made last is likely looked for.
         for number in sorted(os.listdir(folder), key=int, reverse=True):  # noqa: PTH208
             link = f"{folder}/{number}"
             with suppress(OSError):
-                if os.readlink(link) == wanted:  # noqa: PTH115
+                if os.readlink(link) == name:  # noqa: PTH115
                     fd = os.open(link, os.O_RDWR)
                     try:
                         return mmap.mmap(fd, os.fstat(fd).st_size)

@@ -42,12 +42,12 @@ class Fence(NamedTuple):
 
 
 class RankRound(NamedTuple):
-    """One round of one rank: wait for `before`, make the moves, say that all is read, wait for `between`, and then
+    """One round of one rank: wait for `before`, make the transfers, say that all is read, wait for `between`, and then
     bring what was put aside to its place. number: the round's in the schedule."""
 
     number: int
     before: tuple[Fence, ...]
-    moves: tuple[Transfer, ...]
+    transfers: tuple[Transfer, ...]
     between: tuple[Fence, ...]
 
 
@@ -74,24 +74,24 @@ class RankPlan:
     @cached_property
     def rounds(self) -> int:
         """Rounds in which this rank reads a peer's memory or is read."""
-        reads = {step.number for step in self.steps if any(move.peer != self.rank for move in step.moves)}
+        reads = {step.number for step in self.steps if any(transfer.peer != self.rank for transfer in step.transfers)}
         return len(reads | {number for number, _ in self.read})
 
     @cached_property
-    def footing(self) -> CopyPlan:
+    def copy_plan(self) -> CopyPlan:
         """Where each part of the memory is kept, when the memory itself is out of the peers' sight."""
-        return _footing(self)
+        return _copy_plan(self)
 
     @cached_property
     def in_sight(self) -> CopyPlan:
         """The same when the peers see the memory itself, or all of it must be shown to them."""
-        always = tuple(tuple(Places(True, True, True) for _ in step.moves) for step in self.steps)
+        always = tuple(tuple(Places(True, True, True) for _ in step.transfers) for step in self.steps)
         everything = ((0, self.elements),)
         return CopyPlan(always, everything, everything, everything[0])
 
 
 class Places(NamedTuple):
-    """Of one move, whether it finds the own source, finds the target's old value and leaves the new one in sight."""
+    """Whether one transfer finds the own source, finds the target's old value and leaves the new one in sight."""
 
     source: bool
     old: bool
@@ -101,8 +101,8 @@ class Places(NamedTuple):
 class CopyPlan(NamedTuple):
     """Parts of a rank's memory that its peers can read, by round, with the fewest copies.
 
-    places: of each move of each step. enter: what is brought into sight before. leave: what is brought back in the end.
-    span: what encloses all that is ever in sight.
+    places: of each transfer of each step. enter: what is brought into sight before. leave: what is brought back in the
+    end. span: what encloses all that is ever in sight.
     """
 
     places: tuple[tuple[Places, ...], ...]
@@ -111,13 +111,13 @@ class CopyPlan(NamedTuple):
     span: Span
 
 
-def _footing(plan: RankPlan) -> CopyPlan:
+def _copy_plan(plan: RankPlan) -> CopyPlan:
     """A part of the memory is in sight from the start when a peer reads it before it is written, and what is written
-    stays in sight while a peer is still to read it. A schedule that cuts the memory differently from move to move has
-    all of it in sight."""
-    moves = [move for step in plan.steps for move in step.moves]
-    spans = [span for _, span in plan.read] + [move.target for move in moves]
-    spans += [move.source for move in moves if move.peer == plan.rank]
+    stays in sight while a peer is still to read it. A schedule that cuts the memory differently from transfer to
+    transfer has all of it in sight."""
+    transfers = [transfer for step in plan.steps for transfer in step.transfers]
+    spans = [span for _, span in plan.read] + [transfer.target for transfer in transfers]
+    spans += [transfer.source for transfer in transfers if transfer.peer == plan.rank]
     cut = sorted({edge for span in spans for edge in span})
     index = {edge: i for i, edge in enumerate(cut)}
     never = 1 << 60
@@ -127,8 +127,8 @@ def _footing(plan: RankPlan) -> CopyPlan:
             first_read[cell], last_read[cell] = min(first_read[cell], number), max(last_read[cell], number)
     first_write = [never] * len(cut)
     for step in reversed(plan.steps):
-        for move in step.moves:
-            for cell in range(index[move.target[0]], index[move.target[1]]):
+        for transfer in step.transfers:
+            for cell in range(index[transfer.target[0]], index[transfer.target[1]]):
                 first_write[cell] = step.number
     shown = [read <= write and read < never for read, write in zip(first_read, first_write, strict=True)]
     enter = [cell for cell, now in enumerate(shown) if now]
@@ -136,9 +136,11 @@ def _footing(plan: RankPlan) -> CopyPlan:
     places: list[tuple[Places, ...]] = []
     for step in plan.steps:
         row: list[Places] = []
-        for move in step.moves:
-            target = range(index[move.target[0]], index[move.target[1]])
-            source = range(index[move.source[0]], index[move.source[1]]) if move.peer == plan.rank else range(0)
+        for transfer in step.transfers:
+            target = range(index[transfer.target[0]], index[transfer.target[1]])
+            source = (
+                range(index[transfer.source[0]], index[transfer.source[1]]) if transfer.peer == plan.rank else range(0)
+            )
             old, new, own = ({shown[c] for c in target}, {last_read[c] > step.number for c in target},
                              {shown[c] for c in source})  # fmt: skip
             if len(old) > 1 or len(new) > 1 or len(own) > 1:
@@ -179,7 +181,7 @@ def rank_plan(schedule: CommSchedule, elements: int, rank: int) -> RankPlan:
             continue
         before: set[Fence] = set()
         between: set[Fence] = set()
-        moves: list[Transfer] = []
+        transfers: list[Transfer] = []
         at_aside = 0
         for place, (src, at, to, adds) in enumerate(reads):
             fences = readers.of(to)
@@ -190,15 +192,15 @@ def rank_plan(schedule: CommSchedule, elements: int, rank: int) -> RankPlan:
             if now or again:
                 between |= now
                 length = to[1] - to[0]
-                moves.append(Transfer(src, at, to, adds, (at_aside, at_aside + length)))
+                transfers.append(Transfer(src, at, to, adds, (at_aside, at_aside + length)))
                 at_aside += length
             else:
-                moves.append(Transfer(src, at, to, adds))
+                transfers.append(Transfer(src, at, to, adds))
         aside = max(aside, at_aside)
-        moves = _in_order(moves, at_aside)
-        aside = max(aside, sum(move.aside[1] - move.aside[0] for move in moves if move.aside))
+        transfers = _in_order(transfers, at_aside)
+        aside = max(aside, sum(transfer.aside[1] - transfer.aside[0] for transfer in transfers if transfer.aside))
         readers.passed(before | between)
-        steps.append(RankRound(number, tuple(sorted(before)), tuple(moves), tuple(sorted(between))))
+        steps.append(RankRound(number, tuple(sorted(before)), tuple(transfers), tuple(sorted(between))))
     return RankPlan(rank, int(bounds[-1]), tuple(steps), tuple(read), tuple(sorted(readers.all())), aside)
 
 
@@ -227,17 +229,17 @@ def _rows(round: Round, bounds: object) -> Iterable[tuple[int, int, Span, Span, 
             yield src, dst, at, there, adds
 
 
-def _in_order(moves: list[Transfer], end: int) -> list[Transfer]:
+def _in_order(transfers: list[Transfer], end: int) -> list[Transfer]:
     """Put aside, too, whatever follows into a target of something put aside: rows are applied in their order."""
     later: list[Span] = []
     result: list[Transfer] = []
-    for move in moves:
-        if move.aside is None and any(overlap(move.target, span) for span in later):
-            length = move.target[1] - move.target[0]
-            move, end = move._replace(aside=(end, end + length)), end + length
-        if move.aside is not None:
-            later.append(move.target)
-        result.append(move)
+    for transfer in transfers:
+        if transfer.aside is None and any(overlap(transfer.target, span) for span in later):
+            length = transfer.target[1] - transfer.target[0]
+            transfer, end = transfer._replace(aside=(end, end + length)), end + length
+        if transfer.aside is not None:
+            later.append(transfer.target)
+        result.append(transfer)
     return result
 
 

@@ -24,14 +24,22 @@ class Work(Protocol):
         """Whether it is complete, or this rank could complete it now without waiting for others."""
 
 
-class Completed:
-    """A work without anything left to wait for."""
+class Works:
+    """Several works as one."""
+
+    def __init__(self, works: Sequence[Work] = ()) -> None:
+        self._works = works
 
     def wait(self) -> None:
-        """No-op."""
+        for work in self._works:
+            work.wait()
 
     def is_completed(self) -> bool:
-        return True
+        return all(work.is_completed() for work in self._works)
+
+
+DONE = Works()
+"""Nothing left to wait for."""
 
 
 class Realization(NamedTuple):

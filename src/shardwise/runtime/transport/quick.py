@@ -39,8 +39,8 @@ class Quick:
         self.rank, self.ranks = transport.rank, transport.ranks
         self._others = [peer for peer in range(self.ranks) if peer != self.rank]
         # Nothing here refers back to the transport, which goes with its last user.
-        self._flags, self._theirs = transport.flags, transport.theirs
-        self._peers, self._patience, self._maps = transport.peers, transport.patience, maps
+        self._flags, self._peer_flags = transport.flags, transport.peer_flags
+        self._peers, self._spin, self._maps = transport.peers, transport.spin, maps
         self._count = 0
         self._views: dict[tuple[int, int, torch.dtype], list[Tensor]] = {}
 
@@ -49,9 +49,9 @@ class Quick:
         combine: Callable[..., Tensor] = torch.maximum if maximum else torch.add
         with unwatched():
             flat = tensor.view(-1)
-            found = self._exchange(flat)
-            combine(found[0], found[1], out=flat)
-            for other in found[2:]:
+            pieces = self._exchange(flat)
+            combine(pieces[0], pieces[1], out=flat)
+            for other in pieces[2:]:
                 combine(flat, other, out=flat)
 
     def all_gather(self, out: Tensor, piece: Tensor) -> None:
@@ -60,27 +60,27 @@ class Quick:
             rows, flat = out.view(self.ranks, -1), piece.view(-1)
             step = AREA // flat.element_size()
             for start in range(0, flat.numel(), step):
-                for row, found in zip(rows, self._exchange(flat[start : start + step]), strict=True):
-                    row[start : start + step].copy_(found)
+                for row, piece_of in zip(rows, self._exchange(flat[start : start + step]), strict=True):
+                    row[start : start + step].copy_(piece_of)
 
     def _exchange(self, flat: Tensor) -> list[Tensor]:
         """What every rank has, until the next but one."""
         place = self._count % 2
         self._count = count = self._count + 1
         key = place, flat.numel(), flat.dtype
-        found = self._views.get(key)
-        if found is None:
+        views = self._views.get(key)
+        if views is None:
             if len(self._views) == VIEWS:
                 self._views.clear()
-            found = self._views[key] = self._view(*key)
-        found[self.rank].copy_(flat)
+            views = self._views[key] = self._view(*key)
+        views[self.rank].copy_(flat)
         self._flags[_QUICK] = count
         for peer in self._others:
-            flags = self._theirs[peer]
+            flags = self._peer_flags[peer]
             if flags[_QUICK] < count:
-                self._patience.wait(flags, _QUICK, count, self._peers[peer])
-        return found
+                self._spin.wait(flags, _QUICK, count, self._peers[peer])
+        return views
 
     def _view(self, place: int, elements: int, dtype: torch.dtype) -> list[Tensor]:
         start = FLAGS + place * AREA
-        return [torch.frombuffer(found, dtype=dtype, count=elements, offset=start) for found in self._maps]
+        return [torch.frombuffer(segment, dtype=dtype, count=elements, offset=start) for segment in self._maps]

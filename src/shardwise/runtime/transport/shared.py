@@ -28,7 +28,7 @@ from shardwise.runtime.transport.buffers import ByteCounter, Workspace
 from shardwise.runtime.transport.mail import Mail
 from shardwise.runtime.transport.memory import Peer, SharedSegment, SpinWait, can_share
 from shardwise.runtime.transport.plan import RankPlan, rank_plan
-from shardwise.runtime.transport.protocol import Completed, Realization, Work
+from shardwise.runtime.transport.protocol import DONE, Realization, Work
 from shardwise.runtime.transport.quick import AREA, FLAGS, Quick
 from shardwise.runtime.transport.shared_collective import (
     PIECE,
@@ -78,7 +78,7 @@ class SharedTransport:
         self._lent: dict[int, Flights] = {}
         """By address: what peers may still be reading there."""
         self.started: deque[SharedCollective] = deque()
-        self.patience = SpinWait(self.ranks, len(os.sched_getaffinity(0)), timeout)
+        self.spin = SpinWait(self.ranks, len(os.sched_getaffinity(0)), timeout)
         # What nobody closed goes with the transport: a process may make many.
         self._let_go = weakref.finalize(self, _let_go, self._segments, self.peers)
         self._mails: dict[int, Mail] = {}
@@ -87,8 +87,8 @@ class SharedTransport:
     def _meet(self, group: dist.ProcessGroup) -> None:
         """Tell the others where this rank's flags are, and map theirs; all succeed or all fail."""
         ranks = dist.get_process_group_ranks(group)
-        card: Any = can_share()
-        if card is None:
+        endpoint: Any = can_share()
+        if endpoint is None:
             try:
                 for stage in self._stages:
                     stage.take(PIECE)
@@ -96,35 +96,35 @@ class SharedTransport:
                 self.flags = memoryview(flags.map).cast("q")
                 # A process of the same number in another container is somebody else.
                 self.flags[_TOKEN] = token = secrets.randbits(62)
-                card = os.getpid(), flags.serial, token
+                endpoint = os.getpid(), flags.serial, token
             except OSError as error:
-                card = f"rank {dist.get_rank()} got no shared memory: {error.strerror}"
-        cards = self._all(group, card)
-        problem = next((card for card in cards if isinstance(card, str)), None)
+                endpoint = f"rank {dist.get_rank()} got no shared memory: {error.strerror}"
+        endpoints = self._all_objects(group, endpoint)
+        problem = next((endpoint for endpoint in endpoints if isinstance(endpoint, str)), None)
         if problem is None:
             try:
-                self.peers += [Peer(rank, pid) for rank, (pid, _, _) in zip(ranks, cards, strict=True)]
-                maps = [peer.map(serial) for peer, (_, serial, _) in zip(self.peers, cards, strict=True)]
-                self.theirs = [memoryview(found).cast("q") for found in maps]
+                self.peers += [Peer(rank, pid) for rank, (pid, _, _) in zip(ranks, endpoints, strict=True)]
+                maps = [peer.map(serial) for peer, (_, serial, _) in zip(self.peers, endpoints, strict=True)]
+                self.peer_flags = [memoryview(segment).cast("q") for segment in maps]
                 self.quick = Quick(self, maps)
-                strangers = [
+                foreign = [
                     rank
-                    for rank, flags, card in zip(ranks, self.theirs, cards, strict=True)
-                    if flags[_TOKEN] != card[2]
+                    for rank, flags, endpoint in zip(ranks, self.peer_flags, endpoints, strict=True)
+                    if flags[_TOKEN] != endpoint[2]
                 ]
-                problem = f"rank {strangers[0]} is not on this host" if strangers else None
+                problem = f"rank {foreign[0]} is not on this host" if foreign else None
             except OSError as error:
                 problem = f"rank {dist.get_rank()} cannot open every other rank's memory ({error.strerror or error})"
-        problem = next((found for found in self._all(group, problem) if found is not None), None)
+        problem = next((text for text in self._all_objects(group, problem) if text is not None), None)
         if problem is not None:
             self.close()
             raise OSError(problem)
 
-    def _all(self, group: dist.ProcessGroup, mine: Any) -> list[Any]:
+    def _all_objects(self, group: dist.ProcessGroup, mine: Any) -> list[Any]:
         # The group itself is not kept: gloo's threads must be gone when the process ends.
-        every: list[Any] = [None] * self.ranks
-        dist.all_gather_object(every, mine, group=group)
-        return every
+        objects: list[Any] = [None] * self.ranks
+        dist.all_gather_object(objects, mine, group=group)
+        return objects
 
     # -- memory
 
@@ -182,11 +182,11 @@ class SharedTransport:
         """(the peer's whole segment, the element of it where its memory begins)."""
         serial, offset = location(word)
         key = peer, serial, dtype
-        found = self._arrays.get(key)
-        if found is None:
-            found = np.frombuffer(self.peers[peer].map(serial), np.uint8)
-            found = self._arrays[key] = found[: found.size // dtype.itemsize * dtype.itemsize].view(dtype)
-        return found, offset // dtype.itemsize
+        array = self._arrays.get(key)
+        if array is None:
+            array = np.frombuffer(self.peers[peer].map(serial), np.uint8)
+            array = self._arrays[key] = array[: array.size // dtype.itemsize * dtype.itemsize].view(dtype)
+        return array, offset // dtype.itemsize
 
     # -- collectives
 
@@ -215,7 +215,7 @@ class SharedTransport:
         """On every rank the result has the same bits."""
         if at_once:
             self.quick.all_reduce(tensor, maximum=maximum)
-            return Completed()
+            return DONE
         return self._begin(tensor, lambda: self._all_reduce(tensor.view(-1), "max" if maximum else "sum"))
 
     def _all_reduce(self, flat: Tensor, combine: str) -> Flights:
@@ -228,7 +228,7 @@ class SharedTransport:
     def all_gather(self, out: Tensor, piece: Tensor, *, at_once: bool = False) -> Work:
         if at_once:
             self.quick.all_gather(out, piece)
-            return Completed()
+            return DONE
         return self._begin(out, lambda: self._all_gather(out.view(-1), piece))
 
     def _all_gather(self, flat: Tensor, piece: Tensor) -> Flights:
@@ -258,7 +258,7 @@ class SharedTransport:
                 flight.lends = True
             self._lent[memory.data_ptr()] = flights
 
-    def sum_pieces(self, full: Tensor, adding: Callable[[Window], AddsUp]) -> Flights:
+    def sum_pieces(self, full: Tensor, adding: Callable[[Window], AddsUp]) -> list[SharedCollective]:
         """Announce a sum of flat `full` over the ranks, of which each gets its piece.
 
         adding: what puts the sum of a part of that piece, a row of the window, into its place.
@@ -269,7 +269,7 @@ class SharedTransport:
             Window(width, n, start)
             for start, width in self._pieces(full, n, PIECE // full.element_size() // self.ranks)
         ]
-        return Flights([self.start(schedule, full, w, self.ranks * w.width, adds_up=adding(w)) for w in windows])
+        return [self.start(schedule, full, w, self.ranks * w.width, adds_up=adding(w)) for w in windows]
 
     def _pieces(self, tensor: Tensor, elements: int, most: int) -> list[tuple[int, int]]:
         """(start, length) of the parts in which a collective is done: one where peers see the tensor itself."""
@@ -322,7 +322,7 @@ class SharedTransport:
         return self._mails[kind]
 
     def rest(self, resting: bool) -> None:
-        self.patience.rests = resting
+        self.spin.rests = resting
 
     def close(self) -> None:
         self._let_go()

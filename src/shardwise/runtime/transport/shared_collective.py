@@ -15,6 +15,7 @@ from torch import Tensor
 from shardwise.runtime.transport.adding import Target, add_up, wide_room
 from shardwise.runtime.transport.memory import ALIGNED, SharedSegment
 from shardwise.runtime.transport.plan import Places, RankPlan, Transfer
+from shardwise.runtime.transport.protocol import Works
 from shardwise.schedule.traffic import WINDOW
 
 if TYPE_CHECKING:
@@ -57,19 +58,12 @@ class Window(NamedTuple):
             a += length
 
 
-class Flights:
+class Flights(Works):
     """Collectives under way, to be waited for together."""
 
     def __init__(self, flights: list[SharedCollective]) -> None:
+        super().__init__(flights)
         self.flights = flights
-
-    def wait(self) -> None:
-        for flight in self.flights:
-            flight.wait()
-
-    def is_completed(self) -> bool:
-        """Whether all peers have come to them."""
-        return all(flight.is_completed() for flight in self.flights)
 
     def settle(self) -> None:
         """Wait until the peers have read what they read of this rank."""
@@ -77,22 +71,18 @@ class Flights:
             flight.settle()
 
 
-class Reduction:
+class Reduction(Flights):
     """A reduce-scatter: `wait` adds up the ranks' pieces for this one, straight into the place where the sum stays."""
 
     def __init__(self, transport: SharedTransport, full: Tensor, into: Callable[[], Target]) -> None:
         self._transport, self._full, self._into = transport, full, into
         self._target: tuple[Target, Tensor | None] | None = None
-        self._under_way = transport.sum_pieces(full, self._adding)
-        transport.lend(full, self._under_way)
-
-    def is_completed(self) -> bool:
-        """Whether all peers have come to it."""
-        return self._under_way.is_completed()
+        super().__init__(transport.sum_pieces(full, self._adding))
+        transport.lend(full, self)
 
     def wait(self) -> None:
         self._aim()
-        self._under_way.wait()
+        super().wait()
 
     def _aim(self) -> tuple[Target, Tensor | None]:
         """Where the sum goes, asked once, before any part of it is made, and room to make it."""
@@ -105,14 +95,14 @@ class Reduction:
         ranks, rank = self._transport.ranks, self._transport.rank
         part = slice(window.offset, window.offset + window.width)
 
-        def adds_up(found: dict[int, Tensor]) -> None:
+        def adds_up(pieces: dict[int, Tensor]) -> None:
             target, wide = self._aim()
             n = self._full.numel() // ranks
             own = self._full[rank * n : (rank + 1) * n][part]
             # Added to what was there in the order of the ranks, as on gloo: the same bits. What is overwritten may be
             # this rank's own piece, which then comes first.
             order = sorted(range(ranks), key=lambda peer: peer if target.adds else peer != rank)
-            add_up([found.get(peer, own) for peer in order], target._replace(tensor=target.tensor[part]), wide)
+            add_up([pieces.get(peer, own) for peer in order], target._replace(tensor=target.tensor[part]), wide)
 
         return adds_up
 
@@ -164,7 +154,7 @@ class SharedCollective:
                 self.settle()
         else:
             stage.flight = self
-            for span in self._plan.footing.leave:
+            for span in self._plan.copy_plan.leave:
                 for at, private, length in self.window.pieces(*span):
                     self._own[private : private + length] = self._seen(at, at + length)
             # What peers may still read is the stage, which waits for them.
@@ -179,10 +169,10 @@ class SharedCollective:
         """Whether all whom this rank reads have come to where it reads them."""
         transport, at = self._transport, self._at + _READY
         return self._done or all(
-            transport.theirs[move.peer][at] > self._tag + step.number
+            transport.peer_flags[transfer.peer][at] > self._tag + step.number
             for step in self._plan.steps
-            for move in step.moves
-            if move.peer != transport.rank
+            for transfer in step.transfers
+            if transfer.peer != transport.rank
         )
 
     # -- its flags
@@ -194,19 +184,19 @@ class SharedCollective:
             flags[self._at + _READY] = self._tag + self._plan.steps[0].number + 1
 
     def _await(self, peer: int, what: int, round: int) -> None:
-        flags, at, value = self._transport.theirs[peer], self._at + what, self._tag + round + 1
+        flags, at, value = self._transport.peer_flags[peer], self._at + what, self._tag + round + 1
         if flags[at] < value:
-            self._transport.patience.wait(flags, at, value, self._transport.peers[peer])
+            self._transport.spin.wait(flags, at, value, self._transport.peers[peer])
 
     # -- its memory
 
     def _enter(self) -> StagingBuffer:
         """Bring into sight what peers must see."""
-        footing, size = self._plan.footing, self._own.itemsize
-        first, last = footing.span
+        copies, size = self._plan.copy_plan, self._own.itemsize
+        first, last = copies.span
         stage = self._transport.stage((last - first) * size)
         self._sight, self._shift = stage.array(self._own.dtype), first
-        for span in footing.enter:
+        for span in copies.enter:
             for at, private, length in self.window.pieces(*span):
                 self._seen(at, at + length)[...] = self._own[private : private + length]
         self._announce(word_of(stage.serial, -first * size))
@@ -227,46 +217,48 @@ class SharedCollective:
     def _go(self) -> None:
         plan, flags = self._plan, self._transport.flags
         ready, read = self._at + _READY, self._at + _READ
-        places = (plan.in_sight if self._resident else plan.footing).places
+        places = (plan.in_sight if self._resident else plan.copy_plan).places
         for step, where in zip(plan.steps, places, strict=True):
             flags[ready] = self._tag + step.number + 1
             for fence in step.before:
                 self._await(fence.peer, _READ, fence.round)
             if self._adds_up is None:
-                for move, place in zip(step.moves, where, strict=True):
-                    self._take(move, place, step.number)
-            elif step.moves:
+                for transfer, place in zip(step.transfers, where, strict=True):
+                    self._take(transfer, place, step.number)
+            elif step.transfers:
                 with unwatched():
-                    sources = {move.peer: self._there(move, step.number) for move in step.moves}
+                    sources = {transfer.peer: self._there(transfer, step.number) for transfer in step.transfers}
                     self._adds_up({p: torch.from_numpy(each).view(self._dtype) for p, each in sources.items()})
             flags[read] = self._tag + step.number + 1
             for fence in step.between:
                 self._await(fence.peer, _READ, fence.round)
-            for move, place in zip(step.moves, where, strict=True):
-                if move.aside is not None:
-                    self._apply(self._transport.aside(plan.aside, self._own.dtype)[slice(*move.aside)], move, place)
+            for transfer, place in zip(step.transfers, where, strict=True):
+                if transfer.aside is not None:
+                    self._apply(
+                        self._transport.aside(plan.aside, self._own.dtype)[slice(*transfer.aside)], transfer, place
+                    )
 
-    def _take(self, move: Transfer, place: Places, round: int) -> None:
-        if move.peer == self._plan.rank:
-            source = self._place(move.source, place.source)
+    def _take(self, transfer: Transfer, place: Places, round: int) -> None:
+        if transfer.peer == self._plan.rank:
+            source = self._place(transfer.source, place.source)
         else:
-            source = self._there(move, round)
-        if move.aside is not None:
-            self._transport.aside(self._plan.aside, self._own.dtype)[slice(*move.aside)] = source
+            source = self._there(transfer, round)
+        if transfer.aside is not None:
+            self._transport.aside(self._plan.aside, self._own.dtype)[slice(*transfer.aside)] = source
         else:
-            self._apply(source, move, place)
+            self._apply(source, transfer, place)
 
-    def _there(self, move: Transfer, round: int) -> Array:
-        """What a move reads of a peer, when that has come to the round."""
-        self._await(move.peer, _READY, round)
-        word = self._transport.theirs[move.peer][self._at + _BASE]
-        array, base = self._transport.there(move.peer, word, self._own.dtype)
-        return array[base + move.source[0] : base + move.source[1]]
+    def _there(self, transfer: Transfer, round: int) -> Array:
+        """What a transfer reads of a peer, when that has come to the round."""
+        self._await(transfer.peer, _READY, round)
+        word = self._transport.peer_flags[transfer.peer][self._at + _BASE]
+        array, base = self._transport.there(transfer.peer, word, self._own.dtype)
+        return array[base + transfer.source[0] : base + transfer.source[1]]
 
-    def _apply(self, source: Array, move: Transfer, place: Places) -> None:
-        new = self._place(move.target, place.new)
-        if move.reduce:
-            self._combine(self._place(move.target, place.old), source, new)
+    def _apply(self, source: Array, transfer: Transfer, place: Places) -> None:
+        new = self._place(transfer.target, place.new)
+        if transfer.reduce:
+            self._combine(self._place(transfer.target, place.old), source, new)
         else:
             new[...] = source
 

@@ -85,7 +85,7 @@ class Engine:
         self._residency = Residency(plan) if plan.layout.pp > 1 else None
         self._uses: list[Use] = []
         self._at = 0
-        self._turns: dict[Phase, tuple[list[Use], list[Use]]] = {}
+        self._forwards: dict[Phase, tuple[list[Use], list[Use]]] = {}
         self._empty = True
         """Whether no turn of generation has gathered anything yet."""
         self._last_micro_batch = True
@@ -182,9 +182,9 @@ class Engine:
 
     def begin_forward(self, phase: Phase) -> None:
         """A turn of generation: a forward pass which finds in the slots what the turn before has left there."""
-        if phase not in self._turns:
-            self._turns[phase] = self.plan.generating_uses(phase)
-        self._uses, self._at = self._turns[phase][0 if self._empty else 1], 0
+        if phase not in self._forwards:
+            self._forwards[phase] = self.plan.generating_uses(phase)
+        self._uses, self._at = self._forwards[phase][0 if self._empty else 1], 0
         self._empty = False
 
     def use_unit(self, kind: str, part: str) -> None:
@@ -200,7 +200,7 @@ class Engine:
                 if unit.name in self._gathers:
                     self._gathers.pop(unit.name).wait()
         if kind in ("backward", "weights"):
-            self._make_room(part)
+            self._allocate_grads(part)
 
     def _follow(self, kind: str, part: str) -> None:
         """The plan's next use of weights."""
@@ -235,7 +235,7 @@ class Engine:
         slots = [flat.slot for flat in self._flats(part) if flat.slot is not None and not flat.slot.held]
         for slot in slots:
             slot.take().zero_()
-        self._make_room(part)
+        self._allocate_grads(part)
         yield
         for flat in self._flats(part):
             flat.full_grads.free()
@@ -246,7 +246,7 @@ class Engine:
         """The units whose weights `part` reads."""
         return [self.units[unit.name] for unit in self.plan.units_of(part)]
 
-    def _make_room(self, part: str) -> None:
+    def _allocate_grads(self, part: str) -> None:
         """Memory for the full gradients that `part`'s backward adds up, where there is none yet."""
         staged = self.plan.transport_buffers.staged
         for flat in self._flats(part):
@@ -270,12 +270,12 @@ class Engine:
 
     def _finished(self, part: str) -> list[FlatUnit]:
         """The units whose gradients are complete after `part`'s backward."""
-        found = [self.units[unit.name] for unit in self.plan.finished_after(part)]
+        flats = [self.units[unit.name] for unit in self.plan.finished_after(part)]
         if self._splits:
-            for flat in found:
+            for flat in flats:
                 if flat.full_grads.held:
                     flat.empty_rest()
-        return found
+        return flats
 
     def _reduce(self, part: str) -> None:
         """Start the reduction over the data ranks of the gradients that are complete after `part`'s backward."""
