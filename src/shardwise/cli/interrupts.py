@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import signal
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+from shardwise.runtime.job.signals import handled
 
 ENDING = (signal.SIGTERM, signal.SIGHUP)
 
@@ -24,20 +25,11 @@ def ended_as_interrupted() -> Iterator[None]:
     """While it lasts, SIGTERM and SIGHUP end the command as Ctrl-C does, so that everything on the way out clears up
     behind it: by a `KeyboardInterrupt` that names the signal.
 
-    A signal that is ignored, such as SIGHUP under nohup, remains so. Outside the main thread, which alone may install
-    handlers, it does nothing. The handlers of before are back afterwards.
+    See `handled` for signals that are ignored, and for other threads than the main one.
     """
-    before = {}
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise Ended(number)
 
-    try:
-        if threading.current_thread() is threading.main_thread():
-            for number in ENDING:
-                if signal.getsignal(number) not in (signal.SIG_IGN, None):
-                    before[number] = signal.signal(number, stop)
+    with handled(ENDING, stop):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -5,7 +5,6 @@ FOLDER is the service's own: the job, and for the first rank of each replica the
 
 from __future__ import annotations
 
-import os
 import queue
 import sys
 import threading
@@ -24,7 +23,7 @@ from shardwise.errors import UserError
 from shardwise.layout import Mesh
 from shardwise.layout.axes import DP, PP, SHARD, TP
 from shardwise.report.step_report import Bytes, Phase
-from shardwise.runtime.allocator import release_freed_memory, retain_freed_memory
+from shardwise.runtime.allocator import release_freed_memory
 from shardwise.runtime.job import pulse
 from shardwise.runtime.job import rank as process
 from shardwise.runtime.job.launch import USER_MISTAKE
@@ -200,20 +199,14 @@ def serve(generator: TokenGenerator, way: EngineChannel | None, signs: pulse.Pul
 
 def join(job: ServingJob) -> int:
     """Meet the other ranks; returns this one's number. Raises `UserError` where GPUs are wanted and none is there."""
+    timeout = job.hang + pulse.MARGIN
     if job.device == "cpu":
-        return process.join(job.hang + pulse.MARGIN)
+        return process.join(timeout)
     if not torch.cuda.is_available():
         raise UserError("--device cuda needs a GPU for each rank; there is none")
-    retain_freed_memory()
-    rank = process.number()
-    device = torch.device("cuda", rank % torch.cuda.device_count())
+    device = torch.device("cuda", process.number() % torch.cuda.device_count())
     torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl", init_method=os.environ["SHARDWISE_RENDEZVOUS"], rank=rank,
-        world_size=int(os.environ["WORLD_SIZE"]), timeout=timedelta(seconds=job.hang + pulse.MARGIN),
-        device_id=device,
-    )  # fmt: skip
-    return rank
+    return process.join(timeout, device)
 
 
 def main(argv: list[str], stage: type[TokenGenerator] = TokenGenerator) -> int:

@@ -14,15 +14,16 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
 from shardwise.errors import UserError
-from shardwise.runtime.job.launch import INTERRUPTED, USER_MISTAKE, Ending, RunFailed, supervise
+from shardwise.runtime.job.launch import USER_MISTAKE, Ending, RunFailed, supervise
 from shardwise.runtime.job.locks import temporary_folder
+from shardwise.runtime.job.signals import handled
 from shardwise.serving.job import Loading, Ready, ServingJob
 from shardwise.serving.messages import Answer, Cancel, Command, Drain, Finished, ReplicaLoad, Request, Sampling, Token
 
@@ -101,7 +102,7 @@ class Service:
             self._changed.wait_for(lambda: self._ending is not None or len(self._ready) == self.job.replicas)
             if self._ending is None:
                 return self._ready[0]
-        raise _error(self._ending)
+        raise self._ending.error() or RunFailed("the ranks have ended before they were ready")
 
     def _thread(self, target: Callable[..., object], *args: Any) -> None:
         thread = threading.Thread(target=target, args=args, daemon=True, name=target.__name__.strip("_"))
@@ -149,7 +150,8 @@ class Service:
 
     def close(self) -> None:
         """End the ranks at once, and leave nothing behind. May be called again."""
-        with _unbroken():
+        # A second or two that must not be left half done.
+        with handled(_ENDING, signal.SIG_IGN):
             with self._changed:
                 self._closing = True
             self._stop.append(signal.SIGTERM)
@@ -250,20 +252,6 @@ class Service:
             sink(answer)  # type: ignore[arg-type]
 
 
-@contextmanager
-def _unbroken() -> Iterator[None]:
-    """No signal breaks off what takes a second or two, and must not be left half done."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in _ENDING}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler or signal.SIG_DFL)
-
-
 def _memory() -> dict[str, str]:
     """Have glibc ask for pages of 2 MB, and keep small blocks at hand, unless the user has settings of his own. A token
     reads all weights, and with pages of 4 kB looking up where they are takes its time; and every operation asks for
@@ -281,14 +269,6 @@ def _tell(way: Connection, asked: list[Command]) -> None:
     """A rank that has gone is found by who supervises it."""
     with suppress(OSError, ValueError):
         way.send(asked)
-
-
-def _error(ending: Ending) -> BaseException:
-    if ending.code == USER_MISTAKE:
-        return UserError(ending.line)
-    if ending.code == INTERRUPTED:
-        return KeyboardInterrupt(ending.line)
-    return RunFailed(ending.line or "the ranks have ended before they were ready")
 
 
 def connect(folder: Path, replica: int) -> Connection:

@@ -23,18 +23,16 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from types import FrameType
 from typing import Literal
 
 from shardwise.errors import UserError
 from shardwise.runtime.job import pulse
 from shardwise.runtime.job.locks import temporary_folder
+from shardwise.runtime.job.signals import handled
 
 GRACE = 1.0
 """Seconds that the other ranks get to report what they saw, after one has failed."""
@@ -122,6 +120,12 @@ class Ending:
     stuck: int | None = None
     stack: str = ""
 
+    def error(self) -> UserError | KeyboardInterrupt | RunFailed | None:
+        """The exception that a bad end is to the caller; None where all is well."""
+        kinds = {0: None, USER_MISTAKE: UserError, INTERRUPTED: KeyboardInterrupt}
+        kind = kinds.get(self.code, RunFailed)
+        return kind(self.line) if kind else None
+
 
 def supervise(
     command: list[str],
@@ -149,7 +153,8 @@ def supervise(
     """
     if port:
         check_port(port)
-    with temporary_folder() as folder, _signals(stop) as received:
+    received: list[int] = [] if stop is None else stop
+    with temporary_folder() as folder, handled(_FORWARDED, lambda number, frame: received.append(number)):
         crew = _Crew(command, ranks, folder, logs or folder, received, patience, hang)
         shared = {
             **(env or {}),
@@ -183,27 +188,6 @@ def check_port(port: int) -> None:
             f"port {port} cannot be used ({os.strerror(error.errno or 0)}); choose another one, or leave --port out: "
             "none is needed"
         ) from None
-
-
-@contextmanager
-def _signals(stop: list[int] | None) -> Iterator[list[int]]:
-    """The list of signals that arrive meanwhile; those that the caller ignores remain ignored."""
-    received = [] if stop is None else stop
-    before = {}
-
-    def note(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-
-    # Only the main thread may install handlers; a launch from another one leaves signals to its program.
-    if threading.current_thread() is threading.main_thread():
-        for number in _FORWARDED:
-            if signal.getsignal(number) != signal.SIG_IGN:
-                before[number] = signal.signal(number, note)
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @dataclass

@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Literal, Self, TypeVar
 
 from shardwise.errors import UserError
 from shardwise.runtime.job.launch import (
@@ -34,6 +34,9 @@ from shardwise.runtime.job.launch import (
     reason,
 )
 from shardwise.runtime.job.output import say
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,10 +89,11 @@ def read_file(argv: list[str], read: Callable[[Path], T]) -> T:
         raise UserError(f"cannot read {argv[0]}: {error.strerror}") from None
 
 
-def join(timeout: float) -> int:
-    """Meet the other ranks in a gloo group, with as many threads as the launcher allows. Returns this one's number.
+def join(timeout: float, gpu: torch.device | None = None) -> int:
+    """Meet the other ranks in a gloo group, with as many threads as the launcher allows, or with `gpu` in one of NCCL.
+    Returns this rank's number.
 
-    timeout: seconds that a rank waits for others.
+    timeout: seconds that a rank waits for others. gpu: this rank's.
     """
     import torch
     import torch.distributed as dist
@@ -97,14 +101,16 @@ def join(timeout: float) -> int:
     from shardwise.runtime.allocator import retain_freed_memory
 
     retain_freed_memory()  # as the trainer does
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    if gpu is None:
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     rank = number()
     dist.init_process_group(
-        "gloo",
+        "gloo" if gpu is None else "nccl",
         init_method=os.environ["SHARDWISE_RENDEZVOUS"],
         rank=rank,
         world_size=int(os.environ["WORLD_SIZE"]),
         timeout=timedelta(seconds=timeout),
+        device_id=gpu,
     )
     return rank
 

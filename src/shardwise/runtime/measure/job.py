@@ -7,8 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from shardwise.errors import UserError
-from shardwise.runtime.job.launch import INTERRUPTED, USER_MISTAKE, Ending, RunFailed, supervise
+from shardwise.runtime.job.launch import RunFailed, supervise
 from shardwise.runtime.job.locks import temporary_folder
 
 PATIENCE = 5.0
@@ -26,9 +25,8 @@ def measured(
     with temporary_folder() as folder:
         out, file = folder / "result.json", folder / "job.json"
         file.write_text(json.dumps(job(str(out))))
-        failure = _failure(
-            supervise([sys.executable, "-m", module, str(file)], ranks, threads=threads, patience=PATIENCE)
-        )
+        ending = supervise([sys.executable, "-m", module, str(file)], ranks, threads=threads, patience=PATIENCE)
+        failure = ending.error()
         if not out.exists():
             raise failure or RunFailed("the ranks measured nothing")
         return json.loads(out.read_text()), failure
@@ -40,11 +38,3 @@ def whole(module: str, job: Callable[[str], Any], ranks: int, *, threads: int = 
     if failure is not None:
         raise failure
     return found
-
-
-def _failure(ending: Ending) -> BaseException | None:
-    if ending.code == USER_MISTAKE:
-        return UserError(ending.line)
-    if ending.code == INTERRUPTED:
-        return KeyboardInterrupt(ending.line)
-    return RunFailed(ending.line) if ending.code else None

@@ -10,13 +10,13 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from shardwise.errors import UserError
 from shardwise.runtime.job.launch import RunFailed
+from shardwise.runtime.job.signals import handled
 from shardwise.serving.http.connections import ConnectionLimits, LimitedConfig
 from shardwise.serving.http.generation import Front
 from shardwise.serving.http.problems import Problem
@@ -132,7 +132,7 @@ async def _run(
     server = listener(app)
     signals: list[int] = []
     serving = asyncio.create_task(server.serve(sockets=[sock]))
-    with _noted(signals):
+    with handled(_SIGNALS, lambda number, frame: signals.append(number)):
         try:
             while not server.started and not serving.done():
                 await asyncio.sleep(_LOOK / 10)
@@ -144,21 +144,6 @@ async def _run(
             await serving
     if front.engine.failure is not None:
         raise RunFailed(front.engine.failure)
-
-
-@contextmanager
-def _noted(signals: list[int]) -> Iterator[None]:
-    """Signals are noted meanwhile, but for those that are ignored; afterwards they do what they did before."""
-
-    def note(number: int, frame: FrameType | None) -> None:
-        signals.append(number)
-
-    before = {number: signal.signal(number, note) for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler or signal.SIG_DFL)
 
 
 async def _until_the_end(
