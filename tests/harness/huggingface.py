@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shardwise.checkpoint.huggingface import open_weights
 from shardwise.decoder import Batch
+from shardwise.decoder.modules import soft_cap
 from shardwise.layout import Layout, Mesh, Workload, unit_plan
 from shardwise.layout.axes import DP, TP
 from shardwise.model import ModelConfig
@@ -38,6 +39,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {**LLAMA, "head_dim": 8, "sliding_window": None}),
     "qwen2": ("qwen2", LLAMA),
     "qwen3": ("qwen3", {**LLAMA, "head_dim": 10, "tie_word_embeddings": True}),
+    "olmo2": ("olmo2", LLAMA),
+    "gemma2": (
+        "gemma2",
+        {
+            **LLAMA,
+            "head_dim": 10,
+            "query_pre_attn_scalar": 7,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+            "sliding_window": 5,
+        },
+    ),
     "gpt2": ("gpt2", GPT2),
     "gpt_neox": ("gpt_neox", {**NEOX, "rotary_pct": 0.67}),
     "gpt_neox_sequential": (
@@ -122,4 +135,5 @@ def _logits(program: TrainProgram, tp: int) -> Tensor:
             program.engine.use_unit("forward", name)
             x = part(x, batch)
     assert x is not None
-    return x.clone()
+    cap = program.plan.model.logit_softcap
+    return soft_cap(x, cap) if cap else x.clone()

@@ -45,6 +45,15 @@ MODELS: dict[str, ModelConfig] = {
         _LLAMA.replace(name="prime", hidden=29, heads=3, head_dim=8, kv_heads=3, ffn=41, vocab=59),
         _LLAMA.replace(name="qwen2", hidden=26, heads=6, head_dim=6, kv_heads=3, ffn=45, bias="qkv"),
         _LLAMA.replace(name="qwen3", hidden=24, heads=4, head_dim=8, kv_heads=2, ffn=47, qk_norm=True, tied=True),
+        _LLAMA.replace(
+            name="olmo2", hidden=26, heads=4, head_dim=6, kv_heads=2, ffn=45, norm_placement="post", qk_norm=True,
+            qk_norm_scope="all heads",
+        ),
+        _LLAMA.replace(
+            name="gemma2", hidden=24, heads=6, head_dim=8, kv_heads=3, ffn=43, activation="gelu_tanh", tied=True,
+            norm_placement="both", norm_zero_centered=True, score_scale=7.0, score_softcap=2.0, logit_softcap=3.0,
+            window=5, full_attention_every=2, scaled_embedding=True,
+        ),
         _GPT2,
         _GPT2.replace(name="gpt2-drop", heads=6, kv_heads=6, head_dim=4, attention_dropout=0.2),
         _GPT2.replace(

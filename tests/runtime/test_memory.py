@@ -24,7 +24,11 @@ SEQ = 128
 LLAMA = MODELS["llama"].replace(name="llama", hidden=64, head_dim=16, ffn=176, vocab=211, max_positions=256)
 GPT = MODELS["gpt2"].replace(name="gpt2", hidden=64, head_dim=16, ffn=256, vocab=211, max_positions=256)
 QWEN3 = MODELS["qwen3"].replace(name="qwen3", hidden=64, head_dim=16, ffn=176, vocab=211, max_positions=256)
+OLMO2 = MODELS["olmo2"].replace(hidden=64, head_dim=16, ffn=176, vocab=211, max_positions=256)
+GEMMA2 = MODELS["gemma2"].replace(hidden=64, head_dim=16, ffn=176, vocab=211, max_positions=256, window=50)
 GRIDS = (
+    (OLMO2, "tp=2,micro=4,precision=fp32", 4),
+    (GEMMA2, "dp=2,zero=3,micro=4", 8),
     (LLAMA, "tp=2,sp,micro=4", 4),
     (GPT, "dp=2,zero=3,micro=4", 8),
     (QWEN3, "tp=2,micro=8", 8),

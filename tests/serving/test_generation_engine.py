@@ -33,6 +33,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-mha": ("llama", {"num_hidden_layers": 3, "num_key_value_heads": 4}),
     "qwen2": ("qwen2", {"num_hidden_layers": 3}),
     "qwen3": ("qwen3", {"num_hidden_layers": 3}),
+    "olmo2": ("olmo2", {"num_hidden_layers": 3}),
+    "gemma2": ("gemma2", {"num_hidden_layers": 3}),
     "gpt2": ("gpt2", {"n_layer": 3}),
 }
 LAYOUTS = [

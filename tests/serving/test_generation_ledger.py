@@ -27,14 +27,20 @@ GPT = ModelConfig(
     "g", vocab=53, hidden=24, layers=2, heads=4, ffn=40, max_positions=64, norm="layernorm", positions="learned",
     activation="gelu", gated=False, bias="all", tied=True,
 )  # fmt: skip
+OLMO2 = LLAMA.replace(name="o", norm_placement="post", qk_norm=True, qk_norm_scope="all heads")
+GEMMA2 = TIED.replace(
+    name="g2", activation="gelu_tanh", norm_placement="both", norm_zero_centered=True, score_softcap=2.0,
+    logit_softcap=3.0, window=5, full_attention_every=2, scaled_embedding=True,
+)  # fmt: skip
 
 CASES = [
     ("tp=2", LLAMA), ("tp=4", TIED), ("dp=2,zero=3", LLAMA), ("dp=2,zero=3", TIED), ("dp=3,zero=3", GPT),
     ("tp=2,dp=2,zero=3", TIED), ("pp=2", LLAMA), ("pp=3", TIED), ("tp=2,pp=2", LLAMA), ("dp=2", LLAMA),
     ("dp=2,tp=2", GPT), ("dp=4,zero=3,shard=2", LLAMA), ("tp=4,precision=fp32", LLAMA), ("dp=1", LLAMA),
+    ("tp=2", OLMO2), ("tp=4", OLMO2), ("tp=2,pp=2", OLMO2), ("tp=2", GEMMA2), ("dp=2,zero=3", GEMMA2),
 ]  # fmt: skip
 JOB = {"context": 32, "batch": 3, "page": 4, "chunk": 4}
-SAMPLE = CASES if EVERYTHING else [CASES[i] for i in (0, 3, 5, 8)]
+SAMPLE = CASES if EVERYTHING else [CASES[i] for i in (0, 3, 5, 8, 16)]
 
 
 def request(number: int, prompt: int, output: int) -> Request:

@@ -230,6 +230,7 @@ class JointNorm(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        self.q_width = config.q_width
         self.q = RMSNorm.of(config, config.q_width)
         self.k = RMSNorm.of(config, config.kv_width)
 

@@ -26,13 +26,16 @@ class Edges(NamedTuple):
 
 _COLUMN, _ROW = Edges("copy", "none"), Edges("none", "sum")
 _MEGATRON = {"column": _COLUMN, "kv heads": _COLUMN, "vocab": _COLUMN, "row": _ROW, "lookup": _ROW}
+_STATISTICS = {"statistics": Edges(leave="sum")}
+"""Sums that a norm over the heads of several ranks needs, of whole sequences."""
 _SEQUENCE: dict[Redistribution, Redistribution] = {"copy": "gather sequence", "sum": "scatter sequence", "none": "none"}
 
 
 def edges(layout: Layout) -> Mapping[str, Edges]:
     """Cut of a map's weight, or "lookup" -> its edges."""
     if layout.tp == 1:
-        return dict.fromkeys(_MEGATRON, Edges())
+        return dict.fromkeys((*_MEGATRON, *_STATISTICS), Edges())
     if not layout.sp:
-        return _MEGATRON
-    return {cut: Edges(_SEQUENCE[edge.enter], _SEQUENCE[edge.leave]) for cut, edge in _MEGATRON.items()}
+        return _MEGATRON | _STATISTICS
+    around = {cut: Edges(_SEQUENCE[edge.enter], _SEQUENCE[edge.leave]) for cut, edge in _MEGATRON.items()}
+    return around | _STATISTICS

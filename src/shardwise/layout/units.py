@@ -37,6 +37,7 @@ from shardwise.layout.transport_buffers import TransportBuffers, transport_buffe
 from shardwise.layout.workload import Workload
 from shardwise.model import ModelConfig
 from shardwise.model.blueprint import Blueprint, PartKind
+from shardwise.model.operations import AttentionCore
 from shardwise.model.parameters import blueprint
 from shardwise.ops.fusion import FusedForm, fused_form
 
@@ -365,6 +366,12 @@ class UnitPlan:
         """Whether the head's tied table is a copy of one that another rank of the pipeline has for its embedding."""
         reads = any(self.blueprint.part(name).reads for name in self.parts)
         return reads and self.blueprint.table.part not in self.parts
+
+    @cached_property
+    def windows(self) -> frozenset[int]:
+        """Windows of its blocks' attention; 0 for those that attend to all tokens."""
+        blocks = {self.blueprint.part(part) for part in self.of_kind("block")}
+        return frozenset(op.window for part in blocks for op in part.operations if isinstance(op, AttentionCore))
 
     def blocks(self, stage: int) -> list[str]:
         """The blocks of one of its stages."""

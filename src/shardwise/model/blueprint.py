@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from shardwise.errors import UserError
-from shardwise.model.operations import Operation, operation_from_json
+from shardwise.model.operations import Elementwise, Operation, operation_from_json
 
 Cut = Literal["column", "kv heads", "row", "vocab", "expert", "replicated"]
 """How tensor parallelism may cut a parameter. column: its rows, which are outputs; kv heads: its rows, by key/value
@@ -129,6 +129,14 @@ class Part:
     def names(self) -> list[str]:
         """Names of the single parts."""
         return [self.name] if self.first is None else [f"{self.name}.{self.first + i}" for i in range(self.count)]
+
+    @property
+    def statistics(self) -> tuple[int, ...]:
+        """Numbers per token that tensor-parallel ranks sum for each norm over heads of several of them, forward and
+        backward."""
+        return tuple(
+            len(op.widths) for op in self.operations if isinstance(op, Elementwise) and op.kind == "joint norms"
+        )
 
     @property
     def numel(self) -> int:

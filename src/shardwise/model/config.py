@@ -145,6 +145,11 @@ class ModelConfig:
             raise UserError(f"model {self.name!r}: the rotated part of head_dim={self.head_dim} must be even")
 
     @property
+    def plain_attention(self) -> bool:
+        """Whether attention is softmax(q kᵀ / sqrt(head_dim)) v over all tokens before, which fused kernels compute."""
+        return not self.score_softcap and not self.window and self.score_scale in (None, self.head_dim)
+
+    @property
     def q_width(self) -> int:
         """Width of all query heads together."""
         return self.heads * self.head_dim
@@ -167,11 +172,6 @@ class ModelConfig:
             return "latent attention is counted but not runnable here yet"
         if self.positions == "alibi":
             return "ALiBi positions are counted but not runnable here"
-        if self != self.replace(
-            norm_placement="pre", norm_zero_centered=False, qk_norm_scope="head", score_scale=None, score_softcap=None,
-            logit_softcap=None, window=0, full_attention_every=0, scaled_embedding=False,
-        ):  # fmt: skip
-            return "its mechanisms are counted but not runnable here yet"
         if self.norm == "layernorm" and self.gated:
             return "LayerNorm with a gated feed-forward has no decoder here"
         if self.embedding_norm:

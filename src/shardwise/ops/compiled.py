@@ -45,13 +45,17 @@ def eager_dropout(dropout: Dropout, at: OpContext) -> Forward | None:
 
 
 def eager_core(core: CoreAttention, at: OpContext) -> Forward | None:
-    """A core that drops probabilities, by such masks."""
-    return leave_eager(core, at) if core.dropout.drop else None
+    """A core that drops probabilities, by such masks, or goes through a sequence block by block."""
+    return leave_eager(core, at) if _eager_core(core, at) else None
+
+
+def _eager_core(core: CoreAttention, at: OpContext) -> bool:
+    return core.dropout.drop > 0 or (at.options.attention == "sdpa" and not core.plain)
 
 
 def checkpointed_core(core: CoreAttention, at: OpContext) -> Forward | None:
     """recompute=selective as the compiler knows it: `recompute.py`'s runs a backward of its own, which it cannot."""
-    return None if core.dropout.drop else MethodType(_checkpointed, core)
+    return None if _eager_core(core, at) else MethodType(_checkpointed, core)
 
 
 def _checkpointed(core: CoreAttention, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:

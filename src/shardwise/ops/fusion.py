@@ -37,7 +37,11 @@ LLAMA_HALVES = FusedForm(
     "llama",
     ("attention_norm", "attention.qkv", "attention.rope", "attention.out", "mlp_norm", "mlp"),
     (("attention.qkv.q", "attention.qkv.k", "attention.qkv.v"), ("mlp.gate_up.gate", "mlp.gate_up.up")),
-    fits=lambda model: model.positions == "rope" and not model.qk_norm and not model.dropout,
+    fits=lambda model: (
+        model.positions == "rope"
+        and not (model.qk_norm or model.dropout or model.norm_zero_centered)
+        and model.activation == "silu"
+    ),
     # Unfused attention saves scaled queries: keeping the ones side by side as well would cost memory.
     attention=("sdpa",),
 )

@@ -19,11 +19,12 @@ from shardwise.decoder.attention import Attention, Rope
 from shardwise.decoder.decoder import Head
 from shardwise.decoder.gpt import MLP, GPTBlock
 from shardwise.decoder.llama import GatedMLP, LlamaBlock
-from shardwise.decoder.modules import Linear, Linears, Lookup, RMSNorm, TiedLinear
+from shardwise.decoder.modules import Linear, Linears, Lookup, RMSNorm, TiedLinear, norm_scale
 from shardwise.ops.context import LOCAL, Around, OpContext, Redistribute
 from shardwise.ops.fused import end_to_end
 from shardwise.ops.paged import PagedCache, Rows
 from shardwise.ops.products import MakeProduct, Plain, Product
+from shardwise.ops.scores import ScoreRule
 
 Forward = Callable[[Tensor, Batch], Tensor]
 
@@ -106,21 +107,34 @@ def lookup(module: Lookup, at: GenerationContext) -> Product:
 
 def head(module: Head, at: GenerationContext) -> Forward:
     """Logits [B, vocabulary] of the rows that need them, equal on every rank."""
-    norm, out = module.norm.forward, module.out.forward
+    norm, out, cap = module.norm.forward, module.out.forward, module.softcap
 
     def forward(x: Tensor, batch: Batch) -> Tensor:
         assert isinstance(batch, Rows)
         if batch.wanted is not None:
             x = x.index_select(1, batch.wanted)
         logits: Tensor = out(norm(x))[0]
-        return logits
+        return logits.div_(cap).tanh_().mul_(cap) if cap else logits
 
     return forward
 
 
-def norm(module: RMSNorm, at: OpContext) -> Product:
+def norm(module: RMSNorm, at: GenerationContext) -> Product:
     """torch's own."""
-    return lambda x: F.rms_norm(x, module.weight.shape, module.weight, module.eps)
+    scale = norm_factors(module, at)
+    return lambda x: F.rms_norm(x, module.weight.shape, scale(), module.eps)
+
+
+def norm_factors(module: RMSNorm, at: GenerationContext) -> Callable[[], Tensor]:
+    """What a norm multiplies by, computed once where its weight will not change: where matrices are copied."""
+
+    def factors() -> Tensor:
+        return norm_scale(module.weight, module.weight.dtype, module.zero_centered)
+
+    if not at.keep.copies:
+        return factors
+    once = factors().detach()
+    return lambda: once
 
 
 def block(module: LlamaBlock | GPTBlock, at: OpContext) -> Forward:
@@ -145,18 +159,23 @@ def attention(module: Attention, at: GenerationContext) -> Forward:
     norms = None
     if module.q_norm is not None and module.k_norm is not None:
         norms = module.q_norm.forward, module.k_norm.forward
+    joint = module.qk_norm.forward if module.qk_norm is not None else None
+    rule, keys = ScoreRule.of(module.core), kv * width
     turn = _rotation(module.rope, width, kv) if module.rope is not None else None
 
     def forward(x: Tensor, batch: Batch) -> Tensor:
         assert isinstance(batch, Rows)
         y = qkv(x)
+        if joint is not None:
+            q, k, v = y.split([y.shape[-1] - 2 * keys, keys, keys], -1)
+            y = torch.cat((*joint(q, k), v), -1)
         heads = y.view(y.shape[1], -1, width)
         if norms is not None:
             q, k = norms[0](heads[:, : -2 * kv]), norms[1](heads[:, -2 * kv : -kv])
             heads = torch.cat((q, k, heads[:, -kv:]), 1)
         if turn is not None:
             heads = turn(heads, batch)
-        result: Tensor = out(attend(heads, batch)[None])
+        result: Tensor = out(attend(heads, batch, rule)[None])
         return result
 
     return forward
@@ -195,12 +214,12 @@ def _rotation(rope: Rope, width: int, kv: int) -> Forward:
 
 
 def gated_mlp(module: GatedMLP, at: OpContext) -> Product:
-    """down(silu(gate(x)) * up(x))."""
-    gate_up, down = side_by_side(module.gate_up), module.down.forward
+    """down(act(gate(x)) * up(x))."""
+    gate_up, down, activation = side_by_side(module.gate_up), module.down.forward, module.activation
 
     def forward(x: Tensor) -> Tensor:
         gate, up = gate_up(x).chunk(2, -1)
-        out: Tensor = down(F.silu(gate).mul_(up))
+        out: Tensor = down(activation(gate).mul_(up))
         return out
 
     return forward

@@ -24,6 +24,9 @@ def sum_chunk(elements: int) -> int:
     return min(elements, max(1 << 17, elements // PIECES))
 
 
+QUERY_ROWS = 128
+"""Queries of a sequence whose scores attention without a fused kernel holds at a time."""
+
 WIDE_OUTPUTS = 8192
 """Rows of an 8-bit matrix that are turned back to 16 or 32 bits at a time."""
 

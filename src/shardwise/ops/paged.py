@@ -12,13 +12,14 @@ sequence begins it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.decoder import Batch
+from shardwise.ops.scores import ScoreRule
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,9 @@ class AttentionGroup:
     """Rows [first, last) of a turn that are attended together. rows: of queries in each sequence, B sequences.
 
     length: of each sequence. start: the first of its slots, where they follow each other; else `pages` names those in
-    which they lie, equally many of each sequence. mask: [B, 1, rows, length], True where a query sees a key; None where
-    it sees all of them. causal: rows see what was before them, and there is nothing else.
+    which they lie, equally many of each sequence, and `skip` the slots before the first that is read. shortest: of
+    several sequences, length of the shortest. mask: [B, 1, rows, length], True where a query sees a key; None where it
+    sees all of them. causal: rows see what was before them, and there is nothing else.
     """
 
     first: int
@@ -38,6 +40,31 @@ class AttentionGroup:
     pages: Tensor | None = None
     mask: Tensor | None = None
     causal: bool = False
+    skip: int = 0
+    shortest: int = 0
+
+    def within(self, rule: ScoreRule, size: int, device: torch.device) -> AttentionGroup:
+        """The group where queries see the keys of a window alone: earlier ones that none sees are left out. size: slots
+        of a page."""
+        if not rule.window or self.length <= rule.window:
+            return self
+        rows = (self.last - self.first) // self.sequences
+        first = max(0, (self.shortest or self.length) - rows - rule.window + 1)
+        if self.sequences > 1:
+            first -= first % size
+        table, start, skip = self.pages, self.start + first, first % size
+        if table is not None:
+            table = table.view(self.sequences, -1)[:, first // size :].flatten()
+        keys = torch.arange(first, self.length, device=device)
+        mask: Tensor | None = None
+        if self.sequences > 1:
+            ends = self.length if self.mask is None else self.mask.sum(-1, keepdim=True)
+            mask = ((keys < ends) & (keys >= ends - rule.window)).expand(self.sequences, 1, 1, -1)
+        elif rows > 1:
+            queries = torch.arange(self.length - rows, self.length, device=device)[:, None]
+            mask = rule.seen(queries, keys)[None, None]
+        length = self.length - first
+        return replace(self, length=length, start=start, pages=table, skip=skip, mask=mask, causal=False)
 
 
 @dataclass
@@ -59,73 +86,80 @@ class PagedCache:
     slots of a page."""
 
     def __init__(self, heads: int, pages: int, size: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.heads = heads
+        self.heads, self.size = heads, size
         self.tensor = torch.empty(2, heads, pages * size, width, dtype=dtype, device=device)
         self._rows = self.tensor.flatten(0, 1)
         self._pages = self._rows.view(2 * heads, pages, size * width)
         self._cpu = device.type == "cpu"
 
-    def attend(self, heads: Tensor, rows: Rows) -> Tensor:
+    def attend(self, heads: Tensor, rows: Rows, rule: ScoreRule) -> Tensor:
         """Keep a turn's keys and values, and attend. heads: [T, H + 2 K, D], queries first; returns [T, H D]."""
         if rows.begun is not None:
             self._pages.index_fill_(1, rows.begun, 0)
         self._rows.index_copy_(1, rows.slots, heads[:, -2 * self.heads :].transpose(0, 1))
         q = heads[:, : -2 * self.heads]
-        if len(rows.groups) == 1:
-            return self._group(q, rows.groups[0], rows)
-        return torch.cat([self._group(q[g.first : g.last], g, rows) for g in rows.groups])
+        groups = rows.groups
+        if rule.window:
+            name = f"groups of window {rule.window}"
+            groups = rows.shared(name, lambda: [group.within(rule, self.size, q.device) for group in rows.groups])
+        if len(groups) == 1:
+            return self._group(q, groups[0], rows, rule)
+        return torch.cat([self._group(q[g.first : g.last], g, rows, rule) for g in groups])
 
-    def _group(self, q: Tensor, group: AttentionGroup, rows: Rows) -> Tensor:
+    def _group(self, q: Tensor, group: AttentionGroup, rows: Rows, rule: ScoreRule) -> Tensor:
         """q: [rows of all its sequences, H, D]; returns [rows, H D]."""
         if group.pages is None:
             kv = self.tensor[:, :, group.start : group.start + group.length]
         else:
             kv = self._pages.index_select(1, group.pages)
-            kv = kv.view(2, self.heads, group.sequences, -1, q.shape[2])[:, :, :, : group.length]
+            kv = kv.view(2, self.heads, group.sequences, -1, q.shape[2])[
+                :, :, :, group.skip : group.skip + group.length
+            ]
         if len(q) == 1:
-            return _one(q, kv.view(2, self.heads, -1, q.shape[2]))
-        if self._cpu and len(q) == group.sequences:
-            return _several(q, kv, rows)
+            return _one(q, kv.view(2, self.heads, -1, q.shape[2]), rule)
+        if (self._cpu or rule.softcap) and len(q) == group.sequences:
+            return _several(q, kv, group.mask, rows, rule)
         k, v = kv.view(2, self.heads, group.sequences, -1, q.shape[2]).transpose(1, 2)
         q = q.unflatten(0, (group.sequences, -1)).transpose(1, 2)
-        if q.dtype == torch.bfloat16 and self._cpu:
-            # torch's fused attention takes several times as long in bf16 as what is done here.
-            out = _products(q, k, v, group.mask)
+        if rule.softcap or (q.dtype == torch.bfloat16 and self._cpu):
+            # torch's fused attention has no soft cap, and takes several times as long in bf16 as what is done here.
+            out = _products(q, k, v, group.mask, rule)
         else:
             out = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=group.mask, is_causal=group.causal, enable_gqa=q.shape[1] != self.heads
-            )
+                q, k, v, attn_mask=group.mask, is_causal=group.causal, scale=rule.scale,
+                enable_gqa=q.shape[1] != self.heads,
+            )  # fmt: skip
         return out.transpose(1, 2).flatten(0, 1).flatten(1)
 
 
-def _one(q: Tensor, kv: Tensor) -> Tensor:
+def _one(q: Tensor, kv: Tensor, rule: ScoreRule) -> Tensor:
     """One query of one sequence, which sees all there is; the heads that share a key are rows of one product.
 
     q: [1, H, D]; kv: [2, K, L, D]; returns [1, H D].
     """
-    if q.device.type != "cpu":
+    if q.device.type != "cpu" and not rule.softcap:
         grouped = q.view(1, kv.shape[1], -1, q.shape[2])
-        return F.scaled_dot_product_attention(grouped, kv[:1], kv[1:]).view(1, -1)
+        return F.scaled_dot_product_attention(grouped, kv[:1], kv[1:], scale=rule.scale).view(1, -1)
     if q.dtype == torch.bfloat16:
         # For so few rows oneDNN takes longer to begin with a product in bf16 than fp32 takes to end it.
-        return _one(q.float(), kv.float()).to(q.dtype)
+        return _one(q.float(), kv.float(), rule).to(q.dtype)
     (k, v), width = kv, q.shape[2]
-    scores = torch.bmm((q * width**-0.5).view(len(k), -1, width), k.transpose(1, 2))
-    return torch.bmm(torch.softmax(scores, -1), v).view(1, -1)
+    scores = torch.bmm((q * rule.scale).view(len(k), -1, width), k.transpose(1, 2))
+    return torch.bmm(torch.softmax(rule.cap(scores), -1), v).view(1, -1)
 
 
-def _several(q: Tensor, kv: Tensor, rows: Rows) -> Tensor:
+def _several(q: Tensor, kv: Tensor, mask: Tensor | None, rows: Rows, rule: ScoreRule) -> Tensor:
     """One query of each of the B sequences of a turn's first group as products over all of them. torch's softmax
     computes in fp32, or wider.
 
-    q: [B, H, D]; kv: [2, K, B, L, D]; returns [B, H D].
+    q: [B, H, D]; kv: [2, K, B, L, D]; mask: [B, 1, 1, L], True where a query sees a key; returns [B, H D].
     """
     k, v = kv
-    grouped = (q * q.shape[2] ** -0.5).unflatten(1, (len(k), -1)).transpose(0, 1)
-    scores = torch.matmul(grouped, k.transpose(2, 3))
-    mask = rows.groups[0].mask
+    grouped = (q * rule.scale).unflatten(1, (len(k), -1)).transpose(0, 1)
+    scores = rule.cap(torch.matmul(grouped, k.transpose(2, 3)))
     if mask is not None:
-        scores += rows.shared("unseen", lambda: torch.zeros_like(scores).masked_fill_(~mask[:, 0], -torch.inf))
+        name = f"unseen in window {rule.window}"
+        scores += rows.shared(name, lambda: torch.zeros_like(scores).masked_fill_(~mask[:, 0], -torch.inf))
     return torch.matmul(torch.softmax(scores, -1), v).transpose(0, 1).flatten(1)
 
 
@@ -133,25 +167,27 @@ _SCORES = 1 << 22
 """Scores that are held at a time."""
 
 
-def _products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Many queries of one sequence as products, some rows at a time; softmax in fp32.
+def _products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: ScoreRule) -> Tensor:
+    """Many queries of one sequence as products, some rows at a time; softmax in fp32 or wider.
 
     q: [1, H, n, D]; k, v: [1, K, L, D]; mask: [1, 1, n, L], None for n = L rows that see what was before them. Returns
     q's shape.
     """
     _, heads, rows, width = q.shape
     kv, length = k.shape[1:3]
-    out = torch.empty_like(q)
+    out, wide = torch.empty_like(q), torch.promote_types(q.dtype, torch.float32)
     step = max(1, _SCORES // (heads * length))
     for a in range(0, rows, step):
         b = min(a + step, rows)
-        grouped = (q[0, :, a:b] * width**-0.5).reshape(kv, -1, width)
+        grouped = (q[0, :, a:b] * rule.scale).reshape(kv, -1, width)
         scores = torch.matmul(grouped, k[0].transpose(1, 2)).view(heads, b - a, length)
         if mask is None:
             seen = torch.ones(b - a, length, dtype=torch.bool, device=q.device).tril_(a)
         else:
             seen = mask[0, 0, a:b]
+        if rule.softcap:
+            scores = rule.cap(scores.to(wide))
         scores.masked_fill_(~seen, -torch.inf)
-        weights = torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype)
+        weights = torch.softmax(scores, -1, dtype=wide).to(q.dtype)
         out[0, :, a:b] = torch.matmul(weights.view(kv, -1, length), v[0]).view(heads, b - a, width)
     return out

@@ -17,13 +17,16 @@ from shardwise.decoder.attention import Attention, CoreAttention
 from shardwise.decoder.decoder import Head
 from shardwise.decoder.gpt import MLP, GPTBlock
 from shardwise.decoder.llama import GatedMLP, LlamaBlock
-from shardwise.decoder.modules import Dropout, Linear, Linears, Lookup, RMSNorm, TiedLinear
+from shardwise.decoder.modules import Dropout, JointNorm, Linear, Linears, Lookup, RMSNorm, TiedLinear
 from shardwise.ops import compiled, generate, linear
 from shardwise.ops.attention import core_attention
+from shardwise.ops.blocked_attention import blocked_attention
 from shardwise.ops.context import Mode, OpContext, Options
 from shardwise.ops.cpu.attention import short_attention
 from shardwise.ops.cpu.norm import mirrored_norm
 from shardwise.ops.fusion import LLAMA_HALVES
+from shardwise.ops.head import uncapped_head
+from shardwise.ops.joint_norm import joint_norm
 from shardwise.ops.llama_halves import llama_halves
 from shardwise.ops.recompute import recomputed_core
 
@@ -84,10 +87,14 @@ TABLE = (
     Row("train", Lookup, linear.lookup, writes=True),
     Row("train", CoreAttention, core_attention),
     Row("train", CoreAttention, short_attention, "cpu", lambda o: o.attention == "sdpa" and not o.compiled),
+    Row("train", CoreAttention, blocked_attention, when=lambda o: o.attention == "sdpa"),
     Row("train", CoreAttention, recomputed_core, when=lambda o: o.recompute == "selective"),
     Row("train", LlamaBlock, llama_halves, when=lambda o: o.fused is LLAMA_HALVES, writes=True, covers=_halves),
     Row("compiled", Linears, compiled.leave_eager, when=_splits, covers=_maps, breaks=True),
     Row("compiled", Linear, compiled.leave_eager, when=_splits, breaks=True),
+    Row("train", JointNorm, joint_norm, when=_splits),
+    Row("train", Head, uncapped_head),
+    Row("compiled", JointNorm, compiled.leave_eager, when=_splits, breaks=True),
     Row("compiled", CoreAttention, compiled.eager_core, breaks=True),
     Row("compiled", CoreAttention, compiled.checkpointed_core, when=lambda o: o.recompute == "selective"),
     Row("compiled", Dropout, compiled.eager_dropout, method="of_batch", breaks=True),
@@ -97,6 +104,7 @@ TABLE = (
     Row("generate", Lookup, generate.lookup),
     Row("generate", RMSNorm, generate.norm),
     Row("generate", RMSNorm, mirrored_norm, "cpu"),
+    Row("generate", JointNorm, joint_norm, when=_splits),
     Row("generate", Attention, generate.attention),
     Row("generate", GatedMLP, generate.gated_mlp),
     Row("generate", MLP, generate.mlp),

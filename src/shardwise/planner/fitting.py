@@ -137,7 +137,7 @@ class Memory:
             kept_head=sum(kept_items(plan, s, "head").values()),
             known_embedding=peak.saved_inputs(plan, s, "embedding"),
             known_head=peak.saved_inputs(plan, s, "head"),
-            loss=peak.loss(s),
+            loss=peak.loss(plan, s),
             in_head=moments["backward", "head"] - embedding - block - head,
             in_block=moments["backward", "blocks.0"] - embedding - block + extra.in_block,
             in_block_apart=apart["backward", "blocks.0"] - embedding - block + extra.in_block,

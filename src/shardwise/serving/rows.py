@@ -74,4 +74,6 @@ def _together(chunks: list[Chunk], size: int, device: torch.device) -> Attention
         there = torch.arange(most * size, device=device)[None] < torch.tensor(lengths, device=device)[:, None]
         mask = there[:, None, None]
     pages = torch.tensor(table, dtype=torch.int64, device=device)
-    return AttentionGroup(0, len(chunks), most * size, sequences=len(chunks), pages=pages, mask=mask)
+    return AttentionGroup(
+        0, len(chunks), most * size, sequences=len(chunks), pages=pages, mask=mask, shortest=min(lengths)
+    )

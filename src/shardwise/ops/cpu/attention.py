@@ -125,8 +125,10 @@ def _by_rows(given: list[Tensor], hidden: Tensor, into: Sequence[Tensor]) -> Non
     dv.copy_(values)
 
 
-def short_attention(core: CoreAttention, at: OpContext) -> Callable[..., Tensor]:
+def short_attention(core: CoreAttention, at: OpContext) -> Callable[..., Tensor] | None:
     """Batched products in place of the fused kernel, where attention is causal and plain, and sequences are short."""
+    if not core.plain:
+        return None
     plain = core.forward
 
     def forward(q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:

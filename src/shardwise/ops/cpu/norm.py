@@ -6,19 +6,19 @@ import torch
 from torch import Tensor
 
 from shardwise.decoder.modules import RMSNorm
-from shardwise.ops.generate import GenerationContext
+from shardwise.ops.generate import GenerationContext, norm_factors
 from shardwise.ops.products import Product
 
 
 def mirrored_norm(norm: RMSNorm, at: GenerationContext) -> Product:
     """The layer norm of x beside -x, whose mean is 0 and whose variance is x's mean square: torch has one kernel for
     that, and makes its own `rms_norm` of seven."""
-    eps, width = norm.eps, len(norm.weight)
+    eps, width, scale = norm.eps, len(norm.weight), norm_factors(norm, at)
     # where matrices are copied the weight will not change
-    twice = torch.cat((norm.weight, norm.weight)).detach() if at.keep.copies else None
+    twice = torch.cat((scale(), scale())) if at.keep.copies else None
 
     def forward(x: Tensor) -> Tensor:
-        weight = torch.cat((norm.weight, norm.weight)) if twice is None else twice
+        weight = torch.cat((scale(), scale())) if twice is None else twice
         return torch.layer_norm(torch.cat((x, x.neg()), -1), (2 * width,), weight, None, eps)[..., :width]
 
     return forward

@@ -60,20 +60,40 @@ Items = dict[str, int]
 def block_items(plan: UnitPlan, s: Sizes) -> Items:
     """Everything that one block saves without recomputing the whole block, its input included: name -> bytes."""
     items = {"input": s.stream * s.hidden * s.element}
-    items |= _norm(plan, s, "attention norm")
+    items |= _branch_input(plan, s, "attention")
     if plan.model.qk_norm:
         items["queries and keys before their norm"] = s.tokens * (s.q + s.kv) * s.element
-        items["head norm statistics"] = s.tokens * (s.heads + s.kv_heads) * s.statistic
+        items["statistics of query and key norms"] = sum(rows for rows, _ in query_norms(plan, s)) * s.statistic
     items["queries"] = s.tokens * s.q * s.element
     items["keys and values"] = 2 * s.tokens * s.kv * s.element
     items |= _attention_core(plan, s)
     items["attention output"] = s.tokens * s.q * s.element
+    items |= _branch_output(plan, s, "attention")
     if not plan.model.parallel_residual:
         items["residual"] = s.stream * s.hidden * s.element
-    items |= _norm(plan, s, "feed-forward norm")
+    items |= _branch_input(plan, s, "feed-forward")
     inner = s.tokens * s.ffn * s.element
-    names = ("gate", "up", "silu", "product") if plan.model.gated else ("up", "gelu")
-    return items | dict.fromkeys(names, inner)
+    names = ("gate", "up", "activation", "product") if plan.model.gated else ("up", "activation")
+    return items | dict.fromkeys(names, inner) | _branch_output(plan, s, "feed-forward")
+
+
+def query_norms(plan: UnitPlan, s: Sizes) -> tuple[tuple[int, int], ...]:
+    """(rows, width) of the norms of queries and of keys: of each head, or of all heads of a token."""
+    if plan.model.qk_norm_scope != "head":
+        return (s.tokens, s.q), (s.tokens, s.kv)
+    return (s.tokens * s.heads, plan.model.head_dim), (s.tokens * s.kv_heads, plan.model.head_dim)
+
+
+def _branch_input(plan: UnitPlan, s: Sizes, branch: str) -> Items:
+    return {} if plan.model.norm_placement == "post" else _norm(plan, s, f"{branch} norm")
+
+
+def _branch_output(plan: UnitPlan, s: Sizes, branch: str) -> Items:
+    """What a branch puts out, where a norm follows."""
+    if plan.model.norm_placement == "pre":
+        return {}
+    rows = {f"{branch} before its norm": s.stream * s.hidden * s.element}
+    return rows | {f"{branch} post norm statistics": s.stream * s.statistic}
 
 
 def _norm(plan: UnitPlan, s: Sizes, name: str) -> Items:
@@ -86,9 +106,10 @@ def _attention_core(plan: UnitPlan, s: Sizes) -> Items:
     if plan.layout.recompute == "selective":
         return {}
     if plan.layout.attention == "sdpa":
-        return {} if uses_batched_attention(plan) else {"log-sum-exp": s.tokens * s.heads * s.statistic}
+        computed_again = uses_batched_attention(plan) or uses_blocked_attention(plan)
+        return {} if computed_again else {"log-sum-exp": s.tokens * s.heads * s.statistic}
     square = s.tokens * s.heads * s.seq * s.element
-    copies = {"probabilities": square}
+    copies = {"probabilities": square} | ({"tanh of scores": square} if plan.model.score_softcap else {})
     return copies | ({"dropped probabilities": square} if plan.model.attention_dropout else {})
 
 
@@ -97,7 +118,14 @@ def uses_batched_attention(plan: UnitPlan) -> bool:
     short."""
     layout, longest = plan.layout, LONGEST_SHORT.get(plan.layout.dtype, 0)
     short = SHORTEST <= plan.workload.seq <= longest and plan.backend != "nccl"
-    return short and layout.compile != "block" and not plan.workload.isolate_documents
+    plain = plan.model.plain_attention and not plan.workload.isolate_documents
+    return short and layout.compile != "block" and plain
+
+
+def uses_blocked_attention(plan: UnitPlan) -> bool:
+    """Whether attention goes through a sequence block by block (`ops/blocked_attention.py`): no fused kernel has the
+    model's."""
+    return plan.layout.attention == "sdpa" and not plan.model.plain_attention
 
 
 def saved_items(plan: UnitPlan, s: Sizes, part: str) -> Items:
@@ -123,7 +151,8 @@ def saved_items(plan: UnitPlan, s: Sizes, part: str) -> Items:
 
 def mask_bytes(plan: UnitPlan, s: Sizes) -> int:
     """The additive mask that keeps packed documents apart: one a micro-batch, [micro, 1, S, S]."""
-    return s.tokens * s.seq * s.element if plan.workload.isolate_documents else 0
+    masks = plan.workload.isolate_documents and not uses_blocked_attention(plan)
+    return s.tokens * s.seq * s.element if masks else 0
 
 
 def saved_mask(plan: UnitPlan, s: Sizes) -> int:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from shardwise.layout.units import UnitPlan
 from shardwise.ops.cpu.limits import ATTENTION_ROWS
-from shardwise.predict.memory.activations import Sizes, uses_batched_attention
+from shardwise.ops.limits import QUERY_ROWS
+from shardwise.predict.memory.activations import Sizes, uses_batched_attention, uses_blocked_attention
 from shardwise.predict.memory.transients import LiveBytes, dropout
 
 
@@ -18,10 +19,12 @@ class AttentionTensors:
         self.plan, self.s = plan, s
         self.q, self.kv = s.tokens * s.q * s.element, s.tokens * s.kv * s.element
         self.short = plan.layout.attention == "sdpa" and uses_batched_attention(plan)
+        self.blocked = uses_blocked_attention(plan)
         self.math = plan.layout.attention == "math"
         self.selective = plan.layout.recompute == "selective"
         self.statistics = s.tokens * s.heads * s.statistic
         self.square = s.tokens * s.heads * s.seq * s.element
+        self.capped = self.square if plan.model.score_softcap else 0
         self.dropped = self.square if plan.model.attention_dropout else 0
         # Of several sequences with several heads of keys and values, products take copies.
         self.copies = plan.layout.micro > 1 and s.kv_heads > 1
@@ -40,6 +43,9 @@ class AttentionTensors:
             self._math_forward(live, saves)
         elif self.short:
             self._short_forward(live)
+        elif self.blocked:
+            live.allocate(self.q)
+            live.transient(self._block(backward=False))
         else:
             live.allocate(self.q + self.statistics)
             live.free(0 if saves else self.statistics)
@@ -56,8 +62,9 @@ class AttentionTensors:
         live.allocate(queries + keys)
         live.allocate(self.square)
         live.free(0 if saves else queries + keys)
+        live.allocate(self.capped)  # beside the tanh
         live.allocate(self.square)
-        live.free(self.square)  # the scores
+        live.free(self.square if saves else self.square + self.capped)  # the scores
         if self.dropped:
             live.allocate(self.square)
             rows = self.s.tokens * self.s.heads
@@ -80,6 +87,9 @@ class AttentionTensors:
         elif self.short:
             live.allocate(qkv)
             live.transient(self._products_backward())
+        elif self.blocked:
+            live.allocate(qkv)
+            live.transient(self._block(backward=True))
         else:
             live.allocate(qkv)
             live.free(self.statistics)
@@ -106,10 +116,22 @@ class AttentionTensors:
             live.free(self.square)
         live.allocate(self.square)  # the gradients of scores
         live.free(2 * self.square)
+        if self.capped:
+            live.transient(self.square)  # the gradients before the cap, and before the tanh
+            live.free(self.square)
         live.allocate(self.q + self.kv)
         live.free(self.square)
         live.transient(self.q)  # the gradients of queries before they were scaled
         live.free(self.q + values)  # scaled queries, and keys
+
+    def _block(self, backward: bool) -> int:
+        """Transients of the largest block of queries of one sequence (`ops/blocked_attention.py`)."""
+        s, wide = self.s, self.s.statistic
+        queries = min(s.seq, QUERY_ROWS)
+        keys = min(s.seq, max((window or s.seq) - 1 + queries for window in self.plan.windows))
+        square, rows, shared = s.heads * queries * keys * wide, queries * s.q * wide, keys * s.kv * wide
+        held = (3 if self.capped else 2) * square + queries * keys + rows + shared
+        return held + rows + shared + 2 * s.seq * s.kv * wide if backward else held
 
     def _short_forward(self, live: LiveBytes) -> None:
         """Forward of `ops/cpu/attention.py`, one sequence after the other."""

@@ -7,7 +7,7 @@ time needs no list of moments to choose from.
 from __future__ import annotations
 
 from shardwise.layout.units import UnitPlan
-from shardwise.predict.memory.activations import Sizes
+from shardwise.predict.memory.activations import Sizes, query_norms
 from shardwise.predict.memory.attention_tensors import AttentionTensors
 from shardwise.predict.memory.transients import (
     LiveBytes,
@@ -31,6 +31,7 @@ class BlockTensors:
         self.inner = s.tokens * s.ffn * s.element
         self.q, self.kv = s.tokens * s.q * s.element, s.tokens * s.kv * s.element
         self.gated, self.sp = plan.model.gated, plan.layout.sp
+        self.pre, self.post = plan.model.norm_placement != "post", plan.model.norm_placement != "pre"
         # A row's statistics: one number in fp32, or two in the precision of the weights.
         self.statistics = s.statistic if plan.model.norm == "rmsnorm" else 2 * s.element
         rotated = int(plan.model.head_dim * plan.model.rotary_fraction) if plan.model.positions == "rope" else 0
@@ -67,12 +68,15 @@ class BlockTensors:
 
     def _plain_forward(self, saves: bool) -> None:
         live, stream = self.live, self.stream
-        self._norm()
+        if self.pre:
+            self._norm()
         self._attend(saves)
-        if not saves:
+        if not saves and self.pre:
             live.free(stream)
+        self._post_norm(saves)
         self._add()
-        self._norm()
+        if self.pre:
+            self._norm()
         self._column([self.inner] * (1 + self.gated))
         live.allocate(self.inner)  # silu or gelu
         if self.gated:
@@ -80,7 +84,8 @@ class BlockTensors:
             live.free(0 if saves else self.inner)
         self._row()
         if not saves:
-            live.free(stream + (3 if self.gated else 2) * self.inner)
+            live.free(self.pre * stream + (3 if self.gated else 2) * self.inner)
+        self._post_norm(saves)
         live.free(stream)  # attention's output, whose name is taken now
         self._add()
         live.free(stream)
@@ -93,8 +98,8 @@ class BlockTensors:
         before = live.now
         self._column([self.q, self.kv, self.kv])
         if model.qk_norm:
-            for heads in (self.s.heads, self.s.kv_heads):
-                self._normed(self.s.tokens * heads, model.head_dim)
+            for rows, width in query_norms(self.plan, self.s):
+                self._normed(rows, width)
             live.free(0 if saves else self.q + self.kv)
         if self.rolled:
             for nbytes in (self.q, self.kv):
@@ -107,6 +112,12 @@ class BlockTensors:
             live.free(self.q)
         self._row()
         live.free(self.attention.unsaved if saves else live.now - before - self.stream)
+
+    def _post_norm(self, saves: bool) -> None:
+        """The norm of a branch's output, which it saves."""
+        if self.post:
+            self._norm()
+            self.live.free(0 if saves else self.stream)
 
     def _norm(self) -> None:
         self._normed(self.s.stream, self.s.hidden)
@@ -193,7 +204,7 @@ class BlockTensors:
     def _plain_backward(self, kept: bool) -> None:
         live, stream, model, inner = self.live, self.stream, self.plan.model, self.inner
         parallel = model.parallel_residual
-        own = self._drop_backward()
+        own = self._branch_backward()
         self._row_backward(inner, self.s.ffn, inner)
         live.free(own)
         if self.gated:
@@ -203,19 +214,19 @@ class BlockTensors:
         live.free(2 * inner)  # its gradient; gate, or up
         branches = 1 + self.gated
         self._column_backward([self.s.ffn] * branches, branches * inner)
-        self._norm_backward()
-        live.free(stream)
-        if not parallel:
-            live.free(stream)  # the residual
+        if self.pre:
+            self._norm_backward()
+            live.free(stream if parallel else 2 * stream)  # the residual
         self._sum()
         if parallel or kept:
             live.allocate(stream)  # one of the two stays
-        own = self._drop_backward()
+        own = self._branch_backward()
         self._row_backward(self.q, self.s.q, self._output)
         live.free(own + (stream if parallel and not kept else 0))
         self._queries_backward()
-        self._norm_backward()
-        live.free(stream)
+        if self.pre:
+            self._norm_backward()
+            live.free(stream)
         self._sum()
 
     def _sum(self) -> None:
@@ -233,10 +244,10 @@ class BlockTensors:
                 live.transient(int(self.rolled * nbytes))
                 live.free(0 if whole else nbytes)
         if model.qk_norm:
-            for heads, nbytes in ((s.kv_heads, self.kv), (s.heads, self.q)):
-                live.transient(norm_backward(self.plan, s, nbytes // s.element))
+            for rows, width in reversed(query_norms(self.plan, s)):
+                live.transient(norm_backward(self.plan, s, rows * width))
                 # Its input goes with the statistics; the gradient takes the place of the output's.
-                live.free(nbytes + s.tokens * heads * self.statistics)
+                live.free(rows * (width * s.element + self.statistics))
         grads = self.q + 2 * self.kv + (self.q + self.kv if self.rolled and whole else 0)
         copies = 0
         if self.plan.layout.attention == "math" and self.plan.layout.recompute != "selective":
@@ -252,12 +263,17 @@ class BlockTensors:
         shares = self.plan.layout.attention == "sdpa" and self.plan.layout.recompute != "selective"
         return 0 if shares else self.q
 
-    def _drop_backward(self) -> int:
-        """Bytes of the gradient before dropout, if it is another one; they are kept for the weights without sp."""
-        if not self.plan.model.dropout:
-            return 0
-        self._dropped()
-        return 0 if self.apart and not self.sp else self.stream
+    def _branch_backward(self) -> int:
+        """Bytes of the gradient before dropout and a branch's norm, if it is another one; they are kept for the weights
+        without sp."""
+        drops = bool(self.plan.model.dropout)
+        if drops:
+            self._dropped()
+        if self.post:
+            self._norm_backward()
+            self.live.free(self.stream * (1 + drops))  # what the norm was given, and its output's gradient
+        own = self.stream if drops or self.post else 0
+        return 0 if self.apart and not self.sp else own
 
     def _row_backward(self, gradient: int, columns: int, saved: int, fused: bool = False) -> None:
         """gradient: of the input, in bytes; saved: what goes with it. fused: the weights' gradient comes first."""

@@ -37,7 +37,7 @@ def moments(plan: UnitPlan) -> Iterator[tuple[MemoryByClass, int]]:
     known = sum(saved_inputs(plan, s, part) for part in plan.parts)
     while_forward = saved_mask(plan, s) + known + forward(plan, s, plan.parts)
     beside: dict[tuple[When, str], int] = {
-        ("loss", ""): max(saved_bytes(plan) + loss(s), while_forward),
+        ("loss", ""): max(saved_bytes(plan) + loss(plan, s), while_forward),
         ("optimizer", ""): optimizer(plan),
     }
     beside |= backwards(plan, s, plan.parts)
@@ -76,6 +76,7 @@ def backwards(
     """
     recompute = plan.layout.recompute in ("full", "input")
     stream = s.stream * s.hidden * s.element
+    scaled = stream if plan.model.scaled_embedding else 0
     ends = [part for part in parts if plan.kind(part) == "block"]
     saved = saved_mask(plan, s) if ends else 0
     # The gradient of a stage's output is a message, which stays until its backward is over.
@@ -88,7 +89,7 @@ def backwards(
         saved += sum(saved_items(plan, s, part).values())
         moments["begin", part] = saved + stream
         if plan.kind(part) == "embedding":
-            moments["backward", part] = stream + max(stream_dropout(plan, s), _positions(plan, s))
+            moments["backward", part] = stream + max(stream_dropout(plan, s), _positions(plan, s), scaled)
             if not apart:
                 moments["backward", part] = max(moments["backward", part], _looked_up(plan, s))
         elif plan.kind(part) == "head":
@@ -132,17 +133,21 @@ def tables(plan: UnitPlan, s: Sizes) -> int:
     model = plan.model
     rotated = int(model.head_dim * model.rotary_fraction) if model.positions == "rope" else 0
     shared = 2 * s.tokens * rotated * s.element + mask_bytes(plan, s) - saved_mask(plan, s)
-    if plan.layout.attention == "math" and not plan.workload.isolate_documents:
-        shared += s.seq * s.seq * s.element
+    if plan.layout.attention == "math":
+        mask = (s.tokens if plan.workload.isolate_documents else s.seq) * s.seq * s.element
+        shared += mask * len([window for window in plan.windows if 0 < window < s.seq])
+        shared += 0 if plan.workload.isolate_documents else mask
     if plan.layout.attention == "sdpa" and uses_batched_attention(plan):
         shared += 4 * min(s.seq, ATTENTION_ROWS) ** 2
     return shared
 
 
-def loss(s: Sizes) -> int:
-    """Log-probabilities of a chunk; bf16 logits are first converted."""
+def loss(plan: UnitPlan, s: Sizes) -> int:
+    """Log-probabilities of a chunk; bf16 logits are first converted. Where logits are capped also, in backward, the
+    slopes of their cap."""
     rows = max(1, min(s.tokens, loss_chunk(s.tokens * s.vocab) // s.vocab))
-    return rows * s.vocab * (2 * 4 if s.element == 2 else s.element)
+    capped = 2 if plan.model.logit_softcap else 1
+    return rows * s.vocab * (2 * 4 if s.element == 2 else capped * s.element)
 
 
 def _head_forward(plan: UnitPlan, s: Sizes) -> int:

@@ -132,14 +132,14 @@ class ActionMemory:
         self.saved = of.saved + self.mask
         # Its input, now among the saved tensors, came by a message or from a stage of this rank.
         self.rest = of.saved - of.known + self.shared + ((not of.last) - (not of.first)) * self.message
-        self.note(now, self.rest + (loss(self.s) if of.last else 0))
+        self.note(now, self.rest + (loss(self.plan, self.s) if of.last else 0))
         self.moment()
 
     def backward(self, apart: bool) -> None:
         of = self.of
         kept = 0
         if of.last:
-            self.note(self.walk.now("loss"), loss(self.s))
+            self.note(self.walk.now("loss"), loss(self.plan, self.s))
         own = saved_mask(self.plan, self.s) if of.attends else 0  # counted in the moments and in what is there beside
         for part in reversed(of.parts):
             # The first one's output gradient is the message, which stays until the stage's backward is over.

@@ -160,8 +160,7 @@ def _tensor(part: Part, model: ModelConfig, shape: Shape, split: StepShape, engi
 def _statistics(part: Part, shape: Shape, split: StepShape, pricing: Pricing) -> Num:
     """The sums of squares that norms over all heads need, and in backward sums as large."""
     price = pricing.collectives.seconds
-    norms = [operation for operation in part.operations if operation.kind == "joint norms"]
-    return sum((price("all_reduce", 4.0 * len(norm.widths) * shape.tokens, split.tp) for norm in norms), 0.0)
+    return sum((price("all_reduce", 4.0 * numbers * shape.tokens, split.tp) for numbers in part.statistics), 0.0)
 
 
 def _sequences(model: ModelConfig, shape: Shape, split: StepShape, pricing: Pricing) -> tuple[Num, Num]:

@@ -58,10 +58,12 @@ def _tensor_parallel(rows: Rows, plan: UnitPlan) -> None:
     """Sums of activations over tp; with sp every sum is a reduce-scatter, and every input is gathered.
 
     A block has two column-parallel inputs (attention, feed-forward) and two row-parallel outputs; the embedding is an
-    output alone, the head an input alone. Under sp a column-parallel backward gathers its input again.
+    output alone, the head an input alone. Under sp a column-parallel backward gathers its input again. Norms over heads
+    of several ranks sum their statistics, forward and backward.
     """
     k, dtype, sp = plan.micro_batches, plan.layout.dtype, plan.layout.sp
     full = plan.tokens * plan.model.hidden
+    wide = "float32" if dtype == "bfloat16" else dtype
 
     def add(phase: str, op: str, part: str, count: int) -> None:
         rows[(phase, op, TP, part, dtype, full)] += count * k
@@ -80,8 +82,10 @@ def _tensor_parallel(rows: Rows, plan: UnitPlan) -> None:
             add("backward", "reduce_scatter", part, ins)
         else:
             add("backward", "all_reduce", part, ins)
+        for numbers in plan.blueprint.part(part).statistics:
+            for phase, runs in (("forward", once), ("backward", again + 1)):
+                rows[(phase, "all_reduce", TP, part, wide, numbers * plan.tokens)] += runs * k
     if plan.of_kind("head"):
-        wide = "float32" if dtype == "bfloat16" else dtype
         rows[("loss", "all_reduce", TP, "cross-entropy", wide, plan.tokens)] += k
         rows[("loss", "all_reduce", TP, "cross-entropy", wide, 2 * plan.tokens)] += k
 

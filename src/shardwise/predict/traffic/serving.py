@@ -76,11 +76,15 @@ def _control(rows: Rows, plan: UnitPlan, turn: ForwardPass, own: bool) -> None:
 
 
 def _tensor_parallel(rows: Rows, plan: UnitPlan, turn: ForwardPass) -> None:
-    """Sums after a block's two row-parallel maps and after the lookup (Shoeybi et al. 2019), and the logits."""
+    """Sums after a block's two row-parallel maps and after the lookup (Shoeybi et al. 2019), statistics of norms over
+    all heads, and the logits."""
     dtype = plan.layout.dtype
     for part in plan.parts:
         elements = turn.tokens * plan.model.hidden
         rows[(turn.phase, "all_reduce", TP, part, dtype, elements)] += plan.blueprint.part(part).summed
+        for numbers in plan.blueprint.part(part).statistics:
+            wide = "float32" if dtype == "bfloat16" else dtype
+            rows[(turn.phase, "all_reduce", TP, part, wide, numbers * turn.tokens)] += 1
     if plan.of_kind("head") and turn.rows:
         rows[(turn.phase, "all_gather_into", TP, "logits", dtype, turn.rows * padded_vocab(plan))] += 1
 

@@ -161,7 +161,9 @@ def _attention(dtype: torch.dtype, shape: tuple[int, ...], backward: bool, devic
         q, k, v = (torch.randn(shape, device=device).to(dtype).requires_grad_(backward) for _ in range(3))
         dy = torch.randn(shape, device=device).to(dtype)
         core, batch = CoreAttention(MODEL, "probe"), _batch(shape[0], shape[1], device)
-        install(core, short_attention(core, OpContext("probe", Options("train"))))
+        form = short_attention(core, OpContext("probe", Options("train")))
+        assert form is not None, "the probe's attention is plain"
+        install(core, form)
 
         def call() -> None:
             out = core.forward(q, k, v, batch)

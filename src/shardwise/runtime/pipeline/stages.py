@@ -110,7 +110,7 @@ class StageRunner:
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """The summed loss of the valid tokens of a micro-batch."""
         with self.comms.in_phase("loss"):
-            return summed_cross_entropy(logits, targets, *self.vocabulary, self.comms)
+            return summed_cross_entropy(logits, targets, *self.vocabulary, self.comms, self.plan.model.logit_softcap)
 
     def forward(self, stage: int, x: Tensor | None, batch: Batch) -> Tensor:
         """The forward pass of a stage, from what the stage before has sent (None for the first) to its own output.

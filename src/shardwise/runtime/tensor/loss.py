@@ -28,8 +28,12 @@ class _CrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, start: int, stop: int, comms: Comms) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, start: int, stop: int, comms: Comms, cap: float | None
+    ) -> Tensor:
         rows = logits.detach().view(-1, logits.shape[-1])
+        if cap:
+            rows.div_(cap).tanh_().mul_(cap)
         if rows.shape[1] > stop - start:
             rows[:, stop - start :] = torch.finfo(logits.dtype).min  # columns that only pad the vocabulary
         flat, split = targets.reshape(-1), comms.size(TP) > 1
@@ -53,7 +57,7 @@ class _CrossEntropy(torch.autograd.Function):
             sums = torch.stack([torch.exp(own_lse - top), target * _inside(flat, start, stop)])
             comms.all_reduce(sums, TP, "cross-entropy")
             lse, target = top.add_(sums[0].log()), sums[1]
-        ctx.start, ctx.stop = start, stop
+        ctx.start, ctx.stop, ctx.cap = start, stop, cap
         ctx.save_for_backward(rows, lse, targets, own_lse if split else None)
         return torch.where(flat == IGNORED, 0.0, lse - target).sum()
 
@@ -71,9 +75,12 @@ class _CrossEntropy(torch.autograd.Function):
             factor = factor * (own_lse - lse).exp_()
         for part in _chunks(rows):
             softmax = torch.softmax(rows[part], -1, dtype=lse.dtype).mul_(factor[part, None])
-            rows[part] = softmax.scatter_add_(1, local[part], there[part])
+            softmax.scatter_add_(1, local[part], there[part])
+            if ctx.cap:  # columns that only pad the vocabulary are beyond any cap
+                softmax.mul_(torch.div(rows[part], ctx.cap).clamp_(min=-1).square_().neg_().add_(1))
+            rows[part] = softmax
             del softmax  # before the next one is made
-        return rows.view(*targets.shape, -1), None, None, None, None
+        return rows.view(*targets.shape, -1), None, None, None, None, None
 
 
 def _inside(targets: Tensor, start: int, stop: int) -> Tensor:
@@ -86,11 +93,13 @@ def _column(targets: Tensor, start: int, stop: int) -> Tensor:
     return torch.where(_inside(targets, start, stop), targets - start, 0)
 
 
-def summed_cross_entropy(logits: Tensor, targets: Tensor, start: int, stop: int, comms: Comms) -> Tensor:
-    """Sum over tokens of -log p(target).
+def summed_cross_entropy(
+    logits: Tensor, targets: Tensor, start: int, stop: int, comms: Comms, cap: float | None = None
+) -> Tensor:
+    """Sum over tokens of -log p(target). cap: logits become cap tanh(logits / cap), in place.
 
     logits: [B, S, columns], those of vocabulary ids [start, stop), further columns being padding; overwritten by
     backward. targets: [B, S], `IGNORED` where a token does not count. Returns a scalar in fp32 (fp64 for fp64 logits).
     """
-    out: Tensor = _CrossEntropy.apply(logits, targets, start, stop, comms)  # type: ignore[no-untyped-call]
+    out: Tensor = _CrossEntropy.apply(logits, targets, start, stop, comms, cap)  # type: ignore[no-untyped-call]
     return out
