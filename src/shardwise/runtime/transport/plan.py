@@ -257,16 +257,16 @@ class _Readers:
 
     def passed(self, fences: set[Fence]) -> None:
         """These have been waited for, and with them all earlier rounds of the same readers."""
-        latest: dict[int, int] = {}
-        for fence in fences:
-            latest[fence.peer] = max(latest.get(fence.peer, -1), fence.round)
+        latest = _latest(fences)
         self._spans = defaultdict(
             list, {f: spans for f, spans in self._spans.items() if f.round > latest.get(f.peer, -1)}
         )
 
     def all(self) -> set[Fence]:
         """The last round of each reader that is not known to be over."""
-        latest: dict[int, int] = {}
-        for fence in self._spans:
-            latest[fence.peer] = max(latest.get(fence.peer, -1), fence.round)
-        return {Fence(peer, round) for peer, round in latest.items()}
+        return {Fence(peer, round) for peer, round in _latest(self._spans).items()}
+
+
+def _latest(fences: Iterable[Fence]) -> dict[int, int]:
+    """Peer -> the last round of its fences."""
+    return dict(sorted(fences))

@@ -13,12 +13,12 @@ from shardwise.layout.algorithms import Carried
 from shardwise.runtime.torch_versions import all_gather_single, reduce_scatter_single
 from shardwise.runtime.transport.adding import Target, add_up, wide_room
 from shardwise.runtime.transport.buffers import Buffer, ByteCounter, Workspace
-from shardwise.runtime.transport.protocol import Realization, Work
+from shardwise.runtime.transport.protocol import Realization, Transport, Work
 from shardwise.runtime.transport.sends import SendTransport
 from shardwise.schedule.traffic import Moved
 
 
-class ProcessGroupTransport:
+class ProcessGroupTransport(Transport):
     """`Transport` over a process group.
 
     On gloo a reduce-scatter is an all-to-all and a local sum in rank order: gloo's own is slower than its all-reduce,
@@ -46,9 +46,6 @@ class ProcessGroupTransport:
     def allocate(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.zeros(elements, dtype=dtype, device=device)
 
-    def wait_readers(self, memory: Tensor) -> None:
-        """No-op: a collective's memory is this rank's again when it has waited."""
-
     def reserve(self, elements: int, dtype: torch.dtype, device: torch.device, tally: ByteCounter) -> list[Tensor]:
         if self.backend != "gloo":
             return []
@@ -56,9 +53,6 @@ class ProcessGroupTransport:
         return [self._scratch.tensor]
 
     # -- collectives
-
-    def shortcut(self, op: str, nbytes: int) -> bool:
-        return False
 
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False, at_once: bool = False) -> Work:
         op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
@@ -109,12 +103,6 @@ class ProcessGroupTransport:
             self._sends = SendTransport(self.group)
         room = workspace.take("room", carried.room, flat.dtype, flat.device)
         return self._sends.run(carried.schedule, flat, room, maximum=maximum)
-
-    def rest(self, resting: bool) -> None:
-        """No-op: gloo's threads and NCCL's streams wait by themselves."""
-
-    def close(self) -> None:
-        """No-op: process groups end with the process."""
 
 
 class _Sum:

@@ -64,13 +64,16 @@ class Transport(Protocol):
 
     def wait_readers(self, memory: Tensor) -> None:
         """Wait until no peer reads a tensor that `allocate` gave, which may then be written."""
+        return
 
     def reserve(self, elements: int, dtype: torch.dtype, device: torch.device, tally: ByteCounter) -> list[Tensor]:
         """Prepare reduce-scatters of up to so many elements, one at a time; returns the memory that they need beside
         their tensors. tally: counts its bytes as they come and go."""
+        return []
 
     def shortcut(self, op: str, nbytes: int) -> bool:
         """Whether a small sum or gather is quicker with `at_once`, which returns when it is complete."""
+        return False
 
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False, at_once: bool = False) -> Work:
         """Sum (or maximum) over the group, in place."""
@@ -97,6 +100,8 @@ class Transport(Protocol):
 
     def rest(self, resting: bool) -> None:
         """Whether what this rank waits for is unlikely to come soon."""
+        return
 
     def close(self) -> None:
         """Release what is shared with other ranks."""
+        return

@@ -24,11 +24,11 @@ from torch import Tensor
 
 from shardwise.layout.algorithms import Carried
 from shardwise.runtime.transport.adding import Target
-from shardwise.runtime.transport.buffers import ByteCounter, Workspace
+from shardwise.runtime.transport.buffers import Workspace
 from shardwise.runtime.transport.mail import Mail
 from shardwise.runtime.transport.memory import Peer, SharedSegment, SpinWait, can_share
 from shardwise.runtime.transport.plan import RankPlan, rank_plan
-from shardwise.runtime.transport.protocol import DONE, Realization, Work
+from shardwise.runtime.transport.protocol import DONE, Realization, Transport, Work
 from shardwise.runtime.transport.quick import AREA, FLAGS, Quick
 from shardwise.runtime.transport.shared_collective import (
     PIECE,
@@ -58,7 +58,7 @@ _SHORTCUTS = {"all_reduce": AREA, "all_gather_into": PIECE}
 some kilobytes twice."""
 
 
-class SharedTransport:
+class SharedTransport(Transport):
     """One rank's end of a group of processes on one host.
 
     group: their process group, over which they meet here; every member must make the transport. timeout: seconds that a
@@ -153,9 +153,6 @@ class SharedTransport:
     def wait_readers(self, memory: Tensor) -> None:
         if (flights := self._lent.pop(memory.data_ptr(), None)) is not None:
             flights.settle()
-
-    def reserve(self, elements: int, dtype: torch.dtype, device: torch.device, tally: ByteCounter) -> list[Tensor]:
-        return []
 
     def place(self, tensor: Tensor) -> int | None:
         """The word that tells peers where the tensor's memory begins; None where they cannot see it."""

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from shardwise.decoder import Decoder
 from shardwise.decoder.modules import TiedLinear
-from shardwise.layout.axes import SHARD
+from shardwise.layout.axes import Axes
 from shardwise.layout.pipeline import releases_early, splits_backward
 from shardwise.layout.placement import Placed
 from shardwise.layout.units import Gather, Hop, Phase, Residency, UnitPlan, Use
@@ -97,11 +97,12 @@ class Engine:
     def _weight_slots(self, device: torch.device) -> dict[str, Buffer]:
         """Buffers of gathered weights. Under a pipeline they come and go."""
         lasting = self.plan.layout.pp == 1
-        dtypes = {unit.slot: torch_dtype(self.plan.gather(unit).dtype) for unit in self.plan.units}
+        gathers = {unit.slot: self.plan.gather(unit) for unit in self.plan.units}
         slots = {}
         for name, elements in self.plan.slots.items():
-            memory = self._allocate(elements, dtypes[name], device) if lasting else None
-            slots[name] = Buffer("comm", elements, dtypes[name], device, self.tally, memory)
+            dtype = torch_dtype(gathers[name].dtype)
+            memory = self._allocate(elements, dtype, device, gathers[name].axes) if lasting else None
+            slots[name] = Buffer("comm", elements, dtype, device, self.tally, memory)
             slots[name].take().zero_()
         return slots
 
@@ -109,19 +110,19 @@ class Engine:
         """Unit -> the buffer of its full gradients, where these are staged."""
         buffers, dtype = self.plan.transport_buffers, torch_dtype(self.plan.transport_buffers.dtype)
         lasting: dict[str, Tensor] = {}
-        if buffers.lasting:
-            lasting = {name: self._allocate(elements, dtype, device) for name, elements in buffers.sizes.items()}
         staging = {}
         for name, buffer in buffers.staged.items():
             unit = self.plan.by_name[name]
-            memory = lasting[buffer][: unit.padded] if lasting else None
+            if buffers.lasting and buffer not in lasting:
+                lasting[buffer] = self._allocate(buffers.sizes[buffer], dtype, device, unit.shard)
+            memory = lasting[buffer][: unit.padded] if buffers.lasting else None
             reusable = partial(self.comms.wait_readers, axes=unit.shard)
             staging[name] = Buffer("comm", unit.padded, dtype, device, self.tally, memory, reusable)
         return staging
 
-    def _allocate(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def _allocate(self, elements: int, dtype: torch.dtype, device: torch.device, axes: Axes) -> Tensor:
         """Lasting memory for gathers and reduce-scatters."""
-        memory = self.comms.allocate(elements, dtype, device, SHARD)
+        memory = self.comms.allocate(elements, dtype, device, axes)
         self.tally.add("comm", memory.nbytes)
         return memory
 
@@ -287,6 +288,7 @@ class Engine:
             hop = next(iter(flat.unit.reduce), None)
             if hop is None:
                 continue
+            assert grads.tensor.dtype == torch_dtype(hop.dtype), f"the plan sends {hop}"
             if hop.op == "all_reduce":
                 self._reductions[name] = self.comms.all_reduce(grads.tensor, hop.axes, name, later=True)
             else:
