@@ -157,22 +157,22 @@ def train_as_rank(config: Callable[[], TrainConfig], *, elastic: bool = False) -
     claim = ExitStack()
 
     def prepare() -> TrainConfig:
-        asked = config()
+        request = config()
         tell = say if first else lambda line: None
         ranks, restarts = int(os.environ["WORLD_SIZE"]), torchrun_restarts()
-        again = begun_by_this_job(asked)
+        again = begun_by_this_job(request)
         if first and not again:
-            _check_out(asked)
+            _check_out(request)
         if first:
-            claim.enter_context(_claimed(asked, again))
+            claim.enter_context(_claimed(request, again))
         if again:
-            asked = continued(asked, max(1, restarts), tell)
-            tell(f"restart {'from ' + asked.resume if asked.resume else 'from the beginning'}")
-        if elastic and ranks < asked.layout.ranks:
-            smaller = fewer_ranks(asked.layout, asked.model, asked.workload, ranks)
-            asked = replace(asked, layout=smaller or asked.layout)
-        check_runnable(asked.layout, asked.model, asked.workload, ranks)
-        prepared.append(with_corpus(asked, tell))
+            request = continued(request, max(1, restarts), tell)
+            tell(f"restart {'from ' + request.resume if request.resume else 'from the beginning'}")
+        if elastic and ranks < request.layout.ranks:
+            smaller = fewer_ranks(request.layout, request.model, request.workload, ranks)
+            request = replace(request, layout=smaller or request.layout)
+        check_runnable(request.layout, request.model, request.workload, ranks)
+        prepared.append(with_corpus(request, tell))
         return prepared[0]
 
     with claim:
@@ -243,22 +243,22 @@ def configure_resumed(checkpoint: Path | str, out: Path | str | None = None, **c
 
     if changes.get("weights") is not None:
         raise UserError("a resumed run takes its weights from its checkpoint: leave out --weights")
-    found = find(Path(checkpoint))
-    before = dict(found.manifest.about)
+    source = find(Path(checkpoint))
+    before = dict(source.manifest.about)
     before.pop("imported", None)
     try:
         config = TrainConfig.from_json(before)
     except (KeyError, TypeError, UserError):
-        raise UserError(f"{found.folder} does not say how its run was configured; start a new run") from None
+        raise UserError(f"{source.folder} does not say how its run was configured; start a new run") from None
     if out is None:
-        if found.folder.parent.name != "checkpoints":
-            raise UserError(f"{found.folder} is in no run: give the new run a directory with --out")
-        out = found.folder.parent.parent
+        if source.folder.parent.name != "checkpoints":
+            raise UserError(f"{source.folder} is in no run: give the new run a directory with --out")
+        out = source.folder.parent.parent
     _check_options({name: value for name, value in changes.items() if name not in ("layout", "workload", "data")})
     kept = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in ("restart", *_TEXT)}
-    config = _checked(kept | changes | {"out": out, "resume": str(found.folder)} | _text_of(config, changes))
-    if config.steps <= found.manifest.step:
-        raise UserError(f"{found.folder} is at step {found.manifest.step} already: give a larger --steps")
+    config = _checked(kept | changes | {"out": out, "resume": str(source.folder)} | _text_of(config, changes))
+    if config.steps <= source.manifest.step:
+        raise UserError(f"{source.folder} is at step {source.manifest.step} already: give a larger --steps")
     return config
 
 
@@ -314,11 +314,11 @@ def _check_out(config: TrainConfig) -> None:
         check_unused(out)
         return
     # Two branches in one folder: whoever asked for the newest checkpoint would get one or the other.
-    newest, mine = latest(out / "checkpoints"), Checkpoint.open(config.resume)
-    if newest and newest.manifest.step > mine.manifest.step:
+    newest, resumed = latest(out / "checkpoints"), Checkpoint.open(config.resume)
+    if newest and newest.manifest.step > resumed.manifest.step:
         raise UserError(
-            f"{out} has continued to step {newest.manifest.step}: to resume from step {mine.manifest.step}, give the "
-            "new run a directory with --out"
+            f"{out} has continued to step {newest.manifest.step}: to resume from step {resumed.manifest.step}, give "
+            "the new run a directory with --out"
         )
 
 

@@ -74,21 +74,21 @@ def _network(args: argparse.Namespace) -> int:
 
     sizes = _sizes(args)
     cluster = _cluster(args)
-    chosen = [found for found in algorithms() if not found.most or args.ranks <= found.most]
+    chosen = [algorithm for algorithm in algorithms() if not algorithm.most or args.ranks <= algorithm.most]
     say(_announced(args, chosen, sizes))
     samples, spread = _measured(args, chosen, sizes)
     held_back = set(sorted({sample.nbytes for sample in samples})[1::2])
-    found = fit([s for s in samples if s.nbytes not in held_back], reads=args.transport == "shared")
-    cluster = _with_link(cluster, found, args)
+    algorithm = fit([s for s in samples if s.nbytes not in held_back], reads=args.transport == "shared")
+    cluster = _with_link(cluster, algorithm, args)
     checked = accuracy([s for s in samples if s.nbytes in held_back], Network.of(cluster, args.ranks, repeated=True))
     useless = checked.median_error is not None and checked.median_error > USELESS
     written = args.out and (args.force or not useless)
     if written:
-        _write(args.out, cluster, found, _lines(args, checked, spread))
+        _write(args.out, cluster, algorithm, _lines(args, checked, spread))
     if args.json:
-        print_json({"samples": len(samples), "spread": spread, **_as_json(found, checked, held_back)})
+        print_json({"samples": len(samples), "spread": spread, **_as_json(algorithm, checked, held_back)})
     else:
-        _print(found, checked)
+        _print(algorithm, checked)
         show(_noise(spread))
         if written:
             print(f"written: --cluster {shlex.quote(str(args.out))}")
@@ -146,12 +146,12 @@ def _measured(args: argparse.Namespace, chosen: list[Any], sizes: list[int]) -> 
     from shardwise.schedule import build
     from shardwise.schedule.fit import Sample
 
-    found, failure = collective_bench.measure(args, chosen, sizes)
+    measured, failure = collective_bench.measure(args, chosen, sizes)
     if failure is not None:
         raise failure
     schedules: dict[tuple[str, str], Any] = {}
     samples, spreads = [], []
-    for cell in found["cells"]:
+    for cell in measured["cells"]:
         for row in cell["rows"]:
             if row["algorithm"]:
                 key = cell["collective"], row["algorithm"]
@@ -162,11 +162,11 @@ def _measured(args: argparse.Namespace, chosen: list[Any], sizes: list[int]) -> 
     return samples, median(spreads)
 
 
-def _with_link(cluster: Cluster, found: NetworkFit, args: argparse.Namespace) -> Cluster:
+def _with_link(cluster: Cluster, network_fit: NetworkFit, args: argparse.Namespace) -> Cluster:
     from dataclasses import replace
 
     command = f"shardwise calibrate network --ranks {args.ranks} --transport {args.transport} --rounds {args.rounds}"
-    link = found.link("intra", f"{command}, {date.today()}, {_cpu()}")
+    link = network_fit.link("intra", f"{command}, {date.today()}, {_cpu()}")
     link = replace(link, kind=cluster.intra.kind)
     return replace(cluster, intra=link, devices_per_node=max(cluster.devices_per_node, args.ranks))
 
@@ -204,16 +204,16 @@ def _noise(spread: float) -> str:
     return f"{words} Other programs were at work: measure again when none are." if spread > _BUSY else words
 
 
-def _write(file: Path, cluster: Cluster, found: NetworkFit, header: list[str]) -> None:
+def _write(file: Path, cluster: Cluster, network_fit: NetworkFit, header: list[str]) -> None:
     from shardwise.cluster.writing import to_toml
     from shardwise.report.files import write_whole
     from shardwise.report.units import format_time
 
-    times = [(name, found.constant[of]) for of, name in _TIMES.items() if of in found.constant]
+    times = [(name, network_fit.constant[of]) for of, name in _TIMES.items() if of in network_fit.constant]
     remarks = {f"intra.{name}": _interval(figure, format_time) for name, figure in times}
-    for k in range(len(found.sizes)):
-        told = [(name, found.sized[of][k]) for of, name in _SPEEDS.items() if of in found.sized]
-        remarks[f"intra.speeds.{k}"] = "; ".join(f"{name} {_interval(figure, _speed, -1)}" for name, figure in told)
+    for k in range(len(network_fit.sizes)):
+        speeds = [(name, network_fit.sized[of][k]) for of, name in _SPEEDS.items() if of in network_fit.sized]
+        remarks[f"intra.speeds.{k}"] = "; ".join(f"{name} {_interval(figure, _speed, -1)}" for name, figure in speeds)
     write_whole(file, to_toml(cluster, header, remarks))
 
 
@@ -228,7 +228,7 @@ def _speed(seconds: float) -> str:
     return f"{format_bytes(1 / seconds)}/s" if seconds else "free"
 
 
-def _print(found: NetworkFit, checked: Accuracy) -> None:
+def _print(network_fit: NetworkFit, checked: Accuracy) -> None:
     from statistics import median
 
     from rich.table import Table
@@ -237,10 +237,10 @@ def _print(found: NetworkFit, checked: Accuracy) -> None:
 
     figures = Table("figure", "memory of a rank", "value", "80% interval", box=None, pad_edge=False)
     for of, name in _TIMES.items():
-        if figure := found.constant.get(of):
+        if figure := network_fit.constant.get(of):
             figures.add_row(name, "", format_time(figure.value), _interval(figure, format_time))
     for of, name in _SPEEDS.items():
-        for nbytes, figure in zip(found.sizes, found.sized.get(of, ()), strict=of in found.sized):
+        for nbytes, figure in zip(network_fit.sizes, network_fit.sized.get(of, ()), strict=of in network_fit.sized):
             memory = format_bytes(nbytes, binary=True)
             figures.add_row(name, memory, _speed(figure.value), _interval(figure, _speed, -1))
     held = Table("collective", "median error", "cells chosen well", box=None, pad_edge=False)
@@ -254,11 +254,11 @@ def _print(found: NetworkFit, checked: Accuracy) -> None:
     show(figures, "", "sizes held back:", held, "", _verdict(checked))
 
 
-def _as_json(found: NetworkFit, checked: Accuracy, held_back: set[float]) -> dict[str, Any]:
+def _as_json(network_fit: NetworkFit, checked: Accuracy, held_back: set[float]) -> dict[str, Any]:
     return {
-        "figures": {name: figure._asdict() for name, figure in found.constant.items()},
-        "sizes": list(found.sizes),
-        "sized_figures": {name: [each._asdict() for each in row] for name, row in found.sized.items()},
+        "figures": {name: figure._asdict() for name, figure in network_fit.constant.items()},
+        "sizes": list(network_fit.sizes),
+        "sized_figures": {name: [item._asdict() for item in row] for name, row in network_fit.sized.items()},
         "held_back": {
             "sizes": sorted(held_back),
             "median_error": checked.median_error,

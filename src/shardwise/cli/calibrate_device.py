@@ -43,13 +43,13 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     before = _before(args.out)
     kind = _kind(args)
-    told = _measured(args, kind)
-    device = _device(told, args, kind)
+    measured = _measured(args, kind)
+    device = _device(measured, args, kind)
     cluster = _cluster(before, device, args.ranks)
     if args.out:
         _write(args.out, cluster)
     if args.json:
-        print_json({"device": asdict(device), "samples": told["samples"]})
+        print_json({"device": asdict(device), "samples": measured["samples"]})
         return 0
     show(*_tables(device))
     print(f"written: --cluster {shlex.quote(str(args.out))}" if args.out else "--out FILE.toml keeps it for --cluster")
@@ -109,9 +109,9 @@ def _measured(args: argparse.Namespace, kind: str) -> dict[str, Any]:
     def job(out: str) -> dict[str, Any]:
         return asdict(usual_job(kind, args.seconds, args.transport, out))
 
-    told: dict[str, Any] = whole("shardwise.runtime.measure.calibration", job, args.ranks, threads=args.threads)
-    _check_limits(told["samples"], kind)
-    return told
+    measurement: dict[str, Any] = whole("shardwise.runtime.measure.calibration", job, args.ranks, threads=args.threads)
+    _check_limits(measurement["samples"], kind)
+    return measurement
 
 
 def _check_limits(samples: list[dict[str, Any]], kind: str) -> None:
@@ -128,12 +128,12 @@ def _check_limits(samples: list[dict[str, Any]], kind: str) -> None:
         )
 
 
-def _device(told: dict[str, Any], args: argparse.Namespace, kind: Literal["cpu", "cuda"]) -> Device:
+def _device(measured: dict[str, Any], args: argparse.Namespace, kind: Literal["cpu", "cuda"]) -> Device:
     from shardwise.cluster.catalog import lookup
     from shardwise.predict.time.measuring import device_of
     from shardwise.runtime.measure.calibration import MODEL
 
-    about = told["about"]
+    about = measured["about"]
     if kind == "cuda":
         name, memory, more = about["name"], about["memory"], ""
     else:
@@ -143,16 +143,16 @@ def _device(told: dict[str, Any], args: argparse.Namespace, kind: Literal["cpu",
     source = f"shardwise calibrate device --device {kind}{more}, {date.today()}, torch {about['torch']}"
     if args.ranks > 1:
         source += "; figures are one rank's while all work"
-    return device_of(told, name, kind, memory, MODEL, source)
+    return device_of(measured, name, kind, memory, MODEL, source)
 
 
 def _cluster(before: Cluster | None, device: Device, ranks: int) -> Cluster:
     """The file's cluster with this device; its link inside a node from the messages, where nothing was known of it."""
     from shardwise.cluster import Cluster, Link
 
-    found = before or Cluster(1, ranks, device, Link(None, None), Link(None, None))
-    intra = found.intra if found.intra.bandwidth else _link(device) or found.intra
-    return replace(found, device=device, devices_per_node=max(found.devices_per_node, ranks), intra=intra)
+    cluster = before or Cluster(1, ranks, device, Link(None, None), Link(None, None))
+    intra = cluster.intra if cluster.intra.bandwidth else _link(device) or cluster.intra
+    return replace(cluster, device=device, devices_per_node=max(cluster.devices_per_node, ranks), intra=intra)
 
 
 def _link(device: Device) -> Link | None:

@@ -34,12 +34,12 @@ def run(args: argparse.Namespace) -> int:
 
     if args.out and args.out.suffix != ".toml":
         raise UserError(f"--out {args.out}: a cluster file's name ends in .toml")
-    found = _topology(args.table)
-    device = device_of(found, args.device)
-    cluster = cluster_of(found, device, args.nodes, args.nic_gbits, args.islands)
-    lines = list(explained(found))
+    topology = _topology(args.table)
+    device = device_of(topology, args.device)
+    cluster = cluster_of(topology, device, args.nodes, args.nic_gbits, args.islands)
+    lines = list(explained(topology))
     if args.json:
-        print_json(_as_json(found, cluster, lines))
+        print_json(_as_json(topology, cluster, lines))
     if args.out:
         write_whole(args.out, _text(cluster, lines))
         if not args.json:
@@ -79,7 +79,7 @@ def _text(cluster: Cluster, lines: list[str]) -> str:
     return to_toml(cluster, lines)
 
 
-def _as_json(found: Topology, cluster: Cluster, lines: list[str]) -> dict[str, object]:
+def _as_json(topology: Topology, cluster: Cluster, lines: list[str]) -> dict[str, object]:
     links = {
         name: {"bandwidth": link.bandwidth, "alpha": link.alpha, "source": link.source}
         for name, link in (("intra", cluster.intra), ("inter", cluster.inter))
@@ -88,10 +88,10 @@ def _as_json(found: Topology, cluster: Cluster, lines: list[str]) -> dict[str, o
         "cluster": str(cluster),
         "nodes": cluster.nodes,
         "devices_per_node": cluster.devices_per_node,
-        "paths": dict(found.between()),
-        "islands": [list(island) for island in found.islands()],
-        "nics": list(found.nics),
-        "near_nics": list(found.near_nics()),
+        "paths": dict(topology.between()),
+        "islands": [list(island) for island in topology.islands()],
+        "nics": list(topology.nics),
+        "near_nics": list(topology.near_nics()),
         "explained": lines,
         **links,
     }

@@ -133,13 +133,13 @@ def _import(args: argparse.Namespace) -> int:
     from shardwise.cli.models import model_of
     from shardwise.errors import UserError
 
-    given = {name: getattr(args, name) for name in ("data", "tokenizer", "seq")}
-    missing = [f"--{name}" for name, value in given.items() if value is None]
+    settings = {name: getattr(args, name) for name in ("data", "tokenizer", "seq")}
+    missing = [f"--{name}" for name, value in settings.items() if value is None]
     run = None
-    if len(missing) < len(given) or args.batch is not None:
+    if len(missing) < len(settings) or args.batch is not None:
         if missing:
             raise UserError(f"for train --resume the new checkpoint needs {', '.join(missing)} as well")
-        run = ResumeSettings(**given, batch=args.batch)
+        run = ResumeSettings(**settings, batch=args.batch)
     manifest = import_checkpoint(
         args.folder, args.out, model_of(args), format=args.format, weights_only=args.weights_only, run=run
     )
@@ -164,19 +164,19 @@ def _diff(args: argparse.Namespace) -> int:
     from shardwise.checkpoint import diff, find
 
     a, b = find(args.a), find(args.b)
-    found = diff(a, b)
+    result = diff(a, b)
     if args.json:
         differences = [
-            {"tensor": d.tensor, "what": d.what, "elements": d.elements, "largest": _number(d.largest)} for d in found
+            {"tensor": d.tensor, "what": d.what, "elements": d.elements, "largest": _number(d.largest)} for d in result
         ]
-        print_json({"a": str(a.folder), "b": str(b.folder), "equal": not found, "differences": differences})
-    elif found:
-        show(_differences(found))
+        print_json({"a": str(a.folder), "b": str(b.folder), "equal": not result, "differences": differences})
+    elif result:
+        show(_differences(result))
         count = len({*a.tensors, *b.tensors})
-        show("", f"{len(found)} of {count} tensors differ" + ("; --json lists them" if len(found) > _SHOWN else ""))
+        show("", f"{len(result)} of {count} tensors differ" + ("; --json lists them" if len(result) > _SHOWN else ""))
     else:
         show(f"equal bit by bit: {len(a.tensors)} tensors")
-    return 1 if found else 0
+    return 1 if result else 0
 
 
 def _export(args: argparse.Namespace) -> int:
@@ -200,11 +200,11 @@ def _export(args: argparse.Namespace) -> int:
     return 0
 
 
-def _differences(found: list[TensorDifference]) -> Any:
+def _differences(differences: list[TensorDifference]) -> Any:
     from rich.table import Table
 
     table = Table("tensor", "differs in", "elements", "largest difference", box=None, pad_edge=False)
-    for d in found[:_SHOWN]:
+    for d in differences[:_SHOWN]:
         elements = "" if d.elements is None else f"{d.elements:,}"
         table.add_row(_plain(d.tensor), _plain(d.what), elements, "" if d.largest is None else f"{d.largest:.3g}")
     return table

@@ -75,10 +75,10 @@ def _list(args: argparse.Namespace) -> int:
     from shardwise.schedule import algorithms
     from shardwise.schedule.collectives import COLLECTIVES
 
-    found = algorithms()
+    known = algorithms()
     if args.json:
         fields = ("collective", "name", "summary", "natural", "source", "reads", "options")
-        print_json([{name: getattr(algorithm, name) for name in fields} for algorithm in found])
+        print_json([{name: getattr(algorithm, name) for name in fields} for algorithm in known])
         return 0
 
     from rich.table import Table
@@ -88,7 +88,7 @@ def _list(args: argparse.Namespace) -> int:
         table.add_column(heading)
     for collective, meaning in COLLECTIVES.items():
         table.add_row(collective, "", "", meaning)
-        for a in found:
+        for a in known:
             if a.collective == collective:
                 table.add_row(f"  {a.name}", a.natural, ", ".join(a.options), a.summary, a.source)
     show(table)
@@ -100,8 +100,8 @@ def _show(args: argparse.Namespace) -> int:
     from shardwise.schedule.show import describe, frames
 
     _printable(args)
-    given = {name: value for name in ("root", "segments", "node") if (value := getattr(args, name)) is not None}
-    schedule = build(args.collective, args.algorithm, args.ranks, **given)
+    options = {name: value for name in ("root", "segments", "node") if (value := getattr(args, name)) is not None}
+    schedule = build(args.collective, args.algorithm, args.ranks, **options)
     elements = schedule.chunks if args.elements is None else args.elements
     if not 0 <= elements <= MOST_ELEMENTS:
         raise UserError(f"--elements must lie between 0 and {MOST_ELEMENTS:,}, not {elements}")
@@ -163,8 +163,8 @@ def _verified(algorithm: Algorithm, ranks: list[int]) -> dict[str, Any]:
     for p in ranks:
         progress(f"{name}: {p} ranks")
         findings += [
-            {"ranks": p, "rank": found.rank, "chunk": found.chunk, "round": found.round, "text": str(found)}
-            for found in verify(build(algorithm.collective, algorithm.name, p))
+            {"ranks": p, "rank": finding.rank, "chunk": finding.chunk, "round": finding.round, "text": str(finding)}
+            for finding in verify(build(algorithm.collective, algorithm.name, p))
         ]
     progress()
     return {"collective": algorithm.collective, "algorithm": algorithm.name, "ranks": ranks, "findings": findings}
@@ -174,8 +174,8 @@ def _print_verified(result: dict[str, Any]) -> None:
     name, checked = f"{result['collective']} {result['algorithm']}", len(result["ranks"])
     if not result["findings"]:
         print(f"✓ {name}: right on {checked} number{'s' if checked != 1 else ''} of ranks", flush=True)
-    for found in result["findings"]:
-        print(f"✗ {name} on {_ranks(found['ranks'])}: {found['text']}", flush=True)
+    for finding in result["findings"]:
+        print(f"✗ {name} on {_ranks(finding['ranks'])}: {finding['text']}", flush=True)
 
 
 def _cost(args: argparse.Namespace) -> int:
@@ -285,7 +285,7 @@ def _print_cost(ranked: list[Choice], prices: Pricer, nbytes: int, cluster: str)
 
 
 def _bench(args: argparse.Namespace) -> int:
-    chosen = [found for found in _chosen(args) if not found.most or args.ranks <= found.most]
+    chosen = [result for result in _chosen(args) if not result.most or args.ranks <= result.most]
     return collective_bench.run(args, chosen, [bytes_of("--sizes", word) for word in args.sizes.split(",")])
 
 

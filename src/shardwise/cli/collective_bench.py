@@ -38,7 +38,7 @@ def run(args: argparse.Namespace, algorithms: list[Algorithm], sizes: list[int])
     and `KeyboardInterrupt`, with what was measured until then printed."""
     check(args, sizes)
     network = _network(args)
-    found, failure = measure(args, algorithms, sizes)
+    measurement, failure = measure(args, algorithms, sizes)
     result = {
         "ranks": args.ranks,
         "dtype": "float32",
@@ -46,8 +46,8 @@ def run(args: argparse.Namespace, algorithms: list[Algorithm], sizes: list[int])
         "machine": {"cores": len(cores()), "cpu": platform.processor() or platform.machine()},
         "cluster": args.cluster,
         "notes": list(network.notes) if network else [],
-        "wanted": found["wanted"],
-        "cells": [_summed_up(cell, args.ranks, network) for cell in found["cells"]],
+        "wanted": measurement["wanted"],
+        "cells": [_summed_up(cell, args.ranks, network) for cell in measurement["cells"]],
     }
     if args.json:
         print_json(result)
@@ -138,10 +138,10 @@ def _summed_up(cell: dict[str, Any], ranks: int, network: Network | None) -> dic
 
 def _print(result: dict[str, Any]) -> None:
     show(*(table for cell in result["cells"] for table in (_table(cell, result), "")))
-    done, wanted = len(result["cells"]), result["wanted"]
+    done, target = len(result["cells"]), result["wanted"]
     show("time: the median of calls that follow each other, with its quartiles; bytes/s: the full tensor's over it")
-    if done < wanted:
-        show(f"the time was over after {done} of {wanted} sizes: raise --limit, or leave sizes out")
+    if done < target:
+        show(f"the time was over after {done} of {target} sizes: raise --limit, or leave sizes out")
     show(*(f"note: {note}" for note in result["notes"]))
 
 
@@ -150,18 +150,18 @@ def _table(cell: dict[str, Any], result: dict[str, Any]) -> Any:
 
     from shardwise.report.units import format_bytes, format_time
 
-    own = next(row for row in cell["rows"] if row["algorithm"] is None)
+    memcpy = next(row for row in cell["rows"] if row["algorithm"] is None)
     title = f"{cell['collective']} of {format_bytes(cell['bytes'])} on {result['ranks']} ranks"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     predicts = ["predicted", "measured / predicted"] if result["cluster"] else []
-    for heading in ("algorithm", "by", "time", "quartiles", "bytes/s", f"speed / {own['transport']}", *predicts):
+    for heading in ("algorithm", "by", "time", "quartiles", "bytes/s", f"speed / {memcpy['transport']}", *predicts):
         table.add_column(heading, justify="left" if heading in ("algorithm", "by") else "right")
     for row in cell["rows"]:
         options = "".join(f" {name}={value}" for name, value in row["options"].items())
         low, high = map(format_time, row["quartiles_s"])
         cells = [(row["algorithm"] or "the backend's own") + options, row["transport"], format_time(row["median_s"])]
         cells += [f"{low} to {high}", f"{format_bytes(row['bytes_per_s'])}/s"]
-        cells.append(f"{own['median_s'] / row['median_s']:.2f}")
+        cells.append(f"{memcpy['median_s'] / row['median_s']:.2f}")
         if predicts:
             known = row["predicted_s"]
             cells += [format_time(known), f"{row['median_s'] / known:.2f}"] if known else ["-", "-"]

@@ -83,9 +83,9 @@ def measure(args: argparse.Namespace, layouts: Sequence[Layout], prompts: Sequen
     for layout in layouts:
         # One prompt is every rank's under weight gathering; several are shared out.
         same = layout.stage == 3 and len(prompts) == 1
-        given = vars(args) | {"layout": str(layout), "prompts": "same" if same else None, "precision": None}
-        given["batch"] = max(len(prompts), args.batch or 1)
-        jobs.append(job_of(argparse.Namespace(**given)))
+        params = vars(args) | {"layout": str(layout), "prompts": "same" if same else None, "precision": None}
+        params["batch"] = max(len(prompts), args.batch or 1)
+        jobs.append(job_of(argparse.Namespace(**params)))
         check_generation(layout, jobs[-1].model)
     return [_run(job, prompts, output, echo) for job in jobs]
 
@@ -101,17 +101,17 @@ def _run(job: ServingJob, prompts: Sequence[Sequence[int]], output: int, echo: C
         with Service(job, echo=lambda line: echo(f"{job.layout}: {line}")) as service:
             ready = service.start()
             echo(f"{job.layout}: answering")
-            told = _answers(service, prompts, output)
+            answers = _answers(service, prompts, output)
             service.drain()
         noted = {rank: read_notes(notes, rank) for rank in range(job.layout.ranks)}
-    gaps = [[times[i + 1] - times[i] for i in range(1, len(times) - 1)] for times, _ in told]
-    ended, began = max(times[-1] for times, _ in told), min(times[1] for times, _ in told)
+    gaps = [[times[i + 1] - times[i] for i in range(1, len(times) - 1)] for times, _ in answers]
+    ended, began = max(times[-1] for times, _ in answers), min(times[1] for times, _ in answers)
     later = sum(map(len, gaps))
     cached = max(note.kv_bytes for notes_of_rank in noted.values() for note in notes_of_rank)
     predicted = decode_round(job.model, job.layout, len(prompts))
     return Here(
-        job.layout, tuple(tuple(tokens) for _, tokens in told), predicted,
-        *_moved(job, noted, len(prompts), predicted.made), max(times[1] - times[0] for times, _ in told),
+        job.layout, tuple(tuple(tokens) for _, tokens in answers), predicted,
+        *_moved(job, noted, len(prompts), predicted.made), max(times[1] - times[0] for times, _ in answers),
         median(chain(*gaps)) if later else None, _growth(gaps), later / (ended - began) if later else None,
         ready.parameter_bytes, cached if later else None,
     )  # fmt: skip
@@ -121,8 +121,8 @@ def _growth(gaps: Sequence[Sequence[float]]) -> float | None:
     """Of the last quarter of each answer's gaps between tokens over its first, medians of all."""
     if min(map(len, gaps)) < 2:
         return None
-    quarters = [(each[: max(1, len(each) // 4)], each[-max(1, len(each) // 4) :]) for each in gaps]
-    first, last = (median(chain(*found)) for found in zip(*quarters, strict=True))
+    quarters = [(item[: max(1, len(item) // 4)], item[-max(1, len(item) // 4) :]) for item in gaps]
+    first, last = (median(chain(*result)) for result in zip(*quarters, strict=True))
     return last / first - 1
 
 
@@ -145,24 +145,24 @@ def _answers(service: Any, prompts: Sequence[Sequence[int]], output: int) -> lis
 
         return sink
 
-    told: list[tuple[list[float], list[int]]] = []
+    answers: list[tuple[list[float], list[int]]] = []
     for prompt in prompts:
-        told.append(([time.perf_counter()], []))
-        service.submit(prompt, Sampling(max_tokens=output), sink_of(*told[-1]))
+        answers.append(([time.perf_counter()], []))
+        service.submit(prompt, Sampling(max_tokens=output), sink_of(*answers[-1]))
     for _ in prompts:
         over.acquire()
     if errors:
         raise RunFailed(errors[0])
-    return told
+    return answers
 
 
 def _moved(job: ServingJob, noted: Noted, sequences: int, made: int) -> _Moved:
     """By the rank that sends most, in its full rounds; nothing where there was none."""
     rounds = {rank: _full_rounds(job, noted, rank, sequences) for rank in noted}
-    found = [_of_rank(job, rank, turns) for rank, turns in rounds.items() if turns]
-    if not found:
+    results = [_of_rank(job, rank, turns) for rank, turns in rounds.items() if turns]
+    if not results:
         return None, None, None
-    volume, calls, waited = max(found, key=lambda each: each[0].total)
+    volume, calls, waited = max(results, key=lambda each: each[0].total)
     return volume.over(made), calls / made, waited / made
 
 
@@ -171,42 +171,42 @@ def _full_rounds(job: ServingJob, noted: Noted, rank: int, sequences: int) -> li
     has one more token: others still read prompts, or are over for some."""
     mesh = Mesh.of(job.layout, job.model)
     in_step = mesh.group(SHARD, rank) if job.replicas > 1 else (rank,)
-    places = [mesh.index(DP, each) for each in in_step] if job.replicas > 1 else [0]
+    places = [mesh.index(DP, item) for item in in_step] if job.replicas > 1 else [0]
     whole = sum(sequences // job.replicas + (place < sequences % job.replicas) for place in places)
-    together = list(zip(*(noted[each] for each in in_step), strict=False))
-    found: list[list[StepRecord]] = []
+    together = list(zip(*(noted[item] for item in in_step), strict=False))
+    results: list[list[StepRecord]] = []
     turn = 0
     while turn + job.layout.pp <= len(together):
         notes = [note for turns in together[turn : turn + job.layout.pp] for note in turns]
         if sum(note.tokens for note in notes) == whole and all(note.phase == "decode" for note in notes):
-            found.append(list(noted[rank][turn : turn + job.layout.pp]))
+            results.append(list(noted[rank][turn : turn + job.layout.pp]))
             turn += job.layout.pp
         else:
             turn += 1
-    return found
+    return results
 
 
 def _of_rank(job: ServingJob, rank: int, rounds: Sequence[Sequence[StepRecord]]) -> tuple[Volume, float, float]:
     """(ring volume, collectives and messages, seconds of waiting) of a round, the mean."""
     plan = plan_of(job.model, job.layout, Mesh.of(job.layout, job.model).index(PP, rank))
-    notes = [note for each in rounds for note in each]
+    notes = [note for item in rounds for note in item]
     rows = [row for note in notes for row in note.ledger]
     calls, waited = sum(row.count for row in rows), sum(note.waited for note in notes)
     return ring_volume(rows, plan).over(len(rounds)), calls / len(rounds), waited / len(rounds)
 
 
-def tables(name: str, found: Sequence[Here], prompts: int) -> Iterator[RenderableType]:
+def tables(name: str, measured: Sequence[Here], prompts: int) -> Iterator[RenderableType]:
     """All that is printed of what was measured."""
     from shardwise.report.terminal import rows_by_name
 
     many = f"{prompts} sequences at a time" if prompts > 1 else "one sequence"
-    count = len(found[0].tokens[0])
+    count = len(measured[0].tokens[0])
     yield f"{name}, measured here: {many}, {count} token{'s' * (count > 1)} each\n"
     yield rows_by_name(
-        [str(one.layout) for one in found], [(words, [cell(one) for one in found]) for words, cell in ROWS]
+        [str(one.layout) for one in measured], [(words, [cell(one) for one in measured]) for words, cell in ROWS]
     )
-    yield from (_against(found[0], one) for one in found[1:])
-    for one in found:
+    yield from (_against(measured[0], one) for one in measured[1:])
+    for one in measured:
         if one.sent is None:
             yield f"{one.layout}: no turn decoded all sequences, so what a token sends is not known: more --max-tokens"
 

@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
         # Nothing but the result may reach standard output: progress goes where errors go.
         tour = demo.learn(out, rank0_stdout=2)
         further = [tour.go_on(layout, rank0_stdout=2) for layout in demo.ELSEWHERE]
-        failures = [*tour.failures, *(sentence for each in further for sentence in each.failures)]
+        failures = [*tour.failures, *(sentence for item in further for sentence in item.failures)]
         print_json(_json(tour, further, failures, demo.zero_memory(), tour.write_page()))
         return 1 if failures else 0
     show(f"1. What {demo.LARGE} would hold on each GPU under ZeRO, in closed form\n", _zero_table(), "")
@@ -46,9 +46,9 @@ def run(args: argparse.Namespace) -> int:
     show("\n3. What was predicted for that run, and what it measured\n", *_outcome(tour))
     show("\n4. The checkpoint of that run knows no layout: it goes on under others\n")
     further = [tour.go_on(layout) for layout in demo.ELSEWHERE]
-    show("", *(_gone_on(each) for each in further))
+    show("", *(_gone_on(item) for item in further))
     show(f"\n5. All of it on one page: {tour.write_page()}\n")
-    failures = [*tour.failures, *(sentence for each in further for sentence in each.failures)]
+    failures = [*tour.failures, *(sentence for item in further for sentence in item.failures)]
     show(*(f"failed: {sentence}" for sentence in failures), f"took {time.monotonic() - started:.0f} s")
     return 1 if failures else 0
 
@@ -92,6 +92,6 @@ def _json(
         "zero": {"title": demo.large_title(), "capacity": demo.capacity(), "bytes_per_gpu": _totals(zero)},
         "training": tour.result.summary,
         "comparison": tour.comparison.to_json(),
-        "resumed": [asdict(each) for each in further],
+        "resumed": [asdict(item) for item in further],
         "failures": failures,
     }

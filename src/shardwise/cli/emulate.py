@@ -46,9 +46,9 @@ def run(args: argparse.Namespace) -> int:
         if job.layout.pp == 1 or job.layout.dp > 1:
             raise UserError(f"--emulate measures one pipeline, which {job.layout} is not: give --layout pp=2")
         ready = _read(job, prompt)
-        found = bubble.measured(job, notes)[1:]
-    simulated = bubble.simulated(job.layout.pp, found[0].chunks, seconds, ready.hop)
-    _show(job, ready, found, simulated, as_json=args.json)
+        measured = bubble.measured(job, notes)[1:]
+    simulated = bubble.simulated(job.layout.pp, measured[0].chunks, seconds, ready.hop)
+    _show(job, ready, measured, simulated, as_json=args.json)
     return 0
 
 
@@ -58,8 +58,8 @@ def _check(args: argparse.Namespace, seconds: float) -> None:
         raise UserError(f"--emulate {args.emulate}: give the time of a chunk, such as 20ms")
     if len(args.prompt) + len(args.prompt_file) + len(args.tokens) > 1:
         raise UserError("--emulate reads one prompt: give one, or none for a whole context")
-    given = {"--report": args.report, "--max-tokens": args.max_tokens, "--batch": args.batch, "--cache": args.cache}
-    if wrong := [name for name, value in given.items() if value is not None]:
+    unused = {"--report": args.report, "--max-tokens": args.max_tokens, "--batch": args.batch, "--cache": args.cache}
+    if wrong := [name for name, value in unused.items() if value is not None]:
         raise UserError(f"--emulate reads a prompt and generates nothing: leave {wrong[0]} out")
     if args.device not in (None, "cpu"):
         raise UserError("--emulate needs no GPU: leave --device out")
@@ -100,17 +100,17 @@ def _once(service: Service, prompt: list[int]) -> None:
         raise RunFailed(said.error)
 
 
-def _show(job: ServingJob, ready: Ready, found: list[Filled], simulated: Filled, *, as_json: bool) -> None:
+def _show(job: ServingJob, ready: Ready, measured: list[Filled], simulated: Filled, *, as_json: bool) -> None:
     from shardwise.report.units import format_share, format_time
     from shardwise.serving.bubble import median
 
-    middle = median(found)
+    middle = median(measured)
     ratio = middle.bubble / simulated.bubble
     if as_json:
         print_json({
             "layout": str(job.layout), "stages": job.layout.pp, "chunks": middle.chunks, "chunk_tokens": job.chunk,
             "pretend_s": job.emulate, "transport": ready.transport, "hop_s": ready.hop,
-            "bubbles": [each.bubble for each in found], "measured": _figures(middle),
+            "bubbles": [item.bubble for item in measured], "measured": _figures(middle),
             "simulated": _figures(simulated), "ratio": ratio,
         })  # fmt: skip
         return
@@ -118,7 +118,7 @@ def _show(job: ServingJob, ready: Ready, found: list[Filled], simulated: Filled,
         f"{job.layout.pp} stages, {middle.chunks} chunks of {job.chunk} tokens; a stage waits "
         f"{format_time(job.emulate)} for a chunk, a message between two of them takes {format_time(ready.hop)}"
     )
-    every = ", ".join(format_share(each.bubble) for each in found)
+    every = ", ".join(format_share(item.bubble) for item in measured)
     print(f"bubble over ideal  {format_share(middle.bubble)} measured, the median of {every}; "
           f"{format_share(simulated.bubble)} simulated; ratio {ratio:.3f}")  # fmt: skip
     print(f"makespan           {format_time(middle.makespan)} measured, {format_time(simulated.makespan)} simulated")

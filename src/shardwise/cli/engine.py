@@ -62,11 +62,11 @@ def fit_of(job: ServingJob) -> MemoryFit:
 
 def _cuda_memory() -> list[int]:
     """Bytes of each visible device; none where `nvidia-smi` cannot tell. torch would take a second to ask."""
-    asked = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
-        asked += ["-i", visible]
+        command += ["-i", visible]
     try:
-        said = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True).stdout
+        said = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
         return [int(line) << 20 for line in said.split()]
     except (OSError, ValueError, subprocess.SubprocessError):
         return []

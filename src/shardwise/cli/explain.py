@@ -78,9 +78,9 @@ def _model(reading: Reading, args: argparse.Namespace) -> ModelConfig | None:
     from shardwise.model.catalog import catalog, resolve
 
     if args.model:
-        found = resolve(args.model)
+        match = resolve(args.model)
     elif reading.described:
-        found = reading.described
+        match = reading.described
     else:
         name = (reading.model or "").lower().rsplit("/", 1)[-1].removeprefix("meta-")
         # Release 3.1 of the largest Llama 3 was its first.
@@ -88,9 +88,9 @@ def _model(reading: Reading, args: argparse.Namespace) -> ModelConfig | None:
         known = [model for model in catalog().values() if any(f"{n}-".startswith(f"{model.name}-") for n in names)]
         if not known:
             return None
-        found = max(known, key=lambda model: len(model.name))
+        match = max(known, key=lambda model: len(model.name))
     # Engines drop attention's probabilities inside their fused kernels, which saves nothing.
-    return change(found, ",".join(args.set)).replace(attention_dropout=0.0)
+    return change(match, ",".join(args.set)).replace(attention_dropout=0.0)
 
 
 def _outlook(reading: Reading, model: ModelConfig | None, cluster: Cluster | None) -> Training | CacheRoom | None:
@@ -105,11 +105,11 @@ def _outlook(reading: Reading, model: ModelConfig | None, cluster: Cluster | Non
 
 def _missing(reading: Reading, model: ModelConfig | None) -> str:
     """What it takes to say what it will do."""
-    asked = [] if model else ["--model"]
+    flags = [] if model else ["--model"]
     if not reading.served:
-        asked += [option for option, value in (("--seq", reading.seq), ("--batch", reading.batch)) if not value]
+        flags += [option for option, value in (("--seq", reading.seq), ("--batch", reading.batch)) if not value]
     named = f" (it names {reading.model}, which is not in the catalog)" if reading.model and not model else ""
-    return f"What it will do, {' and '.join(asked)} would tell{named}."
+    return f"What it will do, {' and '.join(flags)} would tell{named}."
 
 
 def _list(title: str, lines: Sequence[str]) -> None:

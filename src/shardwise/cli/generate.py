@@ -70,20 +70,20 @@ def _run(args: argparse.Namespace) -> int:
         job = _fitted(args, job, prompts, sampling)
         # Who has a tokenizer sees text; its end-of-text tokens end answers.
         stops = text.stop_tokens if text else ()
-        asked = [_Answer(tokens, text.stream(args.stop) if text else None) for tokens in prompts]
+        answers = [_Answer(tokens, text.stream(args.stop) if text else None) for tokens in prompts]
         from shardwise.serving.service import Service
 
         with Service(job, echo=_progress) as service:
-            for answer in asked:
+            for answer in answers:
                 service.check(answer.prompt, sampling)
             ready = service.start()
             _progress("")
-            seconds = _generate(service, asked, sampling, stops, quiet=args.json)
+            seconds = _generate(service, answers, sampling, stops, quiet=args.json)
             service.drain()
         if args.report:
             _write_reports(job, Path(notes or "."), args.report, quiet=args.json)
     if args.json:
-        print_json(_summary(job, ready, asked, seconds))
+        print_json(_summary(job, ready, answers, seconds))
     return 0
 
 
@@ -138,7 +138,9 @@ class _Answer:
         return "stop" if self.stream and self.stream.stopped else self.finished.reason
 
 
-def _generate(service: Service, asked: list[_Answer], sampling: Sampling, stops: tuple[int, ...], quiet: bool) -> float:
+def _generate(
+    service: Service, answers: list[_Answer], sampling: Sampling, stops: tuple[int, ...], quiet: bool
+) -> float:
     """Have all prompts continued and show it: one answer as it comes, several each when it is whole. Returns seconds.
 
     Raises `RunFailed` when a rank dies.
@@ -150,8 +152,8 @@ def _generate(service: Service, asked: list[_Answer], sampling: Sampling, stops:
     sampling = replace(sampling, stop_tokens=stops)
     heard: SimpleQueue[Token | Finished] = SimpleQueue()
     started = time.monotonic()
-    open_ones = {service.submit(answer.prompt, sampling, heard.put): answer for answer in asked}
-    alone = len(asked) == 1
+    open_ones = {service.submit(answer.prompt, sampling, heard.put): answer for answer in answers}
+    alone = len(answers) == 1
     while open_ones:
         said = heard.get()
         answer = open_ones[said.id]
@@ -159,7 +161,9 @@ def _generate(service: Service, asked: list[_Answer], sampling: Sampling, stops:
             if said.reason == "error":
                 raise RunFailed(said.error)
             del open_ones[said.id]
-            _show(answer.end(said) if alone else f"[{asked.index(answer) + 1}] {answer.text}{answer.end(said)}", quiet)
+            _show(
+                answer.end(said) if alone else f"[{answers.index(answer) + 1}] {answer.text}{answer.end(said)}", quiet
+            )
             _show("\n", quiet)
             continue
         if answer.stream is not None and answer.stream.stopped:
@@ -184,8 +188,8 @@ def _progress(words: str) -> None:
         print(f"\r\033[K{words}", end="", file=sys.stderr, flush=True)
 
 
-def _summary(job: ServingJob, ready: Ready, asked: list[_Answer], seconds: float) -> dict[str, Any]:
-    made = sum(len(answer.tokens) for answer in asked)
+def _summary(job: ServingJob, ready: Ready, answers: list[_Answer], seconds: float) -> dict[str, Any]:
+    made = sum(len(answer.tokens) for answer in answers)
     return {
         "model": job.model.name,
         "layout": str(job.layout),
@@ -206,7 +210,7 @@ def _summary(job: ServingJob, ready: Ready, asked: list[_Answer], seconds: float
                 "reason": answer.reason,
                 "first_token_s": answer.first,
             }
-            for answer in asked
+            for answer in answers
         ],
     }
 

@@ -107,8 +107,8 @@ def _check_kind(args: argparse.Namespace) -> None:
         raise UserError(f"--{strange[0].replace('_', '-')} belongs to {kind}")
     needed = SERVING if args.serve else ("batch",) if args.find == "sequence" else ("seq", "batch")
     if missing := [f"--{name}" for name in needed if getattr(args, name) is None]:
-        asked = args.find == "batch" and missing == ["--batch"]
-        why = ": the step whose largest micro-batch is told, too" if asked else ""
+        only_batch = args.find == "batch" and missing == ["--batch"]
+        why = ": the step whose largest micro-batch is told, too" if only_batch else ""
         raise UserError(f"plan{' --serve' * args.serve} needs {', '.join(missing)}{why}")
     if args.serve and args.by == "memory":
         raise UserError("--by memory is for training; serving has throughput, cost and pareto")
@@ -126,7 +126,7 @@ def _check_find(args: argparse.Namespace) -> None:
 def _plan(args: argparse.Namespace, model: Any, cluster: Any, workload: Any) -> int:
     from shardwise.planner import plan
 
-    found = plan(
+    best = plan(
         model,
         cluster,
         workload,
@@ -136,13 +136,13 @@ def _plan(args: argparse.Namespace, model: Any, cluster: Any, workload: Any) -> 
         fixed=_fixed(args),
         reserved=_reserved(args),
     )
-    told = _campaign(args, found)
+    campaign = _campaign(args, best)
     if args.json:
-        print_json(found.to_json() | told)
+        print_json(best.to_json() | campaign)
         return 0
     from shardwise.cli.show.plan_table import campaign_lines, plan_tables
 
-    show(*plan_tables(found), *campaign_lines(told))
+    show(*plan_tables(best), *campaign_lines(campaign))
     return 0
 
 
@@ -158,15 +158,15 @@ def _reserved(args: argparse.Namespace) -> float | None:
     return bytes_of("--reserve", args.reserve) if args.reserve is not None else None
 
 
-def _campaign(args: argparse.Namespace, found: Any) -> dict[str, Any]:
+def _campaign(args: argparse.Namespace, outcome: Any) -> dict[str, Any]:
     """What a whole run takes with the winner, and how much of the time failures leave."""
-    told: dict[str, Any] = {}
-    one = found.winner
+    reported: dict[str, Any] = {}
+    one = outcome.winner
     if args.tokens is not None:
         from shardwise.planner.goals import run_of
 
         tokens, power = tokens_of(args.tokens), _power(args)
-        told["run"] = _told(run_of(one, found.cluster, found.workload, tokens, args.price, power))
+        reported["run"] = _told(run_of(one, outcome.cluster, outcome.workload, tokens, args.price, power))
     for name in ("price", "pue", "host_watts"):
         if args.tokens is None and getattr(args, name) is not None:
             raise UserError(f"--{name.replace('_', '-')} needs --tokens: how long the run is")
@@ -174,8 +174,8 @@ def _campaign(args: argparse.Namespace, found: Any) -> dict[str, Any]:
         from shardwise.planner.goodput import goodput
 
         share = goodput(args.mtbf * 3600 / one.layout.ranks, args.save, args.restart or 0.0)
-        told["goodput"] = {"interval_seconds": share.interval, "share": share.share}
-    return told
+        reported["goodput"] = {"interval_seconds": share.interval, "share": share.share}
+    return reported
 
 
 def _power(args: argparse.Namespace) -> Power:
@@ -231,9 +231,14 @@ def _answer(args: argparse.Namespace, space: Space, usable: float) -> dict[str, 
     if args.find == "model":
         return {"model": goals.largest_model(space, usable).name, "cluster": str(space.cluster)}
     if args.find == "sequence":
-        seq, found = goals.longest_sequence(space, usable)
-        told = {"seq": seq, "layout": str(found.layout), "bytes": round(found.nbytes), "cluster": str(space.cluster)}
-        return told | _refusal(space, found.layout, replace(space.workload, seq=seq))
+        seq, outcome = goals.longest_sequence(space, usable)
+        reported = {
+            "seq": seq,
+            "layout": str(outcome.layout),
+            "bytes": round(outcome.nbytes),
+            "cluster": str(space.cluster),
+        }
+        return reported | _refusal(space, outcome.layout, replace(space.workload, seq=seq))
     if args.find == "batch":
         return _batch(space, usable)
     sizes, ideal, on = goals.scaling(space, usable, progress)
@@ -257,12 +262,12 @@ def _answer(args: argparse.Namespace, space: Space, usable: float) -> dict[str, 
 def _batch(space: Space, usable: float) -> dict[str, Any]:
     from shardwise.planner import goals
 
-    batch, found = goals.largest_batch(space, usable)
+    batch, outcome = goals.largest_batch(space, usable)
     micro = goals.largest_micro(space, usable)
     return {
         "batch": batch,
-        "layout": str(found.layout),
-        "bytes": round(found.nbytes),
+        "layout": str(outcome.layout),
+        "bytes": round(outcome.nbytes),
         "cluster": str(space.cluster),
         "seq": space.workload.seq,
         "of_batch": space.workload.batch,
@@ -270,7 +275,7 @@ def _batch(space: Space, usable: float) -> dict[str, Any]:
         "micro_layout": None if micro is None else str(micro.layout),
         "micro_bytes": None if micro is None else round(micro.nbytes),
         "micro_not_runnable": None if micro is None else _refusal(space, micro.layout)["not_runnable"],
-    } | _refusal(space, found.layout, replace(space.workload, batch=batch))
+    } | _refusal(space, outcome.layout, replace(space.workload, batch=batch))
 
 
 def _refusal(space: Space, layout: Layout, workload: Workload | None = None) -> dict[str, str | None]:

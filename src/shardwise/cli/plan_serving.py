@@ -24,13 +24,13 @@ def run(args: argparse.Namespace) -> int:
     from shardwise.planner.serving import plan_serving
 
     workload = Workload(prompt=args.prompt, output=args.output, concurrency=args.concurrency)
-    found = plan_serving(
+    result = plan_serving(
         model_of(args), Cluster.parse(args.cluster), workload, engine=args.engine, by=args.by, top=args.top
     )
     if args.json:
-        print_json(found.to_json())
+        print_json(result.to_json())
     else:
-        show(*serving_tables(found))
+        show(*serving_tables(result))
     return 0
 
 
@@ -71,11 +71,11 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def _table(found: Sequence[Deployment]) -> FittedTable:
+def _table(deployments: Sequence[Deployment]) -> FittedTable:
     from shardwise.planner.serving import TYPES
 
     table = FittedTable(_COLUMNS)
-    for one in found:
+    for one in deployments:
         table.add_row(
             str(one.layout), TYPES[one.weights], str(one.devices), f"{one.layout.dp} x {one.batch}",
             format_time(one.first_token), format_time(one.token), format_count(one.tokens_per_second),
@@ -84,11 +84,11 @@ def _table(found: Sequence[Deployment]) -> FittedTable:
     return table
 
 
-def _spread(found: Sequence[Deployment], most: int) -> list[Deployment]:
+def _spread(deployments: Sequence[Deployment], most: int) -> list[Deployment]:
     """At most so many of them, the first and the last included."""
-    if len(found) <= most:
-        return list(found)
-    return [found[round(i * (len(found) - 1) / (most - 1))] for i in range(most)]
+    if len(deployments) <= most:
+        return list(deployments)
+    return [deployments[round(i * (len(deployments) - 1) / (most - 1))] for i in range(most)]
 
 
 def _weighed(plan: ServingPlan) -> Iterator[str]:
@@ -111,8 +111,8 @@ def _weighed(plan: ServingPlan) -> Iterator[str]:
         )
     if plan.crossover:
         ranks, tokens = plan.crossover
-        found = f"from about {format_count(tokens)} tokens of one pass on" if tokens else "with no number of tokens"
-        yield f"on {ranks} devices of a node gathering is faster than tensor parallelism {found}"
+        result = f"from about {format_count(tokens)} tokens of one pass on" if tokens else "with no number of tokens"
+        yield f"on {ranks} devices of a node gathering is faster than tensor parallelism {result}"
     if any(one.weights in ("int8", "int4") for one in plan.ranked):
         yield (
             "int8 and int4: weights alone, multiplied in 16 bits at the speed of 16-bit products on fewer bytes, which "

@@ -36,8 +36,8 @@ def read_prompts(args: argparse.Namespace) -> tuple[list[list[int]], Text | None
     if not texts and not args.tokens:
         raise UserError("nothing to continue: give --prompt TEXT, --prompt-file FILE or --tokens 1,2,3")
     text = Text.open(args.model) if texts or args.stop or tokenizer_of(args.model) else None
-    prompts = [text.encode(each) for each in texts] if text else []
-    return prompts + [_ids(each) for each in args.tokens], text
+    prompts = [text.encode(item) for item in texts] if text else []
+    return prompts + [_ids(item) for item in args.tokens], text
 
 
 def _ids(text: str) -> list[int]:

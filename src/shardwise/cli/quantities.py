@@ -15,14 +15,14 @@ _UNITS = {"": 1, "B": 1} | {
 
 def numbers(option: str, text: str) -> list[int]:
     """Positive numbers: "8", "1-64", "2,4,8-12"; ascending, each once. Raises `UserError` that names the option."""
-    found: set[int] = set()
+    values: set[int] = set()
     for word in text.split(","):
         match = re.fullmatch(r"\s*(\d{1,5})(?:-(\d{1,5}))?\s*", word)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
         if not 1 <= first <= last:
             raise UserError(f"{option} {text}: give numbers, such as 8, 1-64 or 2,4,8")
-        found.update(range(first, last + 1))
-    return sorted(found)
+        values.update(range(first, last + 1))
+    return sorted(values)
 
 
 def bytes_of(option: str, text: str) -> int:

@@ -26,17 +26,17 @@ def run(args: argparse.Namespace) -> int:
     from shardwise.validation.scoreboard import PUBLISHED, cases, predict, read, scores
 
     rows = [row for table in args.tables or [PUBLISHED] for row in read(table)]
-    asked, skipped = cases(rows)
-    predictions, refused = predict(asked)
-    found = scores(predictions, [*skipped, *refused])
+    runs_to_score, skipped = cases(rows)
+    predictions, refused = predict(runs_to_score)
+    ranked = scores(predictions, [*skipped, *refused])
     if args.json:
-        print_json([asdict(score) | _told(score, predictions, args.rows) for score in found])
+        print_json([asdict(score) | _told(score, predictions, args.rows) for score in ranked])
         return 0
-    _print_scores(found)
+    _print_scores(ranked)
     _print_rows(predictions, args.rows)
     _print_memory(rows)
     _print_assumed(predictions)
-    for score in found:
+    for score in ranked:
         for reason, count in score.skipped.items():
             print(f"{score.source}: {count} row{'s' if count > 1 else ''} skipped: {reason}")
     return 0
@@ -65,14 +65,14 @@ def _row(one: Prediction) -> dict[str, Any]:
     }
 
 
-def _print_scores(found: list[Score]) -> None:
+def _print_scores(ranked: list[Score]) -> None:
     from rich.table import Table
 
     table = Table(title="predicted against measured", title_justify="left", box=None, pad_edge=False)
     headings = ("source", "rows", "median error", "mean", "90th percentile", "bias", "in the 80% range", "its width")
     for heading in (*headings, "skipped"):
         table.add_column(heading, justify="left" if heading == "source" else "right")
-    for score in found:
+    for score in ranked:
         figures = (
             score.median_abs_error,
             score.mean_abs_error,

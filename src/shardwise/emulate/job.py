@@ -44,7 +44,7 @@ class EmulationCase:
         """From a *rank's* seconds and saved bytes for one micro-batch, of which a stage has its part, as
         `Times.shared` and `MicroBatchMemory.shared` cut them. weight_share: what part of the saved bytes W needs."""
         parts = MicroBatchMemory.shared(schedule, saved, weight_share * saved)
-        kept, needed = (tuple(map(round, each)) for each in (parts.saved, parts.weight))
+        kept, needed = (tuple(map(round, item)) for item in (parts.saved, parts.weight))
         held = MicroBatchMemory(kept, needed, (0,) * schedule.stages)
         return cls(schedule, Times.shared(schedule, forward, input, weight), held)
 
@@ -115,7 +115,7 @@ class EmulationResult:
 
 def one_by_one(schedule: PipelineSchedule) -> PipelineSchedule:
     """The schedule as it is executed here: the parts of an overlapped F&B as two actions that follow each other."""
-    lists = (tuple(leaf for action in mine for leaf in action.leaves()) for mine in schedule.actions)
+    lists = (tuple(leaf for action in local for leaf in action.leaves()) for local in schedule.actions)
     return replace(schedule, actions=tuple(lists))
 
 
@@ -136,18 +136,18 @@ def measure(cases: Sequence[EmulationCase], nbytes: int, steps: int, transport: 
 
 def result_of(cases: Sequence[EmulationCase], result: dict[str, Any]) -> EmulationResult:
     """What the ranks of a job with these cases have written."""
-    measured = (_measured(case, found) for case, found in zip(cases, result["cases"], strict=True))
+    measured = (_measured(case, outcome) for case, outcome in zip(cases, result["cases"], strict=True))
     return EmulationResult(result["transport"], result["hop"], tuple(measured))
 
 
 def _measured(case: EmulationCase, steps: list[list[dict[str, Any]]]) -> MeasuredCase:
     """steps: step -> rank -> what it reports."""
     executed = one_by_one(case.schedule)
-    found = []
+    results = []
     for step in steps:
         start = min(rank["start"] for rank in step)
         spans = (tuple((begin - start, end - start) for begin, end in rank["spans"]) for rank in step)
-        found.append(Simulated(executed, case.times, tuple(spans)))
-    most = {key: tuple(max(each) for each in zip(*([rank[key] for rank in step] for step in steps), strict=True))
+        results.append(Simulated(executed, case.times, tuple(spans)))
+    most = {key: tuple(max(item) for item in zip(*([rank[key] for rank in step] for step in steps), strict=True))
             for key in ("held", "buffers")}  # fmt: skip
-    return MeasuredCase(case, tuple(found), most["held"], most["buffers"])
+    return MeasuredCase(case, tuple(results), most["held"], most["buffers"])

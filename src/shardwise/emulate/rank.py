@@ -1,4 +1,4 @@
-"""One rank of a pretended pipeline: `python -m shardwise.emulate.rank JOB.json`."""
+"""One rank of an emulated pipeline: `python -m shardwise.emulate.rank JOB.json`."""
 
 from __future__ import annotations
 
@@ -58,16 +58,16 @@ def hop(comms: Comms, nbytes: int) -> float:
     All ranks hand one over at the same moment, as those of a pipeline do whose stages take equally long: they share the
     host's cores. Each then stands still for the one of the rank before.
     """
-    mine, ranks = comms.index(PP), dist.get_world_size()
+    place, ranks = comms.index(PP), dist.get_world_size()
     message = torch.zeros(nbytes // WORD, dtype=torch.int64)
     arrived, seen = torch.empty_like(message), []
     clocks: list[Any] = [None] * ranks
     dist.all_gather_object(clocks, time.monotonic())
     for turn in range(1, TURNS + 1 if ranks > 1 else 0):
-        arriving = comms.receive(arrived, PP, (mine - 1) % ranks, "hop")
+        arriving = comms.receive(arrived, PP, (place - 1) % ranks, "hop")
         time.sleep(max(0.0, max(clocks) + turn * PAUSE - time.monotonic()))
         message[0] = time.monotonic_ns()
-        leaving = comms.send(message, PP, (mine + 1) % ranks, "hop")
+        leaving = comms.send(message, PP, (place + 1) % ranks, "hop")
         arriving.wait()
         seen.append((time.monotonic_ns() - int(arrived[0])) / 1e9)
         leaving.wait()
@@ -84,14 +84,14 @@ def run(rank: int, job: EmulationJob) -> None:
         # Without the waits: memory for messages is made, and nothing is compiled or loaded later.
         step(replace(case, times=Times.none(case.schedule.stages)), comms, job.nbytes)
     latency = hop(comms, job.nbytes)
-    found: list[list[Any]] = [[] for _ in job.cases]
+    results: list[list[Any]] = [[] for _ in job.cases]
     for number in range(job.steps):
         for index, case in enumerate(job.cases):
             if rank == 0:
                 _progress(f"{case.schedule.name}: step {number + 1} of {job.steps}")
-            found[index].append(step(case, comms, job.nbytes))
+            results[index].append(step(case, comms, job.nbytes))
     every: list[Any] = [None] * ranks
-    dist.all_gather_object(every, found)
+    dist.all_gather_object(every, results)
     if rank == 0:
         cases = [[[theirs[index][number] for theirs in every] for number in range(job.steps)]
                  for index in range(len(job.cases))]  # fmt: skip

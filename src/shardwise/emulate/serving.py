@@ -36,8 +36,8 @@ class TimedStage(TokenGenerator):
     def forward(self, turn: EngineStep, rows: Rows, x: Tensor | None = None) -> Tensor:
         """What `TokenGenerator.forward` gives, without its values; on the last stage every token is 0."""
         self._turn = (self._turn + 1) % _NUMBERS
-        if x is not None and (found := int(x.view(-1)[0])) != self._turn:
-            raise RuntimeError(f"the message of turn {self._turn} was expected, that of turn {found} came")
+        if x is not None and (result := int(x.view(-1)[0])) != self._turn:
+            raise RuntimeError(f"the message of turn {self._turn} was expected, that of turn {result} came")
         self._wait()
         if self.plan.of_kind("head"):
             return torch.zeros(len(turn.wanted), self.plan.model.vocab, dtype=self.dtype, device=self.device)

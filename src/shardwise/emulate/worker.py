@@ -71,11 +71,15 @@ class ActionLog:
 
         Raises `RuntimeError` where other things happened than what is in the list.
         """
-        wanted = [_what(leaf) for action in actions for leaf in action.leaves()]
+        computations = [_what(leaf) for action in actions for leaf in action.leaves()]
         done = [moment.what for moment in self.moments]
-        if done != wanted:
-            at = next((i for i, pair in enumerate(zip(done, wanted, strict=False)) if pair[0] != pair[1]), len(done))
-            raise RuntimeError(f"the executor left its list: action {at} of {len(wanted)}, did {done[at : at + 1]}")
+        if done != computations:
+            at = next(
+                (i for i, pair in enumerate(zip(done, computations, strict=False)) if pair[0] != pair[1]), len(done)
+            )
+            raise RuntimeError(
+                f"the executor left its list: action {at} of {len(computations)}, did {done[at : at + 1]}"
+            )
         return [(moment.start, moment.end) for moment in self.moments]
 
 
@@ -109,15 +113,15 @@ class TimedWorker:
     # -- messages
 
     def buffer(self) -> Tensor:
-        found = torch.empty(self.words, dtype=torch.int64)
-        self.buffers.add(found.data_ptr())
+        free = torch.empty(self.words, dtype=torch.int64)
+        self.buffers.add(free.data_ptr())
         self.most_buffers = max(self.most_buffers, len(self.buffers))
-        return found
+        return free
 
     def _message(self, *about: int | str) -> Tensor:
-        found = torch.empty(self.words, dtype=torch.int64)
-        found[0] = self._stamp(*about)
-        return found
+        words = torch.empty(self.words, dtype=torch.int64)
+        words[0] = self._stamp(*about)
+        return words
 
     def _stamp(self, way: int | str, stage: int | str, micro: int | str) -> int:
         return (int(way == "F") * self.schedule.stages + int(stage)) * self.schedule.micro + int(micro)
@@ -200,12 +204,12 @@ class TimedWorker:
     def finish(self) -> list[tuple[float, float]]:
         """The spans of the rank's actions, as `ActionLog.spans` gives them. Raises `RuntimeError` where the step is not
         what the list says, or has left something behind."""
-        mine = self.comms.index(PP)
-        spans = self.record.spans(self.schedule.actions[mine])
+        place = self.comms.index(PP)
+        spans = self.record.spans(self.schedule.actions[place])
         if self.held or self.buffers:
             raise RuntimeError(f"{self.held} bytes and {len(self.buffers)} messages are left at the end of the step")
         if self.schedule.train and float(self._loss) != 1:
             raise RuntimeError("the loss did not come from the rank that has it")
-        if mine in self.schedule.tied_ends and int(self._tied[0]) != 2 * self._stamp("B", 0, 1):
+        if place in self.schedule.tied_ends and int(self._tied[0]) != 2 * self._stamp("B", 0, 1):
             raise RuntimeError("the tied table's gradients are not those of both ends")
         return spans

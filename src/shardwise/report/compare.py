@@ -158,7 +158,7 @@ class ReportComparison:
     def exposures(self) -> tuple[tuple[str, int, Exposure], ...]:
         """(side, lowest rank, figures) of each role of either side ("a", "b") that has a timeline."""
         sides = (("a", self.a), ("b", self.b))
-        return tuple((side, rank, found) for side, report in sides for rank, found in exposures(report))
+        return tuple((side, rank, figures) for side, report in sides for rank, figures in exposures(report))
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dictionary; an infinite relative difference is null."""
@@ -175,7 +175,7 @@ class ReportComparison:
             "roles": pairs,
             "rows": [row.to_json() for row in self.rows],
             "bytes": [row.to_json() for row in self.bytes],
-            "exposures": [{"side": side, "rank": rank} | found.to_json() for side, rank, found in self.exposures],
+            "exposures": [{"side": side, "rank": rank} | result.to_json() for side, rank, result in self.exposures],
         }
 
 

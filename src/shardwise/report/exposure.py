@@ -178,16 +178,16 @@ def exposure(timeline: Iterable[TimeSpan]) -> Exposure:
         communication=length(under_way),
         exposed=length(under_way) - length(overlap(under_way, compute)),
         waiting=length(waiting),
-        kinds=tuple(_kind(*kind, found, compute) for kind, found in by_kind.items()),
+        kinds=tuple(_kind(*kind, result, compute) for kind, result in by_kind.items()),
     )
 
 
-def _kind(op: str, axes: str, found: list[TimeSpan], compute: Intervals) -> KindOfTraffic:
-    under_way = union((span.start, span.stop) for span in found)
+def _kind(op: str, axes: str, timeline: list[TimeSpan], compute: Intervals) -> KindOfTraffic:
+    under_way = union((span.start, span.stop) for span in timeline)
     time, hidden = length(under_way), length(overlap(under_way, compute))
-    told = [span.args.get("bytes") for span in found]
-    payload = sum(size for size in told if isinstance(size, int))
-    return KindOfTraffic(op, axes, len(found), payload, time, time - hidden)
+    sizes = [span.args.get("bytes") for span in timeline]
+    payload = sum(size for size in sizes if isinstance(size, int))
+    return KindOfTraffic(op, axes, len(timeline), payload, time, time - hidden)
 
 
 def exposures(report: StepReport) -> tuple[tuple[int, Exposure], ...]:

@@ -100,8 +100,8 @@ class RankTimelines:
 
 def _rank(data: Mapping[str, Any], names: list[str], streams: list[str]) -> RankTimeline:
     columns = zip(data["name"], data["stream"], data["from_ns"], data["to_ns"], strict=True)
-    found = tuple(TimeSpan(str(names[n]), str(streams[s]), int(a), int(b), {}) for n, s, a, b in columns)
-    return RankTimeline(int(data["rank"]), int(data["host"]), int(data["start_ns"]), found)
+    results = tuple(TimeSpan(str(names[n]), str(streams[s]), int(a), int(b), {}) for n, s, a, b in columns)
+    return RankTimeline(int(data["rank"]), int(data["host"]), int(data["start_ns"]), results)
 
 
 def aligned(recorded: Mapping[int, Recorded], step: int, world: int) -> RankTimelines:
@@ -111,8 +111,8 @@ def aligned(recorded: Mapping[int, Recorded], step: int, world: int) -> RankTime
     first = {name: min(one.start for one in recorded.values() if one.host == name) for name in hosts}
     ranks = []
     for rank, one in sorted(recorded.items()):
-        found = spans(Role(f"rank {rank}", (rank,), Bytes(), (), timeline=one.events))
-        ranks.append(RankTimeline(rank, hosts[one.host], one.start - first[one.host], found))
+        timeline = spans(Role(f"rank {rank}", (rank,), Bytes(), (), timeline=one.events))
+        ranks.append(RankTimeline(rank, hosts[one.host], one.start - first[one.host], timeline))
     return RankTimelines(step, world, tuple(ranks))
 
 

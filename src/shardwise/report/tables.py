@@ -85,11 +85,11 @@ def _ledger(ranks: tuple[int, ...], rows: tuple[LedgerRow, ...], binary: bool) -
     return table
 
 
-def exposure_table(found: Sequence[tuple[str, int, Exposure]]) -> Table:
+def exposure_table(rows: Sequence[tuple[str, int, Exposure]]) -> Table:
     """Where the time of a step went, a line for each (name of the report, rank, figures); shares are of the step."""
     table = new_table("time of one step, from its timeline: step = computed + exposed + idle")
     _columns(table, ("report", "rank"), ("step", "computed", "communicated", "hidden", "exposed", "idle"))
-    for name, rank, figures in found:
+    for name, rank, figures in rows:
         parts = (figures.compute, figures.communication, figures.hidden, figures.exposed, figures.idle)
         shares = (format_share(figures.share(part)) for part in parts)
         table.add_row(_text(name), str(rank), format_time(figures.step / 1e9), *shares)
@@ -107,9 +107,9 @@ def comparison_tables(comparison: ReportComparison, binary: bool = False) -> Gro
             parts.append(_text(f"✗ the {report.source} report lacks {format_ranks(ranks)}", "bold red"))
     parts.append(_compared_memory(comparison, binary))
     parts += [_compared_ledger(comparison, ranks, rows) for ranks, rows in compared_ledgers(comparison)]
-    if found := comparison.exposures:
+    if result := comparison.exposures:
         names = dict(zip(("a", "b"), comparison.labels, strict=True))
-        parts.append(exposure_table([(names[side], rank, figures) for side, rank, figures in found]))
+        parts.append(exposure_table([(names[side], rank, figures) for side, rank, figures in result]))
     return Group(*_apart([*parts, verdict(comparison)]))
 
 

@@ -74,5 +74,5 @@ def _alike(pair: tuple[LedgerRow, TransportRow]) -> tuple[object, ...]:
 
 
 def _sum(values: list[Figure | None]) -> Figure | None:
-    told = [value for value in values if value is not None]
-    return sum(told[1:], told[0]) if len(told) == len(values) else None
+    known = [value for value in values if value is not None]
+    return sum(known[1:], known[0]) if len(known) == len(values) else None

@@ -32,5 +32,5 @@ def palette_json() -> str:
 
 
 def _scheme(theme: str) -> str:
-    own = ";".join(f"--k-{name}:{getattr(kind, theme)}" for name, kind in KINDS.items())
-    return ";".join(f"--{name}:{value}" for name, value in THEMES[theme].items()) + ";" + own
+    kinds = ";".join(f"--k-{name}:{getattr(kind, theme)}" for name, kind in KINDS.items())
+    return ";".join(f"--{name}:{value}" for name, value in THEMES[theme].items()) + ";" + kinds

@@ -31,12 +31,12 @@ _ICON = (
 @cache
 def files() -> dict[str, bytes]:
     """Path below static/ -> contents: all that can be asked for, so that no path leads out."""
-    found = {
+    contents = {
         path.relative_to(STATIC).as_posix(): path.read_bytes()
         for path in sorted(STATIC.rglob("*"))
         if path.suffix in TYPES
     }
-    return found | {"theme.css": theme_css().encode()}
+    return contents | {"theme.css": theme_css().encode()}
 
 
 def document() -> tuple[str, str]:

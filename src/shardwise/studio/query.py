@@ -14,8 +14,8 @@ Value = str | int | float | bool
 class Query:
     """Reads one parameter after the other. `state` then has all of them, defaults included, in that order."""
 
-    def __init__(self, given: Mapping[str, str]) -> None:
-        self._given = dict(given)
+    def __init__(self, params: Mapping[str, str]) -> None:
+        self._given = dict(params)
         self.state: dict[str, Value] = {}
 
     def has(self, name: str) -> bool:

@@ -91,20 +91,20 @@ class _Handler(BaseHTTPRequestHandler):
 
         self._reply(opened)
 
-    def _answer(self, view: str, given: dict[str, str]) -> None:
+    def _answer(self, view: str, params: dict[str, str]) -> None:
         def asked() -> Any:
             if view == "runs/events":
                 from shardwise.studio.data.runs import events
 
-                return events(given, self.server.runs)
-            return answer(view, given, self.server.runs)
+                return events(params, self.server.runs)
+            return answer(view, params, self.server.runs)
 
         self._reply(asked)
 
     def _reply(self, made: Any) -> None:
         try:
-            found = made()
-            body = encode(found.to_json() if hasattr(found, "to_json") else found)
+            result = made()
+            body = encode(result.to_json() if hasattr(result, "to_json") else result)
         except UserError as error:
             self._refuse(400, str(error))
             return

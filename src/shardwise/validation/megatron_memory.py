@@ -93,15 +93,15 @@ def deepspeed_bytes(
     table, block = model.vocab * model.hidden / tp, 12 * model.hidden**2 / tp
     stream = 2.0 * seq * micro * model.hidden
     again = block_activations(model, micro, seq, tp)
-    found = []
+    results = []
     for stage in {0, len(layers) - 1}:
         last = stage == len(layers) - 1
         states = _deepspeed_states(layers[stage] * block + table, table, dp, optimizer)
         flying = min(len(layers) - stage, micro_batches) * stream * (layers[stage] + 2)
         # In fp32, in place of which come the softmax and its gradient; and in 16 bits (megatron/mpu/cross_entropy.py).
         logits = seq * micro * model.vocab / tp * (4 + 2) if last else 0.0
-        found.append(states + flying + again + logits)
-    return max(found) + 2 * COMMUNICATOR_BYTES.get(tp, LARGER_COMMUNICATOR_BYTES)
+        results.append(states + flying + again + logits)
+    return max(results) + 2 * COMMUNICATOR_BYTES.get(tp, LARGER_COMMUNICATOR_BYTES)
 
 
 def _deepspeed_states(weights: float, table: float, dp: int, optimizer: Optimizer) -> float:
@@ -118,6 +118,6 @@ def _deepspeed_states(weights: float, table: float, dp: int, optimizer: Optimize
     """
     if optimizer == "wide":
         return 8 * weights + 12 * weights / dp + 4 * table + 4 * REDUCE_BUCKET
-    own = weights / dp
-    updating = 20 * weights if optimizer == "whole" else 18 * own
+    local = weights / dp
+    updating = 20 * weights if optimizer == "whole" else 18 * local
     return 4 * weights + updating + 2 * table + 2 * REDUCE_BUCKET

@@ -69,12 +69,12 @@ def schedule_of(args: argparse.Namespace) -> PipelineSchedule:
         return read(args, ("ranks", "micro", "virtual", "early", *GENERATOR_OPTIONS))
     if args.ranks is None or args.micro is None:
         raise UserError(f"{args.action} needs --ranks and --micro")
-    found = find(args.schedule)
+    known = find(args.schedule)
     options = {name: value for name in GENERATOR_OPTIONS if (value := getattr(args, name)) is not None}
-    virtual = found.virtual if args.virtual is None else args.virtual
-    sized(args.ranks, args.micro, virtual, options.get("tokens", found.options.get("tokens", 1)))
+    virtual = known.virtual if args.virtual is None else args.virtual
+    sized(args.ranks, args.micro, virtual, options.get("tokens", known.options.get("tokens", 1)))
     return build(
-        found.name, args.ranks, args.micro, virtual, zero=args.zero, tied=args.tied, early=args.early, **options
+        known.name, args.ranks, args.micro, virtual, zero=args.zero, tied=args.tied, early=args.early, **options
     )
 
 
@@ -85,11 +85,11 @@ def sized(ranks: int, micro: int, virtual: int, tokens: int = 1) -> None:
     for name, value in (("ranks", ranks), ("micro", micro), ("virtual", virtual), ("tokens", tokens)):
         if value < 1:
             raise UserError(f"--{name} must be a positive integer, not {value}")
-    each = ranks * virtual * tokens
-    if (cells := each * micro) > MOST_PASSES:
+    item = ranks * virtual * tokens
+    if (cells := item * micro) > MOST_PASSES:
         counts = [count(ranks, "rank"), count(micro, "micro-batch")]
         counts += [count(n, what) for n, what in ((virtual, "chunk"), (tokens, "token")) if n > 1]
-        most = f": --micro {MOST_PASSES // each} at most" if each <= MOST_PASSES else ""
+        most = f": --micro {MOST_PASSES // item} at most" if item <= MOST_PASSES else ""
         raise UserError(f"{' x '.join(counts)} are {cells:,} passes; up to {MOST_PASSES:,} are written out{most}")
 
 
@@ -102,8 +102,8 @@ def read(args: argparse.Namespace, others: Sequence[str]) -> PipelineSchedule:
     if path.suffix != ".csv":
         others = (*others, "zero", "tied")
     absent = {"zero": 0, "tied": False, "early": False}
-    if given := [name for name in others if getattr(args, name) != absent.get(name)]:
-        raise UserError(f"a schedule of --file has its own numbers: leave --{given[0]} out")
+    if params := [name for name in others if getattr(args, name) != absent.get(name)]:
+        raise UserError(f"a schedule of --file has its own numbers: leave --{params[0]} out")
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -134,7 +134,7 @@ def timing_of(args: argparse.Namespace) -> Callable[[PipelineSchedule], Times]:
     """Schedule -> times, from the flags. Raises `UserError` for those that say nothing."""
     from shardwise.schedule.pipeline.times import Times, parse_times, seconds_of
 
-    given, alpha = parse_times(args.times), seconds_of(args.hop)
+    params, alpha = parse_times(args.times), seconds_of(args.hop)
     if (args.bytes is None) != (args.bandwidth is None):
         raise UserError("--bytes and --bandwidth go together: a message takes --hop + bytes / bandwidth")
     nbytes = 0 if args.bytes is None else bytes_of("--bytes", args.bytes)
@@ -144,8 +144,8 @@ def timing_of(args: argparse.Namespace) -> Callable[[PipelineSchedule], Times]:
     recompute = getattr(args, "recompute", None) is not None
 
     def timing(schedule: PipelineSchedule) -> Times:
-        again = given["F"] if recompute else 0.0
-        times = Times.shared(schedule, given["F"], given["I"] + again, given["W"], shares_of(args, schedule))
+        again = params["F"] if recompute else 0.0
+        times = Times.shared(schedule, params["F"], params["I"] + again, params["W"], shares_of(args, schedule))
         times = times.with_hop(alpha, 1 / bandwidth, nbytes, not args.no_overlap)
         return replace(times, together=args.together)
 

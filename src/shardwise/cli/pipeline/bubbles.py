@@ -29,22 +29,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from shardwise.schedule.pipeline.bubbles import curve, least_micro
 
-    wanted, timing = None if args.want is None else _share(args.want), timing_of(args)
+    target, timing = None if args.want is None else _share(args.want), timing_of(args)
     micro = numbers("--micro", args.micro)
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     answers: list[str] = []
     for generator, virtual in _compared(args):
         points = curve(generator.name, args.ranks, virtual, micro, timing)
         entry: dict[str, Any] = {"schedule": generator.name, "virtual": virtual, "points": points}
-        if wanted is not None:
-            least = least_micro(generator.name, args.ranks, virtual, wanted, timing)
+        if target is not None:
+            least = least_micro(generator.name, args.ranks, virtual, target, timing)
             entry |= {"least_micro": least.micro, "tried_up_to": min(least.tried, least.most)}
             answers.append(f"{_named(entry)}: {args.want.strip()} of the total {_answer(least)}")
-        found.append(entry)
+        results.append(entry)
     if args.json:
-        print_json([entry | {"points": [_point(m, s) for m, s in entry["points"]]} for entry in found])
+        print_json([entry | {"points": [_point(m, s) for m, s in entry["points"]]} for entry in results])
         return 0
-    _print_bubbles(args.ranks, micro, found, wanted)
+    _print_bubbles(args.ranks, micro, results, target)
     print(*answers, sep="\n", end="\n" if answers else "")
     return 0
 
@@ -68,7 +68,7 @@ def _compared(args: argparse.Namespace) -> list[tuple[ScheduleGenerator, int]]:
     named = [find(name) for name in args.schedules]
     p = args.ranks
     others = [g for g in generators() if g.train and g.name != "naive" and not g.objection(p, 4 * p, g.virtual)]
-    found = []
+    results = []
     for g in named or others:
         virtual = args.virtual if args.virtual is not None else g.virtual
         # Many micro-batches suit every schedule: what is refused then is refused for p or v.
@@ -76,8 +76,8 @@ def _compared(args: argparse.Namespace) -> list[tuple[ScheduleGenerator, int]]:
             virtual = g.virtual
         if legal := g.objection(p, 4 * p, virtual):
             raise UserError(f"{g.name} cannot have p={p}, v={virtual}: {legal}")
-        found.append((g, virtual))
-    return found
+        results.append((g, virtual))
+    return results
 
 
 def _named(entry: dict[str, Any]) -> str:
@@ -93,7 +93,7 @@ def _point(m: int, simulated: Simulated) -> dict[str, Any]:
     }
 
 
-def _print_bubbles(ranks: int, micro: list[int], found: list[dict[str, Any]], wanted: float | None) -> None:
+def _print_bubbles(ranks: int, micro: list[int], rows: list[dict[str, Any]], wanted: float | None) -> None:
     from rich.table import Table
 
     from shardwise.report.units import format_share
@@ -105,7 +105,7 @@ def _print_bubbles(ranks: int, micro: list[int], found: list[dict[str, Any]], wa
     shown = micro if len(micro) <= 10 else micro[:: -(-len(micro) // 10)]
     for m in shown:
         table.add_column(str(m), justify="right", overflow="fold")
-    for entry in found:
+    for entry in rows:
         by_m = dict(entry["points"])
         cells = (
             f"{format_share(by_m[m].bubble)} / {format_share(by_m[m].bubble_of_total)}" if m in by_m else "-"
@@ -113,7 +113,7 @@ def _print_bubbles(ranks: int, micro: list[int], found: list[dict[str, Any]], wa
         )
         table.add_row(_named(entry), *cells)
     show(table)
-    curves = {_named(entry): [(m, s.bubble_of_total) for m, s in entry["points"]] for entry in found}
+    curves = {_named(entry): [(m, s.bubble_of_total) for m, s in entry["points"]] for entry in rows}
     print("\nof the total time:")
     for line in plot(curves, wanted=wanted):
         print(line)

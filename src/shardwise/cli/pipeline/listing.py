@@ -15,11 +15,11 @@ def run(args: argparse.Namespace) -> int:
     from shardwise.schedule.pipeline import generators
     from shardwise.schedule.pipeline.closed_forms import FORMS
 
-    found = generators()
+    known = generators()
     if args.json:
         fields = ("name", "summary", "source", "shape", "train", "virtual", "options")
-        formulas = ({"bubble": FORMS[g.name].text, "holds": FORMS[g.name].note} for g in found)
-        print_json([{name: getattr(g, name) for name in fields} | f for g, f in zip(found, formulas, strict=True)])
+        formulas = ({"bubble": FORMS[g.name].text, "holds": FORMS[g.name].note} for g in known)
+        print_json([{name: getattr(g, name) for name in fields} | f for g, f in zip(known, formulas, strict=True)])
         return 0
 
     from rich.table import Table
@@ -27,9 +27,9 @@ def run(args: argparse.Namespace) -> int:
     table = Table(box=None, pad_edge=False)
     for heading in ("", "V", "options", "bubble", "what it does", "source"):
         table.add_column(heading)
-    for g in found:
+    for g in known:
         virtual = "1" if g.virtual == 1 else "2" if g.shape == "vee" else "2 or more"
         table.add_row(g.name, virtual, ", ".join(g.options), FORMS[g.name].text, g.summary, g.source)
-    notes = [f"{g.name}: {FORMS[g.name].note}" for g in found if FORMS[g.name].note]
+    notes = [f"{g.name}: {FORMS[g.name].note}" for g in known if FORMS[g.name].note]
     show(table, "\nwhere the bubbles of the table hold, while messages take no time:", *notes)
     return 0

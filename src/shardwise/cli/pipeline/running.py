@@ -58,11 +58,11 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--trace draws one schedule: leave --all out")
     cases, left_out = _cases(args)
     _feasible(args, cases)
-    found = measure(cases, _nbytes(args), args.steps, args.transport)
-    result = pipeline_table.summed_up(found, found.hop if hop is None else hop)
+    measured = measure(cases, _nbytes(args), args.steps, args.transport)
+    result = pipeline_table.summed_up(measured, measured.hop if hop is None else hop)
     about = {"message_bytes": _nbytes(args), "hop": "measured" if hop is None else "given", "left_out": left_out}
     if args.trace:
-        _write_trace(found.cases[0], args.trace)
+        _write_trace(measured.cases[0], args.trace)
     if args.json:
         print_json(about | result)
     elif args.all:
@@ -84,7 +84,7 @@ def _cases(args: argparse.Namespace) -> tuple[list[EmulationCase], dict[str, str
     from shardwise.emulate.job import EmulationCase
     from shardwise.schedule.pipeline.times import parse_times
 
-    given = parse_times(args.emulate)
+    params = parse_times(args.emulate)
     saved = _nbytes(args) if args.saved is None else bytes_of("--saved", args.saved)
     if not 0 <= args.weight_share <= 1:
         raise UserError("--weight-share is a part: 0 to 1")
@@ -94,7 +94,7 @@ def _cases(args: argparse.Namespace) -> tuple[list[EmulationCase], dict[str, str
     schedules = _every(args, left_out) if args.all else [schedule_of(args)]
     for schedule in schedules:
         check(schedule)
-    times = (given["F"], given["I"], given["W"])
+    times = (params["F"], params["I"], params["W"])
     return [EmulationCase.shared(schedule, *times, saved, args.weight_share) for schedule in schedules], left_out
 
 
@@ -106,16 +106,16 @@ def _every(args: argparse.Namespace, left_out: dict[str, str]) -> list[PipelineS
         raise UserError("run takes either --all, or SCHEDULE or --file with the options of that schedule")
     if args.ranks is None or args.micro is None or min(args.ranks, args.micro, args.virtual or 1) < 1:
         raise UserError("run --all needs --ranks and --micro, and they and --virtual must be positive integers")
-    found = []
+    results = []
     for g in generators():
-        wanted = g.virtual if args.virtual is None else args.virtual
-        virtual = g.virtual if g.objection(args.ranks, args.micro, wanted) else wanted
+        target = g.virtual if args.virtual is None else args.virtual
+        virtual = g.virtual if g.objection(args.ranks, args.micro, target) else target
         if why := g.objection(args.ranks, args.micro, virtual):
             left_out[g.name] = why
         else:
             numbers = args.ranks, args.micro, virtual
-            found.append(build(g.name, *numbers, zero=args.zero, tied=args.tied, early=args.early))
-    return found
+            results.append(build(g.name, *numbers, zero=args.zero, tied=args.tied, early=args.early))
+    return results
 
 
 def _feasible(args: argparse.Namespace, cases: list[EmulationCase]) -> None:

@@ -48,5 +48,5 @@ def run(args: argparse.Namespace) -> int:
 def _described(schedule: PipelineSchedule) -> dict[str, Any]:
     fields = ("name", "micro", "ranks", "stages", "placement", "train", "gather", "reduce", "tied", "ring", "options")
     return {name: getattr(schedule, name) for name in fields} | {
-        "actions": [[str(action) for action in mine] for mine in schedule.actions]
+        "actions": [[str(action) for action in actions] for actions in schedule.actions]
     }

@@ -59,11 +59,11 @@ def _write_timelines(args: argparse.Namespace, simulated: Simulated) -> None:
     from shardwise.report.trace import write_trace
     from shardwise.schedule.pipeline.timeline import report
 
-    found = report(simulated)
+    result = report(simulated)
     if args.report:
-        found.write(args.report)
+        result.write(args.report)
     if args.trace:
-        write_trace(found, args.trace)
+        write_trace(result, args.trace)
 
 
 def _simulated_json(simulated: Simulated, held: list[Peak]) -> dict[str, Any]:
@@ -82,11 +82,11 @@ def _simulated_json(simulated: Simulated, held: list[Peak]) -> dict[str, Any]:
                 "rank": r,
                 "busy_s": busy,
                 "idle_s": idle,
-                "own_span_s": own,
+                "own_span_s": span,
                 "own_idle_s": own_idle,
                 "peak": peak._asdict(),
             }
-            for r, (busy, idle, own, own_idle, peak) in enumerate(rows)
+            for r, (busy, idle, span, own_idle, peak) in enumerate(rows)
         ],
     }
 

@@ -55,27 +55,27 @@ def _to_verify(args: argparse.Namespace) -> Iterator[tuple[str, Iterator[tuple[s
         schedule = read(args, (*NUMBERS, "early"))
         yield str(args.file), iter([(f"{schedule.ranks} ranks", schedule)])
         return
-    given = ((name, getattr(args, name), default) for name, default in NUMBERS.items())
-    asked = [numbers(f"--{name}", default if text is None else text) for name, text, default in given]
-    for found in generators() if args.all else [find(args.schedule)]:
-        yield found.name, _legal(found, asked, args)
+    params = ((name, getattr(args, name), default) for name, default in NUMBERS.items())
+    values = [numbers(f"--{name}", default if text is None else text) for name, text, default in params]
+    for known in generators() if args.all else [find(args.schedule)]:
+        yield known.name, _legal(known, values, args)
 
 
 def _legal(
-    found: ScheduleGenerator, numbers: list[list[int]], args: argparse.Namespace
+    known: ScheduleGenerator, numbers: list[list[int]], args: argparse.Namespace
 ) -> Iterator[tuple[str, PipelineSchedule]]:
     from shardwise.schedule.pipeline import build
 
     ranks, micro, virtual = numbers
     cases = [(p, m, v) for p in ranks for v in virtual for m in micro]
-    legal = [case for case in cases if not found.objection(*case)]
+    legal = [case for case in cases if not known.objection(*case)]
     if not legal and not args.all:
         # Where nothing that was asked for is legal, its message says what would be.
         legal = cases[:1]
     for p, m, v in legal:
         sized(p, m, v)
     for p, m, v in legal:
-        schedule = build(found.name, p, m, v, zero=args.zero, tied=args.tied, early=args.early)
+        schedule = build(known.name, p, m, v, zero=args.zero, tied=args.tied, early=args.early)
         yield f"p={p}, m={m}, v={v}", schedule
 
 
@@ -88,8 +88,14 @@ def _verified(name: str, schedules: Iterator[tuple[str, PipelineSchedule]]) -> d
         progress(f"{name}: {case}")
         checked += 1
         findings += [
-            {"case": case, "rank": found.rank, "index": found.index, "action": str(found.action), "text": str(found)}
-            for found in verify(schedule)
+            {
+                "case": case,
+                "rank": finding.rank,
+                "index": finding.index,
+                "action": str(finding.action),
+                "text": str(finding),
+            }
+            for finding in verify(schedule)
         ]
     progress()
     return {"schedule": name, "checked": checked, "findings": findings}
@@ -99,5 +105,5 @@ def _print_verified(result: dict[str, Any]) -> None:
     name, checked = result["schedule"], result["checked"]
     if not result["findings"]:
         print(f"✓ {name}: right, {count(checked, 'case')}" if checked else f"- {name}: no case is legal", flush=True)
-    for found in result["findings"]:
-        print(f"✗ {name}, {found['case']}: {found['text']}", flush=True)
+    for finding in result["findings"]:
+        print(f"✗ {name}, {finding['case']}: {finding['text']}", flush=True)

@@ -73,16 +73,16 @@ def run(args: argparse.Namespace) -> int:
     if unused := [name for name in idle if (value := getattr(args, name)) or value is False]:
         flag = {"prompts": "same", "reuse": "no-reuse"}.get(unused[0], unused[0].replace("_", "-"))
         raise UserError(f"--{flag} does nothing here: leave it out with --compare")
-    told: dict[str, Any] = {}
+    outcomes: dict[str, Any] = {}
     if here:
-        told["measured"] = _measured(args, prompted)
+        outcomes["measured"] = _measured(args, prompted)
     if args.cluster is not None:
-        told["predicted"] = _predicted(args, told.get("measured"))
+        outcomes["predicted"] = _predicted(args, outcomes.get("measured"))
     if args.json:
-        print_json({kind: found.to_json() for kind, found in told.items()})
+        print_json({kind: result.to_json() for kind, result in outcomes.items()})
     else:
-        for index, found in enumerate(told.values()):
-            show(*[""] * index, *found.tables())
+        for index, result in enumerate(outcomes.values()):
+            show(*[""] * index, *result.tables())
     return 0
 
 
@@ -132,13 +132,13 @@ def _measured(args: argparse.Namespace, prompted: bool) -> LocalMeasurement:
     if not layouts:
         raise UserError('--compare needs layouts to run here, such as "tp=2" "zero=3,dp=2" "pp=2"')
     check_different(layouts)
-    asked = _asked(args, prompt=SHORT_PROMPT, output=SHORT_OUTPUT)
-    prompts = _prompts(args) if prompted else _stand_ins(model_named(args).vocab, asked)
+    request = _asked(args, prompt=SHORT_PROMPT, output=SHORT_OUTPUT)
+    prompts = _prompts(args) if prompted else _stand_ins(model_named(args).vocab, request)
     terminal = sys.stderr.isatty()
-    found = compare_local.measure(
-        args, layouts, prompts, asked.output, lambda line: print(line, file=sys.stderr) if terminal else None
+    measured = compare_local.measure(
+        args, layouts, prompts, request.output, lambda line: print(line, file=sys.stderr) if terminal else None
     )
-    return LocalMeasurement(args.model, prompts, found)
+    return LocalMeasurement(args.model, prompts, measured)
 
 
 def _prompts(args: argparse.Namespace) -> list[list[int]]:
@@ -147,9 +147,9 @@ def _prompts(args: argparse.Namespace) -> list[list[int]]:
     return read_prompts(args)[0]
 
 
-def _stand_ins(vocab: int, asked: Asked) -> list[list[int]]:
+def _stand_ins(vocab: int, request: Asked) -> list[list[int]]:
     """Tokens that are no text, different ones for each sequence."""
-    return [[(7919 * i + 104729 * n + 1) % vocab for i in range(asked.prompt)] for n in range(asked.batch)]
+    return [[(7919 * i + 104729 * n + 1) % vocab for i in range(request.prompt)] for n in range(request.batch)]
 
 
 def _predicted(args: argparse.Namespace, measured: LocalMeasurement | None) -> Predicted:
@@ -164,11 +164,11 @@ def _predicted(args: argparse.Namespace, measured: LocalMeasurement | None) -> P
     layouts = layouts_of(args) or usual_layouts(model, cluster)
     if not layouts:
         raise UserError(f"no strategy splits {model.name} over all {cluster.devices} devices: name layouts to compare")
-    asked = _asked(args)
+    request = _asked(args)
     if measured:
         output = len(measured.strategies[0].tokens[0])
-        asked = replace(asked, prompt=max(map(len, measured.prompts)), batch=len(measured.prompts), output=output)
-    return Predicted(compare(model, layouts, cluster, asked, args.engine))
+        request = replace(request, prompt=max(map(len, measured.prompts)), batch=len(measured.prompts), output=output)
+    return Predicted(compare(model, layouts, cluster, request, args.engine))
 
 
 def layouts_of(args: argparse.Namespace) -> list[Layout]:
@@ -177,10 +177,10 @@ def layouts_of(args: argparse.Namespace) -> list[Layout]:
 
     from shardwise.layout import Layout
 
-    found = [Layout.parse(text) for text in args.compare]
+    layouts = [Layout.parse(text) for text in args.compare]
     if precision := getattr(args, "precision", None):
-        found = [replace(layout, precision=precision) for layout in found]
-    return found
+        layouts = [replace(layout, precision=precision) for layout in layouts]
+    return layouts
 
 
 def _asked(args: argparse.Namespace, prompt: int = PROMPT, output: int = OUTPUT) -> Asked:
@@ -209,95 +209,96 @@ def model_named(args: argparse.Namespace) -> Any:
     return change(resolve(args.model), changes)
 
 
-def tables(found: StrategyComparison) -> Iterator[RenderableType]:
+def tables(comparison: StrategyComparison) -> Iterator[RenderableType]:
     """All that is printed."""
     from shardwise.model.parameters import count
     from shardwise.report.units import format_count
 
-    asked = found.asked
+    request = comparison.asked
     many = "one sequence"
-    if asked.batch > 1:
-        many = f"batch size {asked.batch:,} (a step gives each sequence one token)"
+    if request.batch > 1:
+        many = f"batch size {request.batch:,} (a step gives each sequence one token)"
     yield (
-        f"{found.model.name}: {format_count(count(found.model))} parameters on {found.cluster}, predicted for the "
-        f"software of {found.engine}; {many}, a prompt of {asked.prompt:,} tokens and an answer of {asked.output:,}\n"
+        f"{comparison.model.name}: {format_count(count(comparison.model))} parameters on {comparison.cluster}, "
+        f"predicted for the software of {comparison.engine}; {many}, a prompt of {request.prompt:,} tokens and an "
+        f"answer of {request.output:,}\n"
     )
-    rows = [(words, [cell(one) for one in found.strategies]) for words, cell in _rows(found)]
-    yield rows_by_name([str(one.layout) for one in found.strategies], rows)
-    yield from found.warnings
-    yield from _ratios(found)
-    yield from _notes(found)
+    rows = [(words, [cell(one) for one in comparison.strategies]) for words, cell in _rows(comparison)]
+    yield rows_by_name([str(one.layout) for one in comparison.strategies], rows)
+    yield from comparison.warnings
+    yield from _ratios(comparison)
+    yield from _notes(comparison)
 
 
 Row = tuple[str, "Callable[[Generated], str]"]
 
 
-def _rows(found: StrategyComparison) -> Iterator[Row]:
-    yield from _moved(found)
-    yield from _timed(found)
-    yield from _held(found)
-    yield from _trained(found)
+def _rows(comparison: StrategyComparison) -> Iterator[Row]:
+    yield from _moved(comparison)
+    yield from _timed(comparison)
+    yield from _held(comparison)
+    yield from _trained(comparison)
 
 
-def _step(found: StrategyComparison) -> str:
+def _step(comparison: StrategyComparison) -> str:
     """What bytes and times are of: one more token of every sequence."""
-    return "a token" if found.asked.batch == 1 else f"a step of {found.asked.batch:,} tokens"
+    return "a token" if comparison.asked.batch == 1 else f"a step of {comparison.asked.batch:,} tokens"
 
 
-def _moved(found: StrategyComparison) -> Iterator[Row]:
+def _moved(comparison: StrategyComparison) -> Iterator[Row]:
     from shardwise.report.units import format_bytes
 
-    yield f"a rank sends for {_step(found)} (ring volume)", lambda one: format_bytes(float(one.round.volume.total))
+    yield f"a rank sends for {_step(comparison)} (ring volume)", lambda one: format_bytes(float(one.round.volume.total))
     yield "  blocks", lambda one: format_bytes(float(one.round.volume.blocks))
     yield "  embedding, head, logits", lambda one: format_bytes(float(one.round.volume.edges))
     yield "  control, chosen tokens", lambda one: format_bytes(float(one.round.volume.other))
 
 
-def _timed(found: StrategyComparison) -> Iterator[Row]:
+def _timed(comparison: StrategyComparison) -> Iterator[Row]:
     from shardwise.report import time_parts
     from shardwise.report.units import format_count, format_share, format_time
 
     def part(name: str) -> Callable[[Generated], str]:
         return lambda one: format_time(seconds) if (seconds := one.middle.parts.get(name, 0.0)) else ""
 
-    yield f"time of {_step(found)}", lambda one: format_time(one.middle.seconds)
+    yield f"time of {_step(comparison)}", lambda one: format_time(one.middle.seconds)
     yield "  80% range, from", lambda one: format_time(one.range[0])
     yield "  to", lambda one: format_time(one.range[1])
     for name, words in time_parts.TOKEN.items():
-        if any(one.middle.parts.get(name) for one in found.strategies):
+        if any(one.middle.parts.get(name) for one in comparison.strategies):
             yield f"  {words}", part(name)
     yield "  last token against first", lambda one: format_share(one.growth, signed=True)
-    yield "tokens/s, all sequences", lambda one: format_count(one.tokens_per_second(found.asked.batch))
+    yield "tokens/s, all sequences", lambda one: format_count(one.tokens_per_second(comparison.asked.batch))
     yield "prompt until its first token", lambda one: format_time(one.prompt.seconds)
 
 
-def _held(found: StrategyComparison) -> Iterator[Row]:
+def _held(comparison: StrategyComparison) -> Iterator[Row]:
     from shardwise.report.units import format_bytes
 
     yield "weights of a rank", lambda one: format_bytes(one.fit.held.all_weights)
-    if any(one.fit.held.slots for one in found.strategies):
+    if any(one.fit.held.slots for one in comparison.strategies):
         yield "  of them gathered, in buffers", lambda one: format_bytes(slots) if (slots := one.fit.held.slots) else ""
     yield "cache of a rank after the prompt", lambda one: format_bytes(one.cache_bytes[0])
     yield "  at the end of the answer", lambda one: format_bytes(one.cache_bytes[1])
     yield "  fits", lambda one: "" if one.fit.room is None else "yes" if one.fit.fits else "no"
 
 
-def _trained(found: StrategyComparison) -> Iterator[Row]:
+def _trained(comparison: StrategyComparison) -> Iterator[Row]:
     from shardwise.report.units import format_share, format_time
 
-    words = f"{found.strategies[0].layout.ranks} x {found.asked.seq:,} tokens"
-    if len({one.layout.ranks for one in found.strategies}) > 1:
-        words = f"{found.asked.seq:,} tokens a rank"
+    words = f"{comparison.strategies[0].layout.ranks} x {comparison.asked.seq:,} tokens"
+    if len({one.layout.ranks for one in comparison.strategies}) > 1:
+        words = f"{comparison.asked.seq:,} tokens a rank"
     yield f"a training step of {words}", lambda one: format_time(one.trained.seconds)
     yield "  moving data, not hidden", lambda one: format_share(one.trained.share)
     yield "  a block's arithmetic, forward", lambda one: format_time(one.trained.arithmetic)
     yield "  its gather, beside it", lambda one: format_time(one.trained.gather) if one.trained.gather else ""
 
 
-def _ratios(found: StrategyComparison) -> Iterator[str]:
+def _ratios(comparison: StrategyComparison) -> Iterator[str]:
     from shardwise.report.units import format_count
 
-    for ratio in found.ratios:
+    for ratio in comparison.ratios:
         yield (
             f"\n{ratio.gathering} over {ratio.tensor}: a token sends {ratio.blocks:,.0f} times the bytes for the "
             f"blocks ({ratio.total:,.0f} times in all) and takes {ratio.seconds:.0f} times as long"
@@ -319,19 +320,19 @@ def _faster(ratio: Ratio) -> str:
     return f"it is faster from about {format_count(ratio.faster)} on"
 
 
-def _notes(found: StrategyComparison) -> Iterator[str]:
+def _notes(comparison: StrategyComparison) -> Iterator[str]:
     from shardwise.predict.time.generation import FEW, ONE_SEQUENCE
 
-    host = found.cluster.device.kind == "cpu"
-    gathering = [one for one in found.strategies if one.trained.gather]
+    host = comparison.cluster.device.kind == "cpu"
+    gathering = [one for one in comparison.strategies if one.trained.gather]
     for one in gathering if not host else ():
         behind = "disappears behind" if one.trained.gather <= one.trained.arithmetic else "is longer than"
         yield f"\nin training, a block's gather under {one.layout} {behind} its arithmetic; for a token it is exposed"
-    if gathering and found.asked.batch == 1:
+    if gathering and comparison.asked.batch == 1:
         yield "one sequence: under zero=3 all ranks compute it, and gather for it what they would for one each"
     if host:
         yield "on CPUs nothing hides a gather; what Python takes between operations is not in a token's time"
-    elif min(one.sequences for one in found.strategies) <= FEW:
+    elif min(one.sequences for one in comparison.strategies) <= FEW:
         yield (
             f"up to {FEW} sequences a rank, the gap between kernels is that of decoding one sequence on {ONE_SEQUENCE} "
             "(docs/generation.md)"

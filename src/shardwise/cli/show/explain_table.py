@@ -83,21 +83,23 @@ class CacheRoom:
         """What is printed."""
         from shardwise.report.units import format_bytes
 
-        found = [
+        results = [
             f"What it will do with {self.model.name}, on each GPU:",
             f"  {format_bytes(self.weights)} of weights, {format_bytes(self.a_token)} of cache for a token of a "
             "sequence",
         ]
         if self.room is None or self.tokens is None:
-            return [*found, "  how much cache there is room for, --cluster tells"]
-        found.append(
+            return [*results, "  how much cache there is room for, --cluster tells"]
+        results.append(
             f"  {format_bytes(self.room)} left for the cache, workspace and graphs apart: {self.tokens:,} tokens"
         )
         if self.length:
-            found.append(f"  at most {self.tokens // self.length:,} sequences of {self.length:,} tokens at a time")
+            results.append(f"  at most {self.tokens // self.length:,} sequences of {self.length:,} tokens at a time")
         if self.sequences:
-            found.append(f"  {self.sequences:,} sequences at a time have {self.tokens // self.sequences:,} tokens each")
-        return [*found]
+            results.append(
+                f"  {self.sequences:,} sequences at a time have {self.tokens // self.sequences:,} tokens each"
+            )
+        return [*results]
 
 
 def training(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> Training:
@@ -155,9 +157,9 @@ def _moved(report: StepReport) -> list[str]:
     sums: dict[tuple[str, str, str], list[int]] = {}
     for row in report.roles[0].ledger:
         if row.elements > 1:
-            found = sums.setdefault((row.phase, row.op, row.axes), [0, 0])
-            found[0] += row.count
-            found[1] += row.payload_bytes
+            result = sums.setdefault((row.phase, row.op, row.axes), [0, 0])
+            result[0] += row.count
+            result[1] += row.payload_bytes
     return [
         f"{phase}: {count:,} {op.removesuffix('_into')} over {axes}, {format_bytes(payload)} in all"
         for (phase, op, axes), (count, payload) in sums.items()

@@ -21,13 +21,13 @@ APART = 1.05
 Row = dict[str, Any]
 
 
-def summed_up(found: EmulationResult, hop: float) -> dict[str, Any]:
+def summed_up(result: EmulationResult, hop: float) -> dict[str, Any]:
     """Everything, the schedules by their simulated makespan. hop: seconds of a message in the simulation."""
-    overlap = found.transport != "shared"
-    rows = sorted((_row(each, hop, overlap) for each in found.cases), key=lambda row: row["simulated"]["makespan_s"])
+    overlap = result.transport != "shared"
+    rows = sorted((_row(item, hop, overlap) for item in result.cases), key=lambda row: row["simulated"]["makespan_s"])
     return {
-        "ranks": found.cases[0].case.schedule.ranks,
-        "transport": found.transport,
+        "ranks": result.cases[0].case.schedule.ranks,
+        "transport": result.transport,
         "hop_s": hop,
         "cores": len(os.sched_getaffinity(0)),
         "schedules": rows,
@@ -94,14 +94,14 @@ def print_one(result: dict[str, Any], schedule: PipelineSchedule) -> None:
     table = Table(box=None, pad_edge=False)
     for heading in ("rank", "own span", "busy", "bubble", "held", "receives"):
         table.add_column(heading, justify="right")
-    for mine, expected in zip(measured["by_rank"], simulated["by_rank"], strict=True):
-        shares = (each["idle_s"] / whole["makespan_s"] if whole["makespan_s"] else 0.0
-                  for each, whole in ((mine, measured), (expected, simulated)))  # fmt: skip
-        cells = [" / ".join(format_time(each[key]) for each in (mine, expected)) for key in ("own_span_s", "busy_s")]
+    for local, expected in zip(measured["by_rank"], simulated["by_rank"], strict=True):
+        shares = (item["idle_s"] / whole["makespan_s"] if whole["makespan_s"] else 0.0
+                  for item, whole in ((local, measured), (expected, simulated)))  # fmt: skip
+        cells = [" / ".join(format_time(item[key]) for item in (local, expected)) for key in ("own_span_s", "busy_s")]
         cells.append(" / ".join(map(format_share, shares)))
-        cells.append(" / ".join(format_bytes(each["held_bytes"]) for each in (mine, expected)))
-        cells.append(" / ".join(str(each["buffers"]) for each in (mine, expected)))
-        table.add_row(str(mine["rank"]), *cells)
+        cells.append(" / ".join(format_bytes(item["held_bytes"]) for item in (local, expected)))
+        cells.append(" / ".join(str(item["buffers"]) for item in (local, expected)))
+        table.add_row(str(local["rank"]), *cells)
     show(table)
     show("measured / simulated. bubble: idle time of the makespan; held: bytes saved for backward, at most")
 
@@ -120,10 +120,10 @@ def print_all(result: dict[str, Any]) -> None:
     for row in rows:
         both = row["measured"], row["simulated"]
         cells = [
-            " / ".join(format_time(each["makespan_s"]) for each in both),
+            " / ".join(format_time(item["makespan_s"]) for item in both),
             _ratio(row),
-            " / ".join(format_share(each["bubble_of_total"]) for each in both),
-            " / ".join(format_bytes(max(rank["held_bytes"] for rank in each["by_rank"])) for each in both),
+            " / ".join(format_share(item["bubble_of_total"]) for item in both),
+            " / ".join(format_bytes(max(rank["held_bytes"] for rank in item["by_rank"])) for item in both),
         ]
         table.add_row(named(row), *cells)
     show(table)

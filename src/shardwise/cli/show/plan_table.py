@@ -179,11 +179,11 @@ def _value(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def campaign_lines(told: dict[str, Any]) -> Iterator[str]:
+def campaign_lines(campaign: dict[str, Any]) -> Iterator[str]:
     """A whole run's days and money, and what failures leave of the time."""
-    if run := told.get("run"):
+    if run := campaign.get("run"):
         yield "\n" + _run(run)
-    if share := told.get("goodput"):
+    if share := campaign.get("goodput"):
         yield (
             f"\nfailures: a checkpoint every {format_time(share['interval_seconds'])} (Young 1974, Daly 2006) leaves "
             f"{format_share(share['share'])} of the time for progress"

@@ -26,15 +26,15 @@ def timing_lines(report: StepReport, cluster: Cluster | None, tokens: int) -> li
         unmeasured = cluster is not None and cluster.device.kind == "cpu" and not cluster.device.measured
         hint = "no time of a step: measure this machine with `shardwise calibrate device --ranks N --out FILE.toml`"
         return [f"{hint} and name it with --cluster"] if unmeasured else []
-    found = report.timing
+    result = report.timing
     table = Table("part of a step", "time", "share", box=None, pad_edge=False)
-    for name, seconds in sorted(found["parts"].items(), key=lambda part: -part[1]):
-        if seconds >= LEAST * found["seconds"]:
-            table.add_row(time_parts.STEP[name], format_time(seconds), format_share(seconds / found["seconds"]))
-    low, high = format_time(found["low"]), format_time(found["high"])
+    for name, seconds in sorted(result["parts"].items(), key=lambda part: -part[1]):
+        if seconds >= LEAST * result["seconds"]:
+            table.add_row(time_parts.STEP[name], format_time(seconds), format_share(seconds / result["seconds"]))
+    low, high = format_time(result["low"]), format_time(result["high"])
     return [
-        f"a step takes {format_time(found['seconds'])} (80% range {low} to {high}) as {found['engine']} runs it, "
-        f"{tokens / found['seconds']:,.0f} tokens/s",
+        f"a step takes {format_time(result['seconds'])} (80% range {low} to {high}) as {result['engine']} runs it, "
+        f"{tokens / result['seconds']:,.0f} tokens/s",
         table,
         "",
     ]

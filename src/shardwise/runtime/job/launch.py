@@ -272,7 +272,7 @@ class _Crew:
         for rank in range(self.size):
             error_file = self.folder / f"rank-{rank}.json"
             pulse_file, stack_file = self.folder / f"pulse-{rank}", self.folder / f"stack-{rank}"
-            own = {
+            variables = {
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
                 "SHARDWISE_ERROR_FILE": str(error_file),
@@ -284,7 +284,7 @@ class _Crew:
             with open(log or os.devnull, "wb") as output:
                 process = subprocess.Popen(
                     self.command,
-                    env={**os.environ, **shared, **own},
+                    env={**os.environ, **shared, **variables},
                     stdin=subprocess.DEVNULL,
                     stdout=output if log else rank0_stdout,
                     stderr=output if log else None,
@@ -392,8 +392,8 @@ class _Crew:
     def _failed(self) -> Ending:
         """Stop the others, and say who failed first, where, and who waited for it."""
         rank, report = self._cause()
-        lost = tuple(each.rank for each in self.ranks if each.code is not None and each.code < 0)
-        signs = {each.rank: pulse.signs_in(each.pulse) for each in self.ranks}
+        lost = tuple(item.rank for item in self.ranks if item.code is not None and item.code < 0)
+        signs = {item.rank: pulse.signs_in(item.pulse) for item in self.ranks}
         self.stop()
         if report and report.kind == "user":
             return Ending(USER_MISTAKE, report.message)

@@ -39,11 +39,11 @@ def _receive(store: dist.Store, world: int, words: str, limit: float) -> tuple[i
     missing = set(range(1, world))
     deadline = time.monotonic() + limit
     while missing:
-        for each in sorted(missing):
-            if store.check([f"seen/{number}/{each}"]):
-                missing.discard(each)
-            elif store.check([f"here/{each}"]):
-                store.set(f"answer/{each}/{store.get(f'here/{each}').decode()}", answer)
+        for item in sorted(missing):
+            if store.check([f"seen/{number}/{item}"]):
+                missing.discard(item)
+            elif store.check([f"here/{item}"]):
+                store.set(f"answer/{item}/{store.get(f'here/{item}').decode()}", answer)
         if missing and time.monotonic() > deadline:
             raise RuntimeError(f"{ranks_in_words(list(missing))} did not start within {limit:.0f} s")
         time.sleep(_PAUSE)

@@ -62,9 +62,9 @@ def tolerant_output(lost: Callable[[str], object] = lambda reason: None) -> Iter
     lost: called with the reason when standard output is lost. Streams that are closed altogether (None) stay so.
     """
     before = sys.stdout, sys.stderr
-    for name, told in (("stdout", lost), ("stderr", lambda reason: None)):
+    for name, reported in (("stdout", lost), ("stderr", lambda reason: None)):
         if (stream := getattr(sys, name)) is not None:
-            setattr(sys, name, _Tolerant(stream, told))
+            setattr(sys, name, _Tolerant(stream, reported))
     try:
         yield
     finally:

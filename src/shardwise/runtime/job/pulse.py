@@ -158,12 +158,12 @@ def stuck(signs: Signs, limit: float, now: float) -> tuple[int, str] | None:
 
 
 def _silent(signs: Signs, limit: float, now: float) -> tuple[int, str] | None:
-    found: list[tuple[float, int, Sign]] = []
+    results: list[tuple[float, int, Sign]] = []
     for rank, lanes in signs.items():
-        found += [(sign.time, rank, sign) for sign in lanes if sign.state == WORKING and now - sign.time > limit]
-    if not found:
+        results += [(sign.time, rank, sign) for sign in lanes if sign.state == WORKING and now - sign.time > limit]
+    if not results:
         return None
-    moment, rank, sign = min(found, key=lambda entry: entry[:2])
+    moment, rank, sign = min(results, key=lambda entry: entry[:2])
     return rank, f"rank {rank} made no progress for {now - moment:.0f} s{sign.place}{waiters(signs, rank)}"
 
 
@@ -182,15 +182,15 @@ def _deadlocked(signs: Signs, limit: float, now: float) -> tuple[int, str] | Non
 
 def waiters(signs: Signs, rank: int) -> str:
     """Who waits for `rank` in which collective, in words that follow on a line about it."""
-    found: dict[str, list[int]] = {}
+    results: dict[str, list[int]] = {}
     for other, lanes in signs.items():
         if other != rank:
             for sign in lanes:
                 if sign.state == WAITING:
-                    found.setdefault(sign.after, []).append(other)
-    if not found:
+                    results.setdefault(sign.after, []).append(other)
+    if not results:
         return ""
-    return "; " + ", ".join(f"{ranks_in_words(ranks)} waited for it in {what}" for what, ranks in found.items())
+    return "; " + ", ".join(f"{ranks_in_words(ranks)} waited for it in {what}" for what, ranks in results.items())
 
 
 def ranks_in_words(ranks: list[int]) -> str:

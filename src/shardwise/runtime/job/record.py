@@ -124,11 +124,11 @@ class RunRecorder:
     def report(self, report: StepReport) -> Exposure | None:
         """Write the report, and the trace of its timelines if it has any; show and return the first one's figures."""
         report.write(self.directory.report("measured"))
-        found = exposures(report)
-        if not found:
+        exposed = exposures(report)
+        if not exposed:
             return None
         write_trace(report, self.directory.trace)
-        rank, figures = found[0]
+        rank, figures = exposed[0]
         if figures.kinds:
             print(figures.sentence(rank), flush=True)
         return figures

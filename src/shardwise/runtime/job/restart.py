@@ -107,8 +107,8 @@ def continued(config: TrainConfig, restart: int, warn: Callable[[str], object]) 
     """The configuration that resumes a run after a failure: from its newest good checkpoint, or as it began."""
     from shardwise.checkpoint import latest
 
-    found = latest(Path(config.out) / "checkpoints", warn)
-    again = replace(config, restart=restart, resume=str(found.folder) if found else config.resume)
+    newest = latest(Path(config.out) / "checkpoints", warn)
+    again = replace(config, restart=restart, resume=str(newest.folder) if newest else config.resume)
     if config.corpus:
         return again
     # The text may have changed since the run began.
@@ -183,9 +183,9 @@ def way_on(out: Path) -> str:
     """What was saved of a run that did not finish, and what to do."""
     from shardwise.checkpoint import latest
 
-    if found := latest(out / "checkpoints"):
+    if newest := latest(out / "checkpoints"):
         command = f"shardwise train --resume {shlex.quote(str(out))}"
-        return f"The run is saved up to step {found.manifest.step}; resume with: {command}"
+        return f"The run is saved up to step {newest.manifest.step}; resume with: {command}"
     if occupied(out):
         return "The run has no checkpoint yet: start it again with another --out, and with --save-every N to keep some"
     return "The run had not begun: start it again"

@@ -323,10 +323,10 @@ class _Run:
     def _validate(self, step: int) -> float:
         """Mean loss a token over `validate_batches` global batches of held-out text, the same ones every time."""
         layout, count = self.config.layout, self.config.workload.batch
-        each = layout.dp * layout.micro
+        item = layout.dp * layout.micro
         total, tokens = 0.0, 0
-        for start in range(0, self.config.validate_batches * count, each):
-            for batch, targets in self.batches["validation"].step(start, each, None):
+        for start in range(0, self.config.validate_batches * count, item):
+            for batch, targets in self.batches["validation"].step(start, item, None):
                 loss, valid = self.program.evaluate(batch, targets)
                 total, tokens = total + loss, tokens + valid
         mean = total / max(1, tokens)
@@ -339,8 +339,8 @@ class _Run:
         ratio; None for a rank that writes nothing, and where no step was timed."""
         step = statistics.median(self.cpu_times) if self.cpu_times else None
         done = self.at.step - self.first_step
-        each = self.record.directory.writing_s / done if self.record and done else None
-        return {"step_cpu_s": step, "writing_cpu_s": each, "writing_share": each / step if each and step else None}
+        item = self.record.directory.writing_s / done if self.record and done else None
+        return {"step_cpu_s": step, "writing_cpu_s": item, "writing_share": item / step if item and step else None}
 
     def _gather(self, role: Role, recorded: Recorded | None) -> dict[int, Role] | None:
         """Every rank's own role, on rank 0, which writes the timelines. They are long: of many ranks only the first of
@@ -348,12 +348,12 @@ class _Run:
         self.pulse.collective("the gather of the measurements")
         self.pulse.wait()
         events = recorded.events if recorded else ()
-        told = self._on_rank_0((role, len(events)))
-        roles = {rank: one for rank, (one, _) in told.items()} if told else None
+        reported = self._on_rank_0((role, len(events)))
+        roles = {rank: one for rank, (one, _) in reported.items()} if reported else None
         senders: list[Any] = [None]
-        if told and roles:
+        if reported and roles:
             leaders = {one.ranks[0] for one in merge_roles(roles)}
-            senders = [kept({rank: count for rank, (_, count) in told.items()}, leaders)]
+            senders = [kept({rank: count for rank, (_, count) in reported.items()}, leaders)]
         dist.broadcast_object_list(senders, src=0)
         timelines = self._on_rank_0(recorded if self.rank in senders[0] else None)
         self.pulse.work()

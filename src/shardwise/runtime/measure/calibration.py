@@ -283,10 +283,10 @@ def _optimizer(elements: int, dtype: torch.dtype, device: torch.device) -> Call:
         torch.linalg.vector_norm(grads, dtype=torch.float32).double()
         for start in range(0, elements, step):
             chunk = slice(start, start + step)
-            own = grads[chunk].to(torch.float32)
-            own.mul_(0.999)
+            local = grads[chunk].to(torch.float32)
+            local.mul_(0.999)
             torch._fused_adamw_(
-                [master[chunk]], [own], [first[chunk]], [second[chunk]], [], [steps], lr=1e-3, beta1=0.9, beta2=0.95,
+                [master[chunk]], [local], [first[chunk]], [second[chunk]], [], [steps], lr=1e-3, beta1=0.9, beta2=0.95,
                 weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False,
             )  # fmt: skip
             if apart:
@@ -399,14 +399,16 @@ class DeviceBench:
         most = torch.tensor(rate * 2 * PASSES * budget)
         dist.all_reduce(most, dist.ReduceOp.MIN)  # all must have the same probes
         passes = [self._pass(float(most), number) for number in range(PASSES)]
-        found = [
+        results = [
             min((sample for sample in samples if sample), key=lambda sample: sample.seconds)
             for samples in zip_longest(*passes)
         ]
         if self._alone:
-            found.append(Probed("taken", (), (), self._passed / self._had - 1))
-        found = [replace(sample, seconds=seconds) for sample, seconds in zip(found, self._shared(found), strict=True)]
-        return within_limits(found, self.device.type, partial(self._again, found, float(most)))
+            results.append(Probed("taken", (), (), self._passed / self._had - 1))
+        results = [
+            replace(sample, seconds=seconds) for sample, seconds in zip(results, self._shared(results), strict=True)
+        ]
+        return within_limits(results, self.device.type, partial(self._again, results, float(most)))
 
     def _shared(self, samples: Sequence[Probed]) -> list[float]:
         """Seconds of each, the mean over all ranks; of messages the first rank's."""
@@ -426,7 +428,7 @@ class DeviceBench:
 
     def _pass(self, most: float, number: int) -> list[Probed]:
         """Every probe once; in a later pass, those for which there is time."""
-        found: list[Probed] = []
+        samples: list[Probed] = []
         of_all = sum(1 for _ in self._probes(most, False)) + (4 * len(self.job.sizes) if self.ranks > 1 else 0)
         for at, (what, of, shape, make) in enumerate(self._probes(most, True)):
             budget = self._allowance(number, of_all - at, of_all)
@@ -443,9 +445,9 @@ class DeviceBench:
             else:
                 assert isinstance(call, Collective)
                 seconds = self._together(call, budget)
-            found.append(Probed(what, of, shape, seconds))
+            samples.append(Probed(what, of, shape, seconds))
             del call, make
-        return found
+        return samples
 
     def _allowance(self, number: int, left: int, of_all: int) -> float:
         """Seconds for the next of `left` probes of a pass, the same on all ranks: an equal part of what the pass still
@@ -453,9 +455,9 @@ class DeviceBench:
         time."""
         rest = self.job.seconds * (number + 1) / PASSES - (time.perf_counter() - self._started)
         least = self.job.seconds / of_all / LEAST
-        told = torch.tensor(max(rest / left, least) if rest > 0 or number == 0 else 0.0)
-        dist.broadcast(told, 0)
-        return float(told)
+        reported = torch.tensor(max(rest / left, least) if rest > 0 or number == 0 else 0.0)
+        dist.broadcast(reported, 0)
+        return float(reported)
 
     def _probes(self, most: float, together: bool, more: int = 1) -> Iterator[Probe]:
         yield from products(self.job, self.device, most)
@@ -562,13 +564,13 @@ def _about(device: torch.device) -> dict[str, Any]:
 def run(rank: int, job: CalibrationJob) -> None:
     """All that is measured; rank 0 writes it."""
     bench = DeviceBench(job)
-    found = bench.run()
+    result = bench.run()
     if rank == 0:
         if sys.stderr.isatty():
             print("\r\033[K", end="", file=sys.stderr, flush=True)
-        told = {"about": _about(bench.device), "samples": [asdict(sample) for sample in found]}
+        reported = {"about": _about(bench.device), "samples": [asdict(sample) for sample in result]}
         with suppress(OSError):
-            Path(job.out).write_text(json.dumps(told))
+            Path(job.out).write_text(json.dumps(reported))
     dist.barrier()
 
 

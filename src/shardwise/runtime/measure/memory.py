@@ -151,11 +151,11 @@ class StepMeasurement:
 
     def _count(self, kept: list[WeightGradient]) -> None:
         """Look at what is there for backward now."""
-        found = {key: nbytes for key, (nbytes, _) in self._saved.items()}
+        results = {key: nbytes for key, (nbytes, _) in self._saved.items()}
         for storage in (tensor.untyped_storage() for product in kept for tensor in product.reads):
             if storage._cdata not in self._known:
-                found[storage._cdata] = storage.nbytes()
-        self.saved = max(self.saved, sum(found.values()))
+                results[storage._cdata] = storage.nbytes()
+        self.saved = max(self.saved, sum(results.values()))
 
     def followed(self, tensors: Iterable[Tensor]) -> int:
         """Bytes of the storages behind `tensors` that an operation of the step has touched."""

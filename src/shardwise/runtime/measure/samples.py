@@ -39,7 +39,7 @@ class Probed:
 def above_limits(samples: Sequence[Probed], kind: str) -> dict[int, str]:
     """Index -> what is wrong, for every sample beyond its physical limit. kind: "cpu" or "cuda"."""
     products, copies = _best_products(samples), _copied(samples)
-    found = {}
+    above = {}
     for at, sample in enumerate(samples):
         if sample.what == "attention":
             dtype, _ = sample.of
@@ -52,8 +52,8 @@ def above_limits(samples: Sequence[Probed], kind: str) -> dict[int, str]:
             continue
         if share > limit:
             words = " ".join((sample.what, *filter(None, sample.of)))
-            found[at] = f"{words} {'x'.join(map(str, sample.shape))} at {share:.0%} of {rate}"
-    return found
+            above[at] = f"{words} {'x'.join(map(str, sample.shape))} at {share:.0%} of {rate}"
+    return above
 
 
 def within_limits(samples: Sequence[Probed], kind: str, again: Callable[[int, int], float]) -> list[Probed]:

@@ -214,12 +214,12 @@ class TimelineRecorder:
         """The timeline, as `Role.timeline` holds it: stream by stream, each in order."""
         end = self.since_start(self._end)
         starts = [self.since_start(moment) for moment, _, _ in self._marks]
-        own = [
+        waits = [
             _event(name, stream, start, stop)
             for (_, stream, name), start, stop in zip(self._marks, starts, [*starts[1:], end], strict=True)
             if start < stop
         ]
-        compute, waiting = ([event for event in own if event["stream"] == stream] for stream in (COMPUTE, WAITING))
+        compute, waiting = ([event for event in waits if event["stream"] == stream] for stream in (COMPUTE, WAITING))
         return (*compute, *(self._collective(flight, end) for flight in self._flights), *waiting)
 
     def recorded(self) -> Recorded:

@@ -23,11 +23,11 @@ SIZES = tuple(1 << power for power in range(8, 35))
 """Bytes at which the curves are drawn: 256 B to 16 GiB."""
 
 
-def data(given: Mapping[str, str]) -> View:
+def data(params: Mapping[str, str]) -> View:
     """One algorithm, round by round."""
-    state, options, cluster = _asked(given)
+    state, options, cluster = _asked(params)
     schedule = build(state["collective"], state["algorithm"], state["ranks"], **options)
-    names = [found.name for found in algorithms(schedule.collective)]
+    names = [algorithm.name for algorithm in algorithms(schedule.collective)]
     return View(
         state,
         {"collective": list(COLLECTIVES), "algorithm": names, "cluster": CLUSTERS},
@@ -37,9 +37,9 @@ def data(given: Mapping[str, str]) -> View:
     )
 
 
-def costs(given: Mapping[str, str]) -> View:
+def costs(params: Mapping[str, str]) -> View:
     """What every algorithm of the collective takes: at this size, over sizes, over ranks."""
-    state, _, cluster = _asked(given)
+    state, _, cluster = _asked(params)
     nbytes = state["bytes"]
     prices = pricer(state["collective"], state["ranks"], cluster)
     ranked = prices.ranked(nbytes)
@@ -53,11 +53,11 @@ def costs(given: Mapping[str, str]) -> View:
     return View(state, {}, tables, dict.fromkeys(tables, how), {"crossovers": crossovers})
 
 
-def _asked(given: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, int], Cluster]:
+def _asked(params: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, int], Cluster]:
     """The state, the algorithm's own options, the cluster."""
-    query = Query(given)
+    query = Query(params)
     collective = query.word("collective", "all-reduce", COLLECTIVES)
-    names = [found.name for found in algorithms(collective)]
+    names = [entry.name for entry in algorithms(collective)]
     algorithm = query.text("algorithm", "ring" if "ring" in names else names[0])
     algorithm = query.word("algorithm", algorithm, names) if algorithm in names else _known(query, names)
     ranks = query.whole("ranks", 4, 1, MOST_RANKS)
@@ -72,16 +72,16 @@ def _asked(given: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, int], Cl
 
 def _known(query: Query, names: list[str]) -> str:
     """The default algorithm, where the one named belongs to another collective; a misspelt one is refused."""
-    asked = str(query.state["algorithm"])
-    if any(found.name == asked for found in algorithms()):
+    request = str(query.state["algorithm"])
+    if any(algorithm.name == request for algorithm in algorithms()):
         query.state["algorithm"] = "ring" if "ring" in names else names[0]
         return str(query.state["algorithm"])
-    return query.word("algorithm", asked, names)
+    return query.word("algorithm", request, names)
 
 
 def _options(query: Query, collective: str, algorithm: str, ranks: int) -> dict[str, int]:
     """The algorithm's own options, as far as the state gives them; others are left aside."""
-    known = next(found.options for found in algorithms(collective) if found.name == algorithm)
+    known = next(entry.options for entry in algorithms(collective) if entry.name == algorithm)
     limits = {"root": (0, ranks - 1), "segments": (1, 16), "node": (1, ranks)}
     # Nodes of equal size, two at least where that is possible.
     node = 8 if ranks == 16 else max((n for n in range(1, ranks // 2 + 1) if ranks % n == 0), default=1)
@@ -101,9 +101,9 @@ def _more(schedule: CommSchedule, cluster: Cluster, options: Mapping[str, int]) 
     return {
         "algorithm": {
             **{
-                name: getattr(found, name)
-                for found in algorithms(schedule.collective)
-                if found.name == schedule.algorithm
+                name: getattr(algorithm, name)
+                for algorithm in algorithms(schedule.collective)
+                if algorithm.name == schedule.algorithm
                 for name in ("summary", "natural", "source")
             },
             "options": list(options),
@@ -149,8 +149,8 @@ def _rounds(schedule: CommSchedule, cluster: Cluster, nbytes: int) -> Table:
         name: [] for name in ("round", "stage", "from", "to", "chunk", "into", "chunks", "op", "bytes", "link")
     }
     for number, (round, label) in enumerate(zip(schedule.rounds(), schedule.labels(), strict=True), 1):
-        each = round.contiguous()
-        for src, dst, chunk, to, count, _, adds in zip(*(c.tolist() for c in each.columns), strict=True):
+        item = round.contiguous()
+        for src, dst, chunk, to, count, _, adds in zip(*(c.tolist() for c in item.columns), strict=True):
             across = src // cluster.devices_per_node != dst // cluster.devices_per_node
             link = "itself" if src == dst else "between nodes" if across else "inside the node"
             row = (number, label, src, dst, chunk, to, count, "add" if adds else "copy")
@@ -187,33 +187,33 @@ def _bound(choice: Choice) -> float:
 
 
 def _sizes(prices: Pricer) -> Table:
-    found = [{choice.name: choice for choice in prices.ranked(nbytes)} for nbytes in SIZES]
+    results = [{choice.name: choice for choice in prices.ranked(nbytes)} for nbytes in SIZES]
     columns: dict[str, list[Any]] = {"bytes": list(SIZES)}
     for candidate in prices.candidates:
-        columns[candidate.name] = [at[candidate.name].price.seconds for at in found]
-    columns["lower bound"] = [min(map(_bound, at.values())) for at in found]
+        columns[candidate.name] = [at[candidate.name].price.seconds for at in results]
+    columns["lower bound"] = [min(map(_bound, at.values())) for at in results]
     units = dict.fromkeys(columns, "seconds") | {"bytes": "bytes"}
     return Table("Time against the size of the tensor", columns, units)
 
 
 def _scaling(collective: str, nbytes: int, cluster: Cluster) -> Table:
     ranks = [p for p in (2, 3, 4, 6, 8, 12, 16) if p <= cluster.devices]
-    found = {p: {c.name: c.price.seconds for c in pricer(collective, p, cluster).ranked(nbytes)} for p in ranks}
-    names = [a.name for a in algorithms(collective) if any(a.name in at for at in found.values())]
+    results = {p: {c.name: c.price.seconds for c in pricer(collective, p, cluster).ranked(nbytes)} for p in ranks}
+    names = [a.name for a in algorithms(collective) if any(a.name in at for at in results.values())]
     columns: dict[str, list[Any]] = {"ranks": ranks}
-    columns |= {name: [found[p].get(name) for p in ranks] for name in names}
+    columns |= {name: [results[p].get(name) for p in ranks] for name in names}
     return Table("Time against the number of ranks, at this size", columns, dict.fromkeys(names, "seconds"))
 
 
 def _how_rounds(schedule: CommSchedule, options: Mapping[str, int]) -> How:
-    given = [word for name, value in options.items() for word in (f"--{name}", value)]
+    params = [word for name, value in options.items() for word in (f"--{name}", value)]
     return How(
         [
             f"{schedule.algorithm} is a list of rounds; each row says which rank sends which chunks to whom.",
             "Contribution sets: the rounds are executed over sets of ranks instead of numbers; an addition joins two.",
             f"{schedule.steps} rounds with messages for {schedule.ranks} ranks, {schedule.chunks} chunks.",
         ],
-        command_line("collective", "show", schedule.collective, schedule.algorithm, "--ranks", schedule.ranks, *given),
+        command_line("collective", "show", schedule.collective, schedule.algorithm, "--ranks", schedule.ranks, *params),
     )
 
 

@@ -41,9 +41,9 @@ MOST_MOMENTS = 4000
 """Moments up to which a step's are drawn."""
 
 
-def data(given: Mapping[str, str]) -> View:
+def data(params: Mapping[str, str]) -> View:
     """One layout's bytes on each role of ranks, the same with other stages and recompute, and one rank's moments."""
-    query = Query(given)
+    query = Query(params)
     model, changes = sized(query, "llama-3-8b")
     cluster = Cluster.parse(query.text("cluster", "8xH100"))
     layout = _layout(query, model, cluster.devices)
@@ -191,17 +191,17 @@ def _through_step(plan: UnitPlan) -> list[MemoryPoint]:
     s, slots = Sizes.of(plan), (plan.layout.stage == 3) * sum(plan.slots.values()) * DTYPE_BYTES[plan.layout.dtype]
     there = inputs(plan, s) - sum(saved_inputs(plan, s, part) for part in plan.parts) + tables(plan, s)
     saved = list(accumulate(sum(saved_items(plan, s, part).values()) for part in plan.parts))
-    found: list[MemoryPoint] = []
+    points: list[MemoryPoint] = []
     for index, (one, beside) in enumerate(moments(plan)):
         if one.when == "loss":
             label = "a later micro-batch: " if index else ""
-            found += [
+            points += [
                 MemoryPoint(f"{label}forward {part}", "forward", one.gradients, one.comm + slots, there + nbytes)
                 for part, nbytes in zip(plan.parts, saved, strict=True)
             ]
         rest = beside + one.arriving
-        found.append(MemoryPoint(_words(one.when, one.part), _phase(one.when), one.gradients, one.comm + slots, rest))
-    return found
+        points.append(MemoryPoint(_words(one.when, one.part), _phase(one.when), one.gradients, one.comm + slots, rest))
+    return points
 
 
 def _phase(when: str) -> str:
@@ -223,17 +223,17 @@ def _through_pipeline(plan: UnitPlan) -> list[MemoryPoint]:
     drawn = _drawn(plan)
     names, spans = [*map(str, drawn.actions), "optimizer"], _spans(drawn)
     phases = [_PHASES.get(action.kind, "") for action in drawn.actions] + ["optimizer"]
-    found: list[MemoryPoint] = []
+    points: list[MemoryPoint] = []
     left, now = (0, 0, 0), 0.0
     for full, after in islice(moments_of_rank(drawn, inputs(plan, Sizes.of(plan))), MOST_MOMENTS):
         start, end = spans[full.place] if spans else (0.0, 0.0)
         if start > now and end > start:
-            found.append(MemoryPoint("waits", "waits", *left, now, start))
-        found.append(
+            points.append(MemoryPoint("waits", "waits", *left, now, start))
+        points.append(
             MemoryPoint(names[full.place], phases[full.place], full.gradients, full.comm, full.rest, start, end)
         )
         left, now = (after.gradients, after.comm, after.rest), max(now, end)
-    return found
+    return points
 
 
 def _drawn(plan: UnitPlan) -> UnitPlan:
@@ -249,18 +249,18 @@ def _spans(plan: UnitPlan) -> list[tuple[float, float]] | None:
     assert schedule
     if len(plan.actions) > MOST_MOMENTS:
         return None
-    found = simulate(schedule, Times.shared(schedule, 1, 1, 1))
-    return [*found.spans[plan.pp_rank], (found.makespan, found.makespan + 1)]
+    simulated = simulate(schedule, Times.shared(schedule, 1, 1, 1))
+    return [*simulated.spans[plan.pp_rank], (simulated.makespan, simulated.makespan + 1)]
 
 
 def _how_devices(model: ModelConfig, plan: UnitPlan, report: StepReport, command: str) -> How:
     layout, first = plan.layout, report.roles[0].bytes
-    mine = sum(unit.padded for unit in plan.units)
+    held = sum(unit.padded for unit in plan.units)
     parts = [f"tp={layout.tp}" if layout.tp > 1 else "", f"pp={layout.pp}" if layout.pp > 1 else ""]
     split = " and ".join(filter(None, parts)) or "no split of the layers"
     steps = [
         f"{model.name} has {format_count(count(model))} parameters; with {split} this rank has "
-        f"{format_count(mine)} of them.",
+        f"{format_count(held)} of them.",
         _what_is_sharded(layout),
         f"parameters {format_bytes(parameter_bytes(plan))}: {DTYPE_BYTES[layout.dtype]} bytes each in "
         f"{layout.precision}",

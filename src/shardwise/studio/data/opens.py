@@ -30,17 +30,17 @@ def opens(state: Mapping[str, Any], layout: Layout, here: str, micro_batches: in
     shared["cluster"] = state["cluster"]
     training = {name: state[name] for name in ("seq", "batch") if name in state and here != "tokens"}
     changed = {field.name for field in fields(Layout) if getattr(layout, field.name) != getattr(_USUAL, field.name)}
-    found = []
+    links = []
     if here != "memory" and changed <= {*_MEMORY, "compile"}:
         words = {name: getattr(layout, name) for name in _MEMORY if name in changed or name == "dp"}
-        found.append(("Memory", "memory", shared | training | {name: _plain(word) for name, word in words.items()}))
+        links.append(("Memory", "memory", shared | training | {name: _plain(word) for name, word in words.items()}))
     if 1 < layout.pp <= _MOST_RANKS:
         drawn = {"a": layout.schedule, "ranks": layout.pp, "micro": micro_batches or 2 * layout.pp}
-        found.append(("Pipelines", "pipelines", drawn | ({"virtual": layout.virtual} if layout.virtual > 1 else {})))
+        links.append(("Pipelines", "pipelines", drawn | ({"virtual": layout.virtual} if layout.virtual > 1 else {})))
     if here != "plan":
         fix = ",".join(f"{name}={getattr(layout, name)}" for name in _PLAN)
-        found.append(("Plan", "plan", shared | training | {"fix": fix}))
-    return [(title, f"{view}?{urlencode(words)}") for title, view, words in found]
+        links.append(("Plan", "plan", shared | training | {"fix": fix}))
+    return [(title, f"{view}?{urlencode(words)}") for title, view, words in links]
 
 
 def _plain(word: Any) -> Any:

@@ -44,37 +44,37 @@ _COLUMNS = {"rank": "u2", "start": "f8", "seconds": "f8", "kind": "u1", "micro":
 """Of the events, with their types."""
 
 
-def data(given: Mapping[str, str]) -> View:
+def data(params: Mapping[str, str]) -> View:
     """Two schedules of the same model, times and micro-batches. Raises `UserError` for numbers that a schedule is not
     for, and for more events than are drawn."""
-    query, names, a, b, ranks, micro, virtual, milliseconds, hop = _asked(given)
-    found = {"a": _simulated(a, ranks, micro, virtual, **milliseconds, hop=hop)}
+    query, names, a, b, ranks, micro, virtual, milliseconds, hop = _asked(params)
+    simulated = {"a": _simulated(a, ranks, micro, virtual, **milliseconds, hop=hop)}
     if b != "none":
-        found["b"] = _simulated(b, ranks, micro, virtual, **milliseconds, hop=hop)
+        simulated["b"] = _simulated(b, ranks, micro, virtual, **milliseconds, hop=hop)
     tables, how = {}, {}
-    for side, one in found.items():
+    for side, one in simulated.items():
         tables[side] = _by_rank(one)
         how[side] = _how(one.simulated, milliseconds, hop)
     how["events"] = how["a"]
-    tables["events"] = _events_table(found["a"].simulated)
-    tables["compared"] = _compared(found)
+    tables["events"] = _events_table(simulated["a"].simulated)
+    tables["compared"] = _compared(simulated)
     how["compared"] = How(
-        [f"{side}: {line}" for side, one in found.items() for line in _bubble_lines(one.simulated, milliseconds)],
-        " && ".join(dict.fromkeys(_command(one.schedule, milliseconds, hop) for one in found.values())),
+        [f"{side}: {line}" for side, one in simulated.items() for line in _bubble_lines(one.simulated, milliseconds)],
+        " && ".join(dict.fromkeys(_command(one.schedule, milliseconds, hop) for one in simulated.values())),
     )
-    more: dict[str, Any] = {side: _drawn(one) for side, one in found.items()}
-    more |= {"kinds": KINDS, "moments": _moments(found, [one["events"] for one in more.values()])}
+    more: dict[str, Any] = {side: _drawn(one) for side, one in simulated.items()}
+    more |= {"kinds": KINDS, "moments": _moments(simulated, [one["events"] for one in more.values()])}
     return View(query.state, {"a": names, "b": ["none", *names]}, tables, how, more)
 
 
-def curve(given: Mapping[str, str]) -> View:
+def curve(params: Mapping[str, str]) -> View:
     """The bubble of both schedules against the number of micro-batches, everything else as in the state."""
-    query, _, a, b, ranks, micro, virtual, milliseconds, hop = _asked(given)
+    query, _, a, b, ranks, micro, virtual, milliseconds, hop = _asked(params)
     micros = sorted({*MICROS, micro})
     columns: dict[str, list[Any]] = {"micro-batches": micros}
     for side, name in zip("AB", (a, b), strict=True):
         if name != "none":
-            columns[f"{side}, {name}"] = [_bubble(name, ranks, each, virtual, milliseconds, hop) for each in micros]
+            columns[f"{side}, {name}"] = [_bubble(name, ranks, item, virtual, milliseconds, hop) for item in micros]
     shown = Table("Bubble of the total", columns, dict.fromkeys(list(columns)[1:], "share"))
     lines = [
         "Each point is a simulation with that many micro-batches: idle over the total of all ranks.",
@@ -95,22 +95,22 @@ def _bubble(name: str, p: int, m: int, v: int, milliseconds: Mapping[str, float]
         return None
     with without_collections():
         schedule = build(name, p, m, virtual)
-        forward, inputs, weights = (milliseconds[each] / 1e3 for each in ("F", "I", "W"))
+        forward, inputs, weights = (milliseconds[item] / 1e3 for item in ("F", "I", "W"))
         times = Times.shared(schedule, forward, inputs, weights)
         return simulate(schedule, replace(times, hop=hop / 1e3)).bubble_of_total
 
 
 def _chunks(name: str, p: int, m: int, v: int) -> int:
     """v where the schedule can have that many chunks a rank, else as many as it needs."""
-    found = find(name)
-    return found.virtual if found.objection(p, m, v) else v
+    checkpoint = find(name)
+    return checkpoint.virtual if checkpoint.objection(p, m, v) else v
 
 
 def _asked(
-    given: Mapping[str, str],
+    params: Mapping[str, str],
 ) -> tuple[Query, list[str], str, str, int, int, int, dict[str, float], float]:
     """A state, understood: the schedules' names, A, B, ranks, micro-batches, chunks, milliseconds, and a message's."""
-    query = Query(given)
+    query = Query(params)
     names = [g.name for g in generators()]
     a, b = query.word("a", "1f1b", names), query.word("b", "zb-h1", [*names, "none"])
     ranks, micro = query.whole("ranks", 4, 1, 64), query.whole("micro", 8, 1, 8192)
@@ -146,37 +146,37 @@ def _simulated(name: str, p: int, m: int, v: int, F: float, I: float, W: float, 
         schedule = build(name, p, m, virtual)
         times = replace(Times.shared(schedule, F / 1e3, I / 1e3, W / 1e3), hop=hop / 1e3)
         held, most = [], []
-        for rank, mine in enumerate(schedule.actions):
+        for rank, rank_actions in enumerate(schedule.actions):
             rows = list(levels(schedule, rank))
             held.append(np.array(rows, dtype="f8").reshape(-1, len(Level._fields)))
-            most.append(peak(mine, rows))
+            most.append(peak(rank_actions, rows))
         return _Found(simulate(schedule, times), held, most)
 
 
 def _events(one: Simulated, compute_only: bool = True) -> dict[str, np.ndarray[Any, Any]]:
     """rank, start, seconds, kind, micro, stage of every event; messages from posting to completion."""
     columns: dict[str, list[np.ndarray[Any, Any]]] = {name: [] for name in _COLUMNS}
-    for rank, (mine, spans) in enumerate(zip(one.schedule.actions, one.spans, strict=True)):
-        names, stages, micros, _, parts = zip(*mine, strict=True)
-        kinds = np.fromiter(map(_KIND.__getitem__, names), dtype="u1", count=len(mine))
+    for rank, (rank_actions, spans) in enumerate(zip(one.schedule.actions, one.spans, strict=True)):
+        names, stages, micros, _, parts = zip(*rank_actions, strict=True)
+        kinds = np.fromiter(map(_KIND.__getitem__, names), dtype="u1", count=len(rank_actions))
         start, end = np.array(spans).T
         stage, micro = np.array(stages), np.array(micros)
         for i in np.flatnonzero(kinds == _KIND["OVERLAP_F_B"]).tolist():
             stage[i], micro[i] = parts[i][0].stage, parts[i][0].micro
         # What takes no time and is no computation is nothing that happens; neither is freeing parameters.
         kept = kinds < _MESSAGE if compute_only else (kinds < _MESSAGE) | ((end > start) & (kinds < _FREE))
-        found = (np.full(len(mine), rank), start, end - start, kinds, micro, stage)
-        for column, values in zip(columns.values(), found, strict=True):
+        result = (np.full(len(rank_actions), rank), start, end - start, kinds, micro, stage)
+        for column, values in zip(columns.values(), result, strict=True):
             column.append(values[kept])
     return {name: np.concatenate(columns[name]).astype(dtype) for name, dtype in _COLUMNS.items()}
 
 
-def _drawn(found: _Found) -> dict[str, Any]:
+def _drawn(simulated: _Found) -> dict[str, Any]:
     """Events and, rank by rank, what is held for backward over time (in what one micro-batch takes a rank)."""
-    one, schedule = found.simulated, found.schedule
+    one, schedule = simulated.simulated, simulated.schedule
     held = []
-    for spans, mine in zip(one.spans, found.levels, strict=True):
-        place, _, _, after, during = mine.T
+    for spans, local in zip(one.spans, simulated.levels, strict=True):
+        place, _, _, after, during = local.T
         at = np.concatenate(([0.0], np.array(spans)[place.astype(int)].reshape(-1)))
         held.append({"at": at, "held": np.concatenate(([0.0], np.stack((during, after), axis=1).reshape(-1)))})
     return {
@@ -190,36 +190,36 @@ def _drawn(found: _Found) -> dict[str, Any]:
         "bubble": one.bubble,
         "bubble_of_total": one.bubble_of_total,
         "formula": FORMS[schedule.name].text,
-        "peak": max(peak.held for peak in found.peaks),
+        "peak": max(peak.held for peak in simulated.peaks),
         "events": _events(one),
         "held": held,
     }
 
 
-def _moments(found: Mapping[str, _Found], events: list[Mapping[str, np.ndarray[Any, Any]]]) -> list[str]:
+def _moments(simulated: Mapping[str, _Found], events: list[Mapping[str, np.ndarray[Any, Any]]]) -> list[str]:
     """A sentence for each of `FRAMES` steps through the longer schedule: how many ranks compute then."""
-    times = np.linspace(0, max(one.simulated.makespan for one in found.values()), FRAMES + 1)
+    times = np.linspace(0, max(one.simulated.makespan for one in simulated.values()), FRAMES + 1)
     counted = [_busy(columns, times) for columns in events]
     sentences = []
     for frame, time in enumerate(times.tolist()):
-        told = []
-        for one, busy in zip(found.values(), counted, strict=True):
+        reported = []
+        for one, busy in zip(simulated.values(), counted, strict=True):
             done = frame == FRAMES or time >= one.simulated.makespan
             ranks = f"{busy[frame]} of {one.schedule.ranks} ranks of {one.schedule.name} compute"
-            told.append(f"{one.schedule.name} is done" if done else ranks)
-        sentences.append(f"{f'After {format_time(time)}' if frame else 'At the start'}: {', '.join(told)}.")
+            reported.append(f"{one.schedule.name} is done" if done else ranks)
+        sentences.append(f"{f'After {format_time(time)}' if frame else 'At the start'}: {', '.join(reported)}.")
     return sentences
 
 
 def _busy(events: Mapping[str, np.ndarray[Any, Any]], times: np.ndarray[Any, Any]) -> list[int]:
     """Events under way at each time: begun, and not ended yet."""
     later = times * (1 + 1e-9)
-    begun, ended = (np.sort(each) for each in (events["start"], events["start"] + events["seconds"]))
+    begun, ended = (np.sort(item) for item in (events["start"], events["start"] + events["seconds"]))
     return list((np.searchsorted(begun, later, "right") - np.searchsorted(ended, later, "right")).tolist())
 
 
-def _by_rank(found: _Found) -> Table:
-    one, held = found.simulated, found.peaks
+def _by_rank(simulated: _Found) -> Table:
+    one, held = simulated.simulated, simulated.peaks
     columns: dict[str, list[Any]] = {
         "rank": list(range(one.schedule.ranks)),
         "busy": list(one.busy),
@@ -245,8 +245,8 @@ def _events_table(one: Simulated) -> Table:
     return Table(f"Every event of {one.schedule.name}", columns | times, {"start": "seconds", "takes": "seconds"})
 
 
-def _compared(found: Mapping[str, _Found]) -> Table:
-    ones = list(found.values())
+def _compared(simulated: Mapping[str, _Found]) -> Table:
+    ones = list(simulated.values())
     columns: dict[str, list[Any]] = {
         "schedule": [one.schedule.name for one in ones],
         "chunks a rank": [one.schedule.virtual for one in ones],

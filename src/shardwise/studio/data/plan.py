@@ -28,9 +28,9 @@ TOP = 12
 """Layouts that are shown."""
 
 
-def data(given: Mapping[str, str]) -> View:
+def data(params: Mapping[str, str]) -> View:
     """The best layouts, what the first spends its time on, and what other choices would cost."""
-    query = Query(given)
+    query = Query(params)
     model, changes = sized(query, "llama-3-70b")
     cluster = query.text("cluster", "8x8xH100")
     seq = query.whole("seq", min(SEQ, most_seq(model)), 1, 1 << 24)
@@ -38,18 +38,18 @@ def data(given: Mapping[str, str]) -> View:
     names, left_out = offered(lambda one: too_long(one, seq if query.has("seq") else 1))
     by, fix = query.word("by", "throughput", BY), query.text("fix", "")
     query.done()
-    found = _found(model, cluster, seq, batch, by, fix)
-    winner = found.winner
+    result = _found(model, cluster, seq, batch, by, fix)
+    winner = result.winner
     words = [query.state["model"], *changes, "--cluster", cluster, "--seq", seq, "--batch", batch, "--top", TOP]
     words += ["--by", by] * (by != "throughput") + ["--fix", fix] * bool(fix)
     command = command_line("plan", *words)
     return View(
         query.state,
         {"model": names, "cluster": CLUSTERS, "by": BY, "seq": sorted({seq, *seqs(model)})} | sizes(model),
-        {"ranked": _ranked(found), "parts": _parts(found), "alternatives": _alternatives(found)},
+        {"ranked": _ranked(result), "parts": _parts(result), "alternatives": _alternatives(result)},
         {
-            "ranked": _how_ranked(found, command),
-            "parts": _how_parts(found, command),
+            "ranked": _how_ranked(result, command),
+            "parts": _how_parts(result, command),
             "alternatives": How(
                 [
                     "For every key of the layout, the fastest layout that fits with another value of it, less the "
@@ -62,19 +62,19 @@ def data(given: Mapping[str, str]) -> View:
             "best": str(winner.layout),
             "seconds": winner.seconds,
             "range": [float(winner.range.low), float(winner.range.high)],
-            "tokens": found.tokens_per_second(winner),
-            "mfu": found.utilisation(winner),
+            "tokens": result.tokens_per_second(winner),
+            "mfu": result.utilisation(winner),
             "nbytes": round(winner.held.total),
-            "usable": found.usable,
-            "considered": found.considered,
-            "fitting": found.fitting,
-            "parameters": count(found.model),
-            "fixes": [_fix(one) for one in found.alternatives],
-            "memory_binds": _memory_binds(found),
+            "usable": result.usable,
+            "considered": result.considered,
+            "fitting": result.fitting,
+            "parameters": count(result.model),
+            "fixes": [_fix(one) for one in result.alternatives],
+            "memory_binds": _memory_binds(result),
             "left_out": left_out,
-            "opens": opens(query.state, winner.layout, "plan", found.workload.micro_batches(winner.layout)),
-            "not_runnable": found.not_runnable(winner),
-            "beyond": _beyond(found),
+            "opens": opens(query.state, winner.layout, "plan", result.workload.micro_batches(winner.layout)),
+            "not_runnable": result.not_runnable(winner),
+            "beyond": _beyond(result),
         },
     )
 
@@ -85,16 +85,16 @@ def _found(model: ModelConfig, cluster: str, seq: int, batch: int, by: str, fix:
     return search(model, Cluster.parse(cluster), workload, by=by, fixed=fixed_of(fix), top=TOP)  # type: ignore[arg-type]
 
 
-def _ranked(found: Plan) -> Table:
-    ranked = found.ranked
+def _ranked(best: Plan) -> Table:
+    ranked = best.ranked
     columns: dict[str, list[Any]] = {
         "place": list(range(1, len(ranked) + 1)),
         "layout": [str(one.layout) for one in ranked],
         "step": [one.seconds for one in ranked],
         "80% from": [float(one.range.low) for one in ranked],
         "to": [float(one.range.high) for one in ranked],
-        "tokens/s": [found.tokens_per_second(one) for one in ranked],
-        "MFU": [found.utilisation(one) for one in ranked],
+        "tokens/s": [best.tokens_per_second(one) for one in ranked],
+        "MFU": [best.utilisation(one) for one in ranked],
         "memory": [round(one.held.total) for one in ranked],
         "devices": [one.layout.ranks for one in ranked],
     }
@@ -103,15 +103,15 @@ def _ranked(found: Plan) -> Table:
     return Table("The best layouts", columns, units)
 
 
-def _parts(found: Plan) -> Table:
-    names = [name for name in time_parts.STEP if any(one.parts.get(name, 0.0) > 0 for one in found.ranked)]
-    columns: dict[str, list[Any]] = {"layout": [str(one.layout) for one in found.ranked]}
-    columns |= {time_parts.STEP[name]: [float(one.parts.get(name, 0.0)) for one in found.ranked] for name in names}
+def _parts(best: Plan) -> Table:
+    names = [name for name in time_parts.STEP if any(one.parts.get(name, 0.0) > 0 for one in best.ranked)]
+    columns: dict[str, list[Any]] = {"layout": [str(one.layout) for one in best.ranked]}
+    columns |= {time_parts.STEP[name]: [float(one.parts.get(name, 0.0)) for one in best.ranked] for name in names}
     return Table("Where a step's time goes", columns, {time_parts.STEP[name]: "seconds" for name in names})
 
 
-def _alternatives(found: Plan) -> Table:
-    ones, winner = found.alternatives, found.winner
+def _alternatives(best: Plan) -> Table:
+    ones, winner = best.alternatives, best.winner
     columns: dict[str, list[Any]] = {
         "instead": [_fix(one) for one in ones],
         "best such layout": [str(one.best.layout) if one.best else "does not fit" for one in ones],
@@ -136,45 +136,45 @@ def _because(one: Alternative) -> str:
     return f"{crosses}{time_parts.STEP[one.part]} +{format_time(one.grew)}" if one.slower > 0 else "as fast"
 
 
-def _memory_binds(found: Plan) -> str:
-    if found.unlimited is None:
-        return "Memory does not bind: no layout is faster, fit or not." if found.alternatives else ""
-    gain = found.winner.seconds / found.unlimited.seconds - 1
+def _memory_binds(best: Plan) -> str:
+    if best.unlimited is None:
+        return "Memory does not bind: no layout is faster, fit or not." if best.alternatives else ""
+    gain = best.winner.seconds / best.unlimited.seconds - 1
     return (
-        f"Memory binds: with {format_bytes(found.unlimited.held.total)} a device, {found.unlimited.layout} would be "
+        f"Memory binds: with {format_bytes(best.unlimited.held.total)} a device, {best.unlimited.layout} would be "
         f"{format_share(gain)} faster."
     )
 
 
-def _beyond(found: Plan) -> str:
+def _beyond(best: Plan) -> str:
     """What the runtime here cannot run yet, and what that costs; empty where it costs nothing."""
-    if found.none_runs:
-        return f"None of these run here yet: {found.none_runs}."
-    if not (one := found.beyond):
+    if best.none_runs:
+        return f"None of these run here yet: {best.none_runs}."
+    if not (one := best.beyond):
         return ""
-    return f"Best if {found.beyond_needs} ran here: {one.layout}, {format_time(one.seconds)}."
+    return f"Best if {best.beyond_needs} ran here: {one.layout}, {format_time(one.seconds)}."
 
 
-def _how_ranked(found: Plan, command: str) -> How:
-    capacity = f" ({found.capacity})" if found.capacity else ""
-    runs = "" if found.none_runs else f" that {found.engine} can run"
+def _how_ranked(best: Plan, command: str) -> How:
+    capacity = f" ({best.capacity})" if best.capacity else ""
+    runs = "" if best.none_runs else f" that {best.engine} can run"
     return How(
         [
-            f"{found.considered:,} layouts{runs}; {found.fitting:,} fit into "
-            f"{format_bytes(found.usable)} per device{capacity}; each of these is priced, none is sampled.",
-            f"tokens/s = {found.workload.batch} sequences x {found.workload.seq} tokens / "
-            f"{format_time(found.winner.seconds)} = {format_count(found.tokens_per_second(found.winner))}",
-            f"MFU = model FLOPs of the step (causal attention once) / ({found.winner.layout.ranks} devices x peak in "
-            f"bf16 x step) = {format_share(found.utilisation(found.winner))}",
-            f"Constants of the engine profile {found.engine}; the range holds 80% of published runs.",
+            f"{best.considered:,} layouts{runs}; {best.fitting:,} fit into "
+            f"{format_bytes(best.usable)} per device{capacity}; each of these is priced, none is sampled.",
+            f"tokens/s = {best.workload.batch} sequences x {best.workload.seq} tokens / "
+            f"{format_time(best.winner.seconds)} = {format_count(best.tokens_per_second(best.winner))}",
+            f"MFU = model FLOPs of the step (causal attention once) / ({best.winner.layout.ranks} devices x peak in "
+            f"bf16 x step) = {format_share(best.utilisation(best.winner))}",
+            f"Constants of the engine profile {best.engine}; the range holds 80% of published runs.",
         ],
         command,
         "docs/planner.md, docs/prediction.md",
     )
 
 
-def _how_parts(found: Plan, command: str) -> How:
-    one = found.winner
+def _how_parts(best: Plan, command: str) -> How:
+    one = best.winner
     sums = " + ".join(
         f"{time_parts.STEP[name]} {format_time(float(one.parts[name]))}"
         for name in time_parts.STEP
@@ -183,7 +183,7 @@ def _how_parts(found: Plan, command: str) -> How:
     return How([f"{one.layout}: {sums} = {format_time(one.seconds)}"], command, "docs/prediction.md")
 
 
-def scoreboard(given: Mapping[str, str]) -> View:
+def scoreboard(params: Mapping[str, str]) -> View:
     """Every published run of the project's table: predicted against measured. The state does not change it."""
     table, summary = _scored()
     how = How(
@@ -201,8 +201,8 @@ def scoreboard(given: Mapping[str, str]) -> View:
 def _scored() -> tuple[Table, Table]:
     from shardwise.validation.scoreboard import PUBLISHED, cases, predict, read, scores
 
-    asked, skipped = cases(read(PUBLISHED))
-    predictions, refused = predict(asked)
+    runs_to_score, skipped = cases(read(PUBLISHED))
+    predictions, refused = predict(runs_to_score)
     rows = Table(
         "Published runs",
         {
@@ -215,10 +215,10 @@ def _scored() -> tuple[Table, Table]:
         },
         {"measured": "seconds", "predicted": "seconds", "error": "share"},
     )
-    found = scores(predictions, [*skipped, *refused])
+    ranked = scores(predictions, [*skipped, *refused])
     shares = {"median error": "median_abs_error", "90th percentile": "p90_abs_error", "bias": "bias"}
-    columns: dict[str, list[Any]] = {"source": [score.source for score in found], "runs": [s.rows for s in found]}
-    columns |= {heading: [getattr(score, field) for score in found] for heading, field in shares.items()}
-    columns["in the 80% range"] = [score.coverage for score in found]
+    columns: dict[str, list[Any]] = {"source": [score.source for score in ranked], "runs": [s.rows for s in ranked]}
+    columns |= {heading: [getattr(score, field) for score in ranked] for heading, field in shares.items()}
+    columns["in the 80% range"] = [score.coverage for score in ranked]
     units = dict.fromkeys([*shares, "in the 80% range"], "share")
     return rows, Table("By source", columns, units)

@@ -44,7 +44,7 @@ def parts(view: str) -> list[str]:
     return [view if function == "data" else f"{view}/{function}" for function in PARTS.get(view, ("data",))]
 
 
-def answer(name: str, given: Mapping[str, str], runs: Path = Path("runs")) -> View:
+def answer(name: str, params: Mapping[str, str], runs: Path = Path("runs")) -> View:
     """What a view, or a part of it, shows for a state. runs: the folder whose runs are shown. Raises `UserError` for an
     unknown view, and what its function raises."""
     view, _, part = name.partition("/")
@@ -53,4 +53,4 @@ def answer(name: str, given: Mapping[str, str], runs: Path = Path("runs")) -> Vi
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(VIEWS)}"
         raise UserError(f"no view {name!r}; {hint}")
     function: Callable[..., View] = getattr(import_module(f"shardwise.studio.data.{view}"), part or "data")
-    return function(given, runs) if view == "runs" else function(given)
+    return function(params, runs) if view == "runs" else function(params)

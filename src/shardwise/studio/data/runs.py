@@ -30,8 +30,8 @@ WRITING = ("writing_share", "writing_cpu_s", "step_cpu_s")
 
 def listed(runs: Path) -> list[str]:
     """The names of a folder's runs, the latest first."""
-    found = [path for path in runs.iterdir() if (path / "run.json").is_file()] if runs.is_dir() else []
-    return [path.name for path in sorted(found, key=_changed, reverse=True)]
+    folders = [path for path in runs.iterdir() if (path / "run.json").is_file()] if runs.is_dir() else []
+    return [path.name for path in sorted(folders, key=_changed, reverse=True)]
 
 
 def _changed(path: Path) -> float:
@@ -39,9 +39,9 @@ def _changed(path: Path) -> float:
     return (events if events.is_file() else path / "run.json").stat().st_mtime
 
 
-def data(given: Mapping[str, str], runs: Path) -> View:
+def data(params: Mapping[str, str], runs: Path) -> View:
     """One run: its steps so far, and where it has them its measured step beside the predicted one."""
-    query = Query(given)
+    query = Query(params)
     names = listed(runs)
     name = query.text("run", _usual(runs, names))
     query.done()
@@ -50,12 +50,12 @@ def data(given: Mapping[str, str], runs: Path) -> View:
         return View(query.state, {"run": []}, empty, {}, {"folder": str(runs), "status": "", "cursor": 0})
     here = _run(runs, names, name)
     events, cursor = _events(here, 0)
-    told = here.run
+    run = here.run
     tables, how = (
         {"steps": _steps(events), "validation": _validation(events)},
-        dict.fromkeys(("steps", "validation"), _how_steps(here, told)),
+        dict.fromkeys(("steps", "validation"), _how_steps(here, run)),
     )
-    more: dict[str, Any] = {"folder": str(runs), "cursor": cursor, **_about(here, told)}
+    more: dict[str, Any] = {"folder": str(runs), "cursor": cursor, **_about(here, run)}
     reports = _reports(here)
     if drawn := _timeline(here, reports.get("measured")):
         timeline, how["timeline"], more["timeline_of"] = drawn
@@ -88,21 +88,21 @@ def _agreement(both: ReportComparison) -> dict[str, Any]:
     }
 
 
-def events(given: Mapping[str, str], runs: Path) -> dict[str, Any]:
+def events(params: Mapping[str, str], runs: Path) -> dict[str, Any]:
     """A run's events since a cursor, and the folder's runs. Raises `UserError` for a run that is not there."""
-    query = Query(given)
+    query = Query(params)
     name, after = query.text("run", ""), query.whole("after", 0, 0, 1 << 60)
     query.done()
     names = listed(runs)
     if not name:
         return {"runs": names}
     here = _run(runs, names, name)
-    found, cursor = _events(here, after)
+    result, cursor = _events(here, after)
     return {
         "runs": names,
         "cursor": cursor,
-        "steps": _steps(found).to_json()["columns"],
-        "validation": _validation(found).to_json()["columns"],
+        "steps": _steps(result).to_json()["columns"],
+        "validation": _validation(result).to_json()["columns"],
         **_about(here, here.run),
     }
 
@@ -123,11 +123,11 @@ def _run(runs: Path, names: list[str], name: str) -> RunDirectory:
     return RunDirectory.open(runs / name)
 
 
-def _about(here: RunDirectory, told: Mapping[str, Any]) -> dict[str, Any]:
-    config = told.get("config", {})
+def _about(here: RunDirectory, run: Mapping[str, Any]) -> dict[str, Any]:
+    config = run.get("config", {})
     return {
-        "status": str(told.get("status", "")),
-        "ranks": told.get("ranks"),
+        "status": str(run.get("status", "")),
+        "ranks": run.get("ranks"),
         "layout": config.get("layout", ""),
         "model": config.get("model", {}).get("name", ""),
         "workload": config.get("workload", {}),
@@ -138,11 +138,11 @@ def _about(here: RunDirectory, told: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _events(here: RunDirectory, after: int) -> tuple[list[dict[str, Any]], int]:
-    found = []
+    results = []
     for cursor, event in here.events(after):
-        found.append(event)
+        results.append(event)
         after = cursor
-    return found, after
+    return results, after
 
 
 def _reports(here: RunDirectory) -> dict[str, StepReport]:
@@ -151,14 +151,14 @@ def _reports(here: RunDirectory) -> dict[str, StepReport]:
     return {name: StepReport.read(here.report(name)) for name in there}
 
 
-def _steps(found: Iterable[Mapping[str, Any]]) -> Table:
-    rows = [event for event in found if "loss" in event and "step" in event]
+def _steps(run_events: Iterable[Mapping[str, Any]]) -> Table:
+    rows = [event for event in run_events if "loss" in event and "step" in event]
     columns = {name: [_figure(event.get(name)) for event in rows] for name in STEP_COLUMNS}
     return Table("Every step", columns, {name: unit for name, unit in STEP_COLUMNS.items() if unit})
 
 
-def _validation(found: Iterable[Mapping[str, Any]]) -> Table:
-    rows = [event for event in found if "validation_loss" in event]
+def _validation(run_events: Iterable[Mapping[str, Any]]) -> Table:
+    rows = [event for event in run_events if "validation_loss" in event]
     names = ("step", "validation_loss", "unigram_entropy")
     return Table("Validation", {name: [_figure(event.get(name)) for event in rows] for name in names})
 
@@ -196,7 +196,7 @@ def ledger_table(both: ReportComparison) -> Table:
     return Table("Ledger: the collectives of one steady step", columns, {"payload": "bytes", "elements": "count"})
 
 
-def _how_steps(here: RunDirectory, told: Mapping[str, Any]) -> How:
+def _how_steps(here: RunDirectory, run: Mapping[str, Any]) -> How:
     lines = ["What the training wrote after every step: the loss is summed over tokens and divided by their number."]
     share, writing, step = (here.result.get(name) for name in WRITING)
     if share and writing and step:
@@ -204,7 +204,7 @@ def _how_steps(here: RunDirectory, told: Mapping[str, Any]) -> How:
             f"Writing it took {format_time(writing)} of a step's {format_time(step)} of CPU time, "
             f"{format_share(share)}, measured inside the process that writes (result.json: writing_share)."
         )
-    return How([*lines, f"status: {told.get('status', 'unknown')}"], shlex.join(["tail", "-f", str(here.events_path)]))
+    return How([*lines, f"status: {run.get('status', 'unknown')}"], shlex.join(["tail", "-f", str(here.events_path)]))
 
 
 def _timeline(here: RunDirectory, measured: StepReport | None) -> tuple[timelines.DrawnTimeline, How, str] | None:
@@ -215,28 +215,30 @@ def _timeline(here: RunDirectory, measured: StepReport | None) -> tuple[timeline
             return None
         lines = ["Ranks whose ledgers and bytes are equal are drawn once."]
         return timelines.of_report(measured), _how_timeline(here, measured, lines), "One rank of each kind."
-    found = RankTimelines.read(here.timelines_path)
+    result = RankTimelines.read(here.timelines_path)
     lines = ["Every rank notes when its step began by its host's monotonic clock, which all ranks there share."]
-    if found.hosts > 1:
+    if result.hosts > 1:
         lines.append(
             "Hosts have no clock in common: the moments at which each one's first rank left the barrier before the "
             "step count as the same one."
         )
-    left = found.world - len(found.ranks)
-    words = f"Step {found.step} on all {found.world} ranks, on one clock."
+    left = result.world - len(result.ranks)
+    words = f"Step {result.step} on all {result.world} ranks, on one clock."
     if left:
-        words = f"Step {found.step} on {len(found.ranks)} of {found.world} ranks, on one clock; more would be too long."
-    return timelines.of_ranks(found), _how_timeline(here, measured, lines), words
+        words = (
+            f"Step {result.step} on {len(result.ranks)} of {result.world} ranks, on one clock; more would be too long."
+        )
+    return timelines.of_ranks(result), _how_timeline(here, measured, lines), words
 
 
 def _how_timeline(here: RunDirectory, report: StepReport | None, lines: list[str]) -> How:
-    found = ["Measured inside the processes, in one undisturbed step."]
+    results = ["Measured inside the processes, in one undisturbed step."]
     if report and report.time:
-        found = [f"Measured inside the processes; the median step took {format_time(report.time)}."]
+        results = [f"Measured inside the processes; the median step took {format_time(report.time)}."]
     for rank, figures in exposures(report) if report else ():
         exposed = format_share(figures.share(figures.exposed))
-        found.append(f"rank {rank}: {exposed} of the step is communication that no computation hides")
-    return How([*found, *lines], _compare(here))
+        results.append(f"rank {rank}: {exposed} of the step is communication that no computation hides")
+    return How([*results, *lines], _compare(here))
 
 
 def _compare(here: RunDirectory) -> str:

@@ -67,12 +67,12 @@ class DrawnTimeline(NamedTuple):
         return Table("Every event", columns, {"start": "seconds", "takes": "seconds"})
 
 
-def of_ranks(found: RankTimelines) -> DrawnTimeline:
+def of_ranks(recorded: RankTimelines) -> DrawnTimeline:
     """A row for each stream of each rank, all on one clock, which begins with the first rank's step."""
     rows: list[str] = []
     events: list[Event] = []
-    for one in found.ranks:
-        place = f"rank {one.rank}" if found.hosts == 1 else f"host {one.host} rank {one.rank}"
+    for one in recorded.ranks:
+        place = f"rank {one.rank}" if recorded.hosts == 1 else f"host {one.host} rank {one.rank}"
         lanes = {stream: len(rows) + i for i, stream in enumerate(_streams(one.spans))}
         rows += [f"{place} {stream}" for stream in lanes]
         for span in one.spans:
@@ -81,9 +81,9 @@ def of_ranks(found: RankTimelines) -> DrawnTimeline:
     return DrawnTimeline(rows, events)
 
 
-def _streams(found: tuple[TimeSpan, ...]) -> list[str]:
+def _streams(timeline: tuple[TimeSpan, ...]) -> list[str]:
     """The streams that there are, the usual ones first."""
-    return sorted({span.stream for span in found}, key=lambda stream: (_ORDER.get(stream, len(_ORDER)), stream))
+    return sorted({span.stream for span in timeline}, key=lambda stream: (_ORDER.get(stream, len(_ORDER)), stream))
 
 
 def of_report(report: StepReport) -> DrawnTimeline:
@@ -117,7 +117,7 @@ def of_trace(data: Any) -> DrawnTimeline:
         raise UserError("this is no Chrome trace: it has no list of traceEvents")
     names: dict[tuple[str, str], str] = {}
     lanes: dict[tuple[str, str], int] = {}
-    found: list[Event] = []
+    drawn: list[Event] = []
     open_at: dict[int, list[tuple[float, str]]] = {}
     for event in events:
         phase, thread = event.get("ph"), (str(event.get("pid", 0)), str(event.get("tid", 0)))
@@ -129,15 +129,15 @@ def of_trace(data: Any) -> DrawnTimeline:
         if phase == "B":
             open_at.setdefault(row, []).append((start, str(event.get("name", ""))))
         elif phase == "X":
-            found.append(_event(row, start, _number(event, "dur"), event.get("cat", ""), str(event.get("name", ""))))
+            drawn.append(_event(row, start, _number(event, "dur"), event.get("cat", ""), str(event.get("name", ""))))
         elif open_at.get(row):
             began, name = open_at[row].pop()
-            found.append(_event(row, began, start - began, event.get("cat", ""), name))
-    if not found:
+            drawn.append(_event(row, began, start - began, event.get("cat", ""), name))
+    if not drawn:
         raise UserError("this trace has no event with a duration (ph X, or B and E)")
-    first = min(event.start for event in found)
+    first = min(event.start for event in drawn)
     rows = [_row(thread, names) for thread in lanes]
-    return DrawnTimeline(rows, [event._replace(start=event.start - first) for event in found])
+    return DrawnTimeline(rows, [event._replace(start=event.start - first) for event in drawn])
 
 
 def _event(row: int, start: float, duration: float, category: Any, name: str) -> Event:

@@ -67,37 +67,37 @@ class _Asked(NamedTuple):
 SHARES = "Seconds of the parts of a token and of a step, over their sums; waiting is bubbles and the host."
 
 
-def data(given: Mapping[str, str]) -> View:
+def data(params: Mapping[str, str]) -> View:
     """Two strategies for the same prompt: what each rank holds, one layer step by step, one token, a training step."""
-    state, choices, left_out, model, cluster, layouts, asked, command = _asked(given)
-    found = compare(model, layouts, cluster, asked)
-    ones = found.strategies
+    state, choices, left_out, model, cluster, layouts, request, command = _asked(params)
+    comparison = compare(model, layouts, cluster, request)
+    ones = comparison.strategies
     holdings = [tokens_holdings.pieces(model, layout) for layout in layouts]
-    devices = [tokens_holdings.devices(model, *each) for each in zip(layouts, holdings, strict=True)]
-    ways = [_way(model, layout, cluster, asked) for layout in layouts]
-    told = [
-        (layout, tokens_layer.steps(model, layout, way, asked.batch), one.middle.seconds / model.layers)
+    devices = [tokens_holdings.devices(model, *item) for item in zip(layouts, holdings, strict=True)]
+    ways = [_way(model, layout, cluster, request) for layout in layouts]
+    reported = [
+        (layout, tokens_layer.steps(model, layout, way, request.batch), one.middle.seconds / model.layers)
         for layout, way, one in zip(layouts, ways, ones, strict=True)
     ]
-    multiplied = tokens_product.product(model, layouts, holdings, [steps for _, steps, _ in told])
+    multiplied = tokens_product.product(model, layouts, holdings, [steps for _, steps, _ in reported])
     return View(
         state,
         choices,
         {
-            "compared": _compared(ones, asked),
+            "compared": _compared(ones, request),
             "product": tokens_product.product_table(multiplied),
             "holds": tokens_holdings.holds_table(layouts, holdings),
-            "layer": tokens_layer.layer_table(told),
+            "layer": tokens_layer.layer_table(reported),
             "through": tokens_layer.through_table(model, layouts, ways),
             "where": _where(ones),
             "trained": trained_table(ones),
             "shares": shares_table(ones),
         },
         {
-            "compared": _how_compared(ones, model, asked, command),
+            "compared": _how_compared(ones, model, request, command),
             "product": tokens_product.how_product(multiplied),
             "holds": tokens_holdings.how_holds(model, layouts, devices),
-            "layer": tokens_layer.how_layer(told, command),
+            "layer": tokens_layer.how_layer(reported, command),
             "through": tokens_layer.how_through(layouts, ways, command),
             "where": How([f"{one.layout}: {_sum_of(one)}" for one in ones], command, "docs/generation.md"),
             "trained": How(how_drawn(ones), command, "docs/prediction.md"),
@@ -107,66 +107,66 @@ def data(given: Mapping[str, str]) -> View:
             "matrices": tokens_holdings.matrices(model),
             "sides": [
                 _side(model, cluster, one, steps, held, ranks)
-                for one, held, ranks, (_, steps, _) in zip(ones, holdings, devices, told, strict=True)
+                for one, held, ranks, (_, steps, _) in zip(ones, holdings, devices, reported, strict=True)
             ],
             "product": multiplied.to_json() if multiplied else None,
             "through": tokens_layer.through_drawn(layouts, ways),
             "trained": drawn(model.layers, ones, ways),
             "sentences": [tokens_layer.sentence(model, layouts[0].ranks, i) for i in range(tokens_layer.STEPS)],
-            "chapters": chapters(model, cluster, ones, [steps for _, steps, _ in told], asked),
+            "chapters": chapters(model, cluster, ones, [steps for _, steps, _ in reported], request),
             "parameters": count(model),
             "left_out": left_out,
             "opens": [opens(state, layout, "tokens") for layout in layouts],
-            "metrics": metrics(ones, asked),
-            "headline": headline(ones, asked),
-            "batch": asked.batch,
+            "metrics": metrics(ones, request),
+            "headline": headline(ones, request),
+            "batch": request.batch,
             "layers": model.layers,
             "width": DTYPE_BYTES[layouts[0].dtype],
             "capacity": cluster.memory_per_device,
-            "ratios": [ratio.to_json() for ratio in found.ratios],
+            "ratios": [ratio.to_json() for ratio in comparison.ratios],
             "claims": [{"says": claims()[name].says, "why": claims()[name].why} for name in CLAIMS],
         },
     )
 
 
-def spent(given: Mapping[str, str]) -> View:
+def spent(params: Mapping[str, str]) -> View:
     """Bytes sent and time needed by each strategy after every token of the longest answer, so that the page's slider
     asks nothing."""
-    state, choices, _, model, cluster, layouts, asked, command = _asked(given)
-    ones = compare(model, layouts, cluster, asked).strategies
-    longest = min(MOST_OUTPUT, model.max_positions - asked.prompt)
+    state, choices, _, model, cluster, layouts, request, command = _asked(params)
+    ones = compare(model, layouts, cluster, request).strategies
+    longest = min(MOST_OUTPUT, model.max_positions - request.prompt)
     columns: dict[str, list[Any]] = {"token": list(range(1, longest + 1))}
     units: dict[str, str] = {}
     for side, one in zip("AB", ones, strict=False):
-        each = _seconds(model, one.layout, cluster, asked.batch, asked.prompt, longest)
+        item = _seconds(model, one.layout, cluster, request.batch, request.prompt, longest)
         sent = float(one.round.volume.total)
         columns |= {
-            f"{side} takes": each,
+            f"{side} takes": item,
             f"{side} sends": [sent] * longest,
-            f"{side} time so far": list(accumulate(each)),
+            f"{side} time so far": list(accumulate(item)),
             f"{side} sent so far": [sent * (i + 1) for i in range(longest)],
         }
         units |= {f"{side} takes": "seconds", f"{side} time so far": "seconds"}
         units |= {f"{side} sends": "bytes", f"{side} sent so far": "bytes"}
     how = How(
         [
-            f"{side} = {one.layout}: for {step_words(asked)}, a rank sends "
+            f"{side} = {one.layout}: for {step_words(request)}, a rank sends "
             f"{format_bytes(float(one.round.volume.total))}; the first takes {format_time(one.first.seconds)}, number "
-            f"{asked.output:,} {format_time(one.last.seconds)}, since more keys and values are read."
+            f"{request.output:,} {format_time(one.last.seconds)}, since more keys and values are read."
             for side, one in zip("AB", ones, strict=False)
         ]
         + ["So far: the sum of all tokens up to here, without the prompt."],
         command,
         "docs/generation.md",
     )
-    last = asked.output - 1
+    last = request.output - 1
     sums = [[columns[f"{side} {what} so far"][last] for side in "AB"[: len(ones)]] for what in ("sent", "time")]
-    more = {"metrics": totals(asked, *sums)}
+    more = {"metrics": totals(request, *sums)}
     return View(state, choices, {"spent": Table("Token by token", columns, units)}, {"spent": how}, more)
 
 
-def _asked(given: Mapping[str, str]) -> _Asked:
-    query = Query(given)
+def _asked(params: Mapping[str, str]) -> _Asked:
+    query = Query(params)
     model, changes = sized(query, "llama-3-70b")
     usual_cluster = Cluster.parse(query.text("cluster", "8xH100"))
     cluster = _linked(query, usual_cluster)
@@ -177,7 +177,7 @@ def _asked(given: Mapping[str, str]) -> _Asked:
     precision = query.word("precision", "bf16", PRECISIONS)
     layouts = [replace(Layout.parse(text), precision=precision) for text in dict.fromkeys((a, b))]
     prompt, output = _lengths(query, model)
-    asked = Asked(prompt, output, query.whole("batch", 1, 1, 4096))
+    request = Asked(prompt, output, query.whole("batch", 1, 1, 4096))
     query.done()
     # What the state does not give follows the model.
     least = (prompt if query.has("prompt") else 1) + (output if query.has("output") else 1)
@@ -192,7 +192,7 @@ def _asked(given: Mapping[str, str]) -> _Asked:
     words = [query.state["model"], *changes, "--cluster", query.state["cluster"]]
     words += ["--link", exact(link)] * (cluster != usual_cluster)
     return _Asked(
-        query.state, choices, left_out, model, cluster, tuple(layouts), asked, _command(words, layouts, asked)
+        query.state, choices, left_out, model, cluster, tuple(layouts), request, _command(words, layouts, request)
     )
 
 
@@ -221,15 +221,15 @@ def _why_not(model: ModelConfig, tokens: int) -> str:
 def _linked(query: Query, cluster: Cluster) -> Cluster:
     """The cluster with the link inside its nodes that the state wants: GB/s that a device sends, 0 where not known."""
     usual = (cluster.intra.bandwidth or 0.0) / 1e9
-    wanted = query.number("link", usual, 0.0, 1e6)
-    if wanted == usual or not wanted:
+    target = query.number("link", usual, 0.0, 1e6)
+    if target == usual or not target:
         return cluster
-    return cluster.with_link(wanted * 1e9)
+    return cluster.with_link(target * 1e9)
 
 
-def _command(words: list[Any], layouts: list[Layout], asked: Asked) -> str:
+def _command(words: list[Any], layouts: list[Layout], request: Asked) -> str:
     """`generate --compare` with the same numbers. words: of the model and the cluster."""
-    sizes = ("--prompt-tokens", asked.prompt, "--max-tokens", asked.output, "--batch", asked.batch)
+    sizes = ("--prompt-tokens", request.prompt, "--max-tokens", request.output, "--batch", request.batch)
     return command_line("generate", *words, "--compare", *layouts, *sizes)
 
 
@@ -237,9 +237,9 @@ def _strategy(model: ModelConfig, layout: Layout, cluster: Cluster) -> DecodeStr
     return DecodeStrategy(model, layout, engine(usual_engine(cluster, ENGINE)), cluster)
 
 
-def _way(model: ModelConfig, layout: Layout, cluster: Cluster, asked: Asked) -> list[decode_ops.DecodeOp]:
+def _way(model: ModelConfig, layout: Layout, cluster: Cluster, request: Asked) -> list[decode_ops.DecodeOp]:
     """How the token half-way through the answer goes through the layers."""
-    return decode_ops.way(_strategy(model, layout, cluster), asked.batch, asked.prompt + asked.output / 2)
+    return decode_ops.way(_strategy(model, layout, cluster), request.batch, request.prompt + request.output / 2)
 
 
 @lru_cache(maxsize=64)
@@ -256,7 +256,7 @@ def _side(
     model: ModelConfig,
     cluster: Cluster,
     one: Generated,
-    told: list[tokens_layer.LayerStep],
+    steps: list[tokens_layer.LayerStep],
     held: list[tokens_holdings.ParameterShard],
     devices: list[tokens_holdings.DrawnDevice],
 ) -> dict[str, Any]:
@@ -268,12 +268,12 @@ def _side(
         "stages": [_blocks_of(plan_of(model, layout, stage)) for stage in range(layout.pp)],
         "pieces": [piece._asdict() for piece in held],
         "devices": [device._asdict() for device in devices],
-        "acts": [step.act for step in told],
-        "words": [step.words for step in told],
-        "seconds": [step.seconds for step in told],
-        "memory": [step.memory for step in told],
-        "ahead": [step.ahead for step in told],
-        "links": [tokens_layer.link(step, cluster) for step in told],
+        "acts": [step.act for step in steps],
+        "words": [step.words for step in steps],
+        "seconds": [step.seconds for step in steps],
+        "memory": [step.memory for step in steps],
+        "ahead": [step.ahead for step in steps],
+        "links": [tokens_layer.link(step, cluster) for step in steps],
     }
 
 
@@ -285,7 +285,7 @@ def _blocks_of(plan: UnitPlan) -> str:
 # -- one token, and a training step
 
 
-def _compared(ones: tuple[Generated, ...], asked: Asked) -> Table:
+def _compared(ones: tuple[Generated, ...], request: Asked) -> Table:
     volume = [one.round.volume for one in ones]
     columns: dict[str, list[Any]] = {
         "strategy": [str(one.layout) for one in ones],
@@ -298,7 +298,7 @@ def _compared(ones: tuple[Generated, ...], asked: Asked) -> Table:
         "last token": [one.last.seconds for one in ones],
         "80% from": [one.range[0] for one in ones],
         "to": [one.range[1] for one in ones],
-        "tokens/s": [one.tokens_per_second(asked.batch) for one in ones],
+        "tokens/s": [one.tokens_per_second(request.batch) for one in ones],
         "weights": [one.fit.held.all_weights for one in ones],
         "of them gathered": [one.fit.held.slots for one in ones],
         "cache at the end": [one.cache_bytes[1] for one in ones],
@@ -307,7 +307,7 @@ def _compared(ones: tuple[Generated, ...], asked: Asked) -> Table:
     times = ("prompt", "first token", "token half-way", "last token", "80% from", "to")
     sizes = ("a step sends", "for blocks", "for embedding and head", "weights", "of them gathered", "cache at the end")
     units = dict.fromkeys(times, "seconds") | dict.fromkeys(sizes, "bytes") | {"tokens/s": "count"}
-    return Table(f"Two strategies, one prompt; bytes and times are those of {step_words(asked)}", columns, units)
+    return Table(f"Two strategies, one prompt; bytes and times are those of {step_words(request)}", columns, units)
 
 
 def _where(ones: tuple[Generated, ...]) -> Table:
@@ -325,9 +325,9 @@ def _sum_of(one: Generated) -> str:
     return f"{sums} = {format_time(one.middle.seconds)}"
 
 
-def _how_compared(ones: tuple[Generated, ...], model: ModelConfig, asked: Asked, command: str) -> How:
+def _how_compared(ones: tuple[Generated, ...], model: ModelConfig, request: Asked, command: str) -> How:
     lines = [
-        f"Bytes: what one rank sends for {step_words(asked)}, when collectives go round a ring (docs/generation.md).",
+        f"Bytes: what one rank sends for {step_words(request)}, when collectives go round a ring (docs/generation.md).",
         *(f"{one.layout}: {_formula(one, model)}" for one in ones),
         "Weights: the rank's own, and buffers for gathered ones.",
     ]
@@ -337,7 +337,7 @@ def _how_compared(ones: tuple[Generated, ...], model: ModelConfig, asked: Asked,
 def _formula(one: Generated, model: ModelConfig) -> str:
     """What a rank sends for a step: the formula of the pure strategies, the parts of others."""
     layout, width, volume = one.layout, DTYPE_BYTES[one.layout.dtype], one.round.volume
-    sent, each = format_bytes(float(volume.total)), f" x {one.sequences} sequences" if one.sequences > 1 else ""
+    sent, item = format_bytes(float(volume.total)), f" x {one.sequences} sequences" if one.sequences > 1 else ""
     if layout.stage == 3 and layout.tp == 1:
         p = layout.shard_ranks
         return f"({p} - 1)/{p} x {format_count(count(model))} weights x {width} bytes = {sent}, however many sequences"
@@ -345,7 +345,7 @@ def _formula(one: Generated, model: ModelConfig) -> str:
         p = layout.tp
         return (
             f"(2 ({p} - 1)/{p} x (2 x {model.layers} layers + 1) x {model.hidden:,} numbers + the logits, "
-            f"({p} - 1)/{p} x {padded_vocab(plan_of(model, layout)):,}) x {width} bytes{each} = {sent}"
+            f"({p} - 1)/{p} x {padded_vocab(plan_of(model, layout)):,}) x {width} bytes{item} = {sent}"
         )
     blocks, edges, other = (format_bytes(float(part)) for part in (volume.blocks, volume.edges, volume.other))
     return f"layers and messages between stages {blocks} + embedding, head and logits {edges} + tokens {other} = {sent}"

@@ -26,10 +26,14 @@ TITLES = (
 
 
 def chapters(
-    model: ModelConfig, cluster: Cluster, ones: Sequence[Generated], told: Sequence[Sequence[LayerStep]], asked: Asked
+    model: ModelConfig,
+    cluster: Cluster,
+    ones: Sequence[Generated],
+    layer_steps: Sequence[Sequence[LayerStep]],
+    request: Asked,
 ) -> list[dict[str, Any]]:
-    """Title and sentences of each chapter. told: each strategy's steps inside a layer."""
-    sides = [(side, one.layout, one, steps) for side, one, steps in zip("AB", ones, told, strict=False)]
+    """Title and sentences of each chapter. layer_steps: each strategy's steps inside a layer."""
+    sides = [(side, one.layout, one, steps) for side, one, steps in zip("AB", ones, layer_steps, strict=False)]
     texts = (
         [_weights(model, cluster, ones[0].layout), *(_holds(side, at, steps[0]) for side, at, _, steps in sides)],
         [
@@ -40,7 +44,7 @@ def chapters(
         [
             f"{model.layers} layers follow each other: none can begin before the one before it is done.",
             *(
-                f"{side}, {at}: {format_time(one.middle.seconds)} for {step_words(asked)}, "
+                f"{side}, {at}: {format_time(one.middle.seconds)} for {step_words(request)}, "
                 f"{format_share(communication(one))} of it communication."
                 for side, at, one, _ in sides
             ),
@@ -48,13 +52,13 @@ def chapters(
         [
             "Every further token takes all of that again: weights that moved for one token do not stay for the next.",
             *(
-                f"{side}, {at}: {one.tokens_per_second(asked.batch):,.3g} tokens a second, and every device sends "
+                f"{side}, {at}: {one.tokens_per_second(request.batch):,.3g} tokens a second, and every device sends "
                 f"{format_bytes(float(one.round.volume.total))} for each step."
                 for side, at, one, _ in sides
             ),
         ],
         [
-            f"A training step has {asked.seq:,} tokens a device where an answer has one at a time, so that a layer "
+            f"A training step has {request.seq:,} tokens a device where an answer has one at a time, so that a layer "
             "computes for long.",
             *(_training(side, at, one) for side, at, one, _ in sides),
         ],

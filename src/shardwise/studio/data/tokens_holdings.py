@@ -125,13 +125,13 @@ def devices(model: ModelConfig, layout: Layout, held: list[ParameterShard]) -> l
     """The ranks that are drawn. held: `pieces` of the layout."""
     mesh, shares = Mesh.of(layout, model), _shares(model, held)
     stages = [_layers(model, layout, stage) for stage in range(layout.pp)]
-    found = []
+    results = []
     for rank in range(min(layout.ranks, MOST_DRAWN)):
         stage, pipeline = mesh.index(PP, rank), mesh.group(PP, rank)
         layers, share = stages[stage], shares[pipeline[0]]
         split = TP + SHARD if layout.stage == 3 else TP
         place, of = mesh.index(split, rank), mesh.size(split)
-        found.append(
+        results.append(
             DrawnDevice(
                 rank,
                 stage,
@@ -145,7 +145,7 @@ def devices(model: ModelConfig, layout: Layout, held: list[ParameterShard]) -> l
                 _can(layout, layers),
             )
         )
-    return found
+    return results
 
 
 def _layers(model: ModelConfig, layout: Layout, stage: int) -> tuple[int, ...]:
@@ -155,11 +155,11 @@ def _layers(model: ModelConfig, layout: Layout, stage: int) -> tuple[int, ...]:
 def _shares(model: ModelConfig, held: list[ParameterShard]) -> dict[int, float]:
     """Rank of the first stage -> share of a block's matrices, by area."""
     sizes = {matrix["name"]: matrix["rows"] * matrix["columns"] for matrix in matrices(model)}
-    found: dict[int, float] = {}
+    results: dict[int, float] = {}
     for piece in held:
         area = sum(width * height for _, _, width, height in piece.boxes)
-        found[piece.rank] = found.get(piece.rank, 0.0) + area * sizes.get(piece.name, 0)
-    return {rank: area / sum(sizes.values()) for rank, area in found.items()}
+        results[piece.rank] = results.get(piece.rank, 0.0) + area * sizes.get(piece.name, 0)
+    return {rank: area / sum(sizes.values()) for rank, area in results.items()}
 
 
 def _can(layout: Layout, layers: tuple[int, ...]) -> str:

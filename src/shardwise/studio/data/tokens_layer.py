@@ -108,11 +108,11 @@ def _standing(model: ModelConfig, layout: Layout, taken: dict[str, float], added
 def _of_one_layer(model: ModelConfig, pieces: Sequence[DecodeOp]) -> dict[str, float]:
     """Seconds of each kind of piece in the block in the middle; of one sum, and one message."""
     middle = f"blocks.{model.layers // 2}"
-    found = {
+    results = {
         what: next((p.seconds for p in pieces if p.part == middle and p.what == what), 0.0)
         for what in (ATTENTION, SUM, FEED_FORWARD, GATHER)
     }
-    return found | {MESSAGE: next((p.seconds for p in pieces if p.what == MESSAGE), 0.0)}
+    return results | {MESSAGE: next((p.seconds for p in pieces if p.what == MESSAGE), 0.0)}
 
 
 def _sum(model: ModelConfig, layout: Layout, seconds: float, sequences: int) -> LayerStep:
@@ -154,13 +154,13 @@ def _gathering(model: ModelConfig, layout: Layout, taken: dict[str, float], adde
 def _with_memory(steps: list[LayerStep], part: float, whole: float) -> list[LayerStep]:
     """Bytes of a device's own part, of this layer once it is gathered, and of what of the next one comes meanwhile: its
     gather begins when this layer's arithmetic does."""
-    gather, passed, found = steps[1].seconds, 0.0, []
+    gather, passed, result = steps[1].seconds, 0.0, []
     for number, step in enumerate(steps):
         passed += step.seconds if number > 1 else 0.0
         ahead = min(1.0, passed / gather) if gather else 1.0 * (number > 1)
         there = 0 < number < STEPS - 1
-        found.append(step._replace(memory=part + there * whole + ahead * whole, ahead=ahead))
-    return found
+        result.append(step._replace(memory=part + there * whole + ahead * whole, ahead=ahead))
+    return result
 
 
 def _staged(model: ModelConfig, layout: Layout, taken: dict[str, float], added: LayerStep) -> list[LayerStep]:
@@ -232,9 +232,9 @@ def through_table(model: ModelConfig, layouts: Sequence[Layout], ways: Sequence[
     for side, pieces in zip("AB", ways, strict=False):
         of = {f"blocks.{i}": [p for p in pieces if p.part == f"blocks.{i}"] for i in range(model.layers)}
         columns |= {
-            f"{side} computes": [sum(p.seconds for p in found if p.what not in MOVING) for found in of.values()],
-            f"{side} moves": [sum(p.seconds for p in found if p.what in MOVING) for found in of.values()],
-            f"{side} is done after": [max(p.end for p in found) for found in of.values()],
+            f"{side} computes": [sum(p.seconds for p in result if p.what not in MOVING) for result in of.values()],
+            f"{side} moves": [sum(p.seconds for p in result if p.what in MOVING) for result in of.values()],
+            f"{side} is done after": [max(p.end for p in result) for result in of.values()],
         }
         units |= dict.fromkeys(list(columns)[-3:], "seconds")
     names = " and ".join(map(str, layouts))

@@ -12,16 +12,16 @@ MOVING = ("tensor", "data", "pipeline")
 """Parts of a token's time in which it waits for communication."""
 
 
-def step_words(asked: Asked) -> str:
+def step_words(request: Asked) -> str:
     """What bytes and times are of: one more token of every sequence."""
-    return "a token" if asked.batch == 1 else f"a step, one token for each of {asked.batch:,} sequences"
+    return "a token" if request.batch == 1 else f"a step, one token for each of {request.batch:,} sequences"
 
 
-def metrics(ones: Sequence[Generated], asked: Asked) -> list[dict[str, Any]]:
+def metrics(ones: Sequence[Generated], request: Asked) -> list[dict[str, Any]]:
     """Rows of name, unit and the strategies' values; those of the whole answer are `totals`. Rows with a `short` name
     are the ones that stay in sight beside every chapter."""
-    step = "a token" if asked.batch == 1 else "a step"
-    speeds = [one.tokens_per_second(asked.batch) for one in ones]
+    step = "a token" if request.batch == 1 else "a step"
+    speeds = [one.tokens_per_second(request.batch) for one in ones]
     trained = [one.trained.seconds for one in ones]
     return [
         _row("Weights of a device", "bytes", [one.fit.held.all_weights for one in ones], short="weights"),
@@ -32,16 +32,16 @@ def metrics(ones: Sequence[Generated], asked: Asked) -> list[dict[str, Any]]:
         _row("of it communication", "share", [communication(one) for one in ones], part=True, short="communication"),
         _row("Tokens/s, all sequences", "count", speeds, short="tokens/s"),
         _row("Prompt until its first token", "seconds", [one.prompt.seconds for one in ones]),
-        _row(f"A training step of {asked.seq:,} tokens a device", "seconds", trained, short="training"),
+        _row(f"A training step of {request.seq:,} tokens a device", "seconds", trained, short="training"),
         _row("of it moving data, not hidden", "share", [one.trained.share for one in ones], part=True),
     ]
 
 
-def totals(asked: Asked, sent: Sequence[float], taken: Sequence[float]) -> list[dict[str, Any]]:
+def totals(request: Asked, sent: Sequence[float], taken: Sequence[float]) -> list[dict[str, Any]]:
     """Rows of the whole answer, or of all answers of a batch. sent: bytes of a device; taken: seconds."""
-    words = f"the answer, {asked.output:,} token{'s' if asked.output > 1 else ''}"
-    if asked.batch > 1:
-        words = f"all answers, {asked.batch:,} x {asked.output:,} tokens"
+    words = f"the answer, {request.output:,} token{'s' if request.output > 1 else ''}"
+    if request.batch > 1:
+        words = f"all answers, {request.batch:,} x {request.output:,} tokens"
     return [
         _row(f"A device sends for {words}", "bytes", list(sent)),
         _row(f"Time of {words}", "seconds", list(taken)),
@@ -59,7 +59,7 @@ def communication(one: Generated) -> float:
     return sum(float(one.middle.parts.get(name, 0.0)) for name in MOVING) / one.middle.seconds
 
 
-def headline(ones: Sequence[Generated], asked: Asked) -> str:
+def headline(ones: Sequence[Generated], request: Asked) -> str:
     """The comparison in one sentence, the strategy that sends more first; "" for one strategy."""
     if len(ones) < 2:
         return ""
@@ -67,7 +67,7 @@ def headline(ones: Sequence[Generated], asked: Asked) -> str:
     sent = [float(one.round.volume.total) for one in (more, less)]
     times = f"{float(f'{sent[0] / sent[1]:.3g}'):,.10g} times as much, " if sent[1] else ""
     return (
-        f"For {step_words(asked)}, {more.layout} sends {format_bytes(sent[0])} from every device and {less.layout} "
+        f"For {step_words(request)}, {more.layout} sends {format_bytes(sent[0])} from every device and {less.layout} "
         f"{format_bytes(sent[1])}: {times}in {format_time(more.middle.seconds)} against "
         f"{format_time(less.middle.seconds)}."
     )

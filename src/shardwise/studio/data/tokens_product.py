@@ -63,10 +63,10 @@ def product(
     model: ModelConfig,
     layouts: Sequence[Layout],
     holdings: Sequence[list[ParameterShard]],
-    told: Sequence[list[LayerStep]],
+    sides: Sequence[list[LayerStep]],
 ) -> DrawnProduct | None:
     """The product of the first strategy that has tensor parallelism over ranks that are drawn; None without one."""
-    for layout, held, steps in zip(layouts, holdings, told, strict=True):
+    for layout, held, steps in zip(layouts, holdings, sides, strict=True):
         if layout.tp == 1 or layout.stage == 3:
             continue
         width = DTYPE_BYTES[layout.dtype]
@@ -82,28 +82,28 @@ def product(
     return None
 
 
-def product_table(found: DrawnProduct | None) -> Table:
+def product_table(shown: DrawnProduct | None) -> Table:
     """A row for each rank."""
-    slices = found.slices if found else []
+    slices = shown.slices if shown else []
     columns = {
         "rank": [one.rank for one in slices],
         "columns of W1 from": [one.start for one in slices],
         "to": [one.stop for one in slices],
         "of both matrices": [one.nbytes for one in slices],
-        "partial sum": [found.vector for _ in slices] if found else [],
+        "partial sum": [shown.vector for _ in slices] if shown else [],
     }
     units = {"of both matrices": "bytes", "partial sum": "bytes"}
     return Table("Columns of W1 are the rows of W2", columns, units)
 
 
-def how_product(found: DrawnProduct | None) -> How:
+def how_product(shown: DrawnProduct | None) -> How:
     """Why there is one sum, and no other."""
-    if not found:
+    if not shown:
         return How(["Neither strategy cuts matrices over tensor-parallel ranks."])
     lines = [
         "y = f(x W1) W2 = the sum over ranks r of f(x W1[:, r]) W2[r, :], as f goes number by number.",
-        f"W1 is {found.hidden:,} x {found.ffn:,}: the up matrix (the gate is cut equally); W2, the down matrix, is "
-        f"{found.ffn:,} x {found.hidden:,}. As stored (outputs are rows) columns of W1 are rows.",
-        f"{found.layout}: the slices are the runtime's; the sum's seconds are the step's.",
+        f"W1 is {shown.hidden:,} x {shown.ffn:,}: the up matrix (the gate is cut equally); W2, the down matrix, is "
+        f"{shown.ffn:,} x {shown.hidden:,}. As stored (outputs are rows) columns of W1 are rows.",
+        f"{shown.layout}: the slices are the runtime's; the sum's seconds are the step's.",
     ]
     return How(lines, "", "Shoeybi et al. 2019, section 3")

@@ -62,16 +62,16 @@ def shares_table(ones: Sequence[Generated]) -> Table:
 def drawn(layers: int, ones: Sequence[Generated], ways: Sequence[Sequence[DecodeOp]]) -> dict[str, Any]:
     """Rows of what each strategy computes and moves for a token, forward and backward, for as long as `LAYERS` layers
     take in the slowest; and a sentence for each of `FRAMES` steps. ways: of a token, by strategy."""
-    found = [(way, *passes(one.trained.block, layers)) for one, way in zip(ones, ways, strict=True)]
-    span = max(_end_of(one, min(LAYERS, layers)) for each in found for one in each)
+    results = [(way, *passes(one.trained.block, layers)) for one, way in zip(ones, ways, strict=True)]
+    span = max(_end_of(one, min(LAYERS, layers)) for item in results for one in item)
     rows: list[str] = []
     events: list[Event] = []
-    for side, each in zip("AB", found, strict=False):
-        for name, pieces in zip(PASSES, each, strict=True):
+    for side, item in zip("AB", results, strict=False):
+        for name, pieces in zip(PASSES, item, strict=True):
             for moves in (False, True):
                 events += list(_events(pieces, len(rows), moves, span))
                 rows.append("moves" if moves else f"{side}, {name}")
-    sentences = [_sentence(found, span * frame / FRAMES, layers) for frame in range(FRAMES + 1)]
+    sentences = [_sentence(results, span * frame / FRAMES, layers) for frame in range(FRAMES + 1)]
     return DrawnTimeline(rows, events).to_json() | {"span": span, "sentences": sentences}
 
 
@@ -91,16 +91,16 @@ def _events(pieces: Sequence[DecodeOp], row: int, moves: bool, span: float) -> I
             yield Event(row, piece.start, min(piece.seconds, span - piece.start), kind, name)
 
 
-def _sentence(found: Sequence[Sequence[Sequence[DecodeOp]]], time: float, layers: int) -> str:
+def _sentence(ops: Sequence[Sequence[Sequence[DecodeOp]]], time: float, layers: int) -> str:
     if not time:
         return (
             f"Six clocks start: a token, the forward and the backward pass of a training step, through {layers} layers."
         )
-    told = []
-    for side, each in zip("AB", found, strict=False):
-        token, forward, backward = (_done(pieces, time) for pieces in each)
-        told.append(f"{side} has done {token} layers for a token, {forward} forward and {backward} backward")
-    return f"After {format_time(time)}: {'; '.join(told)}."
+    reported = []
+    for side, item in zip("AB", ops, strict=False):
+        token, forward, backward = (_done(pieces, time) for pieces in item)
+        reported.append(f"{side} has done {token} layers for a token, {forward} forward and {backward} backward")
+    return f"After {format_time(time)}: {'; '.join(reported)}."
 
 
 def _done(pieces: Sequence[DecodeOp], time: float) -> int:

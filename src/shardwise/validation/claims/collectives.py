@@ -62,9 +62,9 @@ def _ring_volume(inputs: Inputs) -> Values:
 def _broadcast_volume(inputs: Inputs) -> Values:
     nbytes = 2.0**40
     sent = {}
-    for found in algorithms("broadcast"):
-        sent[found.name] = (
-            price(build("broadcast", found.name, 8), Network.flat(8, 1.0, 1.0), nbytes).bytes_sent / nbytes
+    for algorithm in algorithms("broadcast"):
+        sent[algorithm.name] = (
+            price(build("broadcast", algorithm.name, 8), Network.flat(8, 1.0, 1.0), nbytes).bytes_sent / nbytes
         )
     _, least, _ = lower_bound("broadcast", 8)
     samples: Samples = [({"M": nbytes}, least * nbytes)]

@@ -113,12 +113,12 @@ def _one_token(inputs: Inputs) -> Values:
 )
 def _batch_of_32(inputs: Inputs) -> Values:
     model = get("llama-3-70b")
-    each, everything = boundary_bytes(32, model.hidden), summed_bytes(model, 32)
+    item, everything = boundary_bytes(32, model.hidden), summed_bytes(model, 32)
     return {
-        "bytes": each,
+        "bytes": item,
         "wire_ms_nvlink": 1e3 * ring_sums(everything, 4, NVLINK),
         "wire_ms_pcie": 1e3 * ring_sums(everything, 4, PCIE),
-        "a100": 1e3 * everything / each * measured_seconds("4xA100", "all_reduce", each, 4),
+        "a100": 1e3 * everything / item * measured_seconds("4xA100", "all_reduce", item, 4),
     }
 
 
@@ -144,14 +144,14 @@ def _traffic_of_a_token(inputs: Inputs) -> Values:
 )
 def _analyser(inputs: Inputs) -> Values:
     model, p = get("llama-3-70b"), inputs["p"]
-    each, payload = boundary_bytes(inputs["batch"], model.hidden), summed_bytes(model, inputs["batch"])
+    item, payload = boundary_bytes(inputs["batch"], model.hidden), summed_bytes(model, inputs["batch"])
     return {
         "tp_mb": ring_sums(payload, p, 1.0) / 1e6,
         "tp_ms_nvlink": 1e3 * ring_sums(payload, p, inputs["nvlink_gb_s"] * GB),
         "tp_ms_pcie": 1e3 * ring_sums(payload, p, inputs["pcie_gb_s"] * GB),
         "bubble": of_total(p, 4),
         "gpu_gb": stored_bytes(count(model)) / p / GB,
-        "real_ms": 1e3 * payload / each * measured_seconds("4xA100", "all_reduce", each, p),
+        "real_ms": 1e3 * payload / item * measured_seconds("4xA100", "all_reduce", item, p),
     }
 
 
@@ -161,8 +161,8 @@ def _analyser(inputs: Inputs) -> Values:
     text="{received_gb_per_gpu:.1f} GB into every GPU, {fabric_gb:.0f} GB in all, for each token",
 )
 def _gathered_weights(inputs: Inputs) -> Values:
-    each = received_bytes(stored_bytes(count(get("llama-3-70b"))), 8) / GB
-    return {"received_gb_per_gpu": each, "fabric_gb": 8 * each}
+    item = received_bytes(stored_bytes(count(get("llama-3-70b"))), 8) / GB
+    return {"received_gb_per_gpu": item, "fabric_gb": 8 * item}
 
 
 @shows(
@@ -189,12 +189,12 @@ def _gathering_over_tensor(inputs: Inputs) -> Values:
 
     model = get("llama-3-70b")
     layouts = [Layout.parse(text) for text in ("tp=8", "zero=3,dp=8")]
-    found = compare(model, layouts, Cluster.parse("8xH100"), Asked(prompt=1024, output=256))
-    tensor, gathering = (one.middle.seconds for one in found.strategies)
+    comparison = compare(model, layouts, Cluster.parse("8xH100"), Asked(prompt=1024, output=256))
+    tensor, gathering = (one.middle.seconds for one in comparison.strategies)
     return {
         "blocks": traffic_ratio(count_parts(model)[1], model),
         "all_parameters": traffic_ratio(count(model), model),
-        "time": found.ratios[0].seconds,
+        "time": comparison.ratios[0].seconds,
         "gather_ms": 1e3 * gathering,
         "tensor_ms": 1e3 * tensor,
     }

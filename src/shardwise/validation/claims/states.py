@@ -103,8 +103,8 @@ def _memory_10b(inputs: Inputs) -> Values:
     text="{bytes_per_parameter} bytes a parameter, {times_fp16_weights:g} times the 2-byte weights",
 )
 def _optimizer_bytes(inputs: Inputs) -> Values:
-    each = OPTIMIZER_BYTES["bf16"]
-    return {"bytes_per_parameter": each, "times_fp16_weights": each / DTYPE_BYTES["float16"]}
+    item = OPTIMIZER_BYTES["bf16"]
+    return {"bytes_per_parameter": item, "times_fp16_weights": item / DTYPE_BYTES["float16"]}
 
 
 @shows(

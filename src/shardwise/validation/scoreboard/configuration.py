@@ -117,11 +117,11 @@ def split_of(row: Row, model: ModelConfig, assumed: list[str]) -> StepShape:
 
 
 def _recompute(row: Row, assumed: list[str]) -> str:
-    told = str(row.get("recompute") or "").split(" ")[0]
-    if told not in ("none", "selective", "full"):
+    text = str(row.get("recompute") or "").split(" ")[0]
+    if text not in ("none", "selective", "full"):
         assumed.append("recompute not stated: none")
         return "none"
-    return told
+    return text
 
 
 def stage_of(row: Row, assumed: list[str]) -> int:
@@ -140,8 +140,8 @@ def _virtual(row: Row, model: ModelConfig, pp: int, assumed: list[str]) -> int:
     if pp == 1 or row.get("vpp") or "megatron-bridge" not in source(row):
         return whole(row, "vpp", 1) if pp > 1 else 1
     # Its recipes interleave wherever layers divide, down to four layers a chunk (docs/performance-guide.md).
-    each = model.layers // pp if model.layers % pp == 0 else 0
-    virtual = max((n for n in range(1, each // 4 + 1) if each % n == 0), default=1)
+    item = model.layers // pp if model.layers % pp == 0 else 0
+    virtual = max((n for n in range(1, item // 4 + 1) if item % n == 0), default=1)
     assumed.append(f"virtual stages not stated: {virtual}")
     return virtual
 
@@ -222,10 +222,10 @@ def cluster_of(row: Row, assumed: list[str]) -> Cluster:
 
 def _network(row: Row, usual: Link, nodes: int, assumed: list[str]) -> Link:
     """The network that the row names, else the usual one of such devices."""
-    told = str(row.get("inter_node") or "")
+    text = str(row.get("inter_node") or "")
     for start, (bandwidth, words) in NETWORKS.items():
-        if told.startswith(start):
+        if text.startswith(start):
             return Link(usual.alpha, bandwidth, words, kind="network")
-    if told and nodes > 1:
-        assumed.append(f"network {told!r} not known: {usual.source}")
+    if text and nodes > 1:
+        assumed.append(f"network {text!r} not known: {usual.source}")
     return usual

@@ -41,11 +41,11 @@ def step_seconds_of(row: Row, model: ModelConfig) -> float:
 def _flops_per_token(row: Row, model: ModelConfig) -> int:
     if OLD_FORMULA in str(row.get("notes", "")):
         return 8 * count(model)
-    told = str(row.get("tflops_convention"))
+    text = str(row.get("tflops_convention"))
     for start, flops in CONVENTIONS.items():
-        if told.startswith(start):
+        if text.startswith(start):
             return flops(model, whole(row, "seq"))
-    raise UserError(f"TFLOP/s by a convention that is not known: {told}")
+    raise UserError(f"TFLOP/s by a convention that is not known: {text}")
 
 
 def _stated(row: Row, key: str) -> float | None:

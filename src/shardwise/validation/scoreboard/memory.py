@@ -55,15 +55,15 @@ class MemoryScore:
 
 def memory_scores(rows: Sequence[Row]) -> list[MemoryScore]:
     """One score for each source that says how much memory its rows took, in the order in which they appear."""
-    asked = [row for row in rows if row.get("mem_gib_per_gpu") is not None]
-    found: dict[str, tuple[list[MemoryRow], Counter[str]]] = {}
-    for row in asked:
-        held, skipped = found.setdefault(row["source_id"], ([], Counter()))
+    request = [row for row in rows if row.get("mem_gib_per_gpu") is not None]
+    results: dict[str, tuple[list[MemoryRow], Counter[str]]] = {}
+    for row in request:
+        held, skipped = results.setdefault(row["source_id"], ([], Counter()))
         try:
             held.append(_held(row))
         except UserError as error:
             skipped[str(error)] += 1
-    return [MemoryScore(source, tuple(held), dict(skipped)) for source, (held, skipped) in found.items()]
+    return [MemoryScore(source, tuple(held), dict(skipped)) for source, (held, skipped) in results.items()]
 
 
 def _held(row: Row) -> MemoryRow:
@@ -89,7 +89,7 @@ def _stages(layers: int, pp: int, tables: bool) -> list[int]:
     """Layers of each stage, the last with fewer where they do not divide; tables: both ends have one in place of a
     layer, where that divides."""
     if tables and pp > 1 and (layers + 2) % pp == 0 and layers + 2 > pp:
-        each = (layers + 2) // pp
-        return [each - (stage in (0, pp - 1)) for stage in range(pp)]
-    each = -(-layers // pp)
-    return [max(0, min(each, layers - each * stage)) for stage in range(pp)]
+        item = (layers + 2) // pp
+        return [item - (stage in (0, pp - 1)) for stage in range(pp)]
+    item = -(-layers // pp)
+    return [max(0, min(item, layers - item * stage)) for stage in range(pp)]

@@ -68,15 +68,15 @@ def predict(cases: Sequence[PublishedCase], adjust: Adjust | None = None) -> tup
     adjust: changes the constants of a device before they are used (what a fit tries).
     """
     prices = _Prices(adjust)
-    found: list[Prediction] = []
+    results: list[Prediction] = []
     refused: list[Skipped] = []
     for group in _groups(cases):
         try:
-            found += _trained(group, prices) if group[0].kind == "train" else _served(group, prices)
+            results += _trained(group, prices) if group[0].kind == "train" else _served(group, prices)
         except UserError as error:
             refused += [Skipped(case.row, case.source, str(error)) for case in group]
     order = {id(case): place for place, case in enumerate(cases)}
-    return sorted(found, key=lambda prediction: order[id(prediction.case)]), refused
+    return sorted(results, key=lambda prediction: order[id(prediction.case)]), refused
 
 
 class _Prices:
