@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
+from functools import cache
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -67,6 +68,7 @@ def option(default: Any = MISSING, help: str = "", *, factory: Callable[[], Any]
     return field(default=default, metadata=metadata)
 
 
+@cache
 def kinds(kind: Any) -> dict[str, Any]:
     """Name -> type of every field of a dataclass."""
     return get_type_hints(kind)
@@ -74,7 +76,8 @@ def kinds(kind: Any) -> dict[str, Any]:
 
 def check_fields(config: Any) -> None:
     """Raise `UserError` for a field of another type than it is declared with, or outside its limits."""
-    declared_kinds = kinds(type(config))
+    of: Any = type(config)
+    declared_kinds = kinds(of)
     for declared in fields(config):
         value = getattr(config, declared.name)
         check_type(declared.name, value, declared_kinds[declared.name])

@@ -435,7 +435,7 @@ def test_every_figure_says_how_it_was_computed(view: str) -> None:
         assert set(found.tables) == set(found.how)
         for how in found.how.values():
             assert how.steps and all(step and "\n" not in step for step in how.steps)
-        json.loads(encode(found.to_json()))
+        json.loads(encode(found))
 
 
 def test_long_arrays_are_packed_and_short_ones_are_not() -> None:

@@ -319,7 +319,7 @@ COVERED = """async ([answer, side]) => {
 def test_a_ranks_share_of_every_matrix_is_drawn_by_area(visitor: Any, runs: Any, cluster: str, a: str, b: str) -> None:
     given = {"cluster": cluster, "a": a, "b": b, "output": "16"}
     page = visitor.open(address("tokens", given))
-    found = json.loads(encode(answer("tokens", given, runs).to_json()))
+    found = json.loads(encode(answer("tokens", given, runs)))
     drawn = []
     for number, side in enumerate(found["more"]["sides"]):
         drawn.append(page.evaluate(COVERED, [found, number]))

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.cli import calibrate_device, calibrate_topology, collective_bench
 from shardwise.cli.actions import actions
+from shardwise.cli.cluster_file import known_cluster, write_cluster
 from shardwise.cli.output import print_json, show
 from shardwise.errors import UserError
 
@@ -78,17 +79,17 @@ def _network(args: argparse.Namespace) -> int:
     say(_announced(args, chosen, sizes))
     samples, spread = _measured(args, chosen, sizes)
     held_back = set(sorted({sample.nbytes for sample in samples})[1::2])
-    algorithm = fit([s for s in samples if s.nbytes not in held_back], reads=args.transport == "shared")
-    cluster = _with_link(cluster, algorithm, args)
+    network_fit = fit([s for s in samples if s.nbytes not in held_back], reads=args.transport == "shared")
+    cluster = _with_link(cluster, network_fit, args)
     checked = accuracy([s for s in samples if s.nbytes in held_back], Network.of(cluster, args.ranks, repeated=True))
     useless = checked.median_error is not None and checked.median_error > USELESS
     written = args.out and (args.force or not useless)
     if written:
-        _write(args.out, cluster, algorithm, _lines(args, checked, spread))
+        _write(args.out, cluster, network_fit, _lines(args, checked, spread))
     if args.json:
-        print_json({"samples": len(samples), "spread": spread, **_as_json(algorithm, checked, held_back)})
+        print_json({"samples": len(samples), "spread": spread, **_as_json(network_fit, checked, held_back)})
     else:
-        _print(algorithm, checked)
+        _print(network_fit, checked)
         show(_noise(spread))
         if written:
             print(f"written: --cluster {shlex.quote(str(args.out))}")
@@ -116,17 +117,8 @@ def _sizes(args: argparse.Namespace) -> list[int]:
 def _cluster(args: argparse.Namespace) -> Cluster:
     """What is known before: the file's, or this host. Raises `UserError` where the file could not be written later."""
     from shardwise.cluster import Cluster
-    from shardwise.report.files import check_place
 
-    if args.out and args.out.suffix != ".toml":
-        raise UserError(f"--out {args.out}: a cluster file's name ends in .toml")
-    if args.out and not args.out.parent.is_dir():
-        raise UserError(f"--out {args.out}: there is no directory {args.out.parent}")
-    known = args.out and args.out.exists()
-    before = Cluster.parse(str(args.out) if known else f"{args.ranks}xcpu")
-    if args.out:
-        check_place(args.out)
-    return before
+    return known_cluster(args.out) or Cluster.parse(f"{args.ranks}xcpu")
 
 
 def _announced(args: argparse.Namespace, chosen: list[Any], sizes: list[int]) -> str:
@@ -205,8 +197,6 @@ def _noise(spread: float) -> str:
 
 
 def _write(file: Path, cluster: Cluster, network_fit: NetworkFit, header: list[str]) -> None:
-    from shardwise.cluster.writing import to_toml
-    from shardwise.report.files import write_whole
     from shardwise.report.units import format_time
 
     times = [(name, network_fit.constant[of]) for of, name in _TIMES.items() if of in network_fit.constant]
@@ -214,7 +204,7 @@ def _write(file: Path, cluster: Cluster, network_fit: NetworkFit, header: list[s
     for k in range(len(network_fit.sizes)):
         speeds = [(name, network_fit.sized[of][k]) for of, name in _SPEEDS.items() if of in network_fit.sized]
         remarks[f"intra.speeds.{k}"] = "; ".join(f"{name} {_interval(figure, _speed, -1)}" for name, figure in speeds)
-    write_whole(file, to_toml(cluster, header, remarks))
+    write_cluster(file, cluster, header, remarks)
 
 
 def _interval(figure: Figure, words: Callable[[float], str], order: int = 1) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardwise.cli import collective_bench
+from shardwise.cli.cluster_file import known_cluster, write_cluster
 from shardwise.cli.output import print_json, show
 from shardwise.errors import UserError
 from shardwise.runtime import TRANSPORTS
@@ -41,13 +42,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure, write the file, print it. Raises `UserError`, and `RunFailed` when a rank dies."""
     _check(args)
-    before = _before(args.out)
+    before = known_cluster(args.out)
     kind = _kind(args)
     measured = _measured(args, kind)
     device = _device(measured, args, kind)
     cluster = _cluster(before, device, args.ranks)
     if args.out:
-        _write(args.out, cluster)
+        write_cluster(args.out, cluster, [f"{cluster.device.name}: {cluster.device.source}"])
     if args.json:
         print_json({"device": asdict(device), "samples": measured["samples"]})
         return 0
@@ -73,21 +74,6 @@ def _check(args: argparse.Namespace) -> None:
         raise UserError(f"--threads must be a positive integer, not {args.threads}")
     if not 0 < args.seconds < float("inf"):
         raise UserError(f"--seconds must be a positive number, not {args.seconds:g}")
-    if args.out and args.out.suffix != ".toml":
-        raise UserError(f"--out {args.out}: a cluster file's name ends in .toml")
-    if args.out and not args.out.parent.is_dir():
-        raise UserError(f"--out {args.out}: there is no directory {args.out.parent}")
-
-
-def _before(out: Path | None) -> Cluster | None:
-    """What the file says so far. Raises `UserError` where it could not be written later."""
-    from shardwise.cluster import Cluster
-    from shardwise.report.files import check_place
-
-    before = Cluster.parse(str(out)) if out and out.exists() else None
-    if out:
-        check_place(out)
-    return before
 
 
 def _kind(args: argparse.Namespace) -> Literal["cpu", "cuda"]:
@@ -163,14 +149,6 @@ def _link(device: Device) -> Link | None:
         return None
     seconds, sizes = timed["message"], timed["sizes"]
     return Link(seconds[0], sizes[-1] / seconds[-1], f"messages of {device.source}")
-
-
-def _write(file: Path, cluster: Cluster) -> None:
-    from shardwise.cluster.writing import to_toml
-    from shardwise.report.files import write_whole
-
-    header = [f"{cluster.device.name}: {cluster.device.source}"]
-    write_whole(file, to_toml(cluster, header))
 
 
 def _tables(device: Device) -> list[Any]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwise.cli.cluster_file import check_name, write_cluster
 from shardwise.cli.output import print_json
 from shardwise.errors import UserError
 
@@ -30,10 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from shardwise.cluster.topology import cluster_of, device_of, explained
-    from shardwise.report.files import write_whole
+    from shardwise.cluster.writing import to_toml
 
-    if args.out and args.out.suffix != ".toml":
-        raise UserError(f"--out {args.out}: a cluster file's name ends in .toml")
+    check_name(args.out)
     topology = _topology(args.table)
     device = device_of(topology, args.device)
     cluster = cluster_of(topology, device, args.nodes, args.nic_gbits, args.islands)
@@ -41,11 +41,11 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(_as_json(topology, cluster, lines))
     if args.out:
-        write_whole(args.out, _text(cluster, lines))
+        write_cluster(args.out, cluster, lines)
         if not args.json:
             print("\n".join([*lines, *_links(cluster), f"written: --cluster {shlex.quote(str(args.out))}"]))
     elif not args.json:
-        print(_text(cluster, lines), end="")
+        print(to_toml(cluster, lines), end="")
     return 0
 
 
@@ -71,12 +71,6 @@ def _links(cluster: Cluster) -> Iterator[str]:
         if name == "inside a node" or cluster.nodes > 1:
             speed = f"{format_bytes(link.bandwidth)}/s" if link.bandwidth else "speed not known"
             yield f"{name}: {speed} a device, one direction ({link.source})"
-
-
-def _text(cluster: Cluster, lines: list[str]) -> str:
-    from shardwise.cluster.writing import to_toml
-
-    return to_toml(cluster, lines)
 
 
 def _as_json(topology: Topology, cluster: Cluster, lines: list[str]) -> dict[str, object]:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 from shardwise.errors import UserError
+from shardwise.options import kinds
 from shardwise.report.files import write_whole
 from shardwise.report.strict_json import strict
 from shardwise.report.units import format_ranks
@@ -21,9 +22,6 @@ SCHEMA_VERSION = 1
 
 Source = Literal["predicted", "dry-run", "measured"]
 Phase = Literal["forward", "backward", "optimizer", "loss", "prefill", "decode"]
-
-Checks = Mapping[str, Callable[[Any], bool]]
-"""Field -> whether a value can be what a file says of it."""
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "uint8": 1, "bool": 1}
 
@@ -156,7 +154,7 @@ class StepReport:
             version = data.get("schema_version") if isinstance(data, dict) else None
             raise UserError(f"not a StepReport of schema version {SCHEMA_VERSION} (found {version!r})")
         try:
-            told = dict(_checked(data, _REPORT, "report"))
+            told = dict(_checked(data, StepReport, "report"))
             told["roles"] = tuple(_role(role) for role in data["roles"])
             told["notes"] = tuple(data.get("notes", ()))
             return cls(**told)
@@ -189,85 +187,46 @@ _MOST = 1 << 63
 """Of counts and bytes: more are of no machine."""
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
+def _fits(kind: Any, value: Any) -> bool:
+    """Whether a value of a JSON file can be of a field's type; numbers are from 0 to `_MOST`."""
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return any(_fits(part, value) for part in parts)
+    if origin is Literal:
+        return value in parts
+    if origin is tuple:
+        return isinstance(value, (list, tuple)) and all(_fits(parts[0], item) for item in value)
+    if kind is float:
+        return type(value) in (int, float) and 0 <= value < _MOST
+    if kind is int:
+        return type(value) is int and 0 <= value < _MOST
+    return isinstance(value, dict if is_dataclass(kind) else origin or kind)
 
 
-def _is_object(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
-def _is_whole(value: Any) -> bool:
-    return type(value) is int and 0 <= value < _MOST
-
-
-def _is_seconds(value: Any) -> bool:
-    return value is None or (type(value) in (int, float) and 0 <= value < _MOST)
-
-
-def _is_list_of(item: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, (list, tuple)) and all(map(item, value))
-
-
-_REPORT: Checks = {
-    "source": get_args(Source).__contains__,
-    "model": _is_object,
-    "layout": _is_text,
-    "workload": _is_object,
-    "cluster": _is_text,
-    "roles": _is_list_of(_is_object),
-    "time": _is_seconds,
-    "timing": lambda value: value is None or _is_object(value),
-    "notes": _is_list_of(_is_text),
-}
-_ROLE: Checks = {
-    "role": _is_text,
-    "ranks": lambda value: bool(value) and _is_list_of(_is_whole)(value),
-    "bytes": _is_object,
-    "ledger": _is_list_of(_is_object),
-    "transport": _is_list_of(_is_object),
-    "timeline": _is_list_of(_is_object),
-}
-_LEDGER_ROW: Checks = {
-    "phase": get_args(Phase).__contains__,
-    "op": _is_text,
-    "axes": _is_text,
-    "unit": _is_text,
-    "dtype": lambda value: _is_text(value) and value in DTYPE_BYTES,
-    "elements": _is_whole,
-    "count": _is_whole,
-}
-_TRANSPORT_ROW: Checks = {
-    "row": _is_whole,
-    "algorithm": _is_text,
-    "bytes_sent": lambda value: value is None or _is_whole(value),
-    "steps": lambda value: value is None or _is_whole(value),
-    "time_s": _is_seconds,
-    "wait_s": _is_seconds,
-}
-_BYTES: Checks = dict.fromkeys((each.name for each in fields(Bytes)), _is_whole)
-
-
-def _checked(data: dict[str, Any], checks: Checks, what: str) -> dict[str, Any]:
+def _checked(data: dict[str, Any], kind: Any, what: str) -> dict[str, Any]:
     """`data`. Raises `TypeError` for a value that cannot be meant; what is missing, or too much, others will say."""
-    for name, right in checks.items():
-        if name in data and not right(data[name]):
+    for name, declared in kinds(kind).items():
+        if name in data and not _fits(declared, data[name]):
             raise TypeError(f"{what}: {name} cannot be {reprlib.repr(data[name])}")
     return data
 
 
 def _role(data: dict[str, Any]) -> Role:
-    _checked(data, _ROLE, "role")
+    _checked(data, Role, "role")
     role = Role(
         role=data["role"],
         ranks=tuple(data["ranks"]),
-        bytes=Bytes(**_checked(data["bytes"], _BYTES, "bytes")),
-        ledger=tuple(LedgerRow(**_checked(row, _LEDGER_ROW, "ledger row")) for row in data["ledger"]),
+        bytes=Bytes(**_checked(data["bytes"], Bytes, "bytes")),
+        ledger=tuple(LedgerRow(**_checked(row, LedgerRow, "ledger row")) for row in data["ledger"]),
         transport=tuple(
-            TransportRow(**_checked(row, _TRANSPORT_ROW, "transport row")) for row in data.get("transport", ())
+            TransportRow(**_checked(row, TransportRow, "transport row")) for row in data.get("transport", ())
         ),
         timeline=tuple(data.get("timeline", ())),
     )
+    if not role.ranks:
+        raise TypeError("role: ranks cannot be []")
+    if unknown := {row.dtype for row in role.ledger} - DTYPE_BYTES.keys():
+        raise TypeError(f"ledger row: dtype cannot be {reprlib.repr(min(unknown))}")
     if role.transport and max(row.row for row in role.transport) >= len(role.ledger):
         raise TypeError("a transport row is of no ledger row")
     if role.peak_bytes < 0:

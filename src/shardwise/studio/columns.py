@@ -6,7 +6,7 @@ import base64
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -40,9 +40,6 @@ class Table:
         lengths = {len(values) for values in self.columns.values()}
         assert len(lengths) <= 1, f"{self.title}: columns of unequal length {lengths}"
 
-    def to_json(self) -> dict[str, Any]:
-        return {"title": self.title, "columns": dict(self.columns), "units": dict(self.units)}
-
 
 @dataclass(frozen=True)
 class How:
@@ -52,9 +49,6 @@ class How:
     steps: Sequence[str]
     command: str = ""
     source: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        return {"steps": list(self.steps), "command": self.command, "source": self.source}
 
 
 @dataclass(frozen=True)
@@ -68,15 +62,6 @@ class View:
     how: Mapping[str, How]
     more: Mapping[str, Any] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "state": dict(self.state),
-            "choices": {name: list(values) for name, values in self.choices.items()},
-            "tables": {name: table.to_json() for name, table in self.tables.items()},
-            "how": {name: how.to_json() for name, how in self.how.items()},
-            "more": dict(self.more),
-        }
-
 
 def encode(value: Any) -> bytes:
     """JSON as the page reads it: long arrays as `{"packed": "f8", "base64": ...}`, NaN as text."""
@@ -84,6 +69,8 @@ def encode(value: Any) -> bytes:
 
 
 def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        return {item.name: _plain(getattr(value, item.name)) for item in fields(value)}
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, np.ndarray):

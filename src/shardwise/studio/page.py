@@ -65,7 +65,7 @@ def exported(*views: str, runs: Path = Path("runs")) -> str:
         for part in parts(name):
             if part in answers:
                 raise UserError(f"one file shows one state of {name}: write another file for the other")
-            answers[part] = json.loads(encode(answer(part, words, runs).to_json()))
+            answers[part] = json.loads(encode(answer(part, words, runs)))
     modules = {
         _name(path): "data:text/javascript;base64," + base64.b64encode(content).decode()
         for path, content in files().items()

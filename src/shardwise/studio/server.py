@@ -104,7 +104,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _reply(self, made: Any) -> None:
         try:
             result = made()
-            body = encode(result.to_json() if hasattr(result, "to_json") else result)
+            body = encode(result)
         except UserError as error:
             self._refuse(400, str(error))
             return

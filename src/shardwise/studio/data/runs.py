@@ -101,8 +101,8 @@ def events(params: Mapping[str, str], runs: Path) -> dict[str, Any]:
     return {
         "runs": names,
         "cursor": cursor,
-        "steps": _steps(result).to_json()["columns"],
-        "validation": _validation(result).to_json()["columns"],
+        "steps": _steps(result).columns,
+        "validation": _validation(result).columns,
         **_about(here, here.run),
     }
 
