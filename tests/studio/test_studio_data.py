@@ -475,7 +475,7 @@ def test_modules_need_no_build_and_nothing_from_outside() -> None:
     [
         ("tokens", {}, {"bloom-176b", "mixtral-8x7b", "deepseek-v3"}),
         ("tokens", {"prompt": "1024", "output": "16"}, {"bloom-176b", "mixtral-8x7b", "deepseek-v3", "tiny-llama",
-         "tiny-gpt", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"}),
+         "tiny-olmo2", "tiny-gemma2", "tiny-gpt", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"}),
         ("memory", {}, {"bloom-176b", "mixtral-8x7b", "deepseek-v3"}),
         ("plan", {"seq": "1024", "cluster": "8xH100", "model": "tiny-llama", "batch": "8"}, {"tiny-gpt"}),
     ],
