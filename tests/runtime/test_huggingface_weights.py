@@ -124,13 +124,24 @@ def _ours(model: Any) -> dict[str, Tensor]:
         else:
             attention, mlp = layer.self_attn, layer.mlp
             names = {
-                "attention_norm": layer.input_layernorm, "mlp_norm": layer.post_attention_layernorm,
                 "attention.qkv.q": attention.q_proj, "attention.qkv.k": attention.k_proj,
                 "attention.qkv.v": attention.v_proj, "attention.out": attention.o_proj, "mlp.down": mlp.down_proj,
                 "mlp.gate_up.gate": mlp.gate_proj, "mlp.gate_up.up": mlp.up_proj,
             }  # fmt: skip
             if config.model_type == "qwen3":
                 names |= {"attention.q_norm": attention.q_norm, "attention.k_norm": attention.k_norm}
+            if config.model_type == "olmo2":
+                names |= {"attention.qk_norm.q": attention.q_norm, "attention.qk_norm.k": attention.k_norm}
+            if config.model_type in ("olmo2", "gemma2"):
+                names |= {
+                    "attention_post_norm": layer.post_attention_layernorm,
+                    "mlp_post_norm": layer.post_feedforward_layernorm,
+                }
+            before = {"olmo2": "", "gemma2": "pre_feedforward_layernorm"}.get(
+                config.model_type, "post_attention_layernorm"
+            )
+            if before:
+                names |= {"attention_norm": layer.input_layernorm, "mlp_norm": getattr(layer, before)}
         for name, module in names.items():
             put(f"{at}.{name}", module)
     put("head.norm", trunk.ln_f if gpt2 else trunk.final_layer_norm if neox else trunk.norm)

@@ -153,10 +153,10 @@ class CoreAttention(nn.Module):
         kv = k.shape[1]
         # Query heads of one key/value head become rows of one product: k and v need no copies.
         rows = (q * self.scale).reshape(b, kv, h // kv * s, d)
-        scores = torch.matmul(rows, k.transpose(2, 3)).view(b, h, s, s)
+        scores = torch.matmul(rows, k.transpose(2, 3))
         if self.softcap:
             scores = scores.div_(self.softcap).tanh_() * self.softcap
-        scores.add_(mask)
+        scores = scores.view(b, h, s, s).add_(mask)
         probabilities = torch.softmax(scores, -1)
         del scores
         probabilities = self.dropout.of_batch(probabilities, lambda: self._rows(batch, h), batch)

@@ -127,11 +127,13 @@ class AttentionTensors:
     def _block(self, backward: bool) -> int:
         """Transients of the largest block of queries of one sequence (`ops/blocked_attention.py`)."""
         s, wide = self.s, self.s.statistic
-        queries = min(s.seq, QUERY_ROWS)
-        keys = min(s.seq, max((window or s.seq) - 1 + queries for window in self.plan.windows))
-        square, rows, shared = s.heads * queries * keys * wide, queries * s.q * wide, keys * s.kv * wide
-        held = (3 if self.capped else 2) * square + queries * keys + rows + shared
-        return held + rows + shared + 2 * s.seq * s.kv * wide if backward else held
+        reach, held = max(window or s.seq for window in self.plan.windows), []
+        for first in range(0, s.seq, QUERY_ROWS):
+            queries = min(QUERY_ROWS, s.seq - first)
+            keys = min(first + queries, reach - 1 + queries)
+            square, rows, shared = s.heads * queries * keys * wide, queries * s.q * wide, keys * s.kv * wide
+            held.append((3 if self.capped else 2) * square + queries * keys + (1 + backward) * (rows + shared))
+        return max(held) + (2 * s.seq * s.kv * wide if backward else 0)
 
     def _short_forward(self, live: LiveBytes) -> None:
         """Forward of `ops/cpu/attention.py`, one sequence after the other."""

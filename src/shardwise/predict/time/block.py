@@ -281,8 +281,12 @@ def core_width(core: AttentionCore) -> float:
 
 def core_of(model: ModelConfig) -> AttentionCore:
     """The attention of a model's blocks."""
-    operations = blueprint(model).of_kind("block")[0].operations
-    return next(operation for operation in operations if operation.kind == "attention")
+    return attention_of(blueprint(model).of_kind("block")[0])
+
+
+def attention_of(block: Part) -> AttentionCore:
+    """The attention of a block."""
+    return next(operation for operation in block.operations if operation.kind == "attention")
 
 
 def _score_core(tally: PartSeconds, core: AttentionCore, shape: Shape, engine: EngineProfile) -> None:

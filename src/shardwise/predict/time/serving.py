@@ -15,7 +15,7 @@ import numpy as np
 from shardwise.errors import UserError
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import blueprint, count_parts
-from shardwise.predict.time.block import on_rank
+from shardwise.predict.time.block import attention_of, on_rank
 from shardwise.predict.time.kernels import WIDTH
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import EngineProfile
@@ -87,10 +87,11 @@ def decode_pass(
     block: dict[str, Num] = {"weights": sum(decode_products(model, serving, batch, engine, pricing))}
     heads = model.vocab / (1 if engine.head_replicated else serving.tp)
     head = _product(batch, heads, model.hidden, _head_type(serving, engine), engine, pricing)
-    cache = cache_bytes_per_token(model, serving) * np.maximum(context, 1.0) * batch / model.layers
+    seen = sum(share * np.minimum(window or np.inf, context) for window, share in _windows(model))
+    cache = cache_bytes_per_token(model, serving) * np.maximum(seen, 1.0) * batch / model.layers
     block["attention"] = cache / (known.bandwidth * known.value("decode_attention")) + known.value("kernel_gap_s")
     block["memory"] = _elementwise(model, serving, batch, engine, pricing)
-    block["tensor"] = 2 * sum_seconds(model, serving, batch, engine, pricing)
+    block["tensor"] = _sums(model, serving, batch, engine, pricing)
     return PassSeconds(block, head, known.value("iteration_s") * (not engine.compiled) + batch * engine.request_s)
 
 
@@ -116,10 +117,25 @@ def prefill_pass(
     for wide, deep, copies in _products(model, serving, tokens):
         block["weights"] = block["weights"] + copies * pricing.kernels.matmul(tokens, wide, deep, serving.weights)
     heads, kv = model.heads / serving.tp, np.maximum(model.kv_heads / serving.tp, 1)
-    block["attention"] = pricing.kernels.attention(batch, prompt, prompt, heads, kv, model.head_dim)
+    block["attention"] = sum(
+        share * _prompt_attention(batch, prompt, heads, kv, model.head_dim, window, pricing)
+        for window, share in _windows(model)
+    )
     block["memory"] = _elementwise(model, serving, tokens, engine, pricing)
-    block["tensor"] = 2 * sum_seconds(model, serving, tokens, engine, pricing)
+    block["tensor"] = _sums(model, serving, tokens, engine, pricing)
     return PassSeconds(block, 0.0, pricing.constants.value("iteration_s") + 0.0 * tokens)
+
+
+def _windows(model: ModelConfig) -> list[tuple[int, float]]:
+    """(window, share of the blocks) of attention; window 0 attends to all tokens."""
+    blocks = blueprint(model).distinct_blocks
+    return [(attention_of(part).window, count / model.layers) for part, count in blocks]
+
+
+def _prompt_attention(batch: Num, prompt: Num, heads: Num, kv: Num, width: int, window: int, pricing: Pricing) -> Num:
+    local = window * (window < np.asarray(prompt))
+    attended = 1 - np.minimum(window or prompt, prompt) / (2 * np.asarray(prompt))
+    return pricing.kernels.attention(batch, prompt, prompt, heads, kv, width, window=local, attended=attended)
 
 
 def cache_bytes_per_token(model: ModelConfig, serving: ServingLayout) -> Num:
@@ -196,6 +212,13 @@ def sum_seconds(
     """Seconds of one all-reduce over tp on a pass of `tokens` tokens. A block has two."""
     nbytes = tokens * model.hidden * WIDTH[serving.stream]
     return pricing.collectives.seconds("all_reduce", nbytes, serving.tp, reads_peers=engine.reads_peers)
+
+
+def _sums(model: ModelConfig, serving: ServingLayout, tokens: Num, engine: EngineProfile, pricing: Pricing) -> Num:
+    """Seconds of a block's sums over tp, those of norms over all heads included."""
+    price, statistics = pricing.collectives.seconds, blueprint(model).of_kind("block")[0].statistics
+    sums = (price("all_reduce", 4.0 * n * tokens, serving.tp, reads_peers=engine.reads_peers) for n in statistics)
+    return 2 * sum_seconds(model, serving, tokens, engine, pricing) + sum(sums, 0.0)
 
 
 def _products(model: ModelConfig, serving: ServingLayout, tokens: Num) -> list[tuple[Num, Num, Num]]:
