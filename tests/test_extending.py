@@ -47,3 +47,14 @@ def test_the_cluster_file_is_one(tmp_path: Path) -> None:
     cluster = Cluster.parse(str(tmp_path / "mine.toml"))
     assert (cluster.nodes, cluster.devices, cluster.device.name) == (4, 32, "MyGPU")
     assert cluster.intra.bandwidth == 400e9 and cluster.inter.kind == "network"
+
+
+@pytest.mark.parametrize(
+    ("block", "file"),
+    [(0, "cluster/accelerators.toml"), (1, "model/families/olmo.py"), (2, "decoder/olmo2.py")],
+)
+def test_the_changes_quoted_are_in_the_source(block: int, file: str) -> None:
+    source = (Path(__file__).parents[1] / "src" / "shardwise" / file).read_text(encoding="utf-8")
+    added = [line[1:] for line in blocks("diff")[block].splitlines() if line.startswith("+") and "..." not in line]
+    missing = [line for line in added if line not in source and not line.startswith("peak_flops")]
+    assert len(added) > 4 and not missing
