@@ -128,8 +128,8 @@ def tiny_gradients(rank: int, payload: tuple[Case, Layout, int, float]) -> list[
             if use.kind == "backward":
                 for unit in plan.finished_after(use.part):
                     flat = engine.units[unit.name]
-                    for place in flat.places:
-                        place.add_sum(torch.full((1, *place.view.shape), 1.0 if index == 0 else tiny).to(place.view))
+                    for slot in flat.grad_slots:
+                        slot.add_sum(torch.full((1, *slot.view.shape), 1.0 if index == 0 else tiny).to(slot.view))
                 engine.finish_backward(use.part)
     engine.finish_step()
     return [(n, float(f.grads_interval.min()), float(f.grads_interval.max())) for n, f in engine.units.items()]

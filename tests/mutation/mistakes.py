@@ -190,5 +190,5 @@ MISTAKES = (
     Mistake(24, "a unit passes for resident when another has taken its slot", UNITS,
             "resident[unit.slot] = unit.name", "resident.setdefault(unit.slot, unit.name)", "trap_24"),
     Mistake(24, "gradients are added to whatever lies in their memory", FLAT,
-            "place.empty = True", "pass", "trap_24"),
+            "grad_slot.empty = True", "pass", "trap_24"),
 )  # fmt: skip

@@ -52,7 +52,7 @@ class Engine:
     there is no order of micro-batches, and `unshard`, `reshard` and `reduce` come as the schedule has them. A turn of
     generation is `begin_forward` and the visits of its parts.
 
-    overwriting: modules that add their weights' gradients into the places themselves, which then need no zeroing.
+    overwriting: modules that add their weights' gradients into their slots themselves, which then need no zeroing.
     weights: when they do.
     """
 
@@ -148,18 +148,18 @@ class Engine:
             return modules[module], leaf
 
         for flat in self.units.values():
-            places: Sequence[GradSlot | None] = [None] * len(flat.unit.placed)
+            grad_slots: Sequence[GradSlot | None] = [None] * len(flat.unit.placed)
             if self.plan.trains:
-                places = flat.divide(lambda placed: owner(placed)[0] in overwriting)
-            for start, placed, place in zip(flat.unit.offsets, flat.unit.placed, places, strict=True):
+                grad_slots = flat.make_grad_slots(lambda placed: owner(placed)[0] in overwriting)
+            for start, placed, grad_slot in zip(flat.unit.offsets, flat.unit.placed, grad_slots, strict=True):
                 weight = flat.whole[start : start + placed.numel].view(placed.shape)
                 module, leaf = owner(placed)
-                module._parameters[leaf] = _leaf(weight, place)
+                module._parameters[leaf] = _leaf(weight, grad_slot)
                 if flat.unit.name == "tied":
                     # A second leaf on the same memory: the head adds its gradient as soon as it has it.
                     out = self.decoder.head.out
                     assert isinstance(out, TiedLinear)
-                    out.use(_leaf(weight, place))
+                    out.use(_leaf(weight, grad_slot))
 
     # -- following the plan
 
@@ -378,15 +378,15 @@ class Engine:
         }
 
 
-def _leaf(weight: Tensor, place: GradSlot | None) -> nn.Parameter:
-    """A parameter on the memory of `weight`, with a version counter of its own. place: None where nothing trains.
+def _leaf(weight: Tensor, grad_slot: GradSlot | None) -> nn.Parameter:
+    """A parameter on the memory of `weight`, with a version counter of its own. grad_slot: None where nothing trains.
 
     Autograd would otherwise refuse a weight that was gathered again between its forward and its backward, though the
     slot then holds the same values as before.
     """
     own = torch.empty(0, dtype=weight.dtype, device=weight.device)
     own.set_(weight.untyped_storage(), weight.storage_offset(), weight.shape, weight.stride())
-    parameter = nn.Parameter(own, requires_grad=place is not None)
-    if place is not None:
-        bind_grad_slot(parameter, place)
+    parameter = nn.Parameter(own, requires_grad=grad_slot is not None)
+    if grad_slot is not None:
+        bind_grad_slot(parameter, grad_slot)
     return parameter

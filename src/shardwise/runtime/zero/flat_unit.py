@@ -59,7 +59,7 @@ class FlatUnit:
         if plan.trains:
             elements = n if plan.layout.stage >= 2 else unit.padded
             self.grads = Buffer("gradients", elements, torch_dtype(plan.grad_dtype), device, tally)
-        self.places: list[GradSlot] = []
+        self.grad_slots: list[GradSlot] = []
         self._overwritten: list[GradSlot] = []
         self._added_to: list[Tensor] = []
 
@@ -95,36 +95,36 @@ class FlatUnit:
         """The whole unit's gradients, where backward adds them up."""
         return self.grads if self.staging is None else self.staging
 
-    def divide(self, overwrites: Callable[[Placed], bool]) -> list[GradSlot]:
-        """A place for each parameter's gradient. Those which are not overwritten, and the padding, must be emptied."""
-        grads, self.places = self.full_grads.take(), []
+    def make_grad_slots(self, overwrites: Callable[[Placed], bool]) -> list[GradSlot]:
+        """A slot for each parameter's gradient. Those which are not overwritten, and the padding, must be emptied."""
+        grads, self.grad_slots = self.full_grads.take(), []
         self._overwritten, self._added_to = [], []
         at = 0  # start of the span of gradients that autograd adds to
         for start, placed in zip(self.unit.offsets, self.unit.placed, strict=True):
             stop = start + placed.numel
-            self.places.append(GradSlot(grads[start:stop].view(placed.shape)))
+            self.grad_slots.append(GradSlot(grads[start:stop].view(placed.shape)))
             if overwrites(placed):
-                self._overwritten.append(self.places[-1])
+                self._overwritten.append(self.grad_slots[-1])
                 self._added_to += [grads[at:start]] if at < start else []
                 at = stop
         self._added_to += [grads[at:]] if at < len(grads) else []
         self.full_grads.free()
-        return self.places
+        return self.grad_slots
 
     def allocate_grads(self) -> None:
         """Memory for what backward is about to add up, with nothing in it."""
         self.full_grads.take()
-        for place in self._overwritten:
-            place.empty = True
+        for grad_slot in self._overwritten:
+            grad_slot.empty = True
         for span in self._added_to:
             span.zero_()
 
     def empty_rest(self) -> None:
         """Zero what nothing has been added to: gradients of biases, where only products came after `allocate_grads`."""
-        for place in self._overwritten:
-            if place.empty:
-                place.view.zero_()
-                place.empty = False
+        for grad_slot in self._overwritten:
+            if grad_slot.empty:
+                grad_slot.view.zero_()
+                grad_slot.empty = False
 
     def accumulator(self) -> Target:
         """Where one micro-batch's gradient goes: to those before it, if there are any."""
