@@ -91,7 +91,7 @@ def _zero(folder: Path, weights_only: bool) -> ForeignState:
     model_path = folder / "mp_rank_00_model_states.pt"
     if not model_path.exists():
         model_path = folder / "zero_pp_rank_0_mp_rank_00_model_states.pt"
-    model = _dict(load(model_path, str(model_path), _NAMES), str(model_path))
+    model = _file(model_path)
     shapes = _shapes(model, model_path)
     parts = [_part(path, weights_only) for path in files]
     stage = parts[0].stage
@@ -154,7 +154,7 @@ def _shapes(model: dict[str, Any], path: Path) -> dict[str, tuple[int, ...]]:
 
 def _part(path: Path, weights_only: bool) -> _Part:
     where = str(path)
-    state = _dict(_dict(load(path, where, _NAMES), where).get("optimizer_state_dict"), where)
+    state = _dict(_file(path).get("optimizer_state_dict"), where)
     stage, partitions = state.get("zero_stage"), state.get("partition_count")
     if type(stage) is not int or not 1 <= stage <= 3:
         raise UserError(f"{path} is of ZeRO stage {stage!r}, which is not read here")
@@ -294,7 +294,7 @@ def _universal(folder: Path, weights_only: bool) -> ForeignState:
         if (path / "step.pt").exists():
             steps[path.name] = _number(load(path / "step.pt", str(path / "step.pt")), path / "step.pt")
     path = folder / "zero" / "optimizer_state.pt"
-    state = _dict(load(path, str(path), _NAMES), str(path))
+    state = _file(path)
     inner = _dict(state.get("optimizer_state_dict") or {}, str(path))
     for index, entry in _dict(inner.get("state") or {}, str(path)).items():
         steps[f"group {index}"] = _number(_dict(entry, str(path)).get("step"), path)
@@ -311,7 +311,7 @@ def _universal_model(folder: Path) -> dict[str, Any]:
     """What the run says of itself, for information: nothing of it is needed."""
     for path in sorted(folder.glob("*mp_rank_*_model_states.pt")):
         with suppress(UserError):
-            return _dict(load(path, str(path), _NAMES), str(path))
+            return _file(path)
     return {}
 
 
@@ -333,6 +333,10 @@ def _universal_content(path: Path) -> tuple[Any, tuple[int, ...] | None]:
 
 
 # What the run says of itself.
+
+
+def _file(path: Path) -> dict[Any, Any]:
+    return _dict(load(path, str(path), _NAMES), str(path))
 
 
 def _dict(value: Any, where: str) -> dict[Any, Any]:

@@ -27,32 +27,23 @@ MOST = 10
 
 _RECV_F, _F, _SEND_F, _RECV_B, _I, _W, _SEND_B, _REDUCED = (1 << bit for bit in range(8))
 
-_DOES = {
-    "RECV_F": _RECV_F,
-    "F": _F,
-    "SEND_F": _SEND_F,
-    "RECV_B": _RECV_B,
-    "I": _I,
-    "W": _W,
-    "B": _I | _W,
-    "SEND_B": _SEND_B,
-    "REDUCE_GRAD": _REDUCED,
+_RULES = {
+    "RECV_F": (_RECV_F, 0),
+    "F": (_F, 0),
+    "SEND_F": (_SEND_F, _F),
+    "RECV_B": (_RECV_B, 0),
+    "I": (_I, _F),
+    "W": (_W, _I),
+    "B": (_I | _W, _F),
+    "SEND_B": (_SEND_B, _I),
+    "REDUCE_GRAD": (_REDUCED, _W),
 }
-_NEEDS = {
-    "RECV_F": 0,
-    "F": 0,
-    "SEND_F": _F,
-    "RECV_B": 0,
-    "I": _F,
-    "W": _I,
-    "B": _F,
-    "SEND_B": _I,
-    "REDUCE_GRAD": _W,
-}
-"""What must have been done with the same stage and micro-batch before; what comes from neighbours is added to it."""
+"""Kind -> (what it does, what must have been done with the same stage and micro-batch before); what comes from
+neighbors is added to the latter."""
 
-_NAMES = {_RECV_F: "RECV_F", _F: "F", _SEND_F: "SEND_F", _RECV_B: "RECV_B", _I: "I", _W: "W", _SEND_B: "SEND_B"}
-_NAMES[_REDUCED] = "REDUCE_GRAD"
+_DOES = {kind: does for kind, (does, _) in _RULES.items()}
+_NEEDS = {kind: needs for kind, (_, needs) in _RULES.items()}
+_NAMES = {does: kind for kind, does in _DOES.items() if kind != "B"}
 _MESSAGES = frozenset({"SEND_F", "RECV_F", "SEND_B", "RECV_B"})
 _FORWARD_ONLY = frozenset({"RECV_F", "F", "SEND_F", "UNSHARD", "RESHARD"})
 
