@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -35,6 +35,13 @@ class Table:
     title: str
     columns: Mapping[str, Sequence[Any]]
     units: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of_rows(cls, title: str, units: Mapping[str, str], rows: Iterable[Sequence[Any]]) -> Table:
+        """A table of rows. units: heading -> unit, "" for text and plain numbers."""
+        listed = list(rows)
+        columns = {name: [row[i] for row in listed] for i, name in enumerate(units)}
+        return cls(title, columns, {name: unit for name, unit in units.items() if unit})
 
     def __post_init__(self) -> None:
         lengths = {len(values) for values in self.columns.values()}

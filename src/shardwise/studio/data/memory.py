@@ -134,9 +134,8 @@ def _fits(model: ModelConfig, layout: Layout, workload: Workload, cluster: Clust
     for recompute in ("none", "selective", "full"):
         for zero in range(4):
             rows.append((zero, recompute, *_peak(model, layout, workload, cluster, zero, recompute)))
-    names = ("zero", "recompute", "peak", "fits", "why not")
-    columns = dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))
-    return Table("The fullest device with other ZeRO stages and recompute", columns, {"peak": "bytes"})
+    units = {"zero": "", "recompute": "", "peak": "bytes", "fits": "", "why not": ""}
+    return Table.of_rows("The fullest device with other ZeRO stages and recompute", units, rows)
 
 
 def _peak(

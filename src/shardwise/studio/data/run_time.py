@@ -40,12 +40,14 @@ def time_figures(report: StepReport) -> TimeFigures:
     bars: dict[str, list[dict[str, Any]]] = {}
     timed = [(role, exposure(spans(role))) for role in report.roles if role.timeline]
     if timed:
-        tables["time"] = _table("Time of one step", _PART, [row for one in timed for row in _part_rows(*one)])
-        tables["traffic"] = _table("Collectives by operation", _TRAFFIC, [r for one in timed for r in _traffic(*one)])
+        tables["time"] = Table.of_rows("Time of one step", _PART, [row for one in timed for row in _part_rows(*one)])
+        tables["traffic"] = Table.of_rows(
+            "Collectives by operation", _TRAFFIC, [r for one in timed for r in _traffic(*one)]
+        )
         bars["time"] = [_part_bar(role, total)._asdict() for role, total in timed]
     carried = [role for role in report.roles if role.transport]
     if carried:
-        tables["transport"] = _table(
+        tables["transport"] = Table.of_rows(
             "How collectives were carried", _CARRIED, [r for one in carried for r in _rows(one)]
         )
         bars["transport"] = [bar._asdict() for bar in _transport_bars(carried[0])]
@@ -75,11 +77,6 @@ _CARRIED = {
     "payload": "bytes", "sent": "bytes", "steps": "count", "time": "seconds", "waited": "seconds",
 }  # fmt: skip
 """Heading -> unit of each column."""
-
-
-def _table(title: str, heads: dict[str, str], rows: list[tuple[Any, ...]]) -> Table:
-    columns = {name: [row[i] for row in rows] for i, name in enumerate(heads)}
-    return Table(title, columns, {name: unit for name, unit in heads.items() if unit})
 
 
 def _compute_parts(role: Role) -> list[tuple[str, int]]:

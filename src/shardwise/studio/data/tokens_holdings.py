@@ -179,8 +179,7 @@ def holds_table(layouts: tuple[Layout, ...], holdings: list[list[ParameterShard]
         if piece.how != "nothing"
     ]
     names = ("strategy", "rank", "parameter", "how", "from", "to", "elements", "bytes")
-    columns = dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))
-    return Table("What each rank holds of the first layer", columns, {"bytes": "bytes"})
+    return Table.of_rows("What each rank holds of the first layer", dict.fromkeys(names, "") | {"bytes": "bytes"}, rows)
 
 
 def how_holds(model: ModelConfig, layouts: tuple[Layout, ...], sides: list[list[DrawnDevice]]) -> How:

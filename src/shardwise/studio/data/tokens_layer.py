@@ -204,10 +204,9 @@ def layer_table(sides: Sequence[tuple[Layout, list[LayerStep], float]]) -> Table
             so_far += step.seconds
             rows.append((str(layout), number, *step[:2], step.seconds, so_far, step.memory, step.ahead))
         rows.append((str(layout), STEPS, "in all", "a token's time over the number of layers", average, *[None] * 3))
-    names = ("strategy", "step", "what", "in words", "takes", "so far", "weights there", "of the next layer")
-    columns = dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))
-    units = {"takes": "seconds", "so far": "seconds", "weights there": "bytes", "of the next layer": "share"}
-    return Table("One layer, step by step", columns, units)
+    units = dict.fromkeys(("strategy", "step", "what", "in words"), "")
+    units |= {"takes": "seconds", "so far": "seconds", "weights there": "bytes", "of the next layer": "share"}
+    return Table.of_rows("One layer, step by step", units, rows)
 
 
 def how_layer(sides: Sequence[tuple[Layout, list[LayerStep], float]], command: str) -> How:

@@ -53,10 +53,8 @@ def shares_table(ones: Sequence[Generated]) -> Table:
             whole = one.middle.seconds if of == PASSES[0] else one.trained.seconds
             sums = (sum(float(parts.get(name, 0.0)) for name in names) for names in (_COMPUTING, _MOVING, _WAITING))
             rows.append((str(one.layout), of, *(part / whole for part in sums), whole))
-    names = ("strategy", "of", "computes", "moves data", "waits", "takes")
-    units = dict.fromkeys(names[2:5], "share") | {"takes": "seconds"}
-    columns = dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))
-    return Table("Shares of the time of a token and of a training step", columns, units)
+    units = {"strategy": "", "of": ""} | dict.fromkeys(("computes", "moves data", "waits"), "share")
+    return Table.of_rows("Shares of the time of a token and of a training step", units | {"takes": "seconds"}, rows)
 
 
 def drawn(layers: int, ones: Sequence[Generated], ways: Sequence[Sequence[DecodeOp]]) -> dict[str, Any]:

@@ -203,10 +203,10 @@ function runFacts({ more, tables }) {
   const loss = validated.validation_loss[end], entropy = validated.unigram_entropy[end];
   const compared = more.has?.length === 2 ? agreement(more) : [];
   return [fact("Model", more.model, more.layout || "one device"),
-    ...(seq ? [fact("Workload", `${count(batch)} sequences`, `of ${count(seq)} tokens a step`)] : []),
     fact("Step", `${columns.step[last] ?? 0}`, `of ${more.steps_wanted}, ${more.ranks} rank${more.ranks === 1 ? "" : "s"}`),
     fact("Loss", last < 0 ? "–" : plain(columns.loss[last]), "of the last step"),
     fact("Speed", last < 0 ? "–" : `${count(median(columns.tokens_per_s))} tokens/s`, "median of its steps"),
+    ...(seq ? [fact("Workload", `${count(batch)} sequences`, `of ${count(seq)} tokens a step`)] : []),
     ...(Number.isFinite(loss) ? [fact("Validation loss", plain(loss), `${loss < entropy ? "✓ below" : "✗ not below"} the unigram entropy, ${plain(entropy)}`)] : []), ...compared];
 }
 
