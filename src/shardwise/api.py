@@ -313,7 +313,7 @@ def _check_out(config: TrainConfig) -> None:
     if not (config.resume and out.resolve() in Path(config.resume).resolve().parents):
         check_unused(out)
         return
-    # Two branches in one folder: whoever asked for the newest checkpoint would get one or the other.
+    # Two branches in one folder: a request for the newest checkpoint would get one or the other.
     newest, resumed = latest(out / "checkpoints"), Checkpoint.open(config.resume)
     if newest and newest.manifest.step > resumed.manifest.step:
         raise UserError(

@@ -35,7 +35,7 @@ OPTIMIZER = OptimizerConfig(lr=5e-3)
 TEXT_BYTES = 4_000_000
 
 ELSEWHERE = ("tp=2,micro=8,precision=fp32", "dp=4,zero=1,micro=4,precision=fp32")
-"""Layouts under which the run goes on from its checkpoint."""
+"""Layouts under which the run resumes from its checkpoint."""
 MORE_STEPS = 10
 SAME_LOSS = 1e-3
 """Nats a token: a checkpoint that was read rightly gives the same validation loss, but for rounding."""
@@ -100,7 +100,7 @@ class Tour:
     result: TrainResult
     comparison: ReportComparison
 
-    def go_on(self, layout: str, rank0_stdout: int | None = None) -> ResumedRun:
+    def resume_under(self, layout: str, rank0_stdout: int | None = None) -> ResumedRun:
         """Resume the checkpoint under another layout, in a run of its own beside. Raises what `resume` raises."""
         out = next_free(self.result.out.with_name(f"{self.result.out.name}-resumed"))
         steps = STEPS + MORE_STEPS

@@ -208,7 +208,7 @@ def _write(file: Path, cluster: Cluster, network_fit: NetworkFit, header: list[s
 
 
 def _interval(figure: Figure, words: Callable[[float], str], order: int = 1) -> str:
-    """From one end to the other; in the order -1 the ends change places, as those of speeds do."""
+    """The interval in words; order=-1 swaps its ends, since a speed is the inverse of a time."""
     return " to ".join(dict.fromkeys(map(words, (figure.low, figure.high)[::order])))
 
 

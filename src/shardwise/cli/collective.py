@@ -30,7 +30,7 @@ MOST_VERIFIED = 512
 """Ranks: a ring of them takes 20 s and 700 MB, one of twice as many two minutes and 3 GB."""
 MOST_PRICED = 65_536
 MOST_EXCHANGED = {"all-to-all": 24_576, "reduce-scatter": 24_576}
-"""Ranks that are priced in about a minute; of p ranks, a pairwise exchange has p - 1 rounds that are not alike."""
+"""Ranks that are priced in about a minute; a pairwise exchange of p ranks has p - 1 different rounds."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -119,7 +119,7 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _printable(args: argparse.Namespace) -> None:
-    """Raise `UserError` for numbers whose rounds nobody could read, before they are made."""
+    """Raise `UserError` for numbers with too many rounds to read, before they are made."""
     for name in ("ranks", "segments"):
         if (getattr(args, name) or 0) > MOST_SHOWN:
             raise UserError(f"--{name} {getattr(args, name)}: up to {MOST_SHOWN:,} can be shown round by round")

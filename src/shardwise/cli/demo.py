@@ -2,7 +2,7 @@
 
 Takes one to three minutes on two cores. The exit code is 0 when the ledgers are equal, the bytes by class are equal,
 the validation loss is below the unigram entropy of the validation text, and the checkpoint has the same loss under the
-layouts that it goes on under.
+other layouts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         # Nothing but the result may reach standard output: progress goes where errors go.
         tour = demo.learn(out, rank0_stdout=2)
-        further = [tour.go_on(layout, rank0_stdout=2) for layout in demo.ELSEWHERE]
+        further = [tour.resume_under(layout, rank0_stdout=2) for layout in demo.ELSEWHERE]
         failures = [*tour.failures, *(sentence for item in further for sentence in item.failures)]
         print_json(_json(tour, further, failures, demo.zero_memory(), tour.write_page()))
         return 1 if failures else 0
@@ -44,20 +44,20 @@ def run(args: argparse.Namespace) -> int:
     show(f"2. {demo.SMALL} learns from Python's own library on four processes: {demo.LAYOUT}\n")
     tour = demo.learn(out)
     show("\n3. What was predicted for that run, and what it measured\n", *_outcome(tour))
-    show("\n4. The checkpoint of that run knows no layout: it goes on under others\n")
-    further = [tour.go_on(layout) for layout in demo.ELSEWHERE]
-    show("", *(_gone_on(item) for item in further))
+    show("\n4. The checkpoint of that run is independent of the layout: resumed under others\n")
+    further = [tour.resume_under(layout) for layout in demo.ELSEWHERE]
+    show("", *(_resumed_line(item) for item in further))
     show(f"\n5. All of it on one page: {tour.write_page()}\n")
     failures = [*tour.failures, *(sentence for item in further for sentence in item.failures)]
     show(*(f"failed: {sentence}" for sentence in failures), f"took {time.monotonic() - started:.0f} s")
     return 1 if failures else 0
 
 
-def _gone_on(each: ResumedRun) -> str:
-    mark = "✗" if each.failures else "✓"
+def _resumed_line(run: ResumedRun) -> str:
+    mark = "✗" if run.failures else "✓"
     return (
-        f"{mark} {each.layout}: validation loss {each.before:.4f} when saved, {each.resumed:.4f} when resumed, "
-        f"{each.after:.4f} after {each.steps} more steps"
+        f"{mark} {run.layout}: validation loss {run.before:.4f} when saved, {run.resumed:.4f} when resumed, "
+        f"{run.after:.4f} after {run.steps} more steps"
     )
 
 

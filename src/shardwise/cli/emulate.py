@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace, seconds: float) -> None:
-    """Raise `UserError` for what makes no sense where nobody computes."""
+    """Raise `UserError` for options of computations, which emulation replaces."""
     if not seconds > 0:
         raise UserError(f"--emulate {args.emulate}: give the time of a chunk, such as 20ms")
     if len(args.prompt) + len(args.prompt_file) + len(args.tokens) > 1:

@@ -1,4 +1,4 @@
-"""Options of the engine, which `generate` and `serve` have alike: the job that they describe, and whether it fits."""
+"""Engine options of `generate` and `serve`: the job that they describe, and whether it fits."""
 
 from __future__ import annotations
 

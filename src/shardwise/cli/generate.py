@@ -88,7 +88,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _fitted(args: argparse.Namespace, job: ServingJob, prompts: list[list[int]], sampling: Sampling) -> ServingJob:
-    """The engine with a cache for these prompts, where nobody has asked for another. Raises `UserError` when weights
+    """The engine with a cache for these prompts, unless --cache is given. Raises `UserError` when weights
     and cache do not fit here."""
     from dataclasses import replace
 
@@ -167,7 +167,7 @@ def _generate(
             _show("\n", quiet)
             continue
         if answer.stream is not None and answer.stream.stopped:
-            continue  # it was chosen before the ranks heard that nobody wants it
+            continue  # chosen before the ranks received the cancellation
         answer.first = answer.first or time.monotonic() - started
         new = answer.add(said, stops)
         if alone:

@@ -116,7 +116,7 @@ def _unexpected(error: Exception, show: bool) -> int:
 def _dispatch(argv: list[str]) -> int:
     if sys.stdout is None:
         # Closed: the next file that is opened would get its number, and what ranks write there.
-        raise UserError("standard output is closed: send it to /dev/null if nobody shall read it")
+        raise UserError("standard output is closed: send it to /dev/null if it is not needed")
     while argv and argv[0] == "--traceback":
         argv = argv[1:]
     if not argv or argv[0] in ("-h", "--help", "help"):

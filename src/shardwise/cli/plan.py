@@ -100,7 +100,7 @@ SERVING = ("prompt", "output", "concurrency")
 
 
 def _check_kind(args: argparse.Namespace) -> None:
-    """Words of training do nothing with --serve, nor those of serving without."""
+    """Raise `UserError` for training options with --serve, and for serving options without."""
     strange = [name for name in (TRAINING if args.serve else SERVING) if getattr(args, name) is not None]
     if strange:
         kind = "training: leave it out with --serve" if args.serve else "serving: add --serve"
@@ -108,7 +108,7 @@ def _check_kind(args: argparse.Namespace) -> None:
     needed = SERVING if args.serve else ("batch",) if args.find == "sequence" else ("seq", "batch")
     if missing := [f"--{name}" for name in needed if getattr(args, name) is None]:
         only_batch = args.find == "batch" and missing == ["--batch"]
-        why = ": the step whose largest micro-batch is told, too" if only_batch else ""
+        why = ": the step whose largest micro-batch is reported, too" if only_batch else ""
         raise UserError(f"plan{' --serve' * args.serve} needs {', '.join(missing)}{why}")
     if args.serve and args.by == "memory":
         raise UserError("--by memory is for training; serving has throughput, cost and pareto")

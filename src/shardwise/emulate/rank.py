@@ -55,7 +55,7 @@ def step(case: EmulationCase, comms: Comms, nbytes: int) -> dict[str, Any]:
 def hop(comms: Comms, nbytes: int) -> float:
     """Seconds of a message to the next rank, the median of many, by the clock that all processes share.
 
-    All ranks hand one over at the same moment, as those of a pipeline do whose stages take equally long: they share the
+    All ranks hand one over at the same moment, as in a pipeline whose stages take equally long: they share the
     host's cores. Each then stands still for the one of the rank before.
     """
     place, ranks = comms.index(PP), dist.get_world_size()

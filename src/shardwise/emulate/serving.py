@@ -31,7 +31,7 @@ class TimedStage(TokenGenerator):
     _turn, _late = 0, 0.0
 
     def load(self, weights: Weights, progress: Progress = lambda done, of: None) -> None:
-        """Nothing is read: nobody computes."""
+        """No-op: emulated stages need no weights."""
 
     def forward(self, turn: EngineStep, rows: Rows, x: Tensor | None = None) -> Tensor:
         """What `TokenGenerator.forward` gives, without its values; on the last stage every token is 0."""

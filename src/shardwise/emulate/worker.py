@@ -50,7 +50,7 @@ class ActionLog:
         self.stood = 0.0
 
     def issue(self, key: Key, at_once: bool) -> ActionTime:
-        """A message; those of the loss and of the tied table are parts of the action that came last."""
+        """A message; messages of the loss and of the tied table belong to the action before."""
         _, op, _, unit, *_ = key
         return ActionTime(self, op, self.moments[-1]) if op == "all_reduce" or unit == "tied" else self.begin(op)
 
@@ -174,12 +174,12 @@ class TimedWorker:
         sizes = int(held.weight[stage]), int(held.saved[stage] - held.weight[stage])
         needed, rest = (torch.empty(size, dtype=torch.uint8) for size in sizes)
         for part in (needed, rest):
-            part[::PAGE] = 1  # pages that nobody wrote are no memory yet
+            part[::PAGE] = 1  # unwritten pages use no memory yet
         self.kept[stage, micro] = needed, rest
         self.held += sum(sizes)
         self.most_held = max(self.most_held, self.held)
 
-    # -- what goes on beside them
+    # -- beside the computations
 
     def unshard(self, stage: int) -> None:
         self.record.begin(f"UNSHARD {stage}")

@@ -71,7 +71,7 @@ class ComparedRow:
 class ComparedBytes:
     """Bytes of one class, or of their sum ("peak"), on each rank of one role pair.
 
-    free: nobody knows beforehand what this class is, as with the activations of compiled blocks.
+    free: this class cannot be predicted, as with the activations of compiled blocks.
     """
 
     role: str

@@ -25,7 +25,7 @@ def check_place(path: Path, what: str = "") -> None:
 
 @contextmanager
 def _told(path: Path, what: str) -> Iterator[Path]:
-    """Beside the path the place of a file that is not whole yet; a failure leaves nothing there and is told."""
+    """Beside the path the place of a file that is not whole yet; a failure leaves nothing there and is raised."""
     if not path.name:
         raise UserError(f"cannot write {what}{' ' * bool(what)}{path}: it is a folder; name a file")
     partial = path.with_name(path.name + ".partial")

@@ -57,7 +57,7 @@ KINDS = {
 
 
 def classes_of(every: Iterable[Bytes]) -> dict[str, Kind]:
-    """The classes that are shown of ranks which hold `every`: those of training, and the cache where there is one."""
+    """Classes to show: those of training, and the cache where some rank has one."""
     return BYTE_CLASSES | CACHE if any(held.cache for held in every) else BYTE_CLASSES
 
 

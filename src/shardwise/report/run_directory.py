@@ -40,7 +40,7 @@ class RunDirectory:
         self.path = path
         self.writing_s = 0.0
         """CPU seconds that this process has spent on writing events and timelines: what a run costs for being
-        followed while it goes on."""
+        followed while it continues."""
         self._events: BinaryIO | None = None
 
     @classmethod

@@ -55,7 +55,7 @@ def _role_events(role: Role) -> Iterator[dict[str, Any]]:
 
 
 def _lanes(timeline: tuple[TimeSpan, ...]) -> Iterator[tuple[str, TimeSpan]]:
-    """(lane, span) by start: the stream's name, with a number where an earlier span of the stream still goes on."""
+    """(lane, span) by start: the stream's name, with a number where an earlier span of the stream has not ended."""
     busy: dict[str, list[int]] = {}
     for span in sorted(timeline, key=lambda span: (span.start, span.stop)):
         ends = busy.setdefault(span.stream, [])

@@ -96,7 +96,7 @@ def _styles() -> list[str]:
 
 
 def _name(path: str) -> str:
-    """The word by which modules import each other, alike from a server and from inside one file."""
+    """Import name of a module, from a server and from inside one file."""
     return "studio/" + path.removesuffix(".js")
 
 

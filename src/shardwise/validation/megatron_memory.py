@@ -83,7 +83,7 @@ def deepspeed_bytes(
     """Bytes of the fuller one of a pipeline's ends, under Megatron-DeepSpeed with every layer recomputed.
 
     layers: of each stage; a table of the vocabulary is on the first and on the last one. The CUDA context is not in it,
-    nor communicators between nodes, whose size nobody states.
+    nor communicators between nodes, whose size is not stated.
 
     Activations: of each micro-batch in flight the input of every layer, and what the stage was sent and sends
     (DeepSpeed 0.6, runtime/pipe/engine.py). Two communicators span the tp ranks: Megatron-LM's own, and the

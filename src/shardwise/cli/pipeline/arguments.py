@@ -131,7 +131,7 @@ def check(schedule: PipelineSchedule) -> None:
 
 
 def timing_of(args: argparse.Namespace) -> Callable[[PipelineSchedule], Times]:
-    """Schedule -> times, from the flags. Raises `UserError` for those that say nothing."""
+    """Schedule -> times, from the flags. Raises `UserError` for flags without effect."""
     from shardwise.schedule.pipeline.times import Times, parse_times, seconds_of
 
     params, alpha = parse_times(args.times), seconds_of(args.hop)

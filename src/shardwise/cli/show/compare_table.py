@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from shardwise.planner.strategies import Asked, Generated, Ratio, StrategyComparison
 
 PROMPT, OUTPUT = 1024, 256
-"""Tokens of prompt and answer where nobody says otherwise, predicted for a cluster."""
+"""Default tokens of prompt and answer, predicted for a cluster."""
 SHORT_PROMPT, SHORT_OUTPUT = 32, 32
 """The same, measured here."""
 

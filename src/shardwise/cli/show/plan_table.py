@@ -69,7 +69,7 @@ _ORDERS = {
     "throughput": "fastest first",
     "memory": "fewest bytes first",
     "cost": "fewest device-seconds first",
-    "pareto": "those that no other one beats in both time and memory",
+    "pareto": "layouts that no other one beats in both time and memory",
 }
 
 

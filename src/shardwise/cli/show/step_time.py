@@ -15,7 +15,7 @@ LEAST = 0.002
 
 
 def timing_lines(report: StepReport, cluster: Cluster | None, tokens: int) -> list[RenderableType]:
-    """What a step takes and where its time goes; for a CPU that nobody measured, how to measure it. tokens: of a step,
+    """What a step takes and where its time goes; for an unmeasured CPU, how to measure it. tokens: of a step,
     over all ranks."""
     from rich.table import Table
 

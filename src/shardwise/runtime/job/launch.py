@@ -204,7 +204,7 @@ class _Rank:
     code: int | None = None
 
     def poll(self) -> int | None:
-        """Look without reaping: while the zombie remains, nobody else gets the number of its process group."""
+        """Look without reaping: while the zombie remains, its process group number is not used again."""
         if self.code is None:
             now = time.time()
             info = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -293,7 +293,7 @@ class _Crew:
             self.ranks.append(_Rank(rank, process, error_file, log, stack_file, memory, time.time()))
 
     def watch(self) -> Ending:
-        """Wait for the end, good or bad; of a bad one, until nobody runs any more."""
+        """Wait for the end, good or bad; of a bad one, until no process runs."""
         started = time.monotonic()
         while not self.received:
             codes = self._codes()
@@ -354,7 +354,7 @@ class _Crew:
         return None
 
     def _signs(self) -> dict[int, tuple[pulse.Sign, pulse.Sign]]:
-        """Of those that run."""
+        """Numbers of the running processes."""
         return {rank.rank: pulse.signs_in(rank.pulse) for rank in self.ranks if rank.code is None}
 
     def _hung(self, number: int, line: str) -> Ending:
@@ -363,7 +363,7 @@ class _Crew:
         return Ending(RANK_FAILED, line + self._others(), stuck=number, stack=stack)
 
     def _codes(self) -> list[int | None]:
-        """Exit codes, None of those that run."""
+        """Exit codes; None for a running process."""
         return [rank.poll() for rank in self.ranks]
 
     def _wait(self, seconds: float) -> None:

@@ -1,6 +1,6 @@
 """How the ranks of a job find each other: a store that all of them see, and what rank 0 has to say to all.
 
-torchrun keeps one store for all attempts, with what earlier ones left in it. So nobody trusts what is there: each rank
+torchrun keeps one store for all attempts, with what earlier ones left in it. So nothing in it is trusted: each rank
 leaves a new token and waits for rank 0's answer to that very token, which names the round. What follows happens in a
 part of the store that belongs to the round.
 """

@@ -1,4 +1,4 @@
-"""Signs of life: what each rank is doing, in memory that it shares with whoever watches it, and who is to blame.
+"""Signs of life: what each rank is doing, in memory shared with the launcher, and which rank is to blame.
 
 A rank notes every part that it computes and every collective that it enters: a few bytes in a mapped file, no system
 call. Its launcher reads them and finds the rank that made no progress, also one that is stuck outside of any
@@ -27,7 +27,7 @@ IDLE, WORKING, WAITING, SAVE_AWAITED = range(4)
 STARTING = 120.0
 """Seconds that ranks get to start and to meet, and in the end to leave."""
 MARGIN = 3.0
-"""Seconds beyond the limit that collectives wait by themselves: whoever watches knows better whom to name."""
+"""Seconds beyond the limit that collectives wait by themselves: the launcher knows better which rank to name."""
 
 _HEAD = struct.Struct("<dqB")
 _WORDS = 120
@@ -64,7 +64,7 @@ class Sign:
 
 
 class Pulse:
-    """One thread's signs. Without memory of its own it notes them where nobody looks.
+    """One thread's signs. Without shared memory they go to a private buffer.
 
     `collective` and `work` are called thousands of times a second. Nothing guards them against a reader in between, who
     may find new words beside an old moment, but never a moment that was not written.
@@ -122,7 +122,7 @@ def memory(path: Path | None) -> Memory:
 
 
 def create(path: Path) -> mmap.mmap:
-    """Make a rank's file, for whoever starts it, and map it."""
+    """Make a rank's file, in the process that starts it, and map it."""
     path.write_bytes(bytes(SIZE))
     mapped = memory(path)
     assert isinstance(mapped, mmap.mmap)

@@ -1,6 +1,6 @@
 """One rank's process, whatever it is there for: bound to its launcher, it says in one line why it fails.
 
-A program of ranks, of which `supervise` starts as many as it is told, is a module that ends with
+A program of ranks, which `supervise` starts, is a module that ends with
 
     if __name__ == "__main__":
         leave(main(sys.argv[1:], Job.read, run), at_once=True)

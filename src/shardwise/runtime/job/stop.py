@@ -2,7 +2,7 @@
 
 SIGTERM and SIGINT are noted, not obeyed at once. The rank that was told writes "stop after step n" into the job's
 store, and every rank looks there before each step. Ranks cannot be more than a step apart, since each step has a
-collective over all of them at its end, so a step two ahead is one that nobody has begun.
+collective over all of them at its end, so no rank has begun a step two ahead.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def _join(config: TrainConfig, device: torch.device) -> TrainConfig:
     warnings.filterwarnings("ignore", message=".*barrier.*device.*")
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     try:
-        # Where the run begins, all must know alike: under torchrun only rank 0's agent may know that it is a restart.
+        # All ranks must begin at the same step: under torchrun only rank 0's agent may know that it is a restart.
         store, words = meet(rank, world, json.dumps([config.resume, config.restart]), pulse.STARTING)
         resume, restart = json.loads(words)
         dist.init_process_group(
@@ -252,7 +252,7 @@ class _Run:
         return training_flops_per_token(self.config.model, self.config.workload.seq) * tokens_per_s / self.peak
 
     def _save(self, last: bool) -> None:
-        """A checkpoint that cannot be written is said and does not end a run that goes on; the last one must be."""
+        """Report a checkpoint that cannot be written; only the last one ends the run."""
         self._tried(self.saver.finish)  # the one before may still be under way
         if last:
             self.saver.save(self.at)

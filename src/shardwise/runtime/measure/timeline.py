@@ -89,7 +89,7 @@ class TimelineCollective:
             try:
                 future = work.get_future()
             except (AttributeError, RuntimeError):
-                continue  # shared memory's works have none, and those of gloo's messages raise
+                continue  # shared memory's works have none, and gloo's messages raise
             future.add_done_callback(self._complete)
 
     def _complete(self, _: Any) -> None:
@@ -101,7 +101,7 @@ class TimelineCollective:
             self.waited = self.timeline.mark(WAITING, f"for {self.name}")
 
     def arrived(self) -> None:
-        """The rank goes on with what it did."""
+        """The rank resumes its computation."""
         self.back = self.timeline.resume()
 
     def times(self, end: int) -> tuple[int, int, int]:

@@ -108,7 +108,7 @@ def events(params: Mapping[str, str], runs: Path) -> dict[str, Any]:
 
 
 def _usual(runs: Path, names: list[str]) -> str:
-    """The latest run that can be read: a damaged one is told of when it is asked for."""
+    """The latest readable run; opening a damaged one by name reports the damage."""
     for name in names:
         with suppress(UserError):
             if RunDirectory.open(runs / name).run:

@@ -1,4 +1,4 @@
-"""Timelines as columns: those of all ranks of a run, a step report's, or those of a Chrome trace."""
+"""Timelines as columns, of all ranks of a run, of a step report, or of a Chrome trace."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ class DrawnDevice(NamedTuple):
     share: float
     """Of each of these layers' matrices, by area."""
     begins: float
-    """Where its share begins among those of the ranks that hold the same layers."""
+    """Start of its share among the ranks with the same layers."""
     of_all: float
     """Share of all layers' matrices."""
     group: list[int]

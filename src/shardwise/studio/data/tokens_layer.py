@@ -29,7 +29,7 @@ from shardwise.studio.data.collectives import MOST_RANKS
 from shardwise.studio.data.timelines import DrawnTimeline, Event
 
 STEPS = 6
-"""Steps in which a layer is told."""
+"""Steps of the walk through a layer."""
 
 _KINDS = {ATTENTION: 0, FEED_FORWARD: 0, HEAD: 3, HOST: 4, WAIT: 6} | dict.fromkeys(MOVING, 5)
 """What a piece does -> the kind of event it is drawn as (`timelines.KINDS`)."""
@@ -217,7 +217,7 @@ def how_layer(sides: Sequence[tuple[Layout, list[LayerStep], float]], command: s
         lines.append(f"{layout}: {sums}; a token's time over its layers is {format_time(average)}")
     lines.append("Memory-bound kernels (norms, rotation, activation) are counted one half with each part.")
     lines.append("Weights there: of this layer and the next one, the buffers of what is gathered among them.")
-    lines.append("A gather goes on beside the arithmetic of the layer before: it costs what that does not hide.")
+    lines.append("A gather overlaps the arithmetic of the layer before: it costs what is not hidden.")
     return How(lines, command, "docs/generation.md")
 
 
@@ -260,7 +260,7 @@ def through_drawn(layouts: Sequence[Layout], ways: Sequence[Sequence[DecodeOp]])
 
 
 def _lane(layout: Layout, piece: DecodeOp) -> tuple[int, bool]:
-    """(stage, whether it moves data): without a pipeline a gather goes on beside arithmetic."""
+    """(stage, whether it moves data): without a pipeline a gather overlaps arithmetic."""
     return piece.stage, layout.pp == 1 and piece.what in MOVING
 
 
