@@ -30,6 +30,7 @@ CHOICES: dict[str, list[Any]] = {
     "tp": [1, 1, 2, 3],
     "zero": [0, 1, 2, 3],
     "sp": [False, True],
+    "tpkind": ["megatron", "megatron", "gathered"],
     "recompute": ["none", "none", "selective", "full", "input"],
     "attention": ["sdpa", "math"],
     "micro": [1, 2],
@@ -60,7 +61,7 @@ def _draw(generator: random.Random) -> Point | None:
     if chosen["precision"] == "bf16" and chosen["micro_batches"] > 4:
         return None  # rounds that often, where the one device that it is held against rounds once
     chunks = pp * chosen["virtual"]
-    keys = ("schedule", "pp", "virtual", "dp", "tp", "zero", "sp", "recompute", "attention", "micro", "order")
+    keys = ("schedule", "pp", "virtual", "dp", "tp", "zero", "sp", "tpkind", "recompute", "attention", "micro", "order")
     try:
         layout = Layout(
             **{key: chosen[key] for key in (*keys, "precision")}, stages=_stages(chosen["stages"], chunks, generator)
@@ -100,7 +101,19 @@ def long_cases(generator: random.Random, count: int) -> Iterator[tuple[UnitPlan,
 
 
 def _features(point: Point) -> set[tuple[str, Any]]:
-    names = ("schedule", "pp", "virtual", "stages", "zero", "sp", "recompute", "precision", "model", "transport")
+    names = (
+        "schedule",
+        "pp",
+        "virtual",
+        "stages",
+        "zero",
+        "sp",
+        "tpkind",
+        "recompute",
+        "precision",
+        "model",
+        "transport",
+    )
     return {(name, point[name]) for name in names} | {("tied", point.case.model.tied, point["zero"])}
 
 

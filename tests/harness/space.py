@@ -70,6 +70,7 @@ CHOICES: dict[str, list[Any]] = {
     "zero": [0, 1, 2, 3, 3],
     "shard": [0, 0, 2, 3],
     "sp": [False, True],
+    "tpkind": ["megatron", "megatron", "gathered"],
     "recompute": ["none", "selective", "full", "input"],
     "attention": ["sdpa", "math"],
     "micro": [1, 2],
@@ -101,7 +102,10 @@ def point(**choices: Any) -> Point:
     model = MODELS[chosen["model"]]
     precision, _, grads = chosen["precision"].partition("-")
     layout = Layout(
-        **{key: chosen[key] for key in ("dp", "tp", "zero", "shard", "sp", "recompute", "attention", "micro", "order")},
+        **{
+            key: chosen[key]
+            for key in ("dp", "tp", "zero", "shard", "sp", "tpkind", "recompute", "attention", "micro", "order")
+        },
         precision=precision,
         grads=grads or "bf16",
     )
@@ -172,7 +176,18 @@ def covering(
 
 
 def _features(point: Point) -> set[tuple[str, Any]]:
-    wanted = ("zero", "sp", "recompute", "attention", "precision", "model", "accumulate", "documents", "ignore")
+    wanted = (
+        "zero",
+        "sp",
+        "tpkind",
+        "recompute",
+        "attention",
+        "precision",
+        "model",
+        "accumulate",
+        "documents",
+        "ignore",
+    )
     found = {(name, point[name]) for name in wanted} | {("ranks", point.layout.ranks)}
     return found | {("hsdp", point.layout.replicate_ranks > 1 and point.layout.zero > 0)}
 

@@ -78,14 +78,17 @@ def any_layouts(draw: st.DrawFn) -> Layout:
     data = dp * cp
     divisors = [n for n in range(2, data + 1) if data % n == 0]
     etp = draw(st.sampled_from([n for n in (1, 2, 4) if (data * tp) % n == 0]))
+    sp = draw(st.booleans()) if tp > 1 else False
+    words = {key: draw(st.sampled_from(values)) for key, values in CHOICES.items()}
+    if tp == 1 or sp:
+        words["tpkind"] = "megatron"
     return Layout(
-        dp=dp, tp=tp, pp=pp, cp=cp, virtual=virtual, zero=zero, etp=etp,
+        dp=dp, tp=tp, pp=pp, cp=cp, virtual=virtual, zero=zero, etp=etp, sp=sp,
         ep=draw(st.sampled_from([n for n in (1, 2, 3, 4) if (data * tp) % (n * etp) == 0])),
         shard=draw(st.sampled_from([0, *divisors])) if zero else 0,
         hpz=draw(st.sampled_from([0, *divisors])) if zero == 3 else 0,
-        sp=draw(st.booleans()) if tp > 1 else False,
         stages=draw(st.sampled_from([(), tuple(draw(st.integers(1, 30)) for _ in range(pp * virtual))])),
         micro=draw(st.integers(1, 8)),
         order=draw(st.sampled_from(ORDERS)),
-        **{key: draw(st.sampled_from(values)) for key, values in CHOICES.items()},
+        **words,
     )  # fmt: skip

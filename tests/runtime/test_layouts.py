@@ -45,7 +45,7 @@ def test_every_sample_has_every_stratum(seed: int) -> None:
     points = sample(seed)
     assert points == sample(seed)
     assert len(set(points)) == len(points) >= 30
-    for name in ("zero", "sp", "recompute", "attention", "precision", "model"):
+    for name in ("zero", "sp", "tpkind", "recompute", "attention", "precision", "model"):
         assert {p[name] for p in points} == set(CHOICES[name]), name
     assert {p.layout.ranks for p in points} == set(WORLDS)
     assert sum(p.layout.ranks == 8 for p in points) == 1

@@ -274,6 +274,12 @@ def test_trap_12_a_row_parallel_bias_is_added_once(tp: int, sp: bool) -> None:
     holds(chosen.case, chosen.layout)
 
 
+@pytest.mark.parametrize("tp", [2, 4, 5])
+def test_trap_12_where_outputs_are_gathered_every_rank_has_all_of_them_and_each_bias_once(tp: int) -> None:
+    chosen = point(model="gpt2", tp=tp, tpkind="gathered")  # 5 divides neither heads nor widths
+    holds(chosen.case, chosen.layout)
+
+
 # -- 13: dropout depends on the global index, not on who draws it
 
 

@@ -57,12 +57,15 @@ def _step(args: argparse.Namespace) -> int:
         return 0
 
     from shardwise.cli.show.step_time import timing_lines
+    from shardwise.cli.show.tensor_kinds import kinds_table
     from shardwise.model.parameters import count
     from shardwise.predict.estimate import unmodelled
     from shardwise.predict.memory.capacity import capacity_of, explained
+    from shardwise.predict.tensor_kinds import tensor_kinds
     from shardwise.report.tables import ledger_table, memory_table
     from shardwise.report.units import format_count
 
+    kinds = [] if layout.inner_ranks == layout.tp else tensor_kinds(model, layout, workload, cluster)
     left_out = [] if args.dry_run else unmodelled(model, layout)
     show(
         f"{model.name}: {format_count(count(model))} parameters, layout {layout} on {cluster}, "
@@ -70,6 +73,7 @@ def _step(args: argparse.Namespace) -> int:
         memory_table(report, capacity=capacity_of(cluster)),
         *(f"{line}\n" for line in (explained(cluster), *left_out) if line),
         ledger_table(report),
+        *([kinds_table(kinds)] if kinds else []),
         *([] if args.dry_run else timing_lines(report, cluster, args.batch * args.seq)),
         *(note for note in report.notes if note not in left_out),
     )

@@ -17,6 +17,7 @@ from shardwise.layout.axes import DENSE
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "cpkind": ("ring", "ulysses"),
+    "tpkind": ("megatron", "gathered"),
     "schedule": (
         "naive", "gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-h2", "zb-v", "dualpipe-v",
     ),
@@ -52,6 +53,7 @@ class Layout:
     hpz: int = 0
     sp: bool = False
     cpkind: str = "ring"
+    tpkind: str = "megatron"
     algorithm: str = "auto"
     node: int = 0
     schedule: str = "1f1b"
@@ -82,6 +84,8 @@ class Layout:
             check_algorithm(self.algorithm, self.node)
         if self.sp and self.tp == 1:
             raise LayoutError("layout: sp splits sequences over the tp ranks and needs tp of at least 2")
+        if self.tpkind == "gathered":
+            self._check_gathered()
         if self.stages and (len(self.stages) != self.pp * self.virtual or min(self.stages) < 0):
             raise LayoutError(
                 f"layout: stages={'/'.join(map(str, self.stages))} must name pp x virtual = {self.pp * self.virtual} "
@@ -91,6 +95,14 @@ class Layout:
             raise LayoutError("layout: virtual stages need pp of at least 2")
         if (self.dp * self.cp * self.tp) % (self.ep * self.etp):
             raise LayoutError(f"layout: ep x etp = {self.ep * self.etp} must divide dp x cp x tp")
+
+    def _check_gathered(self) -> None:
+        if self.tp == 1:
+            raise LayoutError("layout: tpkind=gathered splits maps over the tp ranks and needs tp of at least 2")
+        if self.sp:
+            raise LayoutError(
+                "layout: sp scatters the sums of row-parallel maps, and tpkind=gathered has none; leave out one of them"
+            )
 
     def _check_order(self) -> None:
         if sorted(self.order.split("-")) != sorted(DENSE):
@@ -112,6 +124,12 @@ class Layout:
     @property
     def ranks(self) -> int:
         return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def inner_ranks(self) -> int:
+        """Ranks that share the activations inside a block: heads and the feed-forward width. tpkind=gathered gathers
+        every output, so that each rank has all of them."""
+        return self.tp if self.tpkind == "megatron" else 1
 
     @property
     def data_ranks(self) -> int:

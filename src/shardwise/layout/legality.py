@@ -33,7 +33,7 @@ def valid_ep(model: ModelConfig, ranks: int) -> list[int]:
 
 def check(layout: Layout, model: ModelConfig, workload: Workload | None = None, ranks: int | None = None) -> None:
     """Raise `LayoutError` when `layout` cannot split `model`, `workload` or a cluster of `ranks` devices."""
-    if layout.tp not in valid_tp(model):
+    if layout.inner_ranks not in valid_tp(model):
         raise LayoutError(
             f"tp={layout.tp} does not suit {model.name}: it must divide its {model.heads} heads and divide, or be a "
             f"multiple of, its {model.kv_heads} key/value heads; valid tp: {', '.join(map(str, valid_tp(model)))}"

@@ -36,7 +36,7 @@ class Mesh:
 
     @classmethod
     def of(cls, layout: Layout, model: ModelConfig) -> Mesh:
-        return cls(layout, max(1, layout.tp // model.kv_heads))
+        return cls(layout, max(1, layout.inner_ranks // model.kv_heads))
 
     @cached_property
     def _strides(self) -> dict[str, int]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from shardwise.layout.axes import KV, TP, Axes
 from shardwise.layout.layout import Layout
+from shardwise.layout.tensor import split_dim
 from shardwise.model import ModelConfig
 from shardwise.model.blueprint import Cut, Parameter
 
@@ -49,14 +50,13 @@ def place(parameter: Parameter, layout: Layout, tp_rank: int) -> Placed:
     heads fewer than tp are replicated over tp / kv_heads neighbouring ranks, so that each holds the one its query
     heads use.
     """
-    kind, tp = parameter.cut, layout.tp
-    if tp == 1 or kind in ("replicated", "expert"):
-        partial = layout.sp or parameter.partial
+    kind, tp, dim = parameter.cut, layout.tp, split_dim(parameter, layout)
+    if dim is None:
+        partial = layout.sp or (parameter.partial and layout.inner_ranks > 1)
         kind = "replicated" if tp > 1 else kind
         return Placed(parameter, kind, parameter.shape, None, 0, 0, tp, TP if tp > 1 and partial else ())
-    dim = 1 if kind == "row" else 0
     size, pieces, index, replicas = parameter.shape[dim], tp, tp_rank, 1
-    if kind == "kv heads" and tp > parameter.heads:
+    if kind == "kv heads" and layout.inner_ranks > parameter.heads:
         replicas = tp // parameter.heads
         pieces, index = parameter.heads, tp_rank // replicas
     width = width_held(size, pieces)

@@ -1,20 +1,24 @@
-"""Tensor parallelism as a table: what is communicated around each kind of map, by the cut of its weight.
+"""Kinds of tensor parallelism as tables: the dim that each cut splits, and what is communicated around each map.
 
-Runtime and prediction both read it. Column-parallel splits outputs, row-parallel inputs (Shoeybi et al. 2019); under
-sequence parallelism the residual stream is sharded along the sequence (Korthikanti et al. 2022).
+Placement, runtime and predictions all read them. megatron: column-parallel splits outputs, row-parallel inputs (Shoeybi
+et al. 2019); under sequence parallelism the residual stream is sharded along the sequence (Korthikanti et al. 2022).
+gathered, the older form: every map of a block is column-parallel, its outputs are gathered and its input's gradient is
+summed, so that each rank has whole activations. The vocabulary is split alike in both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from shardwise.layout.layout import Layout
+from shardwise.model.blueprint import Parameter
+from shardwise.model.operations import Operation
 
-Redistribution = Literal["none", "copy", "sum", "gather sequence", "scatter sequence"]
+Redistribution = Literal["none", "copy", "sum", "gather sequence", "scatter sequence", "gather outputs"]
 """What happens to a tensor at the edge of an operation; backward its gradient gets the adjoint. copy: every rank uses
 it, its gradient is summed; sum: of the ranks' parts; gather and scatter sequence: shards of the residual stream become
-whole sequences, whole sequences are summed into shards."""
+whole sequences, whole sequences are summed into shards. gather outputs: of a map that the ranks compute parts of."""
 
 
 class Edges(NamedTuple):
@@ -25,17 +29,77 @@ class Edges(NamedTuple):
 
 
 _COLUMN, _ROW = Edges("copy", "none"), Edges("none", "sum")
-_MEGATRON = {"column": _COLUMN, "kv heads": _COLUMN, "vocab": _COLUMN, "row": _ROW, "lookup": _ROW}
-_STATISTICS = {"statistics": Edges(leave="sum")}
-"""Sums that a norm over the heads of several ranks needs, of whole sequences."""
-_SEQUENCE: dict[Redistribution, Redistribution] = {"copy": "gather sequence", "sum": "scatter sequence", "none": "none"}
+_GATHERED = Edges("copy", "gather outputs")
+_VOCABULARY = {"vocab": _COLUMN, "lookup": _ROW}
+EDGES = {
+    "megatron": {"column": _COLUMN, "kv heads": _COLUMN, "row": _ROW, "statistics": _ROW, **_VOCABULARY},
+    "gathered": {"column": _GATHERED, "kv heads": _GATHERED, "row": _GATHERED, "statistics": Edges(), **_VOCABULARY},
+}
+"""Kind of tensor parallelism -> cut of a map's weight, or "lookup" -> its edges, without sequence parallelism.
+statistics: sums that a norm over the heads of several ranks needs, of whole sequences."""
+_SEQUENCE: dict[Redistribution, Redistribution] = {"copy": "gather sequence", "sum": "scatter sequence"}
 
 
 def edges(layout: Layout) -> Mapping[str, Edges]:
     """Cut of a map's weight, or "lookup" -> its edges."""
+    table = EDGES[layout.tpkind]
     if layout.tp == 1:
-        return dict.fromkeys((*_MEGATRON, *_STATISTICS), Edges())
+        return dict.fromkeys(table, Edges())
     if not layout.sp:
-        return _MEGATRON | _STATISTICS
-    around = {cut: Edges(_SEQUENCE[edge.enter], _SEQUENCE[edge.leave]) for cut, edge in _MEGATRON.items()}
-    return around | _STATISTICS
+        return table
+    around = {cut: Edges(*(_SEQUENCE.get(edge, edge) for edge in both)) for cut, both in table.items()}
+    return around | {"statistics": table["statistics"]}
+
+
+def split_dim(parameter: Parameter, layout: Layout) -> int | None:
+    """The dim of a parameter that tensor parallelism splits; None for one that every rank holds whole. Where outputs
+    are gathered, vectors are whole: a bias is added to all outputs."""
+    whole = layout.tpkind == "gathered" and len(parameter.shape) == 1
+    if layout.tp == 1 or whole or parameter.cut in ("replicated", "expert"):
+        return None
+    return 1 if parameter.cut == "row" and layout.tpkind == "megatron" else 0
+
+
+class MapCollective(NamedTuple):
+    """A collective of one map over the tensor-parallel ranks, in one pass."""
+
+    phase: Literal["forward", "backward"]
+    op: Literal["all_reduce", "all_gather_into", "reduce_scatter"]
+    width: Any
+    """Elements per token of the full tensor."""
+
+
+def collectives(operation: Operation, table: Mapping[str, Edges], tp: Any) -> list[MapCollective]:
+    """The collectives of an operation. Those of its forward pass come again where it is computed again.
+
+    table: cut of a weight -> edges; tp: a degree, or an array of degrees, of which the widths are then arrays.
+    """
+    cut, inputs, outputs = _widths(operation)
+    enter, leave = table.get(cut, Edges())
+    found = []
+    if enter == "copy":
+        found = [MapCollective("backward", "all_reduce", inputs)]
+    elif enter == "gather sequence":  # gathered again for the gradient of the weight
+        gather = [MapCollective(phase, "all_gather_into", inputs) for phase in ("forward", "backward")]
+        found = [*gather, MapCollective("backward", "reduce_scatter", inputs)]
+    for width in outputs:
+        if leave == "sum":
+            found.append(MapCollective("forward", "all_reduce", width))
+        elif leave == "scatter sequence":
+            found.append(MapCollective("forward", "reduce_scatter", width))
+            found.append(MapCollective("backward", "all_gather_into", width))
+        elif leave == "gather outputs":
+            found.append(MapCollective("forward", "all_gather_into", -(-width // tp) * tp))
+    return found
+
+
+def _widths(operation: Operation) -> tuple[str, int, list[int]]:
+    """(cut of an operation's weights, or "lookup"; width of its input; widths of its outputs)."""
+    if operation.kind == "lookup":
+        return "lookup", 0, [width.size for width in operation.widths]
+    if operation.kind == "logits":
+        return "vocab", operation.inputs.size, []
+    if operation.kind != "linear" or operation.rows != "tokens":
+        return "replicated", 0, []
+    cut = "row" if operation.inputs.cut else "column" if operation.outputs[0].cut else "replicated"
+    return cut, operation.inputs.size, [width.size for width in operation.outputs]

@@ -351,8 +351,8 @@ class UnitPlan:
         """The form that computes its blocks with several operators in one function; None where they compute one by one,
         or go through a compiler."""
         blocks = self.of_kind("block")
-        if not blocks or self.layout.compile == "block":
-            return None
+        if not blocks or self.layout.compile == "block" or self.layout.inner_ranks != self.layout.tp:
+            return None  # no fused form gathers outputs
         names = [placed.name.removeprefix(f"{blocks[0]}.") for placed in self.by_name[blocks[0]].placed]
         return fused_form(self.model, self.blueprint.part(blocks[0]).module, self.layout.attention, names)
 

@@ -8,7 +8,6 @@ from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
-from shardwise.model.blueprint import Cut
 from shardwise.ops.fusion import FusedForm
 from shardwise.ops.gradients import WeightGradients
 
@@ -51,7 +50,7 @@ class Around(NamedTuple):
     enter: Redistribute = LOCAL
     leave: Redistribute = LOCAL
     late_bias: bool = False
-    """Whether the bias is added after `leave`, once, because `leave` sums."""
+    """Whether the bias is added after `leave`, once, to what every rank then has."""
 
 
 @dataclass(frozen=True)
@@ -80,10 +79,8 @@ class OpContext:
     options: Options
     name: str = ""
     """Global name of the module."""
-    cuts: Mapping[str, Cut] = field(default_factory=dict)
-    """Global name of a parameter -> its cut."""
     arounds: Mapping[str, Around] = field(default_factory=dict)
-    """Cut of a weight, or "lookup" -> communication around the map."""
+    """Global name of a weight -> communication around its map; "vocab" and "lookup" of the table's two uses."""
     weights: WeightGradients = field(default_factory=WeightGradients)
     """When gradients of weights are computed."""
     vocabulary: tuple[int, int] | None = None
@@ -93,5 +90,4 @@ class OpContext:
 
     def around(self, child: str = "") -> Around:
         """Communication around the map of this module, or of a child by its name."""
-        name = ".".join(filter(None, (self.name, child, "weight")))
-        return self.arounds.get(self.cuts.get(name, "replicated"), Around())
+        return self.arounds.get(".".join(filter(None, (self.name, child, "weight"))), Around())

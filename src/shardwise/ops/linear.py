@@ -6,7 +6,7 @@ parallelism an input is gathered again in backward, so that only the shard is sa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,46 +24,56 @@ def as_rows(x: Tensor) -> Tensor:
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
+class _Maps:
+    """Maps of one input, with the communication around them."""
+
+    def __init__(self, modules: Sequence[Map], arounds: Sequence[Around], at: OpContext) -> None:
+        self.modules, self.unit, self.later = modules, at.unit, at.weights
+        self.enter, self.late_bias = arounds[0].enter, arounds[0].late_bias
+        self.leaves = [around.leave for around in arounds]
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
+        out: tuple[Tensor, ...] = _Linear.apply(self, x, *(m.weight for m in self.modules))  # type: ignore[no-untyped-call]
+        return out
+
+
 class _Linear(torch.autograd.Function):
     """(y_1, y_2, ...) = x (W_1, W_2, ...)^T for the local part of each W. Saves the local x."""
 
     @staticmethod
-    def forward(
-        ctx: Any, around: Around, at: OpContext, maps: list[Map], x: Tensor, *weights: Tensor
-    ) -> tuple[Tensor, ...]:
-        full = around.enter.forward(x)
-        ctx.around, ctx.at, ctx.maps = around, at, maps
+    def forward(ctx: Any, maps: _Maps, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        full = maps.enter.forward(x)
+        ctx.maps = maps
         ctx.save_for_backward(x, *weights)
-        if around.late_bias:
-            ys = (around.leave.forward(F.linear(full, w)) for w in weights)
-            return tuple(y if m.bias is None else y.add_(m.bias) for m, y in zip(maps, ys, strict=True))
-        return tuple(around.leave.forward(F.linear(full, w, m.bias)) for m, w in zip(maps, weights, strict=True))
+        parts = zip(maps.modules, maps.leaves, weights, strict=True)
+        if maps.late_bias:
+            ys = ((m.bias, leave.forward(F.linear(full, w))) for m, leave, w in parts)
+            return tuple(y if bias is None else y.add_(bias) for bias, y in ys)
+        return tuple(leave.forward(F.linear(full, w, m.bias)) for m, leave, w in parts)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
-        around: Around = ctx.around
-        at: OpContext = ctx.at
-        maps: list[Map] = ctx.maps
-        local = [around.leave.backward(dy)[0] for dy in grads]
+        maps: _Maps = ctx.maps
+        local = [leave.backward(dy)[0] for leave, dy in zip(maps.leaves, grads, strict=True)]
         dys = [as_rows(dy) for dy in local]
         dx = dys[0] @ weights[0]
         for dy, weight in zip(dys[1:], weights[1:], strict=True):
             dx.addmm_(dy, weight)
-        dx, pending = around.enter.backward(dx.view(*local[0].shape[:-1], -1))
+        dx, pending = maps.enter.backward(dx.view(*local[0].shape[:-1], -1))
         del local
         x = x.detach()  # without the graph that made it, which would outlive its backward
 
         def products() -> None:
-            columns = as_rows(around.enter.forward(x))
-            for module, dy in zip(maps, dys, strict=True):
+            columns = as_rows(maps.enter.forward(x))
+            for module, dy in zip(maps.modules, dys, strict=True):
                 grad_slot(module.weight).add_product(dy.t(), columns)
 
-        at.weights.add(at.unit, products, x, *dys)
-        for module, dy in zip(maps, grads if around.late_bias else dys, strict=True):
+        maps.later.add(maps.unit, products, x, *dys)
+        for module, dy in zip(maps.modules, grads if maps.late_bias else dys, strict=True):
             add_bias(module, as_rows(dy))
         pending.wait()
-        return (None, None, None, dx, *[None] * len(weights))
+        return (None, dx, *[None] * len(weights))
 
 
 def add_bias(module: Map, dy: Tensor) -> None:
@@ -104,28 +114,19 @@ class _Lookup(torch.autograd.Function):
 
 def linears(module: Linears, at: OpContext) -> Callable[[Tensor], tuple[Tensor, ...]]:
     """Several maps of one input."""
-    names, maps = zip(*module.named_children(), strict=True)
-    return _maps(list(maps), at.around(names[0]), at)
+    return _Maps(module.maps, [at.around(name) for name, _ in module.named_children()], at)
 
 
 def linear(module: Linear, at: OpContext) -> Callable[[Tensor], Tensor]:
     """One map."""
-    run = _maps([module], at.around(), at)
+    run = _Maps([module], [at.around()], at)
     return lambda x: run(x)[0]
 
 
 def tied_linear(module: TiedLinear, at: OpContext) -> Callable[[Tensor], Tensor]:
     """The map whose weight is the table of tokens."""
-    run = _maps([module], at.arounds.get("vocab", Around()), at)
+    run = _Maps([module], [at.arounds.get("vocab", Around())], at)
     return lambda x: run(x)[0]
-
-
-def _maps(maps: list[Any], around: Around, at: OpContext) -> Callable[[Tensor], tuple[Tensor, ...]]:
-    def forward(x: Tensor) -> tuple[Tensor, ...]:
-        out: tuple[Tensor, ...] = _Linear.apply(around, at, maps, x, *(m.weight for m in maps))  # type: ignore[no-untyped-call]
-        return out
-
-    return forward
 
 
 def lookup(module: Lookup, at: OpContext) -> Callable[[Tensor], Tensor]:

@@ -25,6 +25,8 @@ def check_generation(layout: Layout, model: ModelConfig, devices: int | None = N
         raise LayoutError(f"zero={layout.zero} shards what only training has: use zero=0 (replicas) or zero=3")
     if layout.sp:
         raise LayoutError("sp cuts sequences, of which a turn has one token each: leave sp out")
+    if layout.inner_ranks != layout.tp:
+        raise LayoutError("tpkind=gathered is for training: leave it out, and tp gathers nothing but logits")
     if layout.virtual > 1:
         raise LayoutError(f"virtual={layout.virtual} is for training: generation has one chunk of layers a stage")
     if layout.pp > 1 and layout.stage == 3:

@@ -40,7 +40,8 @@ def apply_generation(
     plain = context_of(part, "generate", plan, comms, device)
     arounds = dict(plain.arounds)
     if plan.layout.tp > 1:
-        arounds["vocab"] = Around(leave=GatherOutputs(comms, LOGITS, plan.model.vocab))
+        logits = Around(leave=GatherOutputs(comms, LOGITS, plan.model.vocab))
+        arounds |= {p.name: logits for p in plan.blueprint.parameters_of(part) if p.cut == "vocab"} | {"vocab": logits}
     context = GenerationContext(**vars(plain) | {"arounds": arounds}, keep=keep, cache=cache)
     lower(module, context)
     saved = sum(each.weight.nbytes - keep.nbytes(each.weight) for each in context.copied)

@@ -37,7 +37,7 @@ class Sizes:
 
     @classmethod
     def of(cls, plan: UnitPlan) -> Sizes:
-        model, tp = plan.model, plan.layout.tp
+        model, tp = plan.model, plan.layout.inner_ranks
         kv_heads = kv_heads_held(model, tp)
         return cls(
             tokens=plan.tokens,
@@ -49,7 +49,7 @@ class Sizes:
             heads=model.heads // tp,
             kv_heads=kv_heads,
             ffn=width_held(model.ffn, tp),
-            vocab=width_held(model.vocab, tp),
+            vocab=width_held(model.vocab, plan.layout.tp),
             element=DTYPE_BYTES[plan.layout.dtype],
         )
 

@@ -6,6 +6,7 @@ time needs no list of moments to choose from.
 
 from __future__ import annotations
 
+from shardwise.layout.placement import width_held
 from shardwise.layout.units import UnitPlan
 from shardwise.predict.memory.activations import Sizes, query_norms
 from shardwise.predict.memory.attention_tensors import AttentionTensors
@@ -32,6 +33,8 @@ class BlockTensors:
         self.q, self.kv = s.tokens * s.q * s.element, s.tokens * s.kv * s.element
         self.gated, self.sp = plan.model.gated, plan.layout.sp
         self.pre, self.post = plan.model.norm_placement != "post", plan.model.norm_placement != "pre"
+        self.pieces = plan.layout.tp // plan.layout.inner_ranks
+        """Ranks whose outputs of each map are gathered."""
         # A row's statistics: one number in fp32, or two in the precision of the weights.
         self.statistics = s.statistic if plan.model.norm == "rmsnorm" else 2 * s.element
         rotated = int(plan.model.head_dim * plan.model.rotary_fraction) if plan.model.positions == "rope" else 0
@@ -156,12 +159,18 @@ class BlockTensors:
     def _column(self, outputs: list[int]) -> None:
         gathered = self._gathered()
         for nbytes in outputs:
-            self.live.allocate(nbytes)
+            self._output_of(nbytes)
         self.live.free(gathered)
 
     def _row(self) -> None:
-        self.live.allocate(self.full)
+        self._output_of(self.full)
         self._scattered()
+
+    def _output_of(self, nbytes: int) -> None:
+        """A map's output; where the ranks' parts are gathered, beside these parts as they come and a rank's own."""
+        if self.pieces > 1:
+            self.live.transient(2 * nbytes + nbytes // self.pieces)
+        self.live.allocate(nbytes)
 
     # -- backward
 
@@ -301,7 +310,7 @@ class BlockTensors:
     def _piece(self, rows: list[int], columns: int) -> int:
         if self.apart or not self.adds:
             return 0
-        return max(weight_gradient(self.plan, self.s, count, columns) for count in rows)
+        return max(weight_gradient(self.plan, self.s, width_held(count, self.pieces), columns) for count in rows)
 
     def _norm_backward(self) -> None:
         """From the gradient of a norm's output, which stays, to that of its input."""

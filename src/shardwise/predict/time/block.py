@@ -45,6 +45,8 @@ class Shape:
     keys: Num
     ep: Num = 1
     dtype: str = "bfloat16"
+    pieces: Num = 1
+    """Ranks that split each map, beside `tp`: its outputs are gathered."""
 
     @property
     def tokens(self) -> Num:
@@ -119,7 +121,8 @@ def tally_part(part: Part, model: ModelConfig, shape: Shape, engine: EngineProfi
         if operation.kind == "attention":
             _attention_core(tally, operation, shape, engine)
         elif operation.kind == "logits":
-            _logits(tally, operation, padded_vocab(model, engine, shape.tp) / shape.tp, shape, engine)
+            ranks = shape.tp * shape.pieces
+            _logits(tally, operation, padded_vocab(model, engine, ranks) / ranks, shape, engine)
         elif operation.kind == "linear":
             _linear(tally, operation, shape, engine)
         elif operation.kind == "router":
@@ -156,7 +159,12 @@ def _stream(operation: Elementwise, shape: Shape) -> Num:
 def _linear(tally: PartSeconds, operation: LinearOp, shape: Shape, engine: EngineProfile) -> None:
     rows, times, tp = _rows(operation, shape)
     wide = sum(on_rank(width, tp) for width in operation.outputs)
-    tally.linear(rows, wide, on_rank(operation.inputs, tp), shape, times, engine.accumulate_bytes)
+    cut = operation.rows == "tokens" and any(width.cut for width in (operation.inputs, *operation.outputs))
+    pieces = shape.pieces if cut else 1
+    tally.linear(rows, wide / pieces, on_rank(operation.inputs, tp), shape, times, engine.accumulate_bytes)
+    gathered = 2 * shape.tokens * wide * shape.width * (np.asarray(pieces) > 1)
+    if np.any(gathered):  # ranks' pieces, laid side by side
+        tally.memory(gathered, 0.0, (len(operation.outputs), 0))
 
 
 def _norm(tally: PartSeconds, operation: Elementwise, shape: Shape, engine: EngineProfile) -> None:

@@ -21,6 +21,8 @@ class Features:
     """Tensor parallelism (tp > 1)."""
     sequence: bool = True
     """Megatron's sequence parallelism beside tp (`sp`)."""
+    gathered: bool = False
+    """Tensor parallelism that gathers every output (`tpkind=gathered`)."""
     context: tuple[str, ...] = ("ring", "ulysses")
     """Kinds of context parallelism (`cpkind`); empty without any."""
     experts: bool = True
@@ -76,6 +78,7 @@ class Features:
         checks = {
             f"tp={layout.tp}": layout.tp > 1 and not self.tensor,
             "sp": layout.sp and not self.sequence,
+            f"tpkind={layout.tpkind}": layout.inner_ranks != layout.tp and not self.gathered,
             f"cp={layout.cp}": layout.cp > 1 and layout.cpkind not in self.context,
             f"ep={layout.ep}": layout.ep > 1 and not self.experts,
             f"pp={layout.pp}": layout.pp > 1 and not self.schedules,

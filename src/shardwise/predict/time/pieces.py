@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from shardwise.layout.tensor import EDGES, collectives
 from shardwise.model import ModelConfig
 from shardwise.model.blueprint import Part
 from shardwise.model.parameters import blueprint
@@ -84,10 +85,12 @@ def pieces(model: ModelConfig, split: StepShape, engine: EngineProfile, pricing:
 
 
 def _pieces(model: ModelConfig, split: StepShape, engine: EngineProfile, pricing: Pricing) -> Pieces:
+    gathered = split.tpkind == "gathered"
     shape = Shape(
         micro=split.micro,
         seq=split.seq / split.cp,
-        tp=split.tp,
+        tp=1 if gathered else split.tp,
+        pieces=split.tp if gathered else 1,
         stream=split.micro * split.seq / split.cp / np.where(split.sp, split.tp, 1),
         keys=split.seq,
         ep=split.ep,
@@ -149,6 +152,9 @@ def _tensor(part: Part, model: ModelConfig, shape: Shape, split: StepShape, engi
     sp scatters, with gathers that come again in backward (Korthikanti et al. 2022)."""
     hidden = pricing.constants.value("tensor_hidden") if engine.tensor_overlap else 0.0
     whole = _recomputed(split)[0]
+    if split.tpkind == "gathered":
+        forward, backward = _gathered(part, shape, split, pricing)
+        return forward, forward * whole + backward * (1 - hidden)
     gather, scatter = _sequences(model, shape, split, pricing)
     forward = part.gathered * gather + part.summed * scatter + _statistics(part, shape, split, pricing)
     # Of backward's, the gathers that come again for weights' gradients have nothing beside them.
@@ -161,6 +167,16 @@ def _statistics(part: Part, shape: Shape, split: StepShape, pricing: Pricing) ->
     """The sums of squares that norms over all heads need, and in backward sums as large."""
     price = pricing.collectives.seconds
     return sum((price("all_reduce", 4.0 * numbers * shape.tokens, split.tp) for numbers in part.statistics), 0.0)
+
+
+def _gathered(part: Part, shape: Shape, split: StepShape, pricing: Pricing) -> tuple[Num, Num]:
+    """The collectives of a block where every map's outputs are gathered, forward and backward."""
+    seconds: dict[str, Num] = {"forward": 0.0, "backward": 0.0}
+    for operation in part.operations:
+        for phase, op, width in collectives(operation, EDGES["gathered"], split.tp):
+            taken = pricing.collectives.seconds(op, shape.tokens * width * split.width, split.tp)
+            seconds[phase] = seconds[phase] + taken
+    return seconds["forward"], seconds["backward"]
 
 
 def _sequences(model: ModelConfig, shape: Shape, split: StepShape, pricing: Pricing) -> tuple[Num, Num]:

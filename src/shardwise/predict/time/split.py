@@ -35,6 +35,7 @@ class StepShape:
     shard: Num = 1
     zero: Num = 0
     sp: Any = False
+    tpkind: str = "megatron"
     recompute: Any = "none"
     schedule: str = "1f1b"
     dtype: str = "bfloat16"
@@ -72,6 +73,7 @@ class StepShape:
             shard=layout.shard_ranks,
             zero=layout.stage,
             sp=layout.sp,
+            tpkind=layout.tpkind,
             recompute=layout.recompute,
             schedule=layout.schedule,
             dtype=dtype or layout.dtype,

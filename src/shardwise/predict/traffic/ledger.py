@@ -10,6 +10,7 @@ from collections import Counter
 from shardwise.layout.axes import DATA, PP, TP, Axes
 from shardwise.layout.mesh import Mesh
 from shardwise.layout.pipeline import phases
+from shardwise.layout.tensor import collectives, edges
 from shardwise.layout.units import UnitPlan
 from shardwise.report.step_report import LedgerRow
 
@@ -55,34 +56,18 @@ def forward_runs(plan: UnitPlan, part: str) -> tuple[int, int]:
 
 
 def _tensor_parallel(rows: Rows, plan: UnitPlan) -> None:
-    """Sums of activations over tp; with sp every sum is a reduce-scatter, and every input is gathered.
-
-    A block has two column-parallel inputs (attention, feed-forward) and two row-parallel outputs; the embedding is an
-    output alone, the head an input alone. Under sp a column-parallel backward gathers its input again. Norms over heads
-    of several ranks sum their statistics, forward and backward.
-    """
-    k, dtype, sp = plan.micro_batches, plan.layout.dtype, plan.layout.sp
-    full = plan.tokens * plan.model.hidden
+    """Collectives of the maps, by the cuts of their weights; of norms over heads of several ranks, whose statistics are
+    summed forward and backward; and of the loss over a split vocabulary."""
+    k, dtype, table = plan.micro_batches, plan.layout.dtype, edges(plan.layout)
     wide = "float32" if dtype == "bfloat16" else dtype
-
-    def add(phase: str, op: str, part: str, count: int) -> None:
-        rows[(phase, op, TP, part, dtype, full)] += count * k
-
     for part in plan.parts:
-        ins, outs = plan.blueprint.part(part).gathered, plan.blueprint.part(part).summed
         once, again = forward_runs(plan, part)
-        for phase, runs in (("forward", once), ("backward", again)):
-            if sp:
-                add(phase, "all_gather_into", part, ins * runs)
-                add(phase, "reduce_scatter", part, outs * runs)
-            else:
-                add(phase, "all_reduce", part, outs * runs)
-        if sp:
-            add("backward", "all_gather_into", part, outs + ins)
-            add("backward", "reduce_scatter", part, ins)
-        else:
-            add("backward", "all_reduce", part, ins)
-        for numbers in plan.blueprint.part(part).statistics:
+        for operation in plan.blueprint.part(part).operations:
+            for phase, op, width in collectives(operation, table, plan.layout.tp):
+                times = {"forward": once, "backward": again} if phase == "forward" else {"backward": 1}
+                for when, count in times.items():
+                    rows[when, op, TP, part, dtype, plan.tokens * width] += count * k
+        for numbers in plan.blueprint.part(part).statistics if table["statistics"].leave == "sum" else ():
             for phase, runs in (("forward", once), ("backward", again + 1)):
                 rows[(phase, "all_reduce", TP, part, wide, numbers * plan.tokens)] += runs * k
     if plan.of_kind("head"):

@@ -40,13 +40,15 @@ class Volume:
 
 def ring_bytes(row: LedgerRow, plan: UnitPlan) -> Fraction:
     """What one rank sends for a row of its ledger. A received message costs its receiver nothing."""
-    ranks = Mesh.of(plan.layout, plan.model).size(named(row.axes))
-    elements = row.elements
-    if row.op == "all_gather_into" and row.unit in plan.by_name:
-        elements = plan.by_name[row.unit].numel
+    mesh = Mesh.of(plan.layout, plan.model)
+    ranks = mesh.size(named(row.axes))
+    elements, unit = row.elements, plan.by_name.get(row.unit)
+    if row.op == "all_gather_into" and unit and row.axes == mesh.name(unit.shard):
+        elements = unit.numel
     share = {
         "all_reduce": Fraction(2 * (ranks - 1), ranks),
         "all_gather_into": Fraction(ranks - 1, ranks),
+        "reduce_scatter": Fraction(ranks - 1, ranks),
         "broadcast": Fraction(ranks - 1, ranks),
         "send": Fraction(1),
         "recv": Fraction(0),

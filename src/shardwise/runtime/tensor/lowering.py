@@ -31,10 +31,9 @@ def context_of(part: str, mode: Mode, plan: UnitPlan, comms: Comms | None, devic
             compiled=layout.compile == "block" and plan.kind(part) == "block",
             fused=plan.fused,
         ),
-        cuts={parameter.name: parameter.cut for parameter in plan.blueprint.parameters_of(part)},
-        arounds=compose(layout, comms, part) if comms is not None else {},
+        arounds=compose(plan, comms, part) if comms is not None else {},
         vocabulary=vocabulary_range(plan) if layout.tp > 1 else None,
-        first_head=plan.tp_rank * (plan.model.heads // layout.tp),
+        first_head=plan.tp_rank % layout.inner_ranks * (plan.model.heads // layout.inner_ranks),
     )
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
+import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.layout import tensor
 from shardwise.layout.axes import TP
-from shardwise.layout.layout import Layout
+from shardwise.layout.units import UnitPlan
 from shardwise.ops.context import COMPLETE, LOCAL, Around, Pending, Redistribute
 from shardwise.runtime.transport.comms import Comms
 
@@ -63,7 +62,14 @@ class GatherOutputs(_OverTP):
         self.width = width
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.comms.gather_dim(x, x.dim() - 1, TP, self.unit)[..., : self.width]
+        y = self.comms.gather_dim(x, x.dim() - 1, TP, self.unit)
+        return y if y.shape[-1] == self.width else y[..., : self.width].contiguous()
+
+    def backward(self, grad: Tensor) -> tuple[Tensor, Pending]:
+        local = -(-self.width // self.comms.size(TP))
+        start = self.comms.index(TP) * local
+        mine = grad[..., start : start + local]
+        return F.pad(mine, (0, local - mine.shape[-1])) if mine.shape[-1] < local else mine, COMPLETE
 
 
 _CLASSES: dict[tensor.Redistribution, type[_OverTP]] = {
@@ -74,13 +80,22 @@ _CLASSES: dict[tensor.Redistribution, type[_OverTP]] = {
 }
 
 
-def compose(layout: Layout, comms: Comms, unit: str) -> Mapping[str, Around]:
-    """Cut of a weight, or "lookup" -> the communication around its map in a part."""
+def compose(plan: UnitPlan, comms: Comms, part: str) -> dict[str, Around]:
+    """Global name of a weight of a part -> the communication around its map; "vocab" and "lookup" of the
+    table's uses, "statistics" of norms over the heads of several ranks."""
+    table = tensor.edges(plan.layout)
 
-    def of(name: tensor.Redistribution) -> Redistribute:
-        return LOCAL if name == "none" else _CLASSES[name](comms, unit)
+    def around(cut: str, width: int) -> Around:
+        edges = table.get(cut, tensor.Edges())
+        enter, leave = (_redistribution(edge, comms, part, width) for edge in edges)
+        return Around(enter, leave, late_bias=cut == "row" or edges.leave != "none")
 
-    return {
-        cut: Around(of(edges.enter), of(edges.leave), late_bias=cut == "row")
-        for cut, edges in tensor.edges(layout).items()
-    }
+    weights = [p for p in plan.blueprint.parameters_of(part) if len(p.shape) > 1]
+    found = {parameter.name: around(parameter.cut, parameter.shape[0]) for parameter in weights}
+    return found | {use: around(use, plan.model.vocab) for use in ("vocab", "lookup", "statistics")}
+
+
+def _redistribution(edge: tensor.Redistribution, comms: Comms, part: str, width: int) -> Redistribute:
+    if edge == "gather outputs":
+        return GatherOutputs(comms, part, width)
+    return LOCAL if edge == "none" else _CLASSES[edge](comms, part)
