@@ -47,7 +47,6 @@ def test_memory_shows_every_class_and_the_peak():
     text = shown(memory_table(report()))
     for figure in ("9.00 MB", "4.00 MB", "18.0 MB", "41.0 MB", "6.00 MB", "22.0 MB", "100 MB", "41.0%", "GB = 1e9"):
         assert figure in text
-    assert "GiB = 2^30" in shown(memory_table(report(), binary=True))
     bars = {name: line_with(text, name).count("█") for name in ("saved", "optimizer", "parameters")}
     assert bars["saved"] > bars["optimizer"] > bars["parameters"] > 0
 
@@ -99,11 +98,11 @@ def test_names_are_not_markup():
 
 
 @settings(max_examples=25)
-@given(reports(), reports(), st.booleans(), st.integers(40, 160))
-def test_any_reports_can_be_shown(a, b, binary, width):
+@given(reports(), reports(), st.integers(40, 160))
+def test_any_reports_can_be_shown(a, b, width):
     for table in (
-        memory_table(a, binary),
-        ledger_table(a, binary),
+        memory_table(a),
+        ledger_table(a),
         comparison_tables(compare(a, b)),
     ):
         assert shown(table, width) is not None

@@ -1,7 +1,6 @@
 """What a terminal shows of a step report: `rich` renderables, built when they are asked for.
 
-Ledgers join identical blocks into one line. Byte figures are in GB = 1e9 bytes, or in GiB = 2**30 bytes with
-`binary=True`; the tables say which.
+Ledgers join identical blocks into one line. Bytes are in GB = 1e9 bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from shardwise.report.grouping import compared_ledgers, group_compared, group_le
 from shardwise.report.palette import KINDS, classes_of
 from shardwise.report.step_report import LedgerRow, Role, StepReport
 from shardwise.report.terminal import Column, FittedTable, new_table
-from shardwise.report.units import byte_note, format_bytes, format_ranks, format_role, format_share, format_time
+from shardwise.report.units import format_bytes, format_ranks, format_role, format_share, format_time
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType
@@ -27,20 +26,20 @@ _BAR = 24
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
-def memory_table(report: StepReport, binary: bool = False, capacity: int | None = None) -> FittedTable:
+def memory_table(report: StepReport, capacity: int | None = None) -> FittedTable:
     """Bytes by class of each role, with bars on one scale; `capacity` is the bytes of one device's memory."""
     columns = (
         Column("role", left=True), Column("class", left=True), Column("bytes"), Column("share"),
         Column("", left=True),
     )  # fmt: skip
-    table = FittedTable(columns, title=f"memory per rank ({byte_note(binary)})")
+    table = FittedTable(columns, title="memory per rank (GB = 1e9 bytes)")
     longest = max((role.peak_bytes for role in report.roles), default=0)
     for role in report.roles:
-        _add_role_memory(table, role, longest, binary, capacity)
+        _add_role_memory(table, role, longest, capacity)
     return table
 
 
-def _add_role_memory(table: FittedTable, role: Role, longest: int, binary: bool, capacity: int | None) -> None:
+def _add_role_memory(table: FittedTable, role: Role, longest: int, capacity: int | None) -> None:
     peak = role.peak_bytes
     # On two lines, next to the first two classes: at 80 columns there is no room for one.
     names = [role.role, f"({format_ranks(role.ranks)})"]
@@ -50,27 +49,27 @@ def _add_role_memory(table: FittedTable, role: Role, longest: int, binary: bool,
         table.add_row(
             names.pop(0) if names else "",
             kind.label,
-            format_bytes(held, binary),
+            format_bytes(held),
             share,
             _bar(held, longest, kind.light),
         )
     if capacity is None:
-        table.add_row("", _text("peak", "bold"), _text(format_bytes(peak, binary), "bold"), "", "", end_section=True)
+        table.add_row("", _text("peak", "bold"), _text(format_bytes(peak), "bold"), "", "", end_section=True)
         return
-    size = format_bytes(capacity, binary)
+    size = format_bytes(capacity)
     verdict = _mark(peak <= capacity, f"fits {size}", f"does not fit {size}")
-    cells = (_text(text, "bold") for text in ("peak", format_bytes(peak, binary), format_share(peak / capacity)))
+    cells = (_text(text, "bold") for text in ("peak", format_bytes(peak), format_share(peak / capacity)))
     table.add_row("", *cells, verdict, end_section=True)
 
 
-def ledger_table(report: StepReport, binary: bool = False) -> Group:
+def ledger_table(report: StepReport) -> Group:
     """The ledger of one step, one table for ranks that share it, identical blocks joined, with payload bytes."""
     from rich.console import Group
 
-    return Group(*_apart([_ledger(ranks, rows, binary) for ranks, rows in ledgers(report)]))
+    return Group(*_apart([_ledger(ranks, rows) for ranks, rows in ledgers(report)]))
 
 
-def _ledger(ranks: tuple[int, ...], rows: tuple[LedgerRow, ...], binary: bool) -> Table:
+def _ledger(ranks: tuple[int, ...], rows: tuple[LedgerRow, ...]) -> Table:
     table = new_table(f"ledger of one step, {format_ranks(ranks)}")
     _columns(table, ("operation", "axes", "unit"), ("elements", "count", "payload"))
     phase = ""
@@ -79,9 +78,9 @@ def _ledger(ranks: tuple[int, ...], rows: tuple[LedgerRow, ...], binary: bool) -
         phase = _head_line(table, phase, row.phase)
         payload = sum(member.payload_bytes for member in group.rows)
         cells = (f" {row.op}", row.axes, group.label, _size(row.elements, row.dtype), str(row.count))
-        table.add_row(*map(_text, cells), format_bytes(payload, binary))
+        table.add_row(*map(_text, cells), format_bytes(payload))
     calls, payload = sum(row.count for row in rows), sum(row.payload_bytes for row in rows)
-    table.add_row(_text("all", "bold"), "", "", "", str(calls), format_bytes(payload, binary))
+    table.add_row(_text("all", "bold"), "", "", "", str(calls), format_bytes(payload))
     return table
 
 
@@ -96,7 +95,7 @@ def exposure_table(rows: Sequence[tuple[str, int, Exposure]]) -> Table:
     return table
 
 
-def comparison_tables(comparison: ReportComparison, binary: bool = False) -> Group:
+def comparison_tables(comparison: ReportComparison) -> Group:
     """Both reports side by side: what differs in their settings, bytes by class, ledgers, where the time of a step went
     if a timeline tells, and a closing verdict."""
     from rich.console import Group
@@ -105,7 +104,7 @@ def comparison_tables(comparison: ReportComparison, binary: bool = False) -> Gro
     for ranks, report in ((comparison.ranks_only_a, comparison.b), (comparison.ranks_only_b, comparison.a)):
         if ranks:
             parts.append(_text(f"✗ the {report.source} report lacks {format_ranks(ranks)}", "bold red"))
-    parts.append(_compared_memory(comparison, binary))
+    parts.append(_compared_memory(comparison))
     parts += [_compared_ledger(comparison, ranks, rows) for ranks, rows in compared_ledgers(comparison)]
     if result := comparison.exposures:
         names = dict(zip(("a", "b"), comparison.labels, strict=True))
@@ -113,8 +112,8 @@ def comparison_tables(comparison: ReportComparison, binary: bool = False) -> Gro
     return Group(*_apart([*parts, verdict(comparison)]))
 
 
-def _compared_memory(comparison: ReportComparison, binary: bool) -> Table:
-    table = new_table(f"memory per rank ({byte_note(binary)})")
+def _compared_memory(comparison: ReportComparison) -> Table:
+    table = new_table("memory per rank (GB = 1e9 bytes)")
     _columns(table, ("role", "class"), (*comparison.labels, "difference", ""))
     ranks_of = {pair.role: pair.ranks for pair in comparison.pairs}
     shown = ""
@@ -122,18 +121,18 @@ def _compared_memory(comparison: ReportComparison, binary: bool) -> Table:
         name = "" if row.role == shown else format_role(row.role, ranks_of[row.role])
         shown = row.role
         label = KINDS[row.byte_class].label if row.byte_class in KINDS else row.byte_class
-        sides = (format_bytes(row.a, binary), format_bytes(row.b, binary))
+        sides = (format_bytes(row.a), format_bytes(row.b))
         peak = row.byte_class == "peak"
-        table.add_row(_text(name), label, *sides, difference(row, binary), _byte_mark(row), end_section=peak)
+        table.add_row(_text(name), label, *sides, difference(row), _byte_mark(row), end_section=peak)
     return table
 
 
-def difference(row: ComparedBytes, binary: bool = False) -> str:
+def difference(row: ComparedBytes) -> str:
     """ "equal", or by how much side a exceeds side b, in bytes and as a share of b."""
     if row.equal:
         return "equal"
     share = f" ({format_share(row.relative, signed=True)})" if math.isfinite(row.relative) else ""
-    return f"{'+' if row.a > row.b else ''}{format_bytes(row.a - row.b, binary)}{share}"
+    return f"{'+' if row.a > row.b else ''}{format_bytes(row.a - row.b)}{share}"
 
 
 def _byte_mark(row: ComparedBytes) -> Text:
@@ -170,25 +169,23 @@ def verdict(comparison: ReportComparison) -> Text:
     return Text("   ").join(marks)
 
 
-def zero_table(
-    cells: Mapping[int, Mapping[int, float]], title: str, binary: bool = False, capacity: int | None = None
-) -> Group:
+def zero_table(cells: Mapping[int, Mapping[int, float]], title: str, capacity: int | None = None) -> Group:
     """Bytes on each GPU: a row for each ZeRO stage, a column for each number of GPUs; ✓ where `capacity` suffices.
 
     cells: stage -> number of GPUs -> bytes.
     """
     from rich.console import Group
 
-    limit = f", ✓ fits in {format_bytes(capacity, binary)}" if capacity is not None else ""
+    limit = f", ✓ fits in {format_bytes(capacity)}" if capacity is not None else ""
     table = new_table()
     table.add_column("ZeRO stage")
     gpus = gpu_counts(cells)
     for count in gpus:
         table.add_column(f"{count} GPU{'s' * (count != 1)}", justify="right")
     for stage, row in cells.items():
-        table.add_row(str(stage), *(_zero_cell(row.get(count), binary, capacity) for count in gpus))
+        table.add_row(str(stage), *(_zero_cell(row.get(count), capacity) for count in gpus))
     # The table is narrow, and its own title would be folded to its width.
-    return Group(_text(f"{title} ({byte_note(binary)}{limit})", "bold"), table)
+    return Group(_text(f"{title} (GB = 1e9 bytes{limit})", "bold"), table)
 
 
 def gpu_counts(cells: Mapping[int, Mapping[int, object]]) -> list[int]:
@@ -196,10 +193,10 @@ def gpu_counts(cells: Mapping[int, Mapping[int, object]]) -> list[int]:
     return sorted({count for row in cells.values() for count in row})
 
 
-def _zero_cell(held: float | None, binary: bool, capacity: int | None) -> Text:
+def _zero_cell(held: float | None, capacity: int | None) -> Text:
     if held is None:
         return _text("")
-    text = format_bytes(held, binary)
+    text = format_bytes(held)
     return _text(text) if capacity is None else _mark(held <= capacity, text, text)
 
 

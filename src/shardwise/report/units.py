@@ -80,11 +80,6 @@ def format_role(role: str, ranks: tuple[int, ...]) -> str:
     return role if role == spans else f"{role} ({spans})"
 
 
-def byte_note(binary: bool) -> str:
-    """What `format_bytes` counts in."""
-    return "GiB = 2^30 bytes" if binary else "GB = 1e9 bytes"
-
-
 def _scaled(n: float, units: tuple[str, ...], step: int, gap: str) -> str:
     sign, size, index = "-" if n < 0 else "", abs(n), 0
     # 999.5 and more would be printed as 1000: that belongs to the next unit.
