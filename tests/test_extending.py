@@ -51,7 +51,7 @@ def test_the_cluster_file_is_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("block", "file"),
-    [(0, "cluster/accelerators.toml"), (1, "model/families/olmo.py"), (2, "decoder/olmo2.py")],
+    [(0, "cluster/accelerators.toml"), (1, "model/families/olmo.py"), (2, "decoder/olmo2.py"), (4, "layout/tensor.py")],
 )
 def test_the_changes_quoted_are_in_the_source(block: int, file: str) -> None:
     source = (Path(__file__).parents[1] / "src" / "shardwise" / file).read_text(encoding="utf-8")
