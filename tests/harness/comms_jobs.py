@@ -16,6 +16,8 @@ from torch import Tensor
 from shardwise.layout import Layout, Mesh
 from shardwise.layout.axes import Axes
 from shardwise.report.step_report import LedgerRow
+from shardwise.runtime.transport.adding import Target
+from shardwise.runtime.transport.buffers import ByteCounter
 from shardwise.runtime.transport.comms import Comms
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64)
@@ -123,3 +125,18 @@ def objections(rank: int, job: Exchanges) -> list[str]:
     assert torch.equal(alone, x)
     comms.close()
     return said
+
+
+def unreserved(rank: int, job: Exchanges) -> list[float]:
+    """Sums over reduce-scatters that fit what was reserved, and of another dtype or size."""
+    comms, axes, sums = open_comms(rank, job), job.axes[0], []
+    reserved = comms.reserve(8, torch.float32, torch.device("cpu"), axes, ByteCounter())
+    assert bool(reserved) != job.shared
+    for elements, dtype in ((8, torch.float32), (4, torch.float32), (16, torch.float32), (8, torch.float64)):
+        full, piece = torch.full((elements,), rank + 1.0, dtype=dtype), torch.zeros(elements // 2, dtype=dtype)
+        comms.reduce_scatter(full, axes, "sum", lambda piece=piece: Target(piece))
+        assert (piece == piece[0]).all()
+        sums.append(float(piece[0]))
+    dist.barrier()
+    comms.close()
+    return sums

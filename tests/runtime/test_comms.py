@@ -134,3 +134,9 @@ def test_ledger_timing_and_heartbeat_wrap_every_operation(op, method, lazy, late
     assert [(row.op, row.unit, row.elements, row.count) for row in comms.ledger()] == [(op, "unit", 4, 1)]
     (row,) = comms.transport()
     assert row.algorithm == "noted" and row.time_s >= row.wait_s > 0
+
+
+@transports
+def test_reduce_scatters_that_nothing_is_reserved_for(shared):
+    job = Exchanges("dp=2", (DP,), shared, 0, 0)
+    assert run_ranks("harness.comms_jobs:unreserved", 2, job) == [[3.0] * 4] * 2
