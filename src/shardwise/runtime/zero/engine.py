@@ -332,14 +332,18 @@ class Engine:
         """
         name, target = flat.unit.name, flat.reduced() if full.lasting else None
         into = flat.reduced if target is None else lambda: target
-        for pending in self._reductions.values():
-            pending.wait()  # one scratch buffer: the previous reduction must have left it
+        earlier = list(self._reductions.values())
+        if not full.lasting:
+            for pending in earlier:
+                pending.wait()  # one scratch buffer: the previous reduction must have left it
         done = full.free if full is flat.staging else None
-        pending = self.comms.reduce_scatter(full.tensor, hop.axes, name, into, done=done, later=True)
-        self._reductions[name] = pending
-        # A measured step does the same at the same moments each time.
-        if full.lasting and not self.comms.settle and pending.is_completed():
+        reduction = self.comms.reduce_scatter(full.tensor, hop.axes, name, into, done=done, later=True)
+        self._reductions[name] = reduction
+        for pending in earlier:  # in lasting buffers peers already read the new one
             pending.wait()
+        # A measured step does the same at the same moments each time.
+        if full.lasting and not self.comms.settle and reduction.is_completed():
+            reduction.wait()
 
     def finish_step(self) -> None:
         """All backwards are over: wait for the reductions, and take the hops that follow them (HSDP)."""
