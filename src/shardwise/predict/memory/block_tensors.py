@@ -263,7 +263,8 @@ class BlockTensors:
             # with heads side by side
             copies = (self.q if s.heads > 1 else 0) + self.kv * (2 if s.kv_heads > 1 else 1)
         live.allocate(copies)
-        self._column_backward([s.q, s.kv, s.kv], grads + copies)
+        given = 0 if self.pre else self.stream  # the block's own input, which others hold
+        self._column_backward([s.q, s.kv, s.kv], grads + copies - given)
         live.free(copies if self.apart else 0)  # of what they were made of
 
     @property
