@@ -1,7 +1,6 @@
 """Blocks with experts and latent attention: their parameters are the model's, and their memory a dense block's where
 they are no more than that."""
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,9 +10,10 @@ from shardwise.model import ModelConfig
 from shardwise.model.catalog import get
 from shardwise.model.config import Experts
 from shardwise.model.parameters import blueprint, count, parameters
-from shardwise.planner.fitting import CandidateMemory, Memory, places
-from shardwise.planner.mixed import Mixed, alike
-from shardwise.planner.pricing import frame_of
+from shardwise.planner.bounds import places
+from shardwise.predict.memory.mixtures import BlockElements, alike, memory_plan
+from shardwise.predict.memory.step import predict_bytes
+from shardwise.report.step_report import Bytes
 
 SPARSE = ("mixtral-8x7b", "deepseek-v3")
 
@@ -22,12 +22,11 @@ def edges(model: ModelConfig) -> int:
     return sum(part.numel for part in blueprint(model).parts if part.kind != "block")
 
 
-def held(model: ModelConfig, text: str, seq: int = 512, batch: int = 1 << 12) -> list[CandidateMemory]:
+def held(model: ModelConfig, text: str, seq: int = 512, batch: int = 1 << 12) -> list[Bytes]:
     """Of the ranks of a pipeline that can be the fullest."""
-    workload = Workload(seq, batch)
-    layout = Layout.parse(text)
-    ends = Memory(model, workload, layout.attention).ends(frame_of(model, layout, workload))
-    return [CandidateMemory(*(float(np.ravel(figure)[0]) for figure in end)) for end in ends]
+    layout, workload = Layout.parse(text), Workload(seq, batch)
+    ranks = places(model, layout.pp, layout.schedule)
+    return [predict_bytes(memory_plan(model, layout, workload, place, "nccl")) for place in ranks]
 
 
 @pytest.mark.parametrize("name", SPARSE)
@@ -60,9 +59,9 @@ def test_the_ranks_of_a_pipeline_have_all_blocks(layers, dense, virtual, data):
     pp = data.draw(st.integers(1, layers))
     virtual = virtual if layers % (pp * virtual) == 0 else 1
     model = get("tiny-llama").replace(layers=layers, experts=Experts(4, 2, 64, dense_layers=dense))
-    mixed = Mixed(model, 1)
+    blocks = BlockElements(model, 1)
     share = [layers // pp + (place < layers % pp) for place in range(pp)]
-    without = [mixed._without(pp, virtual, place, share[place]) for place in range(pp)]
+    without = [blocks.dense_blocks(pp, virtual, place) for place in range(pp)]
     assert sum(without) == min(dense, layers)
     assert all(0 <= few <= all_of_it for few, all_of_it in zip(without, share, strict=True))
 

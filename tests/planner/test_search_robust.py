@@ -19,7 +19,8 @@ from shardwise.model import ModelConfig
 from shardwise.model.catalog import get
 from shardwise.model.config import Experts, LatentAttention
 from shardwise.planner import Space, plan, price_one, search
-from shardwise.planner.fitting import Memory
+from shardwise.planner.bounds import MemoryBound
+from shardwise.planner.exact import ExactMemory
 from shardwise.planner.pricing import frame_of
 from shardwise.planner.runnable import OWN
 from shardwise.planner.shortfall import usable_bytes
@@ -170,8 +171,8 @@ def test_experts_on_more_ranks_need_no_more_memory(case):
     if model.experts is None or layout.data_ranks * layout.tp % (2 * layout.ep) or layout.ep == 8:
         return
     one, more = (replace(layout, zero=0, shard=0, ep=ep) for ep in (layout.ep, 2 * layout.ep))
-    memory = Memory(model, workload, "sdpa")
-    few, many = (float(memory.of(frame_of(model, each, workload)).total.max()) for each in (one, more))
+    exact = ExactMemory(model, workload, Cluster.parse("8x8xH100"))
+    few, many = (exact.total(each) for each in (one, more))
     assert many < few
 
 
@@ -180,13 +181,26 @@ def test_experts_on_more_ranks_need_no_more_memory(case):
 def test_more_sequences_need_no_less_memory(case):
     model, layout, workload = case
 
-    def needed(layout: Layout, batch: int) -> float:
+    def needed(layout: Layout, batch: int) -> int:
         at = replace(workload, batch=batch)
-        return float(Memory(model, at, "sdpa").of(frame_of(model, layout, at)).total.max())
+        return ExactMemory(model, at, Cluster.parse("8x8xH100")).total(layout)
 
     assert needed(layout, 2 * workload.batch) >= needed(layout, workload.batch)
     larger = replace(layout, micro=2 * layout.micro)
     assert needed(larger, 2 * workload.batch) >= needed(layout, workload.batch)
+
+
+@settings(QUIET, max_examples=max(60, EXAMPLES // 5))
+@given(priced(), st.sampled_from(["8x8xH100", "64xcpu", "8x8xcpu"]))
+def test_the_bound_is_never_above_the_bytes(case, text):
+    model, layout, workload = case
+    exact = ExactMemory(model, workload, Cluster.parse(text))
+    try:
+        frame = frame_of(model, layout, workload)
+    except UserError:
+        return
+    bound = MemoryBound(model, workload, "sdpa", exact.backend).total(frame)
+    assert float(bound.max()) <= exact.total(layout)
 
 
 PLANS = (

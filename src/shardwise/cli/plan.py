@@ -202,7 +202,7 @@ def _told(run: Any) -> dict[str, Any]:
 
 def _find(args: argparse.Namespace, model: Any, cluster: Any, workload: Any) -> int:
     from shardwise.cli.show.plan_table import answer_lines
-    from shardwise.planner.plan import space_for
+    from shardwise.planner.runnable import space_for
     from shardwise.predict.memory.capacity import usable_bytes
 
     space, _ = space_for(model, cluster, workload, args.engine, _fixed(args))

@@ -76,7 +76,8 @@ def training(layout: Layout, tied: bool, micro_batches: int) -> PipelineSchedule
     not for, with what would be legal."""
     try:
         numbers = layout.schedule, layout.pp, micro_batches, layout.virtual
-        return _training(*numbers, layout.stage, tied, releases_early(layout))
+        # Stages 0 and 1 order a rank's work alike.
+        return _training(*numbers, max(1, layout.stage), tied, releases_early(layout))
     except UserError as error:
         raise LayoutError(f"layout {layout}: {error}") from None
 

@@ -223,19 +223,22 @@ class UnitPlan:
     @cached_property
     def units(self) -> tuple[Unit, ...]:
         """Embedding, each block, final norm + head; a tied embedding comes first, alone."""
+        return tuple(unit for part in self.parts for unit in self._units_in(part))
+
+    def _units_in(self, part: str) -> list[Unit]:
+        """The units of the parameters that a part holds, or has a copy of."""
         found = []
-        for part in self.parts:
-            placed = [place(p, self.layout, self.tp_rank) for p in self.blueprint.parameters_of(part)]
-            tied = [p for p in placed if p.name in self.blueprint.shared]
-            rest = [p for p in placed if p not in tied]
-            if self.blueprint.part(part).reads and self.copies_table:
-                # the last pipeline stage holds a copy of the table for its head
-                tied = [place(self.blueprint.table, self.layout, self.tp_rank)]
-            if tied:
-                found.append(self._unit("tied", tied, "tied"))
-            if rest:
-                found.append(self._unit(part, rest, self._slot(part)))
-        return tuple(found)
+        placed = [place(p, self.layout, self.tp_rank) for p in self.blueprint.parameters_of(part)]
+        tied = [p for p in placed if p.name in self.blueprint.shared]
+        rest = [p for p in placed if p not in tied]
+        if self.blueprint.part(part).reads and self.copies_table:
+            # the last pipeline stage holds a copy of the table for its head
+            tied = [place(self.blueprint.table, self.layout, self.tp_rank)]
+        if tied:
+            found.append(self._unit("tied", tied, "tied"))
+        if rest:
+            found.append(self._unit(part, rest, self._slot(part)))
+        return found
 
     def _slot(self, part: str) -> str:
         if self.layout.pp > 1:

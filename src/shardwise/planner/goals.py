@@ -15,9 +15,8 @@ from shardwise.layout import Workload
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import catalog
 from shardwise.model.parameters import count
-from shardwise.planner.exact import Exact
 from shardwise.planner.pricing import Priced
-from shardwise.planner.ranking import Block, Listing, search
+from shardwise.planner.ranking import search
 from shardwise.planner.shortfall import SmallestCandidate, least, why_no_layout
 from shardwise.planner.space import LayoutColumns, Space, why_not_fixed
 from shardwise.predict.supported import MOST_DEVICES, why_not_planned
@@ -98,15 +97,6 @@ class Scaling(NamedTuple):
     """The cluster of that layout."""
 
 
-class _Fastest:
-    """A keeper: the seconds of the fastest candidate, whether it fits or not."""
-
-    seconds = float("inf")
-
-    def offer(self, block: Block) -> None:
-        self.seconds = min(self.seconds, float(block.unlimited.min()))
-
-
 def scaling(space: Space, usable: float, progress: Progress = lambda line: None) -> Scaling:
     """The best layout on 1, 2, 4, ... and all nodes, each with the same batch."""
     tokens = space.workload.batch * space.workload.seq
@@ -114,13 +104,10 @@ def scaling(space: Space, usable: float, progress: Progress = lambda line: None)
     ideal, on = 0.0, space.cluster
     for part in _sizes(space, space.cluster.nodes):
         progress(_searched(part))
-        limit = _Fastest()
-        listing = Listing(Exact(part.model, part.workload, part.cluster))
-        found = search(
-            part, Pricing(part.cluster), top=1, usable=usable, keepers=[limit], unlimited=True, listing=listing
-        )
+        found = search(part, Pricing(part.cluster), top=1, usable=usable, unlimited=True)
         fastest.append((part.cluster, found.best[0] if found.best else None))
-        if (rate := tokens / limit.seconds / part.cluster.devices) > ideal:
+        limit = min((float(block.seconds.min()) for block in found.blocks), default=float("inf"))
+        if (rate := tokens / limit / part.cluster.devices) > ideal:
             ideal, on = rate, part.cluster
     sizes = (
         Size(cluster, best, tokens / best.seconds, tokens / best.seconds / cluster.devices / ideal)
@@ -232,7 +219,7 @@ def largest_batch(space: Space, usable: float) -> tuple[int, SmallestCandidate]:
 
     def fits(batch: int) -> bool:
         on = replace(space, workload=replace(space.workload, batch=batch))
-        tried[batch] = _fits(on, usable, filter(None, map(_at_once, on.frames)))
+        tried[batch] = _fits(on, usable, filter(None, map(at_once, on.frames)))
         return tried[batch] is not None
 
     devices = space.cluster.devices
@@ -259,7 +246,7 @@ def _sequences(space: Space) -> str:
     return f"sequences of {space.workload.seq:,} tokens"
 
 
-def _at_once(frame: LayoutColumns) -> LayoutColumns | None:
+def at_once(frame: LayoutColumns) -> LayoutColumns | None:
     """The candidates that accumulate nothing beyond what fills their pipeline; None where there is none."""
     rows = tuple(row for row, count in zip(frame.rows, frame.counts, strict=True) if count <= frame.pp)
     return replace(frame, rows=rows) if rows else None
@@ -284,8 +271,7 @@ def _searched(space: Space) -> str:
 
 
 def _fastest(space: Space, usable: float) -> Priced | None:
-    listing = Listing(Exact(space.model, space.workload, space.cluster))
-    found = search(space, Pricing(space.cluster), top=1, usable=usable, listing=listing)
+    found = search(space, Pricing(space.cluster), top=1, usable=usable)
     return found.best[0] if found.best else None
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.model import ModelConfig
-from shardwise.planner.fitting import CandidateMemory, Memory, places
+from shardwise.planner.exact import ExactMemory
 from shardwise.planner.space import RECOMPUTE, BatchChoice, LayoutColumns, ScheduleChoice, ZeroChoice
 from shardwise.predict.supported import in_closed_form, objection
 from shardwise.predict.time.pieces import Pieces, pieces
@@ -27,6 +27,7 @@ from shardwise.predict.time.ranges import Range, time_range
 from shardwise.predict.time.split import StepShape
 from shardwise.predict.time.step import bubble_share, step_parts, training_step
 from shardwise.predict.time.traffic import Traffic, traffic
+from shardwise.report.step_report import Bytes
 
 Num = Any
 T = TypeVar("T")
@@ -34,19 +35,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Priced:
-    """One candidate with its figures.
-
-    seconds: of a step; parts: where they go, adding up to it; range: its 80% range. held: bytes of the fullest device,
-    which is on the pipeline's rank `place`.
-    """
+    """One candidate with its figures."""
 
     layout: Layout
     engine: EngineProfile
     seconds: float
+    """Of a step."""
     parts: dict[str, float]
+    """Where the seconds go, adding up to them."""
     range: Range
-    held: CandidateMemory
+    """The 80% range of the seconds."""
+    held: Bytes
+    """Bytes of the fullest device."""
     place: int
+    """The fullest device's place in the pipeline."""
 
 
 @lru_cache
@@ -67,13 +69,13 @@ def price_one(
     workload: Workload,
     engine: EngineProfile,
     pricing: Pricing,
-    memory: Memory | None = None,
+    exact: ExactMemory | None = None,
 ) -> Priced:
-    """A layout's seconds and bytes. memory: kept between calls by whoever asks for many.
+    """A layout's seconds and bytes. exact: kept between calls by whoever asks for many.
 
-    Raises `UserError` where the batch does not divide, and for a layout that no search comes upon.
+    Raises `UserError` where the batch does not divide, and for a layout that is in no search.
     """
-    return price_all(model, [(layout, engine)], workload, pricing, memory)[0]
+    return price_all(model, [(layout, engine)], workload, pricing, exact)[0]
 
 
 def price_all(
@@ -81,15 +83,16 @@ def price_all(
     chosen: Sequence[tuple[Layout, EngineProfile]],
     workload: Workload,
     pricing: Pricing,
-    memory: Memory | None = None,
+    exact: ExactMemory | None = None,
 ) -> list[Priced]:
     """Several layouts' seconds and bytes, as `price_one` has them: those that one call can price, together."""
-    frames = [frame_of(model, layout, workload) for layout, _ in chosen]
+    for layout, _ in chosen:
+        frame_of(model, layout, workload)
     parts = _each(
         chosen, lambda of: (of[1], of[0].schedule, of[0].attention), partial(_parts, model, workload, pricing)
     )
-    memory_of = cache(lambda attention: memory or Memory(model, workload, attention))
-    held = _each(frames, lambda frame: replace(frame, rows=(), shardings=(), orders=()), partial(_held, memory_of))
+    exact = exact or ExactMemory(model, workload, pricing.cluster)
+    fullest = [exact.of(layout) for layout, _ in chosen]
     return [
         Priced(
             layout,
@@ -97,10 +100,9 @@ def price_all(
             sum(mine.values()),
             mine,
             time_range(mine, pricing.constants, routed=bool(model.experts)),
-            fullest,
-            place,
+            *rank,
         )
-        for (layout, engine), mine, (fullest, place) in zip(chosen, parts, held, strict=True)
+        for (layout, engine), mine, rank in zip(chosen, parts, fullest, strict=True)
     ]
 
 
@@ -129,23 +131,6 @@ def _parts(
 
 _COLUMNS = ("micro", "micro_batches", "tp", "pp", "dp", "cp", "ep", "virtual", "shard", "zero", "sp", "recompute")
 """What of a split may be an array."""
-
-
-def _held(memory_of: Callable[[str], Memory], frames: list[LayoutColumns]) -> list[tuple[CandidateMemory, int]]:
-    """For frames of one candidate each, with one tp and pp: what its fullest device holds, and which rank that is."""
-    rows, shardings, orders = (
-        tuple(dict.fromkeys(getattr(frame, name)[0] for frame in frames)) for name in ("rows", "shardings", "orders")
-    )
-    together = replace(frames[0], rows=rows, shardings=shardings, orders=orders)
-    memory = memory_of(together.attention)
-    ends = [[np.broadcast_to(figure, together.shape) for figure in end] for end in memory.ends(together)]
-    found = []
-    for frame in frames:
-        at = rows.index(frame.rows[0]), shardings.index(frame.shardings[0]), orders.index(frame.orders[0])
-        mine = [CandidateMemory(*(float(figure[at]) for figure in end)) for end in ends]
-        place = max(range(len(mine)), key=lambda end: mine[end].total)
-        found.append((mine[place], places(memory.model, frame.pp)[place]))
-    return found
 
 
 def frame_of(model: ModelConfig, layout: Layout, workload: Workload) -> LayoutColumns:

@@ -1,19 +1,21 @@
 """The best candidates of a space: exactly the k best by one figure, or all that no other beats in both time and memory.
 
-Memory comes first: where nothing of a frame fits, nothing of it is priced. Nothing else is left out.
+Candidates are taken in the order of a figure that is exact (seconds) or never too high (the lower bound of bytes), and
+followed event by event until no later one can be in the answer. Where nothing of a frame fits by the bound, nothing of it
+is priced. Nothing else is left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from shardwise.layout import Layout
-from shardwise.planner.exact import Exact
-from shardwise.planner.fitting import Memory
+from shardwise.planner.bounds import MemoryBound
+from shardwise.planner.exact import ExactMemory
 from shardwise.planner.overlaps import distinct
 from shardwise.planner.pricing import Priced, Prices, price_all
 from shardwise.planner.space import LayoutColumns, Space, ZeroChoice
@@ -27,37 +29,24 @@ UNLIMITED = float("inf")
 
 @dataclass(frozen=True)
 class Block:
-    """The candidates of one frame with one engine: arrays of the frame's shape.
-
-    seconds: of a step, inf where one is not possible or does not fit. nbytes: of the fullest device, inf where one is
-    not possible. some: whether any fits, or may. unlimited: seconds whether it fits or not, where that was asked for.
-    near: `seconds`, and those of candidates that may fit although their bytes in closed form do not.
-    """
+    """The candidates of one frame with one engine: arrays of the frame's shape."""
 
     frame: LayoutColumns
     engine: EngineProfile
-    seconds: Any
     nbytes: Any
-    some: bool
-    unlimited: Any
-    near: Any
+    """Lower bound of the fullest device's bytes; inf where a candidate is not possible."""
+    seconds: Any = None
+    """Of a step; inf where a candidate is not possible; None where the frame is not priced."""
 
-    def only(self, rows: Sequence[bool]) -> Block:
-        """The block without the candidates of the other rows."""
-        if all(rows):
+    def only(self, keep: Any) -> Block:
+        """The block without other candidates; keep: an array that broadcasts to the frame's shape."""
+        if np.all(keep):
             return self
-        keep = np.array(rows)[:, None, None]
-        seconds, nbytes, near = (np.where(keep, figures, np.inf) for figures in (self.seconds, self.nbytes, self.near))
-        unlimited = None if self.unlimited is None else np.where(keep, self.unlimited, np.inf)
-        some = self.some and bool(np.isfinite(near).any())
-        return replace(self, seconds=seconds, nbytes=nbytes, some=some, unlimited=unlimited, near=near)
-
-    def with_near(self) -> Block:
-        """The block with seconds of what may fit, too."""
-        return replace(self, seconds=self.near)
+        seconds = None if self.seconds is None else np.where(keep, self.seconds, np.inf)
+        return replace(self, nbytes=np.where(keep, self.nbytes, np.inf), seconds=seconds)
 
     def place(self, at: int) -> CandidateIndex:
-        """Where the candidate with this index in the flat arrays is."""
+        """The candidate with this index in the flat arrays."""
         row, sharding, order = (int(n) for n in np.unravel_index(at, self.frame.shape))
         return CandidateIndex(self.frame, self.engine, row, sharding, order)
 
@@ -77,42 +66,29 @@ class CandidateIndex(NamedTuple):
         return frame.layout(frame.rows[self.row], frame.shardings[self.sharding], frame.orders[self.order])
 
 
-class Kept(NamedTuple):
-    """A candidate that a search has kept."""
+class Candidate(NamedTuple):
+    """One candidate of a block."""
 
     seconds: float
+    nbytes: float
+    """Its lower bound, or its exact bytes."""
     place: CandidateIndex
-
-
-class Keeper(Protocol):
-    """What sees all blocks of a search and keeps what it is for."""
-
-    def offer(self, block: Block) -> None:
-        """Look at one block."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """Result of a search. best: the requested candidates, best first. considered: number of legal candidates. fitting:
-    number that fits. beyond: the best one of all, also outside the features that were ranked."""
+    """Result of a search."""
 
     best: tuple[Priced, ...]
+    """The requested candidates, best first."""
     considered: int
+    """Legal candidates."""
     fitting: int
+    """Candidates whose lower bound of bytes fits: at least as many as do."""
     beyond: Priced | None = None
-
-
-class Listing(NamedTuple):
-    """Which candidates of a search's answer are looked at, one after the other, until enough of them fit."""
-
-    exact: Exact
-    """Follows a rank's actions."""
-    slack: float = 1.0
-    """Candidates are looked at whose bytes in closed form are up to this many times what is usable."""
-
-
-MOST_LISTED = 1000
-"""Candidates that are followed action by action, at most, before a search gives up."""
+    """The best one of all, also outside the features that were ranked."""
+    blocks: tuple[Block, ...] = field(default=(), repr=False)
+    """The candidates that were ranked."""
 
 
 def search(
@@ -122,181 +98,162 @@ def search(
     top: int = 10,
     usable: float = UNLIMITED,
     overlaps: bool = False,
-    keepers: Sequence[Keeper] = (),
     unlimited: bool = False,
     ranked: Features | None = None,
-    listing: Listing | None = None,
+    exact: ExactMemory | None = None,
 ) -> Found:
     """The best candidates of a space whose fullest device needs no more than `usable` bytes.
 
     by: "throughput", the `top` with the shortest step (equals: fewest bytes first); "memory", the `top` with the fewest
     bytes (equals: shortest step first); "pareto", all that no other one beats in both. overlaps: search over the
-    engine's overlaps, too. keepers: who else looks at every block; unlimited: they want to know what does not fit, too.
-    ranked: features of the software whose candidates are counted, ranked and offered to the keepers, if not all.
-    listing: have what is found fit by `estimate`'s bytes; without it, bytes are those in closed form.
+    engine's overlaps, too. unlimited: price what does not fit, too. ranked: features of the software whose candidates
+    are counted and ranked, if not all. exact: kept between searches of one model, workload and cluster.
     """
-    spare = 4 * top + 24 if listing else top
-    while True:
-        result = _once(space, pricing, by, spare, usable, overlaps, keepers, unlimited, ranked, listing)
-        kept, first, considered, fitting, memory = result
-        best = listed(kept.rows(), by, top, usable, listing)
-        if by == "pareto" or len(best) == top or len(kept.rows()) < spare or spare > MOST_LISTED:
-            break
-        spare, keepers = 4 * spare, ()
-    places = [*best, *listed(first.rows(), "throughput" if by == "pareto" else by, 1, usable, listing)]
-    priced = price_places(space, places, pricing, memory, listing)
-    beyond = priced.pop() if len(places) > len(best) else None
-    return Found(tuple(priced), considered, max(fitting, len(best)), beyond)
-
-
-def _once(
-    space: Space, pricing: Pricing, by: By, spare: int, usable: float, overlaps: bool, keepers: Sequence[Keeper],
-    unlimited: bool, ranked: Features | None, listing: Listing | None,
-) -> tuple[_Top | _Front, _Top, int, int, Memory]:  # fmt: skip
-    """One pass over all blocks of a space: the best ranked and the best of all, and how many are legal and fit."""
-    best: _Top | _Front = _Front() if by == "pareto" else _Top(spare, _ORDER[by])
-    first = _Top(24 if listing else 1, _ORDER["throughput" if by == "pareto" else by])
-    considered = fitting = 0
-    reach = usable * listing.slack if listing else usable
-    memory = Memory(space.model, space.workload, space.attention)
-    # Only in the order of time are layouts that may fit ranked among fitting ones, and followed.
-    nearest = listing.exact.least if listing and by == "throughput" else None
-    for shardings, block in blocks(space, memory, pricing, reach, overlaps, unlimited, nearest):
+    exact = exact or ExactMemory(space.model, space.workload, space.cluster)
+    every = list(blocks(space, exact, pricing, usable, overlaps, unlimited))
+    mine, considered, fitting = [], 0, 0
+    for shardings, block in every:
         rows = block.frame.runs_on(ranked or space.features)
-        if ranked:
-            first.offer(block)
-        mine = block.only(rows)
+        mine.append(block.only(np.array(rows)[:, None, None]))
         considered += shardings * sum(sum(of) for of, runs in zip(block.frame.possible, rows, strict=True) if runs)
-        best.offer(mine.with_near())
-        for keeper in keepers:
-            keeper.offer(mine)
-        if mine.some:
-            fitting += int(np.count_nonzero(np.isfinite(mine.seconds) & (mine.nbytes <= usable)))
-    return best, first, considered, fitting, memory
-
-
-def listed(rows: Iterable[Kept], by: By, top: int, usable: float, listing: Listing | None) -> list[CandidateIndex]:
-    """The first `top` of candidates in closed form's order that fit by their exact bytes, in the order of these."""
-    if listing is None:
-        return [row.place for row in rows][: None if by == "pareto" else top]
-    exact: list[tuple[float, float, CandidateIndex]] = []
-    for row in rows:
-        nbytes = listing.exact.of(row.place.layout, usable)[0].total
-        if nbytes <= usable:
-            exact.append((row.seconds, nbytes, row.place))
-        if len(exact) == {"throughput": top, "memory": 2 * top + 4}.get(by):
-            break
-    if by == "pareto":
-        seconds, nbytes_of = (np.array([one[i] for one in exact]) for i in (0, 1))
-        return [exact[i][2] for i in _front(seconds, nbytes_of).tolist()] if exact else []
-    figures = (1, 0) if by == "memory" else (0, 1)
-    return [one[2] for one in sorted(exact, key=lambda one: tuple(one[i] for i in figures))[:top]]
+        fitting += int(np.count_nonzero(np.isfinite(mine[-1].nbytes) & (mine[-1].nbytes <= usable)))
+    best = best_of(mine, exact, by, top, usable)
+    figure: By = "throughput" if by == "pareto" else by
+    others = best_of((block for _, block in every), exact, figure, 1, usable) if ranked else []
+    priced = price_places(space, [*best, *others], pricing, exact)
+    beyond = priced.pop() if others else None
+    return Found(tuple(priced), considered, fitting, beyond, tuple(mine))
 
 
 def price_places(
-    space: Space, places: Sequence[CandidateIndex], pricing: Pricing, memory: Memory | None, listing: Listing | None
+    space: Space, places: Sequence[CandidateIndex], pricing: Pricing, exact: ExactMemory
 ) -> list[Priced]:
-    """Candidates with their figures, and with exact bytes where `listing` has them."""
-    chosen = [(place.layout, place.engine) for place in places]
-    priced = price_all(space.model, chosen, space.workload, pricing, memory)
-    return [listing.exact.priced(one) for one in priced] if listing else priced
+    """Candidates with their seconds and bytes."""
+    return price_all(space.model, [(place.layout, place.engine) for place in places], space.workload, pricing, exact)
 
 
 def blocks(
-    space: Space, memory: Memory, pricing: Pricing, usable: float, overlaps: bool = False, unlimited: bool = False,
-    least: Callable[[LayoutColumns], Any] | None = None,
+    space: Space, exact: ExactMemory, pricing: Pricing | None, usable: float, overlaps: bool = False,
+    unlimited: bool = False, frames: Iterable[LayoutColumns] | None = None,
 ) -> Iterator[tuple[int, Block]]:  # fmt: skip
-    """(how many shardings count, the block) for all blocks of a space. least: what a device needs of the bytes in
-    closed form, at least; so much of a candidate's has to be usable for it to be `near`."""
-    prices = Prices(space.model, space.workload, space.attention, pricing, space.frames)
-    for frame in space.frames:
+    """(how many shardings count, the block) for all blocks of a space. pricing: None for bytes alone. frames: those of
+    the space, or some of them."""
+    bound = MemoryBound(space.model, space.workload, space.attention, exact.backend)
+    prices = pricing and Prices(space.model, space.workload, space.attention, pricing, space.frames)
+    for frame in space.frames if frames is None else frames:
         possible = np.array(frame.possible)[:, None, :]
-        nbytes = np.where(possible, memory.total(frame), np.inf)
+        nbytes = np.where(possible, bound.total(frame), np.inf)
         variants = list(distinct(frame, space.engine)) if overlaps else [(space.engine, frame.shardings)]
         for engine, shardings in variants:
-            fits = (nbytes <= usable) & _chosen(frame, shardings) & possible
-            near = ((nbytes * least(frame) <= usable) & _chosen(frame, shardings) & possible) if least else fits
-            some = bool(near.any())
-            seconds = prices.seconds(frame, engine) if some or unlimited else np.inf
-            yield (
-                len(shardings),
-                Block(
-                    frame,
-                    engine,
-                    np.where(fits, seconds, np.inf),
-                    nbytes,
-                    some,
-                    np.where(possible, seconds, np.inf) if unlimited else None,
-                    np.where(near, seconds, np.inf),
-                ),
-            )
+            block = Block(frame, engine, nbytes).only(_chosen(frame, shardings))
+            if prices and (unlimited or (block.nbytes <= usable).any()):
+                seconds = np.where(np.isfinite(block.nbytes), prices.seconds(frame, engine), np.inf)
+                block = replace(block, seconds=seconds)
+            yield len(shardings), block
 
 
 def _chosen(frame: LayoutColumns, shardings: tuple[ZeroChoice, ...]) -> Any:
     return np.array([sharding in shardings for sharding in frame.shardings])[None, :, None]
 
 
-class _Top:
-    """The k best of all blocks by one figure, then by the other, then in the order in which they came."""
-
-    def __init__(self, k: int, figures: Callable[[Block], tuple[Any, Any]]) -> None:
-        self._k, self._figures = k, figures
-        self._rows: list[tuple[float, float, int, float, CandidateIndex]] = []
-        self._limit, self._serial = np.inf, 0
-
-    def offer(self, block: Block) -> None:
-        self._serial += block.nbytes.size
-        if not block.some:
-            return
-        first, second = (figure.ravel() for figure in self._figures(block))
-        at = np.flatnonzero((first <= self._limit) & np.isfinite(first))
-        if not len(at):
-            return
-        if len(at) > self._k:
-            at = at[first[at] <= np.partition(first[at], self._k - 1)[self._k - 1]]
-        for i in at[np.lexsort((at, second[at], first[at]))][: self._k].tolist():
-            seconds = float(block.seconds.flat[i])
-            self._rows.append((float(first[i]), float(second[i]), self._serial + i, seconds, block.place(i)))
-        self._rows = sorted(self._rows, key=lambda row: row[:3])[: self._k]
-        self._limit = self._rows[-1][0] if len(self._rows) == self._k else np.inf
-
-    def rows(self) -> list[Kept]:
-        return [Kept(*row[3:]) for row in self._rows]
+def best_of(
+    blocks: Iterable[Block], exact: ExactMemory, by: By, top: int = 1, usable: float = UNLIMITED
+) -> list[CandidateIndex]:
+    """The best candidates of blocks by their exact bytes, best first; equals in the order in which they come."""
+    blocks = list(blocks)
+    if by == "pareto":
+        return [one.place for one in _front(_ordered(blocks, by, None, usable)[0], exact, usable)]
+    follow, count = {"throughput": _fastest, "memory": _leanest}[by], 4 * top + 24
+    while True:
+        rows, complete = _ordered(blocks, by, count, usable)
+        best, settled = follow(rows, exact, top, usable)
+        if settled or complete:
+            return [one.place for one in best]
+        count *= 8
 
 
-class _Front:
-    """Those that no other candidate beats in both seconds and bytes, fastest first."""
-
-    def __init__(self) -> None:
-        self._rows: list[tuple[float, float, CandidateIndex]] = []
-
-    def offer(self, block: Block) -> None:
-        if not block.some:
-            return
-        seconds, nbytes = block.seconds.ravel(), block.nbytes.ravel()
-        at = np.flatnonzero(np.isfinite(seconds))
-        for i in at[_front(seconds[at], nbytes[at])].tolist():
-            self._rows.append((float(seconds[i]), float(nbytes[i]), block.place(i)))
-        if len(self._rows) > 10_000:
-            self._cut()
-
-    def _cut(self) -> None:
-        keep = _front(np.array([row[0] for row in self._rows]), np.array([row[1] for row in self._rows]))
-        self._rows = [self._rows[i] for i in keep]
-
-    def rows(self) -> list[Kept]:
-        self._cut()
-        return [Kept(row[0], row[2]) for row in self._rows]
+def _fastest(rows: Iterable[Candidate], exact: ExactMemory, top: int, usable: float) -> tuple[list[Candidate], bool]:
+    """The first `top` that fit of candidates in the order of time, and whether later ones are slower for certain."""
+    best: list[Candidate] = []
+    for one in rows:
+        if len(best) >= top and one.seconds > best[-1].seconds:
+            return _sorted(best, 0, 1)[:top], True
+        nbytes = exact.total(one.place.layout, usable)
+        if nbytes <= usable:
+            best.append(one._replace(nbytes=nbytes))
+    return _sorted(best, 0, 1)[:top], False
 
 
-def _front(seconds: Any, nbytes: Any) -> Any:
-    """Indices of the front, fastest first; of equals the first one."""
-    order = np.lexsort((nbytes, seconds))
-    least = np.minimum.accumulate(nbytes[order])
-    return order[np.concatenate([[True], nbytes[order][1:] < least[:-1]])[: len(order)]]
+def _leanest(rows: Iterable[Candidate], exact: ExactMemory, top: int, usable: float) -> tuple[list[Candidate], bool]:
+    """The `top` of fewest bytes of candidates in the order of their bounds, and whether later ones need more for
+    certain."""
+    best: list[Candidate] = []
+    for one in rows:
+        if len(best) >= top and one.nbytes > best[top - 1].nbytes:
+            return best[:top], True
+        limit = best[top - 1].nbytes if len(best) >= top else usable
+        nbytes = exact.total(one.place.layout, limit)
+        if nbytes <= limit:
+            best = _sorted([*best, one._replace(nbytes=nbytes)], 1, 0)
+    return best[:top], False
 
 
-_ORDER: dict[str, Callable[[Block], tuple[Any, Any]]] = {
-    "throughput": lambda block: (block.seconds, block.nbytes),
-    "memory": lambda block: (np.where(np.isfinite(block.seconds), block.nbytes, np.inf), block.seconds),
-}
+def _front(rows: Iterable[Candidate], exact: ExactMemory, usable: float) -> list[Candidate]:
+    """Those that no other candidate beats in both seconds and bytes, of candidates in the order of time."""
+    front: list[Candidate] = []
+    least = usable
+    for one in rows:
+        if one.nbytes > least or (front and one.nbytes == least):
+            continue
+        nbytes = exact.total(one.place.layout, least)
+        if nbytes > least or (front and nbytes == least):
+            continue
+        if front and front[-1].seconds == one.seconds:
+            front.pop()
+        front.append(one._replace(nbytes=nbytes))
+        least = nbytes
+    return front
+
+
+def _sorted(rows: list[Candidate], *figures: int) -> list[Candidate]:
+    return sorted(rows, key=lambda one: tuple(one[i] for i in figures))
+
+
+def _ordered(
+    blocks: Sequence[Block], by: By, count: int | None, usable: float
+) -> tuple[Iterator[Candidate], bool]:
+    """The first `count` candidates that may fit, by seconds or by bound, then by the other; and whether these are all."""
+    seconds, nbytes, block, index = _columns(blocks, by, count, usable)
+    figures = (nbytes, seconds) if by == "memory" else (seconds, nbytes)
+    order = np.lexsort((index, block, *reversed(figures)))
+    complete = count is None or len(order) <= count
+    rows = (
+        Candidate(float(seconds[i]), float(nbytes[i]), blocks[block[i]].place(int(index[i])))
+        for i in order[:count].tolist()
+    )
+    return rows, complete
+
+
+def _columns(blocks: Sequence[Block], by: By, count: int | None, usable: float) -> list[Any]:
+    """Seconds, bounds, blocks and flat indices of candidates that may fit, the first `count` and more among them."""
+    columns: list[list[Any]] = [[np.empty(0)], [np.empty(0)], [np.empty(0, int)], [np.empty(0, int)]]
+    limit, kept = np.inf, 0
+    for number, each in enumerate(blocks):
+        if each.seconds is None and by != "memory":
+            continue
+        nbytes = each.nbytes.ravel()
+        seconds = nbytes * 0 if each.seconds is None else each.seconds.ravel()
+        figure = nbytes if by == "memory" else seconds
+        at = np.flatnonzero((nbytes <= usable) & np.isfinite(nbytes) & (figure <= limit))
+        if count is not None and len(at) > count:
+            at = at[figure[at] <= np.partition(figure[at], count)[count]]
+        for column, values in zip(columns, (seconds[at], nbytes[at], np.full(len(at), number), at), strict=True):
+            column.append(values)
+        kept += len(at)
+        if count is not None and kept > 16 * count:
+            figures = np.concatenate(columns[by == "memory"])
+            limit = min(limit, np.partition(figures, count)[count])
+            keep = figures <= limit
+            columns = [[np.concatenate(column)[keep]] for column in columns]
+            kept = len(columns[0][0])
+    return [np.concatenate(column) for column in columns]

@@ -7,12 +7,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload, check_runnable
 from shardwise.layout.legality import unsupported
 from shardwise.model import ModelConfig
+from shardwise.planner.space import Space
+from shardwise.predict.step_seconds import own_engine
 from shardwise.predict.time.features import EVERYTHING
-from shardwise.predict.time.profiles import EngineProfile
+from shardwise.predict.time.profiles import ENGINES, EngineProfile
+from shardwise.predict.time.profiles import engine as engine_of
 
 _WORDS = {"cp": "context parallelism", "ep": "expert parallelism"}
 """Keys that are searched and may not run here -> their names."""
@@ -50,3 +54,22 @@ def why_not_trained(layout: Layout, model: ModelConfig, workload: Workload) -> s
             return f"not runnable by `train`: {error}"
         return f"not runnable by `train` yet: {words}"
     return None
+
+
+def space_for(
+    model: ModelConfig, cluster: Cluster, workload: Workload, engine: str | None, fixed: Mapping[str, Any]
+) -> tuple[Space, str]:
+    """The candidates for an engine, this project's runtime if None; and why none of them runs here, empty where that is
+    not known of all. Raises `UserError`."""
+    profile = training_engine(engine or own_engine(cluster))
+    none_runs = why_none_runs(model, fixed) if profile.name in OWN else ""
+    return Space(model, cluster, workload, widened(profile) if none_runs else profile, dict(fixed)), none_runs
+
+
+def training_engine(name: str) -> EngineProfile:
+    """The profile of that name. Raises `UserError` for one that there is not, and for one that only serves."""
+    profile = engine_of(name)
+    training = [e.name for e in ENGINES.values() if not e.facts["optimizer_bytes"].startswith("not used")]
+    if name not in training:
+        raise UserError(f"{name} does not train; profiles that do are {', '.join(training)}")
+    return profile

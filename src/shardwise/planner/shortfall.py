@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from shardwise.cluster import Cluster, catalog
 from shardwise.errors import UserError
 from shardwise.layout import Layout
-from shardwise.planner.exact import Exact
-from shardwise.planner.fitting import Memory
+from shardwise.planner.exact import ExactMemory
+from shardwise.planner.ranking import UNLIMITED, best_of, blocks
 from shardwise.planner.space import LayoutColumns, Space
 from shardwise.predict.fixing import words_of
 from shardwise.predict.memory.capacity import reserved_bytes, usable_bytes
@@ -30,26 +28,14 @@ class SmallestCandidate:
     """The candidate that needs the least memory on its fullest device."""
 
     layout: Layout
-    nbytes: float
+    nbytes: int
 
 
 def least(space: Space, frames: Iterable[LayoutColumns] | None = None) -> SmallestCandidate | None:
-    """The candidate of a space, or of some frames of it, that needs least memory by the closed form, with its exact
-    bytes; None where there is none at all."""
-    memory = Memory(space.model, space.workload, space.attention)
-    exact = Exact(space.model, space.workload, space.cluster)
-    best: SmallestCandidate | None = None
-    for frame in space.frames if frames is None else frames:
-        possible = np.array(frame.possible)[:, None, :]
-        nbytes = np.where(possible, memory.total(frame), np.inf)
-        at = int(nbytes.argmin())
-        if not np.isfinite(nbytes.flat[at]):
-            continue
-        if best is None or nbytes.flat[at] < best.nbytes:
-            row, sharding, order = np.unravel_index(at, frame.shape)
-            layout = frame.layout(frame.rows[row], frame.shardings[sharding], frame.orders[order])
-            best = SmallestCandidate(layout, float(nbytes.flat[at]))
-    return best and SmallestCandidate(best.layout, exact.of(best.layout)[0].total)
+    """The candidate of a space, or of some frames of it, that needs least memory; None where there is none at all."""
+    exact = ExactMemory(space.model, space.workload, space.cluster)
+    found = best_of((block for _, block in blocks(space, exact, None, UNLIMITED, frames=frames)), exact, "memory")
+    return SmallestCandidate(found[0].layout, exact.total(found[0].layout)) if found else None
 
 
 def why_nothing_fits(space: Space, usable: float, found: SmallestCandidate, reserved: float | None) -> UserError:

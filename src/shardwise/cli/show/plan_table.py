@@ -35,10 +35,9 @@ def plan_tables(plan: Plan) -> Iterator[RenderableType]:
     )
     if plan.none_runs:
         yield f"None of these run here yet: {plan.none_runs}; --engine NAME plans for other software"
-    # The count of pipelines that fit is in closed form; without pipelines it is exact.
-    about = "about " if plan.cluster.devices > 1 else ""
+    # The count is by the lower bound of their bytes.
     yield (
-        f"{plan.considered:,} layouts{_runs(plan)}, {about}{plan.fitting:,} fit in {format_bytes(plan.usable)} "
+        f"{plan.considered:,} layouts{_runs(plan)}, at most {plan.fitting:,} fit in {format_bytes(plan.usable)} "
         f"per device; {_ORDERS[plan.by]}"
     )
     yield f"{plan.capacity}\n" if plan.capacity else ""
@@ -50,7 +49,7 @@ def plan_tables(plan: Plan) -> Iterator[RenderableType]:
     yield ""
     ranks = Mesh.of(winner.layout, plan.model).stage(winner.place)
     name = "all" if winner.layout.pp == 1 else f"fullest: stage {winner.place}"
-    role = Role(name, ranks, winner.held.classes(), ())
+    role = Role(name, ranks, winner.held, ())
     report = StepReport(
         "predicted", plan.model.to_json(), str(winner.layout), workload.to_json(), str(plan.cluster), (role,)
     )  # fmt: skip

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from shardwise.layout.placement import kv_heads_held, width_held
 from shardwise.layout.units import UnitPlan
 from shardwise.ops.cpu.limits import LONGEST_SHORT, SHORTEST
+from shardwise.predict.memory.mixtures import alike, more
 from shardwise.report.step_report import DTYPE_BYTES
 
 
@@ -37,7 +38,7 @@ class Sizes:
 
     @classmethod
     def of(cls, plan: UnitPlan) -> Sizes:
-        model, tp = plan.model, plan.layout.inner_ranks
+        model, tp = alike(plan.model), plan.layout.inner_ranks
         kv_heads = kv_heads_held(model, tp)
         return cls(
             tokens=plan.tokens,
@@ -74,6 +75,8 @@ def block_items(plan: UnitPlan, s: Sizes) -> Items:
     items |= _branch_input(plan, s, "feed-forward")
     inner = s.tokens * s.ffn * s.element
     names = ("gate", "up", "activation", "product") if plan.model.gated else ("up", "activation")
+    beside = more(plan.model, s, plan.layout.recompute).block
+    items |= {"routing and low ranks": beside} if beside else {}
     return items | dict.fromkeys(names, inner) | _branch_output(plan, s, "feed-forward")
 
 
@@ -132,7 +135,8 @@ def saved_items(plan: UnitPlan, s: Sizes, part: str) -> Items:
     """What `part` leaves saved at the end of the forward pass."""
     if plan.kind(part) == "embedding":
         positions = {"position ids": s.stream * 8} if plan.model.positions == "learned" else {}
-        return {"token ids": s.tokens * 8} | positions
+        norm = more(plan.model, s, plan.layout.recompute).embedding
+        return {"token ids": s.tokens * 8} | positions | ({"norm": norm} if norm else {})
     if plan.kind(part) == "head":
         return {
             "input": s.stream * s.hidden * s.element,
@@ -178,6 +182,7 @@ def kept_items(plan: UnitPlan, s: Sizes, part: str) -> Items:
         "attention output": s.tokens * s.q * s.element,
         "gradient of the attention's output": 0 if once else gradient,
         "feed-forward": feed_forward_kept(plan, s),
+        "rows of experts": more(plan.model, s, plan.layout.recompute).kept,
     }
 
 

@@ -10,6 +10,7 @@ from shardwise.layout.placement import width_held
 from shardwise.layout.units import UnitPlan
 from shardwise.predict.memory.activations import Sizes, query_norms
 from shardwise.predict.memory.attention_tensors import AttentionTensors
+from shardwise.predict.memory.mixtures import more
 from shardwise.predict.memory.transients import (
     LiveBytes,
     dropout,
@@ -189,7 +190,7 @@ class BlockTensors:
             self._fused_backward(kept)
         else:
             self._plain_backward(kept)
-        return live.most
+        return live.most + more(model, self.s, self.plan.layout.recompute).in_block
 
     def _fused_backward(self, kept: bool) -> None:
         live, stream, qkv = self.live, self.stream, self.q + 2 * self.kv

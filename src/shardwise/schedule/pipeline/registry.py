@@ -144,7 +144,7 @@ def build(
         raise UserError(f"zero must be 0, 1, 2 or 3, not {zero!r}")
     if legal := found.objection(p, m, v):
         raise UserError(f"{found.name} cannot have p={p}, m={m}, v={v}: {legal}")
-    chosen = _chosen(found, options, p)
+    chosen = with_defaults(found, options, p)
     with without_collections():
         return complete(
             found.name,
@@ -163,8 +163,8 @@ def build(
         )
 
 
-def _chosen(found: ScheduleGenerator, options: Mapping[str, int], p: int) -> dict[str, int]:
-    """The generator's options with their values."""
+def with_defaults(found: ScheduleGenerator, options: Mapping[str, int], p: int) -> dict[str, int]:
+    """The options of a generator with their values; defaults for those that are not given."""
     for option, value in options.items():
         if option not in found.options:
             raise UserError(f"{found.name} has no option {option!r}; it has {', '.join(found.options) or 'none'}")

@@ -64,7 +64,7 @@ def data(params: Mapping[str, str]) -> View:
             "range": [float(winner.range.low), float(winner.range.high)],
             "tokens": result.tokens_per_second(winner),
             "mfu": result.utilisation(winner),
-            "nbytes": round(winner.held.total),
+            "nbytes": winner.held.total,
             "usable": result.usable,
             "considered": result.considered,
             "fitting": result.fitting,
@@ -95,7 +95,7 @@ def _ranked(best: Plan) -> Table:
         "to": [float(one.range.high) for one in ranked],
         "tokens/s": [best.tokens_per_second(one) for one in ranked],
         "MFU": [best.utilisation(one) for one in ranked],
-        "memory": [round(one.held.total) for one in ranked],
+        "memory": [one.held.total for one in ranked],
         "devices": [one.layout.ranks for one in ranked],
     }
     units = {"step": "seconds", "80% from": "seconds", "to": "seconds"}
@@ -118,7 +118,7 @@ def _alternatives(best: Plan) -> Table:
         "step": [one.best.seconds if one.best else None for one in ones],
         "costs": [one.slower if one.best else None for one in ones],
         "slower by": [one.slower / winner.seconds if one.best else None for one in ones],
-        "memory": [round(one.best.held.total) if one.best else round(one.least) for one in ones],
+        "memory": [one.best.held.total if one.best else one.least for one in ones],
         "because": [_because(one) for one in ones],
     }
     units = {"step": "seconds", "costs": "seconds", "slower by": "share", "memory": "bytes"}
