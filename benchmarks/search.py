@@ -23,30 +23,14 @@ import numpy as np
 from shardwise.cluster import Cluster
 from shardwise.layout import Layout, Workload, check
 from shardwise.model.catalog import get
-from shardwise.planner.fitting import Memory
+from shardwise.planner.exact import ExactMemory
 from shardwise.planner.overlaps import words
 from shardwise.planner.pricing import price_one
-from shardwise.planner.ranking import Block, CandidateIndex, search
+from shardwise.planner.ranking import Found, search
 from shardwise.planner.runnable import widened
 from shardwise.planner.shortfall import usable_bytes
 from shardwise.planner.space import Space
 from shardwise.predict.time import Pricing, engine
-
-
-class Sample:
-    """Sees all blocks of a search and keeps a part of the candidates, each with its figures."""
-
-    def __init__(self, share: float, seed: int) -> None:
-        self.kept: list[tuple[CandidateIndex, float, float]] = []
-        self._share, self._random = share, np.random.default_rng(seed)
-
-    def offer(self, block: Block) -> None:
-        if not block.some:
-            return
-        seconds = block.seconds.ravel()
-        at = np.flatnonzero(np.isfinite(seconds))
-        for i in at[self._random.random(len(at)) < self._share].tolist():
-            self.kept.append((block.place(i), float(seconds[i]), float(block.nbytes.flat[i])))
 
 
 def main() -> None:
@@ -73,26 +57,30 @@ def main() -> None:
     for one in found.best[:5]:
         print(f"  {one.seconds:.4f} s  {one.layout}  overlapped: {words(one.engine)}")
     if args.check:
-        one_at_a_time(space, pricing, found.fitting, args)
+        one_at_a_time(space, pricing, found, args)
 
 
-def one_at_a_time(space: Space, pricing: Pricing, fitting: int, args: argparse.Namespace) -> None:
-    """Sampled candidates by `price_one`, against the figures of the search."""
-    sample = Sample(min(1.0, 1.2 * args.check / fitting), args.seed)
-    search(space, pricing, usable=usable_bytes(space.cluster), overlaps=True, keepers=[sample])
-    chosen = random.Random(args.seed).sample(sample.kept, min(args.check, len(sample.kept)))
-    memory = Memory(space.model, space.workload, space.attention)
-    start = time.perf_counter()
-    worst = 0.0
-    for place, seconds, nbytes in chosen:
-        layout = Layout.parse(str(place.layout))
+def one_at_a_time(space: Space, pricing: Pricing, found: Found, args: argparse.Namespace) -> None:
+    """Sampled candidates by `price_one`, against the seconds and the bound of the search."""
+    usable, draw = usable_bytes(space.cluster), np.random.default_rng(args.seed)
+    share = min(1.0, 1.2 * args.check / found.fitting)
+    chosen = []
+    for block in found.blocks:
+        if block.seconds is not None:
+            at = np.flatnonzero(np.isfinite(block.seconds.ravel()) & (block.nbytes.ravel() <= usable))
+            chosen += [(block, i) for i in at[draw.random(len(at)) < share].tolist()]
+    chosen = random.Random(args.seed).sample(chosen, min(args.check, len(chosen)))
+    exact = ExactMemory(space.model, space.workload, space.cluster)
+    start, worst, near = time.perf_counter(), 0.0, []
+    for block, at in chosen:
+        layout = Layout.parse(str(block.place(at).layout))
         check(layout, space.model, space.workload, space.cluster.devices)
-        one = price_one(space.model, layout, space.workload, place.engine, pricing, memory)
-        worst = max(worst, abs(one.seconds / seconds - 1), abs(one.held.total / nbytes - 1))
+        one = price_one(space.model, layout, space.workload, block.engine, pricing, exact)
+        worst = max(worst, abs(one.seconds / float(block.seconds.flat[at]) - 1))
+        near.append(float(block.nbytes.flat[at]) / one.held.total)
     took = time.perf_counter() - start
-    print(
-        f"{len(chosen):,} one at a time: {took:.1f} s, {len(chosen) / took:,.0f} a second; off by {worst:.1e} at most"
-    )
+    print(f"{len(chosen):,} one at a time: {took:.1f} s, {len(chosen) / took:,.0f} a second")
+    print(f"seconds off by {worst:.1e} at most; bound over bytes {min(near):.3f} to {max(near):.6f}")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import random
 from dataclasses import replace
 from math import sqrt
 
+import numpy as np
 import pytest
 
 from harness.today import some_of

@@ -95,8 +95,8 @@ def test_a_model_without_either_is_itself():
 
 def test_a_pipeline_behind_blocks_without_experts_can_be_fullest_later():
     model = get("deepseek-v3")
-    assert places(model, 32) == [0, 1, 2, 3, 31] and places(model, 2) == [0, 1]
-    assert places(get("mixtral-8x7b"), 8) == [0, 1, 7]
+    assert places(model, 32, "1f1b") == [0, 1, 2, 3, 31] and places(model, 2, "1f1b") == [0, 1]
+    assert places(get("mixtral-8x7b"), 8, "1f1b") == [0, 1, 7]
     ends = held(model, "dp=8,tp=4,pp=32,sp,ep=32,zero=1,recompute=full")
     parameters = [end.parameters for end in ends]
     assert parameters[3] == parameters[2] > 1.3 * parameters[1]

@@ -1,4 +1,4 @@
-"""Occupancy of a pipeline rank: what is there as backwards of its schedule begin, counted from the schedule's own order.
+"""Occupancy of a pipeline rank: what is there as backwards begin, counted from the schedule's own order.
 
 Counts, not bytes: one order serves every size of model and micro-batch.
 """
@@ -39,8 +39,8 @@ class Moment(NamedTuple):
 
 
 def moments(schedule: str, p: int, m: int, v: int, place: int) -> tuple[Moment, ...]:
-    """Moments of the rank at `place` of p ranks with v stages each and m micro-batches: for each kind of stage and number
-    of accumulated stages the one with most micro-batches, without those that another one exceeds in both."""
+    """Moments of the rank at `place` of p ranks with v stages each and m micro-batches: for each kind of stage and
+    number of accumulated stages the one with most micro-batches, without those that another one exceeds in both."""
     if p == 1:
         first = Moment(WHOLE, -1, (0, 0, 0, 1), (0,) * 4, (0,) * 4)
         return (first, first._replace(accumulated=(0, 0, 0, 1)))[: min(m, 2)]

@@ -1,8 +1,8 @@
 """The best candidates of a space: exactly the k best by one figure, or all that no other beats in both time and memory.
 
 Candidates are taken in the order of a figure that is exact (seconds) or never too high (the lower bound of bytes), and
-followed event by event until no later one can be in the answer. Where nothing of a frame fits by the bound, nothing of it
-is priced. Nothing else is left out.
+followed event by event until no later one can be in the answer. Where nothing of a frame fits by the bound, nothing of
+it is priced. Nothing else is left out.
 """
 
 from __future__ import annotations
@@ -125,9 +125,7 @@ def search(
     return Found(tuple(priced), considered, fitting, beyond, tuple(mine))
 
 
-def price_places(
-    space: Space, places: Sequence[CandidateIndex], pricing: Pricing, exact: ExactMemory
-) -> list[Priced]:
+def price_places(space: Space, places: Sequence[CandidateIndex], pricing: Pricing, exact: ExactMemory) -> list[Priced]:
     """Candidates with their seconds and bytes."""
     return price_all(space.model, [(place.layout, place.engine) for place in places], space.workload, pricing, exact)
 
@@ -219,10 +217,8 @@ def _sorted(rows: list[Candidate], *figures: int) -> list[Candidate]:
     return sorted(rows, key=lambda one: tuple(one[i] for i in figures))
 
 
-def _ordered(
-    blocks: Sequence[Block], by: By, count: int | None, usable: float
-) -> tuple[Iterator[Candidate], bool]:
-    """The first `count` candidates that may fit, by seconds or by bound, then by the other; and whether these are all."""
+def _ordered(blocks: Sequence[Block], by: By, count: int | None, usable: float) -> tuple[Iterator[Candidate], bool]:
+    """The first `count` candidates that may fit, by seconds or by bound, then by the other; and whether all."""
     seconds, nbytes, block, index = _columns(blocks, by, count, usable)
     figures = (nbytes, seconds) if by == "memory" else (seconds, nbytes)
     order = np.lexsort((index, block, *reversed(figures)))
@@ -242,7 +238,7 @@ def _columns(blocks: Sequence[Block], by: By, count: int | None, usable: float) 
         if each.seconds is None and by != "memory":
             continue
         nbytes = each.nbytes.ravel()
-        seconds = nbytes * 0 if each.seconds is None else each.seconds.ravel()
+        seconds = np.zeros_like(nbytes) if each.seconds is None else each.seconds.ravel()
         figure = nbytes if by == "memory" else seconds
         at = np.flatnonzero((nbytes <= usable) & np.isfinite(nbytes) & (figure <= limit))
         if count is not None and len(at) > count:

@@ -37,7 +37,7 @@ def plan_tables(plan: Plan) -> Iterator[RenderableType]:
         yield f"None of these run here yet: {plan.none_runs}; --engine NAME plans for other software"
     # The count is by the lower bound of their bytes.
     yield (
-        f"{plan.considered:,} layouts{_runs(plan)}, at most {plan.fitting:,} fit in {format_bytes(plan.usable)} "
+        f"{plan.considered:,} layouts{_runs(plan)}, up to {plan.fitting:,} fit in {format_bytes(plan.usable)} "
         f"per device; {_ORDERS[plan.by]}"
     )
     yield f"{plan.capacity}\n" if plan.capacity else ""

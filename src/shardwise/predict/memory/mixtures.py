@@ -1,10 +1,10 @@
 """Memory of blocks that no decoder here computes: mixtures of experts, and latent attention.
 
 To memory, such a block is a dense one with as wide an inner part for each token and heads as wide (`alike`), and what
-routing and low ranks save beside that (`more`); experts are units of their own, since they have other ranks to be sharded
-over. Tokens are taken to spread evenly over the experts, none dropped: a rank's experts then see as many rows as its own
-tokens choose. Megatron-Core's split is assumed: experts are never cut, routers and the low ranks' first projections are
-on every tp rank, shared experts and all else is split over tp.
+routing and low ranks save beside that (`more`); experts are units of their own, since they have other ranks to be
+sharded over. Tokens are taken to spread evenly over the experts, none dropped: a rank's experts then see as many rows
+as its own tokens choose. Megatron-Core's split is assumed: experts are never cut, routers and the low ranks' first
+projections are on every tp rank, shared experts and all else is split over tp.
 """
 
 from __future__ import annotations

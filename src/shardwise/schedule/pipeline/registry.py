@@ -164,7 +164,10 @@ def build(
 
 
 def with_defaults(found: ScheduleGenerator, options: Mapping[str, int], p: int) -> dict[str, int]:
-    """The options of a generator with their values; defaults for those that are not given."""
+    """The options of a generator with their values; defaults for those that are not given.
+
+    Raises `UserError` for others, and for values that are too small.
+    """
     for option, value in options.items():
         if option not in found.options:
             raise UserError(f"{found.name} has no option {option!r}; it has {', '.join(found.options) or 'none'}")

@@ -1,0 +1,308 @@
+"""A lower bound of one rank's bytes, for many candidates at once.
+
+Every term counts only bytes that `predict.memory` counts at one moment of the step: states, the micro-batches that a
+schedule's own order has in flight as a backward begins (`occupancy.py`), gradients that earlier backwards have left,
+and the tensors of that backward. Messages and some of what is on its way are left out, so that the sum is never more
+than the bytes of `estimate`; a test compares the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache, cached_property, lru_cache, reduce
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shardwise.layout import Layout
+from shardwise.layout.pipeline import releases_early
+from shardwise.layout.units import Backend, Unit
+from shardwise.model import ModelConfig
+from shardwise.planner.occupancy import FIRST, LAST, MIDDLE, WHOLE, moments
+from shardwise.planner.space import LayoutColumns
+from shardwise.predict.memory.mixtures import BlockElements, block_elements
+from shardwise.predict.memory.step import OPTIMIZER_BYTES
+from shardwise.report.step_report import DTYPE_BYTES
+
+Num = Any
+"""A number, or an array of numbers: rows x shardings x orders of a frame."""
+
+WEIGHT, MASTER = DTYPE_BYTES["bfloat16"], DTYPE_BYTES["float32"]
+
+
+class MicroBatchBytes(NamedTuple):
+    """Bytes of one micro-batch, arrays over rows. `apart`: where gradients of weights are computed later."""
+
+    embedding: Num
+    """Saved by the embedding."""
+    block: Num
+    """Saved by a block."""
+    head: Num
+    """Saved by the head."""
+    known_embedding: Num
+    """Inputs of the step among the saved."""
+    known_head: Num
+    kept_embedding: Num
+    """Kept from the gradient of the input to that of the weights."""
+    kept_block: Num
+    loss: Num
+    """Transients of the loss."""
+    in_head: Num
+    """Transients of the head's backward."""
+    in_block: Num
+    """Transients of a block's backward."""
+    in_block_apart: Num
+    in_embedding: Num
+    """Transients of the embedding's backward."""
+    in_embedding_apart: Num
+    inputs: Num
+    """What a rank with blocks alone reads of a micro-batch."""
+    tables: Num
+    """Shared by the blocks."""
+
+
+@cache
+def _early(recompute: str) -> bool:
+    """Whether a rank sends gradients of inputs before it computes those of weights."""
+    return releases_early(Layout(recompute=recompute))
+
+
+class RankBound:
+    """One rank of every candidate of a frame."""
+
+    def __init__(
+        self, model: ModelConfig, frame: LayoutColumns, place: int, units: dict[str, Unit], micro: MicroBatchBytes,
+        backend: Backend,
+    ) -> None:  # fmt: skip
+        self.frame, self.place, self.micro, self.backend = frame, place, micro, backend
+        self.layers = frame.layers(place, model.layers)
+        self.stage = np.array([s.stage for s in frame.shardings])[:, None]
+        # An array in the place of a number: a unit's sizes then are arrays.
+        ranks: Any = np.array([s.ranks for s in frame.shardings])[:, None]
+        first, last = place == 0, place == frame.pp - 1
+        here = {"embedding": first, "tied": first or last, "blocks.0": True, "head": last}
+        cut = {name: replace(unit, shard_ranks=ranks) for name, unit in units.items() if here[name]}
+        self.padded: dict[str, Num] = {name: unit.padded for name, unit in cut.items()}
+        self.shard: dict[str, Num] = {name: unit.shard_numel for name, unit in cut.items()}
+        self.mixture = bool(model.experts or model.latent_attention)
+        self.lone: Num = 0
+        self.mean = self.padded["blocks.0"], self.shard["blocks.0"]
+        if self.mixture:
+            blocks = _mixed_blocks(block_elements(model, frame.tp), frame, place, self.layers)
+            self.mean, (self.padded["blocks.0"], self.shard["blocks.0"]), self.lone = blocks
+        self.counts = np.array(frame.counts)[:, None, None]
+        self.many, self.sharded = self.counts > 1, self.stage >= 2
+        self.virtual = np.array([order.virtual for order in frame.orders])
+        self.kinds = (
+            (WHOLE,) if first and last
+            else tuple(kind for kind, there in ((FIRST, first), (LAST, last)) if there)
+            + ((MIDDLE,) if max(order.virtual for order in frame.orders) > 1 or not (first or last) else ())
+        )  # fmt: skip
+        ends = {FIRST: int(first), LAST: int(last), WHOLE: 1, MIDDLE: 0}
+        # Bare ends have no blocks, and all other stages one.
+        inner = np.maximum(self.virtual - first - last, 1)
+        self.blocks = {
+            kind: np.where(ends[kind], 0, self.layers / inner) if frame.bare else self.layers / self.virtual
+            for kind in self.kinds
+        }
+        delayed = np.array([order.schedule == "zb-h1" for order in frame.orders])
+        early = np.array([_early(row.recompute) for row in frame.rows])[:, None, None]
+        self.apart = {kind: delayed | (early & (frame.pp > 1) & (kind not in (FIRST, WHOLE))) for kind in self.kinds}
+
+    def total(self) -> Num:
+        """At least the bytes of this rank."""
+        gathered = self.stage == 3
+        padded, shard = self._elements
+        parameters = np.where(gathered, shard * MASTER, padded * WEIGHT)
+        optimizer = shard * (OPTIMIZER_BYTES["bf16"] - np.where(gathered, MASTER, 0))
+        return parameters + optimizer + self.micro.inputs * self.counts + self._slots() + self._most()
+
+    @cached_property
+    def _elements(self) -> tuple[Num, Num]:
+        """Elements of all units of this rank, whole and in shards."""
+        edges = [sum(size for name, size in sizes.items() if name != "blocks.0") for sizes in (self.padded, self.shard)]
+        return edges[0] + self.layers * self.mean[0], edges[1] + self.layers * self.mean[1]
+
+    def _slots(self) -> Num:
+        """Bytes of the slots of stage 3 without a pipeline: two that units take in turn, and a tied table's own."""
+        if self.frame.pp > 1:
+            return 0
+        edges = [self.padded[name] for name in ("embedding", "head") if name in self.padded]
+        outer = reduce(np.maximum, [*edges, self.padded["blocks.0"]] if self.layers > 2 else edges)
+        return (self.padded["blocks.0"] + outer + self.padded.get("tied", 0)) * WEIGHT * (self.stage == 3)
+
+    def _sum(self, of: Any, kind: int, names: str = "all") -> Num:
+        """Sum over the units of a stage of this kind: its blocks, and what it has besides."""
+        ends = {FIRST: ("embedding", "tied"), LAST: ("head", "tied"), WHOLE: ("embedding", "tied", "head"), MIDDLE: ()}
+        edge = sum(of(name) for name in ends[kind] if name in self.padded)
+        return edge + self.blocks[kind] * of("blocks.0") if names == "all" else edge
+
+    def _accumulated(self, name: str) -> Num:
+        """Bytes of a unit's accumulator; several micro-batches are summed in fp32."""
+        elements = np.where(self.sharded, self.shard[name], self.padded[name])
+        return elements * np.where(self.many, MASTER, WEIGHT)
+
+    def _staged(self, name: str) -> Num:
+        """Bytes of a unit's full gradient on its way into the accumulator."""
+        if name not in self.padded:
+            return 0
+        return self.padded[name] * WEIGHT * (self.sharded | self.many)
+
+    @property
+    def _under_way(self) -> Num:
+        """Bytes of a block's full gradient until the next unit's is complete. Experts, a unit besides, land apart."""
+        return 0.0 if self.mixture else self._staged("blocks.0")
+
+    def _most(self) -> Num:
+        """At least the bytes beyond what lasts through a step."""
+        padded, shard = self._elements
+        most: Num = np.where(self.sharded, shard, padded) * np.where(self.many, MASTER, WEIGHT)
+        if FIRST not in self.kinds and WHOLE not in self.kinds:
+            most = most + self._under_way * self.sharded
+        if self.backend == "nccl" and not self.mixture:
+            most = most + MASTER * reduce(np.maximum, self.shard.values()) * ~self.many
+        if self.frame.pp == 1:
+            most = most + self.micro.tables - self.micro.known_embedding - self.micro.known_head
+        for held in self._moments():
+            most = np.maximum(most, held)
+        return most
+
+    def _moments(self) -> Iterator[Num]:
+        s, kinds = self.micro, self.kinds
+        saved = {kind: self.blocks[kind] * s.block + self._ends_saved(kind) for kind in kinds}
+        kept = {kind: self.blocks[kind] * s.kept_block + (s.kept_embedding if kind == FIRST else 0.0) for kind in kinds}
+        gradients = {kind: self._sum(self._accumulated, kind) for kind in kinds}
+        weights = {kind: self._sum(self.padded.__getitem__, kind) * WEIGHT * (self.stage == 3) for kind in kinds}
+        inside = {(kind, again): self._inside(kind, again) for kind in kinds for again in (False, True)}
+        attending = np.maximum(self.virtual, 1)
+        late = self.lone * (MASTER - WEIGHT) * (self.sharded & self.many)
+        gathers = self.frame.pp > 1 and (self.stage == 3).any()
+        delays = any(order.schedule == "zb-h1" for order in self.frame.orders)
+        for (kind, after), saving, keeping, there in self._columns():
+            in_flight = sum(saving[each] * (self.blocks[each] > 0) for each in kinds)
+            held = np.ceil(in_flight / attending) * s.tables
+            for each in kinds:
+                held = held + saving[each] * saved[each] + (keeping[each] * kept[each] if delays else 0.0)
+            held = held + sum(there[each] * gradients[each] for each in kinds)
+            if gathers:
+                held = held + _choose(kind, weights) + _choose(after, weights)
+            transients = (np.where(there[each] > 0, inside[each, True], inside[each, False]) for each in kinds)
+            # One unit's full gradient may be there in place of an accumulator, which is larger where ZeRO does not cut.
+            yield held - late + _choose(kind, dict(zip(kinds, transients, strict=True)))
+
+    def _ends_saved(self, kind: int) -> Num:
+        """Bytes that a stage saves besides its blocks', without inputs of the step."""
+        s = self.micro
+        embedding = s.embedding - s.known_embedding if kind in (FIRST, WHOLE) else 0.0
+        return embedding + (s.head - s.known_head if kind in (LAST, WHOLE) else 0.0)
+
+    def _columns(self) -> Iterator[tuple[list[Num], list[Num], list[Num], list[Num]]]:
+        """For each moment, arrays of rows x 1 x orders: its kind and the next; and by kind its counts of saved, kept
+        and accumulated."""
+        frame = self.frame
+        counts, row = np.unique(frame.counts, return_inverse=True)
+        table = [[_numbers(order.schedule, frame.pp, m, order.virtual, self.place) if possible else NONE
+                  for order, possible in zip(frame.orders, frame.possible[frame.counts.index(m)], strict=True)]
+                 for m in counts.tolist()]  # fmt: skip
+        most = max(len(each) for of_count in table for each in of_count)
+        # [counts, orders, moments, numbers]
+        full = np.array([[each + each[:1] * (most - len(each)) for each in of_count] for of_count in table])
+        for index in range(most):
+            columns = [full[row, :, index, number][:, None, :] for number in range(full.shape[-1])]
+            yield columns[:2], columns[2:6], columns[6:10], columns[10:]
+
+    def _inside(self, kind: int, again: bool) -> Num:
+        """The most bytes of one backward of a stage beyond what is saved as it begins. again: gradients of an earlier
+        micro-batch are there."""
+        s, blocks, apart = self.micro, self.blocks[kind], self.apart[kind]
+        has_head, piped = kind in (LAST, WHOLE), self.frame.pp > 1
+        block, tied, head = self._staged("blocks.0"), self._staged("tied"), self._staged("head") * has_head
+        in_block = np.where(apart, s.in_block_apart, s.in_block)
+        # Full gradients stay until the whole stage is done; without a pipeline, a unit's until the next is complete.
+        stays = (self.sharded & piped) | (apart & self.many)
+        follows = 0.0 if piped else self._under_way * self.sharded
+        own = head + tied * has_head
+        waits = own * stays if piped else tied + head * self.sharded
+        # Accumulators come in the first backward alone: with a part's backward, or as its full gradient is complete.
+        come, edge, each = self._coming(kind, stays, again)
+        at_once = ~(self.many | self.sharded)
+        cases = [
+            np.where(
+                blocks > 0,
+                in_block - s.head * has_head + block + waits + edge * ~self.sharded + come * at_once * each,
+                0.0,
+            )
+        ]
+        if has_head:
+            cases += [s.loss, s.in_head + own + at_once * edge]
+        staged = (
+            np.where(stays, blocks * block + own, block + follows * (blocks > 1))
+            if piped
+            else (block + follows * (blocks > 1) + tied)
+        )
+        done = edge + come * (blocks - np.where(at_once, 0, 1 + self.sharded)) * each
+        saved = s.head * has_head + (blocks - 1) * s.block
+        last = in_block - saved + apart * (blocks - 1) * s.kept_block + staged + np.where(blocks > 1, done, 0.0)
+        cases.append(np.where(blocks > 0, last, 0.0))
+        if kind in (FIRST, WHOLE):
+            staged = self._staged("embedding") + tied + (blocks * block * stays if piped else follows)
+            done = edge + come * (blocks - self.sharded) * each
+            saved = s.head * has_head + blocks * s.block + s.embedding
+            inside = np.where(apart, s.in_embedding_apart, s.in_embedding)
+            cases.append(inside - saved + apart * blocks * s.kept_block + staged + done)
+        return reduce(np.maximum, cases)
+
+    def _coming(self, kind: int, stays: Num, again: bool) -> tuple[Num, Num, Num]:
+        """Accumulators that come within a backward: whether they do, bytes of those of the head, and of a block's."""
+        each = self._accumulated("blocks.0")
+        if again:
+            return 0.0, 0.0, each
+        come = ~stays * 1.0
+        if kind not in (LAST, WHOLE):
+            return come, 0.0, each
+        at_once = ~(self.many | self.sharded)
+        with_tied = ~self.sharded & (self.frame.pp > 1) | at_once
+        tied = self._accumulated("tied") * with_tied if "tied" in self.padded else 0.0
+        return come, come * (self._accumulated("head") + tied), each
+
+
+def _mixed_blocks(elements: BlockElements, frame: LayoutColumns, place: int, layers: int) -> tuple[Any, Any, Num]:
+    """Elements of one of the `layers` blocks of a pipeline's rank, whole and one rank's shard of it, arrays of
+    shardings x orders: the mean, and the smallest block's; and the elements of experts that no other rank holds.
+    Experts have other ranks to be sharded over."""
+    ranks = np.array([sharding.ranks for sharding in frame.shardings])[:, None]
+    stage = np.array([sharding.stage for sharding in frame.shardings])[:, None]
+    same = np.where(stage > 0, np.maximum(ranks * frame.tp // frame.ep, 1), 1)
+    dense = np.array([elements.dense_blocks(frame.pp, order.virtual, place) for order in frame.orders])
+    own, experts = elements.routed
+
+    def whole_and_shard(*parts: tuple[int, Num]) -> tuple[Num, Num]:
+        shards = [(-(-numel // n), n) for numel, n in parts]
+        return sum(shard * n for shard, n in shards), sum(shard for shard, _ in shards)
+
+    plain, mixed = (
+        whole_and_shard((elements.without, ranks)),
+        whole_and_shard((own, ranks), (experts // frame.ep, same)),
+    )
+    mean = [(dense * a + (layers - dense) * b) / layers for a, b in zip(plain, mixed, strict=True)]
+    smallest = [np.where(dense == 0, b, np.minimum(a, b)) for a, b in zip(plain, mixed, strict=True)]
+    return mean, smallest, np.where(same == 1, experts // frame.ep, 0)
+
+
+NONE = [[-1] * 2 + [0] * 12]
+"""In place of the moments of a schedule that is not possible."""
+
+
+@lru_cache(maxsize=4096)
+def _numbers(schedule: str, p: int, m: int, v: int, place: int) -> list[list[int]]:
+    """The moments of a rank, each as its numbers one after the other."""
+    return [[*each[:2], *each.saved, *each.kept, *each.accumulated] for each in moments(schedule, p, m, v, place)]
+
+
+def _choose(which: Num, of: dict[int, Num]) -> Num:
+    """The value of the kind that an array names; 0 for none of them."""
+    found: Num = 0.0
+    for kind, value in of.items():
+        found = np.where(which == kind, value, found)
+    return found
