@@ -14,18 +14,23 @@ One = TypeVar("One")
 
 @dataclass(frozen=True)
 class Answer(Generic[One]):
-    """engine: the profile of the software that is assumed. by: what the best is. usable: bytes of a device. ranked: the
-    best, best first. considered: legal candidates, fitting: of them those that fit."""
+    """The question of a search and its best answers."""
 
     model: ModelConfig
     cluster: Cluster
     workload: Workload
     engine: str
+    """The profile of the software that is assumed."""
     by: str
+    """What the best is."""
     usable: float
+    """Bytes of a device that a run may use."""
     ranked: tuple[One, ...]
+    """The best, best first."""
     considered: int
+    """Legal candidates."""
     fitting: int
+    """Candidates that fit; of training, those whose lower bound of bytes does."""
 
     @property
     def winner(self) -> One:

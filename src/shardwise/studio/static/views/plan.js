@@ -57,7 +57,7 @@ export function mount(root, page) {
     controls.forEach((each) => each.show(answer));
     const { more } = answer;
     facts.replaceChildren(
-      fact("Best", more.best, `${more.considered.toLocaleString("en-US")} legal layouts, ${more.fitting.toLocaleString("en-US")} fit`),
+      fact("Best", more.best, `${more.considered.toLocaleString("en-US")} legal layouts, up to ${more.fitting.toLocaleString("en-US")} fit`),
       fact("Step", seconds(more.seconds), `80% range ${seconds(more.range[0])} to ${seconds(more.range[1])}`),
       fact("Tokens a second", count(more.tokens), "all devices together"),
       fact("MFU", share(more.mfu), "of the devices' peak arithmetic"),
