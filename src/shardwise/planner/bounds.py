@@ -103,7 +103,7 @@ class MemoryBound:
             known_head=peak.saved_inputs(plan, s, "head"),
             kept_embedding=sum(kept_items(plan, s, "embedding").values()),
             kept_block=sum(kept_items(plan, s, "blocks.0").values()),
-            loss=peak.loss(s),
+            loss=peak.loss(plan, s),
             in_head=peak.backwards(plan, s, parts[2:])["backward", "head"] - head,
             in_block=in_block,
             in_block_apart=in_block_apart,

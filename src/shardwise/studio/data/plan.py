@@ -160,7 +160,7 @@ def _how_ranked(best: Plan, command: str) -> How:
     runs = "" if best.none_runs else f" that {best.engine} can run"
     return How(
         [
-            f"{best.considered:,} layouts{runs}; {best.fitting:,} fit into "
+            f"{best.considered:,} layouts{runs}; up to {best.fitting:,} fit into "
             f"{format_bytes(best.usable)} per device{capacity}; each of these is priced, none is sampled.",
             f"tokens/s = {best.workload.batch} sequences x {best.workload.seq} tokens / "
             f"{format_time(best.winner.seconds)} = {format_count(best.tokens_per_second(best.winner))}",
