@@ -174,7 +174,7 @@ class RankBound:
         kept = {kind: self.blocks[kind] * s.kept_block + (s.kept_embedding if kind == FIRST else 0.0) for kind in kinds}
         gradients = {kind: self._sum(self._accumulated, kind) for kind in kinds}
         weights = {kind: self._sum(self.padded.__getitem__, kind) * WEIGHT * (self.stage == 3) for kind in kinds}
-        inside = {(kind, again): self._inside(kind, again) for kind in kinds for again in (False, True)}
+        inside = {kind: self._inside(kind) for kind in kinds}
         attending = np.maximum(self.virtual, 1)
         late = self.lone * (MASTER - WEIGHT) * (self.sharded & self.many)
         gathers = self.frame.pp > 1 and (self.stage == 3).any()
@@ -187,9 +187,8 @@ class RankBound:
             held = held + sum(there[each] * gradients[each] for each in kinds)
             if gathers:
                 held = held + _choose(kind, weights) + _choose(after, weights)
-            transients = (np.where(there[each] > 0, inside[each, True], inside[each, False]) for each in kinds)
             # One unit's full gradient may be there in place of an accumulator, which is larger where ZeRO does not cut.
-            yield held - late + _choose(kind, dict(zip(kinds, transients, strict=True)))
+            yield held - late + _choose(kind, inside)
 
     def _ends_saved(self, kind: int) -> Num:
         """Bytes that a stage saves besides its blocks', without inputs of the step."""
@@ -212,9 +211,8 @@ class RankBound:
             columns = [full[row, :, index, number][:, None, :] for number in range(full.shape[-1])]
             yield columns[:2], columns[2:6], columns[6:10], columns[10:]
 
-    def _inside(self, kind: int, again: bool) -> Num:
-        """The most bytes of one backward of a stage beyond what is saved as it begins. again: gradients of an earlier
-        micro-batch are there."""
+    def _inside(self, kind: int) -> Num:
+        """The most bytes of one backward of a stage beyond what is saved as it begins."""
         s, blocks, apart = self.micro, self.blocks[kind], self.apart[kind]
         has_head, piped = kind in (LAST, WHOLE), self.frame.pp > 1
         block, tied, head = self._staged("blocks.0"), self._staged("tied"), self._staged("head") * has_head
@@ -222,49 +220,21 @@ class RankBound:
         # Full gradients stay until the whole stage is done; without a pipeline, a unit's until the next is complete.
         stays = (self.sharded & piped) | (apart & self.many)
         follows = 0.0 if piped else self._under_way * self.sharded
-        own = head + tied * has_head
+        own, above = head + tied * has_head, s.head * has_head
         waits = own * stays if piped else tied + head * self.sharded
-        # Accumulators come in the first backward alone: with a part's backward, or as its full gradient is complete.
-        come, edge, each = self._coming(kind, stays, again)
-        at_once = ~(self.many | self.sharded)
+        staged = np.where(stays, blocks * block + own, block + (0 if piped else tied)) + follows * (blocks > 1)
+        kept = apart * (blocks - 1) * s.kept_block
         cases = [
-            np.where(
-                blocks > 0,
-                in_block - s.head * has_head + block + waits + edge * ~self.sharded + come * at_once * each,
-                0.0,
-            )
+            np.where(blocks > 0, in_block - above + block + waits, 0.0),
+            np.where(blocks > 0, in_block - above - (blocks - 1) * s.block + kept + staged, 0.0),
         ]
         if has_head:
-            cases += [s.loss, s.in_head + own + at_once * edge]
-        staged = (
-            np.where(stays, blocks * block + own, block + follows * (blocks > 1))
-            if piped
-            else (block + follows * (blocks > 1) + tied)
-        )
-        done = edge + come * (blocks - np.where(at_once, 0, 1 + self.sharded)) * each
-        saved = s.head * has_head + (blocks - 1) * s.block
-        last = in_block - saved + apart * (blocks - 1) * s.kept_block + staged + np.where(blocks > 1, done, 0.0)
-        cases.append(np.where(blocks > 0, last, 0.0))
+            cases += [s.loss, s.in_head + own]
         if kind in (FIRST, WHOLE):
+            inside = np.where(apart, s.in_embedding_apart, s.in_embedding) - s.embedding
             staged = self._staged("embedding") + tied + (blocks * block * stays if piped else follows)
-            done = edge + come * (blocks - self.sharded) * each
-            saved = s.head * has_head + blocks * s.block + s.embedding
-            inside = np.where(apart, s.in_embedding_apart, s.in_embedding)
-            cases.append(inside - saved + apart * blocks * s.kept_block + staged + done)
+            cases.append(inside - above + blocks * (apart * s.kept_block - s.block) + staged)
         return reduce(np.maximum, cases)
-
-    def _coming(self, kind: int, stays: Num, again: bool) -> tuple[Num, Num, Num]:
-        """Accumulators that come within a backward: whether they do, bytes of those of the head, and of a block's."""
-        each = self._accumulated("blocks.0")
-        if again:
-            return 0.0, 0.0, each
-        come = ~stays * 1.0
-        if kind not in (LAST, WHOLE):
-            return come, 0.0, each
-        at_once = ~(self.many | self.sharded)
-        with_tied = ~self.sharded & (self.frame.pp > 1) | at_once
-        tied = self._accumulated("tied") * with_tied if "tied" in self.padded else 0.0
-        return come, come * (self._accumulated("head") + tied), each
 
 
 def _mixed_blocks(elements: BlockElements, frame: LayoutColumns, place: int, layers: int) -> tuple[Any, Any, Num]:
