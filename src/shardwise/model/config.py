@@ -7,7 +7,7 @@ parameters (`parameters.py`), the decoder, the placement of tensors, the predict
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 from shardwise.errors import UserError
@@ -18,6 +18,22 @@ QKNormScope = Literal["head", "all heads"]
 Positions = Literal["rope", "learned", "alibi"]
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 Bias = Literal["none", "qkv", "all"]
+
+
+_LATER = frozenset(
+    [
+        "norm_placement",
+        "norm_zero_centered",
+        "qk_norm_scope",
+        "score_scale",
+        "score_softcap",
+        "logit_softcap",
+        "window",
+        "full_attention_every",
+        "scaled_embedding",
+    ]
+)
+"""Fields of `ModelConfig` that earlier versions lack."""
 
 
 @dataclass(frozen=True)
@@ -193,15 +209,18 @@ class ModelConfig:
         return replace(self, **changes)
 
     def to_json(self) -> dict[str, Any]:
-        """A plain dictionary that `from_json` reads back."""
-        return asdict(self)
+        """A plain dictionary that `from_json` reads back, also in versions without the mechanisms that are not used."""
+        unused = {
+            field.name for field in fields(self) if field.name in _LATER and getattr(self, field.name) == field.default
+        }
+        return {name: value for name, value in asdict(self).items() if name not in unused}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> ModelConfig:
         """The inverse of `to_json`. Raises `UserError` on unknown or missing fields."""
         nested = {"rope_scaling": RopeScaling, "experts": Experts, "latent_attention": LatentAttention}
-        fields = {k: nested[k](**v) if k in nested and v is not None else v for k, v in data.items()}
+        given = {k: nested[k](**v) if k in nested and v is not None else v for k, v in data.items()}
         try:
-            return cls(**fields)
+            return cls(**given)
         except TypeError as error:
             raise UserError(f"not a shardwise model description: {error}") from None

@@ -12,7 +12,6 @@ from shardwise.model.families.llama import NAMES, rmsnorm_lacks, write_llama
 from shardwise.model.fields import LAYER_TYPES, Fields, layer_types, words
 
 _FULL, _LOCAL = LAYER_TYPES
-_EVERY = 2
 _NAMES = replace(
     NAMES,
     names={
@@ -24,7 +23,7 @@ _NAMES = replace(
 )
 
 
-def _types(layers: int, every: int = _EVERY) -> list[str]:
+def _types(layers: int, every: int) -> list[str]:
     return [_LOCAL if not every or (i + 1) % every else _FULL for i in range(layers)]
 
 
@@ -34,18 +33,15 @@ def _read(f: Fields) -> dict[str, Any]:
     config = llama_like(f, 8192, kv_heads=4, head_dim=256, activation=("hidden_activation", "gelu_tanh"), tied=True)
     f.must_be("hidden_act", *HIDDEN_ACT.values(), why="the activation is hidden_activation, which is read")
     scores, logits = "attn_logit_softcapping", "final_logit_softcapping"
-    return (
-        config
-        | _window(f, config["layers"])
-        | {
-            "norm_placement": "both",
-            "norm_zero_centered": True,
-            "score_scale": f.number("query_pre_attn_scalar", default=256.0),
-            "score_softcap": f.number(scores, default=None if f.is_null(scores) else 50.0),
-            "logit_softcap": f.number(logits, default=None if f.is_null(logits) else 30.0),
-            "scaled_embedding": True,
-        }
-    )
+    config |= _window(f, config["layers"])
+    return config | {
+        "norm_placement": "both",
+        "norm_zero_centered": True,
+        "score_scale": f.number("query_pre_attn_scalar", default=256.0),
+        "score_softcap": f.number(scores, default=None if f.is_null(scores) else 50.0),
+        "logit_softcap": f.number(logits, default=None if f.is_null(logits) else 30.0),
+        "scaled_embedding": True,
+    }
 
 
 def _window(f: Fields, layers: int) -> dict[str, int]:
@@ -54,7 +50,7 @@ def _window(f: Fields, layers: int) -> dict[str, int]:
     types = layer_types(f, layers)
     if not window or (types and _LOCAL not in types):
         return {}
-    every = _EVERY if types is None else types.index(_FULL) + 1 if _FULL in types else 0
+    every = 2 if types is None else types.index(_FULL) + 1 if _FULL in types else 0
     if types is not None and types != _types(layers, every):
         raise f.error("layer_types must repeat: some layers of sliding_attention, then one of full_attention")
     return {"window": window, "full_attention_every": every}
