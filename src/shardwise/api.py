@@ -195,6 +195,8 @@ def configure(
     layout: Layout | str,
     workload: Workload,
     data: str | Path,
+    steps: int = 100,
+    out: Path | str | None = None,
     *,
     vocab: int | None = None,
     **options: Any,
@@ -208,7 +210,8 @@ def configure(
     check_type("model", model, ModelConfig)
     if vocab is not None:
         model = model.replace(vocab=vocab)
-    return _checked(options | {"model": model, "layout": layout, "workload": workload, "data": data, "corpus": ""})
+    subject = {"model": model, "layout": layout, "workload": workload, "data": data, "corpus": ""}
+    return _checked(options | subject | {"steps": steps, "out": out})
 
 
 def _checked(values: dict[str, Any]) -> TrainConfig:
