@@ -28,7 +28,7 @@ from shardwise.layout import pipeline as pipelines
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import parameters
 from shardwise.runtime.job.config import OptimizerConfig
-from shardwise.runtime.job.setup import make_comms, stream_view
+from shardwise.runtime.job.setup import local_view, make_comms
 from shardwise.runtime.pipeline.step import TrainProgram
 
 SEED = 0
@@ -140,7 +140,7 @@ def shardwise(setting: Setting, layout: str, transport: str = "gloo") -> Contend
     def step(index: int) -> float:
         ids, targets = tokens(setting, index, share)
         pairs = [
-            (stream_view(plain_batch(i.contiguous()), parsed, plan.tp_rank), t.contiguous())
+            local_view(plain_batch(i.contiguous()), t.contiguous(), plan)
             for i, t in zip(ids.split(parsed.micro), targets.split(parsed.micro), strict=True)
         ]
         return program.step(pairs, LR)[0]

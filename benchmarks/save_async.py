@@ -38,7 +38,7 @@ from shardwise.model import ModelConfig
 from shardwise.runtime.allocator import retain_freed_memory
 from shardwise.runtime.checkpointing import Position, Saver
 from shardwise.runtime.job.config import OptimizerConfig
-from shardwise.runtime.job.setup import make_comms, stream_view
+from shardwise.runtime.job.setup import local_view, make_comms
 from shardwise.runtime.pipeline.step import TrainProgram
 
 MODEL = ModelConfig("bench", vocab=2048, hidden=256, layers=4, heads=4, kv_heads=4, ffn=704, max_positions=512)
@@ -99,7 +99,7 @@ class _Run:
         each, data = BATCH // layout.dp, rank // layout.tp
         ids, targets = peers.tokens(setting, 0, slice(data * each, (data + 1) * each))
         self.micro_batches = [
-            (stream_view(peers.plain_batch(i.contiguous()), layout, self.plan.tp_rank), t.contiguous())
+            local_view(peers.plain_batch(i.contiguous()), t.contiguous(), self.plan)
             for i, t in zip(ids.split(layout.micro), targets.split(layout.micro), strict=True)
         ]
         self.savers = {

@@ -41,7 +41,7 @@ from shardwise.model.parameters import count
 from shardwise.predict.step_seconds import step_seconds
 from shardwise.runtime.allocator import retain_freed_memory
 from shardwise.runtime.job.config import OptimizerConfig
-from shardwise.runtime.job.setup import make_comms, stream_view
+from shardwise.runtime.job.setup import local_view, make_comms
 from shardwise.runtime.pipeline.step import TrainProgram
 
 MODEL = ModelConfig("step-times", vocab=8192, hidden=512, layers=8, heads=8, kv_heads=8, ffn=1408, max_positions=512)
@@ -120,7 +120,7 @@ def _built(layout: Layout) -> Step:
     def step(index: int) -> tuple[float, float, float]:
         ids, targets = peers.tokens(setting, index, share)
         pairs = [
-            (stream_view(peers.plain_batch(i.contiguous()), layout, plan.tp_rank), t.contiguous())
+            local_view(peers.plain_batch(i.contiguous()), t.contiguous(), plan)
             for i, t in zip(ids.split(layout.micro), targets.split(layout.micro), strict=True)
         ]
         dist.barrier()

@@ -19,10 +19,10 @@ from harness.oracles import _decoder, _whole
 from harness.reference import Case, global_batch, make_batch
 from shardwise.checkpoint import Checkpoint
 from shardwise.layout import Layout, Mesh
-from shardwise.layout.axes import DP, TP
+from shardwise.layout.axes import DP
 from shardwise.model.parameters import parameters
 from shardwise.runtime.checkpointing import restore
-from shardwise.runtime.job.setup import stream_view
+from shardwise.runtime.job.setup import local_view
 from shardwise.runtime.zero.optimizer import learning_rate
 
 SAVED, STEPS = 3, 6
@@ -119,7 +119,7 @@ def go_on(rank: int, payload: tuple[Case, Layout, list[Going]]) -> list[tuple[fl
     """For each: (the squared distance of all that this rank has loaded from what it should be, losses of the steps)."""
     case, layout, sources = payload
     mesh = Mesh.of(layout, case.model)
-    data_rank, tp_rank = mesh.index(DP, rank), mesh.index(TP, rank)
+    data_rank = mesh.index(DP, rank)
     share = case.workload.batch // layout.dp
     found = []
     for source in sources:
@@ -136,7 +136,7 @@ def go_on(rank: int, payload: tuple[Case, Layout, list[Going]]) -> list[tuple[fl
             batches = []
             for start in range(data_rank * share, (data_rank + 1) * share, layout.micro):
                 part = {name: tensor[start : start + layout.micro].clone() for name, tensor in rows.items()}
-                batches.append((stream_view(make_batch(case, part, step), layout, tp_rank), part["targets"]))
+                batches.append(local_view(make_batch(case, part, step), part["targets"], program.plan))
             losses.append(program.step(batches, lr)[0])
         found.append((apart, losses))
     return found

@@ -13,12 +13,12 @@ from torch import Tensor
 from shardwise.checkpoint.huggingface import open_weights
 from shardwise.decoder import Batch
 from shardwise.decoder.modules import soft_cap
-from shardwise.layout import Layout, Mesh, Workload, unit_plan
-from shardwise.layout.axes import DP, TP
+from shardwise.layout import Layout, Mesh, UnitPlan, Workload, unit_plan
+from shardwise.layout.axes import DP
 from shardwise.model import ModelConfig
 from shardwise.runtime.checkpointing import Position, Saver, start_from
 from shardwise.runtime.job.config import OptimizerConfig
-from shardwise.runtime.job.setup import make_comms, stream_view
+from shardwise.runtime.job.setup import local_view, make_comms
 from shardwise.runtime.pipeline.step import TrainProgram
 from shardwise.runtime.tensor.loss import IGNORED
 
@@ -98,17 +98,16 @@ def load_train_save(rank: int, payload: tuple[Path, ModelConfig, Layout, Path]) 
     program = TrainProgram(plan, comms, OptimizerConfig(lr=1e-2), _nothing, torch.device("cpu"))
     start_from(program, open_weights(source, model))
     mesh = Mesh.of(layout, model)
-    tp_rank = mesh.index(TP, rank)
-    before = _logits(program, tp_rank)
+    before = _logits(program)
     for step in range(STEPS):
         rows = tokens(step).chunk(layout.dp)[mesh.index(DP, rank)]
-        program.step([_micro_batch(row, layout, tp_rank) for row in rows.split(layout.micro)], 1e-2)
+        program.step([_micro_batch(row, plan) for row in rows.split(layout.micro)], 1e-2)
     saver = Saver(
         program, out, seed=0, about={"model": model.to_json(), "layout": str(layout)}, keep=0, later=False, timeout=60
     )
     saver.save(Position(STEPS, STEPS * BATCH, program.optimizer.steps))
     start = program.vocabulary[0]
-    after = _logits(program, tp_rank)
+    after = _logits(program)
     dist.barrier()
     return RankResult(before, after, (start, min(start + after.shape[-1], model.vocab)))
 
@@ -118,16 +117,16 @@ def _nothing(parameter: Any, index: Tensor) -> Tensor:
     return torch.full(index.shape, torch.nan, dtype=torch.float64)
 
 
-def _micro_batch(rows: Tensor, layout: Layout, tp: int) -> tuple[Batch, Tensor]:
+def _micro_batch(rows: Tensor, plan: UnitPlan) -> tuple[Batch, Tensor]:
     positions = torch.arange(SEQ).expand(len(rows), SEQ).contiguous()
     batch = Batch(rows[:, :-1].contiguous(), positions, positions, None, positions, positions)
     assert IGNORED not in rows
-    return stream_view(batch, layout, tp), rows[:, 1:].contiguous()
+    return local_view(batch, rows[:, 1:].contiguous(), plan)
 
 
-def _logits(program: TrainProgram, tp: int) -> Tensor:
+def _logits(program: TrainProgram) -> Tensor:
     """This rank's logits for the tokens of `STEPS`, which no step trains on."""
-    batch, _ = _micro_batch(tokens(STEPS), program.plan.layout, tp)
+    batch, _ = _micro_batch(tokens(STEPS), program.plan)
     with torch.no_grad():
         program.engine.begin_evaluation()
         x = None

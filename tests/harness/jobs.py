@@ -14,11 +14,11 @@ import torch.distributed as dist
 
 from harness.reference import Case, Outcome, global_batch, make_batch, values
 from shardwise.layout import Layout, Mesh, unit_plan
-from shardwise.layout.axes import DP, TP
+from shardwise.layout.axes import DP
 from shardwise.layout.units import Backend
 from shardwise.report import Role
 from shardwise.report.step_report import Bytes
-from shardwise.runtime.job.setup import make_comms, stream_view
+from shardwise.runtime.job.setup import local_view, make_comms
 from shardwise.runtime.measure.memory import StepMeasurement
 from shardwise.runtime.pipeline.step import TrainProgram
 from shardwise.runtime.zero.flat_unit import FlatUnit, local_values
@@ -136,11 +136,12 @@ def _recorded(
 def micro_batches(case: Case, layout: Layout, rank: int, step: int) -> list[tuple[Any, torch.Tensor]]:
     """This rank's share of a step: sequence i of the global batch goes to data rank i // (batch / dp)."""
     data = Mesh.of(layout, case.model).index(DP, rank)
+    plan = unit_plan(case.model, layout, case.workload, rank=rank)
     every = global_batch(case, step)
     share = case.workload.batch // layout.dp
     result = []
     for start in range(data * share, (data + 1) * share, layout.micro):
         rows = {name: tensor[start : start + layout.micro].clone() for name, tensor in every.items()}
         batch = make_batch(case, rows, step)
-        result.append((stream_view(batch, layout, Mesh.of(layout, case.model).index(TP, rank)), rows["targets"]))
+        result.append(local_view(batch, rows["targets"], plan))
     return result

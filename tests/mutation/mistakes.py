@@ -17,7 +17,11 @@ class Mistake:
     tests: str
 
 
-TESTS = ("tests/runtime/test_traps.py", "tests/runtime/test_pipeline_traps.py")
+TESTS = (
+    "tests/runtime/test_traps.py",
+    "tests/runtime/test_pipeline_traps.py",
+    "tests/runtime/test_context_traps.py",
+)
 
 ENGINE, UNITS, STEP, LOSS = (
     "runtime/zero/engine.py",
@@ -30,6 +34,7 @@ REDISTRIBUTE = "runtime/tensor/redistribute.py"
 FLAT, GRADIENTS, JOINED = "runtime/zero/flat_unit.py", "ops/gradients.py", "ops/fused.py"
 ATTENTION, MODULES, SETUP = "decoder/attention.py", "decoder/modules.py", "runtime/job/setup.py"
 CHECKPOINTING = "runtime/checkpointing.py"
+RING, VIEW, BLOCKWISE = "runtime/context/ring.py", "runtime/context/view.py", "ops/blockwise.py"
 PIPELINE, SCHEDULE, LISTS = (
     "runtime/pipeline/executor.py",
     "schedule/pipeline/plan.py",
@@ -197,4 +202,29 @@ MISTAKES = (
             "resident[unit.slot] = unit.name", "resident.setdefault(unit.slot, unit.name)", "trap_24"),
     Mistake(24, "gradients are added to whatever lies in their memory", FLAT,
             "grad_slot.empty = True", "pass", "trap_24"),
+    Mistake(25, "the loss is divided by cp once too often", STEP,
+            "(loss / max(1, tokens)).backward()", "(loss / max(1, tokens) / self.plan.layout.cp).backward()",
+            "trap_25"),
+    Mistake(25, "each rank counts the valid tokens of its own chunks", STEP,
+            'self.comms.all_reduce(count, DATA, "valid tokens")', 'self.comms.all_reduce(count, DATA[:1], "tokens")',
+            "trap_25"),
+    Mistake(25, "the last hop of the gradients of keys and values is lost", RING,
+            "        wait()\n        return total", "        wait()\n        return torch.zeros_like(total)",
+            "trap_25"),
+    Mistake(25, "labels are shifted after sequences are cut", VIEW,
+            "return local, mine(targets, IGNORED)",
+            "return local, torch.cat((local.ids[:, 1:], mine(targets, IGNORED)[:, -1:]), 1)", "trap_25"),
+    Mistake(25, "positions count on through a rank's chunks", VIEW,
+            "positions, index = mine(batch.positions), mine(batch.index)",
+            "positions, index = mine(batch.positions)[:, :1] + torch.arange(cut.local), mine(batch.index)", "trap_25"),
+    Mistake(25, "a query that sees nothing of a block has a weight there", BLOCKWISE,
+            "masked_fill_(hidden, torch.finfo(dtype).min)", "masked_fill_(hidden, -torch.inf)", "trap_25"),
+    Mistake(25, "documents are kept apart inside a rank's chunks alone", VIEW,
+            "if not window and (batch.whole is None",
+            "if not window and (rank != other or batch.whole is None", "trap_25"),
+    Mistake(25, "gradients are summed over replicas, not over chunks of a sequence", UNITS,
+            "if self.layout.replicate_ranks > 1:", "if self.layout.dp > 1:", "trap_25"),
+    Mistake(25, "dropout of another rank's keys draws this rank's mask", VIEW,
+            "local_places(cut, other, batch.index.device)[columns])",
+            "local_places(cut, rank, batch.index.device)[columns])", "trap_25"),
 )  # fmt: skip

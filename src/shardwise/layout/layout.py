@@ -16,7 +16,7 @@ from shardwise.layout.algorithm_names import check_algorithm
 from shardwise.layout.axes import DENSE
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "cpkind": ("ring", "ulysses"),
+    "cpkind": ("ring", "ulysses", "allgather"),
     "tpkind": ("megatron", "gathered"),
     "schedule": (
         "naive", "gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-h2", "zb-v", "dualpipe-v",

@@ -25,6 +25,13 @@ def valid_tp(model: ModelConfig, limit: int = 1024) -> list[int]:
     ]
 
 
+def valid_ulysses(model: ModelConfig, tp: int) -> list[int]:
+    """Context-parallel degrees under Ulysses: they divide a tp rank's query heads and divide, or are divided by, its
+    key/value heads."""
+    heads, kv = model.heads // tp, max(1, model.kv_heads // tp)
+    return [n for n in range(1, heads + 1) if heads % n == 0 and (kv % n == 0 or n % kv == 0)]
+
+
 def valid_ep(model: ModelConfig, ranks: int) -> list[int]:
     """Expert-parallel degrees: those that divide the model's experts and the `ranks` of a stage (dp x cp x tp)."""
     most = gcd(model.experts.count, ranks) if model.experts else 1
@@ -37,6 +44,17 @@ def check(layout: Layout, model: ModelConfig, workload: Workload | None = None, 
         raise LayoutError(
             f"tp={layout.tp} does not suit {model.name}: it must divide its {model.heads} heads and divide, or be a "
             f"multiple of, its {model.kv_heads} key/value heads; valid tp: {', '.join(map(str, valid_tp(model)))}"
+        )
+    if layout.cp > 1 and layout.tpkind == "gathered":
+        raise LayoutError(
+            f"cp={layout.cp} cuts attention between tensor-parallel heads, which tpkind=gathered has not: choose "
+            "tpkind=megatron or cp=1"
+        )
+    if layout.cp > 1 and layout.cpkind == "ulysses" and layout.cp not in valid_ulysses(model, layout.tp):
+        degrees = ", ".join(map(str, valid_ulysses(model, layout.tp)))
+        raise LayoutError(
+            f"cp={layout.cp} with cpkind=ulysses does not suit {model.name}: each rank takes whole heads of the "
+            f"{model.heads // layout.tp} that a tp rank has; valid cp: {degrees}, or choose cpkind=ring"
         )
     if layout.pp > 1:
         _check_pipeline(layout, model, workload)
@@ -88,13 +106,18 @@ def _check_sequence(layout: Layout, model: ModelConfig, workload: Workload) -> N
             f"sequences of {workload.seq} tokens exceed the {model.max_positions} learned positions of {model.name}; "
             f"use at most {model.max_positions}"
         )
-    pieces = layout.cp * (layout.tp if layout.sp else 1)
-    if workload.seq % pieces:
-        below, above = workload.seq // pieces * pieces, (workload.seq // pieces + 1) * pieces
+    if layout.cp > 1:
+        if workload.seq < 2 * layout.cp:
+            raise LayoutError(
+                f"cp={layout.cp} cuts sequences into {2 * layout.cp} chunks, but they have {workload.seq} tokens; "
+                f"at most cp={workload.seq // 2} has a token for each"
+            )
+    elif layout.sp and workload.seq % layout.tp:
+        below, above = ((workload.seq // layout.tp + more) * layout.tp for more in (0, 1))
         nearest = f"{below} or {above}" if below else str(above)
         raise LayoutError(
-            f"sequence length {workload.seq} cannot be cut into {'cp x tp' if layout.cp > 1 else 'tp'} = {pieces} "
-            f"equal pieces; nearest that can: {nearest}"
+            f"sequence length {workload.seq} cannot be cut into tp = {layout.tp} equal pieces; nearest that can: "
+            f"{nearest}"
         )
 
 
@@ -117,7 +140,7 @@ def fewer_ranks(layout: Layout, model: ModelConfig, workload: Workload, ranks: i
 
 def unsupported(layout: Layout) -> list[str]:
     """The words of `layout` that are understood and priced, but not runnable here yet."""
-    words = [f"{key}={getattr(layout, key)}" for key in ("cp", "ep", "etp") if getattr(layout, key) > 1]
+    words = [f"{key}={getattr(layout, key)}" for key in ("ep", "etp") if getattr(layout, key) > 1]
     if layout.hpz:
         words.append(f"hpz={layout.hpz}")
     if layout.offload != "none":

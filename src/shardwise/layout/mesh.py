@@ -45,14 +45,20 @@ class Mesh:
         return {axis: prod(getattr(self.layout, inner) for inner in order[i + 1 :]) for i, axis in enumerate(order)}
 
     @cached_property
+    def _data(self) -> Axes:
+        """The data axes in the order of ranks: shard groups are then ascending, as torch.distributed sorts groups."""
+        return tuple(axis for axis in self.layout.order.split("-") if axis in DATA)
+
+    @cached_property
     def _parts(self) -> dict[str, _Part]:
         layout = self.layout
         expert = layout.ep * layout.etp
+        data = self._data
         return {axis: _Part((axis,), 1, getattr(layout, axis)) for axis in DENSE} | {
             axis: part
             for (axis,), part in {
-                SHARD: _Part(DATA, 1, layout.shard_ranks),
-                REPLICATE: _Part(DATA, layout.shard_ranks, layout.replicate_ranks),
+                SHARD: _Part(data, 1, layout.shard_ranks),
+                REPLICATE: _Part(data, layout.shard_ranks, layout.replicate_ranks),
                 KV: _Part(TP, 1, self.kv_replicas),
                 ETP: _Part(STAGE, 1, layout.etp),
                 EP: _Part(STAGE, layout.etp, layout.ep),
@@ -99,7 +105,7 @@ class Mesh:
         name = ""
         for axis in axes:
             whole = axis in SHARD + REPLICATE and self._parts[axis].size == self.layout.data_ranks
-            for part in DATA if whole else (axis,):
+            for part in self._data if whole else (axis,):
                 if self._parts[part].size > 1:
                     name += f"_{part}" if name else part
         return name

@@ -29,7 +29,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 from shardwise.cluster import Cluster
 from shardwise.layout import pipeline
 from shardwise.layout.algorithms import Schedules
-from shardwise.layout.axes import KV, PP, REPLICATE, SHARD, TP, Axes
+from shardwise.layout.axes import CP, KV, PP, REPLICATE, SHARD, TP, Axes
+from shardwise.layout.context import SequenceCut
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh import Mesh
 from shardwise.layout.placement import Placed, place
@@ -167,6 +168,7 @@ class UnitPlan:
     tp_rank: int
     backend: Backend
     pp_rank: int = 0
+    cp_rank: int = 0
 
     @cached_property
     def blueprint(self) -> Blueprint:
@@ -308,6 +310,11 @@ class UnitPlan:
         return self.workload.batch > 0
 
     @cached_property
+    def sequence(self) -> SequenceCut:
+        """How its sequences are cut over context-parallel ranks."""
+        return SequenceCut.of(self.layout, self.workload.seq)
+
+    @cached_property
     def micro_batches(self) -> int:
         return self.workload.micro_batches(self.layout)
 
@@ -341,8 +348,8 @@ class UnitPlan:
 
     @property
     def tokens(self) -> int:
-        """Tokens of one micro-batch that this rank attends with: micro x seq / cp."""
-        return self.layout.micro * self.workload.seq // self.layout.cp
+        """Tokens of one micro-batch that this rank attends with, those that fill up the last chunk included."""
+        return self.layout.micro * self.sequence.local
 
     @property
     def stream_tokens(self) -> int:
@@ -534,4 +541,5 @@ def unit_plan(
 ) -> UnitPlan:
     """The plan of `rank`. Shapes are equal on all ranks; only which rows and heads a rank holds differs."""
     mesh = Mesh.of(layout, model)
-    return UnitPlan(model, layout, workload, mesh.index(TP, rank), backend, mesh.index(PP, rank))
+    places = {"tp_rank": mesh.index(TP, rank), "pp_rank": mesh.index(PP, rank), "cp_rank": mesh.index(CP, rank)}
+    return UnitPlan(model, layout, workload, backend=backend, **places)

@@ -45,12 +45,13 @@ def eager_dropout(dropout: Dropout, at: OpContext) -> Forward | None:
 
 
 def eager_core(core: CoreAttention, at: OpContext) -> Forward | None:
-    """A core that drops probabilities, by such masks, or goes through a sequence block by block."""
+    """A core that drops probabilities, by such masks, goes through a sequence block by block, or communicates."""
     return leave_eager(core, at) if _eager_core(core, at) else None
 
 
 def _eager_core(core: CoreAttention, at: OpContext) -> bool:
-    return core.dropout.drop > 0 or (at.options.attention == "sdpa" and not core.plain)
+    blocked = at.options.attention == "sdpa" and not core.plain
+    return core.dropout.drop > 0 or blocked or at.options.cut_sequence
 
 
 def checkpointed_core(core: CoreAttention, at: OpContext) -> Forward | None:

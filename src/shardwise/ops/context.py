@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
+from shardwise.decoder.attention import CoreAttention
 from shardwise.ops.fusion import FusedForm
 from shardwise.ops.gradients import WeightGradients
+
+Core = Callable[..., Tensor]
+"""(q, k, v, batch) -> the output of attention."""
 
 Mode = Literal["train", "compiled", "generate"]
 """train: forward and backward, eagerly; compiled: for the compiler, over the forms of train; generate: forward alone,
@@ -68,6 +72,8 @@ class Options:
     """Whether a compiler takes this part."""
     fused: FusedForm | None = None
     """The fused form of its blocks."""
+    cut_sequence: bool = False
+    """Whether attention goes over sequences that are cut over ranks."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +93,8 @@ class OpContext:
     """Token ids whose rows of the table are here; None for all."""
     first_head: int = 0
     """Global index of the first attention head here."""
+    across_ranks: Callable[[CoreAttention], Core] | None = None
+    """Composes the core of attention over a cut sequence from the form that it has."""
 
     def around(self, child: str = "") -> Around:
         """Communication around the map of this module, or of a child by its name."""

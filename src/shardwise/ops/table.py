@@ -19,7 +19,7 @@ from shardwise.decoder.gpt import MLP, GPTBlock
 from shardwise.decoder.llama import GatedMLP, LlamaBlock
 from shardwise.decoder.modules import Dropout, JointNorm, Linear, Linears, Lookup, RMSNorm, TiedLinear
 from shardwise.ops import compiled, generate, linear
-from shardwise.ops.attention import core_attention
+from shardwise.ops.attention import core_across_ranks, core_attention
 from shardwise.ops.blocked_attention import blocked_attention
 from shardwise.ops.context import Mode, OpContext, Options
 from shardwise.ops.cpu.attention import short_attention
@@ -88,6 +88,7 @@ TABLE = (
     Row("train", CoreAttention, core_attention),
     Row("train", CoreAttention, short_attention, "cpu", lambda o: o.attention == "sdpa" and not o.compiled),
     Row("train", CoreAttention, blocked_attention, when=lambda o: o.attention == "sdpa"),
+    Row("train", CoreAttention, core_across_ranks, when=lambda o: o.cut_sequence),
     Row("train", CoreAttention, recomputed_core, when=lambda o: o.recompute == "selective"),
     Row("train", LlamaBlock, llama_halves, when=lambda o: o.fused is LLAMA_HALVES, writes=True, covers=_halves),
     Row("compiled", Linears, compiled.leave_eager, when=_splits, covers=_maps, breaks=True),

@@ -120,8 +120,6 @@ def _notes(model: ModelConfig, layout: Layout, backend: Backend) -> list[str]:
     notes = []
     if backend == "nccl":
         notes.append("saved activations are those of the eager CPU path; CUDA kernels may save a little differently")
-    if layout.cp > 1:
-        notes.append(f"context parallel: the exchange of keys and values ({layout.cpkind}) is not in the ledger")
     if layout.compile != "off":
         notes.append(
             "compile=block: saved activations and the rest of the peak are those of eager blocks; the compiler chooses "

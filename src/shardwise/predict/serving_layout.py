@@ -17,7 +17,7 @@ def check_generation(layout: Layout, model: ModelConfig, devices: int | None = N
     if reason := model.why_not_runnable():
         raise UserError(f"{model.name}: {reason}")
     check(layout, model.replace(attention_dropout=0.0))  # nothing is dropped when generating
-    if words := unsupported(layout):
+    if words := [f"cp={layout.cp}"] * (layout.cp > 1) + unsupported(layout):
         raise LayoutError(f"generation does not know {', '.join(words)}: it has tp, pp, dp and zero=3")
     if layout.algorithm != "auto":
         raise LayoutError(f"algorithm={layout.algorithm} is for training: leave it out")

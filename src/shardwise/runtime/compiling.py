@@ -22,7 +22,7 @@ from shardwise.decoder import Batch, Decoder
 from shardwise.errors import UserError
 from shardwise.layout.units import UnitPlan
 from shardwise.ops.table import install, lower
-from shardwise.runtime.job.setup import stream_view
+from shardwise.runtime.job.setup import local_view
 from shardwise.runtime.tensor.lowering import context_of
 from shardwise.runtime.torch_versions import compile_apart, default_backend
 
@@ -105,7 +105,7 @@ def _run_once(block: Block, plan: UnitPlan, device: torch.device) -> None:
 
     documents = vector() if plan.workload.isolate_documents else None
     batch = Batch(vector(), vector(), vector(), documents, vector(), vector(), dropout_key=0)
-    batch = stream_view(batch, plan.layout, plan.tp_rank)
+    batch, _ = local_view(batch, vector(), plan)
     weights = list(block.parameters())
     x = torch.zeros(*batch.stream_index.shape, plan.model.hidden, dtype=weights[0].dtype, device=device)
     with torch.no_grad():

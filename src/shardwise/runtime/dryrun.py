@@ -264,7 +264,7 @@ def _micro_batch(plan: UnitPlan) -> Any:
     import torch
 
     from shardwise.decoder import Batch
-    from shardwise.runtime.job.setup import stream_view
+    from shardwise.runtime.job.setup import local_view
 
     def vector() -> torch.Tensor:
         return torch.zeros(plan.layout.micro, plan.workload.seq, dtype=torch.int64)
@@ -272,4 +272,4 @@ def _micro_batch(plan: UnitPlan) -> Any:
     positions, index = vector(), vector()
     documents = vector() if plan.workload.isolate_documents else None
     batch = Batch(vector(), positions, index, documents, positions, index, 0)
-    return stream_view(batch, plan.layout, plan.tp_rank), vector()
+    return local_view(batch, vector(), plan)

@@ -7,7 +7,7 @@ unfused GPT layer in fp16 (34 sbh + 5 a s^2 b); here attention is fused unless `
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwise.layout.placement import kv_heads_held, width_held
 from shardwise.layout.units import UnitPlan
@@ -43,7 +43,7 @@ class Sizes:
         return cls(
             tokens=plan.tokens,
             stream=plan.stream_tokens,
-            seq=plan.workload.seq // plan.layout.cp,
+            seq=plan.sequence.local,
             hidden=model.hidden,
             q=model.q_width // tp,
             kv=kv_heads * model.head_dim,
@@ -53,6 +53,23 @@ class Sizes:
             vocab=width_held(model.vocab, plan.layout.tp),
             element=DTYPE_BYTES[plan.layout.dtype],
         )
+
+
+def core_sizes(plan: UnitPlan, s: Sizes) -> Sizes:
+    """Sizes as the core of attention has them: under Ulysses all tokens, without those that fill up, and some heads."""
+    if plan.layout.cp == 1 or plan.layout.cpkind != "ulysses":
+        return s
+    seq, ranks = plan.workload.seq, plan.layout.cp
+    kv_heads = max(1, s.kv_heads // ranks)
+    return replace(
+        s, tokens=plan.layout.micro * seq, seq=seq, q=s.q // ranks, kv=kv_heads * plan.model.head_dim,
+        heads=s.heads // ranks, kv_heads=kv_heads,
+    )  # fmt: skip
+
+
+def cuts_attention(plan: UnitPlan) -> bool:
+    """Whether attention goes block by block over a cut sequence (`runtime/context/ring.py`)."""
+    return plan.layout.cp > 1 and plan.layout.cpkind != "ulysses"
 
 
 Items = dict[str, int]
@@ -65,9 +82,12 @@ def block_items(plan: UnitPlan, s: Sizes) -> Items:
     if plan.model.qk_norm:
         items["queries and keys before their norm"] = s.tokens * (s.q + s.kv) * s.element
         items["statistics of query and key norms"] = sum(rows for rows, _ in query_norms(plan, s)) * s.statistic
-    items["queries"] = s.tokens * s.q * s.element
-    items["keys and values"] = 2 * s.tokens * s.kv * s.element
-    items |= _attention_core(plan, s)
+    core = s if plan.layout.recompute == "selective" else core_sizes(plan, s)
+    items["queries"] = core.tokens * core.q * s.element
+    items["keys and values"] = 2 * core.tokens * core.kv * s.element
+    items |= _attention_core(plan, core)
+    if core is not s and plan.layout.attention == "sdpa":
+        items["output of some heads"] = core.tokens * core.q * s.element
     items["attention output"] = s.tokens * s.q * s.element
     items |= _branch_output(plan, s, "attention")
     if not plan.model.parallel_residual:
@@ -108,7 +128,7 @@ def _norm(plan: UnitPlan, s: Sizes, name: str) -> Items:
 def _attention_core(plan: UnitPlan, s: Sizes) -> Items:
     if plan.layout.recompute == "selective":
         return {}
-    if plan.layout.attention == "sdpa":
+    if plan.layout.attention == "sdpa" or cuts_attention(plan):
         computed_again = uses_batched_attention(plan) or uses_blocked_attention(plan)
         return {} if computed_again else {"log-sum-exp": s.tokens * s.heads * s.statistic}
     square = s.tokens * s.heads * s.seq * s.element
@@ -120,6 +140,8 @@ def uses_batched_attention(plan: UnitPlan) -> bool:
     """Whether fused attention runs as batched products (`ops/cpu/attention.py`): on CPUs, where sequences are
     short."""
     layout, longest = plan.layout, LONGEST_SHORT.get(plan.layout.dtype, 0)
+    if cuts_attention(plan):
+        return False
     short = SHORTEST <= plan.workload.seq <= longest and plan.backend != "nccl"
     plain = plan.model.plain_attention and not plan.workload.isolate_documents
     return short and layout.compile != "block" and plain
@@ -128,7 +150,7 @@ def uses_batched_attention(plan: UnitPlan) -> bool:
 def uses_blocked_attention(plan: UnitPlan) -> bool:
     """Whether attention goes through a sequence block by block (`ops/blocked_attention.py`): no fused kernel has the
     model's."""
-    return plan.layout.attention == "sdpa" and not plan.model.plain_attention
+    return plan.layout.attention == "sdpa" and not plan.model.plain_attention and not cuts_attention(plan)
 
 
 def saved_items(plan: UnitPlan, s: Sizes, part: str) -> Items:
@@ -154,14 +176,21 @@ def saved_items(plan: UnitPlan, s: Sizes, part: str) -> Items:
 
 
 def mask_bytes(plan: UnitPlan, s: Sizes) -> int:
-    """The additive mask that keeps packed documents apart: one a micro-batch, [micro, 1, S, S]."""
-    masks = plan.workload.isolate_documents and not uses_blocked_attention(plan)
-    return s.tokens * s.seq * s.element if masks else 0
+    """The masks that all blocks share: the additive one that keeps packed documents apart, [micro, 1, S, S]. Of cut
+    sequences, the pairs of this rank's queries with the keys of each rank, a byte each, for each window."""
+    if cuts_attention(plan):
+        near = {window for window in plan.windows if 0 < window < plan.workload.seq}
+        everywhere = plan.workload.isolate_documents and (not plan.windows or len(near) < len(set(plan.windows)))
+        return s.tokens * s.seq * (plan.layout.cp + 1) // 2 * (len(near) + everywhere)
+    if not plan.workload.isolate_documents or uses_blocked_attention(plan):
+        return 0
+    core = core_sizes(plan, s)
+    return core.tokens * core.seq * core.element
 
 
 def saved_mask(plan: UnitPlan, s: Sizes) -> int:
     """The mask is saved once, when the fused kernel saves its inputs."""
-    saves = plan.layout.attention == "sdpa" and plan.layout.recompute == "none"
+    saves = plan.layout.attention == "sdpa" and plan.layout.recompute == "none" and not cuts_attention(plan)
     return mask_bytes(plan, s) if saves else 0
 
 
@@ -189,8 +218,10 @@ def kept_items(plan: UnitPlan, s: Sizes, part: str) -> Items:
 def _kept_with_values(plan: UnitPlan, s: Sizes) -> int:
     """Short attention makes the gradients of queries, keys and values as one tensor. If a rotary backward copies the
     first two, the values' gradient keeps the whole tensor allocated."""
+    if cuts_attention(plan):  # gradients of keys and values come as one tensor
+        return s.tokens * s.kv * s.element if plan.model.positions == "rope" and not plan.fuses_blocks else 0
     short = plan.layout.attention == "sdpa" and plan.layout.recompute != "selective" and uses_batched_attention(plan)
-    apart = short and plan.model.positions == "rope" and not plan.fuses_blocks
+    apart = short and plan.layout.cp == 1 and plan.model.positions == "rope" and not plan.fuses_blocks
     return s.tokens * (s.q + s.kv) * s.element if apart else 0
 
 

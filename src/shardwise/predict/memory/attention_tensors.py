@@ -37,6 +37,11 @@ class AttentionTensors:
             return 0
         return self.q + (2 * self.kv if self.copies else 0)
 
+    @property
+    def shares_output(self) -> bool:
+        """Whether the core saves its output, which the projection after it saves as well."""
+        return not self.math and not self.selective
+
     def forward(self, live: LiveBytes, saves: bool) -> None:
         """Ends with the output, and what is saved beside queries, keys and values."""
         if self.math:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from shardwise.layout.placement import width_held
 from shardwise.layout.units import UnitPlan
 from shardwise.predict.memory.activations import Sizes, query_norms
-from shardwise.predict.memory.attention_tensors import AttentionTensors
+from shardwise.predict.memory.context_tensors import attention_tensors
 from shardwise.predict.memory.mixtures import more
 from shardwise.predict.memory.transients import (
     LiveBytes,
@@ -27,7 +27,7 @@ class BlockTensors:
 
     def __init__(self, plan: UnitPlan, s: Sizes, apart: bool = False, adds: bool = False) -> None:
         self.plan, self.s, self.apart, self.adds = plan, s, apart, adds
-        self.live, self.attention = LiveBytes(), AttentionTensors(plan, s)
+        self.live, self.attention = LiveBytes(), attention_tensors(plan, s)
         self.stream = s.stream * s.hidden * s.element
         self.full = s.tokens * s.hidden * s.element
         self.inner = s.tokens * s.ffn * s.element
@@ -111,7 +111,7 @@ class BlockTensors:
                 live.transient(int(self.rolled * nbytes))
             live.free(self.q + self.kv)
         self.attention.forward(live, saves and self.plan.layout.recompute != "selective")
-        if self.plan.layout.attention == "math":
+        if self.attention.math:
             live.allocate(self.q)  # heads side by side
             live.free(self.q)
         self._row()
@@ -260,7 +260,7 @@ class BlockTensors:
                 live.free(rows * (width * s.element + self.statistics))
         grads = self.q + 2 * self.kv + (self.q + self.kv if self.rolled and whole else 0)
         copies = 0
-        if self.plan.layout.attention == "math" and self.plan.layout.recompute != "selective":
+        if self.attention.math and not self.attention.selective:
             # with heads side by side
             copies = (self.q if s.heads > 1 else 0) + self.kv * (2 if s.kv_heads > 1 else 1)
         live.allocate(copies)
@@ -271,8 +271,7 @@ class BlockTensors:
     @property
     def _output(self) -> int:
         """Bytes of attention's output, where its core does not save it, too."""
-        shares = self.plan.layout.attention == "sdpa" and self.plan.layout.recompute != "selective"
-        return 0 if shares else self.q
+        return 0 if self.attention.shares_output else self.q
 
     def _branch_backward(self) -> int:
         """Bytes of the gradient before dropout and a branch's norm, if it is another one; they are kept for the weights

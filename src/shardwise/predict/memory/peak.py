@@ -15,6 +15,8 @@ from shardwise.ops.cpu.limits import ATTENTION_ROWS
 from shardwise.ops.limits import loss_chunk, optimizer_chunk
 from shardwise.predict.memory.activations import (
     Sizes,
+    core_sizes,
+    cuts_attention,
     mask_bytes,
     saved_bytes,
     saved_items,
@@ -133,12 +135,14 @@ def tables(plan: UnitPlan, s: Sizes) -> int:
     model = plan.model
     rotated = int(model.head_dim * model.rotary_fraction) if model.positions == "rope" else 0
     shared = 2 * s.tokens * rotated * s.element + mask_bytes(plan, s) - saved_mask(plan, s)
-    if plan.layout.attention == "math":
-        mask = (s.tokens if plan.workload.isolate_documents else s.seq) * s.seq * s.element
-        shared += mask * len([window for window in plan.windows if 0 < window < s.seq])
+    core = core_sizes(plan, s)
+    seq = core.seq
+    if plan.layout.attention == "math" and not cuts_attention(plan):
+        mask = (core.tokens if plan.workload.isolate_documents else seq) * seq * s.element
+        shared += mask * len([window for window in plan.windows if 0 < window < seq])
         shared += 0 if plan.workload.isolate_documents else mask
     if plan.layout.attention == "sdpa" and uses_batched_attention(plan):
-        shared += 4 * min(s.seq, ATTENTION_ROWS) ** 2
+        shared += 4 * min(seq, ATTENTION_ROWS) ** 2
     return shared
 
 

@@ -12,6 +12,7 @@ from shardwise.layout.mesh import Mesh
 from shardwise.layout.pipeline import phases
 from shardwise.layout.tensor import collectives, edges
 from shardwise.layout.units import UnitPlan
+from shardwise.predict.traffic.context import context_rows
 from shardwise.report.step_report import LedgerRow
 
 Rows = Counter[tuple[str, str, Axes, str, str, int]]
@@ -25,6 +26,10 @@ def predict_ledger(plan: UnitPlan) -> tuple[LedgerRow, ...]:
     mesh = Mesh.of(plan.layout, plan.model)
     if plan.layout.tp > 1:
         _tensor_parallel(rows, plan)
+    if plan.layout.cp > 1:
+        for part in plan.parts:
+            for row, times in context_rows(plan, part, *forward_runs(plan, part)):
+                rows[row] += times * plan.micro_batches
     _state(rows, plan, mesh)
     if plan.layout.pp > 1:
         rows.update(plan.count(_pipeline))

@@ -9,7 +9,7 @@ from torch import Tensor
 from shardwise.data import Sampler
 from shardwise.decoder import Batch
 from shardwise.layout.units import UnitPlan
-from shardwise.runtime.job.setup import stream_view
+from shardwise.runtime.job.setup import local_view
 
 
 class Batches:
@@ -39,4 +39,4 @@ class Batches:
         index = tensor(samples[:, None] * seq + offsets)
         documents = tensor(rows["documents"]) if "documents" in rows else None
         batch = Batch(tensor(rows["inputs"]), positions, index, documents, positions, index, dropout_key)
-        return stream_view(batch, self.plan.layout, self.plan.tp_rank), tensor(rows["targets"])
+        return local_view(batch, tensor(rows["targets"]), self.plan)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from shardwise.decoder import Batch
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Mesh
-from shardwise.layout.axes import DATA, KV, PP, REPLICATE, SHARD, TP
+from shardwise.layout.axes import CP, DATA, KV, PP, REPLICATE, SHARD, TP
+from shardwise.layout.units import UnitPlan
 from shardwise.model import ModelConfig
+from shardwise.runtime.context.view import cut_sequences
 from shardwise.runtime.job.pulse import Pulse
 from shardwise.runtime.transport.comms import Comms
 
-AXES = (DATA, SHARD, REPLICATE, TP, KV, PP, DATA + PP, SHARD + TP + PP)
+AXES = (CP, DATA, SHARD, REPLICATE, TP, KV, PP, DATA + PP, SHARD + TP + PP)
 """Every group over which the runtime communicates."""
 
 
@@ -48,12 +50,17 @@ def make_comms(
     return comms
 
 
-def stream_view(batch: Batch, layout: Layout, tp_rank: int) -> Batch:
-    """Under sequence parallelism the residual stream holds only this rank's slice of each sequence."""
-    if not layout.sp:
-        return batch
+def local_view(batch: Batch, targets: Tensor, plan: UnitPlan) -> tuple[Batch, Tensor]:
+    """A rank's tokens of whole sequences, and their targets [B, S], which were shifted before.
 
-    def mine(x: torch.Tensor) -> torch.Tensor:
-        return x.chunk(layout.tp, 1)[tp_rank].clone()
+    Context parallelism cuts sequences; under sequence parallelism the residual stream has a slice of what is left.
+    """
+    if plan.layout.cp > 1:
+        batch, targets = cut_sequences(batch, targets, plan.sequence, plan.cp_rank)
+    if not plan.layout.sp:
+        return batch, targets
 
-    return replace(batch, stream_positions=mine(batch.positions), stream_index=mine(batch.index))
+    def mine(x: Tensor) -> Tensor:
+        return x.chunk(plan.layout.tp, 1)[plan.tp_rank].clone()
+
+    return replace(batch, stream_positions=mine(batch.positions), stream_index=mine(batch.index)), targets

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from shardwise.layout.units import UnitPlan
 from shardwise.ops.context import Mode, OpContext, Options
 from shardwise.ops.gradients import WeightGradients
 from shardwise.ops.table import lower
+from shardwise.runtime.context.cores import context_core
 from shardwise.runtime.tensor.redistribute import compose
 from shardwise.runtime.transport.comms import Comms
 
@@ -30,10 +32,12 @@ def context_of(part: str, mode: Mode, plan: UnitPlan, comms: Comms | None, devic
             recompute=layout.recompute,
             compiled=layout.compile == "block" and plan.kind(part) == "block",
             fused=plan.fused,
+            cut_sequence=layout.cp > 1,
         ),
         arounds=compose(plan, comms, part) if comms is not None else {},
         vocabulary=vocabulary_range(plan) if layout.tp > 1 else None,
         first_head=plan.tp_rank % layout.inner_ranks * (plan.model.heads // layout.inner_ranks),
+        across_ranks=partial(context_core, part, plan, comms, device) if comms is not None else None,
     )
 
 

@@ -182,6 +182,7 @@ class Comms:
         self.workspace = Workspace()
         self._timeout = timeout
         self._transports: dict[Axes, Transport] = {}
+        groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         by_ranks: dict[tuple[int, ...], Transport] = {}
         if shared:
             # All ranks of the job meet first: either memory can be shared in every group, or it is in none.
@@ -191,16 +192,16 @@ class Comms:
             ranks = mesh.group(name, rank)
             if len(ranks) == 1:
                 continue
+            if ranks not in groups:
+                groups[ranks] = self._group(ranks)
+            if connect is None and not shared:
+                # One for each name: what the engine reserves for its reductions is in use while activations are summed.
+                # Along the pipeline ranks send both ways at a time.
+                down = self._new_group(ranks) if self.backend == "nccl" and name == PP else None
+                self._transports[name] = ProcessGroupTransport(groups[ranks], ranks, self.backend, down)
+                continue
             if ranks not in by_ranks:
-                group = self._group(ranks)
-                if connect is not None:
-                    by_ranks[ranks] = connect(group, ranks)
-                elif shared:
-                    by_ranks[ranks] = SharedTransport(group, timeout)
-                else:
-                    # Along the pipeline ranks send both ways at a time.
-                    down = self._new_group(ranks) if self.backend == "nccl" and name == PP else None
-                    by_ranks[ranks] = ProcessGroupTransport(group, ranks, self.backend, down)
+                by_ranks[ranks] = connect(groups[ranks], ranks) if connect else SharedTransport(groups[ranks], timeout)
             self._transports[name] = by_ranks[ranks]
 
     def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:

@@ -1,0 +1,75 @@
+"""Sequences cut over context-parallel ranks: which tokens each rank has, and which pairs of tokens it attends with.
+
+A sequence has 2 cp chunks, and each rank two of them. In zigzag order rank r has chunks r and 2 cp - 1 - r, whose
+causal attention is as much work on every rank (Megatron-LM, ring-flash-attention, Llama 3). Ulysses (Jacobs et al.
+2023) exchanges the sequence for heads before attention, so its ranks have consecutive chunks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shardwise.layout.layout import Layout
+
+
+class VisibleBlock(NamedTuple):
+    """A rank's queries `rows` that attend to the keys `columns` of one rank, as positions in their local order."""
+
+    rows: slice
+    columns: slice
+    causal: bool
+    """Whether a query sees only the keys up to its own place; else it sees all of them."""
+
+
+@dataclass(frozen=True)
+class SequenceCut:
+    """A sequence of `seq` tokens over `cp` ranks. pieces: parts into which each rank's tokens are cut again (tp under
+    `sp`)."""
+
+    seq: int
+    cp: int
+    zigzag: bool = True
+    pieces: int = 1
+
+    @classmethod
+    def of(cls, layout: Layout, seq: int) -> SequenceCut:
+        """The cut of a layout's sequences."""
+        return cls(seq, layout.cp, layout.cpkind != "ulysses", layout.tp if layout.sp else 1)
+
+    @property
+    def padded(self) -> int:
+        """Tokens with those that fill up the last chunk: no token sees them, and the loss leaves them out."""
+        step = 2 * self.cp * self.pieces if self.cp > 1 else 1
+        return -(-self.seq // step) * step
+
+    @property
+    def local(self) -> int:
+        """Tokens of one rank."""
+        return self.padded // self.cp
+
+    def chunks(self, rank: int) -> tuple[int, int]:
+        """Numbers of the two chunks of a rank, in its order."""
+        return (rank, 2 * self.cp - 1 - rank) if self.zigzag else (2 * rank, 2 * rank + 1)
+
+    def places(self, rank: int) -> tuple[range, range]:
+        """Places in the padded sequence of a rank's tokens, in its order."""
+        size = self.local // 2
+        first, second = (range(chunk * size, (chunk + 1) * size) for chunk in self.chunks(rank))
+        return first, second
+
+    def visible(self, rank: int, other: int) -> VisibleBlock:
+        """What the queries of `rank` see of the keys of rank `other`, in zigzag order."""
+        half, everything = self.local // 2, slice(None)
+        if rank == other:
+            return VisibleBlock(everything, everything, True)
+        if other < rank:
+            return VisibleBlock(everything, slice(None, half), False)
+        return VisibleBlock(slice(half, None), everything, False)
+
+    def pairs(self, rank: int) -> int:
+        """Pairs of a query and a key that it sees, of one rank and head: its share of causal attention's work. Under
+        Ulysses each rank has a cp-th of the heads over the whole sequence; the pairs of all its heads count as one."""
+        if not self.zigzag:
+            return self.padded * (self.padded + 1) // 2 // self.cp
+        return sum(len(run) * (run[0] + run[-1] + 2) // 2 for run in self.places(rank))

@@ -1,0 +1,204 @@
+"""Attention of some queries to some keys, forward and backward, with the log-sum-exp that merges several such blocks.
+
+Each kernel's backward takes the output and the log-sum-exp over *all* keys of a query, and then gives this block's part
+of the gradients. Shapes: q, out and their gradients [B, S, H, D]; k, v and theirs [B, T, K, D] with K dividing H; the
+log-sum-exp [B, H, S], in fp32 for bf16. That of a query that sees no key of a block is so low that the block has no
+weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+Grads = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Pairs of one block that see each other."""
+
+    causal: bool
+    """Whether a query sees the keys up to its own place; else it sees all."""
+    allowed: Tensor | None = None
+    """[B, S, T]: the pairs, where `causal` does not say it."""
+    keep: Callable[[int], Tensor] | None = None
+    """Heads -> what each probability [B, H, S, T] is multiplied with under dropout: 0 or 1 / (1 - p)."""
+
+
+class Kernel(Protocol):
+    """Attention of one block."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+        """(output, log-sum-exp)."""
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
+    ) -> Grads:
+        """Gradients of q, k and v, from that of the output over all blocks."""
+
+
+@dataclass(frozen=True)
+class FlashOnCPU:
+    """torch's fused kernel for CPUs, which takes float64 as well."""
+
+    scale: float
+    """Of the products q kᵀ."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+        mask = self._mask(scores, q.dtype)
+        attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, lse = attend(*_by_heads(q, k, v), 0.0, mask is None and scores.causal, attn_mask=mask, scale=self.scale)
+        return out.transpose(1, 2), lse
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
+    ) -> Grads:
+        mask = self._mask(scores, q.dtype)
+        attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        grads = attend(
+            *_by_heads(grad, q, k, v, out), lse, 0.0, mask is None and scores.causal, attn_mask=mask, scale=self.scale
+        )
+        dq, dk, dv = (x.transpose(1, 2) for x in grads)
+        return dq, dk, dv
+
+    @staticmethod
+    def _mask(scores: Scores, dtype: torch.dtype) -> Tensor | None:
+        """What is added to the scores: [B, 1, S, T]. The lowest number, not -inf: of a query that sees nothing of a
+        block the kernel's log-sum-exp would be 0, and the block would count."""
+        if scores.allowed is None:
+            return None
+        hidden = ~scores.allowed[:, None]
+        return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, torch.finfo(dtype).min)
+
+
+@dataclass(frozen=True)
+class FlashOnCUDA:
+    """FlashAttention, for causal and full blocks in bf16."""
+
+    scale: float
+    """Of the products q kᵀ."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+        out, lse = self._run(q, k, v, scores)[:2]
+        return out.transpose(1, 2), lse
+
+    def _run(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, ...]:
+        attend = torch.ops.aten._scaled_dot_product_flash_attention
+        result: tuple[Tensor, ...] = attend(*_by_heads(q, *_repeated(q, k, v)), 0.0, scores.causal, scale=self.scale)
+        return result
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
+    ) -> Grads:
+        state = torch.zeros(2, dtype=torch.int64, device=q.device)  # of a generator that nothing is drawn from
+        attend = torch.ops.aten._scaled_dot_product_flash_attention_backward
+        dq, dk, dv = attend(
+            *_by_heads(grad, q, *_repeated(q, k, v), out), lse, None, None, q.shape[1], k.shape[1], 0.0, scores.causal,
+            state, state[:1], scale=self.scale,
+        )  # fmt: skip
+        each = k.shape[2], -1
+        dk, dv = (x.transpose(1, 2).unflatten(2, each).sum(3, dtype=torch.float32).to(k.dtype) for x in (dk, dv))
+        return dq.transpose(1, 2), dk, dv
+
+
+@dataclass(frozen=True)
+class Explicit:
+    """Matrix products and softmax of c tanh(q kᵀ scale / c). Probabilities are computed again in backward."""
+
+    scale: float
+    """Of the products q kᵀ."""
+    softcap: float = 0.0
+    """c; 0 for no bound of the scores."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+        logits = self._hidden(self._capped(self._products(q, k)), scores)
+        lse = torch.logsumexp(logits, -1, keepdim=True)
+        probabilities = torch.exp(logits - lse.clamp(min=torch.finfo(lse.dtype).min))
+        if scores.keep is not None:
+            probabilities = probabilities * scores.keep(q.shape[2])
+        kv = v.transpose(1, 2)
+        rows = probabilities.to(v.dtype).unflatten(1, (kv.shape[1], -1)).flatten(2, 3)
+        out = torch.matmul(rows, kv).view(*probabilities.shape[:3], -1)
+        return out.transpose(1, 2), lse.squeeze(-1)
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
+    ) -> Grads:
+        grad, out = grad.transpose(1, 2), out.transpose(1, 2)
+        capped = self._capped(self._products(q, k))
+        probabilities = torch.exp(self._hidden(capped, scores) - lse[..., None])
+        mean = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1, keepdim=True)
+        kv, values, keys = k.shape[2], v.transpose(1, 2), k.transpose(1, 2)
+
+        def rows(x: Tensor) -> Tensor:
+            """[B, H, S, n] -> [B, K, H / K S, n]: query heads of one key/value head side by side."""
+            return x.unflatten(1, (kv, -1)).flatten(2, 3)
+
+        dp = torch.matmul(rows(grad), values.mT).view(probabilities.shape).to(lse.dtype)
+        kept = probabilities
+        if scores.keep is not None:
+            keep = scores.keep(q.shape[2])
+            dp, kept = dp * keep, probabilities * keep
+        ds = probabilities * (dp - mean) * self.scale
+        if self.softcap:
+            ds = ds * (1 - (capped / self.softcap) ** 2)
+        ds = ds.to(q.dtype)
+        dv = torch.matmul(rows(kept.to(grad.dtype)).mT, rows(grad))
+        dq = torch.matmul(rows(ds), keys).view(q.transpose(1, 2).shape)
+        dk = torch.matmul(rows(ds).mT, rows(q.transpose(1, 2)))
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+    def _products(self, q: Tensor, k: Tensor) -> Tensor:
+        """q kᵀ scale: [B, H, S, T], in fp32 for bf16."""
+        rows = (q.transpose(1, 2) * self.scale).unflatten(1, (k.shape[2], -1)).flatten(2, 3)
+        products = torch.matmul(rows, k.permute(0, 2, 3, 1)).view(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+        return products.float() if q.dtype == torch.bfloat16 else products
+
+    def _capped(self, products: Tensor) -> Tensor:
+        return torch.tanh(products / self.softcap) * self.softcap if self.softcap else products
+
+    @staticmethod
+    def _hidden(logits: Tensor, scores: Scores) -> Tensor:
+        """The scores with those of pairs that do not see each other at -inf."""
+        if scores.allowed is not None:
+            return logits.masked_fill(~scores.allowed[:, None], -torch.inf)
+        if scores.causal:
+            return logits.masked_fill(torch.ones_like(logits[0, 0], dtype=torch.bool).triu_(1), -torch.inf)
+        return logits
+
+
+def _by_heads(*tensors: Tensor) -> list[Tensor]:
+    """[B, S, H, D] -> [B, H, S, D], without a copy."""
+    return [x.transpose(1, 2) for x in tensors]
+
+
+def _repeated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values with as many heads as the queries, for a kernel without groups."""
+    each = q.shape[2] // k.shape[2]
+    return (k, v) if each == 1 else (k.repeat_interleave(each, 2), v.repeat_interleave(each, 2))
+
+
+class Merged:
+    """The output of several blocks so far, each weighted by its share of the softmax. A query's first block must have a
+    key that it sees."""
+
+    def __init__(self, out: Tensor, lse: Tensor) -> None:
+        self.lse = lse
+        self._out = out.to(lse.dtype).contiguous()
+
+    def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
+        """Add the block of the queries `rows`."""
+        before, into = self.lse[:, :, rows], self._out[:, rows]
+        after = torch.logaddexp(before, lse)
+        shares = [torch.exp(part - after).transpose(1, 2)[..., None] for part in (before, lse)]
+        into.mul_(shares[0]).add_(out * shares[1])
+        before.copy_(after)
+
+    def out(self, dtype: torch.dtype) -> Tensor:
+        """[B, S, H, D]."""
+        return self._out.to(dtype)

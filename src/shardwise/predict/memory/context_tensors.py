@@ -1,0 +1,139 @@
+"""Bytes of attention over cut sequences: `runtime/context/`, as it allocates and frees them."""
+
+from __future__ import annotations
+
+from shardwise.layout.units import UnitPlan
+from shardwise.predict.memory.activations import Sizes, core_sizes
+from shardwise.predict.memory.attention_tensors import AttentionTensors
+from shardwise.predict.memory.transients import LiveBytes
+
+
+def attention_tensors(plan: UnitPlan, s: Sizes) -> AttentionTensors:
+    """The core of attention that a layout runs."""
+    if plan.layout.cp == 1:
+        return AttentionTensors(plan, s)
+    return UlyssesTensors(plan, s) if plan.layout.cpkind == "ulysses" else RingTensors(plan, s)
+
+
+class RingTensors(AttentionTensors):
+    """Keys and values pass by, or are gathered; attention block by block, merged by log-sum-exp."""
+
+    def __init__(self, plan: UnitPlan, s: Sizes) -> None:
+        super().__init__(plan, s)
+        self.short = self.math = self.blocked = False
+        self.explicit = plan.layout.attention == "math" or bool(plan.model.score_softcap)
+        self.ranks, self.gathers = plan.layout.cp, plan.layout.cpkind == "allgather"
+        self.wide = s.statistic // s.element
+        self.documents = plan.workload.isolate_documents
+
+    def forward(self, live: LiveBytes, saves: bool) -> None:
+        """Ends with the output, and what is saved beside queries, keys and values."""
+        start = live.now
+        self._arrive(live)
+        live.transient(self._block(1.0))
+        merged = self.q * self.wide
+        live.allocate(merged + self.statistics)
+        shares = 4 * self.statistics
+        block = self.q + self.statistics
+        live.transient(max(self._block(0.5), block + shares + merged))
+        live.free(live.now - start - merged - self.statistics)
+        if self.wide > 1:
+            live.allocate(self.q)
+            live.free(merged)
+        live.free(0 if saves else self.statistics)
+
+    def _arrive(self, live: LiveBytes) -> None:
+        """Keys and values of this rank beside those that come, or of all ranks."""
+        kv = 2 * self.kv
+        if self.gathers:
+            live.transient((self.ranks + 1) * kv)
+            live.allocate(self.ranks * kv)
+        else:
+            live.allocate(2 * kv)
+
+    def _block(self, share: float) -> int:
+        """Transients of one block's forward pass. share: of the pairs of queries and keys of two ranks."""
+        pairs = int(self.s.tokens * self.s.seq * share)
+        mask = pairs * (self.s.element + 1) if self.documents else 0
+        out = self.q + self.statistics
+        if not self.explicit:
+            return out + mask
+        square = pairs * self.s.heads * self.s.statistic
+        return out + 3 * square + self.q
+
+    def backward(self, live: LiveBytes, apart: bool) -> bool:
+        """As `AttentionTensors.backward`."""
+        if self.selective:
+            self.forward(live, saves=True)
+        start, qkv = live.now, self.q + 2 * self.kv
+        wide_kv = 2 * self.kv * self.wide
+        live.allocate(self.q * self.wide)
+        self._arrive(live)
+        explicit = int(self.s.tokens * self.s.seq * self.s.heads * self.s.statistic) if self.explicit else 0
+        live.transient(qkv + wide_kv + 4 * explicit)
+        if self.gathers:
+            live.transient(2 * self.ranks * wide_kv)
+        else:
+            live.transient(2 * wide_kv + qkv)
+        live.free(live.now - start)
+        live.allocate(qkv)
+        live.free(self.statistics)
+        if self.selective:
+            live.free(2 * self.q + qkv)
+        else:
+            live.free(qkv + self.q + (0 if apart else self.q))
+        return False
+
+
+class UlyssesTensors(AttentionTensors):
+    """Attention over all tokens for some of the heads, between two all-to-alls."""
+
+    def __init__(self, plan: UnitPlan, s: Sizes) -> None:
+        super().__init__(plan, s)
+        self.inner = AttentionTensors(plan, core_sizes(plan, s))
+        self.inner.selective = self.math = self.short = self.blocked = False
+        copies = max(1, plan.layout.cp // s.kv_heads)
+        self.copied = 2 * self.kv * copies if copies > 1 else 0
+        self.exchanged = self.q + 2 * self.kv * copies
+        self.core = self.inner.q + 2 * self.inner.kv
+
+    @property
+    def unsaved(self) -> int:
+        """Bytes of local queries, keys and values, which are there until attention's output is."""
+        return 0 if self.selective else self.q + 2 * self.kv
+
+    @property
+    def shares_output(self) -> bool:
+        """Whether the core saves its output, which the projection after it saves as well."""
+        return False
+
+    def forward(self, live: LiveBytes, saves: bool) -> None:
+        """Ends with the local output, and what is saved besides."""
+        start = live.now
+        live.allocate(self.copied + self.exchanged)
+        live.transient(2 * self.exchanged)
+        live.allocate(self.core)
+        live.free(self.copied + self.exchanged)
+        self.inner.forward(live, saves)
+        live.transient(3 * self.q)
+        live.allocate(self.q)
+        if self.inner.math:
+            live.free(self.inner.q + (self.inner.unsaved if saves else 0))
+        if not saves:
+            live.free(live.now - start - self.q)
+
+    def backward(self, live: LiveBytes, apart: bool) -> bool:
+        """As `AttentionTensors.backward`."""
+        qkv = self.q + 2 * self.kv
+        if self.selective:
+            self.forward(live, saves=True)
+        live.transient(3 * self.q)
+        live.allocate(self.inner.q)
+        live.free(0 if self.selective else self.q)
+        self.inner.backward(live, apart=False)
+        live.transient(3 * self.exchanged)
+        live.allocate(qkv)
+        live.free(self.core)
+        if self.selective:
+            live.free(2 * self.q + qkv)
+        return False

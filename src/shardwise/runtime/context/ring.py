@@ -1,0 +1,177 @@
+"""Attention over a sequence in zigzag order: keys and values of the other ranks pass by, or are gathered.
+
+Ring (Liu et al. 2023): in each of cp - 1 steps a rank sends the keys and values that it has to the next rank, receives
+those of the previous one, and attends to what it has meanwhile. In backward they go around again, and their gradients
+with them, one step more, home. All-gather (Llama 3): all keys and values are gathered, in backward again, and the
+gradients are reduce-scattered. Both attend block by block and merge by log-sum-exp. Saved are q, k, v, the output and
+its log-sum-exp. Gradients of keys and values add up in fp32 for bf16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.decoder.attention import CoreAttention
+from shardwise.layout.axes import CP
+from shardwise.layout.context import SequenceCut
+from shardwise.ops.blockwise import Kernel, Merged
+from shardwise.runtime.context.view import ContextBatch, block_scores
+from shardwise.runtime.transport.adding import Target
+from shardwise.runtime.transport.comms import Comms
+
+
+@dataclass(frozen=True)
+class ContextCore:
+    """The attention core of one part on one rank."""
+
+    comms: Comms
+    cut: SequenceCut
+    kernel: Kernel
+    part: str
+    """The part that it belongs to, by which the ledger names its messages."""
+    core: CoreAttention
+    """The decoder's own: its dropout, and the heads at hand."""
+
+    @property
+    def rank(self) -> int:
+        return self.comms.index(CP)
+
+    def exchange(self, tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
+        """Pass a tensor on to the next rank: (that of the previous rank, what to wait by before it is read)."""
+        coming, ranks = torch.empty_like(tensor), self.cut.cp
+        pending = [
+            self.comms.send(tensor, CP, (self.rank + 1) % ranks, self.part),
+            self.comms.receive(coming, CP, (self.rank - 1) % ranks, self.part),
+        ]
+
+        def wait() -> None:
+            for message in reversed(pending):
+                message.wait()
+
+        return coming, wait
+
+
+class RingSource:
+    """Keys and values pass by."""
+
+    def __init__(self, core: ContextCore) -> None:
+        self._core = core
+
+    def around(self, kv: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """(rank, its keys and values), this rank's first. The next ones travel while the caller uses these."""
+        core, ranks = self._core, self._core.cut.cp
+        for step in range(ranks):
+            coming, wait = core.exchange(kv) if step + 1 < ranks else (kv, _no_wait)
+            yield (core.rank - step) % ranks, kv
+            wait()
+            kv = coming
+
+    def gradients(self, parts: Iterator[Tensor]) -> Tensor:
+        """The sum over ranks of the gradients of this rank's keys and values.
+
+        parts: gradients of the keys and values that pass by, in the order of `around`; overwritten.
+        """
+        total, wait = next(parts), _no_wait
+        total, wait = self._core.exchange(total)
+        for part in parts:
+            wait()
+            total, wait = self._core.exchange(part.add_(total))
+            del part  # before the next one is computed
+        wait()
+        return total
+
+
+class GatherSource:
+    """Keys and values of all ranks are gathered."""
+
+    def __init__(self, core: ContextCore) -> None:
+        self._core = core
+
+    def _order(self) -> list[int]:
+        """Ranks, this one first, as in a ring."""
+        return [(self._core.rank - step) % self._core.cut.cp for step in range(self._core.cut.cp)]
+
+    def around(self, kv: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """(rank, its keys and values), this rank's first."""
+        whole = kv.new_empty(self._core.cut.cp, *kv.shape)
+        self._core.comms.all_gather(whole, kv, CP, self._core.part)
+        return ((other, whole[other]) for other in self._order())
+
+    def gradients(self, parts: Iterator[Tensor]) -> Tensor:
+        """As `RingSource.gradients`."""
+        by_rank = dict(zip(self._order(), parts, strict=True))
+        whole = torch.stack([by_rank.pop(rank) for rank in sorted(by_rank)])
+        mine = torch.empty_like(whole[0])
+        self._core.comms.reduce_scatter(whole.view(-1), CP, self._core.part, lambda: Target(mine.view(-1)))
+        return mine
+
+
+Source = RingSource | GatherSource
+
+
+def _no_wait() -> None:
+    """No-op: nothing is under way."""
+
+
+class _Attention(torch.autograd.Function):
+    """softmax(q kᵀ) v over the whole sequence. q: [B, S / cp, H, D]; k, v: [B, S / cp, K, D]; returns q's shape."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, core: ContextCore, source: Source, batch: ContextBatch, q: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor:
+        merged = None
+        for other, theirs in source.around(torch.stack((k, v))):
+            rows, columns, _ = core.cut.visible(core.rank, other)
+            scores = block_scores(batch, core.core, core.cut, core.rank, other)
+            out, lse = core.kernel.forward(q[:, rows], theirs[0][:, columns], theirs[1][:, columns], scores)
+            if merged is None:
+                merged = Merged(out, lse)
+            else:
+                merged.add(rows, out, lse)
+            del theirs, out, lse  # before the next ones come
+        assert merged is not None
+        result = merged.out(q.dtype)
+        ctx.core, ctx.source, ctx.batch = core, source, batch
+        ctx.save_for_backward(q, k, v, result, merged.lse)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        core: ContextCore = ctx.core
+        dq = torch.zeros_like(q, dtype=lse.dtype)
+
+        def gradients() -> Iterator[Tensor]:
+            for other, theirs in ctx.source.around(torch.stack((k, v))):
+                rows, columns, _ = core.cut.visible(core.rank, other)
+                scores = block_scores(ctx.batch, core.core, core.cut, core.rank, other)
+                dq_part, *parts = core.kernel.backward(
+                    grads[0][:, rows], q[:, rows], theirs[0][:, columns], theirs[1][:, columns], out[:, rows],
+                    lse[:, :, rows].contiguous(), scores,
+                )  # fmt: skip
+                dq[:, rows] += dq_part
+                del theirs, dq_part
+                yield _placed(parts, columns, k.shape, lse.dtype)
+
+        dk, dv = ctx.source.gradients(gradients()).to(k.dtype)
+        return None, None, None, dq.to(q.dtype), dk, dv
+
+
+def _placed(parts: list[Tensor], columns: slice, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Gradients of the keys and values `columns` among those of all, [2, *shape]; `parts` is emptied."""
+    whole = torch.zeros(2, *shape, dtype=dtype, device=parts[0].device)
+    for into in whole:
+        into[:, columns] = parts.pop(0)
+    return whole
+
+
+def attend(core: ContextCore, source: Source, q: Tensor, k: Tensor, v: Tensor, batch: ContextBatch) -> Tensor:
+    """Causal attention of this rank's queries to the whole sequence."""
+    out: Tensor = _Attention.apply(core, source, batch, q, k, v)  # type: ignore[no-untyped-call]
+    return out

@@ -1,0 +1,68 @@
+"""Ulysses (Jacobs et al. 2023): all-to-alls exchange the sequence for heads, and each rank attends over all tokens.
+
+[B, S / cp, H, D] of all heads becomes [B, S, H / cp, D] of all tokens, and attention's output goes back. Where there
+are fewer key/value heads than ranks, each goes to all ranks whose queries need it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise.layout.axes import CP
+from shardwise.ops.context import Core
+from shardwise.runtime.context.view import ContextBatch
+from shardwise.runtime.transport.comms import Comms
+
+
+class _Exchange(torch.autograd.Function):
+    """An all-to-all of [cp, ...], a row for each rank; its backward is another one."""
+
+    @staticmethod
+    def forward(ctx: Any, comms: Comms, part: str, x: Tensor) -> Tensor:
+        ctx.comms, ctx.part = comms, part
+        return _exchanged(comms, part, x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, Tensor]:
+        return None, None, _exchanged(ctx.comms, ctx.part, grads[0])
+
+
+def _exchanged(comms: Comms, part: str, x: Tensor) -> Tensor:
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    comms.all_to_all(out, x.contiguous(), CP, part)
+    return out
+
+
+def attend(comms: Comms, part: str, core: Core, q: Tensor, k: Tensor, v: Tensor, batch: ContextBatch) -> Tensor:
+    """`core` over all tokens, for a cp-th of the heads.
+
+    q: [B, S / cp, H, D]; k, v: [B, S / cp, K, D]; returns q's shape.
+    """
+    assert batch.whole is not None
+    seq, padded = batch.whole.index.shape[1], q.shape[1] * comms.size(CP)
+    out = core(*_to_heads(comms, part, seq, q, k, v), batch.whole)
+    return _to_sequence(comms, part, F.pad(out, [0, 0, 0, 0, 0, padded - seq]))
+
+
+def _to_heads(comms: Comms, part: str, seq: int, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    """Queries, keys and values of some heads for all `seq` tokens, without those that fill up."""
+    ranks, copies = comms.size(CP), max(1, comms.size(CP) // k.shape[2])
+    if copies > 1:
+        k, v = k.repeat_interleave(copies, 2), v.repeat_interleave(copies, 2)
+    split = [x.shape[2] // ranks for x in (q, k, v)]
+    # For each rank its heads of queries, keys and values side by side: [cp, B, S / cp, (H + 2 K) / cp, D].
+    rows = torch.cat([x.unflatten(2, (ranks, -1)) for x in (q, k, v)], 3).permute(2, 0, 1, 3, 4)
+    rows = _Exchange.apply(comms, part, rows)  # type: ignore[no-untyped-call]
+    return [x.transpose(0, 1).flatten(1, 2)[:, :seq].contiguous() for x in rows.split(split, 3)]
+
+
+def _to_sequence(comms: Comms, part: str, out: Tensor) -> Tensor:
+    """All heads of attention's output for this rank's tokens."""
+    ranks = comms.size(CP)
+    rows = _Exchange.apply(comms, part, out.unflatten(1, (ranks, -1)).transpose(0, 1))  # type: ignore[no-untyped-call]
+    result: Tensor = rows.permute(1, 2, 0, 3, 4).flatten(2, 3)
+    return result
