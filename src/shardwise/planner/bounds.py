@@ -74,7 +74,7 @@ class MemoryBound:
         a micro-batch and not on the length of its sequences; but of a single one, pieces are cut without a copy."""
         if self.attention != "sdpa" or self.workload.isolate_documents or self.backend != "nccl":
             return row
-        return row.sp, row.recompute, row.micro == 1, row.micro * self.workload.seq // row.cp
+        return row.cp, row.sp, row.recompute, row.micro == 1, row.micro * self.workload.seq
 
     def _row(self, tp: int, row: BatchChoice) -> MicroBatchBytes:
         key = tp, self._alike(row)

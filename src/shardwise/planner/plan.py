@@ -16,9 +16,9 @@ from shardwise.planner import shortfall
 from shardwise.planner.alternatives import Alternative
 from shardwise.planner.answer import Answer
 from shardwise.planner.pricing import Priced
-from shardwise.planner.runnable import OWN, needs, space_for, why_not_trained
+from shardwise.planner.runnable import space_for, why_not_trained
 from shardwise.planner.space import Space
-from shardwise.planner.winners import By, beyond_what_runs, winners
+from shardwise.planner.winners import By, winners
 from shardwise.predict.arguments import as_cluster, as_model, as_workload
 from shardwise.predict.memory.capacity import explained, usable_bytes
 from shardwise.predict.traffic.slow_links import tensor_warnings
@@ -45,8 +45,6 @@ class Plan(Answer[Priced]):
     """The fastest layout if memory were no limit; None where that is the winner."""
     none_runs: str = ""
     """Reason why none of the layouts runs here yet, in a plan for this runtime; empty if all run."""
-    beyond: Priced | None = None
-    """A better layout with features that this runtime lacks; None if there is none, or it was not searched."""
     capacity: str = ""
     """Where the usable bytes come from; empty where nothing is reserved."""
 
@@ -59,11 +57,6 @@ class Plan(Answer[Priced]):
     def warnings(self) -> tuple[str, ...]:
         """Layouts shown whose tensor parallelism runs over slow links, a line for each tp."""
         return tensor_warnings(self.cluster, ((one.layout.tp, one.parts) for one in self.ranked), "the step")
-
-    @property
-    def beyond_needs(self) -> str:
-        """The features that `beyond` needs and the runtime here lacks."""
-        return needs(self.beyond.layout) if self.beyond else ""
 
     def tokens_per_second(self, one: Priced) -> float:
         """Of all devices together."""
@@ -89,7 +82,6 @@ class Plan(Answer[Priced]):
             "ranked": [self._row(one) for one in self.ranked],
             "usable": self.capacity or None,
             "none_runs_here": self.none_runs or None,
-            "beyond": None if self.beyond is None else self._row(self.beyond) | {"needs": self.beyond_needs},
             "unlimited": None if self.unlimited is None else self._row(self.unlimited),
             "alternatives": [_alternative_json(each) for each in self.alternatives],
             "notes": list(self.notes),
@@ -137,7 +129,7 @@ def plan(
     `none_runs` says so. by: "throughput", "memory", "cost" (device-seconds per step, on as many nodes as pay off: 1, 2,
     4, ... and all), or "pareto" (all that no other one beats in time and memory). fixed: keys of the layout and the
     value that they must have. reserved: bytes of a device that training cannot have; None is the usual. explain: with
-    alternatives, what memory costs, and the best layout that the runtime cannot run yet.
+    alternatives and what memory costs.
     Raises `UserError` in one line where there is no legal layout or none fits, with what would have to change; for
     unknown names; and for what cannot be planned: devices without constants, decoders of other kinds, engines that do
     not train.
@@ -148,15 +140,13 @@ def plan(
     usable = usable_bytes(cluster, reserved)
     space, none_runs = space_for(model, cluster, workload, engine, fixed or {})
     result = winners(space, by, top, usable, explain)
-    if not result.best and space.engine.name in OWN and not none_runs:
-        result, none_runs = beyond_what_runs(space, by, top, usable)
     if not result.best:
         raise _nothing(space, usable, reserved)
     explained_too = explain and by in ("throughput", "cost")
     return Plan(
         model, cluster, workload, space.engine.name, by, usable, result.best, result.considered, result.fitting,
         tuple(result.alternatives(usable)) if explained_too else (), result.unlimited() if explained_too else None,
-        none_runs, result.better(by), explained(cluster, reserved),
+        none_runs, explained(cluster, reserved),
     )  # fmt: skip
 
 

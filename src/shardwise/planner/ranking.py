@@ -19,7 +19,6 @@ from shardwise.planner.exact import ExactMemory
 from shardwise.planner.overlaps import distinct
 from shardwise.planner.pricing import Priced, Prices, price_all
 from shardwise.planner.space import LayoutColumns, Space, ZeroChoice
-from shardwise.predict.time.features import Features
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import EngineProfile
 
@@ -85,8 +84,6 @@ class Found:
     """Legal candidates."""
     fitting: int
     """Candidates whose lower bound of bytes fits: at least as many as do."""
-    beyond: Priced | None = None
-    """The best one of all, also outside the features that were ranked."""
     blocks: tuple[Block, ...] = field(default=(), repr=False)
     """The candidates that were ranked."""
 
@@ -99,30 +96,23 @@ def search(
     usable: float = UNLIMITED,
     overlaps: bool = False,
     unlimited: bool = False,
-    ranked: Features | None = None,
     exact: ExactMemory | None = None,
 ) -> Found:
     """The best candidates of a space whose fullest device needs no more than `usable` bytes.
 
     by: "throughput", the `top` with the shortest step (equals: fewest bytes first); "memory", the `top` with the fewest
     bytes (equals: shortest step first); "pareto", all that no other one beats in both. overlaps: search over the
-    engine's overlaps, too. unlimited: price what does not fit, too. ranked: features of the software whose candidates
-    are counted and ranked, if not all. exact: kept between searches of one model, workload and cluster.
+    engine's overlaps, too. unlimited: price what does not fit, too. exact: kept between searches of one model, workload
+    and cluster.
     """
     exact = exact or ExactMemory(space.model, space.workload, space.cluster)
-    every = list(blocks(space, exact, pricing, usable, overlaps, unlimited))
-    mine, considered, fitting = [], 0, 0
-    for shardings, block in every:
-        rows = block.frame.runs_on(ranked or space.features)
-        mine.append(block.only(np.array(rows)[:, None, None]))
-        considered += shardings * sum(sum(of) for of, runs in zip(block.frame.possible, rows, strict=True) if runs)
-        fitting += int(np.count_nonzero(np.isfinite(mine[-1].nbytes) & (mine[-1].nbytes <= usable)))
-    best = best_of(mine, exact, by, top, usable)
-    figure: By = "throughput" if by == "pareto" else by
-    others = best_of((block for _, block in every), exact, figure, 1, usable) if ranked else []
-    priced = price_places(space, [*best, *others], pricing, exact)
-    beyond = priced.pop() if others else None
-    return Found(tuple(priced), considered, fitting, beyond, tuple(mine))
+    every, considered, fitting = [], 0, 0
+    for shardings, block in blocks(space, exact, pricing, usable, overlaps, unlimited):
+        every.append(block)
+        considered += shardings * sum(sum(of) for of in block.frame.possible)
+        fitting += int(np.count_nonzero(np.isfinite(block.nbytes) & (block.nbytes <= usable)))
+    best = best_of(every, exact, by, top, usable)
+    return Found(tuple(price_places(space, best, pricing, exact)), considered, fitting, tuple(every))
 
 
 def price_places(space: Space, places: Sequence[CandidateIndex], pricing: Pricing, exact: ExactMemory) -> list[Priced]:

@@ -1,4 +1,4 @@
-"""Planned layouts that `train` can run, and the search for layouts that it cannot run yet."""
+"""Planned layouts that `train` can run, and the search for models that it cannot run yet."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardwise.predict.time.features import EVERYTHING
 from shardwise.predict.time.profiles import ENGINES, EngineProfile
 from shardwise.predict.time.profiles import engine as engine_of
 
-_WORDS = {"cp": "context parallelism", "ep": "expert parallelism"}
+_WORDS = {"ep": "expert parallelism"}
 """Keys that are searched and may not run here -> their names."""
 
 OWN = ("shardwise", "shardwise-cpu")

@@ -222,9 +222,9 @@ class Space:
 
     def _rows(self, tp: int, cp: int, dp: int) -> Iterator[BatchChoice]:
         seq, batch = self.workload.seq, self.workload.batch
-        if seq % cp or batch % dp:
+        if (cp > 1 and seq % (2 * cp)) or batch % dp:
             return
-        whole = tp > 1 and seq % (cp * tp) == 0
+        whole = tp > 1 and seq % ((2 * cp if cp > 1 else 1) * tp) == 0
         legal = (False, True) if whole and self.features.sequence else (False,)
         kinds = [sp for sp in legal if not objection(self.model, tp, sp)]
         for sp, recompute, micro in product(kinds, self.features.recompute, divisors(batch // dp)):

@@ -44,7 +44,6 @@ def plan_tables(plan: Plan) -> Iterator[RenderableType]:
     yield _ranked(plan)
     yield f"\nbest: {winner.layout}"
     yield from _refused(plan)
-    yield from _beyond(plan)
     yield from plan.warnings
     yield ""
     ranks = Mesh.of(winner.layout, plan.model).stage(winner.place)
@@ -107,21 +106,6 @@ def _refused(plan: Plan) -> Iterator[str]:
     best = ", the best included" if plan.not_runnable(plan.winner) else ""
     for reason, count in reasons.items():
         yield f"{count} of the {len(plan.ranked)} shown{best}: {reason}"
-
-
-def _beyond(plan: Plan) -> Iterator[str]:
-    """The best layout that the runtime here cannot run yet."""
-    if plan.none_runs or plan.engine not in OWN:
-        return
-    if plan.beyond is None:
-        yield "no layout with context parallelism, which does not run here yet, would be better"
-    if one := plan.beyond:
-        gain = plan.winner.seconds / one.seconds - 1
-        faster = f"{format_share(abs(gain))} {'faster' if gain > 0 else 'slower'}"
-        yield (
-            f"best if {plan.beyond_needs} ran here: {one.layout}, {format_time(one.seconds)} ({faster}), "
-            f"{format_bytes(one.held.total)} per device"
-        )
 
 
 def _time(plan: Plan) -> Table:

@@ -23,7 +23,7 @@ class Features:
     """Megatron's sequence parallelism beside tp (`sp`)."""
     gathered: bool = False
     """Tensor parallelism that gathers every output (`tpkind=gathered`)."""
-    context: tuple[str, ...] = ("ring", "ulysses")
+    context: tuple[str, ...] = ("ring", "ulysses", "allgather")
     """Kinds of context parallelism (`cpkind`); empty without any."""
     experts: bool = True
     """Models with experts, and expert parallelism (ep > 1)."""

@@ -74,7 +74,7 @@ def data(params: Mapping[str, str]) -> View:
             "left_out": left_out,
             "opens": opens(query.state, winner.layout, "plan", result.workload.micro_batches(winner.layout)),
             "not_runnable": result.not_runnable(winner),
-            "beyond": _beyond(result),
+            "none_runs": f"None of these run here yet: {result.none_runs}." if result.none_runs else "",
         },
     )
 
@@ -144,15 +144,6 @@ def _memory_binds(best: Plan) -> str:
         f"Memory binds: with {format_bytes(best.unlimited.held.total)} a device, {best.unlimited.layout} would be "
         f"{format_share(gain)} faster."
     )
-
-
-def _beyond(best: Plan) -> str:
-    """What the runtime here cannot run yet, and what that costs; empty where it costs nothing."""
-    if best.none_runs:
-        return f"None of these run here yet: {best.none_runs}."
-    if not (one := best.beyond):
-        return ""
-    return f"Best if {best.beyond_needs} ran here: {one.layout}, {format_time(one.seconds)}."
 
 
 def _how_ranked(best: Plan, command: str) -> How:

@@ -64,7 +64,7 @@ export function mount(root, page) {
       fact("Memory", bytes(more.nbytes), `of ${bytes(more.usable)} usable a device`));
     opened.replaceChildren(...[opensIn("the best layout", more.opens)].filter(Boolean));
     binds.textContent = more.memory_binds;
-    refused.textContent = more.beyond;
+    refused.textContent = more.none_runs;
     ranked.show(answer);
     ranked.describe(`The best: ${more.best}, ${seconds(more.seconds)} a step.`);
     parts.show(answer);
