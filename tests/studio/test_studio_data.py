@@ -202,10 +202,10 @@ def test_the_plan_is_the_searchs() -> None:
         assert sum(parts[name][i] for name in parts if name != "layout") == pytest.approx(seconds)
     assert len(view.tables["alternatives"].columns["instead"]) == len(found["alternatives"])
     assert view.more["not_runnable"] == found["ranked"][0]["not_runnable"]
-    fixed = plan.data({"model": "llama-3-8b", "cluster": "8xH100", "seq": "4096", "batch": "64", "fix": "cp=2"})
-    assert fixed.more["beyond"] == "None of these run here yet: context parallelism."
     long = plan.data({"model": "llama-3-8b", "cluster": "2x8xH100", "seq": "65536", "batch": "4"})
-    assert long.more["beyond"].startswith("Best if context parallelism ran here: ") and not long.more["not_runnable"]
+    assert "cp=" in long.more["best"] and not long.more["not_runnable"] and not long.more["none_runs"]
+    mixed = plan.data({"model": "mixtral-8x7b", "cluster": "2x8xH100", "seq": "4096", "batch": "64"})
+    assert mixed.more["none_runs"].startswith("None of these run here yet: mixture-of-experts")
 
 
 def test_every_scored_run_is_a_dot() -> None:

@@ -85,11 +85,6 @@ class LayoutColumns:
         """How many pairs of a row and an order are possible."""
         return sum(map(sum, self.possible))
 
-    def runs_on(self, features: Features) -> tuple[bool, ...]:
-        """For each row, whether software with these features runs it, as far as rows and experts differ in that."""
-        experts = self.ep == 1 or features.experts
-        return tuple(experts and (row.cp == 1 or "ring" in features.context) for row in self.rows)
-
     @property
     def size(self) -> int:
         """How many candidates there are."""
