@@ -170,7 +170,7 @@ def test_nccl_need_not_guess_the_device_of_serving(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    monkeypatch.setattr(serving_rank, "retain_freed_memory", lambda: None)
+    monkeypatch.setattr("shardwise.runtime.allocator.retain_freed_memory", lambda: None)
     assert serving_rank.join(SimpleNamespace(device="cuda", hang=1.0)) == 3  # type: ignore[arg-type]
     (options,) = process_groups
     assert [options["device_id"]] == chosen == [torch.device("cuda", 1)]

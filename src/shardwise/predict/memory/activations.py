@@ -197,16 +197,17 @@ def saved_mask(plan: UnitPlan, s: Sizes) -> int:
 def kept_items(plan: UnitPlan, s: Sizes, part: str) -> Items:
     """What `part` keeps from the gradient of its input until that of its weights, where a pipeline computes the two
     apart: the inputs of its linear maps, and the gradients of their outputs. The head computes both at once."""
-    stream, gradient = s.stream * s.hidden * s.element, s.tokens * s.hidden * s.element
+    stream, gradient = s.stream * s.hidden * s.element, _kept_gradient(plan, s, s.hidden)
     if plan.kind(part) == "embedding":
         return {"token ids": s.tokens * 8, "gradient of the rows": stream}
     if plan.kind(part) == "head":
         return {}
     # Attention and feed-forward of a parallel residual get the same gradient, but for what dropout makes of it.
     once = plan.model.parallel_residual and not plan.layout.sp and not plan.model.dropout
+    once = once and plan.layout.tpkind == "megatron"
     return {
         "attention norm output": stream,
-        "gradients of queries, keys and values": s.tokens * (s.q + 2 * s.kv) * s.element,
+        "gradients of queries, keys and values": _kept_gradient(plan, s, s.q) + 2 * _kept_gradient(plan, s, s.kv),
         "gradients of rotated queries and keys": _kept_with_values(plan, s),
         "attention output": s.tokens * s.q * s.element,
         "gradient of the attention's output": 0 if once else gradient,
@@ -228,8 +229,15 @@ def _kept_with_values(plan: UnitPlan, s: Sizes) -> int:
 def feed_forward_kept(plan: UnitPlan, s: Sizes) -> int:
     """What a block keeps for the weights of its feed-forward part: the norm's output and the product, and the gradients
     of gate, up and the block's output."""
-    stream, gradient = s.stream * s.hidden * s.element, s.tokens * s.hidden * s.element
-    return stream + gradient + (3 if plan.model.gated else 2) * s.tokens * s.ffn * s.element
+    stream, gradient = s.stream * s.hidden * s.element, _kept_gradient(plan, s, s.hidden)
+    inner = s.tokens * s.ffn * s.element + (2 if plan.model.gated else 1) * _kept_gradient(plan, s, s.ffn)
+    return stream + gradient + inner
+
+
+def _kept_gradient(plan: UnitPlan, s: Sizes, width: int) -> int:
+    """Bytes of the gradient of a map's output; of a rank's own outputs where these are gathered."""
+    pieces = plan.layout.tp // plan.layout.inner_ranks
+    return s.tokens * -(-width // pieces) * s.element
 
 
 def saved_bytes(plan: UnitPlan) -> int:

@@ -69,7 +69,8 @@ class GatherOutputs(_OverTP):
         local = -(-self.width // self.comms.size(TP))
         start = self.comms.index(TP) * local
         mine = grad[..., start : start + local]
-        return F.pad(mine, (0, local - mine.shape[-1])) if mine.shape[-1] < local else mine, COMPLETE
+        # A copy, so that what is kept for the weights does not keep the whole.
+        return F.pad(mine, (0, local - mine.shape[-1])) if mine.shape[-1] < local else mine.contiguous(), COMPLETE
 
 
 _CLASSES: dict[tensor.Redistribution, type[_OverTP]] = {
