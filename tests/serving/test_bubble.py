@@ -70,7 +70,7 @@ def test_the_median_is_one_of_them() -> None:
 
 def test_a_pretended_stage_knows_another_turns_message() -> None:
     stage: Any = object.__new__(TimedStage)
-    stage.job, stage.comms = SimpleNamespace(pretend=0.0), SimpleNamespace(timings={})
+    stage.job, stage.comms = SimpleNamespace(emulate=0.0), SimpleNamespace(timings={})
     stage.plan = SimpleNamespace(of_kind=lambda kind: [], model=MODEL)
     stage.dtype, stage.device = torch.bfloat16, torch.device("cpu")
     turn: Any = SimpleNamespace(tokens=3)
