@@ -39,7 +39,7 @@ class SequenceCut:
 
     @property
     def padded(self) -> int:
-        """Tokens with those that fill up the last chunk: no token sees them, and the loss leaves them out."""
+        """Tokens with padding at the end: no token attends to it, and the loss leaves it out."""
         step = 2 * self.cp * self.pieces if self.cp > 1 else 1
         return -(-self.seq // step) * step
 

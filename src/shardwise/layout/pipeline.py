@@ -76,7 +76,7 @@ def training(layout: Layout, tied: bool, micro_batches: int) -> PipelineSchedule
     not for, with what would be legal."""
     try:
         numbers = layout.schedule, layout.pp, micro_batches, layout.virtual
-        # Stages 0 and 1 order a rank's work alike.
+        # Stages 0 and 1 have one order of a rank's work.
         return _training(*numbers, max(1, layout.stage), tied, releases_early(layout))
     except UserError as error:
         raise LayoutError(f"layout {layout}: {error}") from None

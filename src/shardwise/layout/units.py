@@ -348,7 +348,7 @@ class UnitPlan:
 
     @property
     def tokens(self) -> int:
-        """Tokens of one micro-batch that this rank attends with, those that fill up the last chunk included."""
+        """Tokens of one micro-batch that this rank attends with, padding included."""
         return self.layout.micro * self.sequence.local
 
     @property
@@ -379,7 +379,7 @@ class UnitPlan:
 
     @cached_property
     def windows(self) -> frozenset[int]:
-        """Windows of its blocks' attention; 0 for those that attend to all tokens."""
+        """Windows of its blocks' attention; 0 for blocks that attend to all tokens."""
         blocks = {self.blueprint.part(part) for part in self.of_kind("block")}
         return frozenset(op.window for part in blocks for op in part.operations if isinstance(op, AttentionCore))
 

@@ -71,7 +71,7 @@ def price_one(
     pricing: Pricing,
     exact: ExactMemory | None = None,
 ) -> Priced:
-    """A layout's seconds and bytes. exact: kept between calls by whoever asks for many.
+    """A layout's seconds and bytes. exact: kept between calls.
 
     Raises `UserError` where the batch does not divide, and for a layout that is in no search.
     """

@@ -187,7 +187,7 @@ def _leanest(rows: Iterable[Candidate], exact: ExactMemory, top: int, usable: fl
 
 
 def _front(rows: Iterable[Candidate], exact: ExactMemory, usable: float) -> list[Candidate]:
-    """Those that no other candidate beats in both seconds and bytes, of candidates in the order of time."""
+    """Candidates that no other one beats in both seconds and bytes, from candidates in the order of time."""
     front: list[Candidate] = []
     least = usable
     for one in rows:

@@ -56,7 +56,7 @@ class Sizes:
 
 
 def core_sizes(plan: UnitPlan, s: Sizes) -> Sizes:
-    """Sizes as the core of attention has them: under Ulysses all tokens, without those that fill up, and some heads."""
+    """Sizes as the core of attention has them: under Ulysses all tokens, without padding, and some heads."""
     if plan.layout.cp == 1 or plan.layout.cpkind != "ulysses":
         return s
     seq, ranks = plan.workload.seq, plan.layout.cp

@@ -43,7 +43,7 @@ class RingTensors(AttentionTensors):
         live.free(0 if saves else self.statistics)
 
     def _arrive(self, live: LiveBytes) -> None:
-        """Keys and values of this rank beside those that come, or of all ranks."""
+        """Keys and values of this rank beside the next ones, or of all ranks."""
         kv = 2 * self.kv
         if self.gathers:
             live.transient((self.ranks + 1) * kv)

@@ -49,7 +49,7 @@ def attend(comms: Comms, part: str, core: Core, q: Tensor, k: Tensor, v: Tensor,
 
 
 def _to_heads(comms: Comms, part: str, seq: int, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """Queries, keys and values of some heads for all `seq` tokens, without those that fill up."""
+    """Queries, keys and values of some heads for all `seq` tokens, without padding."""
     ranks, copies = comms.size(CP), max(1, comms.size(CP) // k.shape[2])
     if copies > 1:
         k, v = k.repeat_interleave(copies, 2), v.repeat_interleave(copies, 2)

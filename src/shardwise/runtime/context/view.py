@@ -30,7 +30,7 @@ class ContextBatch(Batch):
 
 
 def cut_sequences(batch: Batch, targets: Tensor, cut: SequenceCut, rank: int) -> tuple[ContextBatch, Tensor]:
-    """The tokens that `rank` has of whole sequences [B, S], and their targets. Tokens that fill up have no target."""
+    """The tokens that `rank` has of whole sequences [B, S], and their targets. Padding has no target."""
     places = local_places(cut, rank, batch.ids.device)
 
     def mine(x: Tensor, fill: int = 0) -> Tensor:
