@@ -39,7 +39,7 @@ class AttentionJob:
 
 
 def whole_batch(job: AttentionJob, cut: SequenceCut) -> Batch:
-    """The batch of all tokens, those that fill up included."""
+    """The batch of all tokens, padding included."""
     places = torch.arange(cut.padded).expand(job.batch, -1)
     documents = None
     if job.documents:

@@ -3,7 +3,7 @@
 Placement, runtime and predictions all read them. megatron: column-parallel splits outputs, row-parallel inputs (Shoeybi
 et al. 2019); under sequence parallelism the residual stream is sharded along the sequence (Korthikanti et al. 2022).
 gathered, the older form: every map of a block is column-parallel, its outputs are gathered and its input's gradient is
-summed, so that each rank has whole activations. The vocabulary is split alike in both.
+summed, so that each rank has whole activations. The vocabulary is split as in the Megatron form.
 """
 
 from __future__ import annotations

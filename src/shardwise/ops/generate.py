@@ -2,7 +2,7 @@
 
 What a token needs besides its products takes a microsecond here and there: a call of a module, a view, a launch. So
 a block is one function over the forms of what is in it; queries, keys and values stay together from their product to
-the cache; and what all blocks need alike is made once per step.
+the cache; and what all blocks share is made once per step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class GenerationContext(OpContext):
     cache: PagedCache | None = None
     """A block's keys and values."""
     copied: list[Linear] = field(default_factory=list)
-    """Maps of which `keep` has copied the matrix."""
+    """Maps whose matrix `keep` has copied."""
 
 
 class SideBySide:
@@ -92,7 +92,7 @@ def _leaving(product: Product, leave: Redistribute) -> Product:
 
 
 def lookup(module: Lookup, at: GenerationContext) -> Product:
-    """A lookup in the table of tokens, of which the ids `at.vocabulary` are here."""
+    """A lookup in the rows `at.vocabulary` of the table of tokens."""
     if at.vocabulary is None:
         return lambda ids: F.embedding(ids, module.weight)
     (start, stop), leave = at.vocabulary, at.arounds["lookup"].leave

@@ -9,7 +9,7 @@ from shardwise.model.chunking import PIECES
 
 
 def loss_chunk(logits: int) -> int:
-    """Of so many logits, those that the cross-entropy turns into wide probabilities at a time."""
+    """Logits that the cross-entropy turns into wide probabilities at a time, from so many."""
     return max(1 << 18, logits // PIECES)
 
 
@@ -20,7 +20,7 @@ def optimizer_chunk(elements: int) -> int:
 
 
 def sum_chunk(elements: int) -> int:
-    """Of so many elements, those that are added up at a time in another precision than they are in."""
+    """Elements added up at a time in another precision than their own, from so many."""
     return min(elements, max(1 << 17, elements // PIECES))
 
 

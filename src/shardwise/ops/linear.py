@@ -83,7 +83,7 @@ def add_bias(module: Map, dy: Tensor) -> None:
 
 
 class _Lookup(torch.autograd.Function):
-    """Rows of a table, of which the ids `at.vocabulary` are here: the others are zero, and what leaves is the sum."""
+    """Rows `at.vocabulary` of a table: the others are zero, and what leaves is the sum."""
 
     @staticmethod
     def forward(ctx: Any, around: Around, at: OpContext, module: Lookup, ids: Tensor, weight: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ A block's cache is [2, kv heads, slots, head dim], keys and values; a page is `s
 that a sequence whose pages do, too, is a view of them. A turn's tokens come as one row of T tokens: single tokens of B
 sequences first, which are attended in one go, then chunks, one by one.
 
-Single tokens see whole pages, of which the end is masked: shapes then change with the pages and not with every token,
+Single tokens see whole pages, whose end is masked: shapes then change with the pages and not with every token,
 and oneDNN need not compile its products anew in every turn. A masked key weighs nothing, and nothing times a number
 is nothing, but what was never written, or belonged to somebody else, may be no number: a page is cleared when a
 sequence begins it.

@@ -33,7 +33,7 @@ class MakeProduct(Protocol):
 
 
 class Plain:
-    """The matrix as it lies in its flat buffer."""
+    """The matrix as it is in its flat buffer."""
 
     copies = False
 

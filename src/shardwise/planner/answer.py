@@ -30,7 +30,7 @@ class Answer(Generic[One]):
     considered: int
     """Legal candidates."""
     fitting: int
-    """Candidates that fit; of training, those whose lower bound of bytes does."""
+    """Candidates that fit; in training, by the lower bound of their bytes."""
 
     @property
     def winner(self) -> One:

@@ -63,7 +63,7 @@ class ServingJob:
         60.0, "seconds without progress after which to give up", metavar="S", positive=True, most=LONGEST_HANG
     )
     report: str | None = None
-    """Folder for the ranks' notes, of which a `StepReport` of every engine step is made."""
+    """Folder for the ranks' notes, the source of a `StepReport` for every engine step."""
     emulate: float = 0.0
     """Seconds that a stage waits in every engine step in place of its arithmetic; 0 computes."""
 

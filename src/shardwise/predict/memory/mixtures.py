@@ -127,7 +127,7 @@ def sharing(layout: Layout) -> int:
 
 @dataclass(frozen=True)
 class SizedUnit(Unit):
-    """A unit of which only the size is known."""
+    """A unit known by its size only."""
 
     elements: int = 0
 

@@ -45,7 +45,7 @@ class GatherSequence(_OverTP):
 
 
 class ScatterSequence(_OverTP):
-    """The sum of the ranks' parts, of which each keeps its shard of the sequence."""
+    """The sum of the ranks' parts; each keeps its shard of the sequence."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.comms.reduce_scatter_dim(x, SEQUENCE_DIM, TP, self.unit)
@@ -55,7 +55,7 @@ class ScatterSequence(_OverTP):
 
 
 class GatherOutputs(_OverTP):
-    """All outputs of a map of which each rank computes some. width: their number, without padding."""
+    """All outputs of a map that ranks compute in parts. width: their number, without padding."""
 
     def __init__(self, comms: Comms, unit: str, width: int) -> None:
         super().__init__(comms, unit)

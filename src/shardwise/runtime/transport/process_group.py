@@ -74,7 +74,7 @@ class ProcessGroupTransport(Transport):
             return _Sum(work, self._unsummed(own), into, None)
         scratch = self._scratch
         if scratch is not None and (full.dtype != scratch.tensor.dtype or full.numel() > scratch.tensor.numel()):
-            scratch = None  # not one of those that it was reserved for
+            scratch = None  # not what it was reserved for
         received = torch.empty_like(full) if scratch is None else scratch.take(full.numel())
         work = dist.all_to_all_single(received, full, group=self.group, async_op=True)
         return _Sum(work, list(received.view_as(pieces)), into, scratch)

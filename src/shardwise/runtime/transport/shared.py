@@ -229,7 +229,7 @@ class SharedTransport(Transport):
         return self._begin(out, lambda: self._all_gather(out.view(-1), piece))
 
     def _all_gather(self, flat: Tensor, piece: Tensor) -> Flights:
-        """Peers may go on reading memory of `allocate`: nobody but gathers writes there, and the next one waits."""
+        """Peers may go on reading memory of `allocate`: only gathers write there, and the next one waits."""
         n = piece.numel()
         own = flat[self.rank * n : (self.rank + 1) * n]
         if own.data_ptr() != piece.data_ptr():

@@ -325,7 +325,7 @@ class Engine:
         return self.units["tied"].grads_interval
 
     def _reduce_scatter(self, flat: FlatUnit, full: Buffer, hop: Hop) -> None:
-        """Start the reduction of a unit's full gradients; those that are staged are freed by it.
+        """Start the reduction of a unit's full gradients; staged ones are freed by it.
 
         Where peers read them in place, the rank that comes last finds all there and adds up at once, so that ranks need
         not go in step; its accumulator must be there before.

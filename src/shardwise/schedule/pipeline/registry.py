@@ -164,7 +164,7 @@ def build(
 
 
 def with_defaults(found: ScheduleGenerator, options: Mapping[str, int], p: int) -> dict[str, int]:
-    """The options of a generator with their values; defaults for those that are not given.
+    """The options of a generator with their values, defaults included.
 
     Raises `UserError` for others, and for values that are too small.
     """
