@@ -126,15 +126,13 @@ def norm(module: RMSNorm, at: GenerationContext) -> Product:
 
 
 def norm_factors(module: RMSNorm, at: GenerationContext) -> Callable[[], Tensor]:
-    """What a norm multiplies by, computed once where its weight will not change: where matrices are copied."""
-
-    def factors() -> Tensor:
-        return norm_scale(module.weight, module.weight.dtype, module.zero_centered)
-
-    if not at.keep.copies:
-        return factors
-    once = factors().detach()
-    return lambda: once
+    """Factors of a norm, computed once where its weight will not change: where matrices are copied."""
+    if at.keep.copies:
+        once = norm_scale(module.weight, module.weight.dtype, module.zero_centered).detach()
+        return lambda: once
+    if module.zero_centered:
+        return lambda: norm_scale(module.weight, module.weight.dtype, zero_centered=True)
+    return lambda: module.weight  # converting to its own type, twice per norm, cost several percent of a small token
 
 
 def block(module: LlamaBlock | GPTBlock, at: OpContext) -> Forward:

@@ -14,11 +14,15 @@ def mirrored_norm(norm: RMSNorm, at: GenerationContext) -> Product:
     """The layer norm of x beside -x, whose mean is 0 and whose variance is x's mean square: torch has one kernel for
     that, and makes its own `rms_norm` of seven."""
     eps, width, scale = norm.eps, len(norm.weight), norm_factors(norm, at)
-    # where matrices are copied the weight will not change
-    twice = torch.cat((scale(), scale())) if at.keep.copies else None
+
+    def doubled() -> Tensor:
+        weight = scale()
+        return torch.cat((weight, weight))
+
+    once = doubled() if at.keep.copies else None  # where matrices are copied the weight will not change
 
     def forward(x: Tensor) -> Tensor:
-        weight = torch.cat((scale(), scale())) if twice is None else twice
+        weight = doubled() if once is None else once
         return torch.layer_norm(torch.cat((x, x.neg()), -1), (2 * width,), weight, None, eps)[..., :width]
 
     return forward
