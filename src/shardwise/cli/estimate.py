@@ -56,6 +56,7 @@ def _step(args: argparse.Namespace) -> int:
         print_json(report.to_json())
         return 0
 
+    from shardwise.cli.show.context_balance import balance_lines
     from shardwise.cli.show.step_time import timing_lines
     from shardwise.cli.show.tensor_kinds import kinds_table
     from shardwise.model.parameters import count
@@ -73,6 +74,7 @@ def _step(args: argparse.Namespace) -> int:
         memory_table(report, capacity=capacity_of(cluster)),
         *(f"{line}\n" for line in (explained(cluster), *left_out) if line),
         ledger_table(report),
+        *balance_lines(report),
         *([kinds_table(kinds)] if kinds else []),
         *([] if args.dry_run else timing_lines(report, cluster, args.batch * args.seq)),
         *(note for note in report.notes if note not in left_out),

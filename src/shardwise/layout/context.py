@@ -66,10 +66,3 @@ class SequenceCut:
         if other < rank:
             return VisibleBlock(everything, slice(None, half), False)
         return VisibleBlock(slice(half, None), everything, False)
-
-    def pairs(self, rank: int) -> int:
-        """Pairs of a query and a key that it sees, of one rank and head: its share of causal attention's work. Under
-        Ulysses each rank has a cp-th of the heads over the whole sequence; the pairs of all its heads count as one."""
-        if not self.zigzag:
-            return self.padded * (self.padded + 1) // 2 // self.cp
-        return sum(len(run) * (run[0] + run[-1] + 2) // 2 for run in self.places(rank))

@@ -75,9 +75,16 @@ class AttentionCore:
         Megatron-LM count). Raises `UserError` for a sequence without tokens."""
         if seq < 1:
             raise UserError(f"a sequence must have at least one token, not {seq}")
-        window = min(self.window or seq, seq)
-        pairs = window * (2 * seq - window + 1) if causal else 2 * seq * window
-        return self.heads * (self.key_width + self.value_width) * pairs // seq
+        return self.flops(self.pairs(seq) if causal else seq * min(self.window or seq, seq)) // seq
+
+    def pairs(self, tokens: int) -> int:
+        """Pairs of a token and one that it attends to, of the first `tokens` of a sequence."""
+        window = min(self.window or tokens, tokens)
+        return window * (2 * tokens - window + 1) // 2
+
+    def flops(self, pairs: int) -> int:
+        """Forward FLOPs of all heads for so many pairs of tokens."""
+        return 2 * self.heads * (self.key_width + self.value_width) * pairs
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from shardwise.layout.units import Backend, usual_backend
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import count
 from shardwise.predict.arguments import as_cluster, as_layout, as_model, as_workload
+from shardwise.predict.context_balance import context_balance
 from shardwise.predict.memory.step import predict_bytes
 from shardwise.predict.step_seconds import try_step_seconds
 from shardwise.predict.traffic.ledger import predict_ledger
@@ -48,6 +49,7 @@ def estimate(
     roles = [_role(model, layout, workload, backend, place) for place in range(layout.pp)]
     unscheduled = as_under_auto(roles)
     timing, why = try_step_seconds(model, layout, workload, cluster, engine)
+    balance = context_balance(model, layout, workload) if layout.cp > 1 else None
     notes = [
         *unmodelled(model, layout),
         *_notes(model, layout, backend),
@@ -65,6 +67,7 @@ def estimate(
         time=timing.seconds if timing else None,
         timing=timing.to_json() if timing else None,
         notes=tuple(notes),
+        balance=balance.to_json() if balance else None,
     )
 
 

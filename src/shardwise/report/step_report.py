@@ -138,11 +138,15 @@ class StepReport:
     time: float | None = None
     timing: dict[str, Any] | None = None
     notes: tuple[str, ...] = ()
+    balance: dict[str, Any] | None = None
+    """Attention's work by context-parallel rank (`ContextBalance.to_json`); None without context parallelism."""
     schema_version: int = field(default=SCHEMA_VERSION)
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-ready dictionary, with `peak_bytes` written out for each role."""
+        """A JSON-ready dictionary, with `peak_bytes` written out for each role, without a `balance` that is None."""
         data = asdict(self)
+        if self.balance is None:
+            del data["balance"]
         for role, out in zip(self.roles, data["roles"], strict=True):
             out["peak_bytes"] = role.peak_bytes
         return data

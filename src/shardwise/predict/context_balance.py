@@ -1,0 +1,69 @@
+"""Attention's work on each context-parallel rank, by the cut that runs and by a plain one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from shardwise.layout import Layout, Workload
+from shardwise.layout.context import SequenceCut
+from shardwise.model import ModelConfig
+from shardwise.model.operations import AttentionCore
+from shardwise.model.parameters import blueprint
+
+
+@dataclass(frozen=True)
+class ContextBalance:
+    """Forward FLOPs of attention per sequence and context-parallel rank: of all layers, and of the tensor- and
+    pipeline-parallel ranks together."""
+
+    zigzag: bool
+    """Whether ranks attend with tokens in zigzag order; else with some of the heads over all tokens (Ulysses)."""
+    flops: tuple[int, ...]
+    """Of the layout's cut."""
+    plain_flops: tuple[int, ...]
+    """Of ranks that attend with consecutive tokens."""
+
+    @property
+    def largest(self) -> float:
+        """The busiest rank's FLOPs over the mean."""
+        return largest_over_mean(self.flops)
+
+    @property
+    def plain_largest(self) -> float:
+        """`largest` of a plain cut."""
+        return largest_over_mean(self.plain_flops)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        ratios = {"largest_over_mean": self.largest, "plain_largest_over_mean": self.plain_largest}
+        return asdict(self) | ratios
+
+
+def largest_over_mean(work: tuple[int, ...]) -> float:
+    """The largest number over the mean."""
+    return max(work) * len(work) / sum(work)
+
+
+def context_balance(model: ModelConfig, layout: Layout, workload: Workload) -> ContextBalance:
+    """The balance under a layout with cp > 1. Pairs of documents that do not see each other count, too."""
+    cut = SequenceCut.of(layout, workload.seq)
+    ranks, plain = range(cut.cp), replace(cut, zigzag=False)
+    if cut.zigzag:
+        flops = tuple(_flops(model, cut.places(rank)) for rank in ranks)
+    else:
+        flops = (_flops(model, (range(cut.seq),)) // cut.cp,) * cut.cp
+    return ContextBalance(cut.zigzag, flops, tuple(_flops(model, plain.places(rank)) for rank in ranks))
+
+
+def _flops(model: ModelConfig, places: Iterable[range]) -> int:
+    """Of all layers' queries at these places of a sequence."""
+    runs = tuple(places)
+    return sum(
+        part.count * core.flops(core.pairs(run.stop) - core.pairs(run.start))
+        for part in blueprint(model).parts
+        for core in part.operations
+        if isinstance(core, AttentionCore)
+        for run in runs
+    )
