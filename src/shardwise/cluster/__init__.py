@@ -1,4 +1,4 @@
-"""What it runs on: devices, the links between them, clusters. Imports nothing but the standard library."""
+"""Hardware: devices, the links between them, clusters. Imports nothing but the standard library."""
 
 from shardwise.cluster.cluster import Cluster
 from shardwise.cluster.device import KINDS, Device, Link, Speed

@@ -1,4 +1,4 @@
-"""What a model runs on: equal nodes of equal devices, with one kind of link inside a node and one between nodes."""
+"""Cluster: equal nodes of equal devices, with one kind of link inside a node and one between nodes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardwise.errors import UserError
 from shardwise.small_files import read_small
 
 MOST_COUNTED = 999_999_999
-"""Of nodes, and of a node's devices."""
+"""Limit of the number of nodes, and of devices per node."""
 
 _TEXT = re.compile(r"(?:(\d+)x)?(\d+)x(\D.*)", re.IGNORECASE | re.DOTALL)
 
@@ -47,7 +47,7 @@ class Cluster:
 
     @property
     def devices(self) -> int:
-        """How many devices there are, which is the largest number of ranks."""
+        """Number of devices, which is the largest number of ranks."""
         return self.nodes * self.devices_per_node
 
     @property

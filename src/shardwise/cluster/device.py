@@ -10,8 +10,7 @@ from typing import Any, Literal, NamedTuple
 from shardwise.errors import UserError
 
 LEAST, MOST = 1e-15, 1e24
-"""Of what bytes and FLOPs are divided by, and of every figure: beyond lies no machine, and times of such figures
-overflow."""
+"""Limits of every number of a device: outside them there is no machine, and times overflow."""
 
 
 def _check(what: str, value: float | None, zero: bool = False) -> None:
@@ -27,13 +26,13 @@ def _check(what: str, value: float | None, zero: bool = False) -> None:
 
 @dataclass(frozen=True)
 class Device:
-    """What computes. A figure that nobody measured or published is None, never a guess.
+    """One device. A number that was neither measured nor published is None, never a guess.
 
     memory_bytes: what a program can allocate, in bytes; for kind "cpu" the whole machine's, shared by all its ranks.
     memory_bandwidth: bytes/s. peak_flops: torch's dtype name -> dense FLOP/s (a multiply-add counts as two), "tfloat32"
-    apart from "float32". source: where the figures are from. measured: what `shardwise calibrate device` found, tables
-    that `predict.time` reads (`docs/prediction.md` says what is in them); empty where nobody measured. watts: what its
-    board may draw, without the host.
+    apart from "float32". source: where the figures are from. measured: results of `shardwise calibrate device`, tables
+    that `predict.time` reads (`docs/prediction.md` describes them); empty if not measured. watts: power limit of the
+    board, without the host.
     """
 
     name: str
@@ -80,8 +79,8 @@ class Speed:
 
 
 class LinkKind(NamedTuple):
-    """What all links of one kind have in common. alpha: seconds per step of a collective; share: of the bandwidth that
-    rings reach, None where it depends on the device; words: for people; source: of both numbers."""
+    """Constants of one kind of link. alpha: seconds per step of a collective; share: fraction of the bandwidth that
+    rings reach, None where it depends on the device; words: name for people; source: of both numbers."""
 
     alpha: float
     share: float | None
@@ -118,15 +117,14 @@ MOST_OVER_PCIE = 64e9
 
 @dataclass(frozen=True)
 class Link:
-    """What connects a device with another one, in one direction: a message of n bytes takes alpha + n / bandwidth.
+    """Connection between two devices, in one direction: a message of n bytes takes alpha + n / bandwidth.
 
-    alpha: seconds a message; bandwidth: bytes/s a device. None where not known. source: where the figures are from.
+    alpha: seconds per message; bandwidth: bytes/s per device. None where not known. source: where the figures are from.
     kind: one of `KINDS`, empty where not known.
 
-    What only a measurement tells: startup, seconds that a collective takes however few rounds it has; copy_alpha,
-    seconds more of a round in which a rank copies within its memory; reads, that ranks
-    read each other's memory in place of messages; speeds, by size, smallest first, in whose place `bandwidth` stands
-    only where one figure must do.
+    Measured values only: startup, seconds of a collective with no rounds; copy_alpha, additional seconds of a round in
+    which a rank copies within its memory; reads, whether ranks read each other's memory instead of sending messages;
+    speeds, by size, smallest first; `bandwidth` replaces them where only one number can be used.
     """
 
     alpha: float | None

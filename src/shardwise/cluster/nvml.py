@@ -11,7 +11,7 @@ _LEVELS = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 """NVML's common ancestors of two devices -> what nvidia-smi calls them."""
 
 _SWITCH, _LINKS = 2, 18
-"""What a link's other end is called where it is a switch; the most NVLinks of a device."""
+"""NVML's device type for a switch at the other end of a link; the most NVLinks of a device."""
 
 
 def ask() -> Topology:

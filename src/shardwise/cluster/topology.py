@@ -219,7 +219,7 @@ def _network(topology: Topology, usual: Link, nic_gbits: float | None) -> Link:
 
 
 def explained(topology: Topology) -> Iterator[str]:
-    """What the table says, a line each: the paths between GPUs, nearest first, and where the NICs are."""
+    """Summary of the table, line by line: the paths between GPUs, nearest first, and where the NICs are."""
     order = list(PATHS)
     pairs = topology.between()
     for path in sorted(pairs, key=lambda path: (order.index(path) if path in order else -1, path)):

@@ -171,9 +171,9 @@ def prepare(
 
 
 def _digest(source: Source, max_bytes: int | None, say: Progress) -> list[Any]:
-    """What the documents of a source follow from: its kind, the names of its files and their contents.
+    """Hash of everything that determines the documents of a source: its kind, the names and contents of its files.
 
-    Of a limited text, the documents themselves: no more is read than they need.
+    For a limited text, hash of the documents themselves: no more is read than they need.
     """
     if max_bytes is not None:
         documents = hashlib.sha256()
@@ -213,9 +213,9 @@ def _fingerprint(text: list[Any], settings: dict[str, Any], tokenizer: Path | No
 
 
 def _place(out: Path, fingerprint: str, say: Progress) -> tuple[str, Corpus | None]:
-    """The name of the corpus below `out`, and the corpus when it is there and whole.
+    """The name of the corpus below `out`, and the corpus if it is there and complete.
 
-    A damaged folder is left alone, since somebody may map it, and the next free name is used.
+    A damaged folder is left alone, since another process may map it, and the next free name is used.
     """
     name, number = f"corpus-{fingerprint[:12]}", 1
     while True:
@@ -251,7 +251,7 @@ def _publish(out: Path, name: str, write: Callable[[Path], None]) -> Corpus:
 
 
 def remove_unfinished(out: Path) -> None:
-    """Remove what preparations that were killed have left below `out`. Only for whoever knows that none runs there."""
+    """Remove temporary files of killed preparations below `out`. Call it only when no preparation runs there."""
     for partial in out.glob(f"{_PARTIAL}*"):
         shutil.rmtree(partial, ignore_errors=True)
 

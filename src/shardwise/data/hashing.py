@@ -22,6 +22,6 @@ def splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def uniform(*key: int | str) -> float:
-    """A number in [0, 1) that depends on the key only, on every machine alike."""
+    """A number in [0, 1) that depends on the key only, equal on every machine."""
     digest = blake2b(repr(key).encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) / 2**53

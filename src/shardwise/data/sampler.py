@@ -1,7 +1,7 @@
-"""Which window of tokens is sample i: a pure function of (seed, i), for every i, at any number of ranks.
+"""Window of tokens of sample i: a pure function of (seed, i), for every i, at any number of ranks.
 
-Resuming a run, or changing how many ranks share a batch, therefore never changes what is learned from, or in which
-order, and no shuffled array is stored: an epoch's order is a keyed permutation evaluated where it is needed.
+Resuming a run, or changing the number of ranks that share a batch, therefore never changes the samples or their order.
+No shuffled array is stored: an epoch's order is a keyed permutation, evaluated where it is needed.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _ROUNDS = 6
 
 
 def permute(positions: ArrayLike, epochs: ArrayLike, size: int, seed: int) -> NDArray[np.int64]:
-    """Where the permutation of range(size) that belongs to (seed, epoch) sends each position.
+    """Image of each position under the permutation of range(size) of (seed, epoch).
 
     positions, epochs: integers of one shape, 0 <= position < size. Returns int64 of that shape.
 
-    A Feistel network over the smallest even number of bits that covers `size`; what falls outside is sent through
-    again until it falls inside (cycle walking, Black and Rogaway 2002), less than four passes on average.
+    A Feistel network over the smallest even number of bits that covers `size`; a result outside is mapped
+    again until it is inside (cycle walking, Black and Rogaway 2002), less than four passes on average.
     """
     shape = np.shape(positions)
     values = np.array(positions, np.uint64).reshape(-1)
@@ -73,8 +73,8 @@ def positions(document_ids: NDArray[np.int64]) -> NDArray[np.int64]:
 class Sampler:
     """Windows of seq + 1 tokens, one every seq tokens, in an order that (seed, global index) alone decides.
 
-    tokens: [n] integers, usually `Corpus.tokens(split)`. Sample i lies in epoch i // windows, each of which visits
-    every window once in an order of its own. The last (n - 1) % seq tokens are never visited.
+    tokens: [n] integers, usually `Corpus.tokens(split)`. Sample i belongs to epoch i // windows; each epoch visits
+    every window once in its own order. The last (n - 1) % seq tokens are never visited.
     eos: when given, batches carry document ids and positions that restart with each document.
     Raises `UserError` when the tokens do not fill one window.
     """

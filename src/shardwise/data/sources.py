@@ -1,4 +1,4 @@
-"""Where text comes from: every kind of source becomes an iterator of documents.
+"""Sources of text: each kind becomes an iterator of documents.
 
 A source is a path, or the word `stdlib`:
 

@@ -37,7 +37,7 @@ class _Rotate(torch.autograd.Function):
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """What `_Rotate` computes, as a compiler wants it: nothing written in place, and a backward of its own making."""
+    """`_Rotate` in a form for the compiler: nothing written in place, its backward derived by autograd."""
     half = cos.shape[-1] // 2
     first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], -1)
     partners = torch.cat([second, first], -1)
@@ -78,7 +78,7 @@ class Rope(nn.Module):
         return tables
 
     def whole(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """What both numbers of each pair are multiplied with, so that all are in one go."""
+        """Factors of both numbers of each pair, for one multiplication of all of them."""
         cos, sin = self.tables(positions, dtype)
         return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
@@ -113,7 +113,8 @@ class CoreAttention(nn.Module):
         self.dropout = Dropout(config.attention_dropout, f"{site}.probabilities")
 
     def mask(self, batch: Batch, dtype: torch.dtype) -> Tensor | None:
-        """What is added to the scores: [B, 1, S, S], [S, S], or None where the kernel knows plain causal attention."""
+        """Additive mask of the scores: [B, 1, S, S], [S, S], or None where the kernel supports plain causal
+        attention."""
         mask = batch.mask(dtype)
         s, device = batch.positions.shape[1], batch.positions.device
         local = 0 < self.window < s
@@ -163,7 +164,7 @@ class CoreAttention(nn.Module):
         return torch.matmul(probabilities.view(b, kv, h // kv * s, s), v).reshape(b, h, s, d)
 
     def _rows(self, batch: Batch, heads: int) -> Tensor:
-        """[B, H, S]: a number for each row of probabilities, the same whoever computes the head."""
+        """[B, H, S]: a number for each row of probabilities, equal wherever the head is computed."""
         mine = torch.arange(self.first_head, self.first_head + heads, device=batch.index.device)
         return batch.index[:, None, :] * self.heads + mine[None, :, None]
 
@@ -186,7 +187,7 @@ class Attention(nn.Module):
         self.out = Linear(config.q_width, config.hidden, bias=config.bias == "all")
 
     def share(self, batch: Batch, dtype: torch.dtype) -> None:
-        """Make what all blocks take from `batch` alike, before one of them asks for it."""
+        """Compute the tensors of `batch` that all blocks share, before the first block needs them."""
         self.core.mask(batch, dtype)
         if self.rope is not None:
             self.rope.shared(batch, dtype)

@@ -1,7 +1,7 @@
 """The decoder as a chain of parts: embedding, blocks, head.
 
-Each part maps (x, batch) to the next x, so that whoever runs a decoder may run the parts one at a time. Parameters have
-the names and shapes of `model/parameters.py`.
+Each part maps (x, batch) to the next x, so that the parts can be run one by one. Parameters have the names and shapes
+of `model/parameters.py`.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from shardwise.model.chunking import dropout_chunk
 
 @dataclass
 class Batch:
-    """What a micro-batch tells the decoder. B sequences of S tokens.
+    """Inputs of the decoder for a micro-batch of B sequences of S tokens.
 
     ids: [B, S] token ids. positions: [B, S] position of each token in its document. index: [B, S] global index of each
     token in the run, by which dropout is keyed. documents: [B, S] document of each token, where packed documents must
@@ -42,13 +42,13 @@ class Batch:
     _shared: dict[str, Any] = field(default_factory=dict)
 
     def shared(self, name: str, make: Callable[[], Any]) -> Any:
-        """What every block needs alike (mask, rotary tables): made by the first that asks."""
+        """A value that all blocks share (mask, rotary tables), made at its first use."""
         if name not in self._shared:
             self._shared[name] = make()
         return self._shared[name]
 
     def fresh(self) -> Batch:
-        """The same batch without what its blocks share, which lives as long as the copy."""
+        """A copy without the values that blocks share: they live as long as the copy."""
         return replace(self, _shared={})
 
     def mask(self, dtype: torch.dtype) -> Tensor | None:
@@ -183,7 +183,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
-    """What `_RMSNorm` computes, for a compiler that fuses it and finds its backward."""
+    """`_RMSNorm` in a form that the compiler fuses and differentiates."""
     wide = x.float() if x.dtype == torch.bfloat16 else x
     rstd = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
     if zero_centered:
@@ -280,5 +280,5 @@ class Dropout(nn.Module):
         return out
 
     def of_batch(self, x: Tensor, counter: Callable[[], Tensor], batch: Batch) -> Tensor:
-        """The same with the key of `batch`, which is another one every step: compiled code must not look at it."""
+        """Dropout with the key of `batch`. It changes every step, so compiled code must not read it."""
         return self(x, counter, batch.dropout_key)

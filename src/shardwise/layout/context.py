@@ -59,7 +59,7 @@ class SequenceCut:
         return first, second
 
     def visible(self, rank: int, other: int) -> VisibleBlock:
-        """What the queries of `rank` see of the keys of rank `other`, in zigzag order."""
+        """Visibility of the keys of rank `other` to the queries of `rank`, in zigzag order."""
         half, everything = self.local // 2, slice(None)
         if rank == other:
             return VisibleBlock(everything, everything, True)

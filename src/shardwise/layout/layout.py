@@ -143,7 +143,7 @@ class Layout:
 
     @property
     def replicate_ranks(self) -> int:
-        """How many groups hold the same shard, and sum their gradients by an all-reduce (HSDP)."""
+        """Number of groups that hold the same shard and sum their gradients by an all-reduce (HSDP)."""
         return self.data_ranks // self.shard_ranks
 
     @property

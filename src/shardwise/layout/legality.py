@@ -149,7 +149,7 @@ def unsupported(layout: Layout) -> list[str]:
 
 
 def check_runnable(layout: Layout, model: ModelConfig, workload: Workload, ranks: int | None = None) -> None:
-    """Raise `LayoutError` when the runtime cannot run `layout` yet, or when `check` refuses it."""
+    """Raise `LayoutError` if the runtime cannot run `layout` yet, or if `check` rejects it."""
     check(layout, model, workload, ranks)
     if words := unsupported(layout):
         raise LayoutError(f"not runnable here yet: {', '.join(words)} (`shardwise estimate` prices what it can)")

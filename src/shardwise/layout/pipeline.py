@@ -72,8 +72,8 @@ def objection(layout: Layout, micro_batches: int) -> str:
 
 @lru_cache(maxsize=64)
 def training(layout: Layout, tied: bool, micro_batches: int) -> PipelineSchedule:
-    """What every rank of the pipeline does in one training step. Raises `LayoutError` for numbers that the schedule is
-    not for, with what would be legal."""
+    """Actions of every pipeline rank in one training step. Raises `LayoutError` for numbers that the schedule does not
+    support, with legal ones."""
     try:
         numbers = layout.schedule, layout.pp, micro_batches, layout.virtual
         # Stages 0 and 1 have one order of a rank's work.

@@ -1,6 +1,6 @@
-"""Where every tensor is: the box of each parameter that a tensor-parallel rank holds, by the parameter's own cut.
+"""Placement of tensors: the box of each parameter that a tensor-parallel rank holds, by the parameter's own cut.
 
-The runtime swaps modules by it, the planner counts by it, a checkpoint cuts by it. Column-parallel splits the output
+Runtime, planner and checkpoint use the same boxes. Column-parallel splits the output
 dim, row-parallel the input dim (Shoeybi et al. 2019).
 """
 

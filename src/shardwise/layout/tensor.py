@@ -16,9 +16,10 @@ from shardwise.model.blueprint import Parameter
 from shardwise.model.operations import Operation
 
 Redistribution = Literal["none", "copy", "sum", "gather sequence", "scatter sequence", "gather outputs"]
-"""What happens to a tensor at the edge of an operation; backward its gradient gets the adjoint. copy: every rank uses
-it, its gradient is summed; sum: of the ranks' parts; gather and scatter sequence: shards of the residual stream become
-whole sequences, whole sequences are summed into shards. gather outputs: of a map that the ranks compute parts of."""
+"""Communication at the edge of an operation; the gradient gets the adjoint. copy: every rank uses the tensor, its
+gradient is summed; sum: of the ranks' partial results; gather and scatter sequence: shards of the residual stream
+become whole sequences, whole sequences are summed into shards; gather outputs: of a map whose outputs are split over
+ranks."""
 
 
 class Edges(NamedTuple):
@@ -70,7 +71,7 @@ class MapCollective(NamedTuple):
 
 
 def collectives(operation: Operation, table: Mapping[str, Edges], tp: Any) -> list[MapCollective]:
-    """The collectives of an operation. Those of its forward pass come again where it is computed again.
+    """The collectives of an operation. Recomputation repeats the collectives of its forward pass.
 
     table: cut of a weight -> edges; tp: a degree, or an array of degrees, of which the widths are then arrays.
     """

@@ -47,14 +47,14 @@ if TYPE_CHECKING:
     from shardwise.schedule.pipeline.steady import Steady
 
 Backend = Literal["gloo", "nccl", "shared"]
-"""What carries the collectives: gloo, NCCL, or the memory that processes of one host share."""
+"""Backend of the collectives: gloo, NCCL, or the memory that processes of one host share."""
 Phase = Literal["forward", "backward", "prefill", "decode"]
 K = TypeVar("K")
 
 
 @dataclass(frozen=True)
 class Span:
-    """Elements [start, stop) of a unit's flat buffer that are treated alike."""
+    """Elements [start, stop) of a unit's flat buffer with the same treatment."""
 
     start: int
     stop: int
@@ -99,7 +99,7 @@ class Unit:
     placed: tuple[Placed, ...]
     """Its parameters in flat order."""
     slot: str
-    """Where it lives at stage 3: "outer", "inner", "tied"; under a pipeline in a slot of its own."""
+    """Its buffer at stage 3: "outer", "inner", "tied"; under a pipeline a slot of its own."""
     shard_ranks: int
     shard: Axes
     """Axes over which optimizer state, and by stage gradients and parameters, are cut into intervals."""
@@ -205,20 +205,20 @@ class UnitPlan:
 
     @cached_property
     def schedule(self) -> PipelineSchedule | None:
-        """What the ranks of the pipeline do in one step; None without a pipeline."""
+        """Actions of all pipeline ranks in one step; None without a pipeline."""
         if self.layout.pp == 1:
             return None
         return pipeline.training(self.layout, self.model.tied, self.micro_batches)
 
     @property
     def actions(self) -> tuple[Action, ...]:
-        """What this rank of a pipeline does in one step."""
+        """Actions of this pipeline rank in one step."""
         assert self.schedule is not None
         return self.schedule.actions[self.pp_rank]
 
     @property
     def role(self) -> str:
-        """What the ranks at its place of the pipeline are called in reports."""
+        """Name, in reports, of the ranks at its place in the pipeline."""
         stages = list(self.stages)
         return "all" if self.layout.pp == 1 else f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
 
@@ -325,7 +325,7 @@ class UnitPlan:
         return pipeline.steady(self.layout.schedule, self.layout.pp, self.micro_batches) if self.layout.pp > 1 else None
 
     def of_micro_batches(self, count: int) -> UnitPlan:
-        """The same plan for a step of so many micro-batches."""
+        """A copy of the plan for a step of `count` micro-batches."""
         batch = count * self.layout.micro * self.layout.dp
         return self if count == self.micro_batches else replace(self, workload=replace(self.workload, batch=batch))
 
@@ -335,7 +335,7 @@ class UnitPlan:
         return self.of_micro_batches(self.steady.micro if self.steady else min(self.micro_batches, 3))
 
     def count(self, of_step: Callable[[UnitPlan], Counter[K]]) -> Counter[K]:
-        """What `of_step` counts in this step, from the short step and from one a period longer.
+        """Value of `of_step` for this step, extrapolated from the short step and from one that is a period longer.
 
         of_step: counts something that occurs equally often in every period of the steady state.
         """
@@ -503,9 +503,9 @@ class UnitPlan:
 
 
 class Residency:
-    """Which units of stage 3 are whole while a pipeline gathers and frees its stages.
+    """Gathered units of ZeRO stage 3 while a pipeline gathers and frees its stages.
 
-    A unit of two stages, which a tied table may be, is there as long as either is.
+    A unit of two stages (a tied table) stays gathered as long as either stage does.
     """
 
     def __init__(self, plan: UnitPlan) -> None:
@@ -530,7 +530,7 @@ class Residency:
 
 
 def usual_backend(cluster: Cluster | None) -> Backend:
-    """What carries the collectives on a cluster; None: processes of this machine."""
+    """Backend of the collectives on a cluster; None: processes of this machine."""
     if cluster is not None and cluster.device.kind == "cuda":
         return "nccl"
     return "shared" if cluster is None or cluster.nodes == 1 else "gloo"

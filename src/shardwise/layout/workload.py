@@ -10,7 +10,7 @@ from shardwise.layout.layout import Layout
 from shardwise.options import option
 
 MOST = 1_000_000_000
-"""Of each number of a workload: what is counted over a step then fits a machine's integers."""
+"""Limit of each number of a workload, so that counts over a step fit 64-bit integers."""
 
 
 @dataclass(frozen=True)

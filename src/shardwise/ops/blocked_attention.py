@@ -1,7 +1,7 @@
-"""Attention with soft caps or windows, which torch's fused kernels lack, for some queries at a time.
+"""Attention with soft caps or windows, which torch's fused kernels lack, in blocks of queries.
 
-Saved are queries, keys, values and the output, as by a fused kernel; probabilities are computed again in backward. Keys
-that none of the queries at hand sees, later ones or those before the window, are left out.
+Saves queries, keys, values and the output, as a fused kernel does; backward recomputes the probabilities. Keys that no
+query of a block sees (later ones, and ones before the window) are left out.
 """
 
 from __future__ import annotations

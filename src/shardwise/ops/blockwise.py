@@ -47,7 +47,7 @@ class FlashOnCPU:
     """torch's fused kernel for CPUs, which takes float64 as well."""
 
     scale: float
-    """Of the products q kᵀ."""
+    """Scale of the products q kᵀ."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
         mask = self._mask(scores, q.dtype)
@@ -68,8 +68,8 @@ class FlashOnCPU:
 
     @staticmethod
     def _mask(scores: Scores, dtype: torch.dtype) -> Tensor | None:
-        """What is added to the scores: [B, 1, S, T]. The lowest number, not -inf: of a query that sees nothing of a
-        block the kernel's log-sum-exp would be 0, and the block would count."""
+        """Additive mask of the scores: [B, 1, S, T]. The lowest number, not -inf: for a query that sees nothing of a
+        block the kernel would return a log-sum-exp of 0, and the block would count."""
         if scores.allowed is None:
             return None
         hidden = ~scores.allowed[:, None]
@@ -81,7 +81,7 @@ class FlashOnCUDA:
     """FlashAttention, for causal and full blocks in bf16."""
 
     scale: float
-    """Of the products q kᵀ."""
+    """Scale of the products q kᵀ."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
         out, lse = self._run(q, k, v, scores)[:2]
@@ -111,7 +111,7 @@ class Explicit:
     """Matrix products and softmax of c tanh(q kᵀ scale / c). Probabilities are computed again in backward."""
 
     scale: float
-    """Of the products q kᵀ."""
+    """Scale of the products q kᵀ."""
     softcap: float = 0.0
     """c; 0 for no bound of the scores."""
 

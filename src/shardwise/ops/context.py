@@ -1,4 +1,4 @@
-"""What a form is given beside its module: the options of a run, and the communication around the operation."""
+"""Inputs of a form besides its module: the options of a run, and the communication around the operation."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Around(NamedTuple):
 
 @dataclass(frozen=True)
 class Options:
-    """What the choice of a form depends on beside the kind of module."""
+    """Everything that the choice of a form depends on besides the kind of module."""
 
     mode: Mode
     device: str = "cpu"

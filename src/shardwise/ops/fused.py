@@ -1,8 +1,8 @@
 """Linear maps of a block by hand, forward and backward: several of one input as one product, and row-parallel ones.
 
-The weights of several maps of one input lie end to end in their unit's flat buffer, and so do their gradients: one
+The weights of several maps of one input are adjacent in their unit's flat buffer, and so are their gradients: one
 product in place of two or three has fewer calls, larger operands, and no sums of the input's gradients between them.
-Communication is that of `linear.py`, of which these are the counterparts without autograd.
+Communication is as in `linear.py`; these are its counterparts without autograd.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Where gradients are added up: the same memory all through a run, and the matrix product writes into it.
+"""Gradient accumulators: one buffer for the whole run, into which matrix products write.
 
-Autograd would make a tensor for each weight's gradient and then add it into a buffer that was zeroed before. A
-`GradSlot` saves the tensor, the zeroing and the addition: the first product of a step overwrites, later ones
-accumulate.
+Autograd would make a tensor for each weight's gradient and then add it to a zeroed buffer. A `GradSlot` avoids the
+tensor, the zeroing and the addition: the first product of a step overwrites, later ones accumulate.
 """
 
 from __future__ import annotations
@@ -103,7 +102,7 @@ class WeightGradients:
 
     @contextmanager
     def split_weight_grad(self) -> Iterator[list[WeightGradient]]:
-        """Keep the products of a backward pass; whoever has them must call them, in their order."""
+        """Defer the products of a backward pass; the caller must call them in order."""
         self._kept = []
         try:
             yield self._kept

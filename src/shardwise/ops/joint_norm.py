@@ -1,7 +1,7 @@
-"""Norms of queries and keys with one mean square over all heads, of which tensor-parallel ranks have some each.
+"""Norms of queries and keys with one mean square over all heads, which are split over tensor-parallel ranks.
 
-Each rank has as many heads as the next, so that the mean over all of them is the mean of the ranks' means, also where
-key heads are on several ranks. Both passes sum two numbers per token over the ranks.
+All ranks have equally many heads, so the mean over all heads is the mean of the ranks' means, also where key heads are
+on several ranks. Both passes sum two numbers per token over the ranks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Elements that memory-hungry operations work on at a time. Without torch: the prediction of memory asks, too.
+"""Block sizes of operations with large transients. Free of torch: the prediction of memory uses them, too.
 
-Small tensors are taken whole; large ones in at most 64 pieces, whose transients then stay far below the tensor itself.
+Small tensors are processed whole, large ones in at most 64 blocks, whose transients stay far below the tensor's size.
 """
 
 from __future__ import annotations
@@ -9,26 +9,26 @@ from shardwise.model.chunking import PIECES
 
 
 def loss_chunk(logits: int) -> int:
-    """Logits that the cross-entropy turns into wide probabilities at a time, from so many."""
+    """Logits per block that the cross-entropy converts to fp32 probabilities, of `logits` in all."""
     return max(1 << 18, logits // PIECES)
 
 
 def optimizer_chunk(elements: int) -> int:
-    """Of so many elements of an interval, those that the optimizer converts and updates at a time, where gradients or
-    weights are not in the precision of the masters."""
+    """Elements per block that the optimizer converts and updates, of `elements` in all, where gradients or weights are
+    not in the precision of the masters."""
     return max(1 << 17, elements // PIECES)
 
 
 def sum_chunk(elements: int) -> int:
-    """Elements added up at a time in another precision than their own, from so many."""
+    """Elements per block of a sum in another precision than their own, of `elements` in all."""
     return min(elements, max(1 << 17, elements // PIECES))
 
 
 QUERY_ROWS = 128
-"""Queries of a sequence whose scores attention without a fused kernel holds at a time."""
+"""Queries per block of scores in attention without a fused kernel."""
 
 WIDE_OUTPUTS = 8192
-"""Rows of an 8-bit matrix that are turned back to 16 or 32 bits at a time."""
+"""Rows of an 8-bit matrix per block that is converted to 16 or 32 bits."""
 
 
 def row_int8_bytes(outputs: int, inputs: int, *, width: int) -> int:

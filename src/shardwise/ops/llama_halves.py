@@ -26,11 +26,11 @@ from shardwise.ops.fused import FusedLinear, RowParallel
 from shardwise.ops.gradients import grad_slot
 
 Tables = tuple[Tensor, Tensor]
-"""What `Rope.whole` gives."""
+"""Tables of `Rope.whole`."""
 
 
 class _Parts:
-    """What the functions of one block compute with."""
+    """Constants of the functions of one block."""
 
     def __init__(self, block: LlamaBlock, at: OpContext) -> None:
         self.qkv = FusedLinear.of(block.attention.qkv, at, "attention.qkv")
@@ -106,7 +106,7 @@ class _After(torch.autograd.Function):
 
 
 def _taken(ctx: Any) -> tuple[Tensor, ...]:
-    """What was saved; from now on autograd holds none of it, so that it goes as soon as nobody needs it."""
+    """The saved tensors. Autograd releases them, so that each is freed after its last use."""
     saved: tuple[Tensor, ...] = ctx.saved_tensors
     ctx.maybe_clear_saved_tensors()
     return saved

@@ -14,7 +14,7 @@ from shardwise.ops.limits import WIDE_OUTPUTS, row_int8_bytes
 _FEW = 32
 """Rows up to which 8-bit matrices are multiplied with as they are; more pay for turning them back first."""
 _VECTOR = 32
-"""Numbers that are multiplied at a time."""
+"""Elements per block of a product."""
 
 Product = Callable[[Tensor], Tensor]
 """x [..., in] -> x W^T + b [..., out]."""
@@ -73,7 +73,7 @@ class Int8:
 
 
 def _widened(rows: Tensor, numbers: Tensor) -> Tensor:
-    """rows [n, in] times `numbers` [out, in], some of which at a time are turned back to the rows' type: [n, out]."""
+    """rows [n, in] times `numbers` [out, in], which are converted to the rows' type block by block: [n, out]."""
     if len(numbers) <= WIDE_OUTPUTS:
         return F.linear(rows, numbers.to(rows.dtype))
     y = rows.new_empty(len(rows), len(numbers))

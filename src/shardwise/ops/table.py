@@ -51,11 +51,11 @@ class Row(NamedTuple):
     breaks: bool = False
     """Whether the form splits a compiled graph."""
     method: str = "forward"
-    """What it replaces."""
+    """The module's method that it replaces."""
 
 
 class Lowered(NamedTuple):
-    """What `lower` did to a part."""
+    """Result of `lower` for a part."""
 
     writing: set[nn.Module]
     """Modules whose gradients do not pass through autograd's accumulation."""
@@ -113,7 +113,7 @@ TABLE = (
     Row("generate", GPTBlock, generate.block),
     Row("generate", Head, generate.head),
 )
-"""Where several rows suit a module they are applied in this order, each over the one before."""
+"""If several rows match a module, they are applied in this order, each to the result of the one before."""
 
 
 def lower(part: nn.Module, context: OpContext) -> Lowered:

@@ -1,4 +1,4 @@
-"""What every search answers: what was asked, what it found, and how much of what there is that is."""
+"""Answer of a search: the question, the best results, and the number of candidates considered."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Answer(Generic[One]):
     engine: str
     """The profile of the software that is assumed."""
     by: str
-    """What the best is."""
+    """The goal that ranks them."""
     usable: float
     """Bytes of a device that a run may use."""
     ranked: tuple[One, ...]
@@ -37,7 +37,7 @@ class Answer(Generic[One]):
         return self.ranked[0]
 
     def asked_json(self) -> dict[str, Any]:
-        """What was asked, and of how many; the fields that plans of training and of serving have alike."""
+        """The question and the numbers of candidates: fields that plans of training and of serving share."""
         return {
             "model": self.model.name,
             "cluster": str(self.cluster),

@@ -1,6 +1,6 @@
 """Bytes of single layouts, event by event: the numbers of `estimate`.
 
-A search compares columns of candidates with a lower bound (`bounds.py`), and follows those that it cannot rule out.
+A search compares columns of candidates with a lower bound (`bounds.py`), and follows the rest event by event.
 """
 
 from __future__ import annotations

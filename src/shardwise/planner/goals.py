@@ -35,8 +35,8 @@ in 2023); a machine room without their cooling is nearer to 1.5."""
 
 
 class Power(NamedTuple):
-    """What is drawn beside the devices' boards. pue: of the data centre, over what its computers draw; host_watts: a
-    device's share of processors, memory, fans and network."""
+    """Power besides the devices' boards. pue: power usage effectiveness of the data center; host_watts: a device's
+    share of processors, memory, fans and network."""
 
     pue: float = PUE
     host_watts: float = 0.0
@@ -60,8 +60,8 @@ class Run:
 def run_of(
     one: Priced, cluster: Cluster, workload: Workload, tokens: float, price: float | None, power: Power | None = None
 ) -> Run:
-    """What `tokens` tokens take with one layout; price: of a device for an hour. Raises `UserError` for amounts that
-    are not positive."""
+    """Time, energy and cost of `tokens` tokens with one layout. price: per device and hour. Raises `UserError` for
+    amounts that are not positive."""
     if not 0 < tokens < float("inf") or (price is not None and not 0 <= price < float("inf")):
         raise UserError("--tokens must be positive, and --price not negative")
     power = power or Power()
@@ -82,7 +82,7 @@ class Size(NamedTuple):
     best: Priced | None
     """The fastest layout that fits; None where nothing does."""
     tokens_per_second: float
-    """Of all devices together."""
+    """Summed over all devices."""
     efficiency: float
     """Tokens per second and device, over the ideal's; 0 where nothing fits."""
 

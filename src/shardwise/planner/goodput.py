@@ -1,4 +1,4 @@
-"""What failures cost a long run: how often to save, and which share of the time is progress."""
+"""Cost of failures in a long run: the interval between checkpoints, and the share of time that is progress."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def goodput(mean_between: float, save: float, restart: float) -> Goodput:
     """The best interval between checkpoints, and what remains.
 
     mean_between: seconds between failures of the whole cluster, a device's over the number of devices. save: seconds
-    for which a checkpoint stops the run. restart: seconds from a failure until the run goes on.
+    for which a checkpoint stops the run. restart: seconds from a failure until the run resumes.
     The interval is sqrt(2 save mean) (Young 1974) with Daly's corrections of higher order (Daly 2006, equation 37); the
     expected time of a run is his complete model for failures that come at random (equation 20). Raises `UserError` for
     times that are not positive.

@@ -40,7 +40,8 @@ class Moment(NamedTuple):
 
 def moments(schedule: str, p: int, m: int, v: int, place: int) -> tuple[Moment, ...]:
     """Moments of the rank at `place` of p ranks with v stages each and m micro-batches: for each kind of stage and
-    number of accumulated stages the one with most micro-batches, without those that another one exceeds in both."""
+    number of accumulated stages the one with most micro-batches. Moments that another one exceeds in both are left
+    out."""
     if p == 1:
         first = Moment(WHOLE, -1, (0, 0, 0, 1), (0,) * 4, (0,) * 4)
         return (first, first._replace(accumulated=(0, 0, 0, 1)))[: min(m, 2)]

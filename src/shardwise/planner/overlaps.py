@@ -1,7 +1,7 @@
-"""Overlaps as a dimension of the search: variants of an engine profile that do some of them and not others.
+"""Overlaps as a dimension of the search: variants of an engine profile with some overlaps switched off.
 
-A plan for one piece of software takes its profile as it is. Whoever asks what overlapping is worth searches over all
-combinations, each of which counts once: where a switch changes nothing, it stays on.
+A plan for one engine uses its profile as it is. To learn what overlapping is worth, the search covers all
+combinations, each once: a switch that changes nothing stays on.
 """
 
 from __future__ import annotations
@@ -42,6 +42,6 @@ def distinct(frame: LayoutColumns, engine: EngineProfile) -> Iterator[tuple[Engi
 
 
 def words(variant: EngineProfile) -> str:
-    """What a variant overlaps, such as "tensor+grad+gather"."""
+    """Overlaps of a variant, such as "tensor+grad+gather"."""
     on = [name.removesuffix("_overlap") for name in SWITCHES if getattr(variant, name)]
     return "+".join(on) or "nothing"

@@ -30,7 +30,7 @@ EXPERTS = (
     "mean takes that much longer for them, and keeps as much more of their activations",
     "every token is sent to each of its experts apart: software that sends it to a node once loses less between nodes",
 )
-"""What is said with every plan of a model with experts."""
+"""Notes on every plan of a model with experts."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Plan(Answer[Priced]):
     none_runs: str = ""
     """Reason why none of the layouts runs here yet, in a plan for this runtime; empty if all run."""
     capacity: str = ""
-    """Where the usable bytes come from; empty where nothing is reserved."""
+    """Derivation of the usable bytes; empty where nothing is reserved."""
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -59,7 +59,7 @@ class Plan(Answer[Priced]):
         return tensor_warnings(self.cluster, ((one.layout.tp, one.parts) for one in self.ranked), "the step")
 
     def tokens_per_second(self, one: Priced) -> float:
-        """Of all devices together."""
+        """Tokens per second, summed over all devices."""
         return self.workload.batch * self.workload.seq / one.seconds
 
     def utilisation(self, one: Priced) -> float:
@@ -73,7 +73,7 @@ class Plan(Answer[Priced]):
         return float(self.workload.batch * training_flops_per_sequence(self.model, self.workload.seq))
 
     def device_seconds(self, one: Priced) -> float:
-        """Of one step: what it costs, up to the price of a device."""
+        """Device-seconds of one step: its cost, up to the price of a device."""
         return one.layout.ranks * one.seconds
 
     def to_json(self) -> dict[str, Any]:

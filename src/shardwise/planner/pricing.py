@@ -40,9 +40,9 @@ class Priced:
     layout: Layout
     engine: EngineProfile
     seconds: float
-    """Of a step."""
+    """Seconds per step."""
     parts: dict[str, float]
-    """Where the seconds go, adding up to them."""
+    """Seconds by part of the step; they add up to `seconds`."""
     range: Range
     """The 80% range of the seconds."""
     held: Bytes
@@ -85,7 +85,7 @@ def price_all(
     pricing: Pricing,
     exact: ExactMemory | None = None,
 ) -> list[Priced]:
-    """Several layouts' seconds and bytes, as `price_one` has them: those that one call can price, together."""
+    """Seconds and bytes of several layouts. Layouts that one call can price are priced together."""
     for layout, _ in chosen:
         frame_of(model, layout, workload)
     parts = _each(
@@ -107,7 +107,7 @@ def price_all(
 
 
 def _each(things: Sequence[T], alike: Callable[[T], Any], answer: Callable[[list[T]], list[Any]]) -> list[Any]:
-    """An answer for each thing, asked for all that are alike together."""
+    """An answer for each thing; things with equal keys are answered in one call."""
     groups: dict[Any, list[int]] = {}
     for place, thing in enumerate(things):
         groups.setdefault(alike(thing), []).append(place)
@@ -130,12 +130,12 @@ def _parts(
 
 
 _COLUMNS = ("micro", "micro_batches", "tp", "pp", "dp", "cp", "ep", "virtual", "shard", "zero", "sp", "recompute")
-"""What of a split may be an array."""
+"""Fields of a split that may be arrays."""
 
 
 def frame_of(model: ModelConfig, layout: Layout, workload: Workload) -> LayoutColumns:
     """The frame that has this layout alone. Raises `UserError` where the batch does not divide, and for a layout that
-    no search comes upon."""
+    is in no search space."""
     usual = Layout()
     for key in ("tpkind", "etp", "hpz", "stages", "offload", "compile", "precision", "grads", "order"):
         if (value := getattr(layout, key)) != getattr(usual, key):
@@ -174,8 +174,8 @@ class Prices:
         self._sent = lru_cache(maxsize=2)(self._traffic)
 
     def seconds(self, frame: LayoutColumns, engine: EngineProfile) -> Num:
-        """Seconds of a step for each candidate, an array of the frame's shape; those that are not `possible` have
-        figures without meaning."""
+        """Seconds of a step for each candidate, an array of the frame's shape; values of
+        candidates that are not `possible` have no meaning."""
         software = attending(engine, self.attention)
         rows = np.array([self._row[frame.tp, frame.ep, *row] for row in frame.rows])
         inside = _inside(software)

@@ -57,7 +57,7 @@ class MicroBatchBytes(NamedTuple):
     """Transients of the embedding's backward."""
     in_embedding_apart: Num
     inputs: Num
-    """What a rank with blocks alone reads of a micro-batch."""
+    """Inputs of a micro-batch on a rank with blocks alone."""
     tables: Num
     """Shared by the blocks."""
 

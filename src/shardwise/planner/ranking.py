@@ -35,7 +35,7 @@ class Block:
     nbytes: Any
     """Lower bound of the fullest device's bytes; inf where a candidate is not possible."""
     seconds: Any = None
-    """Of a step; inf where a candidate is not possible; None where the frame is not priced."""
+    """Seconds per step; inf where a candidate is not possible; None where the frame is not priced."""
 
     def only(self, keep: Any) -> Block:
         """The block without other candidates; keep: an array that broadcasts to the frame's shape."""

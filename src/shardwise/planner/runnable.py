@@ -31,7 +31,7 @@ def widened(engine: EngineProfile) -> EngineProfile:
 
 
 def why_none_runs(model: ModelConfig, fixed: Mapping[str, Any]) -> str:
-    """What keeps `train` from running any layout of this model with these fixed keys; empty where nothing does."""
+    """Reason why `train` can run no layout of this model with these fixed keys; empty if it can run one."""
     if reason := model.why_not_runnable():
         return re.sub(r" (is|are) counted but not runnable here( yet)?$", "", reason)
     return " and ".join(words for key, words in _WORDS.items() if fixed.get(key, 1) > 1)
@@ -44,7 +44,7 @@ def needs(layout: Layout) -> str:
 
 
 def why_not_trained(layout: Layout, model: ModelConfig, workload: Workload) -> str | None:
-    """Why `train` refuses a layout, in words that follow on it, with what to fix instead; None where it runs it."""
+    """Reason why `train` rejects a layout, with the fix, worded to follow the layout; None if it runs."""
     try:
         check_runnable(layout, model, workload)
     except UserError as error:

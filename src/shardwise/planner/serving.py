@@ -1,10 +1,10 @@
-"""The best ways to serve a model on a cluster: tensor parallel, stages, replicas, types of weights, and how many
-sequences run at a time.
+"""The best ways to serve a model on a cluster: tensor parallelism, pipeline stages, replicas, types of weights, and
+batch size.
 
-A deployment of `concurrency` clients that each send a new request as soon as their last one is answered. Its replicas
-share them out, one more in some than in others where they do not divide; a replica that has no room for all of its
-clients' sequences lets the others wait. The first token comes of the prompt's own pass. While the n - 1 that follow are
-made, each of the other c - 1 sequences of the replica reads a prompt once:
+The workload is `concurrency` clients that each send a new request as soon as their last one is answered. They are
+distributed evenly over the replicas; in a replica without room for all of its clients' sequences, the others wait. The
+prompt's own pass yields the first token. While the n - 1 following tokens are generated, each of the other c - 1
+sequences of the replica reads a prompt once:
 
     time per token = token(c) + (c - 1) / (n - 1) x prompt
     tokens/s of a replica = c n / ((n - 1) token(c) + c prompt)
@@ -12,8 +12,8 @@ made, each of the other c - 1 sequences of the replica reads a prompt once:
 where token(c) and prompt are `timing`'s seconds. Where clients outnumber sequences, they wait for the others' answers,
 so that by Little's law clients x n = tokens/s x seconds of an answer, waiting included.
 
-With so many clients, more tokens/s mean faster answers. The trade between the two is a matter of how many sequences run
-at a time (`ServingPlan.curve`).
+With a fixed number of clients, more tokens/s mean faster answers. The batch size trades one for the other
+(`ServingPlan.curve`).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ Num = Any
 By = Literal["throughput", "cost", "pareto"]
 
 TYPES = {"bfloat16": "bf16", "float8_e4m3fn": "fp8", "int8": "int8", "int4": "int4"}
-"""Types in which the blocks' matrices may be stored, torch's names -> those that people write."""
+"""Types in which the blocks' matrices may be stored: torch's name -> usual name."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class ServingPlan(Answer[Deployment]):
         return tensor_warnings(self.cluster, taken, "the time of a token")
 
     def strategy(self, one: Deployment) -> DecodeStrategy:
-        """What prices a deployment."""
+        """The decode strategy that prices a deployment."""
         return DecodeStrategy(self.model, one.layout, serving_engine(self.engine), self.cluster, one.weights)
 
     def to_json(self) -> dict[str, Any]:
@@ -200,7 +200,7 @@ def _order(one: Deployment, by: By) -> tuple[float, ...]:
 
 
 def _curve(found: Sequence[Deployment]) -> list[Deployment]:
-    """Those that no other one beats in both time per token and tokens/s."""
+    """The Pareto front: deployments that no other one beats in both time per token and tokens/s."""
     best, kept = 0.0, []
     for one in sorted(found, key=lambda one: (one.token, -one.tokens_per_second, one.devices)):
         if one.tokens_per_second > best:

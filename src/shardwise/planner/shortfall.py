@@ -1,4 +1,4 @@
-"""Where nothing fits: how many bytes are missing, and which single change would make it fit."""
+"""Shortfall if nothing fits: the missing bytes, and single changes that would make the model fit."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _freed(space: Space) -> Iterator[tuple[str, tuple[LayoutColumns, ...]]]:
 
 
 def _other_values(key: str, frames: Iterable[LayoutColumns]) -> str:
-    """Of a degree that has frames of its own, the values that it can have."""
+    """Possible values of a degree that has frames of its own."""
     if key not in ("tp", "pp", "ep"):
         return f"leave {key} free"
     values = sorted({getattr(frame, key) for frame in frames})
@@ -89,7 +89,8 @@ def _less(cluster: Cluster, reserved: float | None) -> str:
 
 
 def changes(space: Space, usable: float, reserved: float | None) -> Iterator[str]:
-    """What would make it fit, each alone: a key left free, more devices, fewer or shorter sequences, other devices."""
+    """Single changes that would make it fit: a key left free, more devices, fewer or shorter sequences, other
+    devices."""
     for key in space.fixed:
         free = replace(space, fixed={k: v for k, v in space.fixed.items() if k != key})
         if (found := least(free)) and found.nbytes <= usable:

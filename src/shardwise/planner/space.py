@@ -1,4 +1,4 @@
-"""Which candidates there are: every legal way to split a model over all devices of a cluster.
+"""Search space: every legal way to split a model over all devices of a cluster.
 
 A candidate is a `Layout` and, where several are asked for, a variant of the engine (which overlaps it does). Candidates
 come in frames that share a mesh; inside a frame every entry of one list goes with every entry of the others, so that a
@@ -82,17 +82,17 @@ class LayoutColumns:
 
     @cached_property
     def orders_possible(self) -> int:
-        """How many pairs of a row and an order are possible."""
+        """Number of possible pairs of a row and an order."""
         return sum(map(sum, self.possible))
 
     @property
     def size(self) -> int:
-        """How many candidates there are."""
+        """Number of candidates."""
         return self.orders_possible * len(self.shardings)
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Of arrays over its candidates: rows, shardings, orders."""
+        """Shape of arrays over its candidates: rows, shardings, orders."""
         return len(self.rows), len(self.shardings), len(self.orders)
 
     def layers(self, place: int, layers: int) -> int:
@@ -162,7 +162,7 @@ class Space:
 
     @property
     def features(self) -> Features:
-        """What the engine's software can run: candidates need no more."""
+        """Features of the engine's software: candidates use no others."""
         return self.engine.features
 
     @property
@@ -178,7 +178,7 @@ class Space:
 
     @cached_property
     def size(self) -> int:
-        """How many candidates there are."""
+        """Number of candidates."""
         return sum(frame.size for frame in self.frames)
 
     def allows(self, key: str, value: Any) -> bool:

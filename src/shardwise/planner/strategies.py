@@ -40,7 +40,7 @@ SEQ = 8192
 
 @dataclass(frozen=True)
 class Asked:
-    """What is generated. batch: sequences at the same time, on all ranks of a layout together. seq: tokens of the
+    """The workload of generation. batch: concurrent sequences, over all ranks of a layout. seq: tokens of the
     sequences of the training step beside it. int8: matrices are kept in 8 bits, but for tables."""
 
     prompt: int
@@ -68,7 +68,7 @@ class DecodeStep:
 
     @property
     def volume_of_token(self) -> Volume:
-        """What one rank sends for a token."""
+        """Bytes sent by one rank per token."""
         return self.volume.over(self.made)
 
 
@@ -107,7 +107,7 @@ class Generated:
     trained: TrainStepTime
 
     def tokens_per_second(self, batch: int) -> float:
-        """Of `batch` sequences on all ranks together, half-way through their answers."""
+        """Tokens per second of `batch` sequences over all ranks, half-way through their answers."""
         return batch / self.middle.seconds
 
     @property

@@ -1,9 +1,9 @@
-"""Attention on a CPU for short sequences: few large products in place of many small.
+"""Attention on a CPU for short sequences: a few large products in place of many small ones.
 
-torch's fused kernel works on small tiles where a sequence is short, and its backward on those that bf16 is slow on:
-batched products over all heads of a sequence take less time up to `LONGEST_SHORT` tokens (docs/performance.md). In fp32
-that goes for the forward, too; in bf16 it is torch's. Saved are queries, keys, values and the output: probabilities are
-computed again by torch's softmax, which takes less than half the time of `exp`, and needs no sums.
+torch's fused kernel uses small tiles for short sequences, and its backward uses tiles on which bf16 is slow. Batched
+products over all heads of a sequence take less time up to `LONGEST_SHORT` tokens (docs/performance.md): in backward,
+and in fp32 also in forward. Saves queries, keys, values and the output. Backward recomputes the probabilities with
+torch's softmax, which takes less than half the time of `exp` and needs no sums.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class _ShortAttention(torch.autograd.Function):
 
 
 def hidden_keys(length: int, device: torch.device) -> Tensor:
-    """What is added to the scores of up to `ATTENTION_ROWS` queries and as many keys: minus infinity where a query does
-    not see a key."""
+    """Additive mask of up to `ATTENTION_ROWS` queries and as many keys: minus infinity where a query does not see a
+    key."""
     rows = min(length, ATTENTION_ROWS)
     return torch.full((rows, rows), -torch.inf, device=device).triu_(1)
 
@@ -91,7 +91,7 @@ def _at_once(given: list[Tensor], hidden: Tensor, into: Sequence[Tensor]) -> Non
 
 
 def _mean(grad: Tensor, out: Tensor) -> Tensor:
-    """What softmax's backward takes off the gradients of a query's probabilities: [H, S, 1]."""
+    """Row sums that softmax's backward subtracts from the gradients of the probabilities: [H, S, 1]."""
     return (grad.float() * out.float()).sum(-1, keepdim=True)
 
 
@@ -102,7 +102,7 @@ def _of_scores(p: Tensor, grad: Tensor, v: Tensor, mean: Tensor) -> Tensor:
 
 
 def _by_rows(given: list[Tensor], hidden: Tensor, into: Sequence[Tensor]) -> None:
-    """The same for some queries at a time."""
+    """The backward pass in blocks of queries."""
     q, k, v, out, grad = given
     dq, dk, dv = into
     heads, seq, width = q.shape

@@ -5,14 +5,14 @@ from __future__ import annotations
 SHORTEST, LONGEST_SHORT = 64, {"float32": 128, "bfloat16": 512}
 """Tokens of a sequence for which a CPU computes the backward of attention as large products; at most, by dtype."""
 ATTENTION_ROWS = 128
-"""Queries of a sequence whose scores it holds at a time."""
+"""Queries per block of scores."""
 
 CACHED = 1 << 17
 """Elements of a gradient that a core's own cache holds beside what it multiplies."""
 
 
 def product_chunk(rows: int, columns: int) -> int:
-    """Of a weight [rows, columns], those rows whose gradient is computed before it is added to what is there."""
+    """Rows of a weight [rows, columns] per block of its gradient, which is computed and then accumulated."""
     return max(1, min(rows, (1 << 19) // columns))
 
 
@@ -27,7 +27,7 @@ are filled up."""
 _BESIDE_ROW = 12
 """Bytes that FBGEMM keeps beside each row: its scale, its zero point and its sum."""
 BYTE_ROWS = 64
-"""Rows of activations that are multiplied with an 8-bit matrix at a time."""
+"""Rows of activations per product with an 8-bit matrix."""
 
 
 def tiled_int8_bytes(outputs: int, inputs: int) -> int:

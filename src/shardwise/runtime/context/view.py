@@ -1,4 +1,4 @@
-"""What attention over a cut sequence needs to know of all its tokens: which pairs see each other."""
+"""Visibility of tokens to each other in attention over a cut sequence."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ContextBatch(Batch):
     than the order of tokens."""
 
     def fresh(self) -> ContextBatch:
-        """The same batch without what its blocks share."""
+        """A copy without the values that blocks share."""
         return replace(self, _shared={}, whole=self.whole and self.whole.fresh())
 
 

@@ -24,7 +24,7 @@ from shardwise.schedule.pipeline import Action, PipelineSchedule
 
 
 class Worker(Protocol):
-    """What the stages of one rank compute, and the collectives beside the messages."""
+    """Computation of one rank's stages, and the collectives besides the messages."""
 
     def buffer(self) -> Tensor:
         """Memory for the message of one micro-batch: an activation, or its gradient."""
@@ -37,7 +37,7 @@ class Worker(Protocol):
         with the gradients of weights, or keeping what these need."""
 
     def backward_of_weights(self, stage: int, micro: int) -> None:
-        """What `backward` has left out."""
+        """Weight gradients that `backward` has deferred."""
 
     def unshard(self, stage: int) -> None: ...
     def reshard(self, stage: int) -> None: ...
@@ -115,7 +115,7 @@ class _Execution:
             self.made["B", stage, micro] = dx
 
     def take(self, way: str, mine: tuple[int, int], source: tuple[int, int]) -> Tensor:
-        """What a stage computes on: received, or made by another stage of this rank."""
+        """Input of a stage: received, or made by another stage of this rank."""
         if not self.schedule.crosses(mine[0], source[0]):
             return self.made.pop((way, *source))
         buffer, message = self.arriving.pop((way, *mine))
@@ -166,7 +166,7 @@ def evaluate(stages: StageRunner, batch: Batch, targets: Tensor) -> Tensor:
 
 
 class _Work:
-    """What training and evaluation of a decoder have in common."""
+    """Common part of training and evaluation of a decoder."""
 
     def __init__(self, stages: StageRunner) -> None:
         self.stages, self.engine = stages, stages.engine

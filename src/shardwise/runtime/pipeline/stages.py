@@ -74,7 +74,7 @@ class _RecomputeFromInput(torch.autograd.Function):
 
 
 def no_moment(kept: list[WeightGradient]) -> None:
-    """Nobody looks."""
+    """No-op."""
 
 
 class StageRunner:

@@ -23,8 +23,8 @@ def _chunks(rows: Tensor) -> Iterator[slice]:
 class _CrossEntropy(torch.autograd.Function):
     """Saves the logits, the log-sum-exp of each token and the targets; the backward overwrites the logits.
 
-    Works through a few rows at a time, which the cache holds from one operation to the next, and no second copy of the
-    logits exists in any precision. The sums over this rank's columns are scaled to those over all.
+    Processes blocks of rows that stay in the cache from one operation to the next, without a second copy of the logits
+    in any precision. The sums over this rank's columns are scaled to the sums over all columns.
     """
 
     @staticmethod

@@ -20,7 +20,7 @@ from shardwise.runtime.transport.comms import Comms
 
 
 def context_of(part: str, mode: Mode, plan: UnitPlan, comms: Comms | None, device: torch.device) -> OpContext:
-    """What the forms of a part are given. comms: None where the forms communicate through others that they wrap."""
+    """Inputs of a part's forms. comms: None where the forms communicate through other forms that they wrap."""
     layout = plan.layout
     return OpContext(
         part,

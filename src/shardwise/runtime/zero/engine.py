@@ -127,7 +127,7 @@ class Engine:
         return memory
 
     def _reserve(self, device: torch.device) -> list[Tensor]:
-        """What the transport needs for the largest reduce-scatter beside the gradients."""
+        """Buffer of the transport for the largest reduce-scatter, besides the gradients."""
         scatters = {
             hop.axes: (unit.padded, hop.dtype)
             for unit in sorted(self.plan.units, key=lambda unit: unit.padded)
@@ -319,7 +319,7 @@ class Engine:
             self._reduce(part)
 
     def tied_gradients(self) -> Tensor:
-        """The reduced gradients of the tied table, of which the other end of the pipeline has the same interval."""
+        """The reduced gradients of the tied table; the other end of the pipeline has the same interval."""
         for pending in self._reductions.values():
             pending.wait()
         return self.units["tied"].grads_interval

@@ -19,7 +19,7 @@ Values = Callable[[Parameter, Tensor], Tensor]
 
 
 FILLED = 1 << 24
-"""Elements whose initial values are drawn at a time: their counters are 64-bit numbers, several for each."""
+"""Elements per block of initial values: each needs several 64-bit counters."""
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -127,11 +127,11 @@ class FlatUnit:
                 grad_slot.empty = False
 
     def accumulator(self) -> Target:
-        """Where one micro-batch's gradient goes: to those before it, if there are any."""
+        """Target of one micro-batch's gradient: added to the earlier ones, if there are any."""
         return Target(self.grads.tensor, True) if self.grads.held else Target(self.grads.take())
 
     def reduced(self) -> Target:
-        """Where this rank's interval of the sum over the data ranks goes."""
+        """Target of this rank's interval of the sum over the data ranks."""
         return self.accumulator() if self.plan.layout.stage >= 2 else Target(self.grads_interval)
 
     def add_gradients(self, piece: Tensor) -> None:

@@ -62,8 +62,8 @@ class Optimizer:
         self._step = torch.zeros((), device=self.states[0].master.device)
 
     def step(self, lr: float) -> float:
-        """Clip, update, and forget the gradients; returns their global norm before clipping (L2, over the model), NaN
-        where nobody looks at it."""
+        """Clip, update, and release the gradients; returns their global norm before clipping (L2, over the model), NaN
+        where it is not needed."""
         self.comms.pulse.work("the optimizer")
         norm, coefficient = math.nan, 1.0
         if self.config.clip or self.looks_at_norm:
