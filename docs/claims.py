@@ -10,7 +10,8 @@ import sys
 import textwrap
 from pathlib import Path
 
-from shardwise.validation.claims import Shown, claims, missing, show, topics
+from quoted import Shown, missing, show, topics
+from shardwise.validation.claims import claims
 
 PAGE = Path(__file__).with_name("claims.md")
 WIDTH = 118

@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 
+from quoted import Samples, Shown, computed_by, missing, show, topics
 from shardwise.cli.main import main
 from shardwise.cluster import Cluster
 from shardwise.layout import Workload
 from shardwise.model.catalog import get
 from shardwise.planner.serving import plan_serving
 from shardwise.predict.time.serving import ServingLayout, weight_bytes
-from shardwise.validation.claims import Samples, Shown, claims, computed_by, missing, show, topics
+from shardwise.validation.claims import claims
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -117,7 +118,7 @@ def test_formulas_are_read_as_they_are_meant():
 
 
 def test_a_wrong_figure_would_be_seen(monkeypatch):
-    from shardwise.validation.claims import states
+    from quoted import states
 
     monkeypatch.setattr(states, "zero_table", lambda params, ranks: {1: dict.fromkeys(ranks, params), 2: {8: 1.0}})
     wrong = show("zero1-formula").values["formula"]

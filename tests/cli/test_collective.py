@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 import shardwise
+from shardwise.cluster import Cluster
+from shardwise.predict.time import Pricing
 from shardwise.schedule import Draft, RepeatedRounds, Round, algorithms, find
-from shardwise.validation.claims.collectives import measured_seconds
 
 
 @pytest.fixture
@@ -119,7 +120,7 @@ def test_one_all_reduce_has_one_price_in_every_command(cluster, reads, command):
         "collective", "cost", "all-reduce", "--bytes", 16384, "--ranks", 4, "--cluster", cluster, "--json"
     )
     predicted = json.loads(out)["predicted"]
-    assert predicted["library_seconds"] == measured_seconds(cluster, "all_reduce", 16384, 4)
+    assert predicted["library_seconds"] == Pricing(Cluster.parse(cluster)).collectives.seconds("all_reduce", 16384, 4)
     assert ("reading_peers_seconds" in predicted) == reads
     _, out, _ = command("generate", "llama-3-70b", "--compare", "tp=4", "--cluster", cluster, "--json")
     generated = json.loads(out)["predicted"]

@@ -33,7 +33,7 @@ from shardwise.studio.data.tokens_chapters import chapters
 from shardwise.studio.data.tokens_metrics import headline, metrics, step_words, totals
 from shardwise.studio.data.tokens_training import drawn, how_drawn, shares_table, trained_table
 from shardwise.studio.query import Query
-from shardwise.validation.claims.table import claims
+from shardwise.validation.claims import claims
 
 LINKS = (12.5, 25.0, 50.0, 100.0, 200.0, 300.0, 450.0, 900.0)
 """GB/s that a device sends inside its node, to choose from."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from quoted.showing import Inputs, Samples, Values, topic
 from shardwise.cluster import Cluster
 from shardwise.layout import Layout, check
 from shardwise.model import ModelConfig
@@ -14,7 +15,6 @@ from shardwise.model.flops import (
     training_flops_per_token,
 )
 from shardwise.planner.campaign import devices_needed
-from shardwise.validation.claims.showing import Inputs, Samples, Values, topic
 from shardwise.validation.rounding import rounded, spacing, surely_lost_below
 
 shows = topic(6, "Operations, devices and numbers")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from quoted.showing import Inputs, Samples, Values, topic
 from shardwise.layout import Layout, UnitPlan, Workload, unit_plan
 from shardwise.layout.axes import TP, named
 from shardwise.model import ModelConfig
@@ -10,7 +11,6 @@ from shardwise.model.flops import hardware_flops_per_token, training_flops_per_t
 from shardwise.predict.memory.activations import Sizes, saved_items
 from shardwise.predict.traffic.ledger import predict_ledger
 from shardwise.schedule.closed_forms import CLOSED_FORMS
-from shardwise.validation.claims.showing import Inputs, Samples, Values, topic
 from shardwise.validation.megatron_memory import BLOCK_ITEMS, activation_bytes, block_activations
 
 shows = topic(2, "Memory of activations, recomputation")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from quoted.activations import gpt
+from quoted.collectives import measured_seconds, wire_seconds
+from quoted.showing import Inputs, Values, topic
 from shardwise.cluster import Cluster
 from shardwise.cluster.catalog import lookup
 from shardwise.layout import Layout
@@ -18,9 +21,6 @@ from shardwise.predict.traffic.tokens import (
     traffic_ratio,
 )
 from shardwise.schedule.pipeline.closed_forms import of_total
-from shardwise.validation.claims.activations import gpt
-from shardwise.validation.claims.collectives import measured_seconds, wire_seconds
-from shardwise.validation.claims.showing import Inputs, Values, topic
 
 shows = topic(5, "Serving: weights, and what a token moves")
 GB, TRAFFIC, PRICE = 1e9, "predict.traffic.tokens.summed_bytes", "schedule.price.price"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.validation.claims.table import Claim, claims
+from shardwise.validation.claims import Claim, claims
 
 Inputs = Mapping[str, Any]
 Values = dict[str, Any]

@@ -28,5 +28,5 @@ class Claim:
 @cache
 def claims() -> dict[str, Claim]:
     """All of them by id, in the table's order."""
-    text = (resources.files("shardwise.validation.claims") / "claims.json").read_text(encoding="utf-8")
+    text = (resources.files("shardwise.validation") / "claims.json").read_text(encoding="utf-8")
     return {row["id"]: Claim(**row) for row in json.loads(text)["claims"]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from quoted.showing import Inputs, Values, topic
 from shardwise.predict.traffic.tokens import boundary_bytes
 from shardwise.schedule.pipeline import Action, PipelineSchedule, build, complete
 from shardwise.schedule.pipeline.bubbles import least_micro, simulated
@@ -11,7 +12,6 @@ from shardwise.schedule.pipeline.plan import loop
 from shardwise.schedule.pipeline.simulate import simulate
 from shardwise.schedule.pipeline.times import Times
 from shardwise.schedule.pipeline.verify import verify
-from shardwise.validation.claims.showing import Inputs, Values, topic
 
 shows = topic(4, "Pipelines")
 

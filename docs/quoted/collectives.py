@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from quoted.activations import plan_of
+from quoted.showing import Inputs, Samples, Values, topic
 from shardwise.cluster import Cluster
 from shardwise.cluster.catalog import lookup
 from shardwise.layout.axes import TP, named
@@ -13,8 +15,6 @@ from shardwise.schedule import algorithms, build
 from shardwise.schedule.closed_forms import CLOSED_FORMS, lower_bound
 from shardwise.schedule.network import Network
 from shardwise.schedule.price import price
-from shardwise.validation.claims.activations import plan_of
-from shardwise.validation.claims.showing import Inputs, Samples, Values, topic
 
 shows = topic(3, "Collectives, links, traffic of training")
 GB = 1e9

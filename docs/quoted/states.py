@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from quoted.showing import Inputs, Samples, Values, topic
 from shardwise.model.catalog import get
 from shardwise.model.parameters import blueprint, count_parts
 from shardwise.predict.memory.states import largest_model, least_devices, training_states, zero_table
 from shardwise.predict.memory.step import OPTIMIZER_BYTES
 from shardwise.predict.traffic.tokens import stored_bytes
 from shardwise.report.step_report import DTYPE_BYTES
-from shardwise.validation.claims.showing import Inputs, Samples, Values, topic
 
 shows = topic(1, "Memory of weights, gradients and optimizer")
 GB = 1e9
