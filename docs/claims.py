@@ -24,8 +24,8 @@ computes every one of them: {same} come out as they are said, {wrong} do not, an
 `python docs/claims.py` (or `make figures`) makes this page; a test computes each figure again, holds it against what
 must come out, and fails where the page is stale.
 
-Functions are named with their module. GB = 1e9 bytes, GiB = 2^30, MB = 1e6, MiB = 2^20. NCCL's measured times stand
-beside times of the wire alone where these would mislead.
+Functions are named with their module; those of `quoted` are in `docs/quoted/`. GB = 1e9 bytes, GiB = 2^30, MB = 1e6,
+MiB = 2^20. NCCL's measured times stand beside times of the wire alone where these would mislead.
 """
 
 COUNTS = "| | figures | as it is said | corrected |\n|---|---:|---:|---:|"
@@ -63,8 +63,8 @@ def _entry(shown: Shown) -> str:
 
 
 def _whole(name: str) -> str:
-    """A command as it is typed, or a function below `shardwise` with its whole name."""
-    return name if name.startswith("shardwise ") else f"shardwise.{name}"
+    """A command as it is typed, or a function with its whole name."""
+    return name if name.startswith(("shardwise ", "quoted.")) else f"shardwise.{name}"
 
 
 def _plain(text: str) -> str:

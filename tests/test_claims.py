@@ -174,7 +174,7 @@ def test_hardware_utilisation_is_said_as_model_utilisation():
 
 def test_an_update_is_lost_in_torch_too():
     torch = pytest.importorskip("torch")
-    from shardwise.validation.rounding import rounded, spacing, surely_lost_below
+    from quoted.rounding import rounded, spacing, surely_lost_below
 
     weights = torch.arange(1.0, 2.0, 2.0**-7, dtype=torch.float64)
     low = weights.to(torch.bfloat16)
@@ -218,9 +218,10 @@ def test_what_a_figure_is_computed_by_exists(name):
         if path.startswith("shardwise "):
             continue
         found, *rest = path.split(".")
-        thing = import_module("shardwise")
-        for i, part in enumerate((found, *rest)):
-            module = ".".join(["shardwise", found, *rest[:i]])
+        root = [] if found == "quoted" else ["shardwise"]
+        thing = import_module(root[0] if root else found)
+        for i, part in enumerate((found, *rest) if root else rest, start=0 if root else 1):
+            module = ".".join([*root, found, *rest[:i]])
             thing = getattr(thing, part) if hasattr(thing, part) else import_module(module)
         assert thing.__doc__ or isinstance(thing, dict), path
 

@@ -11,7 +11,7 @@ from shardwise.model.flops import hardware_flops_per_token, training_flops_per_t
 from shardwise.predict.memory.activations import Sizes, saved_items
 from shardwise.predict.traffic.ledger import predict_ledger
 from shardwise.schedule.closed_forms import CLOSED_FORMS
-from shardwise.validation.megatron_memory import BLOCK_ITEMS, activation_bytes, block_activations
+from shardwise.validation.megatron_memory import BLOCK_ITEMS, Recompute, block_activations
 
 shows = topic(2, "Memory of activations, recomputation")
 GB, TB = 1e9, 1e12
@@ -35,6 +35,22 @@ def residual_bytes(hidden: int, layers: int, seq: int, batch: int) -> int:
     plan = plan_of(model, f"micro={batch},recompute=full", seq, batch)
     kept = (saved_items(plan, Sizes.of(plan), f"blocks.{i}") for i in range(layers))
     return sum(sum(items.values()) for items in kept)
+
+
+def activation_bytes(
+    model: ModelConfig,
+    micro: int,
+    seq: int,
+    tp: int = 1,
+    sp: bool = False,
+    recompute: Recompute = "none",
+    pp: int = 1,
+    virtual: int = 1,
+) -> float:
+    """Bytes of saved activations of the first stage, which holds as many micro-batches as there are stages, and
+    1 + (pp - 1) / (pp x virtual) times that when interleaved."""
+    held = model.layers * (1 + (pp - 1) / (pp * virtual) if virtual > 1 else 1)
+    return held * block_activations(model, micro, seq, tp, sp, recompute)
 
 
 @shows(
@@ -96,7 +112,7 @@ def _itemised(inputs: Inputs) -> Values:
 
 @shows(
     "act-175b-batch",
-    "validation.megatron_memory.activation_bytes",
+    "quoted.activations.activation_bytes",
     text="{tb_unfused:.0f} TB unfused, {tb_flash:.0f} TB with FlashAttention, {gb_one_sequence:.0f} GB for one "
     "sequence",
 )
@@ -115,7 +131,7 @@ def _whole_batch(inputs: Inputs) -> Values:
 @shows(
     "act-128k",
     "predict.memory.activations.saved_items",
-    "validation.megatron_memory.activation_bytes",
+    "quoted.activations.activation_bytes",
     text="{residual_gb:.0f} GB of residual stream alone, {all_tb_flash:.2f} TB of all with FlashAttention",
 )
 def _long_sequence(inputs: Inputs) -> Values:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from quoted.activations import plan_of
 from quoted.showing import Inputs, Samples, Values, topic
+from quoted.tokens import summed_bytes
+from quoted.zero import elements_moved, zeropp_across_nodes
 from shardwise.cluster import Cluster
 from shardwise.cluster.catalog import lookup
 from shardwise.layout.axes import TP, named
 from shardwise.model.catalog import get
 from shardwise.predict.traffic.ledger import predict_ledger
-from shardwise.predict.traffic.tokens import summed_bytes
-from shardwise.predict.traffic.zero import elements_moved, zeropp_across_nodes
 from shardwise.schedule import algorithms, build
 from shardwise.schedule.closed_forms import CLOSED_FORMS, lower_bound
 from shardwise.schedule.network import Network
@@ -131,7 +131,7 @@ def _sum_of_50mb(inputs: Inputs) -> Values:
     return said | {"ms_ring_300_p8": 1e3 * wire_seconds("all-reduce", "ring", nbytes, 8, 300 * GB)}
 
 
-@shows("zero3-volume", "predict.traffic.zero.elements_moved", "predict.traffic.ledger.predict_ledger",
+@shows("zero3-volume", "quoted.zero.elements_moved", "predict.traffic.ledger.predict_ledger",
        text="{ratio:g} times; {ledger:.2f} in the ledger of llama-3-8b on 64 ranks, where the last units of forward "
        "are still there when backward begins, and the embedding's backward reads no weights")  # fmt: skip
 def _volume_of_zero_3(inputs: Inputs) -> Values:
@@ -149,7 +149,7 @@ def _moved(layout: str) -> int:
 
 @shows(
     "zeropp-volume",
-    "predict.traffic.zero.zeropp_across_nodes",
+    "quoted.zero.zeropp_across_nodes",
     text="{before:g}M between nodes become {after:g}M: {ratio:g} times less; by one of them alone: qwZ {qwz:g}M, hpZ "
     "{hpz:g}M, qgZ {qgz:g}M",
 )
@@ -204,7 +204,7 @@ def block_collectives(layout: str, phase: str, op: str) -> int:
 
 @shows(
     "act-96-layer-19gb",
-    "predict.traffic.tokens.summed_bytes",
+    "quoted.tokens.summed_bytes",
     text="{gb:.1f} GB for 4,096 tokens, {each_mb:.0f} MB a collective, in forward alone",
 )
 def _sums_of_96_layers(inputs: Inputs) -> Values:

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
+from quoted.campaign import devices_needed, rule_of_thumb
+from quoted.rounding import rounded, spacing, surely_lost_below
 from quoted.showing import Inputs, Samples, Values, topic
 from shardwise.cluster import Cluster
 from shardwise.layout import Layout, check
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import get
 from shardwise.model.flops import (
-    forward_flops_per_sequence,
     forward_flops_per_token,
     hardware_flops_per_token,
-    rule_of_thumb,
     training_flops_per_token,
 )
-from shardwise.planner.campaign import devices_needed
-from shardwise.validation.rounding import rounded, spacing, surely_lost_below
 
 shows = topic(6, "Operations, devices and numbers")
 
 
-@shows("flops-175b", "model.flops.rule_of_thumb", text="{flop:.3g} FLOP; with causal attention {counted:.3g}")
+@shows("flops-175b", "quoted.campaign.rule_of_thumb", text="{flop:.3g} FLOP; with causal attention {counted:.3g}")
 def _training_175b(inputs: Inputs) -> Values:
     counted = inputs["tokens"] * training_flops_per_token(get("gpt3-175b"), 2048)
     return {"flop": rule_of_thumb(inputs["params"], inputs["tokens"]), "counted": counted}
 
 
-@shows("gpus-30-days", "planner.campaign.devices_needed", text="{a100:.0f} A100, {v100:,.0f} V100")
+@shows("gpus-30-days", "quoted.campaign.devices_needed", text="{a100:.0f} A100, {v100:,.0f} V100")
 def _thirty_days(inputs: Inputs) -> Values:
     flops = rule_of_thumb(175e9, 300e9)
     peaks = {"a100": Cluster.parse("1xA100").device.peak("bfloat16"), "v100": inputs["peak_v100"]}
@@ -54,10 +52,10 @@ def _blocks_forward(model: ModelConfig, seq: int) -> int:
     return more - forward_flops_per_token(model, seq, causal=False)
 
 
-@shows("compute-65000x", "model.flops.forward_flops_per_sequence", text="{ratio:,.0f} times")
+@shows("compute-65000x", "model.flops.forward_flops_per_token", text="{ratio:,.0f} times")
 def _prefill_over_decode(inputs: Inputs) -> Values:
     model = get("llama-3-70b")
-    return {"ratio": 32 * forward_flops_per_sequence(model, 2048) / forward_flops_per_token(model, 2048)}
+    return {"ratio": 32 * 2048 * forward_flops_per_token(model, 2048) / forward_flops_per_token(model, 2048)}
 
 
 @shows("mtnlg-3d", "layout.Layout", "layout.check", text="{gpus:,} GPUs, {layers} layers a stage")
@@ -84,9 +82,9 @@ def _utilisation(inputs: Inputs) -> Values:
 
 @shows(
     "bf16-vanish",
-    "validation.rounding.spacing",
-    "validation.rounding.surely_lost_below",
-    "validation.rounding.rounded",
+    "quoted.rounding.spacing",
+    "quoted.rounding.surely_lost_below",
+    "quoted.rounding.rounded",
     text="neighbours are {least:.4f} to {most:.4f} of the weight apart, updates below "
     "{always_lost_below_relative:.6f} are always lost: a weight of 1 stays 1 through 1,000 updates of +{step:.5f}, an "
     "fp32 one reaches {master:.2f}",

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from quoted.showing import Inputs, Values, topic
-from shardwise.predict.traffic.tokens import boundary_bytes
+from quoted.tokens import boundary_bytes
 from shardwise.schedule.pipeline import Action, PipelineSchedule, build, complete
 from shardwise.schedule.pipeline.bubbles import least_micro, simulated
-from shardwise.schedule.pipeline.closed_forms import of_total
 from shardwise.schedule.pipeline.memory import peaks
 from shardwise.schedule.pipeline.plan import loop
 from shardwise.schedule.pipeline.simulate import simulate
@@ -21,13 +20,18 @@ def unit_times(schedule: PipelineSchedule) -> Times:
     return Times.equal(schedule.stages, 1.0, 0.5, 0.5)
 
 
-@shows("pp-boundary", "predict.traffic.tokens.boundary_bytes", text="{bytes:,} bytes = {kib:g} KiB")
+def of_total(p: int, m: int) -> float:
+    """GPipe's and 1F1B's bubble of the total time: (p - 1) / (m + p - 1)."""
+    return (p - 1) / (m + p - 1)
+
+
+@shows("pp-boundary", "quoted.tokens.boundary_bytes", text="{bytes:,} bytes = {kib:g} KiB")
 def _boundary(inputs: Inputs) -> Values:
     nbytes = boundary_bytes(32, 4096)
     return {"bytes": nbytes, "kib": nbytes / 1024}
 
 
-@shows("pp-boundary-8k", "predict.traffic.tokens.boundary_bytes", text="{bytes:,} bytes = {kib:g} KiB")
+@shows("pp-boundary-8k", "quoted.tokens.boundary_bytes", text="{bytes:,} bytes = {kib:g} KiB")
 def _boundary_8k(inputs: Inputs) -> Values:
     nbytes = boundary_bytes(16, 8192)
     return {"bytes": nbytes, "kib": nbytes / 1024}
@@ -47,7 +51,7 @@ def _naive_bubble(inputs: Inputs) -> Values:
 @shows(
     "bubble-gpipe",
     "schedule.pipeline.bubbles.least_micro",
-    "schedule.pipeline.closed_forms.of_total",
+    "quoted.pipelines.of_total",
     text="{p4} at P=4 ({share4:.2%}), {p8} at P=8 ({share8:.2%})",
 )
 def _gpipe_bubble(inputs: Inputs) -> Values:

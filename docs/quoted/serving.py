@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from quoted.activations import gpt
 from quoted.collectives import measured_seconds, wire_seconds
+from quoted.pipelines import of_total
 from quoted.showing import Inputs, Values, topic
-from shardwise.cluster import Cluster
-from shardwise.cluster.catalog import lookup
-from shardwise.layout import Layout
-from shardwise.model.catalog import get
-from shardwise.model.flops import matmul_parameters
-from shardwise.model.parameters import count, count_parts
-from shardwise.predict.traffic.tokens import (
+from quoted.tokens import (
     block_bytes,
     boundary_bytes,
     read_seconds,
     received_bytes,
     stored_bytes,
     summed_bytes,
-    traffic_ratio,
 )
-from shardwise.schedule.pipeline.closed_forms import of_total
+from shardwise.cluster import Cluster
+from shardwise.cluster.catalog import lookup
+from shardwise.layout import Layout
+from shardwise.model.catalog import get
+from shardwise.model.flops import matmul_parameters
+from shardwise.model.parameters import count, count_parts
+from shardwise.planner.strategies import traffic_ratio
 
 shows = topic(5, "Serving: weights, and what a token moves")
-GB, TRAFFIC, PRICE = 1e9, "predict.traffic.tokens.summed_bytes", "schedule.price.price"
+GB, TRAFFIC, PRICE = 1e9, "quoted.tokens.summed_bytes", "schedule.price.price"
 NVLINK, PCIE = 600 * GB, 64 * GB
 """Both directions together, as the claims count: NVLink of an A100, PCIe 4.0 x16."""
 
@@ -35,7 +35,7 @@ def ring_sums(nbytes: float, ranks: int, bandwidth: float) -> float:
 
 @shows(
     "int-weights",
-    "predict.traffic.tokens.stored_bytes",
+    "quoted.tokens.stored_bytes",
     "predict.time.serving.weight_bytes",
     text="fp16 {fp16} GB, int8 {int8} GB, int4 {int4} GB; as stored, with a scale and a zero of 16 bits for each group "
     "of 32 and tables in 16 bits, int4 {stored} GB; 405B in int4 in an H200 of {h200:.0f} GB: {fits}",
@@ -59,7 +59,7 @@ def _quantised_weights(inputs: Inputs) -> Values:
 
 @shows(
     "tp-13b-40-gpu",
-    "predict.traffic.tokens.stored_bytes",
+    "quoted.tokens.stored_bytes",
     text="70B is {whole:.0f} GB, {tp4_gb:.1f} GB on each of four; 405B is {405b_gb:.0f} GB, {tp8pp2:.1f} GB on each "
     "of 16",
 )
@@ -70,7 +70,7 @@ def _split_weights(inputs: Inputs) -> Values:
 
 @shows(
     "tp4-free-memory",
-    "predict.traffic.tokens.stored_bytes",
+    "quoted.tokens.stored_bytes",
     "cluster.catalog.lookup",
     text="{gb:.1f} GB of 80 GB as it is sold, {real_gb:.1f} GB of what CUDA reports of an A100-80GB",
 )
@@ -138,7 +138,7 @@ def _traffic_of_a_token(inputs: Inputs) -> Values:
     "analyser-output",
     TRAFFIC,
     PRICE,
-    "schedule.pipeline.closed_forms.of_total",
+    "quoted.pipelines.of_total",
     text="{gpu_gb:.1f} GB a GPU; TP {tp_mb:.2f} MB, {tp_ms_nvlink:.4f} and {tp_ms_pcie:.3f} ms on the wire, "
     "{real_ms:.1f} ms as NCCL was measured on 4 A100; bubble {bubble:.1%}",
 )
@@ -157,7 +157,7 @@ def _analyser(inputs: Inputs) -> Values:
 
 @shows(
     "zero-inference-16gb",
-    "predict.traffic.tokens.received_bytes",
+    "quoted.tokens.received_bytes",
     text="{received_gb_per_gpu:.1f} GB into every GPU, {fabric_gb:.0f} GB in all, for each token",
 )
 def _gathered_weights(inputs: Inputs) -> Values:
@@ -167,8 +167,8 @@ def _gathered_weights(inputs: Inputs) -> Values:
 
 @shows(
     "zero-inference-layer-200mb",
-    "predict.traffic.tokens.received_bytes",
-    "predict.traffic.tokens.block_bytes",
+    "quoted.tokens.received_bytes",
+    "quoted.tokens.block_bytes",
     text="{resident_shard_mb:.1f} MB stay on a GPU, {received_per_gpu_gb:.2f} GB come from the others",
 )
 def _gathered_layer(inputs: Inputs) -> Values:
@@ -178,7 +178,7 @@ def _gathered_layer(inputs: Inputs) -> Values:
 
 @shows(
     "ratio-6400",
-    "predict.traffic.tokens.traffic_ratio",
+    "planner.strategies.traffic_ratio",
     "planner.strategies.compare",
     "shardwise generate llama-3-70b --compare tp=8 zero=3,dp=8 --cluster 8xH100",
     text="{blocks:,.0f} times for the blocks, {all_parameters:,.0f} for all parameters; a token takes {time:.0f} "
@@ -200,7 +200,7 @@ def _gathering_over_tensor(inputs: Inputs) -> Values:
     }
 
 
-@shows("ratio-crossover", "predict.traffic.tokens.traffic_ratio", text="{tokens:,.0f} tokens a step")
+@shows("ratio-crossover", "planner.strategies.traffic_ratio", text="{tokens:,.0f} tokens a step")
 def _crossover(inputs: Inputs) -> Values:
     model = get("llama-3-70b")
     return {"tokens": traffic_ratio(count_parts(model)[1], model)}
@@ -208,8 +208,8 @@ def _crossover(inputs: Inputs) -> Values:
 
 @shows(
     "inference-83-training-5",
-    "predict.traffic.tokens.received_bytes",
-    "predict.traffic.tokens.read_seconds",
+    "quoted.tokens.received_bytes",
+    "quoted.tokens.read_seconds",
     text="gathering a layer of Llama-3-70B on 8 GPUs takes {said:.1%} of a token's time at 600 GB/s with an H100's "
     "memory, {real:.1%} at 450 GB/s one way; {training:.1%} of a forward pass over 8,192 tokens at an A100's peak",
 )
@@ -227,7 +227,7 @@ def _share_of_gathering(inputs: Inputs) -> Values:
 
 @shows(
     "decode-matmul-time",
-    "predict.traffic.tokens.read_seconds",
+    "quoted.tokens.read_seconds",
     text="{layer_ms_one_gpu_h100:.2f} ms on one H100, {tp8_ms:.3f} ms on each of eight",
 )
 def _reading_a_layer(inputs: Inputs) -> Values:

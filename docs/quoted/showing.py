@@ -19,8 +19,8 @@ Samples = list[tuple[dict[str, float], float]]
 
 @dataclass(frozen=True)
 class Shown:
-    """A claim with what shardwise computes for it. text: the values in words. by: names of public functions and classes
-    below `shardwise`, or commands."""
+    """A claim with what shardwise computes for it. text: the values in words. by: names of public functions and
+    classes, `shardwise.` left out, or commands."""
 
     claim: Claim
     values: Values

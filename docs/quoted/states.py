@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from quoted.showing import Inputs, Samples, Values, topic
+from quoted.tokens import stored_bytes
 from shardwise.model.catalog import get
 from shardwise.model.parameters import blueprint, count_parts
 from shardwise.predict.memory.states import largest_model, least_devices, training_states, zero_table
 from shardwise.predict.memory.step import OPTIMIZER_BYTES
-from shardwise.predict.traffic.tokens import stored_bytes
 from shardwise.report.step_report import DTYPE_BYTES
 
 shows = topic(1, "Memory of weights, gradients and optimizer")
@@ -147,7 +147,7 @@ def _embedding(inputs: Inputs) -> Values:
     return {"params": params, "millions": params / 1e6}
 
 
-@shows("gpt4-table", "predict.traffic.tokens.stored_bytes", text="{fp16:,.0f} / {int8:,.0f} / {int4:,.0f} GB")
+@shows("gpt4-table", "quoted.tokens.stored_bytes", text="{fp16:,.0f} / {int8:,.0f} / {int4:,.0f} GB")
 def _weights_of_1800b(inputs: Inputs) -> Values:
     gb = [stored_bytes(1.8e12, dtype) / GB for dtype in ("float16", "int8", "int4")]
     return {"gb": gb, "fp16": gb[0], "int8": gb[1], "int4": gb[2]}

@@ -8,11 +8,9 @@ from shardwise.errors import UserError
 from shardwise.model.catalog import get
 from shardwise.model.flops import (
     attention_flops_per_token,
-    forward_flops_per_sequence,
     forward_flops_per_token,
     hardware_flops_per_token,
     matmul_parameters,
-    rule_of_thumb,
     training_flops_per_sequence,
     training_flops_per_token,
 )
@@ -65,27 +63,12 @@ def test_latent_attention_has_its_own_head_widths():
 def test_backward_is_twice_forward_and_a_sequence_its_tokens():
     c = get("gpt2")
     assert training_flops_per_token(c, 7) == 3 * forward_flops_per_token(c, 7)
-    assert forward_flops_per_sequence(c, 7) == 7 * forward_flops_per_token(c, 7)
     assert training_flops_per_sequence(c, 7, False) == 7 * training_flops_per_token(c, 7, False)
 
 
 def test_tying_saves_memory_but_no_operation():
     c = get("tiny-gpt")
     assert training_flops_per_token(c, 64) == training_flops_per_token(c.replace(tied=False), 64)
-
-
-def test_rule_of_thumb():
-    """GPT-3: 3.14e23 FLOP for 174.6B parameters and 300B tokens (Brown et al. 2020, table D.1)."""
-    assert rule_of_thumb(174.6e9, 300e9) == pytest.approx(3.14e23, rel=1e-2)
-    assert rule_of_thumb(0, 5) == 0
-
-
-@pytest.mark.parametrize("bad", [-1, float("nan"), float("inf")])
-def test_rule_of_thumb_refuses_figures_that_are_none(bad):
-    with pytest.raises(UserError, match="parameters"):
-        rule_of_thumb(bad, 1)
-    with pytest.raises(UserError, match="tokens"):
-        rule_of_thumb(1, bad)
 
 
 def test_empty_sequence_is_refused():

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.strategies import models
+from quoted.tokens import summed_bytes
 from shardwise.errors import LayoutError, UserError
 from shardwise.layout import Layout
 from shardwise.model import ModelConfig
@@ -16,7 +17,6 @@ from shardwise.planner.strategies import decode_round
 from shardwise.predict.serving_layout import check_generation, plan_of, sequences_of
 from shardwise.predict.traffic.ring_volume import kind_of, payload, ring_volume
 from shardwise.predict.traffic.serving import ForwardPass, steady_gathers, turn_ledger
-from shardwise.predict.traffic.tokens import summed_bytes
 from shardwise.schedule import build
 from shardwise.schedule.network import Network
 from shardwise.schedule.price import price

@@ -8,10 +8,8 @@ whole square, the convention of PaLM and Megatron-LM, for comparisons with what 
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
-from shardwise.errors import UserError
 from shardwise.model.config import ModelConfig
 from shardwise.model.operations import LinearOp
 from shardwise.model.parameters import blueprint
@@ -73,22 +71,6 @@ def hardware_flops_per_token(config: ModelConfig, seq: int, recompute: Recompute
     return training_flops_per_token(config, seq, causal) + again
 
 
-def forward_flops_per_sequence(config: ModelConfig, seq: int, causal: bool = True) -> int:
-    """FLOPs of one forward pass over a sequence of `seq` tokens."""
-    return seq * forward_flops_per_token(config, seq, causal)
-
-
 def training_flops_per_sequence(config: ModelConfig, seq: int, causal: bool = True) -> int:
     """Model FLOPs of a forward and a backward pass over a sequence of `seq` tokens."""
     return seq * training_flops_per_token(config, seq, causal)
-
-
-def rule_of_thumb(parameters: float, tokens: float) -> float:
-    """6ND: FLOPs of training N parameters on D tokens, without attention (Kaplan et al. 2020, section 2.1).
-
-    Raises `UserError` for negative or infinite figures.
-    """
-    for what, value in (("parameters", parameters), ("tokens", tokens)):
-        if not math.isfinite(value) or value < 0:
-            raise UserError(f"the number of {what} must be finite and not negative, not {value}")
-    return 6 * parameters * tokens

@@ -23,7 +23,6 @@ from shardwise.predict.time.strategy_training import TrainStepTime, trained
 from shardwise.predict.traffic.ring_volume import Volume, payload, ring_volume
 from shardwise.predict.traffic.serving import ForwardPass, steady_gathers, turn_ledger
 from shardwise.predict.traffic.slow_links import tensor_warnings
-from shardwise.predict.traffic.tokens import traffic_ratio
 from shardwise.report.step_report import LedgerRow
 
 ENGINE, TRAINER = "tensorrt-llm", "megatron-bridge"
@@ -324,3 +323,12 @@ def crossover(gathering: DecodeStrategy, tensor: DecodeStrategy) -> int | None:
         between = max(low + 1, isqrt(low * high))
         low, high = (low, between) if faster(between) else (between, high)
     return high
+
+
+def traffic_ratio(params: float, model: ModelConfig) -> float:
+    """Bytes on the wire of gathering `params` weights over those of tensor parallelism, for one token.
+
+    Both in one type, with two all-reduces per block (Shoeybi et al. 2019): (p-1)/p P against 2 (p-1)/p 2 L d, so
+    P / (4 L d) for any number of ranks. From that many tokens per step on, gathering moves less, too.
+    """
+    return params / (4 * model.layers * model.hidden)

@@ -41,22 +41,6 @@ def block_activations(
     return unit * (whole + split / tp + core / tp)
 
 
-def activation_bytes(
-    model: ModelConfig,
-    micro: int,
-    seq: int,
-    tp: int = 1,
-    sp: bool = False,
-    recompute: Recompute = "none",
-    pp: int = 1,
-    virtual: int = 1,
-) -> float:
-    """Bytes of saved activations of the first stage, which holds as many micro-batches as there are stages, and
-    1 + (pp - 1) / (pp x virtual) times that when interleaved."""
-    held = model.layers * (1 + (pp - 1) / (pp * virtual) if virtual > 1 else 1)
-    return held * block_activations(model, micro, seq, tp, sp, recompute)
-
-
 REDUCE_BUCKET = 5e8
 """Elements of the buffer that gradients are reduced in: DeepSpeed, reduce_bucket_size, its default."""
 

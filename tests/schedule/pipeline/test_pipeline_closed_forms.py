@@ -7,9 +7,10 @@ from itertools import product
 
 import pytest
 
+from quoted.pipelines import of_total
 from shardwise.schedule.pipeline import bubbles, build, find
 from shardwise.schedule.pipeline.bubbles import curve, least_micro
-from shardwise.schedule.pipeline.closed_forms import FORMS, PipelineShape, of_total
+from shardwise.schedule.pipeline.closed_forms import FORMS, PipelineShape
 from shardwise.schedule.pipeline.memory import peaks
 from shardwise.schedule.pipeline.simulate import simulate
 from shardwise.schedule.pipeline.times import Times

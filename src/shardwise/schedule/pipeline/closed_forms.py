@@ -119,8 +119,3 @@ FORMS = {
     "decode": PipelineFormula("(p-1)F", lambda c: (c.p - 1) * c.F, lambda p, m, v, r: 0),
 }
 """Schedule -> its formulas."""
-
-
-def of_total(p: int, m: int) -> float:
-    """GPipe's and 1F1B's bubble of the total time: (p - 1) / (m + p - 1)."""
-    return (p - 1) / (m + p - 1)

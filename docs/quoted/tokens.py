@@ -47,15 +47,6 @@ def received_bytes(nbytes: float, ranks: int) -> float:
     return nbytes * (ranks - 1) / ranks
 
 
-def traffic_ratio(params: float, model: ModelConfig) -> float:
-    """Bytes on the wire of gathering `params` weights over those of tensor parallelism, for one token.
-
-    Both in one type: (p-1)/p P against 2 (p-1)/p 2 L d, so P / (4 L d) for any number of ranks. It is the number of
-    tokens of a step from which on gathering moves less, too.
-    """
-    return params / (2 * SUMS_PER_BLOCK * model.layers * model.hidden)
-
-
 def read_seconds(nbytes: float, device: Device, ranks: int = 1) -> float:
     """Seconds to read `nbytes` bytes of weights, cut over `ranks` devices, from their memory: a bound for decoding.
 

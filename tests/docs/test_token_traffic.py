@@ -4,20 +4,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.cluster import Device
-from shardwise.errors import UserError
-from shardwise.layout import Layout, Workload, unit_plan
-from shardwise.model.catalog import get
-from shardwise.predict.traffic.ledger import predict_ledger
-from shardwise.predict.traffic.tokens import (
+from quoted.tokens import (
     block_bytes,
     boundary_bytes,
     read_seconds,
     received_bytes,
     stored_bytes,
     summed_bytes,
-    traffic_ratio,
 )
+from shardwise.cluster import Device
+from shardwise.errors import UserError
+from shardwise.layout import Layout, Workload, unit_plan
+from shardwise.model.catalog import get
+from shardwise.planner.strategies import traffic_ratio
+from shardwise.predict.traffic.ledger import predict_ledger
 from shardwise.schedule import build
 from shardwise.schedule.network import Network
 from shardwise.schedule.price import price

@@ -2,12 +2,12 @@
 
 import pytest
 
+from quoted.zero import elements_moved, zeropp_across_nodes
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.model.catalog import get
 from shardwise.model.parameters import count
 from shardwise.predict.traffic.ledger import predict_ledger
-from shardwise.predict.traffic.zero import elements_moved, zeropp_across_nodes
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quoted.rounding import rounded, spacing, surely_lost_below
 from shardwise.errors import UserError
-from shardwise.validation.rounding import rounded, spacing, surely_lost_below
 
 # Inside float16's normal numbers: limits of the exponent are not imitated.
 NUMBERS = st.floats(1e-4, 6e4) | st.floats(-6e4, -1e-4)
