@@ -79,8 +79,9 @@ def assert_parity(
     scale = _total(expected.final)
     for name, value in expected.final.items():
         error = sum(rank.final_errors.get(name, 0.0) for rank in ranks) ** 0.5
-        # Adam divides rounding noise by its own size: in fp32 only all parameters together have a meaningful bound.
-        norm = float(value.norm()) if case.precision == "fp64" else scale
+        # Adam divides rounding noise by its own size: in fp32 only all parameters together have a meaningful bound, and
+        # a wider one (measured up to 1.2e-4 where most labels are ignored, for a layout that is exact in fp64).
+        norm = float(value.norm()) if case.precision == "fp64" else 2 * scale
         assert error <= tolerance * norm, f"{name} after the last step: off by {error:.2e} of {norm:.2e}"
 
 
@@ -136,14 +137,18 @@ def _one_device_bf16(case: Case) -> dict[str, float]:
 def _assert_bf16_parity(
     case: Case, layout: Layout, mine: dict[str, float], again: Callable[[Case], list[RankOutcome]] | None
 ) -> None:
-    """At most twice as far from fp32 as one device in bf16: by one draw, and where that is too far by the middle of
-    several. Not by their mean: now and then the last steps of one magnify what the first differed by."""
-    bounds = {name: 2 * error for name, error in _one_device_bf16(case).items()}
+    """At most twice as far from fp32 as one device in bf16: by one draw, and where that is too far by the median of
+    several. Not by their mean: now and then the last steps of one magnify what the first differed by.
+
+    tpkind=gathered sums the gradient of every linear map's input over the ranks in bf16, Megatron-LM's form half as
+    many: 2.1 times was measured at tp=6, for a layout that is exact in fp64."""
+    times = 2.5 if layout.tpkind == "gathered" else 2
+    bounds = {name: times * error for name, error in _one_device_bf16(case).items()}
     if again and any(mine[name] > bounds[name] for name in bounds):
         draws = [mine, *(_errors_of(layout, again(drawn), judge(drawn)) for drawn in _draws(case)[1:])]
         mine = {name: median(errors[name] for errors in draws) for name in bounds}
     for name, bound in bounds.items():
-        assert mine[name] <= bound, f"{name}: {mine[name]:.2e} from fp32, one device {bound / 2:.2e}"
+        assert mine[name] <= bound, f"{name}: {mine[name]:.2e} from fp32, one device {bound / times:.2e}"
 
 
 def _copies(layout: Layout) -> int:
