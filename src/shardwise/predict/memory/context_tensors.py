@@ -59,7 +59,11 @@ class RingTensors(AttentionTensors):
         if not self.explicit:
             return out + mask
         square = pairs * self.s.heads * self.s.statistic
-        return out + 3 * square + self.q
+        return out + max(3 * square + self.q, 2 * square + self._mask_drawing(pairs))
+
+    def _mask_drawing(self, pairs: int) -> int:
+        """Transients of dropout's mask: counters of 8 bytes and two copies, for all probabilities of a block."""
+        return 3 * 8 * pairs * self.s.heads if self.plan.model.attention_dropout else 0
 
     def backward(self, live: LiveBytes, apart: bool) -> bool:
         """As `AttentionTensors.backward`."""
@@ -69,8 +73,9 @@ class RingTensors(AttentionTensors):
         wide_kv = 2 * self.kv * self.wide
         live.allocate(self.q * self.wide)
         self._arrive(live)
-        explicit = int(self.s.tokens * self.s.seq * self.s.heads * self.s.statistic) if self.explicit else 0
-        live.transient(qkv + wide_kv + 4 * explicit)
+        pairs = self.s.tokens * self.s.seq if self.explicit else 0
+        square = pairs * self.s.heads * self.s.statistic
+        live.transient(qkv + wide_kv + max(4 * square, 3 * square + self._mask_drawing(pairs)))
         if self.gathers:
             live.transient(2 * self.ranks * wide_kv)
         else:
