@@ -8,7 +8,7 @@ of measuring: a call too short for its clock, data that never left a cache, or a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 MORE = 4
@@ -38,12 +38,13 @@ class Probed:
 
 def above_limits(samples: Sequence[Probed], kind: str) -> dict[int, str]:
     """Index -> what is wrong, for every sample beyond its physical limit. kind: "cpu" or "cuda"."""
-    products, copies = _best_products(samples), _copied(samples)
+    copies = _copied(samples)
     above = {}
     for at, sample in enumerate(samples):
         if sample.what == "attention":
-            dtype, _ = sample.of
-            share, limit = _flops(sample) / sample.seconds / products[dtype], _TOLERANCE
+            best = samples[_limit_of(samples, sample)]
+            product = 2.0 * math.prod(best.shape) / best.seconds
+            share, limit = _flops(sample) / sample.seconds / product, _TOLERANCE
             rate = "the rate of matrix products"
         elif nbytes := _least_bytes(sample):
             share, limit = nbytes / sample.seconds / copies, _CACHED[kind]
@@ -57,20 +58,27 @@ def above_limits(samples: Sequence[Probed], kind: str) -> dict[int, str]:
 
 
 def within_limits(samples: Sequence[Probed], kind: str, again: Callable[[int, int], float]) -> list[Probed]:
-    """The samples, with those beyond their limits measured again with `MORE` times the work. again: from a sample's
-    index and `MORE` to the seconds that the sample's own work took. What is still beyond is for `above_limits`."""
+    """The samples, with those beyond their limits measured again with `MORE` times the work, and what set the limits as
+    well, of which the quicker time counts: another program may have disturbed it. again: from a sample's index and
+    `MORE` to the seconds that the sample's own work took. What is still beyond is for `above_limits`."""
     late = above_limits(samples, kind)
-    return [replace(s, seconds=again(at, MORE)) if at in late else s for at, s in enumerate(samples)]
+    limits = {_limit_of(samples, samples[at]) for at in late}
+    return [
+        replace(s, seconds=again(at, MORE))
+        if at in late
+        else replace(s, seconds=min(s.seconds, again(at, MORE)))
+        if at in limits
+        else s
+        for at, s in enumerate(samples)
+    ]
 
 
-def _best_products(samples: Sequence[Probed]) -> Mapping[str, float]:
-    """FLOP/s by dtype."""
-    best: dict[str, float] = {}
-    for sample in samples:
-        if sample.what == "product":
-            rate = 2.0 * math.prod(sample.shape) / sample.seconds
-            best[sample.of[0]] = max(best.get(sample.of[0], 0.0), rate)
-    return best
+def _limit_of(samples: Sequence[Probed], sample: Probed) -> int:
+    """Index of the sample that sets a sample's limit: the best product of attention's dtype, or the copy."""
+    if sample.what != "attention":
+        return next(at for at, each in enumerate(samples) if each.what == "copy")
+    alike = [at for at, each in enumerate(samples) if each.what == "product" and each.of[0] == sample.of[0]]
+    return max(alike, key=lambda at: math.prod(samples[at].shape) / samples[at].seconds)
 
 
 def _copied(samples: Sequence[Probed]) -> float:
