@@ -10,7 +10,6 @@ is made of is decided here once, for the command line, for Python and for `torch
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
@@ -20,7 +19,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.errors import UserError
+from shardwise.errors import UserError, did_you_mean, os_errors
 from shardwise.layout import Layout, Workload, check_runnable, fewer_ranks
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import resolve
@@ -288,9 +287,7 @@ def _starting_from(folder: Path, model: ModelConfig, tokenizer: Path | str | Non
 def _check_options(options: dict[str, Any]) -> None:
     for name in options:
         if name not in _OPTIONS:
-            near = difflib.get_close_matches(name, _OPTIONS, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known options: {', '.join(_OPTIONS)}"
-            raise UserError(f"train has no option {name!r}; {hint}")
+            raise UserError(f"train has no option {name!r}; {did_you_mean(name, _OPTIONS, 'known options:')}")
 
 
 def _check_inputs(config: TrainConfig) -> None:
@@ -363,14 +360,12 @@ def _claimed(config: TrainConfig, again: bool = False, series: bool = False) -> 
     from shardwise.checkpoint import kept
 
     out = Path(config.out)
-    try:
+    with os_errors(f"make the run directory {out}", "; choose another --out"):
         if series:
             out = make_next(out.with_name(out.name.rpartition("-")[0]))
             config = replace(config, out=str(out))
         else:
             out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot make the run directory {out}: {error.strerror}; choose another --out") from None
     try:
         source = Path(config.resume).resolve() if config.resume else None
         elsewhere = source is not None and out.resolve() not in source.parents

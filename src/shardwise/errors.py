@@ -1,5 +1,11 @@
 """The one exception that a user's mistake raises: the command line prints its message as one line and exits with 2."""
 
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
 
 class UserError(ValueError):
     """Input that cannot be used. The message is one line: what is wrong, and what to do instead."""
@@ -7,3 +13,18 @@ class UserError(ValueError):
 
 class LayoutError(UserError):
     """A layout that is illegal, or that cannot run here. The message names the reason and the nearest legal values."""
+
+
+@contextmanager
+def os_errors(doing: str, instead: str = "") -> Iterator[None]:
+    """Raise the `UserError` "cannot DOING: reason" for an `OSError`. instead: what to do, after the reason."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot {doing}: {error.strerror}{instead}") from None
+
+
+def did_you_mean(name: str, known: Collection[str], otherwise: str) -> str:
+    """The hint of a message about an unknown name: the nearest known one, or after `otherwise` all of them."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]}?" if near else f"{otherwise} {', '.join(known)}"

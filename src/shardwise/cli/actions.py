@@ -12,12 +12,17 @@ FLAGS = {
 """What every command and every action takes, with its help."""
 
 
-def actions(parser: argparse.ArgumentParser) -> Callable[[str, str], argparse.ArgumentParser]:
-    """A function (name, help text) -> parser that gives `parser` one action after the other."""
+Run = Callable[[argparse.Namespace], int]
+"""Runs a command or an action. Returns the exit code."""
+
+
+def actions(parser: argparse.ArgumentParser) -> Callable[[str, str, Run], argparse.ArgumentParser]:
+    """A function (name, help text, what runs it) -> parser that gives `parser` one action after the other."""
     added_to = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
 
-    def action(name: str, summary: str) -> argparse.ArgumentParser:
+    def action(name: str, summary: str, run: Run) -> argparse.ArgumentParser:
         added = added_to.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        added.set_defaults(run=run)
         # Left out, they must not overwrite what stands before the action.
         for flag, text in FLAGS.items():
             added.add_argument(flag, action="store_true", default=argparse.SUPPRESS, help=text)

@@ -14,18 +14,23 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
+from statistics import median, quantiles
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli import calibrate_device, calibrate_topology, collective_bench
 from shardwise.cli.actions import actions
 from shardwise.cli.cluster_file import known_cluster, write_cluster
 from shardwise.cli.output import print_json, show
+from shardwise.cli.quantities import bytes_of
+from shardwise.cluster import Cluster
 from shardwise.errors import UserError
+from shardwise.report.terminal import plain_table
+from shardwise.report.units import format_bytes, format_share, format_time
 
 if TYPE_CHECKING:
-    from shardwise.cluster import Cluster
     from shardwise.schedule.fit import Accuracy, Figure, NetworkFit, Sample
 
 SIZES = ",".join(f"{1 << k}KiB" for k in range(17))
@@ -44,13 +49,11 @@ _SPEEDS = {"intra.beta": "bandwidth", "again": "again", "gamma": "addition", "lo
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     action = actions(parser)
-    calibrate_device.add_arguments(
-        action("device", "time products, attention, memory and collectives on this host's CPU or GPU")
-    )
-    calibrate_topology.add_arguments(
-        action("topology", "read nvidia-smi topo -m: a cluster file with the links of such nodes")
-    )
-    network = action("network", "fit latency and speeds to collectives of this host's processes")
+    device = "time products, attention, memory and collectives on this host's CPU or GPU"
+    calibrate_device.add_arguments(action("device", device, calibrate_device.run))
+    topology = "read nvidia-smi topo -m: a cluster file with the links of such nodes"
+    calibrate_topology.add_arguments(action("topology", topology, calibrate_topology.run))
+    network = action("network", "fit latency and speeds to collectives of this host's processes", _network)
     network.add_argument("--ranks", type=int, required=True, metavar="P", help="processes to start")
     network.add_argument("--transport", choices=("shared", "sends"), default="shared", help="(shared)")
     network.add_argument("--sizes", default=SIZES, metavar="SIZE,...", help="every second is held back (1KiB-64MiB)")
@@ -61,11 +64,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     network.add_argument("--out", type=Path, metavar="FILE", help="cluster file to write, or to bring up to date")
 
 
-def run(args: argparse.Namespace) -> int:
-    kinds = {"device": calibrate_device.run, "topology": calibrate_topology.run, "network": _network}
-    return kinds[args.action](args)
-
-
 def _network(args: argparse.Namespace) -> int:
     from shardwise.runtime.job.launch import RunFailed
     from shardwise.runtime.job.output import say
@@ -74,7 +72,7 @@ def _network(args: argparse.Namespace) -> int:
     from shardwise.schedule.network import Network
 
     sizes = _sizes(args)
-    cluster = _cluster(args)
+    cluster = known_cluster(args.out) or Cluster.parse(f"{args.ranks}xcpu")
     chosen = [algorithm for algorithm in algorithms() if not algorithm.most or args.ranks <= algorithm.most]
     say(_announced(args, chosen, sizes))
     samples, spread = _measured(args, chosen, sizes)
@@ -102,8 +100,6 @@ def _network(args: argparse.Namespace) -> int:
 
 
 def _sizes(args: argparse.Namespace) -> list[int]:
-    from shardwise.cli.quantities import bytes_of
-
     sizes = sorted({bytes_of("--sizes", word) for word in args.sizes.split(",")})
     if len(sizes) < 3:
         raise UserError(f"--sizes {args.sizes}: give three sizes or more, since every second one is held back")
@@ -112,13 +108,6 @@ def _sizes(args: argparse.Namespace) -> list[int]:
     args.limit, args.settled, args.cluster = args.seconds, _SETTLED, None
     collective_bench.check(args, sizes)
     return sizes
-
-
-def _cluster(args: argparse.Namespace) -> Cluster:
-    """What is known before: the file's, or this host. Raises `UserError` where the file could not be written later."""
-    from shardwise.cluster import Cluster
-
-    return known_cluster(args.out) or Cluster.parse(f"{args.ranks}xcpu")
 
 
 def _announced(args: argparse.Namespace, chosen: list[Any], sizes: list[int]) -> str:
@@ -133,8 +122,6 @@ def _announced(args: argparse.Namespace, chosen: list[Any], sizes: list[int]) ->
 def _measured(args: argparse.Namespace, chosen: list[Any], sizes: list[int]) -> tuple[list[Sample], float]:
     """One sample for each algorithm and size, the lower quartile of its rounds, since what else runs on the host only
     ever adds to them; and their usual spread, the middle round over the quickest one."""
-    from statistics import median, quantiles
-
     from shardwise.schedule import build
     from shardwise.schedule.fit import Sample
 
@@ -155,11 +142,8 @@ def _measured(args: argparse.Namespace, chosen: list[Any], sizes: list[int]) -> 
 
 
 def _with_link(cluster: Cluster, network_fit: NetworkFit, args: argparse.Namespace) -> Cluster:
-    from dataclasses import replace
-
     command = f"shardwise calibrate network --ranks {args.ranks} --transport {args.transport} --rounds {args.rounds}"
-    link = network_fit.link("intra", f"{command}, {date.today()}, {_cpu()}")
-    link = replace(link, kind=cluster.intra.kind)
+    link = replace(network_fit.link("intra", f"{command}, {date.today()}, {_cpu()}"), kind=cluster.intra.kind)
     return replace(cluster, intra=link, devices_per_node=max(cluster.devices_per_node, args.ranks))
 
 
@@ -177,8 +161,6 @@ def _lines(args: argparse.Namespace, checked: Accuracy, spread: float) -> list[s
 
 
 def _verdict(checked: Accuracy) -> str:
-    from shardwise.report.units import format_share
-
     error, chosen = checked.median_error, checked.chosen_well(_WITHIN)
     words = []
     if error is not None:
@@ -197,8 +179,6 @@ def _noise(spread: float) -> str:
 
 
 def _write(file: Path, cluster: Cluster, network_fit: NetworkFit, header: list[str]) -> None:
-    from shardwise.report.units import format_time
-
     times = [(name, network_fit.constant[of]) for of, name in _TIMES.items() if of in network_fit.constant]
     remarks = {f"intra.{name}": _interval(figure, format_time) for name, figure in times}
     for k in range(len(network_fit.sizes)):
@@ -213,19 +193,11 @@ def _interval(figure: Figure, words: Callable[[float], str], order: int = 1) -> 
 
 
 def _speed(seconds: float) -> str:
-    from shardwise.report.units import format_bytes
-
     return f"{format_bytes(1 / seconds)}/s" if seconds else "free"
 
 
 def _print(network_fit: NetworkFit, checked: Accuracy) -> None:
-    from statistics import median
-
-    from rich.table import Table
-
-    from shardwise.report.units import format_bytes, format_share, format_time
-
-    figures = Table("figure", "memory of a rank", "value", "80% interval", box=None, pad_edge=False)
+    figures = plain_table(("figure", "memory of a rank", "value", "80% interval"))
     for of, name in _TIMES.items():
         if figure := network_fit.constant.get(of):
             figures.add_row(name, "", format_time(figure.value), _interval(figure, format_time))
@@ -233,7 +205,7 @@ def _print(network_fit: NetworkFit, checked: Accuracy) -> None:
         for nbytes, figure in zip(network_fit.sizes, network_fit.sized.get(of, ()), strict=of in network_fit.sized):
             memory = format_bytes(nbytes, binary=True)
             figures.add_row(name, memory, _speed(figure.value), _interval(figure, _speed, -1))
-    held = Table("collective", "median error", "cells chosen well", box=None, pad_edge=False)
+    held = plain_table(("collective", "median error", "cells chosen well"))
     for collective in dict.fromkeys([*checked.errors, *(cell.collective for cell in checked.cells)]):
         errors = checked.errors.get(collective)
         cells = [cell for cell in checked.cells if cell.collective == collective]

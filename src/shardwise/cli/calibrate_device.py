@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import platform
 import shlex
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
@@ -16,12 +17,16 @@ from typing import TYPE_CHECKING, Any, Literal
 from shardwise.cli import collective_bench
 from shardwise.cli.cluster_file import known_cluster, write_cluster
 from shardwise.cli.output import print_json, show
+from shardwise.cluster import Cluster, Device, Link
+from shardwise.cluster.catalog import lookup
 from shardwise.errors import UserError
+from shardwise.report.terminal import plain_table
+from shardwise.report.units import format_bytes, format_share, format_time
 from shardwise.runtime import TRANSPORTS
 from shardwise.runtime.installed import require
 
 if TYPE_CHECKING:
-    from shardwise.cluster import Cluster, Device, Link
+    from rich.console import RenderableType
 
 SECONDS = 60.0
 
@@ -115,7 +120,6 @@ def _check_limits(samples: list[dict[str, Any]], kind: str) -> None:
 
 
 def _device(measured: dict[str, Any], args: argparse.Namespace, kind: Literal["cpu", "cuda"]) -> Device:
-    from shardwise.cluster.catalog import lookup
     from shardwise.predict.time.measuring import device_of
     from shardwise.runtime.measure.calibration import MODEL
 
@@ -134,16 +138,12 @@ def _device(measured: dict[str, Any], args: argparse.Namespace, kind: Literal["c
 
 def _cluster(before: Cluster | None, device: Device, ranks: int) -> Cluster:
     """The file's cluster with this device; its link inside a node from the messages, where nothing was known of it."""
-    from shardwise.cluster import Cluster, Link
-
     cluster = before or Cluster(1, ranks, device, Link(None, None), Link(None, None))
     intra = cluster.intra if cluster.intra.bandwidth else _link(device) or cluster.intra
     return replace(cluster, device=device, devices_per_node=max(cluster.devices_per_node, ranks), intra=intra)
 
 
 def _link(device: Device) -> Link | None:
-    from shardwise.cluster import Link
-
     timed = device.measured.get("collectives")
     if not timed:
         return None
@@ -151,15 +151,12 @@ def _link(device: Device) -> Link | None:
     return Link(seconds[0], sizes[-1] / seconds[-1], f"messages of {device.source}")
 
 
-def _tables(device: Device) -> list[Any]:
-    from rich.table import Table
-
+def _tables(device: Device) -> Iterator[RenderableType]:
     from shardwise.predict.time.measuring import COUNTED, seconds_an_element
-    from shardwise.report.units import format_bytes, format_share, format_time
 
     assert device.memory_bandwidth
     values, bandwidth = device.measured["values"], device.memory_bandwidth
-    figures = Table("measured", *device.peak_flops, box=None, pad_edge=False)
+    figures = plain_table(("measured", *device.peak_flops))
     figures.add_row("matrix products", *(f"{rate / 1e9:,.0f} GFLOP/s" for rate in device.peak_flops.values()))
     for width in device.measured["attention"]["float32"]:
         forms = (device.measured["attention"][dtype][width] for dtype in device.peak_flops)
@@ -172,21 +169,17 @@ def _tables(device: Device) -> list[Any]:
             *(f"{seconds_an_element(device, of, dtype) * 1e9:.2f} ns an element" for dtype in device.peak_flops),
         )
     call = values.get("pass_s", values.get("launch_s"))
-    lines = [f"{device.name}: copies {format_bytes(bandwidth)}/s, {format_time(call)} to call an operation", figures]
-    return [*lines, *_collectives(device)]
+    yield from (f"{device.name}: copies {format_bytes(bandwidth)}/s, {format_time(call)} to call an operation", figures)
+    yield from _collectives(device)
 
 
-def _collectives(device: Device) -> list[Any]:
-    from rich.table import Table
-
-    from shardwise.report.units import format_bytes, format_time
-
+def _collectives(device: Device) -> Iterator[RenderableType]:
     timed = dict(device.measured.get("collectives", {}))
     if not timed:
-        return []
+        return
     sizes, message = timed.pop("sizes"), timed.pop("message")
-    table = Table("bytes", "message", *(op.replace("_", "-") for op in timed), box=None, pad_edge=False)
+    table = plain_table(("bytes", "message", *(op.replace("_", "-") for op in timed)))
     for k, nbytes in enumerate(sizes):
         times = (seconds[k] for op in timed.values() for seconds in op.values())
         table.add_row(format_bytes(nbytes, binary=True), format_time(message[k]), *map(format_time, times))
-    return ["", table]
+    yield from ("", table)

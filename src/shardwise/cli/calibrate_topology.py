@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 from shardwise.cli.cluster_file import check_name, write_cluster
 from shardwise.cli.output import print_json
+from shardwise.cluster import Cluster
 from shardwise.errors import UserError
+from shardwise.report.units import format_bytes
 
 if TYPE_CHECKING:
-    from shardwise.cluster import Cluster
     from shardwise.cluster.topology import Topology
 
 
@@ -65,8 +66,6 @@ def _topology(table: str | None) -> Topology:
 
 
 def _links(cluster: Cluster) -> Iterator[str]:
-    from shardwise.report.units import format_bytes
-
     for name, link in (("inside a node", cluster.intra), ("between nodes", cluster.inter)):
         if name == "inside a node" or cluster.nodes > 1:
             speed = f"{format_bytes(link.bandwidth)}/s" if link.bandwidth else "speed not known"

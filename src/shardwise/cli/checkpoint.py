@@ -8,15 +8,23 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise.checkpoint import Checkpoint, DamagedError, TensorDifference, diff, find, reshard, with_older
+from shardwise.checkpoint.manifest import Manifest
 from shardwise.cli.actions import actions
-from shardwise.cli.output import print_json, show
+from shardwise.cli.models import model_of
+from shardwise.cli.output import print_result
+from shardwise.errors import UserError
+from shardwise.layout import Layout
+from shardwise.report.terminal import plain_table
+from shardwise.report.units import format_bytes, format_count
 
 if TYPE_CHECKING:
-    from shardwise.checkpoint import Checkpoint, TensorDifference
-    from shardwise.checkpoint.manifest import Manifest
+    from rich.console import RenderableType
 
 _SHOWN = 20
 """Lines of a table of differences; --json has them all."""
@@ -24,25 +32,25 @@ _SHOWN = 20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     action = actions(parser)
-    inspect = action("inspect", "show what a checkpoint contains")
+    inspect = action("inspect", "show what a checkpoint contains", _inspect)
     inspect.add_argument("checkpoint", metavar="CHECKPOINT", type=Path)
     inspect.add_argument("--tensors", action="store_true", help="list every tensor")
-    verify = action("verify", "read all of a checkpoint and check every checksum")
+    verify = action("verify", "read all of a checkpoint and check every checksum", _verify)
     verify.add_argument("checkpoint", metavar="CHECKPOINT", type=Path)
-    reshard = action("reshard", "rewrite a checkpoint for another layout")
-    reshard.add_argument("checkpoint", metavar="CHECKPOINT", type=Path)
-    reshard.add_argument("--layout", required=True, metavar="LAYOUT", help="such as tp=2,dp=2,zero=1")
-    reshard.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="the new checkpoint's folder")
-    diff = action("diff", "compare two checkpoints by tensor; the exit code is 1 when they differ")
-    diff.add_argument("a", metavar="A", type=Path)
-    diff.add_argument("b", metavar="B", type=Path)
-    export = action("export", "write the weights as a Hugging Face folder, which transformers loads")
+    rewrite = action("reshard", "rewrite a checkpoint for another layout", _reshard)
+    rewrite.add_argument("checkpoint", metavar="CHECKPOINT", type=Path)
+    rewrite.add_argument("--layout", required=True, metavar="LAYOUT", help="such as tp=2,dp=2,zero=1")
+    rewrite.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="the new checkpoint's folder")
+    compare = action("diff", "compare two checkpoints by tensor; the exit code is 1 when they differ", _diff)
+    compare.add_argument("a", metavar="A", type=Path)
+    compare.add_argument("b", metavar="B", type=Path)
+    export = action("export", "write the weights as a Hugging Face folder, which transformers loads", _export)
     export.add_argument("checkpoint", metavar="CHECKPOINT", type=Path)
     export.add_argument("--to", required=True, type=Path, metavar="FOLDER", help="the new folder")
     export.add_argument(
         "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of every tensor (bfloat16)"
     )
-    _import_arguments(action("import", "convert another trainer's checkpoint (FSDP2, DeepSpeed)"))
+    _import_arguments(action("import", "convert another trainer's checkpoint (FSDP2, DeepSpeed)", _import))
 
 
 def _import_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,74 +72,46 @@ def _import_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--batch", type=int, metavar="N", help="sequences per step (DeepSpeed's own)")
 
 
-def run(args: argparse.Namespace) -> int:
-    actions = {
-        "inspect": _inspect, "verify": _verify, "reshard": _reshard, "diff": _diff, "export": _export,
-        "import": _import,
-    }  # fmt: skip
-    return actions[args.action](args)
-
-
 def _inspect(args: argparse.Namespace) -> int:
-    from shardwise.checkpoint import find
-
     checkpoint = find(args.checkpoint)
-    if args.json:
-        print_json({**_summary(checkpoint), "tensors": _tensors(checkpoint)})
-        return 0
-    from rich.table import Table
+    tensors = {name: {"shape": spec.shape, "dtype": spec.dtype} for name, spec in checkpoint.tensors.items()}
+    return print_result(args, {**_summary(checkpoint), "tensors": tensors}, _contents(checkpoint, args.tensors))
 
-    from shardwise.report.units import format_bytes
 
-    table = Table("file", "bytes", "pieces", box=None, pad_edge=False)
+def _contents(checkpoint: Checkpoint, tensors: bool) -> Iterator[RenderableType]:
+    yield from _lines(checkpoint)
+    files = plain_table(("file", "bytes", "pieces"))
     for part in checkpoint.manifest.parts:
-        table.add_row(part.name, format_bytes(part.nbytes), str(len(part.pieces)))
-    show(*_lines(checkpoint), "", table)
-    if args.tensors:
-        tensors = Table("tensor", "shape", "dtype", box=None, pad_edge=False)
+        files.add_row(part.name, format_bytes(part.nbytes), str(len(part.pieces)))
+    yield from ("", files)
+    if tensors:
+        table = plain_table(("tensor", "shape", "dtype"))
         for name, spec in checkpoint.tensors.items():
-            tensors.add_row(_plain(name), " x ".join(map(str, spec.shape)), spec.dtype)
-        show("", tensors)
-    return 0
+            table.add_row(_plain(name), " x ".join(map(str, spec.shape)), spec.dtype)
+        yield from ("", table)
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from shardwise.checkpoint import DamagedError, find, with_older
-
     checkpoint = find(args.checkpoint)
     try:
         checkpoint.verify()
     except DamagedError as error:
         raise with_older(error, checkpoint.folder) from None
-    if args.json:
-        print_json({**_summary(checkpoint), "whole": True})
-    else:
-        show(*_lines(checkpoint), "", "every checksum is correct")
-    return 0
+    lines = [*_lines(checkpoint), "", "every checksum is correct"]
+    return print_result(args, {**_summary(checkpoint), "whole": True}, lines)
 
 
 def _reshard(args: argparse.Namespace) -> int:
-    from shardwise.layout import Layout
-
     layout = Layout.parse(args.layout)
-    from shardwise.checkpoint import find, reshard
-
     manifest = reshard(find(args.checkpoint), args.out, layout)
-    if args.json:
-        print_json({"checkpoint": str(args.out), "layout": str(layout), **_counts(manifest)})
-    else:
-        from shardwise.report.units import format_bytes
-
-        count = len(manifest.parts)
-        files = f"{count} file{'s' * (count != 1)}, {format_bytes(manifest.nbytes)}"
-        show(f"wrote {args.out}: step {manifest.step} under {layout}, {files}")
-    return 0
+    count = len(manifest.parts)
+    files = f"{count} file{'s' * (count != 1)}, {format_bytes(manifest.nbytes)}"
+    line = f"wrote {args.out}: step {manifest.step} under {layout}, {files}"
+    return print_result(args, {"checkpoint": str(args.out), "layout": str(layout), **_counts(manifest)}, [line])
 
 
 def _import(args: argparse.Namespace) -> int:
     from shardwise.checkpoint.foreign import ResumeSettings, import_checkpoint
-    from shardwise.cli.models import model_of
-    from shardwise.errors import UserError
 
     settings = {name: getattr(args, name) for name in ("data", "tokenizer", "seq")}
     missing = [f"--{name}" for name, value in settings.items() if value is None]
@@ -145,69 +125,52 @@ def _import(args: argparse.Namespace) -> int:
     )
     for line in _differences_of_import(manifest):
         print(f"shardwise: warning: {line}", file=sys.stderr)
-    if args.json:
-        about = manifest.about
-        print_json({"checkpoint": str(args.out), "imported": about["imported"], **_counts(manifest)})
-        return 0
-    from shardwise.report.units import format_bytes
-
     size = format_bytes(manifest.nbytes)
-    show(f"wrote {args.out}: {len(manifest.tensors)} tensors after {manifest.step} steps, {size}")
+    lines = [f"wrote {args.out}: {len(manifest.tensors)} tensors after {manifest.step} steps, {size}"]
     if run is not None:
-        show(f"resume with: shardwise train --resume {args.out} --layout LAYOUT --steps N --out RUN")
+        lines.append(f"resume with: shardwise train --resume {args.out} --layout LAYOUT --steps N --out RUN")
     else:
-        show(f"its weights for train --weights: shardwise checkpoint export {args.out} --to FOLDER")
-    return 0
+        lines.append(f"its weights for train --weights: shardwise checkpoint export {args.out} --to FOLDER")
+    data = {"checkpoint": str(args.out), "imported": manifest.about["imported"], **_counts(manifest)}
+    return print_result(args, data, lines)
 
 
 def _diff(args: argparse.Namespace) -> int:
-    from shardwise.checkpoint import diff, find
-
     a, b = find(args.a), find(args.b)
     result = diff(a, b)
-    if args.json:
-        differences = [
-            {"tensor": d.tensor, "what": d.what, "elements": d.elements, "largest": _number(d.largest)} for d in result
-        ]
-        print_json({"a": str(a.folder), "b": str(b.folder), "equal": not result, "differences": differences})
-    elif result:
-        show(_differences(result))
-        count = len({*a.tensors, *b.tensors})
-        show("", f"{len(result)} of {count} tensors differ" + ("; --json lists them" if len(result) > _SHOWN else ""))
-    else:
-        show(f"equal bit by bit: {len(a.tensors)} tensors")
+    differences = [asdict(d) | {"largest": _number(d.largest)} for d in result]
+    data = {"a": str(a.folder), "b": str(b.folder), "equal": not result, "differences": differences}
+    print_result(args, data, _differences(result, a, b))
     return 1 if result else 0
 
 
 def _export(args: argparse.Namespace) -> int:
-    from shardwise.checkpoint import find
     from shardwise.checkpoint.huggingface import export
 
     checkpoint = find(args.checkpoint)
     made = export(checkpoint, args.to, args.dtype)
-    if args.json:
-        print_json({
-            "folder": str(made.folder), "step": checkpoint.manifest.step, "dtype": args.dtype,
-            "files": list(made.files), "tensors": made.tensors, "bytes": made.nbytes,
-        })  # fmt: skip
-    else:
-        from shardwise.report.units import format_bytes
-
-        what = f"{made.tensors} tensors in {args.dtype}, {format_bytes(made.nbytes)}"
-        show(f"wrote {made.folder}: the weights of step {checkpoint.manifest.step}, {what}")
-        if "tokenizer.json" not in made.files:
-            show("without a tokenizer: the run's own tokenizer is gone")
-    return 0
+    what = f"{made.tensors} tensors in {args.dtype}, {format_bytes(made.nbytes)}"
+    lines = [f"wrote {made.folder}: the weights of step {checkpoint.manifest.step}, {what}"]
+    if "tokenizer.json" not in made.files:
+        lines.append("without a tokenizer: the run's own tokenizer is gone")
+    data = {
+        "folder": str(made.folder), "step": checkpoint.manifest.step, "dtype": args.dtype, "files": made.files,
+        "tensors": made.tensors, "bytes": made.nbytes,
+    }  # fmt: skip
+    return print_result(args, data, lines)
 
 
-def _differences(differences: list[TensorDifference]) -> Any:
-    from rich.table import Table
-
-    table = Table("tensor", "differs in", "elements", "largest difference", box=None, pad_edge=False)
+def _differences(differences: list[TensorDifference], a: Checkpoint, b: Checkpoint) -> Iterator[RenderableType]:
+    if not differences:
+        yield f"equal bit by bit: {len(a.tensors)} tensors"
+        return
+    table = plain_table(("tensor", "differs in", "elements", "largest difference"))
     for d in differences[:_SHOWN]:
         elements = "" if d.elements is None else f"{d.elements:,}"
         table.add_row(_plain(d.tensor), _plain(d.what), elements, "" if d.largest is None else f"{d.largest:.3g}")
-    return table
+    count = len({*a.tensors, *b.tensors})
+    hidden = "; --json lists them" if len(differences) > _SHOWN else ""
+    yield from (table, "", f"{len(differences)} of {count} tensors differ{hidden}")
 
 
 def _number(value: float | None) -> float | str | None:
@@ -228,10 +191,6 @@ def _summary(checkpoint: Checkpoint) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _tensors(checkpoint: Checkpoint) -> dict[str, Any]:
-    return {name: {"shape": spec.shape, "dtype": spec.dtype} for name, spec in checkpoint.tensors.items()}
-
-
 def _differences_of_import(manifest: Manifest) -> list[str]:
     """Sentences on what an imported run does otherwise here than where it began."""
     imported = manifest.about.get("imported")
@@ -241,8 +200,6 @@ def _differences_of_import(manifest: Manifest) -> list[str]:
 
 def _lines(checkpoint: Checkpoint) -> list[str]:
     """The checkpoint in a few lines: one for it, one for its run, one for each kind of tensor."""
-    from shardwise.report.units import format_bytes, format_count
-
     manifest = checkpoint.manifest
     model = manifest.about.get("model")
     name = model.get("name") if isinstance(model, dict) else None

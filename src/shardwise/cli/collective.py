@@ -7,21 +7,25 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli import collective_bench
 from shardwise.cli.actions import actions
-from shardwise.cli.output import print_json, progress, show
+from shardwise.cli.output import print_json, print_result, progress
 from shardwise.cli.quantities import bytes_of, numbers
-from shardwise.errors import UserError
+from shardwise.cluster import Cluster
+from shardwise.errors import UserError, os_errors
+from shardwise.report.terminal import plain_table
+from shardwise.report.units import format_bytes, format_share, format_time
+from shardwise.schedule import Algorithm, algorithms, build, find
+from shardwise.schedule.choose import Choice, Pricer, pricer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from shardwise.cluster import Cluster
-    from shardwise.schedule import Algorithm
-    from shardwise.schedule.choose import Choice, Pricer
+    from rich.console import RenderableType
+    from rich.table import Table
 
 MOST_SHOWN = 1024
 """Ranks, and segments, that are shown round by round."""
@@ -35,8 +39,8 @@ MOST_EXCHANGED = {"all-to-all": 24_576, "reduce-scatter": 24_576}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     action = actions(parser)
-    action("list", "all collectives and their algorithms")
-    rounds = action("show", "every round of an algorithm: who sends what to whom, and what each rank then holds")
+    action("list", "all collectives and their algorithms", _list)
+    rounds = action("show", "every round of an algorithm: who sends what to whom, and what each rank then holds", _show)
     _add_algorithm(rounds)
     rounds.add_argument("--ranks", type=int, required=True, metavar="P", help="how many take part")
     rounds.add_argument("--elements", type=int, metavar="N", help="elements of the buffer; left out, one a chunk")
@@ -47,17 +51,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         rounds.add_argument(f"--{option}", type=int, metavar="N", help=text)
     rounds.add_argument("--frames", type=Path, metavar="FILE", help="write the rounds as JSON for a page")
-    verify = action("verify", "prove algorithms right for numbers of ranks; the exit code is 1 where one is wrong")
+    verify = action(
+        "verify", "prove algorithms right for numbers of ranks; the exit code is 1 where one is wrong", _verify
+    )
     _add_algorithm(verify, optional=True)
     verify.add_argument("--all", action="store_true", help="every algorithm")
     verify.add_argument("--ranks", default="1-16", metavar="P,...", help="numbers of ranks: 8, 1-64 or 2,4,8")
-    cost = action("cost", "every algorithm of a collective on a cluster, cheapest first, and where that changes")
+    cost = action("cost", "every algorithm of a collective on a cluster, cheapest first, and where that changes", _cost)
     cost.add_argument("collective", metavar="COLLECTIVE")
     cost.add_argument("--bytes", required=True, metavar="SIZE", help="of the full tensor: 4096, 64MB, 1GiB")
     cost.add_argument("--ranks", type=int, required=True, metavar="P", help="how many take part")
     cost.add_argument("--cluster", required=True, metavar="TEXT", help="such as 8x8xH100, or a TOML file")
     cost.add_argument("--nics", type=int, metavar="N", help="NICs of a node; left out, one for each device")
-    bench = action("bench", "measure algorithms on processes of this host, beside the backend's own")
+    bench = action("bench", "measure algorithms on processes of this host, beside the backend's own", _bench)
     _add_algorithm(bench, optional=True)
     collective_bench.add_arguments(bench)
 
@@ -67,62 +73,43 @@ def _add_algorithm(parser: argparse.ArgumentParser, optional: bool = False) -> N
     parser.add_argument("algorithm", metavar="ALGORITHM", nargs="?" if optional else None)
 
 
-def run(args: argparse.Namespace) -> int:
-    return {"list": _list, "show": _show, "verify": _verify, "cost": _cost, "bench": _bench}[args.action](args)
-
-
 def _list(args: argparse.Namespace) -> int:
-    from shardwise.schedule import algorithms
+    fields = ("collective", "name", "summary", "natural", "source", "reads", "options")
+    data = [{name: getattr(algorithm, name) for name in fields} for algorithm in algorithms()]
+    return print_result(args, data, _listed())
+
+
+def _listed() -> Iterator[RenderableType]:
     from shardwise.schedule.collectives import COLLECTIVES
 
-    known = algorithms()
-    if args.json:
-        fields = ("collective", "name", "summary", "natural", "source", "reads", "options")
-        print_json([{name: getattr(algorithm, name) for name in fields} for algorithm in known])
-        return 0
-
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for heading in ("", "made for", "options", "what it does", "source"):
-        table.add_column(heading)
+    table = plain_table(("", "made for", "options", "what it does", "source"))
     for collective, meaning in COLLECTIVES.items():
         table.add_row(collective, "", "", meaning)
-        for a in known:
-            if a.collective == collective:
-                table.add_row(f"  {a.name}", a.natural, ", ".join(a.options), a.summary, a.source)
-    show(table)
-    return 0
+        for a in algorithms(collective):
+            table.add_row(f"  {a.name}", a.natural, ", ".join(a.options), a.summary, a.source)
+    yield table
 
 
 def _show(args: argparse.Namespace) -> int:
-    from shardwise.schedule import build
     from shardwise.schedule.show import describe, frames
 
-    _printable(args)
+    for name in ("ranks", "segments"):
+        if (getattr(args, name) or 0) > MOST_SHOWN:
+            raise UserError(f"--{name} {getattr(args, name)}: up to {MOST_SHOWN:,} can be shown round by round")
     options = {name: value for name in ("root", "segments", "node") if (value := getattr(args, name)) is not None}
     schedule = build(args.collective, args.algorithm, args.ranks, **options)
     elements = schedule.chunks if args.elements is None else args.elements
     if not 0 <= elements <= MOST_ELEMENTS:
         raise UserError(f"--elements must lie between 0 and {MOST_ELEMENTS:,}, not {elements}")
     if args.frames:
-        try:
+        with os_errors(f"write frames to {args.frames}"):
             args.frames.write_text(json.dumps(frames(schedule, elements)) + "\n")
-        except OSError as error:
-            raise UserError(f"cannot write frames to {args.frames}: {error.strerror}") from None
     if args.json:
         print_json(frames(schedule, elements))
     else:
         for line in describe(schedule, elements):
             print(line)
     return 0
-
-
-def _printable(args: argparse.Namespace) -> None:
-    """Raise `UserError` for numbers with too many rounds to read, before they are made."""
-    for name in ("ranks", "segments"):
-        if (getattr(args, name) or 0) > MOST_SHOWN:
-            raise UserError(f"--{name} {getattr(args, name)}: up to {MOST_SHOWN:,} can be shown round by round")
 
 
 def _verify(args: argparse.Namespace) -> int:
@@ -144,8 +131,6 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _chosen(args: argparse.Namespace) -> list[Algorithm]:
-    from shardwise.schedule import algorithms, find
-
     if args.all and args.collective:
         raise UserError(f"{args.action} takes either --all or names")
     if not args.all and not args.collective:
@@ -155,7 +140,6 @@ def _chosen(args: argparse.Namespace) -> list[Algorithm]:
 
 def _verified(algorithm: Algorithm, ranks: list[int]) -> dict[str, Any]:
     """The findings of one algorithm over numbers of ranks; on a terminal, with a line that says how far it is."""
-    from shardwise.schedule import build
     from shardwise.schedule.verify import verify
 
     name = f"{algorithm.collective} {algorithm.name}"
@@ -179,9 +163,7 @@ def _print_verified(result: dict[str, Any]) -> None:
 
 
 def _cost(args: argparse.Namespace) -> int:
-    from shardwise.cluster import Cluster
     from shardwise.schedule.algorithms import collective_name
-    from shardwise.schedule.choose import pricer
 
     nbytes, cluster = bytes_of("--bytes", args.bytes), Cluster.parse(args.cluster)
     if args.ranks < 1:
@@ -195,28 +177,22 @@ def _cost(args: argparse.Namespace) -> int:
     changes = prices.crossovers(1 << 8, 1 << 34)
     predicted = None if args.nics else _predicted(name, nbytes, args.ranks, cluster)
     progress()
-    if not args.json:
-        if predicted:
-            show(*_told(predicted, name, nbytes, "NCCL" if cluster.device.kind == "cuda" else "the backend"))
-        _print_cost(ranked, prices, nbytes, str(cluster))
-        names = ", ".join(f"{c.algorithm} from {_size(c.nbytes)}" for c in changes)
-        show("needed: the part of a term that no algorithm can do without", f"\ncheapest: {names}")
-        show(*(f"note: {note}" for note in prices.network.notes))
-        return 0
-    print_json(
-        {
-            "collective": prices.collective,
-            "bytes": nbytes,
-            "ranks": args.ranks,
-            "cluster": str(cluster),
-            "nics": prices.network.nics,
-            "predicted": predicted,
-            "algorithms": [_priced(choice) for choice in ranked],
-            "crossovers": [{"bytes": c.nbytes, "algorithm": c.algorithm} for c in changes],
-            "notes": list(prices.network.notes),
-        }
-    )
-    return 0
+    data = {
+        "collective": prices.collective,
+        "bytes": nbytes,
+        "ranks": args.ranks,
+        "cluster": str(cluster),
+        "nics": prices.network.nics,
+        "predicted": predicted,
+        "algorithms": [_priced(choice) for choice in ranked],
+        "crossovers": [{"bytes": c.nbytes, "algorithm": c.algorithm} for c in changes],
+        "notes": list(prices.network.notes),
+    }
+    names = ", ".join(f"{c.algorithm} from {format_bytes(c.nbytes)}" for c in changes)
+    closing = ["needed: the part of a term that no algorithm can do without", f"\ncheapest: {names}"]
+    closing += [f"note: {note}" for note in prices.network.notes]
+    table = _cost_table(ranked, prices, nbytes, cluster)
+    return print_result(args, data, chain(_told(predicted, name, nbytes, cluster), table, closing))
 
 
 def _predicted(name: str, nbytes: int, ranks: int, cluster: Cluster) -> dict[str, float] | None:
@@ -236,11 +212,12 @@ def _predicted(name: str, nbytes: int, ranks: int, cluster: Cluster) -> dict[str
     return {"library_seconds": library} | ({"reading_peers_seconds": read} if read < library else {})
 
 
-def _told(predicted: dict[str, float], name: str, nbytes: int, library: str) -> Iterator[str]:
-    from shardwise.report.units import format_time
-
+def _told(predicted: dict[str, float] | None, name: str, nbytes: int, cluster: Cluster) -> Iterator[str]:
+    if not predicted:
+        return
+    library = "NCCL" if cluster.device.kind == "cuda" else "the backend"
     yield (
-        f"{name} of {_size(nbytes)}, as plan, generate and claims price it: "
+        f"{name} of {format_bytes(nbytes)}, as plan, generate and claims price it: "
         f"{format_time(predicted['library_seconds'])} by {library}, its latency and protocols included"
     )
     if read := predicted.get("reading_peers_seconds"):
@@ -264,16 +241,11 @@ def _priced(choice: Choice) -> dict[str, Any]:
     }
 
 
-def _print_cost(ranked: list[Choice], prices: Pricer, nbytes: int, cluster: str) -> None:
-    from rich.table import Table
-
-    from shardwise.report.units import format_bytes, format_share, format_time
-
-    table = Table(title=f"{prices.collective} of {_size(nbytes)} on {_ranks(prices.network.ranks)} of {cluster}")
-    table.title_justify, table.box, table.pad_edge = "left", None, False
+def _cost_table(ranked: list[Choice], prices: Pricer, nbytes: int, cluster: Cluster) -> Iterator[Table]:
+    title = f"{prices.collective} of {format_bytes(nbytes)} on {_ranks(prices.network.ranks)} of {cluster}"
     terms = ("α", "β", "γ")  # noqa: RUF001
-    for heading in ("", "algorithm", "time", *terms, *(f"{term} needed" for term in terms), "steps", "sent"):
-        table.add_column(heading, justify="left" if heading in ("", "algorithm") else "right")
+    headings = ("time", *terms, *(f"{term} needed" for term in terms), "steps", "sent")
+    table = plain_table(("", "algorithm"), headings, title)
     for place, choice in enumerate(ranked):
         price = choice.price
         options = "".join(f" {name}={value}" for name, value in choice.options.items())
@@ -281,18 +253,12 @@ def _print_cost(ranked: list[Choice], prices: Pricer, nbytes: int, cluster: str)
         times = map(format_time, (price.seconds, price.alpha, price.beta, price.gamma))
         mark = "✓" if place == 0 else ""
         table.add_row(mark, choice.name + options, *times, *shares, str(price.steps), format_bytes(price.bytes_sent))
-    show(table)
+    yield table
 
 
 def _bench(args: argparse.Namespace) -> int:
     chosen = [result for result in _chosen(args) if not result.most or args.ranks <= result.most]
     return collective_bench.run(args, chosen, [bytes_of("--sizes", word) for word in args.sizes.split(",")])
-
-
-def _size(nbytes: int) -> str:
-    from shardwise.report.units import format_bytes
-
-    return format_bytes(nbytes)
 
 
 def _ranks(count: int) -> str:

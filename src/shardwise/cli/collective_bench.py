@@ -5,13 +5,18 @@ from __future__ import annotations
 import argparse
 import platform
 import statistics
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cli.output import print_json, show
+from shardwise.cli.output import print_result
 from shardwise.errors import UserError
+from shardwise.report.terminal import plain_table
+from shardwise.report.units import format_bytes, format_time
 from shardwise.runtime.installed import require
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from shardwise.schedule import Algorithm
     from shardwise.schedule.network import Network
 
@@ -49,10 +54,7 @@ def run(args: argparse.Namespace, algorithms: list[Algorithm], sizes: list[int])
         "wanted": measurement["wanted"],
         "cells": [_summed_up(cell, args.ranks, network) for cell in measurement["cells"]],
     }
-    if args.json:
-        print_json(result)
-    else:
-        _print(result)
+    print_result(args, result, _lines(result))
     if failure is not None:
         raise failure
     return 0
@@ -62,7 +64,6 @@ def check(args: argparse.Namespace, sizes: list[int]) -> None:
     """Raise `UserError` without torch, for ranks, rounds or a limit that make no sense, and for sizes in bytes of which
     this host cannot hold one on each rank."""
     from shardwise.cluster.catalog import lookup
-    from shardwise.report.units import format_bytes
 
     require("measuring", "torch")
     if not 1 < args.ranks <= MOST_RANKS:
@@ -136,26 +137,22 @@ def _summed_up(cell: dict[str, Any], ranks: int, network: Network | None) -> dic
     return {**cell, "rows": sorted(rows, key=lambda row: row["median_s"])}
 
 
-def _print(result: dict[str, Any]) -> None:
-    show(*(table for cell in result["cells"] for table in (_table(cell, result), "")))
+def _lines(result: dict[str, Any]) -> Iterator[RenderableType]:
+    for cell in result["cells"]:
+        yield from (_table(cell, result), "")
     done, target = len(result["cells"]), result["wanted"]
-    show("time: the median of calls that follow each other, with its quartiles; bytes/s: the full tensor's over it")
+    yield "time: the median of calls that follow each other, with its quartiles; bytes/s: the full tensor's over it"
     if done < target:
-        show(f"the time was over after {done} of {target} sizes: raise --limit, or leave sizes out")
-    show(*(f"note: {note}" for note in result["notes"]))
+        yield f"the time was over after {done} of {target} sizes: raise --limit, or leave sizes out"
+    yield from (f"note: {note}" for note in result["notes"])
 
 
 def _table(cell: dict[str, Any], result: dict[str, Any]) -> Any:
-    from rich.table import Table
-
-    from shardwise.report.units import format_bytes, format_time
-
     memcpy = next(row for row in cell["rows"] if row["algorithm"] is None)
     title = f"{cell['collective']} of {format_bytes(cell['bytes'])} on {result['ranks']} ranks"
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     predicts = ["predicted", "measured / predicted"] if result["cluster"] else []
-    for heading in ("algorithm", "by", "time", "quartiles", "bytes/s", f"speed / {memcpy['transport']}", *predicts):
-        table.add_column(heading, justify="left" if heading in ("algorithm", "by") else "right")
+    figures = ("time", "quartiles", "bytes/s", f"speed / {memcpy['transport']}", *predicts)
+    table = plain_table(("algorithm", "by"), figures, title)
     for row in cell["rows"]:
         options = "".join(f" {name}={value}" for name, value in row["options"].items())
         low, high = map(format_time, row["quartiles_s"])

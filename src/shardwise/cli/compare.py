@@ -12,6 +12,7 @@ from pathlib import Path
 from shardwise.cli.output import print_json, show
 from shardwise.errors import UserError
 from shardwise.report import StepReport, compare
+from shardwise.report.tables import comparison_tables
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,8 +31,6 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(outcome.to_json())
     else:
-        from shardwise.report.tables import comparison_tables
-
         show(comparison_tables(outcome))
     return 0 if outcome.equal_ledger else 1
 

@@ -9,12 +9,22 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from shardwise.cli.flags import add_flags, given
 from shardwise.cli.models import add_model, model_of
-from shardwise.cli.output import print_json, show
+from shardwise.cli.output import print_json, print_result, show
+from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
+from shardwise.model import ModelConfig
+from shardwise.model.parameters import count
+from shardwise.report import StepReport, tables
+from shardwise.report.units import format_count
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +46,6 @@ def _step(args: argparse.Namespace) -> int:
     if args.model is None or missing:
         raise UserError(f"estimate needs {', '.join(missing if args.model else ['MODEL', *missing])}")
 
-    from shardwise.cluster import Cluster
     from shardwise.predict import estimate
 
     model, layout, cluster = model_of(args), Layout.parse(args.layout), Cluster.parse(args.cluster)
@@ -52,34 +61,31 @@ def _step(args: argparse.Namespace) -> int:
         report = dry_run(model, layout, workload, cluster)
     else:
         report = estimate(model, layout, workload, cluster)
-    if args.json:
-        print_json(report.to_json())
-        return 0
+    return print_result(args, report.to_json(), _lines(report, model, layout, workload, cluster, args.dry_run))
 
-    from shardwise.cli.show.context_balance import balance_lines
-    from shardwise.cli.show.step_time import timing_lines
-    from shardwise.cli.show.tensor_kinds import kinds_table
-    from shardwise.model.parameters import count
+
+def _lines(
+    report: StepReport, model: ModelConfig, layout: Layout, workload: Workload, cluster: Cluster, observed: bool
+) -> Iterator[RenderableType]:
+    from shardwise.cli.show.estimate_table import balance_lines, kinds_table, timing_lines
     from shardwise.predict.estimate import unmodelled
     from shardwise.predict.memory.capacity import capacity_of, explained
     from shardwise.predict.tensor_kinds import tensor_kinds
-    from shardwise.report.tables import ledger_table, memory_table
-    from shardwise.report.units import format_count
 
-    kinds = [] if layout.inner_ranks == layout.tp else tensor_kinds(model, layout, workload, cluster)
-    left_out = [] if args.dry_run else unmodelled(model, layout)
-    show(
+    left_out = [] if observed else unmodelled(model, layout)
+    yield (
         f"{model.name}: {format_count(count(model))} parameters, layout {layout} on {cluster}, "
-        f"{args.batch} sequences of {args.seq} tokens a step\n",
-        memory_table(report, capacity=capacity_of(cluster)),
-        *(f"{line}\n" for line in (explained(cluster), *left_out) if line),
-        ledger_table(report),
-        *balance_lines(report),
-        *([kinds_table(kinds)] if kinds else []),
-        *([] if args.dry_run else timing_lines(report, cluster, args.batch * args.seq)),
-        *(note for note in report.notes if note not in left_out),
+        f"{workload.batch} sequences of {workload.seq} tokens a step\n"
     )
-    return 0
+    yield tables.memory_table(report, capacity=capacity_of(cluster))
+    yield from (f"{line}\n" for line in (explained(cluster), *left_out) if line)
+    yield tables.ledger_table(report)
+    yield from balance_lines(report)
+    if layout.inner_ranks != layout.tp and (kinds := tensor_kinds(model, layout, workload, cluster)):
+        yield kinds_table(kinds)
+    if not observed:
+        yield from timing_lines(report, cluster, workload.batch * workload.seq)
+    yield from (note for note in report.notes if note not in left_out)
 
 
 def _zero_table(args: argparse.Namespace) -> int:
@@ -94,7 +100,6 @@ def _zero_table(args: argparse.Namespace) -> int:
     if args.params is not None and args.set:
         raise UserError("--set changes a model, and --params names none: give MODEL in its place")
 
-    from shardwise.model.parameters import count
     from shardwise.predict import zero_table
 
     params = parameters_of(args.params) if args.params is not None else float(count(model_of(args)))
@@ -103,9 +108,6 @@ def _zero_table(args: argparse.Namespace) -> int:
         gigabytes = {str(stage): {str(n): held / 1e9 for n, held in row.items()} for stage, row in table.items()}
         print_json({"params": params, "gigabytes_per_gpu": gigabytes})
     else:
-        from shardwise.report import tables
-        from shardwise.report.units import format_count
-
         title = f"{format_count(params)} parameters: weights, gradients and optimizer state on each GPU"
         show(tables.zero_table(table, title))
     return 0

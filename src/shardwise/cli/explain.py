@@ -8,19 +8,24 @@ it says what every GPU holds.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from shardwise.cli.output import print_json, show
+from shardwise.cli.output import print_result
+from shardwise.cli.show import explain_table
+from shardwise.cluster import Cluster
 from shardwise.errors import UserError
+from shardwise.interop import Reading, read
+from shardwise.interop.words import in_words
+from shardwise.model import ModelConfig
+from shardwise.model.catalog import catalog, resolve
 from shardwise.model.changes import change
 
 if TYPE_CHECKING:
-    from shardwise.cli.show.explain_table import CacheRoom, Training
-    from shardwise.cluster import Cluster
-    from shardwise.interop import Reading
-    from shardwise.model import ModelConfig
+    from rich.console import RenderableType
+
+Outlook = explain_table.Training | explain_table.CacheRoom | None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,38 +41,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from shardwise.cluster import Cluster
-    from shardwise.interop import read
-    from shardwise.interop.words import in_words
-
     for name in ("ranks", "seq", "batch", "micro"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise UserError(f"--{name} must be a positive integer")
     cluster = Cluster.parse(args.cluster) if args.cluster else None
     reading = read(args.config, args.ranks or (cluster.devices if cluster else None), args.engine)
-    reading = _completed(reading, args)
+    layout = replace(reading.layout, micro=args.micro) if args.micro else reading.layout
+    reading = replace(reading, layout=layout, seq=args.seq or reading.seq, batch=args.batch or reading.batch)
     model = _model(reading, args)
     outlook = _outlook(reading, model, cluster)
     words = in_words(reading.layout, cluster, serves=reading.served is not None)
-    if args.json:
-        data: dict[str, Any] = reading.to_json() | {"words": words, "outlook": outlook.to_json() if outlook else None}
-        print_json(data)
-        return 0
+    data = reading.to_json() | {"words": words, "outlook": outlook.to_json() if outlook else None}
+    return print_result(args, data, _lines(reading, words, model, outlook, cluster))
+
+
+def _lines(
+    reading: Reading, words: list[str], model: ModelConfig | None, outlook: Outlook, cluster: Cluster | None
+) -> Iterator[RenderableType]:
     ranks = reading.layout.ranks
-    show(f"{reading.engine} on {ranks} GPU{'s' * (ranks > 1)}: {reading.layout}")
-    _list("What it is:", words)
-    _list("It says besides:", reading.facts)
-    _list("Worth knowing:", reading.notes)
-    show("", *(outlook.lines(cluster) if outlook else [_missing(reading, model)]))
-    _list("Changes neither the split nor the memory:", [", ".join(reading.ignored)] if reading.ignored else [])
-    _list("Not known here:", reading.unknown)
-    return 0
-
-
-def _completed(reading: Reading, args: argparse.Namespace) -> Reading:
-    """The reading with what the command line says in its place."""
-    layout = replace(reading.layout, micro=args.micro) if args.micro else reading.layout
-    return replace(reading, layout=layout, seq=args.seq or reading.seq, batch=args.batch or reading.batch)
+    yield f"{reading.engine} on {ranks} GPU{'s' * (ranks > 1)}: {reading.layout}"
+    yield from _section("What it is:", words)
+    yield from _section("It says besides:", reading.facts)
+    yield from _section("Worth knowing:", reading.notes)
+    yield from ("", *(outlook.lines(cluster) if outlook else [_missing(reading, model)]))
+    ignored = [", ".join(reading.ignored)] if reading.ignored else []
+    yield from _section("Changes neither the split nor the memory:", ignored)
+    yield from _section("Not known here:", reading.unknown)
 
 
 def _model(reading: Reading, args: argparse.Namespace) -> ModelConfig | None:
@@ -75,8 +74,6 @@ def _model(reading: Reading, args: argparse.Namespace) -> ModelConfig | None:
 
     Raises `UserError` for a --model that there is not.
     """
-    from shardwise.model.catalog import catalog, resolve
-
     if args.model:
         match = resolve(args.model)
     elif reading.described:
@@ -93,9 +90,7 @@ def _model(reading: Reading, args: argparse.Namespace) -> ModelConfig | None:
     return change(match, ",".join(args.set)).replace(attention_dropout=0.0)
 
 
-def _outlook(reading: Reading, model: ModelConfig | None, cluster: Cluster | None) -> Training | CacheRoom | None:
-    from shardwise.cli.show import explain_table
-
+def _outlook(reading: Reading, model: ModelConfig | None, cluster: Cluster | None) -> Outlook:
     if model is None:
         return None
     if reading.served:
@@ -112,6 +107,5 @@ def _missing(reading: Reading, model: ModelConfig | None) -> str:
     return f"What it will do, {' and '.join(flags)} would tell{named}."
 
 
-def _list(title: str, lines: Sequence[str]) -> None:
-    if lines:
-        show("", title, *(f"  {line}" for line in lines))
+def _section(title: str, lines: Sequence[str]) -> list[str]:
+    return ["", title, *(f"  {line}" for line in lines)] if lines else []

@@ -22,7 +22,7 @@ from shardwise.cli.interrupts import ended_as_interrupted
 from shardwise.cli.output import print_json
 from shardwise.cli.prompts import add_prompts, read_prompts
 from shardwise.cli.show import compare_table
-from shardwise.errors import UserError
+from shardwise.errors import UserError, os_errors
 from shardwise.runtime.installed import require
 from shardwise.runtime.job.locks import temporary_folder
 from shardwise.serving.messages import Finished, Sampling, Token
@@ -224,10 +224,8 @@ def _report_folder(out: Path | None) -> Iterator[str | None]:
     from shardwise.api import check_unused
 
     check_unused(out)
-    try:
+    with os_errors(f"make {out}", "; choose another --report"):
         out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot make {out}: {error.strerror}; choose another --report") from None
     try:
         with temporary_folder() as notes:
             yield str(notes)

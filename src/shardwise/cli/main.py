@@ -3,14 +3,13 @@
 0 success, 1 a dead rank or a defect, 2 a user's mistake, 128 + the number of a signal that ended it. Results go to
 standard output, everything else to standard error.
 
-A command is a module of this room named like it, with `add_arguments(parser)` and `run(args) -> exit code`; its
-docstring is its help.
+A command is a module of this room named like it, with `add_arguments(parser)` and, unless it has actions,
+`run(args) -> exit code`; its docstring is its help.
 """
 
 from __future__ import annotations
 
 import argparse
-import difflib
 import errno
 import os
 import sys
@@ -19,8 +18,8 @@ from contextlib import suppress
 from importlib import import_module
 from typing import NoReturn
 
-from shardwise.cli.actions import FLAGS
-from shardwise.errors import UserError
+from shardwise.cli.actions import FLAGS, Run
+from shardwise.errors import UserError, did_you_mean
 
 COMMANDS = {
     "plan": "the best ways to train a model on a cluster, and why",
@@ -129,18 +128,16 @@ def _dispatch(argv: list[str]) -> int:
         return 0
     name, *rest = argv
     if name not in COMMANDS:
-        raise UserError(f"unknown {'option' if name.startswith('-') else 'command'} {name!r}; {_nearest(name)}")
+        kind = "option" if name.startswith("-") else "command"
+        raise UserError(f"unknown {kind} {name!r}; {did_you_mean(name, COMMANDS, 'commands:')}")
     command = import_module(f"shardwise.cli.{name}")
     parser = Parser(prog=f"shardwise {name}", description=command.__doc__, allow_abbrev=False)
     command.add_arguments(parser)
     for flag, text in FLAGS.items():
         parser.add_argument(flag, action="store_true", help=text)
-    return command.run(parser.parse_args(rest))
-
-
-def _nearest(name: str) -> str:
-    near = difflib.get_close_matches(name, COMMANDS, n=1)
-    return f"did you mean {near[0]}?" if near else f"commands: {', '.join(COMMANDS)}"
+    args = parser.parse_args(rest)
+    run: Run = args.run if "run" in args else command.run
+    return run(args)
 
 
 def _help() -> None:

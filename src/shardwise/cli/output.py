@@ -11,12 +11,24 @@ from shardwise.report.strict_json import strict
 from shardwise.report.terminal import wrap
 
 if TYPE_CHECKING:
+    from argparse import Namespace
+    from collections.abc import Iterable
+
     from rich.console import RenderableType
 
 
 def print_json(data: Any) -> None:
     """One JSON document on standard output, with NaN and infinities as texts."""
     print(json.dumps(strict(data), indent=1, allow_nan=False))
+
+
+def print_result(args: Namespace, data: Any, lines: Iterable[RenderableType]) -> int:
+    """Print `data` with --json, else the texts and tables of `lines`. Returns the exit code 0."""
+    if args.json:
+        print_json(data)
+    else:
+        show(*lines)
+    return 0
 
 
 def progress(line: str = "") -> None:

@@ -14,15 +14,20 @@ from __future__ import annotations
 import argparse
 import re
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.models import add_model, model_of
-from shardwise.cli.output import print_json, progress, show
+from shardwise.cli.output import print_result, progress
+from shardwise.cli.quantities import bytes_of
+from shardwise.cluster import Cluster
 from shardwise.errors import UserError
+from shardwise.layout import Layout, Workload
+from shardwise.model import ModelConfig
 
 if TYPE_CHECKING:
-    from shardwise.layout import Layout, Workload
-    from shardwise.planner.goals import Power
+    from shardwise.planner.goals import Power, Run
+    from shardwise.planner.plan import Plan
     from shardwise.planner.space import Space
 
 FINDS = ("cluster", "model", "sequence", "batch", "scaling")
@@ -61,9 +66,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from shardwise.cluster import Cluster
-    from shardwise.layout import Workload
-
     _check_kind(args)
     if args.serve:
         from shardwise.cli.plan_serving import run as serve
@@ -123,27 +125,14 @@ def _check_find(args: argparse.Namespace) -> None:
         raise UserError(f"--{named[0]} does nothing with --find {args.find}: leave it out")
 
 
-def _plan(args: argparse.Namespace, model: Any, cluster: Any, workload: Any) -> int:
+def _plan(args: argparse.Namespace, model: ModelConfig, cluster: Cluster, workload: Workload) -> int:
+    from shardwise.cli.show.plan_table import campaign_lines, plan_tables
     from shardwise.planner import plan
 
-    best = plan(
-        model,
-        cluster,
-        workload,
-        engine=args.engine,
-        by=args.by,
-        top=args.top,
-        fixed=_fixed(args),
-        reserved=_reserved(args),
-    )
+    chosen = {"engine": args.engine, "by": args.by, "top": args.top}
+    best = plan(model, cluster, workload, fixed=_fixed(args), reserved=_reserved(args), **chosen)
     campaign = _campaign(args, best)
-    if args.json:
-        print_json(best.to_json() | campaign)
-        return 0
-    from shardwise.cli.show.plan_table import campaign_lines, plan_tables
-
-    show(*plan_tables(best), *campaign_lines(campaign))
-    return 0
+    return print_result(args, best.to_json() | campaign, chain(plan_tables(best), campaign_lines(campaign)))
 
 
 def _fixed(args: argparse.Namespace) -> dict[str, Any]:
@@ -153,12 +142,10 @@ def _fixed(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _reserved(args: argparse.Namespace) -> float | None:
-    from shardwise.cli.quantities import bytes_of
-
-    return bytes_of("--reserve", args.reserve) if args.reserve is not None else None
+    return None if args.reserve is None else bytes_of("--reserve", args.reserve)
 
 
-def _campaign(args: argparse.Namespace, outcome: Any) -> dict[str, Any]:
+def _campaign(args: argparse.Namespace, outcome: Plan) -> dict[str, Any]:
     """What a whole run takes with the winner, and how much of the time failures leave."""
     reported: dict[str, Any] = {}
     one = outcome.winner
@@ -184,7 +171,7 @@ def _power(args: argparse.Namespace) -> Power:
     return Power(PUE if args.pue is None else args.pue, args.host_watts or 0.0)
 
 
-def _told(run: Any) -> dict[str, Any]:
+def _told(run: Run) -> dict[str, Any]:
     return {
         "cluster": str(run.cluster),
         "layout": str(run.one.layout),
@@ -200,7 +187,7 @@ def _told(run: Any) -> dict[str, Any]:
     }
 
 
-def _find(args: argparse.Namespace, model: Any, cluster: Any, workload: Any) -> int:
+def _find(args: argparse.Namespace, model: ModelConfig, cluster: Cluster, workload: Workload) -> int:
     from shardwise.cli.show.plan_table import answer_lines
     from shardwise.planner.runnable import space_for
     from shardwise.predict.memory.capacity import usable_bytes
@@ -210,11 +197,7 @@ def _find(args: argparse.Namespace, model: Any, cluster: Any, workload: Any) -> 
         answer = _answer(args, space, usable_bytes(cluster, _reserved(args)))
     finally:
         progress()
-    if args.json:
-        print_json(answer)
-    else:
-        show(*answer_lines(args.find, answer))
-    return 0
+    return print_result(args, answer, answer_lines(args.find, answer))
 
 
 def _answer(args: argparse.Namespace, space: Space, usable: float) -> dict[str, Any]:

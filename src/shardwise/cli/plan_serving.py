@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from shardwise.cli.models import model_of
-from shardwise.cli.output import print_json, show
+from shardwise.cli.output import print_result
 from shardwise.report.terminal import Column, FittedTable
 from shardwise.report.units import format_bytes, format_count, format_share, format_time
 
@@ -27,11 +27,7 @@ def run(args: argparse.Namespace) -> int:
     result = plan_serving(
         model_of(args), Cluster.parse(args.cluster), workload, engine=args.engine, by=args.by, top=args.top
     )
-    if args.json:
-        print_json(result.to_json())
-    else:
-        show(*serving_tables(result))
-    return 0
+    return print_result(args, result.to_json(), serving_tables(result))
 
 
 def serving_tables(plan: ServingPlan) -> Iterator[RenderableType]:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.errors import UserError
+from shardwise.errors import UserError, os_errors
 
 if TYPE_CHECKING:
     from shardwise.serving.text import Text
@@ -28,9 +28,8 @@ def read_prompts(args: argparse.Namespace) -> tuple[list[list[int]], Text | None
     texts = list(args.prompt)
     for file in args.prompt_file:
         try:
-            texts.append(file.read_text())
-        except OSError as error:
-            raise UserError(f"cannot read {file}: {error.strerror}") from None
+            with os_errors(f"read {file}"):
+                texts.append(file.read_text())
         except UnicodeDecodeError:
             raise UserError(f"{file} is not UTF-8 text") from None
     if not texts and not args.tokens:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardwise.errors import UserError
+from shardwise.errors import UserError, os_errors
 from shardwise.report.exposure import TimeSpan, spans
 from shardwise.report.files import write_whole
 from shardwise.report.step_report import Bytes, Role
@@ -83,15 +83,15 @@ class RankTimelines:
     @classmethod
     def read(cls, path: Path) -> RankTimelines:
         """Read what `write` has written. Raises `UserError` naming the file when it is missing or damaged."""
+        with os_errors(f"read timelines {path}"):
+            text = path.read_bytes()
         try:
-            data = json.loads(path.read_bytes())
+            data = json.loads(text)
             if (version := data["schema_version"]) != VERSION:
                 raise UserError(f"{path}: timelines of schema version {version!r}, not {VERSION}")
             names, streams = data["names"], data["streams"]
             ranks = tuple(_rank(one, names, streams) for one in data["timelines"])
             return cls(int(data["step"]), int(data["world"]), ranks)
-        except OSError as error:
-            raise UserError(f"cannot read timelines {path}: {error.strerror}") from None
         except UserError:
             raise
         except (ValueError, KeyError, TypeError, IndexError):

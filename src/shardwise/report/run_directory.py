@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from shardwise.errors import UserError
+from shardwise.errors import UserError, os_errors
 from shardwise.report.rank_timelines import RankTimelines
 from shardwise.report.strict_json import strict
 
@@ -84,22 +84,16 @@ class RunDirectory:
     @property
     def run(self) -> dict[str, Any]:
         """The contents of run.json. Raises `UserError` when it is damaged."""
-        try:
-            data = json.loads(self._file.read_bytes())
-        except OSError as error:
-            raise UserError(f"cannot read {self._file}: {error.strerror}") from None
-        except ValueError:
-            data = None
-        if not isinstance(data, dict):
+        with os_errors(f"read {self._file}"):
+            data = _json_object(self._file.read_bytes())
+        if data is None:
             raise UserError(f"{self._file} is damaged: it is not a JSON object")
         return data
 
     def update(self, **fields: Any) -> None:
         """Replace fields of run.json (`status="finished"`), whole or not at all. Raises `UserError` if it cannot."""
-        try:
+        with os_errors(f"write {self._file}"):
             self._write(self.run | fields)
-        except OSError as error:
-            raise UserError(f"cannot write {self._file}: {error.strerror}") from None
 
     @property
     def reports(self) -> Path:
@@ -129,10 +123,9 @@ class RunDirectory:
     def result(self) -> dict[str, Any]:
         """What a run that has ended says of itself (result.json); empty for any other."""
         try:
-            data = json.loads((self.path / "result.json").read_bytes())
-        except (OSError, ValueError):
+            return _json_object((self.path / "result.json").read_bytes()) or {}
+        except OSError:
             return {}
-        return data if isinstance(data, dict) else {}
 
     @property
     def events_path(self) -> Path:
@@ -143,13 +136,11 @@ class RunDirectory:
         and infinities as "Infinity" and "-Infinity", which `float` reads back. Raises `UserError` if it cannot."""
         began = time.thread_time()
         line = json.dumps(strict(dict(event)), allow_nan=False, separators=(",", ":")) + "\n"
-        try:
+        with os_errors(f"write {self.events_path}"):
             if self._events is None:
                 self._events = self._open_events()
             self._events.write(line.encode())
             self._events.flush()
-        except OSError as error:
-            raise UserError(f"cannot write {self.events_path}: {error.strerror}") from None
         self.writing_s += time.thread_time() - began
 
     def write_timelines(self, timelines: RankTimelines) -> None:
@@ -166,18 +157,15 @@ class RunDirectory:
         """
         if not self.events_path.exists() and after == 0:
             return
-        try:
-            with self.events_path.open("rb") as file:
-                if after > os.fstat(file.fileno()).st_size:
-                    raise UserError(f"{self.events_path} is shorter than the cursor {after}: read it from the start")
-                file.seek(after)
-                for line in file:
-                    if not line.endswith(b"\n"):
-                        return
-                    after += len(line)
-                    yield after, self._event(line, after)
-        except OSError as error:
-            raise UserError(f"cannot read {self.events_path}: {error.strerror}") from None
+        with os_errors(f"read {self.events_path}"), self.events_path.open("rb") as file:
+            if after > os.fstat(file.fileno()).st_size:
+                raise UserError(f"{self.events_path} is shorter than the cursor {after}: read it from the start")
+            file.seek(after)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                after += len(line)
+                yield after, self._event(line, after)
 
     def close(self) -> None:
         if self._events is not None:
@@ -215,13 +203,19 @@ class RunDirectory:
         return file
 
     def _event(self, line: bytes, end: int) -> dict[str, Any]:
-        try:
-            event = json.loads(line)
-        except ValueError:
-            event = None
-        if not isinstance(event, dict):
+        event = _json_object(line)
+        if event is None:
             raise UserError(f"{self.events_path} is damaged: the line that ends at byte {end} is not a JSON object")
         return event
+
+
+def _json_object(text: bytes) -> dict[str, Any] | None:
+    """The object that a JSON text holds; None where it holds none."""
+    try:
+        data = json.loads(text)
+    except ValueError:
+        return None
+    return data if isinstance(data, dict) else None
 
 
 def occupied(path: Path) -> bool:
@@ -236,12 +230,9 @@ def next_free(base: Path | str) -> Path:
     """
     base = Path(base)
     pattern = re.compile(re.escape(base.name) + r"-(\d+)", re.ASCII)
-    try:
+    taken: list[int] = []
+    with os_errors(f"list {base.parent}"), contextlib.suppress(FileNotFoundError):
         taken = [int(m[1]) for p in base.parent.iterdir() if (m := pattern.fullmatch(p.name))]
-    except FileNotFoundError:
-        taken = []
-    except OSError as error:
-        raise UserError(f"cannot list {base.parent}: {error.strerror}") from None
     return base.with_name(f"{base.name}-{max(taken, default=0) + 1}")
 
 

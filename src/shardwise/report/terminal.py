@@ -52,6 +52,14 @@ def new_table(title: str = "", gap: int = _GAP) -> Table:
     return table
 
 
+def plain_table(left: Iterable[str], right: Iterable[str] = (), title: str | None = None) -> Table:
+    """An empty table without lines: columns aligned to the left by their headings, then those to the right."""
+    from rich import table
+
+    columns = [table.Column(heading, justify="right") for heading in right]
+    return table.Table(*left, *columns, title=title, title_justify="left", box=None, pad_edge=False)
+
+
 @dataclass(frozen=True)
 class Column:
     """One column of a `FittedTable`."""

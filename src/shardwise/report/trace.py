@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import UserError
+from shardwise.errors import UserError, os_errors
 from shardwise.report.exposure import TimeSpan, spans
 from shardwise.report.step_report import Role, StepReport
 from shardwise.report.strict_json import strict
@@ -34,10 +34,8 @@ def trace_events(report: StepReport) -> dict[str, Any]:
 def write_trace(report: StepReport, path: Path) -> None:
     """Write the trace as strict JSON (`NaN` and infinity become texts). Raises `UserError` when that fails."""
     text = json.dumps(trace_events(report), allow_nan=False)
-    try:
+    with os_errors(f"write trace {path}"):
         path.write_text(text + "\n")
-    except OSError as error:
-        raise UserError(f"cannot write trace {path}: {error.strerror}") from None
 
 
 def _role_events(role: Role) -> Iterator[dict[str, Any]]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Collection, Mapping
 
-from shardwise.errors import UserError
+from shardwise.errors import UserError, did_you_mean
 
 Value = str | int | float | bool
 
@@ -30,9 +29,7 @@ class Query:
         """One of the choices. Raises `UserError` with the nearest one."""
         value = self.text(name, default)
         if value not in choices:
-            near = difflib.get_close_matches(value, choices, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(choices)}"
-            raise UserError(f"{name}={value}: {hint}")
+            raise UserError(f"{name}={value}: {did_you_mean(value, choices, 'choose one of')}")
         return value
 
     def whole(self, name: str, default: int, least: int, most: int) -> int:
@@ -72,9 +69,7 @@ class Query:
         """Raises `UserError` for a parameter that nothing asked for."""
         unknown = [name for name in self._given if name not in self.state]
         if unknown:
-            near = difflib.get_close_matches(unknown[0], self.state, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(self.state)}"
-            raise UserError(f"this view has no {unknown[0]!r}; {hint}")
+            raise UserError(f"this view has no {unknown[0]!r}; {did_you_mean(unknown[0], self.state, 'there are')}")
 
     def _keep(self, name: str, value: Value) -> Value:
         self.state[name] = value

@@ -23,9 +23,4 @@ ACTIONS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     action = actions(parser)
     for name, (module, text) in ACTIONS.items():
-        module.add_arguments(action(name, text))
-
-
-def run(args: argparse.Namespace) -> int:
-    module, _ = ACTIONS[args.action]
-    return module.run(args)
+        module.add_arguments(action(name, text, module.run))

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import argparse
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardwise.cli.output import print_json, show
 from shardwise.cli.pipeline.arguments import add_times, count, sized, timing_of
 from shardwise.cli.quantities import numbers
+from shardwise.cli.show.pipeline_table import named, totals
 from shardwise.errors import UserError
-
-if TYPE_CHECKING:
-    from shardwise.schedule.pipeline import ScheduleGenerator
-    from shardwise.schedule.pipeline.bubbles import LeastMicroBatches
-    from shardwise.schedule.pipeline.simulate import Simulated
+from shardwise.report.terminal import plain_table
+from shardwise.report.units import format_share
+from shardwise.schedule.pipeline import ScheduleGenerator, find, generators
+from shardwise.schedule.pipeline.bubbles import LeastMicroBatches, curve, least_micro
+from shardwise.schedule.pipeline.show import plot
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,8 +28,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from shardwise.schedule.pipeline.bubbles import curve, least_micro
-
     target, timing = None if args.want is None else _share(args.want), timing_of(args)
     micro = numbers("--micro", args.micro)
     results: list[dict[str, Any]] = []
@@ -39,10 +38,10 @@ def run(args: argparse.Namespace) -> int:
         if target is not None:
             least = least_micro(generator.name, args.ranks, virtual, target, timing)
             entry |= {"least_micro": least.micro, "tried_up_to": min(least.tried, least.most)}
-            answers.append(f"{_named(entry)}: {args.want.strip()} of the total {_answer(least)}")
+            answers.append(f"{named(entry)}: {args.want.strip()} of the total {_answer(least)}")
         results.append(entry)
     if args.json:
-        print_json([entry | {"points": [_point(m, s) for m, s in entry["points"]]} for entry in results])
+        print_json([entry | {"points": [{"micro": m} | totals(s) for m, s in entry["points"]]} for entry in results])
         return 0
     _print_bubbles(args.ranks, micro, results, target)
     print(*answers, sep="\n", end="\n" if answers else "")
@@ -62,8 +61,6 @@ def _answer(least: LeastMicroBatches) -> str:
 
 def _compared(args: argparse.Namespace) -> list[tuple[ScheduleGenerator, int]]:
     """The schedules to compare, each with its chunks a rank."""
-    from shardwise.schedule.pipeline import find, generators
-
     sized(args.ranks, max(numbers("--micro", args.micro)), 1 if args.virtual is None else args.virtual)
     named = [find(name) for name in args.schedules]
     p = args.ranks
@@ -80,40 +77,21 @@ def _compared(args: argparse.Namespace) -> list[tuple[ScheduleGenerator, int]]:
     return results
 
 
-def _named(entry: dict[str, Any]) -> str:
-    return entry["schedule"] + (f" v={entry['virtual']}" if entry["virtual"] > 1 else "")
-
-
-def _point(m: int, simulated: Simulated) -> dict[str, Any]:
-    return {
-        "micro": m,
-        "makespan_s": simulated.makespan,
-        "bubble_over_ideal": simulated.bubble,
-        "bubble_of_total": simulated.bubble_of_total,
-    }
-
-
 def _print_bubbles(ranks: int, micro: list[int], rows: list[dict[str, Any]], wanted: float | None) -> None:
-    from rich.table import Table
-
-    from shardwise.report.units import format_share
-    from shardwise.schedule.pipeline.show import plot
-
     print(f"bubble on {count(ranks, 'rank')}, over ideal / of the total time, against micro-batches")
-    table = Table(box=None, pad_edge=False)
-    table.add_column("", overflow="fold")
     shown = micro if len(micro) <= 10 else micro[:: -(-len(micro) // 10)]
-    for m in shown:
-        table.add_column(str(m), justify="right", overflow="fold")
+    table = plain_table([""], map(str, shown))
+    for column in table.columns:
+        column.overflow = "fold"
     for entry in rows:
         by_m = dict(entry["points"])
         cells = (
             f"{format_share(by_m[m].bubble)} / {format_share(by_m[m].bubble_of_total)}" if m in by_m else "-"
             for m in shown
         )
-        table.add_row(_named(entry), *cells)
+        table.add_row(named(entry), *cells)
     show(table)
-    curves = {_named(entry): [(m, s.bubble_of_total) for m, s in entry["points"]] for entry in rows}
+    curves = {named(entry): [(m, s.bubble_of_total) for m, s in entry["points"]] for entry in rows}
     print("\nof the total time:")
     for line in plot(curves, wanted=wanted):
         print(line)

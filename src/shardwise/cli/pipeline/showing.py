@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.output import print_json
 from shardwise.cli.pipeline.arguments import add_schedule, schedule_of, title, write
 from shardwise.errors import UserError
+from shardwise.schedule.pipeline.show import grid
+from shardwise.schedule.pipeline.text import to_csv, to_text
+from shardwise.schedule.pipeline.verify import verify
 
-if TYPE_CHECKING:
-    from shardwise.schedule.pipeline import PipelineSchedule
+FIELDS = ("name", "micro", "ranks", "stages", "placement", "train", "gather", "reduce", "tied", "ring", "options")
+"""Attributes of a schedule that --json shows."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,10 +25,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from shardwise.schedule.pipeline.show import grid
-    from shardwise.schedule.pipeline.text import to_csv, to_text
-    from shardwise.schedule.pipeline.verify import verify
-
     schedule = schedule_of(args)
     if args.compute_only and (not args.out or args.out.suffix != ".csv"):
         raise UserError("--compute-only is a form of CSV: give --out FILE.csv")
@@ -34,7 +32,8 @@ def run(args: argparse.Namespace) -> int:
         form = "compute_only" if args.compute_only else "compute_comms"
         write(args.out, to_csv(schedule, form) if args.out.suffix == ".csv" else to_text(schedule))  # type: ignore[arg-type]
     if args.json:
-        print_json(_described(schedule))
+        actions = [[str(action) for action in actions] for actions in schedule.actions]
+        print_json({name: getattr(schedule, name) for name in FIELDS} | {"actions": actions})
         return 0
     print(title(schedule))
     if wrong := verify(schedule):
@@ -43,10 +42,3 @@ def run(args: argparse.Namespace) -> int:
         print("\ntime, where F, I and W of a stage take one unit each:", *lines, sep="\n")
     print("\nactions:", *to_text(schedule).splitlines()[1:], sep="\n")
     return 0
-
-
-def _described(schedule: PipelineSchedule) -> dict[str, Any]:
-    fields = ("name", "micro", "ranks", "stages", "placement", "train", "gather", "reduce", "tied", "ring", "options")
-    return {name: getattr(schedule, name) for name in fields} | {
-        "actions": [[str(action) for action in actions] for actions in schedule.actions]
-    }

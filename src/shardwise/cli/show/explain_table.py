@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from shardwise.cluster import Cluster
 from shardwise.errors import UserError
+from shardwise.interop import Reading
+from shardwise.layout import Workload, check
+from shardwise.model import ModelConfig
+from shardwise.report import StepReport
+from shardwise.report.units import format_bytes
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-
-    from shardwise.cluster import Cluster
-    from shardwise.interop import Reading
-    from shardwise.model import ModelConfig
-    from shardwise.report import StepReport
-
 
 PROFILES = {"Megatron-LM": "megatron-bridge"}
 """Engine whose configuration is read -> the profile that stands for it in `predict.time`."""
@@ -39,7 +39,7 @@ class Training:
         """What is printed: tables and texts."""
         if self.report is None:
             return [f"What it will do with {self.model.name} is not priced: {self.why}"]
-        from shardwise.cli.show.step_time import timing_lines
+        from shardwise.cli.show.estimate_table import timing_lines
         from shardwise.predict.memory.capacity import capacity_of, explained
         from shardwise.report.tables import memory_table
 
@@ -81,9 +81,7 @@ class CacheRoom:
 
     def lines(self, cluster: Cluster | None) -> list[RenderableType]:
         """What is printed."""
-        from shardwise.report.units import format_bytes
-
-        results = [
+        results: list[RenderableType] = [
             f"What it will do with {self.model.name}, on each GPU:",
             f"  {format_bytes(self.weights)} of weights, {format_bytes(self.a_token)} of cache for a token of a "
             "sequence",
@@ -99,13 +97,12 @@ class CacheRoom:
             results.append(
                 f"  {self.sequences:,} sequences at a time have {self.tokens // self.sequences:,} tokens each"
             )
-        return [*results]
+        return results
 
 
 def training(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> Training:
     """Memory, traffic and time of a step, the time where there is a profile of the engine. Raises `UserError` where the
     layout does not suit the model, the batch or the cluster."""
-    from shardwise.layout import Workload, check
     from shardwise.predict import estimate
 
     assert reading.seq and reading.batch
@@ -115,11 +112,8 @@ def training(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> T
         engine = PROFILES.get(reading.engine)
         report = estimate(model, reading.layout, workload, cluster, engine=engine)
         if engine is None and report.timing:
-            notes = (
-                *report.notes,
-                f"no time of a step: there is no profile of what {reading.engine} overlaps and fuses",
-            )
-            report = replace(report, time=None, timing=None, notes=notes)
+            note = f"no time of a step: there is no profile of what {reading.engine} overlaps and fuses"
+            report = replace(report, time=None, timing=None, notes=(*report.notes, note))
         return Training(model, report)
     except UserError as error:
         return Training(model, None, str(error))
@@ -127,15 +121,12 @@ def training(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> T
 
 def serving(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> CacheRoom:
     """What fits. Raises `UserError` where the heads cannot be split so, and where the weights alone do not fit."""
-    from shardwise.layout import check
-    from shardwise.predict.time.serving import ServingLayout as Stored
-    from shardwise.predict.time.serving import cache_bytes_per_token, weight_bytes
-    from shardwise.report.units import format_bytes
+    from shardwise.predict.time.serving import ServingLayout, cache_bytes_per_token, weight_bytes
 
     assert reading.served
     served, layout = reading.served, reading.layout
     check(replace(layout, ep=1), model)
-    stored = Stored(served.weights, served.cache, layout.tp, layout.pp)
+    stored = ServingLayout(served.weights, served.cache, layout.tp, layout.pp)
     weights, a_token = float(weight_bytes(model, stored)), float(cache_bytes_per_token(model, stored)) / layout.pp
     length = served.length or model.max_positions
     memory = cluster.memory_per_device if cluster else None
@@ -152,8 +143,6 @@ def serving(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> Ca
 
 def _moved(report: StepReport) -> list[str]:
     """The collectives of the first role by phase and axes, a line each."""
-    from shardwise.report.units import format_bytes
-
     sums: dict[tuple[str, str, str], list[int]] = {}
     for row in report.roles[0].ledger:
         if row.elements > 1:

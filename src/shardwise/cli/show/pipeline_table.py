@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.output import show
 from shardwise.cli.pipeline.arguments import title
+from shardwise.report.terminal import plain_table
+from shardwise.report.units import format_bytes, format_share, format_time
+from shardwise.schedule.pipeline import PipelineSchedule
+from shardwise.schedule.pipeline.memory import peaks
+from shardwise.schedule.pipeline.simulate import Simulated
 
 if TYPE_CHECKING:
     from shardwise.emulate.job import EmulationResult, MeasuredCase
-    from shardwise.schedule.pipeline import PipelineSchedule
-    from shardwise.schedule.pipeline.simulate import Simulated
 
 APART = 1.05
 """Schedules whose simulated makespans differ by more than this factor should be measured in that order."""
@@ -36,8 +39,6 @@ def summed_up(result: EmulationResult, hop: float) -> dict[str, Any]:
 
 
 def _row(each: MeasuredCase, hop: float, overlap: bool) -> Row:
-    from shardwise.schedule.pipeline.memory import peaks
-
     schedule, simulated = each.case.schedule, each.simulated(hop, overlap)
     expected = peaks(schedule, each.case.held)
     return {
@@ -46,19 +47,26 @@ def _row(each: MeasuredCase, hop: float, overlap: bool) -> Row:
         "virtual": schedule.virtual,
         "makespans_s": [step.makespan for step in each.steps],
         "ratio": each.median.makespan / simulated.makespan if simulated.makespan else None,
-        "measured": _figures(each.median, each.held, each.buffers),
-        "simulated": _figures(simulated, [int(p.held) for p in expected], [p.buffers for p in expected]),
+        "measured": step_json(each.median, held_bytes=each.held, buffers=each.buffers),
+        "simulated": step_json(
+            simulated, held_bytes=[int(p.held) for p in expected], buffers=[p.buffers for p in expected]
+        ),
     }
 
 
-def _figures(step: Simulated, held: Sequence[int], buffers: Sequence[int]) -> dict[str, Any]:
-    ranks = zip(step.busy, step.idle, step.own_span, step.own_idle, held, buffers, strict=True)
-    names = ("rank", "busy_s", "idle_s", "own_span_s", "own_idle_s", "held_bytes", "buffers")
+def totals(step: Simulated) -> dict[str, float]:
+    """Times of a step over all ranks."""
     return {
-        "makespan_s": step.makespan,
-        "bubble_over_ideal": step.bubble,
-        "bubble_of_total": step.bubble_of_total,
-        "by_rank": [dict(zip(names, (rank, *figures), strict=True)) for rank, figures in enumerate(ranks)],
+        "makespan_s": step.makespan, "bubble_over_ideal": step.bubble, "bubble_of_total": step.bubble_of_total,
+    }  # fmt: skip
+
+
+def step_json(step: Simulated, **columns: Sequence[Any]) -> dict[str, Any]:
+    """Times of a step, over all ranks and of each. columns: what else there is of each rank."""
+    ranks = zip(step.busy, step.idle, step.own_span, step.own_idle, *columns.values(), strict=True)
+    names = ("rank", "busy_s", "idle_s", "own_span_s", "own_idle_s", *columns)
+    return totals(step) | {
+        "by_rank": [dict(zip(names, (rank, *values), strict=True)) for rank, values in enumerate(ranks)]
     }
 
 
@@ -75,15 +83,12 @@ def order(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def named(row: Row) -> str:
+    """A row's schedule, with its chunks per rank where there are several."""
     return row["schedule"] + (f" v={row['virtual']}" if row["virtual"] > 1 else "")
 
 
 def print_one(result: dict[str, Any], schedule: PipelineSchedule) -> None:
     """One schedule, rank by rank."""
-    from rich.table import Table
-
-    from shardwise.report.units import format_bytes, format_share, format_time
-
     (row,) = result["schedules"]
     measured, simulated = row["measured"], row["simulated"]
     print(title(schedule))
@@ -91,9 +96,7 @@ def print_one(result: dict[str, Any], schedule: PipelineSchedule) -> None:
     times = ", ".join(map(format_time, row["makespans_s"]))
     print(f"makespan {format_time(measured['makespan_s'])} measured, the median of {times}; "
           f"{format_time(simulated['makespan_s'])} simulated; ratio {_ratio(row)}\n")  # fmt: skip
-    table = Table(box=None, pad_edge=False)
-    for heading in ("rank", "own span", "busy", "bubble", "held", "receives"):
-        table.add_column(heading, justify="right")
+    table = plain_table((), ("rank", "own span", "busy", "bubble", "held", "receives"))
     for local, expected in zip(measured["by_rank"], simulated["by_rank"], strict=True):
         shares = (item["idle_s"] / whole["makespan_s"] if whole["makespan_s"] else 0.0
                   for item, whole in ((local, measured), (expected, simulated)))  # fmt: skip
@@ -108,15 +111,9 @@ def print_one(result: dict[str, Any], schedule: PipelineSchedule) -> None:
 
 def print_all(result: dict[str, Any]) -> None:
     """Schedules side by side, by their simulated makespan."""
-    from rich.table import Table
-
-    from shardwise.report.units import format_bytes, format_share, format_time
-
     rows = result["schedules"]
     print(f"{result['ranks']} ranks, {_conditions(result)}\n")
-    table = Table(box=None, pad_edge=False)
-    for heading in ("", "makespan", "ratio", "bubble", "held"):
-        table.add_column(heading, justify="right" if heading else "left")
+    table = plain_table([""], ("makespan", "ratio", "bubble", "held"))
     for row in rows:
         both = row["measured"], row["simulated"]
         cells = [
@@ -138,8 +135,6 @@ def print_all(result: dict[str, Any]) -> None:
 
 
 def _conditions(result: dict[str, Any]) -> str:
-    from shardwise.report.units import format_bytes, format_time
-
     by = {"shared": "shared memory"}.get(result["transport"], result["transport"])
     size = format_bytes(result["message_bytes"])
     return f"messages of {size} over {by}, in the simulation {format_time(result['hop_s'])} each ({result['hop']})"

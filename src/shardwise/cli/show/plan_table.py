@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cli.show.step_time import LEAST
+from shardwise.cli.show.estimate_table import LEAST
 from shardwise.layout import Mesh
 from shardwise.planner.alternatives import Alternative
 from shardwise.planner.plan import Plan
@@ -35,9 +35,10 @@ def plan_tables(plan: Plan) -> Iterator[RenderableType]:
     )
     if plan.none_runs:
         yield f"None of these run here yet: {plan.none_runs}; --engine NAME plans for other software"
+    runs = "" if plan.none_runs else f" that {plan.engine} can run"
     # The count is by the lower bound of their bytes.
     yield (
-        f"{plan.considered:,} layouts{_runs(plan)}, up to {plan.fitting:,} fit in {format_bytes(plan.usable)} "
+        f"{plan.considered:,} layouts{runs}, up to {plan.fitting:,} fit in {format_bytes(plan.usable)} "
         f"per device; {_ORDERS[plan.by]}"
     )
     yield f"{plan.capacity}\n" if plan.capacity else ""
@@ -54,7 +55,7 @@ def plan_tables(plan: Plan) -> Iterator[RenderableType]:
     )  # fmt: skip
     yield memory_table(report, capacity=round(plan.usable))
     yield _time(plan)
-    yield from (f"{line}" for line in _binding(plan))
+    yield from _binding(plan)
     if plan.alternatives:
         yield "\nwhy not"
         yield from (f"  {why_not(one, plan)}" for one in plan.alternatives)
@@ -91,11 +92,6 @@ def _ranked(plan: Plan) -> FittedTable:
     return table
 
 
-def _runs(plan: Plan) -> str:
-    """The software whose features the layouts need."""
-    return "" if plan.none_runs else f" that {plan.engine} can run"
-
-
 def _refused(plan: Plan) -> Iterator[str]:
     """The layouts of another engine that the runtime here does not run."""
     if plan.none_runs or plan.engine in OWN:
@@ -114,10 +110,8 @@ def _time(plan: Plan) -> Table:
     one = plan.winner
     spread = f"80% range {format_time(float(one.range.low))} to {format_time(float(one.range.high))}"
     table = new_table(f"\ntime of one step ({format_time(one.seconds)}, {spread})")
-    table.add_column("part")
-    table.add_column("time", justify="right")
-    table.add_column("share", justify="right")
-    table.add_column("")
+    for heading in ("part", "time", "share", ""):
+        table.add_column(heading, justify="right" if heading in ("time", "share") else "left")
     longest = max(one.parts.values())
     for name, words in time_parts.STEP.items():
         seconds = one.parts.get(name, 0.0)
@@ -147,7 +141,7 @@ def _binding(plan: Plan) -> Iterator[str]:
 
 def why_not(one: Alternative, plan: Plan) -> str:
     """One alternative in one line."""
-    name = one.key if one.value is True else f"{one.key}={_value(one.value)}"
+    name = one.key if one.value is True else f"{one.key}={str(one.value).lower()}"
     if one.best is None:
         return f"{name}: does not fit; the leanest such layout needs {format_bytes(one.least)} per device"
     crosses = " crosses nodes" if one.crosses else ""
@@ -156,10 +150,6 @@ def why_not(one: Alternative, plan: Plan) -> str:
         return f"{name}{crosses}: as fast, {one.best.layout}, {format_bytes(one.best.held.total)} per device"
     grew = f"{time_parts.STEP[one.part]} +{format_time(one.grew)}"
     return f"{name}{crosses}: {slower}, {grew}; best such layout {one.best.layout}"
-
-
-def _value(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def campaign_lines(campaign: dict[str, Any]) -> Iterator[str]:
@@ -180,12 +170,10 @@ def _run(run: dict[str, Any]) -> str:
     money = "" if run["cost"] is None else f", {run['cost']:,.0f} at that price"
     took, kwh = format_time(run["seconds"]), run["energy_kwh_at_most"]
     host = f", {run['host_watts']:g} W of a host each" if run["host_watts"] else ""
-    energy = f"{_energy(kwh)} (boards at full power{host}, PUE {run['pue']:g})" if kwh else _no_energy(run["device"])
+    energy = f"no energy, since the power of {run['device']} is not known"
+    if kwh:
+        energy = f"{_energy(kwh)} (boards at full power{host}, PUE {run['pue']:g})"
     return f"a whole run: {run['steps']:,} steps, {took}, {run['device_hours']:,.0f} device-hours{money}, {energy}"
-
-
-def _no_energy(device: str) -> str:
-    return f"no energy, since the power of {device} is not known"
 
 
 def _energy(kwh: float) -> str:
@@ -248,10 +236,6 @@ def _curve(sizes: list[dict[str, Any]]) -> FittedTable:
         if size["layout"] is None:
             table.add_row(size["cluster"], "nothing fits", "", "", "")
             continue
-        figures = (
-            format_time(size["seconds"]),
-            format_count(size["tokens_per_second"]),
-            format_share(size["efficiency"]),
-        )
-        table.add_row(size["cluster"], size["layout"], *figures)
+        speed, efficiency = format_count(size["tokens_per_second"]), format_share(size["efficiency"])
+        table.add_row(size["cluster"], size["layout"], format_time(size["seconds"]), speed, efficiency)
     return table

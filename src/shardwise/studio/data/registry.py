@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 
-from shardwise.errors import UserError
+from shardwise.errors import UserError, did_you_mean
 from shardwise.studio.columns import View
 
 VIEWS = {
@@ -49,8 +48,6 @@ def answer(name: str, params: Mapping[str, str], runs: Path = Path("runs")) -> V
     unknown view, and what its function raises."""
     view, _, part = name.partition("/")
     if view not in VIEWS or name not in parts(view):
-        near = difflib.get_close_matches(view, VIEWS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(VIEWS)}"
-        raise UserError(f"no view {name!r}; {hint}")
+        raise UserError(f"no view {name!r}; {did_you_mean(view, VIEWS, 'there are')}")
     function: Callable[..., View] = getattr(import_module(f"shardwise.studio.data.{view}"), part or "data")
     return function(params, runs) if view == "runs" else function(params)

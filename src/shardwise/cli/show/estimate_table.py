@@ -1,0 +1,63 @@
+"""What `estimate` prints beside memory and ledger: the balance of attention, kinds of tensor parallelism, and time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from shardwise.cluster import Cluster
+from shardwise.report import StepReport, time_parts
+from shardwise.report.terminal import Column, FittedTable, plain_table
+from shardwise.report.units import format_bytes, format_share, format_time
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from shardwise.predict.tensor_kinds import TensorKind
+
+LEAST = 0.002
+"""Share of a step from which a part is shown."""
+
+
+def balance_lines(report: StepReport) -> list[str]:
+    """The work of the busiest rank over the mean, beside a plain cut's; nothing without context parallelism."""
+    if report.balance is None:
+        return []
+    here, plain = report.balance["largest_over_mean"], report.balance["plain_largest_over_mean"]
+    cut = "zigzag" if report.balance["zigzag"] else "heads"
+    return [f"attention, busiest rank over the mean: {here:.3f} ({cut}), {plain:.3f} in a plain cut\n"]
+
+
+def kinds_table(kinds: Sequence[TensorKind]) -> FittedTable:
+    """A column per kind, its bytes per rank and step."""
+    columns = (Column("per rank and step", left=True), *(Column(kind.name) for kind in kinds))
+    table = FittedTable(columns, title="kinds of tensor parallelism")
+    for operation in kinds[0].payload:
+        table.add_row(f"{operation}, payload", *(format_bytes(kind.payload[operation]) for kind in kinds))
+    table.add_row("sent on a ring", *(format_bytes(kind.sent) for kind in kinds))
+    table.add_row("saved activations", *(format_bytes(kind.saved) for kind in kinds))
+    table.add_row("peak memory", *(format_bytes(kind.peak) for kind in kinds))
+    if any(kind.seconds is not None for kind in kinds):
+        table.add_row("step", *(format_time(kind.seconds) if kind.seconds else "" for kind in kinds))
+    return table
+
+
+def timing_lines(report: StepReport, cluster: Cluster | None, tokens: int) -> list[RenderableType]:
+    """What a step takes and where its time goes; for an unmeasured CPU, how to measure it. tokens: of a step,
+    over all ranks."""
+    if report.timing is None:
+        unmeasured = cluster is not None and cluster.device.kind == "cpu" and not cluster.device.measured
+        hint = "no time of a step: measure this machine with `shardwise calibrate device --ranks N --out FILE.toml`"
+        return [f"{hint} and name it with --cluster"] if unmeasured else []
+    result = report.timing
+    table = plain_table(("part of a step", "time", "share"))
+    for name, seconds in sorted(result["parts"].items(), key=lambda part: -part[1]):
+        if seconds >= LEAST * result["seconds"]:
+            table.add_row(time_parts.STEP[name], format_time(seconds), format_share(seconds / result["seconds"]))
+    low, high = format_time(result["low"]), format_time(result["high"])
+    return [
+        f"a step takes {format_time(result['seconds'])} (80% range {low} to {high}) as {result['engine']} runs it, "
+        f"{tokens / result['seconds']:,.0f} tokens/s",
+        table,
+        "",
+    ]
