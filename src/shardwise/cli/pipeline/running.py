@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.cli.output import print_json
-from shardwise.cli.pipeline.arguments import add_schedule, check, count, schedule_of
+from shardwise.cli.pipeline.arguments import add_schedule, check, count, schedule_of, title
 from shardwise.cli.quantities import bytes_of
 from shardwise.cli.show import pipeline_table
 from shardwise.errors import UserError
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     elif args.all:
         pipeline_table.print_all(about | result)
     else:
-        pipeline_table.print_one(about | result, cases[0].schedule)
+        pipeline_table.print_one(about | result, title(cases[0].schedule))
     return 0
 
 

@@ -8,10 +8,8 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.output import show
-from shardwise.cli.pipeline.arguments import title
 from shardwise.report.terminal import plain_table
 from shardwise.report.units import format_bytes, format_share, format_time
-from shardwise.schedule.pipeline import PipelineSchedule
 from shardwise.schedule.pipeline.memory import peaks
 from shardwise.schedule.pipeline.simulate import Simulated
 
@@ -87,11 +85,11 @@ def named(row: Row) -> str:
     return row["schedule"] + (f" v={row['virtual']}" if row["virtual"] > 1 else "")
 
 
-def print_one(result: dict[str, Any], schedule: PipelineSchedule) -> None:
+def print_one(result: dict[str, Any], title: str) -> None:
     """One schedule, rank by rank."""
     (row,) = result["schedules"]
     measured, simulated = row["measured"], row["simulated"]
-    print(title(schedule))
+    print(title)
     print(_conditions(result))
     times = ", ".join(map(format_time, row["makespans_s"]))
     print(f"makespan {format_time(measured['makespan_s'])} measured, the median of {times}; "
