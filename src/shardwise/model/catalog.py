@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 import os
-from functools import cache
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from typing import Any
 
 from shardwise.errors import UserError
@@ -113,6 +114,11 @@ def _gpt(
     )
 
 
+def _series(make: Callable[..., ModelConfig], columns: str, rows: Mapping[str, tuple[Any, ...]]) -> list[ModelConfig]:
+    """Models that differ in `columns`, names of arguments of `make`: a row of values for each model's name."""
+    return [make(name=name, **dict(zip(columns.split(), row, strict=True))) for name, row in rows.items()]
+
+
 def _gpts() -> list[ModelConfig]:
     # GPT-2: huggingface.co/openai-community/gpt2{,-medium,-large,-xl}, config.json; counts are of the weights.
     sizes = {
@@ -121,20 +127,21 @@ def _gpts() -> list[ModelConfig]:
         "gpt2-large": (1280, 36, 20, 774_030_080),
         "gpt2-xl": (1600, 48, 25, 1_557_611_200),
     }
-    models = [_gpt(name, 50257, h, n, a, 1024, p, dropout=0.1) for name, (h, n, a, p) in sizes.items()]
+    columns = "hidden layers heads published"
+    models = _series(partial(_gpt, vocab=50257, positions=1024, dropout=0.1), columns, sizes)
     # Brown et al. 2020, table 2.1. The paper states no dropout.
     models.append(_gpt("gpt3-175b", 50257, 12288, 96, 96, 2048, 175.0e9))
     # Korthikanti et al. 2022, table 3 (shapes); counts as stated there (22B) and, to one digit more, for the same
     # shapes in Narayanan et al. 2021, tables 1 and 2. Megatron-LM's dropout of 0.1 is part of their memory formulas.
+    # MT-NLG: Smith et al. 2022, section 2.2. GPT-2's vocabulary, padded by Megatron-LM for tensor parallelism of 8.
     megatron = {
         "megatron-22b": (6144, 48, 64, 22e9),
         "megatron-175b": (12288, 96, 96, 174.6e9),
         "megatron-530b": (20480, 105, 128, 529.6e9),
         "megatron-1t": (25600, 128, 160, 1008.0e9),
+        "mt-nlg-530b": (20480, 105, 128, 530e9),
     }
-    models += [_gpt(name, 51200, h, n, a, 2048, p, dropout=0.1) for name, (h, n, a, p) in megatron.items()]
-    # Smith et al. 2022, section 2.2; GPT-2's vocabulary, padded by Megatron-LM for tensor parallelism of 8.
-    models.append(_gpt("mt-nlg-530b", 51200, 20480, 105, 128, 2048, 530e9, dropout=0.1))
+    models += _series(partial(_gpt, vocab=51200, positions=2048, dropout=0.1), columns, megatron)
     # Black et al. 2022, section 2 and huggingface.co/EleutherAI/gpt-neox-20b, config.json.
     neox = _gpt("gpt-neox-20b", 50432, 6144, 44, 64, 2048, 20_554_567_680)
     models.append(neox.replace(positions="rope", rotary_fraction=0.25, parallel_residual=True, tied=False))
@@ -146,45 +153,35 @@ def _gpts() -> list[ModelConfig]:
 
 def _llamas() -> list[ModelConfig]:
     # huggingface.co/meta-llama, config.json of the base models; counts are of the weights.
+    columns = "hidden layers heads kv_heads ffn published_params"
     llama2 = {
         "llama-2-7b": (4096, 32, 32, 32, 11008, 6_738_415_616),
         "llama-2-13b": (5120, 40, 40, 40, 13824, 13_015_864_320),
         "llama-2-70b": (8192, 80, 64, 8, 28672, 68_976_648_192),
     }
-    models = [
-        ModelConfig(name, 32000, h, n, a, f, 4096, kv_heads=kv, published_params=p)
-        for name, (h, n, a, kv, f, p) in llama2.items()
-    ]
     llama3 = {
         "llama-3-8b": (4096, 32, 32, 8, 14336, 8_030_261_248),
         "llama-3-70b": (8192, 80, 64, 8, 28672, 70_553_706_496),
+    }
+    # The 405B came with release 3.1, which stretched the rotary angles; 3.2 ties its embedding as well.
+    llama31 = {
         "llama-3-405b": (16384, 126, 128, 8, 53248, 405_853_388_800),
         "llama-3.1-8b": (4096, 32, 32, 8, 14336, 8_030_261_248),
         "llama-3.1-70b": (8192, 80, 64, 8, 28672, 70_553_706_496),
+    }
+    llama32 = {
         "llama-3.2-1b": (2048, 16, 32, 8, 8192, 1_235_814_400),
         "llama-3.2-3b": (3072, 28, 24, 8, 8192, 3_212_749_824),
     }
-    for name, (h, n, a, kv, f, p) in llama3.items():
-        small = name.startswith("llama-3.2")
-        # The 405B came with release 3.1, which stretched the rotary angles; 3.2 ties its embedding as well.
-        stretched = small or name.startswith("llama-3.1") or name == "llama-3-405b"
-        models.append(
-            ModelConfig(
-                name,
-                128256,
-                h,
-                n,
-                a,
-                f,
-                max_positions=131072 if stretched else 8192,
-                kv_heads=kv,
-                rope_theta=500000.0,
-                rope_scaling=RopeScaling(32.0 if small else 8.0, 1.0, 4.0, 8192) if stretched else None,
-                tied=small,
-                published_params=p,
-            )
-        )
-    return models
+    third = partial(ModelConfig, vocab=128256, rope_theta=500000.0)
+    stretched = partial(third, max_positions=131072, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8192))
+    small = partial(stretched, rope_scaling=RopeScaling(32.0, 1.0, 4.0, 8192), tied=True)
+    return [
+        *_series(partial(ModelConfig, vocab=32000, max_positions=4096), columns, llama2),
+        *_series(partial(third, max_positions=8192), columns, llama3),
+        *_series(stretched, columns, llama31),
+        *_series(small, columns, llama32),
+    ]
 
 
 def _mistrals() -> list[ModelConfig]:
@@ -211,24 +208,6 @@ def _qwens() -> list[ModelConfig]:
         "qwen2.5-32b": (152064, 5120, 64, 40, 8, 27648, 131072, False, 1e-5, 32_763_876_352),
         "qwen2.5-72b": (152064, 8192, 80, 64, 8, 29568, 131072, False, 1e-5, 72_706_203_648),
     }
-    models = [
-        ModelConfig(
-            name,
-            vocab,
-            h,
-            n,
-            a,
-            f,
-            positions,
-            kv_heads=kv,
-            norm_eps=eps,
-            rope_theta=1e6,
-            bias="qkv",
-            tied=tied,
-            published_params=p,
-        )
-        for name, (vocab, h, n, a, kv, f, positions, tied, eps, p) in qwen25.items()
-    ]
     qwen3 = {
         "qwen3-0.6b": (1024, 28, 16, 3072, True, 596_049_920),
         "qwen3-1.7b": (2048, 28, 16, 6144, True, 1_720_574_976),
@@ -237,26 +216,18 @@ def _qwens() -> list[ModelConfig]:
         "qwen3-14b": (5120, 40, 40, 17408, False, 14_768_307_200),
         "qwen3-32b": (5120, 64, 64, 25600, False, 32_762_123_264),
     }
-    models += [
-        ModelConfig(
-            name,
-            151936,
-            h,
-            n,
-            a,
-            f,
-            40960,
-            kv_heads=8,
-            head_dim=128,
-            norm_eps=1e-6,
-            rope_theta=1e6,
-            qk_norm=True,
-            tied=tied,
-            published_params=p,
-        )
-        for name, (h, n, a, f, tied, p) in qwen3.items()
+    third = partial(
+        ModelConfig, vocab=151936, max_positions=40960, kv_heads=8, head_dim=128, norm_eps=1e-6, rope_theta=1e6,
+        qk_norm=True,
+    )  # fmt: skip
+    return [
+        *_series(
+            partial(ModelConfig, rope_theta=1e6, bias="qkv"),
+            "vocab hidden layers heads kv_heads ffn max_positions tied norm_eps published_params",
+            qwen25,
+        ),
+        *_series(third, "hidden layers heads ffn tied published_params", qwen3),
     ]
-    return models
 
 
 def _olmos() -> list[ModelConfig]:
@@ -266,10 +237,8 @@ def _olmos() -> list[ModelConfig]:
         "olmo-2-13b": (5120, 40, 40, 40, 13824, 13_716_198_400),
         "olmo-2-32b": (5120, 64, 40, 8, 27648, 32_234_279_936),
     }
-    return [_OLMO2] + [
-        _OLMO2.replace(name=name, hidden=h, layers=n, heads=a, kv_heads=kv, head_dim=128, ffn=f, published_params=p)
-        for name, (h, n, a, kv, f, p) in sizes.items()
-    ]
+    larger = partial(_OLMO2.replace, head_dim=128)
+    return [_OLMO2, *_series(larger, "hidden layers heads kv_heads ffn published_params", sizes)]
 
 
 def _gemmas() -> list[ModelConfig]:
@@ -278,12 +247,8 @@ def _gemmas() -> list[ModelConfig]:
         "gemma-2-9b": (3584, 42, 16, 8, 256, 14336, 256.0, 9_241_705_984),
         "gemma-2-27b": (4608, 46, 32, 16, 128, 36864, 144.0, 27_227_128_320),
     }
-    return [_GEMMA2] + [
-        _GEMMA2.replace(
-            name=name, hidden=h, layers=n, heads=a, kv_heads=kv, head_dim=d, ffn=f, score_scale=s, published_params=p
-        )
-        for name, (h, n, a, kv, d, f, s, p) in sizes.items()
-    ]
+    columns = "hidden layers heads kv_heads head_dim ffn score_scale published_params"
+    return [_GEMMA2, *_series(_GEMMA2.replace, columns, sizes)]
 
 
 def _deepseek_v3() -> ModelConfig:
