@@ -105,17 +105,13 @@ def keep_last(folder: Path, count: int, known: set[Path] | None = None) -> list[
         raise UserError(f"at least 1 checkpoint must be kept, not {count}")
     whole, partial = [], []
     for _, path in steps(folder):
-        try:
-            if path not in known:
-                Checkpoint.open(path)
-        except UserError:
-            if not (path / NAME).exists():
-                partial.append(path)
-        else:
+        if path in known or _opens(path):
             whole.append(path)
             known.add(path)
             # Those after the newest whole one may be being written right now.
             abandoned = list(partial)
+        elif not (path / NAME).exists():
+            partial.append(path)
     removed = [path for path in ([*whole[:-count], *abandoned] if whole else []) if _remove(path)]
     known.difference_update(removed)
     return removed

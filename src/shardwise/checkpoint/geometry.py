@@ -8,6 +8,7 @@ strided copies at most, whatever the two layouts. Tensors have at most two dims;
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -82,10 +83,7 @@ class Piece:
 
 def volume(box: Box) -> int:
     """Elements of a box."""
-    total = 1
-    for start, stop in box:
-        total *= stop - start
-    return total
+    return math.prod(stop - start for start, stop in box)
 
 
 def full(shape: tuple[int, ...]) -> Box:

@@ -166,10 +166,7 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """The file's contents."""
-        head = {
-            "format": FORMAT, "step": self.step, "samples": self.samples, "seed": self.seed,
-            "optimizer_steps": self.optimizer_steps,
-        }  # fmt: skip
+        head = {"format": FORMAT, **{name: getattr(self, name) for name in _NUMBERS}}
         lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
         tensors = (
             f" {json.dumps(n)}: {json.dumps({'shape': t.shape, 'dtype': t.dtype})}" for n, t in self.tensors.items()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from io import FileIO
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ import numpy as np
 from shardwise.checkpoint.dtypes import bits, convert, numpy_dtype, raw
 from shardwise.checkpoint.geometry import Piece, copy, full, shared
 from shardwise.checkpoint.manifest import BLOCK, Manifest, PartFile, StoredPiece, TensorSpec
-from shardwise.checkpoint.reading import DamagedError, read_exactly
+from shardwise.checkpoint.reading import DamagedError, opened, read_exactly
 from shardwise.checkpoint.writer import check_files
 from shardwise.errors import UserError
 
@@ -108,7 +107,7 @@ class Checkpoint:
         each = BLOCK // dtype.itemsize
         buffer = np.empty(min(each, stored.piece.numel), dtype)
         path = self.folder / part.name
-        with _opened(path) as file:
+        with opened(path) as file:
             for index in range(start // each, -(-stop // each)):
                 block = stored.piece.part(index * each, (index + 1) * each)
                 if not wanted(block):
@@ -125,20 +124,11 @@ class Checkpoint:
             return
         path = self.folder / part.name
         header = bytearray(part.header)
-        with _opened(path) as file:
+        with opened(path) as file:
             _read_exactly(file.fileno(), memoryview(header), 0, path)
         if zlib.crc32(header) != part.header_crc32:
             raise DamagedError(f"{path} is damaged: the checksum of its header is wrong")
         self._checked.add(part.name)
-
-
-def _opened(path: Path) -> FileIO:
-    try:
-        return open(path, "rb", buffering=0)
-    except FileNotFoundError:
-        raise DamagedError(f"{path} is missing: the checkpoint is not whole") from None
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
 
 
 def _read_exactly(handle: int, data: memoryview, offset: int, path: Path) -> None:

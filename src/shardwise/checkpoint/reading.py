@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
 
 from shardwise.errors import UserError
 
 
 class DamagedError(UserError):
     """Files that are not as they were written: changed, cut short or missing."""
+
+
+@contextmanager
+def opened(path: Path, what: str = "checkpoint is") -> Iterator[BinaryIO]:
+    """A file to read. Raises `UserError` where it cannot be read, `DamagedError` where it is missing: "the `what` not
+    whole"."""
+    try:
+        with path.open("rb") as file:
+            yield file
+    except FileNotFoundError:
+        raise DamagedError(f"{path} is missing: the {what} not whole") from None
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
 
 
 def read_exactly(handle: int, data: memoryview, offset: int, what: str, short: str) -> None:

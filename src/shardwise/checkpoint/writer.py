@@ -239,15 +239,18 @@ def _create(folder: Path, rank: int, image: mmap | None) -> tuple[Path, DirectFi
 
 
 def _header(entries: Sequence[PartEntry]) -> bytes:
-    """Length and JSON header of a safetensors file, padded with spaces to a multiple of eight bytes."""
-    content: dict[str, object] = {"__metadata__": {"format": "pt", "written_by": "shardwise"}}
+    rows = [(entry.key, entry.spec.dtype, entry.shape, entry.nbytes) for entry in entries]
+    return safetensors_header({"format": "pt", "written_by": "shardwise"}, rows)
+
+
+def safetensors_header(metadata: dict[str, str], tensors: Sequence[tuple[str, str, tuple[int, ...], int]]) -> bytes:
+    """Length and JSON header of a safetensors file, padded with spaces to a multiple of eight bytes. tensors: (name,
+    torch's dtype, shape, bytes) of each, in the order in which they follow the header."""
+    content: dict[str, object] = {"__metadata__": metadata}
     at = 0
-    for entry in entries:
-        content[entry.key] = {
-            "dtype": CODES[entry.spec.dtype], "shape": entry.shape, "data_offsets": (at, at + entry.nbytes),
-        }  # fmt: skip
-        at += entry.nbytes
-    assert len(content) == len(entries) + 1, "a piece is written twice"
+    for name, dtype, shape, nbytes in tensors:
+        content[name] = {"dtype": CODES[dtype], "shape": shape, "data_offsets": (at, at := at + nbytes)}
+    assert len(content) == len(tensors) + 1, "a tensor is written twice"
     text = json.dumps(content, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

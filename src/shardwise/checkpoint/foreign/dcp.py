@@ -24,11 +24,13 @@ from shardwise.checkpoint.foreign.state import (
     ForeignState,
     ForeignTensor,
     dtype_name,
+    number,
     one_step,
     quoted,
     settings,
 )
 from shardwise.checkpoint.geometry import Piece, full, tiles
+from shardwise.checkpoint.reading import opened
 from shardwise.errors import UserError
 
 _MOMENT = re.compile(r"(?P<stem>(?:.*\.)?state\.(?P<name>.+))\.(?P<field>\w+)", re.DOTALL)
@@ -137,14 +139,8 @@ def _whole(entry: _Entry, where: str) -> np.ndarray:
     return out.reshape(-1)
 
 
-def _scalar(folder: Path, key: str, entry: _Entry) -> Any:
-    where = f"{quoted(key)} of {folder}"
-    value = _object(folder, key, entry)
-    if hasattr(value, "numel") and value.numel() == 1:
-        value = value.item()
-    if type(value) not in (int, float):
-        raise UserError(f"{where} is not a number")
-    return value
+def _scalar(folder: Path, key: str, entry: _Entry) -> float:
+    return number(_object(folder, key, entry), f"{quoted(key)} of {folder} is not a number")
 
 
 def _object(folder: Path, key: str, entry: _Entry) -> Any:
@@ -156,17 +152,11 @@ def _object(folder: Path, key: str, entry: _Entry) -> Any:
 
 
 def _bytes(chunk: _Chunk, where: str) -> bytes:
-    try:
-        with chunk.path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if chunk.start + chunk.length > size:
-                raise UserError(f"{chunk.path} is cut short: {where} is not whole")
-            file.seek(chunk.start)
-            return file.read(chunk.length)
-    except FileNotFoundError:
-        raise UserError(f"{chunk.path} is missing: the checkpoint is not whole") from None
-    except OSError as error:
-        raise UserError(f"cannot read {chunk.path}: {error.strerror}") from None
+    with opened(chunk.path) as file:
+        if chunk.start + chunk.length > os.fstat(file.fileno()).st_size:
+            raise UserError(f"{chunk.path} is cut short: {where} is not whole")
+        file.seek(chunk.start)
+        return file.read(chunk.length)
 
 
 # The index: every value is looked at before it is used, since it may come from anywhere.

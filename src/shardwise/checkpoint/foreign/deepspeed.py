@@ -23,6 +23,7 @@ from shardwise.checkpoint.foreign.state import (
     ForeignState,
     ForeignTensor,
     dtype_name,
+    number,
     one_step,
     quoted,
     settings,
@@ -346,11 +347,7 @@ def _dict(value: Any, where: str) -> dict[Any, Any]:
 
 
 def _number(value: Any, path: Path) -> float:
-    if hasattr(value, "numel") and value.numel() == 1:
-        value = value.item()
-    if type(value) not in (int, float):
-        raise UserError(f"{path} does not say how many steps AdamW has made")
-    return float(value)
+    return number(value, f"{path} does not say how many steps AdamW has made")
 
 
 def _count(model: dict[str, Any], name: str) -> int | None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from shardwise.checkpoint.foreign import dcp, deepspeed
 from shardwise.checkpoint.foreign.state import ForeignState
 from shardwise.errors import UserError
 
-FORMATS = ("dcp", "deepspeed")
+_READERS = {"dcp": dcp.read, "deepspeed": deepspeed.read}
+FORMATS = tuple(_READERS)
 """torch.distributed.checkpoint (FSDP2), and DeepSpeed's ZeRO-1/2/3 and universal checkpoints."""
 
 
@@ -24,20 +26,11 @@ def open_foreign(folder: Path | str, format: str = "auto", *, weights_only: bool
     if format not in (*FORMATS, "auto"):
         raise UserError(f"unknown format {format!r}; choose auto or one of {', '.join(FORMATS)}")
     _refuse_megatron(folder)
-    if format == "auto":
-        format = _detect(folder)
-    if format == "dcp":
-        from shardwise.checkpoint.foreign import dcp
-
-        return dcp.read(folder, weights_only)
-    from shardwise.checkpoint.foreign import deepspeed
-
-    return deepspeed.read(folder, weights_only)
+    read = _READERS[_detect(folder) if format == "auto" else format]
+    return read(folder, weights_only)
 
 
 def _detect(folder: Path) -> str:
-    from shardwise.checkpoint.foreign import deepspeed
-
     if (folder / ".metadata").exists():
         return "dcp"
     if deepspeed.is_one(folder):

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.checkpoint.foreign.state import dtype_name, quoted
+from shardwise.data.extras import require
 from shardwise.errors import UserError
 
 LONGEST_METADATA = 1 << 30
@@ -46,7 +47,7 @@ def load(source: Path | bytes, where: str, names: Mapping[str, Any] | None = Non
     names: what else it may name -> what stands in for that. Raises `UserError` when it names anything more, is
     damaged, or torch is not installed.
     """
-    torch = require_torch()
+    torch = _torch()
     stand_ins = [(stand_in, name) for name, stand_in in (names or {}).items()]
     try:
         with torch.serialization.safe_globals(stand_ins), warnings.catch_warnings():
@@ -72,19 +73,14 @@ def refusal(where: str, name: str) -> str:
     return f"{where} names {quoted(name)[1:-1]}, which no tensors need: such a pickle is not loaded"
 
 
-def require_torch() -> Any:
-    """torch. Raises `UserError` naming the extra that brings it."""
-    try:
-        import torch
-    except ImportError:
-        raise UserError("reading other trainers' checkpoints needs torch: pip install 'shardwise[train]'") from None
-    return torch
+def _torch() -> Any:
+    return require("torch", "train", "reading other trainers' checkpoints")
 
 
 def elements(tensor: Any, where: str) -> np.ndarray:
     """A tensor's elements as a vector (`uint16` for bfloat16). Raises `UserError` for those that checkpoints do not
     store, and for a tensor that is more than its elements."""
-    torch = require_torch()
+    torch = _torch()
     dtype = dtype_name(tensor.dtype, where)
     if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_neg():
         raise UserError(f"{where} is not a plain tensor")

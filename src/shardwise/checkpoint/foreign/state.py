@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,14 +68,22 @@ def dtype_name(dtype: Any, where: str) -> str:
     return name
 
 
-def one_step(steps: dict[str, Any], folder: Path) -> int | None:
+def number(value: Any, otherwise: str) -> float:
+    """A number, or the one element of a tensor. Raises `UserError(otherwise)` for anything else."""
+    if hasattr(value, "numel") and value.numel() == 1:
+        value = value.item()
+    if type(value) not in (int, float):
+        raise UserError(otherwise)
+    return float(value)
+
+
+def one_step(steps: Mapping[str, float], folder: Path) -> int | None:
     """The update count that all parameters share. Raises `UserError` when they do not, or it is none."""
     found: dict[int, str] = {}
     for name, value in steps.items():
-        number = float(value)
-        if not (0 <= number < 1 << 48 and number == int(number)):
-            raise UserError(f"{folder}: the optimizer's step of {name} is {number}, which is no number of steps")
-        found.setdefault(int(number), name)
+        if not (0 <= value < 1 << 48 and value == int(value)):
+            raise UserError(f"{folder}: the optimizer's step of {name} is {value}, which is no number of steps")
+        found.setdefault(int(value), name)
     if len(found) > 1:
         (a, first), (b, second), *_ = found.items()
         raise UserError(f"{folder}: {first} has made {a} optimizer steps and {second} {b}; here all make the same")

@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.checkpoint.dtypes import CODES, bits, numpy_dtype, raw
+from shardwise.checkpoint.dtypes import bits, numpy_dtype, raw
 from shardwise.checkpoint.geometry import Piece
 from shardwise.checkpoint.huggingface.weights import INDEX, SINGLE
 from shardwise.checkpoint.reader import Checkpoint
 from shardwise.checkpoint.resharding import model_of
-from shardwise.checkpoint.writer import sync_folder
+from shardwise.checkpoint.writer import safetensors_header, sync_folder
 from shardwise.data.tokenizer import KNOWN_ENDS
 from shardwise.errors import UserError
 from shardwise.model.blueprint import ForeignSlice
@@ -191,7 +191,7 @@ def _write_shards(
 
     def contents(tensors: list[_Tensor]) -> Iterator[bytes | memoryview]:
         nonlocal done
-        yield _header(tensors)
+        yield safetensors_header({"format": "pt"}, [(t.name, t.dtype, t.shape, t.nbytes) for t in tensors])
         for tensor in tensors:
             for band in _bands(checkpoint, tensor):
                 yield raw(band)
@@ -206,18 +206,6 @@ def _write_shards(
     if count > 1:
         content = {"metadata": {"total_size": _nbytes(shards)}, "weight_map": dict(sorted(owners.items()))}
         output.write_json(INDEX, content)
-
-
-def _header(tensors: list[_Tensor]) -> bytes:
-    """Length and JSON header of a safetensors file, padded with spaces to a multiple of eight bytes."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for tensor in tensors:
-        offsets = (at, at := at + tensor.nbytes)
-        header[tensor.name] = {"dtype": CODES[tensor.dtype], "shape": tensor.shape, "data_offsets": offsets}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
 
 
 def _bands(checkpoint: Checkpoint, tensor: _Tensor) -> Iterator[np.ndarray]:

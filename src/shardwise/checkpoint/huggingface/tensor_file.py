@@ -15,7 +15,7 @@ import numpy as np
 
 from shardwise.checkpoint.dtypes import CODES, numpy_dtype, raw
 from shardwise.checkpoint.manifest import TensorSpec
-from shardwise.checkpoint.reading import read_exactly
+from shardwise.checkpoint.reading import opened, read_exactly
 from shardwise.errors import UserError
 
 BAND = 16 << 20
@@ -27,6 +27,7 @@ _PAGE = 4096
 _LONGEST = 100_000_000
 """Bytes of the longest header that the format allows."""
 
+_WEIGHTS = "weights are"
 _DTYPES = {code: name for name, code in CODES.items()}
 
 
@@ -50,7 +51,7 @@ class FileTensor:
         skips = (width - (right - left)) * dtype.itemsize > _PAGE
         held = right - left if skips else width
         step = max(1, BAND // max(1, held * dtype.itemsize))
-        with _opened(self.path) as file:
+        with opened(self.path, _WEIGHTS) as file:
             for row in range(top, bottom, step):
                 values = np.empty((min(step, bottom - row), held), dtype)
                 if skips:
@@ -73,15 +74,12 @@ def tensors_of(path: Path) -> dict[str, FileTensor]:
     Raises `UserError` naming the file, and the tensor where one is wrong, when it is no safetensors file, is cut short
     or holds elements that are not floating-point numbers of 2 to 8 bytes.
     """
-    with _opened(path) as file:
-        try:
-            size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or not 2 <= length <= min(_LONGEST, size - 8):
-                raise UserError(f"{path} is no safetensors file, or is cut short")
-            text = file.read(length)
-        except OSError as error:
-            raise UserError(f"cannot read {path}: {error.strerror}") from None
+    with opened(path, _WEIGHTS) as file:
+        size = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or not 2 <= length <= min(_LONGEST, size - 8):
+            raise UserError(f"{path} is no safetensors file, or is cut short")
+        text = file.read(length)
     try:
         header = json.loads(text)
     except (ValueError, RecursionError):
@@ -125,12 +123,3 @@ def _tensor(path: Path, name: str, entry: Any, start: int, size: int) -> FileTen
     if math.prod(shape) * numpy_dtype(dtype).itemsize != last - first:
         raise UserError(f"{what} has {last - first} bytes, which is not its shape {shape} in {dtype}")
     return FileTensor(path, name, TensorSpec(tuple(shape), dtype), start + first)
-
-
-def _opened(path: Path) -> Any:
-    try:
-        return open(path, "rb", buffering=0)
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing: the weights are not whole") from None
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
