@@ -17,8 +17,9 @@ import codecs
 import json
 import os
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -227,15 +228,12 @@ def _jsonl(path: Path, text_field: str) -> Iterator[str]:
 def _parquet(path: Path, text_field: str) -> Iterator[str]:
     parquet = require("pyarrow.parquet", "data", "reading Parquet")
     arrow = require("pyarrow", "data", "reading Parquet")
-    row = 0
     try:
         with parquet.ParquetFile(path) as file:
             if text_field not in file.schema_arrow.names:
                 raise _missing(str(path), text_field, file.schema_arrow.names)
-            for batch in file.iter_batches(batch_size=1024, columns=[text_field]):
-                for text in batch.column(0).to_pylist():
-                    row += 1
-                    yield _checked(text, f"{path}, row {row}", text_field)
+            batches = file.iter_batches(batch_size=1024, columns=[text_field])
+            yield from _rows((batch.column(0).to_pylist() for batch in batches), path, text_field)
     except (arrow.ArrowException, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not readable Parquet: {_first_line(error)}") from None
 
@@ -248,11 +246,13 @@ def _dataset(root: Path, text_field: str) -> Iterator[str]:
         raise UserError(f"{root} is not a readable saved dataset: {_first_line(error)}") from None
     if text_field not in dataset.column_names:
         raise _missing(str(root), text_field, dataset.column_names)
-    row = 0
-    for batch in dataset.with_format(None).select_columns([text_field]).iter(batch_size=1024):
-        for text in batch[text_field]:
-            row += 1
-            yield _checked(text, f"{root}, row {row}", text_field)
+    batches = dataset.with_format(None).select_columns([text_field]).iter(batch_size=1024)
+    yield from _rows((batch[text_field] for batch in batches), root, text_field)
+
+
+def _rows(batches: Iterable[list[Any]], path: Path, text_field: str) -> Iterator[str]:
+    for row, text in enumerate(chain.from_iterable(batches), 1):
+        yield _checked(text, f"{path}, row {row}", text_field)
 
 
 def _missing(place: str, text_field: str, present: list[str]) -> UserError:

@@ -5,8 +5,9 @@ Each asks the search again for other clusters, models or sequences; all answers 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import NamedTuple
 
 from shardwise.cluster import Cluster
@@ -17,7 +18,7 @@ from shardwise.model.catalog import catalog
 from shardwise.model.parameters import count
 from shardwise.planner.pricing import Priced
 from shardwise.planner.ranking import search
-from shardwise.planner.shortfall import SmallestCandidate, least, why_no_layout
+from shardwise.planner.shortfall import SmallestCandidate, fits, why_no_layout
 from shardwise.planner.space import LayoutColumns, Space, why_not_fixed
 from shardwise.predict.supported import MOST_DEVICES, why_not_planned
 from shardwise.predict.time.pricing import Pricing
@@ -160,7 +161,7 @@ def largest_model(space: Space, usable: float) -> ModelConfig:
     for model in sorted(members, key=count, reverse=True):
         if why_not_planned(model) or why_not_fixed(model, space.fixed):
             continue
-        if _fits(replace(space, model=model), usable):
+        if fits(replace(space, model=model), usable):
             return model
     raise UserError(f"no model of the family {family} fits {space.cluster}")
 
@@ -176,30 +177,27 @@ def longest_sequence(space: Space, usable: float) -> tuple[int, SmallestCandidat
     Sequences are tried that every cp divides, from 1024 times the odd part of the number of devices on; from 1024 on
     where that is too long.
     """
-    tried: dict[int, SmallestCandidate | None] = {}
     learned = space.model.positions == "learned"
 
     def of(seq: int) -> Space:
         return replace(space, workload=replace(space.workload, seq=seq))
 
-    def fits(seq: int) -> bool:
-        if learned and seq > space.model.max_positions:
-            return False
-        tried[seq] = _fits(of(seq), usable)
-        return tried[seq] is not None
+    @cache
+    def fitting(seq: int) -> SmallestCandidate | None:
+        return None if learned and seq > space.model.max_positions else fits(of(seq), usable)
 
     shortest = min(1024, space.model.max_positions) if learned else 1024
     odd = _odd(space.cluster.devices)
-    seq = next(filter(fits, dict.fromkeys((shortest * odd, shortest))), 0)
+    seq = next(filter(fitting, dict.fromkeys((shortest * odd, shortest))), 0)
     if not seq:
         seq = shortest if learned or of(shortest).frames else shortest * odd
         raise _none(of(seq), f"{space.model.name} does not fit {space.cluster} even with sequences of {seq} tokens")
-    while fits(2 * seq) and seq < 1 << 24:
+    while fitting(2 * seq) and seq < 1 << 24:
         seq *= 2
     step = seq // 8
-    while step and seq % 128 == 0 and fits(seq + step):
+    while step and seq % 128 == 0 and fitting(seq + step):
         seq += step
-    found = tried[seq]
+    found = fitting(seq)
     assert found
     return seq, found
 
@@ -215,12 +213,11 @@ def largest_batch(space: Space, usable: float) -> tuple[int, SmallestCandidate]:
 
     Batches are tried that every number of replicas divides, from the odd part of the number of devices on.
     """
-    tried: dict[int, SmallestCandidate | None] = {}
 
-    def fits(batch: int) -> bool:
+    @cache
+    def fitting(batch: int) -> SmallestCandidate | None:
         on = replace(space, workload=replace(space.workload, batch=batch))
-        tried[batch] = _fits(on, usable, filter(None, map(at_once, on.frames)))
-        return tried[batch] is not None
+        return fits(on, usable, filter(None, map(at_once, on.frames)))
 
     devices = space.cluster.devices
     odd = _odd(devices)
@@ -228,16 +225,16 @@ def largest_batch(space: Space, usable: float) -> tuple[int, SmallestCandidate]:
     sizes = [odd << k for k in range(25) if k == 0 or odd << k <= 1 << 24]
     batch = 0
     for size in sizes:
-        if fits(size):
+        if fitting(size):
             batch = size
         elif batch or size > devices:
             break
     if not batch:
         raise _none(space, f"{space.model.name} does not fit {space.cluster} with {_sequences(space)} in any batch")
     step = batch // 8
-    while step and step % odd == 0 and fits(batch + step):
+    while step and step % odd == 0 and fitting(batch + step):
         batch += step
-    found = tried[batch]
+    found = fitting(batch)
     assert found
     return batch, found
 
@@ -256,14 +253,9 @@ def largest_micro(space: Space, usable: float) -> SmallestCandidate | None:
     """The candidate with the largest micro-batch that fits, the leanest of those; None where nothing fits."""
     sizes = sorted({row.micro for frame in space.frames for row in frame.rows}, reverse=True)
     for micro in sizes:
-        if found := _fits(replace(space, fixed={**space.fixed, "micro": micro}), usable):
+        if found := fits(replace(space, fixed={**space.fixed, "micro": micro}), usable):
             return found
     return None
-
-
-def _fits(space: Space, usable: float, frames: Iterable[LayoutColumns] | None = None) -> SmallestCandidate | None:
-    found = least(space, frames)
-    return found if found and found.nbytes <= usable else None
 
 
 def _searched(space: Space) -> str:

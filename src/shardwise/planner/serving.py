@@ -34,6 +34,7 @@ from shardwise.layout.legality import valid_tp
 from shardwise.layout.placement import Placed
 from shardwise.model import ModelConfig
 from shardwise.planner.answer import Answer
+from shardwise.planner.space import powers
 from shardwise.planner.strategies import CHUNK, ENGINE, crossover, serving_engine
 from shardwise.predict.arguments import as_cluster, as_model
 from shardwise.predict.memory.serving import (
@@ -297,9 +298,9 @@ class _Space:
             name = f"tp={tp},pp={pp} in {TYPES[weights]}"
             int8 = weights == "int8"
             pages, most = self._capacity(plan, weight, page, name, int8)
-            for dp in _powers(self.cluster.devices // (tp * pp)):
+            for dp in powers(self.cluster.devices // (tp * pp)):
                 # More replicas than clients are for the curve alone: nobody asks them anything.
-                wanted = [(batch, False) for batch in _powers(most)]
+                wanted = [(batch, False) for batch in powers(most)]
                 if dp <= self.workload.concurrency:
                     self.considered += 1
                     wanted += [(min(most, ceil(self.workload.concurrency / dp)), True)] if most else []
@@ -432,8 +433,3 @@ def _stored(plan: UnitPlan, placed: Placed, weights: str, *, cpu: bool) -> float
         return int8_bytes(*placed.shape, width=2, tiled=cpu)
     scales = INT4_GROUP_BYTES * placed.numel if weights == "int4" else 4.0
     return placed.numel * WIDTH[weights] + scales
-
-
-def _powers(most: int) -> list[int]:
-    """1, 2, 4, ... and the number itself."""
-    return sorted({most, *(2**k for k in range(most.bit_length()) if 2**k <= most)}) if most > 0 else []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from shardwise.cluster import Cluster, catalog
 from shardwise.errors import UserError
@@ -38,6 +39,12 @@ def least(space: Space, frames: Iterable[LayoutColumns] | None = None) -> Smalle
     return SmallestCandidate(found[0].layout, exact.total(found[0].layout)) if found else None
 
 
+def fits(space: Space, usable: float, frames: Iterable[LayoutColumns] | None = None) -> SmallestCandidate | None:
+    """What `least` finds, where it needs no more than `usable` bytes."""
+    found = least(space, frames)
+    return found if found and found.nbytes <= usable else None
+
+
 def why_nothing_fits(space: Space, usable: float, found: SmallestCandidate, reserved: float | None) -> UserError:
     """One line: what is missing, and the single changes that would do."""
     needed, there = format_apart(found.nbytes, usable)
@@ -52,7 +59,7 @@ def why_no_layout(space: Space) -> UserError:
     """One line where there is no legal layout at all: which fixed key, batch or number of devices is to blame."""
     wanted = f"no layout{_with(space)} splits {space.model.name} over the {space.cluster.devices} devices of "
     wanted += f"{space.cluster} with {space.workload.batch} sequences of {space.workload.seq} tokens"
-    ways = [_other_values(key, frames) for key, frames in _freed(space) if frames]
+    ways = [_other_values(key, free.frames) for key, free in _freed(space) if free.frames]
     replicas = sorted({dp for _, _, cp, dp in space.meshes(space.cluster.devices) if space.workload.seq % cp == 0})
     if replicas and not any(space.workload.batch % dp == 0 for dp in replicas):
         ways.append(f"take a batch that is a multiple of {replicas[0]}")
@@ -64,10 +71,10 @@ def why_no_layout(space: Space) -> UserError:
     return UserError(f"{wanted}; {' or '.join(ways) if ways else 'give other numbers of devices or sequences'}")
 
 
-def _freed(space: Space) -> Iterator[tuple[str, tuple[LayoutColumns, ...]]]:
-    """Each fixed key, and the frames that there are where it is free."""
+def _freed(space: Space) -> Iterator[tuple[str, Space]]:
+    """Each fixed key, and the space in which it is free."""
     for key in space.fixed:
-        yield key, replace(space, fixed={k: v for k, v in space.fixed.items() if k != key}).frames
+        yield key, replace(space, fixed={k: v for k, v in space.fixed.items() if k != key})
 
 
 def _other_values(key: str, frames: Iterable[LayoutColumns]) -> str:
@@ -91,38 +98,31 @@ def _less(cluster: Cluster, reserved: float | None) -> str:
 def changes(space: Space, usable: float, reserved: float | None) -> Iterator[str]:
     """Single changes that would make it fit: a key left free, more devices, fewer or shorter sequences, other
     devices."""
-    for key in space.fixed:
-        free = replace(space, fixed={k: v for k, v in space.fixed.items() if k != key})
-        if (found := least(free)) and found.nbytes <= usable:
+    for key, free in _freed(space):
+        if found := fits(free, usable):
             yield f"leave {key} free ({found.layout} fits)"
     if (cluster := more_devices(space, usable)) is not None:
         yield f"take {cluster}"
-    if batch := _smaller_batch(space, usable):
+    if batch := _halved(space, usable, "batch", 1):
         yield f"cut the batch to {batch} sequence{'s' * (batch > 1)}"
-    seq = space.workload.seq // 2
-    while seq >= SHORTEST:
-        shorter = replace(space, workload=replace(space.workload, seq=seq))
-        if (found := least(shorter)) and found.nbytes <= usable:
-            yield f"cut sequences to {seq} tokens"
-            break
-        seq //= 2
+    if seq := _halved(space, usable, "seq", SHORTEST):
+        yield f"cut sequences to {seq} tokens"
     for name in ("H200", "B200"):
         entry = catalog.lookup(name)
         other = replace(space.cluster, device=entry.device, intra=entry.intra, inter=entry.inter)
-        found = least(replace(space, cluster=other))
-        if found and found.nbytes <= usable_bytes(other, reserved):
+        if fits(replace(space, cluster=other), usable_bytes(other, reserved)):
             yield f"take {other}"
             break
 
 
-def _smaller_batch(space: Space, usable: float) -> int:
-    """The largest batch that fits, halved again and again; 0 where none does."""
-    batch = space.workload.batch // 2
-    while batch:
-        found = least(replace(space, workload=replace(space.workload, batch=batch)))
-        if found and found.nbytes <= usable:
-            return batch
-        batch //= 2
+def _halved(space: Space, usable: float, key: Literal["batch", "seq"], smallest: int) -> int:
+    """The workload's batch, or length of sequences, halved again and again until something fits; 0 where nothing does
+    down to `smallest`."""
+    number = getattr(space.workload, key) // 2
+    while number >= smallest:
+        if fits(replace(space, workload=replace(space.workload, **{key: number})), usable):
+            return int(number)
+        number //= 2
     return 0
 
 
@@ -130,8 +130,7 @@ def more_devices(space: Space, usable: float) -> Cluster | None:
     """The smallest cluster on which something fits: a single node's devices are doubled up to `NODE`, then nodes."""
     larger = _doubled(space.cluster)
     while larger.devices <= MOST_DEVICES:
-        found = least(replace(space, cluster=larger))
-        if found and found.nbytes <= usable:
+        if fits(replace(space, cluster=larger), usable):
             return larger
         larger = _doubled(larger)
     return None

@@ -259,6 +259,11 @@ class Space:
         return even + [stages // pp] * bare
 
 
+def powers(most: int) -> list[int]:
+    """1, 2, 4, ... and the number itself; nothing for 0."""
+    return sorted({most, *(1 << k for k in range(most.bit_length()))}) if most > 0 else []
+
+
 @lru_cache(maxsize=4096)
 def divisors(n: int) -> tuple[int, ...]:
     """Ascending."""

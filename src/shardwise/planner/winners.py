@@ -11,7 +11,7 @@ from shardwise.planner.alternatives import Alternative, against, having, neighbo
 from shardwise.planner.exact import ExactMemory
 from shardwise.planner.pricing import Priced
 from shardwise.planner.ranking import CandidateIndex, Found, best_of, price_places, search
-from shardwise.planner.space import Space
+from shardwise.planner.space import Space, powers
 from shardwise.predict.time.pricing import Pricing
 
 By = Literal["throughput", "memory", "cost", "pareto"]
@@ -77,9 +77,7 @@ def _searched(
 
 def _cheapest(space: Space, usable: float, top: int) -> Winners:
     """The candidates of least device-seconds over clusters of 1, 2, 4, ... and all nodes."""
-    nodes = space.cluster.nodes
-    counts = sorted({nodes, *(2**k for k in range(nodes.bit_length()) if 2**k <= nodes)})
-    parts = (replace(space, cluster=replace(space.cluster, nodes=count)) for count in counts)
+    parts = (replace(space, cluster=replace(space.cluster, nodes=count)) for count in powers(space.cluster.nodes))
     searches = [_searched(part, "throughput", usable, top, explain=True) for part in parts]
     rows = [(one.layout.ranks * one.seconds, i, one, each) for each in searches for i, one in enumerate(each.best)]
     rows.sort(key=lambda row: row[:2])

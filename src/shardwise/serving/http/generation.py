@@ -109,32 +109,23 @@ class Front:
         """Raise `Problem` (400) for texts that cannot fit the context, before seconds are spent on their tokens."""
         length = sum(map(len, texts))
         if length > self._longest_text:
-            raise Problem(
-                400,
-                f"{length:,} characters have more tokens than the context of {self.context}",
-                param=where,
-                code="context_length_exceeded",
-            )
+            raise _too_long(f"{length:,} characters have more tokens than the context of {self.context}", where)
 
     def max_tokens(self, prompt: list[int], wanted: CompletionRequest, where: str) -> int:
         """Tokens that an answer may have. Raises `Problem` (400) where the context does not allow them."""
         room = self.context - len(prompt)
         if room < 1:
-            raise Problem(
-                400,
+            raise _too_long(
                 f"the prompt has {len(prompt)} tokens; with a context of {self.context} the largest has "
                 f"{self.context - 1}, and one token of answer",
-                param=where,
-                code="context_length_exceeded",
+                where,
             )
         asked = wanted.max_tokens
         if asked is not None and asked > room:
-            raise Problem(
-                400,
+            raise _too_long(
                 f"{asked} tokens after a prompt of {len(prompt)} exceed the context of {self.context}: ask for at "
                 f"most {room}, or shorten the prompt to {max(0, self.context - asked)}",
-                param=where,
-                code="context_length_exceeded",
+                where,
             )
         return asked or min(room, wanted.usual or room)
 
@@ -156,6 +147,10 @@ class Front:
             "pages_used": ("pages of the cache in use", {key: each.pages for key, each in by_replica.items()}),
             "pages": ("pages of the cache", {key: each.of_pages for key, each in by_replica.items()}),
         }
+
+
+def _too_long(message: str, where: str) -> Problem:
+    return Problem(400, message, param=where, code="context_length_exceeded")
 
 
 def _stopping() -> Problem:
