@@ -74,6 +74,10 @@ class Round:
         """src, dst, chunk, to, count, stride, reduce."""
         return self.src, self.dst, self.chunk, self.to, self.count, self.stride, self.reduce
 
+    def rows(self) -> Iterator[tuple[int, int, int, int, int, int, bool]]:
+        """The rows, each in the order of `columns`, as plain numbers."""
+        return zip(*(column.tolist() for column in self.columns), strict=True)
+
     def __len__(self) -> int:
         return len(self.src)
 

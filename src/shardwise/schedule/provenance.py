@@ -55,7 +55,7 @@ class Holdings:
         found: list[CollectiveDefect] = []
         moves = [
             (src, dst, chunk + i, to + i, adds, self.held[src][chunk + i])
-            for src, dst, chunk, to, count, stride, adds in zip(*(c.tolist() for c in round.columns), strict=True)
+            for src, dst, chunk, to, count, stride, adds in round.rows()
             for i in range(0, count * stride, stride)
         ]
         for src, dst, chunk, to, adds, moved in moves:

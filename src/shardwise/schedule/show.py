@@ -59,7 +59,7 @@ def frames(schedule: CommSchedule, elements: int) -> dict[str, Any]:
                 "op": "add" if adds else "copy",
                 "elements": int(np.diff(bounds)[chunk : chunk + count * stride : stride].sum()),
             }
-            for src, dst, chunk, to, count, stride, adds in _rows(round)
+            for src, dst, chunk, to, count, stride, adds in round.rows()
         ]
         found.append({"round": number, "stage": label, "transfers": transfers, "holds": _holds(states)})
     return {
@@ -97,13 +97,9 @@ def _headline(schedule: CommSchedule, elements: int) -> str:
     )
 
 
-def _rows(round: Round) -> Iterator[tuple[int, int, int, int, int, int, bool]]:
-    return zip(*(column.tolist() for column in round.columns), strict=True)
-
-
 def _transfers(schedule: CommSchedule, round: Round, elements: int) -> Iterator[str]:
     bounds = schedule.bounds(elements)
-    for src, dst, chunk, to, count, stride, adds in _rows(round):
+    for src, dst, chunk, to, count, stride, adds in round.rows():
         chunks = tuple(range(chunk, chunk + count * stride, stride))
         size = int(sum(bounds[c + 1] - bounds[c] for c in chunks))
         where = "" if to == chunk else f" to {_place(schedule, tuple(range(to, to + count * stride, stride)))}"

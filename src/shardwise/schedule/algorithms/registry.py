@@ -75,7 +75,7 @@ def collective_name(text: str) -> str:
     """A collective by its name, or by torch's (all_gather_into). Raises `UserError` with the nearest names."""
     name = text.strip().lower().replace("_", "-").removesuffix("-tensor").removesuffix("-single").removesuffix("-into")
     if name not in COLLECTIVES:
-        raise UserError(f"no collective {text!r}; {_nearest(name, COLLECTIVES)}")
+        raise UserError(f"no collective {text!r}; {nearest(name, COLLECTIVES)}")
     return name
 
 
@@ -107,7 +107,7 @@ def find(collective: str, name: str) -> Algorithm:
     wanted = name.strip().lower().replace("_", "-")
     wanted = _ALIASES.get(wanted, wanted)
     if wanted not in known:
-        raise UserError(f"{collective_name(collective)} has no algorithm {name!r}; {_nearest(wanted, known)}")
+        raise UserError(f"{collective_name(collective)} has no algorithm {name!r}; {nearest(wanted, known)}")
     return known[wanted]
 
 
@@ -148,6 +148,7 @@ def build(collective: str, algorithm: str, ranks: int, **options: int) -> CommSc
     )
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, known: Iterable[str]) -> str:
+    """What a name may have meant, in words that follow on an error."""
     near = difflib.get_close_matches(name, list(known), n=2, cutoff=0.5)
     return f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}"

@@ -11,7 +11,7 @@ DeepSeek-AI 2024, whose p counts the stages of a V, two a rank.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 
@@ -59,26 +59,21 @@ def _interleaved_peak(p: int, m: int, v: int, r: int) -> float:
     return min(m * v, 2 * (p - 1 - r) + (v - 1) * group + 1) / v
 
 
+_FORWARD_ONLY = PipelineFormula("(p-1)F", lambda c: (c.p - 1) * c.F, lambda p, m, v, r: 0)
+_INTERLEAVED = PipelineFormula(
+    "(p-1)(F+B)/v",
+    lambda c: _ramp(c) / c.v,
+    _interleaved_peak,
+    "m of at least p; with less, a lower bound",
+    exact=lambda c: c.m >= c.p,
+    below=lambda c: True,
+)
 FORMS = {
     "naive": PipelineFormula("m(p-1)(F+B)", lambda c: c.m * _ramp(c), lambda p, m, v, r: 1),
     "gpipe": PipelineFormula("(p-1)(F+B)", _ramp, lambda p, m, v, r: m),
     "1f1b": PipelineFormula("(p-1)(F+B)", _ramp, lambda p, m, v, r: min(m, p - r), "with the least warm-up"),
-    "interleaved": PipelineFormula(
-        "(p-1)(F+B)/v",
-        lambda c: _ramp(c) / c.v,
-        _interleaved_peak,
-        "m of at least p; with less, a lower bound",
-        exact=lambda c: c.m >= c.p,
-        below=lambda c: True,
-    ),
-    "breadth-first": PipelineFormula(
-        "(p-1)(F+B)/v",
-        lambda c: _ramp(c) / c.v,
-        lambda p, m, v, r: m,
-        "m of at least p; with less, a lower bound",
-        exact=lambda c: c.m >= c.p,
-        below=lambda c: True,
-    ),
+    "interleaved": _INTERLEAVED,
+    "breadth-first": replace(_INTERLEAVED, peak=lambda p, m, v, r: m),
     "zb-h1": PipelineFormula(
         "(p-1)(F+I-W)",
         lambda c: (c.p - 1) * (c.F + c.I - c.W),
@@ -115,7 +110,7 @@ FORMS = {
         exact=lambda c: c.F == c.I and c.W <= c.F,
         below=lambda c: c.F >= c.I,
     ),
-    "prefill": PipelineFormula("(p-1)F", lambda c: (c.p - 1) * c.F, lambda p, m, v, r: 0),
-    "decode": PipelineFormula("(p-1)F", lambda c: (c.p - 1) * c.F, lambda p, m, v, r: 0),
+    "prefill": _FORWARD_ONLY,
+    "decode": _FORWARD_ONLY,
 }
 """Schedule -> its formulas."""

@@ -62,8 +62,6 @@ class _Flow:
     def __init__(self, schedule: PipelineSchedule, times: Times, rendezvous: bool) -> None:
         self.schedule, self.times, self.rendezvous = schedule, times, rendezvous
         ranks, messages = range(schedule.ranks), 2 * schedule.stages * schedule.micro
-        self.seconds = {"F": times.forward, "I": times.input, "W": times.weight}
-        self.seconds["B"] = tuple(map(sum, zip(times.input, times.weight, strict=True)))
         self.fed = [self.first_received(stage) for stage in range(schedule.stages)]
         self.next = [0 for _ in ranks]
         self.now = [0.0 for _ in ranks]
@@ -116,7 +114,7 @@ class _Flow:
     def advance(self, rank: int) -> None:
         """Take the rank's actions up to the first that waits for another rank's."""
         mine, spans, posted = self.schedule.actions[rank], self.spans[rank], self.posted
-        count, delay = self.schedule.micro, 0.0 if self.times.overlap else self.times.hop
+        seconds, count, delay = self.times.by_kind, self.schedule.micro, 0.0 if self.times.overlap else self.times.hop
         index, now, end = self.next[rank], self.now[rank], len(mine)
         while index < end:
             kind, stage, micro, _, parts = action = mine[index]
@@ -124,7 +122,7 @@ class _Flow:
                 begin = self.start(rank, parts or (action,), now)
                 if begin is None:
                     break
-                now = begin + (self.times.of(action) if parts else self.seconds[kind][stage])
+                now = begin + (self.times.of(action) if parts else seconds[kind][stage])
                 spans[index] = (begin, now)
             elif micro >= 0 and kind != "REDUCE_GRAD":
                 if receives := kind == "RECV_F" or kind == "RECV_B":

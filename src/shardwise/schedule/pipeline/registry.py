@@ -6,7 +6,6 @@ reductions follow from it (`complete`). It becomes known by the decorator `gener
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from shardwise.errors import UserError
-from shardwise.schedule.algorithms.registry import first_paragraph
+from shardwise.schedule.algorithms.registry import first_paragraph, nearest
 from shardwise.schedule.pipeline.action import Action
 from shardwise.schedule.pipeline.bulk import without_collections
 from shardwise.schedule.pipeline.completion import AHEAD, RESIDENT, complete
@@ -109,9 +108,7 @@ def find(name: str) -> ScheduleGenerator:
     wanted = name.strip().lower().replace("_", "-")
     wanted = _ALIASES.get(wanted, wanted)
     if wanted not in _KNOWN:
-        near = difflib.get_close_matches(wanted, list(_KNOWN), n=2, cutoff=0.5)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(_KNOWN)}"
-        raise UserError(f"no pipeline schedule {name!r}; {hint}")
+        raise UserError(f"no pipeline schedule {name!r}; {nearest(wanted, _KNOWN)}")
     return _KNOWN[wanted]
 
 

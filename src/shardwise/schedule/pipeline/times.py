@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from operator import add
 
 from shardwise.errors import UserError
 from shardwise.schedule.pipeline.action import Action
@@ -65,16 +67,15 @@ class Times:
 
     def of(self, action: Action) -> float:
         """Seconds of a computation."""
-        kind, stage, _, _, parts = action
-        if kind == "F":
-            return self.forward[stage]
-        if kind == "B":
-            return self.input[stage] + self.weight[stage]
-        if kind == "I":
-            return self.input[stage]
-        if kind == "W":
-            return self.weight[stage]
-        return self.together * sum(map(self.of, parts))
+        if action.parts:
+            return self.together * sum(map(self.of, action.parts))
+        return self.by_kind[action.kind][action.stage]
+
+    @cached_property
+    def by_kind(self) -> Mapping[str, tuple[float, ...]]:
+        """Seconds of each kind of computation but OVERLAP_F_B, by stage."""
+        both = tuple(map(add, self.input, self.weight))
+        return {"F": self.forward, "I": self.input, "W": self.weight, "B": both}
 
     def with_hop(self, alpha: float, beta: float = 0, nbytes: float = 0, overlap: bool = True) -> Times:
         """The same with messages of `nbytes` bytes that take alpha + beta x nbytes seconds."""

@@ -7,7 +7,7 @@ loop, `2p - 1 - rank` the second one in a V.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count
 
@@ -115,20 +115,14 @@ class _Vee:
     """The two chunks of a rank in a V: each call of `f`, `i`, `w`, `b` with chunk 0 or 1 is its next micro-batch."""
 
     def __init__(self, p: int, rank: int) -> None:
-        self.stages = rank, 2 * p - 1 - rank
-        self.forward, self.backward, self.weight = ([count(), count()] for _ in range(3))
+        stages = rank, 2 * p - 1 - rank
+        forward, backward, weight = ([count(), count()] for _ in range(3))
 
-    def f(self, chunk: int) -> Action:
-        return F(self.stages[chunk], next(self.forward[chunk]))
+        def taking(do: Callable[[int, int], Action], micro: list[count[int]]) -> Callable[[int], Action]:
+            return lambda chunk: do(stages[chunk], next(micro[chunk]))
 
-    def i(self, chunk: int) -> Action:
-        return I(self.stages[chunk], next(self.backward[chunk]))
-
-    def b(self, chunk: int) -> Action:
-        return B(self.stages[chunk], next(self.backward[chunk]))
-
-    def w(self, chunk: int) -> Action:
-        return W(self.stages[chunk], next(self.weight[chunk]))
+        self.f, self.w = taking(F, forward), taking(W, weight)
+        self.i, self.b = taking(I, backward), taking(B, backward)
 
 
 @generator("zb-v", source="Qi et al. 2024", rule=_vee, shape="vee", settles=2)
