@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,28 +13,18 @@ import torch.distributed as dist
 
 from shardwise.emulate.job import WORD, EmulationCase, EmulationJob
 from shardwise.emulate.worker import TimedWorker
-from shardwise.errors import UserError
-from shardwise.layout import Layout, Mesh
+from shardwise.layout import Layout
 from shardwise.layout.axes import PP
+from shardwise.runtime.job.output import rewrite_line
 from shardwise.runtime.job.rank import leave, main
+from shardwise.runtime.job.setup import make_comms
 from shardwise.runtime.pipeline.executor import execute
 from shardwise.runtime.transport.comms import Comms
+from shardwise.runtime.transport.process_group import gather_objects
 from shardwise.schedule.pipeline.times import Times
 
 TURNS, PAUSE = 40, 0.01
 """Messages of each rank by which a hop is measured, and seconds from one to the next."""
-
-
-def make_comms(ranks: int, rank: int, transport: str, timeout: float) -> Comms:
-    """The messages of a pipeline alone. Raises `UserError` where memory cannot be shared but must."""
-    mesh = Mesh(Layout(pp=ranks))
-    if transport != "gloo" and ranks > 1:
-        try:
-            return Comms(mesh, rank, (PP,), timeout=timeout, shared=True)
-        except OSError as error:
-            if transport == "shared":
-                raise UserError(f"no shared memory: {error}; choose --transport gloo") from None
-    return Comms(mesh, rank, (PP,), timeout=timeout)
 
 
 def step(case: EmulationCase, comms: Comms, nbytes: int) -> dict[str, Any]:
@@ -61,8 +49,7 @@ def hop(comms: Comms, nbytes: int) -> float:
     place, ranks = comms.index(PP), dist.get_world_size()
     message = torch.zeros(nbytes // WORD, dtype=torch.int64)
     arrived, seen = torch.empty_like(message), []
-    clocks: list[Any] = [None] * ranks
-    dist.all_gather_object(clocks, time.monotonic())
+    clocks = gather_objects(time.monotonic())
     for turn in range(1, TURNS + 1 if ranks > 1 else 0):
         arriving = comms.receive(arrived, PP, (place - 1) % ranks, "hop")
         time.sleep(max(0.0, max(clocks) + turn * PAUSE - time.monotonic()))
@@ -71,15 +58,15 @@ def hop(comms: Comms, nbytes: int) -> float:
         arriving.wait()
         seen.append((time.monotonic_ns() - int(arrived[0])) / 1e9)
         leaving.wait()
-    every: list[Any] = [None] * ranks
-    dist.all_gather_object(every, seen)
-    return statistics.median([seconds for theirs in every for seconds in theirs] or [0.0])
+    return statistics.median([seconds for theirs in gather_objects(seen) for seconds in theirs] or [0.0])
 
 
 def run(rank: int, job: EmulationJob) -> None:
     """All steps of all cases; rank 0 writes what every rank saw."""
     ranks = dist.get_world_size()
-    comms = make_comms(ranks, rank, job.transport, job.timeout)
+    # The messages of a pipeline alone.
+    layout = Layout(pp=ranks)
+    comms = make_comms(layout, None, rank, transport=job.transport, axes=(PP,), quiet=True, timeout=job.timeout)
     for case in job.cases:
         # Without the waits: memory for messages is made, and nothing is compiled or loaded later.
         step(replace(case, times=Times.none(case.schedule.stages)), comms, job.nbytes)
@@ -88,26 +75,16 @@ def run(rank: int, job: EmulationJob) -> None:
     for number in range(job.steps):
         for index, case in enumerate(job.cases):
             if rank == 0:
-                _progress(f"{case.schedule.name}: step {number + 1} of {job.steps}")
+                rewrite_line(f"{case.schedule.name}: step {number + 1} of {job.steps}")
             results[index].append(step(case, comms, job.nbytes))
-    every: list[Any] = [None] * ranks
-    dist.all_gather_object(every, results)
+    every = gather_objects(results)
     if rank == 0:
         cases = [[[theirs[index][number] for theirs in every] for number in range(job.steps)]
                  for index in range(len(job.cases))]  # fmt: skip
-        result = {"transport": comms.backend, "hop": latency, "cases": cases}
-        partial = Path(job.out + ".partial")
-        partial.write_text(json.dumps(result))
-        partial.replace(job.out)
-        _progress("")
+        job.leave({"transport": comms.backend, "hop": latency, "cases": cases})
+        rewrite_line("")
     dist.barrier()  # who leaves early must not be missed
     comms.close()
-
-
-def _progress(words: str) -> None:
-    """A line that changes, on a terminal."""
-    if sys.stderr.isatty():
-        print(f"\r\033[K{words}", end="", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

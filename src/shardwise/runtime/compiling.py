@@ -22,7 +22,7 @@ from shardwise.decoder import Batch, Decoder
 from shardwise.errors import UserError
 from shardwise.layout.units import UnitPlan
 from shardwise.ops.table import install, lower
-from shardwise.runtime.job.setup import local_view
+from shardwise.runtime.job.setup import blank_batch
 from shardwise.runtime.tensor.lowering import context_of
 from shardwise.runtime.torch_versions import compile_apart, default_backend
 
@@ -99,13 +99,7 @@ def _calling(compiled: Callable[[Block, Tensor, Batch], Tensor], block: Block) -
 def _run_once(block: Block, plan: UnitPlan, device: torch.device) -> None:
     """Forward without and with gradients, and backward, on zeros; accumulated gradients stay as they are where autograd
     adds them up, and elsewhere every step forgets them before it begins."""
-
-    def vector() -> Tensor:
-        return torch.zeros(plan.layout.micro, plan.workload.seq, dtype=torch.int64, device=device)
-
-    documents = vector() if plan.workload.isolate_documents else None
-    batch = Batch(vector(), vector(), vector(), documents, vector(), vector(), dropout_key=0)
-    batch, _ = local_view(batch, vector(), plan)
+    batch, _ = blank_batch(plan, device)
     weights = list(block.parameters())
     x = torch.zeros(*batch.stream_index.shape, plan.model.hidden, dtype=weights[0].dtype, device=device)
     with torch.no_grad():

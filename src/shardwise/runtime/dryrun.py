@@ -145,7 +145,7 @@ def _observe(plan: UnitPlan, rank: int, fake: Any) -> Role:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from shardwise.runtime.job.config import OptimizerConfig
-    from shardwise.runtime.job.setup import AXES
+    from shardwise.runtime.job.setup import AXES, blank_batch
     from shardwise.runtime.measure.memory import StepMeasurement
     from shardwise.runtime.pipeline.step import TrainProgram
     from shardwise.runtime.torch_versions import know_fake_collectives
@@ -159,7 +159,7 @@ def _observe(plan: UnitPlan, rank: int, fake: Any) -> Role:
     comms.read = lambda scalar: 1.0  # type: ignore[method-assign]  # fake tensors hold no numbers
     with fake:
         program = TrainProgram(short, comms, OptimizerConfig(), _no_values, torch.device("cpu"))
-        batches = [_micro_batch(short) for _ in range(short.micro_batches)]
+        batches = [blank_batch(short) for _ in range(short.micro_batches)]
         with StepMeasurement(program) as measurement:
             given = _Given(batches, lambda: {key: timing.count for key, timing in comms.timings.items()})
             program.step(given, 1e-3)
@@ -258,18 +258,3 @@ def _tensors(inputs: Any, targets: Any) -> Iterator[Any]:
 
 def _no_values(parameter: Any, index: Any) -> Any:
     return index.double()
-
-
-def _micro_batch(plan: UnitPlan) -> Any:
-    import torch
-
-    from shardwise.decoder import Batch
-    from shardwise.runtime.job.setup import local_view
-
-    def vector() -> torch.Tensor:
-        return torch.zeros(plan.layout.micro, plan.workload.seq, dtype=torch.int64)
-
-    positions, index = vector(), vector()
-    documents = vector() if plan.workload.isolate_documents else None
-    batch = Batch(vector(), positions, index, documents, positions, index, 0)
-    return local_view(batch, vector(), plan)

@@ -17,8 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-OLDEST = "2.9"
-
 
 def all_gather_single(
     out: Tensor, piece: Tensor, group: dist.ProcessGroup | None = None, *, async_op: bool = False

@@ -16,6 +16,15 @@ def say(line: str) -> None:
             print(line, file=sys.stderr, flush=True)
 
 
+def rewrite_line(words: str) -> bool:
+    """On a terminal, put words in place of the line of standard error that was written so before. Returns whether it is
+    one."""
+    live = sys.stderr.isatty()
+    if live:
+        print(f"\r\033[K{words}", end="", file=sys.stderr, flush=True)
+    return live
+
+
 class _Tolerant:
     """A text stream that goes to /dev/null once it cannot be written, such as a pipe whose reader has left."""
 

@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from shardwise.errors import UserError
 from shardwise.runtime.job.launch import (
@@ -50,6 +50,12 @@ class RankJob:
     @classmethod
     def read(cls, path: Path) -> Self:
         return cls(**json.loads(path.read_text()))
+
+    def leave(self, result: Any) -> None:
+        """Write what was found to `out`, whole or not at all."""
+        partial = Path(f"{self.out}.partial")
+        partial.write_text(json.dumps(result))
+        partial.replace(self.out)
 
 
 T = TypeVar("T")

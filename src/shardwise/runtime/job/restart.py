@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from shardwise.errors import UserError
 from shardwise.layout import fewer_ranks
@@ -146,9 +147,7 @@ def _tell_fallback(again: TrainConfig, damaged: str, progress: Callable[[str], N
     """Say from where a run resumes whose newest checkpoint is damaged, and note it in the run's events."""
     where = f"from {again.resume}" if again.resume else "from the beginning"
     progress(f"{damaged}; resuming {where}")
-    if (Path(again.out) / "run.json").exists():
-        with RunDirectory.open(again.out) as run:
-            run.append({"time": time.time(), "damaged": damaged, "from": again.resume})
+    _note(again, {"damaged": damaged, "from": again.resume})
 
 
 def _tell(again: TrainConfig, ending: Ending, launch: LaunchConfig, *, shrunk: bool) -> None:
@@ -160,8 +159,13 @@ def _tell(again: TrainConfig, ending: Ending, launch: LaunchConfig, *, shrunk: b
     elif launch.elastic and ending.lost:
         how = ", on as many ranks as before, because dp cannot shrink"
     launch.progress(f"restart {again.restart} of {launch.restarts} {where}{how}: {ending.line}")
+    event = {"restart": again.restart, "from": again.resume, "layout": str(again.layout), "because": ending.line}
+    _note(again, event)
+
+
+def _note(again: TrainConfig, event: dict[str, Any]) -> None:
+    """Add to the run's events, where it has begun."""
     if (Path(again.out) / "run.json").exists():
-        event = {"restart": again.restart, "from": again.resume, "layout": str(again.layout), "because": ending.line}
         with RunDirectory.open(again.out) as run:
             run.append({"time": time.time(), **event})
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.decoder import Batch
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Mesh
-from shardwise.layout.axes import CP, DATA, KV, PP, REPLICATE, SHARD, TP
+from shardwise.layout.axes import CP, DATA, KV, PP, REPLICATE, SHARD, TP, Axes
 from shardwise.layout.units import UnitPlan
 from shardwise.model import ModelConfig
 from shardwise.runtime.context.view import cut_sequences
-from shardwise.runtime.job.pulse import Pulse
 from shardwise.runtime.transport.comms import Comms
 
 AXES = (CP, DATA, SHARD, REPLICATE, TP, KV, PP, DATA + PP, SHARD + TP + PP)
@@ -22,32 +23,38 @@ AXES = (CP, DATA, SHARD, REPLICATE, TP, KV, PP, DATA + PP, SHARD + TP + PP)
 
 
 def make_comms(
-    layout: Layout,
-    model: ModelConfig,
-    rank: int,
-    *,
-    timeout: float,
-    overlap: bool = True,
-    transport: str = "auto",
-    pulse: Pulse | None = None,
-) -> Comms:
-    """The process groups of `rank`; every rank of the job must call this. timeout: seconds.
+    layout: Layout, model: ModelConfig | None, rank: int, *, transport: str = "auto", axes: tuple[Axes, ...] = AXES,
+    quiet: bool = False, **options: Any,
+) -> Comms:  # fmt: skip
+    """The process groups of `rank`; every rank of the job must call this. model: None where no heads are split.
 
-    transport: one of `config.TRANSPORTS`. Raises `UserError` when it is "shared" and memory cannot be shared here.
+    transport: one of `config.TRANSPORTS`. quiet: do not say that no memory can be shared. options: of `Comms`,
+    `timeout` at least. Raises `UserError` when the transport is "shared" and memory cannot be shared here.
     """
-    mesh = Mesh.of(layout, model)
+    mesh = Mesh.of(layout, model) if model else Mesh(layout)
     if transport != "gloo" and dist.get_backend() == "gloo" and dist.get_world_size() > 1:
         try:
-            return Comms(mesh, rank, AXES, timeout=timeout, overlap=overlap, shared=True, pulse=pulse)
+            return Comms(mesh, rank, axes, shared=True, **options)
         except OSError as error:
             if transport == "shared":
                 raise UserError(f"no shared memory: {error}; choose --transport gloo") from None
-            if rank == 0:
+            if rank == 0 and not quiet:
                 print(f"no shared memory: {error}; continuing over gloo", flush=True)
-    comms = Comms(mesh, rank, AXES, timeout=timeout, overlap=overlap, pulse=pulse)
+    comms = Comms(mesh, rank, axes, **options)
     if dist.get_backend() == "gloo" and dist.get_world_size() == 1:
         comms.backend = "shared"  # one rank communicates with nobody, so it needs no buffers for gloo
     return comms
+
+
+def blank_batch(plan: UnitPlan, device: torch.device | None = None) -> tuple[Batch, Tensor]:
+    """A micro-batch of zeros and its targets, as one of this rank's."""
+
+    def vector() -> Tensor:
+        return torch.zeros(plan.layout.micro, plan.workload.seq, dtype=torch.int64, device=device)
+
+    positions, index = vector(), vector()
+    documents = vector() if plan.workload.isolate_documents else None
+    return local_view(Batch(vector(), positions, index, documents, positions, index, 0), vector(), plan)
 
 
 def local_view(batch: Batch, targets: Tensor, plan: UnitPlan) -> tuple[Batch, Tensor]:

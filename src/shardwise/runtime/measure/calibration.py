@@ -12,7 +12,6 @@ the samples.
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import time
@@ -21,7 +20,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import cycle, islice, product, zip_longest
-from pathlib import Path
 from statistics import fmean, quantiles
 from typing import Any
 
@@ -33,20 +31,25 @@ from torch import Tensor, nn
 from shardwise.decoder import Batch
 from shardwise.decoder.attention import CoreAttention, Rope
 from shardwise.decoder.modules import RMSNorm
-from shardwise.layout import Layout, Mesh, Workload, unit_plan
+from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.layout.axes import DATA, PP, SHARD, Axes
 from shardwise.model import ModelConfig
 from shardwise.ops.context import OpContext, Options
 from shardwise.ops.cpu.attention import short_attention
 from shardwise.ops.limits import optimizer_chunk
 from shardwise.ops.table import install
+from shardwise.runtime.job.config import OptimizerConfig
+from shardwise.runtime.job.output import rewrite_line
 from shardwise.runtime.job.rank import RankJob, leave, main
 from shardwise.runtime.job.setup import make_comms
+from shardwise.runtime.measure.hardware import settle
 from shardwise.runtime.measure.samples import Probed, within_limits
 from shardwise.runtime.pipeline.stages import StageRunner
 from shardwise.runtime.tensor.loss import summed_cross_entropy
 from shardwise.runtime.transport.adding import Target
 from shardwise.runtime.transport.comms import Comms
+from shardwise.runtime.transport.process_group import gather_objects
+from shardwise.runtime.zero.optimizer import adamw
 
 Call = Callable[[], object]
 
@@ -275,7 +278,7 @@ def _optimizer(elements: int, dtype: torch.dtype, device: torch.device) -> Call:
     master, first, second = (torch.zeros(elements, device=device) for _ in range(3))
     grads = torch.full((elements,), 1e-3, dtype=dtype, device=device)
     weights = master if dtype == torch.float32 else torch.zeros(elements, dtype=dtype, device=device)
-    steps = torch.ones((), device=device)
+    steps, settings = torch.ones((), device=device), OptimizerConfig()
     apart = weights is not master
     step = optimizer_chunk(elements) if apart and not weights.is_cuda else elements
 
@@ -285,10 +288,7 @@ def _optimizer(elements: int, dtype: torch.dtype, device: torch.device) -> Call:
             chunk = slice(start, start + step)
             local = grads[chunk].to(torch.float32)
             local.mul_(0.999)
-            torch._fused_adamw_(
-                [master[chunk]], [local], [first[chunk]], [second[chunk]], [], [steps], lr=1e-3, beta1=0.9, beta2=0.95,
-                weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False,
-            )  # fmt: skip
+            adamw(master[chunk], local, first[chunk], second[chunk], steps, settings, settings.lr, decay=True)
             if apart:
                 weights[chunk].copy_(master[chunk])
 
@@ -331,7 +331,6 @@ def collectives(job: CalibrationJob, ranks: int) -> Iterator[Probe]:
 
 def _comms(layout: Layout, job: CalibrationJob) -> Comms:
     model = MODEL.replace(layers=max(MODEL.layers, layout.pp))
-    Mesh.of(layout, model)
     return make_comms(layout, model, dist.get_rank(), timeout=job.timeout, transport=job.transport)
 
 
@@ -412,8 +411,7 @@ class DeviceBench:
 
     def _shared(self, samples: Sequence[Probed]) -> list[float]:
         """Seconds of each, the mean over all ranks; of messages the first rank's."""
-        every: list[Any] = [None] * self.ranks
-        dist.all_gather_object(every, [sample.seconds for sample in samples])
+        every = gather_objects([sample.seconds for sample in samples])
         return [
             theirs[0] if s.of == ("message",) else fmean(theirs)
             for s, theirs in zip(samples, zip(*every, strict=True), strict=True)
@@ -435,8 +433,9 @@ class DeviceBench:
             if not budget:
                 break
             if self.rank == 0:
+                count = number * of_all + at + 1
                 words = f"{what} {' '.join(of)} {'x'.join(map(str, shape))}"
-                _progress(words, number * of_all + at + 1, PASSES * of_all)
+                _progress(f"{count} of {PASSES * of_all}: {words}", count)
             call = make()
             if what != "collective":
                 seconds = self._seconds(call, budget)
@@ -520,31 +519,25 @@ class DeviceBench:
         return max(least, min(most, math.ceil(budget / float(one))))
 
     def _block(self, call: Call, count: int, clock: Callable[[], float]) -> float:
-        self._settle()
+        settle(self.device)
         started, began = clock(), time.perf_counter()
         for _ in range(count):
             call()
-        self._settle()
+        settle(self.device)
         ended = clock()
         if clock is time.thread_time:
             self._passed, self._had = self._passed + time.perf_counter() - began, self._had + ended - started
         return (ended - started) / count
-
-    def _settle(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _progress(words: str, number: int, of: int) -> None:
+def _progress(line: str, number: int) -> None:
     """On a terminal a line that changes, elsewhere one in twenty."""
-    if sys.stderr.isatty():
-        print(f"\r\033[K{number} of {of}: {words}", end="", file=sys.stderr, flush=True)
-    elif number % 20 == 1:
-        print(f"{number} of {of}: {words}", file=sys.stderr, flush=True)
+    if not rewrite_line(line) and number % 20 == 1:
+        print(line, file=sys.stderr, flush=True)
 
 
 def _about(device: torch.device) -> dict[str, Any]:
@@ -566,11 +559,9 @@ def run(rank: int, job: CalibrationJob) -> None:
     bench = DeviceBench(job)
     result = bench.run()
     if rank == 0:
-        if sys.stderr.isatty():
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
-        reported = {"about": _about(bench.device), "samples": [asdict(sample) for sample in result]}
+        rewrite_line("")
         with suppress(OSError):
-            Path(job.out).write_text(json.dumps(reported))
+            job.leave({"about": _about(bench.device), "samples": [asdict(sample) for sample in result]})
     dist.barrier()
 
 

@@ -26,16 +26,17 @@ def matmul_rate(device: torch.device, dtype: torch.dtype, seconds: float = 0.25)
     times: list[float] = []
     deadline = time.perf_counter() + seconds
     while time.perf_counter() < deadline or len(times) < 3:
-        _settle(device)
+        settle(device)
         started = time.perf_counter()
         torch.mm(a, a, out=out)
-        _settle(device)
+        settle(device)
         times.append(time.perf_counter() - started)
     rate = torch.tensor(2 * size**3 / sorted(times)[len(times) // 2], dtype=torch.float64, device=device)
     dist.all_reduce(rate)
     return float(rate)
 
 
-def _settle(device: torch.device) -> None:
+def settle(device: torch.device) -> None:
+    """Wait until a device has done all that it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

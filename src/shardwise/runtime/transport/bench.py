@@ -9,7 +9,6 @@ goes the other way round, since what comes first may have it easier.
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import time
@@ -17,7 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,8 +23,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.errors import UserError
+from shardwise.runtime.job.output import rewrite_line
 from shardwise.runtime.job.rank import RankJob, leave, main
 from shardwise.runtime.torch_versions import all_gather_single, reduce_scatter_single
+from shardwise.runtime.transport.process_group import gather_objects
 from shardwise.runtime.transport.sends import SendTransport
 from shardwise.runtime.transport.shared import SharedTransport
 from shardwise.schedule import CommSchedule, build
@@ -89,9 +89,7 @@ def interleave(
             break
         for i in range(len(calls)) if number % 2 == 0 else reversed(range(len(calls))):
             spans[i].append(_block(calls[i], counts[i]))
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, spans)
-    seconds = []
+    every, seconds = gather_objects(spans), []
     for i, count in enumerate(counts):
         blocks = zip(*(theirs[i] for theirs in every), strict=True)
         # perf_counter is the machine's monotonic clock, the same in all its processes.
@@ -201,11 +199,9 @@ class TransportBench:
                 {"collective": collective, "bytes": n * DTYPE.itemsize, "rows": [asdict(row) for row in measured]}
             )
             if self.rank == 0:
-                partial_file = Path(self.job.out + ".partial")
-                partial_file.write_text(json.dumps({"wanted": len(planned), "cells": cells}))
-                partial_file.replace(self.job.out)
-        if self.rank == 0 and sys.stderr.isatty():
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
+                self.job.leave({"wanted": len(planned), "cells": cells})
+        if self.rank == 0:
+            rewrite_line("")
 
     def close(self) -> None:
         for transport, _ in self.transports.values():
@@ -248,9 +244,7 @@ def _options(schedule: CommSchedule | None) -> dict[str, int]:
 
 def _progress(words: str, number: int, rounds: int) -> None:
     """On a terminal a line that changes, elsewhere a line for each cell."""
-    if sys.stderr.isatty():
-        print(f"\r\033[K{words}: round {number + 1} of {rounds}", end="", file=sys.stderr, flush=True)
-    elif number == 0:
+    if not rewrite_line(f"{words}: round {number + 1} of {rounds}") and number == 0:
         print(words, file=sys.stderr, flush=True)
 
 

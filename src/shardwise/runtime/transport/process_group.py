@@ -18,6 +18,14 @@ from shardwise.runtime.transport.sends import SendTransport
 from shardwise.schedule.traffic import Moved
 
 
+def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Every rank's value, by rank. All ranks must call it."""
+    # The group itself is not kept: gloo's threads must be gone when the process ends.
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
+    return values
+
+
 class ProcessGroupTransport(Transport):
     """`Transport` over a process group.
 

@@ -28,6 +28,7 @@ from shardwise.runtime.transport.buffers import Workspace
 from shardwise.runtime.transport.mail import Mail
 from shardwise.runtime.transport.memory import Peer, SharedSegment, SpinWait, can_share
 from shardwise.runtime.transport.plan import RankPlan, rank_plan
+from shardwise.runtime.transport.process_group import gather_objects
 from shardwise.runtime.transport.protocol import DONE, Realization, Transport, Work
 from shardwise.runtime.transport.quick import AREA, FLAGS, Quick
 from shardwise.runtime.transport.shared_collective import (
@@ -99,7 +100,7 @@ class SharedTransport(Transport):
                 endpoint = os.getpid(), flags.serial, token
             except OSError as error:
                 endpoint = f"rank {dist.get_rank()} got no shared memory: {error.strerror}"
-        endpoints = self._all_objects(group, endpoint)
+        endpoints = gather_objects(endpoint, group)
         problem = next((endpoint for endpoint in endpoints if isinstance(endpoint, str)), None)
         if problem is None:
             try:
@@ -115,16 +116,10 @@ class SharedTransport(Transport):
                 problem = f"rank {foreign[0]} is not on this host" if foreign else None
             except OSError as error:
                 problem = f"rank {dist.get_rank()} cannot open every other rank's memory ({error.strerror or error})"
-        problem = next((text for text in self._all_objects(group, problem) if text is not None), None)
+        problem = next((text for text in gather_objects(problem, group) if text is not None), None)
         if problem is not None:
             self.close()
             raise OSError(problem)
-
-    def _all_objects(self, group: dist.ProcessGroup, mine: Any) -> list[Any]:
-        # The group itself is not kept: gloo's threads must be gone when the process ends.
-        objects: list[Any] = [None] * self.ranks
-        dist.all_gather_object(objects, mine, group=group)
-        return objects
 
     # -- memory
 

@@ -109,28 +109,39 @@ class Optimizer:
                 own = gradient.to(master.dtype)
                 if coefficient < 1.0:
                     own.mul_(coefficient)
-                self._adamw(master, own, first, second, lr, span.decay)
+                adamw(master, own, first, second, self._step, self.config, lr, span.decay)
                 if apart:
                     weight.copy_(master)
                 del own  # before the next one is made
 
-    def _adamw(self, master: Tensor, gradient: Tensor, first: Tensor, second: Tensor, lr: float, decay: bool) -> None:
-        torch._fused_adamw_(
-            [master],
-            [gradient],
-            [first],
-            [second],
-            [],
-            [self._step],
-            lr=lr,
-            beta1=self.config.betas[0],
-            beta2=self.config.betas[1],
-            weight_decay=self.config.weight_decay if decay else 0.0,
-            eps=self.config.eps,
-            amsgrad=False,
-            maximize=False,
-        )
-
     def owned(self) -> list[Tensor]:
         """The tensors that count as optimizer state."""
         return [tensor for state in self.states for tensor in state.owned()]
+
+
+def adamw(
+    master: Tensor,
+    gradient: Tensor,
+    first: Tensor,
+    second: Tensor,
+    step: Tensor,
+    config: OptimizerConfig,
+    lr: float,
+    decay: bool,
+) -> None:
+    """AdamW's update of a flat tensor in one fused call. step: how many there are with this one."""
+    torch._fused_adamw_(
+        [master],
+        [gradient],
+        [first],
+        [second],
+        [],
+        [step],
+        lr=lr,
+        beta1=config.betas[0],
+        beta2=config.betas[1],
+        weight_decay=config.weight_decay if decay else 0.0,
+        eps=config.eps,
+        amsgrad=False,
+        maximize=False,
+    )

@@ -15,7 +15,7 @@ import io
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from shardwise.errors import UserError
 from shardwise.schedule.pipeline.action import COMPUTE, OURS, Action, parse_action
@@ -24,7 +24,7 @@ from shardwise.schedule.pipeline.plan import MOST_PASSES, PipelineSchedule
 from shardwise.schedule.pipeline.registry import ZERO_STAGES
 
 Format = Literal["compute_only", "compute_comms"]
-FORMATS: tuple[Format, ...] = get_args(Format)
+"""torch's formats."""
 
 _FLAGS = {"forward-only": ("train", False), "gather": ("gather", True), "tied": ("tied", True)}
 
@@ -100,7 +100,7 @@ def _sized(stages: int, micro: int) -> None:
 
 
 def to_csv(schedule: PipelineSchedule, format: Format = "compute_comms") -> str:
-    """torch's CSV in one of its `FORMATS`."""
+    """torch's CSV in one of its formats."""
     wanted = (lambda kind: kind in COMPUTE) if format == "compute_only" else (lambda kind: kind not in OURS)
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
