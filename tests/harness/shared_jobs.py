@@ -158,7 +158,7 @@ def mailed(rank: int, sizes: list[int]) -> int:
     that this rank has made for messages."""
     transport = _world()
     mail = Mail(transport, MESSAGES)
-    ring = mail.shared_bytes
+    ring = sum(segment.nbytes for segment in mail._segments)
     for n in sizes:
         for x in (torch.tensor([n, 1]), torch.arange(n, dtype=torch.uint8)):
             if rank == 0:
@@ -168,7 +168,7 @@ def mailed(rank: int, sizes: list[int]) -> int:
                 mail.receive(out, 0).wait()
                 assert torch.equal(out, x)
         transport.all_reduce(torch.ones(1)).wait()  # it has been taken
-    return mail.shared_bytes - ring
+    return sum(segment.nbytes for segment in mail._segments) - ring
 
 
 def killed(rank: int, payload: tuple[int, float]) -> None:

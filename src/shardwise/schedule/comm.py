@@ -20,6 +20,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 Ints = NDArray[np.int64]
+Span = tuple[int, int]
+"""Elements [start, stop) of a rank's memory."""
 Region = Literal["data", "out", "scratch", "spare"]
 
 
@@ -77,6 +79,15 @@ class Round:
     def rows(self) -> Iterator[tuple[int, int, int, int, int, int, bool]]:
         """The rows, each in the order of `columns`, as plain numbers."""
         return zip(*(column.tolist() for column in self.columns), strict=True)
+
+    def spans(self, bounds: Sequence[int]) -> list[tuple[int, int, Span, Span, bool]]:
+        """(source, destination, span read, span written, whether it is added) of each row that has elements, rows with
+        a stride chunk by chunk. bounds: where chunks begin and end, in elements (`CommSchedule.bounds`)."""
+        return [
+            (src, dst, (bounds[chunk], bounds[chunk + count]), (bounds[to], bounds[to + count]), adds)
+            for src, dst, chunk, to, count, _, adds in self.contiguous().rows()
+            if bounds[chunk] < bounds[chunk + count]
+        ]
 
     def __len__(self) -> int:
         return len(self.src)

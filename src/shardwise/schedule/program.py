@@ -11,12 +11,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-import numpy as np
-
-from shardwise.schedule.comm import CommSchedule, Round
-
-Span = tuple[int, int]
-"""Elements [start, stop) of a rank's memory."""
+from shardwise.schedule.comm import CommSchedule, Round, Span
 
 Kind = Literal["send", "recv", "copy", "reduce"]
 
@@ -73,8 +68,8 @@ class _Writer:
     """Round after round, the actions of each rank. `fences` are a rank's actions that the next round waits for."""
 
     def __init__(self, schedule: CommSchedule, elements: int) -> None:
-        self.bounds = schedule.bounds(elements)
-        self.staging = int(self.bounds[-1])
+        self.bounds = schedule.bounds(elements).tolist()
+        self.staging = self.bounds[-1]
         self.most_staged = 0
         self.actions: list[list[Instruction]] = [[] for _ in range(schedule.ranks)]
         self.fences: list[tuple[int, ...]] = [()] * schedule.ranks
@@ -85,7 +80,7 @@ class _Writer:
         copies: dict[int, list[tuple[Span, Span]]] = defaultdict(list)
         additions: dict[int, list[tuple[Span, Span]]] = defaultdict(list)
         staged: dict[int, int] = defaultdict(lambda: self.staging)
-        for src, dst, read, write, adds in self._rows(round):
+        for src, dst, read, write, adds in round.spans(self.bounds):
             if src == dst:
                 (additions if adds else copies)[dst].append((write, read))
                 continue
@@ -109,18 +104,6 @@ class _Writer:
         for rank in posts.keys() | additions.keys():
             if only is None or rank == only:
                 self._append(rank, posts[rank], additions[rank], label)
-
-    def _rows(self, round: Round) -> list[tuple[int, int, Span, Span, bool]]:
-        """(source, destination, span read, span written, whether it is added) of each row that has elements."""
-        round = round.contiguous()
-        starts, stops = self.bounds[round.chunk], self.bounds[round.chunk + round.count]
-        to, end = self.bounds[round.to], self.bounds[round.to + round.count]
-        columns = (round.src, round.dst, starts, stops, to, end, round.reduce)
-        rows = np.nonzero(stops > starts)[0]
-        return [
-            (src, dst, (a, b), (c, d), adds)
-            for src, dst, a, b, c, d, adds in zip(*(column[rows].tolist() for column in columns), strict=True)
-        ]
 
     def _append(self, rank: int, posts: list[Instruction], additions: list[tuple[Span, Span]], label: str) -> None:
         mine = self.actions[rank]

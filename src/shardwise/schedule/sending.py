@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from shardwise.schedule.comm import CommSchedule
-from shardwise.schedule.program import Instruction, Span, lower
+from shardwise.schedule.comm import CommSchedule, Span
+from shardwise.schedule.program import Instruction, lower
 
 Pairs = tuple[tuple[Span, Span], ...]
 """(to, from), one pair after the other."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -91,28 +91,25 @@ class TrainConfig:
         check_fields(self)
 
     def to_json(self) -> dict[str, Any]:
-        data = {f.name: getattr(self, f.name) for f in fields(self)}
-        data.update(
-            model=self.model.to_json(),
-            layout=str(self.layout),
-            workload=self.workload.to_json(),
-            optimizer=asdict(self.optimizer),
-        )
-        return data
+        return vars(self) | {
+            "model": self.model.to_json(),
+            "layout": str(self.layout),
+            "workload": self.workload.to_json(),
+            "optimizer": asdict(self.optimizer),
+        }
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> TrainConfig:
-        data = dict(data)
-        optimizer = dict(data.pop("optimizer", {}))
+        optimizer = data.get("optimizer", {})
         if "betas" in optimizer:
-            optimizer["betas"] = tuple(optimizer["betas"])
-        return cls(
-            model=ModelConfig.from_json(data.pop("model")),
-            layout=Layout.parse(data.pop("layout")),
-            workload=Workload(**data.pop("workload")),
-            optimizer=OptimizerConfig(**optimizer),
-            **data,
-        )
+            optimizer = optimizer | {"betas": tuple(optimizer["betas"])}
+        parts = {
+            "model": ModelConfig.from_json(data["model"]),
+            "layout": Layout.parse(data["layout"]),
+            "workload": Workload(**data["workload"]),
+            "optimizer": OptimizerConfig(**optimizer),
+        }
+        return cls(**data | parts)
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(self.to_json(), indent=1) + "\n")

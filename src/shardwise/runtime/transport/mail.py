@@ -88,11 +88,6 @@ class Mail:
             self._peer_flags[peer] = words
         return words
 
-    @property
-    def shared_bytes(self) -> int:
-        """Of all segments that this rank has made."""
-        return sum(segment.nbytes for segment in self._segments)
-
     def _place(self, peer: int, nbytes: int) -> SharedSegment:
         """A segment of `nbytes` or more with no message in it."""
         under_way, free = self._under_way[peer], self._free[peer]

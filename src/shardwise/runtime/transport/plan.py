@@ -15,10 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from shardwise.schedule.comm import CommSchedule, Round
-
-Span = tuple[int, int]
-"""Elements [start, stop) of a rank's memory."""
+from shardwise.schedule.comm import CommSchedule, Span
 
 
 class Transfer(NamedTuple):
@@ -162,14 +159,13 @@ def _copy_plan(plan: RankPlan) -> CopyPlan:
 
 def rank_plan(schedule: CommSchedule, elements: int, rank: int) -> RankPlan:
     """The plan of `rank` on a memory of `schedule.bounds(elements)[-1]` elements."""
-    bounds = schedule.bounds(elements)
+    bounds = schedule.bounds(elements).tolist()
     readers = _Readers()
     steps: list[RankRound] = []
     aside = 0
     read: list[tuple[int, Span]] = []
     for number, round in enumerate(schedule.rounds()):
-        mine = round.take((round.src == rank) | (round.dst == rank)).contiguous()
-        rows = list(_rows(mine, bounds))
+        rows = round.take((round.src == rank) | (round.dst == rank)).spans(bounds)
         reads = [(src, at, to, adds) for src, dst, at, to, adds in rows if dst == rank]
         for src, dst, at, _, _ in rows:
             if src == rank and dst != rank:
@@ -201,7 +197,7 @@ def rank_plan(schedule: CommSchedule, elements: int, rank: int) -> RankPlan:
         aside = max(aside, sum(transfer.aside[1] - transfer.aside[0] for transfer in transfers if transfer.aside))
         readers.passed(before | between)
         steps.append(RankRound(number, tuple(sorted(before)), tuple(transfers), tuple(sorted(between))))
-    return RankPlan(rank, int(bounds[-1]), tuple(steps), tuple(read), tuple(sorted(readers.all())), aside)
+    return RankPlan(rank, bounds[-1], tuple(steps), tuple(read), tuple(sorted(readers.all())), aside)
 
 
 def _merged(spans: Iterable[Span]) -> list[Span]:
@@ -217,16 +213,6 @@ def _merged(spans: Iterable[Span]) -> list[Span]:
 
 def overlap(a: Span, b: Span) -> bool:
     return a[0] < b[1] and b[0] < a[1]
-
-
-def _rows(round: Round, bounds: object) -> Iterable[tuple[int, int, Span, Span, bool]]:
-    """(source rank, destination rank, span read, span written, whether it is added) of each row that has elements."""
-    cut = bounds.tolist()  # type: ignore[attr-defined]
-    columns = (column.tolist() for column in (round.src, round.dst, round.chunk, round.to, round.count, round.reduce))
-    for src, dst, chunk, to, count, adds in zip(*columns, strict=True):
-        at, there = (cut[chunk], cut[chunk + count]), (cut[to], cut[to + count])
-        if at[0] < at[1]:
-            yield src, dst, at, there, adds
 
 
 def _in_order(transfers: list[Transfer], end: int) -> list[Transfer]:

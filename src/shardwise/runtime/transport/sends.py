@@ -16,8 +16,9 @@ from torch import Tensor
 
 from shardwise.errors import UserError
 from shardwise.schedule import CommSchedule
-from shardwise.schedule.program import Span, lower
-from shardwise.schedule.sending import Await, Post, compile_steps
+from shardwise.schedule.comm import Span
+from shardwise.schedule.program import lower
+from shardwise.schedule.sending import Await, Pairs, Post, compile_steps
 from shardwise.schedule.traffic import Moved
 
 TAG = 1
@@ -54,6 +55,10 @@ class _Plan:
             return memory[start:stop]
         return self.buffer[start - self.base : stop - self.base]
 
+    def copy(self, memory: Tensor, pairs: Pairs) -> None:
+        for to, source in pairs:
+            self.at(memory, to).copy_(self.at(memory, source))
+
     def run(self, memory: Tensor, group: dist.ProcessGroup, room: Tensor | None, maximum: bool) -> None:
         if room is not None:
             assert room.numel() >= self.room, f"{self.room} elements of room in {room.numel()}"
@@ -62,8 +67,7 @@ class _Plan:
         works: dict[int, list[Any]] = {}
         for step in self.steps:
             if isinstance(step, Post):
-                for to, source in step.pack:
-                    self.at(memory, to).copy_(self.at(memory, source))
+                self.copy(memory, step.pack)
                 (self.post_together if self.batched else self.post)(step, memory, group, works)
             elif isinstance(step, Await):
                 for index in step.actions:
@@ -71,14 +75,12 @@ class _Plan:
                     for work in together:
                         work.wait()
                     together.clear()  # gloo would wait for the same work again, forever
-                for to, source in step.unpack:
-                    self.at(memory, to).copy_(self.at(memory, source))
+                self.copy(memory, step.unpack)
             elif step.adds:
                 for to, source in step.pairs:
                     combine(self.at(memory, to), self.at(memory, source), out=self.at(memory, to))
             else:
-                for to, source in step.pairs:
-                    self.at(memory, to).copy_(self.at(memory, source))
+                self.copy(memory, step.pairs)
         if room is not None:
             self.buffer = room.new_empty(0)  # the caller may have a larger room next time
 

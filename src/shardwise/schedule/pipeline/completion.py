@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
-from typing import overload
+from typing import Any, overload
 
 from shardwise.schedule.pipeline.action import Action, Kind
 from shardwise.schedule.pipeline.bulk import without_collections
@@ -42,27 +43,23 @@ def complete(
     placement: tuple[int, ...],
     micro: int,
     *,
-    train: bool = True,
-    gather: bool = False,
-    reduce: Reduce = "step",
-    tied: bool = False,
-    ring: int = 0,
     ahead: int = AHEAD,
     resident: int = RESIDENT,
     early: bool = False,
-    options: dict[str, int] | None = None,
+    **settings: Any,
 ) -> PipelineSchedule:
-    """The schedule in which rank r computes `order[r]`; other arguments are `PipelineSchedule`'s and this module's.
+    """The schedule in which rank r computes `order[r]`. settings: further fields of `PipelineSchedule`.
 
     early: no rank waits for a gradient while another one computes those of weights (see `release`).
     """
     if early:
         order = [release(mine, placement) for mine in order]
-    bare = PipelineSchedule(
-        name, micro, placement, tuple(map(tuple, order)), train, gather, reduce, tied, ring, options or {}
-    )
-    lists = _Lists(bare, ahead, resident)
-    return PipelineSchedule(name, micro, placement, lists, train, gather, reduce, tied, ring, options or {})
+    return completed(PipelineSchedule(name, micro, placement, tuple(map(tuple, order)), **settings), ahead, resident)
+
+
+def completed(bare: PipelineSchedule, ahead: int = AHEAD, resident: int = RESIDENT) -> PipelineSchedule:
+    """A schedule whose actions are the computations alone, with all others added."""
+    return replace(bare, actions=_Lists(bare, ahead, resident))
 
 
 class _Lists(Sequence[tuple[Action, ...]]):

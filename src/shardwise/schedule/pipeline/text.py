@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from shardwise.errors import UserError
 from shardwise.schedule.pipeline.action import COMPUTE, OURS, Action, parse_action
-from shardwise.schedule.pipeline.completion import complete, endings
+from shardwise.schedule.pipeline.completion import completed, endings
 from shardwise.schedule.pipeline.plan import MOST_PASSES, PipelineSchedule
 from shardwise.schedule.pipeline.registry import ZERO_STAGES
 
@@ -130,31 +130,23 @@ def from_csv(text: str, name: str = "csv", *, zero: int = 0, tied: bool = False)
     _sized(len(placement), micro)
     train = any(leaf.kind in "IWB" for leaf in leaves)
     fed = [leaf.micro for leaf in leaves if leaf.kind == "RECV_F" and leaf.stage == 0]
-    if kinds <= COMPUTE:
-        return complete(
-            name,
-            rows,
-            placement,
-            micro,
-            train=train,
-            gather=zero == 3,
-            reduce="micro" if zero >= 2 and train else "step",
-            tied=tied,
-        )
-    if zero:
+    alone = kinds <= COMPUTE
+    if zero and not alone:
         raise UserError("zero is for computations alone: these rows have messages or reductions of their own")
-    by_micro = any(leaf.kind == "REDUCE_GRAD" and leaf.micro >= 0 for leaf in leaves)
+    by_micro = (zero >= 2 and train) or any(leaf.kind == "REDUCE_GRAD" and leaf.micro >= 0 for leaf in leaves)
     bare = PipelineSchedule(
         name,
         micro,
         placement,
-        ((),) * len(rows),
+        tuple(map(tuple, rows)),
         train=train,
-        gather="UNSHARD" in kinds,
+        gather=zero == 3 or "UNSHARD" in kinds,
         reduce="micro" if by_micro else "step",
         tied=tied,
         ring=min(fed, default=0),
     )
+    if alone:
+        return completed(bare)
     lists = [(*mine, *endings(bare, rank)) for rank, mine in enumerate(_with_peers(bare, rows))]
     return replace(bare, actions=tuple(lists))
 

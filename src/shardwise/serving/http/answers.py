@@ -36,6 +36,10 @@ class Answers(ABC):
     prefix: str
     whole_kind: str
     chunk_kind: str
+    param: str
+    """Field of the body that has the prompt."""
+    continues = False
+    """Whether answers go on with their prompt's text."""
 
     def __init__(self, model: str, wanted: CompletionRequest, spelled: Callable[[int], str]) -> None:
         self._wanted, self._spelled = wanted, spelled
@@ -92,7 +96,8 @@ class Answers(ABC):
 class Completions(Answers):
     """Answers of /v1/completions."""
 
-    prefix, whole_kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+    prefix, whole_kind, chunk_kind, param = "cmpl", "text_completion", "text_completion", "prompt"
+    continues = True
 
     def _whole(self, choice: int, pieces: list[TextDelta]) -> dict[str, Any]:
         return self._chunk(_joined(choice, pieces))
@@ -116,7 +121,7 @@ class Completions(Answers):
 class Chats(Answers):
     """Answers of /v1/chat/completions."""
 
-    prefix, whole_kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    prefix, whole_kind, chunk_kind, param = "chatcmpl", "chat.completion", "chat.completion.chunk", "messages"
 
     def _whole(self, choice: int, pieces: list[TextDelta]) -> dict[str, Any]:
         whole = _joined(choice, pieces)

@@ -114,7 +114,7 @@ class _Routes:
         with self._front.reading():
             body, wanted = await self._asked(request, COMPLETION)
             prompts = await asyncio.to_thread(self._prompts, body["prompt"], wanted.n)
-        return await self._answered(request, Completions, prompts, wanted, "prompt", arrived)
+        return await self._answered(request, Completions, prompts, wanted, arrived)
 
     async def chats(self, request: Request) -> ASGIApp:
         arrived = time.monotonic()
@@ -122,7 +122,7 @@ class _Routes:
             body, wanted = await self._asked(request, CHAT)
             self._front.check_length(_texts(body["messages"]), "messages")
             prompt = await asyncio.to_thread(self._chat.encode, body["messages"])
-        return await self._answered(request, Chats, [prompt], wanted, "messages", arrived)
+        return await self._answered(request, Chats, [prompt], wanted, arrived)
 
     def _prompts(self, prompt: Any, n: int) -> list[list[int]]:
         """Token ids of one prompt or of several, each a text or ids. n: choices of each."""
@@ -135,18 +135,11 @@ class _Routes:
         return self._front.text.encode_all(several)
 
     async def _answered(
-        self,
-        request: Request,
-        kind: type[Answers],
-        prompts: list[list[int]],
-        wanted: CompletionRequest,
-        param: str,
-        arrived: float,
+        self, request: Request, kind: type[Answers], prompts: list[list[int]], wanted: CompletionRequest, arrived: float
     ) -> ASGIApp:
         # The front may have been closed while the prompt was read.
         self._front.refuse_if_closed()
-        continues = kind is Completions
-        generation = Generation(self._front, prompts, wanted, param, arrived, continues=continues)
+        generation = Generation(self._front, prompts, wanted, kind.param, arrived, continues=kind.continues)
         answers = kind(self._model, wanted, self._front.text.spelled)
         if wanted.stream:
             return _EventStream(answers.events(generation), generation)

@@ -79,13 +79,31 @@ def run(
     ready: called when connections are taken; echo: gets lines. Raises `RunFailed` when the engine has failed, after
     every client has got the error, and `UserError` when the address is in use.
     """
+
+    async def serve() -> None:
+        server = listener(app)
+        signals: list[int] = []
+        serving = asyncio.create_task(server.serve(sockets=[sock]))
+        with handled(_SIGNALS, lambda number, frame: signals.append(number)):
+            try:
+                while not server.started and not serving.done():
+                    await asyncio.sleep(_LOOK / 10)
+                if not serving.done():
+                    ready()
+                    await _until_the_end(front, serving, signals, grace, echo)
+            finally:
+                server.should_exit = True
+                await serving
+
     host, port = sock.getsockname()[:2]
     try:
-        asyncio.run(_run(app, front, sock, grace, ready, echo))
+        asyncio.run(serve())
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
         raise _in_use(host, port, error) from None
+    if front.engine.failure is not None:
+        raise RunFailed(front.engine.failure)
 
 
 class _Uvicorn(uvicorn.Server):
@@ -119,31 +137,6 @@ def listener(app: ASGIApp, limits: ConnectionLimits | None = None) -> uvicorn.Se
         timeout_graceful_shutdown=_LAST_BYTES,
     )
     return _Uvicorn(config)
-
-
-async def _run(
-    app: ASGIApp,
-    front: Front,
-    sock: socket.socket,
-    grace: float,
-    ready: Callable[[], object],
-    echo: Callable[[str], object],
-) -> None:
-    server = listener(app)
-    signals: list[int] = []
-    serving = asyncio.create_task(server.serve(sockets=[sock]))
-    with handled(_SIGNALS, lambda number, frame: signals.append(number)):
-        try:
-            while not server.started and not serving.done():
-                await asyncio.sleep(_LOOK / 10)
-            if not serving.done():
-                ready()
-                await _until_the_end(front, serving, signals, grace, echo)
-        finally:
-            server.should_exit = True
-            await serving
-    if front.engine.failure is not None:
-        raise RunFailed(front.engine.failure)
 
 
 async def _until_the_end(
