@@ -55,8 +55,7 @@ class EmulationCase:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> EmulationCase:
         seconds, sizes = ({name: tuple(values) for name, values in data[key].items()} for key in ("times", "held"))
-        times = Times(seconds["forward"], seconds["input"], seconds["weight"])
-        return cls(from_text(data["schedule"]), times, MicroBatchMemory(**sizes))
+        return cls(from_text(data["schedule"]), Times(**seconds), MicroBatchMemory(**sizes))
 
 
 @dataclass(frozen=True)

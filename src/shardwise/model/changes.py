@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
-from typing import Any, get_args
+from typing import Any, Literal, get_args, get_origin
 
 from shardwise.errors import UserError
-from shardwise.model.config import Activation, Bias, ModelConfig, Norm, NormPlacement, Positions, QKNormScope
+from shardwise.model.config import ModelConfig
 from shardwise.model.parameters import count
+from shardwise.options import kinds
 
 MOST_LAYERS, MOST_PARAMETERS = 10_000, 10**15
 """Of a model; some hundred times what anybody has trained, and few enough for 64-bit counts of bytes."""
@@ -19,7 +19,7 @@ def change(model: ModelConfig, text: str) -> ModelConfig:
 
     Raises `UserError` for a field that a model does not have, and a value that the field cannot have.
     """
-    fields = {field.name: field for field in dataclasses.fields(ModelConfig)}
+    fields = kinds(ModelConfig)
     changes: dict[str, Any] = {}
     for word in filter(None, (word.strip() for word in text.split(","))):
         name, equals, value = (part.strip() for part in word.partition("="))
@@ -29,7 +29,7 @@ def change(model: ModelConfig, text: str) -> ModelConfig:
             raise UserError(f"--set {word}: a model has no field {name!r}; {hint}")
         if not equals or not value:
             raise UserError(f"--set {word}: {name} needs a value, such as {name}={getattr(model, name)}")
-        changes[name] = _value(_short(word), str(fields[name].type), value)
+        changes[name] = _value(_short(word), fields[name], value)
     if not changes:
         return _counted(model)
     changes.setdefault("published_params", None)
@@ -51,33 +51,23 @@ def _counted(model: ModelConfig) -> ModelConfig:
     return model
 
 
-# A dataclass checks no types: the words that a field may have are checked here.
-_WORDS = {
-    "Norm": get_args(Norm),
-    "NormPlacement": get_args(NormPlacement),
-    "QKNormScope": get_args(QKNormScope),
-    "Positions": get_args(Positions),
-    "Activation": get_args(Activation),
-    "Bias": get_args(Bias),
-    "bool": ("true", "false"),
-}
-
-
-def _value(word: str, kind: str, value: str) -> Any:
-    if kind in _WORDS:
-        if value.lower() not in _WORDS[kind]:
-            raise UserError(f"--set {word}: choose one of {', '.join(_WORDS[kind])}")
-        return value.lower() == "true" if kind == "bool" else value.lower()
-    if kind == "str":
+def _value(word: str, kind: Any, value: str) -> Any:
+    """A field's value from its text. A dataclass checks no types: the words that a field may have are checked here."""
+    words = ("true", "false") if kind is bool else get_args(kind) if get_origin(kind) is Literal else ()
+    if words:
+        if value.lower() not in words:
+            raise UserError(f"--set {word}: choose one of {', '.join(words)}")
+        return value.lower() == "true" if kind is bool else value.lower()
+    if kind is str:
         return value
-    convert = {"int": int, "float": float, "float | None": float}.get(kind)
+    convert = {int: int, float: float, float | None: float}.get(kind)
     if convert is None:
         raise UserError(f"--set {word}: this field has parts of its own; change it in a config.json")
     try:
         number = convert(value)
     except ValueError:
-        words = "an integer" if convert is int else "a number"
-        raise UserError(f"--set {word}: {_short(repr(value))} is not {words}") from None
+        wanted = "an integer" if convert is int else "a number"
+        raise UserError(f"--set {word}: {_short(repr(value))} is not {wanted}") from None
     if not 0 <= number <= MOST_PARAMETERS:
         raise UserError(f"--set {word}: give a number from 0 to {MOST_PARAMETERS:.0e}")
     return number

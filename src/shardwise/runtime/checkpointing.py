@@ -7,12 +7,12 @@ asynchronous save never meets the training's collectives; rank 0 writes the mani
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +26,6 @@ from shardwise.checkpoint import (
     PartEntry,
     PartImage,
     PartRecord,
-    Piece,
     TensorSpec,
     commit,
     keep_last,
@@ -35,6 +34,7 @@ from shardwise.checkpoint import (
     write_part,
     writes,
 )
+from shardwise.checkpoint.huggingface import HuggingFaceWeights
 from shardwise.checkpoint.manifest import NAME as MANIFEST
 from shardwise.errors import UserError
 from shardwise.runtime.job.launch import reason
@@ -215,14 +215,6 @@ def _array(held: LocalInterval, tensor: Tensor) -> np.ndarray:
     return np.ascontiguousarray(held.without_padding(tensor.detach().cpu().numpy()))
 
 
-class Stored(Protocol):
-    """What weights are read from: a checkpoint, or another's folder with the same face."""
-
-    def require(self, shapes: Mapping[str, tuple[int, ...]]) -> None: ...
-
-    def read(self, tensor: str, piece: Piece | None = None, dtype: str | None = None) -> np.ndarray: ...
-
-
 def restore(program: TrainProgram, checkpoint: Checkpoint) -> Position:
     """Set weights, moments and the update count from a checkpoint, reading only what this rank holds.
 
@@ -234,12 +226,12 @@ def restore(program: TrainProgram, checkpoint: Checkpoint) -> Position:
     return Position(manifest.step, manifest.samples, manifest.optimizer_steps)
 
 
-def start_from(program: TrainProgram, weights: Stored) -> None:
+def start_from(program: TrainProgram, weights: HuggingFaceWeights) -> None:
     """Set the weights of a program that has made no step, reading only what this rank holds. Raises as `restore`."""
     _fill(program, weights, ("model",))
 
 
-def _fill(program: TrainProgram, source: Stored, kinds: Sequence[str]) -> None:
+def _fill(program: TrainProgram, source: Checkpoint | HuggingFaceWeights, kinds: Sequence[str]) -> None:
     plan = program.plan
     source.require(shapes(plan.model, kinds))
     states = {state.flat.unit.name: state for state in program.optimizer.states}

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwise.data.hashing import splitmix64
 from shardwise.schedule.collectives import SUM, inputs, wanted
 from shardwise.schedule.comm import CommSchedule, Ints, Round
 from shardwise.schedule.provenance import CollectiveDefect, explain
@@ -119,7 +120,8 @@ class _Values:
         if adds.any():
             before = self.words[:, target]
             sums = before + moved
-            sums[1] = _mixed(sums[1])
+            # A bijection that scrambles: of a sum it is commutative and not associative.
+            sums[1] = splitmix64(sums[1])
             moved = np.where(adds, sums, moved)
             there = np.where(adds, there & self.there[target], there)
         self.words[:, target] = moved
@@ -160,13 +162,6 @@ def _waves(target: Ints) -> Iterator[Ints | slice]:
     place = np.arange(len(target)) - np.maximum.accumulate(np.where(firsts, np.arange(len(target)), 0))
     for wave in range(int(place.max()) + 1):
         yield order[place == wave]
-
-
-def _mixed(word: _Words) -> _Words:
-    """A bijection that scrambles (the finaliser of splitmix64): mixed(a + b) is commutative and not associative."""
-    word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return word ^ (word >> np.uint64(31))
 
 
 def _last_written(schedule: CommSchedule, rank: int, chunk: int) -> int:

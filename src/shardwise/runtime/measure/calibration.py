@@ -210,15 +210,8 @@ def _copy(nbytes: int, device: torch.device) -> Call:
 def _turns(make: Callable[..., Call], shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Call:
     """Calls on several sets of tensors by turns."""
     nbytes = shape[0] * shape[1] * dtype.itemsize
-    calls = [make(shape, dtype, device) for _ in range(max(1, min(16, ROTATED // (3 * nbytes))))]
-    at = 0
-
-    def call() -> None:
-        nonlocal at
-        calls[at % len(calls)]()
-        at += 1
-
-    return call
+    calls = cycle([make(shape, dtype, device) for _ in range(max(1, min(16, ROTATED // (3 * nbytes))))])
+    return lambda: next(calls)()
 
 
 def _leaf(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -4,20 +4,14 @@ To add one: write a function of the number of ranks that returns a `Draft`, deco
 `shardwise collective verify` on it. `docs/collectives.md` has an example.
 """
 
-from shardwise.schedule.algorithms import all_gather, all_reduce, all_to_all, broadcast, gather, reduce_scatter
+from shardwise.schedule.algorithms import (  # noqa: F401  (they register their algorithms)
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    gather,
+    reduce_scatter,
+)
 from shardwise.schedule.algorithms.registry import Algorithm, algorithm, algorithms, build, collective_name, find
 
-__all__ = [
-    "Algorithm",
-    "algorithm",
-    "algorithms",
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "broadcast",
-    "build",
-    "collective_name",
-    "find",
-    "gather",
-    "reduce_scatter",
-]
+__all__ = ["Algorithm", "algorithm", "algorithms", "build", "collective_name", "find"]

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
-from shardwise.schedule.pipeline.action import Action
+from shardwise.schedule.pipeline.action import Action, Kind
 from shardwise.schedule.pipeline.flow import BlockedRank, flow
 from shardwise.schedule.pipeline.plan import PipelineSchedule
 
@@ -44,7 +44,7 @@ neighbors is added to the latter."""
 _DOES = {kind: does for kind, (does, _) in _RULES.items()}
 _NEEDS = {kind: needs for kind, (_, needs) in _RULES.items()}
 _NAMES = {does: kind for kind, does in _DOES.items() if kind != "B"}
-_MESSAGES = frozenset({"SEND_F", "RECV_F", "SEND_B", "RECV_B"})
+_MESSAGES: frozenset[Kind] = frozenset({"SEND_F", "RECV_F", "SEND_B", "RECV_B"})
 _FORWARD_ONLY = frozenset({"RECV_F", "F", "SEND_F", "UNSHARD", "RESHARD"})
 
 
@@ -290,16 +290,11 @@ class _Lists:
 
     def whole_of(self, stage: int, micro: int) -> int:
         """All that must be done with a stage and micro-batch."""
-        schedule, last = self.schedule, self.schedule.stages - 1
-        source, target = schedule.input_of(stage, micro), schedule.output_of(stage, micro)
-        bits = _F
-        bits |= _RECV_F if source and schedule.crosses(stage, source[0]) else 0
-        bits |= _SEND_F if target and schedule.crosses(stage, target[0]) else 0
+        schedule, bits = self.schedule, _F
         if schedule.train:
-            bits |= _I | _W
-            bits |= _RECV_B if stage < last and schedule.crosses(stage, stage + 1) else 0
-            bits |= _SEND_B if stage and schedule.crosses(stage, stage - 1) else 0
-            bits |= _REDUCED if schedule.reduce == "micro" else 0
+            bits |= _I | _W | (_REDUCED if schedule.reduce == "micro" else 0)
+        for kind in _MESSAGES if schedule.train else _MESSAGES & _FORWARD_ONLY:
+            bits |= _DOES[kind] if schedule.partner(Action(kind, stage, micro)) else 0
         return bits
 
     def name(self, bits: int, stage: int, micro: int) -> str:
