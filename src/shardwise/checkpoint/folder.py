@@ -103,7 +103,7 @@ def keep_last(folder: Path, count: int, known: set[Path] | None = None) -> list[
     known = set() if known is None else known
     if count < 1:
         raise UserError(f"at least 1 checkpoint must be kept, not {count}")
-    whole, partial = [], []
+    whole, partial = list[Path](), list[Path]()
     for _, path in steps(folder):
         if path in known or _opens(path):
             whole.append(path)

@@ -55,7 +55,8 @@ class EmulationCase:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> EmulationCase:
         seconds, sizes = ({name: tuple(values) for name, values in data[key].items()} for key in ("times", "held"))
-        return cls(from_text(data["schedule"]), Times(**seconds), MicroBatchMemory(**sizes))
+        times = Times(seconds["forward"], seconds["input"], seconds["weight"])
+        return cls(from_text(data["schedule"]), times, MicroBatchMemory(**sizes))
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
-from shardwise.schedule.pipeline.action import Action, Kind
+from shardwise.schedule.pipeline.action import Action
 from shardwise.schedule.pipeline.flow import BlockedRank, flow
 from shardwise.schedule.pipeline.plan import PipelineSchedule
 
@@ -44,7 +44,7 @@ neighbors is added to the latter."""
 _DOES = {kind: does for kind, (does, _) in _RULES.items()}
 _NEEDS = {kind: needs for kind, (_, needs) in _RULES.items()}
 _NAMES = {does: kind for kind, does in _DOES.items() if kind != "B"}
-_MESSAGES: frozenset[Kind] = frozenset({"SEND_F", "RECV_F", "SEND_B", "RECV_B"})
+_MESSAGES = frozenset({"SEND_F", "RECV_F", "SEND_B", "RECV_B"})
 _FORWARD_ONLY = frozenset({"RECV_F", "F", "SEND_F", "UNSHARD", "RESHARD"})
 
 
@@ -294,7 +294,7 @@ class _Lists:
         if schedule.train:
             bits |= _I | _W | (_REDUCED if schedule.reduce == "micro" else 0)
         for kind in _MESSAGES if schedule.train else _MESSAGES & _FORWARD_ONLY:
-            bits |= _DOES[kind] if schedule.partner(Action(kind, stage, micro)) else 0
+            bits |= _DOES[kind] if schedule.partner(Action(kind, stage, micro)) else 0  # type: ignore[arg-type]
         return bits
 
     def name(self, bits: int, stage: int, micro: int) -> str:
