@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.layout import Mesh
-from shardwise.layout.axes import DP, PP, TP
+from shardwise.layout.axes import CP, DP, PP, TP
 from shardwise.ops.paged import Rows
 from shardwise.report.step_report import LedgerRow
 from shardwise.runtime.job.setup import make_comms
@@ -76,6 +76,8 @@ def generate(rank: int, script: Script) -> Seen:
     generator = (_Scoring if script.score else TokenGenerator)(job, comms, rank, torch.device("cpu"))
     if isinstance(generator, _Scoring):
         generator.seen = seen
+        for cache in generator.caches.values():
+            cache.tensor.fill_(torch.nan)  # what was never written must not be read
     _, weights = weights_in(job.weights)
     read = weights.read
 
@@ -89,7 +91,7 @@ def generate(rank: int, script: Script) -> Seen:
     seen.share = generator.parameter_bytes
     mesh = Mesh.of(job.layout, job.model)
     replica = mesh.index(DP, rank)
-    first = mesh.index(TP + PP, rank) == 0 and replica < job.replicas
+    first = mesh.index(CP + TP + PP, rank) == 0 and replica < job.replicas
     lockstep = Lockstep(generator, _hearing(script.asked.get(replica, {})) if first else None)
     run(lockstep, seen)
     seen.reserved = generator.cache_bytes

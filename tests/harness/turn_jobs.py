@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from shardwise.layout import Layout, Mesh
-from shardwise.layout.axes import DP, PP, TP
+from shardwise.layout.axes import CP, DP, PP, TP
 from shardwise.model import ModelConfig
 from shardwise.report.step_report import LedgerRow
 from shardwise.runtime.job.setup import make_comms
@@ -86,7 +86,7 @@ def follow(rank: int, script: Script) -> Followed:
     generator.load(Small())
     mesh = Mesh.of(job.layout, job.model)
     replica = mesh.index(DP, rank)
-    first = mesh.index(TP + PP, rank) == 0 and replica < job.replicas
+    first = mesh.index(CP + TP + PP, rank) == 0 and replica < job.replicas
     mine = dict(script.asked.get(replica, {}))
     number, heard = 0, 0
 

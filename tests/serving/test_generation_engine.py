@@ -39,7 +39,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 LAYOUTS = [
     "dp=1", "tp=2", "tp=4", "pp=2", "pp=3", "tp=2,pp=2", "dp=2,zero=3", "dp=4,zero=3", "dp=2", "dp=2,tp=2,zero=3",
-    "dp=2,pp=2", "pp=3,stages=0/3/0",
+    "dp=2,pp=2", "pp=3,stages=0/3/0", "cp=2", "cp=4", "tp=2,cp=2", "cp=2,pp=2", "dp=2,cp=2",
 ]  # fmt: skip
 CASES = [(model, layout, index) for index, (model, layout) in enumerate((m, la) for la in LAYOUTS for m in MODELS)]
 

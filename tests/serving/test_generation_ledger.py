@@ -12,11 +12,12 @@ from harness.pool import run_ranks
 from harness.today import EVERYTHING
 from harness.turn_jobs import Followed, Script, Seen
 from shardwise.layout import Layout, Mesh, UnitPlan, Workload, unit_plan
-from shardwise.layout.axes import DP, PP, SHARD, TP
+from shardwise.layout.axes import DP, PP, TP
 from shardwise.layout.units import Gather
 from shardwise.model import ModelConfig
 from shardwise.ops.cpu.products import FbgemmInt8
 from shardwise.predict.memory.serving import ServingSetup, page_bytes, passing_bytes, weight_bytes
+from shardwise.predict.serving_layout import lockstep_axes
 from shardwise.predict.traffic.serving import ForwardPass, steady_gathers, turn_ledger
 from shardwise.report.step_report import DTYPE_BYTES, LedgerRow
 from shardwise.serving.messages import Cancel, Command, Request, Sampling
@@ -37,10 +38,11 @@ CASES = [
     ("tp=2", LLAMA), ("tp=4", TIED), ("dp=2,zero=3", LLAMA), ("dp=2,zero=3", TIED), ("dp=3,zero=3", GPT),
     ("tp=2,dp=2,zero=3", TIED), ("pp=2", LLAMA), ("pp=3", TIED), ("tp=2,pp=2", LLAMA), ("dp=2", LLAMA),
     ("dp=2,tp=2", GPT), ("dp=4,zero=3,shard=2", LLAMA), ("tp=4,precision=fp32", LLAMA), ("dp=1", LLAMA),
+    ("cp=2", LLAMA), ("tp=2,cp=2", GEMMA2), ("cp=2,pp=2,precision=fp32", TIED), ("cp=4,dp=2", GPT),
     ("tp=2", OLMO2), ("tp=4", OLMO2), ("tp=2,pp=2", OLMO2), ("tp=2", GEMMA2), ("dp=2,zero=3", GEMMA2),
 ]  # fmt: skip
 JOB = {"context": 32, "batch": 3, "page": 4, "chunk": 4}
-SAMPLE = CASES if EVERYTHING else [CASES[i] for i in (0, 3, 5, 8, 16)]
+SAMPLE = CASES if EVERYTHING else [CASES[i] for i in (0, 3, 5, 8, 15, 20)]
 
 
 def request(number: int, prompt: int, output: int) -> Request:
@@ -61,7 +63,8 @@ def asked(own: bool, replicas: int) -> dict[int, dict[int, list[Command]]]:
 def turns_of(rank: int, everyone: list[list[Seen]], layout: Layout, mesh: Mesh, own: bool) -> Iterator[ForwardPass]:
     """A rank's turns as `ForwardPass`s. What the first rank of its replica heard reaches it in the turn of the same
     number."""
-    first = mesh.group(TP if own else SHARD + TP, mesh.group(PP, rank)[0])[0]
+    axes = lockstep_axes(layout)
+    first = mesh.group(TP if own and layout.stage == 3 else axes, mesh.group(PP, rank)[0])[0]
     for index, one in enumerate(everyone[rank]):
         earlier = index - (layout.pp - 1)
         known = everyone[rank][earlier].rows if earlier >= 0 else 0
@@ -100,7 +103,7 @@ def first_gathers(plan: UnitPlan) -> tuple[Gather, ...]:
 
 def _check_rank(rank: int, everyone: list[list[Seen]], model: ModelConfig, layout: Layout, own: bool) -> None:
     plan, mesh = unit_plan(model, layout, Workload(), rank=rank), Mesh.of(layout, model)
-    in_step = [everyone[other] for other in mesh.group(SHARD + TP + PP, rank)]
+    in_step = [everyone[other] for other in mesh.group(lockstep_axes(layout) + PP, rank)]
     gathered, decoded = first_gathers(plan), 0
     turns = list(turns_of(rank, everyone, layout, mesh, own))
     for number, (one, turn) in enumerate(zip(everyone[rank], turns, strict=True)):

@@ -1,4 +1,5 @@
 """Sequences cut over context-parallel ranks: which tokens each rank has, and which pairs of tokens it attends with.
+For generation, the pages of the cache cut over these ranks.
 
 A sequence has 2 cp chunks, and each rank two of them. In zigzag order rank r has chunks r and 2 cp - 1 - r, whose
 causal attention is as much work on every rank (Megatron-LM, ring-flash-attention, Llama 3). Ulysses (Jacobs et al.
@@ -10,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from shardwise.errors import LayoutError
 from shardwise.layout.layout import Layout
 
 
@@ -66,3 +68,29 @@ class SequenceCut:
         if other < rank:
             return VisibleBlock(everything, slice(None, half), False)
         return VisibleBlock(slice(half, None), everything, False)
+
+
+@dataclass(frozen=True)
+class PageCut:
+    """Pages of the cache over context-parallel ranks: of every page, rank r holds the r-th run of `slots` tokens. All
+    ranks hold as much of every sequence, but for its last page. Raises `LayoutError` where cp does not divide a page.
+    """
+
+    page: int
+    """Tokens per page."""
+    cp: int = 1
+
+    def __post_init__(self) -> None:
+        if self.page % self.cp:
+            valid = ", ".join(str(cp) for cp in range(1, self.page + 1) if self.page % cp == 0)
+            raise LayoutError(f"cp={self.cp} does not divide the cache's pages of {self.page} tokens; valid cp: {valid}")
+
+    @property
+    def slots(self) -> int:
+        """Tokens of a page on one rank."""
+        return self.page // self.cp
+
+    def held(self, rank: int, tokens: int) -> int:
+        """Tokens on a rank of the first `tokens` of a sequence."""
+        pages, rest = divmod(tokens, self.page)
+        return pages * self.slots + min(max(rest - rank * self.slots, 0), self.slots)

@@ -27,6 +27,9 @@ def sum_chunk(elements: int) -> int:
 QUERY_ROWS = 128
 """Queries per block of scores in attention without a fused kernel."""
 
+SCORES = 1 << 22
+"""Scores that attention over a cache holds at a time, where no fused kernel computes them."""
+
 WIDE_OUTPUTS = 8192
 """Rows of an 8-bit matrix per block that is converted to 16 or 32 bits."""
 

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.decoder import Batch
+from shardwise.ops.limits import SCORES
 from shardwise.ops.scores import ScoreRule
 
 
@@ -94,9 +95,7 @@ class PagedCache:
 
     def attend(self, heads: Tensor, rows: Rows, rule: ScoreRule) -> Tensor:
         """Keep a turn's keys and values, and attend. heads: [T, H + 2 K, D], queries first; returns [T, H D]."""
-        if rows.begun is not None:
-            self._pages.index_fill_(1, rows.begun, 0)
-        self._rows.index_copy_(1, rows.slots, heads[:, -2 * self.heads :].transpose(0, 1))
+        self.store(heads, rows)
         q = heads[:, : -2 * self.heads]
         groups = rows.groups
         if rule.window:
@@ -106,20 +105,27 @@ class PagedCache:
             return self._group(q, groups[0], rows, rule)
         return torch.cat([self._group(q[g.first : g.last], g, rows, rule) for g in groups])
 
+    def store(self, heads: Tensor, rows: Rows) -> None:
+        """Keep keys and values [T, ... 2 K, D], the last ones of `heads`, in the slots of the rows."""
+        if rows.begun is not None:
+            self._pages.index_fill_(1, rows.begun, 0)
+        self._rows.index_copy_(1, rows.slots, heads[:, -2 * self.heads :].transpose(0, 1))
+
+    def gathered(self, group: AttentionGroup, width: int) -> Tensor:
+        """Keys and values of a group: [2, K, sequences, length, width]."""
+        if group.pages is None:
+            return self.tensor[:, :, None, group.start : group.start + group.length]
+        kv = self._pages.index_select(1, group.pages).view(2, self.heads, group.sequences, -1, width)
+        return kv[:, :, :, group.skip : group.skip + group.length]
+
     def _group(self, q: Tensor, group: AttentionGroup, rows: Rows, rule: ScoreRule) -> Tensor:
         """q: [rows of all its sequences, H, D]; returns [rows, H D]."""
-        if group.pages is None:
-            kv = self.tensor[:, :, group.start : group.start + group.length]
-        else:
-            kv = self._pages.index_select(1, group.pages)
-            kv = kv.view(2, self.heads, group.sequences, -1, q.shape[2])[
-                :, :, :, group.skip : group.skip + group.length
-            ]
+        kv = self.gathered(group, q.shape[2])
         if len(q) == 1:
-            return _one(q, kv.view(2, self.heads, -1, q.shape[2]), rule)
+            return _one(q, kv.squeeze(2), rule)
         if (self._cpu or rule.softcap) and len(q) == group.sequences:
             return _several(q, kv, group.mask, rows, rule)
-        k, v = kv.view(2, self.heads, group.sequences, -1, q.shape[2]).transpose(1, 2)
+        k, v = kv.transpose(1, 2)
         q = q.unflatten(0, (group.sequences, -1)).transpose(1, 2)
         if rule.softcap or (q.dtype == torch.bfloat16 and self._cpu):
             # torch's fused attention has no soft cap, and takes several times as long in bf16 as what is done here.
@@ -163,10 +169,6 @@ def _several(q: Tensor, kv: Tensor, mask: Tensor | None, rows: Rows, rule: Score
     return torch.matmul(torch.softmax(scores, -1), v).transpose(0, 1).flatten(1)
 
 
-_SCORES = 1 << 22
-"""Scores that are held at a time."""
-
-
 def _products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: ScoreRule) -> Tensor:
     """Many queries of one sequence as products, some rows at a time; softmax in fp32 or wider.
 
@@ -176,7 +178,7 @@ def _products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: ScoreR
     _, heads, rows, width = q.shape
     kv, length = k.shape[1:3]
     out, wide = torch.empty_like(q), torch.promote_types(q.dtype, torch.float32)
-    step = max(1, _SCORES // (heads * length))
+    step = max(1, SCORES // (heads * length))
     for a in range(0, rows, step):
         b = min(a + step, rows)
         grouped = (q[0, :, a:b] * rule.scale).reshape(kv, -1, width)

@@ -30,6 +30,7 @@ import numpy as np
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, UnitPlan, Workload
+from shardwise.layout.context import PageCut
 from shardwise.layout.legality import valid_tp
 from shardwise.layout.placement import Placed
 from shardwise.model import ModelConfig
@@ -153,7 +154,8 @@ def plan_serving(
     top: int = 10,
 ) -> ServingPlan:
     """The best `top` deployments for `workload.concurrency` clients of `prompt` and `output` tokens: every legal degree
-    of tp, pp and replicas, each type of weights that the device computes with, 1, 2, 4, ... sequences at a time.
+    of tp, pp and replicas, cp by doubling, each type of weights that the device computes with, 1, 2, 4, ... sequences
+    at a time.
 
     model, cluster: objects, or their names. engine: a profile of `predict.time.ENGINES`; None for the usual one. by:
     "throughput", "cost" (tokens/s of a device) or "pareto" (the curve of tokens/s against time per token).
@@ -173,7 +175,7 @@ def plan_serving(
         found += asked
         unhurried += free
     gathered = list(space.gathered())
-    everything = found + gathered
+    everything = found + gathered + [one for weights in space.types for one in space.context_parallel(weights)]
     if not everything:
         raise space.nothing()
     ranked = sorted(everything, key=lambda one: _order(one, by))
@@ -328,8 +330,8 @@ class _Space:
         first, last = each.get("embedding", 0.0) + tied, each.get("head", 0.0) + tied
         return _Sizes(each["blocks.0"], first, last, first + last - tied)
 
-    def _page_bytes(self, tp: int, pp: int) -> int:
-        return ceil(self.model.layers / pp) * page_bytes_of_block(self.model, tp, "bfloat16")
+    def _page_bytes(self, tp: int, pp: int, cp: int = 1) -> int:
+        return ceil(self.model.layers / pp) * page_bytes_of_block(self.model, tp, "bfloat16", PageCut(PAGE, cp).slots)
 
     def _seconds(self, weights: str, tp: Num, pp: Num, dp: Num, batch: Num) -> tuple[Num, Num, Num]:
         """(token(c), prompt, of it the busiest stage's) of arrays of candidates."""
@@ -386,26 +388,44 @@ class _Space:
     def gathered(self) -> Iterator[Deployment]:
         """Deployments whose data ranks gather weights, in 16 bits; each tp with as many data ranks as there are."""
         for tp in self.tps:
-            dp = self.cluster.devices // tp
-            if dp < 2:
-                continue
-            layout = Layout(dp=dp, tp=tp, zero=3)
-            strategy, plan = DecodeStrategy(self.model, layout, self.engine, self.cluster), plan_of(self.model, layout)
-            weight = 2.0 * (sum(unit.shard_numel for unit in plan.units) + sum(plan.slots.values()))
-            pages, most = self._capacity(plan, weight, self._page_bytes(tp, 1), str(layout))
-            self.considered += 1
-            if not most:
-                continue
-            clients = self.workload.concurrency
-            busiest = ceil(clients / dp)
-            batch = min(most, busiest)
-            token = strategy.token(batch * dp, self.workload.prompt + self.workload.output / 2).seconds
-            read = strategy.prompt(self.workload.prompt, CHUNK).seconds
-            first, each, answer = map(float, self._answered(token, read, read, batch, busiest))
-            # All ranks gather in step: none is faster than the busiest one.
-            rate = float(self._rate(clients, dp, answer, answer))
-            held = self._held(plan, weight, self._page_bytes(tp, 1), batch)
-            yield Deployment(layout, "bfloat16", batch, first, each, rate, held, pages * PAGE)
+            if (dp := self.cluster.devices // tp) > 1:
+                layout = Layout(dp=dp, tp=tp, zero=3)
+                plan = plan_of(self.model, layout)
+                weight = 2.0 * (sum(unit.shard_numel for unit in plan.units) + sum(plan.slots.values()))
+                yield from self._deployed(layout, "bfloat16", weight)
+
+    def context_parallel(self, weights: str) -> Iterator[Deployment]:
+        """Deployments whose cache is cut over cp, with one type of weights; degrees of cp, pp and dp by doubling."""
+        devices, layers = self.cluster.devices, self.model.layers
+        for tp in self.tps:
+            sizes = self._sizes(tp, weights)
+            for cp in (cp for cp in range(2, devices // tp + 1) if PAGE % cp == 0):
+                for pp in (2**k for k in range(min(layers, devices // (tp * cp)).bit_length())):
+                    for dp in _powers(min(self.workload.concurrency, devices // (tp * cp * pp))):
+                        layout = Layout(dp=dp, tp=tp, cp=cp, pp=pp)
+                        yield from self._deployed(layout, weights, sizes.stage(layers, pp))
+
+    def _deployed(self, layout: Layout, weights: str, weight: float) -> Iterator[Deployment]:
+        """A layout for the clients that there are, where it fits. weight: bytes of weights on the fullest rank."""
+        dp, int8 = layout.dp, weights == "int8"
+        strategy = DecodeStrategy(self.model, layout, self.engine, self.cluster, weights)
+        plan, page = plan_of(self.model, layout), self._page_bytes(layout.tp, layout.pp, layout.cp)
+        pages, most = self._capacity(plan, weight, page, str(layout), int8)
+        self.considered += 1
+        if not most:
+            return
+        clients = self.workload.concurrency
+        busiest = ceil(clients / dp)
+        batch = min(most, busiest)
+        token = strategy.token(batch * dp, self.workload.prompt + self.workload.output / 2).seconds
+        prompt = strategy.prompt(self.workload.prompt, CHUNK)
+        # Without a pipeline, and without bubbles in it, a rank is busy all the time.
+        busy = prompt.seconds - prompt.parts.get("bubble", 0.0)
+        first, each, answer = map(float, self._answered(token, prompt.seconds, busy, batch, busiest))
+        # No replica counts as faster than the busiest one: ranks that gather do so in step.
+        rate = float(self._rate(clients, dp, answer, answer))
+        held = self._held(plan, weight, page, batch, int8)
+        yield Deployment(layout, weights, batch, first, each, rate, held, pages * PAGE)
 
     def crossover(self) -> tuple[int, int | None] | None:
         """Ranks of one node, and the tokens of a pass from which on gathering is faster there."""

@@ -7,6 +7,7 @@ from functools import lru_cache
 
 from shardwise.errors import LayoutError, UserError
 from shardwise.layout import Layout, Mesh, UnitPlan, Workload, check, unit_plan
+from shardwise.layout.axes import CP, SHARD, TP, Axes
 from shardwise.layout.legality import unsupported
 from shardwise.model import ModelConfig
 
@@ -17,8 +18,12 @@ def check_generation(layout: Layout, model: ModelConfig, devices: int | None = N
     if reason := model.why_not_runnable():
         raise UserError(f"{model.name}: {reason}")
     check(layout, model.replace(attention_dropout=0.0))  # nothing is dropped when generating
-    if words := [f"cp={layout.cp}"] * (layout.cp > 1) + unsupported(layout):
-        raise LayoutError(f"generation does not know {', '.join(words)}: it has tp, pp, dp and zero=3")
+    if words := unsupported(layout):
+        raise LayoutError(f"generation does not support {', '.join(words)}: it has tp, cp, pp, dp and zero=3")
+    if layout.cpkind != "ring":
+        raise LayoutError(f"cpkind={layout.cpkind} is for training: leave it out, generation cuts the cache's pages")
+    if layout.cp > 1 and layout.stage == 3:
+        raise LayoutError(f"weights are gathered without cp={layout.cp}: use zero=0 with cp, or leave cp out")
     if layout.algorithm != "auto":
         raise LayoutError(f"algorithm={layout.algorithm} is for training: leave it out")
     if layout.zero in (1, 2):
@@ -35,6 +40,16 @@ def check_generation(layout: Layout, model: ModelConfig, devices: int | None = N
         raise LayoutError(f"weights are gathered without a pipeline, with pp=1: use {gathering} or {staged}")
     if devices is not None and layout.ranks > devices:
         raise LayoutError(f"layout {layout} needs {layout.ranks} ranks, but there are {devices} devices")
+
+
+def lockstep_axes(layout: Layout) -> Axes:
+    """The ranks of one pipeline stage that compute every engine step together."""
+    return SHARD + TP if layout.stage == 3 else CP + TP
+
+
+def rows_here(layout: Layout, tokens: int) -> int:
+    """Rows of an engine step of so many tokens on each rank: cut over cp, padded to equal parts."""
+    return -(-tokens // layout.cp)
 
 
 def check_length(model: ModelConfig, prompt: int, output: int) -> None:

@@ -18,7 +18,7 @@ TOKEN = {
     "weights": "weights: reading, products",
     "attention": "attention",
     "memory": "memory-bound kernels",
-    "tensor": "sums over tp",
+    "tensor": "collectives inside blocks (tp, cp)",
     "data": "gathers, what arithmetic does not hide",
     "pipeline": "messages between stages",
     "bubble": "waiting for other groups",

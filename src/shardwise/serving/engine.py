@@ -5,6 +5,9 @@ the turn's tokens, and on B, the rows whose logits are wanted, alone:
 
 - tp: each block sums [T, hidden] twice over tp, the embedding once; where B > 0 the head's logits are gathered, unit
   "logits", tp x B x ceil(vocab / tp) elements;
+- cp: a rank computes rows_here(T) = ceil(T / cp) rows, which take T's place above; each block gathers their queries,
+  keys and values, and returns the outputs over the keys of each rank in an all-to-all (`runtime/context/cache.py`);
+  where B > 0 the head's inputs [B, hidden] are summed over cp;
 - zero=3: each part's units are gathered for it as `UnitPlan.generating_uses` has them, also by ranks whose T is 0;
 - pp: a stage sends [T, hidden] to the next one.
 """
@@ -19,17 +22,21 @@ from torch import Tensor
 
 from shardwise.checkpoint import LocalInterval, needs
 from shardwise.layout import Workload, unit_plan
+from shardwise.layout.axes import CP
+from shardwise.layout.context import PageCut
 from shardwise.layout.placement import kv_heads_held
 from shardwise.ops.cpu.products import Packed, int8
 from shardwise.ops.paged import PagedCache, Rows
 from shardwise.ops.products import MakeProduct, Plain
+from shardwise.predict.serving_layout import rows_here
+from shardwise.runtime.context.cache import ContextCache, ContextRows, collect
 from shardwise.runtime.pipeline.stages import StageRunner
 from shardwise.runtime.transport.comms import Comms
 from shardwise.runtime.transport.shared_collective import flat_array
 from shardwise.runtime.zero.flat_unit import torch_dtype
 from shardwise.serving.job import ServingJob, Weights
 from shardwise.serving.maps import apply_generation
-from shardwise.serving.rows import rows_of
+from shardwise.serving.rows import context_rows_of, rows_of
 from shardwise.serving.scheduler import EngineStep
 
 Progress = Callable[[int, int], object]
@@ -48,14 +55,18 @@ class TokenGenerator:
         self.stage = next(iter(plan.stages))
         self._saved = 0
         """Bytes that weights take less than in their flat buffers."""
-        heads, width = kv_heads_held(job.model, job.layout.tp), job.model.head_dim
-        self.caches = {
-            part: PagedCache(heads, job.pages, job.page, width, self.dtype, device) for part in plan.blocks(self.stage)
-        }
+        self.cut = PageCut(job.page, job.layout.cp)
+        self.caches = {part: self._cache(part) for part in plan.blocks(self.stage)}
         if plan.layout.stage < 3:
             for unit in self.engine.units.values():
                 unit.whole.untyped_storage().resize_(0)  # until it is read
         comms.quick = True
+
+    def _cache(self, part: str) -> PagedCache:
+        job, heads, width = self.job, kv_heads_held(self.job.model, self.job.layout.tp), self.job.model.head_dim
+        if self.cut.cp > 1:
+            return ContextCache(self.comms, self.cut, part, heads, job.pages, width, self.dtype, self.device)
+        return PagedCache(heads, job.pages, job.page, width, self.dtype, self.device)
 
     @property
     def cache_bytes(self) -> int:
@@ -127,7 +138,13 @@ class TokenGenerator:
 
     def rows(self, turn: EngineStep, *, score: bool = False) -> Rows:
         """A turn as the decoder takes it. score: the logits of all its tokens are wanted."""
+        if self.cut.cp > 1:
+            return context_rows_of(turn, self.cut, self.comms.index(CP), self.device, score=score)
         return rows_of(turn, self.job.page, self.device, score=score)
+
+    def tokens_here(self, turn: EngineStep) -> int:
+        """Rows of a turn that this rank computes."""
+        return rows_here(self.plan.layout, turn.tokens)
 
     @torch.inference_mode()
     def forward(self, turn: EngineStep, rows: Rows, x: Tensor | None = None) -> Tensor:
@@ -140,8 +157,12 @@ class TokenGenerator:
         for part in self.plan.stages[self.stage]:
             if gathers:
                 self.engine.use_unit("forward", part)
-            if self.plan.kind(part) == "head" and rows.wanted is not None and not len(rows.wanted):
-                return torch.empty(0, self.plan.model.vocab, dtype=self.dtype, device=self.device)
+            if self.plan.kind(part) == "head":
+                if rows.wanted is not None and not len(rows.wanted):
+                    return torch.empty(0, self.plan.model.vocab, dtype=self.dtype, device=self.device)
+                if isinstance(rows, ContextRows):
+                    assert x is not None
+                    x, rows = collect(self.comms, x, rows, part)
             x = self.stages.parts[part].forward(x, rows)
         assert x is not None
         return x

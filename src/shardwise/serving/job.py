@@ -18,6 +18,7 @@ from shardwise.checkpoint import Checkpoint, Piece, find, model_of
 from shardwise.checkpoint.huggingface import HuggingFaceWeights
 from shardwise.errors import LayoutError, UserError
 from shardwise.layout import Layout
+from shardwise.layout.context import PageCut
 from shardwise.model import ModelConfig
 from shardwise.options import check_fields, option
 from shardwise.predict.memory.serving import CHUNK, PAGE
@@ -70,6 +71,7 @@ class ServingJob:
     def __post_init__(self) -> None:
         check_fields(self)
         check_generation(self.layout, self.model)
+        PageCut(self.page, self.layout.cp)
         if self.prompts == "same" and self.layout.stage < 3:
             raise LayoutError("the same prompts on all data ranks are for zero=3: leave `same` out")
         if self.layout.shard and self.prompts == "same":

@@ -3,14 +3,14 @@ the tokens that are chosen reach them before they are needed.
 
 A turn, on every rank (in brackets its ledger rows, in the turn's own phase; "control" and "tokens" are units):
 
-1. control. Without a pipeline: one all-reduce (maximum) of 1 + r int64 numbers over tp, with zero=3 over the data
-   ranks, too [all_reduce, shard_tp_pp, control, int64, 1 + r]: whether anybody has anything to do, and how many bytes
-   of messages each of the r replicas in step with this one has. r is `shard_ranks` with prompts of their own, else 1.
-   Only where there are messages, they follow [all_reduce, tp (shard_tp_pp where prompts are the same), control, uint8,
-   bytes]. Under a pipeline the first stage does that over tp alone, and each stage sends both on to the next one
-   [send / recv, pp, control, int64, 2; and uint8, bytes].
-2. the forward pass, as `engine.py` has it. A stage of a pipeline receives [T, hidden] of the one before, and sends its
-   own to the next one [recv and send, pp, "stage <the taker>", the layout's dtype, T x hidden].
+1. control. One all-reduce (maximum) of 1 + r int64 numbers over cp and tp, with zero=3 over the data ranks and tp
+   [all_reduce, `lockstep_axes`, control, int64, 1 + r]: whether anybody has anything to do, and how many bytes of
+   messages each of the r replicas in step with this one has. r is `shard_ranks` with prompts of their own, else 1. Only
+   where there are messages, they follow [all_reduce, the same axes (tp where prompts are own), control, uint8, bytes].
+   Under a pipeline the first stage does that, and each stage sends both on to the next one [send / recv, pp, control,
+   int64, 2; and uint8, bytes].
+2. the forward pass, as `engine.py` has it. A stage of a pipeline receives [n, hidden] of the one before, n = ceil(T /
+   cp), and sends its own to the next one [recv and send, pp, "stage <the taker>", the layout's dtype, n x hidden].
 3. tokens. Under a pipeline of p stages the last one sends what it has chosen, where B > 0, to every other one [send,
    pp, tokens, float64, 2 B], and these receive what turn k - p + 1 has chosen [recv, with that turn's B].
 
@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from shardwise.layout.axes import PP, SHARD, TP
+from shardwise.predict.serving_layout import lockstep_axes
 from shardwise.runtime.transport.protocol import Work
 from shardwise.serving.engine import TokenGenerator
 from shardwise.serving.messages import Answer, Cancel, Command, Drain, Request
@@ -64,7 +65,7 @@ class Lockstep:
         own = layout.stage == 3 and job.prompts == "own"
         self._replicas = layout.shard_ranks if own else 1
         self._replica = self.comms.index(SHARD) if own else 0
-        self._step = SHARD + TP + PP if layout.pp == 1 else TP
+        self._step = lockstep_axes(layout)
         """The ranks in step, among which control goes round."""
         self._hearers = TP if own else self._step
         self._state = IDLE
@@ -168,7 +169,7 @@ class Lockstep:
         generator.begin(turn)
         x = None
         if not self.first:
-            shape = 1, turn.tokens, generator.plan.model.hidden
+            shape = 1, generator.tokens_here(turn), generator.plan.model.hidden
             x = torch.empty(shape, dtype=generator.dtype, device=generator.device)
             self.comms.receive(x, PP, self.place - 1, f"stage {self.place}").wait()
         y = generator.forward(turn, generator.rows(turn), x)

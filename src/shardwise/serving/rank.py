@@ -21,7 +21,8 @@ import torch.distributed as dist
 
 from shardwise.errors import UserError
 from shardwise.layout import Mesh
-from shardwise.layout.axes import DP, PP, SHARD, TP
+from shardwise.layout.axes import CP, DP, PP, TP
+from shardwise.predict.serving_layout import lockstep_axes
 from shardwise.report.step_report import Bytes, Phase
 from shardwise.runtime.allocator import release_freed_memory
 from shardwise.runtime.job import pulse
@@ -142,9 +143,11 @@ def run(
     mesh = Mesh.of(job.layout, job.model)
     replica = mesh.index(DP, rank)
     together = dist.new_group(
-        sorted(mesh.group(SHARD + TP + PP, rank)), timeout=timedelta(seconds=_LONGEST), use_local_synchronization=True
+        sorted(mesh.group(lockstep_axes(job.layout) + PP, rank)),
+        timeout=timedelta(seconds=_LONGEST),
+        use_local_synchronization=True,
     )
-    first = mesh.index(TP + PP, rank) == 0 and replica < job.replicas
+    first = mesh.index(CP + TP + PP, rank) == 0 and replica < job.replicas
     way = EngineChannel(connect(folder, replica), replica) if first else None
     _, weights = weights_in(job.weights)
     comms = make_comms(

@@ -3,35 +3,85 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
+from shardwise.layout.context import PageCut
 from shardwise.ops.paged import AttentionGroup, Rows
+from shardwise.runtime.context.cache import ContextRows
 from shardwise.serving.scheduler import Chunk, EngineStep
 
 
 def rows_of(turn: EngineStep, size: int, device: torch.device, *, score: bool = False) -> Rows:
     """What the decoder is to compute in a turn. size: tokens of a page. score: all logits are wanted."""
+    numbers, begun, wanted = _numbers(turn, PageCut(size), device, score)
+    return Rows(
+        numbers[0:1], numbers[1:2], numbers[1:2], None, numbers[1:2], numbers[1:2],
+        slots=numbers[2], groups=tuple(_groups(turn, size, device)), begun=begun, wanted=wanted,
+    )  # fmt: skip
+
+
+def context_rows_of(
+    turn: EngineStep, cut: PageCut, rank: int, device: torch.device, *, score: bool = False
+) -> ContextRows:
+    """A context-parallel rank's part of a turn."""
+    numbers, begun, wanted = _numbers(turn, cut, device, score)
+    _, queries, slots = numbers
+    here = (queries % cut.page // cut.slots == rank).nonzero().squeeze(1)
+    rows = -(-turn.tokens // cut.cp)
+    mine = F.pad(numbers[:2], (0, rows * cut.cp - turn.tokens))[:, rank * rows : (rank + 1) * rows]
+    ids, positions = mine[0:1], mine[1:2]
+    return ContextRows(
+        ids, positions, positions, None, positions, positions,
+        slots=slots[here], groups=tuple(_shares(turn, cut, rank, device)), begun=begun, wanted=wanted,
+        queries=queries, kept=here,
+    )  # fmt: skip
+
+
+def _numbers(
+    turn: EngineStep, cut: PageCut, device: torch.device, score: bool
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """(id, position and slot of every token: [3, T]; pages that are begun and not filled; rows whose logits are wanted)
+    of a turn, with None as in `Rows`."""
     ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
     wanted: list[int] = []
     begun: list[int] = []
+    size = cut.page
     for chunk in turn.chunks:
         sequence = chunk.sequence
         ids += sequence.tokens[chunk.start : chunk.stop]
         positions += range(chunk.start, chunk.stop)
-        slots += [sequence.pages[p // size] * size + p % size for p in range(chunk.start, chunk.stop)]
+        slots += [sequence.pages[p // size] * cut.slots + p % cut.slots for p in range(chunk.start, chunk.stop)]
         if chunk.stop % size and chunk.stop - chunk.stop % size >= chunk.start:
             begun.append(sequence.pages[chunk.stop // size])
         if chunk.wanted:
             wanted.append(len(ids) - 1)
-    numbers = torch.tensor([ids, positions, slots], dtype=torch.int64, device=device)
     every = score or len(wanted) == len(ids)
-    return Rows(
-        numbers[0:1], numbers[1:2], numbers[1:2], None, numbers[1:2], numbers[1:2],
-        slots=numbers[2], groups=tuple(_groups(turn, size, device)),
-        begun=torch.tensor(begun, dtype=torch.int64, device=device) if begun else None,
-        wanted=None if every else torch.tensor(wanted, dtype=torch.int64, device=device),
-    )  # fmt: skip
+    numbers = torch.tensor([ids, positions, slots], dtype=torch.int64, device=device)
+    return (
+        numbers,
+        torch.tensor(begun, dtype=torch.int64, device=device) if begun else None,
+        None if every else torch.tensor(wanted, dtype=torch.int64, device=device),
+    )
+
+
+def _shares(turn: EngineStep, cut: PageCut, rank: int, device: torch.device) -> list[AttentionGroup]:
+    """The keys on one rank that a turn's rows attend to: single tokens together, then chunks."""
+    single = tuple(chunk for chunk in turn.chunks if chunk.stop - chunk.start == 1)
+    shares, at = [], 0
+    for chunks in ((single,) if single else ()) + tuple((chunk,) for chunk in turn.chunks[len(single) :]):
+        last = at + sum(chunk.stop - chunk.start for chunk in chunks)
+        length = max(cut.held(rank, chunk.stop) for chunk in chunks)
+        most = -(-length // cut.slots)
+        table: list[int] = []
+        for chunk in chunks:  # a page that has not begun holds anything: the first one is read again, where no row sees
+            begun = chunk.sequence.pages[: -(-chunk.stop // cut.page)]
+            table += (begun + begun[:1] * most)[:most]
+        pages = torch.tensor(table, dtype=torch.int64, device=device)
+        shares.append(AttentionGroup(at, last, length, sequences=len(chunks), pages=pages))
+        at = last
+    return shares
 
 
 def _groups(turn: EngineStep, size: int, device: torch.device) -> list[AttentionGroup]:

@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, UnitPlan
+from shardwise.layout.context import PageCut
 from shardwise.layout.legality import valid_tp
 from shardwise.layout.placement import Placed, kv_heads_held, width_held
 from shardwise.model import ModelConfig
 from shardwise.ops.cpu.limits import BYTE_ROWS, tiled_int8_bytes
-from shardwise.ops.limits import WIDE_OUTPUTS, row_int8_bytes
-from shardwise.predict.serving_layout import blocks_of, check_generation, plan_of
+from shardwise.ops.limits import SCORES, WIDE_OUTPUTS, row_int8_bytes
+from shardwise.predict.serving_layout import blocks_of, check_generation, plan_of, rows_here
 from shardwise.predict.traffic.serving import padded_vocab
 from shardwise.report.step_report import DTYPE_BYTES
 from shardwise.report.units import format_bytes
@@ -232,7 +233,8 @@ def has_fewer_bits(plan: UnitPlan, placed: Placed, weights: str) -> bool:
 
 def page_bytes(plan: UnitPlan, page: int = PAGE) -> int:
     """Bytes of one page of keys and values on a rank, all its blocks."""
-    return len(blocks_of(plan)) * page_bytes_of_block(plan.model, plan.layout.tp, plan.layout.dtype, page)
+    slots = PageCut(page, plan.layout.cp).slots
+    return len(blocks_of(plan)) * page_bytes_of_block(plan.model, plan.layout.tp, plan.layout.dtype, slots)
 
 
 def page_bytes_of_block(model: ModelConfig, tp: int, dtype: str, page: int = PAGE) -> int:
@@ -265,15 +267,17 @@ def passing_bytes(plan: UnitPlan, served: ServingSetup) -> int:
     values and their output, and a copy of one block's cache with its mask, where pages do not follow each other; or the
     logits of every sequence, gathered, and again in fp32. With int8 also some rows of activations in bytes and of sums
     in 32 bits, or, without instructions for bytes, some rows of the matrix as they were."""
-    model, tp = plan.model, plan.layout.tp
-    width, tokens = DTYPE_BYTES[plan.layout.dtype], served.chunk + served.batch
+    model, tp, cp = plan.model, plan.layout.tp, plan.layout.cp
+    width, tokens = DTYPE_BYTES[plan.layout.dtype], rows_here(plan.layout, served.chunk + served.batch)
     opened = tokens * (3 if model.gated else 2) * width_held(model.ffn, tp) * width
     heads = kv_heads_held(model, tp)
     attended = tokens * 2 * (model.heads // tp + heads) * model.head_dim * width
     copied = (
-        min(served.pages, served.full) * served.page * (2 * heads * model.head_dim * width + _INDEX)
-        + served.chunk * served.context
+        min(served.pages, served.full) * served.page // cp * (2 * heads * model.head_dim * width + _INDEX)
+        + served.chunk * served.context // cp
     )
+    if cp > 1:
+        copied += _passing_exchange(plan, tokens * cp, served)
     block = tokens * 3 * model.hidden * width + max(opened, attended + copied)
     logits = served.batch * padded_vocab(plan) * (2 * width + 4) if plan.of_kind("head") else 0
     if served.int8:
@@ -283,6 +287,19 @@ def passing_bytes(plan: UnitPlan, served: ServingSetup) -> int:
         if logits and not model.tied:
             logits += _passing_product(served.batch, model.hidden, padded_vocab(plan) // tp, width)
     return max(block, logits)
+
+
+def _passing_exchange(plan: UnitPlan, tokens: int, served: ServingSetup) -> int:
+    """Bytes beside a block's rows under cp: queries, keys and values of all rows, gathered; twice the outputs over a
+    rank's keys; the mask of rows and keys, also as it is added to the scores; and some rows' scores, or the shares of
+    the outputs. tokens: of a step, with padding."""
+    model, width = plan.model, DTYPE_BYTES[plan.layout.dtype]
+    heads, kv, wide = model.heads // plan.layout.tp, kv_heads_held(model, plan.layout.tp), max(width, 4)
+    gathered = tokens * (heads + 4 * kv) * model.head_dim * width
+    outputs = tokens * heads * (model.head_dim + 1) * wide
+    keys = PageCut(served.page, plan.layout.cp).slots * -(-served.context // served.page)
+    scores = min(max(SCORES, heads * served.batch * keys), tokens * heads * keys)
+    return gathered + 2 * outputs + tokens * keys * (1 + wide) + max(4 * scores * wide, 2 * outputs)
 
 
 def _passing_product(rows: int, inputs: int, outputs: int, width: int) -> int:

@@ -18,8 +18,9 @@ from shardwise.cluster import Cluster
 from shardwise.cluster.catalog import lookup
 from shardwise.layout import Layout, UnitPlan
 from shardwise.layout.pipeline import stages
+from shardwise.layout.placement import kv_heads_held
 from shardwise.model import ModelConfig
-from shardwise.predict.serving_layout import plan_of, sequences_of
+from shardwise.predict.serving_layout import plan_of, rows_here, sequences_of
 from shardwise.predict.time.constants import constants
 from shardwise.predict.time.kernels import WIDTH
 from shardwise.predict.time.pricing import Pricing
@@ -42,8 +43,8 @@ full deployments alone, where it also stands for what a large batch costs beside
 @dataclass(frozen=True)
 class DecodeTime:
     """Seconds, and where they go; `parts` adds up to `seconds`. weights, attention, memory: arithmetic and reading;
-    tensor: sums over tp; data: gathers that arithmetic does not hide, and what they slow; pipeline: messages between
-    stages; bubble: waiting for the other groups' turns, or for stages to fill; host.
+    tensor: collectives inside blocks, over tp and cp; data: gathers that arithmetic does not hide, and what they slow;
+    pipeline: messages between stages; bubble: waiting for the other groups' turns, or for stages to fill; host.
 
     gathers: seconds of all gathers, hidden ones included.
     """
@@ -129,7 +130,12 @@ class DecodeStrategy:
         which it makes one token each."""
         each = sequences_of(self.layout, sequences)
         pricing, group = pricing_for(self.cluster, each <= FEW), -(-each // self.layout.pp)
-        return decode_pass(self.model, self.serving, group, context, self.engine, pricing), pricing, group
+        rows = rows_here(self.layout, group)
+        through = decode_pass(self.model, self.serving, rows, context, self.engine, pricing)
+        if self.layout.cp > 1:  # all rows attend to the keys of each rank
+            keys = decode_pass(self.model, self.serving, group, context / self.layout.cp, self.engine, pricing)
+            through = self._over_context(through, keys.block["attention"], group, group, pricing)
+        return through, pricing, group
 
     def prompt(self, tokens: int, chunk: int, sequences: int = 1) -> DecodeTime:
         """Seconds to read a prompt of `tokens` tokens in chunks on each of `sequences`, up to its first new token."""
@@ -147,16 +153,33 @@ class DecodeStrategy:
         """Seconds of a single pass of `tokens` tokens of prompts on each data rank, all of them `SHORT` tokens long."""
         pricing = pricing_for(self.cluster, tokens <= FEW)
         prompts, each = max(1.0, tokens / SHORT), min(tokens, SHORT)
-        through = prefill_pass(self.model, self.serving, prompts, each, self.engine, pricing)
+        through = self._chunk(each, 1, prompts, pricing)
         return self._gathering(through, pricing) if self.layout.stage == 3 else self._filled(through, pricing, 0, 1)
 
-    def _chunk(self, tokens: int, pieces: int, each: int, pricing: Pricing) -> PassSeconds:
+    def _chunk(self, tokens: float, pieces: int, each: float, pricing: Pricing) -> PassSeconds:
         """One chunk's pass. Its attention is an equal part of the whole prompt's."""
-        whole = prefill_pass(self.model, self.serving, each, tokens, self.engine, pricing)
-        if pieces == 1:
+        whole, cp = prefill_pass(self.model, self.serving, each, tokens, self.engine, pricing), self.layout.cp
+        if pieces * cp == 1:
             return whole
-        one = prefill_pass(self.model, self.serving, each, tokens / pieces, self.engine, pricing)
-        return PassSeconds({**one.block, "attention": whole.block["attention"] / pieces}, one.head, one.host)
+        one = prefill_pass(self.model, self.serving, each, tokens / pieces / cp, self.engine, pricing)
+        return self._over_context(one, whole.block["attention"] / pieces / cp, each * tokens / pieces, each, pricing)
+
+    def _over_context(
+        self, through: PassSeconds, attention: Any, tokens: float, sequences: float, pricing: Pricing
+    ) -> PassSeconds:
+        """A pass with these seconds of attention in each block, and with the collectives over cp for its `tokens`
+        tokens, of `sequences` of which logits are wanted."""
+        model, tp, cp = self.model, self.layout.tp, self.layout.cp
+        if cp == 1:
+            return replace(through, block={**through.block, "attention": attention})
+        heads, width = model.heads / tp, WIDTH[self.layout.dtype]
+        gathered = tokens * (heads + 2 * kv_heads_held(model, tp)) * model.head_dim * width
+        returned = tokens * heads * (model.head_dim + 1) * max(width, WIDTH["float32"])
+        price = pricing.collectives.seconds
+        exchanges = price("all_gather_into", gathered, cp, tp) + price("all_to_all", returned, cp, tp)
+        head = price("all_reduce", sequences * model.hidden * width, cp, tp)
+        block = {**through.block, "attention": attention, "tensor": through.block["tensor"] + exchanges}
+        return replace(through, block=block, head=through.head + head)
 
     # -- how the strategies put it together
 

@@ -49,6 +49,7 @@ def ring_bytes(row: LedgerRow, plan: UnitPlan) -> Fraction:
         "all_reduce": Fraction(2 * (ranks - 1), ranks),
         "all_gather_into": Fraction(ranks - 1, ranks),
         "reduce_scatter": Fraction(ranks - 1, ranks),
+        "all_to_all": Fraction(ranks - 1, ranks),
         "broadcast": Fraction(ranks - 1, ranks),
         "send": Fraction(1),
         "recv": Fraction(0),

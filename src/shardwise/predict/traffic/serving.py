@@ -9,11 +9,13 @@ engine observes, row by row.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from shardwise.layout.axes import PP, SHARD, TP
+from shardwise.layout.axes import CP, PP, TP
 from shardwise.layout.mesh import Mesh
+from shardwise.layout.placement import kv_heads_held
 from shardwise.layout.units import Gather, UnitPlan
+from shardwise.predict.serving_layout import blocks_of, lockstep_axes, rows_here
 from shardwise.predict.traffic.ledger import Rows, ledger_of
 from shardwise.report.step_report import LedgerRow, Phase
 
@@ -47,13 +49,16 @@ def turn_ledger(
     `steady_gathers`. own: under zero=3, whether data ranks have requests of their own, or all of them the same."""
     rows: Rows = Counter()
     _control(rows, plan, turn, own and plan.layout.stage == 3)
+    here = replace(turn, tokens=rows_here(plan.layout, turn.tokens))
     if plan.layout.tp > 1 and turn.tokens:
-        _tensor_parallel(rows, plan, turn)
+        _tensor_parallel(rows, plan, here)
+    if plan.layout.cp > 1 and turn.tokens:
+        _context_parallel(rows, plan, here)
     for gather in gathered:
         padded = plan.by_name[gather.unit].padded
         rows[(turn.phase, "all_gather_into", gather.axes, gather.unit, gather.dtype, padded)] += 1
     if plan.layout.pp > 1:
-        _pipeline(rows, plan, turn)
+        _pipeline(rows, plan, here)
     return ledger_of(rows, Mesh.of(plan.layout, plan.model))
 
 
@@ -61,7 +66,7 @@ def _control(rows: Rows, plan: UnitPlan, turn: ForwardPass, own: bool) -> None:
     """What the first rank of a replica has heard reaches the others: over the ranks in step at once, from stage to
     stage under a pipeline. The message itself is for the replica's ranks alone."""
     stage, *_ = plan.stages
-    axes = SHARD + TP + PP if plan.layout.pp == 1 else TP
+    axes = lockstep_axes(plan.layout)
     hearers = TP if own else axes
     header = 1 + (plan.layout.shard_ranks if own else 1)
     for dtype, elements, group in (("int64", header, axes), ("uint8", turn.heard, hearers)):
@@ -87,6 +92,20 @@ def _tensor_parallel(rows: Rows, plan: UnitPlan, turn: ForwardPass) -> None:
             rows[(turn.phase, "all_reduce", TP, part, wide, numbers * turn.tokens)] += 1
     if plan.of_kind("head") and turn.rows:
         rows[(turn.phase, "all_gather_into", TP, "logits", dtype, turn.rows * padded_vocab(plan))] += 1
+
+
+def _context_parallel(rows: Rows, plan: UnitPlan, turn: ForwardPass) -> None:
+    """Queries, keys and values of each block's rows; the outputs over each rank's keys with their log-sum-exp; and the
+    head's inputs. turn: with the rows of one rank."""
+    model, layout, dtype = plan.model, plan.layout, plan.layout.dtype
+    tokens, heads = turn.tokens * layout.cp, model.heads // layout.tp
+    gathered = tokens * (heads + 2 * kv_heads_held(model, layout.tp)) * model.head_dim
+    wide = "float32" if dtype == "bfloat16" else dtype
+    for part in blocks_of(plan):
+        rows[(turn.phase, "all_gather_into", CP, part, dtype, gathered)] += 1
+        rows[(turn.phase, "all_to_all", CP, part, wide, tokens * heads * (model.head_dim + 1))] += 1
+    for part in plan.of_kind("head") if turn.rows else ():
+        rows[(turn.phase, "all_reduce", CP, part, dtype, turn.rows * model.hidden)] += 1
 
 
 def _pipeline(rows: Rows, plan: UnitPlan, turn: ForwardPass) -> None:

@@ -18,7 +18,7 @@ from shardwise.model import ModelConfig
 from shardwise.runtime.context.view import cut_sequences
 from shardwise.runtime.transport.comms import Comms
 
-AXES = (CP, DATA, SHARD, REPLICATE, TP, KV, PP, DATA + PP, SHARD + TP + PP)
+AXES = (CP, DATA, SHARD, REPLICATE, TP, KV, PP, DATA + PP, CP + TP, SHARD + TP, SHARD + TP + PP)
 """Every group over which the runtime communicates."""
 
 
