@@ -21,6 +21,7 @@ TESTS = (
     "tests/runtime/test_traps.py",
     "tests/runtime/test_pipeline_traps.py",
     "tests/runtime/test_context_traps.py",
+    "tests/serving/test_generation_engine.py",
 )
 
 ENGINE, UNITS, STEP, LOSS = (
@@ -34,6 +35,7 @@ REDISTRIBUTE = "runtime/tensor/redistribute.py"
 FLAT, GRADIENTS, JOINED = "runtime/zero/flat_unit.py", "ops/gradients.py", "ops/fused.py"
 ATTENTION, MODULES, SETUP = "decoder/attention.py", "decoder/modules.py", "runtime/job/setup.py"
 CHECKPOINTING = "runtime/checkpointing.py"
+CACHE, ROWS = "runtime/context/cache.py", "serving/rows.py"
 RING, VIEW, BLOCKWISE = "runtime/context/ring.py", "runtime/context/view.py", "ops/blockwise.py"
 PIPELINE, SCHEDULE, LISTS = (
     "runtime/pipeline/executor.py",
@@ -202,6 +204,21 @@ MISTAKES = (
             "resident[unit.slot] = unit.name", "resident.setdefault(unit.slot, unit.name)", "trap_24"),
     Mistake(24, "gradients are added to whatever lies in their memory", FLAT,
             "grad_slot.empty = True", "pass", "trap_24"),
+    Mistake(25, "a rank without keys of a sequence has a weight in the merged output", CACHE,
+            "out[..., -1] = -torch.inf", "pass", "cut_over_context"),
+    Mistake(25, "a rank takes the keys of its slots for consecutive ones", CACHE,
+            "pages * self._cut.page + self._rank * self.size + rest", "slots", "cut_over_context"),
+    Mistake(25, "the outputs over each rank's keys weigh equally", CACHE,
+            "shares = torch.softmax(mine[..., -1:], 0)", "shares = torch.softmax(0 * mine[..., -1:], 0)",
+            "cut_over_context"),
+    Mistake(25, "logits are those of the row at the same place on each rank", CACHE,
+            "mine = owner == comms.index(CP)", "mine = owner == 0", "cut_over_context"),
+    Mistake(25, "a page goes to the next rank's slots", ROWS,
+            "(queries % cut.page // cut.slots == rank)", "((queries + 1) % cut.page // cut.slots == rank)",
+            "cut_over_context"),
+    Mistake(25, "pages are read that no token has begun", ROWS,
+            "begun = chunk.sequence.pages[: -(-chunk.stop // cut.page)]", "begun = chunk.sequence.pages",
+            "cut_over_context"),
     Mistake(25, "the loss is divided by cp once too often", STEP,
             "(loss / max(1, tokens)).backward()", "(loss / max(1, tokens) / self.plan.layout.cp).backward()",
             "trap_25"),

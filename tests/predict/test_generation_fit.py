@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from shardwise.cluster import Cluster
 from shardwise.errors import LayoutError, UserError
 from shardwise.layout import Layout
+from shardwise.layout.context import PageCut
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import get
 from shardwise.model.parameters import count
@@ -33,6 +34,23 @@ def test_weights_and_cache_are_those_of_the_plan():
     assert fit("tp=4").held.cache == whole.cache / 2  # two key/value heads: neighbours hold the same one
     assert fit("pp=3").held.cache == whole.cache / 3
     assert fit("precision=fp32").held.weights == 2 * whole.weights
+
+
+def test_pages_are_cut_over_context_parallel_ranks():
+    assert fit("cp=4").held.cache == fit("").held.cache / 4
+    assert fit("tp=2,cp=2,pp=3").held.cache == fit("").held.cache / 12
+    assert fit("cp=4").held.weights == fit("").held.weights
+    with pytest.raises(
+        LayoutError, match="cp=3 does not divide the cache's pages of 16 tokens; valid cp: 1, 2, 4, 8, 16"
+    ):
+        fit("cp=3")
+
+
+@given(st.integers(1, 4), st.integers(1, 5), st.integers(0, 100))
+def test_every_token_of_a_sequence_is_on_one_rank(cp: int, slots: int, tokens: int):
+    cut = PageCut(cp * slots, cp)
+    owners = [position % cut.page // cut.slots for position in range(tokens)]
+    assert [cut.held(rank, tokens) for rank in range(cp)] == [owners.count(rank) for rank in range(cp)]
 
 
 def test_gathered_weights_keep_a_share_and_two_slots():

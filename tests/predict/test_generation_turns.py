@@ -117,7 +117,8 @@ def test_sequences_are_shared_out():
         ("tp=2,tpkind=gathered", "tpkind=gathered is for training"),
         ("dp=2,pp=2,zero=3", "pp=1"),
         ("pp=2,virtual=2,schedule=interleaved", "one chunk"),
-        ("cp=2", "does not know cp=2"),
+        ("cp=2,cpkind=ulysses", "cpkind=ulysses is for training"),
+        ("dp=2,cp=2,zero=3", "weights are gathered without cp=2"),
         ("tp=3", "valid tp: 1, 2, 4"),
     ],
 )

@@ -62,11 +62,11 @@ def test_every_row_sees_its_own_sequence(dtype, sequences, heads, scattered, see
     turn = EngineStep(tuple(chunks[i] for i in order))
     parts = [[x[chunks[i].start :] for x in content[i]] for i in order]
     heads_of_all = torch.cat([torch.cat(each) for each in zip(*parts, strict=True)], 1)
-    before, paged._SCORES = paged._SCORES, 20
+    before, paged.SCORES = paged.SCORES, 20
     try:
         found = cache.attend(heads_of_all, rows_of(turn, SIZE, CPU), rule).unflatten(1, (-1, WIDTH))
     finally:
-        paged._SCORES = before
+        paged.SCORES = before
     expected = torch.cat(
         [_exact(content[i][0][chunks[i].start :], *content[i][1:], chunks[i].start, rule) for i in order]
     )

@@ -147,6 +147,17 @@ def test_logits_and_answers(folders: Any, name: str, layout: str, index: int) ->
     check(model_of(name), asked, ranks, reuse)
 
 
+@pytest.mark.parametrize(("name", "layout"), [("gemma2", "cp=2"), ("llama", "cp=4")])
+def test_a_cache_cut_over_context_parallel_ranks(folders: Any, name: str, layout: str) -> None:
+    """Pages with several slots per rank, prompts shorter and longer than a page, windows shorter than a page."""
+    folder = folders(name)
+    job = ServingJob(
+        weights_in(folder)[0], Layout.parse(f"{layout},precision=fp32"), str(folder), context=40, page=8, chunk=16,
+    )  # fmt: skip
+    asked = requests(6, random.Random(2), 1)
+    check(model_of(name), asked, run_ranks("harness.generation:generate", job.layout.ranks, Script(job, asked)), True)
+
+
 @pytest.mark.parametrize("layout", ["dp=1", "pp=2"])
 def test_sequences_that_gave_their_pages_back_are_computed_again(folders: Any, layout: str) -> None:
     folder = folders("llama")
@@ -162,7 +173,7 @@ def test_sequences_that_gave_their_pages_back_are_computed_again(folders: Any, l
     check(model_of("llama"), asked, ranks, reuse=False)
 
 
-@pytest.mark.parametrize("layout", ["dp=2,zero=3", "pp=2"])
+@pytest.mark.parametrize("layout", ["dp=2,zero=3", "pp=2", "cp=2"])
 def test_one_request_alone(folders: Any, layout: str) -> None:
     folder = folders("llama")
     job = ServingJob(weights_in(folder)[0], Layout.parse(f"{layout},precision=fp32"), str(folder), page=4, chunk=3)
@@ -207,7 +218,7 @@ def test_a_rank_reads_its_own_share_and_no_gradients_exist(folders: Any, layout:
 def test_seeds_decide_what_is_drawn_whatever_the_layout_and_whatever_else_is_served(folders: Any) -> None:
     folder = folders("llama")
     answers: list[dict[int, list[int]]] = []
-    for layout, seeds in (("dp=1", (1, 2, 1, 3)), ("tp=2", (1, 2)), ("pp=2", (1, 2, 3))):
+    for layout, seeds in (("dp=1", (1, 2, 1, 3)), ("tp=2", (1, 2)), ("pp=2", (1, 2, 3)), ("cp=2", (1, 2))):
         job = ServingJob(weights_in(folder)[0], Layout.parse(f"{layout},precision=fp32"), str(folder), page=4)
         first: list[Command] = [
             Request(number, (3, 1, 2), Sampling(max_tokens=20, temperature=1.0, top_p=0.95, seed=chosen))
@@ -219,8 +230,9 @@ def test_seeds_decide_what_is_drawn_whatever_the_layout_and_whatever_else_is_ser
             if isinstance(answer, Token):
                 found[answer.id].append(answer.token)
         answers.append(found)
-    one, two, three = answers
+    one, two, three, four = answers
     assert one[0] == one[2] == two[0] == three[0] and one[1] == two[1] == three[1] != one[0] and one[3] == three[2]
+    assert (four[0], four[1]) == (one[0], one[1])
     assert len({token for tokens in one.values() for token in tokens}) > 10
 
 
@@ -243,7 +255,7 @@ def test_a_checkpoint_serves_under_other_layouts_than_it_was_trained_under(folde
         assert all(rank.read < 1.3 * rank.share for rank in ranks)
 
 
-@pytest.mark.parametrize("layout", ["dp=1", "tp=2", "pp=2", "dp=2,zero=3"])
+@pytest.mark.parametrize("layout", ["dp=1", "tp=2", "pp=2", "dp=2,zero=3", "cp=2"])
 def test_in_bf16_the_error_is_at_most_twice_that_of_transformers(folders: Any, layout: str) -> None:
     folder = folders("qwen3")
     job = ServingJob(weights_in(folder)[0], Layout.parse(layout), str(folder), page=4, chunk=16)

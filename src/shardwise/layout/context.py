@@ -83,7 +83,9 @@ class PageCut:
     def __post_init__(self) -> None:
         if self.page % self.cp:
             valid = ", ".join(str(cp) for cp in range(1, self.page + 1) if self.page % cp == 0)
-            raise LayoutError(f"cp={self.cp} does not divide the cache's pages of {self.page} tokens; valid cp: {valid}")
+            raise LayoutError(
+                f"cp={self.cp} does not divide the cache's pages of {self.page} tokens; valid cp: {valid}"
+            )
 
     @property
     def slots(self) -> int:

@@ -285,9 +285,10 @@ class Comms:
         piece: Tensor | None = None,
         into: Callable[[], Target] | None = None,
         maximum: bool = False,
+        alike: bool = True,
     ) -> Work:
         """Record a collective and start it: by `start` of the transport, or by the schedule that the layout names.
-        at_once: wait for it."""
+        at_once: wait for it. alike: all ranks have tensors of one size."""
         transport, carried = self._transports[axes], self._carried(op, axes, full)
         realization = transport.how(op, full) if carried is None else Realization(carried.schedule.algorithm, True)
         timing = self._record(op, axes, unit, full, realization.algorithm)
@@ -296,7 +297,7 @@ class Comms:
                 ScheduledCollective, transport, carried, full.view(-1), self.index(axes), self.workspace,
                 timing.add if timing else _forget, maximum, piece, into,
             )  # fmt: skip
-        elif at_once and self.quick and transport.shortcut(op, (full if piece is None else piece).nbytes):
+        elif at_once and alike and self.quick and transport.shortcut(op, (full if piece is None else piece).nbytes):
             self._shortcut(start, timing)
             return DONE
         pending = PendingCollective(self, start, timing, realization, at_once, finish)
@@ -411,7 +412,7 @@ class Comms:
         tensors are contiguous and of one dtype. The ledger has the elements that this rank gives away. Raises
         `ValueError` where the rows are not those of the tensors.
         """
-        ranks, mine = self.size(axes), self.index(axes)
+        ranks, mine, alike = self.size(axes), self.index(axes), sent is received is None
         sent, received = _rows(tensor, sent, ranks), _rows(out, received, ranks)
         if sent[mine] != received[mine] or tensor.shape[1:] != out.shape[1:] or tensor.dtype != out.dtype:
             raise ValueError(f"{tensor.dtype} {sent} of {list(tensor.shape)} are not {out.dtype} {list(out.shape)}")
@@ -419,7 +420,7 @@ class Comms:
             out.copy_(tensor)
             return DONE
         start = partial(self._transports[axes].all_to_all, out, tensor, received, sent)
-        return self._start("all_to_all", axes, unit, tensor, start, not (later and self.overlap))
+        return self._start("all_to_all", axes, unit, tensor, start, not (later and self.overlap), alike=alike)
 
     # -- messages
 

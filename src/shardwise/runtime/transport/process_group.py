@@ -91,7 +91,9 @@ class ProcessGroupTransport(Transport):
         """What this rank has to add up for its piece."""
         return [own]
 
-    def all_to_all(self, out: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]) -> Work:
+    def all_to_all(
+        self, out: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int], *, at_once: bool = False
+    ) -> Work:
         work: Work = dist.all_to_all_single(out, tensor, list(received), list(sent), self.group, async_op=True)
         return work
 

@@ -72,7 +72,7 @@ class Transport(Protocol):
         return []
 
     def shortcut(self, op: str, nbytes: int) -> bool:
-        """Whether a small sum or gather is quicker with `at_once`, which returns when it is complete."""
+        """Whether a small sum, gather or exchange of equal parts is quicker with `at_once`, which completes it."""
         return False
 
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False, at_once: bool = False) -> Work:
@@ -84,8 +84,10 @@ class Transport(Protocol):
     def reduce_scatter(self, full: Tensor, into: Callable[[], Target]) -> Work:
         """Put this rank's piece of the sum of `full` where `into` says, called when the sum is made."""
 
-    def all_to_all(self, out: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]) -> Work:
-        """Exchange rows: `sent` and `received` count them by rank."""
+    def all_to_all(
+        self, out: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int], *, at_once: bool = False
+    ) -> Work:
+        """Exchange rows: `sent` and `received` count them by rank. at_once: equal parts."""
 
     def send(self, tensor: Tensor, peer: int) -> Work:
         """Hand over a tensor, which may be reused after `wait`."""

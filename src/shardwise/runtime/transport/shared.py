@@ -54,7 +54,7 @@ MESSAGES, EXCHANGES = 3, 4
 TWO_SHOT_FROM = 32 << 10
 """Bytes from which an all-reduce of two ranks reads each part once and not twice: `shardwise collective bench`."""
 _EAGER = frozenset({"send", "recv", "all_to_all"})
-_SHORTCUTS = {"all_reduce": AREA, "all_gather_into": PIECE}
+_SHORTCUTS = {"all_reduce": AREA, "all_gather_into": PIECE, "all_to_all": AREA}
 """Most bytes of a tensor, or a piece of it, for which `Quick` is quicker: starting a flight takes longer than reading
 some kilobytes twice."""
 
@@ -299,7 +299,12 @@ class SharedTransport(Transport):
 
     # -- messages
 
-    def all_to_all(self, out: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]) -> Work:
+    def all_to_all(
+        self, out: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int], *, at_once: bool = False
+    ) -> Work:
+        if at_once:
+            self.quick.all_to_all(out, tensor)
+            return DONE
         return self._mail(EXCHANGES).all_to_all(out.split(list(received)), tensor.split(list(sent)))
 
     def send(self, tensor: Tensor, peer: int) -> Work:
