@@ -147,14 +147,15 @@ def test_logits_and_answers(folders: Any, name: str, layout: str, index: int) ->
     check(model_of(name), asked, ranks, reuse)
 
 
-@pytest.mark.parametrize(("name", "layout"), [("gemma2", "cp=2"), ("llama", "cp=4")])
-def test_a_cache_cut_over_context_parallel_ranks(folders: Any, name: str, layout: str) -> None:
-    """Pages with several slots per rank, prompts shorter and longer than a page, windows shorter than a page."""
+@pytest.mark.parametrize(("name", "layout", "page", "chunk"), [("gemma2", "cp=2", 8, 16), ("llama", "cp=4", 4, 5)])
+def test_a_cache_cut_over_context_parallel_ranks(folders: Any, name: str, layout: str, page: int, chunk: int) -> None:
+    """Several slots of a page per rank and one; prompts shorter and longer than a page; chunks of a single token beside
+    sequences that continue; windows shorter than a page."""
     folder = folders(name)
     job = ServingJob(
-        weights_in(folder)[0], Layout.parse(f"{layout},precision=fp32"), str(folder), context=40, page=8, chunk=16,
-    )  # fmt: skip
-    asked = requests(6, random.Random(2), 1)
+        weights_in(folder)[0], Layout.parse(f"{layout},precision=fp32"), str(folder), context=40, page=page, chunk=chunk
+    )
+    asked = requests(16, random.Random(2), 1)
     check(model_of(name), asked, run_ranks("harness.generation:generate", job.layout.ranks, Script(job, asked)), True)
 
 
