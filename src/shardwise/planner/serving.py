@@ -400,8 +400,8 @@ class _Space:
         for tp in self.tps:
             sizes = self._sizes(tp, weights)
             for cp in (cp for cp in range(2, devices // tp + 1) if PAGE % cp == 0):
-                for pp in (2**k for k in range(min(layers, devices // (tp * cp)).bit_length())):
-                    for dp in _powers(min(self.workload.concurrency, devices // (tp * cp * pp))):
+                for pp in powers(min(layers, devices // (tp * cp))):
+                    for dp in powers(min(self.workload.concurrency, devices // (tp * cp * pp))):
                         layout = Layout(dp=dp, tp=tp, cp=cp, pp=pp)
                         yield from self._deployed(layout, weights, sizes.stage(layers, pp))
 
