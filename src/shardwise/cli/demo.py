@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.output import print_json, show
+from shardwise.report.tables import comparison_tables, zero_table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from shardwise.demo import ResumedRun, Tour
-    from shardwise.report import Bytes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,24 +33,26 @@ def run(args: argparse.Namespace) -> int:
     require("the tour", "torch", "tokenizers")
     started = time.monotonic()
     out = demo.run_directory(args.out)
-    if args.json:
-        # Nothing but the result may reach standard output: progress goes where errors go.
-        tour = demo.learn(out, rank0_stdout=2)
-        further = [tour.resume_under(layout, rank0_stdout=2) for layout in demo.ELSEWHERE]
-        failures = [*tour.failures, *(sentence for item in further for sentence in item.failures)]
-        print_json(_json(tour, further, failures, demo.zero_memory(), tour.write_page()))
-        return 1 if failures else 0
-    show(f"1. What {demo.LARGE} would hold on each GPU under ZeRO, in closed form\n", _zero_table(), "")
-    show(f"2. {demo.SMALL} learns from Python's own library on four processes: {demo.LAYOUT}\n")
-    tour = demo.learn(out)
-    show("\n3. What was predicted for that run, and what it measured\n", *_outcome(tour))
-    show("\n4. The checkpoint of that run is independent of the layout: resumed under others\n")
-    further = [tour.resume_under(layout) for layout in demo.ELSEWHERE]
-    show("", *(_resumed_line(item) for item in further))
-    show(f"\n5. All of it on one page: {tour.write_page()}\n")
+    # With --json nothing but the result may reach standard output: progress goes where errors go.
+    tell, stdout = (_silent, 2) if args.json else (show, None)
+    tell(f"1. What {demo.LARGE} would hold on each GPU under ZeRO, in closed form\n", _zero_table(), "")
+    tell(f"2. {demo.SMALL} learns from Python's own library on four processes: {demo.LAYOUT}\n")
+    tour = demo.learn(out, rank0_stdout=stdout)
+    tell("\n3. What was predicted for that run, and what it measured\n", *_outcome(tour))
+    tell("\n4. The checkpoint of that run is independent of the layout: resumed under others\n")
+    further = [tour.resume_under(layout, rank0_stdout=stdout) for layout in demo.ELSEWHERE]
+    tell("", *(_resumed_line(item) for item in further))
+    page = tour.write_page()
+    tell(f"\n5. All of it on one page: {page}\n")
     failures = [*tour.failures, *(sentence for item in further for sentence in item.failures)]
-    show(*(f"failed: {sentence}" for sentence in failures), f"took {time.monotonic() - started:.0f} s")
+    tell(*(f"failed: {sentence}" for sentence in failures), f"took {time.monotonic() - started:.0f} s")
+    if args.json:
+        print_json(_json(tour, further, failures, page))
     return 1 if failures else 0
+
+
+def _silent(*things: RenderableType) -> None:
+    """No-op."""
 
 
 def _resumed_line(run: ResumedRun) -> str:
@@ -63,33 +65,30 @@ def _resumed_line(run: ResumedRun) -> str:
 
 def _zero_table() -> RenderableType:
     from shardwise import demo
-    from shardwise.report.tables import zero_table
 
-    return zero_table(_totals(demo.zero_memory()), demo.large_title(), capacity=demo.capacity())
+    return zero_table(_zero_bytes(), demo.large_title(), capacity=demo.capacity())
 
 
-def _totals(cells: dict[int, dict[int, Bytes]]) -> dict[int, dict[int, int]]:
-    return {stage: {gpus: held.total for gpus, held in row.items()} for stage, row in cells.items()}
+def _zero_bytes() -> dict[int, dict[int, int]]:
+    from shardwise import demo
+
+    return {stage: {gpus: held.total for gpus, held in row.items()} for stage, row in demo.zero_memory().items()}
 
 
 def _outcome(tour: Tour) -> tuple[RenderableType, ...]:
-    from shardwise.report.tables import comparison_tables
-
     below = tour.validation_loss < tour.unigram_entropy
     loss = f"validation loss {tour.validation_loss:.3f}, {'below' if below else 'not below'} the unigram entropy of "
     loss += f"the validation text, {tour.unigram_entropy:.3f} (nats a token)"
     return comparison_tables(tour.comparison), f"{'✓' if below else '✗'} {loss}"
 
 
-def _json(
-    tour: Tour, further: list[ResumedRun], failures: list[str], zero: dict[int, dict[int, Bytes]], page: Path
-) -> dict[str, Any]:
+def _json(tour: Tour, further: list[ResumedRun], failures: list[str], page: Path) -> dict[str, Any]:
     from shardwise import demo
 
     return {
         "out": str(tour.result.out),
         "page": str(page),
-        "zero": {"title": demo.large_title(), "capacity": demo.capacity(), "bytes_per_gpu": _totals(zero)},
+        "zero": {"title": demo.large_title(), "capacity": demo.capacity(), "bytes_per_gpu": _zero_bytes()},
         "training": tour.result.summary,
         "comparison": tour.comparison.to_json(),
         "resumed": [asdict(item) for item in further],

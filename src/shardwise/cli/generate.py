@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -19,11 +19,12 @@ from shardwise.cli import emulate
 from shardwise.cli.engine import add_engine, fit_of, job_of
 from shardwise.cli.flags import add_flags, given
 from shardwise.cli.interrupts import ended_as_interrupted
-from shardwise.cli.output import print_json
+from shardwise.cli.output import print_json, progress
 from shardwise.cli.prompts import add_prompts, read_prompts
 from shardwise.cli.show import compare_table
 from shardwise.errors import UserError, os_errors
 from shardwise.runtime.installed import require
+from shardwise.runtime.job.launch import RunFailed
 from shardwise.runtime.job.locks import temporary_folder
 from shardwise.serving.messages import Finished, Sampling, Token
 
@@ -73,11 +74,11 @@ def _run(args: argparse.Namespace) -> int:
         answers = [_Answer(tokens, text.stream(args.stop) if text else None) for tokens in prompts]
         from shardwise.serving.service import Service
 
-        with Service(job, echo=_progress) as service:
+        with Service(job, echo=progress) as service:
             for answer in answers:
                 service.check(answer.prompt, sampling)
             ready = service.start()
-            _progress("")
+            progress()
             seconds = _generate(service, answers, sampling, stops, quiet=args.json)
             service.drain()
         if args.report:
@@ -90,8 +91,6 @@ def _run(args: argparse.Namespace) -> int:
 def _fitted(args: argparse.Namespace, job: ServingJob, prompts: list[list[int]], sampling: Sampling) -> ServingJob:
     """The engine with a cache for these prompts, unless --cache is given. Raises `UserError` when weights
     and cache do not fit here."""
-    from dataclasses import replace
-
     if args.cache is None:
         longest = max(map(len, prompts)) + sampling.max_tokens
         context = args.context or min(max(longest, 1), job.model.max_positions)
@@ -145,10 +144,6 @@ def _generate(
 
     Raises `RunFailed` when a rank dies.
     """
-    from dataclasses import replace
-
-    from shardwise.runtime.job.launch import RunFailed
-
     sampling = replace(sampling, stop_tokens=stops)
     heard: SimpleQueue[Token | Finished] = SimpleQueue()
     started = time.monotonic()
@@ -161,10 +156,8 @@ def _generate(
             if said.reason == "error":
                 raise RunFailed(said.error)
             del open_ones[said.id]
-            _show(
-                answer.end(said) if alone else f"[{answers.index(answer) + 1}] {answer.text}{answer.end(said)}", quiet
-            )
-            _show("\n", quiet)
+            before = "" if alone else f"[{answers.index(answer) + 1}] {answer.text}"
+            _show(f"{before}{answer.end(said)}\n", quiet)
             continue
         if answer.stream is not None and answer.stream.stopped:
             continue  # chosen before the ranks received the cancellation
@@ -180,12 +173,6 @@ def _generate(
 def _show(text: str, quiet: bool) -> None:
     if not quiet:
         print(text, end="", flush=True)
-
-
-def _progress(words: str) -> None:
-    """A line that changes, on a terminal."""
-    if sys.stderr.isatty():
-        print(f"\r\033[K{words}", end="", file=sys.stderr, flush=True)
 
 
 def _summary(job: ServingJob, ready: Ready, answers: list[_Answer], seconds: float) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.output import print_json, show
+from shardwise.report.terminal import plain_table
 
 if TYPE_CHECKING:
     from shardwise.validation.scoreboard import Prediction, Score
@@ -30,7 +31,10 @@ def run(args: argparse.Namespace) -> int:
     predictions, refused = predict(runs_to_score)
     ranked = scores(predictions, [*skipped, *refused])
     if args.json:
-        print_json([asdict(score) | _told(score, predictions, args.rows) for score in ranked])
+        sources = [asdict(score) for score in ranked]
+        for source in sources if args.rows else ():
+            source["predictions"] = [_row(one) for one in predictions if one.case.source == source["source"]]
+        print_json(sources)
         return 0
     _print_scores(ranked)
     _print_rows(predictions, args.rows)
@@ -38,15 +42,12 @@ def run(args: argparse.Namespace) -> int:
     _print_assumed(predictions)
     for score in ranked:
         for reason, count in score.skipped.items():
-            print(f"{score.source}: {count} row{'s' if count > 1 else ''} skipped: {reason}")
+            print(f"{score.source}: {_rows(count)} skipped: {reason}")
     return 0
 
 
-def _told(score: Score, predictions: list[Prediction], rows: bool) -> dict[str, Any]:
-    """The rows of a source, as plain data, where they are asked for."""
-    if not rows:
-        return {}
-    return {"predictions": [_row(one) for one in predictions if one.case.source == score.source]}
+def _rows(count: int) -> str:
+    return f"{count} row{'s' if count > 1 else ''}"
 
 
 def _row(one: Prediction) -> dict[str, Any]:
@@ -66,22 +67,12 @@ def _row(one: Prediction) -> dict[str, Any]:
 
 
 def _print_scores(ranked: list[Score]) -> None:
-    from rich.table import Table
-
-    table = Table(title="predicted against measured", title_justify="left", box=None, pad_edge=False)
-    headings = ("source", "rows", "median error", "mean", "90th percentile", "bias", "in the 80% range", "its width")
-    for heading in (*headings, "skipped"):
-        table.add_column(heading, justify="left" if heading == "source" else "right")
+    headings = ("rows", "median error", "mean", "90th percentile", "bias", "in the 80% range", "its width", "skipped")
+    table = plain_table(["source"], headings, "predicted against measured")
     for score in ranked:
-        figures = (
-            score.median_abs_error,
-            score.mean_abs_error,
-            score.p90_abs_error,
-            score.bias,
-            score.coverage,
-            score.mean_width,
-        )
-        shown = ("-" if figure is None else f"{100 * figure:.1f}%" for figure in figures)
+        errors = (score.median_abs_error, score.mean_abs_error, score.p90_abs_error, score.bias)
+        shares = (*errors, score.coverage, score.mean_width)
+        shown = ("-" if share is None else f"{100 * share:.1f}%" for share in shares)
         table.add_row(score.source, str(score.rows), *shown, str(sum(score.skipped.values())))
     show(table)
 
@@ -97,14 +88,14 @@ def _print_memory(rows: list[Any]) -> None:
                 f"bias {100 * score.bias:+.1f}%"
             )
         for reason, count in score.skipped.items():
-            print(f"{score.source}: memory of {count} row{'s' if count > 1 else ''} skipped: {reason}")
+            print(f"{score.source}: memory of {_rows(count)} skipped: {reason}")
 
 
 def _print_assumed(predictions: list[Prediction]) -> None:
     """Print the settings that rows leave out, with the values assumed for them."""
     counts = Counter((one.case.source, words) for one in predictions for words in one.case.assumed)
     for (source, words), count in counts.items():
-        print(f"{source}: assumed for {count} row{'s' if count > 1 else ''}: {words}")
+        print(f"{source}: assumed for {_rows(count)}: {words}")
 
 
 def _print_rows(predictions: list[Prediction], every: bool) -> None:

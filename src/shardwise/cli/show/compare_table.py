@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cli.output import print_json, show
+from shardwise.cli.output import print_result
+from shardwise.cli.prompts import read_prompts
+from shardwise.cluster import Cluster
 from shardwise.errors import UserError
+from shardwise.layout import Layout
+from shardwise.model import ModelConfig
+from shardwise.model.catalog import resolve
+from shardwise.model.changes import change
+from shardwise.model.parameters import count
+from shardwise.report import time_parts
 from shardwise.report.terminal import rows_by_name
+from shardwise.report.units import format_bytes, format_count, format_share, format_time
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from shardwise.cli.compare_local import Here
-    from shardwise.layout import Layout
     from shardwise.planner.strategies import Asked, Generated, Ratio, StrategyComparison
 
 PROMPT, OUTPUT = 1024, 256
@@ -73,17 +83,14 @@ def run(args: argparse.Namespace) -> int:
     if unused := [name for name in idle if (value := getattr(args, name)) or value is False]:
         flag = {"prompts": "same", "reuse": "no-reuse"}.get(unused[0], unused[0].replace("_", "-"))
         raise UserError(f"--{flag} does nothing here: leave it out with --compare")
-    outcomes: dict[str, Any] = {}
-    if here:
-        outcomes["measured"] = _measured(args, prompted)
+    measured = _measured(args, prompted) if here else None
+    data = {"measured": measured.to_json()} if measured else {}
+    lines: Iterable[RenderableType] = measured.tables() if measured else ()
     if args.cluster is not None:
-        outcomes["predicted"] = _predicted(args, outcomes.get("measured"))
-    if args.json:
-        print_json({kind: result.to_json() for kind, result in outcomes.items()})
-    else:
-        for index, result in enumerate(outcomes.values()):
-            show(*[""] * index, *result.tables())
-    return 0
+        predicted = _predicted(args, measured)
+        data["predicted"] = predicted.to_json()
+        lines = chain(lines, [""] if measured else [], tables(predicted))
+    return print_result(args, data, lines)
 
 
 @dataclass(frozen=True)
@@ -107,22 +114,7 @@ class LocalMeasurement:
         return tables(self.model, self.strategies, len(self.prompts))
 
 
-@dataclass(frozen=True)
-class Predicted:
-    """What a cluster would do."""
-
-    found: StrategyComparison
-
-    def to_json(self) -> dict[str, Any]:
-        return self.found.to_json()
-
-    def tables(self) -> Iterator[RenderableType]:
-        return tables(self.found)
-
-
 def _measured(args: argparse.Namespace, prompted: bool) -> LocalMeasurement:
-    import sys
-
     from shardwise.cli import compare_local
     from shardwise.planner.strategies import check_different
 
@@ -133,7 +125,7 @@ def _measured(args: argparse.Namespace, prompted: bool) -> LocalMeasurement:
         raise UserError('--compare needs layouts to run here, such as "tp=2" "zero=3,dp=2" "pp=2"')
     check_different(layouts)
     request = _asked(args, prompt=SHORT_PROMPT, output=SHORT_OUTPUT)
-    prompts = _prompts(args) if prompted else _stand_ins(model_named(args).vocab, request)
+    prompts = read_prompts(args)[0] if prompted else _stand_ins(model_named(args).vocab, request)
     terminal = sys.stderr.isatty()
     measured = compare_local.measure(
         args, layouts, prompts, request.output, lambda line: print(line, file=sys.stderr) if terminal else None
@@ -141,21 +133,12 @@ def _measured(args: argparse.Namespace, prompted: bool) -> LocalMeasurement:
     return LocalMeasurement(args.model, prompts, measured)
 
 
-def _prompts(args: argparse.Namespace) -> list[list[int]]:
-    from shardwise.cli.prompts import read_prompts
-
-    return read_prompts(args)[0]
-
-
 def _stand_ins(vocab: int, request: Asked) -> list[list[int]]:
     """Tokens that are no text, different ones for each sequence."""
     return [[(7919 * i + 104729 * n + 1) % vocab for i in range(request.prompt)] for n in range(request.batch)]
 
 
-def _predicted(args: argparse.Namespace, measured: LocalMeasurement | None) -> Predicted:
-    from dataclasses import replace
-
-    from shardwise.cluster import Cluster
+def _predicted(args: argparse.Namespace, measured: LocalMeasurement | None) -> StrategyComparison:
     from shardwise.planner.strategies import compare, usual_layouts
 
     model, cluster = model_named(args), Cluster.parse(args.cluster)
@@ -168,40 +151,31 @@ def _predicted(args: argparse.Namespace, measured: LocalMeasurement | None) -> P
     if measured:
         output = len(measured.strategies[0].tokens[0])
         request = replace(request, prompt=max(map(len, measured.prompts)), batch=len(measured.prompts), output=output)
-    return Predicted(compare(model, layouts, cluster, request, args.engine))
+    return compare(model, layouts, cluster, request, args.engine)
 
 
 def layouts_of(args: argparse.Namespace) -> list[Layout]:
     """Those that --compare names."""
-    from dataclasses import replace
-
-    from shardwise.layout import Layout
-
     layouts = [Layout.parse(text) for text in args.compare]
-    if precision := getattr(args, "precision", None):
-        layouts = [replace(layout, precision=precision) for layout in layouts]
-    return layouts
+    return [replace(layout, precision=args.precision) for layout in layouts] if args.precision else layouts
 
 
 def _asked(args: argparse.Namespace, prompt: int = PROMPT, output: int = OUTPUT) -> Asked:
     from shardwise.planner.strategies import CHUNK, SEQ, Asked
 
     def given(name: str, otherwise: int) -> int:
-        value = getattr(args, name, None)
+        value = getattr(args, name)
         return otherwise if value is None else value
 
     return Asked(
         given("prompt_tokens", prompt), given("max_tokens", output), given("batch", 1), given("chunk", CHUNK),
-        given("train_seq", SEQ), getattr(args, "quantize", None) == "int8",
+        given("train_seq", SEQ), args.quantize == "int8",
     )  # fmt: skip
 
 
-def model_named(args: argparse.Namespace) -> Any:
+def model_named(args: argparse.Namespace) -> ModelConfig:
     """The model of the catalog, of a config.json, or of a folder of weights. Raises `UserError`."""
-    from shardwise.model.catalog import resolve
-    from shardwise.model.changes import change
-
-    folder, changes = Path(args.model), ",".join(getattr(args, "set", None) or [])
+    folder, changes = Path(args.model), ",".join(args.set)
     if folder.is_dir() and not (folder / "config.json").exists():
         from shardwise.serving.job import weights_in
 
@@ -211,9 +185,6 @@ def model_named(args: argparse.Namespace) -> Any:
 
 def tables(comparison: StrategyComparison) -> Iterator[RenderableType]:
     """All that is printed."""
-    from shardwise.model.parameters import count
-    from shardwise.report.units import format_count
-
     request = comparison.asked
     many = "one sequence"
     if request.batch > 1:
@@ -246,8 +217,6 @@ def _step(comparison: StrategyComparison) -> str:
 
 
 def _moved(comparison: StrategyComparison) -> Iterator[Row]:
-    from shardwise.report.units import format_bytes
-
     yield f"a rank sends for {_step(comparison)} (ring volume)", lambda one: format_bytes(float(one.round.volume.total))
     yield "  blocks", lambda one: format_bytes(float(one.round.volume.blocks))
     yield "  embedding, head, logits", lambda one: format_bytes(float(one.round.volume.edges))
@@ -255,9 +224,6 @@ def _moved(comparison: StrategyComparison) -> Iterator[Row]:
 
 
 def _timed(comparison: StrategyComparison) -> Iterator[Row]:
-    from shardwise.report import time_parts
-    from shardwise.report.units import format_count, format_share, format_time
-
     def part(name: str) -> Callable[[Generated], str]:
         return lambda one: format_time(seconds) if (seconds := one.middle.parts.get(name, 0.0)) else ""
 
@@ -273,8 +239,6 @@ def _timed(comparison: StrategyComparison) -> Iterator[Row]:
 
 
 def _held(comparison: StrategyComparison) -> Iterator[Row]:
-    from shardwise.report.units import format_bytes
-
     yield "weights of a rank", lambda one: format_bytes(one.fit.held.all_weights)
     if any(one.fit.held.slots for one in comparison.strategies):
         yield "  of them gathered, in buffers", lambda one: format_bytes(slots) if (slots := one.fit.held.slots) else ""
@@ -284,8 +248,6 @@ def _held(comparison: StrategyComparison) -> Iterator[Row]:
 
 
 def _trained(comparison: StrategyComparison) -> Iterator[Row]:
-    from shardwise.report.units import format_share, format_time
-
     words = f"{comparison.strategies[0].layout.ranks} x {comparison.asked.seq:,} tokens"
     if len({one.layout.ranks for one in comparison.strategies}) > 1:
         words = f"{comparison.asked.seq:,} tokens a rank"
@@ -296,8 +258,6 @@ def _trained(comparison: StrategyComparison) -> Iterator[Row]:
 
 
 def _ratios(comparison: StrategyComparison) -> Iterator[str]:
-    from shardwise.report.units import format_count
-
     for ratio in comparison.ratios:
         yield (
             f"\n{ratio.gathering} over {ratio.tensor}: a token sends {ratio.blocks:,.0f} times the bytes for the "
@@ -315,8 +275,6 @@ def _ratios(comparison: StrategyComparison) -> Iterator[str]:
 def _faster(ratio: Ratio) -> str:
     if ratio.faster is None:
         return "it is not faster with any number of tokens"
-    from shardwise.report.units import format_count
-
     return f"it is faster from about {format_count(ratio.faster)} on"
 
 
