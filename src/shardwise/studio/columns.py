@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -27,6 +27,10 @@ def exact(value: float) -> str:
     return repr(float(value)).removesuffix(".0")
 
 
+Columns = Mapping[str, tuple[str, Callable[[Any], Any]]]
+"""Heading -> (unit, "" for text and plain numbers; value of an item)."""
+
+
 @dataclass(frozen=True)
 class Table:
     """title: what the rows are. columns: heading -> values, all equally long. units: heading -> bytes, seconds, share,
@@ -42,6 +46,12 @@ class Table:
         listed = list(rows)
         columns = {name: [row[i] for row in listed] for i, name in enumerate(units)}
         return cls(title, columns, {name: unit for name, unit in units.items() if unit})
+
+    @classmethod
+    def of(cls, title: str, items: Sequence[Any], columns: Columns) -> Table:
+        """A table with a row for each item."""
+        values = {heading: [value(item) for item in items] for heading, (_, value) in columns.items()}
+        return cls(title, values, {heading: unit for heading, (unit, _) in columns.items() if unit})
 
     def __post_init__(self) -> None:
         lengths = {len(values) for values in self.columns.values()}

@@ -8,13 +8,13 @@ from typing import Any
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.report.units import format_bytes, format_time
-from shardwise.schedule import algorithms, build
+from shardwise.schedule import algorithms, build, find
 from shardwise.schedule.choose import Choice, Pricer, pricer
 from shardwise.schedule.closed_forms import CLOSED_FORMS
 from shardwise.schedule.collectives import COLLECTIVES, wanted
 from shardwise.schedule.comm import CommSchedule
 from shardwise.schedule.provenance import Holding, history
-from shardwise.studio.columns import How, Table, View, command_line
+from shardwise.studio.columns import Columns, How, Table, View, command_line
 from shardwise.studio.query import Query
 
 MOST_RANKS = 16
@@ -81,7 +81,7 @@ def _known(query: Query, names: list[str]) -> str:
 
 def _options(query: Query, collective: str, algorithm: str, ranks: int) -> dict[str, int]:
     """The algorithm's own options, as far as the state gives them; others are left aside."""
-    known = next(entry.options for entry in algorithms(collective) if entry.name == algorithm)
+    known = find(collective, algorithm).options
     limits = {"root": (0, ranks - 1), "segments": (1, 16), "node": (1, ranks)}
     # Nodes of equal size, two at least where that is possible.
     node = 8 if ranks == 16 else max((n for n in range(1, ranks // 2 + 1) if ranks % n == 0), default=1)
@@ -98,16 +98,10 @@ def _more(schedule: CommSchedule, cluster: Cluster, options: Mapping[str, int]) 
     """What the drawing needs: after every round the ranks whose data each chunk holds, as bits."""
     states = list(history(schedule))
     goal = wanted(schedule)
+    algorithm = find(schedule.collective, schedule.algorithm)
+    about = {name: getattr(algorithm, name) for name in ("summary", "natural", "source")}
     return {
-        "algorithm": {
-            **{
-                name: getattr(algorithm, name)
-                for algorithm in algorithms(schedule.collective)
-                if algorithm.name == schedule.algorithm
-                for name in ("summary", "natural", "source")
-            },
-            "options": list(options),
-        },
+        "algorithm": about | {"options": list(options)},
         "meaning": COLLECTIVES[schedule.collective],
         "chunks": schedule.chunks,
         "regions": list(schedule.regions),
@@ -145,41 +139,32 @@ def _sentences(schedule: CommSchedule) -> Iterator[str]:
 
 
 def _rounds(schedule: CommSchedule, cluster: Cluster, nbytes: int) -> Table:
-    columns: dict[str, list[Any]] = {
-        name: [] for name in ("round", "stage", "from", "to", "chunk", "into", "chunks", "op", "bytes", "link")
-    }
+    headings = ("round", "stage", "from", "to", "chunk", "into", "chunks", "op", "bytes", "link")
+    rows: list[tuple[Any, ...]] = []
     for number, (round, label) in enumerate(zip(schedule.rounds(), schedule.labels(), strict=True), 1):
         item = round.contiguous()
         for src, dst, chunk, to, count, _, adds in zip(*(c.tolist() for c in item.columns), strict=True):
             across = src // cluster.devices_per_node != dst // cluster.devices_per_node
             link = "itself" if src == dst else "between nodes" if across else "inside the node"
-            row = (number, label, src, dst, chunk, to, count, "add" if adds else "copy")
-            row = (*row, nbytes * count / schedule.chunks, link)  # type: ignore[assignment]
-            for values, value in zip(columns.values(), row, strict=True):
-                values.append(value)
-    return Table("Every transfer, round by round", columns, {"bytes": "bytes"})
+            what = "add" if adds else "copy"
+            rows.append((number, label, src, dst, chunk, to, count, what, nbytes * count / schedule.chunks, link))
+    return Table.of_rows("Every transfer, round by round", dict.fromkeys(headings, "") | {"bytes": "bytes"}, rows)
 
 
 def _costs(ranked: list[Choice]) -> Table:
-    shares = {"latency": "latency needed", "bandwidth": "bandwidth needed"}
-    columns: dict[str, list[Any]] = {
-        "algorithm": [choice.name for choice in ranked],
-        "time": [choice.price.seconds for choice in ranked],
-        "latency": [choice.price.alpha for choice in ranked],
-        "bandwidth": [choice.price.beta for choice in ranked],
-        "adding": [choice.price.gamma for choice in ranked],
-        "lower bound": [_bound(choice) for choice in ranked],
-        "steps": [choice.price.steps for choice in ranked],
-        "sent": [choice.price.bytes_sent for choice in ranked],
+    columns: Columns = {
+        "algorithm": ("", lambda choice: choice.name),
+        "time": ("seconds", lambda choice: choice.price.seconds),
+        "latency": ("seconds", lambda choice: choice.price.alpha),
+        "bandwidth": ("seconds", lambda choice: choice.price.beta),
+        "adding": ("seconds", lambda choice: choice.price.gamma),
+        "lower bound": ("seconds", _bound),
+        "steps": ("", lambda choice: choice.price.steps),
+        "sent": ("bytes", lambda choice: choice.price.bytes_sent),
+        "latency needed": ("share", lambda choice: choice.fractions["latency"]),
+        "bandwidth needed": ("share", lambda choice: choice.fractions["bandwidth"]),
     }
-    for name, heading in shares.items():
-        columns[heading] = [choice.fractions[name] for choice in ranked]
-    units = dict.fromkeys(("time", "latency", "bandwidth", "adding", "lower bound"), "seconds")
-    return Table(
-        "Every algorithm at this size, cheapest first",
-        columns,
-        units | {"sent": "bytes"} | dict.fromkeys(shares.values(), "share"),
-    )
+    return Table.of("Every algorithm at this size, cheapest first", ranked, columns)
 
 
 def _bound(choice: Choice) -> float:

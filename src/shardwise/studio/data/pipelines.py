@@ -18,7 +18,7 @@ from shardwise.schedule.pipeline.closed_forms import FORMS, PipelineShape
 from shardwise.schedule.pipeline.memory import Level, Peak, levels, peak
 from shardwise.schedule.pipeline.simulate import Simulated, simulate
 from shardwise.schedule.pipeline.times import Times
-from shardwise.studio.columns import How, Table, View, command_line, exact
+from shardwise.studio.columns import Columns, How, Table, View, command_line, exact
 from shardwise.studio.query import Query
 
 KINDS = ("forward", "backward", "input", "weight", "overlap", "message", "collective")
@@ -246,17 +246,15 @@ def _events_table(one: Simulated) -> Table:
 
 
 def _compared(simulated: Mapping[str, _Found]) -> Table:
-    ones = list(simulated.values())
-    columns: dict[str, list[Any]] = {
-        "schedule": [one.schedule.name for one in ones],
-        "chunks a rank": [one.schedule.virtual for one in ones],
-        "step": [one.simulated.makespan for one in ones],
-        "bubble over ideal": [one.simulated.bubble for one in ones],
-        "bubble of the total": [one.simulated.bubble_of_total for one in ones],
-        "most held on a rank": [max(peak.held for peak in one.peaks) for one in ones],
+    columns: Columns = {
+        "schedule": ("", lambda one: one.schedule.name),
+        "chunks a rank": ("", lambda one: one.schedule.virtual),
+        "step": ("seconds", lambda one: one.simulated.makespan),
+        "bubble over ideal": ("share", lambda one: one.simulated.bubble),
+        "bubble of the total": ("share", lambda one: one.simulated.bubble_of_total),
+        "most held on a rank": ("", lambda one: max(peak.held for peak in one.peaks)),
     }
-    units = {"step": "seconds", "bubble over ideal": "share", "bubble of the total": "share"}
-    return Table("Side by side", columns, units)
+    return Table.of("Side by side", list(simulated.values()), columns)
 
 
 def _how(one: Simulated, milliseconds: Mapping[str, float], hop: float) -> How:

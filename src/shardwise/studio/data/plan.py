@@ -16,7 +16,7 @@ from shardwise.planner.plan import Plan
 from shardwise.predict.fixing import fixed_of
 from shardwise.report import time_parts
 from shardwise.report.units import format_bytes, format_count, format_share, format_time
-from shardwise.studio.columns import How, Table, View, command_line
+from shardwise.studio.columns import Columns, How, Table, View, command_line
 from shardwise.studio.data.memory import CLUSTERS
 from shardwise.studio.data.models import SEQ, most_seq, offered, seqs, too_long
 from shardwise.studio.data.opens import opens
@@ -111,22 +111,20 @@ def _parts(best: Plan) -> Table:
 
 
 def _alternatives(best: Plan) -> Table:
-    ones, winner = best.alternatives, best.winner
-    columns: dict[str, list[Any]] = {
-        "instead": [_fix(one) for one in ones],
-        "best such layout": [str(one.best.layout) if one.best else "does not fit" for one in ones],
-        "step": [one.best.seconds if one.best else None for one in ones],
-        "costs": [one.slower if one.best else None for one in ones],
-        "slower by": [one.slower / winner.seconds if one.best else None for one in ones],
-        "memory": [one.best.held.total if one.best else one.least for one in ones],
-        "because": [_because(one) for one in ones],
+    columns: Columns = {
+        "instead": ("", _fix),
+        "best such layout": ("", lambda one: str(one.best.layout) if one.best else "does not fit"),
+        "step": ("seconds", lambda one: one.best and one.best.seconds),
+        "costs": ("seconds", lambda one: one.best and one.slower),
+        "slower by": ("share", lambda one: one.best and one.slower / best.winner.seconds),
+        "memory": ("bytes", lambda one: one.best.held.total if one.best else one.least),
+        "because": ("", _because),
     }
-    units = {"step": "seconds", "costs": "seconds", "slower by": "share", "memory": "bytes"}
-    return Table("One thing changed, all else chosen anew", columns, units)
+    return Table.of("One thing changed, all else chosen anew", best.alternatives, columns)
 
 
 def _fix(one: Alternative) -> str:
-    return f"{one.key}={str(one.value).lower() if isinstance(one.value, bool) else one.value}"
+    return f"{one.key}={str(one.value).lower()}"
 
 
 def _because(one: Alternative) -> str:
@@ -194,22 +192,21 @@ def _scored() -> tuple[Table, Table]:
 
     runs_to_score, skipped = cases(read(PUBLISHED))
     predictions, refused = predict(runs_to_score)
-    rows = Table(
-        "Published runs",
-        {
-            "source": [one.case.source for one in predictions],
-            "run": [one.case.describe() for one in predictions],
-            "measured": [one.measured for one in predictions],
-            "predicted": [one.seconds for one in predictions],
-            "error": [one.error for one in predictions],
-            "in the 80% range": [one.inside for one in predictions],
-        },
-        {"measured": "seconds", "predicted": "seconds", "error": "share"},
-    )
+    of_runs: Columns = {
+        "source": ("", lambda one: one.case.source),
+        "run": ("", lambda one: one.case.describe()),
+        "measured": ("seconds", lambda one: one.measured),
+        "predicted": ("seconds", lambda one: one.seconds),
+        "error": ("share", lambda one: one.error),
+        "in the 80% range": ("", lambda one: one.inside),
+    }
+    of_sources: Columns = {
+        "source": ("", lambda score: score.source),
+        "runs": ("", lambda score: score.rows),
+        "median error": ("share", lambda score: score.median_abs_error),
+        "90th percentile": ("share", lambda score: score.p90_abs_error),
+        "bias": ("share", lambda score: score.bias),
+        "in the 80% range": ("share", lambda score: score.coverage),
+    }
     ranked = scores(predictions, [*skipped, *refused])
-    shares = {"median error": "median_abs_error", "90th percentile": "p90_abs_error", "bias": "bias"}
-    columns: dict[str, list[Any]] = {"source": [score.source for score in ranked], "runs": [s.rows for s in ranked]}
-    columns |= {heading: [getattr(score, field) for score in ranked] for heading, field in shares.items()}
-    columns["in the 80% range"] = [score.coverage for score in ranked]
-    units = dict.fromkeys([*shares, "in the 80% range"], "share")
-    return rows, Table("By source", columns, units)
+    return Table.of("Published runs", predictions, of_runs), Table.of("By source", ranked, of_sources)

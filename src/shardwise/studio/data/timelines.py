@@ -12,7 +12,7 @@ from shardwise.errors import UserError
 from shardwise.report.exposure import COMMUNICATION, COMPUTE, WAITING, TimeSpan, spans
 from shardwise.report.rank_timelines import RankTimelines
 from shardwise.report.step_report import StepReport
-from shardwise.studio.columns import Table
+from shardwise.studio.columns import Columns, Table
 
 KINDS = ("forward", "backward", "recompute", "update", "rest", "communication", "waited", "span")
 """Kinds of events, by number."""
@@ -58,13 +58,13 @@ class DrawnTimeline(NamedTuple):
         if len(self.events) > MOST_LISTED:
             return Table(f"{len(self.events):,} events: too many for a table", {})
         ordered = sorted(self.events, key=lambda event: (event.rank, event.start))
-        columns: dict[str, list[Any]] = {
-            "row": [self.rows[event.rank] for event in ordered],
-            "event": [event.name for event in ordered],
-            "start": [event.start for event in ordered],
-            "takes": [event.seconds for event in ordered],
+        columns: Columns = {
+            "row": ("", lambda event: self.rows[event.rank]),
+            "event": ("", lambda event: event.name),
+            "start": ("seconds", lambda event: event.start),
+            "takes": ("seconds", lambda event: event.seconds),
         }
-        return Table("Every event", columns, {"start": "seconds", "takes": "seconds"})
+        return Table.of("Every event", ordered, columns)
 
 
 def of_ranks(recorded: RankTimelines) -> DrawnTimeline:

@@ -24,7 +24,7 @@ from shardwise.predict.traffic.serving import padded_vocab
 from shardwise.report import time_parts
 from shardwise.report.step_report import DTYPE_BYTES
 from shardwise.report.units import format_bytes, format_count, format_spans, format_time
-from shardwise.studio.columns import How, Table, View, command_line, exact
+from shardwise.studio.columns import Columns, How, Table, View, command_line, exact
 from shardwise.studio.data import tokens_holdings, tokens_layer, tokens_product
 from shardwise.studio.data.models import offered
 from shardwise.studio.data.opens import opens
@@ -286,28 +286,24 @@ def _blocks_of(plan: UnitPlan) -> str:
 
 
 def _compared(ones: tuple[Generated, ...], request: Asked) -> Table:
-    volume = [one.round.volume for one in ones]
-    columns: dict[str, list[Any]] = {
-        "strategy": [str(one.layout) for one in ones],
-        "a step sends": [float(one.total) for one in volume],
-        "for blocks": [float(one.blocks) for one in volume],
-        "for embedding and head": [float(one.edges) for one in volume],
-        "prompt": [one.prompt.seconds for one in ones],
-        "first token": [one.first.seconds for one in ones],
-        "token half-way": [one.middle.seconds for one in ones],
-        "last token": [one.last.seconds for one in ones],
-        "80% from": [one.range[0] for one in ones],
-        "to": [one.range[1] for one in ones],
-        "tokens/s": [one.tokens_per_second(request.batch) for one in ones],
-        "weights": [one.fit.held.all_weights for one in ones],
-        "of them gathered": [one.fit.held.slots for one in ones],
-        "cache at the end": [one.cache_bytes[1] for one in ones],
-        "fits": [one.fit.fits for one in ones],
+    columns: Columns = {
+        "strategy": ("", lambda one: str(one.layout)),
+        "a step sends": ("bytes", lambda one: float(one.round.volume.total)),
+        "for blocks": ("bytes", lambda one: float(one.round.volume.blocks)),
+        "for embedding and head": ("bytes", lambda one: float(one.round.volume.edges)),
+        "prompt": ("seconds", lambda one: one.prompt.seconds),
+        "first token": ("seconds", lambda one: one.first.seconds),
+        "token half-way": ("seconds", lambda one: one.middle.seconds),
+        "last token": ("seconds", lambda one: one.last.seconds),
+        "80% from": ("seconds", lambda one: one.range[0]),
+        "to": ("seconds", lambda one: one.range[1]),
+        "tokens/s": ("count", lambda one: one.tokens_per_second(request.batch)),
+        "weights": ("bytes", lambda one: one.fit.held.all_weights),
+        "of them gathered": ("bytes", lambda one: one.fit.held.slots),
+        "cache at the end": ("bytes", lambda one: one.cache_bytes[1]),
+        "fits": ("", lambda one: one.fit.fits),
     }
-    times = ("prompt", "first token", "token half-way", "last token", "80% from", "to")
-    sizes = ("a step sends", "for blocks", "for embedding and head", "weights", "of them gathered", "cache at the end")
-    units = dict.fromkeys(times, "seconds") | dict.fromkeys(sizes, "bytes") | {"tokens/s": "count"}
-    return Table(f"Two strategies, one prompt; bytes and times are those of {step_words(request)}", columns, units)
+    return Table.of(f"Two strategies, one prompt; bytes and times are those of {step_words(request)}", ones, columns)
 
 
 def _where(ones: tuple[Generated, ...]) -> Table:

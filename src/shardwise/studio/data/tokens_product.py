@@ -84,16 +84,9 @@ def product(
 
 def product_table(shown: DrawnProduct | None) -> Table:
     """A row for each rank."""
-    slices = shown.slices if shown else []
-    columns = {
-        "rank": [one.rank for one in slices],
-        "columns of W1 from": [one.start for one in slices],
-        "to": [one.stop for one in slices],
-        "of both matrices": [one.nbytes for one in slices],
-        "partial sum": [shown.vector for _ in slices] if shown else [],
-    }
-    units = {"of both matrices": "bytes", "partial sum": "bytes"}
-    return Table("Columns of W1 are the rows of W2", columns, units)
+    units = {"rank": "", "columns of W1 from": "", "to": "", "of both matrices": "bytes", "partial sum": "bytes"}
+    rows = [(*one, shown.vector) for one in shown.slices] if shown else []
+    return Table.of_rows("Columns of W1 are the rows of W2", units, rows)
 
 
 def how_product(shown: DrawnProduct | None) -> How:

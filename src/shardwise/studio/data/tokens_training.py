@@ -10,7 +10,7 @@ from shardwise.planner.strategies import Generated
 from shardwise.predict.time.decode_ops import MOVING, DecodeOp
 from shardwise.predict.time.strategy_training import BACKWARD, REDUCE, passes
 from shardwise.report.units import format_share, format_time
-from shardwise.studio.columns import Table
+from shardwise.studio.columns import Columns, Table
 from shardwise.studio.data.timelines import DrawnTimeline, Event
 
 LAYERS = 3
@@ -26,22 +26,19 @@ _WAITING = ("bubble", "host")
 
 def trained_table(ones: Sequence[Generated]) -> Table:
     """What a training step and one block in it take under each strategy."""
-    trained = [one.trained for one in ones]
-    columns: dict[str, list[Any]] = {
-        "strategy": [str(one.layout) for one in ones],
-        "step": [one.seconds for one in trained],
-        "moving data": [one.moving for one in trained],
-        "of the step": [one.share for one in trained],
-        "waiting": [one.waiting for one in trained],
-        "one block computes": [one.arithmetic for one in trained],
-        "and backward": [one.block.backward + one.block.sums[1] for one in trained],
-        "its gather takes": [one.gather for one in trained],
-        "its reduction takes": [one.block.reduce for one in trained],
-        "micro-batches": [one.micro_batches for one in trained],
+    columns: Columns = {
+        "strategy": ("", lambda one: str(one.layout)),
+        "step": ("seconds", lambda one: one.trained.seconds),
+        "moving data": ("seconds", lambda one: one.trained.moving),
+        "of the step": ("share", lambda one: one.trained.share),
+        "waiting": ("seconds", lambda one: one.trained.waiting),
+        "one block computes": ("seconds", lambda one: one.trained.arithmetic),
+        "and backward": ("seconds", lambda one: one.trained.block.backward + one.trained.block.sums[1]),
+        "its gather takes": ("seconds", lambda one: one.trained.gather),
+        "its reduction takes": ("seconds", lambda one: one.trained.block.reduce),
+        "micro-batches": ("", lambda one: one.trained.micro_batches),
     }
-    times = ("step", "moving data", "waiting", "one block computes", "and backward")
-    units = dict.fromkeys((*times, "its gather takes", "its reduction takes"), "seconds") | {"of the step": "share"}
-    return Table("The same strategies in a training step of 8,192 tokens a device", columns, units)
+    return Table.of("The same strategies in a training step of 8,192 tokens a device", ones, columns)
 
 
 def shares_table(ones: Sequence[Generated]) -> Table:
