@@ -101,10 +101,9 @@ class ComparedBytes:
         return abs(self.relative) <= PEAK_TOLERANCE if self.byte_class == "peak" else None
 
     def to_json(self) -> dict[str, Any]:
+        sides = {"a": self.a, "b": self.b, "equal": self.equal}
         relative = self.relative if math.isfinite(self.relative) else None
-        return {"role": self.role, "class": self.byte_class, "a": self.a, "b": self.b, "equal": self.equal} | {
-            "relative": relative
-        }
+        return {"role": self.role, "class": self.byte_class, **sides, "relative": relative}
 
 
 @dataclass(frozen=True)
@@ -241,14 +240,7 @@ def _byte_rows(pair: RolePair, compiled: bool) -> Iterator[ComparedBytes]:
 
 
 def _heading(report: StepReport) -> dict[str, Any]:
-    return {
-        "source": report.source,
-        "model": report.model,
-        "layout": report.layout,
-        "workload": report.workload,
-        "cluster": report.cluster,
-        "time": report.time,
-    }
+    return {name: getattr(report, name) for name in ("source", "model", "layout", "workload", "cluster", "time")}
 
 
 def _differences(a: StepReport, b: StepReport) -> Iterator[str]:

@@ -38,6 +38,15 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.reports = path / "reports"
+        """Directory of the run's step reports."""
+        self.checkpoints = path / "checkpoints"
+        self.events_path = path / "events.jsonl"
+        self.timelines_path = self.reports / "timelines.json"
+        """File of the timelines of all ranks."""
+        self.trace = self.reports / "trace.json"
+        """File of the trace of the measured report's timelines."""
+        self._file = path / "run.json"
         self.writing_s = 0.0
         """CPU seconds that this process has spent on writing events and timelines: what a run costs for being
         followed while it continues."""
@@ -95,29 +104,9 @@ class RunDirectory:
         with os_errors(f"write {self._file}"):
             self._write(self.run | fields)
 
-    @property
-    def reports(self) -> Path:
-        """The directory of the run's step reports."""
-        return self.path / "reports"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The directory of the run's checkpoints."""
-        return self.path / "checkpoints"
-
     def report(self, name: str) -> Path:
-        """Where the report of this name ("predicted", "measured") lies."""
+        """File of the report of this name ("predicted", "measured")."""
         return self.reports / f"{name}.json"
-
-    @property
-    def trace(self) -> Path:
-        """Where the trace of the measured report's timelines lies."""
-        return self.reports / "trace.json"
-
-    @property
-    def timelines_path(self) -> Path:
-        """Where the timelines of all ranks lie."""
-        return self.reports / "timelines.json"
 
     @property
     def result(self) -> dict[str, Any]:
@@ -126,10 +115,6 @@ class RunDirectory:
             return _json_object((self.path / "result.json").read_bytes()) or {}
         except OSError:
             return {}
-
-    @property
-    def events_path(self) -> Path:
-        return self.path / "events.jsonl"
 
     def append(self, event: Mapping[str, Any]) -> None:
         """Append one event and hand it to the operating system. JSON has no NaN: it is written as the text "NaN",
@@ -179,10 +164,6 @@ class RunDirectory:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    @property
-    def _file(self) -> Path:
-        return self.path / "run.json"
 
     def _write(self, data: dict[str, Any]) -> None:
         partial = self.path / "run.json.partial"

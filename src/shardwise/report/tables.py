@@ -123,7 +123,8 @@ def _compared_memory(comparison: ReportComparison) -> Table:
         label = KINDS[row.byte_class].label if row.byte_class in KINDS else row.byte_class
         sides = (format_bytes(row.a), format_bytes(row.b))
         peak = row.byte_class == "peak"
-        table.add_row(_text(name), label, *sides, difference(row), _byte_mark(row), end_section=peak)
+        mark = _text("") if row.accepted is None else _mark(row.accepted)
+        table.add_row(_text(name), label, *sides, difference(row), mark, end_section=peak)
     return table
 
 
@@ -133,10 +134,6 @@ def difference(row: ComparedBytes) -> str:
         return "equal"
     share = f" ({format_share(row.relative, signed=True)})" if math.isfinite(row.relative) else ""
     return f"{'+' if row.a > row.b else ''}{format_bytes(row.a - row.b)}{share}"
-
-
-def _byte_mark(row: ComparedBytes) -> Text:
-    return _text("") if row.accepted is None else _mark(row.accepted)
 
 
 def _compared_ledger(comparison: ReportComparison, ranks: tuple[int, ...], rows: tuple[ComparedRow, ...]) -> Table:
@@ -179,18 +176,13 @@ def zero_table(cells: Mapping[int, Mapping[int, float]], title: str, capacity: i
     limit = f", ✓ fits in {format_bytes(capacity)}" if capacity is not None else ""
     table = new_table()
     table.add_column("ZeRO stage")
-    gpus = gpu_counts(cells)
+    gpus = sorted({count for row in cells.values() for count in row})
     for count in gpus:
         table.add_column(f"{count} GPU{'s' * (count != 1)}", justify="right")
     for stage, row in cells.items():
         table.add_row(str(stage), *(_zero_cell(row.get(count), capacity) for count in gpus))
     # The table is narrow, and its own title would be folded to its width.
     return Group(_text(f"{title} (GB = 1e9 bytes{limit})", "bold"), table)
-
-
-def gpu_counts(cells: Mapping[int, Mapping[int, object]]) -> list[int]:
-    """All numbers of GPUs of a ZeRO table, ascending."""
-    return sorted({count for row in cells.values() for count in row})
 
 
 def _zero_cell(held: float | None, capacity: int | None) -> Text:

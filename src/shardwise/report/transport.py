@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any
 
 from shardwise.errors import UserError
 from shardwise.report.grouping import group_units
 from shardwise.report.step_report import LedgerRow, Role, TransportRow
-
-Figure = TypeVar("Figure", int, float)
 
 
 @dataclass(frozen=True)
@@ -61,10 +59,9 @@ def _lines(role: Role) -> Iterator[TransportLine]:
             algorithm=rows[0].algorithm,
             calls=sum(row.count for row in ledger),
             payload_bytes=sum(row.payload_bytes for row in ledger),
-            bytes_sent=_sum([row.bytes_sent for row in rows]),
-            steps=_sum([row.steps for row in rows]),
-            time_s=_sum([row.time_s for row in rows]),
-            wait_s=_sum([row.wait_s for row in rows]),
+            **{
+                name: _sum([getattr(row, name) for row in rows]) for name in ("bytes_sent", "steps", "time_s", "wait_s")
+            },
         )
 
 
@@ -73,6 +70,6 @@ def _alike(pair: tuple[LedgerRow, TransportRow]) -> tuple[object, ...]:
     return row.phase, row.op, row.axes, row.dtype, row.elements, row.count, carried.algorithm
 
 
-def _sum(values: list[Figure | None]) -> Figure | None:
-    known = [value for value in values if value is not None]
-    return sum(known[1:], known[0]) if len(known) == len(values) else None
+def _sum(values: list[Any]) -> Any:
+    """The sum of numbers; None where one is not known."""
+    return None if None in values else sum(values)

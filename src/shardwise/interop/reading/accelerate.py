@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 from shardwise.errors import UserError
@@ -112,9 +113,7 @@ def _degrees(top: ConfigFields, processes: int, words: Mapping[str, Any]) -> dic
     table = top.table("parallelism_config", known("accelerate", "parallelism"))
     sizes = {name: table.integer(f"{prefix}{name}_size", 1) for name in ("dp_replicate", "dp_shard", "tp", "cp")}
     ulysses = table.integer(f"{prefix}sp_size", 1)
-    product = ulysses
-    for size in sizes.values():
-        product *= size
+    product = prod([ulysses, *sizes.values()])
     if product == 1:
         # Nothing said: all processes are data-parallel.
         return {"dp": processes}

@@ -199,12 +199,9 @@ def _through_step(plan: UnitPlan) -> list[MemoryPoint]:
                 for part, nbytes in zip(plan.parts, saved, strict=True)
             ]
         rest = beside + one.arriving
-        points.append(MemoryPoint(_words(one.when, one.part), _phase(one.when), one.gradients, one.comm + slots, rest))
+        phase = one.when if one.when in ("loss", "optimizer") else "backward"
+        points.append(MemoryPoint(_words(one.when, one.part), phase, one.gradients, one.comm + slots, rest))
     return points
-
-
-def _phase(when: str) -> str:
-    return when if when in ("loss", "optimizer") else "backward"
 
 
 def _words(when: str, part: str) -> str:

@@ -22,7 +22,8 @@ from shardwise.studio.data.run_time import HOW_TIMED, time_figures
 from shardwise.studio.query import Query
 
 STEP_COLUMNS = {"step": "", "loss": "", "grad_norm": "", "seconds": "seconds", "tokens_per_s": "count", "mfu": "share"}
-"""Columns of the steps, as events have them, with their units."""
+VALIDATION_COLUMNS = dict.fromkeys(("step", "validation_loss", "unigram_entropy"), "")
+"""Columns of the steps and of validation, as events have them, with their units."""
 
 WRITING = ("writing_share", "writing_cpu_s", "step_cpu_s")
 """Of result.json: what the run has written for this page, as a share of a step's CPU time, and in seconds a step."""
@@ -46,15 +47,12 @@ def data(params: Mapping[str, str], runs: Path) -> View:
     name = query.text("run", _usual(runs, names))
     query.done()
     if not name:
-        empty = {"steps": _steps([]), "validation": _validation([])}
-        return View(query.state, {"run": []}, empty, {}, {"folder": str(runs), "status": "", "cursor": 0})
+        return View(query.state, {"run": []}, _event_tables([]), {}, {"folder": str(runs), "status": "", "cursor": 0})
     here = _run(runs, names, name)
     events, cursor = _events(here, 0)
     run = here.run
-    tables, how = (
-        {"steps": _steps(events), "validation": _validation(events)},
-        dict.fromkeys(("steps", "validation"), _how_steps(here, run)),
-    )
+    tables = _event_tables(events)
+    how = dict.fromkeys(tables, _how_steps(here, run))
     more: dict[str, Any] = {"folder": str(runs), "cursor": cursor, **_about(here, run)}
     reports = _reports(here)
     if drawn := _timeline(here, reports.get("measured")):
@@ -98,13 +96,8 @@ def events(params: Mapping[str, str], runs: Path) -> dict[str, Any]:
         return {"runs": names}
     here = _run(runs, names, name)
     result, cursor = _events(here, after)
-    return {
-        "runs": names,
-        "cursor": cursor,
-        "steps": _steps(result).columns,
-        "validation": _validation(result).columns,
-        **_about(here, here.run),
-    }
+    columns = {name: table.columns for name, table in _event_tables(result).items()}
+    return {"runs": names, "cursor": cursor, **columns, **_about(here, here.run)}
 
 
 def _usual(runs: Path, names: list[str]) -> str:
@@ -151,16 +144,18 @@ def _reports(here: RunDirectory) -> dict[str, StepReport]:
     return {name: StepReport.read(here.report(name)) for name in there}
 
 
-def _steps(run_events: Iterable[Mapping[str, Any]]) -> Table:
-    rows = [event for event in run_events if "loss" in event and "step" in event]
-    columns = {name: [_figure(event.get(name)) for event in rows] for name in STEP_COLUMNS}
-    return Table("Every step", columns, {name: unit for name, unit in STEP_COLUMNS.items() if unit})
+def _event_tables(run_events: list[dict[str, Any]]) -> dict[str, Table]:
+    """Losses of steps and of validation, by the names of their figures."""
 
+    def rows(units: Mapping[str, str], needed: set[str]) -> Iterable[list[float | None]]:
+        return ([_figure(event.get(name)) for name in units] for event in run_events if needed <= event.keys())
 
-def _validation(run_events: Iterable[Mapping[str, Any]]) -> Table:
-    rows = [event for event in run_events if "validation_loss" in event]
-    names = ("step", "validation_loss", "unigram_entropy")
-    return Table("Validation", {name: [_figure(event.get(name)) for event in rows] for name in names})
+    steps = rows(STEP_COLUMNS, {"loss", "step"})
+    validation = rows(VALIDATION_COLUMNS, {"validation_loss"})
+    return {
+        "steps": Table.of_rows("Every step", STEP_COLUMNS, steps),
+        "validation": Table.of_rows("Validation", VALIDATION_COLUMNS, validation),
+    }
 
 
 def _figure(value: Any) -> float | None:

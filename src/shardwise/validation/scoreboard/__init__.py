@@ -2,26 +2,14 @@
 
 from pathlib import Path
 
-from shardwise.validation.scoreboard.memory import MemoryScore, memory_scores
+from shardwise.validation.scoreboard.memory import memory_scores
 from shardwise.validation.scoreboard.misses import reason
-from shardwise.validation.scoreboard.rows import PublishedCase, Skipped, cases, read
+from shardwise.validation.scoreboard.rows import cases, read
 from shardwise.validation.scoreboard.score import MISS, Prediction, Score, predict, scores
 
 PUBLISHED = Path(__file__).parent / "published.json"
 """The project's own small table: a few rows of every source, each with its citation."""
 
 __all__ = [
-    "MISS",
-    "PUBLISHED",
-    "MemoryScore",
-    "Prediction",
-    "PublishedCase",
-    "Score",
-    "Skipped",
-    "cases",
-    "memory_scores",
-    "predict",
-    "read",
-    "reason",
-    "scores",
-]
+    "MISS", "PUBLISHED", "Prediction", "Score", "cases", "memory_scores", "predict", "read", "reason", "scores",
+]  # fmt: skip

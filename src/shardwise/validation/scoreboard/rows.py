@@ -9,6 +9,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from shardwise.cluster import Cluster
@@ -108,7 +109,7 @@ def cases(rows: Sequence[Row]) -> tuple[list[PublishedCase], list[Skipped]]:
         merged.setdefault(_identity(one), []).append(one)
     for same in merged.values():
         skipped += [Skipped(one.row, one.source, "duplicate of the same configuration") for one in same[1:]]
-    return [_median(same) for same in merged.values()], skipped
+    return [replace(same[0], measured=median(one.measured for one in same)) for same in merged.values()], skipped
 
 
 def _identity(case: PublishedCase) -> tuple[Any, ...]:
@@ -116,13 +117,6 @@ def _identity(case: PublishedCase) -> tuple[Any, ...]:
     keys = ("phase", "isl", "osl", "tp", "pp", "gpus", "gbs", "schedule", "techniques", "fsdp", "compile")
     layout = [repr(row.get(key)) for key in keys]
     return (case.source, repr(case.model), case.precision, repr(case.split), repr(case.cluster), *layout)
-
-
-def _median(same: list[PublishedCase]) -> PublishedCase:
-    ordered = sorted(case.measured for case in same)
-    middle = len(ordered) // 2
-    median = ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
-    return replace(same[0], measured=median)
 
 
 def case(row: Row) -> PublishedCase:

@@ -14,7 +14,7 @@ from shardwise.predict.time.constants import Constants, constants
 from shardwise.predict.time.profiles import engine
 from shardwise.predict.time.ranges import Range, time_range
 from shardwise.predict.time.serving import decode_step, throughput
-from shardwise.predict.time.step import Pricing, StepShape, training_step
+from shardwise.predict.time.step import Pricing, training_step
 from shardwise.validation.scoreboard.rows import PublishedCase, Skipped
 
 MISS = 0.25
@@ -174,6 +174,3 @@ def _score(source: str, predictions: list[Prediction], skipped: Counter[str]) ->
         mean_width=float(np.mean([p.range.width for p in predictions])),
         skipped=dict(skipped),
     )
-
-
-__all__ = ["MISS", "Prediction", "Score", "StepShape", "predict", "scores"]
