@@ -1,5 +1,5 @@
-"""Save under one layout, go on under another: all ordered pairs of twelve layouts, and every third one with pipelines;
-a sample of them in `make test`.
+"""Save under one layout, go on under another: all ordered pairs of twelve layouts, and every third one with pipelines or
+context parallelism; a sample of them in `make test`, beside all pairs of cp=4, tp=4 and dp=4,zero=3.
 
 Every layout trains undisturbed once and saves on the way; under every other one its checkpoint is loaded, saved again,
 and trained on. One model has what layouts stumble over: a tied embedding, key/value heads that tp=4 replicates, a
@@ -9,7 +9,7 @@ prime vocabulary, hidden size and MLP width, and dropout.
 from __future__ import annotations
 
 import random
-from itertools import product
+from itertools import permutations, product
 from pathlib import Path
 
 import pytest
@@ -35,7 +35,12 @@ PIPELINES = (
     "pp=2", "dp=2,pp=2,zero=1,schedule=zb-h1", "dp=2,pp=2,zero=3,virtual=2,schedule=interleaved", "tp=2,pp=3,sp",
     "pp=2,virtual=2,schedule=zb-v", "dp=2,tp=2,pp=2,zero=1,sp",
 )  # fmt: skip
-EVERY = LAYOUTS + PIPELINES
+MOVED = ("cp=4", "tp=4", "dp=4,zero=3")
+CONTEXTS = (
+    "dp=2,cp=2,zero=2,cpkind=allgather", "tp=2,cp=2,sp,cpkind=ulysses", "dp=2,cp=3,zero=3,shard=3,micro=3",
+    "pp=2,cp=2,zero=3,virtual=2,schedule=zb-v",
+)  # fmt: skip
+EVERY = LAYOUTS + PIPELINES + MOVED + CONTEXTS
 SAVED = 3
 PAIRS = 5
 SECONDS_A_PAIR = 30.0
@@ -48,20 +53,21 @@ def layout(text: str) -> Layout:
 def chosen() -> dict[str, list[str]]:
     """Layout to load under -> layouts to load from: a seeded sample with two equal pairs, or all pairs."""
     if EVERYTHING:
-        piped = [pair for pair in product(EVERY, EVERY) if set(pair) & set(PIPELINES)]
-        pairs = [*product(LAYOUTS, LAYOUTS), *piped[::3]]
+        others = [pair for pair in product(EVERY, EVERY) if not set(pair) <= set(LAYOUTS)]
+        pairs = [*product(LAYOUTS, LAYOUTS), *others[::3]]
     else:
         generator = random.Random(seed())
         # Few layouts in many pairs: each one that is saved from is trained once for it.
-        some = generator.sample(LAYOUTS, 3) + generator.sample(PIPELINES, 1)
+        some = generator.sample(LAYOUTS, 3) + generator.sample(CONTEXTS, 1) + generator.sample(PIPELINES, 1)
         pairs = [(text, text) for text in (some[0], some[-1])]
         pairs += generator.sample([pair for pair in product(some, some) if pair[0] != pair[1]], PAIRS - 2)
+    pairs += permutations(MOVED, 2)
     return {to: sorted({a for a, b in pairs if b == to}) for to in EVERY if any(b == to for _, b in pairs)}
 
 
 def all_samples(ranks: list[Trained], parsed: Layout) -> list[list[int]]:
-    """The global indices of each step, over all data ranks. Ranks of tp and pp took the same as their peers."""
-    copies = parsed.tp * parsed.pp
+    """The global indices of each step, over all data ranks. Ranks of tp, cp and pp took the same as their peers."""
+    copies = parsed.tp * parsed.cp * parsed.pp
     return [sorted(i for rank in ranks for i in rank.samples[step])[::copies] for step in range(len(ranks[0].samples))]
 
 
@@ -112,6 +118,8 @@ def test_what_is_saved_in_the_background_is_the_state_as_it_was(text: str, undis
 def test_the_layouts_have_what_they_are_to_be_tried_with() -> None:
     parsed = [layout(text) for text in LAYOUTS]
     assert all(layout(text).pp > 1 for text in PIPELINES)
+    assert {layout(text).cpkind for text in CONTEXTS} == {"ring", "allgather", "ulysses"}
+    assert CASE.workload.seq % (2 * layout(MOVED[0]).cp), "padding at the end"
     assert len(set(map(str, parsed))) == 12
     assert any(p.tp > MODEL.kv_heads for p in parsed) and MODEL.tied
     assert {p.stage for p in parsed} == {0, 1, 2, 3} and any(p.replicate_ranks > 1 and p.stage for p in parsed)
