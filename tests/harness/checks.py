@@ -74,8 +74,12 @@ def assert_parity(
         assert error <= bound, f"gradient of {name}: off by {error:.2e}, allowed {bound:.2e}"
     for mine, theirs in zip(ranks[0].losses, expected.losses, strict=True):
         assert abs(mine - theirs) <= tolerance * max(1.0, abs(theirs)), (ranks[0].losses, expected.losses)
-    for mine, theirs in zip(ranks[0].norms, expected.norms, strict=True):
-        assert abs(mine - theirs) <= tolerance * theirs, (ranks[0].norms, expected.norms)
+    # In fp32 a norm after an update has a wider bound, as parameters have: 1.8e-4 was measured with nine layers, for a
+    # plain pipeline that is exact in fp64.
+    later = tolerance if case.precision == "fp64" else 2 * tolerance
+    bounds = [tolerance, *[later] * (case.steps - 1)]
+    for mine, theirs, bound in zip(ranks[0].norms, expected.norms, bounds, strict=True):
+        assert abs(mine - theirs) <= bound * theirs, (ranks[0].norms, expected.norms)
     scale = _total(expected.final)
     for name, value in expected.final.items():
         error = sum(rank.final_errors.get(name, 0.0) for rank in ranks) ** 0.5

@@ -42,7 +42,7 @@ CHOICES: dict[str, list[Any]] = {
 }
 
 
-def _stages(kind: str, chunks: int, generator: random.Random) -> tuple[int, ...]:
+def stage_layers(kind: str, chunks: int, generator: random.Random) -> tuple[int, ...]:
     """Layers of each stage; empty where the layout says nothing about them."""
     if kind == "even":
         return ()
@@ -64,7 +64,8 @@ def _draw(generator: random.Random) -> Point | None:
     keys = ("schedule", "pp", "virtual", "dp", "tp", "zero", "sp", "tpkind", "recompute", "attention", "micro", "order")
     try:
         layout = Layout(
-            **{key: chosen[key] for key in (*keys, "precision")}, stages=_stages(chosen["stages"], chunks, generator)
+            **{key: chosen[key] for key in (*keys, "precision")},
+            stages=stage_layers(chosen["stages"], chunks, generator),
         )
         model = MODELS[chosen["model"]]
         model = model.replace(layers=sum(layout.stages) or chunks + chunks % 3)
