@@ -482,3 +482,17 @@ def test_a_bar_beyond_its_axis_is_broken_and_the_peak_is_named(visitor: Visitor)
     assert "\nparameters: " in page.locator(".tip:visible").inner_text()
     page = visitor.open("memory?model=llama-3-70b&cluster=8xH100&batch=8")
     assert page.evaluate(light) >= 3
+
+
+def test_a_sequence_over_context_parallel_ranks(visitor: Any) -> None:
+    page = visitor.open("memory?model=llama-3-8b&cluster=8xH100&batch=8&cp=4&_tables=sequence&_how=sequence")
+    figure = page.locator('[data-figure="sequence"]')
+    assert "1.000 times the mean" in figure.inner_text() and "1.750 times" in figure.inner_text()
+    assert "rank r has chunks r and 7 - r" in figure.inner_text()
+    columns = visitor.table("sequence")
+    assert columns["first chunk from"] == [0, 1024, 2048, 3072]
+    canvas = page.locator('[data-figure="sequence"] canvas')
+    canvas.hover(position={"x": 200, "y": 24 + 34 + 10})
+    assert "cp rank 1: tokens 1,024 to 2,047 and 6,144 to 7,167" in page.locator(".tip:visible").inner_text()
+    visitor.open("memory?model=llama-3-8b&cluster=8xH100&batch=8")
+    assert not page.locator('[data-figure="sequence"]').is_visible()

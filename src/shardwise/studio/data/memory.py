@@ -27,6 +27,7 @@ from shardwise.report.units import format_bytes, format_count, format_ranks
 from shardwise.schedule.pipeline.simulate import simulate
 from shardwise.schedule.pipeline.times import Times
 from shardwise.studio.columns import How, Table, View, command_line
+from shardwise.studio.data.memory_sequence import how_sequence, sequence
 from shardwise.studio.data.models import SEQ, most_seq, offered, seqs, too_long
 from shardwise.studio.data.opens import opens
 from shardwise.studio.data.sizes import sized, sizes
@@ -65,6 +66,7 @@ def data(params: Mapping[str, str]) -> View:
     )
     words = ("--layout", layout, "--cluster", query.state["cluster"], "--seq", workload.seq, "--batch", workload.batch)
     command = command_line("estimate", query.state["model"], *changes, *words)
+    cut, padded = sequence(model, layout, workload) if layout.cp > 1 else (None, 0)
     return View(
         query.state,
         {"model": names, "cluster": CLUSTERS, "schedule": CHOICES["schedule"], "seq": sorted({seq, *seqs(model)})}
@@ -74,12 +76,14 @@ def data(params: Mapping[str, str]) -> View:
             "devices": _devices(report, cluster),
             "fits": _fits(model, layout, workload, cluster),
             "moments": _moments(plan),
-        },
+        }
+        | ({"sequence": cut} if cut else {}),
         {
             "devices": _how_devices(model, plan, report, command),
             "fits": How(["Each row is the same estimate with another ZeRO stage and recompute."], command),
             "moments": _how_moments(plan, command),
-        },
+        }
+        | ({"sequence": how_sequence(layout, workload, command)} if cut else {}),
         {
             "layout": str(layout),
             "ranks": layout.ranks,
@@ -89,6 +93,7 @@ def data(params: Mapping[str, str]) -> View:
             "notes": list(report.notes),
             "classes": list(BYTE_CLASSES),
             "places": layout.pp,
+            "sequence_tokens": padded,
             "left_out": left_out,
             "opens": opens(query.state, layout, "memory", workload.micro_batches(layout)),
         },

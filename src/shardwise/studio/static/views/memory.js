@@ -10,6 +10,7 @@ import { swatches } from "studio/lib/legend";
 import { opensIn } from "studio/lib/opens";
 import { colours, hatched, kinds } from "studio/lib/theme";
 import { fact } from "studio/views/collectives";
+import { balanceWords, drawSequence, sequenceHeight } from "studio/views/memory_sequence";
 
 export const lead = "What a training step keeps on every device, by class, against what the device has. Change the split and see what fits.";
 
@@ -45,7 +46,9 @@ export function mount(root, page) {
   const momentKeys = h("ul", { class: "legend" }, swatches(Object.values(MOMENT_KINDS)));
   const moments = figure(page, { name: "moments", title: "Through a step", height: 310, extras: [momentKeys],
     draw: (context, width, height) => data && drawMoments(context, width, height, data) });
-  root.append(h("div", { class: "panels" }, controls.map((each) => each.node)), devices.node, fits.node, moments.node);
+  const sequence = figure(page, { name: "sequence", title: "A sequence over context-parallel ranks", height: () => sequenceHeight(Number(data?.state.cp ?? 1)),
+    draw: (context, width) => data?.tables.sequence && drawSequence(context, width, data) });
+  root.append(h("div", { class: "panels" }, controls.map((each) => each.node)), devices.node, sequence.node, fits.node, moments.node);
 
   function show(answer) {
     data = answer;
@@ -60,6 +63,12 @@ export function mount(root, page) {
     notes.replaceChildren(...answer.more.notes.map((line) => h("li", {}, line)));
     devices.show(answer);
     devices.describe(columns.devices.map((name, i) => `${name}: ${bytes(columns.peak[i])}`).join("; "));
+    sequence.node.hidden = !answer.tables.sequence;
+    if (answer.tables.sequence) {
+      sequence.note.textContent = balanceWords(answer);
+      sequence.show(answer);
+      sequence.describe(balanceWords(answer));
+    }
     showGrid(answer);
     fits.show(answer);
     moments.note.textContent = answer.state.place || answer.more.places > 1 ? `Rank ${answer.state.place} of the ${answer.more.places} of a pipeline, over time: what its computations hold while they run, and what stays while it waits.` : "One micro-batch's forward and backward, then the next one's, and the optimizer.";
