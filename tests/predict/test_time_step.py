@@ -174,6 +174,25 @@ def test_context_parallelism_divides_the_products_of_attention():
         assert attention(cp) == pytest.approx(whole / cp, rel=0.02)
 
 
+def test_each_kind_of_context_parallelism_has_its_own_messages():
+    pricing = Pricing(Cluster.parse("8xH100"))
+
+    def inside(**changes) -> float:
+        split = StepShape(65536, cp=8, **changes)
+        return float(training_step(LLAMA, split, engine("shardwise"), pricing).parts["tensor"])
+
+    ring, gathered, exchanged = (inside(cpkind=kind) for kind in ("ring", "allgather", "ulysses"))
+    assert ring < gathered, "a ring's messages have attention beside them"
+    # Elements per token, as the ledger has them: gathered 2 x 8 key/value heads thrice, the third time in fp32, by ring
+    # volume; exchanged 32 + 2 x 8 and 32 heads, twice.
+    price, head = pricing.collectives.seconds, 65536 * 128 * 2.0
+    gathers = 2 * price("all_gather_into", 16 * head, 8) + price("reduce_scatter", 32 * head, 8)
+    assert gathered == pytest.approx(LLAMA.layers * gathers, rel=1e-9)
+    exchanges = 2 * (price("all_to_all", 48 * head / 8, 8) + price("all_to_all", 32 * head / 8, 8))
+    assert exchanged == pytest.approx(LLAMA.layers * exchanges, rel=1e-9)
+    assert inside(cpkind="ulysses", recompute="full") == pytest.approx(1.5 * exchanged)
+
+
 @pytest.mark.parametrize("name", sorted(ENGINES))
 def test_a_candidate_costs_the_same_alone_in_a_column_and_by_estimate(name):
     software, cluster, workload = engine(name), Cluster.parse("8xH100"), Workload(seq=2048, batch=16)

@@ -119,7 +119,7 @@ def _block_seconds(part: Part, model: ModelConfig, shape: Shape, split: StepShap
         for kind in tally.forward
     }
     ahead, back = _tensor(part, model, shape, split, engine, pricing)
-    around = _ring(model, shape, split, pricing, tally)
+    around = _context(model, shape, split, pricing, tally)
     ahead, back = ahead + around[0], back + around[1]
     parts["tensor"] = ahead + back
     routes = any(operation.kind == "dispatch" for operation in part.operations)
@@ -204,17 +204,39 @@ def _ends(
     return gather + scatter, 2 * gather + scatter * (1 - hidden) + sum(tokens)
 
 
-def _ring(model: ModelConfig, shape: Shape, split: StepShape, pricing: Pricing, tally: PartSeconds) -> tuple[Num, Num]:
-    """What is left to wait for of the ring that keys and values go around over cp, forward and backward.
+def _context(
+    model: ModelConfig, shape: Shape, split: StepShape, pricing: Pricing, tally: PartSeconds
+) -> tuple[Num, Num]:
+    """What is left to wait for of the messages over cp, forward and backward; a core that is computed again has the
+    forward ones again (`traffic.context_rows` counts them)."""
+    if not np.any(np.asarray(split.cp) > 1):
+        return 0.0, 0.0
+    kv = np.maximum((model.heads if model.latent_attention else model.kv_heads) / split.tp, 1)
+    head = shape.micro * split.seq * core_width(core_of(model)) * split.width  # bytes of a head, of all ranks' tokens
+    again = np.where(np.asarray(split.recompute) == "none", 0, 1)
+
+    def price(op: str, nbytes: Num) -> Num:
+        return pricing.collectives.seconds(op, nbytes, split.cp, split.tp)
+
+    if split.cpkind == "ulysses":
+        heads = model.heads / split.tp
+        sent = heads + 2 * kv * np.maximum(split.cp / kv, 1), heads
+        once = sum(price("all_to_all", head / split.cp * n) for n in sent)
+        return once, once * (1 + again)
+    gathered = price("all_gather_into", 2 * head * kv)
+    if split.cpkind == "allgather":
+        return gathered, gathered * (1 + again) + price("reduce_scatter", 2 * head * kv * 4.0 / split.width)
+    return _ring(gathered, model, shape, split, pricing, tally)
+
+
+def _ring(
+    messages: Num, model: ModelConfig, shape: Shape, split: StepShape, pricing: Pricing, tally: PartSeconds
+) -> tuple[Num, Num]:
+    """The ring that keys and values go around, forward and backward. messages: seconds of one round.
 
     A rank attends to one of cp pieces while the next one comes: of cp pieces of attention, cp - 1 have a message beside
     them (Liu et al. 2023, section 3). Backward, gradients of keys and values go around with them.
     """
-    if not np.any(np.asarray(split.cp) > 1):
-        return 0.0, 0.0
-    held = model.heads if model.latent_attention else model.kv_heads
-    kv = 2 * shape.micro * split.seq * np.maximum(held / split.tp, 1) * core_width(core_of(model)) * split.width
-    messages = pricing.collectives.seconds("all_gather_into", kv, split.cp, split.tp)
     ahead = sum(tally.selective.values())
     back = ahead * pricing.kernels.attention_ratio(model.head_dim, shape.keys, shape.wide)
     hidden, covered = pricing.constants.value("tensor_hidden"), 1 - 1 / np.asarray(split.cp)

@@ -36,6 +36,7 @@ class StepShape:
     zero: Num = 0
     sp: Any = False
     tpkind: str = "megatron"
+    cpkind: str = "ring"
     recompute: Any = "none"
     schedule: str = "1f1b"
     dtype: str = "bfloat16"
@@ -74,6 +75,7 @@ class StepShape:
             zero=layout.stage,
             sp=layout.sp,
             tpkind=layout.tpkind,
+            cpkind=layout.cpkind,
             recompute=layout.recompute,
             schedule=layout.schedule,
             dtype=dtype or layout.dtype,
