@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from shardwise.cli import collective_bench
 from shardwise.cli.cluster_file import known_cluster, write_cluster
@@ -20,13 +20,10 @@ from shardwise.cli.output import print_json, show
 from shardwise.cluster import Cluster, Device, Link
 from shardwise.cluster.catalog import lookup
 from shardwise.errors import UserError
-from shardwise.report.terminal import plain_table
+from shardwise.report.terminal import Renderable, plain_table
 from shardwise.report.units import format_bytes, format_share, format_time
 from shardwise.runtime import TRANSPORTS
 from shardwise.runtime.installed import require
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 SECONDS = 60.0
 
@@ -151,7 +148,7 @@ def _link(device: Device) -> Link | None:
     return Link(seconds[0], sizes[-1] / seconds[-1], f"messages of {device.source}")
 
 
-def _tables(device: Device) -> Iterator[RenderableType]:
+def _tables(device: Device) -> Iterator[Renderable]:
     from shardwise.predict.time.measuring import COUNTED, seconds_an_element
 
     assert device.memory_bandwidth
@@ -173,7 +170,7 @@ def _tables(device: Device) -> Iterator[RenderableType]:
     yield from _collectives(device)
 
 
-def _collectives(device: Device) -> Iterator[RenderableType]:
+def _collectives(device: Device) -> Iterator[Renderable]:
     timed = dict(device.measured.get("collectives", {}))
     if not timed:
         return

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardwise.checkpoint import Checkpoint, DamagedError, TensorDifference, diff, find, reshard, with_older
 from shardwise.checkpoint.manifest import Manifest
@@ -20,11 +20,8 @@ from shardwise.cli.models import model_of
 from shardwise.cli.output import print_result
 from shardwise.errors import UserError
 from shardwise.layout import Layout
-from shardwise.report.terminal import plain_table
+from shardwise.report.terminal import Renderable, plain_table
 from shardwise.report.units import format_bytes, format_count
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 _SHOWN = 20
 """Lines of a table of differences; --json has them all."""
@@ -78,7 +75,7 @@ def _inspect(args: argparse.Namespace) -> int:
     return print_result(args, {**_summary(checkpoint), "tensors": tensors}, _contents(checkpoint, args.tensors))
 
 
-def _contents(checkpoint: Checkpoint, tensors: bool) -> Iterator[RenderableType]:
+def _contents(checkpoint: Checkpoint, tensors: bool) -> Iterator[Renderable]:
     yield from _lines(checkpoint)
     files = plain_table(("file", "bytes", "pieces"))
     for part in checkpoint.manifest.parts:
@@ -160,7 +157,7 @@ def _export(args: argparse.Namespace) -> int:
     return print_result(args, data, lines)
 
 
-def _differences(differences: list[TensorDifference], a: Checkpoint, b: Checkpoint) -> Iterator[RenderableType]:
+def _differences(differences: list[TensorDifference], a: Checkpoint, b: Checkpoint) -> Iterator[Renderable]:
     if not differences:
         yield f"equal bit by bit: {len(a.tensors)} tensors"
         return

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardwise.cli import collective_bench
 from shardwise.cli.actions import actions
@@ -18,14 +18,10 @@ from shardwise.cli.output import print_json, print_result, progress
 from shardwise.cli.quantities import bytes_of, numbers
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError, os_errors
-from shardwise.report.terminal import plain_table
+from shardwise.report.terminal import Renderable, plain_table
 from shardwise.report.units import format_bytes, format_share, format_time
 from shardwise.schedule import Algorithm, algorithms, build, find
 from shardwise.schedule.choose import Choice, Pricer, pricer
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.table import Table
 
 MOST_SHOWN = 1024
 """Ranks, and segments, that are shown round by round."""
@@ -79,7 +75,7 @@ def _list(args: argparse.Namespace) -> int:
     return print_result(args, data, _listed())
 
 
-def _listed() -> Iterator[RenderableType]:
+def _listed() -> Iterator[Renderable]:
     from shardwise.schedule.collectives import COLLECTIVES
 
     table = plain_table(("", "made for", "options", "what it does", "source"))
@@ -241,7 +237,7 @@ def _priced(choice: Choice) -> dict[str, Any]:
     }
 
 
-def _cost_table(ranked: list[Choice], prices: Pricer, nbytes: int, cluster: Cluster) -> Iterator[Table]:
+def _cost_table(ranked: list[Choice], prices: Pricer, nbytes: int, cluster: Cluster) -> Iterator[Renderable]:
     title = f"{prices.collective} of {format_bytes(nbytes)} on {_ranks(prices.network.ranks)} of {cluster}"
     terms = ("α", "β", "γ")  # noqa: RUF001
     headings = ("time", *terms, *(f"{term} needed" for term in terms), "steps", "sent")

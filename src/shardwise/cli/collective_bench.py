@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.output import print_result
 from shardwise.errors import UserError
-from shardwise.report.terminal import plain_table
+from shardwise.report.terminal import Renderable, plain_table
 from shardwise.report.units import format_bytes, format_time
 from shardwise.runtime.installed import require
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from shardwise.schedule import Algorithm
     from shardwise.schedule.network import Network
 
@@ -137,7 +135,7 @@ def _summed_up(cell: dict[str, Any], ranks: int, network: Network | None) -> dic
     return {**cell, "rows": sorted(rows, key=lambda row: row["median_s"])}
 
 
-def _lines(result: dict[str, Any]) -> Iterator[RenderableType]:
+def _lines(result: dict[str, Any]) -> Iterator[Renderable]:
     for cell in result["cells"]:
         yield from (_table(cell, result), "")
     done, target = len(result["cells"]), result["wanted"]

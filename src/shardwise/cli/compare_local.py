@@ -6,79 +6,73 @@ import argparse
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from functools import partial
 from itertools import chain
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from shardwise.layout import Mesh
+from shardwise.cli.engine import job_of
+from shardwise.layout import Layout, Mesh
 from shardwise.layout.axes import DP, PP, SHARD
-from shardwise.planner.strategies import DecodeStep, decode_round
+from shardwise.planner.strategies import decode_round
 from shardwise.predict.serving_layout import check_generation, plan_of
 from shardwise.predict.traffic.ring_volume import Volume, ring_volume
+from shardwise.report.terminal import Renderable, rows_by_name
 from shardwise.report.units import format_bytes, format_share, format_time
+from shardwise.runtime.job.launch import RunFailed
 from shardwise.runtime.job.locks import temporary_folder
+from shardwise.serving.job import ServingJob
+from shardwise.serving.messages import Finished, Sampling, Token
+from shardwise.serving.recording import StepRecord, read_notes
+from shardwise.serving.service import Service
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from shardwise.layout import Layout
-    from shardwise.serving.job import ServingJob
-    from shardwise.serving.messages import Finished, Token
-    from shardwise.serving.recording import StepRecord
-
-    Noted = Mapping[int, Sequence[StepRecord]]
-    """Rank -> its notes."""
-    _Moved = tuple[Volume | None, float | None, float | None]
-    """What a rank sends for a token, its collectives and messages, and its seconds of waiting."""
+Noted = Mapping[int, Sequence[StepRecord]]
+"""Rank -> its notes."""
+_Moved = tuple[Volume | None, float | None, float | None]
+"""What a rank sends for a token, its collectives and messages, and its seconds of waiting."""
 
 
 @dataclass(frozen=True)
 class Here:
-    """One strategy as it ran. tokens: of each answer. sent: by the rank that sends most, for a token, in the rounds of
-    decoding that have all sequences; calls: its collectives and messages; waited: seconds for which it stood still for
-    them. first: seconds to the first token, the slowest answer's; token: from one token to the next, the median;
-    growth: of the answers' last quarters over their first, as a share. rate: tokens/s from the first token of all to
-    the last. parameter_bytes: of the first rank; cache_bytes: of the fullest one, before the last tokens. None is what
-    so few tokens do not tell."""
+    """One strategy as it ran. None is what so few tokens do not tell."""
 
     layout: Layout
     tokens: tuple[tuple[int, ...], ...]
-    predicted: DecodeStep
-    sent: Volume | None
-    calls: float | None
-    waited: float | None
-    first: float
-    token: float | None
+    """Of each answer."""
+    ring_bytes_of_a_token: Volume | None
+    """Sent by the rank that sends most, in the rounds of decoding that have all sequences."""
+    predicted_ring_bytes_of_a_token: Volume
+    collectives_of_a_token: float | None
+    """Its collectives and messages."""
+    waiting_seconds_of_a_token: float | None
+    """Seconds for which it stood still for them."""
+    first_token_seconds: float
+    """Of the slowest answer."""
+    token_seconds: float | None
+    """From one token to the next, the median."""
     growth: float | None
-    rate: float | None
+    """Of the answers' last quarters over their first, as a share."""
+    tokens_per_second: float | None
+    """From the first token of all to the last."""
     parameter_bytes: int
+    """Of the first rank."""
     cache_bytes: int | None
+    """Of the fullest rank, before the last tokens."""
 
     def to_json(self) -> dict[str, Any]:
-        return {
+        data = {item.name: getattr(self, item.name) for item in fields(self)}
+        return data | {
             "layout": str(self.layout),
-            "tokens": [list(answer) for answer in self.tokens],
-            "ring_bytes_of_a_token": self.sent and self.sent.to_json(),
-            "predicted_ring_bytes_of_a_token": self.predicted.volume_of_token.to_json(),
-            "collectives_of_a_token": self.calls,
-            "waiting_seconds_of_a_token": self.waited,
-            "first_token_seconds": self.first,
-            "token_seconds": self.token,
-            "growth": self.growth,
-            "tokens_per_second": self.rate,
-            "parameter_bytes": self.parameter_bytes,
-            "cache_bytes": self.cache_bytes,
+            "ring_bytes_of_a_token": self.ring_bytes_of_a_token and self.ring_bytes_of_a_token.to_json(),
+            "predicted_ring_bytes_of_a_token": self.predicted_ring_bytes_of_a_token.to_json(),
         }
 
 
 def measure(args: argparse.Namespace, layouts: Sequence[Layout], prompts: Sequence[Sequence[int]], output: int,
             echo: Callable[[str], object]) -> list[Here]:  # fmt: skip
     """Run each layout on the weights in `args.model`. Raises `UserError`, and `RunFailed` when a rank dies."""
-    from shardwise.cli.engine import job_of
-
     jobs = []
     for layout in layouts:
         # One prompt is every rank's under weight gathering; several are shared out.
@@ -91,11 +85,6 @@ def measure(args: argparse.Namespace, layouts: Sequence[Layout], prompts: Sequen
 
 
 def _run(job: ServingJob, prompts: Sequence[Sequence[int]], output: int, echo: Callable[[str], object]) -> Here:
-    from dataclasses import replace
-
-    from shardwise.serving.recording import read_notes
-    from shardwise.serving.service import Service
-
     with temporary_folder() as notes:
         job = replace(job, report=str(notes))
         with Service(job, echo=lambda line: echo(f"{job.layout}: {line}")) as service:
@@ -109,11 +98,11 @@ def _run(job: ServingJob, prompts: Sequence[Sequence[int]], output: int, echo: C
     later = sum(map(len, gaps))
     cached = max(note.kv_bytes for notes_of_rank in noted.values() for note in notes_of_rank)
     predicted = decode_round(job.model, job.layout, len(prompts))
+    sent, calls, waited = _moved(job, noted, len(prompts), predicted.made)
     return Here(
-        job.layout, tuple(tuple(tokens) for _, tokens in answers), predicted,
-        *_moved(job, noted, len(prompts), predicted.made), max(times[1] - times[0] for times, _ in answers),
-        median(chain(*gaps)) if later else None, _growth(gaps), later / (ended - began) if later else None,
-        ready.parameter_bytes, cached if later else None,
+        job.layout, tuple(tuple(tokens) for _, tokens in answers), sent, predicted.volume_of_token, calls, waited,
+        max(times[1] - times[0] for times, _ in answers), median(chain(*gaps)) if later else None, _growth(gaps),
+        later / (ended - began) if later else None, ready.parameter_bytes, cached if later else None,
     )  # fmt: skip
 
 
@@ -126,11 +115,8 @@ def _growth(gaps: Sequence[Sequence[float]]) -> float | None:
     return last / first - 1
 
 
-def _answers(service: Any, prompts: Sequence[Sequence[int]], output: int) -> list[tuple[list[float], list[int]]]:
+def _answers(service: Service, prompts: Sequence[Sequence[int]], output: int) -> list[tuple[list[float], list[int]]]:
     """For each prompt when it was asked and when each token came, and the tokens. Raises `RunFailed`."""
-    from shardwise.runtime.job.launch import RunFailed
-    from shardwise.serving.messages import Finished, Sampling
-
     over = threading.Semaphore(0)
     errors: list[str] = []
 
@@ -195,10 +181,8 @@ def _of_rank(job: ServingJob, rank: int, rounds: Sequence[Sequence[StepRecord]])
     return ring_volume(rows, plan).over(len(rounds)), calls / len(rounds), waited / len(rounds)
 
 
-def tables(name: str, measured: Sequence[Here], prompts: int) -> Iterator[RenderableType]:
+def tables(name: str, measured: Sequence[Here], prompts: int) -> Iterator[Renderable]:
     """All that is printed of what was measured."""
-    from shardwise.report.terminal import rows_by_name
-
     many = f"{prompts} sequences at a time" if prompts > 1 else "one sequence"
     count = len(measured[0].tokens[0])
     yield f"{name}, measured here: {many}, {count} token{'s' * (count > 1)} each\n"
@@ -207,17 +191,18 @@ def tables(name: str, measured: Sequence[Here], prompts: int) -> Iterator[Render
     )
     yield from (_against(measured[0], one) for one in measured[1:])
     for one in measured:
-        if one.sent is None:
+        if one.ring_bytes_of_a_token is None:
             yield f"{one.layout}: no turn decoded all sequences, so what a token sends is not known: more --max-tokens"
 
 
 def _against(base: Here, one: Here) -> str:
     same = "the same tokens" if one.tokens == base.tokens else "other tokens (sums are rounded differently)"
     words = f"{one.layout} against {base.layout}: {same}"
-    if one.token and base.token:
-        words += f", {one.token / base.token:.3g} times its seconds a token"
-    if base.sent and one.sent and base.sent.blocks and one.sent.blocks:
-        words += f", {float(one.sent.blocks / base.sent.blocks):,.4g} times its bytes for the blocks"
+    if one.token_seconds and base.token_seconds:
+        words += f", {one.token_seconds / base.token_seconds:.3g} times its seconds a token"
+    sent, usual = one.ring_bytes_of_a_token, base.ring_bytes_of_a_token
+    if usual and sent and usual.blocks and sent.blocks:
+        words += f", {float(sent.blocks / usual.blocks):,.4g} times its bytes for the blocks"
     return words
 
 
@@ -231,7 +216,7 @@ def _bytes(of: Callable[[Here], float | Fraction | None]) -> Callable[[Here], st
 
 
 def _sent(of: Callable[[Volume], Fraction]) -> Callable[[Here], str]:
-    return _bytes(lambda one: None if one.sent is None else of(one.sent))
+    return _bytes(lambda one: None if one.ring_bytes_of_a_token is None else of(one.ring_bytes_of_a_token))
 
 
 def _time(of: Callable[[Here], float | None]) -> Callable[[Here], str]:
@@ -240,16 +225,16 @@ def _time(of: Callable[[Here], float | None]) -> Callable[[Here], str]:
 
 ROWS: list[tuple[str, Callable[[Here], str]]] = [
     ("a rank sends for a token (ring volume)", _sent(lambda sent: sent.total)),
-    ("  predicted", _bytes(lambda one: one.predicted.volume_of_token.total)),
+    ("  predicted", _bytes(lambda one: one.predicted_ring_bytes_of_a_token.total)),
     ("  blocks", _sent(lambda sent: sent.blocks)),
     ("  embedding, head, logits", _sent(lambda sent: sent.edges)),
     ("  control, chosen tokens", _sent(lambda sent: sent.other)),
-    ("collectives and messages of a token", _cell("{:.4g}".format, lambda one: one.calls)),
-    ("time of a token (median)", _time(lambda one: one.token)),
-    ("  of it waiting for other ranks", _time(lambda one: one.waited)),
+    ("collectives and messages of a token", _cell("{:.4g}".format, lambda one: one.collectives_of_a_token)),
+    ("time of a token (median)", _time(lambda one: one.token_seconds)),
+    ("  of it waiting for other ranks", _time(lambda one: one.waiting_seconds_of_a_token)),
     ("  last tokens against first", _cell(partial(format_share, signed=True), lambda one: one.growth)),
-    ("tokens/s, all sequences", _cell("{:.4g}".format, lambda one: one.rate)),
-    ("prompt until its first token", _time(lambda one: one.first)),
+    ("tokens/s, all sequences", _cell("{:.4g}".format, lambda one: one.tokens_per_second)),
+    ("prompt until its first token", _time(lambda one: one.first_token_seconds)),
     ("weights that stay on a rank", _bytes(lambda one: one.parameter_bytes)),
     ("cache of a rank before the last tokens", _bytes(lambda one: one.cache_bytes)),
 ]

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.output import print_json, show
 from shardwise.report.tables import comparison_tables, zero_table
+from shardwise.report.terminal import Renderable
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from shardwise.demo import ResumedRun, Tour
 
 
@@ -51,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failures else 0
 
 
-def _silent(*things: RenderableType) -> None:
+def _silent(*things: Renderable) -> None:
     """No-op."""
 
 
@@ -63,7 +62,7 @@ def _resumed_line(run: ResumedRun) -> str:
     )
 
 
-def _zero_table() -> RenderableType:
+def _zero_table() -> Renderable:
     from shardwise import demo
 
     return zero_table(_zero_bytes(), demo.large_title(), capacity=demo.capacity())
@@ -75,7 +74,7 @@ def _zero_bytes() -> dict[int, dict[int, int]]:
     return {stage: {gpus: held.total for gpus, held in row.items()} for stage, row in demo.zero_memory().items()}
 
 
-def _outcome(tour: Tour) -> tuple[RenderableType, ...]:
+def _outcome(tour: Tour) -> tuple[Renderable, ...]:
     below = tour.validation_loss < tour.unigram_entropy
     loss = f"validation loss {tour.validation_loss:.3f}, {'below' if below else 'not below'} the unigram entropy of "
     loss += f"the validation text, {tour.unigram_entropy:.3f} (nats a token)"

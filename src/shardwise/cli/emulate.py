@@ -6,17 +6,22 @@ The engine runs as it does for a prompt; only a stage's arithmetic is replaced b
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+from shardwise.cli.engine import job_of
 from shardwise.cli.output import print_json
+from shardwise.cli.prompts import read_prompts
 from shardwise.errors import UserError
+from shardwise.report.units import format_share, format_time
+from shardwise.runtime.job.launch import RunFailed
 from shardwise.runtime.job.locks import temporary_folder
+from shardwise.serving.job import Ready, ServingJob
+from shardwise.serving.messages import Finished, Sampling, Token
 
 if TYPE_CHECKING:
     from shardwise.serving.bubble import Filled
-    from shardwise.serving.job import Ready, ServingJob
-    from shardwise.serving.messages import Finished, Token
     from shardwise.serving.service import Service
 
 ROUNDS = 5
@@ -31,9 +36,6 @@ def add_argument(group: argparse._ArgumentGroup) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from dataclasses import replace
-
-    from shardwise.cli.engine import job_of
     from shardwise.schedule.pipeline.times import seconds_of
     from shardwise.serving import bubble
 
@@ -66,8 +68,6 @@ def _check(args: argparse.Namespace, seconds: float) -> None:
 
 
 def _prompt(args: argparse.Namespace, job: ServingJob) -> list[int]:
-    from shardwise.cli.prompts import read_prompts
-
     if args.prompt or args.prompt_file or args.tokens:
         ((prompt,), _) = read_prompts(args)
         return prompt
@@ -76,7 +76,6 @@ def _prompt(args: argparse.Namespace, job: ServingJob) -> list[int]:
 
 def _read(job: ServingJob, prompt: list[int]) -> Ready:
     """Have the prompt read again and again, one at a time. Raises `RunFailed` when a rank dies."""
-    from shardwise.serving.messages import Sampling
     from shardwise.serving.service import Service
 
     with Service(job) as service:
@@ -89,9 +88,6 @@ def _read(job: ServingJob, prompt: list[int]) -> Ready:
 
 
 def _once(service: Service, prompt: list[int]) -> None:
-    from shardwise.runtime.job.launch import RunFailed
-    from shardwise.serving.messages import Finished, Sampling
-
     heard: SimpleQueue[Token | Finished] = SimpleQueue()
     service.submit(prompt, Sampling(max_tokens=1), heard.put)
     while not isinstance(said := heard.get(), Finished):
@@ -101,7 +97,6 @@ def _once(service: Service, prompt: list[int]) -> None:
 
 
 def _show(job: ServingJob, ready: Ready, measured: list[Filled], simulated: Filled, *, as_json: bool) -> None:
-    from shardwise.report.units import format_share, format_time
     from shardwise.serving.bubble import median
 
     middle = median(measured)

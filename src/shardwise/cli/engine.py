@@ -10,9 +10,17 @@ from pathlib import Path
 
 from shardwise.cli.flags import add_flags, given
 from shardwise.cli.quantities import bytes_of
+from shardwise.cluster.catalog import lookup
 from shardwise.errors import UserError
 from shardwise.layout import Layout
-from shardwise.predict.memory.serving import MemoryFit, largest_page_bytes
+from shardwise.predict.memory.serving import (
+    RESERVED_CUDA,
+    MemoryFit,
+    ServingSetup,
+    fit_on_host,
+    largest_page_bytes,
+    serving_fit,
+)
 from shardwise.predict.serving_layout import check_generation
 from shardwise.serving.job import ServingJob, weights_in
 
@@ -47,9 +55,6 @@ def job_of(args: argparse.Namespace, report: str | None = None) -> ServingJob:
 
 def fit_of(job: ServingJob) -> MemoryFit:
     """Whether weights and cache fit, before anything is loaded."""
-    from shardwise.cluster.catalog import lookup
-    from shardwise.predict.memory.serving import RESERVED_CUDA, ServingSetup, fit_on_host, serving_fit
-
     served = ServingSetup(job.context, job.batch, job.page, job.chunk, job.quantize == "int8", cache=job.pages)
     if job.device == "cpu":
         return fit_on_host(job.model, job.layout, served, lookup("CPU").device.memory_bytes)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from shardwise.cli.flags import add_flags, given
 from shardwise.cli.models import add_model, model_of
@@ -21,10 +20,8 @@ from shardwise.layout import Layout, Workload
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import count
 from shardwise.report import StepReport, tables
+from shardwise.report.terminal import Renderable
 from shardwise.report.units import format_count
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +63,7 @@ def _step(args: argparse.Namespace) -> int:
 
 def _lines(
     report: StepReport, model: ModelConfig, layout: Layout, workload: Workload, cluster: Cluster, observed: bool
-) -> Iterator[RenderableType]:
+) -> Iterator[Renderable]:
     from shardwise.cli.show.estimate_table import balance_lines, kinds_table, timing_lines
     from shardwise.predict.estimate import unmodelled
     from shardwise.predict.memory.capacity import capacity_of, explained

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from shardwise.cli.output import print_result
 from shardwise.cli.show import explain_table
@@ -21,9 +20,7 @@ from shardwise.interop.words import in_words
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import catalog, resolve
 from shardwise.model.changes import change
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from shardwise.report.terminal import Renderable
 
 Outlook = explain_table.Training | explain_table.CacheRoom | None
 
@@ -57,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _lines(
     reading: Reading, words: list[str], model: ModelConfig | None, outlook: Outlook, cluster: Cluster | None
-) -> Iterator[RenderableType]:
+) -> Iterator[Renderable]:
     ranks = reading.layout.ranks
     yield f"{reading.engine} on {ranks} GPU{'s' * (ranks > 1)}: {reading.layout}"
     yield from _section("What it is:", words)

@@ -5,16 +5,12 @@ from __future__ import annotations
 import json
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from argparse import Namespace
+from collections.abc import Iterable
+from typing import Any
 
 from shardwise.report.strict_json import strict
-from shardwise.report.terminal import wrap
-
-if TYPE_CHECKING:
-    from argparse import Namespace
-    from collections.abc import Iterable
-
-    from rich.console import RenderableType
+from shardwise.report.terminal import Renderable, wrap
 
 
 def print_json(data: Any) -> None:
@@ -22,7 +18,7 @@ def print_json(data: Any) -> None:
     print(json.dumps(strict(data), indent=1, allow_nan=False))
 
 
-def print_result(args: Namespace, data: Any, lines: Iterable[RenderableType]) -> int:
+def print_result(args: Namespace, data: Any, lines: Iterable[Renderable]) -> int:
     """Print `data` with --json, else the texts and tables of `lines`. Returns the exit code 0."""
     if args.json:
         print_json(data)
@@ -37,7 +33,7 @@ def progress(line: str = "") -> None:
         print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
 
 
-def show(*things: RenderableType) -> None:
+def show(*things: Renderable) -> None:
     """Print texts and tables on standard output, as wide as the terminal, as `COLUMNS` says, or 160 columns."""
     from rich.console import Console
 

@@ -26,7 +26,7 @@ from shardwise.layout import Layout, Workload
 from shardwise.model import ModelConfig
 
 if TYPE_CHECKING:
-    from shardwise.planner.goals import Power, Run
+    from shardwise.planner.goals import Power, Run, Size, SmallestCandidate
     from shardwise.planner.plan import Plan
     from shardwise.planner.space import Space
 
@@ -215,31 +215,34 @@ def _answer(args: argparse.Namespace, space: Space, usable: float) -> dict[str, 
         return {"model": goals.largest_model(space, usable).name, "cluster": str(space.cluster)}
     if args.find == "sequence":
         seq, outcome = goals.longest_sequence(space, usable)
-        reported = {
-            "seq": seq,
-            "layout": str(outcome.layout),
-            "bytes": round(outcome.nbytes),
-            "cluster": str(space.cluster),
-        }
-        return reported | _refusal(space, outcome.layout, replace(space.workload, seq=seq))
+        refusal = _refusal(space, outcome.layout, replace(space.workload, seq=seq))
+        return {"seq": seq, **_outcome(space, outcome), **refusal}
     if args.find == "batch":
         return _batch(space, usable)
     sizes, ideal, on = goals.scaling(space, usable, progress)
     return {
         "ideal_tokens_per_second_per_device": ideal,
         "ideal_on": str(on),
-        "sizes": [
-            {
-                "cluster": str(size.cluster),
-                "layout": str(size.best.layout) if size.best else None,
-                "seconds": size.best.seconds if size.best else None,
-                "tokens_per_second": size.tokens_per_second if size.best else None,
-                "efficiency": size.efficiency if size.best else None,
-            }
-            | (_refusal(space, size.best.layout) if size.best else {"not_runnable": None})
-            for size in sizes
-        ],
+        "sizes": [_size(space, size) for size in sizes],
     }
+
+
+def _size(space: Space, size: Size) -> dict[str, Any]:
+    if size.best is None:
+        empty = ("layout", "seconds", "tokens_per_second", "efficiency", "not_runnable")
+        return {"cluster": str(size.cluster), **dict.fromkeys(empty)}
+    return {
+        "cluster": str(size.cluster),
+        "layout": str(size.best.layout),
+        "seconds": size.best.seconds,
+        "tokens_per_second": size.tokens_per_second,
+        "efficiency": size.efficiency,
+        **_refusal(space, size.best.layout),
+    }
+
+
+def _outcome(space: Space, outcome: SmallestCandidate) -> dict[str, Any]:
+    return {"layout": str(outcome.layout), "bytes": round(outcome.nbytes), "cluster": str(space.cluster)}
 
 
 def _batch(space: Space, usable: float) -> dict[str, Any]:
@@ -247,18 +250,12 @@ def _batch(space: Space, usable: float) -> dict[str, Any]:
 
     batch, outcome = goals.largest_batch(space, usable)
     micro = goals.largest_micro(space, usable)
-    return {
-        "batch": batch,
-        "layout": str(outcome.layout),
-        "bytes": round(outcome.nbytes),
-        "cluster": str(space.cluster),
-        "seq": space.workload.seq,
-        "of_batch": space.workload.batch,
-        "micro": None if micro is None else micro.layout.micro,
-        "micro_layout": None if micro is None else str(micro.layout),
-        "micro_bytes": None if micro is None else round(micro.nbytes),
-        "micro_not_runnable": None if micro is None else _refusal(space, micro.layout)["not_runnable"],
-    } | _refusal(space, outcome.layout, replace(space.workload, batch=batch))
+    data = {"batch": batch, **_outcome(space, outcome), "seq": space.workload.seq, "of_batch": space.workload.batch}
+    data |= dict.fromkeys(("micro", "micro_layout", "micro_bytes", "micro_not_runnable"))
+    if micro is not None:
+        data |= {"micro": micro.layout.micro, "micro_layout": str(micro.layout), "micro_bytes": round(micro.nbytes)}
+        data["micro_not_runnable"] = _refusal(space, micro.layout)["not_runnable"]
+    return data | _refusal(space, outcome.layout, replace(space.workload, batch=batch))
 
 
 def _refusal(space: Space, layout: Layout, workload: Workload | None = None) -> dict[str, str | None]:

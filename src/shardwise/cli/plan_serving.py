@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from shardwise.cli.models import model_of
 from shardwise.cli.output import print_result
-from shardwise.report.terminal import Column, FittedTable
+from shardwise.cluster import Cluster
+from shardwise.layout import Workload
+from shardwise.model.parameters import count
+from shardwise.planner.serving import TYPES, Deployment, ServingPlan, plan_serving
+from shardwise.report.terminal import Column, FittedTable, Renderable
 from shardwise.report.units import format_bytes, format_count, format_share, format_time
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from shardwise.planner.serving import Deployment, ServingPlan
 
 
 def run(args: argparse.Namespace) -> int:
     """Plan serving as `args` asks. Raises `UserError`."""
-    from shardwise.cluster import Cluster
-    from shardwise.layout import Workload
-    from shardwise.planner.serving import plan_serving
-
     workload = Workload(prompt=args.prompt, output=args.output, concurrency=args.concurrency)
     result = plan_serving(
         model_of(args), Cluster.parse(args.cluster), workload, engine=args.engine, by=args.by, top=args.top
@@ -30,10 +24,8 @@ def run(args: argparse.Namespace) -> int:
     return print_result(args, result.to_json(), serving_tables(result))
 
 
-def serving_tables(plan: ServingPlan) -> Iterator[RenderableType]:
+def serving_tables(plan: ServingPlan) -> Iterator[Renderable]:
     """All that is printed for a plan of serving."""
-    from shardwise.model.parameters import count
-
     work = plan.workload
     clients = f"{work.concurrency:,} client{'s' * (work.concurrency > 1)}"
     yield (
@@ -68,8 +60,6 @@ _COLUMNS = (
 
 
 def _table(deployments: Sequence[Deployment]) -> FittedTable:
-    from shardwise.planner.serving import TYPES
-
     table = FittedTable(_COLUMNS)
     for one in deployments:
         table.add_row(
@@ -88,8 +78,6 @@ def _spread(deployments: Sequence[Deployment], most: int) -> list[Deployment]:
 
 
 def _weighed(plan: ServingPlan) -> Iterator[str]:
-    from shardwise.planner.serving import TYPES
-
     if plan.quantised:
         fewer, split = plan.quantised
         yield (

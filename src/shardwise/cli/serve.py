@@ -9,21 +9,21 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from socket import socket
 from typing import TYPE_CHECKING
 
 from shardwise.cli.engine import add_engine, fit_of, job_of
 from shardwise.cli.interrupts import ended_as_interrupted
 from shardwise.errors import UserError
+from shardwise.predict.memory.serving import MemoryFit
 from shardwise.runtime.installed import require
+from shardwise.runtime.job.output import say
+from shardwise.serving.job import Ready, ServingJob, tokenizer_of, weights_in
 
 if TYPE_CHECKING:
-    from shardwise.predict.memory.serving import MemoryFit
     from shardwise.serving.http.chat import Chat
-    from shardwise.serving.job import Ready, ServingJob
     from shardwise.serving.text import Text
 
 PORT, QUEUE, GRACE = 8000, 256, 30.0
@@ -46,8 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     require("serving", "starlette", "uvicorn", "jinja2", "tokenizers", "torch", extra="serve")
-    from shardwise.runtime.job.output import say
-    from shardwise.serving.http.server import bind
+    from shardwise import __version__
+    from shardwise.serving.http.app import application
+    from shardwise.serving.http.generation import Front
+    from shardwise.serving.http.server import bind, url_of
+    from shardwise.serving.http.server import run as run_server
+    from shardwise.serving.service import Service
 
     key, name = _checked(args)
     # The server itself ends in order; before that, while weights are read, there is nothing to be finished.
@@ -59,41 +63,15 @@ def run(args: argparse.Namespace) -> int:
             say(line)
         if not fit.fits:
             raise UserError(fit.refusal())
-        _serve(args, sock, _Served(name, key, job, fit, text, chat))
+        say(f"reading weights on {job.layout.ranks} rank(s)")
+        with Service(job) as service:
+            ready = service.start()
+            front = Front(service, text, context=job.context, places=job.batch * job.replicas, queue=args.queue)
+            app = application(front, name, chat, version=__version__, api_key=key)
+            tell = partial(_tell, f"{url_of(sock)}/v1", name, job, fit, ready, args.json)
+            run_server(app, front, sock, grace=args.grace, ready=tell, echo=say)
     say("stopped")
     return 0
-
-
-@dataclass(frozen=True)
-class _Served:
-    """What is served, and to whom: name of the model, key of the clients."""
-
-    name: str
-    key: str | None
-    job: ServingJob
-    fit: MemoryFit
-    text: Text
-    chat: Chat
-
-
-def _serve(args: argparse.Namespace, sock: socket, served: _Served) -> None:
-    """From the start of the ranks to the last answer."""
-    from shardwise import __version__
-    from shardwise.runtime.job.output import say
-    from shardwise.serving.http.app import application
-    from shardwise.serving.http.generation import Front
-    from shardwise.serving.http.server import run as run_server
-    from shardwise.serving.http.server import url_of
-    from shardwise.serving.service import Service
-
-    job = served.job
-    say(f"reading weights on {job.layout.ranks} rank(s)")
-    with Service(job) as service:
-        ready = service.start()
-        front = Front(service, served.text, context=job.context, places=job.batch * job.replicas, queue=args.queue)
-        app = application(front, served.name, served.chat, version=__version__, api_key=served.key)
-        tell = partial(_tell, f"{url_of(sock)}/v1", served, ready, args.json)
-        run_server(app, front, sock, grace=args.grace, ready=tell, echo=say)
 
 
 def _checked(args: argparse.Namespace) -> tuple[str | None, str]:
@@ -109,7 +87,6 @@ def _checked(args: argparse.Namespace) -> tuple[str | None, str]:
 def _text_and_chat(folder: str) -> tuple[Text, Chat]:
     """The tokenizer of a folder and its chat template. Raises `UserError`."""
     from shardwise.serving.http.chat import Chat
-    from shardwise.serving.job import tokenizer_of, weights_in
     from shardwise.serving.text import Text
 
     weights_in(folder)
@@ -119,16 +96,15 @@ def _text_and_chat(folder: str) -> tuple[Text, Chat]:
     return Text.open(folder), Chat(file)
 
 
-def _tell(url: str, served: _Served, ready: Ready, as_json: bool) -> None:
+def _tell(url: str, name: str, job: ServingJob, fit: MemoryFit, ready: Ready, as_json: bool) -> None:
     """Say that requests are taken: on standard output, since programs wait for that line."""
     if not as_json:
-        print(f"{served.name} is served on {url}: context {ready.context:,}, {ready.transport}", flush=True)
+        print(f"{name} is served on {url}: context {ready.context:,}, {ready.transport}", flush=True)
         return
-    fit = served.fit
     said = {
         "url": url,
-        "model": served.name,
-        "layout": str(served.job.layout),
+        "model": name,
+        "layout": str(job.layout),
         "context": ready.context,
         "pages": ready.pages,
         "page_tokens": ready.page_tokens,

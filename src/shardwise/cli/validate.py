@@ -9,13 +9,22 @@ import argparse
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardwise.cli.output import print_json, show
 from shardwise.report.terminal import plain_table
-
-if TYPE_CHECKING:
-    from shardwise.validation.scoreboard import Prediction, Score
+from shardwise.validation.scoreboard import (
+    MISS,
+    PUBLISHED,
+    Prediction,
+    Score,
+    cases,
+    memory_scores,
+    predict,
+    read,
+    reason,
+    scores,
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,8 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from shardwise.validation.scoreboard import PUBLISHED, cases, predict, read, scores
-
     rows = [row for table in args.tables or [PUBLISHED] for row in read(table)]
     runs_to_score, skipped = cases(rows)
     predictions, refused = predict(runs_to_score)
@@ -41,8 +48,8 @@ def run(args: argparse.Namespace) -> int:
     _print_memory(rows)
     _print_assumed(predictions)
     for score in ranked:
-        for reason, count in score.skipped.items():
-            print(f"{score.source}: {_rows(count)} skipped: {reason}")
+        for why, count in score.skipped.items():
+            print(f"{score.source}: {_rows(count)} skipped: {why}")
     return 0
 
 
@@ -51,8 +58,6 @@ def _rows(count: int) -> str:
 
 
 def _row(one: Prediction) -> dict[str, Any]:
-    from shardwise.validation.scoreboard import MISS, reason
-
     return {
         "case": one.case.describe(),
         "seconds": one.seconds,
@@ -79,16 +84,14 @@ def _print_scores(ranked: list[Score]) -> None:
 
 def _print_memory(rows: list[Any]) -> None:
     """Where rows say how much memory they took: how far off their software's states and activations are."""
-    from shardwise.validation.scoreboard import memory_scores
-
     for score in memory_scores(rows):
         if score.mean_abs_error is not None and score.bias is not None:
             print(
                 f"{score.source}: memory of {len(score.rows)} rows, mean error {100 * score.mean_abs_error:.1f}%, "
                 f"bias {100 * score.bias:+.1f}%"
             )
-        for reason, count in score.skipped.items():
-            print(f"{score.source}: memory of {_rows(count)} skipped: {reason}")
+        for why, count in score.skipped.items():
+            print(f"{score.source}: memory of {_rows(count)} skipped: {why}")
 
 
 def _print_assumed(predictions: list[Prediction]) -> None:
@@ -99,8 +102,6 @@ def _print_assumed(predictions: list[Prediction]) -> None:
 
 
 def _print_rows(predictions: list[Prediction], every: bool) -> None:
-    from shardwise.validation.scoreboard import MISS, reason
-
     listed = [one for one in predictions if every or abs(one.error) > MISS]
     if not listed:
         return

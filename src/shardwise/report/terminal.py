@@ -10,12 +10,15 @@ import re
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
     from rich.table import Table
     from rich.text import Text
+
+Renderable: TypeAlias = "RenderableType"
+"""A text or a table, where rich is not loaded."""
 
 _GAP = 2
 """Spaces between two columns."""

@@ -59,9 +59,10 @@ def _lines(role: Role) -> Iterator[TransportLine]:
             algorithm=rows[0].algorithm,
             calls=sum(row.count for row in ledger),
             payload_bytes=sum(row.payload_bytes for row in ledger),
-            **{
-                name: _sum([getattr(row, name) for row in rows]) for name in ("bytes_sent", "steps", "time_s", "wait_s")
-            },
+            bytes_sent=_sum([row.bytes_sent for row in rows]),
+            steps=_sum([row.steps for row in rows]),
+            time_s=_sum([row.time_s for row in rows]),
+            wait_s=_sum([row.wait_s for row in rows]),
         )
 
 

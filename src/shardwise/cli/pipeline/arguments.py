@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from shardwise.cli.quantities import bytes_of
-from shardwise.errors import UserError, os_errors
+from shardwise.errors import UserError
 from shardwise.schedule.pipeline import PipelineSchedule, build, find
 from shardwise.schedule.pipeline.plan import MOST_PASSES
 from shardwise.schedule.pipeline.stages import StageLayers
@@ -20,7 +20,6 @@ GENERATOR_OPTIONS = {
     "warmup": "forwards of rank 0 before its first pair (1f1b); left out, P - 1",
     "tokens": "tokens of each micro-batch (decode)",
 }
-EARLY = "a B sends its input's gradient before it computes those of weights (as training does)"
 
 
 def add_schedule(parser: argparse.ArgumentParser) -> None:
@@ -30,11 +29,17 @@ def add_schedule(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, metavar="P", help="stages of the pipeline, one a rank")
     parser.add_argument("--micro", type=int, metavar="M", help="micro-batches of a step")
     parser.add_argument("--virtual", type=int, metavar="V", help="left out, what the schedule needs at least")
-    parser.add_argument("--zero", type=int, default=0, metavar="Z", help="ZeRO stage: adds gathers and reductions")
-    parser.add_argument("--tied", action="store_true", help="the embedding is the head's table, too")
-    parser.add_argument("--early", action="store_true", help=EARLY)
+    add_variants(parser)
     for option, text in GENERATOR_OPTIONS.items():
         parser.add_argument(f"--{option}", type=int, metavar="N", help=text)
+
+
+def add_variants(parser: argparse.ArgumentParser) -> None:
+    """Flags of what any schedule may have besides."""
+    parser.add_argument("--zero", type=int, default=0, metavar="Z", help="ZeRO stage: adds gathers and reductions")
+    parser.add_argument("--tied", action="store_true", help="the embedding is the head's table, too")
+    text = "a B sends its input's gradient before it computes those of weights (as training does)"
+    parser.add_argument("--early", action="store_true", help=text)
 
 
 def add_times(parser: argparse.ArgumentParser) -> None:
@@ -107,12 +112,6 @@ def read(args: argparse.Namespace, others: Sequence[str]) -> PipelineSchedule:
         return from_csv(text, path.stem, zero=args.zero, tied=args.tied) if path.suffix == ".csv" else from_text(text)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
-
-
-def write(path: Path, text: str) -> None:
-    """Raises `UserError` for a file that cannot be written."""
-    with os_errors(f"write {path}"):
-        path.write_text(text)
 
 
 def check(schedule: PipelineSchedule) -> None:

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from shardwise.cli.output import print_result
-from shardwise.report.terminal import plain_table
+from shardwise.report.terminal import Renderable, plain_table
 from shardwise.schedule.pipeline import generators
 from shardwise.schedule.pipeline.closed_forms import FORMS
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
     return print_result(args, data, _lines())
 
 
-def _lines() -> Iterator[RenderableType]:
+def _lines() -> Iterator[Renderable]:
     table = plain_table(("", "V", "options", "bubble", "what it does", "source"))
     for g in generators():
         virtual = "1" if g.virtual == 1 else "2" if g.shape == "vee" else "2 or more"

@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 
 from shardwise.cli.output import print_json
-from shardwise.cli.pipeline.arguments import add_schedule, schedule_of, title, write
-from shardwise.errors import UserError
+from shardwise.cli.pipeline.arguments import add_schedule, schedule_of, title
+from shardwise.errors import UserError, os_errors
 from shardwise.schedule.pipeline.show import grid
 from shardwise.schedule.pipeline.text import to_csv, to_text
 from shardwise.schedule.pipeline.verify import verify
@@ -30,7 +30,9 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--compute-only is a form of CSV: give --out FILE.csv")
     if args.out:
         form = "compute_only" if args.compute_only else "compute_comms"
-        write(args.out, to_csv(schedule, form) if args.out.suffix == ".csv" else to_text(schedule))  # type: ignore[arg-type]
+        text = to_csv(schedule, form) if args.out.suffix == ".csv" else to_text(schedule)  # type: ignore[arg-type]
+        with os_errors(f"write {args.out}"):
+            args.out.write_text(text)
     if args.json:
         actions = [[str(action) for action in actions] for actions in schedule.actions]
         print_json({name: getattr(schedule, name) for name in FIELDS} | {"actions": actions})

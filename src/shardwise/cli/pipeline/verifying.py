@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.cli.output import print_json, progress
-from shardwise.cli.pipeline.arguments import EARLY, count, read, sized
+from shardwise.cli.pipeline.arguments import add_variants, count, read, sized
 from shardwise.cli.quantities import numbers
 from shardwise.errors import UserError
 from shardwise.schedule.pipeline import PipelineSchedule, ScheduleGenerator, build, find, generators
@@ -23,9 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--file", type=Path, help="a schedule written by show, or by torch (.csv)")
     for name, default in NUMBERS.items():
         parser.add_argument(f"--{name}", metavar="N,...", help=f"such as 8 or 2,4; left out, {default}")
-    parser.add_argument("--zero", type=int, default=0, metavar="Z", help="ZeRO stage: adds gathers and reductions")
-    parser.add_argument("--tied", action="store_true", help="the embedding is the head's table, too")
-    parser.add_argument("--early", action="store_true", help=EARLY)
+    add_variants(parser)
 
 
 def run(args: argparse.Namespace) -> int:

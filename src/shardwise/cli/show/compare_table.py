@@ -20,12 +20,10 @@ from shardwise.model.catalog import resolve
 from shardwise.model.changes import change
 from shardwise.model.parameters import count
 from shardwise.report import time_parts
-from shardwise.report.terminal import rows_by_name
+from shardwise.report.terminal import Renderable, rows_by_name
 from shardwise.report.units import format_bytes, format_count, format_share, format_time
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from shardwise.cli.compare_local import Here
     from shardwise.planner.strategies import Asked, Generated, Ratio, StrategyComparison
 
@@ -85,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--{flag} does nothing here: leave it out with --compare")
     measured = _measured(args, prompted) if here else None
     data = {"measured": measured.to_json()} if measured else {}
-    lines: Iterable[RenderableType] = measured.tables() if measured else ()
+    lines: Iterable[Renderable] = measured.tables() if measured else ()
     if args.cluster is not None:
         predicted = _predicted(args, measured)
         data["predicted"] = predicted.to_json()
@@ -108,7 +106,7 @@ class LocalMeasurement:
             "strategies": [one.to_json() for one in self.strategies],
         }
 
-    def tables(self) -> Iterator[RenderableType]:
+    def tables(self) -> Iterator[Renderable]:
         from shardwise.cli.compare_local import tables
 
         return tables(self.model, self.strategies, len(self.prompts))
@@ -183,7 +181,7 @@ def model_named(args: argparse.Namespace) -> ModelConfig:
     return change(resolve(args.model), changes)
 
 
-def tables(comparison: StrategyComparison) -> Iterator[RenderableType]:
+def tables(comparison: StrategyComparison) -> Iterator[Renderable]:
     """All that is printed."""
     request = comparison.asked
     many = "one sequence"

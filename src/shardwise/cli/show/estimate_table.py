@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING
 
 from shardwise.cluster import Cluster
 from shardwise.report import StepReport, time_parts
-from shardwise.report.terminal import Column, FittedTable, plain_table
+from shardwise.report.terminal import Column, FittedTable, Renderable, plain_table
 from shardwise.report.units import format_bytes, format_share, format_time
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from shardwise.predict.tensor_kinds import TensorKind
 
 LEAST = 0.002
@@ -42,7 +40,7 @@ def kinds_table(kinds: Sequence[TensorKind]) -> FittedTable:
     return table
 
 
-def timing_lines(report: StepReport, cluster: Cluster | None, tokens: int) -> list[RenderableType]:
+def timing_lines(report: StepReport, cluster: Cluster | None, tokens: int) -> list[Renderable]:
     """What a step takes and where its time goes; for an unmeasured CPU, how to measure it. tokens: of a step,
     over all ranks."""
     if report.timing is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
@@ -11,10 +11,8 @@ from shardwise.interop import Reading
 from shardwise.layout import Workload, check
 from shardwise.model import ModelConfig
 from shardwise.report import StepReport
+from shardwise.report.terminal import Renderable
 from shardwise.report.units import format_bytes
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 PROFILES = {"Megatron-LM": "megatron-bridge"}
 """Engine whose configuration is read -> the profile that stands for it in `predict.time`."""
@@ -35,7 +33,7 @@ class Training:
             "not_estimated": self.why or None,
         }
 
-    def lines(self, cluster: Cluster | None) -> list[RenderableType]:
+    def lines(self, cluster: Cluster | None) -> list[Renderable]:
         """What is printed: tables and texts."""
         if self.report is None:
             return [f"What it will do with {self.model.name} is not priced: {self.why}"]
@@ -79,9 +77,9 @@ class CacheRoom:
             "longest_sequences": self.tokens // self.length if self.tokens is not None and self.length else None,
         }
 
-    def lines(self, cluster: Cluster | None) -> list[RenderableType]:
+    def lines(self, cluster: Cluster | None) -> list[Renderable]:
         """What is printed."""
-        results: list[RenderableType] = [
+        results: list[Renderable] = [
             f"What it will do with {self.model.name}, on each GPU:",
             f"  {format_bytes(self.weights)} of weights, {format_bytes(self.a_token)} of cache for a token of a "
             "sequence",

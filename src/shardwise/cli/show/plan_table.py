@@ -8,26 +8,24 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.show.estimate_table import LEAST
 from shardwise.layout import Mesh
+from shardwise.model.parameters import count
 from shardwise.planner.alternatives import Alternative
 from shardwise.planner.plan import Plan
 from shardwise.planner.runnable import OWN
 from shardwise.report import time_parts
 from shardwise.report.step_report import Role, StepReport
-from shardwise.report.terminal import Column, FittedTable, new_table
+from shardwise.report.tables import memory_table
+from shardwise.report.terminal import Column, FittedTable, Renderable, new_table
 from shardwise.report.units import format_bytes, format_count, format_share, format_time
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
     from rich.table import Table
 
 _BAR = 24
 
 
-def plan_tables(plan: Plan) -> Iterator[RenderableType]:
+def plan_tables(plan: Plan) -> Iterator[Renderable]:
     """All that is printed for a plan."""
-    from shardwise.model.parameters import count
-    from shardwise.report.tables import memory_table
-
     workload, winner = plan.workload, plan.winner
     yield (
         f"{plan.model.name}: {format_count(count(plan.model))} parameters on {plan.cluster}, "
@@ -100,8 +98,8 @@ def _refused(plan: Plan) -> Iterator[str]:
     if not reasons:
         yield "`train` here runs every layout shown, but not with that software's kernels and overlaps"
     best = ", the best included" if plan.not_runnable(plan.winner) else ""
-    for reason, count in reasons.items():
-        yield f"{count} of the {len(plan.ranked)} shown{best}: {reason}"
+    for reason, layouts in reasons.items():
+        yield f"{layouts} of the {len(plan.ranked)} shown{best}: {reason}"
 
 
 def _time(plan: Plan) -> Table:
@@ -180,7 +178,7 @@ def _energy(kwh: float) -> str:
     return f"at most {kwh / 1000:,.0f} MWh" if kwh >= 10_000 else f"at most {kwh:,.1f} kWh"
 
 
-def answer_lines(find: str, answer: dict[str, Any]) -> Iterator[RenderableType]:
+def answer_lines(find: str, answer: dict[str, Any]) -> Iterator[Renderable]:
     """What `--find` found."""
     if find == "cluster":
         yield f"cheapest: {answer['cluster']} with {answer['layout']}"
@@ -201,7 +199,7 @@ def answer_lines(find: str, answer: dict[str, Any]) -> Iterator[RenderableType]:
             f"of the fastest layout on any of these clusters if memory were no limit ({answer['ideal_on']})"
         )
         refused = Counter(size["not_runnable"] for size in answer["sizes"] if size["not_runnable"])
-        yield from (f"{count} of these: {reason}" for reason, count in refused.items())
+        yield from (f"{layouts} of these: {reason}" for reason, layouts in refused.items())
 
 
 def _refusal(answer: dict[str, Any], key: str = "not_runnable") -> Iterator[str]:

@@ -73,17 +73,22 @@ def of_ranks(recorded: RankTimelines) -> DrawnTimeline:
     events: list[Event] = []
     for one in recorded.ranks:
         place = f"rank {one.rank}" if recorded.hosts == 1 else f"host {one.host} rank {one.rank}"
-        lanes = {stream: len(rows) + i for i, stream in enumerate(_streams(one.spans))}
-        rows += [f"{place} {stream}" for stream in lanes]
-        for span in one.spans:
-            start, seconds = (one.start + span.start) / 1e9, (span.stop - span.start) / 1e9
-            events.append(Event(lanes[span.stream], start, seconds, kind_of(span), span.name))
+        # The usual streams first.
+        streams = sorted({span.stream for span in one.spans}, key=lambda name: (_ORDER.get(name, len(_ORDER)), name))
+        events += _events(one.spans, streams, len(rows), one.start)
+        rows += [f"{place} {stream}" for stream in streams]
     return DrawnTimeline(rows, events)
 
 
-def _streams(timeline: tuple[TimeSpan, ...]) -> list[str]:
-    """The streams that there are, the usual ones first."""
-    return sorted({span.stream for span in timeline}, key=lambda stream: (_ORDER.get(stream, len(_ORDER)), stream))
+def _events(timeline: tuple[TimeSpan, ...], streams: list[str], first: int, start: int = 0) -> list[Event]:
+    """The spans in a row for each stream, from the row `first` on. start: nanoseconds at which their clock begins."""
+    return [
+        Event(
+            first + streams.index(span.stream), (start + span.start) / 1e9, (span.stop - span.start) / 1e9,
+            kind_of(span), span.name,
+        )
+        for span in timeline
+    ]  # fmt: skip
 
 
 def of_report(report: StepReport) -> DrawnTimeline:
@@ -92,13 +97,9 @@ def of_report(report: StepReport) -> DrawnTimeline:
     rows: list[str] = []
     events: list[Event] = []
     for role in report.roles:
-        lanes: dict[str, int] = {}
-        for span in spans(role):
-            if span.stream not in lanes:
-                lanes[span.stream] = len(rows)
-                rows.append(f"rank {min(role.ranks)} {span.stream}")
-            seconds = (span.stop - span.start) / 1e9
-            events.append(Event(lanes[span.stream], span.start / 1e9, seconds, kind_of(span), span.name))
+        streams = list(dict.fromkeys(span.stream for span in spans(role)))
+        events += _events(spans(role), streams, len(rows))
+        rows += [f"rank {min(role.ranks)} {stream}" for stream in streams]
     return DrawnTimeline(rows, events)
 
 
