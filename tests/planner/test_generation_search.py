@@ -8,7 +8,8 @@ from shardwise.layout import Layout, Workload
 from shardwise.model.catalog import get
 from shardwise.planner.serving import TYPES, plan_serving
 from shardwise.planner.strategies import Asked, compare
-from shardwise.predict.memory.serving import ServingSetup, fit_on_cluster, room_on
+from shardwise.predict.memory.capacity import usable_bytes
+from shardwise.predict.memory.serving import ServingSetup, fit_on_cluster
 from shardwise.predict.time import engine
 from shardwise.predict.time.generation import FEW, DecodeStrategy
 
@@ -38,7 +39,7 @@ def test_bytes_are_those_of_the_fit():
             served = ServingSetup(1200, one.batch, int8=one.weights == "int8")
             alone = fit_on_cluster(SMALL, one.layout, served, NODE)
             assert one.held == pytest.approx(alone.held.total, rel=0.01)
-        assert one.held <= room_on(NODE)
+        assert one.held <= usable_bytes(NODE)
 
 
 def test_clients_times_tokens_are_rate_times_answer():

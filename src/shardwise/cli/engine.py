@@ -13,8 +13,8 @@ from shardwise.cli.quantities import bytes_of
 from shardwise.cluster.catalog import lookup
 from shardwise.errors import UserError
 from shardwise.layout import Layout
+from shardwise.predict.memory.capacity import RESERVED_BYTES
 from shardwise.predict.memory.serving import (
-    RESERVED_CUDA,
     MemoryFit,
     ServingSetup,
     fit_on_host,
@@ -62,7 +62,7 @@ def fit_of(job: ServingJob) -> MemoryFit:
     if not devices:
         return serving_fit(job.model, job.layout, served)
     sharing = -(-job.layout.ranks // len(devices))
-    return serving_fit(job.model, job.layout, served, (min(devices) - RESERVED_CUDA) / sharing)
+    return serving_fit(job.model, job.layout, served, (min(devices) - RESERVED_BYTES) / sharing)
 
 
 def _cuda_memory() -> list[int]:

@@ -38,6 +38,7 @@ from shardwise.planner.answer import Answer
 from shardwise.planner.space import powers
 from shardwise.planner.strategies import CHUNK, ENGINE, crossover, serving_engine
 from shardwise.predict.arguments import as_cluster, as_model
+from shardwise.predict.memory.capacity import usable_bytes
 from shardwise.predict.memory.serving import (
     PAGE,
     ServingSetup,
@@ -45,7 +46,6 @@ from shardwise.predict.memory.serving import (
     int8_bytes,
     page_bytes_of_block,
     passing_bytes,
-    room_on,
 )
 from shardwise.predict.serving_layout import check_generation, check_length, plan_of
 from shardwise.predict.step_seconds import usual_engine
@@ -165,9 +165,7 @@ def plan_serving(
     model, cluster = as_model(model), as_cluster(cluster)
     _check(model, cluster, workload, top)
     engine = engine or usual_engine(cluster, ENGINE)
-    room = room_on(cluster)
-    if room is None:
-        raise UserError(f"{cluster.device.name}: its memory is not known; describe it in a TOML file (memory_bytes)")
+    room = usable_bytes(cluster)
     space = _Space(model, cluster, workload, serving_engine(engine), room)
     found, unhurried = [], []
     for weights in space.types:

@@ -19,6 +19,7 @@ from shardwise.layout.placement import Placed, kv_heads_held, width_held
 from shardwise.model import ModelConfig
 from shardwise.ops.cpu.limits import BYTE_ROWS, tiled_int8_bytes
 from shardwise.ops.limits import SCORES, WIDE_OUTPUTS, row_int8_bytes
+from shardwise.predict.memory.capacity import capacity_of
 from shardwise.predict.serving_layout import blocks_of, check_generation, plan_of, rows_here
 from shardwise.predict.traffic.serving import padded_vocab
 from shardwise.report.step_report import DTYPE_BYTES
@@ -29,10 +30,6 @@ PAGE, CHUNK = 16, 256
 
 MOST = 1 << 20
 """Sequences beyond which nobody asks for more."""
-
-RESERVED_CUDA = 2e9
-"""Of a GPU's memory, what the driver's context and loaded kernels take: 0.5 to 2 GB, stas00/ml-engineering,
-training/performance/README.md."""
 
 
 @dataclass(frozen=True)
@@ -188,15 +185,7 @@ def fit_on_host(model: ModelConfig, layout: Layout, served: ServingSetup, memory
 def fit_on_cluster(model: ModelConfig, layout: Layout, served: ServingSetup, cluster: Cluster) -> MemoryFit:
     """`serving_fit` on the devices of a cluster. Raises `LayoutError` where there are too few."""
     check_generation(layout, model, cluster.devices)
-    return serving_fit(model, layout, replace(served, cpu=cluster.device.kind != "cuda"), room_on(cluster))
-
-
-def room_on(cluster: Cluster) -> float | None:
-    """Bytes that a rank has on a device; None where its memory is not known."""
-    memory = cluster.memory_per_device
-    if memory is None or cluster.device.kind != "cuda":
-        return memory
-    return max(memory - RESERVED_CUDA, 0.0)
+    return serving_fit(model, layout, replace(served, cpu=cluster.device.kind != "cuda"), capacity_of(cluster))
 
 
 def weight_bytes(plan: UnitPlan, int8: bool = False, *, cpu: bool = False) -> int:

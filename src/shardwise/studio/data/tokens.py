@@ -15,6 +15,7 @@ from shardwise.layout.units import UnitPlan
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import count
 from shardwise.planner.strategies import ENGINE, Asked, Generated, compare, usual_layouts
+from shardwise.predict.memory.capacity import capacity_of
 from shardwise.predict.serving_layout import plan_of
 from shardwise.predict.step_seconds import usual_engine
 from shardwise.predict.time import decode_ops
@@ -122,7 +123,7 @@ def data(params: Mapping[str, str]) -> View:
             "batch": request.batch,
             "layers": model.layers,
             "width": DTYPE_BYTES[layouts[0].dtype],
-            "capacity": cluster.memory_per_device,
+            "capacity": capacity_of(cluster),
             "ratios": [ratio.to_json() for ratio in comparison.ratios],
             "claims": [{"says": claims()[name].says, "why": claims()[name].why} for name in CLAIMS],
         },

@@ -10,6 +10,7 @@ from shardwise.layout import Layout
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import count
 from shardwise.planner.strategies import Asked, Generated
+from shardwise.predict.memory.capacity import capacity_of
 from shardwise.report.step_report import DTYPE_BYTES
 from shardwise.report.units import format_bytes, format_count, format_share, format_time
 from shardwise.studio.data.tokens_layer import LayerStep
@@ -71,7 +72,7 @@ def chapters(
 
 
 def _weights(model: ModelConfig, cluster: Cluster, layout: Layout) -> str:
-    nbytes, room = count(model) * DTYPE_BYTES[layout.dtype], cluster.memory_per_device
+    nbytes, room = count(model) * DTYPE_BYTES[layout.dtype], capacity_of(cluster)
     needs = f"{model.name} has {format_count(count(model))} weights, {format_bytes(nbytes)} in {layout.precision}"
     if not room:
         return f"{needs}."
