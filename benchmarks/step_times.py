@@ -1,10 +1,10 @@
-"""The predicted time of a step beside the measured one, for 12 layouts of the runtime on two ranks of this machine.
+"""The predicted time of a step beside the measured one, for 15 layouts of the runtime on two ranks of this machine.
 
     shardwise calibrate device --ranks 2 --out here.toml
     python benchmarks/step_times.py here.toml [--layouts WORD ...] [--rounds 7] [--json FILE]
 
 Each layout trains the same global batch with the trainer's own settings (AdamW, clipping, shared memory, one thread a
-rank). All are built first (12 take 8 GB) and then take turns, every second round in the opposite order, so that a
+rank). All are built first (15 take 10 GB) and then take turns, every second round in the opposite order, so that a
 machine whose speed drifts is as fast for each. A step's measured time is the median of its rounds, from the first
 rank's start to the last rank's end. Predicted is what `shardwise estimate --cluster here.toml` says. Printed: both,
 the error, the 80% range, and over all layouts the mean error, and Kendall's tau over the pairs whose measured times
@@ -60,6 +60,9 @@ LAYOUTS = (
     "pp=2,micro=1",
     "pp=2,schedule=gpipe,micro=2",
     "dp=2,micro=4,recompute=full",
+    "cp=2,micro=4",
+    "cp=2,cpkind=allgather,micro=4",
+    "cp=2,cpkind=ulysses,micro=4",
 )
 WARM = 2
 APART = 1.1

@@ -22,8 +22,8 @@ def bench(monkeypatch):
         sys.modules.pop(name, None)
 
 
-def test_twelve_layouts_that_the_runtime_trains(bench):
-    assert len(set(bench.LAYOUTS)) == 12
+def test_fifteen_layouts_that_the_runtime_trains(bench):
+    assert len(set(bench.LAYOUTS)) == 15
     for text in bench.LAYOUTS:
         check(Layout.parse(text), bench.MODEL, bench.WORKLOAD, bench.RANKS)
 

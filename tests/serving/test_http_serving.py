@@ -13,6 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,6 +140,28 @@ def test_the_official_client_chats_streams_and_cancels(served):
         with client.completions.create(model=name, prompt="w5", max_tokens=250, stream=True) as stream:
             next(iter(stream))
     settled(served)
+
+
+def test_a_cache_cut_over_context_parallel_ranks_gives_the_same_answers(served, model, tmp_path):
+    prompts = [" ".join(f"w{(7 * n + i) % 40}" for i in range(n)) for n in (1, 3, 16, 17, 40, 90, 2, 31)]
+
+    def answers(client: Any) -> list[str]:
+        name = client.models.list().data[0].id
+
+        def ask(prompt: str) -> str:
+            text: str = (
+                client.completions.create(model=name, prompt=prompt, max_tokens=20, temperature=0).choices[0].text
+            )
+            return text
+
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            return list(pool.map(ask, prompts))
+
+    with serve(model, tmp_path, "--layout", "cp=2", "--batch", "4") as cut:
+        assert cut.said["layout"] == "cp=2,precision=fp32"
+        assert cut.said["held"]["cache"] == 2 * 2 * 2 * 6 * 4 * CONTEXT * 4 // 2
+        with served.client as one, cut.client as other:
+            assert answers(other) == answers(one)
 
 
 def settled(served: Served) -> None:
