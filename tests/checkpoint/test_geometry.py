@@ -48,8 +48,8 @@ def test_one_partition_becomes_any_other(data):
     held = [elements(values, piece) for piece in sources]
     for target in targets:
         out = np.full(target.numel, -1)
-        copied = sum(copy(out, target, array, piece) for array, piece in zip(held, sources, strict=True))
-        assert copied == target.numel
+        for array, piece in zip(held, sources, strict=True):
+            copy(out, target, array, piece)
         assert np.array_equal(out, elements(values, target))
 
 

@@ -228,7 +228,7 @@ def test_weights_of_another_model(tmp_path):
     mistake(lambda: weights.require({k: v for k, v in wanted.items() if "mlp.down" not in k}), SINGLE, "down_proj")
 
 
-def test_export_overwrites_nothing_and_leaves_nothing(tmp_path):
+def test_export_overwrites_nothing_and_leaves_nothing(tmp_path, monkeypatch):
     checkpoint = save(tmp_path / "step-1", LLAMA, "dp=1", state_of(LLAMA))
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "a").write_text("mine")
@@ -236,8 +236,15 @@ def test_export_overwrites_nothing_and_leaves_nothing(tmp_path):
         mistake(lambda t=target: export(checkpoint, tmp_path / t), "nothing was overwritten")
     mistake(lambda: export(checkpoint, tmp_path / "used/a/b"), "cannot write")
     mistake(lambda: export(checkpoint, tmp_path / "out", "int8"), "int8")
-    in_time = lambda done: (tmp_path / "out" / "config.json").write_text("another's")  # noqa: E731
-    mistake(lambda: export(checkpoint, tmp_path / "out", progress=in_time), "cannot write", "File exists")
+    with monkeypatch.context() as patch:
+        # Somebody else makes a file while the weights are written.
+        header = exporting.safetensors_header
+        patch.setattr(
+            exporting,
+            "safetensors_header",
+            lambda *of: (tmp_path / "out" / "config.json").write_text("another's") and header(*of),
+        )
+        mistake(lambda: export(checkpoint, tmp_path / "out"), "cannot write", "File exists")
     assert [(f.name, f.read_text()) for f in (tmp_path / "out").iterdir()] == [("config.json", "another's")]
     (tmp_path / "out" / "config.json").unlink()
     part = tmp_path / "step-1" / "rank-00000.safetensors"

@@ -126,18 +126,12 @@ def shared(a: Piece, b: Piece) -> list[Rectangle]:
     return found
 
 
-def copy(target: np.ndarray, to: Piece, source: np.ndarray, of: Piece) -> int:
-    """Copy what `to` and `of` share from `source` into `target`: contiguous vectors, the elements of their pieces.
-
-    Returns the number of elements copied.
-    """
+def copy(target: np.ndarray, to: Piece, source: np.ndarray, of: Piece) -> None:
+    """Copy what `to` and `of` share from `source` into `target`: contiguous vectors, the elements of their pieces."""
     assert target.shape == (to.numel,) and target.flags.c_contiguous, "a view by reshape needs a contiguous vector"
     assert source.shape == (of.numel,) and source.flags.c_contiguous
-    copied = 0
     for rectangle in shared(to, of):
         _view(target, to, rectangle)[...] = _view(source, of, rectangle)
-        copied += (rectangle[1] - rectangle[0]) * (rectangle[3] - rectangle[2])
-    return copied
 
 
 def _view(array: np.ndarray, piece: Piece, rectangle: Rectangle) -> np.ndarray:

@@ -6,7 +6,7 @@ and its pieces, whatever the layouts: every byte is read once and written once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -35,12 +35,10 @@ OPEN_FILES = 256
 T = TypeVar("T")
 
 
-def reshard(
-    source: Checkpoint, folder: Path, layout: Layout, progress: Callable[[int], object] = lambda done: None
-) -> Manifest:
+def reshard(source: Checkpoint, folder: Path, layout: Layout) -> Manifest:
     """Write `source` to a new folder as `layout` would have. Returns the new manifest.
 
-    `progress` is called with the bytes read so far. Raises `UserError` when the layout does not suit the model, the
+    Raises `UserError` when the layout does not suit the model, the
     folder is in use or cannot be written, or the source is damaged; no checkpoint is left in `folder` then.
     """
     model = model_of(source)
@@ -51,7 +49,7 @@ def reshard(
     records: list[PartRecord] = []
     for first in range(0, layout.ranks, OPEN_FILES):
         ranks = range(first, min(first + OPEN_FILES, layout.ranks))
-        records += _write_ranks(source, folder, {rank: entries[rank] for rank in ranks}, progress)
+        records += _write_ranks(source, folder, {rank: entries[rank] for rank in ranks})
     old = source.manifest
     manifest = Manifest.of(
         records, step=old.step, samples=old.samples, seed=old.seed, optimizer_steps=old.optimizer_steps,
@@ -92,15 +90,12 @@ def _entries(source: Checkpoint, model: ModelConfig, layout: Layout, rank: int) 
     ]
 
 
-def _write_ranks(
-    source: Checkpoint, folder: Path, entries: dict[int, list[PartEntry]], progress: Callable[[int], object]
-) -> list[PartRecord]:
+def _write_ranks(source: Checkpoint, folder: Path, entries: dict[int, list[PartEntry]]) -> list[PartRecord]:
     """Write the parts of some ranks side by side: each is in the order of the tensors, and of their elements."""
     pieces: dict[str, list[tuple[int, Piece]]] = {}
     for rank, own in entries.items():
         for entry in own:
             pieces.setdefault(entry.tensor, []).append((rank, entry.piece))
-    done = 0
     with ExitStack() as stack:
         writers = {rank: stack.enter_context(PartWriter(folder, rank, own)) for rank, own in entries.items()}
         for tensor, band, values in stack.enter_context(
@@ -110,8 +105,6 @@ def _write_ranks(
                 run = _run(piece, band)
                 if run.numel:
                     writers[rank].write(_extract(run, band, values))
-            done += values.nbytes
-            progress(done)
             del values
         return [writer.finish() for writer in writers.values()]
 

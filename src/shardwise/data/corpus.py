@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardwise.data.sources import OnSkip, Source, open_source
+from shardwise.data.sources import Source, open_source
 from shardwise.data.splits import SPLITS, Split, SplitFiles
 from shardwise.data.tokenizer import (
     SAMPLE_BYTES,
@@ -263,7 +263,7 @@ class _Preparation:
         self.source, self.max_bytes, self.fraction, self.say = source, max_bytes, validation_fraction, say
         self.size = min(source.size, max_bytes or source.size)
         self.text_bytes = 0
-        self.skipped = 0
+        self.skipped: list[str] = []
 
     def write(self, folder: Path, tokenizer_path: Path | None, vocab: int, fingerprint: str) -> None:
         """Fill `folder`, `corpus.json` last."""
@@ -279,7 +279,7 @@ class _Preparation:
                 files.add(index, ids)
             files.finish()
         if self.skipped:
-            self.say(f"skipped {self.skipped} files that are not UTF-8 text")
+            self.say(f"skipped {len(self.skipped)} files that are not UTF-8 text")
         tokens, documents = files.tokens, files.documents
         self.say(f"{sum(tokens.values()):,} tokens in {sum(documents.values()):,} documents")
         corpus = Corpus(
@@ -300,13 +300,9 @@ class _Preparation:
 
     def _pieces(self) -> Iterator[tuple[int, str, bool]]:
         """Document index, piece, and whether the piece is the document's last."""
-        self.text_bytes = self.skipped = 0
-
-        def skip(name: str, reason: str) -> None:
-            self.skipped += 1
-
-        reported = 0
-        for index, text in enumerate(_limited(self.source, self.max_bytes, skip)):
+        self.text_bytes = reported = 0
+        self.skipped.clear()
+        for index, text in enumerate(_limited(self.source, self.max_bytes, self.skipped)):
             parts = list(pieces(text, _PIECE))
             for number, part in enumerate(parts, 1):
                 yield index, part, number == len(parts)
@@ -327,10 +323,10 @@ class _Preparation:
                 yield index, [*ids, eos] if last else ids
 
 
-def _limited(source: Source, max_bytes: int | None, on_skip: OnSkip | None = None) -> Iterator[str]:
+def _limited(source: Source, max_bytes: int | None, skipped: list[str] | None = None) -> Iterator[str]:
     """The documents of a source, the last one cut so that all together have at most max_bytes."""
     left = max_bytes
-    for text in source.documents(on_skip, max_bytes):
+    for text in source.documents(skipped, max_bytes):
         if left is None:
             yield text
             continue

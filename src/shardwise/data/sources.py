@@ -32,7 +32,6 @@ PARQUET_SUFFIXES = (".parquet",)
 _NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
 Kind = Literal["file", "folder", "dataset", "stdlib"]
-OnSkip = Callable[[str, str], None]
 
 
 class _NotTextError(UserError):
@@ -63,21 +62,15 @@ class Source:
         """Bytes on disk of all files, the hint of how much text there is."""
         return sum(file.size for file in self.files)
 
-    def documents(self, on_skip: OnSkip | None = None, most: int | None = None) -> Iterator[str]:
+    def documents(self, skipped: list[str] | None = None, most: int | None = None) -> Iterator[str]:
         """Yield every document that is not blank.
 
-        on_skip: called with the name and the reason of each file of a folder that is not text. most: UTF-8 bytes after
-        which a text file may end; the rest of it is not read.
+        skipped: gets a line for each file of a folder that is not text, its name and the reason. most: UTF-8 bytes
+        after which a text file may end; the rest of it is not read.
         Raises `UserError` for a malformed or missing record, naming file and line, and when there is no text at all.
         """
-        found, skipped = False, []
-
-        def skip(name: str, reason: str) -> None:
-            skipped.append(f"{name}: {reason}")
-            if on_skip is not None:
-                on_skip(name, reason)
-
-        for text in self._documents(skip, most):
+        found, skipped = False, [] if skipped is None else skipped
+        for text in self._documents(skipped, most):
             if text and not text.isspace():
                 found = True
                 yield text
@@ -85,7 +78,7 @@ class Source:
             reason = f" ({len(skipped)} not text, such as {skipped[0]})" if skipped else ", only blank documents"
             raise UserError(f"no text in {self.name}: {_count(len(self.files))}{reason}; give files of UTF-8 text")
 
-    def _documents(self, skip: OnSkip, most: int | None) -> Iterator[str]:
+    def _documents(self, skipped: list[str], most: int | None) -> Iterator[str]:
         if self.kind == "dataset":
             yield from _dataset(self.root, self.text_field)
             return
@@ -95,7 +88,8 @@ class Source:
             except _NotTextError as error:
                 if self.kind == "file":
                     raise
-                skip(file.name, str(error).removeprefix(f"{file.path} "))
+                reason = str(error).removeprefix(f"{file.path} ")
+                skipped.append(f"{file.name}: {reason}")
 
 
 def open_source(source: str, text_field: str = "text") -> Source:

@@ -252,10 +252,8 @@ def at_once(frame: LayoutColumns) -> LayoutColumns | None:
 def largest_micro(space: Space, usable: float) -> SmallestCandidate | None:
     """The candidate with the largest micro-batch that fits, the leanest of those; None where nothing fits."""
     sizes = sorted({row.micro for frame in space.frames for row in frame.rows}, reverse=True)
-    for micro in sizes:
-        if found := fits(replace(space, fixed={**space.fixed, "micro": micro}), usable):
-            return found
-    return None
+    found = (fits(replace(space, fixed={**space.fixed, "micro": micro}), usable) for micro in sizes)
+    return next(filter(None, found), None)
 
 
 def _searched(space: Space) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
-from itertools import pairwise
+from itertools import chain, pairwise, starmap
 from math import sqrt
 from typing import NamedTuple
 
@@ -208,10 +208,7 @@ class Pricer:
         grid = [smallest]
         while grid[-1] < largest:
             grid.append(min(2 * grid[-1], largest))
-        found = [Crossover(smallest, name(smallest))]
-        for low, high in pairwise(grid):
-            found += changes(low, high)
-        return found
+        return [Crossover(smallest, name(smallest)), *chain.from_iterable(starmap(changes, pairwise(grid)))]
 
     def pick(self, nbytes: float, algorithm: str) -> tuple[str, Price]:
         """Name and price of "best", "ring" or a named algorithm: see `cost` of this module, and what it raises."""

@@ -6,7 +6,7 @@ transposed or fused there is cut the same way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -17,9 +17,9 @@ import numpy as np
 
 from shardwise.checkpoint.dtypes import bits
 from shardwise.checkpoint.foreign.detect import open_foreign
-from shardwise.checkpoint.foreign.state import SETTINGS, ForeignState, ForeignTensor, dtype_name, quoted
+from shardwise.checkpoint.foreign.state import SETTINGS, ForeignState, ForeignTensor, distinct, dtype_name, quoted
 from shardwise.checkpoint.geometry import Piece, full
-from shardwise.checkpoint.manifest import Manifest, TensorSpec
+from shardwise.checkpoint.manifest import Manifest, PartRecord, TensorSpec
 from shardwise.checkpoint.writer import PartEntry, PartWriter, commit
 from shardwise.errors import UserError
 from shardwise.model import ModelConfig
@@ -52,13 +52,12 @@ def import_checkpoint(
     format: str = "auto",
     weights_only: bool = False,
     run: ResumeSettings | None = None,
-    progress: Callable[[int], object] = lambda done: None,
 ) -> Manifest:
     """Write another trainer's checkpoint of `model` as one of ours to a new folder; one tensor is in memory at a time.
 
     format: "dcp", "deepspeed" or "auto". weights_only: leave AdamW's state out, also where there is one. run: how the
     training goes on; without it the weights can be exported or resharded, but `train --resume` lacks its data.
-    `progress` is called with the bytes written so far. Raises `UserError` when the folder is damaged or of another
+    Raises `UserError` when the folder is damaged or of another
     format, its tensors are not those of the model, or `out` is in use or cannot be written; nothing is left then.
     """
     folder, out = Path(folder), Path(out)
@@ -79,7 +78,7 @@ def import_checkpoint(
     samples = state.samples if state.samples is not None else steps * (batch or 0)
     new = not out.exists()
     try:
-        record = _write(out, model, found, progress)
+        record = _write(out, model, found)
         manifest = Manifest.of([record], step=steps, samples=samples, seed=0, optimizer_steps=steps, about=about)
         commit(out, manifest)
     except BaseException:
@@ -175,17 +174,15 @@ def _same(head: ForeignTensor, embedding: ForeignTensor) -> None:
 # Writing.
 
 
-def _write(out: Path, model: ModelConfig, found: dict[str, Found], progress: Callable[[int], object]) -> Any:
+def _write(out: Path, model: ModelConfig, found: dict[str, Found]) -> PartRecord:
     entries = [
         PartEntry(f"{kind}/{p.name}", TensorSpec(p.shape, place[p.name][0].dtype), Piece.whole(full(p.shape)))
         for kind, place in found.items()
         for p in parameters(model)
     ]
-    done = 0
     with PartWriter(out, 0, entries) as writer:
         for values in _values(model, found):
             writer.write(values)
-            progress(done := done + values.nbytes)
         return writer.finish()
 
 
@@ -268,14 +265,13 @@ def _optimizer(state: ForeignState) -> dict[str, Any]:
     """The settings that all parameter groups share; weight decay is that of the groups that have one."""
     shared: dict[str, Any] = {}
     for name in SETTINGS:
-        values = [group[name] for group in state.groups if name in group]
-        distinct = [value for i, value in enumerate(values) if value not in values[:i]]
-        if name == "weight_decay" and len(distinct) > 1:
-            distinct = [value for value in distinct if value]
-        if len(distinct) != 1:
-            listed = ", ".join(map(str, distinct)) or "none"
+        values = distinct([group[name] for group in state.groups if name in group])
+        if name == "weight_decay" and len(values) > 1:
+            values = [value for value in values if value]
+        if len(values) != 1:
+            listed = ", ".join(map(str, values)) or "none"
             raise UserError(f"{state.folder}: its parameter groups have {listed} as {name}, and here there is one")
-        shared[name] = distinct[0]
+        shared[name] = values[0]
     if not shared["lr"]:
         raise UserError(
             f"{state.folder}: its schedule has ended, at a learning rate of 0, and so would the run go on; leave data, "

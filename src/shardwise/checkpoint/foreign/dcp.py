@@ -23,6 +23,7 @@ from shardwise.checkpoint.foreign.state import (
     SETTINGS,
     ForeignState,
     ForeignTensor,
+    distinct,
     dtype_name,
     number,
     one_step,
@@ -109,11 +110,7 @@ def _groups(folder: Path, entries: dict[str, _Entry]) -> list[dict[str, Any]]:
             whole += content if isinstance(content, list) else []
         elif (match := _GROUP.fullmatch(key)) and match["field"] in SETTINGS:
             found.setdefault(match["group"], {})[match["field"]] = _object(folder, key, entry)
-    distinct: list[dict[str, Any]] = []
-    for group in (settings(group) for group in [*whole, *found.values()]):
-        if group not in distinct:
-            distinct.append(group)
-    return distinct
+    return distinct([settings(group) for group in [*whole, *found.values()]])
 
 
 # Reading.

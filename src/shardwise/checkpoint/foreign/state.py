@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,11 @@ def one_step(steps: Mapping[str, float], folder: Path) -> int | None:
         (a, first), (b, second), *_ = found.items()
         raise UserError(f"{folder}: {first} has made {a} optimizer steps and {second} {b}; here all make the same")
     return next(iter(found), None)
+
+
+def distinct(values: Sequence[Any]) -> list[Any]:
+    """The values without repetitions, in order."""
+    return [value for i, value in enumerate(values) if value not in values[:i]]
 
 
 def settings(group: Any) -> dict[str, Any]:

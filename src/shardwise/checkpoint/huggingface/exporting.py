@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,14 +66,13 @@ def export(
     folder: Path | str,
     dtype: str = "bfloat16",
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    progress: Callable[[int], object] = lambda done: None,
 ) -> Exported:
     """Write a checkpoint's weights to a new folder: config.json, generation_config.json, and one safetensors file or
     several with an index.
 
     dtype: "bfloat16" or "float32", of every tensor. max_shard_bytes: of tensors in one file; a larger tensor has one of
-    its own. `progress` is called with the bytes written so far. Raises `UserError` when no family of Hugging Face
-    computes the model, the folder is in use or cannot be written, or the checkpoint is damaged; nothing of it is left.
+    its own. Raises `UserError` when no family of Hugging Face computes the model, the folder is in use or cannot be
+    written, or the checkpoint is damaged; nothing of it is left.
     """
     folder = Path(folder)
     if dtype not in ("bfloat16", "float32"):
@@ -92,7 +91,7 @@ def export(
     output = _Output(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _write_shards(output, checkpoint, shards, progress)
+        _write_shards(output, checkpoint, shards)
         if tokenizer:
             output.write("tokenizer.json", [tokenizer.read_bytes()])
             # Without it transformers takes the family's own class, which splits text in the family's own way.
@@ -184,19 +183,13 @@ def _nbytes(shards: list[list[_Tensor]]) -> int:
     return sum(tensor.nbytes for shard in shards for tensor in shard)
 
 
-def _write_shards(
-    output: _Output, checkpoint: Checkpoint, shards: list[list[_Tensor]], progress: Callable[[int], object]
-) -> None:
-    count, done = len(shards), 0
+def _write_shards(output: _Output, checkpoint: Checkpoint, shards: list[list[_Tensor]]) -> None:
+    count = len(shards)
 
     def contents(tensors: list[_Tensor]) -> Iterator[bytes | memoryview]:
-        nonlocal done
         yield safetensors_header({"format": "pt"}, [(t.name, t.dtype, t.shape, t.nbytes) for t in tensors])
         for tensor in tensors:
-            for band in _bands(checkpoint, tensor):
-                yield raw(band)
-                done += band.nbytes
-                progress(done)
+            yield from map(raw, _bands(checkpoint, tensor))
 
     owners: dict[str, str] = {}
     for i, tensors in enumerate(shards):

@@ -135,7 +135,6 @@ def supervise(
     threads: int = 1,
     loopback: bool = True,
     env: dict[str, str] | None = None,
-    logs: Path | None = None,
     rank0_stdout: int | None = None,
     patience: float = ORDERLY,
     hang: float | None = None,
@@ -144,8 +143,8 @@ def supervise(
     """Run `command` as `ranks` local processes until all have ended, or one has failed and the others were stopped.
 
     port: of 127.0.0.1, where the ranks meet; 0 lets them meet in a file. threads: of each rank's matrix products.
-    loopback: have gloo talk over `lo`. env: added to the environment. logs: folder that gets the output of every rank
-    but 0, whose output passes through; None keeps it for the last line of a rank that dies speechless only.
+    loopback: have gloo talk over `lo`. env: added to the environment. Rank 0's output passes through, that of others is
+    kept for the last line of a rank that dies speechless.
     rank0_stdout: file descriptor for rank 0's standard output. patience: seconds that ranks get to end in order after a
     signal; a second signal ends it. hang: seconds without a sign of life after which a rank counts as stuck; None for
     ranks that give none. stop: signals that are appended to it count as received, for callers outside of the main
@@ -155,7 +154,7 @@ def supervise(
         check_port(port)
     received: list[int] = [] if stop is None else stop
     with temporary_folder() as folder, handled(_FORWARDED, lambda number, frame: received.append(number)):
-        crew = _Crew(command, ranks, folder, logs or folder, received, patience, hang)
+        crew = _Crew(command, ranks, folder, received, patience, hang)
         shared = {
             **(env or {}),
             "WORLD_SIZE": str(ranks),
@@ -260,7 +259,6 @@ class _Crew:
     command: list[str]
     size: int
     folder: Path
-    logs: Path
     received: list[int]
     patience: float
     hang: float | None
@@ -268,7 +266,6 @@ class _Crew:
     looked: float = 0.0
 
     def start(self, shared: dict[str, str], rank0_stdout: int | None) -> None:
-        self.logs.mkdir(parents=True, exist_ok=True)
         for rank in range(self.size):
             error_file = self.folder / f"rank-{rank}.json"
             pulse_file, stack_file = self.folder / f"pulse-{rank}", self.folder / f"stack-{rank}"
@@ -280,7 +277,7 @@ class _Crew:
                 "SHARDWISE_STACK": str(stack_file),
             }
             memory = pulse.create(pulse_file)
-            log = self.logs / f"rank-{rank}.log" if rank else None
+            log = self.folder / f"rank-{rank}.log" if rank else None
             with open(log or os.devnull, "wb") as output:
                 process = subprocess.Popen(
                     self.command,
@@ -412,7 +409,7 @@ class _Crew:
         return {1: "", 2: "; the other rank was stopped"}.get(self.size, f"; the other {self.size - 1} were stopped")
 
     def stop(self) -> None:
-        """End whatever still runs, reap everything, drop empty logs. May be called again."""
+        """End whatever still runs, reap everything. May be called again."""
         running = [rank for rank in self.ranks if rank.process.returncode is None]
         if None in self._codes():
             for rank in running:
@@ -422,5 +419,3 @@ class _Crew:
             rank.send(signal.SIGKILL)
         for rank in running:
             rank.code = rank.process.wait()
-            if rank.log and rank.log.exists() and not rank.log.stat().st_size:
-                rank.log.unlink()

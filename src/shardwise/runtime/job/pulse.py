@@ -133,9 +133,8 @@ def read(memory: Memory, lane: int = TRAINING) -> Sign:
     """The latest sign."""
     at = lane * _LANE
     moment, step, state = _HEAD.unpack_from(memory, at)
-    words = []
-    for start in (at + _HEAD.size, at + _HEAD.size + _WORDS):
-        words.append(bytes(memory[start : start + _WORDS]).rstrip(b"\0").decode(errors="replace"))
+    starts = at + _HEAD.size, at + _HEAD.size + _WORDS
+    words = (bytes(memory[start : start + _WORDS]).rstrip(b"\0").decode(errors="replace") for start in starts)
     return Sign(moment, step, state, *words)
 
 
@@ -158,12 +157,12 @@ def stuck(signs: Signs, limit: float, now: float) -> tuple[int, str] | None:
 
 
 def _silent(signs: Signs, limit: float, now: float) -> tuple[int, str] | None:
-    results: list[tuple[float, int, Sign]] = []
-    for rank, lanes in signs.items():
-        results += [(sign.time, rank, sign) for sign in lanes if sign.state == WORKING and now - sign.time > limit]
-    if not results:
+    working = [(sign.time, rank, sign) for rank, lanes in signs.items() for sign in lanes if sign.state == WORKING]
+    if not working:
         return None
-    moment, rank, sign = min(results, key=lambda entry: entry[:2])
+    moment, rank, sign = min(working, key=lambda entry: entry[:2])
+    if now - moment <= limit:
+        return None
     return rank, f"rank {rank} made no progress for {now - moment:.0f} s{sign.place}{waiters(signs, rank)}"
 
 

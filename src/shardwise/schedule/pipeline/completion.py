@@ -108,17 +108,8 @@ class _Lists(Sequence[tuple[Action, ...]]):
         reductions = _reductions(mine, bare.micro, bare.reduce) if bare.train else {}
         out: list[Action] = []
         for index, action in enumerate(mine):
-            if 2 * index in posts:
-                out += posts[2 * index]
-            if index in gathers:
-                out += gathers[index]
-            out.append(action)
-            if 2 * index + 1 in posts:
-                out += posts[2 * index + 1]
-            if index in sends:
-                out += sends[index]
-            if index in reductions:
-                out += reductions[index]
+            out += (*posts.get(2 * index, ()), *gathers.get(index, ()), action)
+            out += (*posts.get(2 * index + 1, ()), *sends.get(index, ()), *reductions.get(index, ()))
         return (*out, *gathers.get(len(mine), ()), *endings(bare, rank))
 
     def _leaving(self, rank: int) -> list[Message]:
