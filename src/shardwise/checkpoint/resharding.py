@@ -38,8 +38,8 @@ T = TypeVar("T")
 def reshard(source: Checkpoint, folder: Path, layout: Layout) -> Manifest:
     """Write `source` to a new folder as `layout` would have. Returns the new manifest.
 
-    Raises `UserError` when the layout does not suit the model, the
-    folder is in use or cannot be written, or the source is damaged; no checkpoint is left in `folder` then.
+    Raises `UserError` when the layout does not suit the model, the folder is in use or cannot be written, or the source
+    is damaged; no checkpoint is left in `folder` then.
     """
     model = model_of(source)
     check(layout, model)

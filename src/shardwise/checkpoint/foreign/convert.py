@@ -57,8 +57,8 @@ def import_checkpoint(
 
     format: "dcp", "deepspeed" or "auto". weights_only: leave AdamW's state out, also where there is one. run: how the
     training goes on; without it the weights can be exported or resharded, but `train --resume` lacks its data.
-    Raises `UserError` when the folder is damaged or of another
-    format, its tensors are not those of the model, or `out` is in use or cannot be written; nothing is left then.
+    Raises `UserError` when the folder is damaged or of another format, its tensors are not those of the model, or `out`
+    is in use or cannot be written; nothing is left then.
     """
     folder, out = Path(folder), Path(out)
     if reason := model.why_not_runnable():
