@@ -79,14 +79,16 @@ def test_a_batch_does_not_depend_on_how_it_is_divided(indices, cuts, seed):
     for key, rows in whole.items():
         assert rows.dtype == np.int64 and rows.shape == (len(indices), 16)
         assert (np.concatenate([part[key] for part in parts]) == rows).all()
-    inputs, targets = sampler[indices[0]]
+    batch = sampler.batch(indices[:1])
+    inputs, targets = batch["inputs"][0], batch["targets"][0]
     assert (inputs == whole["inputs"][0]).all() and (targets == whole["targets"][0]).all()
 
 
 def test_samples_work_on_a_memory_map(tmp_path):
     np.arange(100, dtype="<u4").tofile(tmp_path / "t.bin")
     sampler = Sampler(np.memmap(tmp_path / "t.bin", dtype="<u4", mode="r"), 8, 0)
-    inputs, targets = sampler[10**12]
+    batch = sampler.batch([10**12])
+    inputs, targets = batch["inputs"][0], batch["targets"][0]
     assert inputs.dtype == targets.dtype == np.int64
     assert (inputs == inputs[0] + np.arange(8)).all() and (targets == inputs + 1).all()
     assert set(sampler.batch([0])) == {"inputs", "targets"}

@@ -97,13 +97,9 @@ class Sampler:
             raise IndexError(f"global sample indices start at 0, got {index.min()}")
         return permute(index % self.windows, index // self.windows, self.windows, self.seed)
 
-    def __getitem__(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Inputs [seq] and targets [seq], the inputs one token on, of a global sample index >= 0; any index exists."""
-        batch = self.batch([index])
-        return batch["inputs"][0], batch["targets"][0]
-
     def batch(self, indices: ArrayLike) -> dict[str, NDArray[np.int64]]:
-        """Samples stacked in the order of `indices` [n]: inputs and targets, each int64 [n, seq].
+        """Samples stacked in the order of `indices` [n], any from 0: inputs and targets, which are one token on, each int64
+        [n, seq].
 
         With `eos`, also documents and positions of the inputs, each int64 [n, seq].
         """

@@ -62,7 +62,7 @@ def _small() -> list[ModelConfig]:
     """Ours, to train on a laptop."""
     return [
         ModelConfig("tiny-llama", 2048, 128, layers=4, heads=8, ffn=352, max_positions=512, kv_heads=4),
-        _gpt("tiny-gpt", 2048, 128, 4, 8, 512, None),
+        _gpt("tiny-gpt", 2048, 128, layers=4, heads=8, ffn=512, max_positions=512),
         _OLMO2.replace(**_TINY, name="tiny-olmo2", heads=8, kv_heads=4, head_dim=16),
         _GEMMA2.replace(**_TINY, name="tiny-gemma2", heads=4, kv_heads=2, head_dim=32, window=64),
     ]
@@ -83,35 +83,10 @@ _GEMMA2 = ModelConfig(
 )  # fmt: skip
 
 
-def _gpt(
-    name: str,
-    vocab: int,
-    hidden: int,
-    layers: int,
-    heads: int,
-    positions: int,
-    published: float | None,
-    dropout: float = 0.0,
-) -> ModelConfig:
-    """GPT-2's shape: LayerNorm, learned positions, tanh GELU of width 4, biases everywhere, tied embedding."""
-    return ModelConfig(
-        name=name,
-        vocab=vocab,
-        hidden=hidden,
-        layers=layers,
-        heads=heads,
-        ffn=4 * hidden,
-        max_positions=positions,
-        norm="layernorm",
-        positions="learned",
-        activation="gelu_tanh",
-        gated=False,
-        bias="all",
-        tied=True,
-        dropout=dropout,
-        attention_dropout=dropout,
-        published_params=published,
-    )
+_gpt = partial(
+    ModelConfig, norm="layernorm", positions="learned", activation="gelu_tanh", gated=False, bias="all", tied=True
+)
+"""GPT-2's mechanisms: LayerNorm, learned positions, tanh GELU, biases everywhere, tied embedding."""
 
 
 def _series(make: Callable[..., ModelConfig], columns: str, rows: Mapping[str, tuple[Any, ...]]) -> list[ModelConfig]:
@@ -122,33 +97,38 @@ def _series(make: Callable[..., ModelConfig], columns: str, rows: Mapping[str, t
 def _gpts() -> list[ModelConfig]:
     # GPT-2: huggingface.co/openai-community/gpt2{,-medium,-large,-xl}, config.json; counts are of the weights.
     sizes = {
-        "gpt2": (768, 12, 12, 124_439_808),
-        "gpt2-medium": (1024, 24, 16, 354_823_168),
-        "gpt2-large": (1280, 36, 20, 774_030_080),
-        "gpt2-xl": (1600, 48, 25, 1_557_611_200),
+        "gpt2": (768, 3072, 12, 12, 124_439_808),
+        "gpt2-medium": (1024, 4096, 24, 16, 354_823_168),
+        "gpt2-large": (1280, 5120, 36, 20, 774_030_080),
+        "gpt2-xl": (1600, 6400, 48, 25, 1_557_611_200),
     }
-    columns = "hidden layers heads published"
-    models = _series(partial(_gpt, vocab=50257, positions=1024, dropout=0.1), columns, sizes)
-    # Brown et al. 2020, table 2.1. The paper states no dropout.
-    models.append(_gpt("gpt3-175b", 50257, 12288, 96, 96, 2048, 175.0e9))
+    columns, dropped = "hidden ffn layers heads published_params", partial(_gpt, dropout=0.1, attention_dropout=0.1)
     # Korthikanti et al. 2022, table 3 (shapes); counts as stated there (22B) and, to one digit more, for the same
     # shapes in Narayanan et al. 2021, tables 1 and 2. Megatron-LM's dropout of 0.1 is part of their memory formulas.
     # MT-NLG: Smith et al. 2022, section 2.2. GPT-2's vocabulary, padded by Megatron-LM for tensor parallelism of 8.
     megatron = {
-        "megatron-22b": (6144, 48, 64, 22e9),
-        "megatron-175b": (12288, 96, 96, 174.6e9),
-        "megatron-530b": (20480, 105, 128, 529.6e9),
-        "megatron-1t": (25600, 128, 160, 1008.0e9),
-        "mt-nlg-530b": (20480, 105, 128, 530e9),
+        "megatron-22b": (6144, 24576, 48, 64, 22e9),
+        "megatron-175b": (12288, 49152, 96, 96, 174.6e9),
+        "megatron-530b": (20480, 81920, 105, 128, 529.6e9),
+        "megatron-1t": (25600, 102400, 128, 160, 1008.0e9),
+        "mt-nlg-530b": (20480, 81920, 105, 128, 530e9),
     }
-    models += _series(partial(_gpt, vocab=51200, positions=2048, dropout=0.1), columns, megatron)
-    # Black et al. 2022, section 2 and huggingface.co/EleutherAI/gpt-neox-20b, config.json.
-    neox = _gpt("gpt-neox-20b", 50432, 6144, 44, 64, 2048, 20_554_567_680)
-    models.append(neox.replace(positions="rope", rotary_fraction=0.25, parallel_residual=True, tied=False))
-    # Le Scao et al. 2022, table 3; the count is of huggingface.co/bigscience/bloom.
-    bloom = _gpt("bloom-176b", 250880, 14336, 70, 112, 2048, 176_247_271_424)
-    models.append(bloom.replace(positions="alibi", embedding_norm=True))
-    return models
+    return [
+        *_series(partial(dropped, vocab=50257, max_positions=1024), columns, sizes),
+        # Brown et al. 2020, table 2.1. The paper states no dropout.
+        _gpt("gpt3-175b", 50257, 12288, 96, 96, 49152, 2048, published_params=175.0e9),
+        *_series(partial(dropped, vocab=51200, max_positions=2048), columns, megatron),
+        # Black et al. 2022, section 2 and huggingface.co/EleutherAI/gpt-neox-20b, config.json.
+        _gpt(
+            "gpt-neox-20b", 50432, 6144, 44, 64, 24576, 2048, published_params=20_554_567_680,
+            positions="rope", rotary_fraction=0.25, parallel_residual=True, tied=False,
+        ),
+        # Le Scao et al. 2022, table 3; the count is of huggingface.co/bigscience/bloom.
+        _gpt(
+            "bloom-176b", 250880, 14336, 70, 112, 57344, 2048, published_params=176_247_271_424,
+            positions="alibi", embedding_norm=True,
+        ),
+    ]  # fmt: skip
 
 
 def _llamas() -> list[ModelConfig]:

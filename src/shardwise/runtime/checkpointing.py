@@ -6,8 +6,8 @@ asynchronous save never meets the training's collectives; rank 0 writes the mani
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -84,8 +84,8 @@ class Saver:
         self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         self._image: PartImage | None = None
         self._whole: set[Path] = set()
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._pool = ThreadPoolExecutor(1, "save")
+        self._saving: Future[None] | None = None
 
     def save(self, position: Position) -> None:
         """Write the state after `position.step` steps, or start to."""
@@ -99,29 +99,17 @@ class Saver:
         for held, array, tensor in zip(self._each(), self._image.arrays, tensors, strict=True):
             padded = held.stored.numel < held.local.numel
             torch.from_numpy(array).copy_(torch.from_numpy(_array(held, tensor)) if padded else tensor)
-        self._thread = threading.Thread(
-            target=self._guarded, args=(position, entries, self._image.arrays, self._image), name="save"
-        )
-        self._thread.start()
+        self._saving = self._pool.submit(self._write, position, entries, self._image.arrays, self._image)
+        self._saving.add_done_callback(lambda _: self.pulse.idle())
 
     def finish(self) -> None:
         """Wait for the save under way; raises what went wrong in it."""
-        if self._thread is not None:
+        if self._saving is not None:
+            saving, self._saving = self._saving, None
             self.program.comms.pulse.await_save()
-            self._thread.join()
-            self._thread = None
+            wait([saving])
             self.program.comms.pulse.work()
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
-
-    def _guarded(self, *args: Any) -> None:
-        try:
-            self._write(*args)
-        except BaseException as error:
-            self._error = error
-        finally:
-            self.pulse.idle()
+            saving.result()
 
     def _entries(self) -> tuple[list[PartEntry], list[Tensor]]:
         """What this rank writes, and the runs of its state that hold it, padding included."""

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, overload
+from typing import Any
 
 from shardwise.schedule.pipeline.action import Action, Kind
 from shardwise.schedule.pipeline.bulk import without_collections
@@ -74,13 +74,7 @@ class _Lists(Sequence[tuple[Action, ...]]):
     def __len__(self) -> int:
         return len(self._bare.actions)
 
-    @overload
-    def __getitem__(self, at: int) -> tuple[Action, ...]: ...
-
-    @overload
-    def __getitem__(self, at: slice) -> tuple[tuple[Action, ...], ...]: ...
-
-    def __getitem__(self, at: int | slice) -> tuple[Action, ...] | tuple[tuple[Action, ...], ...]:
+    def __getitem__(self, at: Any) -> Any:
         ranks = range(len(self))[at]
         return self._of(ranks) if isinstance(ranks, int) else tuple(map(self._of, ranks))
 
