@@ -98,7 +98,7 @@ class Sampler:
         return permute(index % self.windows, index // self.windows, self.windows, self.seed)
 
     def batch(self, indices: ArrayLike) -> dict[str, NDArray[np.int64]]:
-        """Samples stacked in the order of `indices` [n], any from 0: inputs and targets, which are one token on, each int64
+        """Samples in the order of `indices` [n], any from 0: inputs and targets, which are one token on, each int64
         [n, seq].
 
         With `eos`, also documents and positions of the inputs, each int64 [n, seq].
