@@ -16,7 +16,7 @@ from shardwise.checkpoint.manifest import NAME
 from shardwise.checkpoint.reader import Checkpoint
 from shardwise.checkpoint.reading import DamagedError
 from shardwise.checkpoint.writer import sync_folder
-from shardwise.errors import UserError
+from shardwise.errors import UserError, os_errors
 
 _STEP = re.compile(r"step-([0-9]{1,15})", re.ASCII)
 
@@ -26,13 +26,12 @@ def steps(folder: Path) -> list[tuple[int, Path]]:
 
     Raises `UserError` when the folder cannot be listed.
     """
-    try:
-        found = [(int(m[1]), path) for path in folder.iterdir() if (m := _STEP.fullmatch(path.name)) and path.is_dir()]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        raise UserError(f"cannot list {folder}: {error.strerror}") from None
-    return sorted(found)
+    with os_errors(f"list {folder}"):
+        if not folder.is_dir():
+            return []
+        return sorted(
+            (int(m[1]), path) for path in folder.iterdir() if (m := _STEP.fullmatch(path.name)) and path.is_dir()
+        )
 
 
 def latest(folder: Path, warn: Callable[[str], object] = lambda line: None) -> Checkpoint | None:
@@ -122,16 +121,15 @@ def _remove(path: Path) -> bool:
 
     The manifest goes first: after a kill, the remaining files are no checkpoint.
     """
-    try:
-        with _locked(path, fcntl.LOCK_EX | fcntl.LOCK_NB):
-            if (path / NAME).exists():
-                (path / NAME).unlink()
-                sync_folder(path)
-            shutil.rmtree(path)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        raise UserError(f"cannot remove {path}: {error.strerror}") from None
+    with os_errors(f"remove {path}"):
+        try:
+            with _locked(path, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                if (path / NAME).exists():
+                    (path / NAME).unlink()
+                    sync_folder(path)
+                shutil.rmtree(path)
+        except BlockingIOError:
+            return False
     return True
 
 

@@ -27,7 +27,7 @@ from typing import Any
 from shardwise.checkpoint.dtypes import CODES, numpy_dtype
 from shardwise.checkpoint.geometry import Piece, tiles, volume
 from shardwise.checkpoint.reading import DamagedError
-from shardwise.errors import UserError
+from shardwise.errors import UserError, os_errors
 from shardwise.report.strict_json import strict
 
 FORMAT = 1
@@ -201,14 +201,13 @@ class Manifest:
     def read(cls, folder: Path) -> Manifest:
         """The manifest of a folder. Raises `UserError` when there is none, `DamagedError` when it is damaged."""
         path = folder / NAME
-        try:
-            if path.stat().st_size > LONGEST:
-                raise DamagedError(f"{path} is damaged: it is longer than any manifest")
-            data = path.read_bytes()
-        except (FileNotFoundError, NotADirectoryError):
-            raise UserError(f"{folder} holds no checkpoint: it has no {NAME}") from None
-        except OSError as error:
-            raise UserError(f"cannot read {path}: {error.strerror}") from None
+        with os_errors(f"read {path}"):
+            try:
+                if path.stat().st_size > LONGEST:
+                    raise DamagedError(f"{path} is damaged: it is longer than any manifest")
+                data = path.read_bytes()
+            except (FileNotFoundError, NotADirectoryError):
+                raise UserError(f"{folder} holds no checkpoint: it has no {NAME}") from None
         try:
             return cls.parse(data)
         except UserError as error:

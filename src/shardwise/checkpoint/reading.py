@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from shardwise.errors import UserError
+from shardwise.errors import UserError, os_errors
 
 
 class DamagedError(UserError):
@@ -19,23 +19,20 @@ class DamagedError(UserError):
 def opened(path: Path, what: str = "checkpoint is") -> Iterator[BinaryIO]:
     """A file to read. Raises `UserError` where it cannot be read, `DamagedError` where it is missing: "the `what` not
     whole"."""
-    try:
-        with path.open("rb") as file:
-            yield file
-    except FileNotFoundError:
-        raise DamagedError(f"{path} is missing: the {what} not whole") from None
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    with os_errors(f"read {path}"):
+        try:
+            with path.open("rb") as file:
+                yield file
+        except FileNotFoundError:
+            raise DamagedError(f"{path} is missing: the {what} not whole") from None
 
 
 def read_exactly(handle: int, data: memoryview, offset: int, what: str, short: str) -> None:
     """Fill `data` from `offset` on. Raises `UserError`: "cannot read `what`", and `DamagedError(short)` where the file
     ends before."""
-    while len(data):
-        try:
+    with os_errors(f"read {what}"):
+        while len(data):
             got = os.preadv(handle, [data], offset)
-        except OSError as error:
-            raise UserError(f"cannot read {what}: {error.strerror}") from None
-        if not got:
-            raise DamagedError(short)
-        data, offset = data[got:], offset + got
+            if not got:
+                raise DamagedError(short)
+            data, offset = data[got:], offset + got

@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from mmap import mmap
 from pathlib import Path
@@ -33,7 +33,7 @@ from shardwise.checkpoint.manifest import (
     TensorSpec,
 )
 from shardwise.checkpoint.reading import DamagedError
-from shardwise.errors import UserError
+from shardwise.errors import os_errors
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,10 +208,8 @@ def check_files(folder: Path, manifest: Manifest) -> None:
     """Raise `DamagedError` naming the first part file that is missing or not as long as the manifest says."""
     for part in manifest.parts:
         path = folder / part.name
-        try:
+        with os_errors(f"read {path}"):
             size = path.stat().st_size if path.is_file() else -1
-        except OSError as error:
-            raise UserError(f"cannot read {path}: {error.strerror}") from None
         if size < 0:
             raise DamagedError(f"{path} is missing: the checkpoint is not whole")
         if size != part.nbytes:
@@ -256,12 +254,6 @@ def safetensors_header(metadata: dict[str, str], tensors: Sequence[tuple[str, st
     return len(text).to_bytes(8, "little") + text
 
 
-@contextmanager
-def _plainly(path: Path) -> Iterator[None]:
+def _plainly(path: Path) -> AbstractContextManager[None]:
     """The operating system's errors as one line."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"cannot write checkpoint {path}: {error.strerror}; earlier checkpoints are untouched"
-        ) from None
+    return os_errors(f"write checkpoint {path}", "; earlier checkpoints are untouched")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Any, Literal, get_args, get_origin
 
-from shardwise.errors import UserError
+from shardwise.errors import UserError, did_you_mean
 from shardwise.model.config import ModelConfig
 from shardwise.model.parameters import count
 from shardwise.options import kinds
@@ -24,8 +23,7 @@ def change(model: ModelConfig, text: str) -> ModelConfig:
     for word in filter(None, (word.strip() for word in text.split(","))):
         name, equals, value = (part.strip() for part in word.partition("="))
         if name not in fields:
-            near = difflib.get_close_matches(name, fields, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"fields: {', '.join(fields)}"
+            hint = did_you_mean(name, fields, "fields:")
             raise UserError(f"--set {word}: a model has no field {name!r}; {hint}")
         if not equals or not value:
             raise UserError(f"--set {word}: {name} needs a value, such as {name}={getattr(model, name)}")

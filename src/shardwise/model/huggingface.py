@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import UserError
+from shardwise.errors import UserError, os_errors
 from shardwise.model.config import ModelConfig
 from shardwise.model.families import FAMILIES, family_of
 from shardwise.model.fields import Fields, words
@@ -88,13 +88,11 @@ def _load(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], str, 
     path = Path(source)
     if path.is_dir():
         path = path / "config.json"
-    try:
-        data = json.loads(read_small(path))
-    except OSError as error:
-        wanted = "give a config.json or the folder that holds it"
-        raise UserError(f"cannot read {path}: {error.strerror}; {wanted}") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from None
+    with os_errors(f"read {path}", "; give a config.json or the folder that holds it"):
+        try:
+            data = json.loads(read_small(path))
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(data, dict):
         raise UserError(f"{path} is JSON, but not the object that a config.json is")
     return data, str(path), path.resolve().parent.name or None

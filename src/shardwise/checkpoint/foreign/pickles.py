@@ -19,7 +19,7 @@ import numpy as np
 
 from shardwise.checkpoint.foreign.state import dtype_name, quoted
 from shardwise.data.extras import require
-from shardwise.errors import UserError
+from shardwise.errors import UserError, os_errors
 
 LONGEST_METADATA = 1 << 30
 """Bytes of the longest .metadata that is read."""
@@ -135,12 +135,10 @@ def load_metadata(path: Path) -> Inert:
 
     Raises `UserError` when it is damaged, or names any class but those of such a file.
     """
-    try:
+    with os_errors(f"read {path}"):
         if path.stat().st_size > LONGEST_METADATA:
             raise UserError(f"{path} is longer than any checkpoint's metadata")
         data = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
     try:
         found = _Unpickler(io.BytesIO(data)).load()
     except _Refused as error:

@@ -17,7 +17,7 @@ from shardwise.checkpoint.dtypes import bits, convert, numpy_dtype
 from shardwise.checkpoint.geometry import Piece, copy, full, shared
 from shardwise.checkpoint.huggingface.tensor_file import FileTensor, tensors_of
 from shardwise.checkpoint.manifest import TensorSpec
-from shardwise.errors import UserError
+from shardwise.errors import UserError, os_errors
 from shardwise.model import ModelConfig
 from shardwise.model.blueprint import ForeignSlice
 from shardwise.model.families import family_of
@@ -183,16 +183,15 @@ def _tensors(folder: Path) -> dict[str, FileTensor]:
     if (folder / SINGLE).exists():
         return tensors_of(folder / SINGLE)
     path = folder / INDEX
-    try:
-        content: Any = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise UserError(
-            f"{folder} has neither {SINGLE} nor {INDEX}; save the model with transformers' save_pretrained"
-        ) from None
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, RecursionError):
-        raise UserError(f"{path} is not valid JSON") from None
+    with os_errors(f"read {path}"):
+        try:
+            content: Any = json.loads(path.read_bytes())
+        except FileNotFoundError:
+            raise UserError(
+                f"{folder} has neither {SINGLE} nor {INDEX}; save the model with transformers' save_pretrained"
+            ) from None
+        except (ValueError, RecursionError):
+            raise UserError(f"{path} is not valid JSON") from None
     listed = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(listed, dict) or not all(map(_is_name, listed.values())):
         raise UserError(f"{path} has no weight_map from tensors to files beside it")

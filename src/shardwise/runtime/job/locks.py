@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from shardwise.errors import UserError
+from shardwise.errors import UserError, os_errors
 from shardwise.report.run_directory import LOCK
 
 _PREFIX, _OWNER = "shardwise-", ".owner"
@@ -30,14 +30,13 @@ def run_lock(out: Path) -> Iterator[None]:
     The lock is the file `.lock`, which says who holds it, and is gone afterwards. Readers need no lock.
     """
     path = out / LOCK
-    try:
-        handle = _locked(path)
-    except BlockingIOError:
-        raise UserError(
-            f"{out} is in use by another training{_holder(path)}: wait until it has ended, or choose another --out"
-        ) from None
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}; choose another --out") from None
+    with os_errors(f"write {path}", "; choose another --out"):
+        try:
+            handle = _locked(path)
+        except BlockingIOError:
+            raise UserError(
+                f"{out} is in use by another training{_holder(path)}: wait until it has ended, or choose another --out"
+            ) from None
     try:
         holder = json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode()
         with suppress(OSError):  # a full disk: the lock holds without it

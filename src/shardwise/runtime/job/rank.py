@@ -23,7 +23,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
-from shardwise.errors import UserError
+from shardwise.errors import UserError, os_errors
 from shardwise.runtime.job.launch import (
     INTERRUPTED,
     RANK_FAILED,
@@ -89,10 +89,8 @@ def read_file(argv: list[str], read: Callable[[Path], T]) -> T:
     """What `read` makes of the file that is the only word of `argv`. Raises `UserError` when there is none."""
     if len(argv) != 1:
         raise UserError("a rank takes one argument, the file that says what it is to do")
-    try:
+    with os_errors(f"read {argv[0]}"):
         return read(Path(argv[0]))
-    except OSError as error:
-        raise UserError(f"cannot read {argv[0]}: {error.strerror}") from None
 
 
 def join(timeout: float, gpu: torch.device | None = None) -> int:

@@ -14,7 +14,7 @@ from filecmp import cmp
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.errors import UserError
+from shardwise.errors import UserError, os_errors
 from shardwise.runtime.job.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -140,11 +140,9 @@ def _equal(corpus: Corpus, former: Path) -> bool:
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[bool]:
     """Wait for the folder's lock, then hold it. Yields whether that worked."""
-    try:
+    with os_errors(f"write to {folder}", "; choose another --out"):
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / ".lock").open("w")
-    except OSError as error:
-        raise UserError(f"cannot write to {folder}: {error.strerror}; choose another --out") from None
     with file:
         # Some network file systems have no locks: then the same text is merely prepared more than once.
         alone = False
