@@ -24,15 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from shardwise.errors import UserError, os_errors
-from shardwise.runtime.job.launch import (
-    INTERRUPTED,
-    RANK_FAILED,
-    USER_MISTAKE,
-    Failure,
-    die_with_parent,
-    lost_a_peer,
-    reason,
-)
+from shardwise.runtime.job import launch
 from shardwise.runtime.job.output import say
 
 if TYPE_CHECKING:
@@ -79,7 +71,7 @@ def main(argv: list[str], read: Callable[[Path], J], run: Callable[[int, J], obj
 
 def bind() -> None:
     """Die with the launcher, and have SIGUSR1 write where every thread stands, even when one holds Python's lock."""
-    die_with_parent()
+    launch.die_with_parent()
     if path := os.environ.get("SHARDWISE_STACK"):
         # The file must stay open as long as the process lives.
         faulthandler.register(signal.SIGUSR1, file=open(path, "w"), all_threads=True)  # noqa: SIM115
@@ -128,15 +120,15 @@ def guarded(work: Callable[[], object], keep: Callable[[], object] = lambda: Non
         work()
         return 0
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return launch.INTERRUPTED
     except UserError as error:
-        _report(Failure("user", number(), None, str(error)))
-        return USER_MISTAKE
+        _report(launch.Failure("user", number(), None, str(error)))
+        return launch.USER_MISTAKE
     except BaseException as error:
-        kind: Literal["peer", "error"] = "peer" if lost_a_peer(error) else "error"
-        _report(Failure(kind, number(), getattr(error, "step", None), _one_line(error)))
+        kind: Literal["peer", "error"] = "peer" if launch.lost_a_peer(error) else "error"
+        _report(launch.Failure(kind, number(), getattr(error, "step", None), _one_line(error)))
         keep()
-        return RANK_FAILED
+        return launch.RANK_FAILED
 
 
 def leave(code: int, *, at_once: bool = False) -> None:
@@ -158,10 +150,10 @@ def number() -> int:
 
 
 def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {reason(error)}" if str(error).strip() else type(error).__name__
+    return f"{type(error).__name__}: {launch.reason(error)}" if str(error).strip() else type(error).__name__
 
 
-def _report(failure: Failure) -> None:
+def _report(failure: launch.Failure) -> None:
     """To the launcher; under torchrun, which has its own, to standard error."""
     if path := os.environ.get("SHARDWISE_ERROR_FILE"):
         failure.write(Path(path))

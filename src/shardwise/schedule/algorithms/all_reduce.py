@@ -7,25 +7,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.schedule.algorithms.patterns import (
-    distances,
-    doubling,
-    first_rounds,
-    fold_in,
-    fold_out,
-    halving,
-    node_rings,
-    nodes_of,
-    pipelined,
-    power_below,
-    read_all,
-    ring_pass,
-    simple_ring,
-    tree_down,
-    tree_up,
-    two_colours,
-    two_trees,
-)
+from shardwise.schedule.algorithms import patterns
 from shardwise.schedule.algorithms.registry import PAIRS, algorithm
 from shardwise.schedule.comm import Draft, RepeatedRounds, Round
 
@@ -35,23 +17,23 @@ _THAKUR = "Thakur, Rabenseifner, Gropp 2005"
 @algorithm("all-reduce", "ring", source="Patarasuk and Yuan 2009")
 def ring(p: int) -> Draft:
     """Reduce-scatter around a ring, then all-gather."""
-    return Draft(p, [*simple_ring(p, reduce=True), *simple_ring(p, reduce=False)])
+    return Draft(p, [*patterns.simple_ring(p, reduce=True), *patterns.simple_ring(p, reduce=False)])
 
 
 @algorithm("all-reduce", "tree", source="Chan et al. 2007")
 def tree(p: int) -> Draft:
     """Up a binomial tree, and down again."""
-    return Draft(1, [*tree_up(p), *tree_down(p)])
+    return Draft(1, [*patterns.tree_up(p), *patterns.tree_down(p)])
 
 
 @lru_cache(maxsize=4)
 def _timed_trees(p: int) -> tuple[NDArray[np.int64], ...]:
     """The edges of both trees, parents and children, and the first round of each; kept for other numbers of segments,
     since they are found edge by edge."""
-    trees = two_trees(p)
+    trees = patterns.two_trees(p)
     src, dst = (np.concatenate(ends) for ends in zip(*trees, strict=True))
-    colours = np.split(two_colours(src, dst), 2)
-    return src, dst, np.concatenate([first_rounds(*tree, of) for tree, of in zip(trees, colours, strict=True)])
+    colours = np.split(patterns.two_colours(src, dst), 2)
+    return src, dst, np.concatenate([patterns.first_rounds(*tree, of) for tree, of in zip(trees, colours, strict=True)])
 
 
 @algorithm("all-reduce", "double-tree", source="Sanders, Speck, Träff 2009")
@@ -64,7 +46,7 @@ def double_tree(p: int, segments: int = 8) -> Draft:
     half = (segments + 1) // 2
     src, dst, start = _timed_trees(p)
     first = np.repeat([0, half], p - 1)
-    up, down = (pipelined(src, dst, start, first, half, period=2, up=up) for up in (True, False))
+    up, down = (patterns.pipelined(src, dst, start, first, half, period=2, up=up) for up in (True, False))
     return Draft(2 * half, [*up, *down])
 
 
@@ -74,23 +56,31 @@ def recursive_doubling(p: int) -> Draft:
 
     Both of a pair add the same two sums, so addition being commutative is enough for equal bits.
     """
-    q = power_below(p)
+    q = patterns.power_below(p)
     v = np.arange(q)
-    swaps = [RepeatedRounds.once(Round.of(v, v ^ d, 0, reduce=True), "exchange") for d in distances(q)]
-    return Draft(1, [*fold_in(p, q), *swaps, *fold_out(p, q)])
+    swaps = [RepeatedRounds.once(Round.of(v, v ^ d, 0, reduce=True), "exchange") for d in patterns.distances(q)]
+    return Draft(1, [*patterns.fold_in(p, q), *swaps, *patterns.fold_out(p, q)])
 
 
 @algorithm("all-reduce", "rabenseifner", natural="powers of two", source=_THAKUR)
 def rabenseifner(p: int) -> Draft:
     """Reduce-scatter by recursive halving, all-gather by doubling."""
-    q = power_below(p)
-    return Draft(q, [*fold_in(p, q, count=q), *halving(q, q), *doubling(q, q), *fold_out(p, q, count=q)])
+    q = patterns.power_below(p)
+    return Draft(
+        q,
+        [
+            *patterns.fold_in(p, q, count=q),
+            *patterns.halving(q, q),
+            *patterns.doubling(q, q),
+            *patterns.fold_out(p, q, count=q),
+        ],
+    )
 
 
 @algorithm("all-reduce", "hierarchical", natural="multiples of a node", source="Mikami et al. 2018; Cho et al. 2019")
 def hierarchical(p: int, node: int = 0) -> Draft:
     """Reduce-scatter inside nodes, all-reduce across them, all-gather inside."""
-    return Draft(p, [*node_rings(p, node, reduce=True), *node_rings(p, node, reduce=False)])
+    return Draft(p, [*patterns.node_rings(p, node, reduce=True), *patterns.node_rings(p, node, reduce=False)])
 
 
 @algorithm("all-reduce", "hierarchical-masters", natural="multiples of a node", source="Jia et al. 2018")
@@ -99,15 +89,15 @@ def hierarchical_masters(p: int, node: int = 0) -> Draft:
 
     The master is the first rank of its node. One NIC of a node works; the other ranks wait for their master.
     """
-    g, nodes = nodes_of(p, node)
+    g, nodes = patterns.nodes_of(p, node)
     members = np.arange(p).reshape(nodes, g)
     masters = members[:, 0]
     ring = nodes, masters, np.arange(nodes), np.roll(masters, -1)
     stages = [
-        *tree_up(g, members=members, chunks=nodes),
-        *ring_pass(*ring, reduce=True),
-        *ring_pass(*ring, reduce=False),
-        *tree_down(g, members=members, chunks=nodes),
+        *patterns.tree_up(g, members=members, chunks=nodes),
+        *patterns.ring_pass(*ring, reduce=True),
+        *patterns.ring_pass(*ring, reduce=False),
+        *patterns.tree_down(g, members=members, chunks=nodes),
     ]
     return Draft(nodes, stages)
 
@@ -130,7 +120,7 @@ def one_shot(p: int) -> Draft:
 )
 def two_shot(p: int) -> Draft:
     """Each rank reads and adds all others' parts of one piece, then reads the other pieces."""
-    return Draft(p, [*read_all(p, reduce=True), *read_all(p, reduce=False)])
+    return Draft(p, [*patterns.read_all(p, reduce=True), *patterns.read_all(p, reduce=False)])
 
 
 @algorithm("all-reduce", "central-server", source="Li et al. 2014 (parameter server)")

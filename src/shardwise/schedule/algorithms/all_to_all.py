@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from shardwise.schedule.algorithms.patterns import distances
+from shardwise.schedule.algorithms import patterns
 from shardwise.schedule.algorithms.registry import PAIRS, algorithm
 from shardwise.schedule.comm import Draft, RepeatedRounds, Round
 
@@ -44,12 +44,12 @@ def bruck(p: int) -> Draft:
         k = k[(k & d) > 0]
         rank, k = np.repeat(v, len(k)), np.tile(k, p)
         below = k & (d - 1)
-        hops = sum(((below & bit) > 0).astype(np.int64) for bit in distances(p))
+        hops = sum(((below & bit) > 0).astype(np.int64) for bit in patterns.distances(p))
         to_rank = (rank + d) % p
         at = np.where(hops == 0, (rank + k) % p, scratch + (hops + 1) % 2 * p + k)
         to = np.where(k < 2 * d, out + (to_rank - k) % p, scratch + hops % 2 * p + k)
         return Round.of(rank, to_rank, at, to=to)
 
     own = RepeatedRounds.once(Round.of(v, v, v, to=out + v), "own piece")
-    stages = [own, *RepeatedRounds.each(distances(p), digit, "exchange")]
+    stages = [own, *RepeatedRounds.each(patterns.distances(p), digit, "exchange")]
     return Draft(p, stages, regions=("data", "out", "scratch", "spare"), result="out")

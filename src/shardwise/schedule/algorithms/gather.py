@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.schedule.algorithms.patterns import around, tree_edges
+from shardwise.schedule.algorithms import patterns
 from shardwise.schedule.algorithms.registry import algorithm
 from shardwise.schedule.comm import Draft, RepeatedRounds
 
@@ -10,8 +10,8 @@ from shardwise.schedule.comm import Draft, RepeatedRounds
 def scatter_down(p: int, root: int = 0) -> list[RepeatedRounds]:
     """Down a binomial tree, to every child the pieces of all ranks below it."""
     return [
-        RepeatedRounds.once(around((up + root) % p, (down + root) % p, down + root, below, p), "scatter")
-        for up, down, below in tree_edges(p)
+        RepeatedRounds.once(patterns.around((up + root) % p, (down + root) % p, down + root, below, p), "scatter")
+        for up, down, below in patterns.tree_edges(p)
     ]
 
 
@@ -25,7 +25,7 @@ def scatter(p: int, root: int = 0) -> Draft:
 def gather(p: int, root: int = 0) -> Draft:
     """Pieces up a binomial tree, doubled at every level."""
     stages = [
-        RepeatedRounds.once(around((down + root) % p, (up + root) % p, down + root, below, p), "gather")
-        for up, down, below in reversed(tree_edges(p))
+        RepeatedRounds.once(patterns.around((down + root) % p, (up + root) % p, down + root, below, p), "gather")
+        for up, down, below in reversed(patterns.tree_edges(p))
     ]
     return Draft(p, stages)

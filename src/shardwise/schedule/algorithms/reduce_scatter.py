@@ -4,15 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from shardwise.schedule.algorithms.patterns import (
-    fold_in,
-    fold_out,
-    halving,
-    node_rings,
-    power_below,
-    read_all,
-    simple_ring,
-)
+from shardwise.schedule.algorithms import patterns
 from shardwise.schedule.algorithms.registry import PAIRS, algorithm
 from shardwise.schedule.comm import Draft, RepeatedRounds, Round
 
@@ -20,14 +12,16 @@ from shardwise.schedule.comm import Draft, RepeatedRounds, Round
 @algorithm("reduce-scatter", "ring", source="Patarasuk and Yuan 2009")
 def ring(p: int) -> Draft:
     """Each rank adds its part to the piece that it was handed, and hands it on."""
-    return Draft(p, simple_ring(p, reduce=True))
+    return Draft(p, patterns.simple_ring(p, reduce=True))
 
 
 @algorithm("reduce-scatter", "halving", natural="powers of two", source="Thakur, Rabenseifner, Gropp 2005")
 def recursive_halving(p: int) -> Draft:
     """Pairs at distance p/2, p/4, ... swap the half that the other one keeps."""
-    q = power_below(p)
-    return Draft(p, [*fold_in(p, q, count=p), *halving(q, p), *fold_out(p, q, np.arange(q, p))])
+    q = patterns.power_below(p)
+    return Draft(
+        p, [*patterns.fold_in(p, q, count=p), *patterns.halving(q, p), *patterns.fold_out(p, q, np.arange(q, p))]
+    )
 
 
 @algorithm("reduce-scatter", "pairwise", source="Thakur, Rabenseifner, Gropp 2005")
@@ -48,7 +42,7 @@ def pairwise(p: int) -> Draft:
 @algorithm("reduce-scatter", "hierarchical", natural="multiples of a node", source="Cho et al. 2019")
 def hierarchical(p: int, node: int = 0) -> Draft:
     """Inside nodes, then across them, each rank on its own NIC."""
-    return Draft(p, node_rings(p, node, reduce=True))
+    return Draft(p, patterns.node_rings(p, node, reduce=True))
 
 
 @algorithm(
@@ -56,4 +50,4 @@ def hierarchical(p: int, node: int = 0) -> Draft:
 )
 def one_shot(p: int) -> Draft:
     """Each rank reads and adds all others' parts of its piece."""
-    return Draft(p, read_all(p, reduce=True))
+    return Draft(p, patterns.read_all(p, reduce=True))

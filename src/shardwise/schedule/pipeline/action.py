@@ -35,7 +35,7 @@ At the end of the list everything that was started is complete.
 from __future__ import annotations
 
 import re
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from shardwise.errors import UserError
 
@@ -60,9 +60,7 @@ COMPUTE = frozenset({"F", "I", "W", "B", "OVERLAP_F_B"})
 OURS = frozenset({"SUM_TIED", "SHARE_LOSS"})
 """Kinds that torch.distributed.pipelining does not have."""
 
-_WORD = re.compile(
-    r"(\d{1,9})(F|I|B|W|UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B|SUM_TIED|SHARE_LOSS)(\d{0,9})"
-)
+_WORD = re.compile(rf"(\d{{1,9}})({'|'.join(kind for kind in get_args(Kind) if kind != 'OVERLAP_F_B')})(\d{{0,9}})")
 _WITH_MICRO = COMPUTE | {"SEND_F", "RECV_F", "SEND_B", "RECV_B"}
 
 
