@@ -117,4 +117,4 @@ def test_too_little_text_and_impossible_indices_are_refused():
     with pytest.raises(UserError, match="at least 1"):
         Sampler(np.zeros(9, np.uint16), 0, 0)
     with pytest.raises(IndexError, match="-1"):
-        Sampler(np.zeros(9, np.uint16), 8, 0)[-1]
+        Sampler(np.zeros(9, np.uint16), 8, 0).batch([-1])
