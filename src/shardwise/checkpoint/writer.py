@@ -237,17 +237,17 @@ def _create(folder: Path, rank: int, image: mmap | None) -> tuple[Path, DirectFi
 
 
 def _header(entries: Sequence[PartEntry]) -> bytes:
-    rows = [(entry.key, entry.spec.dtype, entry.shape, entry.nbytes) for entry in entries]
-    return safetensors_header({"format": "pt", "written_by": "shardwise"}, rows)
+    tensors = [(entry.key, TensorSpec(entry.shape, entry.spec.dtype)) for entry in entries]
+    return safetensors_header({"format": "pt", "written_by": "shardwise"}, tensors)
 
 
-def safetensors_header(metadata: dict[str, str], tensors: Sequence[tuple[str, str, tuple[int, ...], int]]) -> bytes:
-    """Length and JSON header of a safetensors file, padded with spaces to a multiple of eight bytes. tensors: (name,
-    torch's dtype, shape, bytes) of each, in the order in which they follow the header."""
+def safetensors_header(metadata: dict[str, str], tensors: Sequence[tuple[str, TensorSpec]]) -> bytes:
+    """Length and JSON header of a safetensors file, padded with spaces to a multiple of eight bytes. tensors: by
+    name, in the order in which they follow the header."""
     content: dict[str, object] = {"__metadata__": metadata}
     at = 0
-    for name, dtype, shape, nbytes in tensors:
-        content[name] = {"dtype": CODES[dtype], "shape": shape, "data_offsets": (at, at := at + nbytes)}
+    for name, spec in tensors:
+        content[name] = {"dtype": CODES[spec.dtype], "shape": spec.shape, "data_offsets": (at, at := at + spec.nbytes)}
     assert len(content) == len(tensors) + 1, "a tensor is written twice"
     text = json.dumps(content, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

@@ -18,7 +18,7 @@ from shardwise.planner.bounds import MemoryBound
 from shardwise.planner.exact import ExactMemory
 from shardwise.planner.overlaps import distinct
 from shardwise.planner.pricing import Priced, Prices, price_all
-from shardwise.planner.space import LayoutColumns, Space, ZeroChoice
+from shardwise.planner.space import LayoutColumns, Space
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import EngineProfile
 
@@ -133,15 +133,12 @@ def blocks(
         nbytes = np.where(possible, bound.total(frame), np.inf)
         variants = list(distinct(frame, space.engine)) if overlaps else [(space.engine, frame.shardings)]
         for engine, shardings in variants:
-            block = Block(frame, engine, nbytes).only(_chosen(frame, shardings))
+            chosen = np.array([sharding in shardings for sharding in frame.shardings])[None, :, None]
+            block = Block(frame, engine, nbytes).only(chosen)
             if prices and (unlimited or (block.nbytes <= usable).any()):
                 seconds = np.where(np.isfinite(block.nbytes), prices.seconds(frame, engine), np.inf)
                 block = replace(block, seconds=seconds)
             yield len(shardings), block
-
-
-def _chosen(frame: LayoutColumns, shardings: tuple[ZeroChoice, ...]) -> Any:
-    return np.array([sharding in shardings for sharding in frame.shardings])[None, :, None]
 
 
 def best_of(

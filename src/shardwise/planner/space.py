@@ -7,7 +7,7 @@ frame is a grid of arrays and never a list of layouts. `Space` defines exactly w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import product
@@ -116,13 +116,9 @@ def why_not_fixed(model: ModelConfig, fixed: Mapping[str, Any]) -> str:
     if ep > 1 and not model.experts:
         return f"ep={ep} splits experts, and {model.name} is a model without experts; leave ep out"
     if model.experts and model.experts.count % ep:
-        count = model.experts.count
-        return f"ep={ep} does not divide the {count} experts of {model.name}; valid ep: {_listed(divisors(count))}"
+        valid = ", ".join(map(str, divisors(model.experts.count)))
+        return f"ep={ep} does not divide the {model.experts.count} experts of {model.name}; valid ep: {valid}"
     return ""
-
-
-def _listed(numbers: Iterable[int]) -> str:
-    return ", ".join(map(str, numbers))
 
 
 @dataclass(frozen=True)

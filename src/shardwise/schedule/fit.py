@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from statistics import median
 from typing import NamedTuple
 
@@ -137,7 +138,7 @@ def _counts(samples: Sequence[Sample], network: Network) -> _Floats:
     for schedule in dict.fromkeys(sample.schedule for sample in samples):
         changed = [_changed(network, name, 1 + step) for name in names]
         profiles[schedule] = [profile(schedule, each) for each in (network, *changed)]
-    old = [_value(network, name) for name in names]
+    old = attrgetter(*names)(network)
     counts = np.zeros((len(samples), len(names)))
     for i, sample in enumerate(samples):
         base, *others = (found.at(sample.nbytes).seconds for found in profiles[sample.schedule])
@@ -145,17 +146,11 @@ def _counts(samples: Sequence[Sample], network: Network) -> _Floats:
     return np.where(np.abs(counts) * old < 1e-9 * np.abs(counts * old).max(axis=1, keepdims=True), 0.0, counts)
 
 
-def _value(network: Network, name: str) -> float:
-    whole, _, part = name.partition(".")
-    found = getattr(network, whole)
-    return getattr(found, part) if part else found
-
-
 def _typical(network: Network, found: _Floats, sizes: int) -> Network:
     """The network with one figure in place of each size's; what was found to take no time keeps a little of it."""
     constant, sized = found[: len(_CONSTANT)], found[len(_CONSTANT) :].reshape(-1, sizes).mean(axis=1)
     for name, value in zip((*_CONSTANT, *_SIZED), [*constant, *sized], strict=True):
-        old = _value(network, name)
+        old = attrgetter(name)(network)
         network = _changed(network, name, max(value, old * 1e-3) / old)
     return replace(network, saved=min(network.saved, 0.9 * network.intra.beta))
 

@@ -27,6 +27,7 @@ from shardwise.model.blueprint import ForeignSlice
 from shardwise.model.families import family_of
 from shardwise.model.parameters import blueprint, foreign_slices, parameters
 
+_SUFFIXES = {"model": "", "first": ".exp_avg", "second": ".exp_avg_sq"}
 MOMENTS = ("first", "second")
 LIVE_HEAD = "lm_head.weight"
 
@@ -116,7 +117,7 @@ def _locate(state: ForeignState, kind: str, model: ModelConfig) -> Found:
     for name, place in wanted.items():
         key = prefixes[0] + place.tensor
         if key not in tensors:
-            raise UserError(f"{state.folder} has no {key}{_what(kind)}, which {model.name} has")
+            raise UserError(f"{state.folder} has no {key}{_SUFFIXES[kind]}, which {model.name} has")
         found[name] = (_checked(tensors[key], place), place)
     _refuse_more(state, kind, model, prefixes[0], wanted)
     return found
@@ -128,10 +129,6 @@ def _live(wanted: dict[str, ForeignSlice], tensors: Mapping[str, ForeignTensor])
     if head is None or any(name.endswith(head.tensor) for name in tensors):
         return wanted
     return wanted | {"head.out.weight": replace(head, tensor=LIVE_HEAD)}
-
-
-def _what(kind: str) -> str:
-    return {"model": "", "first": ".exp_avg", "second": ".exp_avg_sq"}[kind]
 
 
 def _checked(tensor: ForeignTensor, place: ForeignSlice) -> ForeignTensor:

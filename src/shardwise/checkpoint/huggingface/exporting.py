@@ -7,7 +7,6 @@ answers.
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -20,6 +19,7 @@ import numpy as np
 from shardwise.checkpoint.dtypes import bits, numpy_dtype, raw
 from shardwise.checkpoint.geometry import Piece
 from shardwise.checkpoint.huggingface.weights import INDEX, SINGLE
+from shardwise.checkpoint.manifest import TensorSpec
 from shardwise.checkpoint.reader import Checkpoint
 from shardwise.checkpoint.resharding import model_of
 from shardwise.checkpoint.writer import safetensors_header, sync_folder
@@ -52,13 +52,8 @@ class _Tensor:
     """A tensor to write. parts: (stored name, rows, where they lie) of the parameters that it consists of."""
 
     name: str
-    shape: tuple[int, ...]
+    spec: TensorSpec
     parts: list[tuple[str, int, ForeignSlice]]
-    dtype: str
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * numpy_dtype(self.dtype).itemsize
 
 
 def export(
@@ -162,7 +157,7 @@ def _tensors(model: ModelConfig, dtype: str) -> list[_Tensor]:
     for p in parameters(model):
         place = p.foreign
         assert place
-        tensor = found.setdefault(place.tensor, _Tensor(place.tensor, place.shape, [], dtype))
+        tensor = found.setdefault(place.tensor, _Tensor(place.tensor, TensorSpec(place.shape, dtype), []))
         tensor.parts.append((f"model/{p.name}", p.shape[0], place))
     return list(found.values())
 
@@ -171,23 +166,23 @@ def _shards(tensors: list[_Tensor], limit: int) -> list[list[_Tensor]]:
     shards: list[list[_Tensor]] = [[]]
     size = 0
     for tensor in tensors:
-        if shards[-1] and size + tensor.nbytes > limit:
+        if shards[-1] and size + tensor.spec.nbytes > limit:
             shards.append([])
             size = 0
         shards[-1].append(tensor)
-        size += tensor.nbytes
+        size += tensor.spec.nbytes
     return shards
 
 
 def _nbytes(shards: list[list[_Tensor]]) -> int:
-    return sum(tensor.nbytes for shard in shards for tensor in shard)
+    return sum(tensor.spec.nbytes for shard in shards for tensor in shard)
 
 
 def _write_shards(output: _Output, checkpoint: Checkpoint, shards: list[list[_Tensor]]) -> None:
     count = len(shards)
 
     def contents(tensors: list[_Tensor]) -> Iterator[bytes | memoryview]:
-        yield safetensors_header({"format": "pt"}, [(t.name, t.dtype, t.shape, t.nbytes) for t in tensors])
+        yield safetensors_header({"format": "pt"}, [(tensor.name, tensor.spec) for tensor in tensors])
         for tensor in tensors:
             yield from map(raw, _bands(checkpoint, tensor))
 
@@ -203,20 +198,20 @@ def _write_shards(output: _Output, checkpoint: Checkpoint, shards: list[list[_Te
 
 def _bands(checkpoint: Checkpoint, tensor: _Tensor) -> Iterator[np.ndarray]:
     """A tensor's elements in order, some rows at a time."""
-    rows, *columns = tensor.shape
+    rows, *columns = tensor.spec.shape
     width = columns[0] if columns else 1
-    step = max(1, BAND // (width * numpy_dtype(tensor.dtype).itemsize))
+    step = max(1, BAND // (width * tensor.spec.itemsize))
     for start in range(0, rows, step):
         stop = min(start + step, rows)
-        values = np.empty((stop - start, width), numpy_dtype(tensor.dtype))
+        values = np.empty((stop - start, width), numpy_dtype(tensor.spec.dtype))
         for stored, count, place in tensor.parts:
             runs = list(place.held(*((0, width) if place.transposed else (start, stop)), count))
             if not runs:
                 continue
             # One read for all of them: each reads whole blocks.
             top, bottom = runs[0][0], runs[-1][0] + runs[-1][2]
-            box = ((top, bottom), (start, stop) if place.transposed else (0, width))[: len(tensor.shape)]
-            read = bits(checkpoint.read(stored, Piece.whole(box), tensor.dtype)).reshape(bottom - top, -1)
+            box = ((top, bottom), (start, stop) if place.transposed else (0, width))[: len(tensor.spec.shape)]
+            read = bits(checkpoint.read(stored, Piece.whole(box), tensor.spec.dtype)).reshape(bottom - top, -1)
             for row, theirs, run in runs:
                 if place.transposed:
                     bits(values)[:, theirs : theirs + run] = read[row - top : row - top + run].T

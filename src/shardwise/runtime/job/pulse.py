@@ -113,10 +113,8 @@ class Pulse:
         self._memory[self._at + at : self._at + at + _WORDS] = data.ljust(_WORDS, b"\0")
 
 
-def memory(path: Path | None) -> Memory:
-    """The memory of a rank's signs: the file's that its launcher has made, or the process's own."""
-    if path is None:
-        return bytearray(SIZE)
+def memory(path: Path) -> mmap.mmap:
+    """The memory of a rank's signs: the file's that its launcher has made."""
     with path.open("r+b") as file:
         return mmap.mmap(file.fileno(), SIZE)
 
@@ -124,9 +122,7 @@ def memory(path: Path | None) -> Memory:
 def create(path: Path) -> mmap.mmap:
     """Make a rank's file, in the process that starts it, and map it."""
     path.write_bytes(bytes(SIZE))
-    mapped = memory(path)
-    assert isinstance(mapped, mmap.mmap)
-    return mapped
+    return memory(path)
 
 
 def read(memory: Memory, lane: int = TRAINING) -> Sign:
@@ -225,4 +221,4 @@ def watched() -> bool:
 def from_environment() -> Memory:
     """The memory that this rank's launcher has made for it, or its own."""
     name = os.environ.get("SHARDWISE_PULSE")
-    return memory(Path(name) if name else None)
+    return memory(Path(name)) if name else bytearray(SIZE)

@@ -235,16 +235,13 @@ class _Run:
         if timeline is not None and self.role is not None:
             role = replace(self.role, transport=timeline.transport())
             self.roles, self.role = self._gather(role, timeline.recorded()), None
-        self._tell(step, loss, norm, elapsed, recorded=measure)
-        return loss
-
-    def _tell(self, step: int, loss: float, norm: float, elapsed: float, recorded: bool) -> None:
         if self.record:
             rate = self.config.workload.batch * self.config.workload.seq / elapsed
             self.record.step(
                 step=step + 1, loss=loss, grad_norm=norm, seconds=elapsed, tokens_per_s=rate, mfu=self._mfu(rate),
-                lr=learning_rate(self.config.optimizer, step, self.config.steps), recorded=recorded,
+                lr=learning_rate(self.config.optimizer, step, self.config.steps), recorded=measure,
             )  # fmt: skip
+        return loss
 
     def _mfu(self, tokens_per_s: float) -> float:
         """Model FLOPs utilization, causal attention counted once, against the measured rate of this machine's matrix

@@ -281,7 +281,7 @@ def _optimizer(elements: int, dtype: torch.dtype, device: torch.device) -> Call:
             chunk = slice(start, start + step)
             local = grads[chunk].to(torch.float32)
             local.mul_(0.999)
-            adamw(master[chunk], local, first[chunk], second[chunk], steps, settings, settings.lr, decay=True)
+            adamw((master[chunk], local, first[chunk], second[chunk]), steps, settings, settings.lr, decay=True)
             if apart:
                 weights[chunk].copy_(master[chunk])
 

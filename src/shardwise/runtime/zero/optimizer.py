@@ -8,6 +8,7 @@ engine's own intervals.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -109,7 +110,7 @@ class Optimizer:
                 own = gradient.to(master.dtype)
                 if coefficient < 1.0:
                     own.mul_(coefficient)
-                adamw(master, own, first, second, self._step, self.config, lr, span.decay)
+                adamw((master, own, first, second), self._step, self.config, lr, span.decay)
                 if apart:
                     weight.copy_(master)
                 del own  # before the next one is made
@@ -119,22 +120,15 @@ class Optimizer:
         return [tensor for state in self.states for tensor in state.owned()]
 
 
-def adamw(
-    master: Tensor,
-    gradient: Tensor,
-    first: Tensor,
-    second: Tensor,
-    step: Tensor,
-    config: OptimizerConfig,
-    lr: float,
-    decay: bool,
-) -> None:
-    """AdamW's update of a flat tensor in one fused call. step: how many there are with this one."""
+def adamw(tensors: Sequence[Tensor], step: Tensor, config: OptimizerConfig, lr: float, decay: bool) -> None:
+    """AdamW's update in one fused call. tensors: flat weights, gradient, first and second moments. step: how many
+    updates there are with this one."""
+    weights, gradient, first, second = ([tensor] for tensor in tensors)
     torch._fused_adamw_(
-        [master],
-        [gradient],
-        [first],
-        [second],
+        weights,
+        gradient,
+        first,
+        second,
         [],
         [step],
         lr=lr,
