@@ -7,6 +7,7 @@ import pytest
 
 from shardwise.data import corpus as corpus_module
 from shardwise.data.corpus import Corpus, prepare
+from shardwise.data.tokenizer import load
 from shardwise.errors import UserError
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -32,7 +33,9 @@ def documents(corpus, split):
     assert ids[-1] == corpus.eos
     ends = [i for i, token in enumerate(ids) if token == corpus.eos]
     starts = [0, *(end + 1 for end in ends[:-1])]
-    return [corpus.tokenizer().decode(ids[start:end]) for start, end in zip(starts, ends, strict=True)]
+    return [
+        load(corpus.path / "tokenizer.json").decode(ids[start:end]) for start, end in zip(starts, ends, strict=True)
+    ]
 
 
 def lines_of(source, out, **options):
@@ -70,7 +73,7 @@ def test_a_single_document_gives_its_last_tokens(tmp_path, fraction):
     train, validation = corpus.tokens("train").tolist(), corpus.tokens("validation").tolist()
     assert len(validation) == min(max(round(fraction * len(train + validation)), 1), len(train + validation) - 1)
     assert (train + validation)[-1] == corpus.eos and (train + validation).count(corpus.eos) == 1
-    assert corpus.tokenizer().decode((train + validation)[:-1]) == file.read_text()
+    assert load(corpus.path / "tokenizer.json").decode((train + validation)[:-1]) == file.read_text()
 
 
 def test_only_ends_of_documents_are_the_end_of_text(tmp_path):
@@ -135,7 +138,7 @@ def test_equal_names_sizes_and_times_do_not_make_texts_equal(tmp_path):
     assert len({corpus.path for corpus in made}) == 2
     for corpus, word in zip(made, ("red", "sea"), strict=True):
         ids = corpus.tokens("train").tolist()
-        assert word in corpus.tokenizer().decode(ids)
+        assert word in load(corpus.path / "tokenizer.json").decode(ids)
     copied = tmp_path / "elsewhere.txt"
     copied.write_bytes((tmp_path / "two" / "text.txt").read_bytes())
     assert make(copied, tmp_path / "out").path == made[1].path
@@ -163,11 +166,14 @@ def test_other_text_of_a_run_that_goes_on_has_its_tokenizer(texts, tmp_path):
     for number in range(20):
         (texts / f"more-{number}.txt").write_text("quite another text, of other words entirely\n" * 3)
     after = make(texts, tmp_path / "out", kept=kept)
-    assert after.path != before.path and after.tokenizer().to_str() == before.tokenizer().to_str()
+    assert (
+        after.path != before.path
+        and load(after.path / "tokenizer.json").to_str() == load(before.path / "tokenizer.json").to_str()
+    )
     assert make(texts, tmp_path / "out", kept=kept).path == after.path
     (texts / "last.txt").write_text("the last one\n")
     other, lines = lines_of(texts, tmp_path / "out", kept=tmp_path / "gone.json")
-    assert other.tokenizer().to_str() != before.tokenizer().to_str()
+    assert load(other.path / "tokenizer.json").to_str() != load(before.path / "tokenizer.json").to_str()
     assert any("warning" in line and "gone.json" in line and "--tokenizer" in line for line in lines)
 
 
@@ -213,7 +219,7 @@ def test_a_limit_cuts_the_text_between_characters(tmp_path):
     file.write_text("äöü" * 100)
     corpus = make(file, tmp_path / "out", max_bytes=33)
     ids = np.concatenate([corpus.tokens("train"), corpus.tokens("validation")]).tolist()
-    assert corpus.tokenizer().decode(ids[:-1]) == ("äöü" * 6)[:16]
+    assert load(corpus.path / "tokenizer.json").decode(ids[:-1]) == ("äöü" * 6)[:16]
     assert corpus.text_bytes == 32
 
 

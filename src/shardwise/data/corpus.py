@@ -101,10 +101,6 @@ class Corpus:
         """All token ids of a split, memory-mapped and read-only: [token_counts[split]], uint16 or uint32."""
         return np.memmap(self.path / f"{split}.bin", dtype=self.dtype, mode="r")
 
-    def tokenizer(self) -> Tokenizer:
-        """The tokenizer that made the tokens."""
-        return load(self.path / "tokenizer.json")
-
     def unigram_entropy(self, split: Split = "validation") -> float:
         """Entropy of the split's own token frequencies, in nats a token.
 

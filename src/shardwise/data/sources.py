@@ -76,7 +76,8 @@ class Source:
                 yield text
         if not found:
             reason = f" ({len(skipped)} not text, such as {skipped[0]})" if skipped else ", only blank documents"
-            raise UserError(f"no text in {self.name}: {_count(len(self.files))}{reason}; give files of UTF-8 text")
+            files = f"{len(self.files)} file{'s' * (len(self.files) != 1)}"
+            raise UserError(f"no text in {self.name}: {files}{reason}; give files of UTF-8 text")
 
     def _documents(self, skipped: list[str], most: int | None) -> Iterator[str]:
         if self.kind == "dataset":
@@ -268,7 +269,3 @@ def _checked(text: Any, place: str, text_field: str) -> str:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def _count(files: int) -> str:
-    return f"{files} file" if files == 1 else f"{files} files"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import product
 from math import isqrt
 from typing import Any
 
@@ -191,14 +192,12 @@ class StrategyComparison:
     def ratios(self) -> tuple[Ratio, ...]:
         """Each strategy that gathers weights, against tensor parallelism on as many ranks in the same precision, where
         both are here."""
-        found = []
-        for one in self.strategies:
-            for other in self.strategies:
-                pure = other.layout.tp == other.layout.ranks == one.layout.shard_ranks
-                alike = other.layout.dtype == one.layout.dtype
-                if one.layout.stage == 3 and one.layout.tp == 1 and pure and alike:
-                    found.append(self._ratio(one, other))
-        return tuple(found)
+        return tuple(
+            self._ratio(one, other)
+            for one, other in product(self.strategies, repeat=2)
+            if one.layout.stage == 3 and one.layout.tp == 1 and one.layout.dtype == other.layout.dtype
+            if other.layout.tp == other.layout.ranks == one.layout.shard_ranks
+        )
 
     def _ratio(self, one: Generated, other: Generated) -> Ratio:
         gathering, tensor = (

@@ -158,7 +158,9 @@ def _observe(plan: UnitPlan, rank: int, fake: Any) -> Role:
     comms = Comms(mesh, rank, AXES, timeout=60.0, backend=plan.backend, connect=connect)
     comms.read = lambda scalar: 1.0  # type: ignore[method-assign]  # fake tensors hold no numbers
     with fake:
-        program = TrainProgram(short, comms, OptimizerConfig(), _no_values, torch.device("cpu"))
+        program = TrainProgram(
+            short, comms, OptimizerConfig(), lambda parameter, index: index.double(), torch.device("cpu")
+        )
         batches = [blank_batch(short) for _ in range(short.micro_batches)]
         with StepMeasurement(program) as measurement:
             given = _Given(batches, lambda: {key: timing.count for key, timing in comms.timings.items()})
@@ -254,7 +256,3 @@ def _tensors(inputs: Any, targets: Any) -> Iterator[Any]:
 
     values = (getattr(inputs, field.name) for field in fields(inputs))
     yield from (value for value in (*values, targets) if isinstance(value, torch.Tensor))
-
-
-def _no_values(parameter: Any, index: Any) -> Any:
-    return index.double()

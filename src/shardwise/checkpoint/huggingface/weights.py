@@ -134,7 +134,7 @@ class HuggingFaceWeights:
             out = np.zeros(piece.numel, numpy_dtype(dtype))
         assert out.dtype == numpy_dtype(dtype) and out.shape == (piece.numel,)
         _read(stored.place, stored.file, shape, piece, dtype, out)
-        if self._twin is not None and stored.file.name == self._embedding:
+        if self._twin is not None and tensor == self._table:
             other = out.copy()
             _read(stored.place, self._twin, shape, piece, dtype, other)
             if not np.array_equal(bits(out), bits(other)):
@@ -143,10 +143,6 @@ class HuggingFaceWeights:
                     "that they are one: set tie_word_embeddings to false there"
                 )
         return out
-
-    @property
-    def _embedding(self) -> str:
-        return self._stored[self._table].file.name
 
 
 def open_weights(folder: Path | str, model: ModelConfig) -> HuggingFaceWeights:

@@ -13,15 +13,12 @@ def _bloom(f: Fields) -> dict[str, Any]:
     hidden, heads = f.integer("hidden_size", "n_embed"), f.integer("n_head", "num_attention_heads")
     f.must_be("apply_residual_connection_post_layernorm", False, why="another residual branch")
     f.must_be("n_inner", 4 * hidden, why="BLOOM's feed-forward is four times as wide as the model")
-    return gpt_like(f, hidden, heads) | {
-        "layers": f.integer("n_layer", "num_hidden_layers"),
+    return gpt_like(f, hidden, heads, ("n_layer", "num_hidden_layers"), "layer_norm_epsilon", tied=True) | {
         "ffn": 4 * hidden,
         # ALiBi has no longest sequence; this is the length that it was trained on.
         "max_positions": f.integer("seq_length", default=2048),
-        "norm_eps": f.number("layer_norm_epsilon", default=1e-5),
         "positions": "alibi",
         "activation": "gelu_tanh",
-        "tied": f.flag("tie_word_embeddings", True),
         "embedding_norm": True,
         "dropout": f.number("hidden_dropout", default=0.0, positive=False),
         "attention_dropout": f.number("attention_dropout", default=0.0, positive=False),

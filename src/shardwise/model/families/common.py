@@ -47,15 +47,18 @@ def llama_like(
     }
 
 
-def gpt_like(f: Fields, hidden: int, heads: int) -> dict[str, Any]:
-    """What the LayerNorm families share."""
+def gpt_like(f: Fields, hidden: int, heads: int, layers: tuple[str, ...], eps: str, tied: bool) -> dict[str, Any]:
+    """What the LayerNorm families share. layers, eps: the fields' names. tied: the default."""
     if hidden % heads:
         raise f.error(f"hidden size {hidden} is not divisible by {heads} attention heads")
     return {
         "vocab": f.integer("vocab_size"),
         "hidden": hidden,
         "heads": heads,
+        "layers": f.integer(*layers),
         "norm": "layernorm",
+        "norm_eps": f.number(eps, default=1e-5),
+        "tied": f.flag("tie_word_embeddings", tied),
         "gated": False,
         "bias": "all",
     }

@@ -43,14 +43,11 @@ def _gpt2(f: Fields) -> dict[str, Any]:
     embedding = f.number("embd_pdrop", default=0.1, positive=False)
     if residual != embedding:
         raise f.error(f"embd_pdrop={embedding} must equal resid_pdrop={residual}: there is one rate for both")
-    return gpt_like(f, hidden, heads) | {
-        "layers": f.integer("n_layer", "num_hidden_layers"),
+    return gpt_like(f, hidden, heads, ("n_layer", "num_hidden_layers"), "layer_norm_epsilon", tied=True) | {
         "ffn": f.integer("n_inner", default=4 * hidden),
         "max_positions": longest,
-        "norm_eps": f.number("layer_norm_epsilon", default=1e-5),
         "positions": "learned",
         "activation": read_activation(f, "activation_function", "gelu_new", ("gelu", "gelu_tanh")),
-        "tied": f.flag("tie_word_embeddings", True),
         "dropout": residual,
         "attention_dropout": f.number("attn_pdrop", default=0.1, positive=False),
     }

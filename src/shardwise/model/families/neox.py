@@ -36,13 +36,10 @@ def _gpt_neox(f: Fields) -> dict[str, Any]:
     for other_name in ("attention_probs_dropout_prob", "hidden_dropout_prob"):
         f.must_be(other_name, 0.0, why="transformers does not read it; use attention_dropout and hidden_dropout")
     f.must_be("attention_bias", True, why="attention without biases beside a feed-forward with them")
-    return gpt_like(f, hidden, heads) | {
-        "layers": f.integer("num_hidden_layers"),
+    return gpt_like(f, hidden, heads, ("num_hidden_layers",), "layer_norm_eps", tied=False) | {
         "ffn": f.integer("intermediate_size"),
         "max_positions": longest,
-        "norm_eps": f.number("layer_norm_eps", default=1e-5),
         "activation": read_activation(f, "hidden_act", "gelu", ("gelu", "gelu_tanh")),
-        "tied": f.flag("tie_word_embeddings", False),
         "parallel_residual": f.flag("use_parallel_residual", True),
         "dropout": f.number("hidden_dropout", default=0.0, positive=False),
         "attention_dropout": f.number("attention_dropout", default=0.0, positive=False),

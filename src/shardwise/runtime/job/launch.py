@@ -340,7 +340,7 @@ class _Crew:
         if self.hang is None or now - self.looked < _LOOK:
             return None
         self.looked = now
-        signs = self._signs()
+        signs = {rank.rank: pulse.signs_in(rank.pulse) for rank in self.ranks if rank.code is None}
         if verdict := pulse.stuck(signs, self.hang, now):
             return verdict
         for rank, (training, _) in signs.items():
@@ -349,10 +349,6 @@ class _Crew:
                 what = "ended" if training.time else "begun to train"
                 return rank, f"rank {rank} has not {what} for {since:.0f} s"
         return None
-
-    def _signs(self) -> dict[int, tuple[pulse.Sign, pulse.Sign]]:
-        """Numbers of the running processes."""
-        return {rank.rank: pulse.signs_in(rank.pulse) for rank in self.ranks if rank.code is None}
 
     def _hung(self, number: int, line: str) -> Ending:
         stack = self.ranks[number].stack()

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.layout import Mesh
-from shardwise.layout.algorithms import Carried, Schedules
+from shardwise.layout.algorithms import Schedules
 from shardwise.layout.axes import PP, Axes
 from shardwise.layout.units import Backend
 from shardwise.report.step_report import LedgerRow, Phase, TransportRow
@@ -175,7 +175,8 @@ class Comms:
         self.timeline: Observer | None = None
         """Who wants to see each collective go and come, in a recorded step."""
         self._recording = False
-        self._last: str | None = None
+        self.last: str | None = None
+        """The latest collective in words, for the message of a rank that lost a peer."""
         self._words: dict[tuple[str, Axes, str, str], str] = {}
         self.schedules = Schedules(mesh, self.backend)
         """The schedules that the layout names for collectives."""
@@ -254,17 +255,12 @@ class Comms:
             TransportRow(i, t.algorithm, *t.sent, t.time, t.wait) for i, t in enumerate(self.timings[k] for k in keys)
         )
 
-    @property
-    def last(self) -> str | None:
-        """The latest collective in words, for the message of a rank that lost a peer."""
-        return self._last
-
     def _record(self, op: str, axes: Axes, unit: str, full: Tensor, algorithm: str) -> Timing | None:
         named = op, axes, unit, self.phase
-        self._last = self._words.get(named)
-        if self._last is None:
-            self._last = self._words[named] = f"{op} over {self.mesh.name(axes)} for {unit} in {self.phase}"
-        self.pulse.collective(self._last)
+        self.last = self._words.get(named)
+        if self.last is None:
+            self.last = self._words[named] = f"{op} over {self.mesh.name(axes)} for {unit} in {self.phase}"
+        self.pulse.collective(self.last)
         if not self._recording:
             return None
         key = (self.phase, op, self.mesh.name(axes), unit, str(full.dtype).removeprefix("torch."), full.numel())
@@ -289,7 +285,9 @@ class Comms:
     ) -> Work:
         """Record a collective and start it: by `start` of the transport, or by the schedule that the layout names.
         at_once: wait for it. alike: all ranks have tensors of one size."""
-        transport, carried = self._transports[axes], self._carried(op, axes, full)
+        transport, carried = self._transports[axes], None
+        if self.schedules.named:
+            carried = self.schedules.carried(op, axes, str(full.dtype).removeprefix("torch."), full.numel())
         realization = transport.how(op, full) if carried is None else Realization(carried.schedule.algorithm, True)
         timing = self._record(op, axes, unit, full, realization.algorithm)
         if carried is not None:
@@ -315,12 +313,6 @@ class Comms:
             seconds = time.perf_counter() - started
             timing.time += seconds
             timing.wait += seconds
-
-    def _carried(self, op: str, axes: Axes, full: Tensor) -> Carried | None:
-        """How a schedule of the layout's carries a collective on `full`; None where it runs as under auto."""
-        if not self.schedules.named:
-            return None
-        return self.schedules.carried(op, axes, str(full.dtype).removeprefix("torch."), full.numel())
 
     # -- memory
 
@@ -387,7 +379,7 @@ class Comms:
 
     def read(self, scalar: Tensor) -> float:
         """The number in a tensor of one element, on the host. The one place where the program looks at data."""
-        if self.backend != "nccl" or not self._last:
+        if self.backend != "nccl" or not self.last:
             return float(scalar.item())
         # On a GPU collectives are only queued: this is where the host waits for them.
         self.pulse.wait()

@@ -186,7 +186,7 @@ class SharedTransport(Transport):
         return Realization("shared", op not in _EAGER)
 
     def shortcut(self, op: str, nbytes: int) -> bool:
-        return nbytes <= _SHORTCUTS.get(op, -1)
+        return 0 < nbytes <= _SHORTCUTS.get(op, -1)
 
     def run(self, schedule: CommSchedule, memory: Tensor) -> None:
         """Do this rank's part of a schedule on its whole memory: flat, `schedule.bounds(elements)[-1]` elements."""

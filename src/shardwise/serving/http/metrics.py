@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -16,24 +15,15 @@ PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 Labels = tuple[tuple[str, str], ...]
 
 
-@dataclass
 class Histogram:
     """How often values were at most so large. bounds: upper ones, rising."""
 
-    bounds: tuple[float, ...]
-    counts: list[int] = field(default_factory=list)
-    total: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.counts = [0] * (len(self.bounds) + 1)
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds, self.counts, self.total = bounds, [0] * (len(bounds) + 1), 0.0
 
     def add(self, value: float) -> None:
         self.counts[bisect.bisect_left(self.bounds, value)] += 1
         self.total += value
-
-    @property
-    def count(self) -> int:
-        return sum(self.counts)
 
     def rows(self, name: str) -> Iterator[str]:
         """The lines of Prometheus: buckets add up."""
