@@ -27,18 +27,11 @@ from shardwise.options import check_type
 from shardwise.report.run_directory import RunDirectory, make_next, next_free, occupied
 from shardwise.report.step_report import StepReport
 from shardwise.runtime.installed import require
+from shardwise.runtime.job import restart
 from shardwise.runtime.job.config import LaunchConfig, TrainConfig
 from shardwise.runtime.job.launch import INTERRUPTED, RANK_FAILED, USER_MISTAKE, RunFailed, check_port
 from shardwise.runtime.job.locks import run_lock
 from shardwise.runtime.job.output import say
-from shardwise.runtime.job.restart import (
-    begun_by_this_job,
-    continued,
-    last_attempt,
-    torchrun_restarts,
-    until_done,
-    way_on,
-)
 from shardwise.runtime.job.text import with_corpus
 
 if TYPE_CHECKING:
@@ -130,7 +123,7 @@ def run(config: TrainConfig, launch: LaunchConfig | None = None, *, series: bool
     if launch.port:
         check_port(launch.port)
     with _claimed(config, series=series) as config:
-        ending, config = until_done(with_corpus(config, launch.progress), launch)
+        ending, config = restart.until_done(with_corpus(config, launch.progress), launch)
         _raise_for(ending.code, ending.line)
         _predict(config, nodes=1)
     return TrainResult.read(config.out)
@@ -158,14 +151,14 @@ def train_as_rank(config: Callable[[], TrainConfig], *, elastic: bool = False) -
     def prepare() -> TrainConfig:
         request = config()
         tell = say if first else lambda line: None
-        ranks, restarts = int(os.environ["WORLD_SIZE"]), torchrun_restarts()
-        again = begun_by_this_job(request)
+        ranks, restarts = int(os.environ["WORLD_SIZE"]), restart.torchrun_restarts()
+        again = restart.begun_by_this_job(request)
         if first and not again:
             _check_out(request)
         if first:
             claim.enter_context(_claimed(request, again))
         if again:
-            request = continued(request, max(1, restarts), tell)
+            request = restart.continued(request, max(1, restarts), tell)
             tell(f"restart {'from ' + request.resume if request.resume else 'from the beginning'}")
         if elastic and ranks < request.layout.ranks:
             smaller = fewer_ranks(request.layout, request.model, request.workload, ranks)
@@ -179,8 +172,8 @@ def train_as_rank(config: Callable[[], TrainConfig], *, elastic: bool = False) -
         if code == 0 and first:
             local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
             _predict(prepared[0], nodes=max(1, prepared[0].layout.ranks // local))
-        if code == RANK_FAILED and first and prepared and last_attempt():
-            say(f"shardwise: {way_on(Path(prepared[0].out))}")
+        if code == RANK_FAILED and first and prepared and restart.last_attempt():
+            say(f"shardwise: {restart.way_on(Path(prepared[0].out))}")
     return code
 
 

@@ -13,14 +13,9 @@ from shardwise.cli.quantities import bytes_of
 from shardwise.cluster.catalog import lookup
 from shardwise.errors import UserError
 from shardwise.layout import Layout
+from shardwise.predict.memory import serving
 from shardwise.predict.memory.capacity import RESERVED_BYTES
-from shardwise.predict.memory.serving import (
-    MemoryFit,
-    ServingSetup,
-    fit_on_host,
-    largest_page_bytes,
-    serving_fit,
-)
+from shardwise.predict.memory.serving import MemoryFit
 from shardwise.predict.serving_layout import check_generation
 from shardwise.serving.job import ServingJob, weights_in
 
@@ -46,7 +41,7 @@ def job_of(args: argparse.Namespace, report: str | None = None) -> ServingJob:
     check_generation(layout, model)
     options = given(args, ServingJob) | {"report": report}
     if args.cache is not None:
-        page = largest_page_bytes(model, layout)
+        page = serving.largest_page_bytes(model, layout)
         options["pages"] = bytes_of("--cache", args.cache) // page
         if not options["pages"]:
             raise UserError(f"--cache {args.cache} holds no page: one takes {page:,} bytes")
@@ -55,14 +50,15 @@ def job_of(args: argparse.Namespace, report: str | None = None) -> ServingJob:
 
 def fit_of(job: ServingJob) -> MemoryFit:
     """Whether weights and cache fit, before anything is loaded."""
-    served = ServingSetup(job.context, job.batch, job.page, job.chunk, job.quantize == "int8", cache=job.pages)
+    quantized = job.quantize == "int8"
+    served = serving.ServingSetup(job.context, job.batch, job.page, job.chunk, quantized, cache=job.pages)
     if job.device == "cpu":
-        return fit_on_host(job.model, job.layout, served, lookup("CPU").device.memory_bytes)
+        return serving.fit_on_host(job.model, job.layout, served, lookup("CPU").device.memory_bytes)
     devices = _cuda_memory()
     if not devices:
-        return serving_fit(job.model, job.layout, served)
+        return serving.serving_fit(job.model, job.layout, served)
     sharing = -(-job.layout.ranks // len(devices))
-    return serving_fit(job.model, job.layout, served, (min(devices) - RESERVED_BYTES) / sharing)
+    return serving.serving_fit(job.model, job.layout, served, (min(devices) - RESERVED_BYTES) / sharing)
 
 
 def _cuda_memory() -> list[int]:

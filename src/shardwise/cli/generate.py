@@ -39,18 +39,14 @@ MAX_TOKENS = 64
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a folder of weights; with --compare also a catalog's name")
     add_prompts(parser)
-    _sampling(parser)
+    group = parser.add_argument_group("how tokens are chosen")
+    add_flags(group, Sampling, "max_tokens", "temperature", "top_k", "top_p", "seed")
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end an answer before this text")
     add_engine(parser)
     group = parser.add_argument_group("what it cost")
     group.add_argument("--report", type=Path, metavar="DIR", help="write a StepReport per engine step to a new folder")
     emulate.add_argument(group)
     compare_table.add_arguments(parser)
-
-
-def _sampling(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("how tokens are chosen")
-    add_flags(group, Sampling, "max_tokens", "temperature", "top_k", "top_p", "seed")
-    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end an answer before this text")
 
 
 def run(args: argparse.Namespace) -> int:

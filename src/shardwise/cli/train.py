@@ -24,20 +24,12 @@ _OPTIMIZER = ("lr", "warmup", "weight_decay", "clip")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser, optional=True)
-    _subject(parser)
-    add_flags(parser.add_argument_group("AdamW"), OptimizerConfig, *_OPTIMIZER)
-    _run(parser)
-
-
-def _subject(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model, data and layout")
     add_flags(group, TrainConfig, "layout", "data", "text_field", "max_bytes", "tokenizer")
     group.add_argument("--vocab", type=int, metavar="N", help="vocabulary in place of the model's")
     add_flags(group, Workload, "seq", "batch", "isolate_documents")
     add_flags(group, TrainConfig, "steps")
-
-
-def _run(parser: argparse.ArgumentParser) -> None:
+    add_flags(parser.add_argument_group("AdamW"), OptimizerConfig, *_OPTIMIZER)
     group = parser.add_argument_group("the run")
     add_flags(group, TrainConfig, "out", "seed", "validate_every", "validate_batches", "save_every", "keep_last")
     add_flags(group, TrainConfig, "save_async", "weights")

@@ -13,18 +13,8 @@ from typing import Any
 
 from shardwise.cli.output import print_json, show
 from shardwise.report.terminal import plain_table
-from shardwise.validation.scoreboard import (
-    MISS,
-    PUBLISHED,
-    Prediction,
-    Score,
-    cases,
-    memory_scores,
-    predict,
-    read,
-    reason,
-    scores,
-)
+from shardwise.validation import scoreboard
+from shardwise.validation.scoreboard import MISS, Prediction, Score
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,10 +23,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    rows = [row for table in args.tables or [PUBLISHED] for row in read(table)]
-    runs_to_score, skipped = cases(rows)
-    predictions, refused = predict(runs_to_score)
-    ranked = scores(predictions, [*skipped, *refused])
+    rows = [row for table in args.tables or [scoreboard.PUBLISHED] for row in scoreboard.read(table)]
+    runs_to_score, skipped = scoreboard.cases(rows)
+    predictions, refused = scoreboard.predict(runs_to_score)
+    ranked = scoreboard.scores(predictions, [*skipped, *refused])
     if args.json:
         sources = [asdict(score) for score in ranked]
         for source in sources if args.rows else ():
@@ -67,7 +57,7 @@ def _row(one: Prediction) -> dict[str, Any]:
         "error": one.error,
         "inside": one.inside,
         "assumed": list(one.case.assumed),
-        "reason": reason(one) if abs(one.error) > MISS else None,
+        "reason": scoreboard.reason(one) if abs(one.error) > MISS else None,
     }
 
 
@@ -84,7 +74,7 @@ def _print_scores(ranked: list[Score]) -> None:
 
 def _print_memory(rows: list[Any]) -> None:
     """Where rows say how much memory they took: how far off their software's states and activations are."""
-    for score in memory_scores(rows):
+    for score in scoreboard.memory_scores(rows):
         if score.mean_abs_error is not None and score.bias is not None:
             print(
                 f"{score.source}: memory of {len(score.rows)} rows, mean error {100 * score.mean_abs_error:.1f}%, "
@@ -107,5 +97,5 @@ def _print_rows(predictions: list[Prediction], every: bool) -> None:
         return
     print(f"\n{'all rows' if every else f'rows off by more than {MISS:.0%}'}:")
     for one in sorted(listed, key=lambda one: (one.case.source, -abs(one.error))):
-        why = reason(one) if abs(one.error) > MISS else ""
+        why = scoreboard.reason(one) if abs(one.error) > MISS else ""
         print(f"{one.case.source}: {100 * one.error:+.0f}%  {one.case.describe()}{f': {why}' if why else ''}")

@@ -6,16 +6,7 @@ import argparse
 from pathlib import Path
 
 from shardwise.cli.output import print_json, show
-from shardwise.cli.pipeline.arguments import (
-    add_schedule,
-    add_stages,
-    add_times,
-    check,
-    schedule_of,
-    shares_of,
-    timing_of,
-    title,
-)
+from shardwise.cli.pipeline import arguments
 from shardwise.cli.show.pipeline_table import step_json
 from shardwise.errors import UserError
 from shardwise.report.terminal import plain_table
@@ -27,17 +18,17 @@ from shardwise.schedule.pipeline.timeline import report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_schedule(parser)
-    add_times(parser)
-    add_stages(parser)
+    arguments.add_schedule(parser)
+    arguments.add_times(parser)
+    arguments.add_stages(parser)
     parser.add_argument("--report", type=Path, metavar="FILE", help="write the timelines as a step report")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write them for ui.perfetto.dev")
 
 
 def run(args: argparse.Namespace) -> int:
-    timing, schedule = timing_of(args), schedule_of(args)
-    check(schedule)
-    shares = shares_of(args, schedule)
+    timing, schedule = arguments.timing_of(args), arguments.schedule_of(args)
+    arguments.check(schedule)
+    shares = arguments.shares_of(args, schedule)
     kept = 1.0 if args.recompute is None else args.recompute
     if not (0 <= kept <= 1 and 0 <= args.weight_share <= 1):
         raise UserError("--recompute and --weight-share are parts: 0 to 1")
@@ -57,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print_simulated(simulated: Simulated, held: list[Peak]) -> None:
-    print(title(simulated.schedule))
+    print(arguments.title(simulated.schedule))
     bubbles = f"{format_share(simulated.bubble)} over ideal, {format_share(simulated.bubble_of_total)} of the total"
     print(f"makespan {format_time(simulated.makespan)}; bubble {bubbles}\n")
     headings = ("rank", "busy", "idle", "own span", "idle in it", "F not I", "I not W", "both", "held", "receives")

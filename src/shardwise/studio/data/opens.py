@@ -33,7 +33,8 @@ def opens(state: Mapping[str, Any], layout: Layout, here: str, micro_batches: in
     links = []
     if here != "memory" and changed <= {*_MEMORY, "compile"}:
         words = {name: getattr(layout, name) for name in _MEMORY if name in changed or name == "dp"}
-        links.append(("Memory", "memory", shared | training | {name: _plain(word) for name, word in words.items()}))
+        words |= {"sp": int(layout.sp)} if "sp" in words else {}
+        links.append(("Memory", "memory", shared | training | words))
     if 1 < layout.pp <= _MOST_RANKS:
         drawn = {"a": layout.schedule, "ranks": layout.pp, "micro": micro_batches or 2 * layout.pp}
         links.append(("Pipelines", "pipelines", drawn | ({"virtual": layout.virtual} if layout.virtual > 1 else {})))
@@ -41,7 +42,3 @@ def opens(state: Mapping[str, Any], layout: Layout, here: str, micro_batches: in
         fix = ",".join(f"{name}={getattr(layout, name)}" for name in _PLAN)
         links.append(("Plan", "plan", shared | training | {"fix": fix}))
     return [(title, f"{view}?{urlencode(words)}") for title, view, words in links]
-
-
-def _plain(word: Any) -> Any:
-    return int(word) if isinstance(word, bool) else word

@@ -219,19 +219,12 @@ def _busy(events: Mapping[str, np.ndarray[Any, Any]], times: np.ndarray[Any, Any
 
 
 def _by_rank(simulated: _Found) -> Table:
-    one, held = simulated.simulated, simulated.peaks
-    columns: dict[str, list[Any]] = {
-        "rank": list(range(one.schedule.ranks)),
-        "busy": list(one.busy),
-        "idle": list(one.idle),
-        "own span": list(one.own_span),
-        "idle in own span": list(one.own_idle),
-        "most micro-batches held": [peak.both for peak in held],
-        "activations held": [peak.held for peak in held],
-        "receives posted": [peak.buffers for peak in held],
-    }
-    units = dict.fromkeys(("busy", "idle", "own span", "idle in own span"), "seconds")
-    return Table(f"{one.schedule.name}, rank by rank", columns, units)
+    one = simulated.simulated
+    units = {"rank": "", **dict.fromkeys(("busy", "idle", "own span", "idle in own span"), "seconds")}
+    units |= dict.fromkeys(("most micro-batches held", "activations held", "receives posted"), "")
+    ranks = zip(one.busy, one.idle, one.own_span, one.own_idle, simulated.peaks, strict=True)
+    rows = [(rank, *times, peak.both, peak.held, peak.buffers) for rank, (*times, peak) in enumerate(ranks)]
+    return Table.of_rows(f"{one.schedule.name}, rank by rank", units, rows)
 
 
 def _events_table(one: Simulated) -> Table:
