@@ -17,7 +17,7 @@ from shardwise.runtime.pipeline.step import TrainProgram
 class Compiled:
     """outcome: as `jobs.train` returns it. graphs: how many were compiled, None under inductor itself.
 
-    strays: parameters whose gradient is not in the engine's memory after training.
+    strays: the rank's parameters whose gradient is not in the engine's memory after training.
     """
 
     outcome: jobs.RankOutcome
@@ -58,5 +58,7 @@ def train(rank: int, payload: tuple[Case, Layout, Outcome, str]) -> Compiled:
 def _strays(program: TrainProgram) -> list[str]:
     held = program.engine.storages()
     memory = {t.untyped_storage()._cdata for name in ("gradients", "comm") for t in held[name]}
-    named = program.decoder.named_parameters()
+    here = {placed.name for flat in program.engine.units.values() for placed in flat.unit.placed}
+    named = [(n, p) for n, p in program.decoder.named_parameters() if n in here]
+    assert named
     return [n for n, p in named if p.grad is None or p.grad.untyped_storage()._cdata not in memory]

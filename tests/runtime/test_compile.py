@@ -15,17 +15,18 @@ import pytest
 
 from harness.checks import assert_ledger, assert_parity, assert_replicas_equal, judge
 from harness.compile_jobs import Compiled
+from harness.contexts import context_cases
 from harness.pool import run_ranks
 from harness.reference import Case
 from harness.space import MODELS, Point, all_cases, point, sample
 from harness.today import EVERYTHING, seed, some_of
 from shardwise.errors import UserError
-from shardwise.layout import Layout, Workload, unit_plan
+from shardwise.layout import Layout, Workload, check_runnable, unit_plan
 from shardwise.predict import estimate
 from shardwise.predict.memory.step import predict_bytes
 
 TRACED = "aot_eager_decomp_partition"
-RANKS = 2
+RANKS, CONTEXT_RANKS = 2, 4
 LIMIT = 400.0
 
 INDUCTOR = (
@@ -65,6 +66,25 @@ def traced() -> tuple[Point, ...]:
 
 @pytest.mark.parametrize("point", traced(), ids=lambda p: p.id)
 def test_generated_layouts(point: Point) -> None:
+    assert_all(point, TRACED)
+
+
+def with_context(pipelines: bool) -> list[Point]:
+    """Some generated layouts with context parallelism, with or without pipelines, whose blocks can be compiled."""
+
+    def legal(point: Point) -> bool:
+        try:
+            check_runnable(compiled(point.layout), point.case.model, point.case.workload)
+        except UserError:
+            return False
+        return point.layout.ranks <= CONTEXT_RANKS
+
+    points = [p for p in context_cases() if legal(p) and (p.layout.pp > 1) == pipelines][::2]
+    return some_of(points, 1, f"contexts, pipelines: {pipelines}")
+
+
+@pytest.mark.parametrize("point", [*with_context(False), *with_context(True)], ids=lambda p: p.id)
+def test_attention_over_ranks_stays_outside_the_graphs(point: Point) -> None:
     assert_all(point, TRACED)
 
 

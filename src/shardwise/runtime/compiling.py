@@ -31,22 +31,24 @@ Block = Any
 
 
 def compile_blocks(decoder: Decoder, plan: UnitPlan, device: torch.device) -> float:
-    """Compile the blocks of a decoder whose parameters are bound to memory; returns the seconds that it took.
+    """Compile the rank's blocks, at least one, whose parameters are bound to memory; returns the seconds that it took.
 
     Under tensor parallelism all ranks must call this together: a block is run once, collectives included. Raises
     `UserError` where torch.compile lacks a compiler, or fails.
     """
     started = time.perf_counter()
     check_compiler(device)
-    blocks = [(name, part) for name, part in decoder.parts() if plan.kind(name) == "block"]
-    lowered = [lower(block, context_of(name, "compiled", plan, None, device)) for name, block in blocks]
+    parts = dict(decoder.parts())
+    blocks = {name: parts[name] for name in plan.of_kind("block")}
+    lowered = [lower(block, context_of(name, "compiled", plan, None, device)) for name, block in blocks.items()]
     whole = not any(block.breaks for block in lowered)
     # apart: a process may hold several programs, and their compilations would count as one another's
-    compiled = compile_apart(type(decoder.blocks[0]).forward, fullgraph=whole)
-    for block in decoder.blocks:
+    first: Block = blocks[plan.first_blocks[0]]
+    compiled = compile_apart(type(first).forward, fullgraph=whole)
+    for block in blocks.values():
         install(block, _calling(compiled, block))
     try:
-        _run_once(decoder.blocks[0], plan, device)
+        _run_once(first, plan, device)
     except TorchDynamoException as error:
         raise UserError(
             f"compile=block: torch.compile failed: {_first_line(error)}; leave compile=block out to train without it"

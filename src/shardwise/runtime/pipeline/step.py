@@ -31,7 +31,7 @@ class TrainProgram(StageRunner):
         with comms.in_phase("optimizer"):
             self.engine.all_gather_params()
         self.compile_seconds = 0.0
-        if plan.layout.compile == "block":
+        if plan.layout.compile == "block" and plan.first_blocks:
             from shardwise.runtime.compiling import compile_blocks  # brings in the compiler, which takes seconds
 
             comms.pulse.work("the compilation of the blocks")
