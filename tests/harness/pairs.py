@@ -45,7 +45,7 @@ def _drawn(generator: random.Random) -> tuple[ModelConfig, Layout, Workload]:
     if piped:
         chunks = chosen["pp"] * chosen["virtual"]
         keys = (*KEYS, "precision", "schedule", "pp", "virtual")
-        stages = pipelines._stages(chosen["stages"], chunks, generator)
+        stages = pipelines.stage_layers(chosen["stages"], chunks, generator)
         layout = Layout(**{key: chosen[key] for key in keys}, stages=stages)
         layers = sum(stages) or chunks + generator.randrange(chunks)
     else:

@@ -18,7 +18,7 @@ from shardwise.layout.units import Unit, UnitPlan
 from shardwise.ops.limits import sum_chunk
 from shardwise.report.step_report import DTYPE_BYTES
 
-When = Literal["loss", "begin", "backward", "reduction", "optimizer"]
+When = Literal["loss", "begin", "backward", "reduction", "landing", "optimizer"]
 """At the end of a forward pass; before a part's backward; in it; after it, as the reduction before its own ends; at the
 end."""
 
@@ -146,5 +146,5 @@ def held_through_step(plan: UnitPlan) -> Iterator[MemoryByClass]:
             yield from walk.collect(part)
             if walk.stage >= 2 or index == count - 1:
                 yield from walk.reduce(part)
-    yield from walk.land("optimizer")
+    yield from walk.land("landing")
     yield walk.now("optimizer")

@@ -40,6 +40,7 @@ def moments(plan: UnitPlan) -> Iterator[tuple[MemoryByClass, int]]:
     while_forward = saved_mask(plan, s) + known + forward(plan, s, plan.parts)
     beside: dict[tuple[When, str], int] = {
         ("loss", ""): max(saved_bytes(plan) + loss(plan, s), while_forward),
+        ("landing", ""): 0,
         ("optimizer", ""): optimizer(plan),
     }
     beside |= backwards(plan, s, plan.parts)

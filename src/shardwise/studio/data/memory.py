@@ -215,6 +215,7 @@ def _words(when: str, part: str) -> str:
         "begin": f"before the backward of {part}",
         "backward": f"backward {part}",
         "reduction": f"gradients of {part} on their way",
+        "landing": "the last gradients arrive",
         "optimizer": "optimizer",
     }[when]
 
