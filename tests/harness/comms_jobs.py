@@ -55,19 +55,27 @@ def exchange(rank: int, job: Exchanges) -> tuple[tuple[LedgerRow, ...], int]:
 
 
 def _all_to_all(comms: Comms, axes: Axes, generator: random.Random, number: int) -> int:
-    """Rows of several widths, some of them none."""
+    """Rows of several widths in unequal parts, some of them empty, or all."""
     group, mine = comms.mesh.group(axes, comms.rank), comms.index(axes)
     dtype, width = generator.choice(DTYPES), generator.choice([1, 3, 64])
-    rows = generator.choice([0, 2, 50, 3000])
-    whole = [_numbers(r, rows * len(group), width, dtype) for r in group]
-    out = torch.full((rows * len(group), width), -1, dtype=dtype)
-    pending = comms.all_to_all(out, whole[mine], axes, "exchange", later=number % 2 == 1)
+    most = generator.choice([0, 2, 50, 3000])
+    everyone = {
+        r: [generator.randint(0, most) * generator.randint(0, 1) for _ in group] for r in range(comms.mesh.layout.ranks)
+    }
+    rows = [everyone[r] for r in group]
+    if number == 0:
+        rows = [[2] * len(group)] * len(group)
+    whole = [_numbers(r, sum(sent), width, dtype) for r, sent in zip(group, rows, strict=True)]
+    received = [sent[mine] for sent in rows]
+    out = torch.full((sum(received), width), -1, dtype=dtype)
+    splits = {} if number == 0 else {"sent": rows[mine], "received": received}
+    pending = comms.all_to_all(out, whole[mine], axes, "exchange", later=number % 2 == 1, **splits)
     deadline = time.monotonic() + 30
     while not pending.is_completed() and time.monotonic() < deadline:
         time.sleep(0.001)
     assert pending.is_completed()
     pending.wait()
-    expected = torch.cat([x[mine * rows : (mine + 1) * rows] for x in whole])
+    expected = torch.cat([x.split(sent)[mine] for x, sent in zip(whole, rows, strict=True)])
     assert torch.equal(out, expected), f"{dtype}, {rows}"
     return whole[mine].numel()
 
@@ -103,9 +111,14 @@ def objections(rank: int, job: Exchanges) -> list[str]:
     """What is said of rows that do not fit, by every rank and before anything moves; one rank alone has its own."""
     comms, x, axes = open_comms(rank, job), torch.arange(8.0), job.axes[0]
     said = []
-    for out, mine in ((torch.empty(7), x), (torch.empty(8, dtype=torch.float64), x), (torch.empty(7), x[:7])):
+    for out, splits in (
+        (torch.empty(8), {"sent": [8], "received": [8]}),
+        (torch.empty(8), {"sent": [9, -1], "received": [9, -1]}),
+        (torch.empty(7), {}),
+        (torch.empty(8, dtype=torch.float64), {}),
+    ):
         try:
-            comms.all_to_all(out, mine, axes, "wrong")
+            comms.all_to_all(out, x, axes, "wrong", **splits)
         except ValueError as error:
             said.append(str(error))
     alone = torch.empty(8)

@@ -47,9 +47,10 @@ def test_rows_that_do_not_fit(shared):
     job = Exchanges("dp=2", (DP, TP), shared, 0, 0)
     for said in run_ranks("harness.comms_jobs:objections", 2, job):
         assert said == [
-            "torch.float32 [8] is not torch.float32 [7] in 2 equal parts",
-            "torch.float32 [8] is not torch.float64 [8] in 2 equal parts",
-            "torch.float32 [7] is not torch.float32 [7] in 2 equal parts",
+            "8 rows are not [8] rows for 2 ranks",
+            "8 rows are not [9, -1] rows for 2 ranks",
+            "7 rows are not [3, 3] rows for 2 ranks",
+            "torch.float32 [4, 4] of [8] are not torch.float64 [8]",
         ]
 
 

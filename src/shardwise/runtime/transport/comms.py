@@ -7,7 +7,7 @@ full tensor. Its realization is the transport's business.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -281,9 +281,10 @@ class Comms:
         piece: Tensor | None = None,
         into: Callable[[], Target] | None = None,
         maximum: bool = False,
+        alike: bool = True,
     ) -> Work:
         """Record a collective and start it: by `start` of the transport, or by the schedule that the layout names.
-        at_once: wait for it."""
+        at_once: wait for it. alike: all ranks have tensors of one size."""
         transport, carried = self._transports[axes], None
         if self.schedules.named:
             carried = self.schedules.carried(op, axes, str(full.dtype).removeprefix("torch."), full.numel())
@@ -294,7 +295,7 @@ class Comms:
                 ScheduledCollective, transport, carried, full.view(-1), self.index(axes), self.workspace,
                 timing.add if timing else _forget, maximum, piece, into,
             )  # fmt: skip
-        elif at_once and self.quick and transport.shortcut(op, (full if piece is None else piece).nbytes):
+        elif at_once and alike and self.quick and transport.shortcut(op, (full if piece is None else piece).nbytes):
             self._shortcut(start, timing)
             return DONE
         pending = PendingCollective(self, start, timing, realization, at_once, finish)
@@ -386,20 +387,32 @@ class Comms:
         self.pulse.work()
         return value
 
-    def all_to_all(self, out: Tensor, tensor: Tensor, axes: Axes, unit: str, *, later: bool = False) -> Work:
-        """Give each rank an equal part of the rows of `tensor` [n, ...], and have theirs in `out`, in group order.
+    def all_to_all(
+        self,
+        out: Tensor,
+        tensor: Tensor,
+        axes: Axes,
+        unit: str,
+        *,
+        sent: Sequence[int] | None = None,
+        received: Sequence[int] | None = None,
+        later: bool = False,
+    ) -> Work:
+        """Give each rank of the group its rows of `tensor` [n, ...], and have theirs in `out` [m, ...], in group order.
 
-        Both tensors are contiguous. The ledger has the elements of `tensor`. Raises `ValueError` where they differ in
-        shape or dtype, or the ranks do not divide the rows.
+        sent, received: rows for and from each rank, 0 allowed; equal parts where they are left out. Both
+        tensors are contiguous and of one dtype. The ledger has the elements that this rank gives away. Raises
+        `ValueError` where the rows are not those of the tensors.
         """
-        if tensor.shape != out.shape or tensor.dtype != out.dtype or len(tensor) % self.size(axes):
-            ends = f"{tensor.dtype} {list(tensor.shape)} is not {out.dtype} {list(out.shape)}"
-            raise ValueError(f"{ends} in {self.size(axes)} equal parts")
+        ranks, mine, alike = self.size(axes), self.index(axes), sent is received is None
+        sent, received = _rows(tensor, sent, ranks), _rows(out, received, ranks)
+        if sent[mine] != received[mine] or tensor.shape[1:] != out.shape[1:] or tensor.dtype != out.dtype:
+            raise ValueError(f"{tensor.dtype} {sent} of {list(tensor.shape)} are not {out.dtype} {list(out.shape)}")
         if axes not in self._transports:
             out.copy_(tensor)
             return DONE
-        start = partial(self._transports[axes].all_to_all, out, tensor)
-        return self._start("all_to_all", axes, unit, tensor, start, not (later and self.overlap))
+        start = partial(self._transports[axes].all_to_all, out, tensor, received, sent)
+        return self._start("all_to_all", axes, unit, tensor, start, not (later and self.overlap), alike=alike)
 
     # -- messages
 
@@ -437,3 +450,11 @@ class Comms:
 
 def _forget(moved: Moved) -> None:
     """No-op: no step is recorded."""
+
+
+def _rows(tensor: Tensor, rows: Sequence[int] | None, ranks: int) -> list[int]:
+    """Rows of a tensor for each of `ranks` ranks. Raises `ValueError` where they are not all of its rows."""
+    counts = [len(tensor) // ranks] * ranks if rows is None else list(rows)
+    if len(counts) != ranks or sum(counts) != len(tensor) or min(counts) < 0:
+        raise ValueError(f"{len(tensor)} rows are not {counts} rows for {ranks} ranks")
+    return counts

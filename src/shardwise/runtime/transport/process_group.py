@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -91,8 +91,10 @@ class ProcessGroupTransport(Transport):
         """What this rank has to add up for its piece."""
         return [own]
 
-    def all_to_all(self, out: Tensor, tensor: Tensor, *, at_once: bool = False) -> Work:
-        work: Work = dist.all_to_all_single(out, tensor, group=self.group, async_op=True)
+    def all_to_all(
+        self, out: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int], *, at_once: bool = False
+    ) -> Work:
+        work: Work = dist.all_to_all_single(out, tensor, list(received), list(sent), self.group, async_op=True)
         return work
 
     def send(self, tensor: Tensor, peer: int) -> Work:

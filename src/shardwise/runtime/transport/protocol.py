@@ -84,8 +84,10 @@ class Transport(Protocol):
     def reduce_scatter(self, full: Tensor, into: Callable[[], Target]) -> Work:
         """Put this rank's piece of the sum of `full` where `into` says, called when the sum is made."""
 
-    def all_to_all(self, out: Tensor, tensor: Tensor, *, at_once: bool = False) -> Work:
-        """Exchange rows, equally many with each rank."""
+    def all_to_all(
+        self, out: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int], *, at_once: bool = False
+    ) -> Work:
+        """Exchange rows: `sent` and `received` count them by rank. at_once: equal parts."""
 
     def send(self, tensor: Tensor, peer: int) -> Work:
         """Hand over a tensor, which may be reused after `wait`."""

@@ -12,7 +12,7 @@ import os
 import secrets
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache, lru_cache
 from typing import Any
@@ -299,11 +299,13 @@ class SharedTransport(Transport):
 
     # -- messages
 
-    def all_to_all(self, out: Tensor, tensor: Tensor, *, at_once: bool = False) -> Work:
+    def all_to_all(
+        self, out: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int], *, at_once: bool = False
+    ) -> Work:
         if at_once:
             self.quick.all_to_all(out, tensor)
             return DONE
-        return self._mail(EXCHANGES).all_to_all(out.tensor_split(self.ranks), tensor.tensor_split(self.ranks))
+        return self._mail(EXCHANGES).all_to_all(out.split(list(received)), tensor.split(list(sent)))
 
     def send(self, tensor: Tensor, peer: int) -> Work:
         return self._mail(MESSAGES).send(tensor, peer)
