@@ -1,17 +1,34 @@
-"""A blueprint says what layouts, checkpoints and prices need, in a size that does not grow with depth."""
+"""A blueprint says what layouts, checkpoints and prices need, in JSON whose size does not grow with depth."""
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+from shardwise.errors import UserError
+from shardwise.model.blueprint import Blueprint
 from shardwise.model.catalog import catalog, get
 from shardwise.model.parameters import blueprint
 
 
+@pytest.mark.parametrize("name", catalog())
+def test_json_gives_the_same_blueprint_back(name):
+    found = blueprint(get(name))
+    assert Blueprint.from_json(json.loads(json.dumps(found.to_json()))) == found
+
+
 def test_depth_costs_nothing():
     """A part that repeats is described once."""
-    short, deep = (repr(blueprint(get("megatron-1t").replace(layers=n))) for n in (2, 2048))
+    short, deep = (json.dumps(blueprint(get("megatron-1t").replace(layers=n)).to_json()) for n in (2, 2048))
     assert len(deep) < len(short) + 100
+
+
+@pytest.mark.parametrize("change", [{"parts": 3}, {"hidden": None, "width": 4}, {"parts": [{"name": "embedding"}]}])
+def test_what_is_no_blueprint_is_refused_in_one_line(change):
+    data = blueprint(get("tiny-gpt")).to_json()
+    with pytest.raises(UserError, match=r"not a shardwise blueprint: [^\n]+$"):
+        Blueprint.from_json(data | change)
 
 
 def test_a_pipeline_keeps_what_is_around_the_blocks_at_its_ends():

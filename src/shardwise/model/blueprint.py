@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from shardwise.model.operations import Elementwise, Operation
+from shardwise.errors import UserError
+from shardwise.model.operations import Elementwise, Operation, operation_from_json
 
 Cut = Literal["column", "kv heads", "row", "vocab", "expert", "replicated"]
 """How tensor parallelism may cut a parameter. column: its rows, which are outputs; kv heads: its rows, by key/value
@@ -85,6 +86,14 @@ class Parameter:
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Parameter:
+        """The inverse of `dataclasses.asdict`. Raises `TypeError` or `KeyError` for what is no parameter."""
+        foreign = data["foreign"]
+        if foreign is not None:
+            foreign = ForeignSlice(**foreign | {"shape": tuple(foreign["shape"])})
+        return cls(**data | {"shape": tuple(data["shape"]), "foreign": foreign})
+
     def at(self, part: str, number: int) -> Parameter:
         """The parameter of one part."""
         foreign = self.foreign.at(number) if self.foreign else None
@@ -134,6 +143,14 @@ class Part:
         """Elements of the parameters of one of them."""
         return sum(p.numel for p in self.parameters)
 
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Part:
+        """The inverse of `dataclasses.asdict`. Raises `TypeError` or `KeyError` for what is no part."""
+        parameters = tuple(Parameter.from_json(p) for p in data["parameters"])
+        operations = tuple(operation_from_json(operation) for operation in data["operations"])
+        lists = {"parameters": parameters, "operations": operations, "reads": tuple(data["reads"])}
+        return cls(**data | lists)
+
     def at(self, name: str) -> list[Parameter]:
         """The parameters of the single part of this name."""
         number = 0 if self.first is None else int(name.rpartition(".")[2])
@@ -148,6 +165,18 @@ class Blueprint:
     hidden: int
     """Width of the residual stream."""
     parts: tuple[Part, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dictionary that `from_json` reads back. A part that repeats is in it once."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Blueprint:
+        """The inverse of `to_json`. Raises `UserError` for what is no blueprint."""
+        try:
+            return cls(**data | {"parts": tuple(Part.from_json(part) for part in data["parts"])})
+        except (TypeError, KeyError) as error:
+            raise UserError(f"not a shardwise blueprint: {error}") from None
 
     @cached_property
     def _by_name(self) -> dict[str, Part]:
