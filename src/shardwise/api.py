@@ -69,7 +69,7 @@ class TrainResult:
 
     @property
     def predicted(self) -> StepReport:
-        """What was predicted for the same run. Raises `UserError` when the run made no reports (`report=True`)."""
+        """Prediction for the same run. Raises `UserError` when the run made no reports (`report=True`)."""
         return StepReport.read(RunDirectory(self.out).report("predicted"))
 
     @classmethod
@@ -394,7 +394,7 @@ def _predict(config: TrainConfig, nodes: int) -> None:
 
 
 def _carried_by(directory: RunDirectory) -> Backend | None:
-    """What the measured step says carried its collectives: gloo where memory could not be shared, or was not to."""
+    """Transport of the measured step's collectives: gloo where memory could not be shared, or was not to."""
     if not directory.report("measured").exists():
         return None
     measured = StepReport.read(directory.report("measured"))
@@ -403,7 +403,7 @@ def _carried_by(directory: RunDirectory) -> Backend | None:
 
 
 def _cluster(config: TrainConfig, nodes: int) -> Cluster:
-    """What the run ran on, as far as that is known without torch."""
+    """Hardware of the run, as far as it is known without torch."""
     from shardwise.cluster import Cluster, Device, Link
 
     per_node = config.layout.ranks // nodes

@@ -64,12 +64,12 @@ def capacity() -> int | None:
 
 
 def large_title() -> str:
-    """What `zero_memory` holds for."""
+    """Assumptions of `zero_memory`."""
     return f"{LARGE}, a sequence of {LARGE_SEQ:,} tokens on each GPU, bf16, recompute=full"
 
 
 def run_directory(out: Path | None) -> Path:
-    """Where the tour goes: `out`, or the next free runs/demo-N. Raises `UserError` when something is there."""
+    """Folder of the tour: `out`, or the next free runs/demo-N. Raises `UserError` when something is there."""
     out = out or next_free(RUNS / "demo")
     check_unused(out)
     return out
@@ -87,7 +87,7 @@ class ResumedRun:
 
     @property
     def failures(self) -> list[str]:
-        """What it should have shown and did not."""
+        """Unmet expectations."""
         if abs(self.resumed - self.before) < SAME_LOSS:
             return []
         return [f"the checkpoint has validation loss {self.before:.4f}, but {self.resumed:.4f} under {self.layout}"]
@@ -124,7 +124,7 @@ class Tour:
 
     @property
     def failures(self) -> list[str]:
-        """What the tour should have shown and did not, a sentence each."""
+        """Expectations that the tour did not meet, a sentence each."""
         loss, entropy = self.validation_loss, self.unigram_entropy
         checks = [
             (self.comparison.equal_ledger, "the measured ledger differs from the predicted one"),

@@ -22,7 +22,7 @@ def numpy_dtype(name: str) -> np.dtype:
 
 
 def bits(array: np.ndarray) -> np.ndarray:
-    """The same elements as unsigned integers: copying these keeps every NaN as it is."""
+    """Elements as unsigned integers: copying these keeps every NaN as it is."""
     return array.view(_BITS[array.dtype.itemsize])
 
 

@@ -99,7 +99,7 @@ def matrix(box: Box) -> Rectangle:
 
 
 def _before(outer: Box, position: int, inner: Box) -> int:
-    """How many elements of `inner` come before `position` of `outer`."""
+    """Number of elements of `inner` before `position` of `outer`."""
     top, _, left, right = matrix(outer)
     if left == right:
         return 0

@@ -92,7 +92,7 @@ class PartFile:
 
 @dataclass(frozen=True, slots=True)
 class PartRecord:
-    """What a rank tells the one that writes the manifest: its file, and the tensors of which it holds pieces."""
+    """A rank's message to the writer of the manifest: its file, and the tensors of which it holds pieces."""
 
     part: PartFile
     tensors: dict[str, TensorSpec]
@@ -215,7 +215,7 @@ class Manifest:
 
 
 def blocks(nbytes: int) -> int:
-    """How many checksums a piece of so many bytes has."""
+    """Number of checksums of a piece of so many bytes."""
     return -(-nbytes // BLOCK)
 
 

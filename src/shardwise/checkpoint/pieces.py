@@ -1,4 +1,4 @@
-"""What a rank holds of every parameter under a layout: the pieces it writes, and the pieces it needs to go on.
+"""Pieces of every parameter on a rank under a layout: those that it writes, and those that it needs to continue.
 
 A rank's flat unit (`layout/units.py`) is cut by ZeRO into equal intervals, padded at the end; inside it lie the local
 parameters end to end, each a box of its global tensor, perhaps with padding rows or columns. What one element is on
@@ -61,7 +61,7 @@ def needs(model: ModelConfig, layout: Layout, rank: int) -> tuple[LocalInterval,
 
 
 def writes(model: ModelConfig, layout: Layout, rank: int) -> tuple[LocalInterval, ...]:
-    """What `rank` writes: over all ranks, every element of every parameter once."""
+    """Pieces that `rank` writes: over all ranks, every element of every parameter once."""
     plan, mesh = _plan(model, layout, rank)
     found: list[LocalInterval] = []
     for unit in plan.units:

@@ -79,7 +79,7 @@ def shapes(model: ModelConfig, kinds: Iterable[str]) -> dict[str, tuple[int, ...
 
 
 def _entries(source: Checkpoint, model: ModelConfig, layout: Layout, rank: int) -> list[PartEntry]:
-    """What `rank` writes, in the order of the source's tensors."""
+    """Pieces that `rank` writes, in the order of the source's tensors."""
     pieces: dict[str, list[Piece]] = {}
     for held in writes(model, layout, rank):
         pieces.setdefault(held.name, []).append(held.stored)

@@ -9,7 +9,7 @@ FLAGS = {
     "--json": "print one JSON object instead of tables",
     "--traceback": "show where an unexpected error came from",
 }
-"""What every command and every action takes, with its help."""
+"""Options of every command and every action, with their help."""
 
 
 Run = Callable[[argparse.Namespace], int]

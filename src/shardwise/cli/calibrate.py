@@ -1,4 +1,4 @@
-"""What this host can do, measured: figures for the cluster file that `--cluster FILE` of other commands reads.
+"""Measured speed of this host: values for the cluster file that `--cluster FILE` of other commands reads.
 
 `device` times matrix products, attention, passes over memory and the trainer's collectives: with them `estimate`,
 `plan` and `explain` say how long a step takes.
@@ -111,7 +111,7 @@ def _sizes(args: argparse.Namespace) -> list[int]:
 
 
 def _announced(args: argparse.Namespace, chosen: list[Any], sizes: list[int]) -> str:
-    """What is about to be measured, and how long that takes."""
+    """Announcement of a measurement and its duration."""
     rounds = f"up to {args.rounds} rounds each, fewer where they agree within {_SETTLED:.0%}"
     return (
         f"{len(chosen)} algorithms at {len(sizes)} sizes on {args.ranks} ranks, {rounds}: at most about "

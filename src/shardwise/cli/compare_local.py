@@ -31,7 +31,7 @@ from shardwise.serving.service import Service
 Noted = Mapping[int, Sequence[StepRecord]]
 """Rank -> its notes."""
 _Moved = tuple[Volume | None, float | None, float | None]
-"""What a rank sends for a token, its collectives and messages, and its seconds of waiting."""
+"""Bytes that a rank sends per token, its collectives and messages, and its seconds of waiting."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ class Here:
     waiting_seconds_of_a_token: float | None
     """Seconds for which it stood still for them."""
     first_token_seconds: float
-    """Of the slowest answer."""
+    """Seconds of the slowest answer."""
     token_seconds: float | None
     """From one token to the next, the median."""
     growth: float | None
-    """Of the answers' last quarters over their first, as a share."""
+    """Change of the answers' last quarters over their first, as a share."""
     tokens_per_second: float | None
     """From the first token of all to the last."""
     parameter_bytes: int

@@ -1,4 +1,4 @@
-"""What one training step of a layout holds on every rank, moves between them, and takes, in closed form.
+"""Memory, traffic and time of one training step of a layout, in closed form.
 
 With --dry-run the same is observed instead: the runtime itself, on fake tensors and a fake process group.
 

@@ -1,4 +1,4 @@
-"""What a configuration of another engine is: its layout, in our terms and in words, and what it will do.
+"""A configuration of another engine explained: its layout, memory, traffic and time.
 
 CONFIG is a file (DeepSpeed's JSON, torchtitan's TOML, accelerate's or vLLM's YAML, a script with Megatron-LM's or
 vLLM's arguments), or the arguments as one text: shardwise explain "vllm serve MODEL -tp 4". With a model and a cluster
@@ -96,7 +96,7 @@ def _outlook(reading: Reading, model: ModelConfig | None, cluster: Cluster | Non
 
 
 def _missing(reading: Reading, model: ModelConfig | None) -> str:
-    """What it takes to say what it will do."""
+    """Inputs of the explanation."""
     flags = [] if model else ["--model"]
     if not reading.served:
         flags += [option for option, value in (("--seq", reading.seq), ("--batch", reading.batch)) if not value]

@@ -111,7 +111,7 @@ class _Answer:
     finished: Finished | None = None
 
     def add(self, answer: Token, stops: tuple[int, ...]) -> str:
-        """What is to be shown now."""
+        """Text to show now."""
         self.tokens.append(answer.token)
         self.logprobs.append(answer.logprob)
         if self.stream is None:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 FINDS = ("cluster", "model", "sequence", "batch", "scaling")
 TOP, MOST_SHOWN = 10, 10_000
 MOST = 1e15
-"""Of a price, and of times: what is made of more has no number."""
+"""Largest price, and largest time."""
 BY = ("throughput", "memory", "cost", "pareto")
 
 
@@ -117,7 +117,7 @@ def _check_kind(args: argparse.Namespace) -> None:
 
 
 def _check_find(args: argparse.Namespace) -> None:
-    """What a question the other way round has no use for is refused."""
+    """Reject options that an inverse question does not use."""
     idle = ["mtbf", "save"] + (["tokens", "price", "pue", "host_watts"] if args.find != "cluster" else [])
     named = [name.replace("_", "-") for name in idle if getattr(args, name) is not None]
     named += ["by"] * (args.by != "throughput") + ["top"] * (args.top != TOP)
@@ -146,7 +146,7 @@ def _reserved(args: argparse.Namespace) -> float | None:
 
 
 def _campaign(args: argparse.Namespace, outcome: Plan) -> dict[str, Any]:
-    """What a whole run takes with the winner, and how much of the time failures leave."""
+    """Duration of a whole run with the winner, and how much of the time failures leave."""
     reported: dict[str, Any] = {}
     one = outcome.winner
     if args.tokens is not None:

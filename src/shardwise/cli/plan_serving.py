@@ -1,4 +1,4 @@
-"""What `plan --serve` prints: the ranked deployments, tokens/s against time per token, and what was weighed."""
+"""Output of `plan --serve`: the ranked deployments, tokens/s against time per token, and what was weighed."""
 
 from __future__ import annotations
 

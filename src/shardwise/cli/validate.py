@@ -73,7 +73,7 @@ def _print_scores(ranked: list[Score]) -> None:
 
 
 def _print_memory(rows: list[Any]) -> None:
-    """Where rows say how much memory they took: how far off their software's states and activations are."""
+    """Errors of predicted states and activations for rows with measured memory."""
     for score in scoreboard.memory_scores(rows):
         if score.mean_abs_error is not None and score.bias is not None:
             print(

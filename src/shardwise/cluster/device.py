@@ -59,7 +59,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast bytes go where a rank's memory in a collective is `nbytes` bytes large: in a core's cache, or not.
+    """Bytes per second in a collective of `nbytes` bytes per rank: in a core's cache, or not.
 
     Each in bytes/s, None for what takes no time of its own: bandwidth, of what comes from another rank; addition, of
     what is added, on top of its coming; copy, of what a rank copies within its own memory. again: of what has come

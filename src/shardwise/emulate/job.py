@@ -1,4 +1,5 @@
-"""What is run, and what comes back: `measure` starts the ranks and returns a `EmulationResult`. Imports no torch."""
+"""Jobs of the emulation and their results: `measure` starts the ranks and returns a `EmulationResult`. Imports no
+torch."""
 
 from __future__ import annotations
 
@@ -95,7 +96,7 @@ class MeasuredCase:
         return next(step for step in self.steps if step.makespan == middle)
 
     def simulated(self, hop: float, overlap: bool) -> Simulated:
-        """What was to be expected if a message takes `hop` seconds; the exchange of a tied table is one, too.
+        """Expected seconds if a message takes `hop` seconds; the exchange of a tied table is one, too.
 
         overlap: messages travel while ranks go on, as over gloo. Through shared memory they are copied by the ranks.
         """
@@ -135,7 +136,7 @@ def measure(cases: Sequence[EmulationCase], nbytes: int, steps: int, transport: 
 
 
 def result_of(cases: Sequence[EmulationCase], result: dict[str, Any]) -> EmulationResult:
-    """What the ranks of a job with these cases have written."""
+    """Files written by the ranks of a job with these cases."""
     measured = (_measured(case, outcome) for case, outcome in zip(cases, result["cases"], strict=True))
     return EmulationResult(result["transport"], result["hop"], tuple(measured))
 

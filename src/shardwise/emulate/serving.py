@@ -34,7 +34,7 @@ class TimedStage(TokenGenerator):
         """No-op: emulated stages need no weights."""
 
     def forward(self, turn: EngineStep, rows: Rows, x: Tensor | None = None) -> Tensor:
-        """What `TokenGenerator.forward` gives, without its values; on the last stage every token is 0."""
+        """The shape of `TokenGenerator.forward`'s result without its values; on the last stage every token is 0."""
         self._turn = (self._turn + 1) % _NUMBERS
         if x is not None and (result := int(x.view(-1)[0])) != self._turn:
             raise RuntimeError(f"the message of turn {self._turn} was expected, that of turn {result} came")

@@ -84,7 +84,7 @@ class ActionLog:
 
 
 def _what(leaf: Action) -> str:
-    """How a record calls an action."""
+    """Name of an action in a record."""
     if leaf.kind in ("SEND_F", "SEND_B", "RECV_F", "RECV_B"):
         return leaf.kind[:4].lower()
     if leaf.kind in ("F", "I", "W", "B"):

@@ -1,4 +1,4 @@
-"""How a model is split: `Layout`, `Workload`, the rank mesh, the placement of every tensor, and the `UnitPlan`."""
+"""The split of a model: `Layout`, `Workload`, the rank mesh, the placement of every tensor, and the `UnitPlan`."""
 
 from shardwise.layout.layout import Layout
 from shardwise.layout.legality import check, check_runnable, fewer_ranks

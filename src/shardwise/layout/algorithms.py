@@ -91,7 +91,7 @@ class Schedules:
         return self._found[op, axes]
 
     def carried(self, op: str, axes: Axes, dtype: str, elements: int) -> Carried | None:
-        """How one collective on a full tensor runs; None as under auto."""
+        """Schedule of one collective on a full tensor; None as under auto."""
         schedule = self.of(op, axes)
         if schedule is None:
             return None

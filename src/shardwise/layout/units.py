@@ -311,7 +311,7 @@ class UnitPlan:
 
     @cached_property
     def sequence(self) -> SequenceCut:
-        """How its sequences are cut over context-parallel ranks."""
+        """Cut of its sequences over context-parallel ranks."""
         return SequenceCut.of(self.layout, self.workload.seq)
 
     @cached_property
@@ -416,7 +416,7 @@ class UnitPlan:
 
     @property
     def reductions(self) -> int:
-        """How often a step sums full gradients: after each micro-batch from stage 2 on."""
+        """Times that a step sums full gradients: after each micro-batch from stage 2 on."""
         return self.micro_batches if self.layout.stage >= 2 else 1
 
     @property
@@ -479,7 +479,7 @@ class UnitPlan:
         return found
 
     def gather(self, unit: Unit) -> Gather:
-        """How a unit's parameters are gathered, whenever they are."""
+        """The gather of a unit's parameters."""
         return Gather(unit.name, unit.shard, self.layout.dtype)
 
     def gather_counts(self) -> Counter[tuple[str, Gather]]:

@@ -1,4 +1,4 @@
-"""What is computed: models, their parameters, FLOPs. Imports nothing but the standard library."""
+"""Descriptions of models: their parameters, FLOPs. Imports nothing but the standard library."""
 
 from shardwise.model.config import ModelConfig
 

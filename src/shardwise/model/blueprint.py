@@ -17,7 +17,7 @@ from shardwise.errors import UserError
 from shardwise.model.operations import Elementwise, Operation, operation_from_json
 
 Cut = Literal["column", "kv heads", "row", "vocab", "expert", "replicated"]
-"""How tensor parallelism may cut a parameter. column: its rows, which are outputs; kv heads: its rows, by key/value
+"""Cut of a parameter under tensor parallelism. column: its rows, which are outputs; kv heads: its rows, by key/value
 head; row: its columns, which are inputs; vocab: its rows, which are tokens; expert: whole, on its expert's ranks."""
 
 PartKind = Literal["embedding", "block", "head"]
@@ -80,7 +80,7 @@ class Parameter:
     partial: bool = False
     """Whether each rank of a tensor-parallel group sees its gradient only for its own heads."""
     foreign: ForeignSlice | None = None
-    """Where Hugging Face stores it; None where that is not known."""
+    """Its place in Hugging Face files; None if unknown."""
 
     @property
     def numel(self) -> int:

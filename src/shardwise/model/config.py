@@ -1,4 +1,4 @@
-"""What a model is: the few numbers that fix every parameter's shape and the mathematics of a decoder.
+"""Model configuration: the few numbers that fix every parameter's shape and the mathematics of a decoder.
 
 `ModelConfig` is the only description of a model in shardwise. It comes from a Hugging Face `config.json`
 (`huggingface.py`), from the catalog (`catalog.py`) or from its constructor, and everything else is derived from it:

@@ -1,4 +1,4 @@
-"""How many floating-point operations a model costs: sums over its blueprint's operations, as exact integers.
+"""Floating-point operations of a model: sums over its blueprint's operations, as exact integers.
 
 `operations.py` says what counts.
 

@@ -30,7 +30,7 @@ class ForeignNames:
     ignored: re.Pattern[str]
     """Tensors that hold no parameter, such as masks that old versions stored."""
     fused: Literal["", "side by side", "by head"] = ""
-    """How query, key and value lie in one tensor; empty where they have one each."""
+    """Order of query, key and value in one tensor; empty if they have a tensor each."""
     transposed: bool = False
     """Whether the blocks' matrices are stored as [in, out]."""
     whole: dict[str, str] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What decoders are made of: for each mechanism its parameters and operations, as a model's numbers say."""
+"""Mechanisms of decoders: for each its parameters and operations, as a model's numbers say."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def block(c: ModelConfig, experts: bool, window: int = 0) -> Pieces:
 
 
 def _branch(c: ModelConfig, name: str, pieces: Pieces) -> Pieces:
-    """What is added to the residual stream, with its norms. Those of a parallel residual read the same input, which is
+    """Branches of the residual stream, with their norms. Those of a parallel residual read the same input, which is
     one operation."""
     stream = (Width(c.hidden),)
     if c.norm_placement != "post":
@@ -154,7 +154,7 @@ def feed_forward(c: ModelConfig, name: str, width: int, into: Cut = "column", ou
 
 
 def products(c: ModelConfig, width: int, rows: Rows = "tokens", count: int = 1, active: int = 1) -> Iterator[Operation]:
-    """What a feed-forward part, or `count` of them at once, computes."""
+    """Operations of a feed-forward part, or of `count` of them at once."""
     inner, hidden = Width(width, cut=True), Width(c.hidden)
     outputs = (inner,) * (2 if c.gated else 1)
     yield LinearOp("linear", hidden, outputs, rows, count, active)

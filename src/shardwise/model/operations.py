@@ -1,4 +1,4 @@
-"""What a part computes: operations by kind and size, and the FLOPs that follow from these.
+"""Operations of a part by kind and size, and the FLOPs that follow from these.
 
 A multiply-add counts as two FLOPs. Counted are matrix products and the two products of attention; norms, activations,
 softmax, biases, rotary positions and lookups are left out, as in the papers that the numbers are compared with.
@@ -61,7 +61,7 @@ class AttentionCore:
     heads: int
     kv_heads: int
     key_width: int
-    """Of a head of queries and keys."""
+    """Width of a head of queries and keys."""
     value_width: int
     window: int = 0
     """Tokens that each token attends to at most, itself included; 0 means no bound."""
@@ -97,7 +97,7 @@ class Elementwise:
         "dropout", "residual", "dispatch", "activation", "gated activation",
     ]  # fmt: skip
     widths: tuple[Width, ...]
-    """Of the tensors, for each token."""
+    """Elements of the tensors per token."""
     rows: Rows = "tokens"
     count: int = 1
     active: int = 1

@@ -17,7 +17,7 @@ from shardwise.model.families import family_of
 
 @lru_cache(maxsize=64)
 def blueprint(config: ModelConfig) -> Blueprint:
-    """What a model consists of, under the names of its nearest family."""
+    """Parts of a model, under the names of its nearest family."""
     names, module = family_of(config).names, family_of(config).module
 
     def part(

@@ -31,10 +31,10 @@ Forward = Callable[[Tensor, Batch], Tensor]
 
 @dataclass(frozen=True)
 class GenerationContext(OpContext):
-    """What forms of generation are given besides. The weights have been read."""
+    """Inputs of generation's forms beside `OpContext`'s. The weights have been read."""
 
     keep: MakeProduct = field(default_factory=Plain)
-    """How matrices are kept."""
+    """Form in which matrices are stored."""
     cache: PagedCache | None = None
     """A block's keys and values."""
     copied: list[Linear] = field(default_factory=list)
@@ -187,7 +187,8 @@ def side_by_side(module: nn.Module) -> Product:
 
 
 def _rotation(rope: Rope, width: int, kv: int) -> Forward:
-    """Of heads [T, H + 2 K, D] the pairs (i, i + r/2) of the first r numbers turned by the angles of their positions.
+    """Rotation of heads [T, H + 2 K, D]: the pairs (i, i + r/2) of the first r numbers turned by the angles of their
+    positions.
 
     Values, the last K heads, and the numbers from r on are turned by no angle, so that everything is done at once.
     """

@@ -21,7 +21,7 @@ Product = Callable[[Tensor], Tensor]
 
 
 class MakeProduct(Protocol):
-    """How matrices are kept. copies: whether what it returns needs the given tensors no more."""
+    """Form in which matrices are stored. copies: whether what it returns needs the given tensors no more."""
 
     copies: bool
 

@@ -10,7 +10,7 @@ from shardwise.decoder.attention import CoreAttention
 
 
 class ScoreRule(NamedTuple):
-    """How a core of attention makes scores of products q kᵀ."""
+    """From products q kᵀ to the scores of a core of attention."""
 
     scale: float
     softcap: float

@@ -40,7 +40,7 @@ def least(space: Space, frames: Iterable[LayoutColumns] | None = None) -> Smalle
 
 
 def fits(space: Space, usable: float, frames: Iterable[LayoutColumns] | None = None) -> SmallestCandidate | None:
-    """What `least` finds, where it needs no more than `usable` bytes."""
+    """Result of `least`, where it needs no more than `usable` bytes."""
     found = least(space, frames)
     return found if found and found.nbytes <= usable else None
 
@@ -90,7 +90,7 @@ def _with(space: Space) -> str:
 
 
 def _less(cluster: Cluster, reserved: float | None) -> str:
-    """How the usable bytes differ from the device's."""
+    """Difference between usable bytes and the device's."""
     less = reserved_bytes(cluster, reserved)
     return f" ({format_bytes(cluster.memory_per_device or 0)} less {format_bytes(less)} reserved)" if less else ""
 

@@ -1,4 +1,4 @@
-"""What a layout will take: memory and traffic of one training step in closed form, without torch."""
+"""Predictions: memory and traffic of one training step in closed form, without torch."""
 
 from shardwise.predict.estimate import estimate
 from shardwise.predict.memory.states import zero_table

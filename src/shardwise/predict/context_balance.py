@@ -21,9 +21,9 @@ class ContextBalance:
     zigzag: bool
     """Whether ranks attend with tokens in zigzag order; else with some of the heads over all tokens (Ulysses)."""
     flops: tuple[int, ...]
-    """Of the layout's cut."""
+    """FLOPs per rank of the layout's cut."""
     plain_flops: tuple[int, ...]
-    """Of ranks that attend with consecutive tokens."""
+    """FLOPs per rank with consecutive tokens."""
 
     @property
     def largest(self) -> float:
@@ -58,7 +58,7 @@ def context_balance(model: ModelConfig, layout: Layout, workload: Workload) -> C
 
 
 def _flops(model: ModelConfig, places: Iterable[range]) -> int:
-    """Of all layers' queries at these places of a sequence."""
+    """Attention FLOPs of all layers' queries at these places of a sequence."""
     runs = tuple(places)
     return sum(
         part.count * core.flops(core.pairs(run.stop) - core.pairs(run.start))

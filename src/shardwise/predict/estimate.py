@@ -72,7 +72,7 @@ def estimate(
 
 
 def _planned(model: ModelConfig, layout: Layout, workload: Workload, cluster: Cluster | None) -> str:
-    """Where the search has the figures of a model that no decoder here computes: the command for this layout."""
+    """Command that prices this layout of a model that no decoder here computes."""
     from shardwise.model.catalog import catalog
     from shardwise.predict.fixing import text_of
     from shardwise.predict.supported import objection, why_not_planned
@@ -101,7 +101,7 @@ def _on_device(plan: UnitPlan) -> Bytes:
 
 
 def unmodelled(model: ModelConfig, layout: Layout) -> list[str]:
-    """What the bytes of a layout leave out because the runtime cannot run it yet, a sentence each."""
+    """Omissions from the bytes of a layout that the runtime cannot run yet, a sentence each."""
     notes = []
     if layout.offload != "none":
         kept = "" if layout.stage < 3 else "; the fp32 shards of the weights, which DeepSpeed moves, are still on it"
@@ -119,7 +119,7 @@ def unmodelled(model: ModelConfig, layout: Layout) -> list[str]:
 
 
 def _notes(model: ModelConfig, layout: Layout, backend: Backend) -> list[str]:
-    """What the figures assume or leave out, a sentence each."""
+    """Assumptions and omissions, a sentence each."""
     notes = []
     if backend == "nccl":
         notes.append("saved activations are those of the eager CPU path; CUDA kernels may save a little differently")

@@ -1,4 +1,4 @@
-"""What a person fixes about a layout, read from text: `tp=8,zero=1,sp`."""
+"""Fixed keys of a layout, read from text: `tp=8,zero=1,sp`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def words_of(fixed: Mapping[str, Any]) -> str:
 
 
 def text_of(layout: Layout) -> str:
-    """What fixes a layout, as far as it is searched, as `fixed_of` reads it."""
+    """The searched keys of a layout, as `fixed_of` reads it."""
     degrees = {key: getattr(layout, key) for key in ("dp", "tp", "pp", "cp") if getattr(layout, key) > 1}
     others = {"ep": layout.ep, "zero": layout.stage, "micro": layout.micro}
     if layout.stage:

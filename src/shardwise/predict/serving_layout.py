@@ -1,4 +1,4 @@
-"""What generation makes of a layout: which are for it, whose plan a rank follows, and which sequences it has."""
+"""Layouts for generation: which are legal, the plan of a rank, and its sequences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step holds and moves, however it was found out, and every way to look at it.
+"""Memory and traffic of a step, predicted or observed, and every way to show them.
 
 `StepReport` and `compare` are the core; tables, HTML, figures, traces and the run directory stand on them.
 """

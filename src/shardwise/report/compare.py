@@ -20,11 +20,11 @@ EXACT_CLASSES = ("parameters", "gradients", "optimizer", "saved", "comm", "cache
 """The classes that a prediction must meet to the byte."""
 
 PEAK_TOLERANCE = 0.05
-"""How far the predicted peak may lie from the observed one, as a share of the observed one."""
+"""Largest accepted difference of the predicted from the observed peak, as a share of the observed one."""
 
 
 class LedgerKey(NamedTuple):
-    """What makes two ledger rows the same kind of collective: all of `LedgerRow` but the count."""
+    """Key of one kind of collective: all of `LedgerRow` but the count."""
 
     phase: str
     op: str

@@ -1,4 +1,4 @@
-"""What a timeline says about a step: how long the rank computed, and how much communication was not hidden behind that.
+"""Analysis of a timeline: how long the rank computed, and how much communication was not hidden behind that.
 
 Spans are counted in whole nanoseconds, so that parts add up to the whole.
 """
@@ -63,7 +63,7 @@ def _span(event: dict[str, Any], place: str) -> TimeSpan:
 
 
 def union(intervals: Iterable[tuple[int, int]]) -> Intervals:
-    """The same time as disjoint intervals in ascending order; empty ones vanish."""
+    """Disjoint intervals of the same time in ascending order; empty ones vanish."""
     joined: Intervals = []
     for start, stop in sorted(intervals):
         if start >= stop:
@@ -117,7 +117,7 @@ class KindOfTraffic:
 
 @dataclass(frozen=True)
 class Exposure:
-    """Where the time of one step of one rank went, in nanoseconds; `compute + exposed + idle == step`.
+    """Time of one step of one rank by kind, in nanoseconds; `compute + exposed + idle == step`.
 
     step: from the start to the end of the last span. compute: the rank computed (the union of the compute spans).
     communication: at least one collective was under way (the union of the communication spans; each lasts from issue

@@ -13,7 +13,7 @@ from shardwise.report.step_report import Bytes
 
 @dataclass(frozen=True)
 class Kind:
-    """How one kind of bar segment or event looks. hatch: an SVG path in an 8x8 tile, empty for a plain area."""
+    """Look of one kind of bar segment or event. hatch: an SVG path in an 8x8 tile, empty for a plain area."""
 
     label: str
     letter: str

@@ -25,7 +25,7 @@ MOST_EVENTS = 100_000
 
 
 class Recorded(NamedTuple):
-    """What one rank has recorded of a step. host: a word that only this host has. start: nanoseconds of its monotonic
+    """Recording of one rank in a step. host: a word that only this host has. start: nanoseconds of its monotonic
     clock when the step began. events: as `Role.timeline` holds them."""
 
     host: str

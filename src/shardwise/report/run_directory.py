@@ -1,4 +1,4 @@
-"""What a run leaves on disk, and how it is read back.
+"""Files of a run, and how they are read.
 
     <run>/run.json                configuration, layout, workload, status
     <run>/events.jsonl            one JSON object a line, only ever appended to
@@ -110,7 +110,7 @@ class RunDirectory:
 
     @property
     def result(self) -> dict[str, Any]:
-        """What a run that has ended says of itself (result.json); empty for any other."""
+        """Result of an ended run (result.json); empty for any other."""
         try:
             return _json_object((self.path / "result.json").read_bytes()) or {}
         except OSError:

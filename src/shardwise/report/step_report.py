@@ -52,7 +52,7 @@ class LedgerRow:
 
 @dataclass(frozen=True)
 class TransportRow:
-    """How a transport realised the ledger row with index `row`.
+    """Realization by a transport of the ledger row with index `row`.
 
     All figures are sums over the row's count in one step. time_s: from issue to completion, waiting for slower ranks
     included; wait_s: how long the rank stood still for it.
@@ -188,7 +188,7 @@ class StepReport:
 # Reading: a report may come from anywhere, and what is wrong in it is said here, not where it is first used.
 
 _MOST = 1 << 63
-"""Of counts and bytes: more are of no machine."""
+"""Largest count or number of bytes that a report accepts."""
 
 
 def _fits(kind: Any, value: Any) -> bool:

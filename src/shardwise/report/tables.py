@@ -1,4 +1,4 @@
-"""What a terminal shows of a step report: `rich` renderables, built when they are asked for.
+"""A step report on a terminal: `rich` renderables, built on request.
 
 Ledgers join identical blocks into one line. Bytes are in GB = 1e9 bytes.
 """
@@ -85,7 +85,7 @@ def _ledger(ranks: tuple[int, ...], rows: tuple[LedgerRow, ...]) -> Table:
 
 
 def exposure_table(rows: Sequence[tuple[str, int, Exposure]]) -> Table:
-    """Where the time of a step went, a line for each (name of the report, rank, figures); shares are of the step."""
+    """Time of a step by kind, a line for each (name of the report, rank, figures); shares are of the step."""
     table = new_table("time of one step, from its timeline: step = computed + exposed + idle")
     _columns(table, ("report", "rank"), ("step", "computed", "communicated", "hidden", "exposed", "idle"))
     for name, rank, figures in rows:

@@ -12,7 +12,7 @@ STEP = {
     "data": "gradients and parameters over dp",
     "optimizer": "optimizer",
 }
-"""Of a training step."""
+"""Parts of a training step."""
 
 TOKEN = {
     "weights": "weights: reading, products",
@@ -24,4 +24,4 @@ TOKEN = {
     "bubble": "waiting for other groups",
     "host": "host",
 }
-"""Of a token or a prompt."""
+"""Parts of a token or a prompt."""

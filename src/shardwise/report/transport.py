@@ -1,4 +1,4 @@
-"""How the collectives of a step were carried, summed for each kind: calls, bytes sent, steps, time, waiting."""
+"""Realization of a step's collectives, summed for each kind: calls, bytes sent, steps, time, waiting."""
 
 from __future__ import annotations
 

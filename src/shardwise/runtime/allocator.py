@@ -1,4 +1,4 @@
-"""What the C library does with memory that tensors on CPU give back.
+"""Settings of the C library for freed memory of CPU tensors.
 
 By default glibc returns large blocks to the system and the next step faults every page in again: 4 to 6% of a step of
 2,048 tokens (docs/performance.md). A rank that trains needs the same memory again at once, so it keeps it.

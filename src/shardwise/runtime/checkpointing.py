@@ -47,7 +47,7 @@ KINDS = ("model", "first", "second")
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run stands: training steps done, sequences seen, updates made."""
+    """Progress of a run: training steps done, sequences seen, updates made."""
 
     step: int
     samples: int
@@ -112,7 +112,7 @@ class Saver:
             saving.result()
 
     def _entries(self) -> tuple[list[PartEntry], list[Tensor]]:
-        """What this rank writes, and the runs of its state that hold it, padding included."""
+        """Pieces that this rank writes, and the runs of its state that hold it, padding included."""
         states = {state.flat.unit.name: state for state in self.program.optimizer.states}
         entries, tensors = [], []
         for kind in KINDS:
@@ -126,7 +126,7 @@ class Saver:
         return entries, tensors
 
     def _each(self) -> list[LocalInterval]:
-        """What is held of each entry."""
+        """Elements on this rank of each entry."""
         return [*self.writes] * len(KINDS)
 
     def _write(

@@ -82,7 +82,7 @@ def check_compiler(device: torch.device) -> None:
 
 
 def _first_line(error: BaseException) -> str:
-    """What a compiler complained about, or the error's own first line."""
+    """A compiler's message, or the error's own first line."""
     inner = getattr(error, "inner_exception", None) or error
     lines = [line.strip() for line in str(inner).splitlines() if line.strip()]
     return next((line for line in lines if "error:" in line.lower()), lines[0] if lines else type(inner).__name__)

@@ -41,7 +41,7 @@ def dry_run(model: ModelConfig, layout: Layout, workload: Workload, cluster: Clu
     ranks = [mesh.rank(pp=place) for place in range(layout.pp)]
     plans = [unit_plan(model, eager, workload, rank=rank, backend=usual_backend(cluster)) for rank in ranks]
     firsts: dict[str, int] = {}
-    """What a rank does -> the first place of the pipeline where ranks do it."""
+    """Kind of work of a rank -> the first place of the pipeline where ranks do it."""
     like = [firsts.setdefault(_deeds(plan), place) for place, plan in enumerate(plans)]
     observed = _observe_all([(plans[place], ranks[place]) for place in firsts.values()])
     seen = dict(zip(firsts.values(), observed, strict=True))
@@ -172,7 +172,7 @@ def _observe(plan: UnitPlan, rank: int, fake: Any) -> Role:
 
 
 def _transport(backend: Backend) -> Any:
-    """What makes the transport of a group, with the memory that a backend needs but without peers."""
+    """Factory of a group's transport, with the memory that a backend needs but without peers."""
     from shardwise.runtime.transport.process_group import ProcessGroupTransport
     from shardwise.runtime.transport.protocol import DONE
 

@@ -1,4 +1,4 @@
-"""What `pip install shardwise` alone does not bring, asked for before anything begins. Imports no torch."""
+"""Check for what `pip install shardwise` alone does not install. Imports no torch."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ RING = {
     "gather": "binomial",
     "all-to-all": "pairwise",
 }
-"""What stands for "ring" in collectives that have no ring."""
+"""Substitute for "ring" in collectives without a ring."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Crossover(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """What one collective takes: seconds, bytes that the busiest rank sends, steps."""
+    """Cost of one collective: seconds, bytes that the busiest rank sends, steps."""
 
     seconds: float
     bytes_sent: int
@@ -99,7 +99,7 @@ def crossovers(
 def cost(
     op: str, nbytes: float, ranks: int | Sequence[int], cluster: Cluster, algorithm: str = "best", sharing: int = 1
 ) -> Cost:
-    """What one collective of a ledger takes on these ranks: nothing on one rank.
+    """Cost of one collective of a ledger on these ranks: nothing on one rank.
 
     op: a ledger's name (all_reduce, all_gather_into, ...). nbytes: payload, the full tensor. algorithm: "best", the
     cheapest that sends messages (on a cluster measured with ranks that read memory, the cheapest of all); a name; or

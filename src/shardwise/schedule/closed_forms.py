@@ -120,7 +120,7 @@ _LEAST: dict[str, Callable[[int], tuple[float, float]]] = {
 
 
 def lower_bound(collective: str, p: int) -> Factors:
-    """What no algorithm on p single-ported ranks can do without: ceil(L) α, b nβ, c nγ, each term for itself.
+    """Lower bound of any algorithm on p single-ported ranks: ceil(L) α, b nβ, c nγ, each term for itself.
 
     Their sum is not always attainable. Source: Chan et al. 2007; for all-to-all, p - 1 of p pieces leave each rank.
     """

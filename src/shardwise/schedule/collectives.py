@@ -55,7 +55,8 @@ def inputs(schedule: CommSchedule) -> NDArray[np.bool_]:
 
 
 def wanted(schedule: CommSchedule) -> ChunkGoal:
-    """What every rank must hold in the region of the result, in rank order; ranks without a result have no rows."""
+    """Required contents of the region of the result on every rank, in rank order; ranks without a result have no
+    rows."""
     p, c, kind = schedule.ranks, schedule.chunks, schedule.collective
     ranks, chunks = np.arange(p), np.arange(c)
     if kind in ("scatter", "reduce-scatter"):

@@ -100,7 +100,7 @@ class Round:
         return Round(*(column[index] for column in self.columns))
 
     def contiguous(self) -> Round:
-        """The same transfers with every row a span: rows with a stride are cut into rows of one chunk."""
+        """Transfers with every row a span: rows with a stride are cut into rows of one chunk."""
         if not ((self.stride > 1) & (self.count > 1)).any():
             return self
         cut = self.take(np.repeat(np.arange(len(self)), self.count))
@@ -159,7 +159,7 @@ class RepeatedRounds:
 
 @dataclass(frozen=True, eq=False)
 class Draft:
-    """What the author of an algorithm writes down: the stages, and the memory that they work on.
+    """Input of an algorithm's author: the stages, and the memory that they work on.
 
     chunks: how many the data is cut into. regions: a rank's memory, `chunks` chunks each. result: the region where the
     result lies.
@@ -203,7 +203,7 @@ class CommSchedule:
 
     @cached_property
     def steps(self) -> int:
-        """How many rounds there are."""
+        """Number of rounds."""
         return sum(stage.repeat for stage in self.stages)
 
     def rounds(self) -> Iterator[Round]:
@@ -231,7 +231,7 @@ class CommSchedule:
         return -(-elements // self.chunks) * self.chunks if equal else elements
 
     def bounds(self, elements: int) -> Ints:
-        """Where the chunks of a rank's memory begin and end, in elements; shape (width + 1,).
+        """Bounds of the chunks of a rank's memory, in elements; shape (width + 1,).
 
         Chunk i of a region is [floor(i n / chunks), floor((i + 1) n / chunks)): sizes differ by one element at most,
         and are zero for some where there are more chunks than elements.

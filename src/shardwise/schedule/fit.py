@@ -128,7 +128,7 @@ def _changed(network: Network, name: str, factor: float) -> Network:
 
 
 def _counts(samples: Sequence[Sample], network: Network) -> _Floats:
-    """How often each figure is in each sample's price, shape (samples, figures): seconds for α, bytes for β and γ.
+    """Count of each constant in each sample's price, shape (samples, figures): seconds for α, bytes for β and γ.
 
     A price is linear in the figures around those of the network, so it is the slope.
     """
@@ -231,7 +231,7 @@ class AlgorithmChoice(NamedTuple):
 
 @dataclass(frozen=True)
 class Accuracy:
-    """How well a network predicts measurements. errors: by collective, each |predicted / measured - 1|. cells: where
+    """Accuracy of a network's predictions. errors: by collective, each |predicted / measured - 1|. cells: where
     there are two algorithms or more."""
 
     errors: Mapping[str, Sequence[float]]

@@ -1,4 +1,4 @@
-"""What a schedule takes on a network: its α, β and γ terms, exact in the α-β-γ model, for any size at once.
+"""Price of a schedule on a network: its α, β and γ terms, exact in the α-β-γ model, for any size at once.
 
 A round takes as long as its busiest port, then its largest addition. For a given network both are linear in the bytes,
 so a schedule is reduced once to a `Profile`: for each kind of round the lines (α seconds, β seconds a byte) that some
@@ -146,7 +146,7 @@ def _kinds(schedule: CommSchedule) -> Iterator[tuple[Round, int]]:
 
 
 def price(schedule: CommSchedule, network: Network, nbytes: float) -> Price:
-    """What the schedule takes on a buffer of `nbytes` bytes."""
+    """Seconds of the schedule on a buffer of `nbytes` bytes."""
     return profile(schedule, network).at(nbytes)
 
 

@@ -1,4 +1,4 @@
-"""Who has contributed what to every chunk, round by round: for people, and for naming what is wrong.
+"""Contributions to every chunk, round by round: for people, and for naming errors.
 
 A chunk's holding is the multiset of input chunks that were added up in it: a sorted tuple of (rank, chunk), or None
 where nothing has arrived yet. Plain Python over single chunks: for small numbers of ranks, or for one that went wrong.
@@ -78,7 +78,7 @@ class Holdings:
 
 
 def history(schedule: CommSchedule) -> Iterator[list[list[Holding]]]:
-    """What every chunk of every rank holds: before the first round, and after each."""
+    """Contributions in every chunk of every rank: before the first round, and after each."""
     state = Holdings.initial(schedule)
     yield [list(row) for row in state.held]
     for number, round in enumerate(schedule.rounds()):
@@ -87,7 +87,7 @@ def history(schedule: CommSchedule) -> Iterator[list[list[Holding]]]:
 
 
 def explain(schedule: CommSchedule) -> list[CollectiveDefect]:
-    """What is wrong with a schedule in terms of contributions: sent too early, added twice, missing in the end."""
+    """Errors of a schedule in terms of contributions: sent too early, added twice, missing in the end."""
     state, found, number = Holdings.initial(schedule), list[CollectiveDefect](), 0
     for number, round in enumerate(schedule.rounds()):
         found += state.apply(schedule, number, round)

@@ -1,4 +1,4 @@
-"""What one rank posts, awaits, copies and adds to run a schedule by sends, compiled once for a size.
+"""Work of one rank to run a schedule by sends, compiled once for a size.
 
 Torch-free, so that prediction counts the memory that the runtime allocates.
 """

@@ -28,7 +28,7 @@ _SEED = 20080605
 
 
 def verify(schedule: CommSchedule) -> list[CollectiveDefect]:
-    """What is wrong with a schedule, causes first; an empty list when it is right for every size."""
+    """Errors of a schedule, causes first; an empty list when it is right for every size."""
     found: list[CollectiveDefect] = []
     for number, round in enumerate(schedule.rounds()):
         if misfits := _misfits(schedule, number, round):

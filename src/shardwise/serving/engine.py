@@ -128,7 +128,7 @@ class TokenGenerator:
             self.engine.units[part].whole.untyped_storage().resize_(0)
 
     def _keep(self, part: str) -> MakeProduct:
-        """How a part's matrices are kept. A table that is looked up in stays as it is."""
+        """Form in which a part's matrices are stored. A table that is looked up in stays as it is."""
         table = self.plan.kind(part) == "embedding" or part in self.plan.blueprint.sharing
         if table or self.plan.layout.stage == 3:
             return Plain()
@@ -174,7 +174,7 @@ class TokenGenerator:
             self.engine.use_unit("forward", part)
 
     def begin(self, turn: EngineStep) -> None:
-        """What is communicated from here on belongs to this turn."""
+        """Begin a step: collectives from here on belong to it."""
         self.comms.phase = "prefill" if turn.prefill else "decode"
 
     def hop(self) -> float:

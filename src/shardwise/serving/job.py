@@ -116,7 +116,7 @@ class ServingJob:
 
 
 class Weights(Protocol):
-    """What weights are read from: stored names are `model/<parameter>`."""
+    """Source of weights: stored names are `model/<parameter>`."""
 
     def read(
         self, tensor: str, piece: Piece | None = None, dtype: str | None = None, out: np.ndarray | None = None

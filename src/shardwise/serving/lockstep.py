@@ -123,7 +123,7 @@ class Lockstep:
         return OVER if self._draining else IDLE
 
     def _control(self) -> list[Command]:
-        """What all ranks of the replica now hear."""
+        """Commands that all ranks of the replica now receive."""
         header = torch.zeros(1 + self._replicas, dtype=torch.int64, device=self.generator.device)
         message = b""
         idle = max(self._state, self._own_state) != ACTIVE

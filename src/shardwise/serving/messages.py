@@ -1,4 +1,4 @@
-"""What is asked of a generation engine and what it answers: the messages between a front end and the ranks.
+"""Requests to a generation engine and its answers: the messages between a front end and the ranks.
 
 Imports no torch."""
 
@@ -16,7 +16,7 @@ NOTHING = -1
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen, and when there is none. Raises `UserError` for values outside their range."""
+    """Options for choosing tokens, and for ending an answer. Raises `UserError` for values outside their range."""
 
     max_tokens: int = option(16, "tokens of each answer at most", metavar="N", least=1, shown="64")
     temperature: float = option(0.0, "0 takes the likeliest token", metavar="X", least=0, most=100)
@@ -24,7 +24,7 @@ class Sampling:
     top_p: float = option(1.0, "among those that have this share", metavar="X", positive=True, most=1)
     """The likeliest tokens whose probabilities add up to this much (Holtzman et al. 2020)."""
     seed: int = option(0, "equal seeds give equal answers", metavar="N")
-    """Of the request's own random numbers, whatever else is being served and under any layout."""
+    """Seed of the request's own random numbers, whatever else is being served and under any layout."""
     stop_tokens: tuple[int, ...] = ()
     """Ids after which nothing follows; they are part of the answer."""
     logprobs: bool = True
@@ -45,7 +45,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Cancel:
-    """Nobody wants the rest of a request."""
+    """Cancel the rest of a request."""
 
     id: int
 

@@ -55,7 +55,7 @@ class Pages:
         return found
 
     def idle(self, pages: Sequence[int]) -> int:
-        """How many of these known pages count as free."""
+        """Number of these known pages that count as free."""
         return sum(page in self._idle for page in pages)
 
     def share(self, pages: Sequence[int]) -> None:

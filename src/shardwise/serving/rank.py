@@ -109,7 +109,7 @@ class StepRecorder:
         self._began = time.monotonic()
 
     def hearing(self, hear: Receive) -> Receive:
-        """The same; a turn begins when it has been heard what there is to do, not with waiting for that."""
+        """`hear`, timed: a turn begins when it has been heard what there is to do, not with waiting for that."""
 
         def heard(idle: bool) -> list[Command]:
             found = hear(idle)

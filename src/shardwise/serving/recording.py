@@ -1,4 +1,4 @@
-"""What every turn moved, held and waited for: ranks note it as they go, and reports are made of the notes at the end.
+"""Records of every engine step: ranks note it as they go, and reports are made of the notes at the end.
 
 A rank writes one line of JSON a turn; whoever started the ranks joins those of a turn to a `StepReport`, with roles as
 in training. Imports no torch.
@@ -120,7 +120,7 @@ def _sum(a: float | None, b: float | None) -> float | None:
 
 
 def read_notes(folder: Path, rank: int) -> list[StepRecord]:
-    """What a rank has noted, turn by turn."""
+    """Records of a rank, step by step."""
     file = notes_file(folder, rank)
     return [StepRecord.from_line(line) for line in file.read_text().splitlines()] if file.exists() else []
 

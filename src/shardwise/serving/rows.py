@@ -12,7 +12,7 @@ from shardwise.serving.scheduler import Chunk, EngineStep
 
 
 def rows_of(turn: EngineStep, size: int, device: torch.device, *, score: bool = False) -> Rows:
-    """What the decoder is to compute in a turn. size: tokens of a page. score: all logits are wanted."""
+    """The decoder's input in an engine step. size: tokens of a page. score: all logits are wanted."""
     numbers, begun, wanted = _numbers(turn, PageCut(size), device, score)
     return Rows(
         numbers[0:1], numbers[1:2], numbers[1:2], None, numbers[1:2], numbers[1:2],

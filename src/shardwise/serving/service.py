@@ -32,9 +32,9 @@ Sink = Callable[[Token | Finished], object]
 JOB, SOCKET, KEY = "job.json", "socket", "key"
 """Files of the folder that a service shares with its ranks."""
 PRIMITIVES, _KEPT = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"), 128
-"""How many products of different shapes stay compiled, in oneDNN's own cache and in that of torch's layer above it
-(ideep), which holds on to what the first one lets go. As many are possible as numbers of tokens in a turn, each takes
-0.3 MB, and the 1,024 that both keep by themselves fill a rank's memory. A user's own setting counts."""
+"""Number of products of different shapes that stay compiled, in oneDNN's own cache and in that of torch's layer above
+it (ideep), which holds on to what the first one lets go. As many are possible as numbers of tokens in a turn, each
+takes 0.3 MB, and the 1,024 that both keep by themselves fill a rank's memory. A user's own setting counts."""
 TUNABLES, MEMORY = "GLIBC_TUNABLES", "glibc.malloc.hugetlb=1:glibc.malloc.mxfast=0:glibc.malloc.tcache_count=200"
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PATIENCE = 1.0
@@ -209,13 +209,13 @@ class Service:
             raise UserError(f"token {wrong} does not exist: {self.job.model.name} has {vocab}, counted from 0")
 
     def cancel(self, number: int) -> None:
-        """Nobody wants the rest of a request: its last answer is `Finished`. Does nothing for one that is over."""
+        """Cancel the rest of a request: its last answer is `Finished`. Does nothing for one that is over."""
         with self._changed:
             if number in self._sinks:
                 _tell(self._ways[self._sinks[number][0]], [Cancel(number)])
 
     def load(self) -> dict[int, ReplicaLoad]:
-        """What each replica has said of its work last."""
+        """Latest load report of each replica."""
         with self._changed:
             empty = ReplicaLoad(0, 0, 0, self.job.pages)
             return {replica: self._load.get(replica, empty) for replica in range(self.job.replicas)}

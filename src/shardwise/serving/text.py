@@ -23,7 +23,7 @@ _LONGEST = 4
 _CONTEXT = 8
 """Tokens of a prompt that an answer's text may depend on: tokenizers of SentencePiece drop a text's first blank."""
 _ANCHOR = "a"
-"""What tokens are spelled behind."""
+"""Text before a token whose spelling is asked for."""
 
 
 class Text:
@@ -110,7 +110,7 @@ class Stream:
         return self._certain(new)
 
     def end(self) -> str:
-        """What was held back, now that no token follows; half a character is left out."""
+        """The text that was held back, now that no token follows; half a character is left out."""
         if self.stopped:
             return ""
         tokens, letters = self._text.bytes.half(self._tokens)
@@ -146,7 +146,7 @@ def _overlap(text: str, word: str) -> int:
 
 
 def _stop_tokens(folder: Path) -> list[int]:
-    """What a Hugging Face folder says ends an answer."""
+    """Tokens that end an answer according to a Hugging Face folder."""
     for name in ("generation_config.json", "config.json"):
         try:
             content = json.loads((folder / name).read_text())

@@ -1,4 +1,4 @@
-"""What a view's function returns: tables of columns with their units, and for each figure how it was computed."""
+"""Result of a view's function: tables of columns with their units, and for each figure how it was computed."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Table:
 
 @dataclass(frozen=True)
 class How:
-    """How a figure was computed. steps: formulas with their numbers, one a line. command: gives the same on a command
+    """Explanation of a figure. steps: formulas with their numbers, one a line. command: gives the same on a command
     line. source: who published the formula or the constant."""
 
     steps: Sequence[str]

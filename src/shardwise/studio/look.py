@@ -22,7 +22,7 @@ def theme_css() -> str:
 
 
 def palette_json() -> str:
-    """What the canvas needs: kind -> label, letter, colours, and whether its letter is white on light pages."""
+    """Data of the canvas: kind -> label, letter, colours, and whether its letter is white on light pages."""
     kinds = {
         name: {"label": k.label, "letter": k.letter, "hatch": k.hatch, "white": k.white_letter}
         | {"light": k.light, "dark": k.dark}

@@ -19,7 +19,7 @@ BLOCK_ITEMS = {
     "mlp": {"input": 2, "activation's input": 8, "second product's input": 8, "dropout mask": 1},
     "layernorm": {"first": 2, "second": 2},
 }
-"""What a layer saves beside its attention scores, in bytes for each of its s b h elements (section 4.1): 34 in all."""
+"""Bytes that a layer saves beside its attention scores per element of s b h (section 4.1): 34 in all."""
 
 SPLIT_ITEMS = ("queries, keys, values", "projection's input", "activation's input", "second product's input")
 """Those that tensor parallelism splits; sequence parallelism splits the others, too (section 4.2)."""
@@ -45,9 +45,9 @@ REDUCE_BUCKET = 5e8
 """Elements of the buffer that gradients are reduced in: DeepSpeed, reduce_bucket_size, its default."""
 
 COMMUNICATOR_BYTES = {1: 0.0, 2: 544 * 2**20}
-"""Of an NCCL communicator inside a node of A100 with NVLink, by its ranks, as measured: NVIDIA/nccl issue 964."""
+"""Bytes of an NCCL communicator inside a node of A100 with NVLink, by its ranks, as measured: NVIDIA/nccl issue 964."""
 LARGER_COMMUNICATOR_BYTES = 688 * 2**20
-"""Of one with more than two ranks, from the same place."""
+"""Bytes of one with more than two ranks, from the same place."""
 
 Optimizer = Literal["whole", "sharded", "wide"]
 """DeepSpeed's: at ZeRO stage 0 in 16 bits (FP16_Optimizer), at stage 1 in 16 bits, and with fp32 sums of all gradients

@@ -141,7 +141,7 @@ def _scalar(folder: Path, key: str, entry: _Entry) -> float:
 
 
 def _object(folder: Path, key: str, entry: _Entry) -> Any:
-    """What the only chunk of an entry holds: a number, a list, a tensor of one element."""
+    """Value of an entry with a single chunk: a number, a list, a tensor of one element."""
     where = f"{quoted(key)} of {folder}"
     if len(entry.chunks) != 1:
         raise UserError(f"{where} is in {len(entry.chunks)} pieces")

@@ -36,7 +36,7 @@ _NAMES = {
     "deepspeed.runtime.zero.config.ZeroStageEnum": int,
     "deepspeed.utils.tensor_fragment.fragment_address": Inert,
 }
-"""What these files name beside tensors and containers -> what stands in for it."""
+"""Stand-ins for classes that these files name beside tensors and containers."""
 
 _MOMENTS = {"exp_avg": "first", "exp_avg_sq": "second"}
 _FILES = {"fp32": "model", **_MOMENTS}
@@ -76,7 +76,7 @@ def _tagged(folder: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What a rank holds. groups: kind -> its flat vectors. slices: for each of them, name -> (start, count)."""
+    """State of one rank. groups: kind -> its flat vectors. slices: for each of them, name -> (start, count)."""
 
     path: Path
     stage: int
@@ -309,7 +309,7 @@ def _universal(folder: Path, weights_only: bool) -> ForeignState:
 
 
 def _universal_model(folder: Path) -> dict[str, Any]:
-    """What the run says of itself, for information: nothing of it is needed."""
+    """The run's description of itself, for information only."""
     for path in sorted(folder.glob("*mp_rank_*_model_states.pt")):
         with suppress(UserError):
             return _file(path)

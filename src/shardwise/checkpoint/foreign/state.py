@@ -18,7 +18,7 @@ _QUOTER = reprlib.Repr()
 _QUOTER.maxstring = _QUOTER.maxother = 120
 
 SETTINGS = ("lr", "betas", "eps", "weight_decay")
-"""What is taken from AdamW's parameter groups, by torch's names."""
+"""Settings read from AdamW's parameter groups, by torch's names."""
 
 
 @dataclass(frozen=True)

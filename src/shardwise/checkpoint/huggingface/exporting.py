@@ -39,7 +39,7 @@ MAX_SHARD_BYTES = 5_000_000_000
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written: the folder, its files, tensors, and the bytes of all tensors."""
+    """Result of an export: the folder, its files, tensors, and the bytes of all tensors."""
 
     folder: Path
     files: tuple[str, ...]
@@ -152,7 +152,7 @@ def _end_of_text(tokenizer: Path) -> tuple[str, int] | tuple[None, None]:
 
 
 def _tensors(model: ModelConfig, dtype: str) -> list[_Tensor]:
-    """What to write, in the model's order."""
+    """Tensors to write, in the model's order."""
     found: dict[str, _Tensor] = {}
     for p in parameters(model):
         place = p.foreign

@@ -203,7 +203,7 @@ def _is_name(value: Any) -> bool:
 
 
 def _with_trunk(found: dict[str, FileTensor], names: ForeignNames) -> dict[str, FileTensor]:
-    """The same by the names of the whole model: a base model's lack the prefix of all but the head."""
+    """Entries by the names of the whole model: a base model's lack the prefix of all but the head."""
     if names.embedding in found or names.embedding.removeprefix(names.trunk) not in found:
         return found
     return {name if name == names.head else names.trunk + name: tensor for name, tensor in found.items()}

@@ -1,4 +1,4 @@
-"""What the flags of several actions ask for: a schedule, what its actions take, which layers its stages have."""
+"""Arguments of several actions: a schedule, what its actions take, which layers its stages have."""
 
 from __future__ import annotations
 

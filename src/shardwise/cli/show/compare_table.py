@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 PROMPT, OUTPUT = 1024, 256
 """Default tokens of prompt and answer, predicted for a cluster."""
 SHORT_PROMPT, SHORT_OUTPUT = 32, 32
-"""The same, measured here."""
+"""Strategies measured here."""
 
 
 HERE = ["prompt", "prompt_file", "tokens", "context", "cache", "reuse", "transport", "device", "threads", "hang"]
@@ -210,7 +210,7 @@ def _rows(comparison: StrategyComparison) -> Iterator[Row]:
 
 
 def _step(comparison: StrategyComparison) -> str:
-    """What bytes and times are of: one more token of every sequence."""
+    """Unit of bytes and times: one more token of every sequence."""
     return "a token" if comparison.asked.batch == 1 else f"a step of {comparison.asked.batch:,} tokens"
 
 

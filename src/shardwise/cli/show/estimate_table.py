@@ -1,4 +1,4 @@
-"""What `estimate` prints beside memory and ledger: the balance of attention, kinds of tensor parallelism, and time."""
+"""Output of `estimate` beside memory and ledger: the balance of attention, kinds of tensor parallelism, and time."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def kinds_table(kinds: Sequence[TensorKind]) -> FittedTable:
 
 
 def timing_lines(report: StepReport, cluster: Cluster | None, tokens: int) -> list[Renderable]:
-    """What a step takes and where its time goes; for an unmeasured CPU, how to measure it. tokens: of a step,
+    """Time of a step by part; for an unmeasured CPU, how to measure it. tokens: of a step,
     over all ranks."""
     if report.timing is None:
         unmeasured = cluster is not None and cluster.device.kind == "cpu" and not cluster.device.measured

@@ -1,4 +1,4 @@
-"""What a configuration that was read will do with a model: memory and traffic of a step, or what fits a server."""
+"""Effects of a configuration on a model: memory and traffic of a step, or what fits a server."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Training:
         }
 
     def lines(self, cluster: Cluster | None) -> list[Renderable]:
-        """What is printed: tables and texts."""
+        """Printed tables and texts."""
         if self.report is None:
             return [f"What it will do with {self.model.name} is not priced: {self.why}"]
         from shardwise.cli.show.estimate_table import timing_lines
@@ -78,7 +78,7 @@ class CacheRoom:
         }
 
     def lines(self, cluster: Cluster | None) -> list[Renderable]:
-        """What is printed."""
+        """Printed lines."""
         results: list[Renderable] = [
             f"What it will do with {self.model.name}, on each GPU:",
             f"  {format_bytes(self.weights)} of weights, {format_bytes(self.a_token)} of cache for a token of a "
@@ -118,7 +118,8 @@ def training(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> T
 
 
 def serving(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> CacheRoom:
-    """What fits. Raises `UserError` where the heads cannot be split so, and where the weights alone do not fit."""
+    """Room for the cache. Raises `UserError` where the heads cannot be split so, and where the weights alone do not
+    fit."""
     from shardwise.predict.time.serving import ServingLayout, cache_bytes_per_token, weight_bytes
 
     assert reading.served

@@ -1,4 +1,4 @@
-"""What `pipeline run` measured, laid beside the simulation: as JSON, and as tables."""
+"""Results of `pipeline run` beside the simulation: as JSON, and as tables."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def step_json(step: Simulated, **columns: Sequence[Any]) -> dict[str, Any]:
 
 
 def order(rows: Sequence[Row]) -> dict[str, Any]:
-    """How many pairs of schedules the simulation holds apart, and which of them were measured the other way round.
+    """Number of pairs of schedules that the simulation orders, and the pairs that were measured in the other order.
 
     rows: by simulated makespan.
     """

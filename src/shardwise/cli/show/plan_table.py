@@ -1,4 +1,4 @@
-"""What `plan` prints: the ranked table, and for the best layout memory, time, what binds, and why not another one."""
+"""Output of `plan`: the ranked table, and for the best layout memory, time, what binds, and why not another one."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def _energy(kwh: float) -> str:
 
 
 def answer_lines(find: str, answer: dict[str, Any]) -> Iterator[Renderable]:
-    """What `--find` found."""
+    """Result of `--find`."""
     if find == "cluster":
         yield f"cheapest: {answer['cluster']} with {answer['layout']}"
         yield _run(answer)

@@ -27,7 +27,7 @@ FileReader = Callable[[str], Mapping[str, Any]]
 
 
 def read(data: Mapping[str, Any], ranks: int | None, other: FileReader) -> Reading:
-    """What the file says. other: reads the DeepSpeed file that it may name. Raises `UserError` where the number of
+    """Layout of a file. other: reads the DeepSpeed file that it may name. Raises `UserError` where the number of
     processes is missing, and where sizes do not multiply to it."""
     top = ConfigFields(data, known("accelerate"))
     kind = top.word("distributed_type", "NO", _KINDS).upper()

@@ -44,7 +44,7 @@ def split(text: str) -> list[str]:
 
 
 def _parts(word: str) -> list[str]:
-    """What a shell's word holds: NAME=( ... ), NAME="--flag value ..." and "--flag value" are their elements, another
+    """Elements of a shell word: NAME=( ... ), NAME="--flag value ..." and "--flag value" are their elements, another
     assignment is nothing."""
     if "$(" in word:
         return [word]

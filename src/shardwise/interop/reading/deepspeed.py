@@ -17,7 +17,7 @@ from shardwise.layout import Layout
 
 
 def read(data: Mapping[str, Any], ranks: int | None) -> Reading:
-    """What the file says for `ranks` processes. Raises `UserError` where it does not say how many, and where values
+    """Layout of a file for `ranks` processes. Raises `UserError` where it does not say how many, and where values
     contradict each other as they would for DeepSpeed."""
     top = ConfigFields(data, known("deepspeed"))
     if ranks is None:
@@ -104,7 +104,7 @@ def _zero(zero: ConfigFields) -> dict[str, Any]:
 
 
 def _device(zero: ConfigFields, key: str) -> str:
-    """Where optimizer state or parameters are kept: "none", "cpu" or "nvme"."""
+    """Home of optimizer state or parameters: "none", "cpu" or "nvme"."""
     table = zero.table(f"offload_{key}", known("deepspeed", "offload"))
     device = table.word("device", "none", ("none", "cpu", "nvme")).lower()
     old = zero.flag("cpu_offload" if key == "optimizer" else "cpu_offload_param")

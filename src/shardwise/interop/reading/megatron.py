@@ -17,7 +17,7 @@ from shardwise.layout import Layout
 
 
 def read(words: list[str], ranks: int | None) -> Reading:
-    """What the arguments say. Raises `UserError` where nothing says how many processes there are, and for values that
+    """Layout of the arguments. Raises `UserError` where nothing says how many processes there are, and for values that
     Megatron-LM refuses, too."""
     arguments = parse(words, {}, known("megatron", "alone").keys)
     harmless = known("megatron")

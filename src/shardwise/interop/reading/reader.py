@@ -22,7 +22,7 @@ Data = Mapping[str, Any] | list[str]
 
 @dataclass(frozen=True)
 class _Source:
-    """What the user gave. data: a table, or the words of a command line. folder: where files that it names lie."""
+    """Input of a reader. data: a table, or the words of a command line. folder: where files that it names lie."""
 
     data: Data
     kind: str
@@ -30,7 +30,7 @@ class _Source:
 
 
 def read(config: Sequence[str], ranks: int | None = None, engine: str | None = None) -> Reading:
-    """What a configuration says.
+    """Contents of a configuration.
 
     config: one path of a file (.json, .toml, .yaml, a shell script or a text with arguments), or arguments, as one text
     or word by word. ranks: processes that it is for, where it does not say. engine: one of `ENGINES`; left out, it is

@@ -16,7 +16,7 @@ from shardwise.layout import Layout
 
 
 def read(data: Mapping[str, Any] | list[str], ranks: int | None) -> Reading:
-    """What the file or the arguments say. Raises `UserError` where the degrees do not multiply to the number of
+    """Layout of a file or of arguments. Raises `UserError` where the degrees do not multiply to the number of
     processes, or leave one open that nothing tells."""
     if isinstance(data, list):
         flags = parse(data, {}, frozenset()).flags

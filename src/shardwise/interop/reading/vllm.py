@@ -16,8 +16,8 @@ from shardwise.layout import Layout
 
 
 def read(data: Mapping[str, Any] | list[str], ranks: int | None) -> Reading:
-    """What the arguments say. ranks: of the cluster; fewer than the degrees need are refused with a `UserError`, as are
-    values that vLLM refuses."""
+    """Layout of the arguments. ranks: of the cluster; fewer than the degrees need are refused with a `UserError`, as
+    are values that vLLM refuses."""
     model: str | None = None
     if isinstance(data, list):
         arguments = parse(data, rows("vllm", "short"), known("vllm", "alone").keys)

@@ -1,4 +1,4 @@
-"""What families have in common: fields of a `config.json` with the same meaning, and the way back."""
+"""Shared code of families: fields of a `config.json` with the same meaning, and the way back."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def llama_like(
     activation: tuple[str, str] = ("hidden_act", "silu"),
     tied: bool = False,
 ) -> dict[str, Any]:
-    """What the RMSNorm families share; the arguments are the family's defaults for absent fields. activation: the
-    field, and the only value by our name."""
+    """Configuration shared by the RMSNorm families; the arguments are the family's defaults for absent fields.
+    activation: the field, and the only value by our name."""
     heads = f.integer("num_attention_heads")
     longest = f.integer("max_position_embeddings", default=max_positions)
     # An explicit null means no grouping, also where the family's default is grouped.
@@ -48,7 +48,7 @@ def llama_like(
 
 
 def gpt_like(f: Fields, hidden: int, heads: int, layers: tuple[str, ...], eps: str, tied: bool) -> dict[str, Any]:
-    """What the LayerNorm families share. layers, eps: the fields' names. tied: the default."""
+    """Configuration shared by the LayerNorm families. layers, eps: the fields' names. tied: the default."""
     if hidden % heads:
         raise f.error(f"hidden size {hidden} is not divisible by {heads} attention heads")
     return {

@@ -80,7 +80,7 @@ def llama_lacks(c: ModelConfig) -> dict[str, bool]:
 
 
 def gemma_mechanisms(c: ModelConfig) -> dict[str, bool]:
-    """What Gemma-2 has, and no other family here -> whether a model has it."""
+    """Features of Gemma-2 alone -> whether a model has them."""
     return {
         "norms that multiply by 1 + weight": c.norm_zero_centered,
         "soft caps": bool(c.score_softcap or c.logit_softcap),
@@ -91,7 +91,7 @@ def gemma_mechanisms(c: ModelConfig) -> dict[str, bool]:
 
 
 def rmsnorm_lacks(c: ModelConfig) -> dict[str, bool]:
-    """What no RMSNorm family has -> whether a model has it."""
+    """Features of no RMSNorm family -> whether a model has them."""
     return {
         "query and key norms together with biases": c.qk_norm and c.bias != "none",
         "dropout outside attention": c.dropout > 0,

@@ -1,4 +1,4 @@
-"""What autograd saves for backward, tensor by tensor, in bytes: the closed form that a measured step must equal.
+"""Tensors that autograd saves for backward, in bytes: the closed form that a measured step must equal.
 
 T tokens a micro-batch on this rank, T' of them in the residual stream (T / tp under sequence parallelism), e bytes an
 element, a = max(e, 4) bytes of a statistic. Widths are this rank's share. Korthikanti et al. 2022 count the same for an
@@ -112,7 +112,7 @@ def _branch_input(plan: UnitPlan, s: Sizes, branch: str) -> Items:
 
 
 def _branch_output(plan: UnitPlan, s: Sizes, branch: str) -> Items:
-    """What a branch puts out, where a norm follows."""
+    """The output of a branch with a norm after it."""
     if plan.model.norm_placement == "pre":
         return {}
     rows = {f"{branch} before its norm": s.stream * s.hidden * s.element}
@@ -154,7 +154,7 @@ def uses_blocked_attention(plan: UnitPlan) -> bool:
 
 
 def saved_items(plan: UnitPlan, s: Sizes, part: str) -> Items:
-    """What `part` leaves saved at the end of the forward pass."""
+    """Tensors of `part` that are saved at the end of the forward pass."""
     if plan.kind(part) == "embedding":
         positions = {"position ids": s.stream * 8} if plan.model.positions == "learned" else {}
         norm = more(plan.model, s, plan.layout.recompute).embedding
@@ -195,8 +195,8 @@ def saved_mask(plan: UnitPlan, s: Sizes) -> int:
 
 
 def kept_items(plan: UnitPlan, s: Sizes, part: str) -> Items:
-    """What `part` keeps from the gradient of its input until that of its weights, where a pipeline computes the two
-    apart: the inputs of its linear maps, and the gradients of their outputs. The head computes both at once."""
+    """Tensors that `part` keeps from the gradient of its input until that of its weights, where a pipeline computes the
+    two apart: the inputs of its linear maps, and the gradients of their outputs. The head computes both at once."""
     stream, gradient = s.stream * s.hidden * s.element, _kept_gradient(plan, s, s.hidden)
     if plan.kind(part) == "embedding":
         return {"token ids": s.tokens * 8, "gradient of the rows": stream}
@@ -227,8 +227,8 @@ def _kept_with_values(plan: UnitPlan, s: Sizes) -> int:
 
 
 def feed_forward_kept(plan: UnitPlan, s: Sizes) -> int:
-    """What a block keeps for the weights of its feed-forward part: the norm's output and the product, and the gradients
-    of gate, up and the block's output."""
+    """Tensors that a block keeps for the weights of its feed-forward part: the norm's output and the product, and the
+    gradients of gate, up and the block's output."""
     stream, gradient = s.stream * s.hidden * s.element, _kept_gradient(plan, s, s.hidden)
     inner = s.tokens * s.ffn * s.element + (2 if plan.model.gated else 1) * _kept_gradient(plan, s, s.ffn)
     return stream + gradient + inner

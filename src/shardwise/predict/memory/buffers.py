@@ -1,4 +1,4 @@
-"""What of the engine's buffers is there when, in bytes: accumulators and full gradients on their way to them.
+"""The engine's buffers over a step, in bytes: accumulators and full gradients on their way to them.
 
 An accumulator comes with the first gradient of its unit and stays until the optimizer has read it. A full gradient that
 is staged, and the scratch of a reduce-scatter, stay until the next unit's gradients are complete, whose reduction waits

@@ -37,7 +37,7 @@ def capacity_of(cluster: Cluster | None) -> int | None:
 
 
 def explained(cluster: Cluster, reserved: float | None = None) -> str:
-    """Where the usable bytes come from, in one line; empty where nothing is reserved."""
+    """Origin of the usable bytes, in one line; empty where nothing is reserved."""
     less = reserved_bytes(cluster, reserved)
     if not less or cluster.memory_per_device is None:
         return ""

@@ -59,7 +59,7 @@ NOTHING = More(0, 0, 0, 0)
 
 
 def more(model: ModelConfig, s: Sizes, recompute: str) -> More:
-    """What routing, low ranks and a norm after the embedding save."""
+    """Saved tensors of routing, low ranks and a norm after the embedding."""
     if not (model.experts or model.latent_attention or model.embedding_norm):
         return NOTHING
     saved = rows = 0

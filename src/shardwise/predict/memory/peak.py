@@ -105,7 +105,7 @@ def backwards(
 
 
 def inputs(plan: UnitPlan, s: Sizes) -> int:
-    """What the rank reads of the batch: int64 vectors of every micro-batch of the step."""
+    """Inputs of the rank: int64 vectors of every micro-batch of the step."""
     model, seen, stream = plan.model, plan.tokens * 8, s.stream * 8
     embeds, blocks = bool(plan.of_kind("embedding")), bool(plan.first_blocks)
     vectors = seen * (1 + embeds)  # targets, which every rank counts; ids
@@ -122,7 +122,7 @@ def inputs(plan: UnitPlan, s: Sizes) -> int:
 
 
 def saved_inputs(plan: UnitPlan, s: Sizes, part: str) -> int:
-    """What of the inputs `part` saves."""
+    """Inputs that `part` saves."""
     if plan.kind(part) == "head":
         return s.tokens * 8
     if plan.kind(part) == "embedding":
@@ -132,7 +132,7 @@ def saved_inputs(plan: UnitPlan, s: Sizes, part: str) -> int:
 
 
 def tables(plan: UnitPlan, s: Sizes) -> int:
-    """What the blocks of one micro-batch share and do not save: rotary tables, masks."""
+    """Shared tensors of the blocks of one micro-batch that are not saved: rotary tables, masks."""
     model = plan.model
     rotated = int(model.head_dim * model.rotary_fraction) if model.positions == "rope" else 0
     shared = 2 * s.tokens * rotated * s.element + mask_bytes(plan, s) - saved_mask(plan, s)
@@ -206,7 +206,7 @@ def _looked_up(plan: UnitPlan, s: Sizes) -> int:
 
 
 def of_weights(plan: UnitPlan, s: Sizes, part: str, adds: bool = False) -> int:
-    """What the gradients of `part`'s weights take beyond what was kept for them."""
+    """Bytes of the gradients of `part`'s weights beyond what was kept for them."""
     if plan.kind(part) == "embedding":
         return _looked_up(plan, s) - s.stream * s.hidden * s.element
     return 0 if plan.kind(part) == "head" else BlockTensors(plan, s, adds=adds).of_weights()

@@ -1,4 +1,4 @@
-"""What a rank of a pipeline holds, one action of its list after the other, in bytes.
+"""Memory of a pipeline rank after each action of its list, in bytes.
 
 The list says which micro-batches are between their forward and their backward, which messages lie ready, which stages
 are gathered and which gradients are on their way. What each action changes is `pipeline_action`'s, once for each
@@ -54,7 +54,7 @@ def held_by_actions(plan: UnitPlan) -> MemoryPeak:
 
 
 def _continued(plan: UnitPlan) -> MemoryPeak:
-    """The same where a rank holds more the more micro-batches there are: by as much at every further period, which two
+    """Memory where a rank holds more the more micro-batches there are: by as much at every further period, which two
     short steps show for each action."""
     from shardwise.schedule.pipeline.steady import continuation
 
@@ -113,7 +113,7 @@ def moments(plan: UnitPlan, lasting: int | None = None) -> Iterator[tuple[Memory
 
 
 _ACCUMULATED, _STAGED, _WRITTEN = 1, 2, 4
-"""What there is of a unit's gradients, as the sum of: its accumulator, its full gradient on the way there, products of
+"""Bytes of a unit's gradients, as the sum of: its accumulator, its full gradient on the way there, products of
 an earlier micro-batch in either."""
 
 _COMPUTE, _SEND, _RECEIVE = frozenset({"F", "I", "W", "B"}), ("SEND_F", "SEND_B"), ("RECV_F", "RECV_B")
@@ -123,11 +123,11 @@ _NONE, _OTHER = -1, -2
 
 
 class _Outcome(NamedTuple):
-    """What an action changes, and the gradients that it leaves."""
+    """Changes by an action, and the gradients that it leaves."""
 
     effect: Effect
     there: tuple[int, ...]
-    """Of each unit of its stage."""
+    """Bytes of each unit of its stage."""
     reducing: int
     """The unit being reduced, by its place among those of the stage."""
     other: int

@@ -59,7 +59,7 @@ class ServingSetup:
 
     @property
     def pages(self) -> int:
-        """Of the cache."""
+        """Pages of the cache."""
         return self.cache or self.full
 
 
@@ -140,7 +140,7 @@ class MemoryFit:
         return f"{self.model.name} on one rank" if self.layout.ranks == 1 else f"{self.model.name} as {self.layout}"
 
     def _largest(self) -> str:
-        """What would fit: in a shorter context, with fewer sequences, or else how the weights would."""
+        """Alternatives that fit: in a shorter context, with fewer sequences, or else how the weights would."""
         assert self.room is not None
         left = self.room - self.held.total + self.held.cache
         if self.served.pages != self.served.full and left > 0:
@@ -161,7 +161,7 @@ class MemoryFit:
 
 
 def serving_fit(model: ModelConfig, layout: Layout, served: ServingSetup, room: float | None = None) -> MemoryFit:
-    """What serving takes on the fullest rank, against `room` bytes a rank. Raises `LayoutError` for layouts that
+    """Memory of serving on the fullest rank, against `room` bytes a rank. Raises `LayoutError` for layouts that
     generation does not know, `UserError` for models that do not run."""
     check_generation(layout, model)
     if served.int8 and layout.stage == 3:

@@ -1,4 +1,4 @@
-"""What mixed-precision training keeps for every parameter, and the questions that this alone answers.
+"""State of mixed-precision training per parameter, and the questions that it answers alone.
 
 Activations, buffers and fragmentation come on top: `estimate` counts them for a layout.
 """

@@ -31,7 +31,7 @@ KINDS = ("matmul", "attention", "memory")
 
 @dataclass(frozen=True)
 class Shape:
-    """What one rank computes in one micro-batch.
+    """Work of one rank in one micro-batch.
 
     micro: sequences; seq: tokens of each on this rank; tp: ranks that share a block; stream: tokens of the residual
     stream on this rank (a tp-th under sequence parallelism); keys: tokens that are attended to; ep: expert ranks.
@@ -54,7 +54,7 @@ class Shape:
 
     @property
     def wide(self) -> str:
-        """What is computed beside the products: in 16 bits under narrow types, else in the products' own."""
+        """Type of what is computed beside the products: in 16 bits under narrow types, else in the products' own."""
         return self.dtype if self.dtype == "float32" else "bfloat16"
 
     @property

@@ -22,7 +22,7 @@ from shardwise.errors import UserError
 
 @dataclass(frozen=True)
 class Constants:
-    """What the time model knows of one device.
+    """Constants of one device.
 
     family: the architecture, whose kernels and collectives stand for it. peaks: torch's dtype -> FLOP/s. bandwidth:
     bytes/s. sms: multiprocessors (or the like). matmul: dtype -> the tile model. attentions: dtype -> head width ->
@@ -156,7 +156,7 @@ def constants(device: Device) -> Constants:
 
 
 def _measured(device: Device) -> Constants:
-    """What a cluster file says of a device, on top of what is known of its family."""
+    """Constants of a device in a cluster file, on top of its family's."""
     table, families = device.measured, _file()["families"]
     name = f"{device.name}: its table `time`"
     if table.get("family") not in families:

@@ -17,7 +17,7 @@ ATTENTION, SUM, FEED_FORWARD, GATHER, MESSAGE, HEAD, HOST, WAIT = (
     "attention", "sum", "feed-forward", "gather", "message", "output head", "host", "waiting for other groups",
 )  # fmt: skip
 MOVING = (SUM, GATHER, MESSAGE)
-"""What moves data; WAIT does nothing; all else computes."""
+"""Operations that move data; WAIT does nothing; all others compute."""
 
 Block = tuple[tuple[str, float], ...]
 """(what, seconds) of one block, one after the other."""
@@ -63,7 +63,7 @@ def way(strategy: DecodeStrategy, sequences: int, context: float) -> list[Decode
 
 
 def _block(strategy: DecodeStrategy, through: PassSeconds, pricing: Pricing, group: int) -> Block:
-    """What a block's seconds go to, in order. Of the memory-bound kernels one half is counted with each part."""
+    """Seconds of a block by operation, in order. Each part counts one half of the memory-bound kernels."""
     found = decode_products(strategy.model, strategy.serving, group, strategy.engine, pricing)
     products = [float(seconds) for seconds in found]
     attention, memory, sums = (float(through.block[name]) for name in ("attention", "memory", "tensor"))

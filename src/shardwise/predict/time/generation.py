@@ -1,4 +1,4 @@
-"""How long a prompt and a token take under every strategy, and where the time goes.
+"""Time of a prompt and of a token under every strategy, by part.
 
 What one pass through the blocks takes is `predict.time.serving`'s; here it is put together as each strategy runs it:
 sums over tp inside the blocks; a gather of block i + 1 beside the arithmetic of block i (ZeRO-3); stages one after the
@@ -77,7 +77,7 @@ Coming = tuple[str, float, bool]
 
 @lru_cache(maxsize=16)
 def pricing_for(cluster: Cluster, few: bool) -> Pricing:
-    """What prices passes of a few sequences (`FEW`), or of many. Raises `UserError` for a device without constants."""
+    """Pricing of passes of a few sequences (`FEW`), or of many. Raises `UserError` for a device without constants."""
     known = constants(cluster.device)
     if few:
         gap = constants(lookup(ONE_SEQUENCE).device).value("kernel_gap_s")
@@ -193,7 +193,7 @@ class DecodeStrategy:
         return DecodeTime(sum(parts.values()), parts, exposed + hidden)
 
     def gathers(self, block: float, pricing: Pricing, coming: Sequence[Coming] = ()) -> list[Gathered]:
-        """What is gathered in a pass of `block` seconds a block, part by part. coming: priced already."""
+        """Gathers of a pass of `block` seconds a block, part by part. coming: priced already."""
         found = []
         for part, seconds, free in coming or _coming(self.model, self.layout, pricing):
             hidden = min(seconds, block) if free else 0.0
@@ -227,7 +227,7 @@ class DecodeStrategy:
         return DecodeTime(sum(parts.values()), parts)
 
     def _stage_seconds(self, through: PassSeconds) -> list[float]:
-        """Of each stage. The host's work for a pass is counted with the last one, which chooses tokens."""
+        """Seconds of each stage. The host's work for a pass is counted with the last one, which chooses tokens."""
         one = float(sum(through.block.values()))
         layers = stages(self.model, self.layout).layers
         seconds = [count * one for count in layers]

@@ -1,4 +1,4 @@
-"""How long one kernel runs on a device: matrix products, attention, passes over memory.
+"""Time of one kernel on a device: matrix products, attention, passes over memory.
 
 A matrix product is priced by the tiles that a library cuts it into, waves of them over the device's multiprocessors,
 and what a measured grid of shapes says on top of that (`surfaces.npz`). Where nothing was measured for a device, the

@@ -115,7 +115,7 @@ def _stream(of: str, dtype: str) -> str:
 
 
 def seconds_an_element(device: Device, of: str, dtype: str) -> float:
-    """What an operation that memory binds took on a measured device, forward and backward."""
+    """Time of a memory-bound operation on a measured device, forward and backward."""
     assert device.memory_bandwidth
     share: float = device.measured["values"][_stream(of, dtype)]
     return _counted(of, dtype) / (device.memory_bandwidth * share)

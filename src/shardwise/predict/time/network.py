@@ -1,4 +1,4 @@
-"""How long collectives take inside a step: the schedules' prices on links as fast as a library uses them.
+"""Time of collectives inside a step: the schedules' prices on links as fast as a library uses them.
 
 One function, `Collectives.seconds`, prices a collective for every command. Prices come from `shardwise.schedule`. On
 top of them go what NCCL was measured to take over them (by collective, ranks and size, over NVLink inside a node), and

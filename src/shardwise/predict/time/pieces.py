@@ -1,4 +1,4 @@
-"""What one micro-batch takes on one rank: a block, the embedding and the head, with the collectives inside a block.
+"""Time of one micro-batch on one rank: a block, the embedding and the head, with the collectives inside a block.
 
 Depends on few numbers of a split (`BLOCK_DEPENDS_ON`): over many candidates each combination is computed once.
 """
@@ -25,7 +25,7 @@ Parts = dict[str, Num]
 """Seconds by kind."""
 
 BLOCK_DEPENDS_ON = ("micro", "tp", "cp", "ep", "sp", "recompute")
-"""What of a split `Pieces` depend on, besides the length of sequences and the data type."""
+"""Keys of a split on which `Pieces` depend, besides the length of sequences and the data type."""
 
 COLLECTIVE_LAUNCHES = 1
 """Launches that the host's part of one collective counts for."""
@@ -38,7 +38,7 @@ def total(parts: Parts, *but: str) -> Num:
 
 @dataclass(frozen=True)
 class Pieces:
-    """What one micro-batch takes on one rank, in seconds by kind, and kernels launched: of a block (the model's mean),
+    """Time of one micro-batch on one rank, in seconds by kind, and kernels launched: of a block (the model's mean),
     of the embedding, of the head.
 
     forward, weights: of a block's seconds, those of its forward pass, and of its weights' gradients, which a schedule
@@ -207,7 +207,7 @@ def _ends(
 def _context(
     model: ModelConfig, shape: Shape, split: StepShape, pricing: Pricing, tally: PartSeconds
 ) -> tuple[Num, Num]:
-    """What is left to wait for of the messages over cp, forward and backward; a core that is computed again has the
+    """Exposed time of the messages over cp, forward and backward; a core that is computed again has the
     forward ones again (`traffic.context_rows` counts them)."""
     if not np.any(np.asarray(split.cp) > 1):
         return 0.0, 0.0

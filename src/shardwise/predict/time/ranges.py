@@ -1,4 +1,4 @@
-"""How far a predicted time may be off: the 80% range, from what the time is made of.
+"""Uncertainty of a predicted time: the 80% range, from the parts of the time.
 
 Every kind of part has a relative uncertainty (`devices.json`, `ranges`, fitted so that 80% of published rows fall
 inside); parts are taken as independent, and all share the error of what one set of constants cannot know. A device

@@ -50,7 +50,7 @@ class ServedSeconds:
 
 @dataclass(frozen=True)
 class PassSeconds:
-    """What a pass through the model is made of. block: seconds by kind of one block (the mean); head: of the output
+    """Parts of a pass through the model. block: seconds by kind of one block (the mean); head: of the output
     head; host: what the host takes for the pass as a whole."""
 
     block: Parts

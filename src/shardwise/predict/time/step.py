@@ -129,7 +129,7 @@ def _stages(
 
 
 def _gathers(split: StepShape, engine: EngineProfile) -> Num:
-    """How often stage 3 gathers a block for each micro-batch: for both its passes, or once in a step."""
+    """Gathers of a block at stage 3 per micro-batch: for both its passes, or once in a step."""
     once = engine.gathers_by_stage & (np.asarray(split.pp) > 1)
     return np.where(once, 1 / np.asarray(split.micro_batches), 2.0)
 

@@ -1,4 +1,4 @@
-"""The same strategies in a training step, where the gather of a block has its arithmetic to hide behind."""
+"""Generation's strategies in a training step, where the gather of a block has its arithmetic to hide behind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardwise.predict.time.step import training_step
 from shardwise.predict.time.traffic import Traffic, traffic
 
 FORWARD, BACKWARD, REDUCE = "forward", "backward", "reduce-scatter"
-"""What a piece of a training step does, besides GATHER and SUM."""
+"""Kinds of pieces of a training step, besides GATHER and SUM."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class BlockSeconds:
     sums: tuple[float, float]
     """Exposed collectives over tp and cp, forward and backward."""
     gather: float
-    """Of the block's weights, for each pass; 0 where nothing is gathered."""
+    """Seconds of gathering the block's weights per pass; 0 where nothing is gathered."""
     reduce: float
-    """Of its gradients; 0 where that is not done block by block."""
+    """Seconds of reducing its gradients; 0 where that is not done block by block."""
     slowed: float
     """Seconds that arithmetic takes longer for each second of a transfer beside it."""
     hides: tuple[bool, bool]
@@ -57,7 +57,7 @@ class TrainStepTime:
 
     @property
     def share(self) -> float:
-        """Of the step, what is spent on moving data."""
+        """Share of the step that is spent on moving data."""
         return self.moving / self.seconds
 
 

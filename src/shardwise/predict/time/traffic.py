@@ -1,4 +1,4 @@
-"""How long the data ranks' collectives and a message between stages take, each alone and once."""
+"""Time of the data ranks' collectives and of a message between stages, each alone and once."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def traffic(model: ModelConfig, split: StepShape, engine: EngineProfile, pricing
 def _expert_traffic(
     model: ModelConfig, split: StepShape, pricing: Pricing, routed: Num, grad_bytes: float
 ) -> tuple[Num, Num, Num, Num, Num]:
-    """Of the experts alone, over the ranks that hold the same ones, which lie `ep` apart: reduce, gather, replicas,
-    unit_gather, unit_reduce."""
+    """Collectives of the experts alone, over the ranks that hold the same ones, which lie `ep` apart: reduce, gather,
+    replicas, unit_gather, unit_reduce."""
     price, zero = pricing.collectives.seconds, np.asarray(split.zero)
     spread, owners = split.expert_data, split.expert_shard
     whole, partly = np.where(zero == 0, spread, 1), np.where((zero == 1) | (zero == 2), owners, 1)
@@ -126,7 +126,7 @@ def held_parameters(model: ModelConfig, split: StepShape, engine: EngineProfile)
 
 @lru_cache
 def _parameters(model: ModelConfig) -> tuple[float, float]:
-    """Of all blocks: (all but the experts', the experts' without shared ones)."""
+    """Parameters of all blocks: (all but the experts', the experts' without shared ones)."""
     blocks = count_parts(model)[1]
     if not model.experts:
         return float(blocks), 0.0

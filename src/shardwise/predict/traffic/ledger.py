@@ -51,7 +51,7 @@ def ledger_of(rows: Rows, mesh: Mesh) -> tuple[LedgerRow, ...]:
 
 
 def forward_runs(plan: UnitPlan, part: str) -> tuple[int, int]:
-    """How often `part`'s forward runs in one micro-batch: (in the forward phase, again in the backward phase)."""
+    """Forward passes of `part` in one micro-batch: (in the forward phase, again in the backward phase)."""
     if plan.kind(part) != "block" or plan.layout.recompute in ("none", "selective"):
         return 1, 0
     if plan.layout.recompute == "full":

@@ -1,4 +1,4 @@
-"""What a rank sends for its ledger's rows when every collective goes round a ring, in exact fractions of bytes.
+"""Bytes that a rank sends for its ledger's rows when every collective goes round a ring, as exact fractions.
 
 Ring volume is what bandwidth-optimal algorithms send: 2 (p-1)/p n for an all-reduce, (p-1)/p n for an all-gather
 (docs/collectives.md). Shards are counted without the padding that makes them equal: it depends on the number of ranks,
@@ -39,7 +39,7 @@ class Volume:
 
 
 def ring_bytes(row: LedgerRow, plan: UnitPlan) -> Fraction:
-    """What one rank sends for a row of its ledger. A received message costs its receiver nothing."""
+    """Bytes that one rank sends for a row of its ledger. A received message costs its receiver nothing."""
     mesh = Mesh.of(plan.layout, plan.model)
     ranks = mesh.size(named(row.axes))
     elements, unit = row.elements, plan.by_name.get(row.unit)

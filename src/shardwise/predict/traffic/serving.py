@@ -63,8 +63,8 @@ def turn_ledger(
 
 
 def _control(rows: Rows, plan: UnitPlan, turn: ForwardPass, own: bool) -> None:
-    """What the first rank of a replica has heard reaches the others: over the ranks in step at once, from stage to
-    stage under a pipeline. The message itself is for the replica's ranks alone."""
+    """Requests that the first rank of a replica has received reach the others: over the ranks in step at once, from
+    stage to stage under a pipeline. The message itself is for the replica's ranks alone."""
     stage, *_ = plan.stages
     axes = lockstep_axes(plan.layout)
     hearers = TP if own else axes
@@ -130,7 +130,7 @@ def padded_vocab(plan: UnitPlan) -> int:
 
 
 def steady_gathers(plan: UnitPlan) -> tuple[Gather, ...]:
-    """What every turn but the first gathers: a slot remembers its unit until another one takes it."""
+    """Gathers of every step but the first: a slot remembers its unit until another one takes it."""
     if plan.layout.stage < 3:
         return ()
     _, later = plan.generating_uses("decode")

@@ -74,7 +74,7 @@ class TrainConfig:
     resume: str | None = None
     """The checkpoint, or the run, to resume from; `weights` then has no effect."""
     restart: int = 0
-    """How many times the run has been started again after a failure, in its own directory."""
+    """Number of restarts of the run after a failure, in its own directory."""
     tensorboard: bool = option(True, "write no TensorBoard files")
     device: str = option("cpu", "where ranks compute", choices=DEVICES)
     threads: int = option(1, "threads of each rank's matrix products", metavar="N", least=1, most=MOST_THREADS)
@@ -121,7 +121,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """How the local ranks of a run are started, and started again."""
+    """Options for starting and restarting the local ranks of a run."""
 
     port: int = option(0, "rendezvous port", metavar="N", shown="none: a file is used")
     restarts: int = option(

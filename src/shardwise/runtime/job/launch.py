@@ -55,7 +55,7 @@ class RunFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Failure:
-    """How a rank says why it fails. kind: a user's mistake, a consequence of another rank's end, or anything else.
+    """A rank's reason for its failure. kind: a user's mistake, a consequence of another rank's end, or anything else.
 
     step: the training step, if it had begun one. time: seconds since the epoch.
     """
@@ -74,7 +74,7 @@ class Failure:
 
     @classmethod
     def read(cls, path: Path) -> Failure | None:
-        """What the rank left, None when it left nothing."""
+        """The rank's failure report, None if it left none."""
         try:
             return cls(**json.loads(path.read_text()))
         except (OSError, ValueError, TypeError):
@@ -109,7 +109,7 @@ def die_with_parent() -> None:
 
 @dataclass(frozen=True)
 class Ending:
-    """How a launch ended. code: 0 when all ranks ended with 0; 2 when one reports a user's mistake, 1 when one dies or
+    """End of a launch. code: 0 when all ranks ended with 0; 2 when one reports a user's mistake, 1 when one dies or
     is stuck, 130, 143 or 129 after SIGINT, SIGTERM or SIGHUP. line: why, on one line, empty when all is well. lost:
     ranks that were killed from outside. stuck, stack: the rank that made no progress, and where its threads stood.
     """
@@ -220,7 +220,7 @@ class _Rank:
 
     @property
     def ending(self) -> str:
-        """How it ended, in words."""
+        """End of the rank in words."""
         assert self.code is not None
         if self.code >= 0:
             return f"exited with code {self.code}"
@@ -232,7 +232,7 @@ class _Rank:
             return f"was killed by signal {-self.code}"
 
     def stack(self) -> str:
-        """Where its threads stand, when it can still tell: Python's fault handler needs no lock for that."""
+        """Stacks of its threads, if it still answers: Python's fault handler needs no lock for that."""
         if not self.stack_file.exists():
             return ""
         with suppress(ProcessLookupError, PermissionError):

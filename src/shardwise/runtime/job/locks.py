@@ -69,7 +69,7 @@ def _locked(path: Path) -> int:
 
 
 def _holder(path: Path) -> str:
-    """Who holds a run's lock, in words that follow on a line; empty when the file does not say."""
+    """Holder of a run's lock, in words that follow on a line; empty when the file does not say."""
     try:
         data = json.loads(path.read_bytes()[:1000])
         return f" (process {int(data['pid'])} on {str(data['host'])[:100]})"

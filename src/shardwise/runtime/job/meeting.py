@@ -1,4 +1,4 @@
-"""How the ranks of a job find each other: a store that all of them see, and what rank 0 has to say to all.
+"""Rendezvous of the ranks of a job: a store that all of them see, and what rank 0 has to say to all.
 
 torchrun keeps one store for all attempts, with what earlier ones left in it. So nothing in it is trusted: each rank
 leaves a new token and waits for rank 0's answer to that very token, which names the round. What follows happens in a

@@ -53,7 +53,7 @@ class Sign:
 
     @property
     def place(self) -> str:
-        """Where the rank is, in words that follow "rank 2 ..."; empty before it has done anything."""
+        """Place of the rank in its step, in words that follow "rank 2 ..."; empty before it has done anything."""
         if self.state == IDLE:
             return ""
         words = f" at step {self.step}" if self.step else ""
@@ -176,7 +176,7 @@ def _deadlocked(signs: Signs, limit: float, now: float) -> tuple[int, str] | Non
 
 
 def waiters(signs: Signs, rank: int) -> str:
-    """Who waits for `rank` in which collective, in words that follow on a line about it."""
+    """Ranks that wait for `rank`, with the collective, in words that follow on a line about it."""
     results: dict[str, list[int]] = {}
     for other, lanes in signs.items():
         if other != rank:

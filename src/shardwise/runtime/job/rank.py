@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RankJob:
-    """What ranks are there for, as their file says. timeout: seconds that a rank waits for others. out: file for what
+    """Job of the ranks, as their file describes it. timeout: seconds that a rank waits for others. out: file for what
     they find."""
 
     timeout: float
@@ -78,7 +78,7 @@ def bind() -> None:
 
 
 def read_file(argv: list[str], read: Callable[[Path], T]) -> T:
-    """What `read` makes of the file that is the only word of `argv`. Raises `UserError` when there is none."""
+    """Result of `read` for the file that is the only word of `argv`. Raises `UserError` when there is none."""
     if len(argv) != 1:
         raise UserError("a rank takes one argument, the file that says what it is to do")
     with os_errors(f"read {argv[0]}"):

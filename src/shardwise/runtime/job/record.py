@@ -1,4 +1,4 @@
-"""What rank 0 writes and shows while training: run directory, TensorBoard, and a line of progress."""
+"""Output of rank 0 while training: run directory, TensorBoard, and a line of progress."""
 
 from __future__ import annotations
 

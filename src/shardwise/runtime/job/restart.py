@@ -119,7 +119,7 @@ def continued(config: TrainConfig, restart: int, warn: Callable[[str], object]) 
 
 
 def torchrun_restarts() -> int:
-    """How many times torchrun has started its workers again."""
+    """Number of restarts by torchrun."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
@@ -184,7 +184,7 @@ def _with_stack(ending: Ending, out: Path) -> Ending:
 
 
 def way_on(out: Path) -> str:
-    """What was saved of a run that did not finish, and what to do."""
+    """Saved state of an unfinished run, and how to continue."""
     from shardwise.checkpoint import latest
 
     if newest := latest(out / "checkpoints"):

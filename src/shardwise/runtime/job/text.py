@@ -72,7 +72,7 @@ def _kept(config: TrainConfig, progress: Progress) -> Corpus:
 
 
 def _found(config: TrainConfig, corpus: str) -> Path:
-    """Where a corpus is: in its place, or in `corpora` beside the run, where both were moved."""
+    """Path of a corpus: in its place, or in `corpora` beside the run, where both were moved."""
     places = [Path(corpus), _corpora(config) / Path(corpus).name]
     if config.resume:
         places.append(Path(config.resume).absolute().parents[2] / "corpora" / Path(corpus).name)

@@ -174,7 +174,7 @@ class _Run:
         self.cpu_times: list[float] = []
         """CPU seconds of all threads of this process, of the same steps."""
         self.role: Role | None = None
-        """What the measured step saw on this rank, while its times are still to come."""
+        """Measurements of a step on this rank before its times are known."""
         self.roles: dict[int, Role] | None = None
 
     def _restored(self, checkpoint: Path) -> Position:

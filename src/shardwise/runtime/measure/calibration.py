@@ -1,4 +1,4 @@
-"""What the device at hand takes for the operations that a training step is made of: `shardwise calibrate device`.
+"""Time of the operations of a training step on the device at hand: `shardwise calibrate device`.
 
 All ranks measure the same probe at the same time, since the ranks of a CPU share its memory and caches. A time is the
 lower quartile of several blocks of calls, and the lesser of two passes: other programs only ever add to it. On one
@@ -87,7 +87,7 @@ class CalibrationJob(RankJob):
 
 
 Probe = tuple[str, tuple[str, ...], tuple[int, ...], Callable[[], Call]]
-"""What, of, shape as in `Probed`; and what makes the call, when its turn has come."""
+"""(what, of, shape) as in `Probed`; and what makes the call, when its turn has come."""
 
 
 def usual_job(device: str, seconds: float, transport: str, out: str) -> CalibrationJob:
@@ -267,7 +267,7 @@ class _Alone:
 
 
 def _optimizer(elements: int, dtype: torch.dtype, device: torch.device) -> Call:
-    """What `runtime.zero.optimizer` does to an interval: the norm, clipping, the update."""
+    """The work of `runtime.zero.optimizer` on an interval: the norm, clipping, the update."""
     master, first, second = (torch.zeros(elements, device=device) for _ in range(3))
     grads = torch.full((elements,), 1e-3, dtype=dtype, device=device)
     weights = master if dtype == torch.float32 else torch.zeros(elements, dtype=dtype, device=device)
@@ -460,7 +460,7 @@ class DeviceBench:
             yield from collectives(self.job, self.ranks)
 
     def _seconds(self, call: Call, budget: float) -> float:
-        """Of one call, all ranks at once, after one that has everything compiled."""
+        """Seconds of one call, all ranks at once, after one that has everything compiled."""
         call()
         dist.barrier()
         ends = time.perf_counter() + budget
@@ -473,8 +473,8 @@ class DeviceBench:
         return quantiles(blocks, n=4, method="inclusive")[0] if len(blocks) > 1 else blocks[0]
 
     def _together(self, call: Collective, budget: float) -> float:
-        """Of one collective after other work, from when the last rank comes to it: who comes earlier waits for others'
-        computation."""
+        """Seconds of one collective after other work, from when the last rank comes to it: who comes earlier waits for
+        others' computation."""
         others = cycle(torch.full((ROTATED // BETWEEN, BETWEEN // 4), 1.0))
 
         def work() -> None:
@@ -495,7 +495,7 @@ class DeviceBench:
         return quantiles(last.tolist(), n=4, method="inclusive")[0]
 
     def _there_and_back(self, call: Call, budget: float) -> float:
-        """Of two messages, one each way."""
+        """Seconds of two messages, one each way."""
         call()
         dist.barrier()
         count = self._often(call, budget / ROUNDS, 1, 200)
@@ -506,7 +506,7 @@ class DeviceBench:
         return min(blocks)
 
     def _often(self, call: Call, budget: float, least: int, most: int) -> int:
-        """How many calls the budget is enough for, the same number on all ranks."""
+        """Number of calls within the budget, the same number on all ranks."""
         one = torch.tensor(self._block(call, 1, time.perf_counter), dtype=torch.float64)
         dist.all_reduce(one, dist.ReduceOp.MAX)
         return max(least, min(most, math.ceil(budget / float(one))))
@@ -534,7 +534,7 @@ def _progress(line: str, number: int) -> None:
 
 
 def _about(device: torch.device) -> dict[str, Any]:
-    """What the device is."""
+    """Description of the device."""
     if device.type != "cuda":
         return {"threads": torch.get_num_threads(), "torch": torch.__version__}
     properties = torch.cuda.get_device_properties(device)

@@ -1,4 +1,4 @@
-"""What the machine can do: the rate of its matrix products, against which a run's utilisation is given."""
+"""Peak rate of the machine's matrix products, the reference of a run's utilization."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def measured(
 
 
 def whole(module: str, job: Callable[[str], Any], ranks: int, *, threads: int = 1) -> Any:
-    """The same where nothing but an orderly end will do."""
+    """As above, and raise unless all ranks end orderly."""
     measurement, failure = measured(module, job, ranks, threads=threads)
     if failure is not None:
         raise failure

@@ -87,14 +87,14 @@ def _copied(samples: Sequence[Probed]) -> float:
 
 
 def _flops(sample: Probed) -> float:
-    """Of causal attention."""
+    """FLOPs of causal attention."""
     batch, length, heads, width = sample.shape
     forward = 4.0 * batch * heads * width * length * (length + 1) / 2
     return forward * (_BOTH if sample.of[1] == "both" else 1)
 
 
 def _least_bytes(sample: Probed) -> float:
-    """What an operation must move; 0 for those without a limit."""
+    """Least bytes that an operation moves; 0 for those without a limit."""
     if sample.what == "row":
         return math.prod(sample.shape) * _WIDTH[sample.of[0]]
     if sample.what == "pass" and sample.of[0] in _MOVED:

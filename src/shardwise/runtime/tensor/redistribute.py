@@ -35,7 +35,7 @@ class Sum(_OverTP):
 
 
 class GatherSequence(_OverTP):
-    """Whole sequences of the ranks' shards."""
+    """All-gather of the ranks' shards into whole sequences."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.comms.gather_dim(x, SEQUENCE_DIM, TP, self.unit)

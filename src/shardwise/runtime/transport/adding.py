@@ -11,7 +11,7 @@ from shardwise.ops.limits import sum_chunk
 
 
 class Target(NamedTuple):
-    """Where a sum goes: a flat tensor, which it overwrites, or to which it is added (`adds`)."""
+    """Destination of a sum: a flat tensor, which it overwrites, or to which it is added (`adds`)."""
 
     tensor: Tensor
     adds: bool = False

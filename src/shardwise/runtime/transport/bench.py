@@ -37,7 +37,7 @@ MOST_CALLS = 200
 FEWEST = 2
 """Fewest rounds per cell, even past the time limit."""
 _BYTES_PER_SECOND = 1e9
-"""Of a call in a round, roughly, to share out time."""
+"""Rough seconds of a call in a round, to share out time."""
 DTYPE = torch.float32
 
 Call = Callable[[], object]

@@ -66,7 +66,7 @@ class Timing:
     time: float = 0.0
     wait: float = 0.0
     moved: Moved | None = None
-    """What this rank sent, where a schedule of the layout's ran."""
+    """Traffic of this rank, where a schedule of the layout's ran."""
 
     def add(self, moved: Moved) -> None:
         """One run of a schedule."""
@@ -173,7 +173,7 @@ class Comms:
         """Seconds to stand still after each wait: gloo's thread holds on to a collective's buffers a moment longer than
         its result takes to arrive, and who measures memory wants to see them go."""
         self.timeline: Observer | None = None
-        """Who wants to see each collective go and come, in a recorded step."""
+        """Observer of each collective of a recorded step."""
         self._recording = False
         self.last: str | None = None
         """The latest collective in words, for the message of a rank that lost a peer."""
@@ -249,7 +249,7 @@ class Comms:
         return tuple(sorted(LedgerRow(*key, count=timing.count) for key, timing in self.timings.items()))  # type: ignore[arg-type]
 
     def transport(self) -> tuple[TransportRow, ...]:
-        """How each ledger row was realised here, and how long it took and kept the rank waiting."""
+        """Realization of each ledger row here, its time and the rank's waiting."""
         keys = sorted(self.timings)
         return tuple(
             TransportRow(i, t.algorithm, *t.sent, t.time, t.wait) for i, t in enumerate(self.timings[k] for k in keys)

@@ -39,7 +39,7 @@ def can_share() -> str | None:
 
 
 def _name(pid: int, serial: int) -> str:
-    """What /proc shows. A process has the segments that it maps among its open files, too: whose they are must show."""
+    """Name under /proc. A process has the segments that it maps among its open files, too: whose they are must show."""
     return f"shardwise-{pid}-{serial}"
 
 

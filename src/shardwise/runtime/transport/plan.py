@@ -1,4 +1,4 @@
-"""What one rank does in each round of a schedule when ranks read each other's memory.
+"""Work of one rank in each round of a schedule when ranks read each other's memory.
 
 A message of the schedule becomes a read by its receiver: it takes the chunks from where they lie in the sender's memory
 and copies or adds them into its own. Two things make that safe, and both are settled here, once for each schedule,
@@ -76,12 +76,12 @@ class RankPlan:
 
     @cached_property
     def copy_plan(self) -> CopyPlan:
-        """Where each part of the memory is kept, when the memory itself is out of the peers' sight."""
+        """Place of each part of the memory, when the memory itself is out of the peers' sight."""
         return _copy_plan(self)
 
     @cached_property
     def in_sight(self) -> CopyPlan:
-        """The same when the peers see the memory itself, or all of it must be shown to them."""
+        """Place of each part when the peers see the memory itself, or all of it must be shown to them."""
         always = tuple(tuple(Places(True, True, True) for _ in step.transfers) for step in self.steps)
         everything = ((0, self.elements),)
         return CopyPlan(always, everything, everything, everything[0])
@@ -201,7 +201,7 @@ def rank_plan(schedule: CommSchedule, elements: int, rank: int) -> RankPlan:
 
 
 def _merged(spans: Iterable[Span]) -> list[Span]:
-    """The same elements in as few spans as can be, in order."""
+    """Merge elements into as few spans as possible, in order."""
     merged: list[Span] = []
     for start, stop in sorted(spans):
         if merged and start <= merged[-1][1]:
@@ -230,7 +230,7 @@ def _in_order(transfers: list[Transfer], end: int) -> list[Transfer]:
 
 
 class _Readers:
-    """Who reads what of the own memory, until it is known that it has."""
+    """Readers of this rank's memory, until they are known to be done."""
 
     def __init__(self) -> None:
         self._spans: dict[Fence, list[Span]] = defaultdict(list)

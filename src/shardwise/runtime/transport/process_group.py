@@ -88,7 +88,7 @@ class ProcessGroupTransport(Transport):
         return _Sum(work, list(received.view_as(pieces)), into, scratch)
 
     def _unsummed(self, own: Tensor) -> list[Tensor]:
-        """What this rank has to add up for its piece."""
+        """Summands of this rank's piece."""
         return [own]
 
     def all_to_all(

@@ -1,4 +1,4 @@
-"""What carries collectives between ranks: the `Transport` protocol. `Comms` adds ledger, timing and heartbeat."""
+"""The `Transport` protocol, which carries collectives between ranks. `Comms` adds ledger, timing and heartbeat."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ DONE = Works()
 
 
 class Realization(NamedTuple):
-    """How a transport carries one collective."""
+    """Realization of one collective by a transport."""
 
     algorithm: str
     """As reports name it."""

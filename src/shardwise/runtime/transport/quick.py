@@ -70,7 +70,7 @@ class Quick:
                 row.copy_(theirs.view(self.ranks, -1)[self.rank])
 
     def _exchange(self, flat: Tensor) -> list[Tensor]:
-        """What every rank has, until the next but one."""
+        """Every rank's values, valid until the next exchange but one."""
         place = self._count % 2
         self._count = count = self._count + 1
         key = place, flat.numel(), flat.dtype

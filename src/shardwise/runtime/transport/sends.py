@@ -22,10 +22,10 @@ from shardwise.schedule.sending import Await, Pairs, Post, compile_steps
 from shardwise.schedule.traffic import Moved
 
 TAG = 1
-"""Of a schedule's messages; those of a pipeline have 0."""
+"""Tag of a schedule's messages; a pipeline's have 0."""
 MOST_PLANS = 64
 MOST_BYTES = 256 << 20
-"""Of the buffers that kept plans may have together; a single plan may have more."""
+"""Most bytes of the buffers of all kept plans together; a single plan may have more."""
 
 
 class _Plan:

@@ -40,7 +40,7 @@ _NUMPY = {torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, t
 
 
 class Window(NamedTuple):
-    """Where the elements of a schedule's memory lie in a tensor: rows of `width` of them, `pitch` apart, from `offset`.
+    """Place of a schedule's memory in a tensor: rows of `width` of them, `pitch` apart, from `offset`.
 
     With a pitch of zero all rows are the same place.
     """
@@ -85,7 +85,7 @@ class Reduction(Flights):
         super().wait()
 
     def _aim(self) -> tuple[Target, Tensor | None]:
-        """Where the sum goes, asked once, before any part of it is made, and room to make it."""
+        """Destination of the sum, asked for once, before any part of it is made, and room to make it."""
         if self._target is None:
             target = self._into()
             self._target = target, wide_room(target, self._transport.ranks)
@@ -249,7 +249,7 @@ class SharedCollective:
             self._apply(source, transfer, place)
 
     def _there(self, transfer: Transfer, round: int) -> Array:
-        """What a transfer reads of a peer, when that has come to the round."""
+        """Memory of a peer that a transfer reads, when that has come to the round."""
         self._await(transfer.peer, _READY, round)
         word = self._transport.peer_flags[transfer.peer][self._at + _BASE]
         array, base = self._transport.there(transfer.peer, word, self._own.dtype)
@@ -293,12 +293,12 @@ class StagingBuffer:
 
 
 def unwatched() -> AbstractContextManager[None]:
-    """Whoever counts this rank's memory must not count what peers share with it."""
+    """Context in which memory of peers is not counted as this rank's."""
     return torch._C._DisableTorchDispatch()  # type: ignore[no-any-return]
 
 
 def word_of(serial: int, offset: int) -> int:
-    """Where a rank's memory begins, for its peers: the segment, and a byte of it, which may lie before its start."""
+    """Start of a rank's memory, for its peers: the segment, and a byte of it, which may lie before its start."""
     return serial << 44 | (offset + _BIAS)
 
 

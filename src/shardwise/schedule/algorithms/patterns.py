@@ -1,4 +1,4 @@
-"""What several algorithms are made of: a pass around rings, binomial trees, halving and doubling, folding, pipelines.
+"""Building blocks of algorithms: a pass around rings, binomial trees, halving and doubling, folding, pipelines.
 
 Each is a list of `RepeatedRounds`s. `v` is the vector of all ranks that take part; q is a power of two, p any number.
 """

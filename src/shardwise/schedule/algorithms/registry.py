@@ -149,6 +149,6 @@ def build(collective: str, algorithm: str, ranks: int, **options: int) -> CommSc
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """What a name may have meant, in words that follow on an error."""
+    """Names near a misspelt one, in words that follow on an error."""
     near = difflib.get_close_matches(name, list(known), n=2, cutoff=0.5)
     return f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}"

@@ -1,4 +1,4 @@
-"""How the bubble shrinks with more micro-batches, and how many a wanted bubble takes."""
+"""The bubble by number of micro-batches, and the number for a requested bubble."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardwise.schedule.pipeline.simulate import Simulated, simulate
 from shardwise.schedule.pipeline.times import Times
 
 Timing = Callable[[PipelineSchedule], Times]
-"""What a schedule's actions take."""
+"""Times of a schedule's actions."""
 
 MOST_MICRO = 4096
 """Micro-batches up to which a wanted bubble is looked for."""

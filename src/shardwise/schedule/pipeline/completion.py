@@ -117,7 +117,7 @@ class _Lists(Sequence[tuple[Action, ...]]):
 
 
 def release(mine: Sequence[Action], placement: tuple[int, ...]) -> list[Action]:
-    """The same order with each B whose input's gradient another rank waits for as I and W, so that the message leaves
+    """The order with each B whose input's gradient another rank waits for as I and W, so that the message leaves
     in between. An overlapped F&B stays as it is."""
     found = []
     for action in mine:
@@ -160,7 +160,7 @@ def _posts(
     bare: PipelineSchedule, rank: int, sends: Posts, arriving: list[tuple[int, list[Message]]], ends: list[list[int]],
     ahead: int,
 ) -> Posts:  # fmt: skip
-    """What a rank posts: at 2i before its i-th computation, at 2i + 1 after it, before its sends."""
+    """Messages that a rank posts: at 2i before its i-th computation, at 2i + 1 after it, before its sends."""
     used, own = _consumers(bare, rank), ends[rank]
     posts: Posts = defaultdict(list)
     for source, messages in arriving:
@@ -292,7 +292,7 @@ def _reductions(mine: Sequence[Action], micro: int, reduce: Reduce) -> Posts:
 
 
 def endings(bare: PipelineSchedule, rank: int) -> list[Action]:
-    """What stands at the end of a rank's list when it trains: the tied table, then the loss."""
+    """End of a rank's list in training: the tied table, then the loss."""
     found = []
     if rank in bare.tied_ends:
         first, last = bare.tied_ends

@@ -1,4 +1,4 @@
-"""How a pipeline's actions follow each other: when each starts and ends, and which never can.
+"""Order of a pipeline's actions: when each starts and ends, and which never can.
 
 This is the longest path through all lists, in one pass that looks at every action once: a hundred times faster than the
 simulation message by message with which the tests compare it.
@@ -40,7 +40,7 @@ class BlockedRank:
 
 @dataclass
 class Flow:
-    """What came of it. spans: rank -> (start, end) of each action in seconds, messages from posting to completion;
+    """Result of a flow. spans: rank -> (start, end) of each action in seconds, messages from posting to completion;
     None where it never happened, and of messages under rendezvous. waiting: ranks that never came to their end."""
 
     spans: list[list[tuple[float, float] | None]]
@@ -95,7 +95,7 @@ class _Flow:
         return Flow(self.spans, [self.waiting(rank) for rank in stuck])
 
     def waiting(self, rank: int) -> BlockedRank:
-        """What a rank that cannot go on stands still for."""
+        """Reason why a rank cannot continue."""
         at = self.next[rank]
         action = self.schedule.actions[rank][at]
         if action.kind in COMPUTE:

@@ -1,4 +1,4 @@
-"""What a pipeline's ranks hold for backward: how many micro-batches, waiting for what, and how many bytes.
+"""Memory that a pipeline's ranks hold for backward: how many micro-batches, waiting for what, and how many bytes.
 
 A rank works through its list one computation after the other, so that what it holds at each of them does not depend on
 how long things take.
@@ -57,8 +57,8 @@ class Peak(NamedTuple):
 
 
 class Level(NamedTuple):
-    """What a rank holds after a computation: `held`, and the most while it ran, `during`. place: the action's, in the
-    rank's list."""
+    """Micro-batches that a rank holds after a computation: `held`, and the most while it ran, `during`. place: the
+    action's, in the rank's list."""
 
     place: int
     forward: int
@@ -68,7 +68,7 @@ class Level(NamedTuple):
 
 
 def levels(schedule: PipelineSchedule, rank: int, held: MicroBatchMemory | None = None) -> Iterator[Level]:
-    """What a rank holds, one computation after the other."""
+    """Micro-batches that a rank holds, one computation after the other."""
     held = held or MicroBatchMemory.shared(schedule)
     forward = weight = 0
     now = 0.0

@@ -34,7 +34,7 @@ def vee(p: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """What every rank does in one step.
+    """Actions of every rank in one step.
 
     name: the generator's. micro: micro-batches. placement: stage -> rank. actions: rank -> its list.
     train: there is a backward pass. gather: parameters are gathered and freed by stage (ZeRO-3).
@@ -91,13 +91,13 @@ class PipelineSchedule:
         return self.tied and stage == 0 and self.placement[0] == self.placement[-1]
 
     def input_of(self, stage: int, micro: int) -> End | None:
-        """Whose output is the input of a forward; None where the step's data are."""
+        """Source of a forward's input; None where the step's data are."""
         if stage:
             return stage - 1, micro
         return (self.stages - 1, micro - self.ring) if self.ring and micro >= self.ring else None
 
     def output_of(self, stage: int, micro: int) -> End | None:
-        """Whose input the output of a forward is; None at the end."""
+        """Destination of a forward's output; None at the end."""
         if stage + 1 < self.stages:
             return stage + 1, micro
         return (0, micro + self.ring) if self.ring and micro + self.ring < self.micro else None

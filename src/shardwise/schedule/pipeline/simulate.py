@@ -1,4 +1,4 @@
-"""What a pipeline takes: makespan, bubble by both definitions, each rank's own span."""
+"""Simulated time of a pipeline: makespan, bubble by both definitions, each rank's own span."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Simulated:
 
 
 def _left(span: float, busy: float) -> float:
-    """What is left of a span, without the rounding of sums."""
+    """Rest of a span, without the rounding of sums."""
     return span - busy if span - busy > 1e-12 * span else 0
 
 

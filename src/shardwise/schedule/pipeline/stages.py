@@ -68,7 +68,7 @@ class StageLayers:
         return len(self.layers)
 
     def shares(self, embedding: float = 0, head: float = 0) -> tuple[float, ...]:
-        """What part of the model's work each stage does. embedding, head: their work in blocks."""
+        """Share of the model's work of each stage. embedding, head: their work in blocks."""
         work: list[float] = list(self.layers)
         work[0] += embedding
         work[-1] += head

@@ -66,7 +66,7 @@ def _apart_from_micro(action: Action) -> Any:
 
 
 def _matches(short: list[Any], longer: list[Any]) -> list[int]:
-    """The same with the additional periods where their loops end."""
+    """Actions with the additional periods where their loops end."""
     found: list[int] = []
     at = 0
     for index, action in enumerate(short):

@@ -78,7 +78,7 @@ class Times:
         return {"F": self.forward, "I": self.input, "W": self.weight, "B": both}
 
     def with_hop(self, alpha: float, beta: float = 0, nbytes: float = 0, overlap: bool = True) -> Times:
-        """The same with messages of `nbytes` bytes that take alpha + beta x nbytes seconds."""
+        """Times with messages of `nbytes` bytes that take alpha + beta x nbytes seconds."""
         return replace(self, hop=alpha + beta * nbytes, overlap=overlap)
 
 

@@ -63,7 +63,7 @@ class PipelineDefect:
 
 
 def verify(schedule: PipelineSchedule) -> list[PipelineDefect]:
-    """What is wrong with a schedule, causes first, at most `MOST` findings; an empty list when it is right."""
+    """Errors of a schedule, causes first, at most `MOST`; an empty list when it is right."""
     checker = _Lists(schedule)
     for rank in range(schedule.ranks):
         checker.check(rank)
@@ -116,8 +116,8 @@ class _Lists:
             self.complain(rank, -1, Action("RESHARD", stage), problem)
 
     def shortcuts(self, rank: int) -> dict[tuple[str, int], tuple[int, int, int, int]]:
-        """What the rules below come to for the bulk of the actions: (kind, stage) -> (what must have been done with its
-        micro-batch, of which of these bits, its peer, what it does)."""
+        """Requirements of the bulk of the actions by the rules below: (kind, stage) -> (what must have been done with
+        its micro-batch, of which of these bits, its peer, what it does)."""
         schedule, found = self.schedule, {}
         last = schedule.stages - 1
         for stage in schedule.held[rank] if not schedule.ring else ():
@@ -142,7 +142,7 @@ class _Lists:
         self.found.append(PipelineDefect(f"rank {rank}, {where}: {problem}", rank, index, action))
 
     def place(self, action: Action, held: set[int]) -> str:
-        """What is wrong with an action's stage and micro-batch on a rank that has the stages `held`."""
+        """Error of an action's stage and micro-batch on a rank that has the stages `held`."""
         kind, stage, micro, _, _ = action
         if stage not in held and kind != "SHARE_LOSS":
             return f"this rank has the stages {', '.join(map(str, sorted(held)))} only"
@@ -153,7 +153,7 @@ class _Lists:
         return "" if micro < self.schedule.micro else f"there are {self.schedule.micro} micro-batches"
 
     def message(self, action: Action) -> str:
-        """What is wrong with an action's kind or peer."""
+        """Error of an action's kind or peer."""
         kind = action.kind
         if not self.schedule.train and kind not in _FORWARD_ONLY:
             return "there is no backward pass in this schedule"
@@ -166,7 +166,7 @@ class _Lists:
         return "" if action.peer == rank else f"its peer is rank {rank}, which has {partner}, not rank {action.peer}"
 
     def use(self, action: Action) -> str:
-        """What is wrong with an action on one micro-batch."""
+        """Error of an action on one micro-batch."""
         kind, stage, micro, _, _ = action
         did, bit = self.done[stage][micro], _DOES[kind]
         if did & bit:
@@ -205,7 +205,7 @@ class _Lists:
         return "" if there else f"{self.name(result, *source)} must stand before it"
 
     def whole(self, action: Action, rank: int) -> str:
-        """What is wrong with an action on the whole step."""
+        """Error of an action on the whole step."""
         kind, stage, last = action.kind, action.stage, self.schedule.stages - 1
         if kind == "UNSHARD" or kind == "RESHARD":
             return self.residence(action)
@@ -356,7 +356,7 @@ def _stuck(schedule: PipelineSchedule) -> list[PipelineDefect]:
 
 
 def _chain(one: BlockedRank, waiting: dict[int, BlockedRank]) -> str:
-    """Who waits for whom, around the circle."""
+    """The circle of ranks that wait for each other."""
     links: list[str] = []
     seen: set[int] = set()
     while one.rank not in seen:

@@ -14,7 +14,7 @@ from shardwise.serving.http.generation import Chosen, Generation, TextDelta
 from shardwise.serving.http.problems import Problem
 
 _IMPOSSIBLE = -9999.0
-"""What OpenAI gives for the logarithm of probability 0, which JSON cannot say."""
+"""OpenAI's value for the logarithm of probability 0, which JSON cannot say."""
 
 DONE = b"data: [DONE]\n\n"
 
@@ -56,7 +56,7 @@ class Answers(ABC):
         """A choice's part of an event."""
 
     def _first(self, choice: int) -> dict[str, Any] | None:
-        """What a choice of a stream begins with, None for nothing."""
+        """First chunk of a choice in a stream, None for nothing."""
         return None
 
     @abstractmethod

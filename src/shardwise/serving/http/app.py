@@ -32,7 +32,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 BODY_BYTES = 4 << 20
-"""Of a body at most; more where the context is so long that prompts need it."""
+"""Most bytes of a body; more where the context is so long that prompts need it."""
 _BYTES_PER_TOKEN = 32
 _BODY_SECONDS = 60.0
 _INLINE_BYTES = 1 << 14
@@ -74,7 +74,7 @@ def answer(data: Any, status: int = 200, headers: dict[str, str] | None = None) 
 
 
 class _Routes:
-    """What answers each path."""
+    """Handler of each path."""
 
     def __init__(self, front: Front, model: str, chat: Chat, described: dict[str, Any]) -> None:
         self._front, self._model, self._chat, self._described = front, model, chat, described
@@ -206,7 +206,7 @@ def _no_number(word: str) -> None:
 
 
 async def _while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """What `work` returns; None, and `work` is cancelled, when the client leaves before."""
+    """Result of `work`; None, and `work` is cancelled, when the client leaves before."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)

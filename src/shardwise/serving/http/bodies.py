@@ -56,7 +56,7 @@ class CompletionRequest:
 
     @classmethod
     def of(cls, body: dict[str, Any]) -> CompletionRequest:
-        """What a body asks for that `schema.checked` has let pass."""
+        """Request in a body that `schema.checked` has let pass."""
         stop, options = body["stop"], body["stream_options"] or {}
         seed = secrets.randbelow(_SEEDS) if body["seed"] is None else body["seed"] % _SEEDS
         longest = body.get("max_completion_tokens")

@@ -117,7 +117,7 @@ def _broken(word: str) -> str:
 
 
 def _configured(file: Path) -> dict[str, Any]:
-    """What a file beside the tokenizer says; nothing where there is none. Raises `UserError`."""
+    """Contents of a file beside the tokenizer; empty without one. Raises `UserError`."""
     if not file.is_file():
         return {}
     try:

@@ -34,7 +34,7 @@ _LEAST = 8
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """What connections may take. connections: open at once. header_seconds, stall_seconds: see the constants."""
+    """Limits of connections. connections: open at once. header_seconds, stall_seconds: see the constants."""
 
     connections: int = field(default_factory=lambda: connection_limit(*_descriptors()))
     header_seconds: float = HEADER_SECONDS

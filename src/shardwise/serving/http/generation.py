@@ -61,9 +61,9 @@ class Front:
         """Sequences that the engine has not finished."""
         self.live: set[Generation] = set()
         self.readers: set[asyncio.Task[Any]] = set()
-        """Who reads a request that is no generation yet."""
+        """Clients whose request is being read."""
         self._seconds = 1.0
-        """What a sequence takes, smoothed."""
+        """Seconds of a sequence, smoothed."""
 
     def refuse_if_closed(self) -> None:
         """Raise `Problem` (503) when nothing new is taken."""
@@ -137,7 +137,7 @@ class Front:
         self.metrics.reused_tokens += reused
 
     def gauges(self) -> dict[str, tuple[str, dict[Any, float]]]:
-        """What the engine does now, for `Metrics.text`."""
+        """Current load of the engine, for `Metrics.text`."""
         load = self.engine.load()
         by_replica = {(("replica", str(number)),): each for number, each in load.items()}
         running = min(self.open, sum(each.running for each in load.values()))
@@ -226,7 +226,7 @@ class Generation:
 
     @property
     def choices(self) -> int:
-        """Of all prompts together."""
+        """Tokens of all prompts together."""
         return len(self._sequences)
 
     @property
@@ -235,7 +235,7 @@ class Generation:
         return sum(sequence.counted for sequence in self._sequences)
 
     async def pieces(self) -> AsyncIterator[TextDelta]:
-        """What comes, of all choices, to the end of the last one. Raises `Problem` when the engine fails."""
+        """Answers of all choices, to the end of the last one. Raises `Problem` when the engine fails."""
         open_choices = len(self._sequences)
         while open_choices:
             piece = await self._pieces.get()
@@ -245,7 +245,7 @@ class Generation:
             yield piece
 
     def cancel(self) -> None:
-        """Nobody wants the rest. May be called again, and when all is over."""
+        """Cancel what is left. May be called again, and when all is over."""
         for sequence in self._sequences:
             sequence.reason = sequence.reason or "cancelled"
             if not sequence.ended:

@@ -16,7 +16,7 @@ Labels = tuple[tuple[str, str], ...]
 
 
 class Histogram:
-    """How often values were at most so large. bounds: upper ones, rising."""
+    """Histogram: counts of values up to each bound. bounds: upper ones, rising."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds, self.counts, self.total = bounds, [0] * (len(bounds) + 1), 0.0
@@ -36,7 +36,7 @@ class Histogram:
 
 
 class Metrics:
-    """What a server has done so far. Touched by the event loop's thread only."""
+    """Counters of a server. Touched by the event loop's thread only."""
 
     def __init__(self) -> None:
         self.requests: dict[Labels, int] = defaultdict(int)

@@ -59,7 +59,7 @@ def _in_use(host: str, port: int, error: OSError) -> UserError:
 
 
 def url_of(sock: socket.socket) -> str:
-    """Where clients find a bound socket."""
+    """Address of a bound socket for clients."""
     host, port = sock.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 

@@ -38,7 +38,7 @@ def data(params: Mapping[str, str]) -> View:
 
 
 def costs(params: Mapping[str, str]) -> View:
-    """What every algorithm of the collective takes: at this size, over sizes, over ranks."""
+    """Cost of every algorithm of the collective: at this size, over sizes, over ranks."""
     state, _, cluster = _asked(params)
     nbytes = state["bytes"]
     prices = pricer(state["collective"], state["ranks"], cluster)
@@ -95,7 +95,7 @@ def _options(query: Query, collective: str, algorithm: str, ranks: int) -> dict[
 
 
 def _more(schedule: CommSchedule, cluster: Cluster, options: Mapping[str, int]) -> dict[str, Any]:
-    """What the drawing needs: after every round the ranks whose data each chunk holds, as bits."""
+    """Data of the drawing: after every round the ranks whose data each chunk holds, as bits."""
     states = list(history(schedule))
     goal = wanted(schedule)
     algorithm = find(schedule.collective, schedule.algorithm)

@@ -41,7 +41,7 @@ _KIND = {"F": 0, "B": 1, "I": 2, "W": 3, "OVERLAP_F_B": 4, "RESHARD": _FREE} | {
     if kind not in COMPUTE and kind != "RESHARD"
 }
 _COLUMNS = {"rank": "u2", "start": "f8", "seconds": "f8", "kind": "u1", "micro": "i4", "stage": "u2"}
-"""Of the events, with their types."""
+"""Columns of the events, with their types."""
 
 
 def data(params: Mapping[str, str]) -> View:

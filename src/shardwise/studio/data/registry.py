@@ -44,7 +44,7 @@ def parts(view: str) -> list[str]:
 
 
 def answer(name: str, params: Mapping[str, str], runs: Path = Path("runs")) -> View:
-    """What a view, or a part of it, shows for a state. runs: the folder whose runs are shown. Raises `UserError` for an
+    """Data of a view, or of a part of it, for a state. runs: the folder whose runs are shown. Raises `UserError` for an
     unknown view, and what its function raises."""
     view, _, part = name.partition("/")
     if view not in VIEWS or name not in parts(view):

@@ -26,7 +26,8 @@ VALIDATION_COLUMNS = dict.fromkeys(("step", "validation_loss", "unigram_entropy"
 """Columns of the steps and of validation, as events have them, with their units."""
 
 WRITING = ("writing_share", "writing_cpu_s", "step_cpu_s")
-"""Of result.json: what the run has written for this page, as a share of a step's CPU time, and in seconds a step."""
+"""Cost of this page in result.json: what the run has written for it, as a share of a step's CPU time, and in seconds a
+step."""
 
 
 def listed(runs: Path) -> list[str]:
@@ -74,7 +75,7 @@ def data(params: Mapping[str, str], runs: Path) -> View:
 
 
 def _agreement(both: ReportComparison) -> dict[str, Any]:
-    """How far two reports agree: rows of the ledger, classes of bytes, the peak."""
+    """Agreement of two reports: rows of the ledger, classes of bytes, the peak."""
     return {
         "equal_ledger": both.equal_ledger,
         "rows": len(both.rows),

@@ -239,7 +239,7 @@ def _strategy(model: ModelConfig, layout: Layout, cluster: Cluster) -> DecodeStr
 
 
 def _way(model: ModelConfig, layout: Layout, cluster: Cluster, request: Asked) -> list[decode_ops.DecodeOp]:
-    """How the token half-way through the answer goes through the layers."""
+    """Path of the token half-way through the answer through the layers."""
     return decode_ops.way(_strategy(model, layout, cluster), request.batch, request.prompt + request.output / 2)
 
 
@@ -332,7 +332,7 @@ def _how_compared(ones: tuple[Generated, ...], model: ModelConfig, request: Aske
 
 
 def _formula(one: Generated, model: ModelConfig) -> str:
-    """What a rank sends for a step: the formula of the pure strategies, the parts of others."""
+    """Bytes that a rank sends per step: the formula of the pure strategies, the parts of others."""
     layout, width, volume = one.layout, DTYPE_BYTES[one.layout.dtype], one.round.volume
     sent, item = format_bytes(float(volume.total)), f" x {one.sequences} sequences" if one.sequences > 1 else ""
     if layout.stage == 3 and layout.tp == 1:

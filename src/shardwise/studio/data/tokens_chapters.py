@@ -95,7 +95,7 @@ def _holds(side: str, layout: Layout, first: LayerStep) -> str:
 
 
 def _inside(side: str, layout: Layout, steps: Sequence[LayerStep]) -> str:
-    """What a layer computes and moves; a message leaves a stage, not a layer."""
+    """Computation and traffic of a layer; a message leaves a stage, not a layer."""
     computes = sum(step.seconds for step in steps if step.act in ("multiply", "one"))
     seconds = {act: next((step.seconds for step in steps if step.act == act), 0.0) for act in ("gather", "sum", "send")}
     words = f"{side}, {layout}, computes {format_time(computes)} in a layer"

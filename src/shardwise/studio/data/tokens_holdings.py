@@ -34,7 +34,7 @@ class ParameterShard(NamedTuple):
     stop: int
     elements: int
     boxes: tuple[Box, ...]
-    """Where the part is in the matrix; empty for vectors."""
+    """Place of the part in the matrix; empty for vectors."""
 
 
 def pieces(model: ModelConfig, layout: Layout) -> list[ParameterShard]:
@@ -106,7 +106,7 @@ class DrawnDevice(NamedTuple):
     layers: tuple[int, int]
     """Its layers: the first, and the one after the last."""
     share: float
-    """Of each of these layers' matrices, by area."""
+    """Share of each of these layers' matrices, by area."""
     begins: float
     """Start of its share among the ranks with the same layers."""
     of_all: float
@@ -118,7 +118,7 @@ class DrawnDevice(NamedTuple):
     next: int | None
     """The rank that gets its messages."""
     can: str
-    """What it can do with what it holds, in two words."""
+    """Use of what a rank holds, in two words."""
 
 
 def devices(model: ModelConfig, layout: Layout, held: list[ParameterShard]) -> list[DrawnDevice]:

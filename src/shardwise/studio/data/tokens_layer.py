@@ -32,7 +32,7 @@ STEPS = 6
 """Steps of the walk through a layer."""
 
 _KINDS = {ATTENTION: 0, FEED_FORWARD: 0, HEAD: 3, HOST: 4, WAIT: 6} | dict.fromkeys(MOVING, 5)
-"""What a piece does -> the kind of event it is drawn as (`timelines.KINDS`)."""
+"""Kind of piece -> the kind of event it is drawn as (`timelines.KINDS`)."""
 
 
 class LayerStep(NamedTuple):
@@ -51,7 +51,7 @@ class LayerStep(NamedTuple):
 
 
 def sentence(model: ModelConfig, ranks: int, step: int) -> str:
-    """What happens at a step of a layer under any strategy."""
+    """A step of a layer under any strategy."""
     return (
         f"Before the first token: each of {ranks} devices holds its part of the weights. {model.name} has "
         f"{model.layers} layers; this is one of them.",
@@ -210,7 +210,7 @@ def layer_table(sides: Sequence[tuple[Layout, list[LayerStep], float]]) -> Table
 
 
 def how_layer(sides: Sequence[tuple[Layout, list[LayerStep], float]], command: str) -> How:
-    """How the seconds of the steps come about."""
+    """Explanation of the steps' seconds."""
     lines = ["One block of one pass: kernels from the engine profile's tables, collectives from the cluster's prices."]
     for layout, told, average in sides:
         sums = " + ".join(f"{step.act} {format_time(step.seconds)}" for step in told if step.seconds)
@@ -271,7 +271,7 @@ def _layer(part: str) -> str:
 
 
 def how_through(layouts: Sequence[Layout], ways: Sequence[Sequence[DecodeOp]], command: str) -> How:
-    """How the pieces are laid out."""
+    """Explanation of the pieces' places."""
     lines = ["The token half-way through the answer: its parts one after the other, as each strategy runs them."]
     for layout, pieces in zip(layouts, ways, strict=True):
         taken = format_time(max(piece.end for piece in pieces))

@@ -13,7 +13,7 @@ MOVING = ("tensor", "data", "pipeline")
 
 
 def step_words(request: Asked) -> str:
-    """What bytes and times are of: one more token of every sequence."""
+    """Unit of bytes and times: one more token of every sequence."""
     return "a token" if request.batch == 1 else f"a step, one token for each of {request.batch:,} sequences"
 
 

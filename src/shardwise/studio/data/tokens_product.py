@@ -18,7 +18,7 @@ FIRST, SECOND = ("mlp.gate_up.up.weight", "mlp.up.up.weight"), "mlp.down.weight"
 
 
 class Slice(NamedTuple):
-    """What a rank has of both matrices: columns [start, stop) of W1, and these rows of W2."""
+    """Part of both matrices on a rank: columns [start, stop) of W1, and these rows of W2."""
 
     rank: int
     start: int
@@ -37,7 +37,7 @@ class DrawnProduct(NamedTuple):
     seconds: float
 
     def to_json(self) -> dict[str, Any]:
-        """What the drawing needs."""
+        """Data of the drawing."""
         return {
             "layout": str(self.layout),
             "hidden": self.hidden,

@@ -25,7 +25,7 @@ _WAITING = ("bubble", "host")
 
 
 def trained_table(ones: Sequence[Generated]) -> Table:
-    """What a training step and one block in it take under each strategy."""
+    """Time of a training step and of one block in it under each strategy."""
     columns: Columns = {
         "strategy": ("", lambda one: str(one.layout)),
         "step": ("seconds", lambda one: one.trained.seconds),
@@ -42,7 +42,7 @@ def trained_table(ones: Sequence[Generated]) -> Table:
 
 
 def shares_table(ones: Sequence[Generated]) -> Table:
-    """What a token's and a training step's time goes to, as shares."""
+    """Shares of a token's and a training step's time."""
     rows = []
     for of in ("a token", "a training step"):
         for one in ones:
@@ -121,7 +121,7 @@ def how_trained(one: Generated) -> str:
 
 
 def how_drawn(ones: Sequence[Generated]) -> list[str]:
-    """What the drawing's pieces are."""
+    """Explanation of the drawing's pieces."""
     slowed = ones[0].trained.block.slowed
     return [
         *(how_trained(one) for one in ones),

@@ -1,4 +1,4 @@
-"""What a row of a table says, in our terms: model, cluster, split, engine profile.
+"""A row of a table in our terms: model, cluster, split, engine profile.
 
 Missing keys are unknown: what is assumed for them is added to `assumed`, a sentence each. All functions raise
 `UserError` with the reason where a row cannot be understood.
@@ -30,7 +30,7 @@ DEVICES = {
     "DGX-GB200": "GB200-NVL72",
     "DGX-GB300": "GB300-NVL72",
 }
-"""What tables call a device -> its name in the catalog, where they differ."""
+"""A device's name in tables -> its name in the catalog, where they differ."""
 
 NETWORKS = {
     "Omni-Path 4x100Gb/s": (4 * 100e9 / 8 / 8, "Omni-Path, 4 x 100 Gb/s a node of 8 GPUs, from the row"),
@@ -66,7 +66,7 @@ def whole(row: Row, key: str, default: int | None = None) -> int:
 
 
 def source(row: Row) -> str:
-    """Where the row was read, in small letters."""
+    """Source of the row, in lower case."""
     return str(row.get("source", "")).lower()
 
 

@@ -27,7 +27,7 @@ Adjust = Callable[[Constants], Constants]
 
 @dataclass(frozen=True)
 class Prediction:
-    """What was predicted for a row: seconds, and tokens/s where that was measured, turned into seconds a token.
+    """Prediction for a row: seconds, and tokens/s where that was measured, turned into seconds a token.
 
     error: predicted over measured seconds, less one.
     """
