@@ -110,8 +110,16 @@ class MemoryBound:
             in_embedding=in_embedding,
             in_embedding_apart=in_embedding_apart,
             inputs=s.tokens * 8 * (1 + (self.model.positions != "learned")),
-            tables=peak.tables(plan, s),
+            tables=self._tables(plan, s),
         )
+
+    def _tables(self, plan: UnitPlan, s: Sizes) -> int:
+        """Bytes that the blocks of a rank share at least: where some blocks have windows, a rank may have others."""
+        if not self.model.full_attention_every:
+            return peak.tables(plan, s)
+        everywhere = self.model.replace(layers=1, window=0, full_attention_every=0)
+        plain = unit_plan(everywhere, plan.layout, plan.workload, backend=self.backend)
+        return min(peak.tables(plan, s), peak.tables(plain, Sizes.of(plain)))
 
     def _of_tp(self, tp: int) -> dict[str, Unit]:
         one_block = alike(self.model).replace(layers=1)
