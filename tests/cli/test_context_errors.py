@@ -45,3 +45,18 @@ def test_estimate_and_train_say_what_is_valid(command, no_ranks, layout, ranks, 
 def test_a_cluster_of_another_size_is_named(command, no_ranks):
     shape = ("tiny-llama", "--layout", "tp=2,cp=2", "--seq", 64, "--batch", 1)
     mistake(command("estimate", *shape, "--cluster", "6xH100"), "dp x tp x pp x cp = 4 ranks", "there are 6")
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        ("cp=3", ("cp=3 does not divide", "valid cp: 1, 2, 4, 8, 16")),
+        ("cp=2,cpkind=ulysses", ("cpkind=ulysses is for training", "leave it out")),
+        ("cp=2,cpkind=allgather", ("cpkind=allgather is for training",)),
+        ("cp=2,dp=2,zero=3", ("weights are gathered without cp=2", "zero=0")),
+        ("cp=2,tp=2,sp", ("leave sp out",)),
+        ("cp=16", ("needs 16 ranks", "8 devices")),
+    ],
+)
+def test_generation_says_what_does_not_apply(command, layout, words):
+    mistake(command("generate", "llama-3-8b", "--compare", layout, "--cluster", "8xH100"), *words)
