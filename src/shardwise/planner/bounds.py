@@ -35,6 +35,9 @@ def places(model: ModelConfig, pp: int, schedule: str = "") -> list[int]:
     if model.experts and (dense := model.experts.dense_layers):
         # The first ones that have experts in all of their blocks, without chunks and with the smallest ones.
         found |= {next((p for p in range(pp) if p * each + min(p, rest) >= dense), last), min(dense, last)}
+    if every := model.full_attention_every:  # stages have more or fewer blocks with windows by turns
+        starts = (1, rest - every, rest, last - every)
+        found |= {min(max(start + offset, 0), last) for start in starts for offset in range(every)}
     return sorted(found)
 
 
