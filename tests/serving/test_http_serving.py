@@ -244,19 +244,25 @@ def resident(served: Served) -> dict[int, int]:
     return {pid: int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * page for pid in pids}
 
 
+def grew(before: dict[int, int], after: dict[int, int]) -> bool:
+    return any(after[pid] >= before[pid] + GROWTH for pid in before)
+
+
 def test_64_streams_with_cancels_neither_lose_nor_cross_tokens(served):
     crowd, cancelled = Crowd(served, random.Random(3)), 'shardwise_sequences_finished_total{reason="cancelled"}'
     so_far = served.metrics().get(cancelled, 0)
     asyncio.run(crowd.gather(seconds=0))
     settled(served)
-    warm, long = (30, 60) if EVERYTHING else (1, 2)
+    # A second is not enough to warm up when other programs have the cores: later rounds then may be without growth.
+    warm, long, rounds = (30, 60, 1) if EVERYTHING else (1, 2, 4)
     asyncio.run(crowd.gather(warm))
     settled(served)
-    before = resident(served)
-    asyncio.run(crowd.gather(long))
-    settled(served)
-    after = resident(served)
-    assert all(after[pid] < before[pid] + GROWTH for pid in before), (before, after)
+    readings = [resident(served)]
+    while len(readings) == 1 or grew(*readings[-2:]):
+        assert len(readings) <= rounds, readings
+        asyncio.run(crowd.gather(long))
+        settled(served)
+        readings.append(resident(served))
     found = served.metrics()
     assert 0 < found[cancelled] - so_far <= crowd.left
     assert not any(value for name, value in found.items() if 'reason="error"' in name)
