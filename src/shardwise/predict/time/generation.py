@@ -168,7 +168,7 @@ class DecodeStrategy:
         self, through: PassSeconds, attention: Any, tokens: float, sequences: float, pricing: Pricing
     ) -> PassSeconds:
         """A pass with these seconds of attention in each block, and with the collectives over cp for its `tokens`
-        tokens, of `sequences` of which logits are wanted."""
+        tokens. sequences: number of rows of logits."""
         model, tp, cp = self.model, self.layout.tp, self.layout.cp
         if cp == 1:
             return replace(through, block={**through.block, "attention": attention})

@@ -96,7 +96,7 @@ class ContextCache(PagedCache):
 
 def collect(comms: Comms, x: Tensor, rows: ContextRows, part: str) -> tuple[Tensor, ContextRows]:
     """The residual stream [1, B, hidden] of the rows whose logits are wanted, on every rank, from that of a rank's rows
-    [1, n, hidden]; and these rows, all of which are wanted."""
+    [1, n, hidden]; and these rows, all wanted."""
     wanted = torch.arange(len(rows.queries), device=x.device) if rows.wanted is None else rows.wanted
     owner, local = wanted // x.shape[1], wanted % x.shape[1]
     mine = owner == comms.index(CP)

@@ -59,7 +59,7 @@ def above_limits(samples: Sequence[Probed], kind: str) -> dict[int, str]:
 
 def within_limits(samples: Sequence[Probed], kind: str, again: Callable[[int, int], float]) -> list[Probed]:
     """The samples, with those beyond their limits measured again with `MORE` times the work, and what set the limits as
-    well, of which the quicker time counts: another program may have disturbed it. again: from a sample's index and
+    well, and the quicker time counts: another program may have disturbed it. again: from a sample's index and
     `MORE` to the seconds that the sample's own work took. What is still beyond is for `above_limits`."""
     late = above_limits(samples, kind)
     limits = {_limit_of(samples, samples[at]) for at in late}
@@ -77,8 +77,8 @@ def _limit_of(samples: Sequence[Probed], sample: Probed) -> int:
     """Index of the sample that sets a sample's limit: the best product of attention's dtype, or the copy."""
     if sample.what != "attention":
         return next(at for at, each in enumerate(samples) if each.what == "copy")
-    alike = [at for at, each in enumerate(samples) if each.what == "product" and each.of[0] == sample.of[0]]
-    return max(alike, key=lambda at: math.prod(samples[at].shape) / samples[at].seconds)
+    products = [at for at, each in enumerate(samples) if each.what == "product" and each.of[0] == sample.of[0]]
+    return max(products, key=lambda at: math.prod(samples[at].shape) / samples[at].seconds)
 
 
 def _copied(samples: Sequence[Probed]) -> float:

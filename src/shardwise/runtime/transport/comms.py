@@ -281,10 +281,10 @@ class Comms:
         piece: Tensor | None = None,
         into: Callable[[], Target] | None = None,
         maximum: bool = False,
-        alike: bool = True,
+        equal: bool = True,
     ) -> Work:
         """Record a collective and start it: by `start` of the transport, or by the schedule that the layout names.
-        at_once: wait for it. alike: all ranks have tensors of one size."""
+        at_once: wait for it. equal: all ranks have tensors of one size."""
         transport, carried = self._transports[axes], None
         if self.schedules.named:
             carried = self.schedules.carried(op, axes, str(full.dtype).removeprefix("torch."), full.numel())
@@ -295,7 +295,7 @@ class Comms:
                 ScheduledCollective, transport, carried, full.view(-1), self.index(axes), self.workspace,
                 timing.add if timing else _forget, maximum, piece, into,
             )  # fmt: skip
-        elif at_once and alike and self.quick and transport.shortcut(op, (full if piece is None else piece).nbytes):
+        elif at_once and equal and self.quick and transport.shortcut(op, (full if piece is None else piece).nbytes):
             self._shortcut(start, timing)
             return DONE
         pending = PendingCollective(self, start, timing, realization, at_once, finish)
@@ -404,7 +404,7 @@ class Comms:
         tensors are contiguous and of one dtype. The ledger has the elements that this rank gives away. Raises
         `ValueError` where the rows are not those of the tensors.
         """
-        ranks, mine, alike = self.size(axes), self.index(axes), sent is received is None
+        ranks, mine, equal = self.size(axes), self.index(axes), sent is received is None
         sent, received = _rows(tensor, sent, ranks), _rows(out, received, ranks)
         if sent[mine] != received[mine] or tensor.shape[1:] != out.shape[1:] or tensor.dtype != out.dtype:
             raise ValueError(f"{tensor.dtype} {sent} of {list(tensor.shape)} are not {out.dtype} {list(out.shape)}")
@@ -412,7 +412,7 @@ class Comms:
             out.copy_(tensor)
             return DONE
         start = partial(self._transports[axes].all_to_all, out, tensor, received, sent)
-        return self._start("all_to_all", axes, unit, tensor, start, not (later and self.overlap), alike=alike)
+        return self._start("all_to_all", axes, unit, tensor, start, not (later and self.overlap), equal=equal)
 
     # -- messages
 
