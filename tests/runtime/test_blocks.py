@@ -26,7 +26,7 @@ MODEL = ModelConfig("joined", vocab=17, hidden=24, layers=1, heads=4, kv_heads=2
 
 def _block(model: ModelConfig) -> LlamaBlock:
     make = torch.Generator().manual_seed(0)
-    block = LlamaBlock(model, "blocks.0").double()
+    block = LlamaBlock(model, "blocks.0", 0).double()
     for parameter in block.parameters():
         parameter.data = torch.randn(parameter.shape, generator=make, dtype=torch.float64) / 3
     return block

@@ -77,7 +77,7 @@ class Decoder(nn.Module):
         self.names = blueprint(config).names
         block = BLOCKS[blueprint(config).of_kind("block")[0].module]
         self.embedding = Embedding(config)
-        self.blocks = nn.ModuleList(block(config, f"blocks.{i}", config.layer_window(i)) for i in range(config.layers))
+        self.blocks = nn.ModuleList(block(config, f"blocks.{i}", i) for i in range(config.layers))
         self.head = Head(config, self.embedding.tokens)
 
     def parts(self) -> Iterator[tuple[str, nn.Module]]:

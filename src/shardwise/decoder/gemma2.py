@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from shardwise.decoder.attention import Attention
-from shardwise.decoder.llama import GatedMLP
+from shardwise.decoder.feed_forward import GatedMLP
 from shardwise.decoder.modules import Batch, Dropout, RMSNorm
 from shardwise.model import ModelConfig
 
@@ -13,10 +13,10 @@ from shardwise.model import ModelConfig
 class Gemma2Block(nn.Module):
     """x + norm(attention(norm(x))), then x + norm(mlp(norm(x))). x: [B, S, hidden]."""
 
-    def __init__(self, config: ModelConfig, name: str, window: int = 0) -> None:
+    def __init__(self, config: ModelConfig, name: str, layer: int) -> None:
         super().__init__()
         self.attention_norm = RMSNorm.of(config, config.hidden)
-        self.attention = Attention(config, f"{name}.attention", window)
+        self.attention = Attention(config, f"{name}.attention", config.layer_window(layer))
         self.attention_post_norm = RMSNorm.of(config, config.hidden)
         self.mlp_norm = RMSNorm.of(config, config.hidden)
         self.mlp = GatedMLP(config)

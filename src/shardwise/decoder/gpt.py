@@ -28,10 +28,10 @@ class MLP(nn.Module):
 class GPTBlock(nn.Module):
     """Pre-norm block; `parallel_residual` adds attention and MLP of the same input (GPT-NeoX). x: [B, S, hidden]."""
 
-    def __init__(self, config: ModelConfig, name: str, window: int = 0) -> None:
+    def __init__(self, config: ModelConfig, name: str, layer: int) -> None:
         super().__init__()
         self.attention_norm = LayerNorm(config.hidden, config.norm_eps)
-        self.attention = Attention(config, f"{name}.attention", window)
+        self.attention = Attention(config, f"{name}.attention", config.layer_window(layer))
         self.mlp_norm = LayerNorm(config.hidden, config.norm_eps)
         self.mlp = MLP(config)
         self.attention_dropout = Dropout(config.dropout, f"{name}.attention")

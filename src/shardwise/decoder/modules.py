@@ -39,6 +39,14 @@ class Batch:
     stream_positions: Tensor
     stream_index: Tensor
     dropout_key: int | None = None
+    real: Tensor | None = None
+    """[B, S] of the residual stream's tokens at hand: whether it is a token and no padding; None where all are."""
+    auxiliary: float = 0.0
+    """Share of one sequence in the step's auxiliary losses of routers; 0 where nothing is trained."""
+    pool: int = 1
+    """Sequences of a micro-batch, which a balance loss may count over, where B is more than that."""
+    loads: dict[str, Tensor] | None = None
+    """Name of a mixture of experts -> tokens that each expert was chosen for: int64 [E]; None to leave them."""
     _shared: dict[str, Any] = field(default_factory=dict)
 
     def shared(self, name: str, make: Callable[[], Any]) -> Any:

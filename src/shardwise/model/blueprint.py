@@ -18,7 +18,8 @@ from shardwise.model.operations import Elementwise, Operation, operation_from_js
 
 Cut = Literal["column", "kv heads", "row", "vocab", "expert", "replicated"]
 """Cut of a parameter under tensor parallelism. column: its rows, which are outputs; kv heads: its rows, by key/value
-head; row: its columns, which are inputs; vocab: its rows, which are tokens; expert: whole, on its expert's ranks."""
+head; row: its columns, which are inputs; vocab: its rows, which are tokens; expert: its rows by expert, which expert
+parallelism splits, and its columns, the experts' width, which tensor parallelism inside experts splits."""
 
 PartKind = Literal["embedding", "block", "head"]
 
@@ -76,9 +77,9 @@ class Parameter:
     """Whether weight decay touches it: matrices, but not norms and biases (GPT-2, Llama practice)."""
     cut: Cut = "replicated"
     heads: int = 0
-    """Heads along the dim that is cut; 0 where there are none."""
+    """Heads, or experts, along the dim that is cut; 0 where there are none."""
     partial: bool = False
-    """Whether each rank of a tensor-parallel group sees its gradient only for its own heads."""
+    """Whether each rank of a tensor-parallel group sees its gradient only for its own heads, tokens or widths."""
     foreign: ForeignSlice | None = None
     """Its place in Hugging Face files; None if unknown."""
 

@@ -7,6 +7,7 @@ parameters (`parameters.py`), the decoder, the placement of tensors, the predict
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
@@ -48,15 +49,51 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Experts:
-    """Mixture-of-experts feed-forward: `count` routed experts of width `ffn`, `active` of them for each token."""
+    """Mixture-of-experts feed-forward: `count` routed experts of width `ffn`, `active` of them for each token.
+
+    Raises `UserError` when the numbers contradict each other.
+    """
 
     count: int
     active: int
     ffn: int
     shared: int = 0
+    """Experts that see every token, computed as one feed-forward part of width `shared * ffn`."""
     dense_layers: int = 0
     """Leading layers that keep the dense feed-forward (DeepSeek-V3 has 3)."""
     router_bias: bool = False
+    """Whether a bias is added to the scores when experts are chosen, and only then (DeepSeek-V3)."""
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    """Scores of experts from the router's logits."""
+    normalized: bool = True
+    """Whether the weights of a token's experts are divided by their sum."""
+    scale: float = 1.0
+    """Factor of the weights, after that."""
+    groups: int = 1
+    """Groups of neighboring experts, of which a token may choose from `active_groups`."""
+    active_groups: int = 1
+    group_score: Literal["max", "top 2"] = "top 2"
+    """Score of a group: its best expert's, or the sum of its two best (DeepSeek-V3)."""
+    balance: Literal["sequence", "micro-batch", "global"] = "sequence"
+    """Tokens over which the balance loss counts: a sequence, a micro-batch, or all that are routed at the same time."""
+    balance_loss: float = 0.0
+    """Coefficient of the balance loss (Fedus et al. 2022); 0 means none."""
+    z_loss: float = 0.0
+    """Coefficient of the mean squared log-sum-exp of the router's logits (Zoph et al. 2022)."""
+    bias_rate: float = 0.0
+    """Change of the router's bias per step, towards equal loads (Wang et al. 2024)."""
+    capacity: float = 0.0
+    """Tokens that an expert takes of one sequence, over its share; later ones are dropped. 0 means no bound."""
+
+    def __post_init__(self) -> None:
+        if self.groups < 1 or self.count % self.groups or not 1 <= self.active_groups <= self.groups:
+            raise UserError(f"{self.count} experts cannot be in {self.groups} groups, {self.active_groups} active")
+        if self.bias_rate and not self.router_bias:
+            raise UserError("bias_rate moves the router's bias, which router_bias=False leaves out")
+
+    def most(self, tokens: int) -> int:
+        """Tokens of a sequence that one expert takes at most."""
+        return math.ceil(self.capacity * tokens * self.active / self.count) if self.capacity else tokens
 
 
 @dataclass(frozen=True)
@@ -180,10 +217,14 @@ class ModelConfig:
         every = self.full_attention_every
         return 0 if every and (layer + 1) % every == 0 else self.window
 
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer's feed-forward part is a mixture of experts."""
+        return self.experts is not None and layer >= self.experts.dense_layers
+
     def why_not_runnable(self) -> str | None:
         """The reason why no decoder here computes this model, or None when one does."""
-        if self.experts:
-            return "mixture-of-experts feed-forward is counted but not runnable here yet"
+        if self.experts and not (self.norm == "rmsnorm" and self.norm_placement == "pre" and self.gated):
+            return "experts run only in blocks with RMSNorm before a gated feed-forward"
         if self.latent_attention:
             return "latent attention is counted but not runnable here yet"
         if self.positions == "alibi":

@@ -145,11 +145,11 @@ def latent_attention(c: ModelConfig, a: LatentAttention) -> Pieces:
     yield from linear("attention.out", c.hidden, heads * a.v_head_dim, "row", std=residual_std(c), heads=heads)
 
 
-def feed_forward(c: ModelConfig, name: str, width: int, into: Cut = "column", out: Cut = "row") -> Pieces:
+def feed_forward(c: ModelConfig, name: str, width: int) -> Pieces:
     """A feed-forward part, gated or not."""
     for branch in ("gate_up.gate", "gate_up.up") if c.gated else ("up.up",):
-        yield from linear(f"{name}.{branch}", width, c.hidden, into, c.bias == "all")
-    yield from linear(f"{name}.down", c.hidden, width, out, c.bias == "all", residual_std(c))
+        yield from linear(f"{name}.{branch}", width, c.hidden, "column", c.bias == "all")
+    yield from linear(f"{name}.down", c.hidden, width, "row", c.bias == "all", residual_std(c))
     yield from products(c, width)
 
 
@@ -166,20 +166,21 @@ def products(c: ModelConfig, width: int, rows: Rows = "tokens", count: int = 1, 
 
 
 def mixture(c: ModelConfig) -> Pieces:
-    """Router, routed experts, and shared experts, which see every token."""
+    """Router, routed experts, and shared experts, which see every token.
+
+    Weights of the routed experts are stacked, one [hidden, ffn] matrix for each: gate and up as they multiply a row from
+    the right, down transposed. So an expert is rows of them, and a part of every expert's width is columns.
+    """
     assert c.experts
     e = c.experts
-    yield from linear("mlp.router", e.count, c.hidden, bias=e.router_bias)
+    yield Parameter("mlp.router.weight", (e.count, c.hidden), partial=True)
+    if e.router_bias:
+        yield Parameter("mlp.router.bias", (e.count,), init="zeros", decay=False)
     yield LinearOp("router", Width(c.hidden), (Width(e.count),), "stream")
     yield Elementwise("dispatch", (Width(c.hidden),), "routed", e.count, e.active)
-    for i in range(e.count):
-        yield from _weights(feed_forward(c, f"mlp.experts.{i}", e.ffn, "expert", "expert"))
+    for name in ("gate", "up", "down") if c.gated else ("up", "down"):
+        std = residual_std(c) if name == "down" else STD
+        yield Parameter(f"mlp.experts.{name}", (e.count * c.hidden, e.ffn), std=std, cut="expert", heads=e.count)
     yield from products(c, e.ffn, "routed", e.count, e.active)
-    for i in range(e.shared):
-        yield from _weights(feed_forward(c, f"mlp.shared.{i}", e.ffn))
     if e.shared:
-        yield from products(c, e.shared * e.ffn, "stream")
-
-
-def _weights(pieces: Pieces) -> Iterator[Parameter]:
-    return (piece for piece in pieces if isinstance(piece, Parameter))
+        yield from feed_forward(c, "mlp.shared", e.shared * e.ffn)

@@ -16,7 +16,8 @@ from torch import nn
 from shardwise.decoder.attention import Attention, CoreAttention
 from shardwise.decoder.decoder import Head
 from shardwise.decoder.gpt import MLP, GPTBlock
-from shardwise.decoder.llama import GatedMLP, LlamaBlock
+from shardwise.decoder.feed_forward import GatedMLP
+from shardwise.decoder.llama import LlamaBlock
 from shardwise.decoder.modules import Dropout, JointNorm, Linear, Linears, Lookup, RMSNorm, TiedLinear
 from shardwise.ops import compiled, generate, linear
 from shardwise.ops.attention import core_across_ranks, core_attention

@@ -1,0 +1,180 @@
+"""Mixtures of experts: a router chooses a few of many feed-forward parts for each token.
+
+Routing is in functions of its own, since every form of a mixture routes alike. Scores and weights are in fp32 for bf16
+inputs.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.decoder.feed_forward import GatedMLP
+from shardwise.decoder.modules import Batch
+from shardwise.model import ModelConfig
+from shardwise.model.config import Experts
+
+
+class Routing(NamedTuple):
+    """Experts of T tokens, of E experts k each."""
+
+    chosen: Tensor
+    """int64 [T, k]."""
+    weights: Tensor
+    """Factors of the outputs of the chosen experts: [T, k]."""
+    shares: Tensor
+    """Scores of each token over all experts, which add up to 1: [T, E]."""
+    logits: Tensor
+    """[T, E]."""
+
+
+def route(logits: Tensor, bias: Tensor | None, e: Experts) -> Routing:
+    """Experts of each token from the router's logits [T, E]. bias: added to the scores for the choice alone."""
+    scores = logits.sigmoid() if e.scoring == "sigmoid" else logits.softmax(-1)
+    choice = scores.detach() if bias is None else scores.detach() + bias
+    if e.active_groups < e.groups:
+        choice = _within_groups(choice, e)
+    chosen = choice.topk(e.active, dim=-1).indices
+    weights = scores.gather(-1, chosen)
+    if e.normalized:
+        weights = weights / weights.sum(-1, keepdim=True)
+    shares = scores / scores.sum(-1, keepdim=True) if e.scoring == "sigmoid" else scores
+    return Routing(chosen, weights * e.scale if e.scale != 1.0 else weights, shares, logits)
+
+
+def _within_groups(choice: Tensor, e: Experts) -> Tensor:
+    """Scores [T, E], with those outside of the best groups at minus infinity."""
+    grouped = choice.unflatten(-1, (e.groups, -1))
+    best = grouped.amax(-1) if e.group_score == "max" else grouped.topk(min(2, grouped.shape[-1]), -1).values.sum(-1)
+    closed = torch.ones_like(best, dtype=torch.bool)
+    closed.scatter_(-1, best.topk(e.active_groups, -1).indices, False)
+    return grouped.masked_fill(closed[..., None], -torch.inf).flatten(-2)
+
+
+def counts(chosen: Tensor, e: Experts, real: Tensor | None = None) -> Tensor:
+    """Tokens of each sequence that chose each expert: int64 [B, E] of chosen [B, S, k]. real: as in `Batch`."""
+    ones = torch.ones_like(chosen) if real is None else real[..., None].expand_as(chosen).to(torch.int64)
+    return chosen.new_zeros(len(chosen), e.count).scatter_add_(1, chosen.flatten(1), ones.flatten(1))
+
+
+def taken(chosen: Tensor, e: Experts, tokens: int, real: Tensor | None = None) -> Tensor:
+    """Whether an expert takes a token: bool [B, S, k] of chosen [B, S, k], whole sequences in order. Each expert takes
+    the first of a sequence, up to its capacity. tokens: of a sequence, without padding."""
+    flat = chosen.flatten(1)
+    one_hot = F.one_hot(flat, e.count)
+    if real is not None:
+        one_hot = one_hot * real[..., None].expand_as(chosen).flatten(1)[..., None]
+    earlier = (one_hot.cumsum(1) - one_hot).gather(-1, flat[..., None]).squeeze(-1)
+    return (earlier < e.most(tokens)).view_as(chosen)
+
+
+def auxiliary_loss(routing: Routing, loads: Tensor, tokens: Tensor | int, e: Experts, real: Tensor | None) -> Tensor:
+    """Sum of the auxiliary losses of T tokens, as if each were a sequence's: the caller multiplies it by the share of a
+    token. loads: [T, E], tokens that chose each expert among those that a token is counted with, of which there are
+    `tokens` ([T, 1], or one number). real: [T].
+
+    Balance: E / k times the sum over experts of (part of the choices) x (mean share) (Fedus et al. 2022, section 2.2;
+    DeepSeek-V3, section 2.1.2). z: the squared log-sum-exp of the logits (Zoph et al. 2022).
+    """
+    each = e.balance_loss * e.count / e.active * (loads / tokens * routing.shares).sum(-1)
+    if e.z_loss:
+        each = each + e.z_loss * routing.logits.logsumexp(-1).square()
+    return (each if real is None else each.masked_fill(~real, 0.0)).sum()
+
+
+def bias_step(loads: Tensor, e: Experts) -> Tensor:
+    """Change of the router's bias after a step whose tokens chose the experts so often: [E]."""
+    loads = loads.double()
+    return e.bias_rate * torch.sign(loads.mean() - loads)
+
+
+class _WithLoss(torch.autograd.Function):
+    """The first tensor; the second, a scalar, is added to what backward starts from."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, loss: Tensor) -> Tensor:
+        ctx.loss = loss.new_ones(())
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        return grads[0], ctx.loss
+
+
+class Router(nn.Module):
+    """Logits of all experts. weight: [E, hidden]; bias: [E] or None."""
+
+    def __init__(self, config: ModelConfig, experts: Experts) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts.count, config.hidden))
+        self.bias = nn.Parameter(torch.empty(experts.count)) if experts.router_bias else None
+        self.experts = experts
+
+    def forward(self, x: Tensor) -> Routing:
+        wide = torch.float32 if x.dtype == torch.bfloat16 else x.dtype
+        bias = None if self.bias is None else self.bias.detach().to(wide)
+        return route(F.linear(x.to(wide), self.weight.to(wide)), bias, self.experts)
+
+
+class ExpertWeights(nn.Module):
+    """Weights of all experts, a [hidden, ffn] matrix for each, end to end: gate, up, down [E hidden, ffn]."""
+
+    def __init__(self, config: ModelConfig, experts: Experts) -> None:
+        super().__init__()
+        self.hidden, self.width = config.hidden, experts.ffn
+        for name in ("gate", "up", "down"):
+            self.register_parameter(name, nn.Parameter(torch.empty(experts.count * config.hidden, experts.ffn)))
+        self.activation = F.silu if config.activation == "silu" else partial(F.gelu, approximate="tanh")
+
+    def matrices(self) -> tuple[Tensor, ...]:
+        """Gate, up and down as [E, hidden, ffn]."""
+        return tuple(w.unflatten(0, (-1, self.hidden)) for w in (self.gate, self.up, self.down))
+
+    def forward(self, x: Tensor, routing: Routing, takes: Tensor) -> Tensor:
+        """Weighted sum of the outputs of each token's experts: [T, hidden]. takes: bool [T, k], which of them count."""
+        y = torch.zeros_like(x, dtype=routing.weights.dtype)
+        for number, (gate, up, down) in enumerate(zip(*self.matrices(), strict=True)):
+            token, slot = torch.where((routing.chosen == number) & takes)
+            rows = x[token]
+            out = (self.activation(rows @ gate) * (rows @ up)) @ down.t()
+            y = y.index_add(0, token, out.to(y.dtype) * routing.weights[token, slot, None])
+        return y.to(x.dtype)
+
+
+class Mixture(nn.Module):
+    """Weighted sum of each token's experts, plus shared experts that see every token. x: [B, S, hidden]."""
+
+    def __init__(self, config: ModelConfig, name: str) -> None:
+        super().__init__()
+        assert config.experts
+        self.name, self.config = name, config.experts
+        self.router = Router(config, config.experts)
+        self.experts = ExpertWeights(config, config.experts)
+        shared = config.experts.shared * config.experts.ffn
+        self.shared = GatedMLP(config, shared) if shared else None
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        rows, e = x.flatten(0, 1), self.config
+        routing = self.router(rows)
+        chosen = routing.chosen.unflatten(0, x.shape[:2])
+        loads = counts(chosen, e, batch.real)
+        takes = taken(chosen, e, x.shape[1], batch.real) if e.capacity else torch.ones_like(chosen, dtype=torch.bool)
+        y = self.experts(rows, routing, takes.flatten(0, 1))
+        if batch.auxiliary and (e.balance_loss or e.z_loss):
+            of_tokens, size = self._counted_with(loads, x.shape[1], batch)
+            loss = auxiliary_loss(routing, of_tokens, size, e, None if batch.real is None else batch.real.flatten())
+            y = _WithLoss.apply(y, loss * (batch.auxiliary / x.shape[1]))  # type: ignore[no-untyped-call]
+        if batch.loads is not None:
+            batch.loads[self.name] = batch.loads.get(self.name, 0) + loads.sum(0)
+        y = y.view_as(x)
+        return y if self.shared is None else y + self.shared(x)
+
+    def _counted_with(self, loads: Tensor, tokens: int, batch: Batch) -> tuple[Tensor, int]:
+        """([T, E]: choices of each expert among the tokens that a token is counted with, their number)."""
+        pool = {"sequence": 1, "micro-batch": batch.pool, "global": len(loads)}[self.config.balance]
+        pooled = loads.unflatten(0, (-1, pool)).sum(1)
+        return pooled.repeat_interleave(pool * tokens, 0), pool * tokens
