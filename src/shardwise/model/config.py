@@ -86,10 +86,18 @@ class Experts:
     """Tokens that an expert takes of one sequence, over its share; later ones are dropped. 0 means no bound."""
 
     def __post_init__(self) -> None:
+        if not 1 <= self.active <= self.count:
+            raise UserError(f"a token cannot choose {self.active} of {self.count} experts")
         if self.groups < 1 or self.count % self.groups or not 1 <= self.active_groups <= self.groups:
             raise UserError(f"{self.count} experts cannot be in {self.groups} groups, {self.active_groups} active")
+        if self.active > self.count // self.groups * self.active_groups:
+            raise UserError(f"{self.active_groups} of {self.groups} groups have fewer than {self.active} experts")
         if self.bias_rate and not self.router_bias:
             raise UserError("bias_rate moves the router's bias, which router_bias=False leaves out")
+
+    def without_training(self) -> Experts:
+        """A copy with the defaults of the options that only training reads: what the weights alone are for."""
+        return replace(self, balance="sequence", balance_loss=0.0, z_loss=0.0, bias_rate=0.0, capacity=0.0)
 
     def most(self, tokens: int) -> int:
         """Tokens of a sequence that one expert takes at most."""
@@ -260,8 +268,8 @@ class ModelConfig:
     def from_json(cls, data: dict[str, Any]) -> ModelConfig:
         """The inverse of `to_json`. Raises `UserError` on unknown or missing fields."""
         nested = {"rope_scaling": RopeScaling, "experts": Experts, "latent_attention": LatentAttention}
-        given = {k: nested[k](**v) if k in nested and v is not None else v for k, v in data.items()}
         try:
+            given = {k: nested[k](**v) if k in nested and v is not None else v for k, v in data.items()}
             return cls(**given)
         except TypeError as error:
             raise UserError(f"not a shardwise model description: {error}") from None
