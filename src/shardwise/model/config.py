@@ -48,6 +48,21 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class YarnScaling:
+    """Stretching of slow rotary angles by a factor (YaRN, Peng et al. 2023), as DeepSeek has it."""
+
+    factor: float
+    original_max_positions: int
+    """Positions before the stretching: angles are told apart by their rotations over these."""
+    beta_fast: float = 32.0
+    """Rotations from which on an angle is kept."""
+    beta_slow: float = 1.0
+    """Rotations up to which an angle is divided by the factor; in between it is a mixture of both."""
+    mscale: float = 1.0
+    """Attention scores are multiplied by the square of 0.1 mscale ln(factor) + 1."""
+
+
+@dataclass(frozen=True)
 class Experts:
     """Mixture-of-experts feed-forward: `count` routed experts of width `ffn`, `active` of them for each token.
 
@@ -159,7 +174,7 @@ class ModelConfig:
     norm_eps: float = 1e-5
     positions: Positions = "rope"
     rope_theta: float = 10000.0
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: RopeScaling | YarnScaling | None = None
     rotary_fraction: float = 1.0
     """Share of each head's width that is rotated (GPT-NeoX: 0.25)."""
     activation: Activation = "silu"
@@ -278,6 +293,8 @@ class ModelConfig:
             return "experts run only in blocks with RMSNorm before a gated feed-forward"
         if self.latent_attention and not self._runs_latent_attention:
             return "latent attention runs only in blocks with RMSNorm before it and RoPE, without biases and windows"
+        if isinstance(self.rope_scaling, YarnScaling):
+            return "rotary angles that YaRN stretches are counted but not runnable here; set rope_scaling to null"
         if self.positions == "alibi":
             return "ALiBi positions are counted but not runnable here"
         if self.norm == "layernorm" and self.gated:
@@ -315,7 +332,8 @@ class ModelConfig:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> ModelConfig:
         """The inverse of `to_json`. Raises `UserError` on unknown or missing fields."""
-        nested = {"rope_scaling": RopeScaling, "experts": Experts, "latent_attention": LatentAttention}
+        scaling = YarnScaling if "mscale" in (data.get("rope_scaling") or {}) else RopeScaling
+        nested = {"rope_scaling": scaling, "experts": Experts, "latent_attention": LatentAttention}
         try:
             given = {k: nested[k](**v) if k in nested and v is not None else v for k, v in data.items()}
             return cls(**given)
