@@ -82,12 +82,37 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v2": (
         "deepseek_v2",
-        {**DEEPSEEK, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5},
+        {
+            **DEEPSEEK,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+        },
     ),
     "deepseek_v2_lite": ("deepseek_v2", {**DEEPSEEK, "q_lora_rank": None, "first_k_dense_replace": 0}),
     "deepseek_v3": (
         "deepseek_v3",
         {**DEEPSEEK, "n_group": 4, "topk_group": 2, "rope_interleave": True, "n_shared_experts": 2},
+    ),
+    "deepseek_v3_yarn": (
+        "deepseek_v3",
+        {
+            **DEEPSEEK,
+            "n_group": 1,
+            "topk_group": 1,
+            "qk_rope_head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 500.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "beta_fast": 2.0,
+                "beta_slow": 0.5,
+                "mscale": 0.7,
+                "mscale_all_dim": 0.7,
+            },
+        },
     ),
 }
 """Mixtures of experts."""

@@ -268,12 +268,12 @@ def _gemmas() -> list[ModelConfig]:
 
 
 def _deepseeks() -> list[ModelConfig]:
-    # huggingface.co/deepseek-ai/DeepSeek-V2, -V2-Lite and -V3, config.json; counts are of the weights, of V3 without the
-    # multi-token-prediction module.
+    # huggingface.co/deepseek-ai/DeepSeek-V2, -V2-Lite and -V3, config.json; counts are of the weights, of V3 without
+    # the multi-token-prediction module.
     latent = partial(LatentAttention, kv_rank=512, nope_head_dim=128, rope_head_dim=64, v_head_dim=128)
     stretched = partial(YarnScaling, 40.0, 4096)
     second = partial(Experts, active=6, shared=2, dense_layers=1, normalized=False, balance_loss=0.001)
-    limited = {"groups": 8, "active_groups": 3, "group_score": "max", "scale": 16.0}
+    limited = partial(second, 160, ffn=1536, groups=8, active_groups=3, group_score="max", scale=16.0)
     third = Experts(
         256, 8, 2048, shared=1, dense_layers=3, groups=8, active_groups=4, scale=2.5, balance_loss=0.001, **_LOSS_FREE
     )
@@ -286,8 +286,7 @@ def _deepseeks() -> list[ModelConfig]:
                 102400, 2048, 27, 16, 10944, stretched(mscale=0.707), latent(0), second(64, ffn=1408), 15_706_484_224,
             ),
             "deepseek-v2": (
-                102400, 5120, 60, 128, 12288, stretched(mscale=0.707), latent(1536), second(160, ffn=1536, **limited),
-                235_741_434_880,
+                102400, 5120, 60, 128, 12288, stretched(mscale=0.707), latent(1536), limited(), 235_741_434_880,
             ),
             "deepseek-v3": (
                 129280, 7168, 61, 128, 18432, stretched(mscale=1.0), latent(1536), third, 671_026_419_200,

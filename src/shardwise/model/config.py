@@ -61,6 +61,11 @@ class YarnScaling:
     mscale: float = 1.0
     """Attention scores are multiplied by the square of 0.1 mscale ln(factor) + 1."""
 
+    @property
+    def score_factor(self) -> float:
+        """Factor of attention scores."""
+        return (0.1 * self.mscale * math.log(self.factor) + 1.0) ** 2 if self.factor > 1 else 1.0
+
 
 @dataclass(frozen=True)
 class Experts:
@@ -101,6 +106,9 @@ class Experts:
     """Tokens that an expert takes of one sequence, over its share; later ones are dropped. 0 means no bound."""
 
     def __post_init__(self) -> None:
+        for field in ("count", "ffn"):
+            if (number := getattr(self, field)) < 1:
+                raise UserError(f"experts: {field} must be a positive integer, not {number!r}")
         if not 1 <= self.active <= self.count:
             raise UserError(f"a token cannot choose {self.active} of {self.count} experts")
         if self.groups < 1 or self.count % self.groups or not 1 <= self.active_groups <= self.groups:
@@ -252,7 +260,13 @@ class ModelConfig:
     @property
     def plain_attention(self) -> bool:
         """Whether attention is softmax(q kᵀ / sqrt(head_dim)) v over all tokens before, which fused kernels compute."""
-        return not self.score_softcap and not self.window and self.score_scale in (None, self.head_dim)
+        return not self.score_softcap and not self.window and self.score_factor == self.head_dim**-0.5
+
+    @property
+    def score_factor(self) -> float:
+        """Factor of attention scores."""
+        stretched = self.rope_scaling.score_factor if isinstance(self.rope_scaling, YarnScaling) else 1.0
+        return float((self.score_scale or self.head_dim) ** -0.5 * stretched)
 
     @property
     def rotated(self) -> int:
@@ -293,8 +307,6 @@ class ModelConfig:
             return "experts run only in blocks with RMSNorm before a gated feed-forward"
         if self.latent_attention and not self._runs_latent_attention:
             return "latent attention runs only in blocks with RMSNorm before it and RoPE, without biases and windows"
-        if isinstance(self.rope_scaling, YarnScaling):
-            return "rotary angles that YaRN stretches are counted but not runnable here; set rope_scaling to null"
         if self.positions == "alibi":
             return "ALiBi positions are counted but not runnable here"
         if self.norm == "layernorm" and self.gated:
@@ -333,7 +345,7 @@ class ModelConfig:
     def from_json(cls, data: dict[str, Any]) -> ModelConfig:
         """The inverse of `to_json`. Raises `UserError` on unknown or missing fields."""
         scaling = YarnScaling if "mscale" in (data.get("rope_scaling") or {}) else RopeScaling
-        nested = {"rope_scaling": scaling, "experts": Experts, "latent_attention": LatentAttention}
+        nested: dict[str, Any] = {"rope_scaling": scaling, "experts": Experts, "latent_attention": LatentAttention}
         try:
             given = {k: nested[k](**v) if k in nested and v is not None else v for k, v in data.items()}
             return cls(**given)

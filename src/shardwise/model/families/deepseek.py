@@ -19,31 +19,30 @@ from shardwise.model.fields import Fields, words
 def _read_v2(f: Fields) -> dict[str, Any]:
     f.must_be("norm_topk_prob", False, why="transformers does not read it")
     f.must_be("topk_method", "greedy", "group_limited_greedy", why="another choice of experts")
-    groups = _groups(f, 1, 1) | {"group_score": "max"}
     limited = f.take("topk_method", default="greedy") == "group_limited_greedy"
-    return _read(f, 2048, "softmax", shared=2, dense=0, scale=1.0, more={"normalized": False} | (groups if limited else {}))
+    groups = _groups(f, 1, 1) | {"group_score": "max"}
+    more = {"scoring": "softmax", "normalized": False} | (groups if limited else {})
+    return _read(f, 2048, shared=2, dense=0, scale=1.0, more=more)
 
 
 def _read_v3(f: Fields) -> dict[str, Any]:
     f.must_be("topk_method", "noaux_tc", why="another choice of experts")
     f.must_be("rope_interleave", True, why="another pairing of the rotated elements")
-    more = _groups(f, 8, 4) | {"router_bias": True, "normalized": f.flag("norm_topk_prob", True)}
-    return _read(f, 4096, "sigmoid", shared=1, dense=3, scale=2.5, more=more)
+    more = {"scoring": "sigmoid", "router_bias": True, "normalized": f.flag("norm_topk_prob", True)}
+    return _read(f, 4096, shared=1, dense=3, scale=2.5, more=more | _groups(f, 8, 4))
 
 
 def _groups(f: Fields, groups: int, active: int) -> dict[str, Any]:
     return {"groups": f.integer("n_group", default=groups), "active_groups": f.integer("topk_group", default=active)}
 
 
-def _read(
-    f: Fields, longest: int, scoring: str, shared: int, dense: int, scale: float, more: dict[str, Any]
-) -> dict[str, Any]:
+def _read(f: Fields, longest: int, shared: int, dense: int, scale: float, more: dict[str, Any]) -> dict[str, Any]:
     """The configuration. The numbers are the version's defaults; more: fields of its `Experts`."""
     ranks = {ours: f.integer(theirs, default=default) for ours, (theirs, default) in RANKS.items()}
     # An explicit null means one direct map of the queries.
     latent = LatentAttention(f.integer("q_lora_rank", default=0 if f.is_null("q_lora_rank") else 1536), **ranks)
     config = llama_like(f, longest, yarn=True)
-    f.must_be("scoring_func", scoring, why="transformers does not read it")
+    f.must_be("scoring_func", more["scoring"], why="transformers does not read it")
     for name in ("attention_bias", "mlp_bias"):
         f.must_be(name, False, why="biases")
     f.must_be("num_key_value_heads", config["heads"], why="all heads have keys of their own")
@@ -56,7 +55,6 @@ def _read(
         ffn=f.integer("moe_intermediate_size"),
         shared=f.integer("n_shared_experts", default=shared),
         dense_layers=f.integer("first_k_dense_replace", default=dense, least=0),
-        scoring=scoring,
         scale=f.number("routed_scaling_factor", default=scale),
         balance="sequence" if f.flag("seq_aux", True) else "micro-batch",
         balance_loss=f.number("aux_loss_alpha", default=0.0, positive=False),
