@@ -56,7 +56,7 @@ def split_dim(parameter: Parameter, layout: Layout) -> int | None:
     """The dim of a parameter that tensor parallelism splits; None for one that every rank holds whole. Where outputs
     are gathered, vectors are whole: a bias is added to all outputs."""
     whole = layout.tpkind == "gathered" and len(parameter.shape) == 1
-    if layout.tp == 1 or whole or parameter.cut in ("replicated", "expert"):
+    if layout.tp == 1 or whole or parameter.cut == "replicated":
         return None
     return 1 if parameter.cut == "row" and layout.tpkind == "megatron" else 0
 
