@@ -31,6 +31,7 @@ from shardwise.layout import pipeline
 from shardwise.layout.algorithms import Schedules
 from shardwise.layout.axes import CP, EDP, EP, KV, PP, REPLICATE, SHARD, STAGE, TP, Axes
 from shardwise.layout.context import SequenceCut
+from shardwise.layout.experts import RoutedRows, gathers_sequences, slice_of
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh import Mesh
 from shardwise.layout.placement import Placed, place
@@ -172,6 +173,8 @@ class UnitPlan:
     pp_rank: int = 0
     cp_rank: int = 0
     ep_rank: int = 0
+    routed: RoutedRows | None = None
+    """Recorded rows of its mixtures of experts; None where equal loads are assumed."""
 
     @cached_property
     def mesh(self) -> Mesh:
@@ -290,6 +293,33 @@ class UnitPlan:
     def routes(self) -> bool:
         """Whether the model has experts."""
         return self.model.experts is not None
+
+    def routes_in(self, part: str) -> bool:
+        """Whether a part has a mixture of experts."""
+        return any(op.kind == "router" for op in self.blueprint.part(part).operations)
+
+    @cached_property
+    def routed_pairs(self) -> int:
+        """Pairs of a token and an expert of one micro-batch that this rank sends, if no expert is full."""
+        assert self.model.experts
+        places = self.sequence.places(self.cp_rank) if self.layout.cp > 1 else (range(self.workload.seq),)
+        real = [place < self.workload.seq for run in places for place in run] * self.layout.micro
+        if not gathers_sequences(self.layout):
+            real = self._own_tokens(real)
+        return sum(real) * self.model.experts.active
+
+    def _own_tokens(self, of_tokens: list[bool]) -> list[bool]:
+        """Of one value per token of a micro-batch those of the tokens that this tensor-parallel rank routes itself."""
+        each = slice_of(self.layout, len(of_tokens) // (self.layout.micro if self.layout.sp else 1))
+        first, step = self.tp_rank * each, len(of_tokens) // self.layout.micro if self.layout.sp else len(of_tokens)
+        starts = range(first, len(of_tokens), step) if step else ()
+        return [value for start in starts for value in of_tokens[start : start + each]]
+
+    def routed_rows(self, part: str, micro: int) -> tuple[int, int]:
+        """(pairs that a part's mixture sends to experts, rows that come to those here) in one micro-batch."""
+        if self.routed is None:
+            return self.routed_pairs, self.routed_pairs
+        return self.routed.by_part[part][micro]
 
     @property
     def norm_over(self) -> Axes:

@@ -44,6 +44,8 @@ class RoutedForm:
         self.unit, self.later = at.unit, at.weights
         assert at.exchange is not None
         self.exchange: TokenExchange = at.exchange
+        self.exchanged: list[tuple[int, int]] = []
+        """(pairs sent, rows received) of each micro-batch since the last step, in the order of backward passes."""
         self.loads: Tensor | None = None
         """Choices of each expert by this rank's rows since the last step, dropped ones, and auxiliary losses:
         float64 [E + 2]."""
@@ -161,6 +163,7 @@ class _Routed(torch.autograd.Function):
         weights, drows = _router_backward(form, rows, chosen, takes, weight_grads, len(x))
         pairs = dy[a.order // form.e.active] * weights.flatten()[a.order, None].to(dy.dtype)
         dout = form.to_experts(pairs, a)
+        form.exchanged.append((len(a.order), len(own)))
         down = _experts_backward(form, a, own, gate, up, dout)
         back = form.to_tokens(down, a)
         drows += _of_pairs(back, a.order, chosen).sum(1)
