@@ -183,7 +183,7 @@ def _of_pairs(rows: Tensor, order: Tensor, chosen: Tensor) -> Tensor:
 def _router_backward(
     form: RoutedForm, rows: Tensor, chosen: Tensor, takes: Tensor | None, weight_grads: Tensor, batch: int
 ) -> tuple[Tensor, Tensor]:
-    """(weights of the pairs, gradient of the rows through the router). Adds the router's own gradient, and the loads."""
+    """(weights of the pairs, gradient of the rows through the router). Adds the router's own gradient, and loads."""
     e, router, places = form.e, form.router, form.exchange.places(batch).to(rows.device)
     sequences = places.clamp(min=0) // form.exchange.seq
     loads = counts(chosen, sequences, batch, e, places >= 0)
@@ -206,9 +206,7 @@ def _router_backward(
     return routing.weights.detach(), drows
 
 
-def _experts_backward(
-    form: RoutedForm, a: Assignment, own: Tensor, gate: Tensor, up: Tensor, dout: Tensor
-) -> Tensor:
+def _experts_backward(form: RoutedForm, a: Assignment, own: Tensor, gate: Tensor, up: Tensor, dout: Tensor) -> Tensor:
     """The gradient of the experts' rows; those of their weights are added where they stay, now or later."""
     module = form.weights
     gate_w, up_w, down_w = module.matrices()
