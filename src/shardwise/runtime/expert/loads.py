@@ -47,11 +47,13 @@ class ExpertLoads:
         if not self.forms:
             return
         sums = self._summed()
+        if not self.comms.moves_data:
+            return
         self.routed = RoutedRows.of({part: form.exchanged for part, (_, form) in self.forms.items()})
         for _, form in self.forms.values():
             form.exchanged = []
         self.latest = {}
-        for (part, (_, form)), summed in zip(self.forms.items(), sums, strict=True):
+        for (part, (_, form)), summed in zip(self.forms.items(), sums.cpu(), strict=True):
             tokens, (dropped, loss) = summed[:-2], summed[-2:].tolist()
             self.latest[part] = ExpertLoad(tuple(map(int, tokens.tolist())), int(dropped), loss)
             if form.e.bias_rate:
@@ -68,4 +70,4 @@ class ExpertLoads:
                 form.loads.zero_()
         with self.comms.in_phase("optimizer"):
             self.comms.all_reduce(sums, load_axes(self.plan.layout), LOADS)
-        return sums.cpu()
+        return sums
