@@ -1,0 +1,57 @@
+"""Which tokens a rank routes to experts, as a layout has it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from shardwise.layout.axes import CP, DATA, STAGE, TP, Axes
+from shardwise.layout.layout import Layout
+
+LOADS = "expert loads"
+"""Name, in a ledger, of the sum of a step's loads."""
+
+
+def gathers_sequences(layout: Layout) -> bool:
+    """Whether every tensor-parallel rank routes all tokens of its group, of which each has a part of the experts'
+    width."""
+    return layout.expert_tp > 1
+
+
+def slices_tokens(layout: Layout) -> bool:
+    """Whether tensor-parallel ranks, which have the same tokens, route a part of them each."""
+    return layout.tp > 1 and layout.expert_tp == 1 and not layout.sp
+
+
+def load_axes(layout: Layout) -> Axes:
+    """Axes along which ranks of a stage route different tokens."""
+    return DATA if gathers_sequences(layout) else STAGE
+
+
+def sequence_axes(layout: Layout) -> Axes:
+    """Axes along which ranks route different tokens of the same sequences."""
+    return CP if gathers_sequences(layout) else CP + TP
+
+
+def slice_of(layout: Layout, tokens: int) -> int:
+    """Rows of the largest part of tokens that tensor-parallel ranks divide among them."""
+    return -(-tokens // layout.tp)
+
+
+@dataclass(frozen=True)
+class RoutedRows:
+    """Rows that the mixtures of one rank have exchanged in a step, as recorded."""
+
+    rows: tuple[tuple[str, tuple[tuple[int, int], ...]], ...]
+    """(part, (pairs sent, rows received) of each micro-batch in order)."""
+
+    @classmethod
+    def of(cls, record: Mapping[str, Sequence[tuple[int, int]]]) -> RoutedRows:
+        """From part -> its micro-batches."""
+        return cls(tuple((part, tuple((sent, come) for sent, come in each)) for part, each in record.items()))
+
+    @cached_property
+    def by_part(self) -> dict[str, tuple[tuple[int, int], ...]]:
+        """Part -> its micro-batches."""
+        return dict(self.rows)
