@@ -145,7 +145,8 @@ def _loads(layer: ExpertLayer) -> Table:
         "times the mean": ("", lambda one: one.rows / layer.mean),
         "FLOPs": ("count", lambda one: one.rows * layer.row_flops),
         "waits": ("share", layer.waits),
-        "payload": ("bytes", lambda one: len(one.routes) * layer.row_bytes),
+        "payload to experts": ("bytes", lambda one: layer.payloads(one)[0]),
+        "payload back": ("bytes", lambda one: layer.payloads(one)[1]),
         "sends": ("bytes", lambda one: one.leaving * layer.row_bytes),
         "receives": ("bytes", lambda one: one.coming * layer.row_bytes),
     }

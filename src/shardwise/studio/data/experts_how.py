@@ -6,7 +6,7 @@ from shardwise.layout import Mesh
 from shardwise.layout.axes import ETP
 from shardwise.report.step_report import DTYPE_BYTES
 from shardwise.report.units import format_bytes, format_count, format_share
-from shardwise.studio.columns import How
+from shardwise.studio.columns import How, command_line
 from shardwise.studio.data.experts_layer import ExpertLayer
 from shardwise.studio.data.experts_router import SKEW
 from shardwise.studio.data.experts_traffic import example, routed_bytes, summed_bytes
@@ -22,14 +22,15 @@ _ROUTER = (
 def explanations(layer: ExpertLayer, limited: ExpertLayer) -> dict[str, How]:
     """How each figure was computed. limited: the layer under a capacity."""
     first = layer.ranks[0]
-    rows, nbytes = len(first.routes), DTYPE_BYTES[layer.layout.dtype]
     payload = (
-        f"payload of a rank: {len(first.tokens)} tokens x {layer.chosen.shape[-1]} experts x {layer.model.hidden:,} "
-        f"numbers x {nbytes} bytes = {format_bytes(rows * layer.row_bytes)}; rows for its own experts do not leave it"
+        f"payload of rank 0: {len(first.tokens)} tokens x {layer.chosen.shape[-1]} experts x {layer.model.hidden:,} "
+        f"numbers x {DTYPE_BYTES[layer.layout.dtype]} bytes = {format_bytes(layer.payloads(first)[0])}: the ledger's; "
+        "rows for its own experts do not leave it"
     )
+    command = _command(layer)
     return {
-        "held": _held(layer),
-        "routed": How([*_ROUTER, payload], source="docs/studio.md; Lepikhin et al. 2020 (GShard)"),
+        "held": _held(layer, command),
+        "routed": How([*_ROUTER, payload], command, "Lepikhin et al. 2020 (GShard)"),
         "loads": How(
             [
                 *_ROUTER,
@@ -39,7 +40,8 @@ def explanations(layer: ExpertLayer, limited: ExpertLayer) -> dict[str, How]:
                 f"{layer.imbalance:.3f}",
                 "a rank waits 1 - its rows / rows of the busiest rank that it exchanges rows with; all together "
                 f"{format_share(layer.waiting)} of the time",
-            ]
+            ],
+            command,
         ),
         "capacity": _capacity(limited),
         "dropped": How([*_ROUTER, "Each capacity by itself, over the same tokens and scores."]),
@@ -47,7 +49,16 @@ def explanations(layer: ExpertLayer, limited: ExpertLayer) -> dict[str, How]:
     }
 
 
-def _held(layer: ExpertLayer) -> How:
+def _command(layer: ExpertLayer) -> str:
+    """The command that prints the ledger; none for a model that cannot be estimated."""
+    model, layout = layer.model, layer.layout
+    if model.why_not_runnable():
+        return ""
+    words = ("--cluster", f"{layout.ranks}xH100", "--seq", layer.tokens, "--batch", layout.dp)
+    return command_line("estimate", model.name, "--layout", layout, *words)
+
+
+def _held(layer: ExpertLayer, command: str) -> How:
     e, layout = layer.model.experts, layer.layout
     assert e
     etp = Mesh.of(layout, layer.model).size(ETP)
@@ -57,7 +68,8 @@ def _held(layer: ExpertLayer) -> How:
             f"{layout.ranks // (layout.ep * etp)} x {layout.ep} x {etp} ranks",
             f"experts of a rank: {e.count} / ep = {e.count // layout.ep}; columns of each: {e.ffn:,} / etp = "
             f"{len(layer.ranks[0].columns):,}",
-        ]
+        ],
+        command,
     )
 
 

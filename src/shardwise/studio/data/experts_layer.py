@@ -8,13 +8,15 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.layout import Layout, Mesh
-from shardwise.layout.axes import DATA, EP, ETP, TP
-from shardwise.layout.placement import width_held
+from shardwise.layout import Layout, Mesh, UnitPlan, Workload, unit_plan
+from shardwise.layout.axes import DATA, EP
+from shardwise.layout.experts import RoutedRows
+from shardwise.layout.placement import place
 from shardwise.model import ModelConfig
 from shardwise.model.blueprint import Part
 from shardwise.model.operations import LinearOp
 from shardwise.model.parameters import blueprint
+from shardwise.predict.traffic.experts import expert_rows
 from shardwise.report.step_report import DTYPE_BYTES
 from shardwise.studio.data.experts_router import DrawnRouting, Ints, counts, taken
 
@@ -23,6 +25,7 @@ from shardwise.studio.data.experts_router import DrawnRouting, Ints, counts, tak
 class ExpertRank:
     """A rank's part of a layer of experts. A row is a token on its way to one of its experts."""
 
+    plan: UnitPlan
     rank: int
     group: tuple[int, ...]
     """Ranks that have the other experts; the rank itself is one of them."""
@@ -31,9 +34,8 @@ class ExpertRank:
     experts: range
     columns: range
     """Part of each expert's width."""
-    sequence: int
     tokens: range
-    """Tokens of the sequence that it routes."""
+    """Tokens of its data rank's sequence that it routes."""
     routes: Ints
     """Place in the group of each row's expert, in the order of tokens: [rows]."""
     sends: Ints
@@ -73,49 +75,50 @@ class ExpertLayer:
 
     @cached_property
     def ranks(self) -> tuple[ExpertRank, ...]:
-        """All ranks of a stage."""
-        mesh, chosen = Mesh.of(self.layout, self.model), self.chosen
-        assert self.model.experts
-        held = self.model.experts.count // self.layout.ep
-        own: list[tuple[int, range, Ints]] = []
-        for rank in range(self.layout.ranks):
-            sequence, tokens = mesh.index(DATA, rank), self._routed(mesh, rank)
-            part = np.s_[sequence, tokens.start : tokens.stop]
-            own.append((sequence, tokens, chosen[part][self.takes[part]]))
+        """All ranks."""
+        mesh, workload = Mesh.of(self.layout, self.model), Workload(seq=self.tokens, batch=self.layout.dp)
+        plans = [
+            unit_plan(self.model, self.layout, workload, rank=rank, backend="nccl") for rank in range(self.layout.ranks)
+        ]
+        held = self.model.experts.count // self.layout.ep if self.model.experts else 0
+        tokens = [self._routed(plan) for plan in plans]
+        chosen = [self._experts_of(mesh.index(DATA, rank), own) for rank, own in enumerate(tokens)]
         results = []
-        for rank, (sequence, tokens, experts) in enumerate(own):
-            group, place = mesh.group(EP, rank), mesh.index(EP, rank)
-            first = place * held
-            rows = [own[other][2] // held for other in group]
-            loads = np.concatenate([own[other][2] for other in group])
+        for rank, plan in enumerate(plans):
+            group, experts = mesh.group(EP, rank), range(plan.ep_rank * held, (plan.ep_rank + 1) * held)
+            arrived = [chosen[other][chosen[other] // held == plan.ep_rank] for other in group]
+            routes = chosen[rank] // held
             results.append(
                 ExpertRank(
+                    plan,
                     rank,
                     group,
-                    place,
-                    range(first, first + held),
-                    self._columns(mesh, rank),
-                    sequence,
-                    tokens,
-                    experts // held,
-                    np.bincount(experts // held, minlength=len(group)),
-                    np.array([np.count_nonzero(places == place) for places in rows]),
-                    np.bincount(loads, minlength=held * len(group))[first : first + held],
+                    plan.ep_rank,
+                    experts,
+                    self._columns(plan),
+                    tokens[rank],
+                    routes,
+                    np.bincount(routes, minlength=len(group)),
+                    np.array([len(rows) for rows in arrived]),
+                    np.bincount(np.concatenate(arrived) - experts.start, minlength=held),
                 )
             )
         return tuple(results)
 
-    def _routed(self, mesh: Mesh, rank: int) -> range:
-        """Tokens that a rank routes: all of its sequence, or, where tp does not split experts, a slice."""
-        parts = self.layout.tp if mesh.size(ETP) == 1 else 1
-        size, index = self.tokens // parts, mesh.index(TP, rank) % parts
-        return range(index * size, (index + 1) * size)
+    def _routed(self, plan: UnitPlan) -> range:
+        """Tokens that a rank routes: all of its sequence, or a part of the tokens that its tp ranks have in common."""
+        start = 0 if plan.routed_places == self.tokens else plan.tp_rank * plan.routed_places
+        return range(start, start + plan.routed_places)
 
-    def _columns(self, mesh: Mesh, rank: int) -> range:
-        assert self.model.experts
-        width = width_held(self.model.experts.ffn, mesh.size(ETP))
-        start = mesh.index(ETP, rank) * width
-        return range(start, min(start + width, self.model.experts.ffn))
+    def _experts_of(self, sequence: int, tokens: range) -> Ints:
+        """Expert of each row of some tokens, those that are dropped left out."""
+        part = np.s_[sequence, tokens.start : tokens.stop]
+        return self.chosen[part][self.takes[part]]
+
+    def _columns(self, plan: UnitPlan) -> range:
+        """Columns of the experts' matrices on a rank."""
+        stacked = next(p for p in self._part.parameters if p.cut == "expert")
+        return range(*place(stacked, self.layout, plan.tp_rank, plan.ep_rank).box[1])
 
     @property
     def chosen(self) -> Ints:
@@ -149,6 +152,18 @@ class ExpertLayer:
     def row_bytes(self) -> int:
         """Bytes of one row on the wire."""
         return self.model.hidden * DTYPE_BYTES[self.layout.dtype]
+
+    def payloads(self, one: ExpertRank) -> tuple[int, int]:
+        """Bytes of a rank's all-to-alls of rows to experts and back, forward, as the ledger has them: rows for its own
+        experts are counted, too."""
+        part, dtype = f"blocks.{self.model.layers - 1}", self.layout.dtype
+        plan = replace(one.plan, routed=RoutedRows.of({part: [(len(one.routes), one.rows)]}))
+        there, back = (
+            elements * DTYPE_BYTES[dtype]
+            for (phase, op, axes, _, wire, elements), _ in expert_rows(plan, part, 1, 0)
+            if (phase, op, axes, wire) == ("forward", "all_to_all", EP, dtype)
+        )
+        return there, back
 
     @cached_property
     def row_flops(self) -> int:

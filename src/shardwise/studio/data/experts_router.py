@@ -23,9 +23,9 @@ LOADS = ("balanced", "skewed")
 are more popular than the last."""
 SKEW = 1.6
 """Shift of the first expert's logits over the last one's under a skewed load; between them it falls evenly."""
-_SHIFTS = 48
-_SLOWER = 0.92
-"""Factor from each shift of the logits to the next."""
+_SHIFTS = 16
+_RATE = 0.6
+"""Shift of an expert's logits for the logarithm of its load over the mean."""
 _EVEN = 1.02
 """Load of the busiest expert over the mean at which the shifts end; one token more is allowed."""
 
@@ -70,10 +70,13 @@ def counts(chosen: Ints, e: Experts) -> Ints:
 def taken(chosen: Ints, e: Experts) -> NDArray[np.bool_]:
     """Whether an expert takes a token: [B, S, k] of chosen [B, S, k]. Each takes the first of a sequence, up to its
     capacity."""
-    one_hot = chosen.reshape(len(chosen), -1, 1) == np.arange(e.count)
-    earlier = np.cumsum(one_hot, axis=1) - 1
-    place = np.take_along_axis(earlier, chosen.reshape(len(chosen), -1, 1), -1)
-    return (place < e.most(chosen.shape[1])).reshape(chosen.shape)
+    flat = chosen.reshape(len(chosen), -1)
+    order = np.argsort(flat, axis=1, kind="stable")
+    loads = counts(chosen, e)
+    starts = np.take_along_axis(loads.cumsum(1) - loads, np.take_along_axis(flat, order, 1), 1)
+    takes = np.empty(flat.shape, dtype=bool)
+    np.put_along_axis(takes, order, np.arange(flat.shape[1]) - starts < e.most(chosen.shape[1]), 1)
+    return takes.reshape(chosen.shape)
 
 
 def _within_groups(scores: Floats, e: Experts) -> Floats:
@@ -95,9 +98,9 @@ def _largest(values: Floats, count: int) -> Ints:
 
 
 def _even(logits: Floats, e: Experts) -> Floats:
-    """Shifts of the logits [E] under which the loads are about equal: up for an expert below the mean load, down for
-    one above, as `bias_step` of the decoder moves its bias, by less each time."""
-    shift, rate = np.zeros(e.count), 0.3
+    """Shifts of the logits [E] under which the loads are about equal: again and again up for an expert below the mean
+    load, down for one above."""
+    shift = np.zeros(e.count)
     best, least = shift, len(logits) * e.active
     for _ in range(_SHIFTS):
         loads = counts(route(logits + shift, e).chosen[None], e)[0]
@@ -105,8 +108,7 @@ def _even(logits: Floats, e: Experts) -> Floats:
             best, least = shift, loads.max()
         if least <= _EVEN * loads.mean() + 1:
             break
-        shift = shift + rate * np.sign(loads.mean() - loads)
-        rate *= _SLOWER
+        shift = shift - _RATE * np.log((loads + 1) / (loads.mean() + 1))
     return best
 
 
