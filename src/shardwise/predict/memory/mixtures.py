@@ -24,17 +24,10 @@ from shardwise.model.parameters import blueprint
 if TYPE_CHECKING:
     from shardwise.predict.memory.activations import Sizes
 
-ROUTING_BYTES = 8
-"""Saved for a token and expert: its probability in fp32, and the map of what was chosen, with the logits' gradient to
-be made of them."""
-
-
 @lru_cache(maxsize=64)
 def alike(model: ModelConfig) -> ModelConfig:
     """The model itself, or a dense one with plain attention whose blocks save as much in their widths."""
     changes: dict[str, Any] = {}
-    if experts := model.experts:
-        changes |= {"experts": None, "ffn": (experts.active + experts.shared) * experts.ffn}
     if latent := model.latent_attention:
         # Queries and keys are wider than values and what comes out: in all, four of the mean width.
         both = latent.nope_head_dim + latent.rope_head_dim + latent.v_head_dim
@@ -60,19 +53,15 @@ NOTHING = More(0, 0, 0, 0)
 
 def more(model: ModelConfig, s: Sizes, recompute: str) -> More:
     """Saved tensors of routing, low ranks and a norm after the embedding."""
-    if not (model.experts or model.latent_attention or model.embedding_norm):
+    if not (model.latent_attention or model.embedding_norm):
         return NOTHING
-    saved = rows = 0
+    saved = 0
     if latent := model.latent_attention:
         # Each low rank before and after its norm, and the keys' rotated part.
         saved += s.stream * (2 * latent.q_rank + 2 * latent.kv_rank + latent.rope_head_dim) * s.element
-    if experts := model.experts:
-        # The rows that experts read, and those that they return, which the probabilities' gradients are made of.
-        rows = s.stream * experts.active * s.hidden * s.element
-        saved += 2 * rows + s.stream * experts.count * ROUTING_BYTES
     again = recompute == "full"
     norm = (s.stream * s.hidden + 2 * s.stream) * s.element if model.embedding_norm else 0
-    return More(norm, 0 if again else saved, 2 * rows, rows + (saved if again else 0))
+    return More(norm, 0 if again else saved, 0, saved if again else 0)
 
 
 class BlockElements:
@@ -120,56 +109,5 @@ def block_elements(model: ModelConfig, tp: int) -> BlockElements:
     return BlockElements(model, tp)
 
 
-def sharing(layout: Layout) -> int:
-    """Ranks of a ZeRO group that hold the same experts."""
-    return max(layout.shard_ranks * layout.tp // layout.ep, 1) if layout.stage else 1
-
-
-@dataclass(frozen=True)
-class SizedUnit(Unit):
-    """A unit known by its size only."""
-
-    elements: int = 0
-
-    @cached_property
-    def numel(self) -> int:
-        return self.elements
-
-
-@dataclass(frozen=True)
-class MixturePlan(UnitPlan):
-    """The units of a model with experts or latent attention. The experts of a block are a unit besides."""
-
-    def _units_in(self, part: str) -> list[Unit]:
-        if self.kind(part) != "block":
-            return super()._units_in(part)
-        own, experts = block_elements(self.model, self.layout.tp).of_block(int(part.split(".")[1]), self.layout.ep)
-        common = (), self._slot(part), self.layout.shard_ranks, SHARD, REPLICATE, ()
-        unit = SizedUnit(part, *common, elements=own)
-        if not experts:
-            return [unit]
-        slot, ranks = f"{unit.slot} experts", sharing(self.layout)
-        return [unit, replace(unit, name=_experts(part), slot=slot, shard_ranks=ranks, elements=experts)]
-
-    def units_of(self, part: str) -> list[Unit]:
-        return super().units_of(part) + [unit for unit in (self.by_name.get(_experts(part)),) if unit]
-
-    def finished_after(self, part: str) -> list[Unit]:
-        return super().finished_after(part) + [unit for unit in (self.by_name.get(_experts(part)),) if unit]
-
-
-def _experts(part: str) -> str:
-    return f"{part}.experts"
-
-
 def _has_experts(part: Part) -> bool:
     return any(p.cut == "expert" for p in part.parameters)
-
-
-def memory_plan(model: ModelConfig, layout: Layout, workload: Workload, pp_rank: int, backend: Backend) -> UnitPlan:
-    """The plan whose events are the memory of a rank of the pipeline."""
-    mesh = Mesh.of(layout, model)
-    rank = mesh.rank(pp=pp_rank)
-    if not (model.experts or model.latent_attention):
-        return unit_plan(model, layout, workload, rank=rank, backend=backend)
-    return MixturePlan(model, layout, workload, mesh.index(TP, rank), backend, pp_rank)
