@@ -15,10 +15,12 @@ from torch import Tensor
 from harness.jobs import RankOutcome, Training, train
 from harness.reference import Case, dtype_of, global_batch, make_batch, values
 from shardwise.decoder import Decoder
-from shardwise.decoder.experts import Mixture, taken
+from shardwise.decoder.experts import Mixture, Routing, auxiliary_loss, taken
 from shardwise.layout.axes import DP, EP, ETP
 from shardwise.model.parameters import parameters
 from shardwise.ops.experts import Assignment, RoutedForm
+from shardwise.runtime.expert.loads import ExpertLoad, ExpertLoads
+from shardwise.runtime.zero.optimizer import Optimizer
 
 Pair = int
 """A token of the global batch and one of its k experts: (sequence * seq + place) * k + slot."""
@@ -43,16 +45,27 @@ class Routed:
 
 @dataclass
 class Traced:
-    """outcome: of the training. routed: mixture -> what this rank has seen in the first step."""
+    """What a rank's training has given, and the routing of the first step."""
 
     outcome: RankOutcome
     routed: dict[str, Routed]
+    """Mixture -> what this rank has seen of it."""
+    loads: dict[str, ExpertLoad]
+    """Mixture -> its load as reported."""
 
 
 def traced(rank: int, asked: Training) -> Traced:
     """`train`, with the routing of the first step."""
-    with _tracing() as routed:
-        return Traced(train(rank, asked), dict(routed))
+    loads: dict[str, ExpertLoad] = {}
+    finish = ExpertLoads.finish_step
+
+    def note_loads(mine: ExpertLoads, optimizer: Optimizer) -> None:
+        finish(mine, optimizer)
+        if not loads:
+            loads.update(mine.latest)
+
+    with _tracing() as routed, patch.object(ExpertLoads, "finish_step", note_loads):
+        return Traced(train(rank, asked), dict(routed), loads)
 
 
 @contextmanager
@@ -91,22 +104,44 @@ def _note(seen: Routed, form: RoutedForm, chosen: Tensor, a: Assignment, micro_b
     seen.received += sum(a.received)
 
 
-def plain_routing(case: Case) -> dict[str, tuple[Tensor, Tensor]]:
-    """Mixture -> (chosen experts, whether they take the token), of all pairs of the first step on one device."""
+@dataclass
+class Plain:
+    """One mixture of experts on one device in the first step."""
+
+    chosen: Tensor
+    """Expert of each pair."""
+    takes: Tensor
+    """Whether it takes the token."""
+    auxiliary_loss: float
+
+
+def plain_routing(case: Case) -> dict[str, Plain]:
+    """Mixture -> its routing of all pairs of the first step on one device."""
     decoder = Decoder(case.model)
     for spec in parameters(case.model):
         tensor = decoder.get_parameter(spec.name)
         tensor.data = values(spec, torch.arange(spec.numel)).view(spec.shape).to(dtype_of(case.precision))
-    found: dict[str, tuple[Tensor, Tensor]] = {}
-    for name, module in decoder.named_modules():
+    found: dict[str, Plain] = {}
+    losses: list[Tensor] = []
+
+    def keep(mixture: Mixture, routing: Routing) -> None:
+        e = mixture.config
+        whole = routing.chosen.unflatten(0, (case.workload.batch, -1))
+        takes = taken(whole, e) if e.capacity else torch.ones_like(whole, dtype=torch.bool)
+        loss = sum(losses, torch.zeros(())) / whole.shape[0] / whole.shape[1]
+        found[mixture.name.removesuffix(".mlp")] = Plain(whole.flatten(), takes.flatten(), float(loss))
+        losses.clear()
+
+    for module in decoder.modules():
         if isinstance(module, Mixture):
+            router = module.router
+            router.register_forward_hook(lambda router, _, routing: setattr(router, "latest", routing))
+            module.register_forward_hook(lambda mixture, *_: keep(mixture, mixture.router.latest))
 
-            def keep(_: Any, __: Any, routing: Any, name: str = name, e: Any = module.config) -> None:
-                whole = routing.chosen.unflatten(0, (case.workload.batch, -1))
-                takes = taken(whole, e) if e.capacity else torch.ones_like(whole, dtype=torch.bool)
-                found[name.removesuffix(".mlp")] = whole.flatten(), takes.flatten()
+    def auxiliary(*arguments: Any) -> Tensor:
+        losses.append(auxiliary_loss(*arguments))
+        return losses[-1]
 
-            module.router.register_forward_hook(keep)
-    with torch.no_grad():
+    with torch.no_grad(), patch("shardwise.decoder.experts.auxiliary_loss", auxiliary):
         decoder(make_batch(case, global_batch(case, 0), 0))
     return found

@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 
 import pytest
+import torch
 
 from harness.checks import assert_ledger, assert_memory, assert_parity, assert_replicas_equal, judge
-from harness.expert_jobs import Pair, Routed, Traced, plain_routing
+from harness.expert_jobs import Pair, Plain, Routed, Traced, plain_routing
 from harness.experts import selected_experts
 from harness.jobs import RankOutcome, Training
 from harness.pool import run_ranks
@@ -31,17 +32,19 @@ def test_layout(point: Point) -> None:
     ranks = [rank.outcome for rank in traced]
     assert_parity(case, layout, ranks, again=lambda drawn: outcomes(point, drawn))
     assert_replicas_equal(ranks)
-    assert_conserved(case, [rank.routed for rank in traced])
+    expected = plain_routing(case)
+    assert_conserved(case, expected, [rank.routed for rank in traced])
+    assert_loads(case, expected, traced)
     assert_ledger(case, layout, ranks)
     assert_memory(case, layout, ranks)
 
 
-def assert_conserved(case: Case, ranks: list[dict[str, Routed]]) -> None:
+def assert_conserved(case: Case, expected: dict[str, Plain], ranks: list[dict[str, Routed]]) -> None:
     """Each pair is routed once, and computed once by the chosen expert or dropped; where tensor parallelism splits
     experts, by each part of it."""
-    expected = plain_routing(case)
     assert {name for rank in ranks for name in rank} == set(expected)
-    for name, (chosen, takes) in expected.items():
+    for name, plain in expected.items():
+        chosen, takes = plain.chosen, plain.takes
         parts: dict[int, list[Routed]] = defaultdict(list)
         for rank in ranks:
             if name in rank:
@@ -66,3 +69,16 @@ def _routed(part: list[Routed]) -> dict[Pair, int]:
         assert not found.keys() & seen.chosen.keys(), "two ranks route the same token"
         found |= seen.chosen
     return found
+
+
+def assert_loads(case: Case, expected: dict[str, Plain], ranks: list[Traced]) -> None:
+    """Every rank reports the loads of its mixtures on all ranks together."""
+    assert case.model.experts is not None
+    for rank in ranks:
+        for name, load in rank.loads.items():
+            plain = expected[name]
+            assert sum(load.tokens) == len(plain.chosen)
+            if case.precision == "fp64":
+                assert list(load.tokens) == torch.bincount(plain.chosen, minlength=case.model.experts.count).tolist()
+                assert load.dropped == int((~plain.takes).sum())
+                assert load.auxiliary_loss == pytest.approx(plain.auxiliary_loss, rel=1e-9)

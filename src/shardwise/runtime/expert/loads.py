@@ -68,4 +68,5 @@ class ExpertLoads:
                 form.loads.zero_()
         with self.comms.in_phase("optimizer"):
             self.comms.all_reduce(sums, load_axes(self.plan.layout), LOADS)
+        sums[:, -1] *= self.plan.layout.expert_tp  # each rank that has a part of an expert has a part of the loss
         return sums.cpu()
