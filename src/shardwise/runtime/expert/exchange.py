@@ -116,13 +116,16 @@ class RankExchange(TokenExchange):
         padded = F.pad(chosen, (0, 0, 0, most - len(chosen)))
         pieces = self.comms.gather_dim(padded, 0, self._sequence, self.part).unflatten(0, (-1, most))
         whole = chosen.new_zeros(end + 1, chosen.shape[1])  # padding goes to the last row
-        for piece, where in zip(pieces, places, strict=True):
+        # Pieces come in the order of ranks, which need not be that of places.
+        ranks = self.comms.mesh.group(self._sequence, self.comms.rank)
+        for piece, rank in zip(pieces, sorted(ranks), strict=True):
+            where = places[ranks.index(rank)]
             whole.index_copy_(0, (where % (end + 1)).to(whole.device), piece[: len(where)])
         return whole[:end]
 
     def sum_loads(self, loads: Tensor, scope: str) -> Tensor:
-        if scope == "global":
-            loads = loads.sum(0, keepdim=True)
+        # Summed in place: what is given remains this rank's.
+        loads = loads.sum(0, keepdim=True) if scope == "global" else loads.clone()
         axes = load_axes(self.plan.layout) if scope == "global" else self._sequence
         self.comms.all_reduce(loads, axes, self.part)
         return loads
