@@ -73,13 +73,32 @@ def test_legal_is_not_runnable(word: str) -> None:
         check_runnable(layout, LLAMA, Workload(8, 2))
 
 
-def test_experts_run_on_ranks_of_their_own() -> None:
-    check_runnable(Layout.parse("dp=2,ep=2"), EXPERTS, Workload(8, 2))
-
-
 def test_a_model_without_a_decoder_is_refused() -> None:
-    with pytest.raises(LayoutError, match="ALiBi positions are counted but not runnable here"):
+    with pytest.raises(LayoutError, match="ALiBi"):
         check_runnable(Layout(), LLAMA.replace(positions="alibi"), Workload(8, 1))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("dp=2,ep=2", "a model without experts; leave it out"),
+        ("tp=2,etp=1", "etp=1 splits experts: .* is a model without experts"),
+    ],
+)
+def test_only_experts_are_split_over_ep(text: str, message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        check(Layout.parse(text), LLAMA)
+    check(Layout.parse(text), EXPERTS)
+
+
+def test_an_expert_is_whole_or_split_as_all_else() -> None:
+    with pytest.raises(LayoutError, match=r"etp=2 must be 1, .*, or tp=4"):
+        Layout.parse("tp=4,etp=2")
+    with pytest.raises(LayoutError, match="ep x etp = 4 must divide dp x cp x tp = 2"):
+        Layout.parse("tp=2,ep=2,etp=2")
+    assert str(Layout.parse("tp=2,etp=2")) == "tp=2" and str(Layout.parse("tp=2,ep=2,etp=1")) == "tp=2,ep=2"
+    with pytest.raises(LayoutError, match="tpkind=gathered has no form for the experts"):
+        check(Layout.parse("tp=2,tpkind=gathered"), EXPERTS)
 
 
 @pytest.mark.parametrize(

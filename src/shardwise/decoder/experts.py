@@ -67,7 +67,7 @@ def taken(chosen: Tensor, e: Experts) -> Tensor:
     """Whether an expert takes a token: bool [B, S, k] of chosen [B, S, k], whole sequences in order. Each expert takes
     the first ones of a sequence, up to its capacity."""
     flat = chosen.flatten(1)
-    one_hot = F.one_hot(flat, e.count)
+    one_hot = (flat[..., None] == torch.arange(e.count, device=flat.device)).to(torch.int64)
     earlier = (one_hot.cumsum(1) - one_hot).gather(-1, flat[..., None]).squeeze(-1)
     return (earlier < e.most(chosen.shape[1])).view_as(chosen)
 
