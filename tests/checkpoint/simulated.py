@@ -71,19 +71,17 @@ def state_of(model: ModelConfig, seed: int = 0, kinds: tuple[str, ...] = KINDS) 
 
 def local_of(placed: Placed, values: np.ndarray) -> np.ndarray:
     """A rank's local tensor, zero where it is padded."""
-    if placed.dim is None:
-        return values
     local = np.zeros(placed.shape, values.dtype)
-    held = values[placed.start : placed.stop] if placed.dim == 0 else values[:, placed.start : placed.stop]
+    held = values[tuple(slice(*interval) for interval in placed.box)]
     local[tuple(slice(n) for n in held.shape)] = held
     return local
 
 
 def units_of(model: ModelConfig, layout: Layout, rank: int, state: Arrays, kind: str) -> dict[str, np.ndarray]:
     """Unit -> the interval of its flat buffer that the rank holds."""
-    shard = Mesh.of(layout, model).index(SHARD, rank)
-    held = {}
+    held, mesh = {}, Mesh.of(layout, model)
     for unit in unit_plan(model, layout, Workload(), rank=rank).units:
+        shard = mesh.index(unit.shard, rank)
         flat = np.concatenate([local_of(p, state[f"{kind}/{p.name}"]).reshape(-1) for p in unit.placed])
         flat = np.concatenate([flat, np.zeros(unit.padded - len(flat), flat.dtype)])
         held[unit.name] = flat[shard * unit.shard_numel : (shard + 1) * unit.shard_numel]
@@ -92,8 +90,8 @@ def units_of(model: ModelConfig, layout: Layout, rank: int, state: Arrays, kind:
 
 def starts_of(model: ModelConfig, layout: Layout, rank: int) -> dict[str, int]:
     """Unit -> where the rank's interval begins in its flat buffer."""
-    shard = Mesh.of(layout, model).index(SHARD, rank)
-    return {u.name: shard * u.shard_numel for u in unit_plan(model, layout, Workload(), rank=rank).units}
+    mesh, units = Mesh.of(layout, model), unit_plan(model, layout, Workload(), rank=rank).units
+    return {u.name: mesh.index(u.shard, rank) * u.shard_numel for u in units}
 
 
 def write_rank(folder: Path, model: ModelConfig, layout: Layout, rank: int, state: Arrays) -> PartRecord:

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import lru_cache
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -166,19 +167,20 @@ def _joint_error(errors: list[dict[str, float]], copies: int) -> float:
 
 
 def _boxes(case: Case, layout: Layout) -> dict[str, list[Placed]]:
-    return {p.name: [place(p, layout, tp) for tp in range(layout.tp)] for p in parameters(case.model)}
+    places = list(product(range(layout.tp), range(layout.ep)))
+    return {p.name: [place(p, layout, tp, ep) for tp, ep in places] for p in parameters(case.model)}
 
 
 def assert_covered(case: Case, layout: Layout, ranks: list[RankOutcome]) -> None:
     """The intervals that were compared make up every local tensor of every parameter, without a hole."""
     held: dict[tuple, set[tuple[int, int]]] = defaultdict(set)
     for rank in ranks:
-        for name, dim, start, stop, a, b in rank.pieces:
-            held[name, dim, start, stop].add((a, b))
+        for name, box, shape, a, b in rank.pieces:
+            held[name, box, shape].add((a, b))
     for name, boxes in _boxes(case, layout).items():
         for box in boxes:
             reached = 0
-            for a, b in sorted(held[name, box.dim, box.start, box.stop]):
+            for a, b in sorted(held[name, box.box, box.shape]):
                 assert a <= reached, f"{name}: nothing holds [{reached}, {a}) of {box}"
                 reached = max(reached, b)
             assert reached == box.numel, f"{name}: nothing holds [{reached}, {box.numel}) of {box}"

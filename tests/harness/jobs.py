@@ -73,7 +73,7 @@ def _pieces(flat: FlatUnit, mine: torch.Tensor) -> dict[tuple, str]:
         a, b = max(start, flat.start), min(start + placed.numel, flat.stop)
         if a < b:
             data = mine[a - flat.start : b - flat.start].contiguous().view(torch.uint8).numpy().tobytes()
-            box = (placed.name, placed.dim, placed.start, placed.stop, a - start, b - start)
+            box = (placed.name, placed.box, placed.shape, a - start, b - start)
             pieces[box] = hashlib.sha1(data).hexdigest()
     return pieces
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.decoder import Batch, Decoder, random
+from shardwise.decoder.experts import bias_step
 from shardwise.decoder.initial import initial_values
 from shardwise.layout import Workload
 from shardwise.model import ModelConfig
@@ -38,6 +39,8 @@ class Case:
     data: int = 1000
     """Seed of the tokens."""
     steps: int = STEPS
+    pool: int = 1
+    """Sequences of a micro-batch, over which a model's experts may be balanced."""
 
 
 def dtype_of(precision: str) -> torch.dtype:
@@ -86,8 +89,9 @@ def global_batch(case: Case, step: int) -> dict[str, Tensor]:
 def make_batch(case: Case, rows: dict[str, Tensor], step: int) -> Batch:
     documents = rows["documents"] if case.workload.isolate_documents else None
     return Batch(
-        rows["ids"], rows["positions"], rows["index"], documents, rows["positions"], rows["index"], step_key(step)
-    )
+        rows["ids"], rows["positions"], rows["index"], documents, rows["positions"], rows["index"], step_key(step),
+        auxiliary=1 / case.workload.batch, pool=case.pool, loads={},
+    )  # fmt: skip
 
 
 @dataclass
@@ -98,6 +102,13 @@ class Outcome:
     norms: list[float]
     first_grads: dict[str, Tensor]
     final: dict[str, Tensor]
+
+
+def _move_biases(case: Case, master: dict[str, Tensor], batch: Batch) -> None:
+    """Biases of routers follow the loads of a step."""
+    if case.model.experts and case.model.experts.bias_rate:
+        for mixture, loads in (batch.loads or {}).items():
+            master[f"{mixture}.router.bias"].data.add_(bias_step(loads, case.model.experts))
 
 
 @lru_cache(maxsize=256)
@@ -123,13 +134,17 @@ def reference(case: Case) -> Outcome:
     outcome = Outcome([], [], {}, {})
     for step in range(case.steps):
         rows = global_batch(case, step)
-        logits = decoder(make_batch(case, rows, step))
+        batch = make_batch(case, rows, step)
+        logits = decoder(batch)
         wide = logits.float() if dtype == torch.bfloat16 else logits
         valid = (rows["targets"] != -100).sum()
         loss = F.cross_entropy(wide.flatten(0, 1), rows["targets"].flatten(), reduction="sum") / valid.clamp(min=1)
         for tensor in named.values():
             tensor.grad = None
         loss.backward()
+        for name, tensor in named.items():
+            if tensor.grad is None and name.endswith("router.bias"):
+                tensor.grad = torch.zeros_like(tensor)
         if step == 0:
             outcome.first_grads = {n: p.grad.double().clone() for n, p in named.items()}
         if master is not named:
@@ -139,6 +154,7 @@ def reference(case: Case) -> Outcome:
         for group in adam.param_groups:
             group["lr"] = learning_rate(config, step, case.steps)
         adam.step()
+        _move_biases(case, master, batch)
         if master is not named:
             for name, tensor in named.items():
                 tensor.data.copy_(master[name])

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardwise.checkpoint.geometry import Piece, copy, full
+from shardwise.checkpoint.geometry import Piece, copy
 from shardwise.layout import Layout, Mesh, UnitPlan, Workload, unit_plan
 from shardwise.layout.placement import Placed
 from shardwise.layout.units import Unit
@@ -88,9 +88,6 @@ def _held(
     for offset, placed in zip(unit.offsets, unit.placed, strict=True):
         a, b = max(start, offset), min(stop, offset + placed.numel)
         if a < b and wanted(placed):
-            padded, box = list(full(placed.shape)), list(full(placed.parameter.shape))
-            if placed.dim is not None:
-                padded[placed.dim] = (placed.start, placed.start + placed.shape[placed.dim])
-                box[placed.dim] = (placed.start, placed.stop)
-            local = Piece(tuple(padded), a - offset, b - offset)
-            yield LocalInterval(unit.name, a, b, placed.name, placed.parameter.shape, local, local.inside(tuple(box)))
+            padded = tuple((start, start + size) for (start, _), size in zip(placed.box, placed.shape, strict=True))
+            local = Piece(padded, a - offset, b - offset)
+            yield LocalInterval(unit.name, a, b, placed.name, placed.parameter.shape, local, local.inside(placed.box))

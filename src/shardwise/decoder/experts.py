@@ -32,13 +32,13 @@ class Routing(NamedTuple):
     """[T, E]."""
 
 
-def route(logits: Tensor, bias: Tensor | None, e: Experts) -> Routing:
-    """Experts of each token from the router's logits [T, E]. bias: added to the scores for the choice alone."""
+def route(logits: Tensor, bias: Tensor | None, e: Experts, chosen: Tensor | None = None) -> Routing:
+    """Experts of each token from the router's logits [T, E]. bias: added to the scores for the choice alone. chosen:
+    the choice, where it has been made before."""
     scores = logits.sigmoid() if e.scoring == "sigmoid" else logits.softmax(-1)
-    choice = scores.detach() if bias is None else scores.detach() + bias
-    if e.active_groups < e.groups:
-        choice = _within_groups(choice, e)
-    chosen = choice.topk(e.active, dim=-1).indices
+    if chosen is None:
+        choice = scores.detach() if bias is None else scores.detach() + bias
+        chosen = (_within_groups(choice, e) if e.active_groups < e.groups else choice).topk(e.active, dim=-1).indices
     weights = scores.gather(-1, chosen)
     if e.normalized:
         weights = weights / weights.sum(-1, keepdim=True)
@@ -55,27 +55,27 @@ def _within_groups(choice: Tensor, e: Experts) -> Tensor:
     return grouped.masked_fill(closed[..., None], -torch.inf).flatten(-2)
 
 
-def counts(chosen: Tensor, e: Experts, real: Tensor | None = None) -> Tensor:
-    """Tokens of each sequence that chose each expert: int64 [B, E] of chosen [B, S, k]. real: as in `Batch`."""
-    ones = torch.ones_like(chosen) if real is None else real[..., None].expand_as(chosen).to(torch.int64)
-    return chosen.new_zeros(len(chosen), e.count).scatter_add_(1, chosen.flatten(1), ones.flatten(1))
+def counts(chosen: Tensor, sequences: Tensor, batch: int, e: Experts, real: Tensor | None = None) -> Tensor:
+    """Tokens of each of `batch` sequences that chose each expert: int64 [batch, E]. chosen: [T, k]; sequences: int64
+    [T], each token's; real: [T], whether it is a token and no padding."""
+    ones = torch.ones_like(chosen) if real is None else real[:, None].expand_as(chosen).to(torch.int64)
+    cells = sequences[:, None] * e.count + chosen
+    return chosen.new_zeros(batch * e.count).index_add_(0, cells.flatten(), ones.flatten()).view(batch, e.count)
 
 
-def taken(chosen: Tensor, e: Experts, tokens: int, real: Tensor | None = None) -> Tensor:
+def taken(chosen: Tensor, e: Experts) -> Tensor:
     """Whether an expert takes a token: bool [B, S, k] of chosen [B, S, k], whole sequences in order. Each expert takes
-    the first of a sequence, up to its capacity. tokens: of a sequence, without padding."""
+    the first ones of a sequence, up to its capacity."""
     flat = chosen.flatten(1)
     one_hot = F.one_hot(flat, e.count)
-    if real is not None:
-        one_hot = one_hot * real[..., None].expand_as(chosen).flatten(1)[..., None]
     earlier = (one_hot.cumsum(1) - one_hot).gather(-1, flat[..., None]).squeeze(-1)
-    return (earlier < e.most(tokens)).view_as(chosen)
+    return (earlier < e.most(chosen.shape[1])).view_as(chosen)
 
 
-def auxiliary_loss(routing: Routing, loads: Tensor, tokens: Tensor | int, e: Experts, real: Tensor | None) -> Tensor:
+def auxiliary_loss(routing: Routing, loads: Tensor, tokens: int, e: Experts, real: Tensor | None = None) -> Tensor:
     """Sum of the auxiliary losses of T tokens, as if each were a sequence's: the caller multiplies it by the share of a
-    token. loads: [T, E], tokens that chose each expert among those that a token is counted with, of which there are
-    `tokens` ([T, 1], or one number). real: [T].
+    token. loads: [T or 1, E], tokens that chose each expert among those that a token is counted with, of which there
+    are `tokens`. real: [T].
 
     Balance: E / k times the sum over experts of (part of the choices) x (mean share) (Fedus et al. 2022, section 2.2;
     DeepSeek-V3, section 2.1.2). z: the squared log-sum-exp of the logits (Zoph et al. 2022).
@@ -160,13 +160,16 @@ class Mixture(nn.Module):
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         rows, e = x.flatten(0, 1), self.config
         routing = self.router(rows)
-        chosen = routing.chosen.unflatten(0, x.shape[:2])
-        loads = counts(chosen, e, batch.real)
-        takes = taken(chosen, e, x.shape[1], batch.real) if e.capacity else torch.ones_like(chosen, dtype=torch.bool)
-        y = self.experts(rows, routing, takes.flatten(0, 1))
+        chosen = routing.chosen
+        sequences = torch.arange(len(x), device=x.device).repeat_interleave(x.shape[1])
+        loads = counts(chosen, sequences, len(x), e)
+        takes = torch.ones_like(chosen, dtype=torch.bool)
+        if e.capacity:
+            takes = taken(chosen.unflatten(0, x.shape[:2]), e).flatten(0, 1)
+        y = self.experts(rows, routing, takes)
         if batch.auxiliary and (e.balance_loss or e.z_loss):
             of_tokens, size = self._counted_with(loads, x.shape[1], batch)
-            loss = auxiliary_loss(routing, of_tokens, size, e, None if batch.real is None else batch.real.flatten())
+            loss = auxiliary_loss(routing, of_tokens, size, e)
             y = _WithLoss.apply(y, loss * (batch.auxiliary / x.shape[1]))  # type: ignore[no-untyped-call]
         if batch.loads is not None:
             batch.loads[self.name] = batch.loads.get(self.name, 0) + loads.sum(0)

@@ -39,8 +39,6 @@ class Batch:
     stream_positions: Tensor
     stream_index: Tensor
     dropout_key: int | None = None
-    real: Tensor | None = None
-    """[B, S] of the residual stream's tokens at hand: whether it is a token and no padding; None where all are."""
     auxiliary: float = 0.0
     """Share of one sequence in the step's auxiliary losses of routers; 0 where nothing is trained."""
     pool: int = 1

@@ -35,7 +35,8 @@ ORDER = "-".join(DENSE)
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to split a model. Fields and defaults are the keys of the layout text; `shard=0` means dp x cp.
+    """One way to split a model. Fields and defaults are the keys of the layout text; `shard=0` means dp x cp, `etp=0`
+    tp where ep is 1, else 1.
     algorithm: of all-reduce, all-gather and reduce-scatter (`layout.algorithms`). node: ranks of a node, for
     hierarchical ones.
 
@@ -47,7 +48,7 @@ class Layout:
     pp: int = 1
     cp: int = 1
     ep: int = 1
-    etp: int = 1
+    etp: int = 0
     zero: int = 0
     shard: int = 0
     hpz: int = 0
@@ -69,7 +70,7 @@ class Layout:
     order: str = ORDER
 
     def __post_init__(self) -> None:
-        for key in ("dp", "tp", "pp", "cp", "ep", "etp", "virtual", "micro"):
+        for key in ("dp", "tp", "pp", "cp", "ep", "virtual", "micro"):
             value = getattr(self, key)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise LayoutError(f"layout: {key} must be a positive integer, not {value!r}")
@@ -93,8 +94,7 @@ class Layout:
             )
         if self.virtual > 1 and self.pp == 1:
             raise LayoutError("layout: virtual stages need pp of at least 2")
-        if (self.dp * self.cp * self.tp) % (self.ep * self.etp):
-            raise LayoutError(f"layout: ep x etp = {self.ep * self.etp} must divide dp x cp x tp")
+        self._check_experts()
 
     def _check_gathered(self) -> None:
         if self.tp == 1:
@@ -103,6 +103,19 @@ class Layout:
             raise LayoutError(
                 "layout: sp scatters the sums of row-parallel maps, and tpkind=gathered has none; leave out one of them"
             )
+
+    def _check_experts(self) -> None:
+        if self.etp not in (0, 1, self.tp):
+            raise LayoutError(
+                f"layout: etp={self.etp} must be 1, which keeps experts whole, or tp={self.tp}, which splits them as tp "
+                "splits all else"
+            )
+        if (self.dp * self.cp * self.tp) % (self.ep * self.expert_tp):
+            raise LayoutError(
+                f"layout: ep x etp = {self.ep * self.expert_tp} must divide dp x cp x tp = {self.dp * self.cp * self.tp}"
+            )
+        if self.etp == (self.tp if self.ep == 1 else 1):
+            object.__setattr__(self, "etp", 0)
 
     def _check_order(self) -> None:
         if sorted(self.order.split("-")) != sorted(DENSE):
@@ -130,6 +143,11 @@ class Layout:
         """Ranks that share the activations inside a block: heads and the feed-forward width. tpkind=gathered gathers
         every output, so that each rank has all of them."""
         return self.tp if self.tpkind == "megatron" else 1
+
+    @property
+    def expert_tp(self) -> int:
+        """Ranks that share the width of one expert: all tensor-parallel ranks, or one."""
+        return self.etp or (self.tp if self.ep == 1 else 1)
 
     @property
     def data_ranks(self) -> int:

@@ -61,8 +61,12 @@ def check(layout: Layout, model: ModelConfig, workload: Workload | None = None, 
     if layout.ep > 1 and (model.experts is None or model.experts.count % layout.ep):
         if not model.experts:
             raise LayoutError(f"ep={layout.ep} splits experts: {model.name} is a model without experts; leave it out")
-        valid = ", ".join(map(str, valid_ep(model, layout.data_ranks * layout.tp)))
+        valid = ", ".join(map(str, valid_ep(model, layout.data_ranks * layout.tp // layout.expert_tp)))
         raise LayoutError(f"ep={layout.ep} does not divide its {model.experts.count} experts; valid ep: {valid}")
+    if layout.etp and not model.experts:
+        raise LayoutError(f"etp={layout.etp} splits experts: {model.name} is a model without experts; leave it out")
+    if model.experts and layout.tpkind == "gathered":
+        raise LayoutError(f"tpkind=gathered has no form for the experts of {model.name}: choose tpkind=megatron")
     if model.attention_dropout and layout.attention == "sdpa":
         raise LayoutError(
             f"{model.name} drops attention probabilities, which needs attention=math (the fused kernel's mask cannot "
@@ -140,7 +144,7 @@ def fewer_ranks(layout: Layout, model: ModelConfig, workload: Workload, ranks: i
 
 def unsupported(layout: Layout) -> list[str]:
     """The words of `layout` that are understood and priced, but not runnable here yet."""
-    words = [f"{key}={getattr(layout, key)}" for key in ("ep", "etp") if getattr(layout, key) > 1]
+    words = []
     if layout.hpz:
         words.append(f"hpz={layout.hpz}")
     if layout.offload != "none":

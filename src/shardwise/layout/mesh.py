@@ -1,7 +1,7 @@
 """The mesh: two named views of a layout's ranks, and the group of ranks along any axes of them.
 
 The dense view is (pp, dp, cp, tp), the expert view (pp, edp, ep, etp): within one stage of the pipeline both count the
-same ranks, edp x ep x etp = dp x cp x tp, with tp fastest. Parts of axes have names as well: ZeRO's `shard` and
+same ranks, edp x ep x etp = dp x cp x tp, with etp fastest. Parts of axes have names as well: ZeRO's `shard` and
 `replicate` cut the data ranks (dp x cp) into blocks, `kv` cuts tp where key/value heads are replicated.
 """
 
@@ -46,23 +46,26 @@ class Mesh:
 
     @cached_property
     def _data(self) -> Axes:
-        """The data axes in the order of ranks: shard groups are then ascending, as torch.distributed sorts groups."""
-        return tuple(axis for axis in self.layout.order.split("-") if axis in DATA)
+        return self._in_order(DATA)
+
+    def _in_order(self, axes: Axes) -> Axes:
+        """Dense axes in the order of ranks: groups of their parts are then ascending, as torch.distributed sorts them."""
+        return tuple(axis for axis in self.layout.order.split("-") if axis in axes)
 
     @cached_property
     def _parts(self) -> dict[str, _Part]:
-        layout = self.layout
-        expert = layout.ep * layout.etp
-        data = self._data
+        layout, data = self.layout, self._data
+        # What experts are spread over: the ranks of a stage, or, if tp splits them as it splits all else, its data ranks.
+        spread = data if layout.expert_tp > 1 else self._in_order(STAGE)
         return {axis: _Part((axis,), 1, getattr(layout, axis)) for axis in DENSE} | {
             axis: part
             for (axis,), part in {
                 SHARD: _Part(data, 1, layout.shard_ranks),
                 REPLICATE: _Part(data, layout.shard_ranks, layout.replicate_ranks),
                 KV: _Part(TP, 1, self.kv_replicas),
-                ETP: _Part(STAGE, 1, layout.etp),
-                EP: _Part(STAGE, layout.etp, layout.ep),
-                EDP: _Part(STAGE, expert, layout.data_ranks * layout.tp // expert),
+                ETP: _Part(TP, 1, layout.expert_tp),
+                EP: _Part(spread, 1, layout.ep),
+                EDP: _Part(spread, layout.ep, layout.data_ranks * layout.tp // (layout.ep * layout.expert_tp)),
             }.items()
         }
 

@@ -18,21 +18,20 @@ from shardwise.model.blueprint import Cut, Parameter
 
 @dataclass(frozen=True)
 class Placed:
-    """One parameter as tp rank `tp_rank` holds it.
-
-    shape: local shape, padding included. dim, start, stop: the rows (dim 0) or columns (dim 1) of the global tensor
-    that it holds, padding excluded; dim is None when replicated. replicas: how many tp ranks hold the same values.
-    sum_over: axes over which its gradient must be summed beside the data axes.
-    """
+    """One parameter as a rank holds it."""
 
     parameter: Parameter
     kind: Cut
     shape: tuple[int, ...]
-    dim: int | None
-    start: int
-    stop: int
+    """Local shape, padding included."""
+    box: tuple[tuple[int, int], ...]
+    """(start, stop) of each dim of the global tensor that the rank holds, padding excluded."""
+    dims: tuple[int, ...]
+    """Dims that are split; none where every rank holds the whole tensor."""
     replicas: int
+    """Tensor-parallel ranks that hold the same values."""
     sum_over: Axes
+    """Axes over which its gradient must be summed beside the data axes."""
 
     @property
     def name(self) -> str:
@@ -43,26 +42,44 @@ class Placed:
         return math.prod(self.shape)
 
 
-def place(parameter: Parameter, layout: Layout, tp_rank: int) -> Placed:
-    """Cut one parameter for `tp_rank`.
+def place(parameter: Parameter, layout: Layout, tp_rank: int, ep_rank: int = 0) -> Placed:
+    """Cut one parameter for a rank. ep_rank: its place among those that have different experts.
 
     A dim that tp does not divide is padded to equal pieces of ceil(n / tp) (vocabulary, feed-forward width); key/value
     heads fewer than tp are replicated over tp / kv_heads neighbouring ranks, so that each holds the one its query
     heads use.
     """
+    if parameter.cut == "expert":
+        return _place_experts(parameter, layout, tp_rank, ep_rank)
     kind, tp, dim = parameter.cut, layout.tp, split_dim(parameter, layout)
+    whole = tuple((0, size) for size in parameter.shape)
     if dim is None:
         partial = layout.sp or (parameter.partial and layout.inner_ranks > 1)
         kind = "replicated" if tp > 1 else kind
-        return Placed(parameter, kind, parameter.shape, None, 0, 0, tp, TP if tp > 1 and partial else ())
+        return Placed(parameter, kind, parameter.shape, whole, (), tp, TP if tp > 1 and partial else ())
     size, pieces, index, replicas = parameter.shape[dim], tp, tp_rank, 1
     if kind == "kv heads" and layout.inner_ranks > parameter.heads:
         replicas = tp // parameter.heads
         pieces, index = parameter.heads, tp_rank // replicas
     width = width_held(size, pieces)
     shape = tuple(width if d == dim else n for d, n in enumerate(parameter.shape))
-    start, stop = min(index * width, size), min((index + 1) * width, size)
-    return Placed(parameter, kind, shape, dim, start, stop, replicas, KV if replicas > 1 else ())
+    box = tuple(interval(n, pieces, index) if d == dim else whole[d] for d, n in enumerate(parameter.shape))
+    return Placed(parameter, kind, shape, box, (dim,), replicas, KV if replicas > 1 else ())
+
+
+def _place_experts(parameter: Parameter, layout: Layout, tp_rank: int, ep_rank: int) -> Placed:
+    """Stacked experts: some of them, which are rows, and a part of their width, which is columns."""
+    rows, columns = parameter.shape
+    parts = layout.ep, layout.expert_tp
+    box = interval(rows, parts[0], ep_rank), interval(columns, parts[1], tp_rank % parts[1])
+    shape = rows // parts[0], width_held(columns, parts[1])
+    return Placed(parameter, "expert", shape, box, tuple(d for d in (0, 1) if parts[d] > 1), 1, ())
+
+
+def interval(size: int, pieces: int, index: int) -> tuple[int, int]:
+    """(start, stop) of one of equal pieces of a dim, padding excluded."""
+    width = width_held(size, pieces)
+    return min(index * width, size), min((index + 1) * width, size)
 
 
 def kv_heads_held(model: ModelConfig, tp: int) -> int:

@@ -60,7 +60,7 @@ def split_dim(parameter: Parameter, layout: Layout) -> int | None:
     """The dim of a parameter that tensor parallelism splits; None for one that every rank holds whole. Where outputs
     are gathered, vectors are whole: a bias is added to all outputs."""
     whole = layout.tpkind == "gathered" and len(parameter.shape) == 1
-    if layout.tp == 1 or whole or parameter.cut in ("replicated", "expert"):
+    if layout.tp == 1 or whole or parameter.cut == "replicated":
         return None
     return 1 if parameter.cut == "row" and layout.tpkind == "megatron" else 0
 
@@ -105,8 +105,10 @@ def collectives(operation: Operation, table: Mapping[str, Edges], tp: Any) -> li
 
 def _widths(operation: Operation) -> tuple[str, int, list[int]]:
     """(cut of an operation's weights, or its kind; width of its input; widths of its outputs)."""
-    if operation.kind in ("lookup", "shared key"):
-        return operation.kind, 0, [width.size for width in operation.widths]
+    if operation.kind == "lookup":
+        return "lookup", 0, [width.size for width in operation.widths]
+    if operation.kind == "shared key":
+        return "shared key", 0, [operation.widths[0].size]
     if operation.kind == "logits":
         return "vocab", operation.inputs.size, []
     if operation.kind != "linear" or operation.rows != "tokens":

@@ -2,7 +2,8 @@
 
 Full gradients that are not accumulated where they are computed are staged, each unit's in a buffer of its own that is
 allocated with its first gradient and freed by its reduction. Where peers read the buffers in place, units instead take
-two lasting ones in turn, in the order of their backwards; a tied weight, whose gradient waits longer, has its own.
+two lasting ones in turn, in the order of their backwards, and so do experts; a tied weight, whose gradient waits
+longer, has its own.
 Under a pipeline whole stages wait for their reduction, so that nothing is lasting.
 """
 
@@ -44,9 +45,13 @@ def transport_buffers(plan: UnitPlan) -> TransportBuffers:
     scratch = max(unit.padded for unit in plan.units) if receives else 0
     lasting = stage == 3 and plan.layout.pp == 1 and plan.backend == "shared"
     if lasting:
-        turns = [unit.name for part in reversed(plan.parts) for unit in plan.units_of(part) if unit.name == part]
-        staged = {name: ("even", "odd")[turn % 2] for turn, name in enumerate(turns)}
-        staged |= {"tied": "tied"} if "tied" in plan.by_name else {}
+        staged = {"tied": "tied"} if "tied" in plan.by_name else {}
+        for turn, part in enumerate(part for part in reversed(plan.parts) if part in plan.by_name):
+            staged |= {
+                unit.name: ("even", "odd")[turn % 2] + unit.name.removeprefix(part)
+                for unit in plan.units_of(part)
+                if unit.name != "tied"
+            }
     else:
         staged = {unit.name: unit.name for unit in plan.units} if plan.stages_gradients else {}
     sizes = dict.fromkeys(staged.values(), 0)

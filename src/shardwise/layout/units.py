@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 from shardwise.cluster import Cluster
 from shardwise.layout import pipeline
 from shardwise.layout.algorithms import Schedules
-from shardwise.layout.axes import CP, KV, PP, REPLICATE, SHARD, TP, Axes
+from shardwise.layout.axes import CP, EDP, EP, KV, PP, REPLICATE, SHARD, STAGE, TP, Axes
 from shardwise.layout.context import SequenceCut
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh import Mesh
@@ -107,6 +107,8 @@ class Unit:
     """Axes along which ranks hold the same interval."""
     reduce: tuple[Hop, ...]
     """From the full gradients of one rank to the sum of its interval; none without a training step."""
+    copies: int = 1
+    """Ranks of the norm's group, beside tensor-parallel ones, that hold the same interval."""
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
@@ -135,7 +137,7 @@ class Unit:
         """The flat buffer cut where its treatment changes."""
         spans: list[Span] = []
         for start, p in zip(self.offsets, self.placed, strict=True):
-            span = Span(start, start + p.numel, p.replicas, p.parameter.decay, p.sum_over)
+            span = Span(start, start + p.numel, p.replicas * self.copies, p.parameter.decay, p.sum_over)
             if spans and replace(span, start=spans[-1].start, stop=spans[-1].stop) == spans[-1]:
                 span = replace(span, start=spans.pop().start)
             spans.append(span)
@@ -169,6 +171,12 @@ class UnitPlan:
     backend: Backend
     pp_rank: int = 0
     cp_rank: int = 0
+    ep_rank: int = 0
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        """The groups of its ranks."""
+        return Mesh.of(self.layout, self.model)
 
     @cached_property
     def blueprint(self) -> Blueprint:
@@ -178,7 +186,7 @@ class UnitPlan:
     @cached_property
     def schedules(self) -> Schedules:
         """The schedules that the layout names for collectives."""
-        return Schedules(Mesh.of(self.layout, self.model), self.backend)
+        return Schedules(self.mesh, self.backend)
 
     @cached_property
     def stages(self) -> dict[int, list[str]]:
@@ -224,15 +232,16 @@ class UnitPlan:
 
     @cached_property
     def units(self) -> tuple[Unit, ...]:
-        """Embedding, each block, final norm + head; a tied embedding comes first, alone."""
+        """Embedding, each block and then its experts, final norm + head; a tied embedding comes first, alone."""
         return tuple(unit for part in self.parts for unit in self._units_in(part))
 
     def _units_in(self, part: str) -> list[Unit]:
         """The units of the parameters that a part holds, or has a copy of."""
         found = []
-        placed = [place(p, self.layout, self.tp_rank) for p in self.blueprint.parameters_of(part)]
+        placed = [place(p, self.layout, self.tp_rank, self.ep_rank) for p in self.blueprint.parameters_of(part)]
         tied = [p for p in placed if p.name in self.blueprint.shared]
-        rest = [p for p in placed if p not in tied]
+        experts = [p for p in placed if p.kind == "expert"]
+        rest = [p for p in placed if p not in tied and p not in experts]
         if self.blueprint.part(part).reads and self.copies_table:
             # the last pipeline stage holds a copy of the table for its head
             tied = [place(self.blueprint.table, self.layout, self.tp_rank)]
@@ -240,6 +249,8 @@ class UnitPlan:
             found.append(self._unit("tied", tied, "tied"))
         if rest:
             found.append(self._unit(part, rest, self._slot(part)))
+        if experts:
+            found.append(self._experts_unit(part, experts))
         return found
 
     def _slot(self, part: str) -> str:
@@ -255,23 +266,36 @@ class UnitPlan:
             replicated_alone = p.replicas == self.layout.tp > 1 and not p.sum_over
             return (3 if replicated_alone else ((), KV, TP).index(p.sum_over), p.replicas, not p.parameter.decay)
 
-        flat = tuple(sorted(placed, key=order))
-        reduce = self._reduce if self.trains else ()
-        return Unit(name, flat, slot, self.layout.shard_ranks, SHARD, REPLICATE, reduce)
+        copies = self.mesh.size(REPLICATE) if self.routes else 1
+        return self._sharded(name, tuple(sorted(placed, key=order)), slot, SHARD, REPLICATE, copies)
 
-    @property
-    def _reduce(self) -> tuple[Hop, ...]:
+    def _experts_unit(self, part: str, placed: list[Placed]) -> Unit:
+        """The experts of a block, whose replicas are other ranks than those of all else."""
+        name, slot = experts_of(part), f"{self._slot(part)} experts"
+        if self.layout.stage:
+            return self._sharded(name, tuple(placed), slot, EDP, (), 1)
+        return self._sharded(name, tuple(placed), slot, (), EDP, self.mesh.size(EDP))
+
+    def _sharded(
+        self, name: str, placed: tuple[Placed, ...], slot: str, shard: Axes, replicate: Axes, copies: int
+    ) -> Unit:
         hops = []
-        if self.layout.shard_ranks > 1:
-            hops.append(Hop("reduce_scatter", SHARD, self.wire_dtype, self.reductions))
-        if self.layout.replicate_ranks > 1:
-            hops.append(Hop("all_reduce", REPLICATE, self.grad_dtype, 1))
-        return tuple(hops)
+        if self.trains and shard and self.layout.stage:
+            hops.append(Hop("reduce_scatter", shard, self.wire_dtype, self.reductions))
+        if self.trains and self.mesh.size(replicate) > 1:
+            hops.append(Hop("all_reduce", replicate, self.grad_dtype, 1))
+        return Unit(name, placed, slot, self.mesh.size(shard), shard, replicate, tuple(hops), copies)
+
+    @cached_property
+    def routes(self) -> bool:
+        """Whether the model has experts."""
+        return self.model.experts is not None
 
     @property
     def norm_over(self) -> Axes:
-        """Axes along which ranks hold different parameters: what adds up to the norm of all gradients."""
-        return SHARD + TP + PP
+        """Axes of the sum that makes the norm of all gradients: those along which ranks hold different parameters.
+        Experts and all else differ along others: there it is all ranks, and copies count once together."""
+        return STAGE + PP if self.routes else SHARD + TP + PP
 
     @cached_property
     def by_name(self) -> dict[str, Unit]:
@@ -279,7 +303,7 @@ class UnitPlan:
 
     def units_of(self, part: str) -> list[Unit]:
         """The units whose weights `part` reads."""
-        names = [part]
+        names = [part, experts_of(part)]
         if part in self.blueprint.sharing:
             names.insert(0, "tied")
         return [self.by_name[name] for name in names if name in self.by_name]
@@ -299,7 +323,7 @@ class UnitPlan:
 
     def finished_after(self, part: str) -> list[Unit]:
         """The units whose gradients are complete once `part`'s backward is over."""
-        names = [part]
+        names = [part, experts_of(part)]
         if part == self._last_to_share:
             names.append("tied")
         return [self.by_name[name] for name in names if name in self.by_name]
@@ -502,6 +526,11 @@ class UnitPlan:
         return found
 
 
+def experts_of(part: str) -> str:
+    """Name of the unit of a part's experts."""
+    return f"{part}.experts"
+
+
 class Residency:
     """Gathered units of ZeRO stage 3 while a pipeline gathers and frees its stages.
 
@@ -541,5 +570,6 @@ def unit_plan(
 ) -> UnitPlan:
     """The plan of `rank`. Shapes are equal on all ranks; only which rows and heads a rank holds differs."""
     mesh = Mesh.of(layout, model)
-    places = {"tp_rank": mesh.index(TP, rank), "pp_rank": mesh.index(PP, rank), "cp_rank": mesh.index(CP, rank)}
+    axes = {"tp_rank": TP, "pp_rank": PP, "cp_rank": CP, "ep_rank": EP}
+    places = {name: mesh.index(axis, rank) for name, axis in axes.items()}
     return UnitPlan(model, layout, workload, backend=backend, **places)

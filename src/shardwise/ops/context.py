@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
 from shardwise.decoder.attention import CoreAttention
+from shardwise.ops.exchange import TokenExchange
 from shardwise.ops.fusion import FusedForm
 from shardwise.ops.gradients import WeightGradients
+from shardwise.ops.waiting import COMPLETE, Pending
 
 Core = Callable[..., Tensor]
 """(q, k, v, batch) -> the output of attention."""
@@ -18,20 +20,6 @@ Core = Callable[..., Tensor]
 Mode = Literal["train", "compiled", "generate"]
 """train: forward and backward, eagerly; compiled: for the compiler, over the forms of train; generate: forward alone,
 with a cache."""
-
-
-class Pending(Protocol):
-    """Communication in progress."""
-
-    def wait(self) -> None: ...
-
-
-class _Complete:
-    def wait(self) -> None:
-        """No-op."""
-
-
-COMPLETE = _Complete()
 
 
 class Redistribute:
@@ -95,6 +83,9 @@ class OpContext:
     """Global index of the first attention head here."""
     across_ranks: Callable[[CoreAttention], Core] | None = None
     """Composes the core of attention over a cut sequence from the form that it has."""
+
+    exchange: TokenExchange | None = None
+    """Communication between the tokens here and their experts; None where all experts are here."""
 
     def around(self, child: str = "") -> Around:
         """Communication around the map of this module, or of a child by its name."""

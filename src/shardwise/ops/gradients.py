@@ -49,6 +49,12 @@ class GradSlot:
             self.view.add_(gradient)
         self.empty = False
 
+    def add_nothing(self) -> None:
+        """Make sure that something is there."""
+        if self.empty:
+            self.view.zero_()
+        self.empty = False
+
     def add_sum(self, rows: Tensor) -> None:
         """Add the sum of `rows` [n, *view's shape] over their first dim."""
         if self.empty:

@@ -16,6 +16,7 @@ from torch import nn
 from shardwise.decoder.attention import Attention, CoreAttention
 from shardwise.decoder.decoder import Head
 from shardwise.decoder.gpt import MLP, GPTBlock
+from shardwise.decoder.experts import Mixture
 from shardwise.decoder.feed_forward import GatedMLP
 from shardwise.decoder.latent_attention import SharedKey
 from shardwise.decoder.llama import LlamaBlock
@@ -26,6 +27,7 @@ from shardwise.ops.blocked_attention import blocked_attention
 from shardwise.ops.context import Mode, OpContext, Options
 from shardwise.ops.cpu.attention import short_attention
 from shardwise.ops.cpu.norm import mirrored_norm
+from shardwise.ops.experts import mixture, routed_parts
 from shardwise.ops.fusion import LLAMA_HALVES
 from shardwise.ops.head import uncapped_head
 from shardwise.ops.joint_norm import joint_norm
@@ -93,6 +95,7 @@ TABLE = (
     Row("train", CoreAttention, blocked_attention, when=lambda o: o.attention == "sdpa"),
     Row("train", CoreAttention, core_across_ranks, when=lambda o: o.cut_sequence),
     Row("train", CoreAttention, recomputed_core, when=lambda o: o.recompute == "selective"),
+    Row("train", Mixture, mixture, writes=True, covers=routed_parts),
     Row("train", LlamaBlock, llama_halves, when=lambda o: o.fused is LLAMA_HALVES, writes=True, covers=_halves),
     Row("compiled", Linears, compiled.leave_eager, when=_splits, covers=_maps, breaks=True),
     Row("compiled", Linear, compiled.leave_eager, when=_splits, breaks=True),
@@ -100,6 +103,7 @@ TABLE = (
     Row("train", JointNorm, joint_norm, when=_splits),
     Row("train", Head, uncapped_head),
     Row("compiled", JointNorm, compiled.leave_eager, when=_splits, breaks=True),
+    Row("compiled", Mixture, compiled.leave_eager, breaks=True),
     Row("compiled", CoreAttention, compiled.eager_core, breaks=True),
     Row("compiled", CoreAttention, compiled.checkpointed_core, when=lambda o: o.recompute == "selective"),
     Row("compiled", Dropout, compiled.eager_dropout, method="of_batch", breaks=True),

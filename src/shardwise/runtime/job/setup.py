@@ -12,7 +12,7 @@ from torch import Tensor
 from shardwise.decoder import Batch
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Mesh
-from shardwise.layout.axes import CP, DATA, KV, PP, REPLICATE, SHARD, TP, Axes
+from shardwise.layout.axes import CP, DATA, EDP, EP, KV, PP, REPLICATE, SHARD, STAGE, TP, Axes
 from shardwise.layout.units import UnitPlan
 from shardwise.model import ModelConfig
 from shardwise.runtime.context.view import cut_sequences
@@ -20,11 +20,13 @@ from shardwise.runtime.transport.comms import Comms
 
 AXES = (CP, DATA, SHARD, REPLICATE, TP, KV, PP, DATA + PP, CP + TP, SHARD + TP, SHARD + TP + PP)
 """Every group over which the runtime communicates."""
+OF_EXPERTS = (EP, EDP, STAGE, STAGE + PP)
+"""The groups of models with experts besides."""
 
 
 def make_comms(
-    layout: Layout, model: ModelConfig | None, rank: int, *, transport: str = "auto", axes: tuple[Axes, ...] = AXES,
-    quiet: bool = False, **options: Any,
+    layout: Layout, model: ModelConfig | None, rank: int, *, transport: str = "auto",
+    axes: tuple[Axes, ...] | None = None, quiet: bool = False, **options: Any,
 ) -> Comms:  # fmt: skip
     """The process groups of `rank`; every rank of the job must call this. model: None where no heads are split.
 
@@ -32,6 +34,8 @@ def make_comms(
     `timeout` at least. Raises `UserError` when the transport is "shared" and memory cannot be shared here.
     """
     mesh = Mesh.of(layout, model) if model else Mesh(layout)
+    if axes is None:
+        axes = AXES + (OF_EXPERTS if model and model.experts else ())
     if transport != "gloo" and dist.get_backend() == "gloo" and dist.get_world_size() > 1:
         try:
             return Comms(mesh, rank, axes, shared=True, **options)

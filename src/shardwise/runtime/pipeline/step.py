@@ -11,6 +11,7 @@ from torch import Tensor
 from shardwise.decoder import Batch
 from shardwise.layout.axes import DATA
 from shardwise.layout.units import UnitPlan
+from shardwise.runtime.expert.loads import ExpertLoads
 from shardwise.runtime.job.config import OptimizerConfig
 from shardwise.runtime.pipeline.executor import evaluate, train
 from shardwise.runtime.pipeline.stages import StageRunner
@@ -28,6 +29,7 @@ class TrainProgram(StageRunner):
     ) -> None:
         super().__init__(plan, comms, device)
         self.optimizer = Optimizer(self.engine, comms, optimizer, values)
+        self.expert_loads = ExpertLoads(self.parts, plan, comms, device)
         with comms.in_phase("optimizer"):
             self.engine.all_gather_params()
         self.compile_seconds = 0.0
@@ -55,6 +57,7 @@ class TrainProgram(StageRunner):
                 total += self._train(batch.fresh(), targets, tokens)
         self.engine.finish_step()
         norm = self.optimizer.step(lr)
+        self.expert_loads.finish_step(self.optimizer)
         self.engine.all_gather_params()
         if self.plan.schedule is None:
             with self.comms.in_phase("loss"):

@@ -15,6 +15,7 @@ from shardwise.ops.context import Mode, OpContext, Options
 from shardwise.ops.gradients import WeightGradients
 from shardwise.ops.table import lower
 from shardwise.runtime.context.cores import context_core
+from shardwise.runtime.expert.exchange import RankExchange
 from shardwise.runtime.tensor.redistribute import compose
 from shardwise.runtime.transport.comms import Comms
 
@@ -38,6 +39,7 @@ def context_of(part: str, mode: Mode, plan: UnitPlan, comms: Comms | None, devic
         vocabulary=vocabulary_range(plan) if layout.tp > 1 else None,
         first_head=plan.tp_rank % layout.inner_ranks * (plan.model.heads // layout.inner_ranks),
         across_ranks=partial(context_core, part, plan, comms, device) if comms is not None else None,
+        exchange=RankExchange(plan, comms, part) if comms is not None and plan.routes else None,
     )
 
 
@@ -56,4 +58,4 @@ def lower_for_training(
 def vocabulary_range(plan: UnitPlan) -> tuple[int, int]:
     """First and last + 1 token id whose logits and embedding rows this tp rank holds."""
     placed = place(plan.blueprint.table, plan.layout, plan.tp_rank)
-    return (placed.start, placed.stop) if placed.dim is not None else (0, plan.model.vocab)
+    return placed.box[0]

@@ -88,7 +88,7 @@ def compose(plan: UnitPlan, comms: Comms, part: str) -> dict[str, Around]:
 
     def around(cut: str, width: int) -> Around:
         edges = table.get(cut, tensor.Edges())
-        enter, leave = (_redistribution(edge, comms, part, width) for edge in edges)
+        enter, leave = (redistribution(edge, comms, part, width) for edge in edges)
         return Around(enter, leave, late_bias=cut == "row" or edges.leave != "none")
 
     weights = [p for p in plan.blueprint.parameters_of(part) if len(p.shape) > 1]
@@ -96,7 +96,8 @@ def compose(plan: UnitPlan, comms: Comms, part: str) -> dict[str, Around]:
     return found | {use: around(use, plan.model.vocab) for use in ("vocab", "lookup", "statistics", "shared key")}
 
 
-def _redistribution(edge: tensor.Redistribution, comms: Comms, part: str, width: int) -> Redistribute:
+def redistribution(edge: tensor.Redistribution, comms: Comms, part: str, width: int = 0) -> Redistribute:
+    """The communication of an edge. width: outputs of the map, where these are gathered."""
     if edge == "gather outputs":
         return GatherOutputs(comms, part, width)
     return LOCAL if edge == "none" else _CLASSES[edge](comms, part)

@@ -25,7 +25,7 @@ from shardwise.layout.axes import PP, Axes
 from shardwise.layout.units import Backend
 from shardwise.report.step_report import LedgerRow, Phase, TransportRow
 from shardwise.runtime.job.pulse import Pulse
-from shardwise.runtime.transport.adding import Target
+from shardwise.runtime.transport.adding import Target, add_up
 from shardwise.runtime.transport.buffers import ByteCounter, Workspace
 from shardwise.runtime.transport.process_group import ProcessGroupTransport
 from shardwise.runtime.transport.protocol import DONE, Realization, Transport, Work
@@ -374,6 +374,13 @@ class Comms:
         full: flat, its size divisible by the group's; its content is undefined afterwards. In memory of `allocate` it
         may be written again after `wait_readers`. done: called when the piece is there.
         """
+        if axes not in self._transports:
+            target = into()
+            if target.adds or target.tensor.data_ptr() != full.data_ptr():
+                add_up([full], target, None)
+            if done is not None:
+                done()
+            return DONE
         start, at_once = partial(self._transports[axes].reduce_scatter, full, into), not (later and self.overlap)
         return self._start("reduce_scatter", axes, unit, full, start, at_once, finish=done, into=into)
 

@@ -146,16 +146,12 @@ class FlatUnit:
 def local_values(placed: Placed, start: int, stop: int, values: Values, device: torch.device) -> Tensor:
     """Values of elements [start, stop) of a parameter's local flat tensor; zero where it is padding."""
     local = torch.arange(start, stop, device=device)
-    if placed.dim is None:
+    if not placed.dims:
         return values(placed.parameter, local)
     columns = placed.shape[1] if len(placed.shape) == 2 else 1
-    row, column = local // columns, local % columns
-    if placed.dim == 0:
-        row = row + placed.start
-        valid = row < placed.stop
-    else:
-        column = column + placed.start
-        valid = column < placed.stop
+    (top, bottom), (left, right) = (*placed.box, (0, 1))[:2]
+    row, column = local // columns + top, local % columns + left
+    valid = (row < bottom) & (column < right)
     global_columns = placed.parameter.shape[1] if len(placed.shape) == 2 else 1
     index = (row * global_columns + column).clamp_(max=placed.parameter.numel - 1)
     return torch.where(valid, values(placed.parameter, index), 0.0)

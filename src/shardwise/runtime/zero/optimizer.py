@@ -115,6 +115,17 @@ class Optimizer:
                     weight.copy_(master)
                 del own  # before the next one is made
 
+    def shift(self, unit: str, name: str, change: Tensor) -> None:
+        """Add `change`, a vector that every rank has, to a parameter that no gradient moves."""
+        state = next(state for state in self.states if state.flat.unit.name == unit)
+        for start, placed in zip(state.flat.unit.offsets, state.flat.unit.placed, strict=True):
+            a, b = max(start, state.flat.start), min(start + placed.numel, state.flat.stop)
+            if placed.name == name and a < b:
+                here = slice(a - state.flat.start, b - state.flat.start)
+                state.master[here].add_(change[a - start : b - start].to(state.master))
+                if state.master is not state.flat.interval:
+                    state.flat.interval[here].copy_(state.master[here])
+
     def owned(self) -> list[Tensor]:
         """The tensors that count as optimizer state."""
         return [tensor for state in self.states for tensor in state.owned()]

@@ -55,11 +55,12 @@ def _of_rank(model: ModelConfig, mesh: Mesh, rank: int) -> Iterator[ParameterSha
             yield ParameterShard(
                 rank, name, "flat" if held else "nothing", start, stop, held, _boxes(placed, start, stop)
             )
-        elif placed.dim is None:
+        elif not placed.dims:
             yield ParameterShard(rank, name, "whole", 0, size, size, _boxes(placed, 0, size))
         else:
-            how = "rows" if placed.dim == 0 else "columns"
-            yield ParameterShard(rank, name, how, placed.start, placed.stop, size, _boxes(placed, 0, size))
+            dim = placed.dims[0]
+            how = "rows" if dim == 0 else "columns"
+            yield ParameterShard(rank, name, how, *placed.box[dim], size, _boxes(placed, 0, size))
 
 
 def _boxes(placed: Placed, start: int, stop: int) -> tuple[Box, ...]:
@@ -80,11 +81,9 @@ def _boxes(placed: Placed, start: int, stop: int) -> tuple[Box, ...]:
 def _box(placed: Placed, top: int, bottom: int, left: int, right: int) -> Box:
     """Rows [top, bottom) and columns [left, right) of a slice, in the whole matrix; padding is left out."""
     rows, columns = placed.parameter.shape
-    cut = placed.stop - placed.start
-    if placed.dim == 0:
-        top, bottom = (placed.start + min(row, cut) for row in (top, bottom))
-    elif placed.dim == 1:
-        left, right = (placed.start + min(column, cut) for column in (left, right))
+    (first, last), (start, stop) = placed.box
+    top, bottom = (min(first + row, last) for row in (top, bottom))
+    left, right = (min(start + column, stop) for column in (left, right))
     return left / columns, top / rows, (right - left) / columns, (bottom - top) / rows
 
 

@@ -1,0 +1,151 @@
+"""The way of tokens to experts on other ranks and back.
+
+Which tokens a rank routes follows from the layout. Where tensor parallelism splits experts as it splits all else, every
+rank of a tensor-parallel group routes all of the group's tokens, which enter and leave as those of a dense block do.
+Else each routes its own: its shard of the residual stream, or an equal part of the tokens that all of the group have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise.layout.axes import CP, EP, STAGE, TP, Axes
+from shardwise.layout.experts import gathers_sequences, load_axes, slices_tokens
+from shardwise.layout.tensor import edges
+from shardwise.layout.units import UnitPlan
+from shardwise.ops.context import COMPLETE, Pending
+from shardwise.ops.exchange import TokenExchange
+from shardwise.runtime.context.view import local_places
+from shardwise.runtime.tensor.redistribute import redistribution
+from shardwise.runtime.transport.comms import Comms
+
+
+class RankExchange(TokenExchange):
+    """The exchange of one part of the model on one rank."""
+
+    def __init__(self, plan: UnitPlan, comms: Comms, part: str) -> None:
+        share = 1 / plan.workload.batch if plan.trains else 0.0
+        super().__init__(plan.workload.seq, share / (plan.layout.tp if gathers_sequences(plan.layout) else 1))
+        self.plan, self.comms, self.part = plan, comms, part
+        table = edges(plan.layout)
+        self._enter = redistribution(table["column"].enter, comms, part)
+        self._leave = redistribution(table["row"].leave, comms, part)
+        self._slices, self._whole = slices_tokens(plan.layout), gathers_sequences(plan.layout)
+        self._places: dict[int, list[Tensor]] = {}
+
+    # -- the residual stream and the rows of this rank
+
+    def enter(self, x: Tensor) -> Tensor:
+        if self._slices:
+            return self._slice(x.flatten(0, 1))
+        return (self._enter.forward(x) if self._whole else x).flatten(0, 1)
+
+    def enter_backward(self, grad: Tensor, like: Tensor) -> tuple[Tensor, Pending]:
+        if self._slices:
+            return self._joined(grad, like), COMPLETE
+        if not self._whole:
+            return grad.view_as(like), COMPLETE
+        return self._enter.backward(grad.view(len(like), -1, like.shape[2]))
+
+    def leave(self, rows: Tensor, like: Tensor) -> Tensor:
+        if self._slices:
+            return self._joined(rows, like)
+        if not self._whole:
+            return rows.view_as(like)
+        return self._leave.forward(rows.view(len(like), -1, like.shape[2]))
+
+    def leave_backward(self, grad: Tensor) -> Tensor:
+        if self._slices:
+            return self._slice(grad.flatten(0, 1))
+        return (self._leave.backward(grad)[0] if self._whole else grad).flatten(0, 1)
+
+    def _slice(self, tokens: Tensor) -> Tensor:
+        """This rank's part of tokens that all tensor-parallel ranks have. The last parts may be shorter."""
+        each = -(-len(tokens) // self.plan.layout.tp)
+        return tokens[self.plan.tp_rank * each : (self.plan.tp_rank + 1) * each]
+
+    def _joined(self, rows: Tensor, like: Tensor) -> Tensor:
+        """All parts end to end."""
+        tokens = like.shape[0] * like.shape[1]
+        each = -(-tokens // self.plan.layout.tp)
+        padded = F.pad(rows, (0, 0, 0, each - len(rows))) if len(rows) < each else rows
+        whole = self.comms.gather_dim(padded, 0, TP, self.part)
+        return whole[:tokens].view_as(like)
+
+    # -- whole sequences
+
+    def places(self, batch: int) -> Tensor:
+        return self._of_ranks(batch)[self.comms.index(self._sequence_axes)]
+
+    @cached_property
+    def _sequence_axes(self) -> Axes:
+        """Axes of the ranks that route tokens of the same sequences."""
+        return CP if self._whole else CP + TP
+
+    def _of_ranks(self, batch: int) -> list[Tensor]:
+        """`places` of each rank along the axes of a sequence."""
+        if batch not in self._places:
+            plan, cut = self.plan, self.plan.sequence
+            found = []
+            for cp_rank in range(plan.layout.cp):
+                where = local_places(cut, cp_rank, torch.device("cpu")) if cut.cp > 1 else torch.arange(cut.seq)
+                stream = where.expand(batch, -1) + cut.seq * torch.arange(batch)[:, None]
+                stream = torch.where(where < cut.seq, stream, -1)
+                if self._whole:
+                    found.append(stream.flatten())
+                elif plan.layout.sp:
+                    found += [shard.flatten() for shard in stream.chunk(plan.layout.tp, 1)]
+                else:
+                    each = -(-stream.numel() // plan.layout.tp)
+                    parts = stream.flatten().split(each)
+                    found += [*parts, *[parts[0][:0]] * (plan.layout.tp - len(parts))]
+            self._places[batch] = found
+        return self._places[batch]
+
+    def everywhere(self, chosen: Tensor, batch: int) -> Tensor:
+        places = self._of_ranks(batch)
+        most = max(map(len, places))
+        padded = F.pad(chosen, (0, 0, 0, most - len(chosen)))
+        pieces = self.comms.gather_dim(padded, 0, self._sequence_axes, self.part).unflatten(0, (-1, most))
+        whole = chosen.new_zeros(batch * self.seq, chosen.shape[1])
+        for piece, where in zip(pieces, places, strict=True):
+            real = where >= 0
+            whole[where[real].to(whole.device)] = piece[: len(where)][real.to(whole.device)]
+        return whole
+
+    def sum_loads(self, loads: Tensor, scope: str) -> Tensor:
+        if scope == "global":
+            loads = loads.sum(0, keepdim=True)
+        self.comms.all_reduce(loads, load_axes(self.plan.layout) if scope == "global" else self._sequence_axes, self.part)
+        return loads
+
+    @property
+    def sequences(self) -> int:
+        return self.plan.layout.dp
+
+    # -- between ranks
+
+    def counts(self, sent: Tensor) -> tuple[Sequence[int], Tensor]:
+        ranks = self.comms.size(EP)
+        theirs = torch.empty_like(sent)
+        self.comms.all_to_all(theirs, sent, EP, self.part)
+        both = torch.stack([sent, theirs]).cpu().unflatten(1, (ranks, -1))
+        return both[0].sum(1).tolist(), both[1]
+
+    def to_experts(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        return self._exchange(rows, sent, received)
+
+    def to_tokens(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        return self._exchange(rows, received, sent)
+
+    def _exchange(self, rows: Tensor, given: Sequence[int], taken: Sequence[int]) -> Tensor:
+        if self.comms.size(EP) == 1:
+            return rows
+        out = rows.new_empty(sum(taken), rows.shape[1])
+        self.comms.all_to_all(out, rows.contiguous(), EP, self.part, sent=given, received=taken)
+        return out
