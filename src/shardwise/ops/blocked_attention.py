@@ -1,5 +1,5 @@
-"""Attention with soft caps, windows or, on a CPU, values narrower than keys, which torch's fused kernels lack, in blocks
-of queries.
+"""Attention in blocks of queries, for what torch's fused kernels lack: soft caps, windows and, on a CPU, values
+narrower than keys.
 
 Saves queries, keys, values and the output, as a fused kernel does; backward recomputes the probabilities. Keys that no
 query of a block sees (later ones, and ones before the window) are left out.

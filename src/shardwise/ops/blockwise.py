@@ -2,8 +2,8 @@
 
 Each kernel's backward takes the output and the log-sum-exp over *all* keys of a query, and then gives this block's part
 of the gradients. Shapes: q and its gradient [B, S, H, D], out [B, S, H, V]; k [B, T, K, D] and v [B, T, K, V] with K
-dividing H; the log-sum-exp [B, H, S], in fp32 for bf16. That of a query that sees no key of a block is so low that the block has no
-weight.
+dividing H; the log-sum-exp [B, H, S], in fp32 for bf16. That of a query that sees no key of a block is so low that the
+block has no weight.
 """
 
 from __future__ import annotations

@@ -119,8 +119,8 @@ def _no_wait() -> None:
 
 
 class _Attention(torch.autograd.Function):
-    """softmax(q kᵀ) v over the whole sequence. q: [B, S / cp, H, D]; k: [B, S / cp, K, D]; v: [B, S / cp, K, V]; returns
-    [B, S / cp, H, V]."""
+    """softmax(q kᵀ) v over the whole sequence. q: [B, S / cp, H, D]; k: [B, S / cp, K, D]; v: [B, S / cp, K, V];
+    returns [B, S / cp, H, V]."""
 
     @staticmethod
     def forward(

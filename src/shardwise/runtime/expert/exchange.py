@@ -8,14 +8,13 @@ Else each routes its own: its shard of the residual stream, or an equal part of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.layout.axes import CP, EP, STAGE, TP, Axes
-from shardwise.layout.experts import gathers_sequences, load_axes, slices_tokens
+from shardwise.layout.axes import EP, TP
+from shardwise.layout.experts import gathers_sequences, load_axes, sequence_axes, slice_of, slices_tokens
 from shardwise.layout.tensor import edges
 from shardwise.layout.units import UnitPlan
 from shardwise.ops.context import COMPLETE, Pending
@@ -35,6 +34,7 @@ class RankExchange(TokenExchange):
         table = edges(plan.layout)
         self._enter = redistribution(table["column"].enter, comms, part)
         self._leave = redistribution(table["row"].leave, comms, part)
+        self._sequence = sequence_axes(plan.layout)
         self._slices, self._whole = slices_tokens(plan.layout), gathers_sequences(plan.layout)
         self._places: dict[int, list[Tensor]] = {}
 
@@ -66,13 +66,13 @@ class RankExchange(TokenExchange):
 
     def _slice(self, tokens: Tensor) -> Tensor:
         """This rank's part of tokens that all tensor-parallel ranks have. The last parts may be shorter."""
-        each = -(-len(tokens) // self.plan.layout.tp)
+        each = slice_of(self.plan.layout, len(tokens))
         return tokens[self.plan.tp_rank * each : (self.plan.tp_rank + 1) * each]
 
     def _joined(self, rows: Tensor, like: Tensor) -> Tensor:
         """All parts end to end."""
         tokens = like.shape[0] * like.shape[1]
-        each = -(-tokens // self.plan.layout.tp)
+        each = slice_of(self.plan.layout, tokens)
         padded = F.pad(rows, (0, 0, 0, each - len(rows))) if len(rows) < each else rows
         whole = self.comms.gather_dim(padded, 0, TP, self.part)
         return whole[:tokens].view_as(like)
@@ -80,12 +80,7 @@ class RankExchange(TokenExchange):
     # -- whole sequences
 
     def places(self, batch: int) -> Tensor:
-        return self._of_ranks(batch)[self.comms.index(self._sequence_axes)]
-
-    @cached_property
-    def _sequence_axes(self) -> Axes:
-        """Axes of the ranks that route tokens of the same sequences."""
-        return CP if self._whole else CP + TP
+        return self._of_ranks(batch)[self.comms.index(self._sequence)]
 
     def _of_ranks(self, batch: int) -> list[Tensor]:
         """`places` of each rank along the axes of a sequence."""
@@ -101,8 +96,7 @@ class RankExchange(TokenExchange):
                 elif plan.layout.sp:
                     found += [shard.flatten() for shard in stream.chunk(plan.layout.tp, 1)]
                 else:
-                    each = -(-stream.numel() // plan.layout.tp)
-                    parts = stream.flatten().split(each)
+                    parts = stream.flatten().split(slice_of(plan.layout, stream.numel()))
                     found += [*parts, *[parts[0][:0]] * (plan.layout.tp - len(parts))]
             self._places[batch] = found
         return self._places[batch]
@@ -111,7 +105,7 @@ class RankExchange(TokenExchange):
         places = self._of_ranks(batch)
         most = max(map(len, places))
         padded = F.pad(chosen, (0, 0, 0, most - len(chosen)))
-        pieces = self.comms.gather_dim(padded, 0, self._sequence_axes, self.part).unflatten(0, (-1, most))
+        pieces = self.comms.gather_dim(padded, 0, self._sequence, self.part).unflatten(0, (-1, most))
         whole = chosen.new_zeros(batch * self.seq, chosen.shape[1])
         for piece, where in zip(pieces, places, strict=True):
             real = where >= 0
@@ -121,7 +115,8 @@ class RankExchange(TokenExchange):
     def sum_loads(self, loads: Tensor, scope: str) -> Tensor:
         if scope == "global":
             loads = loads.sum(0, keepdim=True)
-        self.comms.all_reduce(loads, load_axes(self.plan.layout) if scope == "global" else self._sequence_axes, self.part)
+        axes = load_axes(self.plan.layout) if scope == "global" else self._sequence
+        self.comms.all_reduce(loads, axes, self.part)
         return loads
 
     @property

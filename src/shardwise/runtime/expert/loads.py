@@ -8,15 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.decoder.experts import Mixture, bias_step
-from shardwise.layout.experts import load_axes
+from shardwise.layout.experts import LOADS, RoutedRows, load_axes
 from shardwise.layout.units import UnitPlan
 from shardwise.model.config import Experts
 from shardwise.ops.experts import RoutedForm
 from shardwise.runtime.transport.comms import Comms
 from shardwise.runtime.zero.optimizer import Optimizer
-
-LOADS = "expert loads"
-"""Name of the sum of a step's loads in a ledger."""
 
 
 class ExpertLoad(NamedTuple):
@@ -42,12 +39,17 @@ class ExpertLoads:
         }
         self.latest: dict[str, ExpertLoad] = {}
         """Part -> its load in the step before."""
+        self.routed: RoutedRows | None = None
+        """Rows that were exchanged in it."""
 
     def finish_step(self, optimizer: Optimizer) -> None:
         """After the optimizer's step: sum the loads over ranks, and move the biases that follow them."""
         if not self.forms:
             return
         sums = self._summed()
+        self.routed = RoutedRows.of({part: form.exchanged for part, (_, form) in self.forms.items()})
+        for _, form in self.forms.values():
+            form.exchanged = []
         self.latest = {}
         for (part, (_, form)), summed in zip(self.forms.items(), sums, strict=True):
             tokens, (dropped, loss) = summed[:-2], summed[-2:].tolist()
