@@ -283,6 +283,11 @@ class ModelConfig:
         return self.latent_attention.v_head_dim if self.latent_attention else self.head_dim
 
     @property
+    def narrow_values(self) -> bool:
+        """Whether values are narrower than keys."""
+        return self.value_dim < self.head_dim
+
+    @property
     def q_width(self) -> int:
         """Width of all query heads together."""
         return self.heads * self.head_dim

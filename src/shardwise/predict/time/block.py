@@ -247,9 +247,9 @@ def _rotation(tally: PartSeconds, operation: Elementwise, shape: Shape, engine: 
 
 
 def _low_ranks(tally: PartSeconds, operation: Elementwise, shape: Shape, engine: EngineProfile) -> None:
-    """Norms of both low ranks, and laying out heads whose rotated part is shared."""
+    """Norms of both low ranks; or laying out heads whose rotated part is shared."""
     moved = _moved(operation, shape)
-    tally.memory(2 * moved, 3 * moved, (4, 6))
+    tally.memory(2 * moved, 3 * moved, (2, 3))
 
 
 def _attention_core(tally: PartSeconds, core: AttentionCore, shape: Shape, engine: EngineProfile) -> None:
@@ -383,6 +383,7 @@ _ELEMENTWISE: dict[str, Callable[[PartSeconds, Elementwise, Shape, EngineProfile
     "scale": _scale,
     "soft cap": _soft_cap,
     "low ranks": _low_ranks,
+    "shared key": _low_ranks,
     "bias gradients": _bias_gradients,
     "split heads": _split_heads,
     "rotation": _rotation,
