@@ -14,16 +14,17 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 
 import shardwise.predict.time
-from shardwise.predict.time import kernels, network, ranges
+from shardwise.predict.time import kernels, network
 from shardwise.predict.time.constants import _entry as stored_entry
 from shardwise.predict.time.constants import _file as stored_file
 from shardwise.predict.time.constants import constants, uncertainty
+from shardwise.validation.scoreboard.mixtures import fit_routed, range_of, with_experts
 from shardwise.validation.scoreboard.rows import PublishedCase, cases, read
 from shardwise.validation.scoreboard.score import Prediction, predict
 
@@ -175,32 +176,15 @@ RANGES = {
 """Uncertainty -> bounds: none is believed to be smaller than its lower one."""
 
 
-def range_of(one: Prediction) -> ranges.Range:
-    """The range of a row with the uncertainties at hand."""
-    known, routed = constants(one.case.cluster.device), one.case.kind == "train" and bool(one.case.model.experts)
-    return ranges.time_range(one.parts, known, len(one.case.assumed), routed)
-
-
-def fit_routed(found: Sequence[Prediction], sigma: dict[str, float]) -> float:
-    """The least uncertainty of experts' routing, in hundredths, with which four in five of their rows are inside."""
-    rows = [one for one in found if one.case.kind == "train" and one.case.model.experts]
-    for percent in range(1, 100):
-        ranges.uncertainty = partial(dict, sigma, routed=percent / 100)
-        if np.mean([one.inside for one in (replace(row, range=range_of(row)) for row in rows)]) >= 0.8:
-            return percent / 100
-    return 1.0
-
-
 def fit_ranges(found: Sequence[Prediction]) -> dict[str, float]:
     """Uncertainties that hold 82% of the rows of each source on average, as even and as narrow as one set can."""
 
     def held(sigma: dict[str, float]) -> tuple[dict[str, float], float]:
         """Source -> share of rows inside, and the mean width over sources."""
-        ranges.uncertainty = lambda: sigma
         inside: dict[str, list[bool]] = {}
         widths: dict[str, list[float]] = {}
         for one in found:
-            around = range_of(one)
+            around = range_of(one, sigma)
             inside.setdefault(one.case.source, []).append(bool(around.low <= one.measured <= around.high))
             widths.setdefault(one.case.source, []).append(around.width)
         shares = {source: float(np.mean(rows)) for source, rows in inside.items()}
@@ -222,7 +206,7 @@ def fit_ranges(found: Sequence[Prediction]) -> dict[str, float]:
                 if (value := loss(tried)) < best - 1e-6:
                     best, sigma, moved = value, tried, True
         step = step if moved else step / 2
-    sigma["routed"] = fit_routed(found, sigma)
+    sigma["routed"] = fit_routed(with_experts(found), sigma)
     shares, width = held(sigma)
     print("coverage", {source: round(share, 2) for source, share in shares.items()}, f"width {width:.2f}", flush=True)
     return sigma

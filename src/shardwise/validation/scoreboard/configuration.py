@@ -191,7 +191,7 @@ def model_of(row: Row, assumed: list[str]) -> ModelConfig:
         positions="rope" if gated else "learned",
         activation="silu" if gated else "gelu",
         gated=gated,
-        bias="none" if gated or foundry else "all",
+        bias="all" if name.startswith("GPT OSS") else "none" if gated or foundry else "all",
         qk_norm=name.startswith("Qwen3"),
         tied=not gated and not bridge,
         experts=experts,
