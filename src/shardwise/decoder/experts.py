@@ -123,6 +123,10 @@ class Router(nn.Module):
 class ExpertWeights(nn.Module):
     """Weights of all experts, a [hidden, ffn] matrix for each, end to end: gate, up, down [E hidden, ffn]."""
 
+    gate: nn.Parameter
+    up: nn.Parameter
+    down: nn.Parameter
+
     def __init__(self, config: ModelConfig, experts: Experts) -> None:
         super().__init__()
         self.hidden, self.width = config.hidden, experts.ffn
@@ -137,7 +141,9 @@ class ExpertWeights(nn.Module):
     def forward(self, x: Tensor, routing: Routing, takes: Tensor) -> Tensor:
         """Weighted sum of the outputs of each token's experts: [T, hidden]. takes: bool [T, k], which of them count."""
         y = torch.zeros_like(x, dtype=routing.weights.dtype)
-        for number, (gate, up, down) in enumerate(zip(*self.matrices(), strict=True)):
+        gates, ups, downs = self.matrices()
+        for number in range(len(gates)):
+            gate, up, down = gates[number], ups[number], downs[number]
             token, slot = torch.where((routing.chosen == number) & takes)
             rows = x[token]
             out = (self.activation(rows @ gate) * (rows @ up)) @ down.t()

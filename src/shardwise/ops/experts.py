@@ -135,38 +135,36 @@ class _Routed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, form: RoutedForm, x: Tensor, *leaves: Tensor) -> Tensor:
         rows = form.exchange.enter(x)
-        routing = form.router(rows)
-        chosen, weights = routing.chosen, routing.weights
-        del routing
+        chosen, weights = form.router(rows)[:2]
         takes = form.takes(chosen, len(x))
         a = form.assign(chosen, takes)
-        own, (gate_w, up_w, down_w) = form.to_experts(rows[a.order // form.e.active], a), form.weights.matrices()
+        own = form.to_experts(rows[a.order // form.e.active], a)
+        del rows
+        gate_w, up_w, down_w = form.weights.matrices()
         gate, up = grouped_product(own, gate_w, a.ends), grouped_product(own, up_w, a.ends)
         out = grouped_product(form.weights.activation(gate).mul_(up), down_w.transpose(1, 2), a.ends)
-        out = form.to_tokens(out, a)
-        returned = _of_pairs(out, a.order, chosen)
+        returned = _of_pairs(form.to_tokens(out, a), a.order, chosen)
+        del out
         y = (returned * weights[..., None]).sum(1).to(x.dtype)
-        ctx.form, ctx.assignment, ctx.partly = form, a, takes is not None
-        ctx.save_for_backward(x, chosen, own, gate, up, returned, *([] if takes is None else [takes]), *leaves)
+        ctx.form, ctx.sent, ctx.received, ctx.ends = form, a.sent, a.received, a.ends
+        ctx.save_for_backward(x, chosen, own, gate, up, returned, takes, a.order, a.arrival, *leaves)
         return form.exchange.leave(y, x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         form: RoutedForm = ctx.form
-        a: Assignment = ctx.assignment
-        x, chosen, own, gate, up, returned, *rest = ctx.saved_tensors
-        takes = rest[0] if ctx.partly else None
+        x, chosen, own, gate, up, returned, takes, order, arrival, *_ = ctx.saved_tensors
+        a = Assignment(order, ctx.sent, ctx.received, arrival, ctx.ends)
         dy = form.exchange.leave_backward(grads[0])
         weight_grads = torch.einsum("th,tkh->tk", dy.to(_wide(dy)), returned.to(_wide(dy)))
-        del returned
-        rows = form.exchange.enter(x)
-        weights, drows = _router_backward(form, rows, chosen, takes, weight_grads, len(x))
-        pairs = dy[a.order // form.e.active] * weights.flatten()[a.order, None].to(dy.dtype)
-        dout = form.to_experts(pairs, a)
-        form.exchanged.append((len(a.order), len(own)))
+        weights, drows = _router_backward(form, form.exchange.enter(x), chosen, takes, weight_grads, len(x))
+        dout = form.to_experts(dy[order // form.e.active].mul_(weights.flatten()[order, None]), a)
+        del dy
+        form.exchanged.append((len(order), len(own)))
         down = _experts_backward(form, a, own, gate, up, dout)
-        back = form.to_tokens(down, a)
-        drows += _of_pairs(back, a.order, chosen).sum(1)
+        del dout
+        drows += _of_pairs(form.to_tokens(down, a), order, chosen).sum(1)
+        del down
         dx, pending = form.exchange.enter_backward(drows, x)
         pending.wait()
         return None, dx, None, None, None, None
@@ -185,7 +183,7 @@ def _of_pairs(rows: Tensor, order: Tensor, chosen: Tensor) -> Tensor:
 def _router_backward(
     form: RoutedForm, rows: Tensor, chosen: Tensor, takes: Tensor | None, weight_grads: Tensor, batch: int
 ) -> tuple[Tensor, Tensor]:
-    """(weights of the pairs, gradient of the rows through the router). Adds the router's own gradient, and the loads."""
+    """(weights of the pairs, gradient of the rows through the router). Adds the router's own gradient, and loads."""
     e, router, places = form.e, form.router, form.exchange.places(batch).to(rows.device)
     sequences = places.clamp(min=0) // form.exchange.seq
     loads = counts(chosen, sequences, batch, e, places >= 0)
@@ -208,9 +206,7 @@ def _router_backward(
     return routing.weights.detach(), drows
 
 
-def _experts_backward(
-    form: RoutedForm, a: Assignment, own: Tensor, gate: Tensor, up: Tensor, dout: Tensor
-) -> Tensor:
+def _experts_backward(form: RoutedForm, a: Assignment, own: Tensor, gate: Tensor, up: Tensor, dout: Tensor) -> Tensor:
     """The gradient of the experts' rows; those of their weights are added where they stay, now or later."""
     module = form.weights
     gate_w, up_w, down_w = module.matrices()

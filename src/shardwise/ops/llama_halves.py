@@ -19,6 +19,7 @@ from torch import Tensor
 
 from shardwise.decoder import Batch
 from shardwise.decoder.attention import rotate
+from shardwise.decoder.feed_forward import GatedMLP
 from shardwise.decoder.llama import LlamaBlock
 from shardwise.decoder.modules import RMSNorm, rms_norm, rms_norm_backward
 from shardwise.ops.context import OpContext
@@ -33,6 +34,7 @@ class _Parts:
     """Constants of the functions of one block."""
 
     def __init__(self, block: LlamaBlock, at: OpContext) -> None:
+        assert isinstance(block.mlp, GatedMLP)
         self.qkv = FusedLinear.of(block.attention.qkv, at, "attention.qkv")
         self.gate_up = FusedLinear.of(block.mlp.gate_up, at, "mlp.gate_up")
         self.heads = [rows // block.attention.head_dim for rows in self.qkv.rows]
