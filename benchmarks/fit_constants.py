@@ -4,7 +4,8 @@
 
 One set for each family of devices, never one for a source: the loss is the mean over sources of their mean absolute
 error. `--cross` fits again without each source in turn and prints that source's error. `--write` puts values and
-the uncertainties of `ranges` into predict/time/devices.json. A quarter of an hour on one core.
+the uncertainties of `ranges` into predict/time/devices.json. A quarter of an hour on one core. Models with experts are
+scored, never fitted on, but for the uncertainty of their own (`--routed` fits that alone).
 """
 
 from __future__ import annotations
@@ -87,10 +88,10 @@ def remember() -> None:
             products[key] = alone(self, *shape)
         return products[key]
 
-    def curve(self, op, ranks, stride):
-        key = (repr(self._cluster), op, ranks, stride, self.base)
+    def curve(self, op, ranks, stride, schedule):
+        key = (repr(self._cluster), op, ranks, stride, schedule, self.base)
         if key not in curves:
-            curves[key] = sampled(self, op, ranks, stride)
+            curves[key] = sampled(self, op, ranks, stride, schedule)
         return curves[key]
 
     kernels.Kernels._isolated, network.Collectives._sampled = isolated, curve
@@ -106,7 +107,6 @@ def errors(rows: Sequence[PublishedCase], name: str, values: dict[str, float]) -
     found, _ = predict(rows, lambda known: known.with_values(**values) if known.family == name else known)
     sources: dict[str, list[float]] = {}
     for one in found:
-        # Mixtures of experts are reported, not fitted: what their kernels and routing do is not known row by row.
         sources.setdefault(one.case.source, []).append(min(abs(one.error), 1.0))
     return {source: float(np.mean(off)) for source, off in sources.items()}
 
@@ -219,16 +219,22 @@ def main() -> None:
     parser.add_argument("--cross", action="store_true")
     parser.add_argument("--seconds", type=float, default=300, help="for each fit")
     parser.add_argument("--ranges", action="store_true", help="fit the ranges only")
+    parser.add_argument("--routed", action="store_true", help="fit the uncertainty of models with experts only")
     parser.add_argument("--family", action="append", choices=list(FITTED))
     args = parser.parse_args()
     remember()
     rows = [case for table in args.tables for case in cases(read(table))[0]]
     told = json.loads(FILE.read_text(encoding="utf-8"))
-    for name in [] if args.ranges else args.family or FITTED:
+    for name in [] if args.ranges or args.routed else args.family or FITTED:
         fit_family(name, [row for row in rows if family(row.cluster.device) == name], told, args)
-    if args.write:
+    if args.routed:
+        fitted = {"routed": fit_routed(with_experts(predict(rows)[0]), uncertainty())}
+        print(f"uncertainty of models with experts: {fitted['routed']:.2f}")
+    elif args.write:
         save(told)
-        told["ranges"]["values"] = {k: round(v, 4) for k, v in fit_ranges(predict(rows)[0]).items()}
+        fitted = fit_ranges(predict(rows)[0])
+    if args.write:
+        told["ranges"]["values"] |= {name: round(value, 4) for name, value in fitted.items()}
         save(told)
 
 
