@@ -15,9 +15,17 @@ SIZES = st.integers(1, 40)
 
 
 @st.composite
+def latents(draw):
+    nope, rope = draw(SIZES), 2 * draw(SIZES)
+    q_rank, values = draw(st.integers(0, 9)), draw(st.integers(1, nope + rope))
+    return LatentAttention(q_rank, draw(SIZES), nope, rope, values)
+
+
+@st.composite
 def models(draw):
     """Small models of every kind, also those that are only counted."""
     kv_heads, groups = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    latent = draw(st.none() | latents())
     layers = draw(st.integers(1, 5))
     count = draw(st.integers(1, 6))
     experts = st.builds(
@@ -34,11 +42,11 @@ def models(draw):
         vocab=draw(SIZES),
         hidden=draw(SIZES),
         layers=layers,
-        heads=kv_heads * groups,
+        heads=kv_heads if latent else kv_heads * groups,
         ffn=draw(SIZES),
         max_positions=draw(SIZES),
         kv_heads=kv_heads,
-        head_dim=2 * draw(st.integers(1, 8)),
+        head_dim=0 if latent else 2 * draw(st.integers(1, 8)),
         norm=draw(st.sampled_from(["rmsnorm", "layernorm"])),
         positions=draw(st.sampled_from(["rope", "learned", "alibi"])),
         gated=draw(st.booleans()),
@@ -47,7 +55,7 @@ def models(draw):
         tied=draw(st.booleans()),
         embedding_norm=draw(st.booleans()),
         experts=draw(st.none() | experts),
-        latent_attention=draw(st.none() | st.builds(LatentAttention, SIZES, SIZES, SIZES, SIZES, SIZES)),
+        latent_attention=latent,
     )
 
 
@@ -57,8 +65,9 @@ def test_count_is_the_sum_over_the_list(config):
     total, blocks, active = count_parts(config)
     assert count(config) == total == sum(p.numel for p in listed)
     assert blocks == sum(p.numel for p in listed if p.part.startswith("blocks."))
-    idle = [p for p in listed if ".experts." in p.name and int(p.name.split(".")[4]) >= config.experts.active]
-    assert active == total - sum(p.numel for p in idle)
+    experts = sum(p.numel for p in listed if ".experts." in p.name)
+    idle = (config.experts.count - config.experts.active) / config.experts.count if experts else 0
+    assert active == total - round(experts * idle)
     assert sum(part.count for part in blueprint(config).of_kind("block")) == config.layers
 
 
@@ -120,6 +129,12 @@ def test_block_of_llama_2_70b_by_hand():
 
 
 def test_active_parameters_of_mixtures():
-    """12.9B (Jiang et al. 2024, section 1); 37B (DeepSeek-V3 report, abstract)."""
+    """12.9B (Jiang et al. 2024, section 1); 37B (DeepSeek-V3 report, abstract); 21B and 2.4B (DeepSeek-V2 report,
+    abstract and section B; the latter without embedding and head); 3B and 22B in the names of Qwen3's."""
     assert round(count_parts(get("mixtral-8x7b"))[2] / 1e9, 1) == 12.9
     assert count_parts(get("deepseek-v3"))[2] == pytest.approx(37e9, rel=0.02)
+    assert count_parts(get("deepseek-v2"))[2] == pytest.approx(21e9, rel=0.02)
+    lite = get("deepseek-v2-lite")
+    assert count_parts(lite)[2] - 2 * lite.vocab * lite.hidden == pytest.approx(2.4e9, rel=0.07)
+    assert count_parts(get("qwen3-30b-a3b"))[2] == pytest.approx(3.3e9, rel=0.02)
+    assert count_parts(get("qwen3-235b-a22b"))[2] == pytest.approx(22e9, rel=0.02)

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, groupby
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from shardwise.cluster import Cluster
 from shardwise.layout import pipeline
@@ -629,5 +629,5 @@ def unit_plan(
     """The plan of `rank`. Shapes are equal on all ranks; only which rows and heads a rank holds differs."""
     mesh = Mesh.of(layout, model)
     axes = {"tp_rank": TP, "pp_rank": PP, "cp_rank": CP, "ep_rank": EP}
-    places = {name: mesh.index(axis, rank) for name, axis in axes.items()}
+    places: dict[str, Any] = {name: mesh.index(axis, rank) for name, axis in axes.items()}
     return UnitPlan(model, layout, workload, backend=backend, **places)

@@ -48,6 +48,26 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class YarnScaling:
+    """Stretching of slow rotary angles by a factor (YaRN, Peng et al. 2023), as DeepSeek has it."""
+
+    factor: float
+    original_max_positions: int
+    """Positions before the stretching: angles are told apart by their rotations over these."""
+    beta_fast: float = 32.0
+    """Rotations from which on an angle is kept."""
+    beta_slow: float = 1.0
+    """Rotations up to which an angle is divided by the factor; in between it is a mixture of both."""
+    mscale: float = 1.0
+    """Attention scores are multiplied by the square of 0.1 mscale ln(factor) + 1."""
+
+    @property
+    def score_factor(self) -> float:
+        """Factor of attention scores."""
+        return (0.1 * self.mscale * math.log(self.factor) + 1.0) ** 2 if self.factor > 1 else 1.0
+
+
+@dataclass(frozen=True)
 class Experts:
     """Mixture-of-experts feed-forward: `count` routed experts of width `ffn`, `active` of them for each token.
 
@@ -86,10 +106,21 @@ class Experts:
     """Tokens that an expert takes of one sequence, over its share; later ones are dropped. 0 means no bound."""
 
     def __post_init__(self) -> None:
+        for field in ("count", "ffn"):
+            if (number := getattr(self, field)) < 1:
+                raise UserError(f"experts: {field} must be a positive integer, not {number!r}")
+        if not 1 <= self.active <= self.count:
+            raise UserError(f"a token cannot choose {self.active} of {self.count} experts")
         if self.groups < 1 or self.count % self.groups or not 1 <= self.active_groups <= self.groups:
             raise UserError(f"{self.count} experts cannot be in {self.groups} groups, {self.active_groups} active")
+        if self.active > self.count // self.groups * self.active_groups:
+            raise UserError(f"{self.active_groups} of {self.groups} groups have fewer than {self.active} experts")
         if self.bias_rate and not self.router_bias:
             raise UserError("bias_rate moves the router's bias, which router_bias=False leaves out")
+
+    def without_training(self) -> Experts:
+        """A copy with the defaults of the options that only training reads: what the weights alone are for."""
+        return replace(self, balance="sequence", balance_loss=0.0, z_loss=0.0, bias_rate=0.0, capacity=0.0)
 
     def most(self, tokens: int) -> int:
         """Tokens of a sequence that one expert takes at most."""
@@ -98,13 +129,35 @@ class Experts:
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """DeepSeek's multi-head latent attention: the ranks of its low-rank projections and its head widths."""
+    """DeepSeek's multi-head latent attention: the ranks of its low-rank projections and its head widths.
+
+    Raises `UserError` for numbers that are no widths.
+    """
 
     q_rank: int
+    """Rank of the queries' projection; 0 for one direct map (DeepSeek-V2-Lite)."""
     kv_rank: int
+    """Numbers per token that keys and values of all heads are made of."""
     nope_head_dim: int
+    """Width of the part of a head's queries and keys that is not rotated."""
     rope_head_dim: int
+    """Width of the rotated part, whose keys all heads share."""
     v_head_dim: int
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value, least = getattr(self, field.name), 0 if field.name == "q_rank" else 1
+            if type(value) is not int or value < least:
+                raise UserError(f"latent attention: {field.name} must be an integer of at least {least}, not {value!r}")
+        if self.v_head_dim > self.head_dim:
+            raise UserError(
+                f"latent attention: v_head_dim={self.v_head_dim} is wider than the queries' and keys' {self.head_dim}"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head's queries and keys."""
+        return self.nope_head_dim + self.rope_head_dim
 
 
 @dataclass(frozen=True)
@@ -129,7 +182,7 @@ class ModelConfig:
     norm_eps: float = 1e-5
     positions: Positions = "rope"
     rope_theta: float = 10000.0
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: RopeScaling | YarnScaling | None = None
     rotary_fraction: float = 1.0
     """Share of each head's width that is rotated (GPT-NeoX: 0.25)."""
     activation: Activation = "silu"
@@ -173,6 +226,13 @@ class ModelConfig:
             value = getattr(self, field)
             if type(value) is not int or value < 1:
                 raise UserError(f"model {self.name!r}: {field} must be a positive integer, not {value!r}")
+        if latent := self.latent_attention:
+            if self.head_dim not in (0, latent.head_dim) or self.kv_heads != self.heads:
+                raise UserError(
+                    f"model {self.name!r}: latent attention has head_dim={latent.head_dim}, its two parts together, "
+                    f"and kv_heads={self.heads}, as many as heads"
+                )
+            object.__setattr__(self, "head_dim", latent.head_dim)
         if not self.head_dim:
             if self.hidden % self.heads:
                 raise UserError(
@@ -194,13 +254,38 @@ class ModelConfig:
                 raise UserError(f"model {self.name!r}: {field} must be an integer of at least 0, not {value!r}")
         if not 0.0 <= self.rotary_fraction <= 1.0:
             raise UserError(f"model {self.name!r}: rotary_fraction must lie in [0, 1], not {self.rotary_fraction!r}")
-        if self.positions == "rope" and int(self.head_dim * self.rotary_fraction) % 2:
+        if self.rotated % 2:
             raise UserError(f"model {self.name!r}: the rotated part of head_dim={self.head_dim} must be even")
 
     @property
     def plain_attention(self) -> bool:
         """Whether attention is softmax(q kᵀ / sqrt(head_dim)) v over all tokens before, which fused kernels compute."""
-        return not self.score_softcap and not self.window and self.score_scale in (None, self.head_dim)
+        return not self.score_softcap and not self.window and self.score_factor == self.head_dim**-0.5
+
+    @property
+    def score_factor(self) -> float:
+        """Factor of attention scores."""
+        stretched = self.rope_scaling.score_factor if isinstance(self.rope_scaling, YarnScaling) else 1.0
+        return float((self.score_scale or self.head_dim) ** -0.5 * stretched)
+
+    @property
+    def rotated(self) -> int:
+        """Numbers of each query and key head that are rotated by their position."""
+        if self.positions != "rope":
+            return 0
+        return (
+            self.latent_attention.rope_head_dim if self.latent_attention else int(self.head_dim * self.rotary_fraction)
+        )
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a head of values, and of its output."""
+        return self.latent_attention.v_head_dim if self.latent_attention else self.head_dim
+
+    @property
+    def narrow_values(self) -> bool:
+        """Whether values are narrower than keys."""
+        return self.value_dim < self.head_dim
 
     @property
     def q_width(self) -> int:
@@ -225,8 +310,8 @@ class ModelConfig:
         """The reason why no decoder here computes this model, or None when one does."""
         if self.experts and not (self.norm == "rmsnorm" and self.norm_placement == "pre" and self.gated):
             return "experts run only in blocks with RMSNorm before a gated feed-forward"
-        if self.latent_attention:
-            return "latent attention is counted but not runnable here yet"
+        if self.latent_attention and not self._runs_latent_attention:
+            return "latent attention runs only in blocks with RMSNorm before it and RoPE, without biases and windows"
         if self.positions == "alibi":
             return "ALiBi positions are counted but not runnable here"
         if self.norm == "layernorm" and self.gated:
@@ -245,6 +330,11 @@ class ModelConfig:
             )
         return None
 
+    @property
+    def _runs_latent_attention(self) -> bool:
+        usual = self.norm == "rmsnorm" and self.norm_placement == "pre" and self.bias == "none" and not self.qk_norm
+        return usual and self.positions == "rope" and not self.window
+
     def replace(self, **changes: Any) -> ModelConfig:
         """A copy with some fields changed; derived fields (`kv_heads`, `head_dim`) are kept unless named."""
         return replace(self, **changes)
@@ -259,9 +349,10 @@ class ModelConfig:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> ModelConfig:
         """The inverse of `to_json`. Raises `UserError` on unknown or missing fields."""
-        nested = {"rope_scaling": RopeScaling, "experts": Experts, "latent_attention": LatentAttention}
-        given = {k: nested[k](**v) if k in nested and v is not None else v for k, v in data.items()}
+        scaling = YarnScaling if "mscale" in (data.get("rope_scaling") or {}) else RopeScaling
+        nested: dict[str, Any] = {"rope_scaling": scaling, "experts": Experts, "latent_attention": LatentAttention}
         try:
+            given = {k: nested[k](**v) if k in nested and v is not None else v for k, v in data.items()}
             return cls(**given)
         except TypeError as error:
             raise UserError(f"not a shardwise model description: {error}") from None

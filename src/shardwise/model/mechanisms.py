@@ -128,19 +128,24 @@ def _core(c: ModelConfig, key_width: int, value_width: int, window: int = 0) -> 
 
 def latent_attention(c: ModelConfig, a: LatentAttention) -> Pieces:
     """DeepSeek's attention; the projections to low ranks are on every tensor-parallel rank, as in Megatron-Core."""
-    keys, heads, hidden = a.nope_head_dim + a.rope_head_dim, c.heads, Width(c.hidden)
+    keys, heads, hidden = a.head_dim, c.heads, Width(c.hidden)
     up = heads * keys, heads * (a.nope_head_dim + a.v_head_dim)
-    yield from linear("attention.q_down", a.q_rank, c.hidden)
-    yield LinearOp("linear", hidden, (Width(a.q_rank),))
-    yield from norm(c, "attention.q_down_norm", a.q_rank)
-    yield from linear("attention.q_up", up[0], a.q_rank, "column", heads=heads)
-    yield LinearOp("linear", Width(a.q_rank), (Width(up[0], cut=True),))
+    if a.q_rank:
+        yield from linear("attention.q_down", a.q_rank, c.hidden)
+        yield LinearOp("linear", hidden, (Width(a.q_rank),))
+        yield from norm(c, "attention.q_down_norm", a.q_rank)
+        yield from linear("attention.q_up", up[0], a.q_rank, "column", heads=heads)
+        yield LinearOp("linear", Width(a.q_rank), (Width(up[0], cut=True),))
+    else:
+        yield from linear("attention.q", up[0], c.hidden, "column", heads=heads)
+        yield LinearOp("linear", hidden, (Width(up[0], cut=True),))
     yield from linear("attention.kv_down", a.kv_rank + a.rope_head_dim, c.hidden)
     yield LinearOp("linear", hidden, (Width(a.kv_rank + a.rope_head_dim),))
     yield from norm(c, "attention.kv_down_norm", a.kv_rank)
     yield from linear("attention.kv_up", up[1], a.kv_rank, "column", heads=heads)
     yield LinearOp("linear", Width(a.kv_rank), (Width(up[1], cut=True),))
-    yield Elementwise("low ranks", (Width(a.q_rank), Width(a.kv_rank), Width(2 * heads * keys, cut=True)))
+    yield Elementwise("low ranks", (Width(a.q_rank), Width(a.kv_rank)))
+    yield Elementwise("shared key", (Width(a.rope_head_dim), Width(2 * heads * keys, cut=True)))
     yield from _core(c, keys, a.v_head_dim)
     yield from linear("attention.out", c.hidden, heads * a.v_head_dim, "row", std=residual_std(c), heads=heads)
 
@@ -168,8 +173,8 @@ def products(c: ModelConfig, width: int, rows: Rows = "tokens", count: int = 1, 
 def mixture(c: ModelConfig) -> Pieces:
     """Router, routed experts, and shared experts, which see every token.
 
-    Weights of the routed experts are stacked, one [hidden, ffn] matrix for each: gate and up as they multiply a row from
-    the right, down transposed. So an expert is rows of them, and a part of every expert's width is columns.
+    Weights of the routed experts are stacked, one [hidden, ffn] matrix for each: gate and up as they multiply a row
+    from the right, down transposed. So an expert is rows of them, and a part of every expert's width is columns.
     """
     assert c.experts
     e = c.experts

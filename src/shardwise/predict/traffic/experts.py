@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardwise.layout.axes import EP, TP, Axes
+from shardwise.layout.axes import EP, PP, TP, Axes
 from shardwise.layout.experts import LOADS, gathers_sequences, load_axes, sequence_axes, slice_of, slices_tokens
 from shardwise.layout.units import UnitPlan
 from shardwise.model.config import Experts
@@ -54,11 +54,11 @@ def most_rows(plan: UnitPlan) -> int:
 
 
 def load_row(plan: UnitPlan) -> Iterator[Row]:
-    """The sum of the loads of a rank's mixtures after a step."""
-    mixtures = [part for part in plan.parts if plan.routes_in(part)]
+    """The sum of the loads of all mixtures after a step."""
+    mixtures = [part for part in plan.blueprint.names if plan.routes_in(part)]
     if mixtures:
         elements = len(mixtures) * (_experts(plan).count + 2)
-        yield "optimizer", "all_reduce", load_axes(plan.layout), LOADS, "float64", elements
+        yield "optimizer", "all_reduce", load_axes(plan.layout) + PP, LOADS, "float64", elements
 
 
 def _experts(plan: UnitPlan) -> Experts:

@@ -24,6 +24,11 @@ from shardwise.runtime.tensor.redistribute import redistribution
 from shardwise.runtime.transport.comms import Comms
 
 
+def even(total: int, parts: int) -> list[int]:
+    """Parts of a number that differ by one at most."""
+    return [total // parts + (part < total % parts) for part in range(parts)]
+
+
 class RankExchange(TokenExchange):
     """The exchange of one part of the model on one rank."""
 
@@ -79,6 +84,10 @@ class RankExchange(TokenExchange):
 
     # -- whole sequences
 
+    @property
+    def padded(self) -> bool:
+        return self.plan.routed_pairs < self.plan.routed_places * self.plan.model.experts.active  # type: ignore[union-attr]
+
     def places(self, batch: int) -> Tensor:
         return self._of_ranks(batch)[self.comms.index(self._sequence)]
 
@@ -103,17 +112,16 @@ class RankExchange(TokenExchange):
 
     def everywhere(self, chosen: Tensor, batch: int) -> Tensor:
         places = self._of_ranks(batch)
-        most = max(map(len, places))
+        most, end = max(map(len, places)), batch * self.seq
         padded = F.pad(chosen, (0, 0, 0, most - len(chosen)))
         pieces = self.comms.gather_dim(padded, 0, self._sequence, self.part).unflatten(0, (-1, most))
-        whole = chosen.new_zeros(batch * self.seq, chosen.shape[1])
+        whole = chosen.new_zeros(end + 1, chosen.shape[1])  # padding goes to the last row
         # Pieces come in the order of ranks, which need not be that of places.
         ranks = self.comms.mesh.group(self._sequence, self.comms.rank)
         for piece, rank in zip(pieces, sorted(ranks), strict=True):
             where = places[ranks.index(rank)]
-            real = where >= 0
-            whole[where[real].to(whole.device)] = piece[: len(where)][real.to(whole.device)]
-        return whole
+            whole.index_copy_(0, (where % (end + 1)).to(whole.device), piece[: len(where)])
+        return whole[:end]
 
     def sum_loads(self, loads: Tensor, scope: str) -> Tensor:
         # Summed in place: what is given remains this rank's.
@@ -128,12 +136,18 @@ class RankExchange(TokenExchange):
 
     # -- between ranks
 
-    def counts(self, sent: Tensor) -> tuple[Sequence[int], Tensor]:
+    def counts(self, sent: Tensor) -> tuple[Sequence[int], Sequence[Sequence[int]]]:
         ranks = self.comms.size(EP)
         theirs = torch.empty_like(sent)
         self.comms.all_to_all(theirs, sent, EP, self.part)
-        both = torch.stack([sent, theirs]).cpu().unflatten(1, (ranks, -1))
-        return both[0].sum(1).tolist(), both[1]
+        if not self.comms.moves_data:
+            expected = even(self.plan.routed_pairs, ranks)
+            return expected, [even(rows, len(sent) // ranks) for rows in expected]
+        both = torch.stack([sent, theirs]).unflatten(1, (ranks, -1)).tolist()
+        return [sum(of_rank) for of_rank in both[0]], both[1]
+
+    def kept(self, order: Tensor, takes: Tensor) -> Tensor:
+        return order[takes] if self.comms.moves_data else order[: self.plan.routed_pairs].clone()
 
     def to_experts(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         return self._exchange(rows, sent, received)

@@ -233,13 +233,14 @@ class _Run:
             self.times.append(elapsed)
             self.cpu_times.append(cpu)
         if timeline is not None and self.role is not None:
-            role = replace(self.role, transport=timeline.transport())
+            role = replace(self.role, transport=timeline.transport(self.role.ledger))
             self.roles, self.role = self._gather(role, timeline.recorded()), None
         if self.record:
             rate = self.config.workload.batch * self.config.workload.seq / elapsed
             self.record.step(
                 step=step + 1, loss=loss, grad_norm=norm, seconds=elapsed, tokens_per_s=rate, mfu=self._mfu(rate),
                 lr=learning_rate(self.config.optimizer, step, self.config.steps), recorded=measure,
+                experts=self.program.expert_loads.event(),
             )  # fmt: skip
         return loss
 
