@@ -130,13 +130,13 @@ class _Attention(torch.autograd.Function):
         for other, packed in source.around(_packed(k, v)):
             rows, columns, _ = core.cut.visible(core.rank, other)
             scores = block_scores(batch, core.core, core.cut, core.rank, other)
-            theirs = (x[:, columns] for x in _unpacked(packed, k.shape, v.shape))
-            out, lse = core.kernel.forward(q[:, rows], *theirs, scores)
+            keys, values = (x[:, columns] for x in _unpacked(packed, k.shape, v.shape))
+            out, lse = core.kernel.forward(q[:, rows], keys, values, scores)
             if merged is None:
                 merged = Merged(out, lse)
             else:
                 merged.add(rows, out, lse)
-            del packed, theirs, out, lse  # before the next ones come
+            del packed, keys, values, out, lse  # before the next ones come
         assert merged is not None
         result = merged.out(q.dtype)
         ctx.core, ctx.source, ctx.batch = core, source, batch
@@ -153,12 +153,12 @@ class _Attention(torch.autograd.Function):
             for other, packed in ctx.source.around(_packed(k, v)):
                 rows, columns, _ = core.cut.visible(core.rank, other)
                 scores = block_scores(ctx.batch, core.core, core.cut, core.rank, other)
-                theirs = (x[:, columns] for x in _unpacked(packed, k.shape, v.shape))
+                keys, values = (x[:, columns] for x in _unpacked(packed, k.shape, v.shape))
                 dq_part, *parts = core.kernel.backward(
-                    grads[0][:, rows], q[:, rows], *theirs, out[:, rows], lse[:, :, rows].contiguous(), scores
+                    grads[0][:, rows], q[:, rows], keys, values, out[:, rows], lse[:, :, rows].contiguous(), scores
                 )
                 dq[:, rows] += dq_part
-                del packed, theirs, dq_part
+                del packed, keys, values, dq_part
                 yield _placed(parts, columns, k.shape, v.shape, lse.dtype)
 
         packed = ctx.source.gradients(gradients()).to(k.dtype)
