@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from test_generation_engine import check, requests
 from torch import Tensor
 
 from harness.generation import Script
@@ -21,7 +22,6 @@ from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.model import ModelConfig
 from shardwise.predict.memory.serving import page_bytes
 from shardwise.serving.job import ServingJob, weights_in
-from test_generation_engine import check, requests
 
 NAMES = ["latent", "latent-direct"]
 LAYOUTS = ["dp=1", "tp=2", "pp=2", "tp=2,pp=2", "dp=2,zero=3", "cp=2", "tp=2,cp=2"]
