@@ -67,8 +67,8 @@ def export(
     several with an index.
 
     dtype: "bfloat16" or "float32", of every tensor but routers' biases. max_shard_bytes: of tensors in one file; a
-    larger tensor has one of its own. Raises `UserError` when no family of Hugging Face computes the model, the folder is
-    in use or cannot be written, or the checkpoint is damaged; nothing of it is left.
+    larger tensor has one of its own. Raises `UserError` when no family of Hugging Face computes the model, the folder
+    is in use or cannot be written, or the checkpoint is damaged; nothing of it is left.
     """
     folder = Path(folder)
     if dtype not in ("bfloat16", "float32"):
