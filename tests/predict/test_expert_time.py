@@ -152,6 +152,6 @@ def test_however_tp_splits_experts_a_rank_has_as_much_to_do():
     for whole, apart in (no_sp, sp):
         assert whole["experts"] == 0 < apart["experts"]
     assert sp[0]["tensor"] > 1.5 * sp[1]["tensor"]
-    assert no_sp[1]["tensor"] > 1.2 * sp[1]["tensor"]
+    assert no_sp[1]["tensor"] > sp[1]["tensor"]
     # Without tp a rank routes its own tokens: nothing of the block is between tensor-parallel ranks.
     assert parts(MIXTRAL, replace(split, dp=16, tp=1, shard=16, ep=2), ROWS)["tensor"] == 0
