@@ -9,7 +9,7 @@ from shardwise.errors import UserError
 from shardwise.predict.time import engine
 from shardwise.validation.scoreboard import PUBLISHED, cases, mixture_scores, predict, read
 from shardwise.validation.scoreboard.mixtures import HELD, coverage, fit_routed, with_experts
-from shardwise.validation.scoreboard.recipes import ENGINES, SCOPES, releases, recipe_of
+from shardwise.validation.scoreboard.recipes import ENGINES, SCOPES, recipe_of, releases
 
 ROWS = [row for row in read(PUBLISHED) if row.get("moe_experts")]
 
