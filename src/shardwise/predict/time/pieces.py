@@ -227,7 +227,7 @@ def _context(
     forward ones again (`traffic.context_rows` counts them)."""
     if not np.any(np.asarray(split.cp) > 1):
         return 0.0, 0.0
-    kv = np.maximum((model.heads if model.latent_attention else model.kv_heads) / split.tp, 1)
+    kv = np.maximum(model.kv_heads / split.tp, 1)
     head = shape.micro * split.seq * core_width(core_of(model)) * split.width  # bytes of a head, of all ranks' tokens
     again = np.where(np.asarray(split.recompute) == "none", 0, 1)
 
