@@ -16,6 +16,7 @@ from harness.space import MODELS
 from shardwise.decoder import Batch, Decoder, random
 from shardwise.decoder.attention import CoreAttention, Rope
 from shardwise.decoder.initial import initial_values
+from shardwise.decoder.latent_attention import MultiHeadLatentAttention
 from shardwise.decoder.modules import Dropout, RMSNorm
 from shardwise.errors import UserError
 from shardwise.model.config import Experts
@@ -151,6 +152,43 @@ def test_normal_numbers_do_not_depend_on_each_other() -> None:
     assert most < 5 / (len(drawn) - lags[-1]) ** 0.5
     largest = float(torch.linalg.matrix_norm(drawn.view(512, 512), 2))
     assert largest == pytest.approx(2 * 512**0.5, rel=0.05)  # of a Gaussian matrix
+
+
+@pytest.mark.parametrize("name", ["latent", "latent-direct"])
+def test_latent_attention_is_the_published_formula(name: str) -> None:
+    """DeepSeek-V2 (2405.04434), equations 37 to 47, head by head."""
+    config, b, s = MODELS[name], 2, 7
+    latent = config.latent_attention
+    assert latent is not None
+    module = MultiHeadLatentAttention(config, "attention").double()
+    for seed, p in enumerate(module.parameters()):
+        p.data = double(*p.shape, seed=seed).detach()
+    x, given = double(b, s, config.hidden, seed=99), batch(b, s)
+    q = x
+    if latent.q_rank:
+        q = F.rms_norm(x @ module.q_down.weight.T, (latent.q_rank,), module.q_down_norm.weight, config.norm_eps)
+    q = q @ (module.q_up if latent.q_rank else module.q).weight.T
+    down = x @ module.kv_down.weight.T
+    c, shared = down[..., : latent.kv_rank], rotated_pairs(down[..., latent.kv_rank :], config.rope_theta)
+    kv = F.rms_norm(c, (latent.kv_rank,), module.kv_down_norm.weight, config.norm_eps) @ module.kv_up.weight.T
+    outputs, nope = [], latent.nope_head_dim
+    for q_head, kv_head in zip(q.chunk(config.heads, -1), kv.chunk(config.heads, -1), strict=True):
+        scores = q_head[..., :nope] @ kv_head[..., :nope].mT
+        scores = (scores + rotated_pairs(q_head[..., nope:], config.rope_theta) @ shared.mT) / latent.head_dim**0.5
+        hidden = torch.ones(s, s, dtype=torch.bool).triu(1)
+        outputs.append(scores.masked_fill(hidden, -torch.inf).softmax(-1) @ kv_head[..., nope:])
+    expected = torch.cat(outputs, -1) @ module.out.weight.T
+    for kind in ("sdpa", "math"):
+        module.core.kind = kind
+        torch.testing.assert_close(module(x, given), expected, rtol=1e-10, atol=1e-10)
+
+
+def rotated_pairs(x: Tensor, theta: float) -> Tensor:
+    """x [B, S, r] with pairs (i, i + r/2) rotated by angles of position * theta^(-2i/r), as complex numbers."""
+    half = x.shape[-1] // 2
+    angles = torch.arange(x.shape[1])[:, None] * theta ** -(torch.arange(half, dtype=torch.float64) / half)
+    turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat([turned.real, turned.imag], -1)
 
 
 def test_initial_values_have_their_deviation() -> None:

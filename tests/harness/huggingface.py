@@ -58,6 +58,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**NEOX, "rotary_pct": 0.34, "use_parallel_residual": False, "tie_word_embeddings": True},
     ),
 }
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("mixtral", {**LLAMA, "num_local_experts": 5, "num_experts_per_tok": 2}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {
+            **LLAMA,
+            "head_dim": 10,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 14,
+            "norm_topk_prob": True,
+        },
+    ),
+    "qwen3_moe_plain": (
+        "qwen3_moe",
+        {**LLAMA, "num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "tie_word_embeddings": True},
+    ),
+}
+"""Mixtures of experts."""
 SEQ, BATCH, STEPS = 12, 4, 20
 
 
@@ -65,12 +84,15 @@ def pretrained(name: str, **changes: Any) -> Any:
     """A model of the family with random weights, biases and norms among them; changes: to its configuration."""
     import transformers
 
-    kind, fields = FAMILIES[name]
+    kind, fields = (FAMILIES | MIXTURES)[name]
     config = transformers.AutoConfig.for_model(kind, bos_token_id=None, eos_token_id=None, **fields | changes)
     torch.manual_seed(7)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    # The default form of experts has no float64.
+    eager = {"experts_implementation": "eager"} if name in MIXTURES else {}
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, **eager).eval()
+    biases = (buffer for at, buffer in model.named_buffers() if at.endswith("e_score_correction_bias"))
     with torch.no_grad():
-        for tensor in model.parameters():
+        for tensor in (*model.parameters(), *biases):
             tensor.add_(torch.randn_like(tensor), alpha=0.2)
     return model
 

@@ -19,7 +19,7 @@ from harness.today import EVERYTHING, seed
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload, check_runnable
 from shardwise.model import ModelConfig
-from shardwise.model.config import RopeScaling
+from shardwise.model.config import LatentAttention, RopeScaling
 
 GENERATOR_SEED = 7
 POOL = 4000
@@ -53,6 +53,14 @@ MODELS: dict[str, ModelConfig] = {
             name="gemma2", hidden=24, heads=6, head_dim=8, kv_heads=3, ffn=43, activation="gelu_tanh", tied=True,
             norm_placement="both", norm_zero_centered=True, score_scale=7.0, score_softcap=2.0, logit_softcap=3.0,
             window=5, full_attention_every=2, scaled_embedding=True,
+        ),
+        _LLAMA.replace(
+            name="latent", hidden=26, heads=6, kv_heads=6, head_dim=0, ffn=45,
+            latent_attention=LatentAttention(q_rank=11, kv_rank=9, nope_head_dim=5, rope_head_dim=4, v_head_dim=7),
+        ),
+        _LLAMA.replace(
+            name="latent-direct", hidden=29, heads=4, kv_heads=4, head_dim=0, ffn=47, tied=True, dropout=0.1,
+            latent_attention=LatentAttention(q_rank=0, kv_rank=13, nope_head_dim=6, rope_head_dim=2, v_head_dim=3),
         ),
         _GPT2,
         _GPT2.replace(name="gpt2-drop", heads=6, kv_heads=6, head_dim=4, attention_dropout=0.2),

@@ -15,9 +15,17 @@ SIZES = st.integers(1, 40)
 
 
 @st.composite
+def latents(draw):
+    nope, rope = draw(SIZES), 2 * draw(SIZES)
+    q_rank, values = draw(st.integers(0, 9)), draw(st.integers(1, nope + rope))
+    return LatentAttention(q_rank, draw(SIZES), nope, rope, values)
+
+
+@st.composite
 def models(draw):
     """Small models of every kind, also those that are only counted."""
     kv_heads, groups = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    latent = draw(st.none() | latents())
     layers = draw(st.integers(1, 5))
     count = draw(st.integers(1, 6))
     experts = st.builds(
@@ -34,11 +42,11 @@ def models(draw):
         vocab=draw(SIZES),
         hidden=draw(SIZES),
         layers=layers,
-        heads=kv_heads * groups,
+        heads=kv_heads if latent else kv_heads * groups,
         ffn=draw(SIZES),
         max_positions=draw(SIZES),
         kv_heads=kv_heads,
-        head_dim=2 * draw(st.integers(1, 8)),
+        head_dim=0 if latent else 2 * draw(st.integers(1, 8)),
         norm=draw(st.sampled_from(["rmsnorm", "layernorm"])),
         positions=draw(st.sampled_from(["rope", "learned", "alibi"])),
         gated=draw(st.booleans()),
@@ -47,7 +55,7 @@ def models(draw):
         tied=draw(st.booleans()),
         embedding_norm=draw(st.booleans()),
         experts=draw(st.none() | experts),
-        latent_attention=draw(st.none() | st.builds(LatentAttention, SIZES, SIZES, SIZES, SIZES, SIZES)),
+        latent_attention=latent,
     )
 
 

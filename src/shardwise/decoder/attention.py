@@ -13,11 +13,11 @@ from shardwise.decoder.modules import Batch, Dropout, JointNorm, Linear, Linears
 from shardwise.model import ModelConfig
 
 
-def rotate(x: Tensor, tables: tuple[Tensor, Tensor], back: bool = False) -> Tensor:
-    """Rotate pairs (i, i + r/2) of the first r numbers of x [B, S, H, D] in place by the angles of `Rope.whole`, or
-    back."""
+def rotate(x: Tensor, tables: tuple[Tensor, Tensor], back: bool = False, first: int = 0) -> Tensor:
+    """Rotate pairs (i, i + r/2) of the r numbers from `first` on of x [B, S, H, D] in place by the angles of
+    `Rope.whole`, or back."""
     cos, sin = tables
-    turned = x[..., : cos.shape[-1]]
+    turned = x[..., first : first + cos.shape[-1]]
     partners = turned.roll(cos.shape[-1] // 2, -1)
     turned.mul_(cos).addcmul_(partners, sin, value=-1 if back else 1)
     return x
@@ -27,21 +27,21 @@ class _Rotate(torch.autograd.Function):
     """`rotate` of a copy. Saves nothing."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.tables = cos, sin
-        return rotate(x.clone(), ctx.tables)
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, first: int) -> Tensor:
+        ctx.tables, ctx.first = (cos, sin), first
+        return rotate(x.clone(), ctx.tables, first=first)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return rotate(grads[0].clone(), ctx.tables, back=True), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return rotate(grads[0].clone(), ctx.tables, back=True, first=ctx.first), None, None, None
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, first: int) -> Tensor:
     """`_Rotate` in a form for the compiler: nothing written in place, its backward derived by autograd."""
     half = cos.shape[-1] // 2
-    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], -1)
-    partners = torch.cat([second, first], -1)
-    return torch.cat([x[..., : 2 * half] * cos + partners * sin, rest], -1)
+    before, one, two, rest = x.split([first, half, half, x.shape[-1] - first - 2 * half], -1)
+    turned = torch.cat([one, two], -1) * cos + torch.cat([two, one], -1) * sin
+    return torch.cat([before, turned, rest], -1)
 
 
 class Rope(nn.Module):
@@ -57,7 +57,7 @@ class Rope(nn.Module):
 
     @staticmethod
     def _inverse_frequencies(config: ModelConfig) -> Tensor:
-        rotated = int(config.head_dim * config.rotary_fraction)
+        rotated = config.rotated
         exponent = torch.arange(0, rotated, 2, dtype=torch.float64, device="cpu") / rotated
         inverse = config.rope_theta**-exponent
         if scaling := config.rope_scaling:
@@ -87,16 +87,17 @@ class Rope(nn.Module):
         angles = positions.double()[..., None] * self._inverse.to(positions.device)
         return angles.cos().to(dtype).unsqueeze(2), angles.sin().to(dtype).unsqueeze(2)
 
-    def forward(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, x: Tensor, tables: tuple[Tensor, Tensor], first: int = 0) -> Tensor:
+        """x with the numbers from `first` on rotated."""
         if torch.compiler.is_compiling():
-            return _rotated(x, *tables)
-        out: Tensor = _Rotate.apply(x, *tables)  # type: ignore[no-untyped-call]
+            return _rotated(x, *tables, first)
+        out: Tensor = _Rotate.apply(x, *tables, first)  # type: ignore[no-untyped-call]
         return out
 
 
 class CoreAttention(nn.Module):
-    """softmax(c tanh(q k^T scale / c)) v, causal. q: [B, S, H, D]; k, v: [B, S, K, D] with K dividing H; returns q's
-    shape. Without a soft cap c the scores are q k^T scale.
+    """softmax(c tanh(q k^T scale / c)) v, causal. q: [B, S, H, D]; k: [B, S, K, D] and v: [B, S, K, V] with K dividing
+    H; returns [B, S, H, V]. Without a soft cap c the scores are q k^T scale.
 
     kind: "sdpa" (fused, saves its inputs, output and log-sum-exp; not with a soft cap) or "math" (explicit, saves the
     probabilities). window: tokens that each token attends to at most, 0 for no bound. plain: whether no layer of the
@@ -161,7 +162,7 @@ class CoreAttention(nn.Module):
         probabilities = torch.softmax(scores, -1)
         del scores
         probabilities = self.dropout.of_batch(probabilities, lambda: self._rows(batch, h), batch)
-        return torch.matmul(probabilities.view(b, kv, h // kv * s, s), v).reshape(b, h, s, d)
+        return torch.matmul(probabilities.view(b, kv, h // kv * s, s), v).reshape(b, h, s, -1)
 
     def _rows(self, batch: Batch, heads: int) -> Tensor:
         """[B, H, S]: a number for each row of probabilities, equal wherever the head is computed."""

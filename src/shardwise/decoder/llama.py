@@ -1,4 +1,5 @@
-"""The Llama-style block: RMSNorm, rotary grouped-query attention, SwiGLU (Llama, Mistral, Qwen, Mixtral)."""
+"""The Llama-style block: RMSNorm, rotary grouped-query or latent attention, SwiGLU (Llama, Mistral, Qwen, Mixtral,
+DeepSeek)."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from torch import Tensor, nn
 from shardwise.decoder.attention import Attention
 from shardwise.decoder.experts import Mixture
 from shardwise.decoder.feed_forward import GatedMLP
+from shardwise.decoder.latent_attention import MultiHeadLatentAttention
 from shardwise.decoder.modules import Batch, Dropout, RMSNorm
 from shardwise.model import ModelConfig
 
@@ -18,7 +20,11 @@ class LlamaBlock(nn.Module):
     def __init__(self, config: ModelConfig, name: str, layer: int) -> None:
         super().__init__()
         self.attention_norm = RMSNorm.of(config, config.hidden)
-        self.attention = Attention(config, f"{name}.attention", config.layer_window(layer))
+        self.attention: Attention | MultiHeadLatentAttention
+        if config.latent_attention:
+            self.attention = MultiHeadLatentAttention(config, f"{name}.attention")
+        else:
+            self.attention = Attention(config, f"{name}.attention", config.layer_window(layer))
         self.mlp_norm = RMSNorm.of(config, config.hidden)
         self.mlp = Mixture(config, f"{name}.mlp") if config.has_experts(layer) else GatedMLP(config)
         self.attention_dropout = Dropout(config.dropout, f"{name}.attention")

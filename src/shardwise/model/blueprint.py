@@ -29,7 +29,7 @@ class ForeignSlice:
     """The rows of another software's tensor that hold a parameter. Elements of a vector count as rows."""
 
     tensor: str
-    """Its name; in a part that repeats, `{}` stands for the part's number."""
+    """Its name; in a part that repeats, `{}` stands for the part's number, and `{expert}` for an expert's."""
     shape: tuple[int, ...]
     """Shape of the whole tensor, in which several parameters may be fused."""
     first: int
@@ -37,29 +37,55 @@ class ForeignSlice:
     stride: int
     """Row r of the parameter is row first + r // run * stride + r % run, or that column where it is transposed."""
     transposed: bool = False
+    tensors: int = 1
+    """Tensors of this shape, one for each expert: each holds as many rows of the parameter, in order."""
+    paired: int = 0
+    """Last rows of each run that are pairs of neighbors in the tensor: here the first rows of all pairs come before the
+    second ones."""
 
-    def runs(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """(row, row in the file, count) of the unbroken runs of rows [start, stop)."""
-        while start < stop:
-            group, within = divmod(start, self.run)
-            count = min(self.run - within, stop - start)
-            yield start, self.first + group * self.stride + within, count
-            start += count
+    def each(self, rows: int) -> Iterator[tuple[int, ForeignSlice]]:
+        """(first row, slice) of every tensor that holds some of the parameter's `rows` rows."""
+        if self.tensors == 1:
+            yield 0, self
+            return
+        for expert in range(self.tensors):
+            name = self.tensor.replace("{expert}", str(expert))
+            one = ForeignSlice(name, self.shape, self.first, self.run, self.stride, self.transposed, 1, self.paired)
+            yield expert * (rows // self.tensors), one
 
-    def held(self, start: int, stop: int, rows: int) -> Iterator[tuple[int, int, int]]:
-        """Like `runs`, of those among `rows` rows that are in the file's rows (or columns) [start, stop)."""
+    def _strides(self) -> tuple[tuple[int, int, int, int], ...]:
+        """(row, row in the tensor, count, step in the tensor) of the pieces of a run, from its start."""
+        plain, pairs = self.run - self.paired, self.paired // 2
+        if not pairs:
+            return ((0, 0, plain, 1),)
+        return (0, 0, plain, 1), (plain, plain, pairs, 2), (plain + pairs, plain + 1, pairs, 2)
+
+    def runs(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
+        """(row, row in the tensor, count, step in the tensor) of the unbroken runs of rows [start, stop)."""
+        for group in range(start // self.run, -(-stop // self.run)):
+            at, theirs = group * self.run, self.first + group * self.stride
+            for row, there, count, step in self._strides():
+                a, b = max(start, at + row), min(stop, at + row + count)
+                if a < b:
+                    yield a, theirs + there + (a - at - row) * step, b - a, step
+
+    def held(self, start: int, stop: int, rows: int) -> Iterator[tuple[int, int, int, int]]:
+        """Like `runs`, of those among `rows` rows that are in the tensor's rows (or columns) [start, stop)."""
         for group in range(max(0, (start - self.first) // self.stride), -(-rows // self.run)):
             at = self.first + group * self.stride
             if at >= stop:
                 return
-            a, b = max(start, at), min(stop, at + self.run)
-            if a < b:
-                yield group * self.run + a - at, a, b - a
+            for row, there, count, step in self._strides():
+                a, b = max(0, -(-(start - at - there) // step)), min(count, -(-(stop - at - there) // step))
+                if a < b:
+                    yield group * self.run + row + a, at + there + a * step, b - a, step
 
     def at(self, number: int) -> ForeignSlice:
         """The slice of the part with this number."""
-        name = self.tensor.format(number)
-        return ForeignSlice(name, self.shape, self.first, self.run, self.stride, self.transposed)
+        name = self.tensor.replace("{}", str(number))
+        return ForeignSlice(
+            name, self.shape, self.first, self.run, self.stride, self.transposed, self.tensors, self.paired
+        )
 
 
 @dataclass(frozen=True)

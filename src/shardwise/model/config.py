@@ -86,10 +86,18 @@ class Experts:
     """Tokens that an expert takes of one sequence, over its share; later ones are dropped. 0 means no bound."""
 
     def __post_init__(self) -> None:
+        if not 1 <= self.active <= self.count:
+            raise UserError(f"a token cannot choose {self.active} of {self.count} experts")
         if self.groups < 1 or self.count % self.groups or not 1 <= self.active_groups <= self.groups:
             raise UserError(f"{self.count} experts cannot be in {self.groups} groups, {self.active_groups} active")
+        if self.active > self.count // self.groups * self.active_groups:
+            raise UserError(f"{self.active_groups} of {self.groups} groups have fewer than {self.active} experts")
         if self.bias_rate and not self.router_bias:
             raise UserError("bias_rate moves the router's bias, which router_bias=False leaves out")
+
+    def without_training(self) -> Experts:
+        """A copy with the defaults of the options that only training reads: what the weights alone are for."""
+        return replace(self, balance="sequence", balance_loss=0.0, z_loss=0.0, bias_rate=0.0, capacity=0.0)
 
     def most(self, tokens: int) -> int:
         """Tokens of a sequence that one expert takes at most."""
@@ -98,13 +106,35 @@ class Experts:
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """DeepSeek's multi-head latent attention: the ranks of its low-rank projections and its head widths."""
+    """DeepSeek's multi-head latent attention: the ranks of its low-rank projections and its head widths.
+
+    Raises `UserError` for numbers that are no widths.
+    """
 
     q_rank: int
+    """Rank of the queries' projection; 0 for one direct map (DeepSeek-V2-Lite)."""
     kv_rank: int
+    """Numbers per token that keys and values of all heads are made of."""
     nope_head_dim: int
+    """Width of the part of a head's queries and keys that is not rotated."""
     rope_head_dim: int
+    """Width of the rotated part, whose keys all heads share."""
     v_head_dim: int
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value, least = getattr(self, field.name), 0 if field.name == "q_rank" else 1
+            if type(value) is not int or value < least:
+                raise UserError(f"latent attention: {field.name} must be an integer of at least {least}, not {value!r}")
+        if self.v_head_dim > self.head_dim:
+            raise UserError(
+                f"latent attention: v_head_dim={self.v_head_dim} is wider than the queries' and keys' {self.head_dim}"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head's queries and keys."""
+        return self.nope_head_dim + self.rope_head_dim
 
 
 @dataclass(frozen=True)
@@ -173,6 +203,13 @@ class ModelConfig:
             value = getattr(self, field)
             if type(value) is not int or value < 1:
                 raise UserError(f"model {self.name!r}: {field} must be a positive integer, not {value!r}")
+        if latent := self.latent_attention:
+            if self.head_dim not in (0, latent.head_dim) or self.kv_heads != self.heads:
+                raise UserError(
+                    f"model {self.name!r}: latent attention has head_dim={latent.head_dim}, its two parts together, "
+                    f"and kv_heads={self.heads}, as many as heads"
+                )
+            object.__setattr__(self, "head_dim", latent.head_dim)
         if not self.head_dim:
             if self.hidden % self.heads:
                 raise UserError(
@@ -194,13 +231,27 @@ class ModelConfig:
                 raise UserError(f"model {self.name!r}: {field} must be an integer of at least 0, not {value!r}")
         if not 0.0 <= self.rotary_fraction <= 1.0:
             raise UserError(f"model {self.name!r}: rotary_fraction must lie in [0, 1], not {self.rotary_fraction!r}")
-        if self.positions == "rope" and int(self.head_dim * self.rotary_fraction) % 2:
+        if self.rotated % 2:
             raise UserError(f"model {self.name!r}: the rotated part of head_dim={self.head_dim} must be even")
 
     @property
     def plain_attention(self) -> bool:
         """Whether attention is softmax(q kᵀ / sqrt(head_dim)) v over all tokens before, which fused kernels compute."""
         return not self.score_softcap and not self.window and self.score_scale in (None, self.head_dim)
+
+    @property
+    def rotated(self) -> int:
+        """Numbers of each query and key head that are rotated by their position."""
+        if self.positions != "rope":
+            return 0
+        return (
+            self.latent_attention.rope_head_dim if self.latent_attention else int(self.head_dim * self.rotary_fraction)
+        )
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a head of values, and of its output."""
+        return self.latent_attention.v_head_dim if self.latent_attention else self.head_dim
 
     @property
     def q_width(self) -> int:
@@ -225,8 +276,8 @@ class ModelConfig:
         """The reason why no decoder here computes this model, or None when one does."""
         if self.experts and not (self.norm == "rmsnorm" and self.norm_placement == "pre" and self.gated):
             return "experts run only in blocks with RMSNorm before a gated feed-forward"
-        if self.latent_attention:
-            return "latent attention is counted but not runnable here yet"
+        if self.latent_attention and not self._runs_latent_attention:
+            return "latent attention runs only in blocks with RMSNorm before it and RoPE, without biases and windows"
         if self.positions == "alibi":
             return "ALiBi positions are counted but not runnable here"
         if self.norm == "layernorm" and self.gated:
@@ -245,6 +296,11 @@ class ModelConfig:
             )
         return None
 
+    @property
+    def _runs_latent_attention(self) -> bool:
+        usual = self.norm == "rmsnorm" and self.norm_placement == "pre" and self.bias == "none" and not self.qk_norm
+        return usual and self.positions == "rope" and not self.window
+
     def replace(self, **changes: Any) -> ModelConfig:
         """A copy with some fields changed; derived fields (`kv_heads`, `head_dim`) are kept unless named."""
         return replace(self, **changes)
@@ -260,8 +316,8 @@ class ModelConfig:
     def from_json(cls, data: dict[str, Any]) -> ModelConfig:
         """The inverse of `to_json`. Raises `UserError` on unknown or missing fields."""
         nested = {"rope_scaling": RopeScaling, "experts": Experts, "latent_attention": LatentAttention}
-        given = {k: nested[k](**v) if k in nested and v is not None else v for k, v in data.items()}
         try:
+            given = {k: nested[k](**v) if k in nested and v is not None else v for k, v in data.items()}
             return cls(**given)
         except TypeError as error:
             raise UserError(f"not a shardwise model description: {error}") from None

@@ -128,13 +128,17 @@ def _core(c: ModelConfig, key_width: int, value_width: int, window: int = 0) -> 
 
 def latent_attention(c: ModelConfig, a: LatentAttention) -> Pieces:
     """DeepSeek's attention; the projections to low ranks are on every tensor-parallel rank, as in Megatron-Core."""
-    keys, heads, hidden = a.nope_head_dim + a.rope_head_dim, c.heads, Width(c.hidden)
+    keys, heads, hidden = a.head_dim, c.heads, Width(c.hidden)
     up = heads * keys, heads * (a.nope_head_dim + a.v_head_dim)
-    yield from linear("attention.q_down", a.q_rank, c.hidden)
-    yield LinearOp("linear", hidden, (Width(a.q_rank),))
-    yield from norm(c, "attention.q_down_norm", a.q_rank)
-    yield from linear("attention.q_up", up[0], a.q_rank, "column", heads=heads)
-    yield LinearOp("linear", Width(a.q_rank), (Width(up[0], cut=True),))
+    if a.q_rank:
+        yield from linear("attention.q_down", a.q_rank, c.hidden)
+        yield LinearOp("linear", hidden, (Width(a.q_rank),))
+        yield from norm(c, "attention.q_down_norm", a.q_rank)
+        yield from linear("attention.q_up", up[0], a.q_rank, "column", heads=heads)
+        yield LinearOp("linear", Width(a.q_rank), (Width(up[0], cut=True),))
+    else:
+        yield from linear("attention.q", up[0], c.hidden, "column", heads=heads)
+        yield LinearOp("linear", hidden, (Width(up[0], cut=True),))
     yield from linear("attention.kv_down", a.kv_rank + a.rope_head_dim, c.hidden)
     yield LinearOp("linear", hidden, (Width(a.kv_rank + a.rope_head_dim),))
     yield from norm(c, "attention.kv_down_norm", a.kv_rank)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.decoder import Batch
-from shardwise.decoder.attention import rotate
+from shardwise.decoder.attention import Attention, rotate
 from shardwise.decoder.llama import LlamaBlock
 from shardwise.decoder.modules import RMSNorm, rms_norm, rms_norm_backward
 from shardwise.ops.context import OpContext
@@ -33,11 +33,13 @@ class _Parts:
     """Constants of the functions of one block."""
 
     def __init__(self, block: LlamaBlock, at: OpContext) -> None:
-        self.qkv = FusedLinear.of(block.attention.qkv, at, "attention.qkv")
+        attention = block.attention
+        assert isinstance(attention, Attention)
+        self.qkv = FusedLinear.of(attention.qkv, at, "attention.qkv")
         self.gate_up = FusedLinear.of(block.mlp.gate_up, at, "mlp.gate_up")
-        self.heads = [rows // block.attention.head_dim for rows in self.qkv.rows]
+        self.heads = [rows // attention.head_dim for rows in self.qkv.rows]
         self.norms = block.attention_norm, block.mlp_norm
-        self.out = RowParallel(block.attention.out, at, "attention.out")
+        self.out = RowParallel(attention.out, at, "attention.out")
         self.down = RowParallel(block.mlp.down, at, "mlp.down")
 
 

@@ -105,6 +105,11 @@ def _locate(state: ForeignState, kind: str, model: ModelConfig) -> Found:
         prefixes = [prefix for prefix in prefixes if not prefix or prefix.endswith(".")]
         if len(prefixes) > 1:
             raise UserError(f"{state.folder} holds {len(prefixes)} models, under {', '.join(map(repr, prefixes))}")
+        if prefixes and wanted is not ours and model.experts:
+            raise UserError(
+                f"{state.folder} has experts under the names of Hugging Face, which are read only from files of "
+                "save_pretrained: start from such a folder with train --weights"
+            )
         if prefixes:
             break
     else:
@@ -201,13 +206,13 @@ def _values(model: ModelConfig, found: dict[str, Found]) -> Iterator[np.ndarray]
 
 def _cut(values: np.ndarray, place: ForeignSlice, shape: tuple[int, ...]) -> np.ndarray:
     """A parameter's elements out of the tensor that holds it."""
-    if place.run == place.stride and place.shape == shape and not place.transposed:
+    if place.run == place.stride and place.shape == shape and not place.transposed and not place.paired:
         return np.ascontiguousarray(values)
     matrix = bits(values).reshape(place.shape)
     matrix = matrix.T if place.transposed else matrix
     out = np.empty(shape, matrix.dtype)
-    for row, theirs, count in place.runs(0, shape[0]):
-        out[row : row + count] = matrix[theirs : theirs + count]
+    for row, theirs, count, step in place.runs(0, shape[0]):
+        out[row : row + count] = matrix[theirs : theirs + (count - 1) * step + 1 : step]
     return out.reshape(-1).view(values.dtype)
 
 

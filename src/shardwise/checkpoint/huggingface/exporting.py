@@ -49,11 +49,12 @@ class Exported:
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """A tensor to write. parts: (stored name, rows, where they lie) of the parameters that it consists of."""
+    """A tensor to write."""
 
     name: str
     spec: TensorSpec
-    parts: list[tuple[str, int, ForeignSlice]]
+    parts: list[tuple[str, int, int, ForeignSlice]]
+    """(stored name, first row, rows, their slice of the tensor) of the parameters that it consists of."""
 
 
 def export(
@@ -155,10 +156,11 @@ def _tensors(model: ModelConfig, dtype: str) -> list[_Tensor]:
     """Tensors to write, in the model's order."""
     found: dict[str, _Tensor] = {}
     for p in parameters(model):
-        place = p.foreign
-        assert place
-        tensor = found.setdefault(place.tensor, _Tensor(place.tensor, TensorSpec(place.shape, dtype), []))
-        tensor.parts.append((f"model/{p.name}", p.shape[0], place))
+        assert p.foreign
+        rows = p.shape[0] // p.foreign.tensors
+        for first, place in p.foreign.each(p.shape[0]):
+            tensor = found.setdefault(place.tensor, _Tensor(place.tensor, TensorSpec(place.shape, dtype), []))
+            tensor.parts.append((f"model/{p.name}", first, rows, place))
     return list(found.values())
 
 
@@ -200,21 +202,21 @@ def _bands(checkpoint: Checkpoint, tensor: _Tensor) -> Iterator[np.ndarray]:
     """A tensor's elements in order, some rows at a time."""
     rows, *columns = tensor.spec.shape
     width = columns[0] if columns else 1
-    step = max(1, BAND // (width * tensor.spec.itemsize))
-    for start in range(0, rows, step):
-        stop = min(start + step, rows)
+    band = max(1, BAND // (width * tensor.spec.itemsize))
+    for start in range(0, rows, band):
+        stop = min(start + band, rows)
         values = np.empty((stop - start, width), numpy_dtype(tensor.spec.dtype))
-        for stored, count, place in tensor.parts:
+        for stored, first, count, place in tensor.parts:
             runs = list(place.held(*((0, width) if place.transposed else (start, stop)), count))
             if not runs:
                 continue
             # One read for all of them: each reads whole blocks.
-            top, bottom = runs[0][0], runs[-1][0] + runs[-1][2]
-            box = ((top, bottom), (start, stop) if place.transposed else (0, width))[: len(tensor.spec.shape)]
-            read = bits(checkpoint.read(stored, Piece.whole(box), tensor.spec.dtype)).reshape(bottom - top, -1)
-            for row, theirs, run in runs:
-                if place.transposed:
-                    bits(values)[:, theirs : theirs + run] = read[row - top : row - top + run].T
-                else:
-                    bits(values)[theirs - start : theirs - start + run] = read[row - top : row - top + run]
+            top, bottom = min(row for row, *_ in runs), max(row + run for row, _, run, _ in runs)
+            box = ((first + top, first + bottom), (start, stop) if place.transposed else (0, width))
+            piece = Piece.whole(box[: len(tensor.spec.shape)])
+            read = bits(checkpoint.read(stored, piece, tensor.spec.dtype)).reshape(bottom - top, -1)
+            target = bits(values).T if place.transposed else bits(values)
+            base = 0 if place.transposed else start
+            for row, theirs, run, step in runs:
+                target[theirs - base : theirs - base + (run - 1) * step + 1 : step] = read[row - top : row - top + run]
         yield values

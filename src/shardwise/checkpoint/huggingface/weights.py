@@ -6,7 +6,7 @@ Names, shapes and lengths are checked when it is opened; elements are read when 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from shardwise.checkpoint.manifest import TensorSpec
 from shardwise.errors import UserError, os_errors
 from shardwise.model import ModelConfig
 from shardwise.model.blueprint import ForeignSlice
+from shardwise.model.config import Experts
 from shardwise.model.families import family_of
 from shardwise.model.foreign import ForeignNames
 from shardwise.model.huggingface import from_huggingface
@@ -33,10 +34,19 @@ _MAY_DIFFER = {"name", "published_params", "dropout", "attention_dropout"}
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A parameter in a file, and how it lies there."""
+    """A parameter in files: (first row, slice, tensor) of each part of its rows."""
 
-    place: ForeignSlice
-    file: FileTensor
+    parts: tuple[tuple[int, ForeignSlice, FileTensor], ...]
+
+    @property
+    def file(self) -> FileTensor:
+        """The first tensor."""
+        return self.parts[0][2]
+
+    @property
+    def dtype(self) -> str:
+        """The widest dtype of its tensors."""
+        return max((file.spec.dtype for _, _, file in self.parts), key=lambda dtype: numpy_dtype(dtype).itemsize)
 
 
 class HuggingFaceWeights:
@@ -70,16 +80,20 @@ class HuggingFaceWeights:
                 f"{_where(folder)} has {len(found):,} tensors, too few for the {model.layers:,} layers of the model of "
                 "its config.json"
             )
+        found = _per_expert(found, names, model)
         wanted = foreign_slices(model)
         twin = found.get(names.head) if model.tied else None
         if model.tied and names.embedding not in found and twin is not None:
             found[names.embedding], twin = twin, None
-        stored = {}
-        for name, place in wanted.items():
-            if place.tensor not in found:
-                raise UserError(f"{_where(folder)} lacks {place.tensor}, which the model of its config.json has")
-            stored[name] = _Stored(place, _checked(found[place.tensor], place.shape))
-        known = {place.tensor for place in wanted.values()} | ({names.head} if model.tied else set())
+        stored, known = {}, {names.head} if model.tied else set()
+        for p in parameters(model):
+            parts = []
+            for row, place in wanted[p.name].each(p.shape[0]):
+                if place.tensor not in found:
+                    raise UserError(f"{_where(folder)} lacks {place.tensor}, which the model of its config.json has")
+                parts.append((row, place, _checked(found[place.tensor], place.shape)))
+                known.add(place.tensor)
+            stored[p.name] = _Stored(tuple(parts))
         for name, tensor in found.items():
             if name not in known and not names.ignored.fullmatch(name):
                 raise UserError(f"{tensor.path} has {tensor.name}, which the model of its config.json lacks")
@@ -90,7 +104,7 @@ class HuggingFaceWeights:
     @property
     def tensors(self) -> dict[str, TensorSpec]:
         """Stored name -> the parameter's shape, and the dtype that it has in its file."""
-        return {name: TensorSpec(self._shapes[name], each.file.spec.dtype) for name, each in self._stored.items()}
+        return {name: TensorSpec(self._shapes[name], each.dtype) for name, each in self._stored.items()}
 
     def require(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise `UserError` unless these are exactly the tensors that are here (stored name -> shape)."""
@@ -112,6 +126,8 @@ class HuggingFaceWeights:
         may_differ = _MAY_DIFFER | ({"max_positions"} if model.positions == "rope" else set())
         for field in fields(ModelConfig):
             ours, theirs = getattr(model, field.name), getattr(self.model, field.name)
+            if isinstance(ours, Experts) and isinstance(theirs, Experts):
+                ours, theirs = ours.without_training(), theirs.without_training()
             if field.name not in may_differ and ours != theirs:
                 raise UserError(
                     f"{self.folder} is of another model than {model.name}: its {field.name} is {theirs}, not {ours}"
@@ -129,14 +145,14 @@ class HuggingFaceWeights:
             raise UserError(f"{self.folder} has no tensor {tensor}")
         stored, shape = self._stored[tensor], self._shapes[tensor]
         piece = Piece.whole(full(shape)) if piece is None else piece
-        dtype = dtype or stored.file.spec.dtype
+        dtype = dtype or stored.dtype
         if out is None:
             out = np.zeros(piece.numel, numpy_dtype(dtype))
         assert out.dtype == numpy_dtype(dtype) and out.shape == (piece.numel,)
-        _read(stored.place, stored.file, shape, piece, dtype, out)
+        _read(stored.parts, shape, piece, dtype, out)
         if self._twin is not None and tensor == self._table:
             other = out.copy()
-            _read(stored.place, self._twin, shape, piece, dtype, other)
+            _read([(row, place, self._twin) for row, place, _ in stored.parts], shape, piece, dtype, other)
             if not np.array_equal(bits(out), bits(other)):
                 raise UserError(
                     f"{self._twin.path}: {self._twin.name} differs from {stored.file.name}, but config.json says "
@@ -154,24 +170,36 @@ def open_weights(folder: Path | str, model: ModelConfig) -> HuggingFaceWeights:
 
 
 def _read(
-    place: ForeignSlice, file: FileTensor, shape: tuple[int, ...], piece: Piece, dtype: str, out: np.ndarray
-) -> None:
-    """Copy what `piece` has of a parameter from its file to `out`."""
+    parts: Sequence[tuple[int, ForeignSlice, FileTensor]], shape: tuple[int, ...], piece: Piece, dtype: str,
+    out: np.ndarray,
+) -> None:  # fmt: skip
+    """Copy what `piece` has of a parameter from its tensors to `out`."""
+    rows = shape[0] // len(parts)
     for a, b, c, d in shared(piece, Piece.whole(full(shape))):
         if len(shape) == 1:
             a, b, c, d = c, d, 0, 1
-        for row, theirs, count in place.runs(a, b):
-            turned = place.transposed
-            inside = (c, d, theirs, theirs + count) if turned else (theirs, theirs + count, c, d)
-            for first, matrix in file.bands(*inside):
-                if turned:
-                    box = ((row, row + count), (first, first + len(matrix)))
-                else:
-                    at = row + first - theirs
-                    box = ((at, at + len(matrix)), (c, d))
-                values = np.ascontiguousarray(matrix.T if turned else matrix).reshape(-1)
-                values = convert(values, file.spec.dtype, dtype)
-                copy(bits(out), piece, bits(values), Piece.whole(box[: len(shape)]))
+        for top, place, file in parts[a // rows : -(-b // rows)]:
+            for row, theirs, count, step in place.runs(max(a - top, 0), min(b - top, rows)):
+                _read_run(place, file, (top + row, theirs, count, step), (c, d), (shape, piece, dtype, out))
+
+
+def _read_run(
+    place: ForeignSlice, file: FileTensor, run: tuple[int, int, int, int], columns: tuple[int, int],
+    to: tuple[tuple[int, ...], Piece, str, np.ndarray],
+) -> None:  # fmt: skip
+    """Copy a run of rows. to: the parameter's shape, the piece of it in `out`, its dtype, and `out`."""
+    (row, theirs, count, step), (c, d), (shape, piece, dtype, out) = run, columns, to
+    end = theirs + (count - 1) * step + 1
+    for first, matrix in file.bands(*((c, d, theirs, end) if place.transposed else (theirs, end, c, d))):
+        if place.transposed:
+            values, box = matrix[:, ::step].T, ((row, row + count), (first, first + len(matrix)))
+        else:
+            skipped = (theirs - first) % step
+            at = row + (first + skipped - theirs) // step
+            values = matrix[skipped::step]
+            box = ((at, at + len(values)), (c, d))
+        values = convert(np.ascontiguousarray(values).reshape(-1), file.spec.dtype, dtype)
+        copy(bits(out), piece, bits(values), Piece.whole(box[: len(shape)]))
 
 
 def _tensors(folder: Path) -> dict[str, FileTensor]:
@@ -207,6 +235,35 @@ def _with_trunk(found: dict[str, FileTensor], names: ForeignNames) -> dict[str, 
     if names.embedding in found or names.embedding.removeprefix(names.trunk) not in found:
         return found
     return {name if name == names.head else names.trunk + name: tensor for name, tensor in found.items()}
+
+
+def _per_expert(found: dict[str, FileTensor], names: ForeignNames, model: ModelConfig) -> dict[str, FileTensor]:
+    """Entries by the names of the family's files, where transformers stored them as it has them in memory: the weights
+    of all experts of a block in one tensor."""
+    entries: dict[str, FileTensor] = {}
+    for name, tensor in found.items():
+        block, _, inside = name.removeprefix(names.layers).partition(".")
+        parts = names.stacked.get(inside, ()) if name.startswith(names.layers) else ()
+        if not parts:
+            entries[name] = tensor
+        for i, part in enumerate(parts):
+            theirs = f"{names.layers}{block}.{part}"
+            if "{expert}" not in part:
+                entries[theirs] = tensor
+            elif model.experts:
+                matrices = _matrices(tensor, model.experts.count, i, len(parts))
+                entries |= {theirs.replace("{expert}", str(e)): matrix for e, matrix in enumerate(matrices)}
+    return entries
+
+
+def _matrices(tensor: FileTensor, experts: int, i: int, of: int) -> Iterator[FileTensor]:
+    """Of every expert's matrix in a tensor [experts, rows, columns], the i-th of so many equal blocks of rows."""
+    shape, itemsize = tensor.spec.shape, numpy_dtype(_checked(tensor, tensor.spec.shape).spec.dtype).itemsize
+    if len(shape) != 3 or shape[0] != experts or shape[1] % of or not tensor.spec.numel:
+        raise UserError(f"{tensor.path}: {tensor.name} has shape {shape}, not a matrix for each of {experts} experts")
+    spec = TensorSpec((shape[1] // of, shape[2]), tensor.spec.dtype)
+    for expert in range(experts):
+        yield FileTensor(tensor.path, tensor.name, spec, tensor.offset + (expert * of + i) * spec.numel * itemsize)
 
 
 def _checked(tensor: FileTensor, shape: tuple[int, ...]) -> FileTensor:

@@ -12,12 +12,14 @@ from shardwise.model.families.llama import LLAMA, MISTRAL
 from shardwise.model.families.mixtral import MIXTRAL
 from shardwise.model.families.neox import GPT_NEOX
 from shardwise.model.families.olmo import OLMO2
-from shardwise.model.families.qwen import QWEN2, QWEN3
+from shardwise.model.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 
 FAMILIES = {
     family.model_type: family
-    for family in (DEEPSEEK_V3, MIXTRAL, BLOOM, OLMO2, GEMMA2, QWEN3, QWEN2, GPT2, GPT_NEOX, LLAMA, MISTRAL)
-}
+    for family in (
+        DEEPSEEK_V3, QWEN3_MOE, MIXTRAL, BLOOM, OLMO2, GEMMA2, QWEN3, QWEN2, GPT2, GPT_NEOX, LLAMA, MISTRAL,
+    )
+}  # fmt: skip
 """Hugging Face's `model_type` -> family. A model belongs to the first one whose features it has."""
 
 

@@ -38,8 +38,7 @@ class BlockTensors:
         """Ranks whose outputs of each map are gathered."""
         # A row's statistics: one number in fp32, or two in the precision of the weights.
         self.statistics = s.statistic if plan.model.norm == "rmsnorm" else 2 * s.element
-        rotated = int(plan.model.head_dim * plan.model.rotary_fraction) if plan.model.positions == "rope" else 0
-        self.rolled = rotated / plan.model.head_dim
+        self.rolled = plan.model.rotated / plan.model.head_dim
 
     # -- forward
 

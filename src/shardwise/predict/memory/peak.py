@@ -134,8 +134,7 @@ def saved_inputs(plan: UnitPlan, s: Sizes, part: str) -> int:
 def tables(plan: UnitPlan, s: Sizes) -> int:
     """Shared tensors of the blocks of one micro-batch that are not saved: rotary tables, masks."""
     model = plan.model
-    rotated = int(model.head_dim * model.rotary_fraction) if model.positions == "rope" else 0
-    shared = 2 * s.tokens * rotated * s.element + mask_bytes(plan, s) - saved_mask(plan, s)
+    shared = 2 * s.tokens * model.rotated * s.element + mask_bytes(plan, s) - saved_mask(plan, s)
     core = core_sizes(plan, s)
     seq = core.seq
     if plan.layout.attention == "math" and not cuts_attention(plan):

@@ -186,7 +186,7 @@ def model_of(row: Row, assumed: list[str]) -> ModelConfig:
         ffn=whole(row, "ffn") if row.get("ffn") else whole(row, "expert_ffn"),
         max_positions=whole(row, "seq", 2048),
         kv_heads=whole(row, "kv_heads", heads),
-        head_dim=whole(row, "head_dim", max(hidden // heads, 1)),
+        head_dim=latent.head_dim if latent else whole(row, "head_dim", max(hidden // heads, 1)),
         norm="rmsnorm" if gated else "layernorm",
         positions="rope" if gated else "learned",
         activation="silu" if gated else "gelu",
