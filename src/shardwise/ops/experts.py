@@ -74,7 +74,7 @@ class RoutedForm:
         per_expert = torch.bincount(flat[order], minlength=self.e.count)
         sent, received = self.exchange.counts(per_expert)
         ends = received.sum(0).cumsum(0)
-        arrival = None if len(received) == 1 else _by_expert(received).to(chosen.device)
+        arrival = None if len(received) == 1 else by_expert(received).to(chosen.device)
         return Assignment(order, sent, received.sum(1).tolist(), arrival, ends)
 
     def to_experts(self, pairs: Tensor, a: Assignment) -> Tensor:
@@ -112,7 +112,7 @@ class RoutedForm:
         self.loads[-1] += loss
 
 
-def _by_expert(received: Tensor) -> Tensor:
+def by_expert(received: Tensor) -> Tensor:
     """Places of rows that come rank by rank and in each by expert, in the order expert by expert. received:
     [ranks, E here]."""
     lengths = received.flatten()
@@ -205,9 +205,7 @@ def _router_backward(
     return routing.weights.detach(), drows
 
 
-def _experts_backward(
-    form: RoutedForm, a: Assignment, own: Tensor, gate: Tensor, up: Tensor, dout: Tensor
-) -> Tensor:
+def _experts_backward(form: RoutedForm, a: Assignment, own: Tensor, gate: Tensor, up: Tensor, dout: Tensor) -> Tensor:
     """The gradient of the experts' rows; those of their weights are added where they stay, now or later."""
     module = form.weights
     gate_w, up_w, down_w = module.matrices()

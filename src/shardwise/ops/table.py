@@ -20,7 +20,7 @@ from shardwise.decoder.experts import Mixture
 from shardwise.decoder.feed_forward import GatedMLP
 from shardwise.decoder.llama import LlamaBlock
 from shardwise.decoder.modules import Dropout, JointNorm, Linear, Linears, Lookup, RMSNorm, TiedLinear
-from shardwise.ops import compiled, generate, linear
+from shardwise.ops import compiled, generate, generate_experts, linear
 from shardwise.ops.attention import core_across_ranks, core_attention
 from shardwise.ops.blocked_attention import blocked_attention
 from shardwise.ops.context import Mode, OpContext, Options
@@ -114,6 +114,7 @@ TABLE = (
     Row("generate", Attention, generate.attention),
     Row("generate", GatedMLP, generate.gated_mlp),
     Row("generate", MLP, generate.mlp),
+    Row("generate", Mixture, generate_experts.mixture, covers=generate_experts.served_parts),
     Row("generate", LlamaBlock, generate.block),
     Row("generate", GPTBlock, generate.block),
     Row("generate", Head, generate.head),

@@ -26,12 +26,12 @@ from shardwise.runtime.transport.comms import Comms
 
 
 class RankExchange(TokenExchange):
-    """The exchange of one part of the model on one rank."""
+    """The exchange of one part of the model on one rank. axes: of the ranks that exchange rows."""
 
-    def __init__(self, plan: UnitPlan, comms: Comms, part: str) -> None:
+    def __init__(self, plan: UnitPlan, comms: Comms, part: str, axes: Axes = EP) -> None:
         share = 1 / plan.workload.batch if plan.trains else 0.0
         super().__init__(plan.workload.seq, share / (plan.layout.tp if gathers_sequences(plan.layout) else 1))
-        self.plan, self.comms, self.part = plan, comms, part
+        self.plan, self.comms, self.part, self.axes = plan, comms, part, axes
         table = edges(plan.layout)
         self._enter = redistribution(table["column"].enter, comms, part)
         self._leave = redistribution(table["row"].leave, comms, part)
@@ -121,7 +121,9 @@ class RankExchange(TokenExchange):
     def sum_loads(self, loads: Tensor, scope: str) -> Tensor:
         if scope == "global":
             loads = loads.sum(0, keepdim=True)
-        self.comms.all_reduce(loads, load_axes(self.plan.layout) if scope == "global" else self._sequence_axes, self.part)
+        self.comms.all_reduce(
+            loads, load_axes(self.plan.layout) if scope == "global" else self._sequence_axes, self.part
+        )
         return loads
 
     @property
@@ -131,9 +133,9 @@ class RankExchange(TokenExchange):
     # -- between ranks
 
     def counts(self, sent: Tensor) -> tuple[Sequence[int], Tensor]:
-        ranks = self.comms.size(EP)
+        ranks = self.comms.size(self.axes)
         theirs = torch.empty_like(sent)
-        self.comms.all_to_all(theirs, sent, EP, self.part)
+        self.comms.all_to_all(theirs, sent, self.axes, self.part)
         both = torch.stack([sent, theirs]).cpu().unflatten(1, (ranks, -1))
         return both[0].sum(1).tolist(), both[1]
 
@@ -144,8 +146,8 @@ class RankExchange(TokenExchange):
         return self._exchange(rows, received, sent)
 
     def _exchange(self, rows: Tensor, given: Sequence[int], taken: Sequence[int]) -> Tensor:
-        if self.comms.size(EP) == 1:
+        if self.comms.size(self.axes) == 1:
             return rows
         out = rows.new_empty(sum(taken), rows.shape[1])
-        self.comms.all_to_all(out, rows.contiguous(), EP, self.part, sent=given, received=taken)
+        self.comms.all_to_all(out, rows.contiguous(), self.axes, self.part, sent=given, received=taken)
         return out

@@ -1,0 +1,165 @@
+"""Generation with experts: logits and answers of Mixtral and Qwen3-MoE as `transformers` computes them, and of routing as
+DeepSeek-V3 has it as the plain decoder does, under every way to split experts."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from harness.answers import check, requests
+from harness.generation import Script
+from harness.huggingface import pretrained
+from harness.pool import run_ranks
+from harness.today import EVERYTHING, seed
+from shardwise.checkpoint import Manifest, PartEntry, Piece, TensorSpec, commit, write_part
+from shardwise.checkpoint.geometry import full
+from shardwise.decoder import Batch, Decoder
+from shardwise.errors import UserError
+from shardwise.layout import Layout
+from shardwise.model import ModelConfig
+from shardwise.model.config import Experts
+from shardwise.serving.job import ServingJob, weights_in
+from shardwise.serving.messages import Command, Request, Sampling
+
+HUGGING_FACE: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("mixtral", {"num_hidden_layers": 3, "num_local_experts": 4}),
+    "qwen3_moe": ("qwen3_moe", {"num_hidden_layers": 3, "num_experts": 8}),
+}
+SHARED = ModelConfig(
+    "shared", vocab=53, hidden=24, layers=3, heads=4, kv_heads=2, ffn=42, max_positions=64,
+    experts=Experts(
+        8, 3, 14, shared=2, dense_layers=1, router_bias=True, scoring="sigmoid", scale=2.5, groups=4, active_groups=2,
+    ),
+)  # fmt: skip
+MODELS = (*HUGGING_FACE, "shared")
+LAYOUTS = [
+    "dp=1", "tp=2", "pp=2", "tp=2,ep=2", "tp=4,ep=2", "tp=2,etp=1", "dp=2,ep=2", "dp=4,ep=4", "dp=4,ep=2",
+    "dp=2,tp=2,ep=4", "dp=2,tp=2,ep=2,etp=2", "dp=2,pp=2,ep=2", "dp=2,zero=3", "dp=2,zero=3,ep=2", "dp=2,tp=2,zero=3",
+    "cp=2", "cp=2,ep=2", "tp=2,cp=2,ep=2",
+]  # fmt: skip
+CASES = [(model, layout, index) for index, (model, layout) in enumerate((m, la) for la in LAYOUTS for m in MODELS)]
+
+
+def selected() -> list[tuple[str, str, int]]:
+    """Every case with SHARDWISE_ALL=1; else every layout once, with today's models."""
+    if EVERYTHING:
+        return CASES
+    generator = random.Random(seed())
+    return [generator.choice([case for case in CASES if case[1] == layout]) for layout in LAYOUTS]
+
+
+class Plain(Decoder):
+    """The plain decoder on whole sequences, called as `transformers`' models are."""
+
+    def __call__(self, ids: Tensor) -> Any:
+        positions = torch.arange(ids.shape[1]).expand(ids.shape)
+        return SimpleNamespace(logits=super().__call__(Batch(ids, positions, positions, None, positions, positions)))
+
+
+@cache
+def model_of(name: str) -> Any:
+    if name in HUGGING_FACE:
+        family, changes = HUGGING_FACE[name]
+        return pretrained(family, **changes)
+    torch.manual_seed(3)
+    decoder = Plain(SHARED).double()
+    for at, parameter in decoder.named_parameters():
+        with torch.no_grad():
+            parameter.normal_(float(at.endswith("norm.weight")), 0.2)
+    return decoder
+
+
+def save(decoder: Decoder, folder: Path) -> None:
+    """A checkpoint of weights alone, rounded to float32 as the decoder then is."""
+    arrays = {}
+    for name, parameter in decoder.named_parameters():
+        parameter.data = parameter.data.float().double()
+        arrays[f"model/{name}"] = parameter.detach().float().numpy()
+    entries = [PartEntry(n, TensorSpec(a.shape, "float32"), Piece.whole(full(a.shape))) for n, a in arrays.items()]
+    record = write_part(folder, 0, entries, [np.ascontiguousarray(values).reshape(-1) for values in arrays.values()])
+    about = {"model": decoder.config.to_json(), "layout": "dp=1", "workload": {"seq": 8, "batch": 1}}
+    commit(folder, Manifest.of([record], step=1, samples=1, seed=0, optimizer_steps=1, about=about))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    root = tmp_path_factory.mktemp("models")
+
+    @cache
+    def folder(name: str) -> Path:
+        if name in HUGGING_FACE:
+            model_of(name).save_pretrained(root / name)
+        else:
+            save(model_of(name), root / name / "step-1")
+        return root / name
+
+    return folder
+
+
+@pytest.mark.parametrize(("name", "layout", "index"), selected(), ids=lambda value: str(value))
+def test_logits_and_answers(folders: Any, name: str, layout: str, index: int) -> None:
+    folder = folders(name)
+    job = ServingJob(
+        weights_in(folder)[0], Layout.parse(f"{layout},precision=fp32"), str(folder), context=40, page=4,
+        pages=[16, 64][index % 2], chunk=[5, 16][index // 2 % 2], batch=[8, 16][index // 3 % 2], reuse=index % 3 != 0,
+        transport=["shared", "gloo"][index % 5 == 1],
+    )  # fmt: skip
+    asked = requests(16, random.Random(index), job.replicas)
+    ranks = run_ranks("harness.generation:generate", job.layout.ranks, Script(job, asked))
+    check(model_of(name), asked, ranks, job.reuse)
+    assert all(rank.read < 1.3 * rank.share for rank in ranks), "a rank has read the weights of others"
+
+
+@pytest.mark.parametrize("layout", ["dp=2,ep=2", "dp=2,pp=2,ep=2", "dp=2,tp=2,ep=4"])
+def test_a_replica_without_requests_serves_the_experts_of_others(folders: Any, layout: str) -> None:
+    folder = folders("shared")
+    job = ServingJob(weights_in(folder)[0], Layout.parse(f"{layout},precision=fp32"), str(folder), page=4, chunk=3)
+    asked: dict[int, dict[int, list[Command]]] = {0: {}, 1: {2: [Request(7, (1, 2, 3, 4), Sampling(max_tokens=6))]}}
+    ranks = run_ranks("harness.generation:generate", job.layout.ranks, Script(job, asked))
+    check(model_of("shared"), asked, ranks, reuse=True)
+
+
+@pytest.mark.parametrize(("precision", "quantize"), [("bf16", "none"), ("bf16", "int8"), ("fp32", "int8")])
+def test_narrow_weights(folders: Any, precision: str, quantize: str) -> None:
+    """Expected are errors of a rounding: of each weight by at most 1/254 of its row's largest, or of bf16's."""
+    folder = folders("qwen3_moe")
+    job = ServingJob(
+        weights_in(folder)[0], Layout.parse(f"tp=2,ep=2,precision={precision}"), str(folder), page=4, quantize=quantize
+    )
+    prompt = tuple(range(1, 13))
+    asked: dict[int, dict[int, list[Command]]] = {0: {0: [Request(1, prompt, Sampling(max_tokens=1))]}}
+    ranks = run_ranks("harness.generation:generate", 2, Script(job, asked))
+    with torch.no_grad():
+        expected = model_of("qwen3_moe")(torch.tensor([prompt])).logits[0]
+    found = torch.stack([ranks[0].logits[1][place].float() for place in range(len(prompt))])
+    # A router's close choice may fall differently: so does a token's whole feed-forward part then.
+    errors = (found - expected).norm(dim=1) / expected.norm(dim=1)
+    assert errors.median() < 0.1 and 0 < errors.min()
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        ("dp=3,tp=2,ep=3", "divides tp=2, or is a multiple"),
+        ("dp=2,cp=2,ep=4", "or leave cp out"),
+        ("dp=2,ep=2,order=dp-cp-tp-pp", ""),
+        ("dp=2,tp=2,ep=2,order=pp-tp-cp-dp", "the usual order"),
+        ("dp=4,zero=3,shard=2", "leave shard out"),
+    ],
+)
+def test_splits_of_experts_that_generation_has_not(layout: str, words: str) -> None:
+    model = SHARED.replace(experts=Experts(12, 3, 14))
+    if not words:
+        ServingJob(model, Layout.parse(layout), "nowhere")
+        return
+    with pytest.raises(UserError, match=words) as error:
+        ServingJob(model, Layout.parse(layout), "nowhere")
+    assert "\n" not in str(error.value)
