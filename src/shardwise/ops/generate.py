@@ -53,6 +53,8 @@ class GenerationContext(OpContext):
 
     keep: MakeProduct = field(default_factory=Plain)
     """Form in which matrices are stored."""
+    lasting: bool = True
+    """Whether weights stay where they have been read, and are not gathered anew."""
     cache: PagedCache | None = None
     """A block's keys and values."""
     share: ExpertShare | None = None
@@ -158,7 +160,8 @@ def norm_factors(module: RMSNorm, at: GenerationContext) -> Callable[[], Tensor]
 def block(module: LlamaBlock | GPTBlock, at: OpContext) -> Forward:
     """x + attention(norm(x)), then x + mlp(norm(x)), or both of the same x. x: [1, T, hidden]."""
     first, attention = module.attention_norm.forward, module.attention.forward
-    second, mlp = module.mlp_norm.forward, module.mlp.forward
+    second = module.mlp_norm.forward
+    mlp: Product = module.mlp.forward  # type: ignore[assignment]
     parallel = getattr(module, "parallel_residual", False)
 
     def forward(x: Tensor, batch: Batch) -> Tensor:

@@ -52,7 +52,11 @@ def apply_generation(
         exchange = RankExchange(plan, comms, part, across_axes(plan.layout))
         arounds["experts"] = Around(leave=redistribution(edges(plan.layout)["row"].leave, comms, part))
     context = GenerationContext(
-        **vars(plain) | {"arounds": arounds, "exchange": exchange}, keep=keep, cache=cache, share=share
+        **vars(plain) | {"arounds": arounds, "exchange": exchange},
+        keep=keep,
+        cache=cache,
+        share=share,
+        lasting=plan.layout.stage < 3,
     )
     lower(module, context)
     for each in context.copied:
