@@ -13,12 +13,14 @@ from harness.today import EVERYTHING
 from harness.turn_jobs import Followed, Script, Seen
 from shardwise.layout import Layout, Mesh, UnitPlan, Workload, unit_plan
 from shardwise.layout.axes import DP, PP, TP
+from shardwise.layout.experts import across_axes, experts_across
 from shardwise.layout.units import Gather
 from shardwise.model import ModelConfig
+from shardwise.model.config import Experts
 from shardwise.ops.cpu.products import FbgemmInt8
 from shardwise.predict.memory.serving import ServingSetup, page_bytes, passing_bytes, weight_bytes
-from shardwise.predict.serving_layout import lockstep_axes
-from shardwise.predict.traffic.serving import ForwardPass, steady_gathers, turn_ledger
+from shardwise.predict.serving_layout import lockstep_axes, replicas_in_step
+from shardwise.predict.traffic.serving import ForwardPass, Routed, mixtures_of, steady_gathers, turn_ledger
 from shardwise.report.step_report import DTYPE_BYTES, LedgerRow
 from shardwise.serving.messages import Cancel, Command, Request, Sampling
 
@@ -34,15 +36,22 @@ GEMMA2 = TIED.replace(
     logit_softcap=3.0, window=5, full_attention_every=2, scaled_embedding=True,
 )  # fmt: skip
 
+MIXED = LLAMA.replace(
+    name="mixed", experts=Experts(4, 2, 10, shared=1, dense_layers=1, router_bias=True, scoring="sigmoid")
+)
+
 CASES = [
     ("tp=2", LLAMA), ("tp=4", TIED), ("dp=2,zero=3", LLAMA), ("dp=2,zero=3", TIED), ("dp=3,zero=3", GPT),
     ("tp=2,dp=2,zero=3", TIED), ("pp=2", LLAMA), ("pp=3", TIED), ("tp=2,pp=2", LLAMA), ("dp=2", LLAMA),
     ("dp=2,tp=2", GPT), ("dp=4,zero=3,shard=2", LLAMA), ("tp=4,precision=fp32", LLAMA), ("dp=1", LLAMA),
     ("cp=2", LLAMA), ("tp=2,cp=2", GEMMA2), ("cp=2,pp=2,precision=fp32", TIED), ("cp=4,dp=2", GPT),
     ("tp=2", OLMO2), ("tp=4", OLMO2), ("tp=2,pp=2", OLMO2), ("tp=2", GEMMA2), ("dp=2,zero=3", GEMMA2),
+    ("tp=2", MIXED), ("tp=4,ep=2", MIXED), ("dp=2,ep=2", MIXED), ("dp=2,tp=2,ep=4", MIXED), ("dp=4,ep=2", MIXED),
+    ("dp=2,tp=2,ep=2,etp=2", MIXED), ("dp=2,pp=2,ep=2", MIXED), ("dp=2,zero=3", MIXED), ("dp=2,zero=3,ep=2", MIXED),
+    ("cp=2,ep=2", MIXED),
 ]  # fmt: skip
 JOB = {"context": 32, "batch": 3, "page": 4, "chunk": 4}
-SAMPLE = CASES if EVERYTHING else [CASES[i] for i in (0, 3, 5, 8, 15, 20)]
+SAMPLE = CASES if EVERYTHING else [CASES[i] for i in (0, 3, 5, 8, 15, 20, 24, 26, 29, 31)]
 
 
 def request(number: int, prompt: int, output: int) -> Request:
@@ -64,7 +73,7 @@ def turns_of(rank: int, everyone: list[list[Seen]], layout: Layout, mesh: Mesh, 
     """A rank's turns as `ForwardPass`s. What the first rank of its replica heard reaches it in the turn of the same
     number."""
     axes = lockstep_axes(layout)
-    first = mesh.group(TP if own and layout.stage == 3 else axes, mesh.group(PP, rank)[0])[0]
+    first = mesh.group(TP if own and replicas_in_step(layout) > 1 else axes, mesh.group(PP, rank)[0])[0]
     for index, one in enumerate(everyone[rank]):
         earlier = index - (layout.pp - 1)
         known = everyone[rank][earlier].rows if earlier >= 0 else 0
@@ -95,6 +104,21 @@ def test_every_turn_moves_what_was_predicted(text, model, prompts):
         _check_bytes(one, unit_plan(model, layout, Workload(), rank=rank))
 
 
+def routed_of(number: int, rank: int, everyone: list[list[Seen]], plan: UnitPlan) -> dict[str, Routed]:
+    """Pairs of each mixture in a turn, from what all tokens have chosen."""
+    if experts_across(plan.layout) == 1:
+        return {}
+    peers = plan.mesh.group(across_axes(plan.layout), rank)
+    held = plan.model.experts.count // plan.layout.ep
+    first = peers.index(rank) * held
+
+    def taken(part: str) -> int:
+        return sum(sum(everyone[peer][number].choices[part][first : first + held]) for peer in peers)
+
+    own = everyone[rank][number].choices
+    return {part: Routed(sum(own[part]), taken(part)) for part in own}
+
+
 def first_gathers(plan: UnitPlan) -> tuple[Gather, ...]:
     """What the first turn gathers, which finds all slots empty."""
     first, _ = plan.generating_uses("decode")
@@ -108,7 +132,9 @@ def _check_rank(rank: int, everyone: list[list[Seen]], model: ModelConfig, layou
     turns = list(turns_of(rank, everyone, layout, mesh, own))
     for number, (one, turn) in enumerate(zip(everyone[rank], turns, strict=True)):
         # Where one of the ranks in step has something to do, all gather weights.
-        predicted = turn_ledger(plan, turn, gathered if one.active else (), own)
+        routed = routed_of(number, rank, everyone, plan) if one.active else {}
+        predicted = turn_ledger(plan, turn, gathered if one.active else (), own, routed)
+        assert not one.active or experts_across(layout) == 1 or sorted(routed) == mixtures_of(plan)
         assert one.active or not any(other[number].tokens for other in in_step)
         assert without_phase(one.ledger) == without_phase(predicted), f"rank {rank}, turn {number + 1}: {turn}"
         assert {row.phase for row in one.ledger if row.unit.startswith("blocks.") and one.tokens} <= {turn.phase}

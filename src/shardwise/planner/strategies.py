@@ -11,10 +11,18 @@ from typing import Any
 
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
-from shardwise.layout import Layout
+from shardwise.layout import Layout, UnitPlan
+from shardwise.layout.experts import experts_across
 from shardwise.model import ModelConfig
 from shardwise.predict.memory.serving import MemoryFit, ServingSetup, fit_on_cluster
-from shardwise.predict.serving_layout import check_generation, check_length, plan_of, sequences_of
+from shardwise.predict.serving_layout import (
+    check_generation,
+    check_length,
+    plan_of,
+    replicas_in_step,
+    rows_here,
+    sequences_of,
+)
 from shardwise.predict.step_seconds import usual_engine
 from shardwise.predict.supported import check_size
 from shardwise.predict.time.generation import FEW, DecodeStrategy, DecodeTime, pricing_for
@@ -22,7 +30,7 @@ from shardwise.predict.time.profiles import ENGINES, EngineProfile
 from shardwise.predict.time.profiles import engine as engine_of
 from shardwise.predict.time.strategy_training import TrainStepTime, trained
 from shardwise.predict.traffic.ring_volume import Volume, payload, ring_volume
-from shardwise.predict.traffic.serving import ForwardPass, steady_gathers, turn_ledger
+from shardwise.predict.traffic.serving import ForwardPass, balanced, steady_gathers, turn_ledger
 from shardwise.predict.traffic.slow_links import tensor_warnings
 from shardwise.report.step_report import LedgerRow
 
@@ -76,13 +84,21 @@ def decode_round(model: ModelConfig, layout: Layout, sequences: int = 1) -> Deco
     """One more token for each of `sequences` on all ranks together. A pipeline of p stages takes p turns for it, some
     of them empty where there are fewer sequences than stages; every other strategy takes one. One sequence alone is
     every rank's under weight gathering; several are shared out."""
-    each, own = sequences_of(layout, sequences), sequences > 1
+    each, own = sequences_of(layout, sequences), sequences > 1 or layout.stage < 3
     groups = [each // layout.pp + (turn < each % layout.pp) for turn in range(layout.pp)]
-    made = sequences if layout.stage == 3 else each
+    made = min(sequences, each * replicas_in_step(layout))
+    others = experts_across(layout) * (made / each / replicas_in_step(layout) if own else 1)
+
+    def ledger(plan: UnitPlan, group: int) -> tuple[LedgerRow, ...]:
+        here = rows_here(layout, group)
+        return turn_ledger(
+            plan, ForwardPass.decode(group), steady_gathers(plan), own, balanced(plan, here, here * others)
+        )
+
     found = []
     for stage in range(layout.pp):
         plan = plan_of(model, layout, stage)
-        ledgers = [turn_ledger(plan, ForwardPass.decode(group), steady_gathers(plan), own) for group in groups]
+        ledgers = [ledger(plan, group) for group in groups]
         rows = tuple(row for ledger in ledgers for row in ledger)
         found.append(DecodeStep(ledgers[0], ring_volume(rows, plan), payload(rows), made))
     return max(found, key=lambda one: one.volume.total)
@@ -204,7 +220,7 @@ class StrategyComparison:
             DecodeStrategy(self.model, each.layout, engine_of(self.engine), self.cluster) for each in (one, other)
         )
         plan = plan_of(self.model, one.layout)
-        blocks = sum(plan.by_name[block].numel for block in plan.of_kind("block"))
+        blocks = sum(unit.numel for block in plan.of_kind("block") for unit in plan.units_of(block))
         return Ratio(
             one.layout,
             other.layout,
