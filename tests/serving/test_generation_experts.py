@@ -42,7 +42,7 @@ SHARED = ModelConfig(
 MODELS = (*HUGGING_FACE, "shared")
 LAYOUTS = [
     "dp=1", "tp=2", "pp=2", "tp=2,ep=2", "tp=4,ep=2", "tp=2,etp=1", "dp=2,ep=2", "dp=4,ep=4", "dp=4,ep=2",
-    "dp=2,tp=2,ep=4", "dp=2,tp=2,ep=2,etp=2", "dp=2,pp=2,ep=2", "dp=2,zero=3", "dp=2,zero=3,ep=2", "dp=2,tp=2,zero=3",
+    "dp=2,tp=2,ep=4", "dp=2,tp=2,ep=2,etp=2", "dp=2,pp=2,ep=2", "dp=2,zero=3", "dp=2,tp=2,zero=3,etp=1",
     "cp=2", "cp=2,ep=2", "tp=2,cp=2,ep=2",
 ]  # fmt: skip
 CASES = [(model, layout, index) for index, (model, layout) in enumerate((m, la) for la in LAYOUTS for m in MODELS)]
@@ -153,6 +153,7 @@ def test_narrow_weights(folders: Any, precision: str, quantize: str) -> None:
         ("dp=2,ep=2,order=dp-cp-tp-pp", ""),
         ("dp=2,tp=2,ep=2,order=pp-tp-cp-dp", "the usual order"),
         ("dp=4,zero=3,shard=2", "leave shard out"),
+        ("dp=4,zero=3,ep=2", "leave out one of them"),
     ],
 )
 def test_splits_of_experts_that_generation_has_not(layout: str, words: str) -> None:

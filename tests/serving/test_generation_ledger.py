@@ -47,7 +47,7 @@ CASES = [
     ("cp=2", LLAMA), ("tp=2,cp=2", GEMMA2), ("cp=2,pp=2,precision=fp32", TIED), ("cp=4,dp=2", GPT),
     ("tp=2", OLMO2), ("tp=4", OLMO2), ("tp=2,pp=2", OLMO2), ("tp=2", GEMMA2), ("dp=2,zero=3", GEMMA2),
     ("tp=2", MIXED), ("tp=4,ep=2", MIXED), ("dp=2,ep=2", MIXED), ("dp=2,tp=2,ep=4", MIXED), ("dp=4,ep=2", MIXED),
-    ("dp=2,tp=2,ep=2,etp=2", MIXED), ("dp=2,pp=2,ep=2", MIXED), ("dp=2,zero=3", MIXED), ("dp=2,zero=3,ep=2", MIXED),
+    ("dp=2,tp=2,ep=2,etp=2", MIXED), ("dp=2,pp=2,ep=2", MIXED), ("dp=2,zero=3", MIXED), ("dp=2,tp=2,zero=3", MIXED),
     ("cp=2,ep=2", MIXED),
 ]  # fmt: skip
 JOB = {"context": 32, "batch": 3, "page": 4, "chunk": 4}
@@ -152,8 +152,9 @@ def _check_bytes(told: Followed, plan: UnitPlan) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_int8_takes_the_bytes_that_were_predicted(precision):
-    model, layout = LLAMA.replace(hidden=32, head_dim=8, ffn=64), Layout.parse(f"tp=2,precision={precision}")
+@pytest.mark.parametrize(("base", "split"), [(LLAMA, "tp=2"), (MIXED, "tp=2,ep=2")], ids=["dense", "experts"])
+def test_int8_takes_the_bytes_that_were_predicted(base, split, precision):
+    model, layout = base.replace(hidden=32, head_dim=8, ffn=64), Layout.parse(f"{split},precision={precision}")
     script = Script(model, str(layout), asked(True, 1), JOB | {"quantize": "int8"})
     for rank, told in enumerate(run_ranks("harness.turn_jobs:follow", layout.ranks, script)):
         plan = unit_plan(model, layout, Workload(), rank=rank)

@@ -87,7 +87,8 @@ def decode_round(model: ModelConfig, layout: Layout, sequences: int = 1) -> Deco
     each, own = sequences_of(layout, sequences), sequences > 1 or layout.stage < 3
     groups = [each // layout.pp + (turn < each % layout.pp) for turn in range(layout.pp)]
     made = min(sequences, each * replicas_in_step(layout))
-    others = experts_across(layout) * (made / each / replicas_in_step(layout) if own else 1)
+    # Of the replicas that have experts for each other's tokens, some may have no sequence.
+    others = experts_across(layout) * made / each / replicas_in_step(layout)
 
     def ledger(plan: UnitPlan, group: int) -> tuple[LedgerRow, ...]:
         here = rows_here(layout, group)
@@ -265,7 +266,9 @@ def usual_layouts(model: ModelConfig, cluster: Cluster) -> list[Layout]:
     """The pure strategies on all devices, as far as the model allows. Raises `UserError` for models that do not run."""
     check_generation(Layout(), model)
     found = []
-    for text in (f"tp={cluster.devices}", f"dp={cluster.devices},zero=3", f"pp={cluster.devices}"):
+    n = cluster.devices
+    texts = [f"tp={n}", f"dp={n},zero=3", f"pp={n}"] + [f"tp={n},ep={n}", f"dp={n},ep={n}"] * bool(model.experts)
+    for text in texts:
         try:
             layout = Layout.parse(text)
             check_generation(layout, model)
@@ -304,7 +307,7 @@ def _generated(model: ModelConfig, layout: Layout, cluster: Cluster, asked: Aske
     each = sequences_of(layout, asked.batch)
     strategy = DecodeStrategy(model, layout, engine_of(engine), cluster, "int8" if asked.int8 else None)
     middle = strategy.token(asked.batch, asked.prompt + asked.output / 2)
-    around = middle.range(pricing_for(cluster, each <= FEW))
+    around = middle.range(pricing_for(cluster, each <= FEW), routed=bool(model.experts))
     caches = [
         fit_on_cluster(model, layout, ServingSetup(length, each, chunk=asked.chunk, int8=asked.int8), cluster)
         for length in (asked.prompt, asked.prompt + asked.output)

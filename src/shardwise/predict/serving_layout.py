@@ -53,6 +53,10 @@ def _check_experts(layout: Layout) -> None:
         raise LayoutError(f"shard={layout.shard} leaves experts gathered over all data ranks: leave shard out")
     if layout.ep == 1:
         return
+    if layout.stage == 3:
+        raise LayoutError(
+            f"ep={layout.ep} keeps experts where they are, and zero=3 gathers them: leave out one of them"
+        )
     if [axis for axis in layout.order.split("-") if axis in STAGE] != list(STAGE):
         raise LayoutError(f"order={layout.order} is for training: generation with ep={layout.ep} has the usual order")
     if layout.expert_tp == 1 and layout.ep % layout.tp and layout.tp % layout.ep:
