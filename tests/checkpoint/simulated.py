@@ -22,7 +22,6 @@ from shardwise.checkpoint import (
 )
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Mesh, Workload, check, unit_plan
-from shardwise.layout.axes import SHARD
 from shardwise.layout.placement import Placed
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import parameters

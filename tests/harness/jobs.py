@@ -15,6 +15,7 @@ import torch.distributed as dist
 from harness.reference import Case, Outcome, global_batch, make_batch, values
 from shardwise.layout import Layout, Mesh, unit_plan
 from shardwise.layout.axes import DP
+from shardwise.layout.experts import RoutedRows
 from shardwise.layout.units import Backend
 from shardwise.report import Role
 from shardwise.report.step_report import Bytes
@@ -53,6 +54,8 @@ class RankOutcome:
     pieces: dict[tuple, str]
     role: Role
     backend: Backend
+    routed: RoutedRows | None = None
+    """Rows that experts have exchanged in the last step."""
     seconds: float = float("inf")
 
 
@@ -114,6 +117,7 @@ def train(rank: int, asked: Training) -> RankOutcome:
     for state in program.optimizer.states:
         outcome.final_errors |= _errors(state.flat, state.master, reference.final)
         outcome.pieces |= _pieces(state.flat, state.master)
+    outcome.routed = program.expert_loads.routed
     dist.barrier()
     program.comms.close()
     return outcome

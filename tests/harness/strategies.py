@@ -77,14 +77,15 @@ def any_layouts(draw: st.DrawFn) -> Layout:
     zero = draw(st.integers(0, 3))
     data = dp * cp
     divisors = [n for n in range(2, data + 1) if data % n == 0]
-    etp = draw(st.sampled_from([n for n in (1, 2, 4) if (data * tp) % n == 0]))
+    ep = draw(st.sampled_from([n for n in (1, 2, 3, 4) if (data * tp) % n == 0]))
+    etp = draw(st.sampled_from([n for n in (0, 1, tp) if n < 2 or data % ep == 0]))
     sp = draw(st.booleans()) if tp > 1 else False
     words = {key: draw(st.sampled_from(values)) for key, values in CHOICES.items()}
     if tp == 1 or sp:
         words["tpkind"] = "megatron"
     return Layout(
         dp=dp, tp=tp, pp=pp, cp=cp, virtual=virtual, zero=zero, etp=etp, sp=sp,
-        ep=draw(st.sampled_from([n for n in (1, 2, 3, 4) if (data * tp) % (n * etp) == 0])),
+        ep=ep,
         shard=draw(st.sampled_from([0, *divisors])) if zero else 0,
         hpz=draw(st.sampled_from([0, *divisors])) if zero == 3 else 0,
         stages=draw(st.sampled_from([(), tuple(draw(st.integers(1, 30)) for _ in range(pp * virtual))])),

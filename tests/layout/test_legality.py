@@ -65,18 +65,40 @@ def test_the_number_of_devices_must_fit(layout: str, ranks: int, message: str) -
         check(Layout.parse(layout), LLAMA, ranks=ranks)
 
 
-@pytest.mark.parametrize("word", ["ep=2", "etp=2", "offload=cpu", "zero=3,hpz=2"])
+@pytest.mark.parametrize("word", ["offload=cpu", "zero=3,hpz=2"])
 def test_legal_is_not_runnable(word: str) -> None:
     layout = Layout.parse(f"dp=2,{word}")
-    model = EXPERTS if word == "ep=2" else LLAMA
-    check(layout, model, Workload(8, 2))
+    check(layout, LLAMA, Workload(8, 2))
     with pytest.raises(LayoutError, match=f"not runnable here yet: .*{word.split(',')[-1]}"):
-        check_runnable(layout, model, Workload(8, 2))
+        check_runnable(layout, LLAMA, Workload(8, 2))
 
 
 def test_a_model_without_a_decoder_is_refused() -> None:
-    with pytest.raises(LayoutError, match="mixture-of-experts"):
-        check_runnable(Layout(), EXPERTS, Workload(8, 1))
+    with pytest.raises(LayoutError, match="ALiBi"):
+        check_runnable(Layout(), LLAMA.replace(positions="alibi"), Workload(8, 1))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("dp=2,ep=2", "a model without experts; leave it out"),
+        ("tp=2,etp=1", "etp=1 splits experts: .* is a model without experts"),
+    ],
+)
+def test_only_experts_are_split_over_ep(text: str, message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        check(Layout.parse(text), LLAMA)
+    check(Layout.parse(text), EXPERTS)
+
+
+def test_an_expert_is_whole_or_split_as_all_else() -> None:
+    with pytest.raises(LayoutError, match=r"etp=2 must be 1, .*, or tp=4"):
+        Layout.parse("tp=4,etp=2")
+    with pytest.raises(LayoutError, match="ep x etp = 4 must divide dp x cp x tp = 2"):
+        Layout.parse("tp=2,ep=2,etp=2")
+    assert str(Layout.parse("tp=2,etp=2")) == "tp=2" and str(Layout.parse("tp=2,ep=2,etp=1")) == "tp=2,ep=2"
+    with pytest.raises(LayoutError, match="tpkind=gathered has no form for the experts"):
+        check(Layout.parse("tp=2,tpkind=gathered"), EXPERTS)
 
 
 @pytest.mark.parametrize(

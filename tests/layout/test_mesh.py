@@ -84,7 +84,7 @@ def test_both_views_have_the_same_stages(mesh: Mesh) -> None:
     for rank in range(mesh.layout.ranks):
         assert set(mesh.group(EDP + EP + ETP, rank)) == set(mesh.group(STAGE, rank))
         assert mesh.stage(mesh.index(PP, rank)) == tuple(sorted(mesh.group(STAGE, rank)))
-        if mesh.layout.etp == mesh.layout.tp:
+        if mesh.layout.expert_tp == mesh.layout.tp:
             assert mesh.group(ETP, rank) == mesh.group(TP, rank)
 
 
@@ -141,7 +141,6 @@ def test_names_in_the_ledger(layout: str, axes: Axes, name: str) -> None:
 
 KEYS = {
     "layout/layout.py": "the layout text's keys are fields of `Layout`",
-    "layout/legality.py": "names keys of the layout text in a message",
     "interop/reading": "other engines' files as keys of the layout text",
     "planner": "candidates by keys of the layout text",
     "validation/scoreboard": "published rows by keys of the layout text",

@@ -26,9 +26,7 @@ def plan_of(split: Split, tp_rank: int = 0) -> UnitPlan:
 def global_indices(placed: Placed) -> np.ndarray:
     """Row-major global position of each local element; -1 where it is padding."""
     whole = np.arange(placed.parameter.numel).reshape(placed.parameter.shape)
-    if placed.dim is None:
-        return whole.reshape(-1)
-    held = np.take(whole, np.arange(placed.start, placed.stop), axis=placed.dim)
+    held = whole[tuple(slice(*interval) for interval in placed.box)]
     padding = [(0, width - have) for width, have in zip(placed.shape, held.shape, strict=True)]
     return np.pad(held, padding, constant_values=-1).reshape(-1)
 
@@ -66,10 +64,10 @@ def test_padding_is_less_than_one_piece(split: Split) -> None:
     for parameter in parameters(model):
         pieces = [place(parameter, layout, tp_rank) for tp_rank in range(layout.tp)]
         assert len({p.shape for p in pieces}) == 1, "shapes are equal on all ranks"
-        if (dim := pieces[0].dim) is not None:
+        for dim in pieces[0].dims:
             size = parameter.shape[dim]
             assert pieces[0].shape[dim] == -(-size // (layout.tp // pieces[0].replicas))
-            assert all(0 <= p.start <= p.stop <= size for p in pieces)
+            assert all(0 <= p.box[dim][0] <= p.box[dim][1] <= size for p in pieces)
 
 
 @given(split_models())
@@ -191,5 +189,5 @@ def test_ranks_of_a_tensor_group_hold_their_own_heads() -> None:
     model = ModelConfig("m", vocab=10, hidden=8, layers=1, heads=4, kv_heads=2, ffn=6, max_positions=8)
     plans = [unit_plan(model, Layout.parse("dp=2,tp=4"), Workload(4, 2), rank=rank) for rank in range(8)]
     keys = [next(p for p in plan.by_name["blocks.0"].placed if p.name.endswith("qkv.k.weight")) for plan in plans]
-    assert [(k.start, k.stop) for k in keys] == [(0, 2), (0, 2), (2, 4), (2, 4)] * 2
+    assert [k.box[0] for k in keys] == [(0, 2), (0, 2), (2, 4), (2, 4)] * 2
     assert {k.replicas for k in keys} == {2}

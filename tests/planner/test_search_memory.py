@@ -15,7 +15,7 @@ from shardwise.model import ModelConfig
 from shardwise.model.catalog import catalog, get
 from shardwise.planner import Space, price_one
 from shardwise.planner.bounds import MemoryBound
-from shardwise.planner.exact import ExactMemory, memory_backend
+from shardwise.planner.exact import ExactMemory
 from shardwise.planner.occupancy import moments
 from shardwise.planner.runnable import widened
 from shardwise.predict import estimate
@@ -44,7 +44,7 @@ def candidates(draw: random.Random, count: int, models: list[ModelConfig]) -> It
         if not space.frames:
             continue
         frame = draw.choice(space.frames)
-        bound = MemoryBound(model, space.workload, space.attention, memory_backend(model, cluster)).total(frame)
+        bound = MemoryBound(model, space.workload, space.attention, usual_backend(cluster)).total(frame)
         for _ in range(min(count, 5)):
             row, sharding, order = (draw.randrange(n) for n in frame.shape)
             if frame.possible[row][order]:

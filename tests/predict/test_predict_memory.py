@@ -157,7 +157,7 @@ def test_saved_activations_of_a_llama_block(precision: str, recompute: str) -> N
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_unfused_attention_keeps_its_probabilities(tp: int) -> None:
     plans = [unit_plan(MODEL, Layout.parse(f"tp={tp},attention={kind}"), Workload(16, 1)) for kind in ("math", "sdpa")]
-    math, sdpa = (sum(block_items(plan, Sizes.of(plan)).values()) for plan in plans)
+    math, sdpa = (sum(block_items(plan, Sizes.of(plan), "blocks.0").values()) for plan in plans)
     heads = MODEL.heads // tp
     assert math - sdpa == 2 * heads * 16 * 16 - 4 * heads * 16
 
@@ -166,7 +166,7 @@ def test_sequence_parallelism_divides_everything_by_tp() -> None:
     """Korthikanti et al.: with sp nothing is left whole. Gathered inputs are gathered again, so not saved either."""
     whole = unit_plan(MODEL, Layout(), Workload(16, 1))
     split = unit_plan(MODEL, Layout.parse("tp=2,sp"), Workload(16, 1))
-    a, b = (sum(block_items(plan, Sizes.of(plan)).values()) for plan in (whole, split))
+    a, b = (sum(block_items(plan, Sizes.of(plan), "blocks.0").values()) for plan in (whole, split))
     assert a == 2 * b
 
 

@@ -156,6 +156,27 @@ def test_a_terminal_keeps_nothing_of_an_overwritten_line(tmp_path: Path, monkeyp
     assert len(third) == len(second)
 
 
+def test_the_load_of_experts_is_in_the_events_and_on_tensorboard(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = TrainConfig(
+        catalog.get("tiny-llama"), Layout(), Workload(seq=8, batch=2), "text", str(tmp_path / "run"), "", steps=3
+    )
+    record = RunRecorder(config, 1)
+    event = {"loss": 5.0, "grad_norm": 1.0, "lr": 0.1, "seconds": 7.0, "tokens_per_s": 9.0, "mfu": 0.5}
+    load = {"tokens": {"blocks.1": [3, 1]}, "imbalance": 1.5, "dropped": 2, "balance_loss": 0.25}
+    record.step(step=1, **event)
+    record.step(step=2, experts=load, **event)
+    record.finish({})
+    first, second = (json.loads(line) for line in (tmp_path / "run/events.jsonl").open())
+    assert "experts" not in first and second["experts"] == load
+    board = EventAccumulator(str(tmp_path / "run/tensorboard"))
+    board.Reload()
+    for name, value in (("imbalance", 1.5), ("dropped", 2.0)):
+        assert [(s.step, s.value) for s in board.Scalars(f"experts/{name}")] == [(2, value)]
+    assert [s.step for s in board.Scalars("train/loss")] == [1, 2]
+
+
 def test_a_run_that_diverges_says_so_and_its_results_are_json(text: Path, tmp_path: Path) -> None:
     far = ("--lr", "1e30", "--clip", "0", "--json")
     done = shardwise(*command(text, tmp_path / "run", *far, layout="dp=1,precision=fp32", steps=4))

@@ -22,9 +22,9 @@ HOW = "Debian's Chromium draws the page here: apt-get install -y --no-install-re
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with one finished run: twelve steps, both reports, a timeline."""
+    """A folder with one finished run: twelve steps with loads of experts, both reports, a timeline."""
     folder = tmp_path_factory.mktemp("runs")
-    make_run(folder / "first", steps=12)
+    make_run(folder / "first", steps=12, experts=True)
     return folder
 
 

@@ -39,12 +39,13 @@ def plain_columns(table: Table) -> dict[str, list[Any]]:
     return {name: json.loads(encode(list(values))) for name, values in table.columns.items()}
 
 
-def make_run(path: Path, steps: int, status: str = "finished") -> None:
+def make_run(path: Path, steps: int, status: str = "finished", experts: bool = False) -> None:
+    """A run on disk with its reports; with experts, every step tells their load."""
     model, layout, workload = get("tiny-llama"), Layout.parse("dp=2,zero=3"), Workload(seq=64, batch=4)
     config = {"model": model.to_json(), "layout": str(layout), "workload": workload.to_json(), "steps": 12}
     with RunDirectory.create(path, {"config": config, "ranks": 2, "status": status}) as run:
         for step in range(1, steps + 1):
-            run.append(step_event(step))
+            run.append(step_event(step) | ({"experts": expert_load(step)} if experts else {}))
             if step % 5 == 0:
                 run.append({"step": step, "validation_loss": 6.5, "unigram_entropy": 5.9})
         predicted = estimate(model, layout, workload, Cluster.parse("1x2xCPU"))
@@ -60,6 +61,13 @@ def make_run(path: Path, steps: int, status: str = "finished") -> None:
 def step_event(step: int) -> dict[str, Any]:
     figures = {"grad_norm": 1.0 / step, "seconds": 0.5, "tokens_per_s": 512.0, "mfu": 0.25, "lr": 1e-3}
     return {"time": 1e9 + step, "step": step, "loss": 7.5 - 0.1 * step} | figures
+
+
+def expert_load(step: int) -> dict[str, Any]:
+    """Load of four experts in two layers: 64 tokens with two choices each; some are dropped from the eighth step on."""
+    rows = {"blocks.2": [32, 32, 32, 32], "blocks.3": [20 + 2 * step, 44 - 2 * step, 30, 34]}
+    imbalance = max(max(row) / 32 for row in rows.values())
+    return {"tokens": rows, "imbalance": imbalance, "dropped": max(0, step - 7), "balance_loss": 0.01}
 
 
 DELAY = 2_000_000

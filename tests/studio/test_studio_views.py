@@ -16,6 +16,7 @@ from shardwise.studio.data.registry import VIEWS, answer, parts
 
 STATES = {
     "tokens": {"model": "llama-3-8b", "cluster": "4xH100", "output": "32", "batch": "4"},
+    "experts": {"model": "mixtral-8x7b", "dp": "2", "tp": "2", "tokens": "32", "load": "skewed"},
     "collectives": {"collective": "reduce-scatter", "algorithm": "ring", "ranks": "5", "bytes": "1048576"},
     "pipelines": {"a": "gpipe", "b": "interleaved", "ranks": "3", "micro": "6", "F": "12", "hop": "1"},
     "memory": {"model": "llama-3-8b", "cluster": "2x8xH100", "tp": "2", "pp": "2", "zero": "1", "batch": "64"},
@@ -24,6 +25,7 @@ STATES = {
 }
 CONTROLS = {
     "tokens": ("batch", "precision"),
+    "experts": ("tokens", "etp"),
     "collectives": ("ranks", "collective"),
     "pipelines": ("micro", "a"),
     "memory": ("tp", "recompute"),

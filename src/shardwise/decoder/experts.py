@@ -67,7 +67,7 @@ def taken(chosen: Tensor, e: Experts) -> Tensor:
     """Whether an expert takes a token: bool [B, S, k] of chosen [B, S, k], whole sequences in order. Each expert takes
     the first ones of a sequence, up to its capacity."""
     flat = chosen.flatten(1)
-    one_hot = F.one_hot(flat, e.count)
+    one_hot = (flat[..., None] == torch.arange(e.count, device=flat.device)).to(torch.int64)
     earlier = (one_hot.cumsum(1) - one_hot).gather(-1, flat[..., None]).squeeze(-1)
     return (earlier < e.most(chosen.shape[1])).view_as(chosen)
 
@@ -123,6 +123,10 @@ class Router(nn.Module):
 class ExpertWeights(nn.Module):
     """Weights of all experts, a [hidden, ffn] matrix for each, end to end: gate, up, down [E hidden, ffn]."""
 
+    gate: nn.Parameter
+    up: nn.Parameter
+    down: nn.Parameter
+
     def __init__(self, config: ModelConfig, experts: Experts) -> None:
         super().__init__()
         self.hidden, self.width = config.hidden, experts.ffn
@@ -137,7 +141,9 @@ class ExpertWeights(nn.Module):
     def forward(self, x: Tensor, routing: Routing, takes: Tensor) -> Tensor:
         """Weighted sum of the outputs of each token's experts: [T, hidden]. takes: bool [T, k], which of them count."""
         y = torch.zeros_like(x, dtype=routing.weights.dtype)
-        for number, (gate, up, down) in enumerate(zip(*self.matrices(), strict=True)):
+        gates, ups, downs = self.matrices()
+        for number in range(len(gates)):
+            gate, up, down = gates[number], ups[number], downs[number]
             token, slot = torch.where((routing.chosen == number) & takes)
             rows = x[token]
             out = (self.activation(rows @ gate) * (rows @ up)) @ down.t()

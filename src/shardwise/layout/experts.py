@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from math import gcd
 
-from shardwise.layout.axes import DATA, EP, EP_ACROSS, STAGE, Axes
+from shardwise.layout.axes import CP, DATA, EP, EP_ACROSS, STAGE, TP, Axes
 from shardwise.layout.layout import Layout
 from shardwise.layout.placement import Placed
 from shardwise.ops.expert_share import ExpertShare
+
+LOADS = "expert loads"
+"""Name, in a ledger, of the sum of a step's loads."""
 
 
 def gathers_sequences(layout: Layout) -> bool:
@@ -26,12 +32,32 @@ def load_axes(layout: Layout) -> Axes:
     return DATA if gathers_sequences(layout) else STAGE
 
 
-def routed_tokens(layout: Layout, tokens: int, tp_rank: int = 0) -> int:
-    """Rows of a micro-batch that a rank routes. tokens: those that it attends with."""
-    if gathers_sequences(layout) or layout.tp == 1:
-        return tokens
-    each = -(-tokens // layout.tp)
-    return max(0, min(each, tokens - tp_rank * each))
+def sequence_axes(layout: Layout) -> Axes:
+    """Axes along which ranks route different tokens of the same sequences."""
+    return CP if gathers_sequences(layout) else CP + TP
+
+
+def slice_of(layout: Layout, tokens: int) -> int:
+    """Rows of the largest part of tokens that tensor-parallel ranks divide among them."""
+    return -(-tokens // layout.tp)
+
+
+@dataclass(frozen=True)
+class RoutedRows:
+    """Rows that the mixtures of one rank have exchanged in a step, as recorded."""
+
+    rows: tuple[tuple[str, tuple[tuple[int, int], ...]], ...]
+    """(part, (pairs sent, rows received) of each micro-batch in order)."""
+
+    @classmethod
+    def of(cls, record: Mapping[str, Sequence[tuple[int, int]]]) -> RoutedRows:
+        """From part -> its micro-batches."""
+        return cls(tuple((part, tuple((sent, come) for sent, come in each)) for part, each in record.items()))
+
+    @cached_property
+    def by_part(self) -> dict[str, tuple[tuple[int, int], ...]]:
+        """Part -> its micro-batches."""
+        return dict(self.rows)
 
 
 # -- generation, where all tensor-parallel ranks have the same tokens

@@ -107,13 +107,12 @@ class Layout:
     def _check_experts(self) -> None:
         if self.etp not in (0, 1, self.tp):
             raise LayoutError(
-                f"layout: etp={self.etp} must be 1, which keeps experts whole, or tp={self.tp}, which splits them as tp "
-                "splits all else"
+                f"layout: etp={self.etp} must be 1, which keeps experts whole, or tp={self.tp}, which splits them as "
+                "tp splits all else"
             )
         if (self.dp * self.cp * self.tp) % (self.ep * self.expert_tp):
-            raise LayoutError(
-                f"layout: ep x etp = {self.ep * self.expert_tp} must divide dp x cp x tp = {self.dp * self.cp * self.tp}"
-            )
+            ranks = self.dp * self.cp * self.tp
+            raise LayoutError(f"layout: ep x etp = {self.ep * self.expert_tp} must divide dp x cp x tp = {ranks}")
         if self.etp == (self.tp if self.ep == 1 else 1):
             object.__setattr__(self, "etp", 0)
 

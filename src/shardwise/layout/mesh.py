@@ -50,13 +50,13 @@ class Mesh:
         return self._in_order(DATA)
 
     def _in_order(self, axes: Axes) -> Axes:
-        """Dense axes in the order of ranks: groups of their parts are then ascending, as torch.distributed sorts them."""
+        """Dense axes in the order of ranks: groups of parts of them then ascend, as torch.distributed sorts groups."""
         return tuple(axis for axis in self.layout.order.split("-") if axis in axes)
 
     @cached_property
     def _parts(self) -> dict[str, _Part]:
         layout, data = self.layout, self._data
-        # What experts are spread over: the ranks of a stage, or, if tp splits them as it splits all else, its data ranks.
+        # Experts are spread over the ranks of a stage; if tp splits them as it splits all else, over its data ranks.
         spread = data if layout.expert_tp > 1 else self._in_order(STAGE)
         places = expert_places(layout)
         return {axis: _Part((axis,), 1, getattr(layout, axis)) for axis in DENSE} | {

@@ -70,12 +70,15 @@ class MapCollective(NamedTuple):
     """Elements per token of the full tensor."""
 
 
-def collectives(operation: Operation, table: Mapping[str, Edges], tp: Any) -> list[MapCollective]:
+def collectives(
+    operation: Operation, table: Mapping[str, Edges], tp: Any, split_experts: bool = False
+) -> list[MapCollective]:
     """The collectives of an operation. Recomputation repeats the collectives of its forward pass.
 
     table: cut of a weight -> edges; tp: a degree, or an array of degrees, of which the widths are then arrays.
+    split_experts: whether experts are split as all else is.
     """
-    cut, inputs, outputs = _widths(operation)
+    cut, inputs, outputs = _widths(operation, ("tokens", "routed") if split_experts else ("tokens",))
     enter, leave = table.get(cut, Edges())
     found = []
     if enter == "copy":
@@ -94,13 +97,14 @@ def collectives(operation: Operation, table: Mapping[str, Edges], tp: Any) -> li
     return found
 
 
-def _widths(operation: Operation) -> tuple[str, int, list[int]]:
-    """(cut of an operation's weights, or "lookup"; width of its input; widths of its outputs)."""
+def _widths(operation: Operation, split: tuple[str, ...]) -> tuple[str, int, list[int]]:
+    """(cut of an operation's weights, or "lookup"; width of its input; widths of its outputs). split: the rows whose
+    weights are cut."""
     if operation.kind == "lookup":
         return "lookup", 0, [width.size for width in operation.widths]
     if operation.kind == "logits":
         return "vocab", operation.inputs.size, []
-    if operation.kind != "linear" or operation.rows != "tokens":
+    if operation.kind != "linear" or operation.rows not in split:
         return "replicated", 0, []
     cut = "row" if operation.inputs.cut else "column" if operation.outputs[0].cut else "replicated"
     return cut, operation.inputs.size, [width.size for width in operation.outputs]

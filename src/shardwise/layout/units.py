@@ -24,13 +24,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, groupby
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from shardwise.cluster import Cluster
 from shardwise.layout import pipeline
 from shardwise.layout.algorithms import Schedules
 from shardwise.layout.axes import CP, EDP, EP, KV, PP, REPLICATE, SHARD, STAGE, TP, Axes
 from shardwise.layout.context import SequenceCut
+from shardwise.layout.experts import RoutedRows, gathers_sequences, slice_of
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh import Mesh
 from shardwise.layout.placement import Placed, place
@@ -172,6 +173,8 @@ class UnitPlan:
     pp_rank: int = 0
     cp_rank: int = 0
     ep_rank: int = 0
+    routed: RoutedRows | None = None
+    """Recorded rows of its mixtures of experts; None where equal loads are assumed."""
 
     @cached_property
     def mesh(self) -> Mesh:
@@ -290,6 +293,61 @@ class UnitPlan:
     def routes(self) -> bool:
         """Whether the model has experts."""
         return self.model.experts is not None
+
+    def routes_in(self, part: str) -> bool:
+        """Whether a part has a mixture of experts."""
+        return any(op.kind == "router" for op in self.blueprint.part(part).operations)
+
+    @cached_property
+    def routed_places(self) -> int:
+        """Tokens of one micro-batch that this rank routes to experts, padding included."""
+        if gathers_sequences(self.layout):
+            return self.tokens
+        if self.layout.sp:
+            return self.stream_tokens
+        each = slice_of(self.layout, self.tokens)
+        return max(0, min(each, self.tokens - self.tp_rank * each))
+
+    @cached_property
+    def routed_pairs(self) -> int:
+        """Pairs of a token and an expert of one micro-batch that this rank sends, if no expert is full."""
+        assert self.model.experts
+        return (self.routed_places - self._padding) * self.model.experts.active
+
+    @property
+    def _padding(self) -> int:
+        """Places that it routes which are no tokens: those that fill up the last chunks of a cut sequence."""
+        cut, layout = self.sequence, self.layout
+        if cut.padded == cut.seq:
+            return 0
+        whole = [place >= cut.seq for run in cut.places(self.cp_rank) for place in run]
+        if gathers_sequences(layout):
+            return layout.micro * sum(whole)
+        each = slice_of(layout, len(whole) if layout.sp else len(whole) * layout.micro)
+        own = slice(self.tp_rank * each, (self.tp_rank + 1) * each)
+        return layout.micro * sum(whole[own]) if layout.sp else sum((whole * layout.micro)[own])
+
+    def routed_rows(self, part: str, micro: int | None = None) -> tuple[int, int]:
+        """(pairs that a part's mixture sends to experts, rows that come to those here) in one micro-batch; the most of
+        any without `micro`."""
+        if self.routed is None:
+            return self.routed_pairs, self.routed_pairs
+        rows = self.routed.by_part[part]
+        return (max(sent for sent, _ in rows), max(come for _, come in rows)) if micro is None else rows[micro]
+
+    def alike(self, part: str) -> tuple[bool, tuple[int, int]]:
+        """Equal for blocks that need the same memory: whether they have experts, and rows that these exchange."""
+        return (True, self.routed_rows(part)) if self.routes and self.routes_in(part) else (False, (0, 0))
+
+    @cached_property
+    def uneven(self) -> bool:
+        """Whether its micro-batches have exchanged different numbers of rows."""
+        return self.routed is not None and any(len(set(rows)) > 1 for _, rows in self.routed.rows)
+
+    def as_micro_batch(self, micro: int) -> UnitPlan:
+        """A copy whose every micro-batch has exchanged the rows that one of them has."""
+        assert self.routed
+        return replace(self, routed=RoutedRows(tuple((part, (rows[micro],)) for part, rows in self.routed.rows)))
 
     @property
     def norm_over(self) -> Axes:
@@ -571,5 +629,5 @@ def unit_plan(
     """The plan of `rank`. Shapes are equal on all ranks; only which rows and heads a rank holds differs."""
     mesh = Mesh.of(layout, model)
     axes = {"tp_rank": TP, "pp_rank": PP, "cp_rank": CP, "ep_rank": EP}
-    places = {name: mesh.index(axis, rank) for name, axis in axes.items()}
+    places: dict[str, Any] = {name: mesh.index(axis, rank) for name, axis in axes.items()}
     return UnitPlan(model, layout, workload, backend=backend, **places)

@@ -172,8 +172,8 @@ def products(c: ModelConfig, width: int, rows: Rows = "tokens", count: int = 1, 
 def mixture(c: ModelConfig) -> Pieces:
     """Router, routed experts, and shared experts, which see every token.
 
-    Weights of the routed experts are stacked, one [hidden, ffn] matrix for each: gate and up as they multiply a row from
-    the right, down transposed. So an expert is rows of them, and a part of every expert's width is columns.
+    Weights of the routed experts are stacked, one [hidden, ffn] matrix for each: gate and up as they multiply a row
+    from the right, down transposed. So an expert is rows of them, and a part of every expert's width is columns.
     """
     assert c.experts
     e = c.experts

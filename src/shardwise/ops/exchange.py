@@ -38,6 +38,15 @@ class TokenExchange:
         """The gradient of the rows."""
         return grad.flatten(0, 1)
 
+    @property
+    def padded(self) -> bool:
+        """Whether some of the rows are padding."""
+        return False
+
+    def kept(self, order: Tensor, takes: Tensor) -> Tensor:
+        """Pairs that are computed, of all pairs in order. takes: bool for each of them."""
+        return order[takes]
+
     def places(self, batch: int) -> Tensor:
         """Place of each row among the tokens of `batch` whole sequences, int64 [T]; -1 for padding."""
         return torch.arange(batch * self.seq)
@@ -57,10 +66,11 @@ class TokenExchange:
         """Sequences that are routed at the same time on all ranks together, over those that are here."""
         return 1
 
-    def counts(self, sent: Tensor) -> tuple[Sequence[int], Tensor]:
-        """From the pairs of this rank for each expert, [E]: how many go to each rank; and how many come from each rank
-        for each expert here, [ranks, E here], on the host."""
-        return [int(sent.sum())], sent[None].cpu()
+    def counts(self, sent: Tensor) -> tuple[Sequence[int], Sequence[Sequence[int]]]:
+        """From the pairs of this rank for each expert, [E]: how many go to each rank; and from each rank how many come
+        for each expert here."""
+        per_expert = sent.tolist()
+        return [sum(per_expert)], [per_expert]
 
     def to_experts(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Rows, sorted by expert, for the experts' ranks; returns what comes here, rank by rank."""

@@ -7,6 +7,7 @@ experts have returned. The rest is computed again in backward: the router's scor
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -32,8 +33,8 @@ class Assignment(NamedTuple):
     """Pairs from each rank."""
     arrival: Tensor | None
     """Of the rows that come, sorted by expert, the places in the order in which they come; None where that is one."""
-    ends: Tensor
-    """End of each expert's rows among those sorted, on the host: int64 [E here]."""
+    ends: Sequence[int]
+    """End of each expert's rows among those sorted, for the experts here."""
 
 
 class RoutedForm:
@@ -44,6 +45,8 @@ class RoutedForm:
         self.unit, self.later = at.unit, at.weights
         assert at.exchange is not None
         self.exchange: TokenExchange = at.exchange
+        self.exchanged: list[tuple[int, int]] = []
+        """(pairs sent, rows received) of each micro-batch since the last step, in the order of backward passes."""
         self.loads: Tensor | None = None
         """Choices of each expert by this rank's rows since the last step, dropped ones, and auxiliary losses:
         float64 [E + 2]."""
@@ -57,25 +60,26 @@ class RoutedForm:
 
     def takes(self, chosen: Tensor, batch: int) -> Tensor | None:
         """Which pairs of the rows are computed: bool [T, k]; None for all."""
+        if not (self.e.capacity or self.exchange.padded):
+            return None
         places = self.exchange.places(batch).to(chosen.device)
-        real = places >= 0
-        if self.e.capacity:
-            seq = self.exchange.seq
-            everywhere = self.exchange.everywhere(chosen, batch).unflatten(0, (batch, seq))
-            return taken(everywhere, self.e).flatten(0, 1)[places.clamp(min=0)] & real[:, None]
-        return None if bool(real.all()) else real[:, None].expand_as(chosen)
+        real = (places >= 0)[:, None]
+        if not self.e.capacity:
+            return real.expand_as(chosen)
+        everywhere = self.exchange.everywhere(chosen, batch).unflatten(0, (batch, self.exchange.seq))
+        return taken(everywhere, self.e).flatten(0, 1)[places.clamp(min=0)] & real
 
     def assign(self, chosen: Tensor, takes: Tensor | None) -> Assignment:
         """Sort pairs by expert, and agree with the other ranks on how many go where."""
-        flat = chosen.flatten()
-        order = flat.argsort(stable=True)
+        order = chosen.flatten().argsort(stable=True)
         if takes is not None:
-            order = order[takes.flatten()[order]]
-        per_expert = torch.bincount(flat[order], minlength=self.e.count)
+            order = self.exchange.kept(order, takes.flatten()[order])
+        flat = chosen.flatten()[order]
+        per_expert = flat.new_zeros(self.e.count).scatter_add_(0, flat, torch.ones_like(flat))
         sent, received = self.exchange.counts(per_expert)
-        ends = received.sum(0).cumsum(0)
-        arrival = None if len(received) == 1 else by_expert(received).to(chosen.device)
-        return Assignment(order, sent, received.sum(1).tolist(), arrival, ends)
+        arrival = None if len(received) == 1 else by_expert(received, chosen.device)
+        ends = accumulate(map(sum, zip(*received, strict=True)))
+        return Assignment(order, sent, [sum(of_rank) for of_rank in received], arrival, list(ends))
 
     def to_experts(self, pairs: Tensor, a: Assignment) -> Tensor:
         """Rows of the pairs, sorted, as the experts here have them, expert by expert."""
@@ -112,15 +116,16 @@ class RoutedForm:
         self.loads[-1] += loss
 
 
-def by_expert(received: Tensor) -> Tensor:
-    """Places of rows that come rank by rank and in each by expert, in the order expert by expert. received:
-    [ranks, E here]."""
-    lengths = received.flatten()
-    starts = lengths.cumsum(0) - lengths
-    blocks = torch.arange(len(lengths)).view(received.shape).t().flatten()
-    lengths, starts = lengths[blocks], starts[blocks]
+def by_expert(received: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Places of rows that come rank by rank and in each by expert, in the order expert by expert. received: rows from
+    each rank for each expert here."""
+    rows = sum(map(sum, received))
+    by_rank = torch.tensor(received)
+    starts = (by_rank.flatten().cumsum(0) - by_rank.flatten()).view_as(by_rank).t().flatten()
+    lengths = by_rank.t().flatten()
     ahead = lengths.cumsum(0) - lengths
-    return torch.repeat_interleave(starts - ahead, lengths) + torch.arange(int(lengths.sum()))
+    shifts = torch.repeat_interleave(starts - ahead, lengths, output_size=rows)
+    return (shifts + torch.arange(rows)).to(device)
 
 
 def _activation_backward(form: RoutedForm, grad: Tensor, gate: Tensor) -> Tensor:
@@ -133,37 +138,36 @@ class _Routed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, form: RoutedForm, x: Tensor, *leaves: Tensor) -> Tensor:
         rows = form.exchange.enter(x)
-        routing = form.router(rows)
-        chosen, weights = routing.chosen, routing.weights
-        del routing
+        chosen, weights = form.router(rows)[:2]
         takes = form.takes(chosen, len(x))
         a = form.assign(chosen, takes)
-        own, (gate_w, up_w, down_w) = form.to_experts(rows[a.order // form.e.active], a), form.weights.matrices()
+        own = form.to_experts(rows[a.order // form.e.active], a)
+        del rows
+        gate_w, up_w, down_w = form.weights.matrices()
         gate, up = grouped_product(own, gate_w, a.ends), grouped_product(own, up_w, a.ends)
         out = grouped_product(form.weights.activation(gate).mul_(up), down_w.transpose(1, 2), a.ends)
-        out = form.to_tokens(out, a)
-        returned = _of_pairs(out, a.order, chosen)
+        returned = _of_pairs(form.to_tokens(out, a), a.order, chosen)
+        del out
         y = (returned * weights[..., None]).sum(1).to(x.dtype)
-        ctx.form, ctx.assignment, ctx.partly = form, a, takes is not None
-        ctx.save_for_backward(x, chosen, own, gate, up, returned, *([] if takes is None else [takes]), *leaves)
+        ctx.form, ctx.sent, ctx.received, ctx.ends = form, a.sent, a.received, a.ends
+        ctx.save_for_backward(x, chosen, own, gate, up, returned, takes, a.order, a.arrival, *leaves)
         return form.exchange.leave(y, x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         form: RoutedForm = ctx.form
-        a: Assignment = ctx.assignment
-        x, chosen, own, gate, up, returned, *rest = ctx.saved_tensors
-        takes = rest[0] if ctx.partly else None
+        x, chosen, own, gate, up, returned, takes, order, arrival, *_ = ctx.saved_tensors
+        a = Assignment(order, ctx.sent, ctx.received, arrival, ctx.ends)
         dy = form.exchange.leave_backward(grads[0])
         weight_grads = torch.einsum("th,tkh->tk", dy.to(_wide(dy)), returned.to(_wide(dy)))
-        del returned
-        rows = form.exchange.enter(x)
-        weights, drows = _router_backward(form, rows, chosen, takes, weight_grads, len(x))
-        pairs = dy[a.order // form.e.active] * weights.flatten()[a.order, None].to(dy.dtype)
-        dout = form.to_experts(pairs, a)
+        weights, drows = _router_backward(form, form.exchange.enter(x), chosen, takes, weight_grads, len(x))
+        dout = form.to_experts(dy[order // form.e.active].mul_(weights.flatten()[order, None]), a)
+        del dy
+        form.exchanged.append((len(order), len(own)))
         down = _experts_backward(form, a, own, gate, up, dout)
-        back = form.to_tokens(down, a)
-        drows += _of_pairs(back, a.order, chosen).sum(1)
+        del dout
+        drows += _of_pairs(form.to_tokens(down, a), order, chosen).sum(1)
+        del down
         dx, pending = form.exchange.enter_backward(drows, x)
         pending.wait()
         return None, dx, None, None, None, None
@@ -182,7 +186,7 @@ def _of_pairs(rows: Tensor, order: Tensor, chosen: Tensor) -> Tensor:
 def _router_backward(
     form: RoutedForm, rows: Tensor, chosen: Tensor, takes: Tensor | None, weight_grads: Tensor, batch: int
 ) -> tuple[Tensor, Tensor]:
-    """(weights of the pairs, gradient of the rows through the router). Adds the router's own gradient, and the loads."""
+    """(weights of the pairs, gradient of the rows through the router). Adds the router's own gradient, and loads."""
     e, router, places = form.e, form.router, form.exchange.places(batch).to(rows.device)
     sequences = places.clamp(min=0) // form.exchange.seq
     loads = counts(chosen, sequences, batch, e, places >= 0)
@@ -225,11 +229,11 @@ def _experts_backward(form: RoutedForm, a: Assignment, own: Tensor, gate: Tensor
     return down
 
 
-def _add_products(slot: GradSlot, left: Tensor, right: Tensor, ends: Tensor, hidden: int) -> None:
+def _add_products(slot: GradSlot, left: Tensor, right: Tensor, ends: Sequence[int], hidden: int) -> None:
     """Add left^T right of each expert's rows to its matrix: also where there are none, since what is there may be
     another step's. left: [R, hidden]; right: [R, ffn]."""
     start = 0
-    for matrix, end in zip(slot.view.unflatten(0, (-1, hidden)), ends.tolist(), strict=True):
+    for matrix, end in zip(slot.view.unflatten(0, (-1, hidden)), ends, strict=True):
         own = GradSlot(matrix)
         own.empty = slot.empty
         if end > start:

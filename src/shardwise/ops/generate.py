@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from shardwise.decoder import Batch
 from shardwise.decoder.attention import Attention, Rope
 from shardwise.decoder.decoder import Head
-from shardwise.decoder.gpt import MLP, GPTBlock
 from shardwise.decoder.feed_forward import GatedMLP
+from shardwise.decoder.gpt import MLP, GPTBlock
 from shardwise.decoder.llama import LlamaBlock
 from shardwise.decoder.modules import Linear, Linears, Lookup, RMSNorm, TiedLinear, norm_scale
 from shardwise.ops.context import LOCAL, Around, OpContext, Redistribute

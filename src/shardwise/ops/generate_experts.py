@@ -8,7 +8,7 @@ which ones training drops depends on whole sequences, of which a step of generat
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -72,19 +72,20 @@ class ServedExperts:
         chosen, weights, *_ = self.router(rows)
         order, counts = own_pairs(chosen, self.share)
         sent, received = self.exchange.counts(counts)
-        taken, tokens = received.sum(1).tolist(), order // self.active
+        taken, tokens = [sum(of_rank) for of_rank in received], order // self.active
         own = self.exchange.to_experts(rows.index_select(0, tokens), sent, taken)
         out = self.exchange.to_tokens(self._experts(own, received), sent, taken)
         out = out.to(weights.dtype).mul_(weights.flatten()[order, None])
         y = torch.zeros_like(rows, dtype=weights.dtype).index_add_(0, tokens, out)
         return y.to(rows.dtype)
 
-    def _experts(self, rows: Tensor, received: Tensor) -> Tensor:
-        """Outputs of the experts here. rows: rank by rank, and of each by expert; received: how many, [ranks, E here]."""
-        arrival = by_expert(received).to(rows.device) if len(received) > 1 else None
+    def _experts(self, rows: Tensor, received: Sequence[Sequence[int]]) -> Tensor:
+        """Outputs of the experts here. rows: rank by rank, and of each by expert; received: how many from each rank for
+        each expert."""
+        arrival = by_expert(received, rows.device) if len(received) > 1 else None
         own = rows if arrival is None else rows[arrival]
         out, start = torch.empty_like(own), 0
-        for product, count in zip(self.products, received.sum(0).tolist(), strict=True):
+        for product, count in zip(self.products, map(sum, zip(*received, strict=True)), strict=True):
             if count:
                 out[start : start + count] = product(own[start : start + count])
                 start += count

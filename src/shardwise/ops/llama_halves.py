@@ -19,6 +19,7 @@ from torch import Tensor
 
 from shardwise.decoder import Batch
 from shardwise.decoder.attention import Attention, rotate
+from shardwise.decoder.feed_forward import GatedMLP
 from shardwise.decoder.llama import LlamaBlock
 from shardwise.decoder.modules import RMSNorm, rms_norm, rms_norm_backward
 from shardwise.ops.context import OpContext
@@ -34,7 +35,7 @@ class _Parts:
 
     def __init__(self, block: LlamaBlock, at: OpContext) -> None:
         attention = block.attention
-        assert isinstance(attention, Attention)
+        assert isinstance(attention, Attention) and isinstance(block.mlp, GatedMLP)
         self.qkv = FusedLinear.of(attention.qkv, at, "attention.qkv")
         self.gate_up = FusedLinear.of(block.mlp.gate_up, at, "mlp.gate_up")
         self.heads = [rows // attention.head_dim for rows in self.qkv.rows]

@@ -15,9 +15,9 @@ from torch import nn
 
 from shardwise.decoder.attention import Attention, CoreAttention
 from shardwise.decoder.decoder import Head
-from shardwise.decoder.gpt import MLP, GPTBlock
 from shardwise.decoder.experts import Mixture
 from shardwise.decoder.feed_forward import GatedMLP
+from shardwise.decoder.gpt import MLP, GPTBlock
 from shardwise.decoder.llama import LlamaBlock
 from shardwise.decoder.modules import Dropout, JointNorm, Linear, Linears, Lookup, RMSNorm, TiedLinear
 from shardwise.ops import compiled, generate, generate_experts, linear

@@ -6,7 +6,7 @@ What may fit by the bound is followed event by event (`exact.py`).
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache, reduce
+from functools import cache, cached_property, reduce
 from typing import Any
 
 import numpy as np
@@ -59,7 +59,7 @@ class MemoryBound:
 
     def of_rank(self, frame: LayoutColumns, place: int) -> Num:
         """At least the bytes of the rank at one place of each candidate's pipeline."""
-        rows = [self._row(frame.tp, row) for row in frame.rows]
+        rows = [self._row(frame.tp, frame.ep, row) for row in frame.rows]
         columns = (np.array(column, dtype=float)[:, None, None] for column in zip(*rows, strict=True))
         return RankBound(
             self.model, frame, place, self._units(frame.tp), MicroBatchBytes(*columns), self.backend
@@ -79,22 +79,34 @@ class MemoryBound:
             return row
         return row.cp, row.sp, row.recompute, row.micro == 1, row.micro * self.workload.seq
 
-    def _row(self, tp: int, row: BatchChoice) -> MicroBatchBytes:
-        key = tp, self._alike(row)
+    def _row(self, tp: int, ep: int, row: BatchChoice) -> MicroBatchBytes:
+        key = tp, ep, self._alike(row)
         if key not in self._rows:
-            self._rows[key] = self._micro_batch(tp, *row)
+            # Of blocks with experts and without them, the least of each number.
+            sorts = (self._micro_batch(model, tp, ep, *row) for model in self._one_block)
+            self._rows[key] = MicroBatchBytes(*map(min, zip(*sorts, strict=True)))
         return self._rows[key]
 
-    def _plan(self, micro_batches: int, **layout: Any) -> UnitPlan:
-        made = Layout(attention=self.attention, **layout)
-        workload = replace(self.workload, batch=made.micro * micro_batches)
-        return unit_plan(self.model.replace(layers=1), made, workload, backend=self.backend)
+    @cached_property
+    def _one_block(self) -> list[ModelConfig]:
+        """Models of one block for each sort of blocks that the model has."""
+        one, e = self.model.replace(layers=1), self.model.experts
+        mixed = [one.replace(experts=replace(e, dense_layers=0))] if e and e.dense_layers < self.model.layers else []
+        return mixed + ([one.replace(experts=None)] if not e or e.dense_layers else [])
 
-    def _micro_batch(self, tp: int, cp: int, sp: bool, recompute: str, micro: int) -> MicroBatchBytes:
-        plan = self._plan(1, tp=tp, cp=cp, sp=sp, recompute=recompute, micro=micro)
+    def _plan(self, model: ModelConfig, **layout: Any) -> UnitPlan:
+        made = Layout(attention=self.attention, **layout)
+        workload = replace(self.workload, batch=made.micro * made.dp)
+        return unit_plan(model, made, workload, backend=self.backend)
+
+    def _micro_batch(
+        self, model: ModelConfig, tp: int, ep: int, cp: int, sp: bool, recompute: str, micro: int
+    ) -> MicroBatchBytes:
+        spread = {"ep": ep, "dp": ep} if model.experts else {}
+        plan = self._plan(model, tp=tp, cp=cp, sp=sp, recompute=recompute, micro=micro, **spread)
         s, parts = Sizes.of(plan), ["embedding", "blocks.0", "head"]
         embedding, block, head = (sum(saved_items(plan, s, part).values()) for part in parts)
-        in_block, in_block_apart = (BlockTensors(plan, s, apart).backward(False) for apart in (False, True))
+        in_block, in_block_apart = (BlockTensors(plan, s, parts[1], apart).backward(False) for apart in (False, True))
         in_embedding, in_embedding_apart = (
             peak.backwards(plan, s, parts[:1], apart)["backward", "embedding"] for apart in (False, True)
         )
@@ -125,5 +137,5 @@ class MemoryBound:
         return min(peak.tables(plan, s), peak.tables(plain, Sizes.of(plain)))
 
     def _of_tp(self, tp: int) -> dict[str, Unit]:
-        one_block = alike(self.model).replace(layers=1)
+        one_block = alike(self.model).replace(layers=1, experts=None)
         return unit_plan(one_block, Layout(tp=tp), self.workload, backend=self.backend).by_name

@@ -8,11 +8,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from shardwise.cluster import Cluster
-from shardwise.layout import Layout, Workload
+from shardwise.layout import Layout, Mesh, UnitPlan, Workload, unit_plan
 from shardwise.layout.units import Backend, usual_backend
 from shardwise.model import ModelConfig
 from shardwise.planner.bounds import places
-from shardwise.predict.memory.mixtures import memory_plan
 from shardwise.predict.memory.step import predict_bytes
 from shardwise.report.step_report import Bytes
 
@@ -30,7 +29,7 @@ class ExactMemory:
 
     def __init__(self, model: ModelConfig, workload: Workload, cluster: Cluster) -> None:
         self.model, self.workload = model, workload
-        self.backend = memory_backend(model, cluster)
+        self.backend = usual_backend(cluster)
         self._fullest: dict[Layout, FullestRank] = {}
         self._over: dict[Layout, FullestRank] = {}
 
@@ -51,7 +50,7 @@ class ExactMemory:
     def _followed(self, layout: Layout, usable: float) -> FullestRank:
         fullest: FullestRank | None = None
         for place in places(self.model, layout.pp, layout.schedule):
-            rank = predict_bytes(memory_plan(self.model, layout, self.workload, place, self.backend))
+            rank = predict_bytes(rank_plan(self.model, layout, self.workload, place, self.backend))
             if fullest is None or rank.total > fullest.bytes.total:
                 fullest = FullestRank(rank, place)
             if fullest.bytes.total > usable:
@@ -60,6 +59,6 @@ class ExactMemory:
         return fullest
 
 
-def memory_backend(model: ModelConfig, cluster: Cluster) -> Backend:
-    """The backend whose buffers are counted. No runtime here has experts: theirs are NCCL's."""
-    return "nccl" if model.experts or model.latent_attention else usual_backend(cluster)
+def rank_plan(model: ModelConfig, layout: Layout, workload: Workload, place: int, backend: Backend) -> UnitPlan:
+    """The plan of a rank at one place of the pipeline."""
+    return unit_plan(model, layout, workload, rank=Mesh.of(layout, model).rank(pp=place), backend=backend)

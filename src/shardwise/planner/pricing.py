@@ -19,7 +19,7 @@ from shardwise.layout import Layout, Workload
 from shardwise.model import ModelConfig
 from shardwise.planner.exact import ExactMemory
 from shardwise.planner.space import RECOMPUTE, BatchChoice, LayoutColumns, ScheduleChoice, ZeroChoice
-from shardwise.predict.supported import in_closed_form, objection
+from shardwise.predict.supported import in_closed_form
 from shardwise.predict.time.pieces import Pieces, pieces
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import EngineProfile, attending
@@ -142,8 +142,6 @@ def frame_of(model: ModelConfig, layout: Layout, workload: Workload) -> LayoutCo
             raise UserError(f"the planner does not price {key}={value} yet")
     if layout.recompute not in RECOMPUTE:
         raise UserError(f"the planner does not price recompute={layout.recompute} yet")
-    if reason := objection(model, layout.tp, layout.sp, layout.ep, layout.shard_ranks if layout.stage else 1):
-        raise UserError(reason)
     count = workload.micro_batches(layout)
     if layout.pp > 1 and not in_closed_form(layout.schedule, layout.virtual, layout.pp, count):
         raise UserError(

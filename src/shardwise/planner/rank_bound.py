@@ -19,9 +19,9 @@ from shardwise.layout import Layout
 from shardwise.layout.pipeline import releases_early
 from shardwise.layout.units import Backend, Unit
 from shardwise.model import ModelConfig
+from shardwise.planner.block_elements import BlockElements, block_elements
 from shardwise.planner.occupancy import FIRST, LAST, MIDDLE, WHOLE, moments
 from shardwise.planner.space import LayoutColumns
-from shardwise.predict.memory.mixtures import BlockElements, block_elements
 from shardwise.predict.memory.step import OPTIMIZER_BYTES
 from shardwise.report.step_report import DTYPE_BYTES
 
@@ -243,9 +243,9 @@ def _mixed_blocks(elements: BlockElements, frame: LayoutColumns, place: int, lay
     Experts have other ranks to be sharded over."""
     ranks = np.array([sharding.ranks for sharding in frame.shardings])[:, None]
     stage = np.array([sharding.stage for sharding in frame.shardings])[:, None]
-    same = np.where(stage > 0, np.maximum(ranks * frame.tp // frame.ep, 1), 1)
+    same = np.where(stage > 0, frame.expert_replicas, 1)
     dense = np.array([elements.dense_blocks(frame.pp, order.virtual, place) for order in frame.orders])
-    own, experts = elements.routed
+    own, experts = elements.routed(frame.expert_tp)
 
     def whole_and_shard(*parts: tuple[int, Num]) -> tuple[Num, Num]:
         shards = [(-(-numel // n), n) for numel, n in parts]

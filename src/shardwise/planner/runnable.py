@@ -18,9 +18,6 @@ from shardwise.predict.time.features import EVERYTHING
 from shardwise.predict.time.profiles import ENGINES, EngineProfile
 from shardwise.predict.time.profiles import engine as engine_of
 
-_WORDS = {"ep": "expert parallelism"}
-"""Keys that are searched and may not run here -> their names."""
-
 OWN = ("shardwise", "shardwise-cpu")
 """The profiles of this project's runtime."""
 
@@ -32,15 +29,12 @@ def widened(engine: EngineProfile) -> EngineProfile:
 
 def why_none_runs(model: ModelConfig, fixed: Mapping[str, Any]) -> str:
     """Reason why `train` can run no layout of this model with these fixed keys; empty if it can run one."""
-    if reason := model.why_not_runnable():
-        return re.sub(r" (is|are) counted but not runnable here( yet)?$", "", reason)
-    return " and ".join(words for key, words in _WORDS.items() if fixed.get(key, 1) > 1)
+    return re.sub(r" (is|are) counted but not runnable here( yet)?$", "", model.why_not_runnable() or "")
 
 
 def needs(layout: Layout) -> str:
     """The features of a layout that `train` lacks, by name; empty where it has all."""
-    keys = [word.partition("=")[0] for word in unsupported(layout)]
-    return " and ".join(_WORDS.get(key, key) for key in keys)
+    return " and ".join(word.partition("=")[0] for word in unsupported(layout))
 
 
 def why_not_trained(layout: Layout, model: ModelConfig, workload: Workload) -> str | None:

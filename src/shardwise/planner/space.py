@@ -19,7 +19,7 @@ from shardwise.layout import Layout, Workload
 from shardwise.layout.legality import valid_ep, valid_tp
 from shardwise.model import ModelConfig
 from shardwise.predict.fixing import check_fixed, words_of
-from shardwise.predict.supported import check_size, in_closed_form, objection, why_not_planned
+from shardwise.predict.supported import check_size, in_closed_form, why_not_planned
 from shardwise.predict.time.features import Features
 from shardwise.predict.time.profiles import EngineProfile
 from shardwise.schedule.pipeline import find
@@ -68,6 +68,16 @@ class LayoutColumns:
     ep: int = 1
     bare: bool = False
     """The embedding and the head are stages of their own: `orders` have two stages more than the model has layers."""
+
+    @property
+    def expert_tp(self) -> int:
+        """Ranks that share the width of one expert (`Layout.expert_tp`)."""
+        return self.tp if self.ep == 1 else 1
+
+    @property
+    def expert_replicas(self) -> int:
+        """Ranks of a stage that hold the same experts."""
+        return self.data * self.tp // (self.ep * self.expert_tp)
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
@@ -188,7 +198,7 @@ class Space:
         for (tp, pp, data), of in rows.items():
             orders = tuple(self._orders(pp))
             for ep, bare in product(self._expert_degrees(tp, data), (False, True)):
-                shardings = tuple(self._shardings(data, tp, pp, ep))
+                shardings = tuple(self._shardings(data, pp))
                 mine = tuple(order for order in orders if (pp * order.virtual > self.model.layers) == bare)
                 yield LayoutColumns(
                     tp, pp, data, self.attention, self.workload.batch, tuple(of), shardings, mine, ep, bare
@@ -216,8 +226,7 @@ class Space:
         if (cp > 1 and seq % (2 * cp)) or batch % dp:
             return
         whole = tp > 1 and seq % ((2 * cp if cp > 1 else 1) * tp) == 0
-        legal = (False, True) if whole and self.features.sequence else (False,)
-        kinds = [sp for sp in legal if not objection(self.model, tp, sp)]
+        kinds = (False, True) if whole and self.features.sequence else (False,)
         for sp, recompute, micro in product(kinds, self.features.recompute, divisors(batch // dp)):
             if self.allows("sp", sp) and self.allows("recompute", recompute) and self.allows("micro", micro):
                 yield BatchChoice(cp, sp, recompute, micro)
@@ -225,14 +234,12 @@ class Space:
     def _expert_degrees(self, tp: int, data: int) -> Iterator[int]:
         return (ep for ep in valid_ep(self.model, data * tp) if self.allows("ep", ep))
 
-    def _shardings(self, data: int, tp: int, pp: int, ep: int) -> Iterator[ZeroChoice]:
+    def _shardings(self, data: int, pp: int) -> Iterator[ZeroChoice]:
         groups = divisors(data)[1:] if self.features.hybrid else (data,)
         for stage in self.features.stages_of(pp) if data > 1 else (0,):
             if not self.allows("zero", stage):
                 continue
             for ranks in groups if stage else (1,):
-                if stage and objection(self.model, tp, tp > 1, ep, ranks):
-                    continue
                 # shard=0 is how a layout says dp x cp, and all that it says without ZeRO.
                 if self.allows("shard", ranks) or ((not stage or ranks == data) and self.allows("shard", 0)):
                     yield ZeroChoice(stage, ranks)

@@ -75,13 +75,10 @@ def _planned(model: ModelConfig, layout: Layout, workload: Workload, cluster: Cl
     """Command that prices this layout of a model that no decoder here computes."""
     from shardwise.model.catalog import catalog
     from shardwise.predict.fixing import text_of
-    from shardwise.predict.supported import objection, why_not_planned
+    from shardwise.predict.supported import why_not_planned
 
     if cluster is None or why_not_planned(model):
         return ""
-    shard = layout.shard_ranks if layout.stage else 1
-    if why := objection(model, layout.tp, layout.sp, layout.ep, shard):
-        return f"; `shardwise plan` has its memory and time, but not of this layout: {why}"
     name = model.name if catalog().get(model.name) == model else "MODEL"
     asked = f"--cluster {cluster} --seq {workload.seq} --batch {workload.batch}"
     return f"; its memory and time: shardwise plan {name} {asked} --fix {text_of(layout)}"
@@ -132,6 +129,6 @@ def _notes(model: ModelConfig, layout: Layout, backend: Backend) -> list[str]:
         notes.append("recompute=selective under attention=sdpa frees only the log-sum-exp of the fused kernel")
     if layout.grads == "bf16" and layout.precision == "bf16":
         notes.append("grads=bf16 holds with one micro-batch a step; more are summed in fp32, and counted so")
-    if layout.ep > 1 or layout.etp > 1:
-        notes.append("expert parallel is not priced: this model has no experts")
+    if model.experts:
+        notes.append("tokens are taken to spread evenly over the experts, none dropped: a run's own routing differs")
     return notes

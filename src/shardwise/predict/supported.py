@@ -23,24 +23,12 @@ def check_size(cluster: Cluster) -> None:
 
 
 def why_not_planned(model: ModelConfig) -> str | None:
-    """The reason why no search knows this model, or None. More can be planned than runs here: mixtures of experts,
-    latent attention, ALiBi and a norm after the embedding have memory and time, too."""
-    usual: dict[str, Any] = {"experts": None, "latent_attention": None, "embedding_norm": False}
+    """The reason why no search knows this model, or None. More can be planned than runs here: latent attention, ALiBi
+    and a norm after the embedding have memory and time, too."""
+    usual: dict[str, Any] = {"latent_attention": None, "embedding_norm": False}
     if model.positions == "alibi":
         usual["positions"] = "learned"
     return model.replace(**usual).why_not_runnable()
-
-
-def objection(model: ModelConfig, tp: int, sp: bool, ep: int = 1, shard: int = 1) -> str:
-    """Why a model with experts cannot be split so, as far as the planner knows; empty where it can. shard: ranks that
-    ZeRO shards over, 1 without it."""
-    if not model.experts:
-        return ""
-    if tp > 1 and not sp:
-        return "with experts, tp needs sp: the ranks of a tp group route different tokens, as in Megatron-Core"
-    if shard > 1 and (shard * tp) % ep and ep % (shard * tp):
-        return f"ep={ep} must divide, or be a multiple of, the shard group's {shard} x tp = {shard * tp} ranks"
-    return ""
 
 
 @cache

@@ -145,7 +145,7 @@ def _observe(plan: UnitPlan, rank: int, fake: Any) -> Role:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from shardwise.runtime.job.config import OptimizerConfig
-    from shardwise.runtime.job.setup import AXES, blank_batch
+    from shardwise.runtime.job.setup import axes_of, blank_batch
     from shardwise.runtime.measure.memory import StepMeasurement
     from shardwise.runtime.pipeline.step import TrainProgram
     from shardwise.runtime.torch_versions import know_fake_collectives
@@ -155,7 +155,7 @@ def _observe(plan: UnitPlan, rank: int, fake: Any) -> Role:
     dist.init_process_group("fake", rank=rank, world_size=plan.layout.ranks, store=FakeStore())  # type: ignore[no-untyped-call]
     short = _run(plan)
     mesh, connect = Mesh.of(plan.layout, plan.model), _transport(plan.backend)
-    comms = Comms(mesh, rank, AXES, timeout=60.0, backend=plan.backend, connect=connect)
+    comms = Comms(mesh, rank, axes_of(plan.model), timeout=60.0, backend=plan.backend, connect=connect)
     comms.read = lambda scalar: 1.0  # type: ignore[method-assign]  # fake tensors hold no numbers
     with fake:
         program = TrainProgram(

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from shardwise.layout.placement import kv_heads_held, width_held
 from shardwise.layout.units import UnitPlan
 from shardwise.ops.cpu.limits import LONGEST_SHORT, SHORTEST
+from shardwise.predict.memory.expert_tensors import MixtureTensors
 from shardwise.predict.memory.mixtures import alike, more
 from shardwise.report.step_report import DTYPE_BYTES
 
@@ -75,7 +76,7 @@ def cuts_attention(plan: UnitPlan) -> bool:
 Items = dict[str, int]
 
 
-def block_items(plan: UnitPlan, s: Sizes) -> Items:
+def block_items(plan: UnitPlan, s: Sizes, part: str) -> Items:
     """Everything that one block saves without recomputing the whole block, its input included: name -> bytes."""
     items = {"input": s.stream * s.hidden * s.element}
     items |= _branch_input(plan, s, "attention")
@@ -96,8 +97,17 @@ def block_items(plan: UnitPlan, s: Sizes) -> Items:
     inner = s.tokens * s.ffn * s.element
     names = ("gate", "up", "activation", "product") if plan.model.gated else ("up", "activation")
     beside = more(plan.model, s, plan.layout.recompute).block
-    items |= {"routing and low ranks": beside} if beside else {}
+    items |= {"low ranks": beside} if beside else {}
+    if plan.routes_in(part):
+        items |= MixtureTensors.of(plan, s, part).saved()
+        inner = s.tokens * shared_width(plan) * s.element
     return items | dict.fromkeys(names, inner) | _branch_output(plan, s, "feed-forward")
+
+
+def shared_width(plan: UnitPlan) -> int:
+    """Width of the shared experts on a rank; 0 where there are none."""
+    experts = plan.model.experts
+    return width_held(experts.shared * experts.ffn, plan.layout.inner_ranks) if experts else 0
 
 
 def query_norms(plan: UnitPlan, s: Sizes) -> tuple[tuple[int, int], ...]:
@@ -172,7 +182,7 @@ def saved_items(plan: UnitPlan, s: Sizes, part: str) -> Items:
         return {"input": s.stream * s.hidden * s.element}
     if plan.layout.recompute == "input":
         return {"input": s.stream * s.hidden * s.element} if part in plan.first_blocks else {}
-    return block_items(plan, s)
+    return block_items(plan, s, part)
 
 
 def mask_bytes(plan: UnitPlan, s: Sizes) -> int:
@@ -211,8 +221,7 @@ def kept_items(plan: UnitPlan, s: Sizes, part: str) -> Items:
         "gradients of rotated queries and keys": _kept_with_values(plan, s),
         "attention output": s.tokens * s.q * s.element,
         "gradient of the attention's output": 0 if once else gradient,
-        "feed-forward": feed_forward_kept(plan, s),
-        "rows of experts": more(plan.model, s, plan.layout.recompute).kept,
+        "feed-forward": feed_forward_kept(plan, s, part),
     }
 
 
@@ -226,12 +235,17 @@ def _kept_with_values(plan: UnitPlan, s: Sizes) -> int:
     return s.tokens * (s.q + s.kv) * s.element if apart else 0
 
 
-def feed_forward_kept(plan: UnitPlan, s: Sizes) -> int:
+def feed_forward_kept(plan: UnitPlan, s: Sizes, part: str) -> int:
     """Tensors that a block keeps for the weights of its feed-forward part: the norm's output and the product, and the
-    gradients of gate, up and the block's output."""
+    gradients of gate, up and the block's output; those of experts besides."""
     stream, gradient = s.stream * s.hidden * s.element, _kept_gradient(plan, s, s.hidden)
-    inner = s.tokens * s.ffn * s.element + (2 if plan.model.gated else 1) * _kept_gradient(plan, s, s.ffn)
-    return stream + gradient + inner
+    width, routed = s.ffn, 0
+    if plan.routes_in(part):
+        width, routed = shared_width(plan), sum(MixtureTensors.of(plan, s, part).kept().values())
+        if not width:
+            return routed
+    inner = s.tokens * width * s.element + (2 if plan.model.gated else 1) * _kept_gradient(plan, s, width)
+    return stream + gradient + inner + routed
 
 
 def _kept_gradient(plan: UnitPlan, s: Sizes, width: int) -> int:
@@ -242,5 +256,7 @@ def _kept_gradient(plan: UnitPlan, s: Sizes, width: int) -> int:
 
 def saved_bytes(plan: UnitPlan) -> int:
     """Bytes saved for backward at the end of one micro-batch's forward pass."""
+    if plan.uneven:
+        return max(saved_bytes(plan.as_micro_batch(micro)) for micro in range(plan.micro_batches))
     s = Sizes.of(plan)
     return sum(sum(saved_items(plan, s, part).values()) for part in plan.parts) + saved_mask(plan, s)

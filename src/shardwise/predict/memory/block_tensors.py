@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from shardwise.layout.placement import width_held
 from shardwise.layout.units import UnitPlan
-from shardwise.predict.memory.activations import Sizes, query_norms
+from shardwise.predict.memory.activations import Sizes, query_norms, shared_width
 from shardwise.predict.memory.context_tensors import attention_tensors
+from shardwise.predict.memory.expert_tensors import MixtureTensors
 from shardwise.predict.memory.mixtures import more
 from shardwise.predict.memory.transients import (
     LiveBytes,
@@ -25,12 +26,14 @@ from shardwise.predict.memory.transients import (
 class BlockTensors:
     """One block of a rank. apart: the gradients of its weights come later; adds: to gradients that are there."""
 
-    def __init__(self, plan: UnitPlan, s: Sizes, apart: bool = False, adds: bool = False) -> None:
+    def __init__(self, plan: UnitPlan, s: Sizes, part: str, apart: bool = False, adds: bool = False) -> None:
         self.plan, self.s, self.apart, self.adds = plan, s, apart, adds
+        self.mixture = MixtureTensors.of(plan, s, part) if plan.routes_in(part) else None
+        self.ffn = shared_width(plan) if self.mixture else s.ffn
         self.live, self.attention = LiveBytes(), attention_tensors(plan, s)
         self.stream = s.stream * s.hidden * s.element
         self.full = s.tokens * s.hidden * s.element
-        self.inner = s.tokens * s.ffn * s.element
+        self.inner = s.tokens * self.ffn * s.element
         self.q, self.kv = s.tokens * s.q * s.element, s.tokens * s.kv * s.element
         self.gated, self.sp = plan.model.gated, plan.layout.sp
         self.pre, self.post = plan.model.norm_placement != "post", plan.model.norm_placement != "pre"
@@ -80,12 +83,10 @@ class BlockTensors:
         self._add()
         if self.pre:
             self._norm()
-        self._column([self.inner] * (1 + self.gated))
-        live.allocate(self.inner)  # silu or gelu
-        if self.gated:
-            live.allocate(self.inner)
-            live.free(0 if saves else self.inner)
-        self._row()
+        routed = self._mixture_forward(saves) if self.mixture else 0
+        if self.ffn:
+            self._feed_forward(saves)
+            live.free(routed)  # its sum with the output of shared experts takes no more than these
         if not saves:
             live.free(self.pre * stream + (3 if self.gated else 2) * self.inner)
         self._post_norm(saves)
@@ -94,6 +95,24 @@ class BlockTensors:
         live.free(stream)
         if self.plan.model.parallel_residual:
             live.free(stream)  # attention's sum, which no norm has saved
+
+    def _mixture_forward(self, saves: bool) -> int:
+        """Routed experts; returns the bytes of their output."""
+        assert self.mixture
+        self.mixture.forward(self.live)
+        self.live.free(0 if saves else sum(self.mixture.saved().values()))
+        return self.stream
+
+    def _feed_forward(self, saves: bool) -> None:
+        live = self.live
+        self._column([self.inner] * (1 + self.gated))
+        live.allocate(self.inner)  # silu or gelu
+        if self.gated:
+            live.allocate(self.inner)
+            live.free(0 if saves else self.inner)
+        self._row()
+        if self.mixture:
+            live.transient(self.stream)
 
     def _attend(self, saves: bool) -> None:
         """Attention from its normed input to its output."""
@@ -211,18 +230,15 @@ class BlockTensors:
         self._sum()
 
     def _plain_backward(self, kept: bool) -> None:
-        live, stream, model, inner = self.live, self.stream, self.plan.model, self.inner
+        live, stream, model = self.live, self.stream, self.plan.model
         parallel = model.parallel_residual
-        own = self._branch_backward()
-        self._row_backward(inner, self.s.ffn, inner)
-        live.free(own)
-        if self.gated:
-            live.allocate(2 * inner)
-            live.free(3 * inner)  # the product's gradient, silu, up
-        live.allocate(inner)
-        live.free(2 * inner)  # its gradient; gate, or up
-        branches = 1 + self.gated
-        self._column_backward([self.s.ffn] * branches, branches * inner)
+        if self.ffn:
+            self._feed_forward_backward()
+        if self.mixture:
+            if self.ffn:
+                live.allocate(0 if self.apart else stream)  # the normed input, which the router reads
+            self.mixture.backward(live, self.apart, self.adds)
+            live.free(stream + (stream if self.ffn else 0))  # that input, and the sum of two gradients of it
         if self.pre:
             self._norm_backward()
             live.free(stream if parallel else 2 * stream)  # the residual
@@ -237,6 +253,19 @@ class BlockTensors:
             self._norm_backward()
             live.free(stream)
         self._sum()
+
+    def _feed_forward_backward(self) -> None:
+        live, inner = self.live, self.inner
+        own = self._branch_backward()
+        self._row_backward(inner, self.ffn, inner)
+        live.free(own)
+        if self.gated:
+            live.allocate(2 * inner)
+            live.free(3 * inner)  # the product's gradient, silu, up
+        live.allocate(inner)
+        live.free(2 * inner)  # its gradient; gate, or up
+        branches = 1 + self.gated
+        self._column_backward([self.ffn] * branches, branches * inner)
 
     def _sum(self) -> None:
         """The sum of two gradients of the residual stream, in a tensor of its own."""
@@ -321,8 +350,8 @@ class BlockTensors:
     def of_weights(self) -> int:
         """The most bytes while the gradients of the weights are computed apart, beyond what is kept for them."""
         s, live, fused = self.s, self.live, self.plan.fuses_blocks
-        inner, qkv = [s.ffn] * (1 + self.gated), [s.q, s.kv, s.kv]
-        live.transient(max(self._piece([s.hidden], s.ffn), self._piece([s.hidden], s.q)))
+        inner, qkv = [self.ffn] * (1 + self.gated), [s.q, s.kv, s.kv]
+        live.transient(max(self._piece([s.hidden], self.ffn), self._piece([s.hidden], s.q)))
         for rows in (inner, qkv):
             gathered = self._gathered()
             live.transient(self._piece([sum(rows)] if fused else rows, s.hidden))

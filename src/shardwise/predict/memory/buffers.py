@@ -105,7 +105,10 @@ class MemoryTrace:
                 self.accumulate(unit)
             yield from self.land("reduction", part)
             self.flying = unit
-            yield self.now("reduction", part)
+            if unit.shard_ranks == 1:  # experts that no other rank has
+                yield from self.land("reduction", part)
+            else:
+                yield self.now("reduction", part)
 
     def land(self, when: When, part: str = "") -> Iterator[MemoryByClass]:
         """The reduction under way ends."""

@@ -9,6 +9,7 @@ the engine's buffers in `buffers.py`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from shardwise.layout.units import UnitPlan
 from shardwise.ops.cpu.limits import ATTENTION_ROWS
@@ -35,6 +36,9 @@ def peak_beyond_lasting(plan: UnitPlan) -> int:
 
 def moments(plan: UnitPlan) -> Iterator[tuple[MemoryByClass, int]]:
     """(the engine's buffers, bytes beside them) at every moment of a step without a pipeline at which they grow."""
+    if plan.uneven:
+        yield from _of_any_micro_batch(plan)
+        return
     s = Sizes.of(plan)
     known = sum(saved_inputs(plan, s, part) for part in plan.parts)
     while_forward = saved_mask(plan, s) + known + forward(plan, s, plan.parts)
@@ -50,18 +54,25 @@ def moments(plan: UnitPlan) -> Iterator[tuple[MemoryByClass, int]]:
         yield held, always + (again if held.adds else beside)[held.when, held.part]
 
 
+def _of_any_micro_batch(plan: UnitPlan) -> Iterator[tuple[MemoryByClass, int]]:
+    """Moments with the most bytes that any micro-batch has beside the engine's buffers, which are the same in each."""
+    each = (moments(plan.as_micro_batch(micro)) for micro in range(plan.micro_batches))
+    for same in zip(*each, strict=True):
+        yield same[0][0], max(beside for _, beside in same)
+
+
 def forward(plan: UnitPlan, s: Sizes, parts: list[str]) -> int:
     """The most bytes in the forward pass of a stage beyond what there is before it; its input is there."""
     worst = before = 0
     saves = plan.layout.recompute in ("none", "selective")
-    block = BlockTensors(plan, s).forward(saves) if any(plan.kind(part) == "block" for part in parts) else 0
+    block = {key: BlockTensors(plan, s, part).forward(saves) for key, part in _distinct(plan, parts).items()}
     for part in parts:
         if plan.kind(part) == "embedding":
             then = embedding_forward(plan, s)
         elif plan.kind(part) == "head":
             then = _head_forward(plan, s)
         else:
-            then = block
+            then = block[plan.alike(part)]
         worst = max(worst, before + then)
         before += sum(saved_items(plan, s, part).values()) - saved_inputs(plan, s, part)
         if plan.kind(part) == "embedding":
@@ -84,7 +95,9 @@ def backwards(
     saved = saved_mask(plan, s) if ends else 0
     # The gradient of a stage's output is a message, which stays until its backward is over.
     block = {
-        keeps: BlockTensors(plan, s, apart, adds).backward(keeps) for keeps in {part == parts[-1] for part in ends}
+        (key, keeps): BlockTensors(plan, s, part, apart, adds).backward(keeps)
+        for key, part in _distinct(plan, parts).items()
+        for keeps in {part == parts[-1] for part in ends}
     }
     moments: dict[tuple[When, str], int] = {}
     for part in parts:
@@ -99,9 +112,14 @@ def backwards(
             moments["backward", part] = saved + max(_projection_backward(plan, s, adds), _final_norm_backward(plan, s))
         else:
             moments["backward", part] = (
-                saved + block[part == parts[-1]] + _recomputed_from_input(plan, s, part, parts, apart)
+                saved + block[plan.alike(part), part == parts[-1]] + _recomputed_from_input(plan, s, part, parts, apart)
             )
     return moments
+
+
+def _distinct(plan: UnitPlan, parts: list[str]) -> dict[Any, str]:
+    """One of each sort of blocks that differ in memory."""
+    return {plan.alike(part): part for part in parts if plan.kind(part) == "block"}
 
 
 def inputs(plan: UnitPlan, s: Sizes) -> int:
@@ -208,7 +226,7 @@ def of_weights(plan: UnitPlan, s: Sizes, part: str, adds: bool = False) -> int:
     """Bytes of the gradients of `part`'s weights beyond what was kept for them."""
     if plan.kind(part) == "embedding":
         return _looked_up(plan, s) - s.stream * s.hidden * s.element
-    return 0 if plan.kind(part) == "head" else BlockTensors(plan, s, adds=adds).of_weights()
+    return 0 if plan.kind(part) == "head" else BlockTensors(plan, s, part, adds=adds).of_weights()
 
 
 def embedding_forward(plan: UnitPlan, s: Sizes) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardwise.layout.units import Residency, Unit, UnitPlan
-from shardwise.predict.memory.activations import Sizes
+from shardwise.predict.memory.activations import Sizes, kept_items, saved_items
 from shardwise.predict.memory.buffers import MemoryTrace
 from shardwise.predict.memory.peak import inputs, optimizer
 from shardwise.predict.memory.pipeline_action import ActionMemory, Change, Effect, StageBytes
@@ -45,10 +45,16 @@ class MemoryPeak:
 def held_by_actions(plan: UnitPlan) -> MemoryPeak:
     """Follow the actions of `plan`'s rank through one step, those of its steady state once."""
     assert plan.steady is not None
+    if plan.routed:
+        return _followed(plan)
     if plan.steady.grows and plan.steady.repeats:
         return _continued(plan)
-    rank = _Rank(plan.short, inputs(plan, Sizes.of(plan)))
-    for action in rank.plan.actions:
+    return _followed(plan.short, inputs(plan, Sizes.of(plan)))
+
+
+def _followed(plan: UnitPlan, lasting: int | None = None) -> MemoryPeak:
+    rank = _Rank(plan, lasting)
+    for action in plan.actions:
         rank.do(action)
     return rank.end()
 
@@ -158,6 +164,7 @@ class _Rank:
         self.like = _like(plan)
         self.bytes_of = {stage: StageBytes.of(plan, self.s, stage) for stage in set(self.like.values())}
         self.outcomes: dict[Any, _Outcome] = {}
+        self.beyond: dict[tuple[int, int], tuple[int, int]] = {}
 
     @property
     def now(self) -> Change:
@@ -171,7 +178,11 @@ class _Rank:
     def do(self, action: Action) -> None:
         kind, stage, micro, peer, parts = action
         if kind in _COMPUTE:
+            saved = self._routed(kind, stage, micro)
+            self.saved += saved
+            self.rest += saved if kind == "F" else 0
             self._on_stage(kind, stage, self._moves(kind, stage, micro))
+            self.rest += saved if kind != "F" else 0
         elif kind in _RECEIVE:
             self.rest += self.message
         elif kind in _SEND:
@@ -211,6 +222,29 @@ class _Rank:
         before = self.attending[micro]
         after = self.attending[micro] = before + (1 if kind == "F" else -1)
         return not (before and after)
+
+    def _routed(self, kind: str, stage: int, micro: int) -> int:
+        """Bytes that an action saves, or lets go of, beyond those of the micro-batch whose experts have most rows."""
+        if not self.plan.uneven:
+            return 0
+        saved, kept = self._beyond(stage, micro)
+        return {"F": saved, "B": -saved, "I": kept - saved, "W": -kept}[kind]
+
+    def _beyond(self, stage: int, micro: int) -> tuple[int, int]:
+        """Bytes that a micro-batch saves on a stage, and that are kept of it for the gradients of weights, beyond those
+        of the one whose experts have most rows."""
+        key = stage, micro
+        if key not in self.beyond:
+            this = self.plan.as_micro_batch(micro)
+            saved, kept = (
+                sum(
+                    sum(items(this, self.s, part).values()) - sum(items(self.plan, self.s, part).values())
+                    for part in self.plan.stages[stage]
+                )
+                for items in (saved_items, kept_items)
+            )
+            self.beyond[key] = saved, kept
+        return self.beyond[key]
 
     def _on_stage(self, kind: str, stage: int, moves: bool) -> None:
         """An action that computes, or that starts or ends a reduction."""
@@ -299,7 +333,7 @@ def _like(plan: UnitPlan) -> dict[int, int]:
     first: dict[Any, int] = {}
     found = {}
     for stage, units in plan.stage_units.items():
-        parts = tuple(plan.kind(part) for part in plan.stages[stage])
+        parts = tuple((plan.kind(part), plan.alike(part)) for part in plan.stages[stage])
         sizes = tuple((unit.padded, unit.shard_numel) for unit in units)
         ends = stage == 0, stage + 1 == plan.schedule.stages
         found[stage] = first.setdefault((ends, parts, sizes), stage)

@@ -6,12 +6,16 @@ those of a longer sequence.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from shardwise.layout.axes import TP
 from shardwise.layout.units import UnitPlan
 from shardwise.model.chunking import dropout_chunk
 from shardwise.ops.cpu.limits import product_piece
-from shardwise.predict.memory.activations import Sizes
 from shardwise.predict.memory.buffers import wide_chunk
+
+if TYPE_CHECKING:
+    from shardwise.predict.memory.activations import Sizes
 
 
 class LiveBytes:

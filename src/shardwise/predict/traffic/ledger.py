@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections import Counter
 
 from shardwise.layout.axes import DATA, PP, TP, Axes
+from shardwise.layout.experts import gathers_sequences
 from shardwise.layout.mesh import Mesh
 from shardwise.layout.pipeline import phases
 from shardwise.layout.tensor import collectives, edges
 from shardwise.layout.units import UnitPlan
 from shardwise.predict.traffic.context import context_rows
+from shardwise.predict.traffic.experts import expert_rows, load_row
 from shardwise.report.step_report import LedgerRow
 
 Rows = Counter[tuple[str, str, Axes, str, str, int]]
@@ -30,12 +32,16 @@ def predict_ledger(plan: UnitPlan) -> tuple[LedgerRow, ...]:
         for part in plan.parts:
             for row, times in context_rows(plan, part, *forward_runs(plan, part)):
                 rows[row] += times * plan.micro_batches
+    for part in plan.parts if plan.routes else ():
+        for row, times in expert_rows(plan, part, *forward_runs(plan, part)):
+            rows[row] += times
     _state(rows, plan, mesh)
     if plan.layout.pp > 1:
         rows.update(plan.count(_pipeline))
     rows["loss", "all_reduce", DATA, "valid tokens", "int64", 1] += 1
     rows["loss", "all_reduce", DATA + PP, "loss", "float64", 1] += 1
     rows["optimizer", "all_reduce", plan.norm_over, "gradient norm", "float64", 1] += 1
+    rows.update(load_row(plan) if plan.routes else ())
     return ledger_of(rows, mesh)
 
 
@@ -68,7 +74,7 @@ def _tensor_parallel(rows: Rows, plan: UnitPlan) -> None:
     for part in plan.parts:
         once, again = forward_runs(plan, part)
         for operation in plan.blueprint.part(part).operations:
-            for phase, op, width in collectives(operation, table, plan.layout.tp):
+            for phase, op, width in collectives(operation, table, plan.layout.tp, gathers_sequences(plan.layout)):
                 times = {"forward": once, "backward": again} if phase == "forward" else {"backward": 1}
                 for when, count in times.items():
                     rows[when, op, TP, part, dtype, plan.tokens * width] += count * k

@@ -45,7 +45,12 @@ def ring_bytes(row: LedgerRow, plan: UnitPlan) -> Fraction:
     elements, unit = row.elements, plan.by_name.get(row.unit)
     if row.op == "all_gather_into" and unit and row.axes == mesh.name(unit.shard):
         elements = unit.numel
-    share = {
+    return ring_share(row.op, ranks) * elements * DTYPE_BYTES[row.dtype] * row.count
+
+
+def ring_share(op: str, ranks: int) -> Fraction:
+    """Part of a collective's payload that each of `ranks` sends."""
+    return {
         "all_reduce": Fraction(2 * (ranks - 1), ranks),
         "all_gather_into": Fraction(ranks - 1, ranks),
         "reduce_scatter": Fraction(ranks - 1, ranks),
@@ -53,8 +58,7 @@ def ring_bytes(row: LedgerRow, plan: UnitPlan) -> Fraction:
         "broadcast": Fraction(ranks - 1, ranks),
         "send": Fraction(1),
         "recv": Fraction(0),
-    }[row.op]
-    return share * elements * DTYPE_BYTES[row.dtype] * row.count
+    }[op]
 
 
 def ring_volume(ledger: Iterable[LedgerRow], plan: UnitPlan) -> Volume:

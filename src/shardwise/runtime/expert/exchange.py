@@ -8,14 +8,13 @@ Else each routes its own: its shard of the residual stream, or an equal part of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.layout.axes import CP, EP, STAGE, TP, Axes
-from shardwise.layout.experts import gathers_sequences, load_axes, slices_tokens
+from shardwise.layout.axes import EP, TP
+from shardwise.layout.experts import gathers_sequences, load_axes, sequence_axes, slice_of, slices_tokens
 from shardwise.layout.tensor import edges
 from shardwise.layout.units import UnitPlan
 from shardwise.ops.context import COMPLETE, Pending
@@ -23,6 +22,11 @@ from shardwise.ops.exchange import TokenExchange
 from shardwise.runtime.context.view import local_places
 from shardwise.runtime.tensor.redistribute import redistribution
 from shardwise.runtime.transport.comms import Comms
+
+
+def even(total: int, parts: int) -> list[int]:
+    """Parts of a number that differ by one at most."""
+    return [total // parts + (part < total % parts) for part in range(parts)]
 
 
 class RankExchange(TokenExchange):
@@ -35,6 +39,7 @@ class RankExchange(TokenExchange):
         table = edges(plan.layout)
         self._enter = redistribution(table["column"].enter, comms, part)
         self._leave = redistribution(table["row"].leave, comms, part)
+        self._sequence = sequence_axes(plan.layout)
         self._slices, self._whole = slices_tokens(plan.layout), gathers_sequences(plan.layout)
         self._places: dict[int, list[Tensor]] = {}
 
@@ -66,26 +71,25 @@ class RankExchange(TokenExchange):
 
     def _slice(self, tokens: Tensor) -> Tensor:
         """This rank's part of tokens that all tensor-parallel ranks have. The last parts may be shorter."""
-        each = -(-len(tokens) // self.plan.layout.tp)
+        each = slice_of(self.plan.layout, len(tokens))
         return tokens[self.plan.tp_rank * each : (self.plan.tp_rank + 1) * each]
 
     def _joined(self, rows: Tensor, like: Tensor) -> Tensor:
         """All parts end to end."""
         tokens = like.shape[0] * like.shape[1]
-        each = -(-tokens // self.plan.layout.tp)
+        each = slice_of(self.plan.layout, tokens)
         padded = F.pad(rows, (0, 0, 0, each - len(rows))) if len(rows) < each else rows
         whole = self.comms.gather_dim(padded, 0, TP, self.part)
         return whole[:tokens].view_as(like)
 
     # -- whole sequences
 
-    def places(self, batch: int) -> Tensor:
-        return self._of_ranks(batch)[self.comms.index(self._sequence_axes)]
+    @property
+    def padded(self) -> bool:
+        return self.plan.routed_pairs < self.plan.routed_places * self.plan.model.experts.active  # type: ignore[union-attr]
 
-    @cached_property
-    def _sequence_axes(self) -> Axes:
-        """Axes of the ranks that route tokens of the same sequences."""
-        return CP if self._whole else CP + TP
+    def places(self, batch: int) -> Tensor:
+        return self._of_ranks(batch)[self.comms.index(self._sequence)]
 
     def _of_ranks(self, batch: int) -> list[Tensor]:
         """`places` of each rank along the axes of a sequence."""
@@ -101,29 +105,29 @@ class RankExchange(TokenExchange):
                 elif plan.layout.sp:
                     found += [shard.flatten() for shard in stream.chunk(plan.layout.tp, 1)]
                 else:
-                    each = -(-stream.numel() // plan.layout.tp)
-                    parts = stream.flatten().split(each)
+                    parts = stream.flatten().split(slice_of(plan.layout, stream.numel()))
                     found += [*parts, *[parts[0][:0]] * (plan.layout.tp - len(parts))]
             self._places[batch] = found
         return self._places[batch]
 
     def everywhere(self, chosen: Tensor, batch: int) -> Tensor:
         places = self._of_ranks(batch)
-        most = max(map(len, places))
+        most, end = max(map(len, places)), batch * self.seq
         padded = F.pad(chosen, (0, 0, 0, most - len(chosen)))
-        pieces = self.comms.gather_dim(padded, 0, self._sequence_axes, self.part).unflatten(0, (-1, most))
-        whole = chosen.new_zeros(batch * self.seq, chosen.shape[1])
-        for piece, where in zip(pieces, places, strict=True):
-            real = where >= 0
-            whole[where[real].to(whole.device)] = piece[: len(where)][real.to(whole.device)]
-        return whole
+        pieces = self.comms.gather_dim(padded, 0, self._sequence, self.part).unflatten(0, (-1, most))
+        whole = chosen.new_zeros(end + 1, chosen.shape[1])  # padding goes to the last row
+        # Pieces come in the order of ranks, which need not be that of places.
+        ranks = self.comms.mesh.group(self._sequence, self.comms.rank)
+        for piece, rank in zip(pieces, sorted(ranks), strict=True):
+            where = places[ranks.index(rank)]
+            whole.index_copy_(0, (where % (end + 1)).to(whole.device), piece[: len(where)])
+        return whole[:end]
 
     def sum_loads(self, loads: Tensor, scope: str) -> Tensor:
-        if scope == "global":
-            loads = loads.sum(0, keepdim=True)
-        self.comms.all_reduce(
-            loads, load_axes(self.plan.layout) if scope == "global" else self._sequence_axes, self.part
-        )
+        # Summed in place: what is given remains this rank's.
+        loads = loads.sum(0, keepdim=True) if scope == "global" else loads.clone()
+        axes = load_axes(self.plan.layout) if scope == "global" else self._sequence
+        self.comms.all_reduce(loads, axes, self.part)
         return loads
 
     @property
@@ -132,12 +136,18 @@ class RankExchange(TokenExchange):
 
     # -- between ranks
 
-    def counts(self, sent: Tensor) -> tuple[Sequence[int], Tensor]:
+    def counts(self, sent: Tensor) -> tuple[Sequence[int], Sequence[Sequence[int]]]:
         ranks = self.comms.size(self.axes)
         theirs = torch.empty_like(sent)
         self.comms.all_to_all(theirs, sent, self.axes, self.part)
-        both = torch.stack([sent, theirs]).cpu().unflatten(1, (ranks, -1))
-        return both[0].sum(1).tolist(), both[1]
+        if not self.comms.moves_data:
+            expected = even(self.plan.routed_pairs, ranks)
+            return expected, [even(rows, len(sent) // ranks) for rows in expected]
+        both = torch.stack([sent, theirs]).unflatten(1, (ranks, -1)).tolist()
+        return [sum(of_rank) for of_rank in both[0]], both[1]
+
+    def kept(self, order: Tensor, takes: Tensor) -> Tensor:
+        return order[takes] if self.comms.moves_data else order[: self.plan.routed_pairs].clone()
 
     def to_experts(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         return self._exchange(rows, sent, received)

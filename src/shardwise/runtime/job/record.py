@@ -7,6 +7,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -55,14 +56,18 @@ class RunRecorder:
 
         return SummaryWriter(str(Path(self.config.out) / "tensorboard"))  # type: ignore[no-untyped-call]
 
-    def step(self, recorded: bool = False, **event: Any) -> None:
+    def step(self, recorded: bool = False, experts: Mapping[str, Any] | None = None, **event: Any) -> None:
         """One training step: numbers by name, `step` and `loss` among them.
 
-        recorded: every storage was followed for the report, so that its time says nothing about speed.
+        recorded: every storage was followed for the report, so that its time says nothing about speed. experts: load of
+        the model's experts, `{"tokens": {block: [tokens of each expert]}, "imbalance", "dropped", "balance_loss"}`.
         """
-        self.directory.append({"time": time.time(), **event, **({"recorded": True} if recorded else {})})
+        more = {"recorded": True} if recorded else {}
+        self.directory.append({"time": time.time(), **event, **more, **({"experts": experts} if experts else {})})
         names = ("loss", "grad_norm", "lr", *(() if recorded else ("tokens_per_s", "mfu")))
-        self._draw(event["step"], {f"train/{name}": event[name] for name in names})
+        scalars = {f"train/{name}": event[name] for name in names}
+        scalars |= {f"experts/{name}": experts[name] for name in ("imbalance", "dropped")} if experts else {}
+        self._draw(event["step"], scalars)
         if not (self._diverged or math.isfinite(event["loss"])):
             self._diverged = True
             self.warn(

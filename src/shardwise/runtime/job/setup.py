@@ -24,6 +24,11 @@ OF_EXPERTS = (EP, EDP, STAGE, STAGE + PP, EP_ACROSS, EP + ETP)
 """The groups of models with experts besides."""
 
 
+def axes_of(model: ModelConfig | None) -> tuple[Axes, ...]:
+    """The groups over which a model's ranks communicate."""
+    return AXES + (OF_EXPERTS if model and model.experts else ())
+
+
 def make_comms(
     layout: Layout, model: ModelConfig | None, rank: int, *, transport: str = "auto",
     axes: tuple[Axes, ...] | None = None, quiet: bool = False, **options: Any,
@@ -34,8 +39,7 @@ def make_comms(
     `timeout` at least. Raises `UserError` when the transport is "shared" and memory cannot be shared here.
     """
     mesh = Mesh.of(layout, model) if model else Mesh(layout)
-    if axes is None:
-        axes = AXES + (OF_EXPERTS if model and model.experts else ())
+    axes = axes_of(model) if axes is None else axes
     if transport != "gloo" and dist.get_backend() == "gloo" and dist.get_world_size() > 1:
         try:
             return Comms(mesh, rank, axes, shared=True, **options)

@@ -240,6 +240,7 @@ class _Run:
             self.record.step(
                 step=step + 1, loss=loss, grad_norm=norm, seconds=elapsed, tokens_per_s=rate, mfu=self._mfu(rate),
                 lr=learning_rate(self.config.optimizer, step, self.config.steps), recorded=measure,
+                experts=self.program.expert_loads.event(),
             )  # fmt: skip
         return loss
 

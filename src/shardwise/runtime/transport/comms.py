@@ -164,6 +164,8 @@ class Comms:
     ) -> None:
         self.mesh, self.rank, self.overlap = mesh, rank, overlap
         self.pulse = pulse or Pulse()
+        self.moves_data = connect is None
+        """Whether tensors have values, so that the program may look at them; a dry run's have none."""
         self.backend = backend or cast(Backend, "shared" if shared else dist.get_backend())
         self.phase: Phase = "forward"
         self.timings: dict[Key, Timing] = {}

@@ -11,6 +11,7 @@ from shardwise.studio.columns import View
 
 VIEWS = {
     "tokens": "Tokens",
+    "experts": "Experts",
     "collectives": "Collectives",
     "pipelines": "Pipelines",
     "memory": "Memory",
@@ -31,6 +32,7 @@ PARTS = {
 _MODEL = ("model", "layers", "hidden", "ffn", "heads")
 TRAVELS = {
     "tokens": (*_MODEL, "cluster"),
+    "experts": ("model",),
     "collectives": ("cluster",),
     "memory": (*_MODEL, "cluster"),
     "plan": (*_MODEL, "cluster"),

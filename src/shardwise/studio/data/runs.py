@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from shardwise.report.step_report import StepReport
 from shardwise.report.units import format_share, format_time
 from shardwise.studio.columns import How, Table, View, command_line
 from shardwise.studio.data import timelines
+from shardwise.studio.data.run_experts import EXPERT_COLUMNS, how_loads, loads, loads_table, with_experts
 from shardwise.studio.data.run_time import HOW_TIMED, time_figures
 from shardwise.studio.query import Query
 
@@ -55,6 +56,9 @@ def data(params: Mapping[str, str], runs: Path) -> View:
     tables = _event_tables(events)
     how = dict.fromkeys(tables, _how_steps(here, run))
     more: dict[str, Any] = {"folder": str(runs), "cursor": cursor, **_about(here, run)}
+    if found := loads(events):
+        tables["loads"], more["loads"] = loads_table(found), found
+        how |= dict.fromkeys(("experts", "loads"), how_loads(_follow(here)))
     reports = _reports(here)
     if drawn := _timeline(here, reports.get("measured")):
         timeline, how["timeline"], more["timeline_of"] = drawn
@@ -98,7 +102,7 @@ def events(params: Mapping[str, str], runs: Path) -> dict[str, Any]:
     here = _run(runs, names, name)
     result, cursor = _events(here, after)
     columns = {name: table.columns for name, table in _event_tables(result).items()}
-    return {"runs": names, "cursor": cursor, **columns, **_about(here, here.run)}
+    return {"runs": names, "cursor": cursor, **columns, "loads": loads(result), **_about(here, here.run)}
 
 
 def _usual(runs: Path, names: list[str]) -> str:
@@ -146,16 +150,16 @@ def _reports(here: RunDirectory) -> dict[str, StepReport]:
 
 
 def _event_tables(run_events: list[dict[str, Any]]) -> dict[str, Table]:
-    """Losses of steps and of validation, by the names of their figures."""
+    """Losses of steps and of validation, and loads of experts, by the names of their figures."""
 
-    def rows(units: Mapping[str, str], needed: set[str]) -> Iterable[list[float | None]]:
-        return ([_figure(event.get(name)) for name in units] for event in run_events if needed <= event.keys())
+    def table(title: str, units: Mapping[str, str], events: list[dict[str, Any]], needed: set[str]) -> Table:
+        rows = ([_figure(event.get(name)) for name in units] for event in events if needed <= event.keys())
+        return Table.of_rows(title, units, rows)
 
-    steps = rows(STEP_COLUMNS, {"loss", "step"})
-    validation = rows(VALIDATION_COLUMNS, {"validation_loss"})
     return {
-        "steps": Table.of_rows("Every step", STEP_COLUMNS, steps),
-        "validation": Table.of_rows("Validation", VALIDATION_COLUMNS, validation),
+        "steps": table("Every step", STEP_COLUMNS, run_events, {"loss", "step"}),
+        "validation": table("Validation", VALIDATION_COLUMNS, run_events, {"validation_loss"}),
+        "experts": table("Load of the experts at every step", EXPERT_COLUMNS, with_experts(run_events), {"imbalance"}),
     }
 
 
@@ -200,7 +204,12 @@ def _how_steps(here: RunDirectory, run: Mapping[str, Any]) -> How:
             f"Writing it took {format_time(writing)} of a step's {format_time(step)} of CPU time, "
             f"{format_share(share)}, measured inside the process that writes (result.json: writing_share)."
         )
-    return How([*lines, f"status: {run.get('status', 'unknown')}"], shlex.join(["tail", "-f", str(here.events_path)]))
+    return How([*lines, f"status: {run.get('status', 'unknown')}"], _follow(here))
+
+
+def _follow(here: RunDirectory) -> str:
+    """The command that shows a run's events as they come."""
+    return shlex.join(["tail", "-f", str(here.events_path)])
 
 
 def _timeline(here: RunDirectory, measured: StepReport | None) -> tuple[timelines.DrawnTimeline, How, str] | None:

@@ -76,6 +76,15 @@ export function check(page, name, label, { help = "" } = {}) {
   return made;
 }
 
+/** A switch between a few values, a button for each; `labels` gives words for values. */
+export function choice(page, name, label, labels) {
+  const id = unique(name);
+  const buttons = Object.entries(labels).map(([value, words]) => h("button", { type: "button", dataset: { value }, onclick: () => page.set({ [name]: value }) }, words));
+  const node = h("div", { class: "choice", role: "group", "aria-labelledby": id, dataset: { control: name } }, h("span", { id, class: "muted" }, label), buttons);
+  const show = (data) => buttons.forEach((each) => each.setAttribute("aria-pressed", String(each.dataset.value === String(data.state[name]))));
+  return { node, show };
+}
+
 /** Controls in a row; `show` passes an answer on to all of them. */
 export function panel(title, ...controls) {
   const node = h("fieldset", { class: "panel" }, h("legend", {}, title), controls.map((each) => each.node));

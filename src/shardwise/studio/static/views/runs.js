@@ -11,6 +11,7 @@ import { swatches } from "studio/lib/legend";
 import { legend, lines } from "studio/lib/lines";
 import { timeWindow } from "studio/lib/window";
 import { fact } from "studio/views/collectives";
+import { expertFigures } from "studio/views/runs_experts";
 
 export const lead = "A training run on disk beside what was predicted for it. A run that is still going is followed live.";
 const EVERY = 1000, EVERY_ENDED = 3000;
@@ -26,13 +27,13 @@ export function mount(root, page) {
   const steps = figure(page, { name: "steps", title: "Loss", above: [status, facts], extras: [keys], height: 290,
     draw: (context, width, height) => data && lines(context, width, height, curves(data), { xName: "step", yName: "loss", tight: true }) });
   const validation = figure(page, { name: "validation", title: "Validation" });
-  const timeline = timelineFigure(page), classKeys = h("ul", { class: "legend" });
+  const experts = expertFigures(page), timeline = timelineFigure(page), classKeys = h("ul", { class: "legend" });
   const memory = figure(page, { name: "memory", title: "Memory", extras: [classKeys], height: () => barsHeight(memoryRows(data).length || 1), draw: (context, width) => data?.tables.memory && bars(context, width, memoryRows(data), { unit: "bytes", left: 190 }) });
   const ledger = figure(page, { name: "ledger", title: "Ledger" });
   const timed = { time: barFigure(page, "time", "Where a step's time goes", () => data, "Beside each bar: the share of exposed communication, in which nothing is computed."), transport: barFigure(page, "transport", "Communication time", () => data),
     traffic: figure(page, { name: "traffic", title: "Collectives by operation" }) };
   const ofStep = { timeline, ...timed, memory, ledger };
-  root.append(h("div", { class: "panels" }, controls.map((each) => each.node)), bar, steps.node, ...Object.values(ofStep).map((each) => each.node), validation.node);
+  root.append(h("div", { class: "panels" }, controls.map((each) => each.node)), bar, steps.node, ...experts.nodes, ...Object.values(ofStep).map((each) => each.node), validation.node);
   if (!inside) root.append(dropArea(open));
   page.openFile = open;
   page.cleanup(() => { closed = true; clearTimeout(timer); });
@@ -48,6 +49,7 @@ export function mount(root, page) {
       if (answer.tables[name]) each.show(answer);
     }
     steps.node.hidden = false;
+    experts.show(answer);
     timeline.set(answer.more.timeline, TIMELINE, answer.more.timeline_of ?? "");
     showReports(answer);
     keys.replaceChildren(...legend(curves(answer)));
@@ -96,14 +98,16 @@ export function mount(root, page) {
       // Without a run in the address, the page shows the latest one, but does not leave a running one for it.
       if (begun && !page.local("run", "") && data.more.status !== "running") return void page.fetch();
       if (!data.state.run) return;
-      for (const table of ["steps", "validation"]) for (const [name, values] of Object.entries(fresh[table])) data.tables[table].columns[name] = [...data.tables[table].columns[name], ...values];
-      const changed = fresh.reports.join() !== data.more.reports.join() || fresh.status !== data.more.status;
+      for (const table of ["steps", "validation", "experts"]) for (const [name, values] of Object.entries(fresh[table])) data.tables[table].columns[name] = [...data.tables[table].columns[name], ...values];
+      const routes = fresh.loads && !data.more.loads;
+      const changed = routes || fresh.reports.join() !== data.more.reports.join() || fresh.status !== data.more.status;
       Object.assign(data.more, { cursor: fresh.cursor, status: fresh.status, reports: fresh.reports, writing: fresh.writing });
       if (changed) return void page.fetch();
       if (fresh.steps.step.length) {
         tell();
         data = { ...data };
         steps.show(data);
+        experts.grow(data, fresh.loads);
       }
     } catch (error) {
       lost = true;
@@ -126,6 +130,7 @@ export function mount(root, page) {
       name.textContent = file.name;
       data = { ...answer, tables: { ...answer.tables }, state: {}, more: { ...answer.more, status: "" } };
       steps.node.hidden = validation.node.hidden = true;
+      experts.show(data);
       for (const [name, each] of Object.entries(ofStep)) {
         each.node.hidden = !answer.tables[name];
         if (answer.tables[name]) each.show(answer);

@@ -1,6 +1,7 @@
 // Tokens: who holds what of the weights, one layer step by step, and what every token adds up to; two strategies.
 
 import { bars, barsHeight } from "studio/lib/bars";
+import { chapterStage } from "studio/lib/chapters";
 import { forgetsSizes, panel, select, sizes, slider, text } from "studio/lib/controls";
 import { inside } from "studio/lib/data";
 import { h } from "studio/lib/dom";
@@ -15,7 +16,6 @@ import { pointing } from "studio/lib/pointed";
 import { colours, numbered } from "studio/lib/theme";
 import { timeWindow } from "studio/lib/window";
 import { answerFigure } from "studio/views/tokens_answer";
-import { chapterStage } from "studio/views/tokens_chapters";
 import { drawHolds, holdsHeight } from "studio/views/tokens_holds";
 import { metricSummary, metricTable } from "studio/views/tokens_metrics";
 import { productFigure } from "studio/views/tokens_product";

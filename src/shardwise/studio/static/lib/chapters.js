@@ -1,4 +1,4 @@
-// The six chapters of Tokens on one stage: a few sentences at the left, the chapter's drawings at the right.
+// The chapters of a view on one stage: a few sentences at the left, the chapter's drawings at the right.
 
 import { h, still, unique } from "studio/lib/dom";
 

@@ -1,0 +1,211 @@
+"""One layer of experts over the ranks of a layout: the experts of each rank, the rows that it sends and receives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.layout import Layout, Mesh, UnitPlan, Workload, unit_plan
+from shardwise.layout.axes import DATA, EP
+from shardwise.layout.experts import RoutedRows
+from shardwise.layout.placement import place
+from shardwise.model import ModelConfig
+from shardwise.model.blueprint import Part
+from shardwise.model.operations import LinearOp
+from shardwise.model.parameters import blueprint
+from shardwise.predict.traffic.experts import expert_rows
+from shardwise.report.step_report import DTYPE_BYTES
+from shardwise.studio.data.experts_router import DrawnRouting, Ints, counts, taken
+
+
+@dataclass(frozen=True)
+class ExpertRank:
+    """A rank's part of a layer of experts. A row is a token on its way to one of its experts."""
+
+    plan: UnitPlan
+    rank: int
+    group: tuple[int, ...]
+    """Ranks that have the other experts; the rank itself is one of them."""
+    place: int
+    """Its place among them."""
+    experts: range
+    columns: range
+    """Part of each expert's width."""
+    tokens: range
+    """Tokens of its data rank's sequence that it routes."""
+    routes: Ints
+    """Place in the group of each row's expert, in the order of tokens: [rows]."""
+    sends: Ints
+    """Rows for each rank of the group."""
+    receives: Ints
+    """Rows from each rank of the group."""
+    loads: Ints
+    """Rows of each of its experts."""
+
+    @property
+    def rows(self) -> int:
+        """Rows of all its experts."""
+        return int(self.loads.sum())
+
+    @property
+    def leaving(self) -> int:
+        """Rows that it sends to other ranks."""
+        return int(self.sends.sum() - self.sends[self.place])
+
+    @property
+    def coming(self) -> int:
+        """Rows that other ranks send to it."""
+        return int(self.receives.sum() - self.receives[self.place])
+
+
+@dataclass(frozen=True)
+class ExpertLayer:
+    """A layer of experts of a model under a layout, with the routing of its tokens."""
+
+    model: ModelConfig
+    layout: Layout
+    routing: DrawnRouting
+    tokens: int
+    """Tokens of each sequence; each data rank has one sequence."""
+    capacity: float = 0.0
+    """As of `Experts`: rows beyond it are dropped before they travel."""
+
+    @cached_property
+    def ranks(self) -> tuple[ExpertRank, ...]:
+        """All ranks."""
+        mesh, workload = Mesh.of(self.layout, self.model), Workload(seq=self.tokens, batch=self.layout.dp)
+        plans = [
+            unit_plan(self.model, self.layout, workload, rank=rank, backend="nccl") for rank in range(self.layout.ranks)
+        ]
+        held = self.model.experts.count // self.layout.ep if self.model.experts else 0
+        tokens = [self._routed(plan) for plan in plans]
+        chosen = [self._experts_of(mesh.index(DATA, rank), own) for rank, own in enumerate(tokens)]
+        results = []
+        for rank, plan in enumerate(plans):
+            group, experts = mesh.group(EP, rank), range(plan.ep_rank * held, (plan.ep_rank + 1) * held)
+            arrived = [chosen[other][chosen[other] // held == plan.ep_rank] for other in group]
+            routes = chosen[rank] // held
+            results.append(
+                ExpertRank(
+                    plan,
+                    rank,
+                    group,
+                    plan.ep_rank,
+                    experts,
+                    self._columns(plan),
+                    tokens[rank],
+                    routes,
+                    np.bincount(routes, minlength=len(group)),
+                    np.array([len(rows) for rows in arrived]),
+                    np.bincount(np.concatenate(arrived) - experts.start, minlength=held),
+                )
+            )
+        return tuple(results)
+
+    def _routed(self, plan: UnitPlan) -> range:
+        """Tokens that a rank routes: all of its sequence, or a part of the tokens that its tp ranks have in common."""
+        start = 0 if plan.routed_places == self.tokens else plan.tp_rank * plan.routed_places
+        return range(start, start + plan.routed_places)
+
+    def _experts_of(self, sequence: int, tokens: range) -> Ints:
+        """Expert of each row of some tokens, those that are dropped left out."""
+        part = np.s_[sequence, tokens.start : tokens.stop]
+        return self.chosen[part][self.takes[part]]
+
+    def _columns(self, plan: UnitPlan) -> range:
+        """Columns of the experts' matrices on a rank."""
+        stacked = next(p for p in self._part.parameters if p.cut == "expert")
+        return range(*place(stacked, self.layout, plan.tp_rank, plan.ep_rank).box[1])
+
+    @property
+    def chosen(self) -> Ints:
+        """Experts of each token: [data ranks, tokens, k]."""
+        return self.routing.chosen.reshape(self.layout.data_ranks, self.tokens, -1)
+
+    @cached_property
+    def takes(self) -> NDArray[np.bool_]:
+        """Whether an expert takes a token: [data ranks, tokens, k]."""
+        assert self.model.experts
+        return taken(self.chosen, replace(self.model.experts, capacity=self.capacity))
+
+    @cached_property
+    def chosen_loads(self) -> Ints:
+        """Rows that chose each expert, dropped ones included: [E]."""
+        assert self.model.experts
+        return counts(self.chosen, self.model.experts).sum(0)
+
+    @cached_property
+    def taken_loads(self) -> Ints:
+        """Rows that each expert takes: [E]."""
+        assert self.model.experts
+        return np.bincount(self.chosen[self.takes], minlength=self.model.experts.count)
+
+    @property
+    def dropped(self) -> float:
+        """Share of all rows that are dropped."""
+        return 1 - float(self.taken_loads.sum() / self.chosen_loads.sum())
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row on the wire."""
+        return self.model.hidden * DTYPE_BYTES[self.layout.dtype]
+
+    def payloads(self, one: ExpertRank) -> tuple[int, int]:
+        """Bytes of a rank's all-to-alls of rows to experts and back, forward, as the ledger has them: rows for its own
+        experts are counted, too."""
+        part, dtype = f"blocks.{self.model.layers - 1}", self.layout.dtype
+        plan = replace(one.plan, routed=RoutedRows.of({part: [(len(one.routes), one.rows)]}))
+        there, back = (
+            elements * DTYPE_BYTES[dtype]
+            for (phase, op, axes, _, wire, elements), _ in expert_rows(plan, part, 1, 0)
+            if (phase, op, axes, wire) == ("forward", "all_to_all", EP, dtype)
+        )
+        return there, back
+
+    @cached_property
+    def row_flops(self) -> int:
+        """Forward FLOPs of one row on a rank."""
+        routed = (o for o in self._part.operations if isinstance(o, LinearOp) and o.rows == "routed")
+        return self._of_columns(sum(o.flops_per_token(1) // o.active for o in routed))
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        """Bytes of the experts of a rank."""
+        routed = sum(p.numel for p in self._part.parameters if p.cut == "expert")
+        return self._of_columns(routed // self.layout.ep) * DTYPE_BYTES[self.layout.dtype]
+
+    @property
+    def _part(self) -> Part:
+        """The last block: every model with experts has some there."""
+        return blueprint(self.model).part(f"blocks.{self.model.layers - 1}")
+
+    def _of_columns(self, whole: int) -> int:
+        """The part of `whole` that falls to a rank's columns of its experts."""
+        assert self.model.experts
+        return whole * len(self.ranks[0].columns) // self.model.experts.ffn
+
+    def slowest(self, one: ExpertRank) -> int:
+        """Rows of the busiest rank among those that a rank waits for: the ranks that it exchanges rows with."""
+        return max(self.ranks[other].rows for other in one.group)
+
+    def waits(self, one: ExpertRank) -> float:
+        """Share of the time of the experts in which a rank waits."""
+        return 1 - one.rows / self.slowest(one)
+
+    @property
+    def mean(self) -> float:
+        """Rows of a rank on average."""
+        return sum(one.rows for one in self.ranks) / len(self.ranks)
+
+    @property
+    def imbalance(self) -> float:
+        """Rows of the busiest rank over the mean."""
+        return max(one.rows for one in self.ranks) / self.mean
+
+    @property
+    def waiting(self) -> float:
+        """Share of all ranks' time in which they wait."""
+        return 1 - sum(one.rows for one in self.ranks) / sum(map(self.slowest, self.ranks))
