@@ -42,7 +42,8 @@ MODELS = {
 LAYOUTS = (
     "dp=1", "dp=3", "dp=2,zero=1", "dp=3,zero=2", "dp=5,zero=3", "dp=4,zero=3,shard=2", "dp=6,zero=1,shard=3", "tp=2",
     "tp=3,dp=2,zero=3", "tp=4", "tp=6", "dp=3,tp=2,sp,zero=3", "dp=2,tp=4,zero=1,sp", "dp=2,tp=2,order=pp-tp-cp-dp",
-    "pp=2,dp=2,tp=2,zero=1", "cp=2,dp=2,zero=2",
+    "pp=2,dp=2,tp=2,zero=1", "cp=2,dp=2,zero=2", "dp=2,ep=2", "dp=4,ep=2,zero=3", "dp=2,tp=2,sp,ep=2,etp=2,zero=1",
+    "dp=2,tp=2,sp,ep=4",
 )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from shardwise.checkpoint.huggingface import HuggingFaceWeights, export, exporti
 from shardwise.errors import UserError
 from shardwise.layout import Layout
 from shardwise.model import ModelConfig
+from shardwise.model.config import Experts, LatentAttention
 
 GPT2 = ModelConfig(
     "gpt2", vocab=53, hidden=24, layers=2, heads=4, ffn=47, max_positions=16, norm="layernorm", positions="learned",
@@ -32,6 +34,15 @@ MODELS = {
     "qwen3": LLAMA.replace(hidden=24, heads=6, head_dim=6, kv_heads=1, ffn=41, qk_norm=True, tied=True),
     "gpt2": GPT2,
     "gpt_neox": GPT2.replace(positions="rope", tied=False, parallel_residual=True),
+    "mixtral": LLAMA.replace(ffn=14, experts=Experts(4, 2, 14)),
+    "qwen3_moe": LLAMA.replace(qk_norm=True, tied=True, experts=Experts(8, 3, 10)),
+    "deepseek_v3": LLAMA.replace(
+        kv_heads=4,
+        head_dim=0,
+        norm_eps=1e-6,
+        experts=Experts(4, 2, 14, shared=1, dense_layers=1, router_bias=True, scoring="sigmoid"),
+        latent_attention=LatentAttention(10, 9, nope_head_dim=5, rope_head_dim=6, v_head_dim=7),
+    ),
 }
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -118,6 +129,72 @@ def test_only_what_a_rank_needs_is_read(tmp_path, monkeypatch):
         for each in held:
             weights.read(f"model/{each.name}", each.local)
         assert sum(counted) == sum(each.stored.numel for each in held) * 4 == 1024 * 256 * 4
+
+
+def test_a_rank_reads_its_own_experts_alone(tmp_path, monkeypatch):
+    model = MODELS["mixtral"].replace(
+        hidden=512, ffn=1024, layers=1, heads=4, head_dim=128, experts=Experts(4, 2, 1024)
+    )
+    write(tmp_path / "folder", model)
+    weights, counted = HuggingFaceWeights.open(tmp_path / "folder"), []
+    preadv = os.preadv
+
+    def counting(handle, buffers, offset):
+        counted.append(preadv(handle, buffers, offset))
+        return counted[-1]
+
+    monkeypatch.setattr(os, "preadv", counting)
+    for rank in range(2):
+        counted.clear()
+        held = [h for h in needs(model, Layout.parse("dp=2,ep=2"), rank) if ".experts." in h.name]
+        for each in held:
+            weights.read(f"model/{each.name}", each.local)
+        assert sum(counted) == sum(each.stored.numel for each in held) * 4 == 3 * 2 * 512 * 1024 * 4
+
+
+def _stacked(tensors):
+    """Mixtral's experts as transformers has them in memory, and its router's name there."""
+    for block in range(2):
+        at, theirs = f"model.layers.{block}.mlp.", f"model.layers.{block}.block_sparse_moe."
+        gate, down, up = ([tensors.pop(f"{theirs}experts.{e}.w{n}.weight") for e in range(4)] for n in (1, 2, 3))
+        tensors[f"{at}experts.gate_up_proj"] = np.stack([np.concatenate(pair) for pair in zip(gate, up, strict=True)])
+        tensors[f"{at}experts.down_proj"] = np.stack(down)
+        tensors[f"{at}gate.weight"] = tensors.pop(f"{theirs}gate.weight")
+
+
+def test_experts_in_one_tensor(tmp_path):
+    folder, model = tmp_path / "folder", MODELS["mixtral"]
+    state = write(folder, model)
+    change(folder, _stacked)
+    weights = HuggingFaceWeights.open(folder)
+    assert all(same_bits(weights.read(name), values.reshape(-1)) for name, values in state.items())
+    name, part = "model.layers.1.mlp.experts.gate_up_proj", "model.layers.1.block_sparse_moe.experts.2.w1.weight"
+    for shape in ((2, 56, 32), (4, 28 * 32), (8, 14, 32)):
+        change(folder, lambda t, s=shape: t.update({name: t[name].reshape(s)}))
+        mistake(lambda: HuggingFaceWeights.open(folder), SINGLE, name, "not a matrix for each of 4 experts")
+    change(folder, lambda t: t.update({name: t[name].reshape(4, 32, 28)}))
+    mistake(lambda: HuggingFaceWeights.open(folder), SINGLE, name, "(16, 28)", "(14, 32)")
+    change(folder, lambda t: t.pop(name))
+    mistake(lambda: HuggingFaceWeights.open(folder), SINGLE, part.replace("experts.2", "experts.0"))
+
+
+def test_a_missing_expert_is_named(tmp_path):
+    folder, name = tmp_path / "folder", "model.layers.1.block_sparse_moe.experts.2.w2.weight"
+    write(folder, MODELS["mixtral"])
+    change(folder, lambda t: t.pop(name))
+    mistake(lambda: HuggingFaceWeights.open(folder), SINGLE, f"lacks {name}")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_local_experts": 3}))
+    mistake(lambda: HuggingFaceWeights.open(folder), SINGLE, "shape (4, 32), not the model's (3, 32)")
+
+
+def test_options_of_training_may_differ(tmp_path):
+    """They say nothing about the weights; others of the experts do."""
+    model = MODELS["mixtral"]
+    write(tmp_path / "folder", model)
+    open_weights(tmp_path / "folder", model.replace(experts=replace(model.experts, balance_loss=0.1, capacity=1.5)))
+    other = model.replace(experts=replace(model.experts, active=1))
+    mistake(lambda: open_weights(tmp_path / "folder", other), "its experts is")
 
 
 def test_memory_is_bounded(tmp_path, monkeypatch):

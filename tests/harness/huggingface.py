@@ -58,6 +58,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**NEOX, "rotary_pct": 0.34, "use_parallel_residual": False, "tie_word_embeddings": True},
     ),
 }
+DEEPSEEK = {
+    **LLAMA, "num_key_value_heads": 4, "num_hidden_layers": 3, "q_lora_rank": 11, "kv_lora_rank": 10,
+    "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 7, "n_routed_experts": 8, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 14, "n_shared_experts": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
 MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {**LLAMA, "num_local_experts": 5, "num_experts_per_tok": 2}),
     "qwen3_moe": (
@@ -74,6 +79,40 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe_plain": (
         "qwen3_moe",
         {**LLAMA, "num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "tie_word_embeddings": True},
+    ),
+    "deepseek_v2": (
+        "deepseek_v2",
+        {
+            **DEEPSEEK,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
+    "deepseek_v2_lite": ("deepseek_v2", {**DEEPSEEK, "q_lora_rank": None, "first_k_dense_replace": 0}),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {**DEEPSEEK, "n_group": 4, "topk_group": 2, "rope_interleave": True, "n_shared_experts": 2},
+    ),
+    "deepseek_v3_yarn": (
+        "deepseek_v3",
+        {
+            **DEEPSEEK,
+            "n_group": 1,
+            "topk_group": 1,
+            "qk_rope_head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 500.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "beta_fast": 2.0,
+                "beta_slow": 0.5,
+                "mscale": 0.7,
+                "mscale_all_dim": 0.7,
+            },
+        },
     ),
 }
 """Mixtures of experts."""

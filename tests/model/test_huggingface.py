@@ -1,6 +1,7 @@
 """Reading and writing `config.json`: real files, every refusal by name, round trips."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from shardwise.errors import UserError
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import catalog, get
-from shardwise.model.config import RopeScaling
+from shardwise.model.config import Experts, LatentAttention, RopeScaling, YarnScaling
 from shardwise.model.huggingface import from_huggingface, to_huggingface
 from shardwise.model.parameters import count
 
@@ -194,7 +195,15 @@ DEEPSEEK_V3 = {
     "qk_rope_head_dim": 64,
     "quantization_config": {"quant_method": "fp8"},
     "rms_norm_eps": 1e-06,
-    "rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096},
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
     "rope_theta": 10000,
     "routed_scaling_factor": 2.5,
     "scoring_func": "sigmoid",
@@ -204,6 +213,77 @@ DEEPSEEK_V3 = {
     "topk_method": "noaux_tc",
     "v_head_dim": 128,
     "vocab_size": 129280,
+}
+DEEPSEEK_V2 = DEEPSEEK_V3 | {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "first_k_dense_replace": 1,
+    "hidden_size": 5120,
+    "intermediate_size": 12288,
+    "model_type": "deepseek_v2",
+    "moe_intermediate_size": 1536,
+    "n_routed_experts": 160,
+    "n_shared_experts": 2,
+    "norm_topk_prob": False,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 60,
+    "quantization_config": None,
+    "rope_scaling": DEEPSEEK_V3["rope_scaling"] | {"mscale": 0.707, "mscale_all_dim": 0.707},
+    "routed_scaling_factor": 16.0,
+    "scoring_func": "softmax",
+    "topk_group": 3,
+    "topk_method": "group_limited_greedy",
+    "vocab_size": 102400,
+}
+del DEEPSEEK_V2["num_nextn_predict_layers"]
+DEEPSEEK_V2_LITE = DEEPSEEK_V2 | {
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "routed_scaling_factor": 1.0,
+    "topk_group": 1,
+    "topk_method": "greedy",
+}
+QWEN3_30B_A3B = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
 }
 BLOOM = {
     "apply_residual_connection_post_layernorm": False,
@@ -235,7 +315,10 @@ PUBLISHED = {
     "gpt2": GPT2,
     "gpt-neox-20b": NEOX_20B,
     "mixtral-8x7b": MIXTRAL,
+    "deepseek-v2": DEEPSEEK_V2,
+    "deepseek-v2-lite": DEEPSEEK_V2_LITE,
     "deepseek-v3": DEEPSEEK_V3,
+    "qwen3-30b-a3b": QWEN3_30B_A3B,
     "bloom-176b": BLOOM,
 }
 
@@ -312,13 +395,52 @@ def test_any_value_is_read_or_refused_in_one_line(data, name, value):
         ("gpt-neox-20b", "attention_bias", False),
         ("gpt-neox-20b", "rotary_pct", 1.5),
         ("deepseek-v3", "moe_layer_freq", 2),
-        ("deepseek-v3", "q_lora_rank", None),
+        ("deepseek-v3", "q_lora_rank", 0),
+        ("deepseek-v3", "scoring_func", "softmax"),
+        ("deepseek-v3", "topk_method", "greedy"),
+        ("deepseek-v3", "rope_interleave", False),
+        ("deepseek-v3", "num_key_value_heads", 64),
+        ("deepseek-v3", "rms_norm_eps", 1e-5),
+        ("deepseek-v3", "attention_bias", True),
+        ("deepseek-v2", "norm_topk_prob", True),
+        ("deepseek-v2", "topk_method", "noaux_tc"),
+        ("deepseek-v2", "n_shared_experts", 0),
         ("mixtral-8x7b", "num_experts_per_tok", 9),
+        ("mixtral-8x7b", "router_jitter_noise", 0.1),
+        ("mixtral-8x7b", "sliding_window", 4096),
+        ("qwen3-30b-a3b", "decoder_sparse_step", 2),
+        ("qwen3-30b-a3b", "mlp_only_layers", [0]),
+        ("qwen3-30b-a3b", "use_sliding_window", "yes"),
         ("bloom-176b", "apply_residual_connection_post_layernorm", True),
     ],
 )
 def test_value_that_changes_the_mathematics_is_refused_by_name(name, field, value):
     assert field in refusal(PUBLISHED[name], **{field: value})
+
+
+def test_groups_that_cannot_be_are_refused():
+    assert "256 experts cannot be in 7 groups" in refusal(DEEPSEEK_V3, n_group=7)
+    assert "1 of 8 groups have fewer than 33 experts" in refusal(DEEPSEEK_V3, topk_group=1, num_experts_per_tok=33)
+
+
+def test_groups_are_for_one_way_of_choosing_alone():
+    """`topk_method: greedy` reads over them, in transformers too."""
+    assert from_huggingface(DEEPSEEK_V2_LITE | {"n_group": 8, "topk_group": 3}) == from_huggingface(DEEPSEEK_V2_LITE)
+
+
+def test_factors_of_rotated_elements_alone_are_refused():
+    table = DEEPSEEK_V3["rope_scaling"]
+    assert "mscale and mscale_all_dim must be equal" in refusal(DEEPSEEK_V3, rope_scaling=table | {"mscale": 0.707})
+    assert "attention_factor=2.0" in refusal(DEEPSEEK_V3, rope_scaling=table | {"attention_factor": 2.0})
+    assert "mscale_all_dim is missing" in refusal(DEEPSEEK_V3, rope_scaling=table | {"mscale_all_dim": None})
+
+
+def test_balance_losses_are_read():
+    read = from_huggingface(DEEPSEEK_V3 | {"seq_aux": False, "aux_loss_alpha": 0.5}).experts
+    assert (read.balance, read.balance_loss) == ("micro-batch", 0.5)
+    for config in (MIXTRAL, QWEN3_30B_A3B):
+        read = from_huggingface(config | {"router_aux_loss_coef": 0.25}).experts
+        assert (read.balance, read.balance_loss) == ("sequence", 0.25)
 
 
 def test_n_ctx_says_nothing_as_in_transformers():
@@ -505,7 +627,42 @@ def gpts(draw):
     )
 
 
-@given(config=llamas() | gpts())
+@st.composite
+def mixtures(draw):
+    """Mixtral, Qwen3-MoE, DeepSeek-V2 and V3."""
+    model, size = draw(llamas()).replace(bias="none", qk_norm=False), st.integers(1, 2**20)
+    groups, family = draw(st.integers(1, 4)), draw(st.sampled_from(["mixtral", "qwen3_moe", "deepseek"]))
+    each, active_groups = draw(st.integers(1, 8)), draw(st.integers(1, groups))
+    active, ffn, loss = draw(st.integers(1, each * active_groups)), draw(size), draw(st.floats(0, 1))
+    experts = Experts(groups * each, active, ffn, balance_loss=loss)
+    if family == "mixtral":
+        return model.replace(ffn=ffn, experts=experts)
+    if family == "qwen3_moe":
+        return model.replace(qk_norm=True, experts=replace(experts, normalized=draw(st.booleans())))
+    third = draw(st.booleans())
+    routing = {"scoring": "sigmoid", "router_bias": True, "normalized": draw(st.booleans())}
+    limits = {
+        "groups": groups,
+        "active_groups": active_groups,
+        "group_score": "top 2" if third or groups < 2 else "max",
+    }
+    experts = replace(
+        experts,
+        **limits,
+        **routing if third else {"normalized": False},
+        shared=draw(st.integers(1, 4)),
+        dense_layers=draw(st.integers(0, 300)),
+        scale=draw(POSITIVE),
+        balance=draw(st.sampled_from(["sequence", "micro-batch"])),
+    )
+    nope, rope = draw(st.integers(1, 64)), 2 * draw(st.integers(1, 32))
+    latent = LatentAttention(draw(st.integers(0, 64)), draw(size), nope, rope, draw(st.integers(1, nope + rope)))
+    scaling = st.builds(YarnScaling, POSITIVE, SIZES, POSITIVE, POSITIVE, POSITIVE)
+    changes = {"kv_heads": model.heads, "head_dim": 0, "norm_eps": 1e-6, "rope_scaling": draw(st.none() | scaling)}
+    return model.replace(**changes, experts=experts, latent_attention=latent)
+
+
+@given(config=llamas() | gpts() | mixtures())
 def test_round_trip(config):
     written = json.loads(json.dumps(to_huggingface(config)))
     assert from_huggingface(written) == config
@@ -518,7 +675,42 @@ def test_every_runnable_model_of_the_catalog_is_written_and_every_other_refused(
             to_huggingface(config)
         assert reason in str(caught.value)
     else:
-        assert from_huggingface(to_huggingface(config)) == config.replace(published_params=None)
+        experts = config.experts and replace(config.experts, bias_rate=0.0)
+        expected = config.replace(published_params=None, experts=experts)
+        assert from_huggingface(to_huggingface(config)) == expected, "all but what training alone reads"
+
+
+MIXTURES = {
+    "mixtral": get("tiny-mixtral"),
+    "qwen3_moe": get("tiny-qwen3-moe"),
+    "deepseek_v3": get("tiny-deepseek"),
+    "deepseek_v2": from_huggingface(DEEPSEEK_V2),
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [
+        ("mixtral", {"shared": 1}, "shared experts"),
+        ("mixtral", {"dense_layers": 1}, "dense layers"),
+        ("mixtral", {"scoring": "sigmoid"}, "sigmoid"),
+        ("mixtral", {"router_bias": True}, "bias"),
+        ("mixtral", {"normalized": False}, "sum as divisor"),
+        ("mixtral", {"ffn": 64}, "width beside"),
+        ("qwen3_moe", {"scale": 2.0}, "factor of its experts"),
+        ("qwen3_moe", {"groups": 4}, "groups"),
+        ("deepseek_v3", {"router_bias": False, "bias_rate": 0.0}, "router without a bias"),
+        ("deepseek_v3", {"group_score": "max"}, "score of groups"),
+        ("deepseek_v3", {"shared": 0}, "without shared"),
+        ("deepseek_v2", {"normalized": True}, "divided by their sum"),
+        ("deepseek_v2", {"group_score": "top 2"}, "score of groups"),
+    ],
+)
+def test_mixture_that_its_family_does_not_compute_is_not_written(family, changes, reason):
+    model = MIXTURES[family]
+    assert to_huggingface(model)["model_type"] == family
+    with pytest.raises(UserError, match=f"{family} has no .*{reason}"):
+        to_huggingface(model.replace(experts=replace(model.experts, **changes)))
 
 
 @pytest.mark.parametrize(
@@ -528,6 +720,9 @@ def test_every_runnable_model_of_the_catalog_is_written_and_every_other_refused(
         ("tiny-llama", {"activation": "gelu"}, "activation"),
         ("tiny-llama", {"qk_norm": True, "bias": "qkv"}, "norms together with biases"),
         ("tiny-llama", {"rotary_fraction": 0.5}, "partly rotated"),
+        ("tiny-mixtral", {"bias": "qkv"}, "biases"),
+        ("tiny-deepseek", {"experts": None}, "model without experts"),
+        ("tiny-deepseek", {"norm_eps": 1e-5}, "epsilon"),
         ("tiny-gpt", {"bias": "none"}, "without biases"),
         ("tiny-gpt", {"kv_heads": 2}, "grouped"),
         ("tiny-gpt", {"head_dim": 32}, "head_dim"),

@@ -65,8 +65,9 @@ def test_count_is_the_sum_over_the_list(config):
     total, blocks, active = count_parts(config)
     assert count(config) == total == sum(p.numel for p in listed)
     assert blocks == sum(p.numel for p in listed if p.part.startswith("blocks."))
-    idle = [p for p in listed if ".experts." in p.name and int(p.name.split(".")[4]) >= config.experts.active]
-    assert active == total - sum(p.numel for p in idle)
+    experts = sum(p.numel for p in listed if ".experts." in p.name)
+    idle = (config.experts.count - config.experts.active) / config.experts.count if experts else 0
+    assert active == total - round(experts * idle)
     assert sum(part.count for part in blueprint(config).of_kind("block")) == config.layers
 
 
@@ -128,6 +129,12 @@ def test_block_of_llama_2_70b_by_hand():
 
 
 def test_active_parameters_of_mixtures():
-    """12.9B (Jiang et al. 2024, section 1); 37B (DeepSeek-V3 report, abstract)."""
+    """12.9B (Jiang et al. 2024, section 1); 37B (DeepSeek-V3 report, abstract); 21B and 2.4B (DeepSeek-V2 report,
+    abstract and section B; the latter without embedding and head); 3B and 22B in the names of Qwen3's."""
     assert round(count_parts(get("mixtral-8x7b"))[2] / 1e9, 1) == 12.9
     assert count_parts(get("deepseek-v3"))[2] == pytest.approx(37e9, rel=0.02)
+    assert count_parts(get("deepseek-v2"))[2] == pytest.approx(21e9, rel=0.02)
+    lite = get("deepseek-v2-lite")
+    assert count_parts(lite)[2] - 2 * lite.vocab * lite.hidden == pytest.approx(2.4e9, rel=0.07)
+    assert count_parts(get("qwen3-30b-a3b"))[2] == pytest.approx(3.3e9, rel=0.02)
+    assert count_parts(get("qwen3-235b-a22b"))[2] == pytest.approx(22e9, rel=0.02)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from harness import forked
-from harness.huggingface import FAMILIES, STEPS, pretrained, tokens
+from harness.huggingface import FAMILIES, MIXTURES, STEPS, pretrained, tokens
 from harness.pool import run_ranks
 from harness.today import some_of
 from shardwise.checkpoint import Checkpoint
@@ -31,6 +31,11 @@ LAYOUTS = {
     "tp=2,precision=fp32": "indexed",
     "dp=2,zero=3,precision=fp32": "indexed",
     "dp=2,tp=2,zero=1,sp,precision=fp32": "single",
+}
+EXPERT_LAYOUTS = {
+    "dp=2,ep=2,zero=3,precision=fp32": "single",
+    "dp=2,tp=2,sp,ep=2,zero=1,precision=fp32": "indexed",
+    "dp=2,tp=2,sp,precision=fp32": "single",
 }
 """Layout -> which of a model's folders is read under it."""
 
@@ -46,12 +51,13 @@ def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 CASES = [(family, text) for family in FAMILIES for text in some_of(LAYOUTS, 1, f"weights of {family}")]
+CASES += [(family, text) for family in MIXTURES for text in some_of(EXPERT_LAYOUTS, 1, f"weights of {family}")]
 
 
 @pytest.mark.parametrize(("folders", "text"), CASES, indirect=["folders"])
 def test_logits_training_and_export(folders: tuple[Any, Path], text: str, tmp_path: Path) -> None:
     theirs, root = folders
-    source, layout = root / LAYOUTS[text], Layout.parse(text)
+    source, layout = root / (LAYOUTS | EXPERT_LAYOUTS)[text], Layout.parse(text)
     model = from_huggingface(source)
     ranks = run_ranks("harness.huggingface:load_train_save", layout.ranks, (source, model, layout, tmp_path))
     assert _distance(ranks, "before", theirs) < 1e-5
@@ -60,7 +66,8 @@ def test_logits_training_and_export(folders: tuple[Any, Path], text: str, tmp_pa
     export(checkpoint, tmp_path / "out", dtype="float32", max_shard_bytes=10_000 if "tp=2" in text else 10**9)
     import transformers
 
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    eager = {"experts_implementation": "eager"} if model.experts else {}
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32, **eager).eval()
     expected = _ours(again)
     assert expected.keys() == {p.name for p in parameters(model)}
     moved = 0
@@ -69,7 +76,8 @@ def test_logits_training_and_export(folders: tuple[Any, Path], text: str, tmp_pa
         saved = checkpoint.read(f"model/{name}", dtype="float32").reshape(checkpoint.tensors[f"model/{name}"].shape)
         assert np.array_equal(tensor.numpy().view(np.uint32), saved.view(np.uint32)), name
         moved += not torch.equal(tensor, before[name])
-    assert moved == len(expected), "training must have moved every tensor"
+    still = [name for name in expected if name.endswith("router.bias")]
+    assert moved == len(expected) - len(still), "training must have moved every tensor"
     assert _distance(ranks, "after", again) < 1e-5
 
 
@@ -123,12 +131,22 @@ def _ours(model: Any) -> dict[str, Tensor]:
                     found[f"{at}.attention.qkv.{part}.{leaf}"] = heads[:, index].flatten(0, 1)
         else:
             attention, mlp = layer.self_attn, layer.mlp
-            names = {
-                "attention.qkv.q": attention.q_proj, "attention.qkv.k": attention.k_proj,
-                "attention.qkv.v": attention.v_proj, "attention.out": attention.o_proj, "mlp.down": mlp.down_proj,
-                "mlp.gate_up.gate": mlp.gate_proj, "mlp.gate_up.up": mlp.up_proj,
-            }  # fmt: skip
-            if config.model_type == "qwen3":
+            names = {"attention.out": attention.o_proj}
+            if config.model_type.startswith("deepseek"):
+                found |= {f"{at}.{name}": tensor for name, tensor in _latent(attention, config).items()}
+            else:
+                names |= {
+                    "attention.qkv.q": attention.q_proj, "attention.qkv.k": attention.k_proj,
+                    "attention.qkv.v": attention.v_proj,
+                }  # fmt: skip
+            dense = {"mlp": mlp}
+            if hasattr(mlp, "experts"):
+                found |= {f"{at}.{name}": tensor for name, tensor in _experts(mlp).items()}
+                dense = {"mlp.shared": mlp.shared_experts} if hasattr(mlp, "shared_experts") else {}
+            for name, maps in dense.items():
+                names |= {f"{name}.gate_up.gate": maps.gate_proj, f"{name}.gate_up.up": maps.up_proj}
+                names |= {f"{name}.down": maps.down_proj}
+            if config.model_type.startswith("qwen3"):
                 names |= {"attention.q_norm": attention.q_norm, "attention.k_norm": attention.k_norm}
             if config.model_type == "olmo2":
                 names |= {"attention.qk_norm.q": attention.q_norm, "attention.qk_norm.k": attention.k_norm}
@@ -148,6 +166,36 @@ def _ours(model: Any) -> dict[str, Tensor]:
     if not config.tie_word_embeddings:
         put("head.out", model.get_output_embeddings())
     return {name: tensor.contiguous() for name, tensor in found.items()}
+
+
+def _experts(mlp: Any) -> dict[str, Tensor]:
+    """A router, and the routed experts end to end."""
+    gate, up = mlp.experts.gate_up_proj.detach().chunk(2, dim=1)
+    found = {"mlp.router.weight": mlp.gate.weight.detach()}
+    if hasattr(mlp.gate, "e_score_correction_bias"):
+        found["mlp.router.bias"] = mlp.gate.e_score_correction_bias
+    for name, matrices in {"gate": gate.mT, "up": up.mT, "down": mlp.experts.down_proj.detach()}.items():
+        found[f"mlp.experts.{name}"] = matrices.flatten(0, 1)
+    return found
+
+
+def _latent(attention: Any, config: Any) -> dict[str, Tensor]:
+    """Latent attention without its output, the rotated rows of every head by halves."""
+    rope = config.qk_rope_head_dim
+
+    def halves(weight: Tensor, heads: int) -> Tensor:
+        rows = weight.detach().unflatten(0, (heads, -1))
+        plain, turned = rows[:, :-rope], rows[:, -rope:]
+        return torch.cat([plain, turned[:, 0::2], turned[:, 1::2]], 1).flatten(0, 1)
+
+    down, up = attention.kv_a_proj_with_mqa.weight, attention.kv_b_proj.weight
+    found = {"kv_down": halves(down, 1), "kv_down_norm": attention.kv_a_layernorm.weight, "kv_up": up}
+    if config.q_lora_rank is None:
+        found["q"] = halves(attention.q_proj.weight, config.num_attention_heads)
+    else:
+        found["q_down"], found["q_down_norm"] = attention.q_a_proj.weight, attention.q_a_layernorm.weight
+        found["q_up"] = halves(attention.q_b_proj.weight, config.num_attention_heads)
+    return {f"attention.{name}.weight": tensor.detach() for name, tensor in found.items()}
 
 
 def _shardwise(*args: object) -> subprocess.CompletedProcess[str]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from shardwise.decoder.modules import Batch, Dropout, JointNorm, Linear, Linears, RMSNorm
 from shardwise.model import ModelConfig
+from shardwise.model.config import RopeScaling, YarnScaling
 
 
 def rotate(x: Tensor, tables: tuple[Tensor, Tensor], back: bool = False, first: int = 0) -> Tensor:
@@ -45,7 +46,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, first: int) -> Tensor:
 
 
 class Rope(nn.Module):
-    """Rotary position embedding (Su et al. 2021) on x [B, S, H, D], with Llama-3's frequency scaling.
+    """Rotary position embedding (Su et al. 2021) on x [B, S, H, D], with Llama-3's or YaRN's frequencies.
 
     `whole(positions)` gives (cos, sin), each [B, S, 1, rotated] in compute precision, sin with the sign of its half.
     """
@@ -57,20 +58,12 @@ class Rope(nn.Module):
 
     @staticmethod
     def _inverse_frequencies(config: ModelConfig) -> Tensor:
-        rotated = config.rotated
+        rotated, scaling = config.rotated, config.rope_scaling
         exponent = torch.arange(0, rotated, 2, dtype=torch.float64, device="cpu") / rotated
         inverse = config.rope_theta**-exponent
-        if scaling := config.rope_scaling:
-            wavelength = 2 * math.pi / inverse
-            low = scaling.original_max_positions / scaling.low_freq_factor
-            high = scaling.original_max_positions / scaling.high_freq_factor
-            smooth = (scaling.original_max_positions / wavelength - scaling.low_freq_factor) / (
-                scaling.high_freq_factor - scaling.low_freq_factor
-            )
-            between = (1 - smooth) * inverse / scaling.factor + smooth * inverse
-            inverse = torch.where(wavelength > low, inverse / scaling.factor, inverse)
-            inverse = torch.where((wavelength <= low) & (wavelength >= high), between, inverse)
-        return inverse
+        if isinstance(scaling, YarnScaling):
+            return _yarn(inverse, scaling, config.rope_theta)
+        return _llama3(inverse, scaling) if scaling else inverse
 
     def shared(self, batch: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The tables of a batch's positions, made once for all blocks."""
@@ -95,6 +88,32 @@ class Rope(nn.Module):
         return out
 
 
+def _llama3(inverse: Tensor, scaling: RopeScaling) -> Tensor:
+    """Llama-3's frequencies: high ones are kept, low ones divided by the factor."""
+    wavelength = 2 * math.pi / inverse
+    low = scaling.original_max_positions / scaling.low_freq_factor
+    high = scaling.original_max_positions / scaling.high_freq_factor
+    smooth = (scaling.original_max_positions / wavelength - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
+    between = (1 - smooth) * inverse / scaling.factor + smooth * inverse
+    inverse = torch.where(wavelength > low, inverse / scaling.factor, inverse)
+    return torch.where((wavelength <= low) & (wavelength >= high), between, inverse)
+
+
+def _yarn(inverse: Tensor, scaling: YarnScaling, theta: float) -> Tensor:
+    """YaRN's frequencies: a ramp over their indices, from the kept ones to the ones that are divided by the factor."""
+    n = len(inverse)
+
+    def index(rotations: float) -> float:
+        return n * math.log(scaling.original_max_positions / (rotations * 2 * math.pi)) / math.log(theta)
+
+    low = max(math.floor(index(scaling.beta_fast)), 0)
+    high = min(math.ceil(index(scaling.beta_slow)), 2 * n - 1)
+    ramp = ((torch.arange(n, dtype=inverse.dtype, device=inverse.device) - low) / ((high - low) or 0.001)).clamp(0, 1)
+    return inverse * (1 - ramp) + inverse / scaling.factor * ramp
+
+
 class CoreAttention(nn.Module):
     """softmax(c tanh(q k^T scale / c)) v, causal. q: [B, S, H, D]; k: [B, S, K, D] and v: [B, S, K, V] with K dividing
     H; returns [B, S, H, V]. Without a soft cap c the scores are q k^T scale.
@@ -108,7 +127,7 @@ class CoreAttention(nn.Module):
     def __init__(self, config: ModelConfig, site: str, window: int = 0) -> None:
         super().__init__()
         self.kind = "sdpa"
-        self.scale = (config.score_scale or config.head_dim) ** -0.5
+        self.scale = config.score_factor
         self.softcap, self.window, self.plain = config.score_softcap, window, config.plain_attention
         self.heads, self.first_head = config.heads, 0
         self.dropout = Dropout(config.attention_dropout, f"{site}.probabilities")

@@ -13,7 +13,7 @@ from functools import cache, partial
 from typing import Any
 
 from shardwise.errors import UserError
-from shardwise.model.config import Experts, LatentAttention, ModelConfig, RopeScaling
+from shardwise.model.config import Experts, LatentAttention, ModelConfig, RopeScaling, YarnScaling
 
 
 def catalog() -> dict[str, ModelConfig]:
@@ -54,7 +54,10 @@ def _nearest(name: str) -> str:
 
 @cache
 def _catalog() -> dict[str, ModelConfig]:
-    models = [*_small(), *_gpts(), *_llamas(), *_mistrals(), *_qwens(), *_olmos(), *_gemmas(), _deepseek_v3()]
+    models = [
+        *_small(), *_gpts(), *_llamas(), *_mistrals(), *_qwens(), *_qwen_mixtures(), *_olmos(), *_gemmas(),
+        *_deepseeks(),
+    ]  # fmt: skip
     return {model.name: model for model in models}
 
 
@@ -65,12 +68,30 @@ def _small() -> list[ModelConfig]:
         _gpt("tiny-gpt", 2048, 128, layers=4, heads=8, ffn=512, max_positions=512),
         _OLMO2.replace(**_TINY, name="tiny-olmo2", heads=8, kv_heads=4, head_dim=16),
         _GEMMA2.replace(**_TINY, name="tiny-gemma2", heads=4, kv_heads=2, head_dim=32, window=64),
-    ]
+        ModelConfig(
+            **_TINY | {"ffn": 176}, name="tiny-mixtral", heads=8, kv_heads=4,
+            experts=Experts(4, 2, 176, balance_loss=0.02),
+        ),
+        ModelConfig(
+            **_TINY, name="tiny-qwen3-moe", heads=8, kv_heads=4, norm_eps=1e-6, rope_theta=1e6, qk_norm=True,
+            experts=Experts(16, 4, 48, balance_loss=0.001),
+        ),
+        ModelConfig(
+            **_TINY, name="tiny-deepseek", heads=8, norm_eps=1e-6,
+            experts=Experts(
+                16, 4, 48, shared=1, dense_layers=1, groups=4, active_groups=2, scale=2.5, balance_loss=0.0001,
+                bias_rate=0.001, **_LOSS_FREE,
+            ),
+            latent_attention=LatentAttention(48, 32, nope_head_dim=16, rope_head_dim=8, v_head_dim=16),
+        ),
+    ]  # fmt: skip
 
 
 _TINY: dict[str, Any] = {
     "vocab": 2048, "hidden": 128, "layers": 4, "ffn": 352, "max_positions": 512, "published_params": None,
 }  # fmt: skip
+# DeepSeek-V3's routing, which a bias balances (section 2.1.2).
+_LOSS_FREE: dict[str, Any] = {"router_bias": True, "scoring": "sigmoid"}
 # Defaults of the families' mechanisms, here on the smallest model of each.
 _OLMO2 = ModelConfig(
     "olmo-2-1b", 100352, 2048, 16, 16, 8192, 4096, norm_eps=1e-6, rope_theta=500000.0, norm_placement="post",
@@ -171,8 +192,9 @@ def _mistrals() -> list[ModelConfig]:
         "mistral-7b", 32768, 4096, 32, 32, 14336, 32768, kv_heads=8, rope_theta=1e6, published_params=7_248_023_552
     )
     mixtral = mistral.replace(
-        name="mixtral-8x7b", vocab=32000, experts=Experts(count=8, active=2, ffn=14336), published_params=46_702_792_704
-    )
+        name="mixtral-8x7b", vocab=32000, experts=Experts(count=8, active=2, ffn=14336, balance_loss=0.02),
+        published_params=46_702_792_704,
+    )  # fmt: skip
     return [mistral, mixtral]
 
 
@@ -210,6 +232,20 @@ def _qwens() -> list[ModelConfig]:
     ]
 
 
+def _qwen_mixtures() -> list[ModelConfig]:
+    # huggingface.co/Qwen/Qwen3-30B-A3B and -235B-A22B, config.json; counts are of the weights.
+    experts = partial(Experts, 128, 8, balance_loss=0.001)
+    sizes = {
+        "qwen3-30b-a3b": (2048, 48, 32, 6144, experts(768), 30_532_122_624),
+        "qwen3-235b-a22b": (4096, 94, 64, 12288, experts(1536), 235_093_634_560),
+    }
+    third = partial(
+        ModelConfig, vocab=151936, max_positions=40960, kv_heads=4, head_dim=128, norm_eps=1e-6, rope_theta=1e6,
+        qk_norm=True,
+    )  # fmt: skip
+    return _series(third, "hidden layers heads ffn experts published_params", sizes)
+
+
 def _olmos() -> list[ModelConfig]:
     # huggingface.co/allenai/OLMo-2-0425-1B, -1124-7B, -1124-13B, -0325-32B, config.json; counts are of the weights.
     sizes = {
@@ -231,20 +267,29 @@ def _gemmas() -> list[ModelConfig]:
     return [_GEMMA2, *_series(_GEMMA2.replace, columns, sizes)]
 
 
-def _deepseek_v3() -> ModelConfig:
-    # huggingface.co/deepseek-ai/DeepSeek-V3, config.json; the count is of the main model's weights, without the
-    # multi-token-prediction module. Its rotary angles are stretched in a way (YaRN) that changes no shape.
-    return ModelConfig(
-        name="deepseek-v3",
-        vocab=129280,
-        hidden=7168,
-        layers=61,
-        heads=128,
-        ffn=18432,
-        max_positions=163840,
-        head_dim=192,
-        norm_eps=1e-6,
-        experts=Experts(count=256, active=8, ffn=2048, shared=1, dense_layers=3, router_bias=True),
-        latent_attention=LatentAttention(1536, 512, nope_head_dim=128, rope_head_dim=64, v_head_dim=128),
-        published_params=671_026_419_200,
+def _deepseeks() -> list[ModelConfig]:
+    # huggingface.co/deepseek-ai/DeepSeek-V2, -V2-Lite and -V3, config.json; counts are of the weights, of V3 without
+    # the multi-token-prediction module.
+    latent = partial(LatentAttention, kv_rank=512, nope_head_dim=128, rope_head_dim=64, v_head_dim=128)
+    stretched = partial(YarnScaling, 40.0, 4096)
+    second = partial(Experts, active=6, shared=2, dense_layers=1, normalized=False, balance_loss=0.001)
+    limited = partial(second, 160, ffn=1536, groups=8, active_groups=3, group_score="max", scale=16.0)
+    third = Experts(
+        256, 8, 2048, shared=1, dense_layers=3, groups=8, active_groups=4, scale=2.5, balance_loss=0.001, **_LOSS_FREE
     )
+    make = partial(ModelConfig, max_positions=163840, norm_eps=1e-6)
+    return _series(
+        make,
+        "vocab hidden layers heads ffn rope_scaling latent_attention experts published_params",
+        {
+            "deepseek-v2-lite": (
+                102400, 2048, 27, 16, 10944, stretched(mscale=0.707), latent(0), second(64, ffn=1408), 15_706_484_224,
+            ),
+            "deepseek-v2": (
+                102400, 5120, 60, 128, 12288, stretched(mscale=0.707), latent(1536), limited(), 235_741_434_880,
+            ),
+            "deepseek-v3": (
+                129280, 7168, 61, 128, 18432, stretched(mscale=1.0), latent(1536), third, 671_026_419_200,
+            ),
+        },
+    )  # fmt: skip

@@ -1,7 +1,8 @@
-"""Changes of a model in words: `layers=2,vocab=1000`, as `--set` has them."""
+"""Changes of a model in words: `layers=2,experts.capacity=1.25`, as `--set` has them."""
 
 from __future__ import annotations
 
+from dataclasses import is_dataclass, replace
 from typing import Any, Literal, get_args, get_origin
 
 from shardwise.errors import UserError, did_you_mean
@@ -14,28 +15,54 @@ MOST_LAYERS, MOST_PARAMETERS = 10_000, 10**15
 
 
 def change(model: ModelConfig, text: str) -> ModelConfig:
-    """A model with the fields in `text` (`layers=2,vocab=1000`) replaced; derived fields follow unless named.
+    """A model with the fields in `text` (`layers=2,experts.ffn=64`) replaced; derived fields follow, unless named.
 
     Raises `UserError` for a field that a model does not have, and a value that the field cannot have.
     """
-    fields = kinds(ModelConfig)
     changes: dict[str, Any] = {}
+    parts: dict[str, dict[str, Any]] = {}
     for word in filter(None, (word.strip() for word in text.split(","))):
         name, equals, value = (part.strip() for part in word.partition("="))
-        if name not in fields:
-            hint = did_you_mean(name, fields, "fields:")
-            raise UserError(f"--set {word}: a model has no field {name!r}; {hint}")
+        outer, dot, inner = name.partition(".")
+        owner = _part(model, word, outer) if dot else model
+        field, where = (inner, outer) if dot else (outer, "a model")
+        _known(word, field, owner, where)
         if not equals or not value:
-            raise UserError(f"--set {word}: {name} needs a value, such as {name}={getattr(model, name)}")
-        changes[name] = _value(_short(word), fields[name], value)
+            raise UserError(f"--set {word}: {name} needs a value, such as {name}={getattr(owner, field)}")
+        target = parts.setdefault(outer, {}) if dot else changes
+        target[field] = _value(_short(word), _fields(owner)[field], value)
+    changes |= {outer: replace(getattr(model, outer), **inner) for outer, inner in parts.items()}
     if not changes:
         return _counted(model)
     changes.setdefault("published_params", None)
     if model.kv_heads == model.heads and "heads" in changes:
         changes.setdefault("kv_heads", 0)
-    if model.q_width == model.hidden and changes.keys() & {"hidden", "heads"}:
+    derived = {"latent_attention"} | ({"hidden", "heads"} if model.q_width == model.hidden else set())
+    if changes.keys() & derived:
         changes.setdefault("head_dim", 0)
     return _counted(model.replace(**changes))
+
+
+def _part(model: ModelConfig, word: str, name: str) -> Any:
+    """The part of a model, such as its experts, that has fields."""
+    _known(word, name, model, "a model")
+    part = getattr(model, name)
+    if not is_dataclass(part):
+        raise UserError(f"--set {word}: {name} of model {model.name!r} is {part}, which has no fields")
+    return part
+
+
+def _known(word: str, field: str, owner: Any, where: str) -> None:
+    """Raise `UserError` for a field that `owner` lacks."""
+    fields = _fields(owner)
+    if field not in fields:
+        raise UserError(f"--set {word}: {where} has no field {field!r}; {did_you_mean(field, fields, 'fields:')}")
+
+
+def _fields(owner: Any) -> dict[str, Any]:
+    """Name -> type of every field."""
+    of: Any = type(owner)
+    return kinds(of)
 
 
 def _counted(model: ModelConfig) -> ModelConfig:
@@ -58,9 +85,13 @@ def _value(word: str, kind: Any, value: str) -> Any:
         return value.lower() == "true" if kind is bool else value.lower()
     if kind is str:
         return value
+    if value.lower() == "none" and type(None) in get_args(kind):
+        return None
     convert = {int: int, float: float, float | None: float}.get(kind)
     if convert is None:
-        raise UserError(f"--set {word}: this field has parts of its own; change it in a config.json")
+        name = word.partition("=")[0].strip()
+        part = next(iter(kinds(get_args(kind)[0])))
+        raise UserError(f"--set {word}: name a field of it, such as {name}.{part}")
     try:
         number = convert(value)
     except ValueError:

@@ -48,6 +48,26 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class YarnScaling:
+    """Stretching of slow rotary angles by a factor (YaRN, Peng et al. 2023), as DeepSeek has it."""
+
+    factor: float
+    original_max_positions: int
+    """Positions before the stretching: angles are told apart by their rotations over these."""
+    beta_fast: float = 32.0
+    """Rotations from which on an angle is kept."""
+    beta_slow: float = 1.0
+    """Rotations up to which an angle is divided by the factor; in between it is a mixture of both."""
+    mscale: float = 1.0
+    """Attention scores are multiplied by the square of 0.1 mscale ln(factor) + 1."""
+
+    @property
+    def score_factor(self) -> float:
+        """Factor of attention scores."""
+        return (0.1 * self.mscale * math.log(self.factor) + 1.0) ** 2 if self.factor > 1 else 1.0
+
+
+@dataclass(frozen=True)
 class Experts:
     """Mixture-of-experts feed-forward: `count` routed experts of width `ffn`, `active` of them for each token.
 
@@ -86,6 +106,9 @@ class Experts:
     """Tokens that an expert takes of one sequence, over its share; later ones are dropped. 0 means no bound."""
 
     def __post_init__(self) -> None:
+        for field in ("count", "ffn"):
+            if (number := getattr(self, field)) < 1:
+                raise UserError(f"experts: {field} must be a positive integer, not {number!r}")
         if not 1 <= self.active <= self.count:
             raise UserError(f"a token cannot choose {self.active} of {self.count} experts")
         if self.groups < 1 or self.count % self.groups or not 1 <= self.active_groups <= self.groups:
@@ -159,7 +182,7 @@ class ModelConfig:
     norm_eps: float = 1e-5
     positions: Positions = "rope"
     rope_theta: float = 10000.0
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: RopeScaling | YarnScaling | None = None
     rotary_fraction: float = 1.0
     """Share of each head's width that is rotated (GPT-NeoX: 0.25)."""
     activation: Activation = "silu"
@@ -237,7 +260,13 @@ class ModelConfig:
     @property
     def plain_attention(self) -> bool:
         """Whether attention is softmax(q kᵀ / sqrt(head_dim)) v over all tokens before, which fused kernels compute."""
-        return not self.score_softcap and not self.window and self.score_scale in (None, self.head_dim)
+        return not self.score_softcap and not self.window and self.score_factor == self.head_dim**-0.5
+
+    @property
+    def score_factor(self) -> float:
+        """Factor of attention scores."""
+        stretched = self.rope_scaling.score_factor if isinstance(self.rope_scaling, YarnScaling) else 1.0
+        return float((self.score_scale or self.head_dim) ** -0.5 * stretched)
 
     @property
     def rotated(self) -> int:
@@ -315,7 +344,8 @@ class ModelConfig:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> ModelConfig:
         """The inverse of `to_json`. Raises `UserError` on unknown or missing fields."""
-        nested = {"rope_scaling": RopeScaling, "experts": Experts, "latent_attention": LatentAttention}
+        scaling = YarnScaling if "mscale" in (data.get("rope_scaling") or {}) else RopeScaling
+        nested: dict[str, Any] = {"rope_scaling": scaling, "experts": Experts, "latent_attention": LatentAttention}
         try:
             given = {k: nested[k](**v) if k in nested and v is not None else v for k, v in data.items()}
             return cls(**given)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardwise.errors import UserError
-from shardwise.model.config import Activation, RopeScaling
+from shardwise.model.config import Activation, RopeScaling, YarnScaling
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -124,12 +124,12 @@ def rotary(
     theta_names: tuple[str, ...] = ("rope_theta",),
     fraction_names: tuple[str, ...] = ("partial_rotary_factor",),
     fraction: float | None = None,
-    counted: bool = False,
+    yarn: bool = False,
 ) -> dict[str, Any]:
     """Rotary positions from `rope_theta` and `rope_scaling` (transformers 4) or `rope_parameters` (5).
 
-    fraction: the default share of a head that is rotated; None in families that rotate all of it. counted: the family
-    is only counted, and how its angles are stretched changes no shape.
+    fraction: the default share of a head that is rotated; None in families that rotate all of it. yarn: whether the
+    family stretches angles as DeepSeek does.
     """
     beside = {n: f.take(n, default=None) for n in (*theta_names, *fraction_names)}
     merged: dict[str, Any] = {}
@@ -138,12 +138,11 @@ def rotary(
             if value is not None and merged.setdefault(key, value) != value:
                 raise f.error(f"{key} is given twice, as {merged[key]!r} and as {value!r}")
     rope = Fields(merged, f.where)
-    if counted:
-        return {"positions": "rope", "rope_theta": rope.number(*theta_names, default=theta)}
     _refuse_unread(f, ((theta_names, theta), (fraction_names, fraction)))
     kind = rope.take("rope_type", "type", default="default")
-    if kind not in ("default", "llama3"):
-        raise f.error(f"rope type {kind!r} is not supported; supported are default and llama3")
+    scalings = {"llama3": _llama3, **({"yarn": _yarn} if yarn else {})}
+    if kind != "default" and kind not in scalings:
+        raise f.error(f"rope type {kind!r} is not supported; supported are {', '.join(['default', *scalings])}")
     rotated = rope.number(*fraction_names, default=1.0 if fraction is None else fraction)
     if rotated > 1 or (fraction is None and rotated != 1):
         raise f.error(
@@ -154,8 +153,8 @@ def rotary(
         "rope_theta": rope.number(*theta_names, default=theta),
         "rotary_fraction": rotated,
     }
-    if kind == "llama3":
-        result["rope_scaling"] = _llama3(rope, max_positions)
+    if kind != "default":
+        result["rope_scaling"] = scalings[kind](rope, max_positions)
     rope.prefix = "rope_parameters."
     rope.refuse_unknown(f"rope type {kind}")
     return result
@@ -188,6 +187,20 @@ def _llama3(rope: Fields, max_positions: int) -> RopeScaling:
     if scaling.high_freq_factor <= scaling.low_freq_factor:
         raise rope.error("high_freq_factor must be greater than low_freq_factor")
     return scaling
+
+
+def _yarn(rope: Fields, max_positions: int) -> YarnScaling:
+    mscale = rope.number("mscale_all_dim")
+    if rope.number("mscale") != mscale:
+        raise rope.error("mscale and mscale_all_dim must be equal: rotated elements have no factor of their own here")
+    rope.must_be("attention_factor", why="rotated elements have no factor of their own here")
+    return YarnScaling(
+        factor=rope.number("factor"),
+        original_max_positions=rope.integer("original_max_position_embeddings", default=max_positions),
+        beta_fast=rope.number("beta_fast", default=32.0),
+        beta_slow=rope.number("beta_slow", default=1.0),
+        mscale=mscale,
+    )
 
 
 LAYER_TYPES = "full_attention", "sliding_attention"

@@ -39,7 +39,8 @@ LLAMA_HALVES = FusedForm(
     (("attention.qkv.q", "attention.qkv.k", "attention.qkv.v"), ("mlp.gate_up.gate", "mlp.gate_up.up")),
     fits=lambda model: (
         model.positions == "rope"
-        and not (model.qk_norm or model.latent_attention or model.experts or model.dropout or model.norm_zero_centered)
+        and not (model.qk_norm or model.latent_attention or model.experts)
+        and not (model.dropout or model.norm_zero_centered)
         and model.activation == "silu"
     ),
     # Unfused attention saves scaled queries: keeping the ones side by side as well would cost memory.

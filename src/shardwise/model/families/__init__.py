@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardwise.model.config import ModelConfig
 from shardwise.model.families.bloom import BLOOM
-from shardwise.model.families.deepseek import DEEPSEEK_V3
+from shardwise.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from shardwise.model.families.family import Family
 from shardwise.model.families.gemma import GEMMA2
 from shardwise.model.families.gpt2 import GPT2
@@ -17,7 +17,8 @@ from shardwise.model.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 FAMILIES = {
     family.model_type: family
     for family in (
-        DEEPSEEK_V3, QWEN3_MOE, MIXTRAL, BLOOM, OLMO2, GEMMA2, QWEN3, QWEN2, GPT2, GPT_NEOX, LLAMA, MISTRAL,
+        DEEPSEEK_V3, DEEPSEEK_V2, QWEN3_MOE, MIXTRAL, BLOOM, OLMO2, GEMMA2, QWEN3, QWEN2, GPT2, GPT_NEOX, LLAMA,
+        MISTRAL,
     )
 }  # fmt: skip
 """Hugging Face's `model_type` -> family. A model belongs to the first one whose features it has."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwise.model.config import ModelConfig, RopeScaling
+from shardwise.model.config import ModelConfig, RopeScaling, YarnScaling
 from shardwise.model.fields import Fields, read_activation, rotary
 
 HIDDEN_ACT = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
@@ -18,7 +18,7 @@ def llama_like(
     head_dim: int = 0,
     eps: float = 1e-6,
     theta: float = 10000.0,
-    counted: bool = False,
+    yarn: bool = False,
     activation: tuple[str, str] = ("hidden_act", "silu"),
     tied: bool = False,
 ) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def llama_like(
         "gated": True,
         "tied": f.flag("tie_word_embeddings", tied),
         "attention_dropout": f.number("attention_dropout", default=0.0, positive=False),
-        **rotary(f, longest, theta, counted=counted),
+        **rotary(f, longest, theta, yarn=yarn),
     }
 
 
@@ -64,16 +64,16 @@ def gpt_like(f: Fields, hidden: int, heads: int, layers: tuple[str, ...], eps: s
     }
 
 
-def write_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
+def write_scaling(scaling: RopeScaling | YarnScaling | None) -> dict[str, Any] | None:
+    """The `rope_scaling` of a `config.json`."""
     if scaling is None:
         return None
-    return {
-        "rope_type": "llama3",
-        "factor": scaling.factor,
-        "low_freq_factor": scaling.low_freq_factor,
-        "high_freq_factor": scaling.high_freq_factor,
-        "original_max_position_embeddings": scaling.original_max_positions,
-    }
+    table = {"factor": scaling.factor, "original_max_position_embeddings": scaling.original_max_positions}
+    if isinstance(scaling, YarnScaling):
+        of_yarn = {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
+        return {"rope_type": "yarn", **table, **of_yarn, "mscale": scaling.mscale, "mscale_all_dim": scaling.mscale}
+    of_llama = {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
+    return {"rope_type": "llama3", **table, **of_llama}
 
 
 GELU = {"gelu": "gelu", "gelu_tanh": "gelu_new"}

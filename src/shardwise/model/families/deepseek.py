@@ -1,51 +1,105 @@
-"""DeepSeek-V3: latent attention, experts with shared ones beside them. Counted and planned, not run here yet."""
+"""DeepSeek-V2 and V3: latent attention, and experts with shared ones beside them after a few dense layers."""
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from shardwise.model.config import LatentAttention
+from shardwise.model.config import LatentAttention, ModelConfig
 from shardwise.model.families.common import llama_like
+from shardwise.model.families.deepseek_files import DEEPSEEK_NAMES, RANKS, write_deepseek
 from shardwise.model.families.family import Family
+from shardwise.model.families.llama import llama_lacks
 from shardwise.model.families.mixtral import read_experts
 from shardwise.model.fields import Fields, words
 
 
-def _deepseek_v3(f: Fields) -> dict[str, Any]:
-    latent = LatentAttention(
-        q_rank=f.integer("q_lora_rank"),
-        kv_rank=f.integer("kv_lora_rank", default=512),
-        nope_head_dim=f.integer("qk_nope_head_dim", default=128),
-        rope_head_dim=f.integer("qk_rope_head_dim", default=64),
-        v_head_dim=f.integer("v_head_dim", default=128),
-    )
-    config = llama_like(f, max_positions=4096, counted=True)
-    f.must_be("attention_bias", False, why="biases on the attention matrices alone")
+def _read_v2(f: Fields) -> dict[str, Any]:
+    f.must_be("norm_topk_prob", False, why="transformers does not read it")
+    f.must_be("topk_method", "greedy", "group_limited_greedy", why="another choice of experts")
+    limited = f.take("topk_method", default="greedy") == "group_limited_greedy"
+    groups = _groups(f, 1, 1) | {"group_score": "max"}
+    more = {"scoring": "softmax", "normalized": False} | (groups if limited else {})
+    return _read(f, 2048, shared=2, dense=0, scale=1.0, more=more)
+
+
+def _read_v3(f: Fields) -> dict[str, Any]:
+    f.must_be("topk_method", "noaux_tc", why="another choice of experts")
+    f.must_be("rope_interleave", True, why="another pairing of the rotated elements")
+    more = {"scoring": "sigmoid", "router_bias": True, "normalized": f.flag("norm_topk_prob", True)}
+    return _read(f, 4096, shared=1, dense=3, scale=2.5, more=more | _groups(f, 8, 4))
+
+
+def _groups(f: Fields, groups: int, active: int) -> dict[str, Any]:
+    return {"groups": f.integer("n_group", default=groups), "active_groups": f.integer("topk_group", default=active)}
+
+
+def _read(f: Fields, longest: int, shared: int, dense: int, scale: float, more: dict[str, Any]) -> dict[str, Any]:
+    """The configuration. The numbers are the version's defaults; more: fields of its `Experts`."""
+    ranks = {ours: f.integer(theirs, default=default) for ours, (theirs, default) in RANKS.items()}
+    # An explicit null means one direct map of the queries.
+    latent = LatentAttention(f.integer("q_lora_rank", default=0 if f.is_null("q_lora_rank") else 1536), **ranks)
+    config = llama_like(f, longest, yarn=True)
+    f.must_be("scoring_func", more["scoring"], why="transformers does not read it")
+    for name in ("attention_bias", "mlp_bias"):
+        f.must_be(name, False, why="biases")
+    f.must_be("num_key_value_heads", config["heads"], why="all heads have keys of their own")
     f.must_be("moe_layer_freq", 1, why="dense layers between the expert layers")
+    f.must_be("rms_norm_eps", 1e-6, why="the norms of the low ranks have 1e-6 in transformers")
     experts = read_experts(
         f,
-        count=f.integer("n_routed_experts", "num_local_experts"),
+        count=f.integer("n_routed_experts", "num_local_experts", "num_experts"),
         active=f.integer("num_experts_per_tok"),
         ffn=f.integer("moe_intermediate_size"),
-        shared=f.integer("n_shared_experts", default=0, least=0),
-        dense_layers=f.integer("first_k_dense_replace", default=3, least=0),
-        router_bias=True,
+        shared=f.integer("n_shared_experts", default=shared),
+        dense_layers=f.integer("first_k_dense_replace", default=dense, least=0),
+        scale=f.number("routed_scaling_factor", default=scale),
+        balance="sequence" if f.flag("seq_aux", True) else "micro-batch",
+        balance_loss=f.number("aux_loss_alpha", default=0.0, positive=False),
+        **more,
     )
     # transformers writes the rotated part as head_dim; a query head is that and the part without positions.
-    head_dim = latent.nope_head_dim + latent.rope_head_dim
-    return config | {"head_dim": head_dim, "latent_attention": latent, "experts": experts}
+    return config | {"head_dim": latent.head_dim, "latent_attention": latent, "experts": experts}
 
 
+def _lacks(c: ModelConfig, third: bool) -> dict[str, bool]:
+    e = c.experts
+    if e is None:
+        return {"model without experts": True}
+    return llama_lacks(c) | {
+        "query and key norms": c.qk_norm,
+        "norms with another epsilon than 1e-6": c.norm_eps != 1e-6,
+        "mixture without shared experts": not e.shared,
+        f"router {'without' if third else 'with'} a bias": e.router_bias != third,
+        "other score of groups": e.active_groups < e.groups and e.group_score != ("top 2" if third else "max"),
+        "weights of experts divided by their sum": e.normalized and not third,
+    }
+
+
+_HARMLESS = "qk_head_dim ep_size output_router_logits quantization_config"
+_IGNORED = re.compile(rf"{DEEPSEEK_NAMES.ignored.pattern}|model\.layers\.61\..*")
+"""The published V3 keeps its multi-token-prediction module as one more layer."""
+DEEPSEEK_V2 = Family(
+    "deepseek_v2",
+    fits=lambda c: c.latent_attention is not None,
+    read=_read_v2,
+    module="llama",
+    harmless=words(_HARMLESS),
+    names=DEEPSEEK_NAMES,
+    architecture="DeepseekV2ForCausalLM",
+    write=write_deepseek,
+    lacks=partial(_lacks, third=False),
+)
 DEEPSEEK_V3 = Family(
     "deepseek_v3",
-    fits=lambda c: c.latent_attention is not None,
-    read=_deepseek_v3,
+    fits=lambda c: c.latent_attention is not None and c.experts is not None and c.experts.scoring == "sigmoid",
+    read=_read_v3,
     module="llama",
-    harmless=words(
-        """
-        qk_head_dim rope_interleave routed_scaling_factor n_group topk_group topk_method norm_topk_prob
-        scoring_func aux_loss_alpha seq_aux ep_size num_nextn_predict_layers num_mtp_layers
-        output_router_logits quantization_config
-        """
-    ),
+    harmless=words(f"{_HARMLESS} num_nextn_predict_layers num_mtp_layers"),
+    names=replace(DEEPSEEK_NAMES, ignored=_IGNORED),
+    architecture="DeepseekV3ForCausalLM",
+    write=write_deepseek,
+    lacks=partial(_lacks, third=True),
 )
