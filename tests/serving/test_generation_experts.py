@@ -1,5 +1,5 @@
-"""Generation with experts: logits and answers of Mixtral and Qwen3-MoE as `transformers` computes them, and of routing as
-DeepSeek-V3 has it as the plain decoder does, under every way to split experts."""
+"""Generation with experts under every way to split them: logits and answers of Mixtral and Qwen3-MoE as `transformers`
+computes them, and of DeepSeek-V3's routing as the plain decoder does."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ExpertShare:
-    """The pairs of a token and an expert that a rank sees to: those whose expert is on a rank of its own place in tensor
-    parallelism. Ranks of one place with the same tokens take turns."""
+    """The pairs of a token and an expert that a rank sees to: those whose expert is on a rank of its own place in
+    tensor parallelism. Ranks of one place with the same tokens take turns."""
 
     count: int
     """Experts of a rank."""

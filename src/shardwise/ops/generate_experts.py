@@ -1,9 +1,9 @@
 """A mixture of experts in generation: forward alone, and of the experts here those are read that have rows.
 
-All tensor-parallel ranks have the same tokens and route them alike. Each computes its own pairs of a token and an expert
-(`ExpertShare`), whose outputs it sums; with those of its part of the shared experts, one sum over the ranks is the
-block's. Rows for experts of other replicas go there and come back. No token is dropped, whatever `Experts.capacity` says:
-which ones training drops depends on whole sequences, of which a step of generation has a few tokens.
+All tensor-parallel ranks have the same tokens and route them in the same way. Each computes its own pairs of a token
+and an expert (`ExpertShare`), and its part of the shared experts; one sum over the ranks adds everything up. Rows for
+experts of other replicas go there and come back. No token is dropped, whatever `Experts.capacity` says: training drops
+by the order of tokens in whole sequences, of which a step of generation has a few tokens.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class ServedExperts:
         return y.to(rows.dtype)
 
     def _experts(self, rows: Tensor, received: Sequence[Sequence[int]]) -> Tensor:
-        """Outputs of the experts here. rows: rank by rank, and of each by expert; received: how many from each rank for
-        each expert."""
+        """Outputs of the experts here. rows: rank by rank, and by expert; received: rows from each rank for each
+        expert."""
         arrival = by_expert(received, rows.device) if len(received) > 1 else None
         own = rows if arrival is None else rows[arrival]
         out, start = torch.empty_like(own), 0

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.layout.axes import EP, TP
+from shardwise.layout.axes import EP, TP, Axes
 from shardwise.layout.experts import gathers_sequences, load_axes, sequence_axes, slice_of, slices_tokens
 from shardwise.layout.tensor import edges
 from shardwise.layout.units import UnitPlan
