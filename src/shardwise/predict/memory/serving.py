@@ -261,8 +261,8 @@ _INDEX = 16
 
 def passing_bytes(plan: UnitPlan, served: ServingSetup) -> int:
     """A turn's widest moment: residual stream, its normed copy and what the feed-forward opens up to, with the rows of
-    experts, or queries, keys, values and their output, and a copy of one block's cache with its mask, where pages do not
-    follow each other; or the logits of every sequence, gathered, and again in fp32. With int8 also some rows of
+    experts, or queries, keys, values and their output, and a copy of one block's cache with its mask, where pages do
+    not follow each other; or the logits of every sequence, gathered, and again in fp32. With int8 also some rows of
     activations in bytes and of sums in 32 bits, or, without instructions for bytes, some rows of the matrix as they
     were."""
     model, tp, cp = plan.model, plan.layout.tp, plan.layout.cp

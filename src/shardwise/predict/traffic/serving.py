@@ -104,8 +104,8 @@ _SUMS = {"embedding": 1, "block": 2, "head": 0}
 
 
 def _tensor_parallel(rows: Rows, plan: UnitPlan, turn: ForwardPass) -> None:
-    """Sums of a block's attention and feed-forward part, routed and shared experts in one, and after the lookup (Shoeybi
-    et al. 2019), statistics of norms over all heads, and the logits."""
+    """Sums of a block's attention and feed-forward part, routed and shared experts in one, and after the lookup
+    (Shoeybi et al. 2019), statistics of norms over all heads, and the logits."""
     dtype = plan.layout.dtype
     for part in plan.parts:
         elements = turn.tokens * plan.model.hidden
