@@ -4,6 +4,7 @@ computes them, and of DeepSeek-V3's routing as the plain decoder does."""
 from __future__ import annotations
 
 import random
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,9 +24,12 @@ from shardwise.checkpoint import Manifest, PartEntry, Piece, TensorSpec, commit,
 from shardwise.checkpoint.geometry import full
 from shardwise.decoder import Batch, Decoder
 from shardwise.errors import UserError
-from shardwise.layout import Layout
+from shardwise.layout import Layout, Mesh, Workload, unit_plan
+from shardwise.layout.axes import TP
+from shardwise.layout.experts import across_axes, expert_share
 from shardwise.model import ModelConfig
 from shardwise.model.config import Experts
+from shardwise.ops.generate_experts import own_pairs
 from shardwise.serving.job import ServingJob, weights_in
 from shardwise.serving.messages import Command, Request, Sampling
 
@@ -102,6 +106,37 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
         return root / name
 
     return folder
+
+
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if "ep" in layout or "etp" in layout])
+def test_every_pair_goes_once_to_a_rank_that_has_its_expert(layout: str) -> None:
+    """Ranks of a replica divide its pairs, those that share an expert have the same ones, and weights are where the
+    unit plan has them."""
+    split, e = Layout.parse(layout), SHARED.experts
+    assert e is not None
+    mesh, chosen = Mesh.of(split, SHARED), torch.stack([torch.randperm(8)[:3] for _ in range(5)])
+    boxes = {}
+    for rank in range(split.ranks):
+        plan = unit_plan(SHARED, split, Workload(), rank=rank)
+        experts = [p for unit in plan.units for p in unit.placed if p.kind == "expert"]
+        boxes[rank] = experts[0].box if experts else None
+    for stage in range(split.pp):
+        for replica in range(split.dp * split.cp):
+            at = {"pp": stage, "dp": replica // split.cp, "cp": replica % split.cp}
+            done: Counter[int] = Counter()
+            for rank in mesh.group(TP, mesh.rank(**at)):
+                share = expert_share(split, e.count, mesh.index(TP, rank))
+                order, counts = own_pairs(chosen, share)
+                done.update(order.tolist())
+                owners = mesh.group(across_axes(split), rank)
+                assert len(owners) == share.across and len(counts) == share.across * share.count
+                starts = counts.cumsum(0) - counts
+                for number, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
+                    (first, last), *_ = boxes[owners[number // share.count]]
+                    expert = first // SHARED.hidden + number % share.count
+                    assert last - first == share.count * SHARED.hidden
+                    assert (chosen.flatten()[order[start : start + count]] == expert).all()
+            assert done == dict.fromkeys(range(chosen.numel()), split.expert_tp)
 
 
 @pytest.mark.parametrize(("name", "layout", "index"), selected(), ids=lambda value: str(value))

@@ -196,6 +196,21 @@ class Ratio:
 
 
 @dataclass(frozen=True)
+class ExpertRatio:
+    """Experts that ranks have whole over tensor parallelism of all of them, on as many ranks. blocks, total: in ring
+    volume of a token; seconds: of a token."""
+
+    spread: Layout
+    tensor: Layout
+    blocks: float
+    total: float
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"spread": str(self.spread), "tensor": str(self.tensor)}
+
+
+@dataclass(frozen=True)
 class StrategyComparison:
     """All strategies of one prompt on one cluster."""
 
@@ -213,7 +228,24 @@ class StrategyComparison:
             self._ratio(one, other)
             for one, other in product(self.strategies, repeat=2)
             if one.layout.stage == 3 and one.layout.tp == 1 and one.layout.dtype == other.layout.dtype
-            if other.layout.tp == other.layout.ranks == one.layout.shard_ranks
+            if other.layout.tp == other.layout.ranks == one.layout.shard_ranks and other.layout.ep == 1
+        )
+
+    @property
+    def expert_ratios(self) -> tuple[ExpertRatio, ...]:
+        """Each strategy with ep, against tensor parallelism on as many ranks in the same precision, where both are
+        here."""
+        return tuple(
+            ExpertRatio(
+                one.layout,
+                other.layout,
+                float(one.round.volume_of_token.blocks / other.round.volume_of_token.blocks),
+                float(one.round.volume_of_token.total / other.round.volume_of_token.total),
+                one.middle.seconds / other.middle.seconds,
+            )
+            for one, other in product(self.strategies, repeat=2)
+            if one.layout.ep > 1 and other.layout.ep == 1 and one.layout.dtype == other.layout.dtype
+            if other.layout.tp == other.layout.ranks == one.layout.ranks
         )
 
     def _ratio(self, one: Generated, other: Generated) -> Ratio:
@@ -249,6 +281,7 @@ class StrategyComparison:
             "batch": self.asked.batch,
             "strategies": [one.to_json() for one in self.strategies],
             "ratios": [ratio.to_json() for ratio in self.ratios],
+            "expert_ratios": [ratio.to_json() for ratio in self.expert_ratios],
             "warnings": list(self.warnings),
         }
 

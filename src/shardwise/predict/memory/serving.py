@@ -15,7 +15,7 @@ from shardwise.errors import UserError
 from shardwise.layout import Layout, UnitPlan
 from shardwise.layout.context import PageCut
 from shardwise.layout.experts import expert_share, matrices
-from shardwise.layout.legality import valid_tp
+from shardwise.layout.legality import valid_ep, valid_tp
 from shardwise.layout.placement import Placed, kv_heads_held, width_held
 from shardwise.model import ModelConfig
 from shardwise.ops.cpu.limits import BYTE_ROWS, tiled_int8_bytes
@@ -102,6 +102,8 @@ class MemoryFit:
     largest_batch: int | None
     tps: tuple[int, ...]
     pps: tuple[int, ...]
+    eps: tuple[int, ...] = ()
+    """Of experts; none for a model without any."""
 
     @property
     def fits(self) -> bool:
@@ -122,7 +124,8 @@ class MemoryFit:
         if self.room is not None:
             verdict = "fits" if self.fits else "does not fit"
             yield f"{verdict} {format_bytes(self.room)} a rank; {self._largest()}"
-        yield f"valid tp: {_degrees(self.tps)}; valid pp: 1 to {self.pps[-1]}"
+        ep = f"; valid ep: {_degrees(self.eps)}" if self.eps else ""
+        yield f"valid tp: {_degrees(self.tps)}; valid pp: 1 to {self.pps[-1]}{ep}"
 
     def refusal(self) -> str:
         """One line: what is missing, and what would fit."""
@@ -175,7 +178,8 @@ def serving_fit(model: ModelConfig, layout: Layout, served: ServingSetup, room: 
         context = min(_longest(plan, served, room) for plan in plans)
         batch = min(_most(plan, served, room) for plan in plans)
     pps = tuple(pp for pp in range(1, model.layers + 1))
-    return MemoryFit(model, layout, served, held, room, context, batch, tuple(valid_tp(model)), pps)
+    eps = tuple(valid_ep(model, model.experts.count)) if model.experts else ()
+    return MemoryFit(model, layout, served, held, room, context, batch, tuple(valid_tp(model)), pps, eps)
 
 
 def fit_on_host(model: ModelConfig, layout: Layout, served: ServingSetup, memory: int | None) -> MemoryFit:

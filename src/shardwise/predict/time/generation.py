@@ -46,8 +46,8 @@ full deployments alone, where it also stands for what a large batch costs beside
 class DecodeTime:
     """Seconds, and where they go; `parts` adds up to `seconds`. weights, attention, memory: arithmetic and reading;
     tensor: collectives inside blocks, over tp and cp; experts: rows to experts of other replicas and back; data:
-    gathers that arithmetic does not hide, and what they slow; pipeline: messages between stages; bubble: waiting for the other
-    groups' turns, or for stages to fill; host.
+    gathers that arithmetic does not hide, and what they slow; pipeline: messages between stages; bubble: waiting for the
+    other groups' turns, or for stages to fill; host.
 
     gathers: seconds of all gathers, hidden ones included.
     """
