@@ -4,7 +4,8 @@
 
 One set for each family of devices, never one for a source: the loss is the mean over sources of their mean absolute
 error. `--cross` fits again without each source in turn and prints that source's error. `--write` puts values and
-the uncertainties of `ranges` into predict/time/devices.json. A quarter of an hour on one core.
+the uncertainties of `ranges` into predict/time/devices.json. A quarter of an hour on one core. Models with experts are
+scored, never fitted on, but for the uncertainty of their own (`--routed` fits that alone).
 """
 
 from __future__ import annotations
@@ -14,16 +15,17 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 
 import shardwise.predict.time
-from shardwise.predict.time import kernels, network, ranges
+from shardwise.predict.time import kernels, network
 from shardwise.predict.time.constants import _entry as stored_entry
 from shardwise.predict.time.constants import _file as stored_file
 from shardwise.predict.time.constants import constants, uncertainty
+from shardwise.validation.scoreboard.mixtures import fit_routed, range_of, with_experts
 from shardwise.validation.scoreboard.rows import PublishedCase, cases, read
 from shardwise.validation.scoreboard.score import Prediction, predict
 
@@ -86,10 +88,10 @@ def remember() -> None:
             products[key] = alone(self, *shape)
         return products[key]
 
-    def curve(self, op, ranks, stride):
-        key = (repr(self._cluster), op, ranks, stride, self.base)
+    def curve(self, op, ranks, stride, schedule):
+        key = (repr(self._cluster), op, ranks, stride, schedule, self.base)
         if key not in curves:
-            curves[key] = sampled(self, op, ranks, stride)
+            curves[key] = sampled(self, op, ranks, stride, schedule)
         return curves[key]
 
     kernels.Kernels._isolated, network.Collectives._sampled = isolated, curve
@@ -105,7 +107,6 @@ def errors(rows: Sequence[PublishedCase], name: str, values: dict[str, float]) -
     found, _ = predict(rows, lambda known: known.with_values(**values) if known.family == name else known)
     sources: dict[str, list[float]] = {}
     for one in found:
-        # Mixtures of experts are reported, not fitted: what their kernels and routing do is not known row by row.
         sources.setdefault(one.case.source, []).append(min(abs(one.error), 1.0))
     return {source: float(np.mean(off)) for source, off in sources.items()}
 
@@ -175,32 +176,15 @@ RANGES = {
 """Uncertainty -> bounds: none is believed to be smaller than its lower one."""
 
 
-def range_of(one: Prediction) -> ranges.Range:
-    """The range of a row with the uncertainties at hand."""
-    known, routed = constants(one.case.cluster.device), one.case.kind == "train" and bool(one.case.model.experts)
-    return ranges.time_range(one.parts, known, len(one.case.assumed), routed)
-
-
-def fit_routed(found: Sequence[Prediction], sigma: dict[str, float]) -> float:
-    """The least uncertainty of experts' routing, in hundredths, with which four in five of their rows are inside."""
-    rows = [one for one in found if one.case.kind == "train" and one.case.model.experts]
-    for percent in range(1, 100):
-        ranges.uncertainty = partial(dict, sigma, routed=percent / 100)
-        if np.mean([one.inside for one in (replace(row, range=range_of(row)) for row in rows)]) >= 0.8:
-            return percent / 100
-    return 1.0
-
-
 def fit_ranges(found: Sequence[Prediction]) -> dict[str, float]:
     """Uncertainties that hold 82% of the rows of each source on average, as even and as narrow as one set can."""
 
     def held(sigma: dict[str, float]) -> tuple[dict[str, float], float]:
         """Source -> share of rows inside, and the mean width over sources."""
-        ranges.uncertainty = lambda: sigma
         inside: dict[str, list[bool]] = {}
         widths: dict[str, list[float]] = {}
         for one in found:
-            around = range_of(one)
+            around = range_of(one, sigma)
             inside.setdefault(one.case.source, []).append(bool(around.low <= one.measured <= around.high))
             widths.setdefault(one.case.source, []).append(around.width)
         shares = {source: float(np.mean(rows)) for source, rows in inside.items()}
@@ -222,7 +206,7 @@ def fit_ranges(found: Sequence[Prediction]) -> dict[str, float]:
                 if (value := loss(tried)) < best - 1e-6:
                     best, sigma, moved = value, tried, True
         step = step if moved else step / 2
-    sigma["routed"] = fit_routed(found, sigma)
+    sigma["routed"] = fit_routed(with_experts(found), sigma)
     shares, width = held(sigma)
     print("coverage", {source: round(share, 2) for source, share in shares.items()}, f"width {width:.2f}", flush=True)
     return sigma
@@ -235,16 +219,22 @@ def main() -> None:
     parser.add_argument("--cross", action="store_true")
     parser.add_argument("--seconds", type=float, default=300, help="for each fit")
     parser.add_argument("--ranges", action="store_true", help="fit the ranges only")
+    parser.add_argument("--routed", action="store_true", help="fit the uncertainty of models with experts only")
     parser.add_argument("--family", action="append", choices=list(FITTED))
     args = parser.parse_args()
     remember()
     rows = [case for table in args.tables for case in cases(read(table))[0]]
     told = json.loads(FILE.read_text(encoding="utf-8"))
-    for name in [] if args.ranges else args.family or FITTED:
+    for name in [] if args.ranges or args.routed else args.family or FITTED:
         fit_family(name, [row for row in rows if family(row.cluster.device) == name], told, args)
-    if args.write:
+    if args.routed:
+        fitted = {"routed": fit_routed(with_experts(predict(rows)[0]), uncertainty())}
+        print(f"uncertainty of models with experts: {fitted['routed']:.2f}")
+    elif args.write:
         save(told)
-        told["ranges"]["values"] = {k: round(v, 4) for k, v in fit_ranges(predict(rows)[0]).items()}
+        fitted = fit_ranges(predict(rows)[0])
+    if args.write:
+        told["ranges"]["values"] |= {name: round(value, 4) for name, value in fitted.items()}
         save(told)
 
 

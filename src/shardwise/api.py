@@ -389,7 +389,11 @@ def _predict(config: TrainConfig, nodes: int) -> None:
         from shardwise.predict import estimate
 
         directory = RunDirectory(Path(config.out))
-        report = estimate(config.model, config.layout, config.workload, _cluster(config, nodes), _carried_by(directory))
+        backend, measured = _carried_by(directory), directory.report("measured")
+        recorded = StepReport.read(measured).roles if config.model.experts and measured.exists() else ()
+        report = estimate(
+            config.model, config.layout, config.workload, _cluster(config, nodes), backend, recorded=recorded
+        )
         report.write(directory.report("predicted"))
 
 

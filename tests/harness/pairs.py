@@ -7,6 +7,7 @@ are percents of a peak. Here a token has 72 to 384 of them, as little as keeps a
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from harness import pipelines, space
 from harness.space import MODELS
@@ -58,11 +59,17 @@ def _drawn(generator: random.Random) -> tuple[ModelConfig, Layout, Workload]:
 
 
 def _wider(model: ModelConfig, generator: random.Random) -> ModelConfig:
-    by = generator.choice(WIDER)
+    by, vocab, heads = generator.choice(WIDER), generator.choice((53, 211, 1009)), generator.choice((2, 4))
+    latent = model.latent_attention
+    if latent:
+        ranks = {"q_rank": latent.q_rank * by, "kv_rank": latent.kv_rank * by}
+        widths = ("nope_head_dim", "rope_head_dim", "v_head_dim")
+        latent = replace(latent, **ranks, **{name: getattr(latent, name) * heads for name in widths})
     return model.replace(
-        vocab=generator.choice((53, 211, 1009)),
+        vocab=vocab,
         hidden=model.hidden * by,
-        head_dim=model.head_dim * generator.choice((2, 4)),
+        head_dim=model.head_dim * heads,
+        latent_attention=latent,
         ffn=model.ffn * by + generator.randrange(3),
         max_positions=256,
         tied=generator.random() < 0.4,

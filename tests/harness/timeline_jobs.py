@@ -52,7 +52,8 @@ def record(rank: int, payload: tuple[Case, Layout, bool]) -> Recorded:
                 with TimelineRecorder(program) as timeline:
                     loss, _, _ = program.step(batches, lr)
                 out.left = sorted(_attributes(program) ^ before)
-                out.ledger, out.transport = program.comms.ledger(), timeline.transport()
+                out.ledger = program.comms.ledger()
+                out.transport = timeline.transport(out.ledger)
             else:
                 loss, _, _ = program.step(batches, lr)
             out.losses.append(loss)

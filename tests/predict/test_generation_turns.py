@@ -185,8 +185,3 @@ def test_bytes_of_experts_over_tensor_parallelism(ranks, sequences):
     counts = Fraction(8 * 8, sequences)
     assert spread == 3 * share * (rows_of_rank * width + counts)
     assert tensor == 4 * 2 * 2 * share * width
-
-
-def test_latent_attention_has_no_cache_yet():
-    with pytest.raises(UserError, match="no cache for latent attention"):
-        check_generation(Layout(), get("deepseek-v3"))

@@ -24,7 +24,7 @@ def idle(name: str, p: int, m: int, v: int, seconds: tuple[float, float, float])
 
 def share(name: str, p: int, m: int, v: int, seconds: tuple[float, float, float]) -> float:
     forward, rest, weights = seconds
-    pieces = Pieces({"matmul": forward + rest + weights, "launches": 9.0}, {}, {}, forward, weights)
+    pieces = Pieces({"matmul": forward + rest + weights, "host": 9.0}, {}, {}, forward, weights)
     return float(bubble_share(name, p, m, v, pieces))
 
 

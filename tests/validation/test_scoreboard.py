@@ -23,6 +23,7 @@ MOST = {
     "bloom-chronicles": 0.12,
     "vtrain-single": 0.20,
     "megatron-bridge": 0.12,
+    "megatron-core": 0.15,
     "gpt-fast": 0.08,
     "trtllm-v1.0": 0.15,
 }

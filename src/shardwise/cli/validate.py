@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.cli.output import print_json, show
+from shardwise.errors import UserError
 from shardwise.report.terminal import plain_table
 from shardwise.validation import scoreboard
 from shardwise.validation.scoreboard import MISS, Prediction, Score
@@ -20,12 +21,17 @@ from shardwise.validation.scoreboard import MISS, Prediction, Score
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("tables", nargs="*", type=Path, metavar="TABLE.json", help="published measurements")
     parser.add_argument("--rows", action="store_true", help="every row, not the missed ones alone")
+    parser.add_argument(
+        "--experts", action="store_true", help="models with experts instead, each with ranges fitted without it"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     rows = [row for table in args.tables or [scoreboard.PUBLISHED] for row in scoreboard.read(table)]
     runs_to_score, skipped = scoreboard.cases(rows)
     predictions, refused = scoreboard.predict(runs_to_score)
+    if args.experts:
+        return _experts(predictions, args.json)
     ranked = scoreboard.scores(predictions, [*skipped, *refused])
     if args.json:
         sources = [asdict(score) for score in ranked]
@@ -40,6 +46,24 @@ def run(args: argparse.Namespace) -> int:
     for score in ranked:
         for why, count in score.skipped.items():
             print(f"{score.source}: {_rows(count)} skipped: {why}")
+    return 0
+
+
+def _experts(predictions: list[Prediction], as_json: bool) -> int:
+    """Print the errors of models with experts, one model at a time."""
+    ranked = scoreboard.mixture_scores(predictions)
+    if not ranked:
+        raise UserError("no row of these tables trains a model with experts that can be predicted")
+    if as_json:
+        print_json([asdict(score) for score in ranked])
+        return 0
+    headings = ("rows", "mean error", "bias", "in the range fitted without it", "its width", "uncertainty")
+    table = plain_table(["model"], headings, "models with experts, each left out")
+    for score in ranked:
+        shares = (score.mean_abs_error, score.bias, score.coverage, score.mean_width, score.routed)
+        table.add_row(score.model, str(score.rows), *(f"{100 * share:.1f}%" for share in shares))
+    show(table)
+    print("no constant is fitted on these rows, so their errors are the same with a model left out")
     return 0
 
 

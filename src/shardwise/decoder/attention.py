@@ -120,8 +120,8 @@ class CoreAttention(nn.Module):
 
     kind: "sdpa" (fused, saves its inputs, output and log-sum-exp; not with a soft cap) or "math" (explicit, saves the
     probabilities). window: tokens that each token attends to at most, 0 for no bound. plain: whether no layer of the
-    model has a soft cap, a window or another scale. first_head: global index of the first head at hand, and `heads` the
-    number of all heads, for dropout's counters.
+    model has a soft cap, a window or another scale. narrow: whether values are narrower than keys. first_head: global
+    index of the first head at hand, and `heads` the number of all heads, for dropout's counters.
     """
 
     def __init__(self, config: ModelConfig, site: str, window: int = 0) -> None:
@@ -129,6 +129,7 @@ class CoreAttention(nn.Module):
         self.kind = "sdpa"
         self.scale = config.score_factor
         self.softcap, self.window, self.plain = config.score_softcap, window, config.plain_attention
+        self.narrow = config.narrow_values
         self.heads, self.first_head = config.heads, 0
         self.dropout = Dropout(config.attention_dropout, f"{site}.probabilities")
 

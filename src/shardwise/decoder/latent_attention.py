@@ -50,22 +50,22 @@ class MultiHeadLatentAttention(nn.Module):
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         tables, nope = self.rope.shared(batch, x.dtype), self.widths.nope_head_dim
         q = self.rope(self.queries(x).unflatten(-1, (-1, self.widths.head_dim)), tables, nope)
-        latent, shared = self.latents(x)
-        k, v = self.heads_of(latent, self.rope(shared.unsqueeze(2), tables))
+        k, v = self.keys_and_values(x, tables)
         return self.out(self.core(q, k, v, batch).flatten(2))
 
     def queries(self, x: Tensor) -> Tensor:
         """Queries of all heads, not rotated: [B, S, heads * head_dim]."""
         return self.q_up(self.q_down_norm(self.q_down(x))) if self.widths.q_rank else self.q(x)  # type: ignore[no-any-return]
 
-    def latents(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(normed latent of keys and values [B, S, kv_rank], shared part of the keys, not rotated)."""
+    def latents(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """(normed latent of keys and values [B, S, kv_rank], the keys' shared part [B, S, 1, rope_head_dim])."""
         latent, shared = self.kv_down(x).split([self.widths.kv_rank, self.widths.rope_head_dim], -1)
-        return self.kv_down_norm(latent), self.shared_key(shared)
+        return self.kv_down_norm(latent), self.rope(self.shared_key(shared).unsqueeze(2), tables)
 
-    def heads_of(self, latent: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys [B, S, H, head_dim] and values [B, S, H, v_head_dim]. shared: rotated [B, S, 1, rope_head_dim]."""
+    def keys_and_values(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Keys [B, S, H, head_dim] and values [B, S, H, v_head_dim]."""
         widths = self.widths.nope_head_dim, self.widths.v_head_dim
+        latent, shared = self.latents(x, tables)
         own, v = self.kv_up(latent).unflatten(-1, (-1, sum(widths))).split(widths, -1)
         # A copy of the values: a view would keep all of the map's output.
         return torch.cat([own, shared.expand(-1, -1, own.shape[2], -1)], -1), v.contiguous()

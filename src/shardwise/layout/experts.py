@@ -50,9 +50,13 @@ class RoutedRows:
     """(part, (pairs sent, rows received) of each micro-batch in order)."""
 
     @classmethod
-    def of(cls, record: Mapping[str, Sequence[tuple[int, int]]]) -> RoutedRows:
+    def of(cls, record: Mapping[str, Sequence[Sequence[int]]]) -> RoutedRows:
         """From part -> its micro-batches."""
         return cls(tuple((part, tuple((sent, come) for sent, come in each)) for part, each in record.items()))
+
+    def to_json(self) -> dict[str, list[list[int]]]:
+        """The record that `of` takes."""
+        return {part: [list(micro) for micro in rows] for part, rows in self.rows}
 
     @cached_property
     def by_part(self) -> dict[str, tuple[tuple[int, int], ...]]:

@@ -33,16 +33,20 @@ _COLUMN, _ROW = Edges("copy", "none"), Edges("none", "sum")
 _GATHERED = Edges("copy", "gather outputs")
 _VOCABULARY = {"vocab": _COLUMN, "lookup": _ROW}
 EDGES = {
-    "megatron": {"column": _COLUMN, "kv heads": _COLUMN, "row": _ROW, "statistics": _ROW, **_VOCABULARY},
+    "megatron": {
+        "column": _COLUMN, "kv heads": _COLUMN, "row": _ROW, "statistics": _ROW, "shared key": Edges("none", "copy"),
+        **_VOCABULARY,
+    },
     "gathered": {"column": _GATHERED, "kv heads": _GATHERED, "row": _GATHERED, "statistics": Edges(), **_VOCABULARY},
-}
+}  # fmt: skip
 """Kind of tensor parallelism -> cut of a map's weight, or "lookup" -> its edges, without sequence parallelism.
-statistics: sums that a norm over the heads of several ranks needs, of whole sequences."""
+statistics: sums that a norm over the heads of several ranks needs, of whole sequences. shared key: the part of latent
+attention's keys that all heads use; no product reads it, so that it is gathered once."""
 _SEQUENCE: dict[Redistribution, Redistribution] = {"copy": "gather sequence", "sum": "scatter sequence"}
 
 
 def edges(layout: Layout) -> Mapping[str, Edges]:
-    """Cut of a map's weight, or "lookup" -> its edges."""
+    """Cut of a map's weight, or kind of another operation -> its edges."""
     table = EDGES[layout.tpkind]
     if layout.tp == 1:
         return dict.fromkeys(table, Edges())
@@ -92,16 +96,23 @@ def collectives(
         elif leave == "scatter sequence":
             found.append(MapCollective("forward", "reduce_scatter", width))
             found.append(MapCollective("backward", "all_gather_into", width))
+        elif leave == "copy":
+            found.append(MapCollective("backward", "all_reduce", width))
+        elif leave == "gather sequence":
+            found.append(MapCollective("forward", "all_gather_into", width))
+            found.append(MapCollective("backward", "reduce_scatter", width))
         elif leave == "gather outputs":
             found.append(MapCollective("forward", "all_gather_into", -(-width // tp) * tp))
     return found
 
 
 def _widths(operation: Operation, split: tuple[str, ...]) -> tuple[str, int, list[int]]:
-    """(cut of an operation's weights, or "lookup"; width of its input; widths of its outputs). split: the rows whose
+    """(cut of an operation's weights, or its kind; width of its input; widths of its outputs). split: the rows whose
     weights are cut."""
     if operation.kind == "lookup":
         return "lookup", 0, [width.size for width in operation.widths]
+    if operation.kind == "shared key":
+        return "shared key", 0, [operation.widths[0].size]
     if operation.kind == "logits":
         return "vocab", operation.inputs.size, []
     if operation.kind != "linear" or operation.rows not in split:

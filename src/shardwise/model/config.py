@@ -159,6 +159,11 @@ class LatentAttention:
         """Width of a head's queries and keys."""
         return self.nope_head_dim + self.rope_head_dim
 
+    @property
+    def cached(self) -> int:
+        """Numbers per token in the cache of generation: the latent, and the keys' shared part."""
+        return self.kv_rank + self.rope_head_dim
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -281,6 +286,11 @@ class ModelConfig:
     def value_dim(self) -> int:
         """Width of a head of values, and of its output."""
         return self.latent_attention.v_head_dim if self.latent_attention else self.head_dim
+
+    @property
+    def narrow_values(self) -> bool:
+        """Whether values are narrower than keys."""
+        return self.value_dim < self.head_dim
 
     @property
     def q_width(self) -> int:

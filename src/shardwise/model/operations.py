@@ -92,9 +92,9 @@ class Elementwise:
     """An operation that goes over tensors and multiplies no matrices."""
 
     kind: Literal[
-        "lookup", "rmsnorm", "layernorm", "branch norm", "head norms", "joint norms", "low ranks", "soft cap", "scale",
-         "bias gradients", "split heads", "rotation",
-        "dropout", "residual", "dispatch", "activation", "gated activation",
+        "lookup", "rmsnorm", "layernorm", "branch norm", "head norms", "joint norms", "low ranks", "shared key",
+        "soft cap", "scale", "bias gradients", "split heads", "rotation", "dropout",
+        "residual", "dispatch", "activation", "gated activation",
     ]  # fmt: skip
     widths: tuple[Width, ...]
     """Elements of the tensors per token."""

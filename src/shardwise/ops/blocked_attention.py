@@ -1,4 +1,5 @@
-"""Attention with soft caps or windows, which torch's fused kernels lack, in blocks of queries.
+"""Attention in blocks of queries, for what torch's fused kernels lack: soft caps, windows and, on a CPU, values
+narrower than keys.
 
 Saves queries, keys, values and the output, as a fused kernel does; backward recomputes the probabilities. Keys that no
 query of a block sees (later ones, and ones before the window) are left out.
@@ -37,11 +38,12 @@ def _hidden(rule: ScoreRule, rows: slice, keys: slice, documents: Tensor | None,
 
 
 class _BlockedAttention(torch.autograd.Function):
-    """q: [B, S, H, D]; k, v: [B, S, K, D] with K dividing H; documents: [B, S] or None. Returns q's shape."""
+    """q: [B, S, H, D]; k: [B, S, K, D] and v: [B, S, K, V] with K dividing H; documents: [B, S] or None. Returns
+    [B, S, H, V]."""
 
     @staticmethod
     def forward(ctx: Any, rule: ScoreRule, documents: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        out = v.new_empty(*q.shape[:3], v.shape[3])
         for b, (qs, ks, vs, into) in enumerate(_sequences(q, k, v, out)):
             for rows, keys in _blocks(rule, q.shape[1]):
                 hidden = _hidden(rule, rows, keys, None if documents is None else documents[b], q.device)
@@ -77,7 +79,7 @@ def _grouped(x: Tensor, shared: int) -> Tensor:
 def _attended(rule: ScoreRule, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
     """The output of some queries [H, n, D], which see keys and values [K, m, D] but for `hidden` ones [n, m]."""
     p = _probabilities(rule, _grouped(q, len(k)), _wide(k), hidden)[0]
-    return torch.bmm(p, _wide(v)).view(q.shape)
+    return torch.bmm(p, _wide(v)).view(*q.shape[:2], -1)
 
 
 def _probabilities(rule: ScoreRule, q: Tensor, k: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -121,9 +123,14 @@ def _block_backward(rule: ScoreRule, given: Sequence, hidden: Tensor, keys_grad:
     return torch.bmm(scores, wide_k).view(q.shape)
 
 
+def goes_by_blocks(core: CoreAttention, at: OpContext) -> bool:
+    """Whether fused attention has this form: padding values to the keys' width takes ten times as long in bf16."""
+    return not core.plain or (core.narrow and at.options.device == "cpu")
+
+
 def blocked_attention(core: CoreAttention, at: OpContext) -> Callable[..., Tensor] | None:
     """The form of a core that is not plain, in place of a fused kernel."""
-    if core.plain:
+    if not goes_by_blocks(core, at):
         return None
     rule = ScoreRule.of(core)
 

@@ -1,9 +1,9 @@
 """Attention of some queries to some keys, forward and backward, with the log-sum-exp that merges several such blocks.
 
 Each kernel's backward takes the output and the log-sum-exp over *all* keys of a query, and then gives this block's part
-of the gradients. Shapes: q, out and their gradients [B, S, H, D]; k, v and theirs [B, T, K, D] with K dividing H; the
-log-sum-exp [B, H, S], in fp32 for bf16. That of a query that sees no key of a block is so low that the block has no
-weight.
+of the gradients. Shapes: q and its gradient [B, S, H, D], out [B, S, H, V]; k [B, T, K, D] and v [B, T, K, V] with K
+dividing H; the log-sum-exp [B, H, S], in fp32 for bf16. That of a query that sees no key of a block is so low that the
+block has no weight.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 Grads = tuple[Tensor, Tensor, Tensor]
@@ -52,19 +53,19 @@ class FlashOnCPU:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
         mask = self._mask(scores, q.dtype)
         attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        out, lse = attend(*_by_heads(q, k, v), 0.0, mask is None and scores.causal, attn_mask=mask, scale=self.scale)
-        return out.transpose(1, 2), lse
+        heads = _by_heads(q, k, _as_wide(v, k))
+        out, lse = attend(*heads, 0.0, mask is None and scores.causal, attn_mask=mask, scale=self.scale)
+        return out.transpose(1, 2)[..., : v.shape[3]], lse
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
     ) -> Grads:
         mask = self._mask(scores, q.dtype)
         attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        grads = attend(
-            *_by_heads(grad, q, k, v, out), lse, 0.0, mask is None and scores.causal, attn_mask=mask, scale=self.scale
-        )
+        heads = _by_heads(_as_wide(grad, k), q, k, _as_wide(v, k), _as_wide(out, k))
+        grads = attend(*heads, lse, 0.0, mask is None and scores.causal, attn_mask=mask, scale=self.scale)
         dq, dk, dv = (x.transpose(1, 2) for x in grads)
-        return dq, dk, dv
+        return dq, dk, dv[..., : v.shape[3]]
 
     @staticmethod
     def _mask(scores: Scores, dtype: torch.dtype) -> Tensor | None:
@@ -85,11 +86,13 @@ class FlashOnCUDA:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
         out, lse = self._run(q, k, v, scores)[:2]
-        return out.transpose(1, 2), lse
+        return out.transpose(1, 2)[..., : v.shape[3]], lse
 
     def _run(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, ...]:
         attend = torch.ops.aten._scaled_dot_product_flash_attention
-        result: tuple[Tensor, ...] = attend(*_by_heads(q, *_repeated(q, k, v)), 0.0, scores.causal, scale=self.scale)
+        result: tuple[Tensor, ...] = attend(
+            *_by_heads(q, *_repeated(q, k, _as_wide(v, k))), 0.0, scores.causal, scale=self.scale
+        )
         return result
 
     def backward(
@@ -98,12 +101,12 @@ class FlashOnCUDA:
         state = torch.zeros(2, dtype=torch.int64, device=q.device)  # of a generator that nothing is drawn from
         attend = torch.ops.aten._scaled_dot_product_flash_attention_backward
         dq, dk, dv = attend(
-            *_by_heads(grad, q, *_repeated(q, k, v), out), lse, None, None, q.shape[1], k.shape[1], 0.0, scores.causal,
-            state, state[:1], scale=self.scale,
+            *_by_heads(_as_wide(grad, k), q, *_repeated(q, k, _as_wide(v, k)), _as_wide(out, k)), lse, None, None,
+            q.shape[1], k.shape[1], 0.0, scores.causal, state, state[:1], scale=self.scale,
         )  # fmt: skip
         each = k.shape[2], -1
         dk, dv = (x.transpose(1, 2).unflatten(2, each).sum(3, dtype=torch.float32).to(k.dtype) for x in (dk, dv))
-        return dq.transpose(1, 2), dk, dv
+        return dq.transpose(1, 2), dk, dv[..., : v.shape[3]]
 
 
 @dataclass(frozen=True)
@@ -170,6 +173,12 @@ class Explicit:
         if scores.causal:
             return logits.masked_fill(torch.ones_like(logits[0, 0], dtype=torch.bool).triu_(1), -torch.inf)
         return logits
+
+
+def _as_wide(values: Tensor, keys: Tensor) -> Tensor:
+    """Values, or what is as wide, with zeros up to the keys' width, for a kernel of one width."""
+    missing = keys.shape[3] - values.shape[3]
+    return F.pad(values, (0, missing)) if missing else values
 
 
 def _by_heads(*tensors: Tensor) -> list[Tensor]:

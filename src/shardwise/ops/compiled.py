@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwise.decoder import Batch
 from shardwise.decoder.attention import CoreAttention
 from shardwise.decoder.modules import Dropout
+from shardwise.ops.blocked_attention import goes_by_blocks
 from shardwise.ops.context import OpContext
 
 Forward = Callable[..., Any]
@@ -50,7 +51,7 @@ def eager_core(core: CoreAttention, at: OpContext) -> Forward | None:
 
 
 def _eager_core(core: CoreAttention, at: OpContext) -> bool:
-    blocked = at.options.attention == "sdpa" and not core.plain
+    blocked = at.options.attention == "sdpa" and goes_by_blocks(core, at)
     return core.dropout.drop > 0 or blocked or at.options.cut_sequence
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise.decoder.latent_attention import SharedKey
 from shardwise.decoder.modules import Linear, Linears, Lookup, TiedLinear
 from shardwise.ops.context import Around, OpContext
 from shardwise.ops.gradients import grad_slot
@@ -112,6 +113,22 @@ class _Lookup(torch.autograd.Function):
         return None, None, None, None, None
 
 
+class _SharedKey(torch.autograd.Function):
+    """The keys' shared part for the heads of every rank. Saves nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, around: Around, x: Tensor) -> Tensor:
+        ctx.around = around
+        return around.leave.forward(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+        around: Around = ctx.around
+        grad, pending = around.leave.backward(grads[0].contiguous())
+        pending.wait()
+        return None, grad
+
+
 def linears(module: Linears, at: OpContext) -> Callable[[Tensor], tuple[Tensor, ...]]:
     """Several maps of one input."""
     return _Maps(module.maps, [at.around(name) for name, _ in module.named_children()], at)
@@ -127,6 +144,12 @@ def tied_linear(module: TiedLinear, at: OpContext) -> Callable[[Tensor], Tensor]
     """The map whose weight is the table of tokens."""
     run = _Maps([module], [at.arounds.get("vocab", Around())], at)
     return lambda x: run(x)[0]
+
+
+def shared_key(module: SharedKey, at: OpContext) -> Callable[[Tensor], Tensor]:
+    """The identity where every head is at hand; over ranks with some heads each, the communication."""
+    around = at.arounds.get("shared key", Around())
+    return lambda x: _SharedKey.apply(around, x)  # type: ignore[no-untyped-call]
 
 
 def lookup(module: Lookup, at: OpContext) -> Callable[[Tensor], Tensor]:

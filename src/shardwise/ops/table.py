@@ -18,6 +18,7 @@ from shardwise.decoder.decoder import Head
 from shardwise.decoder.experts import Mixture
 from shardwise.decoder.feed_forward import GatedMLP
 from shardwise.decoder.gpt import MLP, GPTBlock
+from shardwise.decoder.latent_attention import MultiHeadLatentAttention, SharedKey
 from shardwise.decoder.llama import LlamaBlock
 from shardwise.decoder.modules import Dropout, JointNorm, Linear, Linears, Lookup, RMSNorm, TiedLinear
 from shardwise.ops import compiled, generate, generate_experts, linear
@@ -88,6 +89,7 @@ TABLE = (
     Row("train", Linear, linear.linear, when=_by_hand, writes=True),
     Row("train", TiedLinear, linear.tied_linear, writes=True),
     Row("train", Lookup, linear.lookup, writes=True),
+    Row("train", SharedKey, linear.shared_key, when=_splits),
     Row("train", CoreAttention, core_attention),
     Row("train", CoreAttention, short_attention, "cpu", lambda o: o.attention == "sdpa" and not o.compiled),
     Row("train", CoreAttention, blocked_attention, when=lambda o: o.attention == "sdpa"),
@@ -97,6 +99,7 @@ TABLE = (
     Row("train", LlamaBlock, llama_halves, when=lambda o: o.fused is LLAMA_HALVES, writes=True, covers=_halves),
     Row("compiled", Linears, compiled.leave_eager, when=_splits, covers=_maps, breaks=True),
     Row("compiled", Linear, compiled.leave_eager, when=_splits, breaks=True),
+    Row("compiled", SharedKey, compiled.leave_eager, when=_splits, breaks=True),
     Row("train", JointNorm, joint_norm, when=_splits),
     Row("train", Head, uncapped_head),
     Row("compiled", JointNorm, compiled.leave_eager, when=_splits, breaks=True),
@@ -112,6 +115,7 @@ TABLE = (
     Row("generate", RMSNorm, mirrored_norm, "cpu"),
     Row("generate", JointNorm, joint_norm, when=_splits),
     Row("generate", Attention, generate.attention),
+    Row("generate", MultiHeadLatentAttention, generate.latent_attention, covers=lambda module: [module.kv_up]),
     Row("generate", GatedMLP, generate.gated_mlp),
     Row("generate", MLP, generate.mlp),
     Row("generate", Mixture, generate_experts.mixture, covers=generate_experts.served_parts),

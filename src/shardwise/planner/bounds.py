@@ -18,8 +18,7 @@ from shardwise.planner.rank_bound import MicroBatchBytes, Num, RankBound
 from shardwise.planner.space import BatchChoice, LayoutColumns
 from shardwise.predict.memory import peak
 from shardwise.predict.memory.activations import Sizes, kept_items, saved_items
-from shardwise.predict.memory.block_tensors import BlockTensors
-from shardwise.predict.memory.mixtures import alike
+from shardwise.predict.memory.latent_tensors import block_tensors
 
 
 def places(model: ModelConfig, pp: int, schedule: str = "") -> list[int]:
@@ -106,7 +105,7 @@ class MemoryBound:
         plan = self._plan(model, tp=tp, cp=cp, sp=sp, recompute=recompute, micro=micro, **spread)
         s, parts = Sizes.of(plan), ["embedding", "blocks.0", "head"]
         embedding, block, head = (sum(saved_items(plan, s, part).values()) for part in parts)
-        in_block, in_block_apart = (BlockTensors(plan, s, parts[1], apart).backward(False) for apart in (False, True))
+        in_block, in_block_apart = (block_tensors(plan, s, parts[1], apart).backward(False) for apart in (False, True))
         in_embedding, in_embedding_apart = (
             peak.backwards(plan, s, parts[:1], apart)["backward", "embedding"] for apart in (False, True)
         )
@@ -137,5 +136,5 @@ class MemoryBound:
         return min(peak.tables(plan, s), peak.tables(plain, Sizes.of(plain)))
 
     def _of_tp(self, tp: int) -> dict[str, Unit]:
-        one_block = alike(self.model).replace(layers=1, experts=None)
+        one_block = self.model.replace(layers=1, experts=None)
         return unit_plan(one_block, Layout(tp=tp), self.workload, backend=self.backend).by_name

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Mesh, UnitPlan, Workload, check, unit_plan
+from shardwise.layout.experts import RoutedRows
 from shardwise.layout.units import Backend, usual_backend
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import count
@@ -27,6 +29,7 @@ def estimate(
     cluster: Cluster | str | None = None,
     backend: Backend | None = None,
     engine: str | None = None,
+    recorded: Sequence[Role] = (),
 ) -> StepReport:
     """Predict one steady training step: bytes by class and ledger of every rank role, and its time where the cluster's
     device has constants of time.
@@ -34,7 +37,8 @@ def estimate(
     model, layout, cluster: objects, or their names and texts: "llama-3-8b", "tp=2,dp=4", "8xH100".
     cluster: where it would run; None means local processes on the CPU. backend: what carries the collectives; None
     means what the runtime would choose there (`usual_backend`). engine: the profile of the software that is timed
-    (`predict.time.ENGINES`); None means this project's runtime. What a layout asks for that is not
+    (`predict.time.ENGINES`); None means this project's runtime. recorded: roles of a measured step of a model with
+    experts, whose routing the prediction then follows rank by rank. What a layout asks for that is not
     priced yet is said in the report's `notes`. Raises `LayoutError` when the layout does not suit the model, the
     workload or the number of devices, and `UserError` for a workload without sequences.
     """
@@ -46,7 +50,8 @@ def estimate(
     if reason := model.why_not_runnable():
         raise UserError(f"{model.name} cannot be estimated yet: {reason}{_planned(model, layout, workload, cluster)}")
     backend = backend or usual_backend(cluster)
-    roles = [_role(model, layout, workload, backend, place) for place in range(layout.pp)]
+    roles = [_of_record(model, layout, workload, backend, role) for role in recorded]
+    roles = roles or [_role(model, layout, workload, backend, place) for place in range(layout.pp)]
     unscheduled = as_under_auto(roles)
     timing, why = try_step_seconds(model, layout, workload, cluster, engine)
     balance = context_balance(model, layout, workload) if layout.cp > 1 else None
@@ -90,6 +95,15 @@ def _role(model: ModelConfig, layout: Layout, workload: Workload, backend: Backe
     plan = unit_plan(model, layout, workload, rank=mesh.rank(pp=place), backend=backend)
     ranks = mesh.stage(place)
     return Role(plan.role, ranks, _on_device(plan), predict_ledger(plan), predict_transport(plan, ranks[0]))
+
+
+def _of_record(model: ModelConfig, layout: Layout, workload: Workload, backend: Backend, recorded: Role) -> Role:
+    """The ranks of a measured role, with the rows that their experts have exchanged."""
+    rank = recorded.ranks[0]
+    plan = unit_plan(model, layout, workload, rank=rank, backend=backend)
+    plan = replace(plan, routed=RoutedRows.of(recorded.routed or {}))
+    ledger, transport = predict_ledger(plan), predict_transport(plan, rank)
+    return Role(recorded.role, recorded.ranks, _on_device(plan), ledger, transport, routed=recorded.routed)
 
 
 def _on_device(plan: UnitPlan) -> Bytes:

@@ -18,8 +18,6 @@ def check_generation(layout: Layout, model: ModelConfig, devices: int | None = N
     no decoder here computes it."""
     if reason := model.why_not_runnable():
         raise UserError(f"{model.name}: {reason}")
-    if model.latent_attention:
-        raise UserError(f"{model.name}: generation has no cache for latent attention")
     check(layout, model.replace(attention_dropout=0.0))  # nothing is dropped when generating
     if words := unsupported(layout):
         raise LayoutError(f"generation does not support {', '.join(words)}: it has tp, cp, ep, pp, dp and zero=3")

@@ -114,6 +114,8 @@ class Role:
     ledger: tuple[LedgerRow, ...]
     transport: tuple[TransportRow, ...] = ()
     timeline: tuple[dict[str, Any], ...] = ()
+    routed: dict[str, list[list[int]]] | None = None
+    """Part -> [pairs sent to experts, rows received] of each micro-batch of the step; None without experts."""
 
     @property
     def peak_bytes(self) -> int:
@@ -149,6 +151,8 @@ class StepReport:
             del data["balance"]
         for role, out in zip(self.roles, data["roles"], strict=True):
             out["peak_bytes"] = role.peak_bytes
+            if role.routed is None:
+                del out["routed"]
         return data
 
     @classmethod
@@ -226,6 +230,7 @@ def _role(data: dict[str, Any]) -> Role:
             TransportRow(**_checked(row, TransportRow, "transport row")) for row in data.get("transport", ())
         ),
         timeline=tuple(data.get("timeline", ())),
+        routed=data.get("routed"),
     )
     if not role.ranks:
         raise TypeError("role: ranks cannot be []")
@@ -239,14 +244,15 @@ def _role(data: dict[str, Any]) -> Role:
 
 
 def merge_roles(per_rank: dict[int, Role]) -> tuple[Role, ...]:
-    """Join ranks with equal bytes and ledger into one role each, keeping the lowest rank's transport and timeline.
+    """Join ranks with equal bytes, ledger and routing into one role each, keeping the lowest rank's transport and
+    timeline.
 
     per_rank: rank -> its own role. The roles come out in the order of their lowest rank.
     """
     groups: dict[Any, list[int]] = {}
     for rank in sorted(per_rank):
         role = per_rank[rank]
-        groups.setdefault((role.bytes, role.ledger), []).append(rank)
+        groups.setdefault((role.bytes, role.ledger, repr(role.routed)), []).append(rank)
     merged = []
     for ranks in groups.values():
         first = per_rank[ranks[0]]

@@ -127,7 +127,7 @@ def _by_rows(given: list[Tensor], hidden: Tensor, into: Sequence[Tensor]) -> Non
 
 def short_attention(core: CoreAttention, at: OpContext) -> Callable[..., Tensor] | None:
     """Batched products in place of the fused kernel, where attention is causal and plain, and sequences are short."""
-    if not core.plain:
+    if not core.plain or core.narrow:
         return None
     plain = core.forward
 

@@ -13,7 +13,6 @@ from shardwise.layout.placement import kv_heads_held, width_held
 from shardwise.layout.units import UnitPlan
 from shardwise.ops.cpu.limits import LONGEST_SHORT, SHORTEST
 from shardwise.predict.memory.expert_tensors import MixtureTensors
-from shardwise.predict.memory.mixtures import alike, more
 from shardwise.report.step_report import DTYPE_BYTES
 
 
@@ -26,7 +25,10 @@ class Sizes:
     seq: int
     hidden: int
     q: int
-    kv: int
+    k: int
+    v: int
+    attended: int
+    """Width of attention's output, of all heads here."""
     heads: int
     kv_heads: int
     ffn: int
@@ -39,7 +41,7 @@ class Sizes:
 
     @classmethod
     def of(cls, plan: UnitPlan) -> Sizes:
-        model, tp = alike(plan.model), plan.layout.inner_ranks
+        model, tp = plan.model, plan.layout.inner_ranks
         kv_heads = kv_heads_held(model, tp)
         return cls(
             tokens=plan.tokens,
@@ -47,7 +49,9 @@ class Sizes:
             seq=plan.sequence.local,
             hidden=model.hidden,
             q=model.q_width // tp,
-            kv=kv_heads * model.head_dim,
+            k=kv_heads * model.head_dim,
+            v=kv_heads * model.value_dim,
+            attended=model.heads // tp * model.value_dim,
             heads=model.heads // tp,
             kv_heads=kv_heads,
             ffn=width_held(model.ffn, tp),
@@ -63,8 +67,8 @@ def core_sizes(plan: UnitPlan, s: Sizes) -> Sizes:
     seq, ranks = plan.workload.seq, plan.layout.cp
     kv_heads = max(1, s.kv_heads // ranks)
     return replace(
-        s, tokens=plan.layout.micro * seq, seq=seq, q=s.q // ranks, kv=kv_heads * plan.model.head_dim,
-        heads=s.heads // ranks, kv_heads=kv_heads,
+        s, tokens=plan.layout.micro * seq, seq=seq, q=s.q // ranks, k=kv_heads * plan.model.head_dim,
+        v=kv_heads * plan.model.value_dim, attended=s.attended // ranks, heads=s.heads // ranks, kv_heads=kv_heads,
     )  # fmt: skip
 
 
@@ -81,27 +85,39 @@ def block_items(plan: UnitPlan, s: Sizes, part: str) -> Items:
     items = {"input": s.stream * s.hidden * s.element}
     items |= _branch_input(plan, s, "attention")
     if plan.model.qk_norm:
-        items["queries and keys before their norm"] = s.tokens * (s.q + s.kv) * s.element
+        items["queries and keys before their norm"] = s.tokens * (s.q + s.k) * s.element
         items["statistics of query and key norms"] = sum(rows for rows, _ in query_norms(plan, s)) * s.statistic
+    items |= _low_ranks(plan, s)
     core = s if plan.layout.recompute == "selective" else core_sizes(plan, s)
     items["queries"] = core.tokens * core.q * s.element
-    items["keys and values"] = 2 * core.tokens * core.kv * s.element
+    items["keys and values"] = core.tokens * (core.k + core.v) * s.element
     items |= _attention_core(plan, core)
     if core is not s and plan.layout.attention == "sdpa":
-        items["output of some heads"] = core.tokens * core.q * s.element
-    items["attention output"] = s.tokens * s.q * s.element
+        items["output of some heads"] = core.tokens * core.attended * s.element
+    items["attention output"] = s.tokens * s.attended * s.element
     items |= _branch_output(plan, s, "attention")
     if not plan.model.parallel_residual:
         items["residual"] = s.stream * s.hidden * s.element
     items |= _branch_input(plan, s, "feed-forward")
     inner = s.tokens * s.ffn * s.element
     names = ("gate", "up", "activation", "product") if plan.model.gated else ("up", "activation")
-    beside = more(plan.model, s, plan.layout.recompute).block
-    items |= {"low ranks": beside} if beside else {}
     if plan.routes_in(part):
         items |= MixtureTensors.of(plan, s, part).saved()
         inner = s.tokens * shared_width(plan) * s.element
     return items | dict.fromkeys(names, inner) | _branch_output(plan, s, "feed-forward")
+
+
+def _low_ranks(plan: UnitPlan, s: Sizes) -> Items:
+    """Low ranks of latent attention before and after their norms; beside keys and values, the keys' shared part."""
+    latent = plan.model.latent_attention
+    if not latent:
+        return {}
+    norms = 2 if latent.q_rank else 1
+    return {
+        "low ranks": s.stream * (latent.q_rank + latent.kv_rank + latent.rope_head_dim) * s.element,
+        "normed low ranks": s.stream * (latent.q_rank + latent.kv_rank) * s.element,
+        "statistics of low ranks": norms * s.stream * s.statistic,
+    }
 
 
 def shared_width(plan: UnitPlan) -> int:
@@ -113,7 +129,7 @@ def shared_width(plan: UnitPlan) -> int:
 def query_norms(plan: UnitPlan, s: Sizes) -> tuple[tuple[int, int], ...]:
     """(rows, width) of the norms of queries and of keys: of each head, or of all heads of a token."""
     if plan.model.qk_norm_scope != "head":
-        return (s.tokens, s.q), (s.tokens, s.kv)
+        return (s.tokens, s.q), (s.tokens, s.k)
     return (s.tokens * s.heads, plan.model.head_dim), (s.tokens * s.kv_heads, plan.model.head_dim)
 
 
@@ -153,22 +169,23 @@ def uses_batched_attention(plan: UnitPlan) -> bool:
     if cuts_attention(plan):
         return False
     short = SHORTEST <= plan.workload.seq <= longest and plan.backend != "nccl"
-    plain = plan.model.plain_attention and not plan.workload.isolate_documents
+    plain = plan.model.plain_attention and not plan.model.narrow_values and not plan.workload.isolate_documents
     return short and layout.compile != "block" and plain
 
 
 def uses_blocked_attention(plan: UnitPlan) -> bool:
     """Whether attention goes through a sequence block by block (`ops/blocked_attention.py`): no fused kernel has the
     model's."""
-    return plan.layout.attention == "sdpa" and not plan.model.plain_attention and not cuts_attention(plan)
+    fused = plan.model.plain_attention and not (plan.model.narrow_values and plan.backend != "nccl")
+    return plan.layout.attention == "sdpa" and not fused and not cuts_attention(plan)
 
 
 def saved_items(plan: UnitPlan, s: Sizes, part: str) -> Items:
     """Tensors of `part` that are saved at the end of the forward pass."""
     if plan.kind(part) == "embedding":
         positions = {"position ids": s.stream * 8} if plan.model.positions == "learned" else {}
-        norm = more(plan.model, s, plan.layout.recompute).embedding
-        return {"token ids": s.tokens * 8} | positions | ({"norm": norm} if norm else {})
+        norm = {"norm": (s.hidden + 2) * s.stream * s.element} if plan.model.embedding_norm else {}
+        return {"token ids": s.tokens * 8} | positions | norm
     if plan.kind(part) == "head":
         return {
             "input": s.stream * s.hidden * s.element,
@@ -217,11 +234,28 @@ def kept_items(plan: UnitPlan, s: Sizes, part: str) -> Items:
     once = once and plan.layout.tpkind == "megatron"
     return {
         "attention norm output": stream,
-        "gradients of queries, keys and values": _kept_gradient(plan, s, s.q) + 2 * _kept_gradient(plan, s, s.kv),
-        "gradients of rotated queries and keys": _kept_with_values(plan, s),
-        "attention output": s.tokens * s.q * s.element,
+        **_projections_kept(plan, s),
+        "attention output": s.tokens * s.attended * s.element,
         "gradient of the attention's output": 0 if once else gradient,
         "feed-forward": feed_forward_kept(plan, s, part),
+    }
+
+
+def _projections_kept(plan: UnitPlan, s: Sizes) -> Items:
+    """Kept for the maps before attention's core, but for their common input."""
+    latent = plan.model.latent_attention
+    if not latent:
+        grads = sum(_kept_gradient(plan, s, width) for width in (s.q, s.k, s.v))
+        return {
+            "gradients of queries, keys and values": grads,
+            "gradients of rotated queries and keys": _kept_with_values(plan, s),
+        }
+    up = s.heads * (latent.nope_head_dim + latent.v_head_dim)
+    low = latent.q_rank + latent.kv_rank
+    return {
+        "gradients of queries, keys and values": _kept_gradient(plan, s, s.q) + _kept_gradient(plan, s, up),
+        "normed low ranks": s.stream * low * s.element,
+        "gradients of low ranks": s.stream * (low + latent.rope_head_dim) * s.element,
     }
 
 
@@ -229,10 +263,10 @@ def _kept_with_values(plan: UnitPlan, s: Sizes) -> int:
     """Short attention makes the gradients of queries, keys and values as one tensor. If a rotary backward copies the
     first two, the values' gradient keeps the whole tensor allocated."""
     if cuts_attention(plan):  # gradients of keys and values come as one tensor
-        return s.tokens * s.kv * s.element if plan.model.positions == "rope" and not plan.fuses_blocks else 0
+        return s.tokens * s.k * s.element if plan.model.positions == "rope" and not plan.fuses_blocks else 0
     short = plan.layout.attention == "sdpa" and plan.layout.recompute != "selective" and uses_batched_attention(plan)
     apart = short and plan.layout.cp == 1 and plan.model.positions == "rope" and not plan.fuses_blocks
-    return s.tokens * (s.q + s.kv) * s.element if apart else 0
+    return s.tokens * (s.q + s.k) * s.element if apart else 0
 
 
 def feed_forward_kept(plan: UnitPlan, s: Sizes, part: str) -> int:

@@ -17,7 +17,8 @@ class AttentionTensors:
 
     def __init__(self, plan: UnitPlan, s: Sizes) -> None:
         self.plan, self.s = plan, s
-        self.q, self.kv = s.tokens * s.q * s.element, s.tokens * s.kv * s.element
+        self.q, self.k, self.v, self.out = (s.tokens * n * s.element for n in (s.q, s.k, s.v, s.attended))
+        self.qkv = self.q + self.k + self.v
         self.short = plan.layout.attention == "sdpa" and uses_batched_attention(plan)
         self.blocked = uses_blocked_attention(plan)
         self.math = plan.layout.attention == "math"
@@ -35,7 +36,7 @@ class AttentionTensors:
         """Bytes of queries, keys and values that are there until attention's output is, though copies are saved."""
         if not self.math or self.selective:
             return 0
-        return self.q + (2 * self.kv if self.copies else 0)
+        return self.q + (self.k + self.v if self.copies else 0)
 
     @property
     def shares_output(self) -> bool:
@@ -49,10 +50,10 @@ class AttentionTensors:
         elif self.short:
             self._short_forward(live)
         elif self.blocked:
-            live.allocate(self.q)
+            live.allocate(self.out)
             live.transient(self._block(backward=False))
         else:
-            live.allocate(self.q + self.statistics)
+            live.allocate(self.out + self.statistics)
             live.free(0 if saves else self.statistics)
 
     def _math_forward(self, live: LiveBytes, saves: bool) -> None:
@@ -63,7 +64,7 @@ class AttentionTensors:
             live.free(self.q)
         # What the product of queries and keys reads, where it takes copies: queries are copied already if grouped.
         queries = self.q if self.copies and not self.grouped else 0
-        keys = self.kv if self.copies else 0
+        keys, values = (self.k, self.v) if self.copies else (0, 0)
         live.allocate(queries + keys)
         live.allocate(self.square)
         live.free(0 if saves else queries + keys)
@@ -75,44 +76,43 @@ class AttentionTensors:
             rows = self.s.tokens * self.s.heads
             live.transient(dropout(rows * self.s.seq, rows))
             live.free(0 if saves else self.square)
-        live.allocate(keys)  # as much for the values
-        live.allocate(self.q)
+        live.allocate(values)
+        live.allocate(self.out)
         live.free(queries if saves else 0)
         if not saves:
-            live.free(live.now - start - self.q)
+            live.free(live.now - start - self.out)
 
     def backward(self, live: LiveBytes, apart: bool) -> bool:
         """From the gradient of the output to those of queries, keys and values, when what was saved is gone. apart: the
         output is kept. Returns whether the three gradients are one tensor."""
-        qkv = self.q + 2 * self.kv
         if self.selective:
             self.forward(live, saves=True)
         if self.math:
             self._math_backward(live)
         elif self.short:
-            live.allocate(qkv)
+            live.allocate(self.qkv)
             live.transient(self._products_backward())
         elif self.blocked:
-            live.allocate(qkv)
+            live.allocate(self.qkv)
             live.transient(self._block(backward=True))
         else:
-            live.allocate(qkv)
+            live.allocate(self.qkv)
             live.free(self.statistics)
         if self.selective:
             if self.math or self.short:
-                live.allocate(qkv)  # laid out as what they are gradients of
-                live.free(qkv)
-            live.free(2 * self.q + qkv)  # the output and its gradient, which were held until now
+                live.allocate(self.qkv)  # laid out as what they are gradients of
+                live.free(self.qkv)
+            live.free(2 * self.out + self.qkv)  # the output and its gradient, which were held until now
         elif not self.math:
-            live.free(qkv + self.q + (0 if apart else self.q))
+            live.free(self.qkv + self.out + (0 if apart else self.out))
         return self.short and not self.selective
 
     def _math_backward(self, live: LiveBytes) -> None:
         """Frees the gradient of the output, and what the core has saved."""
-        copied = self.q if self.grouped or self.copies else 0
-        given = 0 if self.selective else self.q
-        values = self.kv if self.copies or not self.selective else 0
-        live.allocate(copied + self.square + self.kv)  # its copy; the gradients of probabilities and values
+        copied = self.out if self.grouped or self.copies else 0
+        given = 0 if self.selective else self.out
+        keys, values = (self.k, self.v) if self.copies or not self.selective else (0, 0)
+        live.allocate(copied + self.square + self.v)  # its copy; the gradients of probabilities and values
         live.free(given + copied + values + self.dropped)
         if self.dropped:
             live.allocate(self.square)
@@ -124,10 +124,10 @@ class AttentionTensors:
         if self.capped:
             live.transient(self.square)  # the gradients before the cap, and before the tanh
             live.free(self.square)
-        live.allocate(self.q + self.kv)
+        live.allocate(self.q + self.k)
         live.free(self.square)
         live.transient(self.q)  # the gradients of queries before they were scaled
-        live.free(self.q + values)  # scaled queries, and keys
+        live.free(self.q + keys)  # scaled queries, and keys
 
     def _block(self, backward: bool) -> int:
         """Transients of the largest block of queries of one sequence (`ops/blocked_attention.py`)."""
@@ -136,9 +136,10 @@ class AttentionTensors:
         for first in range(0, s.seq, QUERY_ROWS):
             queries = min(QUERY_ROWS, s.seq - first)
             keys = min(first + queries, reach - 1 + queries)
-            square, rows, shared = s.heads * queries * keys * wide, queries * s.q * wide, keys * s.kv * wide
-            held.append((3 if self.capped else 2) * square + queries * keys + (1 + backward) * (rows + shared))
-        return max(held) + (2 * s.seq * s.kv * wide if backward else 0)
+            square = s.heads * queries * keys * wide
+            copied = queries * (s.q + backward * s.attended) + keys * (s.k + backward * s.v)
+            held.append((3 if self.capped else 2) * square + queries * keys + copied * wide)
+        return max(held) + (s.seq * (s.k + s.v) * wide if backward else 0)
 
     def _short_forward(self, live: LiveBytes) -> None:
         """Forward of `ops/cpu/attention.py`, one sequence after the other."""
@@ -164,7 +165,7 @@ class AttentionTensors:
         square, narrow = s.heads * s.seq * s.seq * 4, s.heads * s.seq * s.seq * s.element
         bf16 = s.element == 2
         keys = 0 if self.grouped and not bf16 else wide
-        summed = s.seq * s.kv * 4 if self.grouped else 0
+        summed = s.seq * s.k * 4 if self.grouped else 0
         return max(
             wide + keys + square,
             2 * square,
@@ -190,6 +191,6 @@ class AttentionTensors:
             live.transient(old + 2 * square + max(some + all_seen, square // 2))
             live.transient(square + square // 2 + max(one * rows // s.seq, all_seen // 2, square // 2 + all_seen // 2))
             before = square + square // 2
-        summed = 2 * s.seq * s.kv * 4 if self.grouped else 0
+        summed = 2 * s.seq * s.k * 4 if self.grouped else 0
         live.transient(before + summed)
         return live.most

@@ -11,7 +11,6 @@ from shardwise.layout.units import UnitPlan
 from shardwise.predict.memory.activations import Sizes, query_norms, shared_width
 from shardwise.predict.memory.context_tensors import attention_tensors
 from shardwise.predict.memory.expert_tensors import MixtureTensors
-from shardwise.predict.memory.mixtures import more
 from shardwise.predict.memory.transients import (
     LiveBytes,
     dropout,
@@ -34,7 +33,7 @@ class BlockTensors:
         self.stream = s.stream * s.hidden * s.element
         self.full = s.tokens * s.hidden * s.element
         self.inner = s.tokens * self.ffn * s.element
-        self.q, self.kv = s.tokens * s.q * s.element, s.tokens * s.kv * s.element
+        self.q, self.k, self.v = self.attention.q, self.attention.k, self.attention.v
         self.gated, self.sp = plan.model.gated, plan.layout.sp
         self.pre, self.post = plan.model.norm_placement != "post", plan.model.norm_placement != "pre"
         self.pieces = plan.layout.tp // plan.layout.inner_ranks
@@ -63,8 +62,8 @@ class BlockTensors:
     def _fused_forward(self) -> None:
         live = self.live
         self._norm()
-        self._column([self.q + 2 * self.kv])
-        live.transient(int(self.rolled * (self.q + self.kv)))
+        self._column([self.attention.qkv])
+        live.transient(int(self.rolled * (self.q + self.k)))
         self.attention.forward(live, saves=not self.attention.selective)
         self._row()  # and the residual, in its place
         self._norm()
@@ -116,24 +115,29 @@ class BlockTensors:
 
     def _attend(self, saves: bool) -> None:
         """Attention from its normed input to its output."""
-        live, model = self.live, self.plan.model
+        live, attention = self.live, self.attention
         before = live.now
-        self._column([self.q, self.kv, self.kv])
-        if model.qk_norm:
+        self._project(saves)
+        attention.forward(live, saves and self.plan.layout.recompute != "selective")
+        if attention.math:
+            live.allocate(attention.out)  # heads side by side
+            live.free(attention.out)
+        self._row()
+        live.free(attention.unsaved if saves else live.now - before - self.stream)
+
+    def _project(self, saves: bool) -> None:
+        """Queries, keys and values."""
+        live = self.live
+        self._column([self.q, self.k, self.v])
+        if self.plan.model.qk_norm:
             for rows, width in query_norms(self.plan, self.s):
                 self._normed(rows, width)
-            live.free(0 if saves else self.q + self.kv)
+            live.free(0 if saves else self.q + self.k)
         if self.rolled:
-            for nbytes in (self.q, self.kv):
+            for nbytes in (self.q, self.k):
                 live.allocate(nbytes)
                 live.transient(int(self.rolled * nbytes))
-            live.free(self.q + self.kv)
-        self.attention.forward(live, saves and self.plan.layout.recompute != "selective")
-        if self.attention.math:
-            live.allocate(self.q)  # heads side by side
-            live.free(self.q)
-        self._row()
-        live.free(self.attention.unsaved if saves else live.now - before - self.stream)
+            live.free(self.q + self.k)
 
     def _post_norm(self, saves: bool) -> None:
         """The norm of a branch's output, which it saves."""
@@ -161,22 +165,24 @@ class BlockTensors:
         self.live.allocate(self.stream)
         self.live.transient(dropout(self.s.stream * self.s.hidden, self.s.stream))
 
-    def _gathered(self) -> int:
-        """Bytes of what is gathered along the sequence, now there."""
+    def _gathered(self, width: int = 0) -> int:
+        """Bytes of what is gathered along the sequence, now there. width: its width, 0 for the stream's."""
         if not self.sp:
             return 0
-        self.live.transient(gather(self.plan, self.s))
-        self.live.allocate(self.full)
-        return self.full
+        full = self.s.tokens * (width or self.s.hidden) * self.s.element
+        self.live.transient(gather(self.plan, self.s, width))
+        self.live.allocate(full)
+        return full
 
-    def _scattered(self) -> None:
-        """A partial sum that is there becomes one of the residual stream."""
+    def _scattered(self, width: int = 0) -> None:
+        """A partial sum that is there becomes one of the residual stream, or of another width."""
         if self.sp:
-            self.live.transient(scatter(self.plan, self.s) - self.full)
-            self.live.free(self.full - self.stream)
+            s, width = self.s, width or self.s.hidden
+            self.live.transient(scatter(self.plan, s, width) - s.tokens * width * s.element)
+            self.live.free((s.tokens - s.stream) * width * s.element)
 
-    def _column(self, outputs: list[int]) -> None:
-        gathered = self._gathered()
+    def _column(self, outputs: list[int], width: int = 0) -> None:
+        gathered = self._gathered(width)
         for nbytes in outputs:
             self._output_of(nbytes)
         self.live.free(gathered)
@@ -202,29 +208,28 @@ class BlockTensors:
         live.allocate(self.stream)
         if recompute:
             self._forward(saves=True)
-        model = self.plan.model
-        kept = keeps_gradient or recompute or (self.apart and not self.sp and not model.dropout)
+        kept = keeps_gradient or recompute or (self.apart and not self.sp and not self.plan.model.dropout)
         if self.plan.fuses_blocks:
             self._fused_backward(kept)
         else:
             self._plain_backward(kept)
-        return live.most + more(model, self.s, self.plan.layout.recompute).in_block
+        return live.most
 
     def _fused_backward(self, kept: bool) -> None:
-        live, stream, qkv = self.live, self.stream, self.q + 2 * self.kv
+        live, stream, qkv = self.live, self.stream, self.attention.qkv
         self._row_backward(self.inner, self.s.ffn, self.inner, fused=True)
         live.allocate(2 * self.inner)
         live.free(4 * self.inner)
         self._column_backward([2 * self.s.ffn], 2 * self.inner)
         self._norm_backward()
-        self._row_backward(self.q, self.s.q, self._output, fused=True)
+        self._row_backward(self.attention.out, self.s.attended, self._output, fused=True)
         # the gradients of the norm's output and of the block's, and the residual
         live.free(2 * stream + (0 if kept else stream))
         whole = self.attention.backward(live, self.apart)
         if not whole:
             live.allocate(qkv)
-        live.transient(int(self.rolled * (self.q + self.kv)))
-        self._column_backward([self.s.q + 2 * self.s.kv], 0 if whole else qkv)
+        live.transient(int(self.rolled * (self.q + self.k)))
+        self._column_backward([self.s.q + self.s.k + self.s.v], 0 if whole else qkv)
         self._norm_backward()
         live.free(stream + (0 if whole and self.apart else qkv))
         self._sum()
@@ -246,7 +251,7 @@ class BlockTensors:
         if parallel or kept:
             live.allocate(stream)  # one of the two stays
         own = self._branch_backward()
-        self._row_backward(self.q, self.s.q, self._output)
+        self._row_backward(self.attention.out, self.s.attended, self._output)
         live.free(own + (stream if parallel and not kept else 0))
         self._queries_backward()
         if self.pre:
@@ -277,7 +282,7 @@ class BlockTensors:
         live, s, model = self.live, self.s, self.plan.model
         whole = self.attention.backward(live, self.apart)
         if self.rolled:
-            for nbytes in (self.kv, self.q):
+            for nbytes in (self.k, self.q):
                 live.allocate(nbytes)
                 live.transient(int(self.rolled * nbytes))
                 live.free(0 if whole else nbytes)
@@ -286,20 +291,20 @@ class BlockTensors:
                 live.transient(norm_backward(self.plan, s, rows * width))
                 # Its input goes with the statistics; the gradient takes the place of the output's.
                 live.free(rows * (width * s.element + self.statistics))
-        grads = self.q + 2 * self.kv + (self.q + self.kv if self.rolled and whole else 0)
+        grads = self.attention.qkv + (self.q + self.k if self.rolled and whole else 0)
         copies = 0
         if self.attention.math and not self.attention.selective:
             # with heads side by side
-            copies = (self.q if s.heads > 1 else 0) + self.kv * (2 if s.kv_heads > 1 else 1)
+            copies = (self.q if s.heads > 1 else 0) + self.k * (2 if s.kv_heads > 1 else 1)
         live.allocate(copies)
         given = 0 if self.pre else self.stream  # the block's own input, which others hold
-        self._column_backward([s.q, s.kv, s.kv], grads + copies - given)
+        self._column_backward([s.q, s.k, s.v], grads + copies - given)
         live.free(copies if self.apart else 0)  # of what they were made of
 
     @property
     def _output(self) -> int:
         """Bytes of attention's output, where its core does not save it, too."""
-        return 0 if self.attention.shares_output else self.q
+        return 0 if self.attention.shares_output else self.attention.out
 
     def _branch_backward(self) -> int:
         """Bytes of the gradient before dropout and a branch's norm, if it is another one; they are kept for the weights
@@ -326,34 +331,39 @@ class BlockTensors:
         if not self.apart:
             live.free(gathered + saved)
 
-    def _column_backward(self, rows: list[int], grads: int) -> None:
-        """grads: bytes of the gradients of the outputs. The normed input goes with them, unless they are kept."""
-        live = self.live
-        live.allocate(self.full)
-        self._scattered()
+    def _column_backward(self, rows: list[int], grads: int, width: int = 0) -> None:
+        """grads: bytes of the gradients of the outputs. The input, of a width, goes with them, unless they are kept."""
+        live, s, deep = self.live, self.s, width or self.s.hidden
+        live.allocate(s.tokens * deep * s.element)
+        self._scattered(width)
         if not self.apart:
-            gathered = self._gathered()
-            live.transient(self._piece(rows, self.s.hidden))
-            live.free(gathered + grads + self.stream)
+            gathered = self._gathered(width)
+            live.transient(self._piece(rows, deep))
+            live.free(gathered + grads + s.stream * deep * s.element)
 
     def _piece(self, rows: list[int], columns: int) -> int:
         if self.apart or not self.adds:
             return 0
         return max(weight_gradient(self.plan, self.s, width_held(count, self.pieces), columns) for count in rows)
 
-    def _norm_backward(self) -> None:
+    def _norm_backward(self, width: int = 0) -> None:
         """From the gradient of a norm's output, which stays, to that of its input."""
-        self.live.transient(norm_backward(self.plan, self.s, self.s.stream * self.s.hidden))
-        self.live.allocate(self.stream)
-        self.live.free(self.s.stream * self.statistics)
+        s, elements = self.s, self.s.stream * (width or self.s.hidden)
+        self.live.transient(norm_backward(self.plan, s, elements))
+        self.live.allocate(elements * s.element)
+        self.live.free(s.stream * self.statistics)
 
     def of_weights(self) -> int:
         """The most bytes while the gradients of the weights are computed apart, beyond what is kept for them."""
         s, live, fused = self.s, self.live, self.plan.fuses_blocks
-        inner, qkv = [self.ffn] * (1 + self.gated), [s.q, s.kv, s.kv]
-        live.transient(max(self._piece([s.hidden], self.ffn), self._piece([s.hidden], s.q)))
-        for rows in (inner, qkv):
-            gathered = self._gathered()
-            live.transient(self._piece([sum(rows)] if fused else rows, s.hidden))
+        live.transient(max(self._piece([s.hidden], self.ffn), self._piece([s.hidden], s.attended)))
+        for rows, width in (([self.ffn] * (1 + self.gated), s.hidden), *self._columns()):
+            gathered = self._gathered(width)
+            live.transient(self._piece([sum(rows)] if fused else rows, width))
             live.free(gathered)
         return live.most
+
+    def _columns(self) -> list[tuple[list[int], int]]:
+        """(widths of outputs, width of the input) of the column-parallel maps before attention's core."""
+        s = self.s
+        return [([s.q, s.k, s.v], s.hidden)]

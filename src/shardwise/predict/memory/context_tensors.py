@@ -25,26 +25,31 @@ class RingTensors(AttentionTensors):
         self.ranks, self.gathers = plan.layout.cp, plan.layout.cpkind == "allgather"
         self.wide = s.statistic // s.element
         self.documents = plan.workload.isolate_documents
+        pads = plan.model.narrow_values and not self.explicit
+        self.kernel_out = self.q if pads else self.out
+        """Bytes of an output as the kernel returns it."""
+        self.padded = self.k if pads else 0
+        """Bytes of values as wide as keys, beside those at hand."""
 
     def forward(self, live: LiveBytes, saves: bool) -> None:
         """Ends with the output, and what is saved beside queries, keys and values."""
         start = live.now
         self._arrive(live)
         live.transient(self._block(1.0))
-        merged = self.q * self.wide
+        merged = self.out * self.wide
         live.allocate(merged + self.statistics)
         shares = 4 * self.statistics
-        block = self.q + self.statistics
+        block = self.kernel_out + self.statistics
         live.transient(max(self._block(0.5), block + shares + merged))
         live.free(live.now - start - merged - self.statistics)
         if self.wide > 1:
-            live.allocate(self.q)
+            live.allocate(self.out)
             live.free(merged)
         live.free(0 if saves else self.statistics)
 
     def _arrive(self, live: LiveBytes) -> None:
         """Keys and values of this rank beside the next ones, or of all ranks."""
-        kv = 2 * self.kv
+        kv = self.k + self.v
         if self.gathers:
             live.transient((self.ranks + 1) * kv)
             live.allocate(self.ranks * kv)
@@ -55,9 +60,9 @@ class RingTensors(AttentionTensors):
         """Transients of one block's forward pass. share: of the pairs of queries and keys of two ranks."""
         pairs = int(self.s.tokens * self.s.seq * share)
         mask = pairs * (self.s.element + 1) if self.documents else 0
-        out = self.q + self.statistics
+        out = self.kernel_out + self.statistics
         if not self.explicit:
-            return out + mask
+            return out + mask + self.padded
         square = pairs * self.s.heads * self.s.statistic
         return out + max(3 * square + self.q, 2 * square + self._mask_drawing(pairs))
 
@@ -69,24 +74,25 @@ class RingTensors(AttentionTensors):
         """As `AttentionTensors.backward`."""
         if self.selective:
             self.forward(live, saves=True)
-        start, qkv = live.now, self.q + 2 * self.kv
-        wide_kv = 2 * self.kv * self.wide
+        start, made = live.now, self.qkv + (self.padded and self.padded - self.v)
+        wide_kv = (self.k + self.v) * self.wide
         live.allocate(self.q * self.wide)
         self._arrive(live)
         pairs = self.s.tokens * self.s.seq if self.explicit else 0
         square = pairs * self.s.heads * self.s.statistic
-        live.transient(qkv + wide_kv + max(4 * square, 3 * square + self._mask_drawing(pairs)))
+        live.transient(made + wide_kv + max(4 * square, 3 * square + self._mask_drawing(pairs)))
+        live.transient(made + (self.padded and 2 * self.kernel_out + self.padded))
         if self.gathers:
             live.transient(2 * self.ranks * wide_kv)
         else:
-            live.transient(2 * wide_kv + qkv)
+            live.transient(2 * wide_kv + self.qkv)
         live.free(live.now - start)
-        live.allocate(qkv)
+        live.allocate(self.qkv)
         live.free(self.statistics)
         if self.selective:
-            live.free(2 * self.q + qkv)
+            live.free(2 * self.out + self.qkv)
         else:
-            live.free(qkv + self.q + (0 if apart else self.q))
+            live.free(self.qkv + self.out + (0 if apart else self.out))
         return False
 
 
@@ -98,14 +104,14 @@ class UlyssesTensors(AttentionTensors):
         self.inner = AttentionTensors(plan, core_sizes(plan, s))
         self.inner.selective = self.math = self.short = self.blocked = False
         copies = max(1, plan.layout.cp // s.kv_heads)
-        self.copied = 2 * self.kv * copies if copies > 1 else 0
-        self.exchanged = self.q + 2 * self.kv * copies
-        self.core = self.inner.q + 2 * self.inner.kv
+        self.copied = (self.k + self.v) * copies if copies > 1 else 0
+        self.exchanged = self.q + (self.k + self.v) * copies
+        self.core = self.inner.qkv
 
     @property
     def unsaved(self) -> int:
         """Bytes of local queries, keys and values, which are there until attention's output is."""
-        return 0 if self.selective else self.q + 2 * self.kv
+        return 0 if self.selective else self.qkv
 
     @property
     def shares_output(self) -> bool:
@@ -120,25 +126,24 @@ class UlyssesTensors(AttentionTensors):
         live.allocate(self.core)
         live.free(self.copied + self.exchanged)
         self.inner.forward(live, saves)
-        live.transient(3 * self.q)
-        live.allocate(self.q)
+        live.transient(3 * self.out)
+        live.allocate(self.out)
         if self.inner.math:
-            live.free(self.inner.q + (self.inner.unsaved if saves else 0))
+            live.free(self.inner.out + (self.inner.unsaved if saves else 0))
         if not saves:
-            live.free(live.now - start - self.q)
+            live.free(live.now - start - self.out)
 
     def backward(self, live: LiveBytes, apart: bool) -> bool:
         """As `AttentionTensors.backward`."""
-        qkv = self.q + 2 * self.kv
         if self.selective:
             self.forward(live, saves=True)
-        live.transient(3 * self.q)
-        live.allocate(self.inner.q)
-        live.free(0 if self.selective else self.q)
+        live.transient(3 * self.out)
+        live.allocate(self.inner.out)
+        live.free(0 if self.selective else self.out)
         self.inner.backward(live, apart=False)
         live.transient(3 * self.exchanged)
-        live.allocate(qkv)
+        live.allocate(self.qkv)
         live.free(self.core)
         if self.selective:
-            live.free(2 * self.q + qkv)
+            live.free(2 * self.out + self.qkv)
         return False

@@ -24,8 +24,8 @@ from shardwise.predict.memory.activations import (
     saved_mask,
     uses_batched_attention,
 )
-from shardwise.predict.memory.block_tensors import BlockTensors
 from shardwise.predict.memory.buffers import MemoryByClass, When, held_through_step
+from shardwise.predict.memory.latent_tensors import block_tensors
 from shardwise.predict.memory.transients import dropout, gather, norm_backward, norm_forward, scatter, weight_gradient
 
 
@@ -65,7 +65,7 @@ def forward(plan: UnitPlan, s: Sizes, parts: list[str]) -> int:
     """The most bytes in the forward pass of a stage beyond what there is before it; its input is there."""
     worst = before = 0
     saves = plan.layout.recompute in ("none", "selective")
-    block = {key: BlockTensors(plan, s, part).forward(saves) for key, part in _distinct(plan, parts).items()}
+    block = {key: block_tensors(plan, s, part).forward(saves) for key, part in _distinct(plan, parts).items()}
     for part in parts:
         if plan.kind(part) == "embedding":
             then = embedding_forward(plan, s)
@@ -95,7 +95,7 @@ def backwards(
     saved = saved_mask(plan, s) if ends else 0
     # The gradient of a stage's output is a message, which stays until its backward is over.
     block = {
-        (key, keeps): BlockTensors(plan, s, part, apart, adds).backward(keeps)
+        (key, keeps): block_tensors(plan, s, part, apart, adds).backward(keeps)
         for key, part in _distinct(plan, parts).items()
         for keeps in {part == parts[-1] for part in ends}
     }
@@ -226,7 +226,7 @@ def of_weights(plan: UnitPlan, s: Sizes, part: str, adds: bool = False) -> int:
     """Bytes of the gradients of `part`'s weights beyond what was kept for them."""
     if plan.kind(part) == "embedding":
         return _looked_up(plan, s) - s.stream * s.hidden * s.element
-    return 0 if plan.kind(part) == "head" else BlockTensors(plan, s, part, adds=adds).of_weights()
+    return 0 if plan.kind(part) == "head" else block_tensors(plan, s, part, adds=adds).of_weights()
 
 
 def embedding_forward(plan: UnitPlan, s: Sizes) -> int:

@@ -40,20 +40,21 @@ class LiveBytes:
             self.most = self.now + nbytes
 
 
-def scatter(plan: UnitPlan, s: Sizes) -> int:
-    """A reduce-scatter of activations: partial sums, the same in pieces, on gloo the peers' pieces; the result, and for
-    bf16 a chunk of its sum in fp32."""
-    full = s.tokens * s.hidden * s.element
+def scatter(plan: UnitPlan, s: Sizes, width: int = 0) -> int:
+    """A reduce-scatter of activations of a width, 0 for the stream's: partial sums, the same in pieces, on gloo the
+    peers' pieces; the result, and for bf16 a chunk of its sum in fp32."""
+    width = width or s.hidden
+    full, result = s.tokens * width * s.element, s.stream * width
     if plan.schedules.of("reduce_scatter", TP):
-        return (1 if plan.layout.micro == 1 else 2) * full + s.stream * s.hidden * s.element
+        return (1 if plan.layout.micro == 1 else 2) * full + result * s.element
     copies = (1 if plan.layout.micro == 1 else 2) + (plan.backend == "gloo")
-    result = s.stream * s.hidden
     return copies * full + result * s.element + wide_chunk(result, plan.layout.dtype, plan.layout.tp)
 
 
-def gather(plan: UnitPlan, s: Sizes) -> int:
-    """An all-gather of activations: the result, and the ranks' pieces where these do not lie as the result does."""
-    return (1 if plan.layout.micro == 1 else 2) * s.tokens * s.hidden * s.element
+def gather(plan: UnitPlan, s: Sizes, width: int = 0) -> int:
+    """An all-gather of activations of a width, 0 for the stream's: the result, and the ranks' pieces where these do not
+    lie as the result does."""
+    return (1 if plan.layout.micro == 1 else 2) * s.tokens * (width or s.hidden) * s.element
 
 
 def norm_forward(plan: UnitPlan, s: Sizes, elements: int) -> int:

@@ -7,7 +7,7 @@ kernel launches. Widths are one rank's share; sizes may be numbers or numpy arra
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ import numpy as np
 
 from shardwise.model import ModelConfig
 from shardwise.model.blueprint import Part
-from shardwise.model.operations import AttentionCore, Elementwise, LinearOp, Width
+from shardwise.model.operations import AttentionCore, Elementwise, LinearOp, Operation, Width
 from shardwise.model.parameters import blueprint
 from shardwise.predict.time.kernels import WIDTH, Kernels
 from shardwise.predict.time.profiles import EngineProfile
@@ -58,6 +58,11 @@ class Shape:
         return self.dtype if self.dtype == "float32" else "bfloat16"
 
     @property
+    def narrow(self) -> bool:
+        """Whether products take less than 16 bits, to which their inputs are quantised."""
+        return self.dtype not in ("bfloat16", "float16", "float32")
+
+    @property
     def width(self) -> float:
         """Bytes of an activation's element."""
         return WIDTH[self.wide]
@@ -92,20 +97,29 @@ class PartSeconds:
         self.add("memory", ahead, back, launches)
 
     def linear(
-        self, tokens: Num, wide: Num, deep: Num, shape: Shape, batch: Num = 1.0, accumulate: float = 0.0
+        self,
+        tokens: Num,
+        wide: Num,
+        deep: Num,
+        shape: Shape,
+        batch: Num = 1.0,
+        accumulate: float = 0.0,
+        quantised: tuple[bool, bool] = (True, True),
     ) -> None:
         """A linear layer [tokens, deep] -> [tokens, wide], its input's gradient, its weight's gradient.
 
-        accumulate: bytes moved for each weight to add its gradient to what was there.
+        accumulate: bytes moved for each weight to add its gradient to what was there. quantised: whether its input, and
+        the gradient of its output, are quantised by kernels of their own where the type is narrow.
         """
         mm, dtype = self.kernels.matmul, shape.dtype
         forward = mm(tokens, wide, deep, dtype, batch, "forward")
         weights = mm(wide, deep, tokens, dtype, batch, "weight")
         self.add("matmul", forward, mm(tokens, deep, wide, dtype, batch, "input") + weights, (1, 2))
         self.weights = self.weights + weights
-        if dtype not in ("bfloat16", "float16", "float32"):
+        if shape.narrow:
             # Quantised once for the forward and once, both ways, for the backward: 16 bits in, the narrow type out.
-            self.memory(batch * tokens * deep * 3.0, batch * tokens * (deep + 2.0 * wide) * 2.0, (1, 2))
+            inputs, gradients = deep * quantised[0], 2.0 * wide * quantised[1]
+            self.memory(batch * tokens * inputs * 3.0, batch * tokens * (inputs + gradients) * 2.0, (1, 2))
         if accumulate:
             self.memory(0.0, batch * wide * deep * accumulate * shape.width / 2, (0, 1))
 
@@ -117,7 +131,8 @@ def tally_part(part: Part, model: ModelConfig, shape: Shape, engine: EngineProfi
     # more for the gradients of weights (Korthikanti et al. 2022).
     ahead, back = part.gathered + part.summed, 2 * part.gathered + part.summed
     _laid_out(tally, model.hidden, shape, engine, ahead, back)
-    for operation in part.operations:
+    for scope, operation in _scopes(part):
+        called = dict(tally.launches)
         if operation.kind == "attention":
             _attention_core(tally, operation, shape, engine)
         elif operation.kind == "logits":
@@ -129,7 +144,26 @@ def tally_part(part: Part, model: ModelConfig, shape: Shape, engine: EngineProfi
             _router(tally, operation, shape)
         else:
             _ELEMENTWISE[operation.kind](tally, operation, shape, engine)
+        if model.experts and scope in engine.captured:
+            tally.launches.update(called)
     return tally
+
+
+def _scopes(part: Part) -> Iterator[tuple[str, Operation]]:
+    """The operations of a part, each with the name of what an engine may capture it with (`EngineProfile.captured`)."""
+    scope = "attention"
+    for operation in part.operations:
+        if operation.kind == "router":
+            yield "router", operation
+            scope = "experts"
+        else:
+            yield scope, operation
+
+
+def routed(part: Part) -> LinearOp | None:
+    """The first product of a part's routed experts, None where it has none."""
+    products = (operation for operation in part.operations if isinstance(operation, LinearOp))
+    return next((product for product in products if product.rows == "routed"), None)
 
 
 def on_rank(width: Width, tp: Num) -> Num:
@@ -161,7 +195,9 @@ def _linear(tally: PartSeconds, operation: LinearOp, shape: Shape, engine: Engin
     wide = sum(on_rank(width, tp) for width in operation.outputs)
     cut = operation.rows == "tokens" and any(width.cut for width in (operation.inputs, *operation.outputs))
     pieces = shape.pieces if cut else 1
-    tally.linear(rows, wide / pieces, on_rank(operation.inputs, tp), shape, times, engine.accumulate_bytes)
+    fused, first = engine.fused_experts and operation.rows == "routed", not operation.inputs.cut
+    quantised = (first, not first) if fused else (True, True)
+    tally.linear(rows, wide / pieces, on_rank(operation.inputs, tp), shape, times, engine.accumulate_bytes, quantised)
     gathered = 2 * shape.tokens * wide * shape.width * (np.asarray(pieces) > 1)
     if np.any(gathered):  # ranks' pieces, laid side by side
         tally.memory(gathered, 0.0, (len(operation.outputs), 0))
@@ -232,7 +268,24 @@ def _residual(tally: PartSeconds, operation: Elementwise, shape: Shape, engine: 
 
 
 def _bias_gradients(tally: PartSeconds, operation: Elementwise, shape: Shape, engine: EngineProfile) -> None:
-    tally.memory(0.0, _moved(operation, shape), (0, 1))
+    if operation.rows == "routed":
+        _expert_biases(tally, operation, shape, engine)
+    else:
+        tally.memory(0.0, _moved(operation, shape), (0, 1))
+
+
+def _expert_biases(tally: PartSeconds, operation: Elementwise, shape: Shape, engine: EngineProfile) -> None:
+    """Biases of routed experts, and their gradients. Where an engine adds those of the last product expert by expert,
+    each times its token's weight in fp32, passes of 16 bits: the product written (2), read, added and written (5), all
+    experts' joined (4), narrowed (3); backward widened (3), narrowed (3), the gradients of weight and bias, each with a
+    product written and summed (12), joined (2)."""
+    if engine.fused_experts and shape.narrow:
+        return
+    moved, times = _moved(operation, shape), _rows(operation, shape)[1]
+    if not engine.biases_by_expert or operation.widths[0].cut:
+        tally.memory(0.0, moved, (0, 1))
+    else:
+        tally.memory(14 * moved, 20 * moved, (3 * times, 6 * times))
 
 
 def _split_heads(tally: PartSeconds, operation: Elementwise, shape: Shape, engine: EngineProfile) -> None:
@@ -247,9 +300,9 @@ def _rotation(tally: PartSeconds, operation: Elementwise, shape: Shape, engine: 
 
 
 def _low_ranks(tally: PartSeconds, operation: Elementwise, shape: Shape, engine: EngineProfile) -> None:
-    """Norms of both low ranks, and laying out heads whose rotated part is shared."""
+    """Norms of both low ranks; or laying out heads whose rotated part is shared."""
     moved = _moved(operation, shape)
-    tally.memory(2 * moved, 3 * moved, (4, 6))
+    tally.memory(2 * moved, 3 * moved, (2, 3))
 
 
 def _attention_core(tally: PartSeconds, core: AttentionCore, shape: Shape, engine: EngineProfile) -> None:
@@ -326,6 +379,8 @@ def _score_core(tally: PartSeconds, core: AttentionCore, shape: Shape, engine: E
 
 
 def _activation(tally: PartSeconds, operation: Elementwise, shape: Shape, engine: EngineProfile) -> None:
+    if engine.fused_experts and operation.rows == "routed" and shape.narrow:
+        return
     inner, gated = _moved(operation, shape), operation.kind == "gated activation"
     passes = 1 if engine.fused_activation else 1 + gated
     ahead, back = (3.0, 5.0) if gated else (2.0, 3.0)
@@ -341,9 +396,11 @@ def _router(tally: PartSeconds, operation: LinearOp, shape: Shape) -> None:
 
 
 def _dispatch(tally: PartSeconds, operation: Elementwise, shape: Shape, engine: EngineProfile) -> None:
-    """Permutation of routed tokens on their way to the experts and back."""
+    """Permutation of routed tokens on their way to the experts and back. Rows that come each by itself come rank by
+    rank, and are laid out expert by expert, and the other way round on the way back."""
     rows = operation.active * _stream(operation, shape)
-    tally.memory(2 * 2 * rows, 2 * 3 * rows, (4, 4))
+    sorts = 1.0 * ((np.asarray(shape.ep) > 1) & (engine.exchange == "rows"))
+    tally.memory((4 + 4 * sorts) * rows, (6 + 4 * sorts) * rows, (4, 4))
 
 
 def _lookup(tally: PartSeconds, operation: Elementwise, shape: Shape, engine: EngineProfile) -> None:
@@ -383,6 +440,7 @@ _ELEMENTWISE: dict[str, Callable[[PartSeconds, Elementwise, Shape, EngineProfile
     "scale": _scale,
     "soft cap": _soft_cap,
     "low ranks": _low_ranks,
+    "shared key": _low_ranks,
     "bias gradients": _bias_gradients,
     "split heads": _split_heads,
     "rotation": _rotation,

@@ -49,7 +49,7 @@ class Collectives:
         self.base = constants.value("collective_s")
         self._constants = constants
         self._measured, self._timed = constants.collectives, constants.timed
-        self._cluster = _achieved(cluster, constants)
+        self._cluster, self._links = _achieved(cluster, constants), {"link": cluster.intra, "network": cluster.inter}
         self._curve = cache(self._sampled)
 
     def seconds(self, op: str, nbytes: Num, ranks: Num, stride: Num = 1, reads_peers: bool = False) -> Num:
@@ -101,6 +101,16 @@ class Collectives:
         if (ranks - 1) * stride < self.per_node:
             return ranks, 1
         return ranks, min(stride, self.per_node)
+
+    def streamed(self, nbytes: Num, which: str) -> Num:
+        """Seconds in which a kernel of expert parallelism sends `nbytes` bytes over a "link" inside a node or over the
+        "network", at the share of it that such kernels reach. Raises `UserError` where its bandwidth is not known."""
+        bandwidth = self._links[which].bandwidth
+        if not bandwidth:
+            if not np.any(nbytes):
+                return 0.0 * nbytes
+            raise UserError(f"the bandwidth of the {which} is not known; give it in a TOML file")
+        return nbytes / (bandwidth * self._constants.value(f"exchange_{which}_share"))
 
     def hop(self, nbytes: Num, stride: Num) -> Num:
         """Seconds that one message takes to a device `stride` ranks away. Raises `UserError` for links not known."""

@@ -15,8 +15,8 @@ from shardwise.layout.tensor import EDGES, collectives
 from shardwise.model import ModelConfig
 from shardwise.model.blueprint import Part
 from shardwise.model.parameters import blueprint
-from shardwise.predict.time.block import PartSeconds, Shape, core_of, core_width, tally_part
-from shardwise.predict.time.kernels import WIDTH
+from shardwise.predict.time.block import PartSeconds, Shape, core_of, core_width, routed, tally_part
+from shardwise.predict.time.exchange import exchange_seconds
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import EngineProfile
 from shardwise.predict.time.split import Num, StepShape
@@ -38,8 +38,8 @@ def total(parts: Parts, *but: str) -> Num:
 
 @dataclass(frozen=True)
 class Pieces:
-    """Time of one micro-batch on one rank, in seconds by kind, and kernels launched: of a block (the model's mean),
-    of the embedding, of the head.
+    """Time of one micro-batch on one rank, in seconds by kind, and "host", what the host needs meanwhile: of a block
+    (the model's mean), of the embedding, of the head.
 
     forward, weights: of a block's seconds, those of its forward pass, and of its weights' gradients, which a schedule
     may put off. ahead: of the forward ones, collectives over tp and cp.
@@ -61,7 +61,7 @@ class Pieces:
         """A copy with the kinds of computation and the tensor-parallel collectives added up, under "matmul"."""
 
         def join(parts: Parts) -> Parts:
-            apart = {name: parts[name] for name in ("experts", "launches") if name in parts}
+            apart = {name: parts[name] for name in ("experts", "host") if name in parts}
             return {"matmul": total(parts, *apart)} | apart
 
         return replace(self, block=join(self.block), first=join(self.first), last=join(self.last))
@@ -122,13 +122,13 @@ def _block_seconds(part: Part, model: ModelConfig, shape: Shape, split: StepShap
     around = _context(model, shape, split, pricing, tally)
     ahead, back = ahead + around[0], back + around[1]
     parts["tensor"] = ahead + back
-    routes = any(operation.kind == "dispatch" for operation in part.operations)
-    parts["experts"] = _dispatch(model, shape, split, pricing) if routes else 0.0 * parts["tensor"]
+    busy = sum(parts.values())
+    parts["experts"] = _exchanged(part, model, shape, split, engine, pricing, busy)
     repeated = whole * tally.launches["forward"] + core * tally.launches["selective"]
     collectives = np.where(np.asarray(split.tp) > 1, 4 + 2 * whole, 0)
-    parts["launches"] = (
-        tally.launches["forward"] + tally.launches["backward"] + repeated + COLLECTIVE_LAUNCHES * collectives
-    )
+    launches = tally.launches["forward"] + tally.launches["backward"] + repeated + COLLECTIVE_LAUNCHES * collectives
+    called = launches * pricing.constants.value("launch_s")
+    parts["host"] = called + _host_of_experts(part, shape, engine, pricing, whole)
     parts["forward"] = sum(tally.forward.values()) + ahead + parts["experts"] / 2
     parts["weights"] = tally.weights + 0.0 * ahead
     parts["ahead"] = ahead
@@ -143,7 +143,8 @@ def _recomputed(split: StepShape) -> tuple[Num, Num]:
 
 def _edge(tally: PartSeconds, tensor: Num) -> Parts:
     parts = {kind: tally.forward[kind] + tally.backward[kind] for kind in tally.forward}
-    return parts | {"tensor": tensor, "launches": tally.launches["forward"] + tally.launches["backward"]}
+    called = (tally.launches["forward"] + tally.launches["backward"]) * tally.kernels.constants.value("launch_s")
+    return parts | {"tensor": tensor, "host": called}
 
 
 def _tensor(part: Part, model: ModelConfig, shape: Shape, split: StepShape, engine: EngineProfile,
@@ -247,11 +248,32 @@ def _ring(
     return left(messages, ahead * covered), left(2 * messages, back * covered)
 
 
-def _dispatch(model: ModelConfig, shape: Shape, split: StepShape, pricing: Pricing) -> Num:
-    """Tokens to their experts and back, forward and backward: four all-to-alls of the routed tokens."""
+def _exchanged(
+    part: Part, model: ModelConfig, shape: Shape, split: StepShape, engine: EngineProfile, pricing: Pricing, busy: Num
+) -> Num:
+    """Exposed time of tokens to their experts and back, forward and backward; again where the forward pass is.
+
+    busy: seconds of the block's computation. Where an engine runs two micro-batches beside each other, that of one has
+    the other's exchange beside it, which slows it.
+    """
+    if not routed(part):
+        return 0.0 * busy
     assert model.experts
-    width = WIDTH[split.dtype] if split.dtype == "float8_e4m3fn" else 2.0
-    routed = shape.stream * np.minimum(model.experts.active, split.ep) * model.hidden
-    there = pricing.collectives.seconds("all_to_all", routed * width, split.ep)
-    back = pricing.collectives.seconds("all_to_all", routed * 2.0, split.ep)
-    return 2 * (there + back)
+    one = exchange_seconds(model.experts, shape.stream, model.hidden, split.ep, engine, pricing)
+    seconds = (4 + 2 * _recomputed(split)[0]) * one
+    if not engine.exchange_overlap:
+        return seconds
+    return np.maximum(seconds - busy, 0.0) + pricing.constants.value("contention") * np.minimum(seconds, busy)
+
+
+def _host_of_experts(part: Part, shape: Shape, engine: EngineProfile, pricing: Pricing, whole: Num) -> Num:
+    """Seconds of the host for one block's exchange of tokens, and for kernels that are launched expert by expert."""
+    product = routed(part)
+    if not product or "experts" in engine.captured:
+        return 0.0
+    forward, backward = engine.exchange_launches
+    apart = np.asarray(shape.ep) > 1
+    called = ((1 + whole) * forward + backward + engine.overlap_launches * engine.exchange_overlap) * apart
+    kernels = np.maximum(product.count / shape.ep, 1) * engine.expert_kernels[shape.narrow]
+    known = pricing.constants
+    return called * known.value("launch_s") + kernels * known.value("kernel_launch_s")

@@ -38,8 +38,23 @@ class EngineProfile:
     """Dropout is on."""
     graphs: bool = False
     """Kernels are captured, so that the host is not waited for."""
-    experts_captured: bool = False
-    """Kernels of expert layers are captured, too."""
+    captured: tuple[str, ...] = ()
+    """Parts of blocks with experts whose kernels are captured, of "attention", "router" and "experts"."""
+    exchange: Literal["rows", "tokens"] = "rows"
+    """How tokens go to their experts (`exchange.py`): every row by itself, or a token once to each node and rank."""
+    exchange_overlap: bool = False
+    """Tokens are exchanged beside the computation of another micro-batch."""
+    exchange_launches: tuple[int, int] = (4, 4)
+    """Operations that the host calls to exchange tokens of a block, (forward, backward)."""
+    overlap_launches: int = 0
+    """Operations that the host calls in each block with experts to run two micro-batches beside each other."""
+    expert_kernels: tuple[int, int] = (6, 10)
+    """Kernels launched one after another in each block for each expert of the rank, with products in (16 bits, a
+    narrower type)."""
+    biases_by_expert: bool = False
+    """Biases of experts' last product are added expert by expert, times the tokens' weights in fp32."""
+    fused_experts: bool = False
+    """With products in a narrow type, an activation and what is quantised after it are inside experts' products."""
     compiled: bool = False
     """Element-wise chains are one kernel."""
     wgrad_accumulates: bool = False

@@ -40,14 +40,20 @@ class Range:
         return self.high / self.low - 1
 
 
-def time_range(parts: Mapping[str, Num], known: Constants, assumed: int = 0, routed: bool = False) -> Range:
+def time_range(
+    parts: Mapping[str, Num],
+    known: Constants,
+    assumed: int = 0,
+    routed: bool = False,
+    sigma: Mapping[str, float] | None = None,
+) -> Range:
     """The range around the sum of `parts` (seconds by part, numbers or arrays), a factor up and down.
 
     assumed: how many facts about the run were not known and had to be assumed. routed: the model has experts, whose
-    routing on the host and uneven loads are not modelled.
+    loads and host are known less well. sigma: uncertainties in place of the stored ones (`uncertainty`).
     """
     seconds = sum(parts.values())
-    sigma = uncertainty()
+    sigma = sigma or uncertainty()
     of_kind: dict[str, Num] = {}
     for name, part in parts.items():
         kind = KIND[name.split(" ")[-1]]

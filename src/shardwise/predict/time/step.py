@@ -80,7 +80,7 @@ def bubble_share(schedule: str, p: Num, m: Num, virtual: Num, found: Pieces) -> 
         raise UserError(f"the time of schedule={schedule} has no closed form; there is one for {', '.join(SCHEDULES)}")
     # With one chunk a rank, interleaved is 1F1B; published rows say 1F1B for both.
     form = FORMS["interleaved" if schedule == "1f1b" else schedule]
-    rest = total(found.block, "launches") - found.forward - found.weights
+    rest = total(found.block, "host") - found.forward - found.weights
     case = PipelineShape(2, 2, virtual, found.forward, rest, found.weights)
     share = form.bubble(case) / FORMS["1f1b"].bubble(case)
     if schedule != "zb-h1":
@@ -106,8 +106,8 @@ def _stages(
     # Where layers do not divide, embedding and head take the place of a layer each (Megatron-Core,
     # --account-for-embedding-in-pipeline-split, --account-for-loss-in-pipeline-split).
     held, with_head = _narrow(held), _narrow(np.where(even, held, held - 1))
-    per_block = found.block | {"data": _sharded(model, split, engine, pricing, sent, total(found.block, "launches"))}
-    one, loss = total(per_block, "launches"), total(found.last, "launches")
+    per_block = found.block | {"data": _sharded(model, split, engine, pricing, sent, total(found.block, "host"))}
+    one, loss = total(per_block, "host"), total(found.last, "host")
     alone = np.asarray(split.pp) == 1
     tail = (with_head * one + loss >= held * one) | alone
     layers = np.where(tail, with_head, held)
@@ -117,8 +117,8 @@ def _stages(
         + np.where(alone, found.first.get(name, 0.0), 0.0)
         for name in per_block
     }
-    busiest["host"] = _host(model, busiest.pop("launches"), split, engine, pricing, total(busiest))
-    through = model.layers * one + loss + total(found.first, "launches")
+    busiest["host"] = _host(model, busiest.pop("host"), split, engine, pricing, total(busiest))
+    through = model.layers * one + loss + total(found.first, "host")
     all_of_it = total(busiest)
     ratio = all_of_it / (all_of_it - busiest["host"])
     fill = np.maximum(through * ratio - all_of_it, 0.0) * share
@@ -148,15 +148,14 @@ def _narrow(array: Num) -> Num:
     return array.flat[0] if array.size and (array == array.flat[0]).all() else array
 
 
-def _host(
-    model: ModelConfig, launches: Num, split: StepShape, engine: EngineProfile, pricing: Pricing, busy: Num
-) -> Num:
+def _host(model: ModelConfig, called: Num, split: StepShape, engine: EngineProfile, pricing: Pricing, busy: Num) -> Num:
     """Seconds for which the device waits for the host in a micro-batch: launches that take longer than what they
-    start, a stage of a pipeline receiving and sending both ways; and, of a CPU, what others take of its core."""
-    if engine.graphs and (engine.experts_captured or not model.experts):
+    start, a stage of a pipeline receiving and sending both ways; and, of a CPU, what others take of its core.
+    called: seconds of the host for the launches."""
+    if engine.graphs and ("experts" in engine.captured or not model.experts):
         return 0.0 * busy
     hops = np.where(np.asarray(split.pp) > 1, engine.pipeline_launches, 0)
-    waiting = _meeting((launches + hops) * pricing.constants.value("launch_s"), busy) - busy
+    waiting = _meeting(called + hops * pricing.constants.value("launch_s"), busy) - busy
     taken = pricing.constants.values.get("taken", 0.0)
     return waiting + taken * _in_step(split) * busy if taken else waiting
 

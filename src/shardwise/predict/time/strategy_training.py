@@ -85,7 +85,7 @@ def trained(model: ModelConfig, layout: Layout, seq: int, engine: EngineProfile,
 def _block(layout: Layout, found: Pieces, sent: Traffic, engine: EngineProfile, pricing: Pricing) -> BlockSeconds:
     ahead = float(found.ahead)
     back = float(found.block["tensor"]) - ahead
-    everything = float(total(found.block, "launches"))
+    everything = float(total(found.block, "host"))
     sharded = layout.stage == 3 and not (engine.gathers_by_stage and layout.pp > 1)
     return BlockSeconds(
         float(found.forward) - ahead,

@@ -45,7 +45,7 @@ def context_rows(plan: UnitPlan, part: str, once: int, again: int) -> Iterator[t
 
 def keys_and_values(plan: UnitPlan) -> int:
     """Elements of the keys and values of a rank's tokens of one micro-batch."""
-    return 2 * plan.tokens * kv_heads_held(plan.model, plan.layout.tp) * plan.model.head_dim
+    return plan.tokens * kv_heads_held(plan.model, plan.layout.tp) * (plan.model.head_dim + plan.model.value_dim)
 
 
 def exchanged(plan: UnitPlan) -> tuple[int, int]:
@@ -54,4 +54,5 @@ def exchanged(plan: UnitPlan) -> tuple[int, int]:
     heads = plan.model.heads // plan.layout.tp
     kv = kv_heads_held(plan.model, plan.layout.tp)
     kv *= max(1, plan.layout.cp // kv)
-    return tuple(plan.tokens * n * plan.model.head_dim for n in (heads + 2 * kv, heads))  # type: ignore[return-value]
+    keys, values = plan.model.head_dim, plan.model.value_dim
+    return plan.tokens * (heads * keys + kv * (keys + values)), plan.tokens * heads * values

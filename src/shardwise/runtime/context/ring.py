@@ -119,22 +119,24 @@ def _no_wait() -> None:
 
 
 class _Attention(torch.autograd.Function):
-    """softmax(q kᵀ) v over the whole sequence. q: [B, S / cp, H, D]; k, v: [B, S / cp, K, D]; returns q's shape."""
+    """softmax(q kᵀ) v over the whole sequence. q: [B, S / cp, H, D]; k: [B, S / cp, K, D]; v: [B, S / cp, K, V];
+    returns [B, S / cp, H, V]."""
 
     @staticmethod
     def forward(
         ctx: Any, core: ContextCore, source: Source, batch: ContextBatch, q: Tensor, k: Tensor, v: Tensor
     ) -> Tensor:
         merged = None
-        for other, theirs in source.around(torch.stack((k, v))):
+        for other, packed in source.around(_packed(k, v)):
             rows, columns, _ = core.cut.visible(core.rank, other)
             scores = block_scores(batch, core.core, core.cut, core.rank, other)
-            out, lse = core.kernel.forward(q[:, rows], theirs[0][:, columns], theirs[1][:, columns], scores)
+            keys, values = (x[:, columns] for x in _unpacked(packed, k.shape, v.shape))
+            out, lse = core.kernel.forward(q[:, rows], keys, values, scores)
             if merged is None:
                 merged = Merged(out, lse)
             else:
                 merged.add(rows, out, lse)
-            del theirs, out, lse  # before the next ones come
+            del packed, keys, values, out, lse  # before the next ones come
         assert merged is not None
         result = merged.out(q.dtype)
         ctx.core, ctx.source, ctx.batch = core, source, batch
@@ -148,25 +150,36 @@ class _Attention(torch.autograd.Function):
         dq = torch.zeros_like(q, dtype=lse.dtype)
 
         def gradients() -> Iterator[Tensor]:
-            for other, theirs in ctx.source.around(torch.stack((k, v))):
+            for other, packed in ctx.source.around(_packed(k, v)):
                 rows, columns, _ = core.cut.visible(core.rank, other)
                 scores = block_scores(ctx.batch, core.core, core.cut, core.rank, other)
+                keys, values = (x[:, columns] for x in _unpacked(packed, k.shape, v.shape))
                 dq_part, *parts = core.kernel.backward(
-                    grads[0][:, rows], q[:, rows], theirs[0][:, columns], theirs[1][:, columns], out[:, rows],
-                    lse[:, :, rows].contiguous(), scores,
-                )  # fmt: skip
+                    grads[0][:, rows], q[:, rows], keys, values, out[:, rows], lse[:, :, rows].contiguous(), scores
+                )
                 dq[:, rows] += dq_part
-                del theirs, dq_part
-                yield _placed(parts, columns, k.shape, lse.dtype)
+                del packed, keys, values, dq_part
+                yield _placed(parts, columns, k.shape, v.shape, lse.dtype)
 
-        dk, dv = ctx.source.gradients(gradients()).to(k.dtype)
-        return None, None, None, dq.to(q.dtype), dk, dv
+        packed = ctx.source.gradients(gradients()).to(k.dtype)
+        return None, None, None, dq.to(q.dtype), *_unpacked(packed, k.shape, v.shape)
 
 
-def _placed(parts: list[Tensor], columns: slice, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Gradients of the keys and values `columns` among those of all, [2, *shape]; `parts` is emptied."""
-    whole = torch.zeros(2, *shape, dtype=dtype, device=parts[0].device)
-    for into in whole:
+def _packed(k: Tensor, v: Tensor) -> Tensor:
+    """Keys and values, which may be narrower, as one message."""
+    return torch.cat((k.reshape(-1), v.reshape(-1)))
+
+
+def _unpacked(packed: Tensor, keys: torch.Size, values: torch.Size) -> tuple[Tensor, Tensor]:
+    """Views of the keys and of the values."""
+    k, v = packed.split([keys.numel(), values.numel()])
+    return k.view(keys), v.view(values)
+
+
+def _placed(parts: list[Tensor], columns: slice, keys: torch.Size, values: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Gradients of the keys and values `columns` among those of all, packed; `parts` is emptied."""
+    whole = torch.zeros(keys.numel() + values.numel(), dtype=dtype, device=parts[0].device)
+    for into in _unpacked(whole, keys, values):
         into[:, columns] = parts.pop(0)
     return whole
 

@@ -40,7 +40,7 @@ def _exchanged(comms: Comms, part: str, x: Tensor) -> Tensor:
 def attend(comms: Comms, part: str, core: Core, q: Tensor, k: Tensor, v: Tensor, batch: ContextBatch) -> Tensor:
     """`core` over all tokens, for a cp-th of the heads.
 
-    q: [B, S / cp, H, D]; k, v: [B, S / cp, K, D]; returns q's shape.
+    q: [B, S / cp, H, D]; k: [B, S / cp, K, D]; v: [B, S / cp, K, V]; returns [B, S / cp, H, V].
     """
     assert batch.whole is not None
     seq, padded = batch.whole.index.shape[1], q.shape[1] * comms.size(CP)
@@ -53,11 +53,12 @@ def _to_heads(comms: Comms, part: str, seq: int, q: Tensor, k: Tensor, v: Tensor
     ranks, copies = comms.size(CP), max(1, comms.size(CP) // k.shape[2])
     if copies > 1:
         k, v = k.repeat_interleave(copies, 2), v.repeat_interleave(copies, 2)
-    split = [x.shape[2] // ranks for x in (q, k, v)]
-    # For each rank its heads of queries, keys and values side by side: [cp, B, S / cp, (H + 2 K) / cp, D].
-    rows = torch.cat([x.unflatten(2, (ranks, -1)) for x in (q, k, v)], 3).permute(2, 0, 1, 3, 4)
+    # For each rank its heads of queries, keys and values side by side: [cp, B, S / cp, their widths].
+    heads = [x.unflatten(2, (ranks, -1)).flatten(3) for x in (q, k, v)]
+    rows = torch.cat(heads, 3).permute(2, 0, 1, 3)
     rows = _Exchange.apply(comms, part, rows)  # type: ignore[no-untyped-call]
-    return [x.transpose(0, 1).flatten(1, 2)[:, :seq].contiguous() for x in rows.split(split, 3)]
+    split = zip(rows.split([x.shape[3] for x in heads], 3), (q, k, v), strict=True)
+    return [x.transpose(0, 1).flatten(1, 2)[:, :seq].contiguous().unflatten(2, (-1, y.shape[3])) for x, y in split]
 
 
 def _to_sequence(comms: Comms, part: str, out: Tensor) -> Tensor:

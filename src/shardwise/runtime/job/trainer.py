@@ -233,7 +233,7 @@ class _Run:
             self.times.append(elapsed)
             self.cpu_times.append(cpu)
         if timeline is not None and self.role is not None:
-            role = replace(self.role, transport=timeline.transport())
+            role = replace(self.role, transport=timeline.transport(self.role.ledger))
             self.roles, self.role = self._gather(role, timeline.recorded()), None
         if self.record:
             rate = self.config.workload.batch * self.config.workload.seq / elapsed

@@ -171,7 +171,9 @@ class StepMeasurement:
         most = self.program.engine.tally.most
         bytes_ = Bytes.of(peak, **lasting, gradients=most["gradients"], comm=most["comm"], saved=self.saved)
         comms = self.program.comms
-        return Role(f"rank {rank}", (rank,), bytes_, comms.ledger(), comms.transport())
+        routed = self.program.expert_loads.routed
+        record = routed.to_json() if routed else None
+        return Role(f"rank {rank}", (rank,), bytes_, comms.ledger(), comms.transport(), routed=record)
 
 
 def _unique_bytes(tensors: Iterable[Tensor]) -> int:

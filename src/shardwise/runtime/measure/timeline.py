@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 from shardwise.report.exposure import COMMUNICATION, COMPUTE, WAITING
 from shardwise.report.rank_timelines import Recorded
-from shardwise.report.step_report import DTYPE_BYTES, TransportRow
-from shardwise.runtime.transport.comms import Key
+from shardwise.report.step_report import DTYPE_BYTES, LedgerRow, TransportRow
+from shardwise.runtime.transport.comms import Key, Timing
 
 if TYPE_CHECKING:
     from shardwise.runtime.pipeline.step import TrainProgram
@@ -232,22 +232,38 @@ class TimelineRecorder:
         about = {"op": op, "axes": axes, "unit": unit, "phase": phase, "bytes": elements * DTYPE_BYTES[dtype]}
         return _event(flight.name, COMMUNICATION, issued, done) | {"args": about}
 
-    def transport(self) -> tuple[TransportRow, ...]:
-        """The transport rows of the step's ledger, timed to the collectives' completion, whenever they were waited for.
+    def transport(self, ledger: Sequence[LedgerRow]) -> tuple[TransportRow, ...]:
+        """The transport rows of a ledger, timed to the collectives' completion, whenever they were waited for.
 
         What a rank does with a result, such as the sum of a reduce-scatter over gloo, counts as its computation.
+        ledger: of a step that did the same. Exchanges of experts differ from step to step in their elements: they count
+        with the first row that differs in nothing else.
         """
         end = self.since_start(self._end)
-        comms = self._program.comms
-        sums = {key: [0, 0] for key in sorted(comms.timings)}
+        timings = self._program.comms.timings
+        rows = {astuple(row)[:-1]: index for index, row in enumerate(ledger)}
+        alike = {astuple(row)[:-2]: index for index, row in reversed(list(enumerate(ledger)))}
+        places = {key: rows.get(key, alike.get(key[:-1])) for key in timings}
+        sums: dict[Key, list[int]] = {key: [0, 0] for key in timings}
         for flight in self._flights:
             issued, done, still = flight.times(end)
             sums[flight.key][0] += done - issued
             sums[flight.key][1] += still
-        return tuple(
-            TransportRow(i, comms.timings[key].algorithm, *comms.timings[key].sent, total / 1e9, still / 1e9)
-            for i, (key, (total, still)) in enumerate(sums.items())
-        )
+        found: dict[int, list[tuple[Timing, list[int]]]] = {}
+        for key, place in places.items():
+            if place is not None:
+                found.setdefault(place, []).append((timings[key], sums[key]))
+        return tuple(_transport_row(place, found[place]) for place in sorted(found))
+
+
+def _transport_row(place: int, parts: Sequence[tuple[Timing, list[int]]]) -> TransportRow:
+    """One row of entries with their nanoseconds, in all and standing still."""
+    total, still = (sum(times[i] for _, times in parts) / 1e9 for i in (0, 1))
+    whole = Timing(parts[0][0].key, parts[0][0].algorithm)
+    for timing, _ in parts:
+        if timing.moved is not None:
+            whole.add(timing.moved)
+    return TransportRow(place, whole.algorithm, *whole.sent, total, still)
 
 
 def _event(name: str, stream: str, start: int, stop: int) -> Event:

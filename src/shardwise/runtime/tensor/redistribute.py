@@ -83,7 +83,7 @@ _CLASSES: dict[tensor.Redistribution, type[_OverTP]] = {
 
 def compose(plan: UnitPlan, comms: Comms, part: str) -> dict[str, Around]:
     """Global name of a weight of a part -> the communication around its map; "vocab" and "lookup" of the
-    table's uses, "statistics" of norms over the heads of several ranks."""
+    table's uses, "statistics" of norms over the heads of several ranks, "shared key" of latent attention."""
     table = tensor.edges(plan.layout)
 
     def around(cut: str, width: int) -> Around:
@@ -93,7 +93,7 @@ def compose(plan: UnitPlan, comms: Comms, part: str) -> dict[str, Around]:
 
     weights = [p for p in plan.blueprint.parameters_of(part) if len(p.shape) > 1]
     found = {parameter.name: around(parameter.cut, parameter.shape[0]) for parameter in weights}
-    return found | {use: around(use, plan.model.vocab) for use in ("vocab", "lookup", "statistics")}
+    return found | {use: around(use, plan.model.vocab) for use in ("vocab", "lookup", "statistics", "shared key")}
 
 
 def redistribution(edge: tensor.Redistribution, comms: Comms, part: str, width: int = 0) -> Redistribute:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from shardwise.validation.scoreboard.memory import memory_scores
 from shardwise.validation.scoreboard.misses import reason
+from shardwise.validation.scoreboard.mixtures import MixtureScore, mixture_scores
 from shardwise.validation.scoreboard.rows import cases, read
 from shardwise.validation.scoreboard.score import MISS, Prediction, Score, predict, scores
 
@@ -11,5 +12,6 @@ PUBLISHED = Path(__file__).parent / "published.json"
 """The project's own small table: a few rows of every source, each with its citation."""
 
 __all__ = [
-    "MISS", "PUBLISHED", "Prediction", "Score", "cases", "memory_scores", "predict", "read", "reason", "scores",
+    "MISS", "PUBLISHED", "MixtureScore", "Prediction", "Score", "cases", "memory_scores", "mixture_scores", "predict",
+    "read", "reason", "scores",
 ]  # fmt: skip

@@ -80,7 +80,7 @@ def engine_of(row: Row, assumed: list[str]) -> str:
         return "megatron-lm-2022"
     if "llm-foundry" in words or "fsdp" in words:
         return "llm-foundry-pure" if "mode pure" in words else "llm-foundry"
-    if "megatron-bridge" in words or "nemo" in words:
+    if "megatron-bridge" in words or "nemo" in words or "megatron core" in words:
         return "megatron-bridge"
     assumed.append("software not named: priced as Megatron-LM of 2022")
     return "megatron-lm-2022"
@@ -191,7 +191,7 @@ def model_of(row: Row, assumed: list[str]) -> ModelConfig:
         positions="rope" if gated else "learned",
         activation="silu" if gated else "gelu",
         gated=gated,
-        bias="none" if gated or foundry else "all",
+        bias="all" if name.startswith("GPT OSS") else "none" if gated or foundry else "all",
         qk_norm=name.startswith("Qwen3"),
         tied=not gated and not bridge,
         experts=experts,

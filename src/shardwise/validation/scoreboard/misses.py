@@ -16,8 +16,8 @@ def reason(one: Prediction) -> str:
     unstated = [words for words in one.case.assumed if not words.startswith("ZeRO")]
     if one.case.model.experts and one.case.kind == "train":
         return (
-            "experts: the host's part of routing, uneven loads, and all-to-alls that run beside computation or send "
-            "each token once a node are not modelled"
+            "experts: capacities and layers beside the blocks (multi-token prediction), kernels of a release and "
+            "uneven loads are not modelled"
         )
     if traffic > 0.25:
         direction = "faster" if one.error > 0 else "slower"

@@ -6,7 +6,7 @@ A row is a JSON object; `docs/prediction.md` lists its keys, `configuration.py` 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -15,6 +15,8 @@ from typing import Any
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.model import ModelConfig
+from shardwise.predict.time.kernels import WIDTH
+from shardwise.predict.time.profiles import EngineProfile, engine
 from shardwise.predict.time.serving import ServingLayout
 from shardwise.predict.time.step import StepShape
 from shardwise.validation.scoreboard.configuration import (
@@ -27,6 +29,7 @@ from shardwise.validation.scoreboard.configuration import (
     whole,
 )
 from shardwise.validation.scoreboard.conventions import step_seconds_of
+from shardwise.validation.scoreboard.recipes import ENGINES, recipe_of
 
 REQUESTS = {
     (128, 128): 30000, (128, 2048): 3000, (128, 4096): 1500, (500, 2000): 3000, (1000, 1000): 3000, (1000, 2000): 1500,
@@ -55,6 +58,13 @@ class PublishedCase:
     output: int = 0
     requests: int = 0
     assumed: tuple[str, ...] = field(default=())
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the engine's profile that differ in this run."""
+
+    @property
+    def software(self) -> EngineProfile:
+        """Profile of the software as this run had it."""
+        return replace(engine(self.engine), **self.recipe)
 
     def describe(self) -> str:
         """One line that says which row this is."""
@@ -116,7 +126,8 @@ def _identity(case: PublishedCase) -> tuple[Any, ...]:
     row = case.row
     keys = ("phase", "isl", "osl", "tp", "pp", "gpus", "gbs", "schedule", "techniques", "fsdp", "compile")
     layout = [repr(row.get(key)) for key in keys]
-    return (case.source, repr(case.model), case.precision, repr(case.split), repr(case.cluster), *layout)
+    run = (case.source, repr(case.model), case.precision, repr(case.split), repr(case.cluster))
+    return (*run, case.engine, repr(case.recipe), *layout)
 
 
 def case(row: Row) -> PublishedCase:
@@ -159,8 +170,16 @@ def _serving(row: Row, model: ModelConfig, cluster: Cluster, rate: float, assume
 def _training(row: Row, model: ModelConfig, cluster: Cluster, assumed: list[str]) -> PublishedCase:
     seconds = step_seconds_of(row, model)
     name = engine_of(row, assumed)
+    recipe: Mapping[str, Any] = {}
     split = split_of(row, model, assumed)
+    if model.experts and name == ENGINES["tokens"]:
+        found = recipe_of(row, cluster.device.name, WIDTH[split.dtype] < 2)
+        if found:
+            name, recipe = found
+        else:
+            assumed.append(f"exchange of tokens not stated: as {name} does it")
     precision = str(row.get("precision"))
     return PublishedCase(
-        row, row["source_id"], "train", model, cluster, name, precision, seconds, split, assumed=tuple(assumed)
-    )
+        row, row["source_id"], "train", model, cluster, name, precision, seconds, split, assumed=tuple(assumed),
+        recipe=recipe,
+    )  # fmt: skip

@@ -11,7 +11,6 @@ import numpy as np
 
 from shardwise.errors import UserError
 from shardwise.predict.time.constants import Constants, constants
-from shardwise.predict.time.profiles import engine
 from shardwise.predict.time.ranges import Range, time_range
 from shardwise.predict.time.serving import decode_step, throughput
 from shardwise.predict.time.step import Pricing, training_step
@@ -102,7 +101,7 @@ def _groups(cases: Iterable[PublishedCase]) -> list[list[PublishedCase]]:
             groups[(place,)].append(case)
             continue
         switches = (split.seq, split.zero, split.sp, split.recompute, split.dtype)
-        groups[(case.source, repr(case.model), repr(case.cluster), case.engine, len(case.assumed), *switches)].append(
+        groups[(case.source, repr(case.model), repr(case.cluster), case.software, len(case.assumed), *switches)].append(
             case
         )
     return list(groups.values())
@@ -112,7 +111,7 @@ def _trained(group: list[PublishedCase], prices: _Prices) -> list[Prediction]:
     splits = [case.split for case in group if case.split]
     arrays: dict[str, Any] = {name: np.array([getattr(split, name) for split in splits]) for name in _ARRAYS}
     pricing = prices.of(group[0])
-    step = training_step(group[0].model, replace(splits[0], **arrays), engine(group[0].engine), pricing)
+    step = training_step(group[0].model, replace(splits[0], **arrays), group[0].software, pricing)
     shape = (len(group),)
     parts = {name: np.broadcast_to(np.asarray(part, dtype=float), shape) for name, part in step.parts.items()}
     routed = bool(group[0].model.experts)
@@ -131,7 +130,7 @@ def _trained(group: list[PublishedCase], prices: _Prices) -> list[Prediction]:
 
 def _served(group: list[PublishedCase], prices: _Prices) -> list[Prediction]:
     case = group[0]
-    serving, pricing, software = case.serving, prices.of(case), engine(case.engine)
+    serving, pricing, software = case.serving, prices.of(case), case.software
     assert serving
     if case.kind == "decode":
         tokens = 1.0
