@@ -1,5 +1,5 @@
-"""Generation with experts under every way to split them: logits and answers of Mixtral and Qwen3-MoE as `transformers`
-computes them, and of DeepSeek-V3's routing as the plain decoder does."""
+"""Generation with experts under every way to split them: logits and answers of Mixtral, Qwen3-MoE and DeepSeek-V2 and
+V3 as `transformers` computes them."""
 
 from __future__ import annotations
 
@@ -7,22 +7,16 @@ import random
 from collections import Counter
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from harness.answers import check, requests
 from harness.generation import Script
 from harness.huggingface import pretrained
 from harness.pool import run_ranks
 from harness.today import EVERYTHING, seed
-from shardwise.checkpoint import Manifest, PartEntry, Piece, TensorSpec, commit, write_part
-from shardwise.checkpoint.geometry import full
-from shardwise.decoder import Batch, Decoder
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Mesh, Workload, unit_plan
 from shardwise.layout.axes import TP
@@ -33,17 +27,17 @@ from shardwise.ops.generate_experts import own_pairs
 from shardwise.serving.job import ServingJob, weights_in
 from shardwise.serving.messages import Command, Request, Sampling
 
-HUGGING_FACE: dict[str, tuple[str, dict[str, Any]]] = {
-    "mixtral": ("mixtral", {"num_hidden_layers": 3, "num_local_experts": 4}),
-    "qwen3_moe": ("qwen3_moe", {"num_hidden_layers": 3, "num_experts": 8}),
+MODELS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_hidden_layers": 3, "num_local_experts": 4},
+    "qwen3_moe": {"num_hidden_layers": 3, "num_experts": 8},
+    "deepseek_v2": {},
+    "deepseek_v3": {},
 }
-SHARED = ModelConfig(
-    "shared", vocab=53, hidden=24, layers=3, heads=4, kv_heads=2, ffn=42, max_positions=64,
-    experts=Experts(
-        8, 3, 14, shared=2, dense_layers=1, router_bias=True, scoring="sigmoid", scale=2.5, groups=4, active_groups=2,
-    ),
+"""Family -> changes of its configuration."""
+MIXED = ModelConfig(
+    "mixed", vocab=53, hidden=24, layers=3, heads=4, kv_heads=2, ffn=42, max_positions=64,
+    experts=Experts(8, 3, 14, dense_layers=1),
 )  # fmt: skip
-MODELS = (*HUGGING_FACE, "shared")
 LAYOUTS = [
     "dp=1", "tp=2", "pp=2", "tp=2,ep=2", "tp=4,ep=2", "tp=2,etp=1", "dp=2,ep=2", "dp=4,ep=4", "dp=4,ep=2",
     "dp=2,tp=2,ep=4", "dp=2,tp=2,ep=2,etp=2", "dp=2,pp=2,ep=2", "dp=2,zero=3", "dp=2,tp=2,zero=3,etp=1",
@@ -60,37 +54,9 @@ def selected() -> list[tuple[str, str, int]]:
     return [generator.choice([case for case in CASES if case[1] == layout]) for layout in LAYOUTS]
 
 
-class Plain(Decoder):
-    """The plain decoder on whole sequences, called as `transformers`' models are."""
-
-    def __call__(self, ids: Tensor) -> Any:
-        positions = torch.arange(ids.shape[1]).expand(ids.shape)
-        return SimpleNamespace(logits=super().__call__(Batch(ids, positions, positions, None, positions, positions)))
-
-
 @cache
 def model_of(name: str) -> Any:
-    if name in HUGGING_FACE:
-        family, changes = HUGGING_FACE[name]
-        return pretrained(family, **changes)
-    torch.manual_seed(3)
-    decoder = Plain(SHARED).double()
-    for at, parameter in decoder.named_parameters():
-        with torch.no_grad():
-            parameter.normal_(float(at.endswith("norm.weight")), 0.2)
-    return decoder
-
-
-def save(decoder: Decoder, folder: Path) -> None:
-    """A checkpoint of weights alone, rounded to float32 as the decoder then is."""
-    arrays = {}
-    for name, parameter in decoder.named_parameters():
-        parameter.data = parameter.data.float().double()
-        arrays[f"model/{name}"] = parameter.detach().float().numpy()
-    entries = [PartEntry(n, TensorSpec(a.shape, "float32"), Piece.whole(full(a.shape))) for n, a in arrays.items()]
-    record = write_part(folder, 0, entries, [np.ascontiguousarray(values).reshape(-1) for values in arrays.values()])
-    about = {"model": decoder.config.to_json(), "layout": "dp=1", "workload": {"seq": 8, "batch": 1}}
-    commit(folder, Manifest.of([record], step=1, samples=1, seed=0, optimizer_steps=1, about=about))
+    return pretrained(name, **MODELS[name])
 
 
 @pytest.fixture(scope="module")
@@ -99,10 +65,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     @cache
     def folder(name: str) -> Path:
-        if name in HUGGING_FACE:
-            model_of(name).save_pretrained(root / name)
-        else:
-            save(model_of(name), root / name / "step-1")
+        model_of(name).save_pretrained(root / name)
         return root / name
 
     return folder
@@ -112,12 +75,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_every_pair_goes_once_to_a_rank_that_has_its_expert(layout: str) -> None:
     """Ranks of a replica divide its pairs, those that share an expert have the same ones, and weights are where the
     unit plan has them."""
-    split, e = Layout.parse(layout), SHARED.experts
+    split, e = Layout.parse(layout), MIXED.experts
     assert e is not None
-    mesh, chosen = Mesh.of(split, SHARED), torch.stack([torch.randperm(8)[:3] for _ in range(5)])
+    mesh, chosen = Mesh.of(split, MIXED), torch.stack([torch.randperm(8)[:3] for _ in range(5)])
     boxes = {}
     for rank in range(split.ranks):
-        plan = unit_plan(SHARED, split, Workload(), rank=rank)
+        plan = unit_plan(MIXED, split, Workload(), rank=rank)
         experts = [p for unit in plan.units for p in unit.placed if p.kind == "expert"]
         boxes[rank] = experts[0].box if experts else None
     for stage in range(split.pp):
@@ -133,8 +96,8 @@ def test_every_pair_goes_once_to_a_rank_that_has_its_expert(layout: str) -> None
                 starts = counts.cumsum(0) - counts
                 for number, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
                     (first, last), *_ = boxes[owners[number // share.count]]
-                    expert = first // SHARED.hidden + number % share.count
-                    assert last - first == share.count * SHARED.hidden
+                    expert = first // MIXED.hidden + number % share.count
+                    assert last - first == share.count * MIXED.hidden
                     assert (chosen.flatten()[order[start : start + count]] == expert).all()
             assert done == dict.fromkeys(range(chosen.numel()), split.expert_tp)
 
@@ -155,11 +118,11 @@ def test_logits_and_answers(folders: Any, name: str, layout: str, index: int) ->
 
 @pytest.mark.parametrize("layout", ["dp=2,ep=2", "dp=2,pp=2,ep=2", "dp=2,tp=2,ep=4"])
 def test_a_replica_without_requests_serves_the_experts_of_others(folders: Any, layout: str) -> None:
-    folder = folders("shared")
+    folder = folders("deepseek_v3")
     job = ServingJob(weights_in(folder)[0], Layout.parse(f"{layout},precision=fp32"), str(folder), page=4, chunk=3)
     asked: dict[int, dict[int, list[Command]]] = {0: {}, 1: {2: [Request(7, (1, 2, 3, 4), Sampling(max_tokens=6))]}}
     ranks = run_ranks("harness.generation:generate", job.layout.ranks, Script(job, asked))
-    check(model_of("shared"), asked, ranks, reuse=True)
+    check(model_of("deepseek_v3"), asked, ranks, reuse=True)
 
 
 @pytest.mark.parametrize(("precision", "quantize"), [("bf16", "none"), ("bf16", "int8"), ("fp32", "int8")])
@@ -192,7 +155,7 @@ def test_narrow_weights(folders: Any, precision: str, quantize: str) -> None:
     ],
 )
 def test_splits_of_experts_that_generation_has_not(layout: str, words: str) -> None:
-    model = SHARED.replace(experts=Experts(12, 3, 14))
+    model = MIXED.replace(experts=Experts(12, 3, 14))
     if not words:
         ServingJob(model, Layout.parse(layout), "nowhere")
         return
