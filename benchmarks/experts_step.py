@@ -7,8 +7,8 @@ Peers are `DistributedConfig(fsdp_size=4, ep_size=4)`, where each rank has seque
 All start from the same weights, in fp32, with fused AdamW and no clipping; peers communicate over gloo, ours over gloo
 and, called `shared`, through the memory that the ranks share.
 
-The contenders take turns in one set of processes, every second round in the opposite order, after `WARM` steps each that
-do not count. A step's seconds run from the first rank's start to the last rank's end. Printed for each pair: medians,
+The contenders take turns in one set of processes, every second round in the opposite order, after `WARM` steps each
+that do not count. A step's seconds run from the first rank's start to the last rank's end. Printed for each pair: medians,
 the ratio of medians, and the lowest and highest ratio of a round. Losses after the same steps say whether both train
 the same model.
 """
