@@ -17,6 +17,7 @@ SHOWN = {
     "tokens-inside": "tokens?_chapter=2&_step=0.62",
     "tokens-answer": "tokens?_chapter=4&_token=100",
     "tokens-training": "tokens?_chapter=5&_train=18",
+    "experts": "experts?_chapter=2&_step=4&load=skewed",
     "memory": "memory?zero=1",
     "collectives": "collectives?ranks=6&_round=3",
     "pipelines": "pipelines?a=1f1b&b=zb-v&micro=12&_time=24",

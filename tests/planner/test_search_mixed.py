@@ -9,19 +9,14 @@ from shardwise.layout import Layout, Workload
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import get
 from shardwise.model.config import Experts
-from shardwise.model.parameters import blueprint, count, parameters
+from shardwise.model.parameters import count, parameters
 from shardwise.planner.block_elements import BlockElements
 from shardwise.planner.bounds import places
 from shardwise.planner.exact import rank_plan
-from shardwise.predict.memory.mixtures import alike
 from shardwise.predict.memory.step import predict_bytes
 from shardwise.report.step_report import Bytes
 
 SPARSE = ("mixtral-8x7b", "deepseek-v3")
-
-
-def edges(model: ModelConfig) -> int:
-    return sum(part.numel for part in blueprint(model).parts if part.kind != "block")
 
 
 def held(model: ModelConfig, text: str, seq: int = 512, batch: int = 1 << 12) -> list[Bytes]:
@@ -82,15 +77,6 @@ def test_one_expert_for_every_token_is_a_dense_block_that_routes(text, recompute
         assert mixed.total > plain.total
 
 
-def test_a_model_without_either_is_itself():
-    for name in ("llama-3-8b", "gpt2", "bloom-176b"):
-        assert alike(get(name)) is get(name) or alike(get(name)) == get(name)
-    like = alike(get("deepseek-v3"))
-    assert like.latent_attention is None
-    # Queries and keys of 192, values and what comes out of 128, for each of 128 heads.
-    assert 2 * like.q_width + 2 * like.kv_width == 128 * (2 * 192 + 2 * 128)
-
-
 def test_a_pipeline_behind_blocks_without_experts_can_be_fullest_later():
     model = get("deepseek-v3")
     assert places(model, 32, "1f1b") == [0, 1, 2, 3, 31] and places(model, 2, "1f1b") == [0, 1]
@@ -108,7 +94,3 @@ def test_capacity_is_what_tokens_choose():
     # rows, outputs, gate and up; choices and orders
     inner = rows * ((2 * 14336 + 2 * 4096) * 2 + 3 * 8) * model.layers
     assert four.saved - two.saved == pytest.approx(inner, rel=0.01)
-
-
-def test_edges_are_those_of_the_model():
-    assert edges(alike(get("deepseek-v3"))) == edges(get("deepseek-v3"))

@@ -361,7 +361,7 @@ def test_the_model_and_the_cluster_come_along_to_other_views(visitor: Any) -> No
     page.locator('[data-control="cluster"] input').fill("4xH100")
     visitor.after(lambda: page.locator('[data-control="cluster"] input').press("Enter"))
     for view, words in {
-        "Tokens": {"model": "tiny-llama", "cluster": "4xH100"}, "Collectives": {"cluster": "4xH100"},
+        "Tokens": {"model": "tiny-llama", "cluster": "4xH100"}, "Experts": {"model": "tiny-llama"}, "Collectives": {"cluster": "4xH100"},
         "Runs": {}, "Memory": {"model": "tiny-llama", "cluster": "4xH100"},
     }.items():  # fmt: skip
         visitor.after(page.get_by_role("navigation").get_by_role("link", name=view).click)
@@ -370,7 +370,7 @@ def test_the_model_and_the_cluster_come_along_to_other_views(visitor: Any) -> No
         assert visitor.given == words and not page.get_by_role("alert").is_visible()
     left = page.locator('[data-control="model"] details')
     left.locator("summary").click()
-    assert "mixtral-8x7b: mixture-of-experts" in left.inner_text()
+    assert "bloom-176b: ALiBi positions" in left.inner_text()
 
 
 def test_sizes_and_devices_are_changed_by_sliders_and_come_along(visitor: Any, runs: Any) -> None:
