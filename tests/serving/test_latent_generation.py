@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_generation_engine import check, requests
 from torch import Tensor
 
 from harness.answers import check, requests
