@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_generation_engine import check, requests
 from torch import Tensor
 
+from harness.answers import check, requests
 from harness.generation import Script
 from harness.pool import run_ranks
 from harness.reference import Case
