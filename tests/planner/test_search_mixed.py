@@ -66,8 +66,8 @@ def test_the_ranks_of_a_pipeline_have_all_blocks(layers, dense, virtual, data):
 @pytest.mark.parametrize("text", ["dp=8", "dp=4,tp=2,sp,zero=1", "dp=2,tp=2,pp=2,sp,zero=2", "dp=2,pp=4,zero=3"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_one_expert_for_every_token_is_a_dense_block_that_routes(text, recompute):
-    """As many weights but for the router's. Saved are rows and outputs of the expert in place of activation and product,
-    which are computed again."""
+    """As many weights but for the router's. Saved are rows and outputs of the expert in place of activation and
+    product, which are computed again."""
     dense = get("llama-3.2-1b")
     sparse = dense.replace(name="sparse", experts=Experts(1, 1, dense.ffn))
     router = dense.layers * dense.hidden
