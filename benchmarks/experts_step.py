@@ -8,8 +8,8 @@ All start from the same weights, in fp32, with fused AdamW and no clipping; peer
 and, called `shared`, through the memory that the ranks share.
 
 The contenders take turns in one set of processes, every second round in the opposite order, after `WARM` steps each
-that do not count. A step's seconds run from the first rank's start to the last rank's end. Printed per pair: medians,
-the ratio of medians, and the lowest and highest ratio of a round. Losses after the same steps say whether both train
+that do not count. A step's seconds run from the first rank's start to the last rank's end. Printed for each pair: the
+medians, their ratio, and the lowest and highest ratio of a round. Losses after the same steps say whether both train
 the same model.
 """
 

@@ -169,8 +169,8 @@ def _one_expert_a_rank(generator: random.Random) -> Iterator[Point]:
 def settled(case: Case) -> Case:
     """The case, in fp32 on the first data for which no choice of an expert on one device is nearly a tie.
 
-    Rounding, which differs between layouts, must not decide one. bf16 is compared with one device in bf16, which
-    decides some otherwise than fp32, too.
+    Rounding, which differs between layouts, must not decide one. bf16 is compared with one device in bf16, which also
+    decides some otherwise than fp32.
     """
     if case.precision != "fp32":
         return case
