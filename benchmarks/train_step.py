@@ -407,14 +407,14 @@ def machine() -> dict[str, Any]:
     return {"cpu": cpu, "cores": cores, "system": platform.system(), **versions}
 
 
-def header(benchmark: str) -> dict[str, Any]:
+def header(benchmark: str, model: ModelConfig = MODEL) -> dict[str, Any]:
     """What every result file starts with. The command is without the file that the result goes to."""
     words = [f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]
     command = re.sub(r" --json[ =]\S+", "", " ".join(["python", *words]))
     date = datetime.now(UTC).isoformat(timespec="minutes")
     return {
-        "benchmark": benchmark, "date": date, "command": command, "machine": machine(), "model": MODEL.to_json(),
-        "parameters": count(MODEL),
+        "benchmark": benchmark, "date": date, "command": command, "machine": machine(), "model": model.to_json(),
+        "parameters": count(model),
     }  # fmt: skip
 
 

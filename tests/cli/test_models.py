@@ -12,6 +12,9 @@ from hypothesis import strategies as st
 
 from shardwise.cli.main import main
 from shardwise.model import ModelConfig
+from shardwise.model.catalog import get
+from shardwise.model.changes import change
+from shardwise.model.config import Experts, LatentAttention
 
 COMMANDS = (
     ["plan", "llama-3-8b", "--cluster", "8xH100", "--seq", "512", "--batch", "8", "--fix", "tp=2,pp=1,cp=1", "--json"],
@@ -51,6 +54,46 @@ def test_any_value_of_any_field(command, changes):
     assert (code, told) == (0, "") or (code == 2 and told.count("\n") == 1 and len(told) < 500)
 
 
+MIXTURE = ["estimate", "tiny-deepseek", "--cluster", "2xcpu", "--layout", "dp=2,ep=2", "--seq", "64", "--batch", "2"]
+PARTS = {"experts": Experts, "latent_attention": LatentAttention}
+NESTED = [f"{part}.{field.name}" for part, of in PARTS.items() for field in dataclasses.fields(of)]
+
+
+@given(st.lists(st.tuples(st.sampled_from([*NESTED, *PARTS]), VALUES), min_size=1, max_size=3))
+@settings(max_examples=60)
+def test_any_value_of_any_field_of_a_part(changes):
+    code, told = ends([*MIXTURE, *(f"--set={field}={value}" for field, value in changes)])
+    assert (code, told) == (0, "") or (code == 2 and told.count("\n") == 1 and len(told) < 500)
+
+
+def test_fields_of_a_part_change_together():
+    model = change(get("tiny-deepseek"), "experts.groups=2,experts.active_groups=1,experts.capacity=1.25,hidden=64")
+    experts = dataclasses.replace(get("tiny-deepseek").experts, groups=2, active_groups=1, capacity=1.25)
+    assert model == get("tiny-deepseek").replace(experts=experts, hidden=64)
+    narrow = change(get("tiny-deepseek"), "latent_attention.rope_head_dim=4,latent_attention.q_rank=0")
+    assert (narrow.head_dim, narrow.latent_attention.q_rank) == (20, 0)
+    assert change(get("deepseek-v3"), "rope_scaling=none").rope_scaling is None
+    assert change(get("tiny-mixtral"), "experts=none").experts is None
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("experts.cont=3", "experts has no field 'cont'; did you mean count?"),
+        ("experts.count=x", "'x' is not an integer"),
+        ("experts.active=99", "a token cannot choose 99 of 16 experts"),
+        ("experts.groups=3", "16 experts cannot be in 3 groups"),
+        ("experts.active_groups=1,experts.active=5", "have fewer than 5 experts"),
+        ("experts.router_bias=false", "bias_rate moves the router's bias"),
+        ("experts.scoring=tanh", "choose one of softmax, sigmoid"),
+        ("latent_attention.kv_rank=0", "kv_rank must be an integer of at least 1"),
+    ],
+)
+def test_mistakes_in_a_part_are_one_line(change, words):
+    code, told = ends([*MIXTURE, "--set", change])
+    assert code == 2 and words in told and told.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -63,6 +106,10 @@ def test_any_value_of_any_field(command, changes):
         ("head_dim=-2", "give a number from 0"),
         ("rotary_fraction=1.5", "rotary_fraction must lie in [0, 1]"),
         ("vocab=" + "9" * 5000, "is not an integer"),
+        ("experts.count=8", "experts of model 'llama-3-8b' is None, which has no fields"),
+        ("expert.count=8", "a model has no field 'expert'; did you mean experts?"),
+        ("hidden.size=8", "hidden of model 'llama-3-8b' is 4096, which has no fields"),
+        ("experts=8", "name a field of it, such as experts.count"),
     ],
 )
 def test_absurd_values_are_one_line(change, words):

@@ -98,7 +98,8 @@ def _note(seen: Routed, form: RoutedForm, chosen: Tensor, a: Assignment, micro_b
     seen.chosen |= dict(zip(pairs[real].tolist(), chosen.flatten()[real].tolist(), strict=True))
     seen.dropped |= set(pairs[real].tolist()) - set(pairs[a.order].tolist())
     arrived = form.to_experts(pairs[a.order][:, None], a).flatten()
-    expert = comms.index(EP) * len(a.ends) + torch.bucketize(torch.arange(len(arrived)), a.ends, right=True)
+    here = torch.bucketize(torch.arange(len(arrived)), torch.tensor(a.ends), right=True)
+    expert = comms.index(EP) * len(a.ends) + here
     seen.arrived += zip(arrived.tolist(), expert.tolist(), strict=True)
     seen.sent += sum(a.sent)
     seen.received += sum(a.received)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shardwise.ops import paged
+from shardwise.ops.cache_shape import CacheShape
 from shardwise.ops.paged import PagedCache
 from shardwise.ops.scores import ScoreRule
 from shardwise.serving.messages import Request, Sampling
@@ -43,7 +44,7 @@ def _exact(q: Tensor, k: Tensor, v: Tensor, start: int, rule: ScoreRule) -> Tens
 def test_every_row_sees_its_own_sequence(dtype, sequences, heads, scattered, seed, rule) -> None:  # type: ignore[no-untyped-def]
     """sequences: (tokens, of which so many are in the cache already)."""
     generator = torch.Generator().manual_seed(seed)
-    cache = PagedCache(heads[1], PAGES, SIZE, WIDTH, dtype, CPU)
+    cache = PagedCache(CacheShape(2, heads[1], WIDTH, WIDTH), PAGES, SIZE, dtype, CPU)
     cache.tensor.fill_(torch.nan)  # what was never written must not count
     pages = torch.randperm(PAGES, generator=generator).tolist() if scattered else list(range(PAGES))
     chunks, content = [], []

@@ -15,6 +15,7 @@ from shardwise.layout import Layout, Mesh, UnitPlan, Workload, unit_plan
 from shardwise.layout.axes import DP, PP, TP
 from shardwise.layout.units import Gather
 from shardwise.model import ModelConfig
+from shardwise.model.config import LatentAttention
 from shardwise.ops.cpu.products import FbgemmInt8
 from shardwise.predict.memory.serving import ServingSetup, page_bytes, passing_bytes, weight_bytes
 from shardwise.predict.serving_layout import lockstep_axes
@@ -33,6 +34,10 @@ GEMMA2 = TIED.replace(
     name="g2", activation="gelu_tanh", norm_placement="both", norm_zero_centered=True, score_softcap=2.0,
     logit_softcap=3.0, window=5, full_attention_every=2, scaled_embedding=True,
 )  # fmt: skip
+LATENT = ModelConfig(
+    "mla", vocab=53, hidden=24, layers=2, heads=4, ffn=42, max_positions=64,
+    latent_attention=LatentAttention(q_rank=11, kv_rank=9, nope_head_dim=5, rope_head_dim=4, v_head_dim=3),
+)  # fmt: skip
 
 CASES = [
     ("tp=2", LLAMA), ("tp=4", TIED), ("dp=2,zero=3", LLAMA), ("dp=2,zero=3", TIED), ("dp=3,zero=3", GPT),
@@ -40,9 +45,10 @@ CASES = [
     ("dp=2,tp=2", GPT), ("dp=4,zero=3,shard=2", LLAMA), ("tp=4,precision=fp32", LLAMA), ("dp=1", LLAMA),
     ("cp=2", LLAMA), ("tp=2,cp=2", GEMMA2), ("cp=2,pp=2,precision=fp32", TIED), ("cp=4,dp=2", GPT),
     ("tp=2", OLMO2), ("tp=4", OLMO2), ("tp=2,pp=2", OLMO2), ("tp=2", GEMMA2), ("dp=2,zero=3", GEMMA2),
+    ("tp=4", LATENT), ("tp=2,cp=2", LATENT), ("dp=2,zero=3", LATENT), ("pp=2,precision=fp32", LATENT),
 ]  # fmt: skip
 JOB = {"context": 32, "batch": 3, "page": 4, "chunk": 4}
-SAMPLE = CASES if EVERYTHING else [CASES[i] for i in (0, 3, 5, 8, 15, 20)]
+SAMPLE = CASES if EVERYTHING else [CASES[i] for i in (0, 3, 5, 8, 15, 20, 24)]
 
 
 def request(number: int, prompt: int, output: int) -> Request:
@@ -125,9 +131,10 @@ def _check_bytes(told: Followed, plan: UnitPlan) -> None:
     assert told.passing <= passing_bytes(plan, ServingSetup(**JOB))
 
 
+@pytest.mark.parametrize("model", [LLAMA, LATENT], ids=lambda model: model.name)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_int8_takes_the_bytes_that_were_predicted(precision):
-    model, layout = LLAMA.replace(hidden=32, head_dim=8, ffn=64), Layout.parse(f"tp=2,precision={precision}")
+def test_int8_takes_the_bytes_that_were_predicted(precision, model):
+    model, layout = model.replace(hidden=32, head_dim=0, ffn=64), Layout.parse(f"tp=2,precision={precision}")
     script = Script(model, str(layout), asked(True, 1), JOB | {"quantize": "int8"})
     for rank, told in enumerate(run_ranks("harness.turn_jobs:follow", layout.ranks, script)):
         plan = unit_plan(model, layout, Workload(), rank=rank)

@@ -14,6 +14,7 @@ from shardwise.layout.layout import Layout
 from shardwise.layout.tensor import split_dim
 from shardwise.model import ModelConfig
 from shardwise.model.blueprint import Cut, Parameter
+from shardwise.ops.cache_shape import CacheShape
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,14 @@ def interval(size: int, pieces: int, index: int) -> tuple[int, int]:
 def kv_heads_held(model: ModelConfig, tp: int) -> int:
     """Key/value heads on each of `tp` ranks: at least one, replicated where there are fewer heads than ranks."""
     return max(1, model.kv_heads // tp)
+
+
+def cache_shape(model: ModelConfig, tp: int) -> CacheShape:
+    """A token in a block's cache on one of `tp` ranks. Latent attention keeps its normed latent and the keys' shared
+    part, which every rank needs for its heads, and attends to these as one head for all queries."""
+    if latent := model.latent_attention:
+        return CacheShape(1, 1, latent.cached, latent.kv_rank)
+    return CacheShape(2, kv_heads_held(model, tp), model.head_dim, model.head_dim)
 
 
 def width_held(width: int, tp: int) -> int:

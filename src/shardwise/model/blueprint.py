@@ -108,6 +108,8 @@ class Parameter:
     """Whether each rank of a tensor-parallel group sees its gradient only for its own heads, tokens or widths."""
     foreign: ForeignSlice | None = None
     """Its place in Hugging Face files; None if unknown."""
+    absorbed: bool = False
+    """Whether generation multiplies single heads of it, in the layout's precision, with queries and with outputs."""
 
     @property
     def numel(self) -> int:
@@ -126,8 +128,9 @@ class Parameter:
         foreign = self.foreign.at(number) if self.foreign else None
         name = f"{part}.{self.name}"
         return Parameter(
-            name, self.shape, part, self.init, self.std, self.decay, self.cut, self.heads, self.partial, foreign
-        )
+            name, self.shape, part, self.init, self.std, self.decay, self.cut, self.heads, self.partial, foreign,
+            self.absorbed,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

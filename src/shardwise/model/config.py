@@ -159,6 +159,11 @@ class LatentAttention:
         """Width of a head's queries and keys."""
         return self.nope_head_dim + self.rope_head_dim
 
+    @property
+    def cached(self) -> int:
+        """Numbers per token in the cache of generation: the latent, and the keys' shared part."""
+        return self.kv_rank + self.rope_head_dim
+
 
 @dataclass(frozen=True)
 class ModelConfig:

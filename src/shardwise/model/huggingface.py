@@ -39,8 +39,8 @@ _HARMLESS = words(
 def from_huggingface(source: str | Path | Mapping[str, Any], name: str | None = None) -> ModelConfig:
     """Read a `config.json`: its path, the folder that holds it, or its parsed contents.
 
-    Families: llama, mistral, qwen2, qwen3, olmo2, gemma2, gpt2, gpt_neox; for counting only mixtral, deepseek_v3,
-    bloom. `name` defaults to the folder's name, or to `_name_or_path` of parsed contents. Raises `UserError` in one
+    Families: llama, mistral, qwen2, qwen3, olmo2, gemma2, gpt2, gpt_neox, mixtral, qwen3_moe, deepseek_v2, deepseek_v3;
+    for counting only bloom. `name` defaults to the folder's name, or to `_name_or_path` of parsed contents. Raises `UserError` in one
     line when the file cannot be read, a value is missing, of the wrong type or not supported, or a field is not known.
     """
     data, where, default_name = _load(source)
@@ -61,8 +61,8 @@ def from_huggingface(source: str | Path | Mapping[str, Any], name: str | None = 
 def to_huggingface(config: ModelConfig) -> dict[str, Any]:
     """The `config.json` of a runnable model, in the spelling that transformers 4 and 5 both read.
 
-    `from_huggingface` gives the same `ModelConfig` back, but for `published_params`. Raises `UserError` when no
-    family of Hugging Face computes this model.
+    `from_huggingface` gives the same `ModelConfig` back, but for `published_params` and options of experts that only
+    training reads. Raises `UserError` when no family of Hugging Face computes this model.
     """
     if reason := config.why_not_runnable():
         raise UserError(f"model {config.name!r} cannot be written for Hugging Face: {reason}")

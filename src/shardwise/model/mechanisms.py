@@ -142,7 +142,7 @@ def latent_attention(c: ModelConfig, a: LatentAttention) -> Pieces:
     yield from linear("attention.kv_down", a.kv_rank + a.rope_head_dim, c.hidden)
     yield LinearOp("linear", hidden, (Width(a.kv_rank + a.rope_head_dim),))
     yield from norm(c, "attention.kv_down_norm", a.kv_rank)
-    yield from linear("attention.kv_up", up[1], a.kv_rank, "column", heads=heads)
+    yield Parameter("attention.kv_up.weight", (up[1], a.kv_rank), cut="column", heads=heads, absorbed=True)
     yield LinearOp("linear", Width(a.kv_rank), (Width(up[1], cut=True),))
     yield Elementwise("low ranks", (Width(a.q_rank), Width(a.kv_rank)))
     yield Elementwise("shared key", (Width(a.rope_head_dim), Width(2 * heads * keys, cut=True)))

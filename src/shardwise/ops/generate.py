@@ -15,10 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.decoder import Batch
-from shardwise.decoder.attention import Attention, Rope
+from shardwise.decoder.attention import Attention, Rope, rotate
 from shardwise.decoder.decoder import Head
 from shardwise.decoder.feed_forward import GatedMLP
 from shardwise.decoder.gpt import MLP, GPTBlock
+from shardwise.decoder.latent_attention import MultiHeadLatentAttention
 from shardwise.decoder.llama import LlamaBlock
 from shardwise.decoder.modules import Linear, Linears, Lookup, RMSNorm, TiedLinear, norm_scale
 from shardwise.ops.context import LOCAL, Around, OpContext, Redistribute
@@ -154,7 +155,7 @@ def attention(module: Attention, at: GenerationContext) -> Forward:
     """[1, T, hidden] -> the same."""
     qkv, out, cache = side_by_side(module.qkv), module.out.forward, at.cache
     assert cache is not None
-    attend, width, kv = cache.attend, module.head_dim, cache.heads
+    attend, width, kv = cache.attend, module.head_dim, cache.shape.heads
     norms = None
     if module.q_norm is not None and module.k_norm is not None:
         norms = module.q_norm.forward, module.k_norm.forward
@@ -175,6 +176,37 @@ def attention(module: Attention, at: GenerationContext) -> Forward:
         if turn is not None:
             heads = turn(heads, batch)
         result: Tensor = out(attend(heads, batch, rule)[None])
+        return result
+
+    return forward
+
+
+def latent_attention(module: MultiHeadLatentAttention, at: GenerationContext) -> Forward:
+    """[1, T, hidden] -> the same, over a cache of latents (DeepSeek-AI 2024, section 2.1.2).
+
+    A head's products with the map from the latent are taken out of the sum over keys: queries go through its keys'
+    rows, so that they meet the latent itself, and its values' rows come after the mean of the latents.
+    """
+    cache, widths, rule = at.cache, module.widths, ScoreRule.of(module.core)
+    assert cache is not None
+    if at.keep.copies:  # products of single heads have no other form
+        module.kv_up.weight = nn.Parameter(module.kv_up.weight.detach().clone(), requires_grad=False)
+    nope, rank = widths.nope_head_dim, widths.kv_rank
+    by_head = module.kv_up.weight.detach().view(-1, nope + widths.v_head_dim, rank)
+    to_latent, to_values = by_head[:, :nope], by_head[:, nope:].mT
+    attend, kv_down, norm, out = cache.attend, module.kv_down.forward, module.kv_down_norm.forward, module.out.forward
+
+    def forward(x: Tensor, batch: Batch) -> Tensor:
+        assert isinstance(batch, Rows)
+        q = module.queries(x)[0].unflatten(-1, (-1, widths.head_dim))
+        latent, shared = kv_down(x)[0].split([rank, widths.rope_head_dim], -1)
+        queries = torch.bmm(q[..., :nope].transpose(0, 1), to_latent).transpose(0, 1)
+        rotated = torch.cat((q[..., nope:], shared.unsqueeze(1)), 1)
+        rotate(rotated[None], module.rope.shared(batch, x.dtype))
+        heads = torch.cat((torch.cat((queries, norm(latent).unsqueeze(1)), 1), rotated), -1)
+        attended = attend(heads, batch, rule).unflatten(-1, (-1, rank)).transpose(0, 1)
+        values = torch.bmm(attended, to_values).transpose(0, 1)
+        result: Tensor = out(values.flatten(1)[None])
         return result
 
     return forward

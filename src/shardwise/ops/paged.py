@@ -1,8 +1,9 @@
 """Attention over a paged cache: what an engine step's tokens see is gathered page by page, or read where it is.
 
-A block's cache is [2, kv heads, slots, head dim], keys and values; a page is `size` slots that follow each other, so
-that a sequence whose pages do, too, is a view of them. A turn's tokens come as one row of T tokens: single tokens of B
-sequences first, which are attended in one go, then chunks, one by one.
+A block's cache is [2, kv heads, slots, head dim], keys and values, or [1, 1, slots, width] of latent attention, keys
+whose first numbers are the values; a page is `size` slots that follow each other, so that a sequence whose pages do,
+too, is a view of them. A turn's tokens come as one row of T tokens: single tokens of B sequences first, which are
+attended in one go, then chunks, one by one.
 
 Single tokens see whole pages, whose end is masked: shapes then change with the pages and not with every token,
 and oneDNN need not compile its products anew in every turn. A masked key weighs nothing, and nothing times a number
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.decoder import Batch
+from shardwise.ops.cache_shape import CacheShape
 from shardwise.ops.limits import SCORES
 from shardwise.ops.scores import ScoreRule
 
@@ -83,20 +85,20 @@ class Rows(Batch):
 
 
 class PagedCache:
-    """Keys and values of one block on one rank: [2, kv heads, slots, head dim]. heads: K, of keys as of values. size:
-    slots of a page."""
+    """Keys and values of one block on one rank. tensor: [planes, K, slots, D]. V: numbers of attention's output for a
+    head of queries. size: slots of a page."""
 
-    def __init__(self, heads: int, pages: int, size: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.heads, self.size = heads, size
-        self.tensor = torch.empty(2, heads, pages * size, width, dtype=dtype, device=device)
+    def __init__(self, shape: CacheShape, pages: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.shape, self.size = shape, size
+        self.tensor = torch.empty(shape.planes, shape.heads, pages * size, shape.width, dtype=dtype, device=device)
         self._rows = self.tensor.flatten(0, 1)
-        self._pages = self._rows.view(2 * heads, pages, size * width)
+        self._pages = self._rows.view(shape.rows, pages, size * shape.width)
         self._cpu = device.type == "cpu"
 
     def attend(self, heads: Tensor, rows: Rows, rule: ScoreRule) -> Tensor:
-        """Keep a turn's keys and values, and attend. heads: [T, H + 2 K, D], queries first; returns [T, H D]."""
+        """Keep a turn's keys and values, and attend. heads: [T, H + planes K, D], queries first; returns [T, H V]."""
         self.store(heads, rows)
-        q = heads[:, : -2 * self.heads]
+        q = heads[:, : -self.shape.rows]
         groups = rows.groups
         if rule.window:
             name = f"groups of window {rule.window}"
@@ -106,61 +108,70 @@ class PagedCache:
         return torch.cat([self._group(q[g.first : g.last], g, rows, rule) for g in groups])
 
     def store(self, heads: Tensor, rows: Rows) -> None:
-        """Keep keys and values [T, ... 2 K, D], the last ones of `heads`, in the slots of the rows."""
+        """Keep keys and values [T, ... planes K, D], the last ones of `heads`, in the slots of the rows."""
         if rows.begun is not None:
             self._pages.index_fill_(1, rows.begun, 0)
-        self._rows.index_copy_(1, rows.slots, heads[:, -2 * self.heads :].transpose(0, 1))
+        self._rows.index_copy_(1, rows.slots, heads[:, -self.shape.rows :].transpose(0, 1))
 
-    def gathered(self, group: AttentionGroup, width: int) -> Tensor:
-        """Keys and values of a group: [2, K, sequences, length, width]."""
+    def gathered(self, group: AttentionGroup) -> Tensor:
+        """Keys and values of a group: [planes, K, sequences, length, D]."""
         if group.pages is None:
             return self.tensor[:, :, None, group.start : group.start + group.length]
-        kv = self._pages.index_select(1, group.pages).view(2, self.heads, group.sequences, -1, width)
+        shape = self.shape
+        kv = self._pages.index_select(1, group.pages)
+        kv = kv.view(shape.planes, shape.heads, group.sequences, -1, shape.width)
         return kv[:, :, :, group.skip : group.skip + group.length]
 
     def _group(self, q: Tensor, group: AttentionGroup, rows: Rows, rule: ScoreRule) -> Tensor:
-        """q: [rows of all its sequences, H, D]; returns [rows, H D]."""
-        kv = self.gathered(group, q.shape[2])
+        """q: [rows of all its sequences, H, D]; returns [rows, H V]."""
+        kv, values = self.gathered(group), self.shape.values
         if len(q) == 1:
-            return _one(q, kv.squeeze(2), rule)
+            return _one(q, kv.squeeze(2), values, rule)
+        latent = len(kv) == 1
         if (self._cpu or rule.softcap) and len(q) == group.sequences:
-            return _several(q, kv, group.mask, rows, rule)
-        k, v = kv.transpose(1, 2)
+            return _several(q, *keys_and_values(kv, values), group.mask, rows, rule)
+        k, v = keys_and_values(kv.transpose(1, 2), values)
         q = q.unflatten(0, (group.sequences, -1)).transpose(1, 2)
-        if rule.softcap or (q.dtype == torch.bfloat16 and self._cpu):
-            # torch's fused attention has no soft cap, and takes several times as long in bf16 as what is done here.
+        if rule.softcap or latent or (q.dtype == torch.bfloat16 and self._cpu):
+            # torch's fused attention has no soft cap and no values narrower than keys, and takes several times as long
+            # in bf16 as what is done here.
             out = _products(q, k, v, group.mask, rule)
         else:
             out = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=group.mask, is_causal=group.causal, scale=rule.scale,
-                enable_gqa=q.shape[1] != self.heads,
+                enable_gqa=q.shape[1] != self.shape.heads,
             )  # fmt: skip
         return out.transpose(1, 2).flatten(0, 1).flatten(1)
 
 
-def _one(q: Tensor, kv: Tensor, rule: ScoreRule) -> Tensor:
+def keys_and_values(kv: Tensor, values: int) -> tuple[Tensor, Tensor]:
+    """The two planes, or the keys and their first numbers. values: of a head."""
+    return (kv[0], kv[1]) if len(kv) == 2 else (kv[0], kv[0][..., :values])
+
+
+def _one(q: Tensor, kv: Tensor, values: int, rule: ScoreRule) -> Tensor:
     """One query of one sequence, which sees all there is; the heads that share a key are rows of one product.
 
-    q: [1, H, D]; kv: [2, K, L, D]; returns [1, H D].
+    q: [1, H, D]; kv: [planes, K, L, D]; returns [1, H V].
     """
     if q.device.type != "cpu" and not rule.softcap:
         grouped = q.view(1, kv.shape[1], -1, q.shape[2])
-        return F.scaled_dot_product_attention(grouped, kv[:1], kv[1:], scale=rule.scale).view(1, -1)
+        k, v = keys_and_values(kv, values)
+        return F.scaled_dot_product_attention(grouped, k[None], v[None], scale=rule.scale).view(1, -1)
     if q.dtype == torch.bfloat16:
         # For so few rows oneDNN takes longer to begin with a product in bf16 than fp32 takes to end it.
-        return _one(q.float(), kv.float(), rule).to(q.dtype)
-    (k, v), width = kv, q.shape[2]
+        return _one(q.float(), kv.float(), values, rule).to(q.dtype)
+    (k, v), width = keys_and_values(kv, values), q.shape[2]
     scores = torch.bmm((q * rule.scale).view(len(k), -1, width), k.transpose(1, 2))
     return torch.bmm(torch.softmax(rule.cap(scores), -1), v).view(1, -1)
 
 
-def _several(q: Tensor, kv: Tensor, mask: Tensor | None, rows: Rows, rule: ScoreRule) -> Tensor:
+def _several(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rows: Rows, rule: ScoreRule) -> Tensor:
     """One query of each of the B sequences of a turn's first group as products over all of them. torch's softmax
     computes in fp32, or wider.
 
-    q: [B, H, D]; kv: [2, K, B, L, D]; mask: [B, 1, 1, L], True where a query sees a key; returns [B, H D].
+    q: [B, H, D]; k: [K, B, L, D]; v: [K, B, L, V]; mask: [B, 1, 1, L], True where a query sees a key; returns [B, H V].
     """
-    k, v = kv
     grouped = (q * rule.scale).unflatten(1, (len(k), -1)).transpose(0, 1)
     scores = rule.cap(torch.matmul(grouped, k.transpose(2, 3)))
     if mask is not None:
@@ -172,12 +183,12 @@ def _several(q: Tensor, kv: Tensor, mask: Tensor | None, rows: Rows, rule: Score
 def _products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: ScoreRule) -> Tensor:
     """Many queries of one sequence as products, some rows at a time; softmax in fp32 or wider.
 
-    q: [1, H, n, D]; k, v: [1, K, L, D]; mask: [1, 1, n, L], None for n = L rows that see what was before them. Returns
-    q's shape.
+    q: [1, H, n, D]; k: [1, K, L, D]; v: [1, K, L, V]; mask: [1, 1, n, L], None for n = L rows that see what was before
+    them. Returns [1, H, n, V].
     """
     _, heads, rows, width = q.shape
     kv, length = k.shape[1:3]
-    out, wide = torch.empty_like(q), torch.promote_types(q.dtype, torch.float32)
+    out, wide = q.new_empty(*q.shape[:3], v.shape[3]), torch.promote_types(q.dtype, torch.float32)
     step = max(1, SCORES // (heads * length))
     for a in range(0, rows, step):
         b = min(a + step, rows)
@@ -191,5 +202,5 @@ def _products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: ScoreR
             scores = rule.cap(scores.to(wide))
         scores.masked_fill_(~seen, -torch.inf)
         weights = torch.softmax(scores, -1, dtype=wide).to(q.dtype)
-        out[0, :, a:b] = torch.matmul(weights.view(kv, -1, length), v[0]).view(heads, b - a, width)
+        out[0, :, a:b] = torch.matmul(weights.view(kv, -1, length), v[0]).view(heads, b - a, -1)
     return out

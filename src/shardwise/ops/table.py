@@ -18,7 +18,7 @@ from shardwise.decoder.decoder import Head
 from shardwise.decoder.experts import Mixture
 from shardwise.decoder.feed_forward import GatedMLP
 from shardwise.decoder.gpt import MLP, GPTBlock
-from shardwise.decoder.latent_attention import SharedKey
+from shardwise.decoder.latent_attention import MultiHeadLatentAttention, SharedKey
 from shardwise.decoder.llama import LlamaBlock
 from shardwise.decoder.modules import Dropout, JointNorm, Linear, Linears, Lookup, RMSNorm, TiedLinear
 from shardwise.ops import compiled, generate, linear
@@ -115,6 +115,7 @@ TABLE = (
     Row("generate", RMSNorm, mirrored_norm, "cpu"),
     Row("generate", JointNorm, joint_norm, when=_splits),
     Row("generate", Attention, generate.attention),
+    Row("generate", MultiHeadLatentAttention, generate.latent_attention, covers=lambda module: [module.kv_up]),
     Row("generate", GatedMLP, generate.gated_mlp),
     Row("generate", MLP, generate.mlp),
     Row("generate", LlamaBlock, generate.block),

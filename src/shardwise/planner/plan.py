@@ -24,7 +24,7 @@ from shardwise.predict.memory.capacity import explained, usable_bytes
 from shardwise.predict.traffic.slow_links import tensor_warnings
 
 EXPERTS = (
-    "experts: published steps of such models are predicted 14% off on average, from -61% to +16% (27 rows of "
+    "experts: published steps of such models are predicted 14% off on average, from -61% to +17% (27 rows of "
     "Megatron-Bridge, docs/prediction.md), so the ranges are wide, and layouts this close are not told apart",
     "tokens are taken to spread evenly over the experts, none dropped: a rank whose experts get a fifth more than the "
     "mean takes that much longer for them, and keeps as much more of their activations",

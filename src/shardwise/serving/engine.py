@@ -24,7 +24,7 @@ from shardwise.checkpoint import LocalInterval, needs
 from shardwise.layout import Workload, unit_plan
 from shardwise.layout.axes import CP
 from shardwise.layout.context import PageCut
-from shardwise.layout.placement import kv_heads_held
+from shardwise.layout.placement import cache_shape
 from shardwise.ops.cpu.products import Packed, int8
 from shardwise.ops.paged import PagedCache, Rows
 from shardwise.ops.products import MakeProduct, Plain
@@ -63,10 +63,10 @@ class TokenGenerator:
         comms.quick = True
 
     def _cache(self, part: str) -> PagedCache:
-        job, heads, width = self.job, kv_heads_held(self.job.model, self.job.layout.tp), self.job.model.head_dim
+        job, shape = self.job, cache_shape(self.job.model, self.job.layout.tp)
         if self.cut.cp > 1:
-            return ContextCache(self.comms, self.cut, part, heads, job.pages, width, self.dtype, self.device)
-        return PagedCache(heads, job.pages, job.page, width, self.dtype, self.device)
+            return ContextCache(self.comms, self.cut, part, shape, job.pages, self.dtype, self.device)
+        return PagedCache(shape, job.pages, job.page, self.dtype, self.device)
 
     @property
     def cache_bytes(self) -> int:

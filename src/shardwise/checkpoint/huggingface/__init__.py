@@ -1,6 +1,7 @@
 """Weights in Hugging Face folders: read to start from (`open_weights`), written for others to use (`export`).
 
-Families: llama, mistral, qwen2, qwen3, gpt2, gpt_neox. A parameter says itself where it is stored. Checked against
+A parameter says itself where it is stored, so any family of `model/families/` with names can be read and written. The
+weights of experts are one tensor per expert in these files, or one for all experts of a block. Checked against
 transformers 5.23, which the tests read and write with.
 """
 

@@ -15,7 +15,7 @@ from shardwise.errors import UserError
 from shardwise.layout import Layout, UnitPlan
 from shardwise.layout.context import PageCut
 from shardwise.layout.legality import valid_tp
-from shardwise.layout.placement import Placed, kv_heads_held, width_held
+from shardwise.layout.placement import Placed, cache_shape, width_held
 from shardwise.model import ModelConfig
 from shardwise.ops.cpu.limits import BYTE_ROWS, tiled_int8_bytes
 from shardwise.ops.limits import SCORES, WIDE_OUTPUTS, row_int8_bytes
@@ -217,7 +217,8 @@ def has_fewer_bits(plan: UnitPlan, placed: Placed, weights: str) -> bool:
     """Whether a parameter is stored in this type of weights: the blocks' matrices are, and with int8 the head's, too,
     where it has one of its own. Tables stay as they are."""
     kinds = ("block", "head") if weights == "int8" else ("block",)
-    return len(placed.shape) == 2 and plan.kind(placed.parameter.part) in kinds
+    matrix = len(placed.shape) == 2 and not placed.parameter.absorbed
+    return matrix and plan.kind(placed.parameter.part) in kinds
 
 
 def page_bytes(plan: UnitPlan, page: int = PAGE) -> int:
@@ -228,8 +229,8 @@ def page_bytes(plan: UnitPlan, page: int = PAGE) -> int:
 
 def page_bytes_of_block(model: ModelConfig, tp: int, dtype: str, page: int = PAGE) -> int:
     """Bytes of one block's keys and values of a page on one of `tp` ranks; heads are replicated where tp exceeds
-    them."""
-    return 2 * kv_heads_held(model, tp) * model.head_dim * page * DTYPE_BYTES[dtype]
+    them, and so are latents."""
+    return cache_shape(model, tp).numbers * page * DTYPE_BYTES[dtype]
 
 
 def largest_page_bytes(model: ModelConfig, layout: Layout, page: int = PAGE) -> int:
@@ -259,10 +260,12 @@ def passing_bytes(plan: UnitPlan, served: ServingSetup) -> int:
     model, tp, cp = plan.model, plan.layout.tp, plan.layout.cp
     width, tokens = DTYPE_BYTES[plan.layout.dtype], rows_here(plan.layout, served.chunk + served.batch)
     opened = tokens * (3 if model.gated else 2) * width_held(model.ffn, tp) * width
-    heads = kv_heads_held(model, tp)
-    attended = tokens * 2 * (model.heads // tp + heads) * model.head_dim * width
+    shape, heads = cache_shape(model, tp), model.heads // tp
+    attended = tokens * (heads * (shape.width + shape.values) + shape.numbers) * width
+    if model.latent_attention:
+        attended += _passing_latents(plan, tokens, served)
     copied = (
-        min(served.pages, served.full) * served.page // cp * (2 * heads * model.head_dim * width + _INDEX)
+        min(served.pages, served.full) * served.page // cp * (shape.numbers * width + _INDEX)
         + served.chunk * served.context // cp
     )
     if cp > 1:
@@ -270,12 +273,23 @@ def passing_bytes(plan: UnitPlan, served: ServingSetup) -> int:
     block = tokens * 3 * model.hidden * width + max(opened, attended + copied)
     logits = served.batch * padded_vocab(plan) * (2 * width + 4) if plan.of_kind("head") else 0
     if served.int8:
-        ffn, own = width_held(model.ffn, tp), model.heads // tp * model.head_dim
-        opens = max(model.hidden, ffn * (2 if model.gated else 1), own + 2 * heads * model.head_dim)
+        ffn, own = width_held(model.ffn, tp), heads * model.head_dim
+        opens = max(model.hidden, ffn * (2 if model.gated else 1), own + shape.numbers)
         block += _passing_product(tokens, max(model.hidden, ffn, own), opens, width)
         if logits and not model.tied:
             logits += _passing_product(served.batch, model.hidden, padded_vocab(plan) // tp, width)
     return max(block, logits)
+
+
+def _passing_latents(plan: UnitPlan, tokens: int, served: ServingSetup) -> int:
+    """Bytes of latent attention beside the queries that meet latents and the means of these: queries as projected,
+    twice their other parts, values; and some rows' scores, in two copies of at least 32 bits and one as wide as the
+    cache's."""
+    model, width = plan.model, DTYPE_BYTES[plan.layout.dtype]
+    heads, shape = model.heads // plan.layout.tp, cache_shape(model, plan.layout.tp)
+    projected = heads * (model.head_dim + model.value_dim) + 2 * (heads + 1) * shape.width
+    scores = min(max(SCORES, heads * served.context), tokens * heads * served.context)
+    return tokens * projected * width + scores * (2 * max(width, 4) + width)
 
 
 def _passing_exchange(plan: UnitPlan, tokens: int, served: ServingSetup) -> int:
@@ -283,9 +297,9 @@ def _passing_exchange(plan: UnitPlan, tokens: int, served: ServingSetup) -> int:
     rank's keys; the mask of rows and keys, also as it is added to the scores; and some rows' scores, or the shares of
     the outputs. tokens: of a step, with padding."""
     model, width = plan.model, DTYPE_BYTES[plan.layout.dtype]
-    heads, kv, wide = model.heads // plan.layout.tp, kv_heads_held(model, plan.layout.tp), max(width, 4)
-    gathered = tokens * (heads + 4 * kv) * model.head_dim * width
-    outputs = tokens * heads * (model.head_dim + 1) * wide
+    heads, shape, wide = model.heads // plan.layout.tp, cache_shape(model, plan.layout.tp), max(width, 4)
+    gathered = tokens * (heads * shape.width + 2 * shape.numbers) * width
+    outputs = tokens * heads * (shape.values + 1) * wide
     keys = PageCut(served.page, plan.layout.cp).slots * -(-served.context // served.page)
     scores = min(max(SCORES, heads * served.batch * keys), tokens * heads * keys)
     return gathered + 2 * outputs + tokens * keys * (1 + wide) + max(4 * scores * wide, 2 * outputs)

@@ -18,7 +18,7 @@ from shardwise.cluster import Cluster
 from shardwise.cluster.catalog import lookup
 from shardwise.layout import Layout, UnitPlan
 from shardwise.layout.pipeline import stages
-from shardwise.layout.placement import kv_heads_held
+from shardwise.layout.placement import cache_shape
 from shardwise.model import ModelConfig
 from shardwise.predict.serving_layout import plan_of, rows_here, sequences_of
 from shardwise.predict.time.constants import constants
@@ -173,8 +173,9 @@ class DecodeStrategy:
         if cp == 1:
             return replace(through, block={**through.block, "attention": attention})
         heads, width = model.heads / tp, WIDTH[self.layout.dtype]
-        gathered = tokens * (heads + 2 * kv_heads_held(model, tp)) * model.head_dim * width
-        returned = tokens * heads * (model.head_dim + 1) * max(width, WIDTH["float32"])
+        shape = cache_shape(model, tp)
+        gathered = tokens * (heads + shape.rows) * shape.width * width
+        returned = tokens * heads * (shape.values + 1) * max(width, WIDTH["float32"])
         price = pricing.collectives.seconds
         exchanges = price("all_gather_into", gathered, cp, tp) + price("all_to_all", returned, cp, tp)
         head = price("all_reduce", sequences * model.hidden * width, cp, tp)

@@ -140,8 +140,9 @@ def _prompt_attention(batch: Num, prompt: Num, heads: Num, kv: Num, width: int, 
 
 def cache_bytes_per_token(model: ModelConfig, serving: ServingLayout) -> Num:
     """Bytes of keys and values that a rank of one stage keeps for a token, all layers of the model together."""
-    kv = np.maximum(model.kv_width / serving.tp, model.head_dim)
-    return 2.0 * model.layers * kv * WIDTH[serving.cache]
+    latent = model.latent_attention
+    kv = latent.cached if latent else 2 * np.maximum(model.kv_width / serving.tp, model.head_dim)
+    return 1.0 * model.layers * kv * WIDTH[serving.cache]
 
 
 def weight_bytes(model: ModelConfig, serving: ServingLayout) -> Num:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from shardwise.layout.axes import CP, PP, TP
 from shardwise.layout.mesh import Mesh
-from shardwise.layout.placement import kv_heads_held
+from shardwise.layout.placement import cache_shape
 from shardwise.layout.units import Gather, UnitPlan
 from shardwise.predict.serving_layout import blocks_of, lockstep_axes, rows_here
 from shardwise.predict.traffic.ledger import Rows, ledger_of
@@ -99,11 +99,12 @@ def _context_parallel(rows: Rows, plan: UnitPlan, turn: ForwardPass) -> None:
     head's inputs. turn: with the rows of one rank."""
     model, layout, dtype = plan.model, plan.layout, plan.layout.dtype
     tokens, heads = turn.tokens * layout.cp, model.heads // layout.tp
-    gathered = tokens * (heads + 2 * kv_heads_held(model, layout.tp)) * model.head_dim
+    shape = cache_shape(model, layout.tp)
+    gathered = tokens * (heads + shape.rows) * shape.width
     wide = "float32" if dtype == "bfloat16" else dtype
     for part in blocks_of(plan):
         rows[(turn.phase, "all_gather_into", CP, part, dtype, gathered)] += 1
-        rows[(turn.phase, "all_to_all", CP, part, wide, tokens * heads * (model.head_dim + 1))] += 1
+        rows[(turn.phase, "all_to_all", CP, part, wide, tokens * heads * (shape.values + 1))] += 1
     for part in plan.of_kind("head") if turn.rows else ():
         rows[(turn.phase, "all_reduce", CP, part, dtype, turn.rows * model.hidden)] += 1
 

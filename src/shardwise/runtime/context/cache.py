@@ -15,8 +15,9 @@ from torch import Tensor
 from shardwise.layout.axes import CP
 from shardwise.layout.context import PageCut
 from shardwise.ops.blockwise import Explicit, FlashOnCPU, Kernel, Scores
+from shardwise.ops.cache_shape import CacheShape
 from shardwise.ops.limits import SCORES
-from shardwise.ops.paged import AttentionGroup, PagedCache, Rows
+from shardwise.ops.paged import AttentionGroup, PagedCache, Rows, keys_and_values
 from shardwise.ops.scores import ScoreRule
 from shardwise.runtime.transport.comms import Comms
 
@@ -38,21 +39,21 @@ class ContextCache(PagedCache):
     """Keys and values of one block on one rank: the rank's slots of every page."""
 
     def __init__(
-        self, comms: Comms, cut: PageCut, part: str, heads: int, pages: int, width: int, dtype: torch.dtype,
+        self, comms: Comms, cut: PageCut, part: str, shape: CacheShape, pages: int, dtype: torch.dtype,
         device: torch.device,
     ) -> None:  # fmt: skip
-        super().__init__(heads, pages, cut.slots, width, dtype, device)
+        super().__init__(shape, pages, cut.slots, dtype, device)
         self._comms, self._cut, self._part, self._rank = comms, cut, part, comms.index(CP)
 
     def attend(self, heads: Tensor, rows: Rows, rule: ScoreRule) -> Tensor:
-        """Keep the keys and values of this rank's slots, and attend. heads: [n, H + 2 K, D] of this rank's rows,
-        queries first; returns [n, H D]."""
+        """Keep the keys and values of this rank's slots, and attend. heads: [n, H + planes K, D] of this rank's rows,
+        queries first; returns [n, H V]."""
         assert isinstance(rows, ContextRows)
         every = self._comms.gather_dim(heads, 0, CP, self._part)
-        self.store(every[:, -2 * self.heads :].index_select(0, rows.kept), rows)
-        q = every[:, : -2 * self.heads]
+        self.store(every[:, -self.shape.rows :].index_select(0, rows.kept), rows)
+        q = every[:, : -self.shape.rows]
         wide = torch.promote_types(q.dtype, torch.float32)
-        partial = torch.zeros(*q.shape[:2], q.shape[2] + 1, dtype=wide, device=q.device)
+        partial = torch.zeros(*q.shape[:2], self.shape.values + 1, dtype=wide, device=q.device)
         for group in rows.groups:
             self._attend_group(q, group, rows, rule, partial[group.first : group.last])
         mine = torch.empty_like(partial)
@@ -62,11 +63,11 @@ class ContextCache(PagedCache):
         return (mine[..., :-1] * shares).sum(0).to(heads.dtype).flatten(1)
 
     def _attend_group(self, q: Tensor, group: AttentionGroup, rows: ContextRows, rule: ScoreRule, out: Tensor) -> None:
-        """Attention to the keys on this rank. out: [rows of the group, H, D + 1], the output and its log-sum-exp."""
+        """Attention to the keys on this rank. out: [rows of the group, H, V + 1], the output and its log-sum-exp."""
         if not group.length:  # none of its keys are here: no weight in the sum
             out[..., -1] = -torch.inf
             return
-        keys, values = self.gathered(group, q.shape[2]).permute(0, 2, 3, 1, 4)
+        keys, values = keys_and_values(self.gathered(group).permute(0, 2, 3, 1, 4), self.shape.values)
         queries = q[group.first : group.last].unflatten(0, (group.sequences, -1))
         seen = rows.shared(
             f"keys of {group.first} in window {rule.window}", lambda: self._seen(group, rows.queries, rule)

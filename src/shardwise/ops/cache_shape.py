@@ -1,0 +1,28 @@
+"""Numbers that the cache of generation keeps for a token. Without torch: predictions ask, too."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class CacheShape(NamedTuple):
+    """A token in one block's cache on one rank."""
+
+    planes: int
+    """2: keys, and values; 1: keys, whose first numbers are the values (latent attention)."""
+    heads: int
+    """Heads of keys."""
+    width: int
+    """Numbers of a head of keys, and of queries."""
+    values: int
+    """Numbers of a head of values, and of what attention returns for a head of queries."""
+
+    @property
+    def rows(self) -> int:
+        """Vectors of `width` numbers."""
+        return self.planes * self.heads
+
+    @property
+    def numbers(self) -> int:
+        """All numbers of a token."""
+        return self.rows * self.width
