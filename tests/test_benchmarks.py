@@ -1,5 +1,6 @@
-"""The tables that the documents quote are those of the committed results."""
+"""The tables that the documents quote are those of the committed results; benchmarks of experts run in a tiny form."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -26,3 +27,26 @@ def test_a_changed_figure_is_noticed(tmp_path: Path) -> None:
     changed.write_text(text[:figure] + "9." + text[figure + 2 :])
     done = table("--check", str(changed))
     assert done.returncode == 1 and "Traceback" not in done.stderr
+
+
+def tiny(tmp_path: Path, name: str, *arguments: str) -> dict:
+    """Results of a benchmark's tiny form."""
+    command = [sys.executable, f"benchmarks/{name}.py", "--tiny", *arguments, "--json", str(tmp_path / "out.json")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads((tmp_path / "out.json").read_text())
+
+
+def test_experts_train_beside_a_dense_model(tmp_path: Path) -> None:
+    found = tiny(tmp_path, "experts_train", "--steps", "2", "--seeds", "1", "--data", "README.md")
+    assert {(run["model"], run["seed"]) for run in found["runs"]} == {("experts", 0), ("dense", 0)}
+    assert all(0 < found["mean_validation_loss"][name] < 7 for name in ("experts", "dense"))
+    # The router is what a token meets besides.
+    active = found["active_parameters"]
+    assert active["experts"] - active["dense"] == 8 * 16 and found["parameters"]["experts"] > active["experts"]
+
+
+def test_experts_step_beside_transformers(tmp_path: Path) -> None:
+    found = tiny(tmp_path, "experts_step", "--tokens", "64", "--rounds", "2")
+    (result,) = found["results"]
+    assert len(result["rows"]) == 4 and all(row["same_loss"] and row["speed"] > 0 for row in result["rows"])

@@ -150,19 +150,32 @@ class RankResult:
     vocabulary: tuple[int, int]
 
 
+class RankProgram:
+    """A rank's program with the weights of a folder."""
+
+    def __init__(self, source: Path, model: ModelConfig, layout: Layout, rank: int, optimizer: OptimizerConfig) -> None:
+        torch.set_float32_matmul_precision("highest")
+        comms = make_comms(layout, model, rank, timeout=60.0)
+        self.plan = unit_plan(model, layout, Workload(seq=SEQ, batch=BATCH), rank=rank)
+        self.program = TrainProgram(self.plan, comms, optimizer, _nothing, torch.device("cpu"))
+        self.share = Mesh.of(layout, model).index(DP, rank)
+        start_from(self.program, open_weights(source, model))
+
+    def step(self, step: int, lr: float) -> float:
+        """Train on the step's tokens; its loss."""
+        layout = self.plan.layout
+        rows = tokens(step).chunk(layout.dp)[self.share]
+        return self.program.step([_micro_batch(row, self.plan) for row in rows.split(layout.micro)], lr)[0]
+
+
 def load_train_save(rank: int, payload: tuple[Path, ModelConfig, Layout, Path]) -> RankResult:
     """Start from a folder, train `STEPS` steps and save step-N in the last folder."""
     source, model, layout, out = payload
-    torch.set_float32_matmul_precision("highest")
-    comms = make_comms(layout, model, rank, timeout=60.0)
-    plan = unit_plan(model, layout, Workload(seq=SEQ, batch=BATCH), rank=rank)
-    program = TrainProgram(plan, comms, OptimizerConfig(lr=1e-2), _nothing, torch.device("cpu"))
-    start_from(program, open_weights(source, model))
-    mesh = Mesh.of(layout, model)
+    run = RankProgram(source, model, layout, rank, OptimizerConfig(lr=1e-2))
+    program = run.program
     before = _logits(program)
     for step in range(STEPS):
-        rows = tokens(step).chunk(layout.dp)[mesh.index(DP, rank)]
-        program.step([_micro_batch(row, plan) for row in rows.split(layout.micro)], 1e-2)
+        run.step(step, 1e-2)
     saver = Saver(
         program, out, seed=0, about={"model": model.to_json(), "layout": str(layout)}, keep=0, later=False, timeout=60
     )

@@ -104,11 +104,12 @@ def initial(rank: int, payload: tuple[Case, Layout]) -> list[tuple[str, int | No
     """Every parameter as the decoder first sees it (below stage 3): (name, dim, start, stop, local tensor)."""
     case, layout = payload
     program = build(case, layout, rank)
-    return [
-        (p.name, p.dim, p.start, p.stop, program.decoder.get_parameter(p.name).detach().clone())
-        for unit in program.plan.units
-        for p in unit.placed
-    ]
+    found = []
+    for p in (placed for unit in program.plan.units for placed in unit.placed):
+        dim = p.dims[0] if p.dims else None
+        start, stop = (0, 0) if dim is None else p.box[dim]
+        found.append((p.name, dim, start, stop, program.decoder.get_parameter(p.name).detach().clone()))
+    return found
 
 
 def tiny_gradients(rank: int, payload: tuple[Case, Layout, int, float]) -> list[tuple[str, float, float]]:

@@ -10,7 +10,7 @@ import torch
 
 from harness.checks import assert_ledger, assert_memory, assert_parity, assert_replicas_equal, judge
 from harness.expert_jobs import Pair, Plain, Routed, Traced, plain_routing
-from harness.experts import selected_experts
+from harness.experts import selected_experts, settled
 from harness.jobs import RankOutcome, Training
 from harness.pool import run_ranks
 from harness.reference import Case
@@ -28,7 +28,8 @@ def outcomes(point: Point, case: Case) -> list[RankOutcome]:
 
 @pytest.mark.parametrize("point", selected_experts(), ids=lambda p: p.id)
 def test_layout(point: Point) -> None:
-    case, layout, traced = point.case, point.layout, train(point, point.case)
+    case, layout = settled(point.case), point.layout
+    traced = train(point, case)
     ranks = [rank.outcome for rank in traced]
     assert_parity(case, layout, ranks, again=lambda drawn: outcomes(point, drawn))
     assert_replicas_equal(ranks)

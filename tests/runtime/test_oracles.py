@@ -1,16 +1,20 @@
-"""torch's own parallelism as second oracles: FSDP2, DTensor and its pipelining train the same model alike."""
+"""Other libraries' parallelism as second oracles: torch's FSDP2, DTensor and pipelining, and transformers' expert
+parallelism, train the same model alike."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from harness.checks import assert_parity, train
+from harness.huggingface import pretrained
 from harness.pool import run_ranks
 from harness.reference import Case
 from harness.space import MODELS, SEQ, Point, point
 from shardwise.layout import Layout, Workload
+from shardwise.model.huggingface import from_huggingface
 
 FSDP = (
     point(model="llama", dp=2, zero=3),
@@ -54,6 +58,30 @@ def test_torch_pipelining_agrees(schedule: str, name: str, documents: bool) -> N
     case = Case(MODELS[name].replace(layers=4), Workload(SEQ, 4 * layout.micro, isolate_documents=documents))
     oracle = run_ranks("harness.oracles:pipeline", 2, (case, layout))[0]
     assert_parity(case, layout, train(case, layout, against=oracle, memory=False), oracle)
+
+
+SHARDED, SPLIT = {"fsdp_size": 2, "ep_size": 2}, {"tp_size": 2, "enable_expert_parallel": True, "ep_size": 2}
+
+
+@pytest.mark.parametrize(("text", "options"), [("dp=2,ep=2,zero=3", SHARDED), ("tp=2,ep=2", SPLIT)])
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("mixtral", {"num_local_experts": 8, "intermediate_size": 44}),
+        ("qwen3_moe", {"num_experts": 8, "intermediate_size": 44, "moe_intermediate_size": 16}),
+    ],
+)
+def test_expert_parallelism_of_transformers_agrees(
+    name: str, sizes: dict[str, int], text: str, options: dict[str, int], tmp_path: Path
+) -> None:
+    pretrained(name, vocab_size=56, **sizes).save_pretrained(tmp_path)
+    model, layout = from_huggingface(tmp_path), Layout.parse(f"{text},precision=fp32")
+    assert model.experts is not None
+    model = model.replace(experts=replace(model.experts, balance_loss=0.0))  # theirs is added where labels are given
+    mine = run_ranks("harness.expert_oracles:ours", 2, (tmp_path, model, layout))
+    theirs = run_ranks("harness.expert_oracles:theirs", 2, (tmp_path, options))
+    assert mine[0] == mine[1] and len(set(mine[0])) == len(mine[0])
+    assert mine[0] == pytest.approx(theirs[0], rel=1e-5, abs=0)
 
 
 def test_the_oracle_would_notice_other_data() -> None:
