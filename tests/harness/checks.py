@@ -85,8 +85,8 @@ def assert_parity(
     for name, value in expected.final.items():
         error = sum(rank.final_errors.get(name, 0.0) for rank in ranks) ** 0.5
         # Adam divides rounding noise by its own size: in fp32 only all parameters together have a meaningful bound, and
-        # a wider one (measured up to 1.2e-4 where most labels are ignored, for a layout that is exact in fp64).
-        norm = float(value.norm()) if case.precision == "fp64" else 2 * scale
+        # a wider one (measured up to 2.4e-4 where most labels are ignored, for layouts that are exact in fp64).
+        norm = float(value.norm()) if case.precision == "fp64" else 3 * scale
         assert error <= tolerance * norm, f"{name} after the last step: off by {error:.2e} of {norm:.2e}"
 
 

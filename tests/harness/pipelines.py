@@ -15,7 +15,7 @@ from shardwise.errors import UserError
 from shardwise.layout import Layout, Mesh, UnitPlan, Workload, check_runnable, unit_plan
 from shardwise.layout.units import Backend
 
-POOL = 1500
+POOL = 2000
 LEAST = 90
 EIGHT_RANKS = 8
 SAMPLE = 10
