@@ -27,8 +27,8 @@ SHOWN = {
 """Picture -> the state that is shown."""
 TOP = {"pipelines": "a"}
 """Picture -> the figure that it begins with, where that is not the head of the page."""
-LIGHT = ("tokens-inside", "tokens-answer", "tokens-training")
-"""Pictures for docs/explanations.md, in light alone."""
+LIGHT = ("tokens-inside", "tokens-answer", "tokens-training", "experts")
+"""Pictures for docs/explanations.md and docs/studio.md, in light alone."""
 
 
 def main() -> None:

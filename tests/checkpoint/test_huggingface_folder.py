@@ -188,6 +188,14 @@ def test_a_missing_expert_is_named(tmp_path):
     mistake(lambda: HuggingFaceWeights.open(folder), SINGLE, "shape (4, 32), not the model's (3, 32)")
 
 
+def test_the_bias_of_a_router_keeps_its_steps(tmp_path):
+    """A step of 0.001 is lost in bfloat16."""
+    state = write(tmp_path / "folder", MODELS["deepseek_v3"], "bfloat16")
+    weights, name = HuggingFaceWeights.open(tmp_path / "folder"), "model/blocks.1.mlp.router.bias"
+    assert {key for key, spec in weights.tensors.items() if spec.dtype == "float32"} == {name}
+    assert same_bits(weights.read(name), state[name])
+
+
 def test_options_of_training_may_differ(tmp_path):
     """They say nothing about the weights; others of the experts do."""
     model = MODELS["mixtral"]

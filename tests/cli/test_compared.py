@@ -88,7 +88,7 @@ def test_prediction_needs_no_torch():
         ([*NODE, "--compare", "--threads", "4"], "--threads does nothing here"),
         ([*NODE, "--compare", "--hang", "3"], "--hang does nothing here"),
         ([*NODE, "--compare", "--device", "cuda"], "--device does nothing here"),
-        (["generate", "mixtral-8x7b", "--compare", "--cluster", "8xH100"], "mixture-of-experts"),
+        (["generate", "bloom-176b", "--compare", "--cluster", "8xH100"], "ALiBi"),
         ([*NODE, "--compare", "--set", "layer=2"], "did you mean layers?"),
         (["generate", ".", "--compare", "tp=2", "--set", "layers=2"], "--set does nothing here"),
         ([*NODE, "--compare", "--int8"], "int8 weights are not gathered"),

@@ -113,7 +113,15 @@ class _Runner:
             self.at = Position(step + 1, self.at.samples + count, self.program.optimizer.steps)
 
     def save(self, kind: type[S], folder: str, later: bool) -> S:
-        saver = kind(self.program, Path(folder), seed=SEED, about={"model": self.program.plan.model.to_json()}, keep=0, later=later, timeout=60.0)
+        saver = kind(
+            self.program,
+            Path(folder),
+            seed=SEED,
+            about={"model": self.program.plan.model.to_json()},
+            keep=0,
+            later=later,
+            timeout=60.0,
+        )
         saver.save(self.at)
         return saver
 

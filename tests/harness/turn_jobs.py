@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from shardwise.decoder.experts import Mixture
 from shardwise.layout import Layout, Mesh
 from shardwise.layout.axes import CP, DP, PP, TP
 from shardwise.model import ModelConfig
+from shardwise.ops.exchange import TokenExchange
 from shardwise.report.step_report import LedgerRow
 from shardwise.runtime.job.setup import make_comms
 from shardwise.runtime.measure.memory import _Storages
@@ -42,6 +44,8 @@ class Seen:
     heard: int
     active: bool
     ledger: tuple[LedgerRow, ...]
+    choices: dict[str, list[int]] = field(default_factory=dict)
+    """Part -> pairs of its tokens for each expert of the rank's place."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,20 @@ class Passing(_Storages):
             super()._add(value)
 
 
+def _note_choices(generator: TokenGenerator, choices: dict[str, list[int]]) -> None:
+    """Have each mixture say what its tokens have chosen in a turn."""
+    for part, module in generator.stages.parts.items():
+        for mixture in module.modules():
+            if isinstance(mixture, Mixture):
+                exchange: TokenExchange = mixture.forward.exchange  # type: ignore[attr-defined]
+
+                def noted(sent: torch.Tensor, counts: Any = exchange.counts, part: str = part) -> Any:
+                    choices[part] = sent.tolist()
+                    return counts(sent)
+
+                exchange.counts = noted  # type: ignore[method-assign]
+
+
 def follow(rank: int, script: Script) -> Followed:
     """Run a script to its end."""
     job = ServingJob(model=script.model, layout=Layout.parse(script.layout), weights="none", **script.job)
@@ -96,6 +114,8 @@ def follow(rank: int, script: Script) -> Followed:
         heard = len(pickle.dumps(found)) if found else 0
         return found
 
+    choices: dict[str, list[int]] = {}
+    _note_choices(generator, choices)
     lockstep, more = Lockstep(generator, hear if first else None), True
     seen: list[Seen] = []
     lasting = [p.data for p in generator.stages.decoder.parameters()]
@@ -110,8 +130,12 @@ def follow(rank: int, script: Script) -> Followed:
         comms.stop_recording()
         more = done.more
         seen.append(
-            Seen(done.turn.prefill, done.turn.tokens, len(done.turn.wanted), heard, lockstep.active, comms.ledger())
-        )
+            Seen(
+                done.turn.prefill, done.turn.tokens, len(done.turn.wanted), heard, lockstep.active, comms.ledger(),
+                dict(choices),
+            )
+        )  # fmt: skip
+        choices.clear()
     lockstep.finish()
     comms.close()
     slots = sum(tensor.nbytes for tensor in generator.engine.storages()["comm"])

@@ -7,7 +7,7 @@ from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.model.catalog import get
 from shardwise.planner.serving import TYPES, plan_serving
-from shardwise.planner.strategies import Asked, compare
+from shardwise.planner.strategies import Asked, compare, usual_layouts
 from shardwise.predict.memory.capacity import usable_bytes
 from shardwise.predict.memory.serving import ServingSetup, fit_on_cluster
 from shardwise.predict.time import engine
@@ -148,3 +148,27 @@ def test_questions_that_cannot_be_answered():
         plan_serving(LLAMA, Cluster.parse("125000x8xH100"), ASKED)
     with pytest.raises(UserError, match="--top must be"):
         plan_serving(LLAMA, NODE, ASKED, top=0)
+
+
+def test_experts_are_spread_over_ranks_where_that_serves_most():
+    """Every candidate with ep is legal, fits, and has the bytes of the fit."""
+    mixtral = get("mixtral-8x7b")
+    found = plan_serving(mixtral, NODE, ASKED, top=10_000).ranked
+    spread = [one for one in found if one.layout.ep > 1]
+    assert {one.layout.ep for one in spread} == {2, 4, 8} and {one.layout.tp for one in spread} == {1, 2, 4, 8}
+    for one in spread[::5]:
+        served = ServingSetup(1200, one.batch, int8=one.weights == "int8")
+        if one.weights in ("bfloat16", "int8"):
+            alone = fit_on_cluster(mixtral, one.layout, served, NODE)
+            assert one.held == pytest.approx(alone.held.total, rel=0.01)
+    best = {ep: max(one.tokens_per_second for one in found if (one.layout.ep > 1) == ep) for ep in (True, False)}
+    assert best[True] > best[False]
+    assert not [one for one in plan_serving(SMALL, NODE, ASKED, top=10_000).ranked if one.layout.ep > 1]
+
+
+def test_comparison_of_experts_with_tensor_parallelism():
+    found = compare(get("mixtral-8x7b"), usual_layouts(get("mixtral-8x7b"), NODE), NODE, Asked(1024, 256))
+    assert [str(one.layout) for one in found.strategies] == ["tp=8", "dp=8,zero=3", "pp=8", "tp=8,ep=8", "dp=8,ep=8"]
+    inside, outside = found.expert_ratios
+    assert (inside.blocks, inside.total) == (1, 1) and inside.seconds < 1
+    assert 0.5 < outside.blocks < 0.6 and outside.to_json()["tensor"] == "tp=8"

@@ -46,7 +46,7 @@ def test_states_of_experts_are_sharded_over_the_ranks_that_hold_the_same_ones():
     dense = count(model) - experts
     assert one.optimizer == pytest.approx(12 * (dense / 16 + experts / 8 / 2), rel=1e-6)
     (apart,) = held(model, "dp=16,ep=8,zero=1,shard=4")
-    assert apart.optimizer == pytest.approx(12 * (dense / 4 + experts / 8), rel=1e-6)
+    assert apart.optimizer == pytest.approx(12 * (dense / 4 + experts / 8 / 2), rel=1e-6)
 
 
 @settings(max_examples=40, deadline=None)
@@ -66,15 +66,16 @@ def test_the_ranks_of_a_pipeline_have_all_blocks(layers, dense, virtual, data):
 @pytest.mark.parametrize("text", ["dp=8", "dp=4,tp=2,sp,zero=1", "dp=2,tp=2,pp=2,sp,zero=2", "dp=2,pp=4,zero=3"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_one_expert_for_every_token_is_a_dense_block_that_routes(text, recompute):
-    """As many weights but for the router's, and no less memory: rows are there twice."""
+    """As many weights but for the router's. Saved are rows and outputs of the expert in place of activation and
+    product, which are computed again."""
     dense = get("llama-3.2-1b")
     sparse = dense.replace(name="sparse", experts=Experts(1, 1, dense.ffn))
     router = dense.layers * dense.hidden
     for plain, mixed in zip(held(dense, f"{text},recompute={recompute}"),
                             held(sparse, f"{text},recompute={recompute}"), strict=True):  # fmt: skip
         assert 0 <= mixed.parameters - plain.parameters <= 4 * router * 1.01
-        assert mixed.saved >= plain.saved
-        assert mixed.total > plain.total
+        assert mixed.optimizer - plain.optimizer <= 12 * router * 1.01
+        assert recompute == "none" or mixed.saved == plain.saved
 
 
 def test_a_pipeline_behind_blocks_without_experts_can_be_fullest_later():

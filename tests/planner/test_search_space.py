@@ -91,10 +91,7 @@ def every_layout(model, found: Space, tp, pp, cp, dp):
     shapes = product((False, True), ("none", "selective", "full"), range(1, found.workload.batch + 1), stages)
     experts = range(1, model.experts.count + 1) if model.experts else (1,)
     for (sp, recompute, micro, (zero, shard)), schedule, virtual, ep in product(shapes, SCHEDULES, chunks, experts):
-        if (pp == 1 and schedule != "1f1b") or (model.experts and tp > 1 and not sp) or pp > model.layers:
-            continue
-        # A shard group has the same experts several times, or a part of them.
-        if zero and (shard * tp) % ep and ep % (shard * tp):
+        if (pp == 1 and schedule != "1f1b") or pp > model.layers:
             continue
         try:
             layout = Layout(
@@ -172,8 +169,8 @@ def test_decoders_of_other_kinds_are_not_planned():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("tp=2,dp=4,ep=2", "needs sp"), ("tp=2,dp=6,sp,ep=3,zero=1,shard=2", "shard group's 2 x tp = 4"),
         ("dp=4,ep=4,etp=1,hpz=0,offload=cpu", "does not price offload=cpu"),
+        ("tp=2,dp=4,ep=2,etp=2", "does not price etp=2"),
     ],
 )  # fmt: skip
 def test_splits_of_experts_that_no_search_comes_upon_are_refused(text, words):

@@ -8,6 +8,9 @@ import pytest
 
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
+from shardwise.layout import Layout, Workload
+from shardwise.layout.axes import EDP
+from shardwise.layout.mesh import Mesh
 from shardwise.model.catalog import get
 from shardwise.model.config import Experts
 from shardwise.model.flops import training_flops_per_token
@@ -125,3 +128,30 @@ def test_a_network_that_is_not_known_is_an_error_where_tokens_cross_it():
     with pytest.raises(UserError, match="bandwidth of the network is not known"):
         exchange_seconds(Experts(8, 2, 64), 128, 64, 16, TOKENS, unknown)
     assert exchange_seconds(Experts(8, 2, 64), 128, 64, 8, TOKENS, unknown) > 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["dp=4,tp=2", "dp=4,tp=2,sp", "dp=4,tp=2,ep=2", "dp=4,tp=2,sp,ep=8", "dp=2,tp=2,cp=2,ep=4,zero=1", "dp=8,ep=4"],
+)
+def test_ranks_of_experts_are_those_of_the_mesh(text):
+    layout = Layout.parse(text)
+    split = StepShape.of(layout, Workload(seq=4096, batch=16))
+    assert split.expert_tp == layout.expert_tp
+    assert split.expert_data == Mesh(layout).size(EDP)
+
+
+def test_however_tp_splits_experts_a_rank_has_as_much_to_do():
+    split = StepShape(4096, micro=2, micro_batches=8, dp=8, tp=2, zero=1, shard=8)
+    ways = [replace(split, sp=sp, ep=ep) for sp in (False, True) for ep in (1, 2)]
+    times = [parts(MIXTRAL, way, ROWS) for way in ways]
+    products = [time["matmul"] for time in times]
+    assert max(products) < 1.1 * min(products)
+    # Experts that tp splits need their tokens from all ranks, whole ones an exchange, and without sp a gather after it.
+    no_sp, sp = (times[0], times[1]), (times[2], times[3])
+    for whole, apart in (no_sp, sp):
+        assert whole["experts"] == 0 < apart["experts"]
+    assert sp[0]["tensor"] > 1.5 * sp[1]["tensor"]
+    assert no_sp[1]["tensor"] > sp[1]["tensor"]
+    # Without tp a rank routes its own tokens: nothing of the block is between tensor-parallel ranks.
+    assert parts(MIXTRAL, replace(split, dp=16, tp=1, shard=16, ep=2), ROWS)["tensor"] == 0

@@ -194,9 +194,9 @@ def test_questions_that_cannot_be_answered():
     with pytest.raises(UserError, match="output must be a positive number, not 0"):
         Asked(1, 0)
     with pytest.raises(UserError, match="not runnable"):
-        compare(get("mixtral-8x7b"), [Layout.parse("tp=8")], NODE, Asked(100, 10))
+        compare(get("bloom-176b"), [Layout.parse("tp=8")], NODE, Asked(100, 10))
     with pytest.raises(UserError, match="not runnable"):
-        usual_layouts(get("mixtral-8x7b"), NODE)
+        usual_layouts(get("bloom-176b"), NODE)
 
 
 def test_an_unknown_bandwidth_is_one_line():

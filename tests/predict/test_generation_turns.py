@@ -12,11 +12,12 @@ from shardwise.errors import LayoutError, UserError
 from shardwise.layout import Layout
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import get
+from shardwise.model.config import Experts
 from shardwise.model.parameters import count_parts
 from shardwise.planner.strategies import decode_round
 from shardwise.predict.serving_layout import check_generation, plan_of, sequences_of
 from shardwise.predict.traffic.ring_volume import kind_of, payload, ring_volume
-from shardwise.predict.traffic.serving import ForwardPass, steady_gathers, turn_ledger
+from shardwise.predict.traffic.serving import ForwardPass, balanced, mixtures_of, steady_gathers, turn_ledger
 from shardwise.schedule import build
 from shardwise.schedule.network import Network
 from shardwise.schedule.price import price
@@ -144,3 +145,43 @@ def test_a_round_of_a_pipeline_has_a_turn_for_each_stage():
     assert one.payload["other"] == six.payload["other"] == 3 * 2 * 8  # from the first stage, which chooses no tokens
     shared = decode_round(MODEL, Layout.parse("dp=2"), 5)
     assert shared.made == 3 and shared.volume.total == 0
+
+
+MIXED = MODEL.replace(experts=Experts(8, 2, 48, shared=1, dense_layers=1))
+
+
+def test_experts_inside_tensor_parallelism_move_what_its_sums_do():
+    """Attention and feed-forward part are summed once each, however the experts are split, shared ones among them."""
+    one = rows("tp=4", tokens=3, model=MIXED)
+    assert one == rows("tp=4,ep=4", tokens=3, model=MIXED) == rows("tp=4,ep=2", tokens=3, model=MIXED)
+    assert one == rows("tp=4", tokens=3)
+
+
+def test_rows_to_experts_of_other_replicas_go_there_and_back():
+    plan = plan_of(MIXED, Layout.parse("dp=4,ep=4"))
+    pairs = balanced(plan, 6, 24)
+    assert list(pairs) == mixtures_of(plan) == ["blocks.1", "blocks.2", "blocks.3"]
+    ledger = turn_ledger(plan, ForwardPass.decode(6), (), True, pairs)
+    found = {(row.unit, row.dtype, row.elements): row.count for row in ledger if row.op == "all_to_all"}
+    each = {(unit, "int64", 8): 1 for unit in pairs} | {(unit, "bfloat16", 6 * 2 * 32): 2 for unit in pairs}
+    assert found == each and {row.axes for row in ledger if row.op == "all_to_all"} == {"ep"}
+    # With two places in tensor parallelism, half of the pairs are a rank's, of two replicas and no more.
+    both = plan_of(MIXED, Layout.parse("dp=2,tp=2,ep=4"))
+    half = turn_ledger(both, ForwardPass.decode(6), (), True, balanced(both, 6, 12))
+    of_pairs = {(row.axes, row.dtype, row.elements) for row in half if row.op == "all_to_all"}
+    assert of_pairs == {("ep-across", "int64", 4), ("ep-across", "bfloat16", 6 * 32)}
+
+
+@pytest.mark.parametrize(("ranks", "sequences"), [(2, 1), (4, 1), (4, 4), (4, 20)])
+def test_bytes_of_experts_over_tensor_parallelism(ranks, sequences):
+    """A token goes to its k experts and back in each mixture; each token of a rank costs what it receives, too."""
+    spread, tensor = (
+        decode_round(MIXED, Layout.parse(text), sequences).volume_of_token.blocks
+        for text in (f"dp={ranks},ep={ranks}", f"tp={ranks}")
+    )
+    width, share = 2 * MODEL.hidden, Fraction(ranks - 1, ranks)
+    busiest = -(-sequences // ranks)
+    rows_of_rank = 2 * (busiest + Fraction(sequences, ranks)) / sequences
+    counts = Fraction(8 * 8, sequences)
+    assert spread == 3 * share * (rows_of_rank * width + counts)
+    assert tensor == 4 * 2 * 2 * share * width

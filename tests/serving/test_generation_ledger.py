@@ -13,13 +13,14 @@ from harness.today import EVERYTHING
 from harness.turn_jobs import Followed, Script, Seen
 from shardwise.layout import Layout, Mesh, UnitPlan, Workload, unit_plan
 from shardwise.layout.axes import DP, PP, TP
+from shardwise.layout.experts import across_axes, experts_across
 from shardwise.layout.units import Gather
 from shardwise.model import ModelConfig
-from shardwise.model.config import LatentAttention
+from shardwise.model.config import Experts, LatentAttention
 from shardwise.ops.cpu.products import FbgemmInt8
 from shardwise.predict.memory.serving import ServingSetup, page_bytes, passing_bytes, weight_bytes
-from shardwise.predict.serving_layout import lockstep_axes
-from shardwise.predict.traffic.serving import ForwardPass, steady_gathers, turn_ledger
+from shardwise.predict.serving_layout import lockstep_axes, replicas_in_step
+from shardwise.predict.traffic.serving import ForwardPass, Routed, mixtures_of, steady_gathers, turn_ledger
 from shardwise.report.step_report import DTYPE_BYTES, LedgerRow
 from shardwise.serving.messages import Cancel, Command, Request, Sampling
 
@@ -39,6 +40,10 @@ LATENT = ModelConfig(
     latent_attention=LatentAttention(q_rank=11, kv_rank=9, nope_head_dim=5, rope_head_dim=4, v_head_dim=3),
 )  # fmt: skip
 
+MIXED = LLAMA.replace(
+    name="mixed", experts=Experts(4, 2, 10, shared=1, dense_layers=1, router_bias=True, scoring="sigmoid")
+)
+
 CASES = [
     ("tp=2", LLAMA), ("tp=4", TIED), ("dp=2,zero=3", LLAMA), ("dp=2,zero=3", TIED), ("dp=3,zero=3", GPT),
     ("tp=2,dp=2,zero=3", TIED), ("pp=2", LLAMA), ("pp=3", TIED), ("tp=2,pp=2", LLAMA), ("dp=2", LLAMA),
@@ -46,9 +51,12 @@ CASES = [
     ("cp=2", LLAMA), ("tp=2,cp=2", GEMMA2), ("cp=2,pp=2,precision=fp32", TIED), ("cp=4,dp=2", GPT),
     ("tp=2", OLMO2), ("tp=4", OLMO2), ("tp=2,pp=2", OLMO2), ("tp=2", GEMMA2), ("dp=2,zero=3", GEMMA2),
     ("tp=4", LATENT), ("tp=2,cp=2", LATENT), ("dp=2,zero=3", LATENT), ("pp=2,precision=fp32", LATENT),
+    ("tp=2", MIXED), ("tp=4,ep=2", MIXED), ("dp=2,ep=2", MIXED), ("dp=2,tp=2,ep=4", MIXED), ("dp=4,ep=2", MIXED),
+    ("dp=2,tp=2,ep=2,etp=2", MIXED), ("dp=2,pp=2,ep=2", MIXED), ("dp=2,zero=3", MIXED), ("dp=2,tp=2,zero=3", MIXED),
+    ("cp=2,ep=2", MIXED),
 ]  # fmt: skip
 JOB = {"context": 32, "batch": 3, "page": 4, "chunk": 4}
-SAMPLE = CASES if EVERYTHING else [CASES[i] for i in (0, 3, 5, 8, 15, 20, 24)]
+SAMPLE = CASES if EVERYTHING else [CASES[i] for i in (0, 3, 5, 8, 15, 20, 24, 28, 30, 33, 35)]
 
 
 def request(number: int, prompt: int, output: int) -> Request:
@@ -70,7 +78,7 @@ def turns_of(rank: int, everyone: list[list[Seen]], layout: Layout, mesh: Mesh, 
     """A rank's turns as `ForwardPass`s. What the first rank of its replica heard reaches it in the turn of the same
     number."""
     axes = lockstep_axes(layout)
-    first = mesh.group(TP if own and layout.stage == 3 else axes, mesh.group(PP, rank)[0])[0]
+    first = mesh.group(TP if own and replicas_in_step(layout) > 1 else axes, mesh.group(PP, rank)[0])[0]
     for index, one in enumerate(everyone[rank]):
         earlier = index - (layout.pp - 1)
         known = everyone[rank][earlier].rows if earlier >= 0 else 0
@@ -101,6 +109,21 @@ def test_every_turn_moves_what_was_predicted(text, model, prompts):
         _check_bytes(one, unit_plan(model, layout, Workload(), rank=rank))
 
 
+def routed_of(number: int, rank: int, everyone: list[list[Seen]], plan: UnitPlan) -> dict[str, Routed]:
+    """Pairs of each mixture in a turn, from what all tokens have chosen."""
+    if experts_across(plan.layout) == 1:
+        return {}
+    peers = plan.mesh.group(across_axes(plan.layout), rank)
+    held = plan.model.experts.count // plan.layout.ep
+    first = peers.index(rank) * held
+
+    def taken(part: str) -> int:
+        return sum(sum(everyone[peer][number].choices[part][first : first + held]) for peer in peers)
+
+    own = everyone[rank][number].choices
+    return {part: Routed(sum(own[part]), taken(part)) for part in own}
+
+
 def first_gathers(plan: UnitPlan) -> tuple[Gather, ...]:
     """What the first turn gathers, which finds all slots empty."""
     first, _ = plan.generating_uses("decode")
@@ -114,7 +137,9 @@ def _check_rank(rank: int, everyone: list[list[Seen]], model: ModelConfig, layou
     turns = list(turns_of(rank, everyone, layout, mesh, own))
     for number, (one, turn) in enumerate(zip(everyone[rank], turns, strict=True)):
         # Where one of the ranks in step has something to do, all gather weights.
-        predicted = turn_ledger(plan, turn, gathered if one.active else (), own)
+        routed = routed_of(number, rank, everyone, plan) if one.active else {}
+        predicted = turn_ledger(plan, turn, gathered if one.active else (), own, routed)
+        assert not one.active or experts_across(layout) == 1 or sorted(routed) == mixtures_of(plan)
         assert one.active or not any(other[number].tokens for other in in_step)
         assert without_phase(one.ledger) == without_phase(predicted), f"rank {rank}, turn {number + 1}: {turn}"
         assert {row.phase for row in one.ledger if row.unit.startswith("blocks.") and one.tokens} <= {turn.phase}
@@ -131,10 +156,12 @@ def _check_bytes(told: Followed, plan: UnitPlan) -> None:
     assert told.passing <= passing_bytes(plan, ServingSetup(**JOB))
 
 
-@pytest.mark.parametrize("model", [LLAMA, LATENT], ids=lambda model: model.name)
+@pytest.mark.parametrize(
+    ("model", "split"), [(LLAMA, "tp=2"), (LATENT, "tp=2"), (MIXED, "tp=2,ep=2")], ids=["m", "mla", "mixed"]
+)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_int8_takes_the_bytes_that_were_predicted(precision, model):
-    model, layout = model.replace(hidden=32, head_dim=0, ffn=64), Layout.parse(f"tp=2,precision={precision}")
+def test_int8_takes_the_bytes_that_were_predicted(precision, model, split):
+    model, layout = model.replace(hidden=32, head_dim=0, ffn=64), Layout.parse(f"{split},precision={precision}")
     script = Script(model, str(layout), asked(True, 1), JOB | {"quantize": "int8"})
     for rank, told in enumerate(run_ranks("harness.turn_jobs:follow", layout.ranks, script)):
         plan = unit_plan(model, layout, Workload(), rank=rank)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from harness.answers import check, requests
 from harness.generation import Script
 from harness.pool import run_ranks
 from harness.reference import Case
@@ -21,7 +22,6 @@ from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.model import ModelConfig
 from shardwise.predict.memory.serving import page_bytes
 from shardwise.serving.job import ServingJob, weights_in
-from test_generation_engine import check, requests
 
 NAMES = ["latent", "latent-direct"]
 LAYOUTS = ["dp=1", "tp=2", "pp=2", "tp=2,pp=2", "dp=2,zero=3", "cp=2", "tp=2,cp=2"]

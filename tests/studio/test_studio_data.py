@@ -473,14 +473,15 @@ def test_modules_need_no_build_and_nothing_from_outside() -> None:
 
 
 NOT_RUNNABLE = {name for name, model in catalog().items() if model.why_not_runnable()}
+MIXED = {name for name, model in catalog().items() if model.experts}
 SHORT = {name for name, model in catalog().items() if model.max_positions < 1040}
 
 
 @pytest.mark.parametrize(
     ("view", "state", "others"),
     [
-        ("tokens", {}, NOT_RUNNABLE),
-        ("tokens", {"prompt": "1024", "output": "16"}, NOT_RUNNABLE | SHORT),
+        ("tokens", {}, NOT_RUNNABLE | MIXED),
+        ("tokens", {"prompt": "1024", "output": "16"}, NOT_RUNNABLE | SHORT | MIXED),
         ("memory", {}, NOT_RUNNABLE),
         ("plan", {"seq": "1024", "cluster": "8xH100", "model": "tiny-llama", "batch": "8"}, {"tiny-gpt"}),
     ],

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-from studio_visitor import Visitor, expert_load, make_run, plain_columns, serving, step_event
+from studio_visitor import LIMIT, Visitor, expert_load, make_run, plain_columns, serving, step_event
+from test_studio_live import begun
 from test_studio_page import OVERLAPPING, find_serious
 
+from harness import forked
 from shardwise.report.run_directory import RunDirectory
 from shardwise.studio.data import run_experts
 from shardwise.studio.data.runs import data, events
+
+STEPS = 60
+"""Of the real run."""
 
 
 def test_loads_are_those_of_the_events(tmp_path: Path) -> None:
@@ -126,6 +132,47 @@ def test_loads_of_a_running_run_are_followed(browser: Any, tmp_path: Path) -> No
             visitor.until("document.querySelector('[data-figure=loads] .player output').textContent === '0 of 7'")
             assert heat(page).locator(".sentence").inner_text() == sentence(3)
         visitor.close()
+
+
+@pytest.mark.usefixtures("leftovers")
+def test_the_loads_of_a_real_run_are_followed_to_its_end(browser: Any, tmp_path: Path) -> None:
+    """Two processes with two of four experts each: every layer's loads add up to its tokens times its choices."""
+    run = training(tmp_path)
+    try:
+        with serving(tmp_path / "runs") as studio:
+            begun(run, tmp_path / "runs" / "moe" / "events.jsonl")
+            visitor = Visitor(browser, studio, reduced_motion="reduce")
+            page = visitor.open("runs?run=moe&_tables=loads,experts")
+            visitor.until("document.querySelector('[data-figure=loads]').checkVisibility()")
+            _, errors = run.communicate(3 * LIMIT)
+            assert run.returncode == 0, errors
+            visitor.until("document.querySelector('.sentence').textContent.includes('finished')")
+            visitor.ready()
+            found = data({"run": "moe"}, tmp_path / "runs")
+            assert found.more["loads"]["steps"] == list(range(1, STEPS + 1))
+            counts = found.more["loads"]["counts"].reshape(STEPS, 2, 4)
+            assert (counts.sum(-1) == 4 * 32 * 2).all()
+            imbalances = (counts.max(-1) / counts.mean(-1)).max(-1)
+            assert found.tables["experts"].columns["imbalance"] == pytest.approx(imbalances.tolist())
+            for name in ("loads", "experts"):
+                assert visitor.table(name) == plain_columns(found.tables[name])
+            expert = int(counts[-1].max(0).argmax())
+            assert f"Step {STEPS}: expert {expert} of blocks." in heat(page).locator(".sentence").inner_text()
+            visitor.close()
+    finally:
+        run.kill()
+
+
+def training(folder: Path) -> forked.Started:
+    """A small model with experts on two ranks, whose run is `folder`/runs/moe."""
+    (folder / "text.txt").write_text("\n".join(f"{number} {number * 7} {number * number}" for number in range(4000)))
+    command = (
+        f"train tiny-mixtral --vocab 300 --layout dp=2,ep=2,precision=fp32 --seq 32 --batch 4 --steps {STEPS} "
+        "--no-tensorboard --set layers=2,hidden=64 --validate-batches 1"
+    )
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    words = [*command.split(), "--data", str(folder / "text.txt"), "--out", str(folder / "runs" / "moe")]
+    return forked.Started(words, {**clean, "OMP_NUM_THREADS": "1"})
 
 
 def test_the_heat_strip_has_room_and_is_accessible(visitor: Visitor) -> None:

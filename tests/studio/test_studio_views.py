@@ -361,7 +361,9 @@ def test_the_model_and_the_cluster_come_along_to_other_views(visitor: Any) -> No
     page.locator('[data-control="cluster"] input').fill("4xH100")
     visitor.after(lambda: page.locator('[data-control="cluster"] input').press("Enter"))
     for view, words in {
-        "Tokens": {"model": "tiny-llama", "cluster": "4xH100"}, "Experts": {"model": "tiny-llama"}, "Collectives": {"cluster": "4xH100"},
+        "Tokens": {"model": "tiny-llama", "cluster": "4xH100"},
+        "Experts": {"model": "tiny-llama"},
+        "Collectives": {"cluster": "4xH100"},
         "Runs": {}, "Memory": {"model": "tiny-llama", "cluster": "4xH100"},
     }.items():  # fmt: skip
         visitor.after(page.get_by_role("navigation").get_by_role("link", name=view).click)

@@ -9,7 +9,7 @@ from shardwise.errors import UserError
 from shardwise.predict.time import engine
 from shardwise.validation.scoreboard import PUBLISHED, cases, mixture_scores, predict, read
 from shardwise.validation.scoreboard.mixtures import HELD, coverage, fit_routed, with_experts
-from shardwise.validation.scoreboard.recipes import ENGINES, SCOPES, _releases, recipe_of
+from shardwise.validation.scoreboard.recipes import ENGINES, SCOPES, recipe_of, releases
 
 ROWS = [row for row in read(PUBLISHED) if row.get("moe_experts")]
 
@@ -24,7 +24,7 @@ def row(release: str, model: str) -> dict:
 
 
 def test_every_recipe_has_a_source_and_settings_that_there_are():
-    for table in _releases().values():
+    for table in releases().values():
         assert table["source"]
         for run in table["runs"]:
             assert run["exchange"] in ENGINES and set(run.get("captured", ())) <= set(SCOPES)

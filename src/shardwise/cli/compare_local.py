@@ -15,9 +15,9 @@ from typing import Any
 
 from shardwise.cli.engine import job_of
 from shardwise.layout import Layout, Mesh
-from shardwise.layout.axes import DP, PP, SHARD
+from shardwise.layout.axes import DP, PP
 from shardwise.planner.strategies import decode_round
-from shardwise.predict.serving_layout import check_generation, plan_of
+from shardwise.predict.serving_layout import check_generation, lockstep_axes, plan_of
 from shardwise.predict.traffic.ring_volume import Volume, ring_volume
 from shardwise.report.terminal import Renderable, rows_by_name
 from shardwise.report.units import format_bytes, format_share, format_time
@@ -156,7 +156,8 @@ def _full_rounds(job: ServingJob, noted: Noted, rank: int, sequences: int) -> li
     """The rank's notes of the turns, as many together as there are stages, in which each sequence of the ranks in step
     has one more token: others still read prompts, or are over for some."""
     mesh = Mesh.of(job.layout, job.model)
-    in_step = mesh.group(SHARD, rank) if job.replicas > 1 else (rank,)
+    group = mesh.group(lockstep_axes(job.layout), rank) if job.replicas > 1 else (rank,)
+    in_step = list({mesh.index(DP, item): item for item in group}.values())
     places = [mesh.index(DP, item) for item in in_step] if job.replicas > 1 else [0]
     whole = sum(sequences // job.replicas + (place < sequences % job.replicas) for place in places)
     together = list(zip(*(noted[item] for item in in_step), strict=False))

@@ -1,4 +1,4 @@
-"""Multi-head latent attention (DeepSeek-AI 2024): queries, keys and values through low ranks."""
+"""Multi-head latent attention (DeepSeek-AI 2024): queries, keys and values through narrow layers."""
 
 from __future__ import annotations
 

@@ -12,6 +12,8 @@ TP: Axes = ("tp",)
 EDP: Axes = ("edp",)
 EP: Axes = ("ep",)
 ETP: Axes = ("etp",)
+EP_ACROSS: Axes = ("ep-across",)
+"""The expert-parallel ranks with one place in tensor parallelism: those between which generation sends tokens."""
 SHARD: Axes = ("shard",)
 """The data ranks among which ZeRO shards."""
 REPLICATE: Axes = ("replicate",)

@@ -1,13 +1,16 @@
-"""Which tokens a rank routes to experts, as a layout has it."""
+"""Which tokens a rank routes to experts, as a layout has it: in training, and in generation."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import gcd
 
-from shardwise.layout.axes import CP, DATA, STAGE, TP, Axes
+from shardwise.layout.axes import CP, DATA, EP, EP_ACROSS, STAGE, TP, Axes
 from shardwise.layout.layout import Layout
+from shardwise.layout.placement import Placed
+from shardwise.ops.expert_share import ExpertShare
 
 LOADS = "expert loads"
 """Name, in a ledger, of the sum of a step's loads."""
@@ -59,3 +62,38 @@ class RoutedRows:
     def by_part(self) -> dict[str, tuple[tuple[int, int], ...]]:
         """Part -> its micro-batches."""
         return dict(self.rows)
+
+
+# -- generation, where all tensor-parallel ranks have the same tokens
+
+
+def expert_places(layout: Layout) -> int:
+    """Tensor-parallel ranks that have different experts."""
+    return 1 if layout.expert_tp > 1 else gcd(layout.ep, layout.tp)
+
+
+def experts_across(layout: Layout) -> int:
+    """Ranks with tokens of their own between which experts are spread."""
+    return layout.ep // expert_places(layout)
+
+
+def across_axes(layout: Layout) -> Axes:
+    """Axes of those ranks."""
+    return EP if expert_places(layout) == 1 else EP_ACROSS
+
+
+def expert_share(layout: Layout, experts: int, tp_rank: int) -> ExpertShare:
+    """The share of a rank in a mixture of so many experts."""
+    places = expert_places(layout)
+    copies = 1 if layout.expert_tp > 1 else layout.tp // places
+    copy, place = divmod(tp_rank, places) if layout.expert_tp == 1 else (0, 0)
+    return ExpertShare(experts // layout.ep, place, places, copy, copies, layout.ep // places)
+
+
+def matrices(placed: Placed) -> tuple[int, int, int]:
+    """(how many, outputs, inputs) of the matrices that a parameter of two dims is on a rank: one for each expert."""
+    if placed.kind != "expert":
+        return 1, *placed.shape  # type: ignore[return-value]
+    rows, ffn = placed.parameter.shape[0] // placed.parameter.heads, placed.shape[1]
+    count = placed.shape[0] // rows
+    return (count, rows, ffn) if placed.name.endswith(".down") else (count, ffn, rows)

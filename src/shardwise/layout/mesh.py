@@ -12,7 +12,8 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardwise.layout.axes import DATA, DENSE, EDP, EP, ETP, KV, REPLICATE, SHARD, STAGE, TP, Axes
+from shardwise.layout.axes import DATA, DENSE, EDP, EP, EP_ACROSS, ETP, KV, REPLICATE, SHARD, STAGE, TP, Axes
+from shardwise.layout.experts import expert_places
 from shardwise.model import ModelConfig
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class Mesh:
         layout, data = self.layout, self._data
         # Experts are spread over the ranks of a stage; if tp splits them as it splits all else, over its data ranks.
         spread = data if layout.expert_tp > 1 else self._in_order(STAGE)
+        places = expert_places(layout)
         return {axis: _Part((axis,), 1, getattr(layout, axis)) for axis in DENSE} | {
             axis: part
             for (axis,), part in {
@@ -65,6 +67,7 @@ class Mesh:
                 KV: _Part(TP, 1, self.kv_replicas),
                 ETP: _Part(TP, 1, layout.expert_tp),
                 EP: _Part(spread, 1, layout.ep),
+                EP_ACROSS: _Part(spread, places, layout.ep // places),
                 EDP: _Part(spread, layout.ep, layout.data_ranks * layout.tp // (layout.ep * layout.expert_tp)),
             }.items()
         }

@@ -42,6 +42,8 @@ class ForeignSlice:
     paired: int = 0
     """Last rows of each run that are pairs of neighbors in the tensor: here the first rows of all pairs come before the
     second ones."""
+    wide: bool = False
+    """Whether the tensor is float32 in files whose others have 16 bits."""
 
     def each(self, rows: int) -> Iterator[tuple[int, ForeignSlice]]:
         """(first row, slice) of every tensor that holds some of the parameter's `rows` rows."""
@@ -50,8 +52,7 @@ class ForeignSlice:
             return
         for expert in range(self.tensors):
             name = self.tensor.replace("{expert}", str(expert))
-            one = ForeignSlice(name, self.shape, self.first, self.run, self.stride, self.transposed, 1, self.paired)
-            yield expert * (rows // self.tensors), one
+            yield expert * (rows // self.tensors), self._under(name, 1)
 
     def _strides(self) -> tuple[tuple[int, int, int, int], ...]:
         """(row, row in the tensor, count, step in the tensor) of the pieces of a run, from its start."""
@@ -82,9 +83,12 @@ class ForeignSlice:
 
     def at(self, number: int) -> ForeignSlice:
         """The slice of the part with this number."""
-        name = self.tensor.replace("{}", str(number))
+        return self._under(self.tensor.replace("{}", str(number)), self.tensors)
+
+    def _under(self, name: str, tensors: int) -> ForeignSlice:
+        # `dataclasses.replace` takes twice as long.
         return ForeignSlice(
-            name, self.shape, self.first, self.run, self.stride, self.transposed, self.tensors, self.paired
+            name, self.shape, self.first, self.run, self.stride, self.transposed, tensors, self.paired, self.wide
         )
 
 

@@ -81,4 +81,6 @@ class ForeignNames:
         shape = (whole, *p.shape[1:])
         transposed = p.name in _TURNED or (self.transposed and part == "blocks" and len(shape) == 2)
         shape = shape[::-1] if transposed else shape
-        return ForeignSlice(name, shape, first, run, stride, transposed, tensors, paired)
+        # So small steps move a router's bias that 16 bits would lose them.
+        wide = p.name == "mlp.router.bias"
+        return ForeignSlice(name, shape, first, run, stride, transposed, tensors, paired, wide)

@@ -77,7 +77,7 @@ class RoutedForm:
         flat = chosen.flatten()[order]
         per_expert = flat.new_zeros(self.e.count).scatter_add_(0, flat, torch.ones_like(flat))
         sent, received = self.exchange.counts(per_expert)
-        arrival = None if len(received) == 1 else _by_expert(received, chosen.device)
+        arrival = None if len(received) == 1 else by_expert(received, chosen.device)
         ends = accumulate(map(sum, zip(*received, strict=True)))
         return Assignment(order, sent, [sum(of_rank) for of_rank in received], arrival, list(ends))
 
@@ -116,7 +116,7 @@ class RoutedForm:
         self.loads[-1] += loss
 
 
-def _by_expert(received: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+def by_expert(received: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """Places of rows that come rank by rank and in each by expert, in the order expert by expert. received: rows from
     each rank for each expert here."""
     rows = sum(map(sum, received))

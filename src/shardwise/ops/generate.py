@@ -7,8 +7,9 @@ the cache; and what all blocks share is made once per step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,7 @@ from shardwise.decoder.latent_attention import MultiHeadLatentAttention
 from shardwise.decoder.llama import LlamaBlock
 from shardwise.decoder.modules import Linear, Linears, Lookup, RMSNorm, TiedLinear, norm_scale
 from shardwise.ops.context import LOCAL, Around, OpContext, Redistribute
+from shardwise.ops.expert_share import ExpertShare
 from shardwise.ops.fused import end_to_end
 from shardwise.ops.paged import PagedCache, Rows
 from shardwise.ops.products import MakeProduct, Plain, Product
@@ -31,16 +33,35 @@ from shardwise.ops.scores import ScoreRule
 Forward = Callable[[Tensor, Batch], Tensor]
 
 
+class Copied(NamedTuple):
+    """A parameter of which `keep` has copies, so that its own memory can go."""
+
+    module: nn.Module
+    name: str
+    saved: int
+    """Bytes that the copies need less."""
+
+
+def copied(module: nn.Module, name: str, keep: MakeProduct, *matrices: Tensor) -> Iterator[Copied]:
+    """A parameter that `keep` has copied, matrix by matrix; nothing where it is read where it is."""
+    if keep.copies:
+        yield Copied(module, name, sum(matrix.nbytes - keep.nbytes(matrix) for matrix in matrices))
+
+
 @dataclass(frozen=True)
 class GenerationContext(OpContext):
     """Inputs of generation's forms beside `OpContext`'s. The weights have been read."""
 
     keep: MakeProduct = field(default_factory=Plain)
     """Form in which matrices are stored."""
+    lasting: bool = True
+    """Whether weights stay where they have been read, and are not gathered anew."""
     cache: PagedCache | None = None
     """A block's keys and values."""
-    copied: list[Linear] = field(default_factory=list)
-    """Maps whose matrix `keep` has copied."""
+    share: ExpertShare | None = None
+    """The rank's share in mixtures of experts, where the model has them."""
+    copied: list[Copied] = field(default_factory=list)
+    """Parameters whose matrices `keep` has copied."""
 
 
 class SideBySide:
@@ -57,7 +78,7 @@ def linears(module: Linears, at: GenerationContext) -> SideBySide:
     """Several column-parallel maps of one input: one product where their weights are adjacent, or copied."""
     maps, keep = module.maps, at.keep
     rows = [len(m.weight) for m in maps]
-    at.copied.extend(maps if keep.copies else ())
+    at.copied.extend(one for m in maps for one in copied(m, "weight", keep, m.weight))
     weight, bias = _joined([m.weight for m in maps], keep), _joined([m.bias for m in maps], keep)
     if weight is None or (bias is None and maps[0].bias is not None):
         products = [keep(m.weight, m.bias) for m in maps]
@@ -77,7 +98,7 @@ def _joined(tensors: Sequence[Tensor | None], keep: MakeProduct) -> Tensor | Non
 def linear(module: Linear, at: GenerationContext) -> Product:
     """One map."""
     around = at.around()
-    at.copied.extend([module] if at.keep.copies else ())
+    at.copied.extend(copied(module, "weight", at.keep, module.weight))
     if around.leave is LOCAL or not around.late_bias:
         return _leaving(at.keep(module.weight, module.bias), around.leave)
     partial_sum, bias = _leaving(at.keep(module.weight, None), around.leave), module.bias
@@ -140,7 +161,8 @@ def norm_factors(module: RMSNorm, at: GenerationContext) -> Callable[[], Tensor]
 def block(module: LlamaBlock | GPTBlock, at: OpContext) -> Forward:
     """x + attention(norm(x)), then x + mlp(norm(x)), or both of the same x. x: [1, T, hidden]."""
     first, attention = module.attention_norm.forward, module.attention.forward
-    second, mlp = module.mlp_norm.forward, module.mlp.forward
+    second = module.mlp_norm.forward
+    mlp: Product = module.mlp.forward  # type: ignore[assignment]
     parallel = getattr(module, "parallel_residual", False)
 
     def forward(x: Tensor, batch: Batch) -> Tensor:
@@ -247,7 +269,11 @@ def _rotation(rope: Rope, width: int, kv: int) -> Forward:
 
 def gated_mlp(module: GatedMLP, at: OpContext) -> Product:
     """down(act(gate(x)) * up(x))."""
-    gate_up, down, activation = side_by_side(module.gate_up), module.down.forward, module.activation
+    return gated(side_by_side(module.gate_up), module.down.forward, module.activation)
+
+
+def gated(gate_up: Product, down: Product, activation: Product) -> Product:
+    """The same of products. gate_up: the outputs of both maps, side by side."""
 
     def forward(x: Tensor) -> Tensor:
         gate, up = gate_up(x).chunk(2, -1)

@@ -21,7 +21,7 @@ from shardwise.decoder.gpt import MLP, GPTBlock
 from shardwise.decoder.latent_attention import MultiHeadLatentAttention, SharedKey
 from shardwise.decoder.llama import LlamaBlock
 from shardwise.decoder.modules import Dropout, JointNorm, Linear, Linears, Lookup, RMSNorm, TiedLinear
-from shardwise.ops import compiled, generate, linear
+from shardwise.ops import compiled, generate, generate_experts, linear
 from shardwise.ops.attention import core_across_ranks, core_attention
 from shardwise.ops.blocked_attention import blocked_attention
 from shardwise.ops.context import Mode, OpContext, Options
@@ -118,6 +118,7 @@ TABLE = (
     Row("generate", MultiHeadLatentAttention, generate.latent_attention, covers=lambda module: [module.kv_up]),
     Row("generate", GatedMLP, generate.gated_mlp),
     Row("generate", MLP, generate.mlp),
+    Row("generate", Mixture, generate_experts.mixture, covers=generate_experts.served_parts),
     Row("generate", LlamaBlock, generate.block),
     Row("generate", GPTBlock, generate.block),
     Row("generate", Head, generate.head),

@@ -85,7 +85,7 @@ class RankBound:
         cut = {name: replace(unit, shard_ranks=ranks) for name, unit in units.items() if here[name]}
         self.padded: dict[str, Num] = {name: unit.padded for name, unit in cut.items()}
         self.shard: dict[str, Num] = {name: unit.shard_numel for name, unit in cut.items()}
-        self.mixture = bool(model.experts or model.latent_attention)
+        self.mixture = bool(model.experts)
         self.lone: Num = 0
         self.mean = self.padded["blocks.0"], self.shard["blocks.0"]
         if self.mixture:

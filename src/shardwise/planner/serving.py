@@ -43,8 +43,8 @@ from shardwise.predict.memory.serving import (
     PAGE,
     ServingSetup,
     has_fewer_bits,
-    int8_bytes,
     page_bytes_of_block,
+    parameter_int8_bytes,
     passing_bytes,
 )
 from shardwise.predict.serving_layout import check_generation, check_length, plan_of
@@ -154,8 +154,8 @@ def plan_serving(
     top: int = 10,
 ) -> ServingPlan:
     """The best `top` deployments for `workload.concurrency` clients of `prompt` and `output` tokens: every legal degree
-    of tp, pp and replicas, cp by doubling, each type of weights that the device computes with, 1, 2, 4, ... sequences
-    at a time.
+    of tp, pp and replicas, cp and ep by doubling, each type of weights that the device computes with, 1, 2, 4, ...
+    sequences at a time.
 
     model, cluster: objects, or their names. engine: a profile of `predict.time.ENGINES`; None for the usual one. by:
     "throughput", "cost" (tokens/s of a device) or "pareto" (the curve of tokens/s against time per token).
@@ -173,7 +173,8 @@ def plan_serving(
         found += asked
         unhurried += free
     gathered = list(space.gathered())
-    everything = found + gathered + [one for weights in space.types for one in space.context_parallel(weights)]
+    cut = (space.context_parallel, space.expert_parallel)
+    everything = found + gathered + [one for weights in space.types for split in cut for one in split(weights)]
     if not everything:
         raise space.nothing()
     ranked = sorted(everything, key=lambda one: _order(one, by))
@@ -226,6 +227,9 @@ class _Sizes:
     """Bytes of one rank's share under tp, of one type of the blocks' matrices: of a block, of embedding and head."""
 
     block: float
+    """Of the largest block."""
+    blocks: float
+    """Of all blocks."""
     first: float
     last: float
     alone: float
@@ -233,7 +237,7 @@ class _Sizes:
     def stage(self, layers: int, pp: int) -> float:
         """The fullest stage: the first of a pipeline has most layers and the embedding, the last one the head."""
         if pp == 1:
-            return layers * self.block + self.alone
+            return self.blocks + self.alone
         return max(ceil(layers / pp) * self.block + self.first, layers // pp * self.block + self.last)
 
 
@@ -292,7 +296,8 @@ class _Space:
     def _rows(self, tp: int, weights: str) -> Iterator[tuple[float, ...]]:
         """(tp, pp, replicas, sequences of a replica, tokens of its cache, bytes, whether it is for the clients that
         there are) of what fits."""
-        sizes, plan = self._sizes(tp, weights), plan_of(self.model, Layout(tp=tp))
+        plan = plan_of(self.model, Layout(tp=tp))
+        sizes = self._sizes(plan, weights)
         for pp in range(1, min(self.model.layers, self.cluster.devices // tp) + 1):
             weight, page = sizes.stage(self.model.layers, pp), self._page_bytes(tp, pp)
             name = f"tp={tp},pp={pp} in {TYPES[weights]}"
@@ -321,12 +326,13 @@ class _Space:
         served = ServingSetup(self.length, batch, int8=int8)
         return weight + passing_bytes(plan, served) + served.pages * page
 
-    def _sizes(self, tp: int, weights: str) -> _Sizes:
-        plan = plan_of(self.model, Layout(tp=tp))
+    def _sizes(self, plan: UnitPlan, weights: str) -> _Sizes:
+        """plan: of a rank that has all parts."""
         each = {unit.name: sum(_stored(plan, p, weights, cpu=self.cpu) for p in unit.placed) for unit in plan.units}
         tied = each.get("tied", 0.0)
         first, last = each.get("embedding", 0.0) + tied, each.get("head", 0.0) + tied
-        return _Sizes(each["blocks.0"], first, last, first + last - tied)
+        blocks = [sum(each[unit.name] for unit in plan.units_of(part)) for part in plan.of_kind("block")]
+        return _Sizes(max(blocks), sum(blocks), first, last, first + last - tied)
 
     def _page_bytes(self, tp: int, pp: int, cp: int = 1) -> int:
         return ceil(self.model.layers / pp) * page_bytes_of_block(self.model, tp, "bfloat16", PageCut(PAGE, cp).slots)
@@ -396,12 +402,25 @@ class _Space:
         """Deployments whose cache is cut over cp, with one type of weights; degrees of cp, pp and dp by doubling."""
         devices, layers = self.cluster.devices, self.model.layers
         for tp in self.tps:
-            sizes = self._sizes(tp, weights)
+            sizes = self._sizes(plan_of(self.model, Layout(tp=tp)), weights)
             for cp in (cp for cp in range(2, devices // tp + 1) if PAGE % cp == 0):
                 for pp in powers(min(layers, devices // (tp * cp))):
                     for dp in powers(min(self.workload.concurrency, devices // (tp * cp * pp))):
                         layout = Layout(dp=dp, tp=tp, cp=cp, pp=pp)
                         yield from self._deployed(layout, weights, sizes.stage(layers, pp))
+
+    def expert_parallel(self, weights: str) -> Iterator[Deployment]:
+        """Deployments whose experts are spread whole, over the ranks of tp or over replicas as well, with one type of
+        weights; pp and replicas by doubling."""
+        e, devices, layers = self.model.experts, self.cluster.devices, self.model.layers
+        for tp in self.tps if e is not None else ():
+            for dp in powers(min(self.workload.concurrency, devices // tp)):
+                for ep in (tp * across for across in powers(dp) if tp * across > 1):
+                    if e is None or e.count % ep:
+                        continue
+                    sizes = self._sizes(plan_of(self.model, Layout(tp=tp, dp=dp, ep=ep)), weights)
+                    for pp in powers(min(layers, devices // (tp * dp))):
+                        yield from self._deployed(Layout(dp=dp, tp=tp, pp=pp, ep=ep), weights, sizes.stage(layers, pp))
 
     def _deployed(self, layout: Layout, weights: str, weight: float) -> Iterator[Deployment]:
         """A layout for the clients that there are, where it fits. weight: bytes of weights on the fullest rank."""
@@ -448,6 +467,6 @@ def _stored(plan: UnitPlan, placed: Placed, weights: str, *, cpu: bool) -> float
     if weights == "bfloat16" or not has_fewer_bits(plan, placed, weights):
         return placed.numel * 2.0
     if weights == "int8":
-        return int8_bytes(*placed.shape, width=2, tiled=cpu)
+        return parameter_int8_bytes(placed, width=2, tiled=cpu)
     scales = INT4_GROUP_BYTES * placed.numel if weights == "int4" else 4.0
     return placed.numel * WIDTH[weights] + scales

@@ -257,8 +257,7 @@ class Space:
             return [1]
         layers, stages = self.model.layers, self.model.layers + BARE_ENDS
         even = [v for v in divisors(layers // pp)[1:] if layers % (pp * v) == 0]
-        alike = not self.model.experts and not self.model.latent_attention
-        bare = self.features.bare_ends and alike and stages % pp == 0 and stages > pp
+        bare = self.features.bare_ends and not self.model.experts and stages % pp == 0 and stages > pp
         return even + [stages // pp] * bare
 
 

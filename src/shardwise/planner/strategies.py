@@ -11,10 +11,18 @@ from typing import Any
 
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
-from shardwise.layout import Layout
+from shardwise.layout import Layout, UnitPlan
+from shardwise.layout.experts import experts_across
 from shardwise.model import ModelConfig
 from shardwise.predict.memory.serving import MemoryFit, ServingSetup, fit_on_cluster
-from shardwise.predict.serving_layout import check_generation, check_length, plan_of, sequences_of
+from shardwise.predict.serving_layout import (
+    check_generation,
+    check_length,
+    plan_of,
+    replicas_in_step,
+    rows_here,
+    sequences_of,
+)
 from shardwise.predict.step_seconds import usual_engine
 from shardwise.predict.supported import check_size
 from shardwise.predict.time.generation import FEW, DecodeStrategy, DecodeTime, pricing_for
@@ -22,7 +30,7 @@ from shardwise.predict.time.profiles import ENGINES, EngineProfile
 from shardwise.predict.time.profiles import engine as engine_of
 from shardwise.predict.time.strategy_training import TrainStepTime, trained
 from shardwise.predict.traffic.ring_volume import Volume, payload, ring_volume
-from shardwise.predict.traffic.serving import ForwardPass, steady_gathers, turn_ledger
+from shardwise.predict.traffic.serving import ForwardPass, balanced, steady_gathers, turn_ledger
 from shardwise.predict.traffic.slow_links import tensor_warnings
 from shardwise.report.step_report import LedgerRow
 
@@ -76,13 +84,22 @@ def decode_round(model: ModelConfig, layout: Layout, sequences: int = 1) -> Deco
     """One more token for each of `sequences` on all ranks together. A pipeline of p stages takes p turns for it, some
     of them empty where there are fewer sequences than stages; every other strategy takes one. One sequence alone is
     every rank's under weight gathering; several are shared out."""
-    each, own = sequences_of(layout, sequences), sequences > 1
+    each, own = sequences_of(layout, sequences), sequences > 1 or layout.stage < 3
     groups = [each // layout.pp + (turn < each % layout.pp) for turn in range(layout.pp)]
-    made = sequences if layout.stage == 3 else each
+    made = min(sequences, each * replicas_in_step(layout))
+    # Of the replicas that have experts for each other's tokens, some may have no sequence.
+    others = experts_across(layout) * made / each / replicas_in_step(layout)
+
+    def ledger(plan: UnitPlan, group: int) -> tuple[LedgerRow, ...]:
+        here = rows_here(layout, group)
+        return turn_ledger(
+            plan, ForwardPass.decode(group), steady_gathers(plan), own, balanced(plan, here, here * others)
+        )
+
     found = []
     for stage in range(layout.pp):
         plan = plan_of(model, layout, stage)
-        ledgers = [turn_ledger(plan, ForwardPass.decode(group), steady_gathers(plan), own) for group in groups]
+        ledgers = [ledger(plan, group) for group in groups]
         rows = tuple(row for ledger in ledgers for row in ledger)
         found.append(DecodeStep(ledgers[0], ring_volume(rows, plan), payload(rows), made))
     return max(found, key=lambda one: one.volume.total)
@@ -179,6 +196,21 @@ class Ratio:
 
 
 @dataclass(frozen=True)
+class ExpertRatio:
+    """Experts that ranks have whole over tensor parallelism of all of them, on as many ranks. blocks, total: in ring
+    volume of a token; seconds: of a token."""
+
+    spread: Layout
+    tensor: Layout
+    blocks: float
+    total: float
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"spread": str(self.spread), "tensor": str(self.tensor)}
+
+
+@dataclass(frozen=True)
 class StrategyComparison:
     """All strategies of one prompt on one cluster."""
 
@@ -196,7 +228,24 @@ class StrategyComparison:
             self._ratio(one, other)
             for one, other in product(self.strategies, repeat=2)
             if one.layout.stage == 3 and one.layout.tp == 1 and one.layout.dtype == other.layout.dtype
-            if other.layout.tp == other.layout.ranks == one.layout.shard_ranks
+            if other.layout.tp == other.layout.ranks == one.layout.shard_ranks and other.layout.ep == 1
+        )
+
+    @property
+    def expert_ratios(self) -> tuple[ExpertRatio, ...]:
+        """Each strategy with ep, against tensor parallelism on as many ranks in the same precision, where both are
+        here."""
+        return tuple(
+            ExpertRatio(
+                one.layout,
+                other.layout,
+                float(one.round.volume_of_token.blocks / other.round.volume_of_token.blocks),
+                float(one.round.volume_of_token.total / other.round.volume_of_token.total),
+                one.middle.seconds / other.middle.seconds,
+            )
+            for one, other in product(self.strategies, repeat=2)
+            if one.layout.ep > 1 and other.layout.ep == 1 and one.layout.dtype == other.layout.dtype
+            if other.layout.tp == other.layout.ranks == one.layout.ranks
         )
 
     def _ratio(self, one: Generated, other: Generated) -> Ratio:
@@ -204,7 +253,7 @@ class StrategyComparison:
             DecodeStrategy(self.model, each.layout, engine_of(self.engine), self.cluster) for each in (one, other)
         )
         plan = plan_of(self.model, one.layout)
-        blocks = sum(plan.by_name[block].numel for block in plan.of_kind("block"))
+        blocks = sum(unit.numel for block in plan.of_kind("block") for unit in plan.units_of(block))
         return Ratio(
             one.layout,
             other.layout,
@@ -232,6 +281,7 @@ class StrategyComparison:
             "batch": self.asked.batch,
             "strategies": [one.to_json() for one in self.strategies],
             "ratios": [ratio.to_json() for ratio in self.ratios],
+            "expert_ratios": [ratio.to_json() for ratio in self.expert_ratios],
             "warnings": list(self.warnings),
         }
 
@@ -249,7 +299,9 @@ def usual_layouts(model: ModelConfig, cluster: Cluster) -> list[Layout]:
     """The pure strategies on all devices, as far as the model allows. Raises `UserError` for models that do not run."""
     check_generation(Layout(), model)
     found = []
-    for text in (f"tp={cluster.devices}", f"dp={cluster.devices},zero=3", f"pp={cluster.devices}"):
+    n = cluster.devices
+    texts = [f"tp={n}", f"dp={n},zero=3", f"pp={n}"] + [f"tp={n},ep={n}", f"dp={n},ep={n}"] * bool(model.experts)
+    for text in texts:
         try:
             layout = Layout.parse(text)
             check_generation(layout, model)
@@ -288,7 +340,7 @@ def _generated(model: ModelConfig, layout: Layout, cluster: Cluster, asked: Aske
     each = sequences_of(layout, asked.batch)
     strategy = DecodeStrategy(model, layout, engine_of(engine), cluster, "int8" if asked.int8 else None)
     middle = strategy.token(asked.batch, asked.prompt + asked.output / 2)
-    around = middle.range(pricing_for(cluster, each <= FEW))
+    around = middle.range(pricing_for(cluster, each <= FEW), routed=bool(model.experts))
     caches = [
         fit_on_cluster(model, layout, ServingSetup(length, each, chunk=asked.chunk, int8=asked.int8), cluster)
         for length in (asked.prompt, asked.prompt + asked.output)

@@ -7,7 +7,8 @@ from functools import lru_cache
 
 from shardwise.errors import LayoutError, UserError
 from shardwise.layout import Layout, Mesh, UnitPlan, Workload, check, unit_plan
-from shardwise.layout.axes import CP, SHARD, TP, Axes
+from shardwise.layout.axes import CP, EP, ETP, SHARD, STAGE, TP, Axes
+from shardwise.layout.experts import experts_across
 from shardwise.layout.legality import unsupported
 from shardwise.model import ModelConfig
 
@@ -19,7 +20,7 @@ def check_generation(layout: Layout, model: ModelConfig, devices: int | None = N
         raise UserError(f"{model.name}: {reason}")
     check(layout, model.replace(attention_dropout=0.0))  # nothing is dropped when generating
     if words := unsupported(layout):
-        raise LayoutError(f"generation does not support {', '.join(words)}: it has tp, cp, pp, dp and zero=3")
+        raise LayoutError(f"generation does not support {', '.join(words)}: it has tp, cp, ep, pp, dp and zero=3")
     if layout.cpkind != "ring":
         raise LayoutError(f"cpkind={layout.cpkind} is for training: leave it out, generation cuts the cache's pages")
     if layout.cp > 1 and layout.stage == 3:
@@ -38,13 +39,49 @@ def check_generation(layout: Layout, model: ModelConfig, devices: int | None = N
         gathering = replace(layout, pp=1, dp=layout.dp * layout.pp, shard=0)
         staged = replace(layout, zero=0, shard=0)
         raise LayoutError(f"weights are gathered without a pipeline, with pp=1: use {gathering} or {staged}")
+    if model.experts:
+        _check_experts(layout)
     if devices is not None and layout.ranks > devices:
         raise LayoutError(f"layout {layout} needs {layout.ranks} ranks, but there are {devices} devices")
 
 
+def _check_experts(layout: Layout) -> None:
+    """Raise `LayoutError` where generation does not find a way from all tokens to their experts."""
+    if layout.stage == 3 and layout.shard:
+        raise LayoutError(f"shard={layout.shard} leaves experts gathered over all data ranks: leave shard out")
+    if layout.ep == 1:
+        return
+    if layout.stage == 3:
+        raise LayoutError(
+            f"ep={layout.ep} keeps experts where they are, and zero=3 gathers them: leave out one of them"
+        )
+    if [axis for axis in layout.order.split("-") if axis in STAGE] != list(STAGE):
+        raise LayoutError(f"order={layout.order} is for training: generation with ep={layout.ep} has the usual order")
+    if layout.expert_tp == 1 and layout.ep % layout.tp and layout.tp % layout.ep:
+        raise LayoutError(
+            f"ep={layout.ep} cuts through the tensor-parallel ranks: in generation it divides tp={layout.tp}, or is a "
+            "multiple of it"
+        )
+    if layout.cp % experts_across(layout) and layout.cp > 1:
+        raise LayoutError(
+            f"ep={layout.ep} spreads experts over replicas, whose steps cp={layout.cp} cuts: choose an ep of at most "
+            f"{layout.cp if layout.expert_tp > 1 else layout.cp * layout.tp}, or leave cp out"
+        )
+
+
+def replicas_in_step(layout: Layout) -> int:
+    """Replicas that compute every engine step together: ranks that gather each other's weights, or that have experts
+    for each other's tokens."""
+    if layout.stage == 3:
+        return layout.shard_ranks
+    return experts_across(layout) if layout.cp == 1 else 1
+
+
 def lockstep_axes(layout: Layout) -> Axes:
     """The ranks of one pipeline stage that compute every engine step together."""
-    return SHARD + TP if layout.stage == 3 else CP + TP
+    if layout.stage == 3:
+        return SHARD + TP
+    return EP + ETP if replicas_in_step(layout) > 1 else CP + TP
 
 
 def rows_here(layout: Layout, tokens: int) -> int:

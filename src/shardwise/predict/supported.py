@@ -23,9 +23,9 @@ def check_size(cluster: Cluster) -> None:
 
 
 def why_not_planned(model: ModelConfig) -> str | None:
-    """The reason why no search knows this model, or None. More can be planned than runs here: latent attention, ALiBi
-    and a norm after the embedding have memory and time, too."""
-    usual: dict[str, Any] = {"latent_attention": None, "embedding_norm": False}
+    """The reason why no search knows this model, or None. More can be planned than runs here: ALiBi and a norm
+    after the embedding have memory and time, too."""
+    usual: dict[str, Any] = {"embedding_norm": False}
     if model.positions == "alibi":
         usual["positions"] = "learned"
     return model.replace(**usual).why_not_runnable()

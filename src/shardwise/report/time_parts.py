@@ -19,6 +19,7 @@ TOKEN = {
     "attention": "attention",
     "memory": "memory-bound kernels",
     "tensor": "collectives inside blocks (tp, cp)",
+    "experts": "rows to experts of other replicas (ep)",
     "data": "gathers, what arithmetic does not hide",
     "pipeline": "messages between stages",
     "bubble": "waiting for other groups",

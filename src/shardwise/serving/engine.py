@@ -8,6 +8,8 @@ the turn's tokens, and on B, the rows whose logits are wanted, alone:
 - cp: a rank computes rows_here(T) = ceil(T / cp) rows, which take T's place above; each block gathers their queries,
   keys and values, and returns the outputs over the keys of each rank in an all-to-all (`runtime/context/cache.py`);
   where B > 0 the head's inputs [B, hidden] are summed over cp;
+- experts of other replicas: each mixture exchanges the choices of each expert, int64 [experts of its place], and
+  rows [pairs, hidden] there and back, with the ranks of `across_axes`, also where T is 0;
 - zero=3: each part's units are gathered for it as `UnitPlan.generating_uses` has them, also by ranks whose T is 0;
 - pp: a stage sends [T, hidden] to the next one.
 """
@@ -21,11 +23,14 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint import LocalInterval, needs
+from shardwise.decoder.experts import Mixture
 from shardwise.layout import Workload, unit_plan
 from shardwise.layout.axes import CP
 from shardwise.layout.context import PageCut
+from shardwise.layout.experts import experts_across
 from shardwise.layout.placement import cache_shape
 from shardwise.ops.cpu.products import Packed, int8
+from shardwise.ops.generate_experts import ServedExperts
 from shardwise.ops.paged import PagedCache, Rows
 from shardwise.ops.products import MakeProduct, Plain
 from shardwise.predict.serving_layout import rows_here
@@ -125,7 +130,8 @@ class TokenGenerator:
             self.stages.decoder, part, self.plan, self.comms, keep, self.caches.get(part), self.device
         )
         if keep.copies:
-            self.engine.units[part].whole.untyped_storage().resize_(0)
+            for unit in self.plan.units_of(part):
+                self.engine.units[unit.name].whole.untyped_storage().resize_(0)
 
     def _keep(self, part: str) -> MakeProduct:
         """Form in which a part's matrices are stored. A table that is looked up in stays as it is."""
@@ -167,11 +173,22 @@ class TokenGenerator:
         assert x is not None
         return x
 
+    @torch.inference_mode()
     def idle(self) -> None:
-        """A turn without tokens: under zero=3 other ranks gather weights, of which this one has a part."""
-        self.engine.begin_forward("decode")
+        """A turn without tokens: under zero=3 other ranks gather weights, of which this one has a part, and other
+        replicas have tokens for experts that are here."""
+        self.comms.phase = "decode"
+        gathers, across = self.plan.layout.stage == 3, experts_across(self.plan.layout) > 1
+        if gathers:
+            self.engine.begin_forward("decode")
         for part in self.plan.stages[self.stage]:
-            self.engine.use_unit("forward", part)
+            if gathers:
+                self.engine.use_unit("forward", part)
+            for module in self.stages.parts[part].modules() if across else ():
+                if isinstance(module, Mixture):
+                    experts = module.forward
+                    assert isinstance(experts, ServedExperts)
+                    experts.serve_others()
 
     def begin(self, turn: EngineStep) -> None:
         """Begin a step: collectives from here on belong to it."""

@@ -3,12 +3,12 @@ the tokens that are chosen reach them before they are needed.
 
 A turn, on every rank (in brackets its ledger rows, in the turn's own phase; "control" and "tokens" are units):
 
-1. control. One all-reduce (maximum) of 1 + r int64 numbers over cp and tp, with zero=3 over the data ranks and tp
-   [all_reduce, `lockstep_axes`, control, int64, 1 + r]: whether anybody has anything to do, and how many bytes of
-   messages each of the r replicas in step with this one has. r is `shard_ranks` with prompts of their own, else 1. Only
-   where there are messages, they follow [all_reduce, the same axes (tp where prompts are own), control, uint8, bytes].
-   Under a pipeline the first stage does that, and each stage sends both on to the next one [send / recv, pp, control,
-   int64, 2; and uint8, bytes].
+1. control. One all-reduce (maximum) of 1 + r int64 numbers over cp and tp, with zero=3 over the data ranks and tp, with
+   experts on other replicas over the ranks of these [all_reduce, `lockstep_axes`, control, int64, 1 + r]: whether
+   anybody has anything to do, and how many bytes of messages each of the r replicas in step has. r is
+   `replicas_in_step` with prompts of their own, else 1. Only where there are messages, they follow [all_reduce, the
+   same axes (tp where prompts are own), control, uint8, bytes]. Under a pipeline the first stage does that, and each
+   stage sends both on to the next one [send / recv, pp, control, int64, 1 + r; and uint8, bytes].
 2. the forward pass, as `engine.py` has it. A stage of a pipeline receives [n, hidden] of the one before, n = ceil(T /
    cp), and sends its own to the next one [recv and send, pp, "stage <the taker>", the layout's dtype, n x hidden].
 3. tokens. Under a pipeline of p stages the last one sends what it has chosen, where B > 0, to every other one [send,
@@ -27,8 +27,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardwise.layout.axes import PP, SHARD, TP
-from shardwise.predict.serving_layout import lockstep_axes
+from shardwise.layout.axes import PP, TP
+from shardwise.predict.serving_layout import lockstep_axes, replicas_in_step
 from shardwise.runtime.transport.protocol import Work
 from shardwise.serving.engine import TokenGenerator
 from shardwise.serving.messages import Answer, Cancel, Command, Drain, Request
@@ -62,11 +62,11 @@ class Lockstep:
         self.depth, self.place = layout.pp, generator.stage
         pages = Pages(job.pages, job.page, job.reuse)
         self.scheduler = Scheduler(pages, batch=job.batch, chunk=job.chunk, depth=self.depth)
-        own = layout.stage == 3 and job.prompts == "own"
-        self._replicas = layout.shard_ranks if own else 1
-        self._replica = self.comms.index(SHARD) if own else 0
+        own = replicas_in_step(layout) > 1 and job.prompts == "own"
         self._step = lockstep_axes(layout)
         """The ranks in step, among which control goes round."""
+        self._replicas = replicas_in_step(layout) if own else 1
+        self._replica = self.comms.index(self._step) // layout.tp if own else 0
         self._hearers = TP if own else self._step
         self._state = IDLE
         self._draining = False
@@ -99,7 +99,7 @@ class Lockstep:
             self._turns.append((turn, self._compute(turn)))
         else:
             self._turns.append((turn, None))
-            if self._state == ACTIVE and self.depth == 1:
+            if self._state == ACTIVE:
                 self.generator.idle()
         if len(self._turns) == self.depth:
             answers += self._arrive(*self._turns.popleft())

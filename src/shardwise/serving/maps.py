@@ -6,14 +6,18 @@ import torch
 from torch import nn
 
 from shardwise.decoder import Decoder
+from shardwise.decoder.experts import Router
+from shardwise.layout.experts import across_axes, expert_share
+from shardwise.layout.tensor import edges
 from shardwise.layout.units import UnitPlan
 from shardwise.ops.context import Around
 from shardwise.ops.generate import GenerationContext
 from shardwise.ops.paged import PagedCache
 from shardwise.ops.products import MakeProduct
 from shardwise.ops.table import lower
+from shardwise.runtime.expert.exchange import RankExchange
 from shardwise.runtime.tensor.lowering import context_of
-from shardwise.runtime.tensor.redistribute import GatherOutputs
+from shardwise.runtime.tensor.redistribute import GatherOutputs, redistribution
 from shardwise.runtime.transport.comms import Comms
 
 LOGITS = "logits"
@@ -36,23 +40,33 @@ def apply_generation(
     """
     module = dict(decoder.parts())[part]
     if keep.copies:
-        _own_vectors(module)
+        _own_small(module)
     plain = context_of(part, "generate", plan, comms, device)
     arounds = dict(plain.arounds)
     if plan.layout.tp > 1:
         logits = Around(leave=GatherOutputs(comms, LOGITS, plan.model.vocab))
         arounds |= {p.name: logits for p in plan.blueprint.parameters_of(part) if p.cut == "vocab"} | {"vocab": logits}
-    context = GenerationContext(**vars(plain) | {"arounds": arounds}, keep=keep, cache=cache)
+    share = exchange = None
+    if (experts := plan.model.experts) is not None:
+        share = expert_share(plan.layout, experts.count, plan.tp_rank)
+        exchange = RankExchange(plan, comms, part, across_axes(plan.layout))
+        arounds["experts"] = Around(leave=redistribution(edges(plan.layout)["row"].leave, comms, part))
+    context = GenerationContext(
+        **vars(plain) | {"arounds": arounds, "exchange": exchange},
+        keep=keep,
+        cache=cache,
+        share=share,
+        lasting=plan.layout.stage < 3,
+    )
     lower(module, context)
-    saved = sum(each.weight.nbytes - keep.nbytes(each.weight) for each in context.copied)
     for each in context.copied:
-        each.register_parameter("weight", None)
-    return saved
+        each.module.register_parameter(each.name, None)
+    return sum(each.saved for each in context.copied)
 
 
-def _own_vectors(part: nn.Module) -> None:
-    """Norms and biases get memory of their own."""
+def _own_small(part: nn.Module) -> None:
+    """Norms, biases and routers get memory of their own."""
     for module in part.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            if parameter.dim() == 1:
+            if parameter.dim() == 1 or isinstance(module, Router):
                 setattr(module, name, nn.Parameter(parameter.detach().clone(), requires_grad=False))

@@ -14,6 +14,7 @@ from typing import Any
 
 from shardwise.layout import Mesh
 from shardwise.layout.axes import DP
+from shardwise.predict.serving_layout import replicas_in_step
 from shardwise.report.step_report import Bytes, LedgerRow, Phase, Role, StepReport, TransportRow, merge_roles
 from shardwise.serving.job import ServingJob
 
@@ -67,12 +68,14 @@ def notes_file(folder: Path, rank: int) -> Path:
 def reports(job: ServingJob, folder: Path) -> Iterator[tuple[str, StepReport]]:
     """(name, report) of every turn, from the notes that the ranks have left in a folder.
 
-    Replicas take turns of their own: their names begin with the replica's number where there are several.
+    Replicas that are not in step take turns of their own: names begin with the number of the first of those in step
+    where there are several.
     """
     mesh = Mesh.of(job.layout, job.model)
     together: dict[int, list[int]] = {}
     for rank in range(job.layout.ranks):
-        together.setdefault(0 if job.layout.stage == 3 else mesh.index(DP, rank), []).append(rank)
+        replica = mesh.index(DP, rank)
+        together.setdefault(replica - replica % replicas_in_step(job.layout), []).append(rank)
     for replica, ranks in together.items():
         for number, found in _turns({rank: {n.turn: n for n in read_notes(folder, rank)} for rank in ranks}):
             phase = "prefill" if any(note.phase == "prefill" for note in found.values()) else "decode"

@@ -66,9 +66,9 @@ def export(
     """Write a checkpoint's weights to a new folder: config.json, generation_config.json, and one safetensors file or
     several with an index.
 
-    dtype: "bfloat16" or "float32", of every tensor. max_shard_bytes: of tensors in one file; a larger tensor has one of
-    its own. Raises `UserError` when no family of Hugging Face computes the model, the folder is in use or cannot be
-    written, or the checkpoint is damaged; nothing of it is left.
+    dtype: "bfloat16" or "float32", of every tensor but routers' biases. max_shard_bytes: of tensors in one file; a
+    larger tensor has one of its own. Raises `UserError` when no family of Hugging Face computes the model, the folder
+    is in use or cannot be written, or the checkpoint is damaged; nothing of it is left.
     """
     folder = Path(folder)
     if dtype not in ("bfloat16", "float32"):
@@ -159,7 +159,8 @@ def _tensors(model: ModelConfig, dtype: str) -> list[_Tensor]:
         assert p.foreign
         rows = p.shape[0] // p.foreign.tensors
         for first, place in p.foreign.each(p.shape[0]):
-            tensor = found.setdefault(place.tensor, _Tensor(place.tensor, TensorSpec(place.shape, dtype), []))
+            spec = TensorSpec(place.shape, "float32" if place.wide else dtype)
+            tensor = found.setdefault(place.tensor, _Tensor(place.tensor, spec, []))
             tensor.parts.append((f"model/{p.name}", first, rows, place))
     return list(found.values())
 

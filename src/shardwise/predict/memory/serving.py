@@ -14,7 +14,8 @@ from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, UnitPlan
 from shardwise.layout.context import PageCut
-from shardwise.layout.legality import valid_tp
+from shardwise.layout.experts import expert_share, matrices
+from shardwise.layout.legality import valid_ep, valid_tp
 from shardwise.layout.placement import Placed, cache_shape, width_held
 from shardwise.model import ModelConfig
 from shardwise.ops.cpu.limits import BYTE_ROWS, tiled_int8_bytes
@@ -101,6 +102,8 @@ class MemoryFit:
     largest_batch: int | None
     tps: tuple[int, ...]
     pps: tuple[int, ...]
+    eps: tuple[int, ...] = ()
+    """Of experts; none for a model without any."""
 
     @property
     def fits(self) -> bool:
@@ -121,7 +124,8 @@ class MemoryFit:
         if self.room is not None:
             verdict = "fits" if self.fits else "does not fit"
             yield f"{verdict} {format_bytes(self.room)} a rank; {self._largest()}"
-        yield f"valid tp: {_degrees(self.tps)}; valid pp: 1 to {self.pps[-1]}"
+        ep = f"; valid ep: {_degrees(self.eps)}" if self.eps else ""
+        yield f"valid tp: {_degrees(self.tps)}; valid pp: 1 to {self.pps[-1]}{ep}"
 
     def refusal(self) -> str:
         """One line: what is missing, and what would fit."""
@@ -174,7 +178,8 @@ def serving_fit(model: ModelConfig, layout: Layout, served: ServingSetup, room: 
         context = min(_longest(plan, served, room) for plan in plans)
         batch = min(_most(plan, served, room) for plan in plans)
     pps = tuple(pp for pp in range(1, model.layers + 1))
-    return MemoryFit(model, layout, served, held, room, context, batch, tuple(valid_tp(model)), pps)
+    eps = tuple(valid_ep(model, model.experts.count)) if model.experts else ()
+    return MemoryFit(model, layout, served, held, room, context, batch, tuple(valid_tp(model)), pps, eps)
 
 
 def fit_on_host(model: ModelConfig, layout: Layout, served: ServingSetup, memory: int | None) -> MemoryFit:
@@ -198,12 +203,18 @@ def weight_bytes(plan: UnitPlan, int8: bool = False, *, cpu: bool = False) -> in
         return sum(unit.padded for unit in plan.units) * width
     tiled = cpu and width == 2
     return sum(
-        int8_bytes(*placed.shape, width=width, tiled=tiled)
+        parameter_int8_bytes(placed, width=width, tiled=tiled)
         if has_fewer_bits(plan, placed, "int8")
         else placed.numel * width
         for unit in plan.units
         for placed in unit.placed
     )
+
+
+def parameter_int8_bytes(placed: Placed, *, width: int, tiled: bool) -> int:
+    """`int8_bytes` of a parameter, each expert's matrix for itself."""
+    count, outputs, inputs = matrices(placed)
+    return count * int8_bytes(outputs, inputs, width=width, tiled=tiled)
 
 
 def int8_bytes(outputs: int, inputs: int, *, width: int, tiled: bool) -> int:
@@ -215,9 +226,9 @@ def int8_bytes(outputs: int, inputs: int, *, width: int, tiled: bool) -> int:
 
 def has_fewer_bits(plan: UnitPlan, placed: Placed, weights: str) -> bool:
     """Whether a parameter is stored in this type of weights: the blocks' matrices are, and with int8 the head's, too,
-    where it has one of its own. Tables stay as they are."""
+    where it has one of its own. Tables and routers stay as they are."""
     kinds = ("block", "head") if weights == "int8" else ("block",)
-    matrix = len(placed.shape) == 2 and not placed.parameter.absorbed
+    matrix = len(placed.shape) == 2 and not placed.parameter.absorbed and not placed.name.endswith(".router.weight")
     return matrix and plan.kind(placed.parameter.part) in kinds
 
 
@@ -253,13 +264,16 @@ _INDEX = 16
 
 
 def passing_bytes(plan: UnitPlan, served: ServingSetup) -> int:
-    """A turn's widest moment: residual stream, its normed copy and what the feed-forward opens up to, or queries, keys,
-    values and their output, and a copy of one block's cache with its mask, where pages do not follow each other; or the
-    logits of every sequence, gathered, and again in fp32. With int8 also some rows of activations in bytes and of sums
-    in 32 bits, or, without instructions for bytes, some rows of the matrix as they were."""
+    """A turn's widest moment: residual stream, its normed copy and what the feed-forward opens up to, with the rows of
+    experts, or queries, keys, values and their output, and a copy of one block's cache with its mask, where pages do
+    not follow each other; or the logits of every sequence, gathered, and again in fp32. With int8 also some rows of
+    activations in bytes and of sums in 32 bits, or, without instructions for bytes, some rows of the matrix as they
+    were."""
     model, tp, cp = plan.model, plan.layout.tp, plan.layout.cp
     width, tokens = DTYPE_BYTES[plan.layout.dtype], rows_here(plan.layout, served.chunk + served.batch)
-    opened = tokens * (3 if model.gated else 2) * width_held(model.ffn, tp) * width
+    opened = tokens * (3 if model.gated else 2) * width_held(_widest(model), tp) * width
+    if model.experts:
+        opened += _passing_experts(plan, tokens)
     shape, heads = cache_shape(model, tp), model.heads // tp
     attended = tokens * (heads * (shape.width + shape.values) + shape.numbers) * width
     if model.latent_attention:
@@ -273,12 +287,34 @@ def passing_bytes(plan: UnitPlan, served: ServingSetup) -> int:
     block = tokens * 3 * model.hidden * width + max(opened, attended + copied)
     logits = served.batch * padded_vocab(plan) * (2 * width + 4) if plan.of_kind("head") else 0
     if served.int8:
-        ffn, own = width_held(model.ffn, tp), heads * model.head_dim
+        ffn, own = width_held(_widest(model), tp), heads * model.head_dim
         opens = max(model.hidden, ffn * (2 if model.gated else 1), own + shape.numbers)
         block += _passing_product(tokens, max(model.hidden, ffn, own), opens, width)
         if logits and not model.tied:
             logits += _passing_product(served.batch, model.hidden, padded_vocab(plan) // tp, width)
     return max(block, logits)
+
+
+def _widest(model: ModelConfig) -> int:
+    """Width of the widest feed-forward part that every token goes through."""
+    if not (e := model.experts):
+        return model.ffn
+    return max(e.ffn, e.shared * e.ffn, model.ffn if e.dense_layers else 0)
+
+
+def _passing_experts(plan: UnitPlan, tokens: int) -> int:
+    """Bytes of the rows of a mixture, where all tokens of the ranks that exchange rows choose experts of this one: rows
+    sent and taken, by rank and by expert, outputs likewise and weighted, what one expert opens up to, and the logits
+    and scores of the router. tokens: of a step."""
+    layout, e, width = plan.layout, plan.model.experts, DTYPE_BYTES[plan.layout.dtype]
+    assert e is not None
+    share, wide = expert_share(layout, e.count, plan.tp_rank), max(width, 4)
+    sent, most = tokens * e.active, tokens * share.across
+    taken = most * min(e.active, share.count)
+    copies = 2 if share.across > 1 else 1
+    rows = sent * (2 * width + 2 * wide) + copies * taken * 2 * width
+    router = tokens * (plan.model.hidden * (wide + width) + e.count * 6 * wide) + sent * 10 * _INDEX
+    return rows * plan.model.hidden + router + most * 3 * width_held(e.ffn, layout.expert_tp) * width
 
 
 def _passing_latents(plan: UnitPlan, tokens: int, served: ServingSetup) -> int:

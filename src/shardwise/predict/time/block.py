@@ -47,10 +47,19 @@ class Shape:
     dtype: str = "bfloat16"
     pieces: Num = 1
     """Ranks that split each map, beside `tp`: its outputs are gathered."""
+    expert_tp: Num = 1
+    """Ranks that share the width of one expert."""
+    routes: Num | None = None
+    """Tokens that this rank routes to experts; None where those are its tokens of the residual stream."""
 
     @property
     def tokens(self) -> Num:
         return self.micro * self.seq
+
+    @property
+    def routed(self) -> Num:
+        """Tokens that this rank routes to experts."""
+        return self.stream if self.routes is None else self.routes
 
     @property
     def wide(self) -> str:
@@ -175,8 +184,8 @@ def _rows(operation: LinearOp | Elementwise, shape: Shape) -> tuple[Num, Num, Nu
     """Rows that each of the rank's products takes, how many of these there are, and the ranks that cut each one."""
     if operation.rows == "routed":
         local = np.maximum(operation.count / shape.ep, 1)
-        return shape.stream * operation.active / local, local, 1
-    return (shape.stream, 1.0, 1) if operation.rows == "stream" else (shape.tokens, 1.0, shape.tp)
+        return shape.routed * operation.active / local, local, shape.expert_tp
+    return (shape.routed, 1.0, 1) if operation.rows == "stream" else (shape.tokens, 1.0, shape.tp)
 
 
 def _moved(operation: Elementwise, shape: Shape) -> Num:
@@ -389,7 +398,7 @@ def _activation(tally: PartSeconds, operation: Elementwise, shape: Shape, engine
 
 def _router(tally: PartSeconds, operation: LinearOp, shape: Shape) -> None:
     """Logits of all experts, and the choice among them in fp32."""
-    tokens, (experts,) = shape.stream, operation.outputs
+    tokens, (experts,) = shape.routed, operation.outputs
     router = tally.kernels.matmul(tokens, experts.size, operation.inputs.size, shape.wide)
     tally.add("matmul", router, 2 * router, (1, 2))
     tally.memory(tokens * experts.size * 4.0 * 6, tokens * experts.size * 4.0 * 6, (8, 8))
@@ -398,7 +407,7 @@ def _router(tally: PartSeconds, operation: LinearOp, shape: Shape) -> None:
 def _dispatch(tally: PartSeconds, operation: Elementwise, shape: Shape, engine: EngineProfile) -> None:
     """Permutation of routed tokens on their way to the experts and back. Rows that come each by itself come rank by
     rank, and are laid out expert by expert, and the other way round on the way back."""
-    rows = operation.active * _stream(operation, shape)
+    rows = operation.active * shape.routed * sum(width.size for width in operation.widths) * shape.width
     sorts = 1.0 * ((np.asarray(shape.ep) > 1) & (engine.exchange == "rows"))
     tally.memory((4 + 4 * sorts) * rows, (6 + 4 * sorts) * rows, (4, 4))
 

@@ -13,10 +13,11 @@ from shardwise.predict.time.generation import DecodeStrategy
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.serving import PassSeconds, decode_products
 
-ATTENTION, SUM, FEED_FORWARD, GATHER, MESSAGE, HEAD, HOST, WAIT = (
-    "attention", "sum", "feed-forward", "gather", "message", "output head", "host", "waiting for other groups",
+ATTENTION, SUM, EXCHANGE, FEED_FORWARD, GATHER, MESSAGE, HEAD, HOST, WAIT = (
+    "attention", "sum", "exchange", "feed-forward", "gather", "message", "output head", "host",
+    "waiting for other groups",
 )  # fmt: skip
-MOVING = (SUM, GATHER, MESSAGE)
+MOVING = (SUM, EXCHANGE, GATHER, MESSAGE)
 """Operations that move data; WAIT does nothing; all others compute."""
 
 Block = tuple[tuple[str, float], ...]
@@ -64,13 +65,16 @@ def way(strategy: DecodeStrategy, sequences: int, context: float) -> list[Decode
 
 def _block(strategy: DecodeStrategy, through: PassSeconds, pricing: Pricing, group: int) -> Block:
     """Seconds of a block by operation, in order. Each part counts one half of the memory-bound kernels."""
-    found = decode_products(strategy.model, strategy.serving, group, strategy.engine, pricing)
-    products = [float(seconds) for seconds in found]
+    halves = decode_products(strategy.model, strategy.serving, group, strategy.engine, pricing)
+    projections, feed_forward = map(float, halves)
+    exchange = float(through.block.get("experts", 0.0))
     attention, memory, sums = (float(through.block[name]) for name in ("attention", "memory", "tensor"))
     return (
-        (ATTENTION, sum(products[:2]) + attention + memory / 2),
+        (ATTENTION, projections + attention + memory / 2),
         (SUM, sums / 2),
-        (FEED_FORWARD, sum(products[2:]) + memory / 2),
+        (EXCHANGE, exchange / 2),
+        (FEED_FORWARD, feed_forward + memory / 2),
+        (EXCHANGE, exchange / 2),
         (SUM, sums / 2),
     )
 

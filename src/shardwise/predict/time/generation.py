@@ -17,6 +17,8 @@ import numpy as np
 from shardwise.cluster import Cluster
 from shardwise.cluster.catalog import lookup
 from shardwise.layout import Layout, UnitPlan
+from shardwise.layout.axes import EDP
+from shardwise.layout.experts import expert_places, experts_across
 from shardwise.layout.pipeline import stages
 from shardwise.layout.placement import cache_shape
 from shardwise.model import ModelConfig
@@ -43,8 +45,9 @@ full deployments alone, where it also stands for what a large batch costs beside
 @dataclass(frozen=True)
 class DecodeTime:
     """Seconds, and where they go; `parts` adds up to `seconds`. weights, attention, memory: arithmetic and reading;
-    tensor: collectives inside blocks, over tp and cp; data: gathers that arithmetic does not hide, and what they slow;
-    pipeline: messages between stages; bubble: waiting for the other groups' turns, or for stages to fill; host.
+    tensor: collectives inside blocks, over tp and cp; experts: rows to experts of other replicas and back; data:
+    gathers that arithmetic does not hide, and what they slow; pipeline: messages between stages; bubble: waiting for
+    the other groups' turns, or for stages to fill; host.
 
     gathers: seconds of all gathers, hidden ones included.
     """
@@ -53,9 +56,9 @@ class DecodeTime:
     parts: Mapping[str, float]
     gathers: float = 0.0
 
-    def range(self, pricing: Pricing) -> Range:
-        """The 80% range."""
-        return time_range(self.parts, pricing.constants)
+    def range(self, pricing: Pricing, routed: bool = False) -> Range:
+        """The 80% range. routed: the model has experts."""
+        return time_range(self.parts, pricing.constants, routed=routed)
 
     def to_json(self) -> dict[str, object]:
         return {"seconds": self.seconds, "parts": dict(self.parts), "gathers": self.gathers}
@@ -101,7 +104,8 @@ class DecodeStrategy:
     @property
     def serving(self) -> ServingLayout:
         dtype = self.layout.dtype
-        return ServingLayout(self.weights or dtype, dtype, self.layout.tp, 1, dtype)
+        layout = self.layout
+        return ServingLayout(self.weights or dtype, dtype, layout.tp, 1, dtype, layout.ep, layout.expert_tp)
 
     def token(self, sequences: int, context: float) -> DecodeTime:
         """Seconds from one token of a sequence to its next one, with `sequences` under way in all ranks together, of
@@ -132,6 +136,7 @@ class DecodeStrategy:
         pricing, group = pricing_for(self.cluster, each <= FEW), -(-each // self.layout.pp)
         rows = rows_here(self.layout, group)
         through = decode_pass(self.model, self.serving, rows, context, self.engine, pricing)
+        through = self._across_experts(through, rows, pricing)
         if self.layout.cp > 1:  # all rows attend to the keys of each rank
             keys = decode_pass(self.model, self.serving, group, context / self.layout.cp, self.engine, pricing)
             through = self._over_context(through, keys.block["attention"], group, group, pricing)
@@ -160,9 +165,24 @@ class DecodeStrategy:
         """One chunk's pass. Its attention is an equal part of the whole prompt's."""
         whole, cp = prefill_pass(self.model, self.serving, each, tokens, self.engine, pricing), self.layout.cp
         if pieces * cp == 1:
-            return whole
+            return self._across_experts(whole, each * tokens, pricing)
         one = prefill_pass(self.model, self.serving, each, tokens / pieces / cp, self.engine, pricing)
+        one = self._across_experts(one, each * tokens / pieces / cp, pricing)
         return self._over_context(one, whole.block["attention"] / pieces / cp, each * tokens / pieces, each, pricing)
+
+    def _across_experts(self, through: PassSeconds, tokens: float, pricing: Pricing) -> PassSeconds:
+        """A pass with the exchanges of each mixture between the ranks across which its experts are: counts, rows, and
+        rows back. tokens: of a rank."""
+        layout, model, across = self.layout, self.model, experts_across(self.layout)
+        if across == 1 or model.experts is None:
+            return through
+        e, places = model.experts, expert_places(layout)
+        price = pricing.collectives.seconds
+        rows = tokens * e.active / places * model.hidden * WIDTH[layout.dtype]
+        one = price("all_to_all", 8 * e.count / places, across, layout.tp)
+        one = one + 2 * price("all_to_all", rows, across, layout.tp)
+        share = max(0, model.layers - e.dense_layers) / model.layers
+        return replace(through, block={**through.block, "experts": share * one})
 
     def _over_context(
         self, through: PassSeconds, attention: Any, tokens: float, sequences: float, pricing: Pricing
@@ -255,10 +275,14 @@ def _coming(model: ModelConfig, layout: Layout, pricing: Pricing) -> list[Coming
 
 def _gather_seconds(plan: UnitPlan, pricing: Pricing) -> dict[str, float]:
     """Unit -> seconds of its gather in a steady turn; equal sizes are priced once. Those that stay are not there."""
-    ranks, stride = plan.layout.shard_ranks, plan.layout.tp
-    width = WIDTH[plan.layout.dtype]
-    sizes = {gather.unit: plan.by_name[gather.unit].padded * width for gather in steady_gathers(plan)}
-    price = {
-        size: float(pricing.collectives.seconds("all_gather_into", size, ranks, stride)) for size in set(sizes.values())
+    layout, width = plan.layout, WIDTH[plan.layout.dtype]
+    sizes = {
+        gather.unit: (
+            plan.by_name[gather.unit].padded * width,
+            plan.mesh.size(gather.axes),
+            layout.expert_tp if gather.axes == EDP else layout.tp,
+        )
+        for gather in steady_gathers(plan)
     }
+    price = {size: float(pricing.collectives.seconds("all_gather_into", *size)) for size in set(sizes.values())}
     return {name: price[size] for name, size in sizes.items()}

@@ -95,6 +95,8 @@ def _pieces(model: ModelConfig, split: StepShape, engine: EngineProfile, pricing
         keys=split.seq,
         ep=split.ep,
         dtype=split.dtype,
+        expert_tp=split.expert_tp,
+        routes=split.micro * split.seq / split.cp / np.where(split.expert_tp > 1, 1, split.tp),
     )
     embedding, *_, head = blueprint(model).parts
     per_block: Parts = {}
@@ -157,11 +159,24 @@ def _tensor(part: Part, model: ModelConfig, shape: Shape, split: StepShape, engi
         forward, backward = _gathered(part, shape, split, pricing)
         return forward, forward * whole + backward * (1 - hidden)
     gather, scatter = _sequences(model, shape, split, pricing)
-    forward = part.gathered * gather + part.summed * scatter + _statistics(part, shape, split, pricing)
+    # Where tp splits experts, too, their tokens enter and leave as those of another cut part.
+    experts = 1.0 * (np.asarray(split.expert_tp) > 1) if routed(part) else 0.0
+    gathered, summed = part.gathered + experts, part.summed + experts
+    forward = gathered * gather + summed * scatter + _statistics(part, shape, split, pricing)
     # Of backward's, the gathers that come again for weights' gradients have nothing beside them.
-    again = part.gathered * gather
+    again = gathered * gather
     exposed_back = again + forward * (1 - hidden)
-    return forward, forward * whole + exposed_back
+    joined = _slices(part, model, shape, split, pricing)
+    return forward + joined, (forward + joined) * whole + exposed_back + joined
+
+
+def _slices(part: Part, model: ModelConfig, shape: Shape, split: StepShape, pricing: Pricing) -> Num:
+    """The gather of what experts return, forward, or of its gradient, where tensor-parallel ranks have the same tokens
+    and route a part of them each."""
+    if not routed(part):
+        return 0.0
+    ranks = np.where(np.asarray(split.sp) | (np.asarray(split.expert_tp) > 1), 1, split.tp)
+    return pricing.collectives.seconds("all_gather_into", shape.tokens * model.hidden * split.width, ranks)
 
 
 def _statistics(part: Part, shape: Shape, split: StepShape, pricing: Pricing) -> Num:
@@ -212,7 +227,7 @@ def _context(
     forward ones again (`traffic.context_rows` counts them)."""
     if not np.any(np.asarray(split.cp) > 1):
         return 0.0, 0.0
-    kv = np.maximum((model.heads if model.latent_attention else model.kv_heads) / split.tp, 1)
+    kv = np.maximum(model.kv_heads / split.tp, 1)
     head = shape.micro * split.seq * core_width(core_of(model)) * split.width  # bytes of a head, of all ranks' tokens
     again = np.where(np.asarray(split.recompute) == "none", 0, 1)
 
@@ -259,7 +274,7 @@ def _exchanged(
     if not routed(part):
         return 0.0 * busy
     assert model.experts
-    one = exchange_seconds(model.experts, shape.stream, model.hidden, split.ep, engine, pricing)
+    one = exchange_seconds(model.experts, shape.routed, model.hidden, split.ep, engine, pricing)
     seconds = (4 + 2 * _recomputed(split)[0]) * one
     if not engine.exchange_overlap:
         return seconds

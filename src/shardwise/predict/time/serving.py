@@ -6,14 +6,16 @@ broadcast). Weights and the cache may be narrower than 16 bits: `ServingLayout` 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from shardwise.errors import UserError
 from shardwise.model import ModelConfig
+from shardwise.model.operations import LinearOp
 from shardwise.model.parameters import blueprint, count_parts
 from shardwise.predict.time.block import attention_of, on_rank
 from shardwise.predict.time.kernels import WIDTH
@@ -31,13 +33,20 @@ INT4_GROUP_BYTES = 4.0 / 32
 class ServingLayout:
     """Split and data types of a served model. weights, cache: torch's names of the types that are stored; tp: ranks
     that share a block; pp: stages; stream: the type of activations, as they are summed over tp and go from stage to
-    stage."""
+    stage; ep: ranks that have different experts; etp: ranks that share an expert, 0 for tp."""
 
     weights: str = "bfloat16"
     cache: str = "bfloat16"
     tp: Num = 1
     pp: Num = 1
     stream: str = "bfloat16"
+    ep: Num = 1
+    etp: Num = 0
+
+    @property
+    def expert_tp(self) -> Num:
+        """Ranks that share an expert."""
+        return self.tp if np.all(np.asarray(self.etp) == 0) else self.etp
 
 
 @dataclass(frozen=True)
@@ -97,15 +106,21 @@ def decode_pass(
 
 def decode_products(
     model: ModelConfig, serving: ServingLayout, batch: Num, engine: EngineProfile, pricing: Pricing
-) -> tuple[Num, ...]:
-    """Seconds of each linear layer of a block in `decode_pass`: queries, keys and values; attention's output; into the
-    feed-forward part; out of it."""
-    found = []
-    for wide, deep, copies in _products(model, serving, batch):
-        # A compiled engine reads all experts of a product in one kernel.
-        at_once, times = (wide * copies, 1.0) if engine.compiled else (wide, copies)
-        found.append(times * _product(batch, at_once, deep, serving.weights, engine, pricing))
-    return tuple(found)
+) -> tuple[Num, Num]:
+    """Seconds of a block's linear layers in `decode_pass`, the mean of all blocks: those of attention, and those of the
+    feed-forward part."""
+
+    def seconds(products: Sequence[_Products]) -> Num:
+        found = []
+        for wide, deep, copies, rows in products:
+            # A compiled engine reads all experts of a product in one kernel.
+            at_once, times = (wide * copies, 1.0) if engine.compiled else (wide, copies)
+            found.append(times * _product(rows, at_once, deep, serving.weights, engine, pricing))
+        return sum(found)
+
+    blocks = _products(model, serving, batch)
+    attention = sum(share * seconds(half) for share, half, _ in blocks)
+    return attention, sum(share * seconds(half) for share, _, half in blocks)
 
 
 def prefill_pass(
@@ -114,8 +129,10 @@ def prefill_pass(
     """`prefill`, part by part. The head's product with one row a prompt is left out."""
     tokens = batch * prompt
     block: dict[str, Num] = {"weights": 0.0}
-    for wide, deep, copies in _products(model, serving, tokens):
-        block["weights"] = block["weights"] + copies * pricing.kernels.matmul(tokens, wide, deep, serving.weights)
+    for share, *halves in _products(model, serving, tokens):
+        for wide, deep, copies, rows in chain(*halves):
+            seconds = copies * pricing.kernels.matmul(rows, wide, deep, serving.weights)
+            block["weights"] = block["weights"] + share * seconds
     heads, kv = model.heads / serving.tp, np.maximum(model.kv_heads / serving.tp, 1)
     block["attention"] = sum(
         share * _prompt_attention(batch, prompt, heads, kv, model.head_dim, window, pricing)
@@ -222,16 +239,51 @@ def _sums(model: ModelConfig, serving: ServingLayout, tokens: Num, engine: Engin
     return 2 * sum_seconds(model, serving, tokens, engine, pricing) + sum(sums, 0.0)
 
 
-def _products(model: ModelConfig, serving: ServingLayout, tokens: Num) -> list[tuple[Num, Num, Num]]:
-    """(output width, input width, how many) of a block's linear layers on one rank; of experts, those that are read."""
+class _Products(NamedTuple):
+    """Linear layers of one shape in a block on one rank."""
+
+    wide: Num
+    """Outputs."""
+    deep: Num
+    """Inputs."""
+    copies: Num
+    """How many are read: of experts, those that have rows."""
+    rows: Num
+    """Of each."""
+
+
+def _products(
+    model: ModelConfig, serving: ServingLayout, tokens: Num
+) -> list[tuple[float, list[_Products], list[_Products]]]:
+    """(share of the blocks, attention's, the feed-forward part's) of the linear layers of each kind of block. Routers
+    are left out."""
     found = []
-    for operation in blueprint(model).of_kind("block")[-1].operations:
-        if operation.kind == "linear":
-            wide = sum(on_rank(width, serving.tp) for width in operation.outputs)
-            # The expected number of different experts that this many tokens choose.
-            missed = (1 - operation.active / operation.count) ** np.maximum(tokens, 1.0)
-            found.append((wide, on_rank(operation.inputs, serving.tp), operation.count * (1 - missed)))
+    for part, count in blueprint(model).distinct_blocks:
+        kinds = [operation.kind for operation in part.operations]
+        core = kinds.index("attention")
+        last = core + kinds[core:].index("linear")
+        attention, feed_forward = (
+            [_on_rank(op, serving, tokens) for op in half if op.kind == "linear"]
+            for half in (part.operations[: last + 1], part.operations[last + 1 :])
+        )
+        found.append((count / model.layers, attention, feed_forward))
     return found
+
+
+def _on_rank(operation: LinearOp, serving: ServingLayout, tokens: Num) -> _Products:
+    """The products of an operation. Experts are read by the tokens of all ranks across which they are."""
+    tp: Num = serving.tp
+    copies: Num = 1.0
+    rows = tokens
+    if operation.rows == "routed":
+        tp, ep = serving.expert_tp, serving.ep
+        together = tokens * ep * tp / serving.tp
+        # The expected number of different experts that this many tokens choose.
+        missed = (1 - operation.active / operation.count) ** np.maximum(together, 1.0)
+        copies = operation.count / ep * (1 - missed)
+        rows = np.maximum(together * operation.active / ep / copies, 1.0)
+    wide = sum(on_rank(width, tp) for width in operation.outputs)
+    return _Products(wide, on_rank(operation.inputs, tp), copies, rows)
 
 
 def _product(batch: Num, wide: Num, deep: Num, dtype: str, engine: EngineProfile, pricing: Pricing) -> Num:
@@ -253,6 +305,14 @@ def _elementwise(
     model: ModelConfig, serving: ServingLayout, tokens: Num, engine: EngineProfile, pricing: Pricing
 ) -> Num:
     """Norms, rotation, cache update, activation of one block: bytes and kernels."""
-    moved = tokens * 2.0 * (8 * model.hidden + (3 * model.ffn + 4 * model.q_width) / serving.tp)
+    moved = tokens * 2.0 * (8 * model.hidden + (3 * _opened(model) + 4 * model.q_width) / serving.tp)
     known = pricing.constants
     return moved / (known.bandwidth * known.value("stream")) + engine.decode_kernels * known.value("kernel_gap_s")
+
+
+def _opened(model: ModelConfig) -> float:
+    """Elements between the two maps of a feed-forward part, for a token, the mean of all blocks."""
+    if not (e := model.experts):
+        return model.ffn
+    dense = min(e.dense_layers, model.layers)
+    return (dense * model.ffn + (model.layers - dense) * (e.active + e.shared) * e.ffn) / model.layers

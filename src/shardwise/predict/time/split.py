@@ -47,16 +47,25 @@ class StepShape:
         return 4.0 if self.dtype == "float32" else 2.0
 
     @property
+    def expert_tp(self) -> Num:
+        """Ranks that share the width of one expert, as a layout has it by default (`Layout.expert_tp`)."""
+        return np.where(np.asarray(self.ep) == 1, self.tp, 1)
+
+    @property
+    def expert_apart(self) -> Num:
+        """Distance of ranks that hold the same of the same experts: expert ranks are taken of a stage's dp x cp x tp
+        ranks (Megatron-Core's folded mesh: Liu et al. 2025, arXiv 2504.14960)."""
+        return self.ep * self.expert_tp
+
+    @property
     def expert_data(self) -> Num:
-        """Ranks that hold the same experts: expert ranks are taken of a stage's dp x cp x tp ranks, and an expert is
-        never split (Megatron-Core's folded mesh with an expert-tensor degree of 1: Liu et al. 2025, arXiv 2504.14960).
-        """
-        return np.maximum(self.dp * self.cp * self.tp // self.ep, 1)
+        """Ranks that hold the same of the same experts."""
+        return np.maximum(self.dp * self.cp * self.tp // self.expert_apart, 1)
 
     @property
     def expert_shard(self) -> Num:
-        """Ranks that ZeRO shards experts over: those of a shard group and its tp ranks that hold the same ones."""
-        return np.where(np.asarray(self.zero) > 0, np.maximum(self.shard * self.tp // self.ep, 1), 1)
+        """Ranks that ZeRO shards experts over: those of a shard group and its tp ranks that hold the same."""
+        return np.where(np.asarray(self.zero) > 0, np.maximum(self.shard * self.tp // self.expert_apart, 1), 1)
 
     @classmethod
     def of(cls, layout: Layout, workload: Workload, dtype: str | None = None) -> StepShape:

@@ -74,23 +74,23 @@ def traffic(model: ModelConfig, split: StepShape, engine: EngineProfile, pricing
 def _expert_traffic(
     model: ModelConfig, split: StepShape, pricing: Pricing, routed: Num, grad_bytes: float
 ) -> tuple[Num, Num, Num, Num, Num]:
-    """Collectives of the experts alone, over the ranks that hold the same ones, which lie `ep` apart: reduce, gather,
-    replicas, unit_gather, unit_reduce."""
+    """Collectives of the experts alone, over the ranks that hold the same of them: reduce, gather, replicas,
+    unit_gather, unit_reduce."""
     price, zero = pricing.collectives.seconds, np.asarray(split.zero)
-    spread, owners = split.expert_data, split.expert_shard
+    spread, owners, apart = split.expert_data, split.expert_shard, split.expert_apart
     whole, partly = np.where(zero == 0, spread, 1), np.where((zero == 1) | (zero == 2), owners, 1)
-    reduce = price("all_reduce", routed * grad_bytes, whole, split.ep)
-    reduce = reduce + price("reduce_scatter", routed * grad_bytes, partly, split.ep)
-    gather = price("all_gather_into", routed * split.width, partly, split.ep)
+    reduce = price("all_reduce", routed * grad_bytes, whole, apart)
+    reduce = reduce + price("reduce_scatter", routed * grad_bytes, partly, apart)
+    gather = price("all_gather_into", routed * split.width, partly, apart)
     groups = np.where(zero == 0, 1, np.maximum(spread // owners, 1))
-    replicas = price("all_reduce", routed * grad_bytes / owners, groups, split.ep * owners)
-    unit, split_up = _parameters(model)[1] / model.layers / split.ep, np.where(zero == 3, owners, 1)
+    replicas = price("all_reduce", routed * grad_bytes / owners, groups, apart * owners)
+    unit, split_up = _parameters(model)[1] / model.layers / apart, np.where(zero == 3, owners, 1)
     return (
         reduce,
         gather,
         replicas,
-        price("all_gather_into", unit * split.width, split_up, split.ep),
-        price("reduce_scatter", unit * grad_bytes, split_up, split.ep),
+        price("all_gather_into", unit * split.width, split_up, apart),
+        price("reduce_scatter", unit * grad_bytes, split_up, apart),
     )
 
 
@@ -121,7 +121,7 @@ def held_parameters(model: ModelConfig, split: StepShape, engine: EngineProfile)
     blocks = others / (split.pp * split.tp)
     table = padded_vocab(model, engine, split.tp) * model.hidden / split.tp
     tables = np.where(np.asarray(split.pp) == 1, 1 if model.tied else 2, 1)
-    return blocks + table * tables, routed / (split.pp * split.ep) + 0.0 * blocks
+    return blocks + table * tables, routed / (split.pp * split.expert_apart) + 0.0 * blocks
 
 
 @lru_cache

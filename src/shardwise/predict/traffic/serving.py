@@ -1,21 +1,24 @@
 """The ledger of one turn of generation in closed form: every logical collective of one rank, with its count.
 
 A turn is one pass of some tokens through the model: chunks of prompts, single tokens of answers, or both. What a rank
-moves in it depends on its `UnitPlan`, on how many tokens it computes and on how many rows it wants logits of, and on
-nothing else but what weights an earlier turn has left in the slots. A test holds it to the ledger that the
-engine observes, row by row.
+moves in it depends on its `UnitPlan`, on how many tokens it computes and on how many rows it wants logits of, on what
+weights an earlier turn has left in the slots, and, where replicas have experts for each other's tokens, on what these
+have chosen. A test holds it to the ledger that the engine observes, row by row.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from shardwise.layout.axes import CP, PP, TP
+from shardwise.layout.experts import across_axes, expert_share, experts_across
 from shardwise.layout.mesh import Mesh
 from shardwise.layout.placement import cache_shape
 from shardwise.layout.units import Gather, UnitPlan
-from shardwise.predict.serving_layout import blocks_of, lockstep_axes, rows_here
+from shardwise.predict.serving_layout import blocks_of, lockstep_axes, replicas_in_step, rows_here
 from shardwise.predict.traffic.ledger import Rows, ledger_of
 from shardwise.report.step_report import LedgerRow, Phase
 
@@ -42,18 +45,34 @@ class ForwardPass:
         return cls("decode", sequences, sequences)
 
 
+class Routed(NamedTuple):
+    """Pairs of a token and an expert of one mixture in a turn."""
+
+    sent: float
+    """From this rank to the experts of its place, its own included."""
+    taken: float
+    """To this rank's experts."""
+
+
 def turn_ledger(
-    plan: UnitPlan, turn: ForwardPass, gathered: tuple[Gather, ...] = (), own: bool = True
+    plan: UnitPlan,
+    turn: ForwardPass,
+    gathered: tuple[Gather, ...] = (),
+    own: bool = True,
+    routed: Mapping[str, Routed] | None = None,
 ) -> tuple[LedgerRow, ...]:
     """All rows of `plan`'s rank in one turn, sorted. gathered: what is gathered in it, such as
-    `steady_gathers`. own: under zero=3, whether data ranks have requests of their own, or all of them the same."""
+    `steady_gathers`. own: under zero=3, whether data ranks have requests of their own, or all of them the same. routed:
+    part -> its pairs, such as `balanced`, where replicas have experts for each other's tokens."""
     rows: Rows = Counter()
-    _control(rows, plan, turn, own and plan.layout.stage == 3)
+    _control(rows, plan, turn, own and replicas_in_step(plan.layout) > 1)
     here = replace(turn, tokens=rows_here(plan.layout, turn.tokens))
     if plan.layout.tp > 1 and turn.tokens:
         _tensor_parallel(rows, plan, here)
     if plan.layout.cp > 1 and turn.tokens:
         _context_parallel(rows, plan, here)
+    for part, pairs in (routed or {}).items():
+        _exchanges(rows, plan, turn, part, pairs)
     for gather in gathered:
         padded = plan.by_name[gather.unit].padded
         rows[(turn.phase, "all_gather_into", gather.axes, gather.unit, gather.dtype, padded)] += 1
@@ -68,7 +87,7 @@ def _control(rows: Rows, plan: UnitPlan, turn: ForwardPass, own: bool) -> None:
     stage, *_ = plan.stages
     axes = lockstep_axes(plan.layout)
     hearers = TP if own else axes
-    header = 1 + (plan.layout.shard_ranks if own else 1)
+    header = 1 + (replicas_in_step(plan.layout) if own else 1)
     for dtype, elements, group in (("int64", header, axes), ("uint8", turn.heard, hearers)):
         if not elements:
             continue
@@ -80,13 +99,17 @@ def _control(rows: Rows, plan: UnitPlan, turn: ForwardPass, own: bool) -> None:
             rows[(turn.phase, "send", PP, CONTROL, dtype, elements)] += 1
 
 
+_SUMS = {"embedding": 1, "block": 2, "head": 0}
+"""Kind of a part -> its sums over tp."""
+
+
 def _tensor_parallel(rows: Rows, plan: UnitPlan, turn: ForwardPass) -> None:
-    """Sums after a block's two row-parallel maps and after the lookup (Shoeybi et al. 2019), statistics of norms over
-    all heads, and the logits."""
+    """Sums of a block's attention and feed-forward part, routed and shared experts in one, and after the lookup
+    (Shoeybi et al. 2019), statistics of norms over all heads, and the logits."""
     dtype = plan.layout.dtype
     for part in plan.parts:
         elements = turn.tokens * plan.model.hidden
-        rows[(turn.phase, "all_reduce", TP, part, dtype, elements)] += plan.blueprint.part(part).summed
+        rows[(turn.phase, "all_reduce", TP, part, dtype, elements)] += _SUMS[plan.kind(part)]
         for numbers in plan.blueprint.part(part).statistics:
             wide = "float32" if dtype == "bfloat16" else dtype
             rows[(turn.phase, "all_reduce", TP, part, wide, numbers * turn.tokens)] += 1
@@ -107,6 +130,31 @@ def _context_parallel(rows: Rows, plan: UnitPlan, turn: ForwardPass) -> None:
         rows[(turn.phase, "all_to_all", CP, part, wide, tokens * heads * (shape.values + 1))] += 1
     for part in plan.of_kind("head") if turn.rows else ():
         rows[(turn.phase, "all_reduce", CP, part, dtype, turn.rows * model.hidden)] += 1
+
+
+def _exchanges(rows: Rows, plan: UnitPlan, turn: ForwardPass, part: str, pairs: Routed) -> None:
+    """Choices of each expert of the rank's place, and rows there and back."""
+    axes, width = across_axes(plan.layout), plan.model.hidden
+    share = expert_share(plan.layout, plan.model.experts.count, plan.tp_rank)  # type: ignore[union-attr]
+    rows[(turn.phase, "all_to_all", axes, part, "int64", share.across * share.count)] += 1
+    for count in pairs:
+        rows[(turn.phase, "all_to_all", axes, part, plan.layout.dtype, round(count * width))] += 1
+
+
+def mixtures_of(plan: UnitPlan) -> list[str]:
+    """Its blocks with experts."""
+    return [part for part in blocks_of(plan) if any(p.cut == "expert" for p in plan.blueprint.part(part).parameters)]
+
+
+def balanced(plan: UnitPlan, tokens: float, together: float) -> dict[str, Routed]:
+    """Part -> expected pairs, where tokens choose all experts equally often; empty where no replica has experts for
+    another one's tokens. tokens: of the rank; together: of all ranks across which experts are."""
+    layout, experts = plan.layout, plan.model.experts
+    if experts is None or experts_across(layout) == 1:
+        return {}
+    share = expert_share(layout, experts.count, plan.tp_rank)
+    each = experts.active / share.places
+    return dict.fromkeys(mixtures_of(plan), Routed(tokens * each, together * each / share.across))
 
 
 def _pipeline(rows: Rows, plan: UnitPlan, turn: ForwardPass) -> None:

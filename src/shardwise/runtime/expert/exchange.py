@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.layout.axes import EP, TP
+from shardwise.layout.axes import EP, TP, Axes
 from shardwise.layout.experts import gathers_sequences, load_axes, sequence_axes, slice_of, slices_tokens
 from shardwise.layout.tensor import edges
 from shardwise.layout.units import UnitPlan
@@ -30,12 +30,12 @@ def even(total: int, parts: int) -> list[int]:
 
 
 class RankExchange(TokenExchange):
-    """The exchange of one part of the model on one rank."""
+    """The exchange of one part of the model on one rank. axes: of the ranks that exchange rows."""
 
-    def __init__(self, plan: UnitPlan, comms: Comms, part: str) -> None:
+    def __init__(self, plan: UnitPlan, comms: Comms, part: str, axes: Axes = EP) -> None:
         share = 1 / plan.workload.batch if plan.trains else 0.0
         super().__init__(plan.workload.seq, share / (plan.layout.tp if gathers_sequences(plan.layout) else 1))
-        self.plan, self.comms, self.part = plan, comms, part
+        self.plan, self.comms, self.part, self.axes = plan, comms, part, axes
         table = edges(plan.layout)
         self._enter = redistribution(table["column"].enter, comms, part)
         self._leave = redistribution(table["row"].leave, comms, part)
@@ -137,9 +137,9 @@ class RankExchange(TokenExchange):
     # -- between ranks
 
     def counts(self, sent: Tensor) -> tuple[Sequence[int], Sequence[Sequence[int]]]:
-        ranks = self.comms.size(EP)
+        ranks = self.comms.size(self.axes)
         theirs = torch.empty_like(sent)
-        self.comms.all_to_all(theirs, sent, EP, self.part)
+        self.comms.all_to_all(theirs, sent, self.axes, self.part)
         if not self.comms.moves_data:
             expected = even(self.plan.routed_pairs, ranks)
             return expected, [even(rows, len(sent) // ranks) for rows in expected]
@@ -156,8 +156,8 @@ class RankExchange(TokenExchange):
         return self._exchange(rows, received, sent)
 
     def _exchange(self, rows: Tensor, given: Sequence[int], taken: Sequence[int]) -> Tensor:
-        if self.comms.size(EP) == 1:
+        if self.comms.size(self.axes) == 1:
             return rows
         out = rows.new_empty(sum(taken), rows.shape[1])
-        self.comms.all_to_all(out, rows.contiguous(), EP, self.part, sent=given, received=taken)
+        self.comms.all_to_all(out, rows.contiguous(), self.axes, self.part, sent=given, received=taken)
         return out

@@ -180,6 +180,8 @@ def _asked(params: Mapping[str, str]) -> _Asked:
     prompt, output = _lengths(query, model)
     request = Asked(prompt, output, query.whole("batch", 1, 1, 4096))
     query.done()
+    if model.experts:
+        raise UserError(f"{model.name}: {_EXPERTS}")
     # What the state does not give follows the model.
     least = (prompt if query.has("prompt") else 1) + (output if query.has("output") else 1)
     names, left_out = offered(lambda one: _why_not(one, least))
@@ -212,10 +214,15 @@ def _lengths(query: Query, model: ModelConfig) -> tuple[int, int]:
     return prompt, query.whole("output", answer, 1, MOST_OUTPUT)
 
 
+_EXPERTS = "its layers have experts, which this view does not draw; the Experts view does"
+
+
 def _why_not(model: ModelConfig, tokens: int) -> str:
-    """Why a model cannot generate so many tokens, the prompt among them; "" where it can."""
+    """Why the view does not show a model that generates so many tokens, the prompt among them; "" where it does."""
     if reason := model.why_not_runnable():
         return reason
+    if model.experts:
+        return _EXPERTS
     return f"{tokens:,} tokens exceed its {model.max_positions:,} positions" * (tokens > model.max_positions)
 
 

@@ -17,7 +17,8 @@ CONTAINER = re.compile(r"(\d\d\.\d\d(?:\.\d\d)?) NeMo Container")
 
 
 @cache
-def _releases() -> dict[str, Any]:
+def releases() -> dict[str, Any]:
+    """The table of the package: release -> `source` and `runs`."""
     text = (resources.files("shardwise.validation.scoreboard") / "recipes.toml").read_text(encoding="utf-8")
     return tomllib.loads(text)
 
@@ -46,9 +47,9 @@ def recipe_of(row: Row, device: str, narrow: bool) -> tuple[str, Mapping[str, An
 
 def _settings(run: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     exchange, captured = run["exchange"], run.get("captured") or []
-    if exchange not in ENGINES:
+    if exchange not in list(ENGINES):
         raise UserError(f"exchange must be one of {', '.join(ENGINES)}, not {exchange!r}")
-    if not isinstance(captured, list) or not set(captured) <= set(SCOPES):
+    if not isinstance(captured, list) or not all(scope in SCOPES for scope in captured):
         raise UserError(f"captured must be a list of {', '.join(SCOPES)}, not {captured!r}")
     return ENGINES[exchange], {
         "exchange_overlap": bool(run.get("overlap")),
@@ -59,6 +60,6 @@ def _settings(run: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
 
 def _runs(release: str) -> Iterator[Mapping[str, Any]]:
     """Runs of a release, then of those before it, the latest first."""
-    for name, table in sorted(_releases().items(), reverse=True):
+    for name, table in sorted(releases().items(), reverse=True):
         if name <= release:
             yield from table["runs"]

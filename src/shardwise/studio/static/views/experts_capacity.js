@@ -14,7 +14,7 @@ export function drawCapacity(context, width, height, data) {
   const theme = colours(), { columns } = data.tables.capacity, experts = columns.expert.length;
   const box = { left: 52, right: width - 8, top: 24, bottom: height - 40 }, wide = (box.right - box.left) / experts;
   const y = scale(0, Math.max(...columns["chosen by"]) * 1.05, box.bottom, box.top), x = scale(0, experts, box.left, box.right);
-  const every = Math.ceil(26 / wide), marks = columns.expert.filter((e) => e % every === 0);
+  const every = 2 ** Math.max(0, Math.ceil(Math.log2(32 / wide))), marks = columns.expert.filter((e) => e % every === 0);
   axes(context, theme, box, x, y, { xMarks: [], yName: "rows", xName: "expert" });
   context.textAlign = "center";
   for (const e of marks) context.fillText(String(e), x(e) + wide / 2, box.bottom + 13);

@@ -13,7 +13,7 @@ export const layerHeight = (ranks) => TOP + ranks * ROW;
 
 export function layerKeys() {
   const item = (style, words) => h("li", {}, h("span", { class: "swatch", style, "aria-hidden": "true" }), words);
-  return [item("background:linear-gradient(90deg, var(--k-parameters) 33%, var(--k-comm) 33% 66%, var(--k-optimizer) 66%)", "rows: colour and number of their expert's rank"),
+  return [item("background:linear-gradient(90deg, var(--k-parameters) 33%, var(--k-comm) 33% 66%, var(--k-optimizer) 66%)", "rows: color and number of their expert's rank"),
     item("background:var(--muted)", "tokens before they are routed"), item("background:var(--good)", "tokens with their result"),
     item("background:var(--k-rest)", "the rank waits"), h("li", {}, "all bars on one scale")];
 }
@@ -106,14 +106,14 @@ const DRAWN = {
 const ease = (part) => (1 - Math.cos(Math.PI * part)) / 2;
 
 /** Single rows in the order of their tokens, on their way to that of their experts' ranks. */
-function slices(context, theme, place, { more }, position, coloured) {
+function slices(context, theme, place, { more }, position, shown) {
   more.ranks.forEach((one, rank) => {
     const y = TOP + rank * ROW, next = starts(one.sends), wide = Math.max(0.6, place.row - (place.row > 4 ? 1 : 0));
     one.routes.forEach((to, i) => {
       const x = place.left + position(i, next[to]++, one) * place.row;
       context.fillStyle = theme.muted;
-      if (coloured < 1) context.fillRect(x, y, wide, HIGH);
-      context.globalAlpha = coloured;
+      if (shown < 1) context.fillRect(x, y, wide, HIGH);
+      context.globalAlpha = shown;
       context.fillStyle = numbered(one.group[to]);
       context.fillRect(x, y, wide, HIGH);
       context.globalAlpha = 1;

@@ -23,7 +23,7 @@ export function drawLoad(context, width, data, pointed) {
   context.fillStyle = theme.muted;
   context.textAlign = "left";
   context.fillText("rows", left, 10);
-  context.fillText("bytes, to and from other ranks", middle + 20, 10, width - middle - 22);
+  context.fillText(width < 520 ? "bytes" : "bytes, to and from other ranks", middle + 20, 10);
   for (let r = 0; r < ranks; r++) {
     const y = TOP + r * ROW;
     if (r === pointed) {
