@@ -7,6 +7,7 @@ second where a C++ compiler takes twenty. A few go through inductor itself. SHAR
 from __future__ import annotations
 
 import sysconfig
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 from harness.checks import assert_ledger, assert_parity, assert_replicas_equal, judge
 from harness.compile_jobs import Compiled
 from harness.contexts import context_cases
+from harness.experts import EXPERT_MODELS, expert_cases
 from harness.pool import run_ranks
 from harness.reference import Case
 from harness.space import MODELS, Point, all_cases, point, sample
@@ -69,8 +71,8 @@ def test_generated_layouts(point: Point) -> None:
     assert_all(point, TRACED)
 
 
-def with_context(pipelines: bool) -> list[Point]:
-    """Some generated layouts with context parallelism, with or without pipelines, whose blocks can be compiled."""
+def compilable(points: Iterable[Point]) -> list[Point]:
+    """Those of few ranks whose blocks can be compiled."""
 
     def legal(point: Point) -> bool:
         try:
@@ -79,13 +81,38 @@ def with_context(pipelines: bool) -> list[Point]:
             return False
         return point.layout.ranks <= CONTEXT_RANKS
 
-    points = [p for p in context_cases() if legal(p) and (p.layout.pp > 1) == pipelines][::2]
+    return [point for point in points if legal(point)]
+
+
+def with_context(pipelines: bool) -> list[Point]:
+    """Some generated layouts with context parallelism, with or without pipelines."""
+    points = [p for p in compilable(context_cases()) if (p.layout.pp > 1) == pipelines][::2]
     return some_of(points, 1, f"contexts, pipelines: {pipelines}")
 
 
 @pytest.mark.parametrize("point", [*with_context(False), *with_context(True)], ids=lambda p: p.id)
 def test_attention_over_ranks_stays_outside_the_graphs(point: Point) -> None:
     assert_all(point, TRACED)
+
+
+def with_experts() -> list[Point]:
+    """Some generated layouts with experts, in float64, where no rounding decides which are chosen."""
+    points = [p for p in compilable(expert_cases()) if p.layout.precision == "fp64"][::3]
+    return some_of(points, 1, "experts")
+
+
+@pytest.mark.parametrize("point", with_experts(), ids=lambda p: p.id)
+def test_routing_stays_outside_the_graphs(point: Point) -> None:
+    assert_all(point, TRACED)
+
+
+def test_the_trial_of_a_compilation_counts_no_tokens() -> None:
+    """Biases of routers follow the loads of the first step, also in the block that is compiled on zeros."""
+    model, layout = EXPERT_MODELS["deepseek"], Layout.parse("dp=2,ep=2,precision=fp64")
+    assert model.experts is not None
+    model = model.replace(layers=1, experts=replace(model.experts, dense_layers=0))
+    case = Case(model, Workload(12, 2), "fp64")
+    assert_parity(case, compiled(layout), [rank.outcome for rank in train(case, layout, TRACED)])
 
 
 def missing() -> str | None:

@@ -45,6 +45,11 @@ class ExpertLoads:
         self.routed: RoutedRows | None = None
         """Rows that were exchanged in it."""
 
+    def forget(self) -> None:
+        """Leave out what has been routed since the last step: trials before training."""
+        for form in self.forms.values():
+            form.loads, form.exchanged = None, []
+
     def finish_step(self, optimizer: Optimizer) -> None:
         """After the optimizer's step: sum the loads over ranks, and move the biases that follow them."""
         if not self.mixtures:

@@ -39,6 +39,7 @@ class TrainProgram(StageRunner):
             comms.pulse.work("the compilation of the blocks")
             with self.engine.compile_guard(plan.first_blocks[0]):
                 self.compile_seconds = compile_blocks(self.decoder, plan, device)
+            self.expert_loads.forget()
 
     def step(self, micro_batches: list[tuple[Batch, Tensor]], lr: float) -> tuple[float, float, int]:
         """Train on one global batch. micro_batches: this rank's (batch, targets [B, S]).
