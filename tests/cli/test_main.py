@@ -266,7 +266,7 @@ class TestSet:
             ("layers=0", "layers must be a positive integer"),
             ("norm=batch", "choose one of rmsnorm, layernorm"),
             ("tied=maybe", "choose one of true, false"),
-            ("experts=8", "config.json"),
+            ("experts=8", "such as experts.count"),
             ("dropout=much", "'much' is not a number"),
         ],
     )

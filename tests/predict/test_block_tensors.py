@@ -7,7 +7,7 @@ import pytest
 from harness.pairs import pair
 from shardwise.layout import UnitPlan
 from shardwise.predict.memory.activations import Sizes, block_items
-from shardwise.predict.memory.block_tensors import BlockTensors
+from shardwise.predict.memory.latent_tensors import block_tensors
 
 SEED = 11
 
@@ -21,7 +21,7 @@ def test_a_forward_pass_leaves_what_is_saved_and_the_output() -> None:
     for plan in plans(("none", "selective")):
         s = Sizes.of(plan)
         part = plan.first_blocks[0]
-        block, items = BlockTensors(plan, s, part), block_items(plan, s, part)
+        block, items = block_tensors(plan, s, part), block_items(plan, s, part)
         most = block.forward(saves=True)
         assert block.live.now == sum(items.values()) - items["input"] + block.stream, plan.layout
         assert most >= block.live.now
@@ -31,17 +31,17 @@ def test_a_backward_pass_leaves_the_gradient_of_the_input() -> None:
     for plan in plans(("none", "selective")):
         s = Sizes.of(plan)
         part = plan.first_blocks[0]
-        block, items = BlockTensors(plan, s, part), block_items(plan, s, part)
+        block, items = block_tensors(plan, s, part), block_items(plan, s, part)
         block.backward(keeps_gradient=False)
         assert block.live.now == block.stream - (sum(items.values()) - items["input"]), plan.layout
 
 
 def test_a_pass_that_saves_nothing_leaves_the_output() -> None:
     for plan in plans(("full", "input")):
-        block = BlockTensors(plan, Sizes.of(plan), plan.first_blocks[0])
+        block = block_tensors(plan, Sizes.of(plan), plan.first_blocks[0])
         most = block.forward(saves=False)
         assert block.live.now == block.stream
-        again = BlockTensors(plan, Sizes.of(plan), plan.first_blocks[0])
+        again = block_tensors(plan, Sizes.of(plan), plan.first_blocks[0])
         assert again.forward(saves=True) >= most
 
 
@@ -50,5 +50,5 @@ def test_adding_to_gradients_never_needs_less(keeps: bool) -> None:
     for plan in plans(("none", "selective", "full", "input")):
         s = Sizes.of(plan)
         part = plan.first_blocks[0]
-        first, later = (BlockTensors(plan, s, part, adds=adds).backward(keeps) for adds in (False, True))
+        first, later = (block_tensors(plan, s, part, adds=adds).backward(keeps) for adds in (False, True))
         assert first <= later
