@@ -244,7 +244,7 @@ def test_numbers_of_what_does_not_run_yet_say_so_beside_them(layout, words, caps
 
 
 @pytest.mark.parametrize(
-    "layout", ["dp=2,tp=4,pp=8,zero=1,sp,recompute=full", "tp=4,pp=8,cp=2,zero=1,sp,schedule=zb-h1,recompute=full"]
+    "layout", ["dp=2,tp=4,pp=8,zero=1,sp,recompute=full", "tp=4,pp=8,cp=2,zero=1,sp,schedule=interleaved,virtual=9"]
 )
 def test_estimate_names_the_command_that_has_a_model_that_does_not_run(layout, capsys):
     asked = ["--cluster", "8x8xH100", "--seq", "2048", "--batch", "64"]
