@@ -8,6 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+KERNEL = getattr(F, "grouped_mm", None)
+"""torch's grouped product; None in versions without one."""
+
 ALIGNED = 8
 """Elements of 16 bits to whose multiples torch's grouped kernel wants rows to be aligned."""
 
@@ -21,12 +24,13 @@ def has_kernel(rows: Tensor, weights: Tensor) -> bool:
     """Whether torch's grouped kernel is the better choice: on CUDA for bf16. On CPUs it gains little, and it has no
     float64."""
     aligned = not any(size % ALIGNED for size in weights.shape[1:])
-    return rows.is_cuda and rows.dtype == torch.bfloat16 and aligned and hasattr(F, "grouped_mm")
+    return rows.is_cuda and rows.dtype == torch.bfloat16 and aligned and KERNEL is not None
 
 
 def one_kernel(rows: Tensor, weights: Tensor, ends: Sequence[int]) -> Tensor:
     """All products in one call."""
-    out: Tensor = F.grouped_mm(rows, weights, offs=torch.tensor(ends, dtype=torch.int32, device=rows.device))
+    assert KERNEL is not None
+    out: Tensor = KERNEL(rows, weights, offs=torch.tensor(ends, dtype=torch.int32, device=rows.device))
     return out
 
 
