@@ -70,7 +70,14 @@ def _degrees(parallel: ConfigFields, ranks: int | None) -> dict[str, Any]:
         raise UserError(f"replicate x shard x tp x pp x cp = {rest * shard}, but there are {ranks} ranks")
     ep, etp = parallel.integer("expert_parallel_degree", 1), parallel.integer("expert_tensor_parallel_degree", 1)
     whole = parallel.flag("enable_sequence_parallel", True)
-    words: dict[str, Any] = {"dp": replicate * shard, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp}
+    words: dict[str, Any] = {
+        "dp": replicate * shard,
+        "tp": tp,
+        "pp": pp,
+        "cp": cp,
+        "ep": ep,
+        "etp": etp if ep > 1 else 0,
+    }
     # FSDP shards over shard x cp; DDP over replicate, where nothing is sharded.
     if shard * cp > 1:
         words |= {"zero": 3, "shard": shard * cp}
