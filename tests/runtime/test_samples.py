@@ -64,6 +64,15 @@ def test_what_no_device_can_do_is_measured_again_and_then_rejected(shares, at, w
         _check_limits([asdict(sample) for sample in remains], "cuda")
 
 
+def test_bf16_attention_may_be_as_fast_as_fp32_products() -> None:
+    """A CPU without bf16 instructions: its attention kernels compute in fp32, faster than its bf16 products."""
+    flops = 2.0 * 8192**3
+    slow = [replace(samples()[0], seconds=10 * flops / PEAK), *samples(attention=0.6)[1:]]
+    wide = Probed("product", ("float32", "forward"), (8192, 8192, 8192), flops / PEAK)
+    assert above_limits([*slow, wide], "cpu") == {}
+    assert list(above_limits([*slow, replace(wide, seconds=2 * wide.seconds)], "cpu")) == [2]
+
+
 @pytest.mark.parametrize(("slow", "beyond"), [(0, [2]), (3, [4, 5])])
 def test_a_disturbed_limit_is_measured_again_with_what_seemed_beyond_it(slow, beyond) -> None:
     """Another program had the core while the best product, or the copy, was measured: all else seems too quick."""

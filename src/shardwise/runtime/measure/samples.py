@@ -1,6 +1,7 @@
 """Samples of `calibrate device`, and the physical limits that they must keep. Imports no torch.
 
-Attention is made of matrix products, so it cannot compute faster than the best one; what memory binds must at least
+Attention is made of matrix products, so it cannot compute faster than the best one, in its dtype or in fp32: a CPU
+without bf16 instructions computes attention in fp32, faster than its bf16 products. What memory binds must at least
 read its operands and write its results, and cannot do that faster than a copy moves bytes. A sample beyond is an error
 of measuring: a call too short for its clock, data that never left a cache, or a disturbed product or copy.
 """
@@ -74,10 +75,11 @@ def within_limits(samples: Sequence[Probed], kind: str, again: Callable[[int, in
 
 
 def _limit_of(samples: Sequence[Probed], sample: Probed) -> int:
-    """Index of the sample that sets a sample's limit: the best product of attention's dtype, or the copy."""
+    """Index of the sample that sets a sample's limit: the best product of attention's dtype or of fp32, or the copy."""
     if sample.what != "attention":
         return next(at for at, each in enumerate(samples) if each.what == "copy")
-    products = [at for at, each in enumerate(samples) if each.what == "product" and each.of[0] == sample.of[0]]
+    dtypes = {"float32", sample.of[0]}
+    products = [at for at, each in enumerate(samples) if each.what == "product" and each.of[0] in dtypes]
     return max(products, key=lambda at: math.prod(samples[at].shape) / samples[at].seconds)
 
 
