@@ -111,45 +111,44 @@ def test_dtypes(stored, tmp_path):
         assert same_bits(weights.read(name, dtype=dtype), convert(there, stored, dtype))
 
 
-def test_only_what_a_rank_needs_is_read(tmp_path, monkeypatch):
-    """GPT-2's fused, transposed matrices: rows wider than a page, so that columns can be left out."""
-    model = GPT2.replace(hidden=1024, ffn=2048, layers=1, heads=4, head_dim=256)
-    write(tmp_path / "folder", model)
-    weights, counted = HuggingFaceWeights.open(tmp_path / "folder"), []
-    preadv = os.preadv
+@pytest.fixture
+def bytes_read(monkeypatch):
+    """Bytes of each read of a file, in order."""
+    counted, preadv = [], os.preadv
 
     def counting(handle, buffers, offset):
         counted.append(preadv(handle, buffers, offset))
         return counted[-1]
 
     monkeypatch.setattr(os, "preadv", counting)
+    return counted
+
+
+def test_only_what_a_rank_needs_is_read(tmp_path, bytes_read):
+    """GPT-2's fused, transposed matrices: rows wider than a page, so that columns can be left out."""
+    model = GPT2.replace(hidden=1024, ffn=2048, layers=1, heads=4, head_dim=256)
+    write(tmp_path / "folder", model)
+    weights = HuggingFaceWeights.open(tmp_path / "folder")
     for rank in range(4):
-        counted.clear()
+        bytes_read.clear()
         held = [h for h in needs(model, Layout.parse("tp=4"), rank) if h.name.endswith("qkv.k.weight")]
         for each in held:
             weights.read(f"model/{each.name}", each.local)
-        assert sum(counted) == sum(each.stored.numel for each in held) * 4 == 1024 * 256 * 4
+        assert sum(bytes_read) == sum(each.stored.numel for each in held) * 4 == 1024 * 256 * 4
 
 
-def test_a_rank_reads_its_own_experts_alone(tmp_path, monkeypatch):
+def test_a_rank_reads_its_own_experts_alone(tmp_path, bytes_read):
     model = MODELS["mixtral"].replace(
         hidden=512, ffn=1024, layers=1, heads=4, head_dim=128, experts=Experts(4, 2, 1024)
     )
     write(tmp_path / "folder", model)
-    weights, counted = HuggingFaceWeights.open(tmp_path / "folder"), []
-    preadv = os.preadv
-
-    def counting(handle, buffers, offset):
-        counted.append(preadv(handle, buffers, offset))
-        return counted[-1]
-
-    monkeypatch.setattr(os, "preadv", counting)
+    weights = HuggingFaceWeights.open(tmp_path / "folder")
     for rank in range(2):
-        counted.clear()
+        bytes_read.clear()
         held = [h for h in needs(model, Layout.parse("dp=2,ep=2"), rank) if ".experts." in h.name]
         for each in held:
             weights.read(f"model/{each.name}", each.local)
-        assert sum(counted) == sum(each.stored.numel for each in held) * 4 == 3 * 2 * 512 * 1024 * 4
+        assert sum(bytes_read) == sum(each.stored.numel for each in held) * 4 == 3 * 2 * 512 * 1024 * 4
 
 
 def _stacked(tensors):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 from harness.pipelines import stage_layers
 from harness.reference import BF16_STEPS, STEPS, Case
-from harness.space import GENERATOR_SEED, MODELS, WORLDS, Point, covering, stratified
+from harness.space import MODELS, WORLDS, Point, covering, first_with, stratified
 from harness.today import EVERYTHING, seed
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload, check_runnable
@@ -98,16 +97,7 @@ def _draw(generator: random.Random) -> Point | None:
 def context_cases() -> tuple[Point, ...]:
     """At least `LEAST` points that cover every pair of choices seen in a large draw, and some with cp=8."""
     covered = covering(_draw, POOL, LEAST, EIGHT_RANKS)
-    return tuple(dict.fromkeys((*covered, *_longest_rings(random.Random(GENERATOR_SEED)))))
-
-
-def _longest_rings(generator: random.Random) -> Iterator[Point]:
-    """Points with cp=8, which leave no ranks for anything else and so cover few pairs."""
-    count = 0
-    while count < LONGEST:
-        if (point := _draw(generator)) and point.layout.cp == 8:
-            count += 1
-            yield point
+    return tuple(dict.fromkeys((*covered, *first_with(_draw, LONGEST, cp=8))))
 
 
 def _features(point: Point) -> set[tuple[str, Any]]:

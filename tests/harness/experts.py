@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from harness.pipelines import stage_layers
 from harness.reference import BF16_STEPS, STEPS, Case, reference
-from harness.space import GENERATOR_SEED, MODELS, WORLDS, Point, covering, stratified
+from harness.space import MODELS, WORLDS, Point, covering, first_with, stratified
 from harness.today import EVERYTHING, seed
 from shardwise.decoder.experts import Routing, route
 from shardwise.decoder.experts import _within_groups as within_groups
@@ -154,16 +153,7 @@ def _draw(generator: random.Random) -> Point | None:
 def expert_cases() -> tuple[Point, ...]:
     """At least `LEAST` points that cover every pair of choices seen in a large draw, and some with ep=8."""
     covered = covering(_draw, POOL, LEAST, EIGHT_RANKS)
-    return tuple(dict.fromkeys((*covered, *_one_expert_a_rank(random.Random(GENERATOR_SEED)))))
-
-
-def _one_expert_a_rank(generator: random.Random) -> Iterator[Point]:
-    """Points with ep=8, which leave no ranks for pipelines and so cover few pairs."""
-    count = 0
-    while count < ONE_EXPERT:
-        if (point := _draw(generator)) and point.layout.ep == 8:
-            count += 1
-            yield point
+    return tuple(dict.fromkeys((*covered, *first_with(_draw, ONE_EXPERT, ep=8))))
 
 
 def settled(case: Case) -> Case:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from harness.today import EVERYTHING, seed, some_of
 from shardwise.layout import Mesh
 from shardwise.layout.axes import CP, DP, PP, TP
 from shardwise.ops.paged import Rows
@@ -19,6 +23,18 @@ from shardwise.serving.job import ServingJob, weights_in
 from shardwise.serving.lockstep import Lockstep
 from shardwise.serving.messages import Answer, Command, Drain
 from shardwise.serving.scheduler import EngineStep
+
+Generated = tuple[str, str, int]
+"""Name of a model, layout, and number of the case."""
+
+
+def some_cases(models: Iterable[str], layouts: Sequence[str], count: int) -> list[Generated]:
+    """Every layout with every model with SHARDWISE_ALL=1; else `count` layouts, each with one of the models."""
+    cases = [(model, layout, index) for index, (layout, model) in enumerate(product(layouts, models))]
+    if EVERYTHING:
+        return cases
+    generator, today = random.Random(seed()), some_of(layouts, count, "layouts that generate")
+    return [generator.choice([case for case in cases if case[1] == layout]) for layout in today]
 
 
 @dataclass

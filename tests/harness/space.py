@@ -8,7 +8,7 @@ space of their own in `pipelines.py`, covered and sampled by the same means.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
@@ -181,6 +181,15 @@ def covering(
             pool.remove(best)
     chosen += rest[: max(0, least - len(chosen))]
     return tuple(sorted(chosen, key=lambda p: (p.layout.ranks, p.id)))
+
+
+def first_with(draw: Callable[[random.Random], Point | None], count: int, **layout: int) -> Iterator[Point]:
+    """The first `count` points drawn that have these values of a layout: they cover few pairs, and so are rare."""
+    generator = random.Random(GENERATOR_SEED)
+    while count:
+        if (point := draw(generator)) and all(getattr(point.layout, key) == value for key, value in layout.items()):
+            count -= 1
+            yield point
 
 
 def _features(point: Point) -> set[tuple[str, Any]]:

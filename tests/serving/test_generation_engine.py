@@ -16,10 +16,9 @@ import pytest
 import torch
 
 from harness.answers import check, requests
-from harness.generation import Script
+from harness.generation import Script, some_cases
 from harness.huggingface import FAMILIES, STEPS, pretrained
 from harness.pool import run_ranks
-from harness.today import EVERYTHING, seed, some_of
 from shardwise.checkpoint import Checkpoint
 from shardwise.checkpoint.huggingface import export
 from shardwise.layout import Layout
@@ -39,15 +38,6 @@ LAYOUTS = [
     "dp=1", "tp=2", "tp=4", "pp=2", "pp=3", "tp=2,pp=2", "dp=2,zero=3", "dp=4,zero=3", "dp=2", "dp=2,tp=2,zero=3",
     "dp=2,pp=2", "pp=3,stages=0/3/0", "cp=2", "cp=4", "tp=2,cp=2", "cp=2,pp=2", "dp=2,cp=2",
 ]  # fmt: skip
-CASES = [(model, layout, index) for index, (model, layout) in enumerate((m, la) for la in LAYOUTS for m in MODELS)]
-
-
-def selected() -> list[tuple[str, str, int]]:
-    """Every case with SHARDWISE_ALL=1; else some layouts, each with one of the models."""
-    if EVERYTHING:
-        return CASES
-    generator, layouts = random.Random(seed()), some_of(LAYOUTS, 10, "generation")
-    return [generator.choice([case for case in CASES if case[1] == layout]) for layout in layouts]
 
 
 @cache
@@ -69,7 +59,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return folder
 
 
-@pytest.mark.parametrize(("name", "layout", "index"), selected(), ids=lambda value: str(value))
+@pytest.mark.parametrize(("name", "layout", "index"), some_cases(MODELS, LAYOUTS, 10), ids=lambda value: str(value))
 def test_logits_and_answers(folders: Any, name: str, layout: str, index: int) -> None:
     draw, reuse = random.Random(index), index % 3 != 0
     folder = folders(name)

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from harness.answers import check, requests
-from harness.generation import Script
+from harness.generation import Script, some_cases
 from harness.huggingface import pretrained
 from harness.pool import run_ranks
-from harness.today import EVERYTHING, seed, some_of
+from harness.today import some_of
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Mesh, Workload, unit_plan
 from shardwise.layout.axes import TP
@@ -43,15 +43,6 @@ LAYOUTS = [
     "dp=2,tp=2,ep=4", "dp=2,tp=2,ep=2,etp=2", "dp=2,pp=2,ep=2", "dp=2,zero=3", "dp=2,tp=2,zero=3,etp=1",
     "cp=2", "cp=2,ep=2", "tp=2,cp=2,ep=2",
 ]  # fmt: skip
-CASES = [(model, layout, index) for index, (model, layout) in enumerate((m, la) for la in LAYOUTS for m in MODELS)]
-
-
-def selected() -> list[tuple[str, str, int]]:
-    """Every case with SHARDWISE_ALL=1; else some layouts, each with one of the models."""
-    if EVERYTHING:
-        return CASES
-    generator, layouts = random.Random(seed()), some_of(LAYOUTS, 7, "generation with experts")
-    return [generator.choice([case for case in CASES if case[1] == layout]) for layout in layouts]
 
 
 @cache
@@ -102,7 +93,7 @@ def test_every_pair_goes_once_to_a_rank_that_has_its_expert(layout: str) -> None
             assert done == dict.fromkeys(range(chosen.numel()), split.expert_tp)
 
 
-@pytest.mark.parametrize(("name", "layout", "index"), selected(), ids=lambda value: str(value))
+@pytest.mark.parametrize(("name", "layout", "index"), some_cases(MODELS, LAYOUTS, 7), ids=lambda value: str(value))
 def test_logits_and_answers(folders: Any, name: str, layout: str, index: int) -> None:
     folder = folders(name)
     job = ServingJob(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from studio_visitor import Visitor
-from test_studio_page import OVERLAPPING, answers_the_pointer, find_serious
+from test_studio_page import answers_the_pointer, has_room, is_accessible_in_both_themes
 
 from harness.today import some_of
 from shardwise.studio.data import tokens
@@ -101,16 +101,11 @@ def test_the_chapters_by_keys_alone(visitor: Visitor) -> None:
 @pytest.mark.parametrize("number", some_of(range(1, 7), 3, "chapters"))
 def test_a_chapter_has_room_and_is_accessible(visitor: Visitor, number: int) -> None:
     page = visitor.open(f"{STATE}&_chapter={number}")
-    for theme in ("light", "dark"):
-        page.emulate_media(color_scheme=theme)
-        assert find_serious(page) == []
+    is_accessible_in_both_themes(page)
     for opened in ("", "&_controls=1"):
         page.evaluate("(hash) => { location.hash = hash; }", f"{STATE}&_chapter={number}{opened}")
         for width in (1440, 390, 320):
-            page.set_viewport_size({"width": width, "height": 844})
-            page.wait_for_timeout(80)
-            assert page.evaluate("document.documentElement.scrollWidth") <= width
-            assert page.evaluate(OVERLAPPING) == []
+            has_room(page, width)
             if opened and width == 1440 and number < 6:
                 drawer, scene = (page.locator(each).bounding_box() for each in (".drawer", ".scene"))
                 assert scene["x"] + scene["width"] <= drawer["x"], "the drawer covers no drawing"

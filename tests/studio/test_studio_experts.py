@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from studio_visitor import Visitor, plain_columns
-from test_studio_page import OVERLAPPING, answers_the_pointer, find_serious
+from test_studio_page import answers_the_pointer, has_room, is_accessible_in_both_themes
 
 from harness.today import some_of
 from shardwise.decoder import experts as decoder
@@ -271,9 +271,7 @@ def test_a_model_without_experts_and_the_way_back(visitor: Visitor) -> None:
     assert page.locator("main .sentence").first.inner_text() == experts.data({"model": "llama-3-8b"}).more["dense"]
     assert page.evaluate("document.querySelectorAll('.stage, .player').length > 0")
     assert page.locator(".stage:visible, [data-control=dp]:visible").count() == 0
-    for theme in ("light", "dark"):
-        page.emulate_media(color_scheme=theme)
-        assert find_serious(page) == []
+    is_accessible_in_both_themes(page)
     visitor.after(page.get_by_role("link", name="deepseek-v3").click)
     visitor.until("document.querySelector('[data-figure=held]').checkVisibility()")
     assert page.locator('[data-control="model"] input').input_value() == "deepseek-v3"
@@ -294,14 +292,8 @@ def test_sliders_make_other_layouts(visitor: Visitor) -> None:
 def test_a_chapter_has_room_and_is_accessible(visitor: Visitor, number: int) -> None:
     page = visitor.open(f"{STATE}&_chapter={number}&_step=4")
     answers_the_pointer(page)
-    for theme in ("light", "dark"):
-        page.emulate_media(color_scheme=theme)
-        assert find_serious(page) == []
-    for width in (1440, 390, 320):
-        page.set_viewport_size({"width": width, "height": 844})
-        page.wait_for_timeout(80)
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
-        assert page.evaluate(OVERLAPPING) == []
+    is_accessible_in_both_themes(page)
+    has_room(page, 1440, 390, 320)
 
 
 def test_a_layer_plays_when_its_chapter_is_come_to(browser: Any, studio: Any) -> None:

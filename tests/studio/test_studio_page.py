@@ -19,15 +19,9 @@ def test_every_view_is_drawn_told_accessible_and_narrow(visitor: Visitor, view: 
     page = visitor.open(f"{view}?_tables=compared,rounds,a,devices,ranked,steps&_how=compared,rounds,a,devices,ranked")
     _drawn(page)
     answers_the_pointer(page)
-    for theme in ("light", "dark"):
-        page.emulate_media(color_scheme=theme)
-        assert find_serious(page) == []
-    # 600 pixels is what a 1200-pixel window has at 200% zoom.
-    for width in (600, 320):
-        page.set_viewport_size({"width": width, "height": 740})
-        page.wait_for_timeout(60)
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
-        assert page.evaluate(OVERLAPPING) == []
+    is_accessible_in_both_themes(page)
+    for width in (600, 320):  # 600 pixels is what a 1200-pixel window has at 200% zoom
+        has_room(page, width)
         assert page.evaluate(
             "[...document.querySelectorAll('.scroll:has(.metrics)')].every((e) => e.scrollWidth <= e.clientWidth)"
         )
@@ -78,6 +72,21 @@ def answers_the_pointer(page: Any) -> None:
         }).map((canvas) => canvas.getAttribute("aria-label"))"""
     )
     assert silent == []
+
+
+def is_accessible_in_both_themes(page: Any) -> None:
+    for theme in ("light", "dark"):
+        page.emulate_media(color_scheme=theme)
+        assert find_serious(page) == []
+
+
+def has_room(page: Any, *widths: int) -> None:
+    """At each width, in pixels, nothing overlaps and nothing needs to be scrolled sideways."""
+    for width in widths:
+        page.set_viewport_size({"width": width, "height": 844})
+        page.wait_for_timeout(80)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert page.evaluate(OVERLAPPING) == []
 
 
 def find_serious(page: Any) -> list[tuple[str, list[str]]]:

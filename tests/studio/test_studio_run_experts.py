@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from studio_visitor import LIMIT, Visitor, expert_load, make_run, plain_columns, serving, step_event
 from test_studio_live import begun
-from test_studio_page import OVERLAPPING, find_serious
+from test_studio_page import has_room, is_accessible_in_both_themes
 
 from harness import forked
 from shardwise.report.run_directory import RunDirectory
@@ -177,11 +177,5 @@ def training(folder: Path) -> forked.Started:
 
 def test_the_heat_strip_has_room_and_is_accessible(visitor: Visitor) -> None:
     page = visitor.open("runs?run=first&_load=3")
-    for theme in ("light", "dark"):
-        page.emulate_media(color_scheme=theme)
-        assert find_serious(page) == []
-    for width in (1440, 390, 320):
-        page.set_viewport_size({"width": width, "height": 844})
-        page.wait_for_timeout(80)
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
-        assert page.evaluate(OVERLAPPING) == []
+    is_accessible_in_both_themes(page)
+    has_room(page, 1440, 390, 320)

@@ -7,11 +7,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from shardwise.model.config import LatentAttention, ModelConfig
+from shardwise.model.config import LatentAttention
 from shardwise.model.families.common import llama_like
-from shardwise.model.families.deepseek_files import DEEPSEEK_NAMES, RANKS, write_deepseek
+from shardwise.model.families.deepseek_files import DEEPSEEK_NAMES, RANKS, deepseek_lacks, write_deepseek
 from shardwise.model.families.family import Family
-from shardwise.model.families.llama import llama_lacks
 from shardwise.model.families.mixtral import read_experts
 from shardwise.model.fields import Fields, words
 
@@ -64,20 +63,6 @@ def _read(f: Fields, longest: int, shared: int, dense: int, scale: float, more: 
     return config | {"head_dim": latent.head_dim, "latent_attention": latent, "experts": experts}
 
 
-def _lacks(c: ModelConfig, third: bool) -> dict[str, bool]:
-    e = c.experts
-    if e is None:
-        return {"model without experts": True}
-    return llama_lacks(c) | {
-        "query and key norms": c.qk_norm,
-        "norms with another epsilon than 1e-6": c.norm_eps != 1e-6,
-        "mixture without shared experts": not e.shared,
-        f"router {'without' if third else 'with'} a bias": e.router_bias != third,
-        "other score of groups": e.active_groups < e.groups and e.group_score != ("top 2" if third else "max"),
-        "weights of experts divided by their sum": e.normalized and not third,
-    }
-
-
 _HARMLESS = "qk_head_dim ep_size output_router_logits quantization_config"
 _IGNORED = re.compile(rf"{DEEPSEEK_NAMES.ignored.pattern}|model\.layers\.61\..*")
 """The published V3 keeps its multi-token-prediction module as one more layer."""
@@ -90,7 +75,7 @@ DEEPSEEK_V2 = Family(
     names=DEEPSEEK_NAMES,
     architecture="DeepseekV2ForCausalLM",
     write=write_deepseek,
-    lacks=partial(_lacks, third=False),
+    lacks=partial(deepseek_lacks, third=False),
 )
 DEEPSEEK_V3 = Family(
     "deepseek_v3",
@@ -101,5 +86,5 @@ DEEPSEEK_V3 = Family(
     names=replace(DEEPSEEK_NAMES, ignored=_IGNORED),
     architecture="DeepseekV3ForCausalLM",
     write=write_deepseek,
-    lacks=partial(_lacks, third=True),
+    lacks=partial(deepseek_lacks, third=True),
 )

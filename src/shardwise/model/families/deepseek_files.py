@@ -1,4 +1,4 @@
-"""DeepSeek's files: names of the tensors, and the fields of a `config.json` that a model is written with."""
+"""DeepSeek's files: names of the tensors, the fields of a written `config.json`, and what they cannot hold."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardwise.model.config import ModelConfig
-from shardwise.model.families.llama import NAMES, write_llama
+from shardwise.model.families.llama import NAMES, llama_lacks, write_llama
 from shardwise.model.families.mixtral import expert_names
 
 _PLAIN = expert_names(NAMES, "mlp", "gate_proj", "up_proj", "down_proj")
@@ -58,4 +58,19 @@ def write_deepseek(c: ModelConfig) -> dict[str, Any]:
         "scoring_func": e.scoring,
         "aux_loss_alpha": e.balance_loss,
         "seq_aux": e.balance == "sequence",
+    }
+
+
+def deepseek_lacks(c: ModelConfig, third: bool) -> dict[str, bool]:
+    """`Family.lacks` of both versions. third: V3."""
+    e = c.experts
+    if e is None:
+        return {"model without experts": True}
+    return llama_lacks(c) | {
+        "query and key norms": c.qk_norm,
+        "norms with another epsilon than 1e-6": c.norm_eps != 1e-6,
+        "mixture without shared experts": not e.shared,
+        f"router {'without' if third else 'with'} a bias": e.router_bias != third,
+        "other score of groups": e.active_groups < e.groups and e.group_score != ("top 2" if third else "max"),
+        "weights of experts divided by their sum": e.normalized and not third,
     }

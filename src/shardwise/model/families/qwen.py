@@ -1,4 +1,4 @@
-"""Qwen2, with biases on queries, keys and values, Qwen3, which norms the heads of queries and keys, and its mixture."""
+"""Qwen2, with biases on queries, keys and values, and Qwen3, which norms the heads of queries and keys."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from shardwise.model.config import ModelConfig
 from shardwise.model.families.common import llama_like
 from shardwise.model.families.family import Family
 from shardwise.model.families.llama import NAMES, llama_lacks, write_llama
-from shardwise.model.families.mixtral import balance_loss, expert_lacks, expert_names, read_experts
-from shardwise.model.fields import Fields, full_attention, words
+from shardwise.model.fields import Fields, full_attention
 
 
 def _qwen_window(f: Fields, config: dict[str, Any]) -> None:
@@ -32,53 +31,11 @@ def _qwen3(f: Fields) -> dict[str, Any]:
     return config | {"qk_norm": True}
 
 
-def _write(c: ModelConfig) -> dict[str, Any]:
+def write_qwen(c: ModelConfig) -> dict[str, Any]:
+    """`Family.write` of all Qwen models."""
     return write_llama(c) | {"use_sliding_window": False}
 
 
-def _qwen3_moe(f: Fields) -> dict[str, Any]:
-    config = llama_like(f, max_positions=32768, kv_heads=4)
-    window = f.integer("sliding_window", default=4096)
-    full_attention(f, config, window if f.flag("use_sliding_window", False) else None)
-    f.must_be("attention_bias", False, why="biases on the attention matrices alone")
-    f.must_be("decoder_sparse_step", 1, why="dense layers between the expert layers")
-    f.must_be("mlp_only_layers", [], why="dense layers between the expert layers")
-    experts = read_experts(
-        f,
-        count=f.integer("num_experts", "num_local_experts", default=128),
-        active=f.integer("num_experts_per_tok", default=8),
-        ffn=f.integer("moe_intermediate_size", default=768),
-        normalized=f.flag("norm_topk_prob", False),
-        balance_loss=balance_loss(f),
-    )
-    return config | {"qk_norm": True, "experts": experts}
-
-
-def _write_moe(c: ModelConfig) -> dict[str, Any]:
-    e = c.experts
-    assert e
-    return _write(c) | {
-        "num_experts": e.count,
-        "num_experts_per_tok": e.active,
-        "moe_intermediate_size": e.ffn,
-        "norm_topk_prob": e.normalized,
-        "router_aux_loss_coef": e.balance_loss,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    }
-
-
-QWEN3_MOE = Family(
-    "qwen3_moe",
-    fits=lambda c: c.experts is not None and c.qk_norm,
-    read=_qwen3_moe,
-    module="llama",
-    harmless=words("output_router_logits max_window_layers"),
-    names=expert_names(NAMES, "mlp", "gate_proj", "up_proj", "down_proj"),
-    architecture="Qwen3MoeForCausalLM",
-    write=_write_moe,
-    lacks=expert_lacks,
-)
 QWEN2 = Family(
     "qwen2",
     fits=lambda c: c.norm == "rmsnorm" and c.bias == "qkv",
@@ -86,7 +43,7 @@ QWEN2 = Family(
     module="llama",
     names=NAMES,
     architecture="Qwen2ForCausalLM",
-    write=_write,
+    write=write_qwen,
     lacks=llama_lacks,
 )
 QWEN3 = Family(
@@ -96,6 +53,6 @@ QWEN3 = Family(
     module="llama",
     names=NAMES,
     architecture="Qwen3ForCausalLM",
-    write=_write,
+    write=write_qwen,
     lacks=llama_lacks,
 )
