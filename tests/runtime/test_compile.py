@@ -62,7 +62,7 @@ def assert_all(point: Point, backend: str) -> None:
 
 
 def traced() -> tuple[Point, ...]:
-    few = sample(seed(), count=2, most_ranks=RANKS)
+    few = sample(seed(), count=1, most_ranks=RANKS)
     return tuple(p for p in all_cases() if p.layout.ranks <= RANKS) if EVERYTHING else few
 
 
@@ -84,13 +84,12 @@ def compilable(points: Iterable[Point]) -> list[Point]:
     return [point for point in points if legal(point)]
 
 
-def with_context(pipelines: bool) -> list[Point]:
-    """Some generated layouts with context parallelism, with or without pipelines."""
-    points = [p for p in compilable(context_cases()) if (p.layout.pp > 1) == pipelines][::2]
-    return some_of(points, 1, f"contexts, pipelines: {pipelines}")
+def with_context() -> list[Point]:
+    """Every second generated layout with context parallelism, or one of them."""
+    return some_of(compilable(context_cases())[::2], 1, "contexts")
 
 
-@pytest.mark.parametrize("point", [*with_context(False), *with_context(True)], ids=lambda p: p.id)
+@pytest.mark.parametrize("point", with_context(), ids=lambda p: p.id)
 def test_attention_over_ranks_stays_outside_the_graphs(point: Point) -> None:
     assert_all(point, TRACED)
 
@@ -144,8 +143,9 @@ WITHOUT_AND_WITH_GRADIENTS = 2
     ("layout", "pieces"),
     [
         # norm | maps | heads and core | map | residual and norm | maps | activation | map | residual
-        *some_of((("tp=2,sp", 5), ("dp=2,zero=3,recompute=selective,attention=math", 1)), 1, "graphs of ranks"),
-        *some_of((("recompute=full", 1), ("recompute=selective", 1)), 1, "graphs"),
+        *some_of(
+            [("tp=2,sp", 5), ("dp=2,zero=3,recompute=selective,attention=math", 1), ("recompute=full", 1)], 1, "graphs"
+        ),
     ],
 )
 def test_blocks_are_compiled_once_for_all(layout: str, pieces: int) -> None:

@@ -80,7 +80,7 @@ def test_a_run_continues_under_any_layout(source: str, to: str, saved: dict, tmp
     assert diff(Checkpoint.open(path), Checkpoint.open(tmp_path / "again" / f"step-{SAVED}")) == []
 
 
-@pytest.mark.parametrize("capacity", [0.0, 0.7], ids=["all tokens", "drops"])
+@pytest.mark.parametrize("capacity", some_of([0.0, 0.7], 1, "capacities"))
 def test_twenty_steps_have_the_losses_of_any_ep_also_when_resumed(capacity: float, tmp_path: Path) -> None:
     """Two micro-batches a step on four data ranks; resumed by every ep from one ep's checkpoint."""
     case = Case(model(capacity), Workload(seq=12, batch=8))

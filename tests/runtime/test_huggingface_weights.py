@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,7 @@ def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return model, root
 
 
-CASES = [(family, text) for family in FAMILIES for text in some_of(LAYOUTS, 1, f"weights of {family}")]
-CASES += [(family, text) for family in MIXTURES for text in some_of(EXPERT_LAYOUTS, 1, f"weights of {family}")]
+CASES = some_of(product(FAMILIES, LAYOUTS), 5, "weights") + some_of(product(MIXTURES, EXPERT_LAYOUTS), 3, "experts")
 
 
 @pytest.mark.parametrize(("folders", "text"), CASES, indirect=["folders"])
