@@ -100,7 +100,7 @@ def test_what_is_said_not_to_run_is_refused():
 
     (keys,) = re.findall(r"their keys \(([^)]+)\)", README)
     examples = {"offload": "offload=cpu", "compile": "compile=block", "virtual": "pp=2,virtual=2"}
-    examples |= {"hpz": "dp=2,zero=3,hpz=2", "ep": "dp=2,ep=2", "etp": "tp=2,etp=2"}
+    examples |= {"ep": "dp=2,ep=2", "etp": "tp=2,etp=2"}
     for key in re.findall(r"`(\w+)`", keys):
         assert any(word.startswith(f"{key}=") for word in unsupported(Layout.parse(examples.get(key, f"{key}=2")))), key
 

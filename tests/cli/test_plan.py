@@ -231,7 +231,6 @@ def test_what_one_device_lacks_is_more_devices_of_its_node_or_a_smaller_batch(ca
     [
         ("dp=8,zero=1,offload=cpu", "offload=cpu does not run here yet"),
         ("dp=8,zero=3,offload=cpu", "the fp32 shards of the weights, which DeepSpeed moves, are still on it"),
-        ("dp=8,zero=3,hpz=4", "hpz=4 does not run here yet and changes no number"),
     ],
 )
 def test_numbers_of_what_does_not_run_yet_say_so_beside_them(layout, words, capsys):

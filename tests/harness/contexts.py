@@ -8,7 +8,7 @@ from typing import Any
 
 from harness.pipelines import stage_layers
 from harness.reference import BF16_STEPS, STEPS, Case
-from harness.space import MODELS, WORLDS, Point, covering, first_with, stratified
+from harness.space import MODELS, WORLDS, Point, covering, first_with, possible_copies, stratified
 from harness.today import EVERYTHING, seed
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload, check_runnable
@@ -35,6 +35,7 @@ CHOICES: dict[str, list[Any]] = {
     "window": ["model's", "model's", "in a chunk", "in two", "long"],
     "zero": [0, 1, 2, 3],
     "shard": [0, 0, 2],
+    "hpz": [0, 2],
     "sp": [False, True],
     "recompute": ["none", "none", "selective", "full", "input"],
     "attention": ["sdpa", "sdpa", "math"],
@@ -46,8 +47,8 @@ CHOICES: dict[str, list[Any]] = {
     "transport": ["shared", "shared", "gloo"],
 }
 FIELDS = (
-    "cpkind", "cp", "dp", "tp", "pp", "virtual", "schedule", "zero", "shard", "sp", "recompute", "attention", "micro",
-    "order", "precision",
+    "cpkind", "cp", "dp", "tp", "pp", "virtual", "schedule", "zero", "shard", "hpz", "sp", "recompute", "attention",
+    "micro", "order", "precision",
 )  # fmt: skip
 UNPIPED = {"virtual": 1, "schedule": "1f1b", "stages": "even"}
 """Values of a layout without a pipeline."""
@@ -73,6 +74,7 @@ def _draw(generator: random.Random) -> Point | None:
     chosen = {name: generator.choice(values) for name, values in CHOICES.items()}
     if chosen["pp"] == 1:
         chosen |= UNPIPED
+    chosen["hpz"] = possible_copies(chosen, chosen["dp"] * chosen["cp"])
     if chosen["pp"] * chosen["cp"] * chosen["dp"] * chosen["tp"] not in WORLDS:
         return None
     if chosen["precision"] == "bf16" and chosen["accumulate"] > 3:

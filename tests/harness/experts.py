@@ -12,7 +12,7 @@ from torch import Tensor
 
 from harness.pipelines import stage_layers
 from harness.reference import BF16_STEPS, STEPS, Case, reference
-from harness.space import MODELS, WORLDS, Point, covering, first_with, stratified
+from harness.space import MODELS, WORLDS, Point, covering, first_with, possible_copies, stratified
 from harness.today import EVERYTHING, seed
 from shardwise.decoder.experts import Routing, route
 from shardwise.decoder.experts import _within_groups as within_groups
@@ -66,6 +66,7 @@ CHOICES: dict[str, list[Any]] = {
     "stages": ["even", "uneven", "ends"],
     "zero": [0, 1, 2, 3],
     "shard": [0, 0, 2],
+    "hpz": [0, 2],
     "recompute": ["none", "none", "selective", "full", "input"],
     "attention": ["sdpa", "sdpa", "math"],
     "seq": [12, 12, 13, 17],
@@ -81,8 +82,8 @@ CHOICES: dict[str, list[Any]] = {
     "transport": ["shared", "shared", "gloo"],
 }
 FIELDS = (
-    "ep", "dp", "tp", "cp", "cpkind", "pp", "virtual", "schedule", "zero", "shard", "sp", "recompute", "attention",
-    "micro", "order", "precision",
+    "ep", "dp", "tp", "cp", "cpkind", "pp", "virtual", "schedule", "zero", "shard", "hpz", "sp", "recompute",
+    "attention", "micro", "order", "precision",
 )  # fmt: skip
 PLAIN: dict[str, dict[str, Any]] = {
     "pp": {"virtual": 1, "schedule": "1f1b", "stages": "even"},
@@ -127,6 +128,7 @@ def _draw(generator: random.Random) -> Point | None:
     for axis, values in PLAIN.items():
         if chosen[axis] == min(CHOICES[axis]):
             chosen |= values
+    chosen["hpz"] = possible_copies(chosen, chosen["dp"] * chosen["cp"])
     if pointless(chosen):
         return None
     try:

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from harness.reference import BF16_STEPS, STEPS, Case
-from harness.space import MODELS, SEQ, WORLDS, Point, covering, stratified
+from harness.space import MODELS, SEQ, WORLDS, Point, covering, possible_copies, stratified
 from harness.today import EVERYTHING, seed
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Mesh, UnitPlan, Workload, check_runnable, unit_plan
@@ -26,9 +26,10 @@ CHOICES: dict[str, list[Any]] = {
     "pp": [2, 3, 4],
     "virtual": [1, 1, 2, 3],
     "stages": ["even", "uneven", "ends"],
-    "dp": [1, 1, 2, 3],
+    "dp": [1, 1, 2, 3, 4],
     "tp": [1, 1, 2, 3],
     "zero": [0, 1, 2, 3],
+    "hpz": [0, 2],
     "sp": [False, True],
     "tpkind": ["megatron", "megatron", "gathered"],
     "recompute": ["none", "none", "selective", "full", "input"],
@@ -40,6 +41,12 @@ CHOICES: dict[str, list[Any]] = {
     "order": ["pp-dp-cp-tp", "dp-tp-cp-pp"],
     "transport": ["shared", "shared", "gloo"],
 }
+
+
+FIELDS = (
+    "schedule", "pp", "virtual", "dp", "tp", "zero", "hpz", "sp", "tpkind", "recompute", "attention", "micro", "order",
+    "precision",
+)  # fmt: skip
 
 
 def stage_layers(kind: str, chunks: int, generator: random.Random) -> tuple[int, ...]:
@@ -61,10 +68,10 @@ def _draw(generator: random.Random) -> Point | None:
     if chosen["precision"] == "bf16" and chosen["micro_batches"] > 4:
         return None  # rounds that often, where the one device that it is held against rounds once
     chunks = pp * chosen["virtual"]
-    keys = ("schedule", "pp", "virtual", "dp", "tp", "zero", "sp", "tpkind", "recompute", "attention", "micro", "order")
+    chosen["hpz"] = possible_copies(chosen | {"shard": 0}, dp)
     try:
         layout = Layout(
-            **{key: chosen[key] for key in (*keys, "precision")},
+            **{key: chosen[key] for key in FIELDS},
             stages=stage_layers(chosen["stages"], chunks, generator),
         )
         model = MODELS[chosen["model"]]

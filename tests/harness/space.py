@@ -77,6 +77,7 @@ CHOICES: dict[str, list[Any]] = {
     "tp": [1, 2, 3, 4, 6],
     "zero": [0, 1, 2, 3, 3],
     "shard": [0, 0, 2, 3],
+    "hpz": [0, 2, 2, 3],
     "sp": [False, True],
     "tpkind": ["megatron", "megatron", "gathered"],
     "recompute": ["none", "selective", "full", "input"],
@@ -112,7 +113,7 @@ def point(**choices: Any) -> Point:
     layout = Layout(
         **{
             key: chosen[key]
-            for key in ("dp", "tp", "zero", "shard", "sp", "tpkind", "recompute", "attention", "micro", "order")
+            for key in ("dp", "tp", "zero", "shard", "hpz", "sp", "tpkind", "recompute", "attention", "micro", "order")
         },
         precision=precision,
         grads=grads or "bf16",
@@ -127,10 +128,17 @@ def point(**choices: Any) -> Point:
     return Point(":".join(words), case, layout, tuple(chosen.items()))
 
 
+def possible_copies(chosen: dict[str, Any], data: int) -> int:
+    """The draw's hpz where it is legal, else 0: most layouts have no room for it. data: ranks of a model's part."""
+    among = chosen["shard"] or data
+    return chosen["hpz"] if chosen["zero"] == 3 and among > chosen["hpz"] and not among % (chosen["hpz"] or 1) else 0
+
+
 def _draw(generator: random.Random) -> Point | None:
     """A random point; None when the draw is illegal, means the same as a simpler one, or needs another world."""
     chosen = {name: generator.choice(values) for name, values in CHOICES.items()}
     dp, tp = chosen["dp"], chosen["tp"]
+    chosen["hpz"] = possible_copies(chosen, dp)
     pointless = (
         dp * tp not in WORLDS
         or (chosen["zero"] and dp == 1)

@@ -83,11 +83,14 @@ def any_layouts(draw: st.DrawFn) -> Layout:
     words = {key: draw(st.sampled_from(values)) for key, values in CHOICES.items()}
     if tp == 1 or sp:
         words["tpkind"] = "megatron"
+    shard = draw(st.sampled_from([0, *divisors])) if zero else 0
+    among = shard or data
+    inside = [n for n in range(2, among) if among % n == 0]
     return Layout(
         dp=dp, tp=tp, pp=pp, cp=cp, virtual=virtual, zero=zero, etp=etp, sp=sp,
         ep=ep,
-        shard=draw(st.sampled_from([0, *divisors])) if zero else 0,
-        hpz=draw(st.sampled_from([0, *divisors])) if zero == 3 else 0,
+        shard=shard,
+        hpz=draw(st.sampled_from([0, *inside])) if zero == 3 else 0,
         stages=draw(st.sampled_from([(), tuple(draw(st.integers(1, 30)) for _ in range(pp * virtual))])),
         micro=draw(st.integers(1, 8)),
         order=draw(st.sampled_from(ORDERS)),

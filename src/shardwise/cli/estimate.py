@@ -69,7 +69,7 @@ def _lines(
     from shardwise.predict.memory.capacity import capacity_of, explained
     from shardwise.predict.tensor_kinds import tensor_kinds
 
-    left_out = [] if observed else unmodelled(model, layout)
+    left_out = [] if observed else unmodelled(layout)
     yield (
         f"{model.name}: {format_count(count(model))} parameters, layout {layout} on {cluster}, "
         f"{workload.batch} sequences of {workload.seq} tokens a step\n"

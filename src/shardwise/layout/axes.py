@@ -18,6 +18,8 @@ SHARD: Axes = ("shard",)
 """The data ranks among which ZeRO shards."""
 REPLICATE: Axes = ("replicate",)
 """The data ranks that hold the same shard (HSDP; all of them without ZeRO)."""
+HPZ: Axes = ("hpz",)
+"""The ranks of a shard group that gather second copies of its parameters among themselves (ZeRO++'s hpZ)."""
 KV: Axes = ("kv",)
 """The tensor-parallel ranks that hold the same key/value head."""
 

@@ -36,7 +36,7 @@ ORDER = "-".join(DENSE)
 @dataclass(frozen=True)
 class Layout:
     """One way to split a model. Fields and defaults are the keys of the layout text; `shard=0` means dp x cp, `etp=0`
-    tp where ep is 1, else 1.
+    tp where ep is 1, else 1. hpz: ranks over which a second copy of parameters is cut (ZeRO++).
     algorithm: of all-reduce, all-gather and reduce-scatter (`layout.algorithms`). node: ranks of a node, for
     hierarchical ones.
 
@@ -130,8 +130,19 @@ class Layout:
                 raise LayoutError("layout: shard needs zero of at least 1; add zero=1, 2 or 3")
             if self.shard == data:
                 object.__setattr__(self, "shard", 0)
-        if self.hpz and (self.zero < 3 or data % self.hpz):
-            raise LayoutError(f"layout: hpz={self.hpz} needs zero=3 and must divide dp x cp = {data}")
+        if self.hpz:
+            self._check_hpz()
+
+    def _check_hpz(self) -> None:
+        if self.zero < 3:
+            raise LayoutError(f"layout: hpz={self.hpz} keeps second copies of gathered parameters and needs zero=3")
+        ranks = self.shard_ranks
+        if not 1 < self.hpz < ranks or ranks % self.hpz:
+            valid = ", ".join(str(n) for n in _divisors(ranks)[1:-1]) or f"none of {ranks} ranks"
+            raise LayoutError(
+                f"layout: hpz={self.hpz} must cut the {ranks} ranks that ZeRO shards over into smaller groups; "
+                f"valid: {valid}"
+            )
 
     @property
     def ranks(self) -> int:

@@ -128,13 +128,15 @@ def _check_sequence(layout: Layout, model: ModelConfig, workload: Workload) -> N
 def fewer_ranks(layout: Layout, model: ModelConfig, workload: Workload, ranks: int) -> Layout | None:
     """The layout with the largest smaller dp that runs on at most `ranks`, all else as it was; None when there is none.
 
-    A shard group that the smaller dp cannot be cut into shrinks with it.
+    A shard group that the smaller dp cannot be cut into shrinks with it, and so do the ranks of a second copy (hpz).
     """
     for dp in range(min(layout.dp - 1, ranks // (layout.ranks // layout.dp)), 0, -1):
         data = dp * layout.cp
         shard = max((n for n in range(2, min(layout.shard, data) + 1) if data % n == 0), default=0)
+        among = shard or data
+        hpz = max((n for n in range(2, min(layout.hpz, among - 1) + 1) if among % n == 0), default=0)
         try:
-            smaller = replace(layout, dp=dp, shard=shard)
+            smaller = replace(layout, dp=dp, shard=shard, hpz=hpz)
             check_runnable(smaller, model, workload)
         except UserError:
             continue
@@ -145,8 +147,6 @@ def fewer_ranks(layout: Layout, model: ModelConfig, workload: Workload, ranks: i
 def unsupported(layout: Layout) -> list[str]:
     """The words of `layout` that are understood and priced, but not runnable here yet."""
     words = []
-    if layout.hpz:
-        words.append(f"hpz={layout.hpz}")
     if layout.offload != "none":
         words.append(f"offload={layout.offload}")
     return words

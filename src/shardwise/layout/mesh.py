@@ -2,7 +2,8 @@
 
 The dense view is (pp, dp, cp, tp), the expert view (pp, edp, ep, etp): within one stage of the pipeline both count the
 same ranks, edp x ep x etp = dp x cp x tp, with etp fastest. Parts of axes have names as well: ZeRO's `shard` and
-`replicate` cut the data ranks (dp x cp) into blocks, `kv` cuts tp where key/value heads are replicated.
+`replicate` cut the data ranks (dp x cp) into blocks, `hpz` cuts `shard`, and `kv` cuts tp where key/value heads are
+replicated.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardwise.layout.axes import DATA, DENSE, EDP, EP, EP_ACROSS, ETP, KV, REPLICATE, SHARD, STAGE, TP, Axes
+from shardwise.layout.axes import DATA, DENSE, EDP, EP, EP_ACROSS, ETP, HPZ, KV, REPLICATE, SHARD, STAGE, TP, Axes
 from shardwise.layout.experts import expert_places
 from shardwise.model import ModelConfig
 
@@ -64,6 +65,7 @@ class Mesh:
             for (axis,), part in {
                 SHARD: _Part(data, 1, layout.shard_ranks),
                 REPLICATE: _Part(data, layout.shard_ranks, layout.replicate_ranks),
+                HPZ: _Part(data, 1, layout.hpz or 1),
                 KV: _Part(TP, 1, self.kv_replicas),
                 ETP: _Part(TP, 1, layout.expert_tp),
                 EP: _Part(spread, 1, layout.ep),

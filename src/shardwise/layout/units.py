@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 from shardwise.cluster import Cluster
 from shardwise.layout import pipeline
 from shardwise.layout.algorithms import Schedules
-from shardwise.layout.axes import CP, EDP, EP, KV, PP, REPLICATE, SHARD, STAGE, TP, Axes
+from shardwise.layout.axes import CP, EDP, EP, HPZ, KV, PP, REPLICATE, SHARD, STAGE, TP, Axes
 from shardwise.layout.context import SequenceCut
 from shardwise.layout.experts import RoutedRows, gathers_sequences, slice_of
 from shardwise.layout.layout import Layout
@@ -106,6 +106,11 @@ class Unit:
     """Axes over which optimizer state, and by stage gradients and parameters, are cut into intervals."""
     replicate: Axes
     """Axes along which ranks hold the same interval."""
+    again: Axes
+    """Axes of the gathers that follow the first one of a step: over `shard`, or over ranks that have kept a second copy
+    of what the first one gave (ZeRO++'s hpZ)."""
+    copy_ranks: int
+    """Ranks over which the second copy is cut; 0 without one."""
     reduce: tuple[Hop, ...]
     """From the full gradients of one rank to the sum of its interval; none without a training step."""
     copies: int = 1
@@ -132,6 +137,11 @@ class Unit:
     @property
     def padded(self) -> int:
         return self.shard_numel * self.shard_ranks
+
+    @property
+    def copy_numel(self) -> int:
+        """Elements that one rank keeps of the second copy."""
+        return self.padded // self.copy_ranks if self.copy_ranks else 0
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
@@ -287,7 +297,9 @@ class UnitPlan:
             hops.append(Hop("reduce_scatter", shard, self.wire_dtype, self.reductions))
         if self.trains and self.mesh.size(replicate) > 1:
             hops.append(Hop("all_reduce", replicate, self.grad_dtype, 1))
-        return Unit(name, placed, slot, self.mesh.size(shard), shard, replicate, tuple(hops), copies)
+        copied = self.layout.hpz if shard == SHARD and self.trains else 0
+        again = HPZ if copied else shard
+        return Unit(name, placed, slot, self.mesh.size(shard), shard, replicate, again, copied, tuple(hops), copies)
 
     @cached_property
     def routes(self) -> bool:
@@ -536,18 +548,20 @@ class UnitPlan:
         the first micro-batch, empties all slots. The embedding's backward reads no weight.
         """
         resident: dict[str, str] = {}
+        gathers = StepGathers(self)
         for _ in range(self.micro_batches):
-            yield self._gathering(self.uses(), resident)
+            yield self._gathering(self.uses(), resident, gathers.next)
 
     def generating_uses(self, phase: Phase) -> tuple[list[Use], list[Use]]:
         """The uses of a turn of generation with the units that stage 3 gathers for each: of the first turn, and of
         every later one, which finds in the slots what the turn before has left there."""
         resident: dict[str, str] = {}
         parts = [Use(phase, "forward", part) for part in self.parts]
-        return self._gathering(parts, resident), self._gathering(parts, resident)
+        first, later = (self._gathering(parts, resident, self.gather) for _ in range(2))
+        return first, later
 
-    def _gathering(self, uses: list[Use], resident: dict[str, str]) -> list[Use]:
-        """Uses with their gathers. resident: slot -> the unit in it."""
+    def _gathering(self, uses: list[Use], resident: dict[str, str], of: Callable[[Unit], Gather]) -> list[Use]:
+        """Uses with their gathers. resident: slot -> the unit in it; of: the gather of a unit."""
         found = []
         for use in uses:
             gathers = []
@@ -556,13 +570,13 @@ class UnitPlan:
             ):
                 if resident.get(unit.slot) != unit.name:
                     resident[unit.slot] = unit.name
-                    gathers.append(self.gather(unit))
+                    gathers.append(of(unit))
             found.append(Use(use.phase, use.kind, use.part, tuple(gathers)))
         return found
 
-    def gather(self, unit: Unit) -> Gather:
-        """The gather of a unit's parameters."""
-        return Gather(unit.name, unit.shard, self.layout.dtype)
+    def gather(self, unit: Unit, again: bool = False) -> Gather:
+        """The gather of a unit's parameters. again: it has been gathered in this step before."""
+        return Gather(unit.name, unit.again if again else unit.shard, self.layout.dtype)
 
     def gather_counts(self) -> Counter[tuple[str, Gather]]:
         """(phase, gather) -> times per step: after the update at stages 1 and 2, for each use at stage 3."""
@@ -575,10 +589,10 @@ class UnitPlan:
             uses = chain.from_iterable(self.gathering_uses())
             return Counter((use.phase, gather) for use in uses for gather in use.gathers)
         found: Counter[tuple[str, Gather]] = Counter()
-        residency = Residency(self)
+        residency, gathers = Residency(self), StepGathers(self)
         for action, phase in zip(self.actions, pipeline.phases(self.actions), strict=True):
             if action.kind == "UNSHARD":
-                found.update((phase, self.gather(unit)) for unit in residency.gather(action.stage))
+                found.update((phase, gathers.next(unit)) for unit in residency.gather(action.stage))
             elif action.kind == "RESHARD":
                 residency.free(action.stage)
         return found
@@ -587,6 +601,19 @@ class UnitPlan:
 def experts_of(part: str) -> str:
     """Name of the unit of a part's experts."""
     return f"{part}.experts"
+
+
+class StepGathers:
+    """The gathers of one step in order: which one a unit's next is."""
+
+    def __init__(self, plan: UnitPlan) -> None:
+        self._plan, self._seen = plan, set[str]()
+
+    def next(self, unit: Unit) -> Gather:
+        """The next gather of a unit."""
+        again = unit.name in self._seen
+        self._seen.add(unit.name)
+        return self._plan.gather(unit, again)
 
 
 class Residency:

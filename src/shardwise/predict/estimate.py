@@ -11,15 +11,13 @@ from shardwise.layout import Layout, Mesh, UnitPlan, Workload, check, unit_plan
 from shardwise.layout.experts import RoutedRows
 from shardwise.layout.units import Backend, usual_backend
 from shardwise.model import ModelConfig
-from shardwise.model.parameters import count
 from shardwise.predict.arguments import as_cluster, as_layout, as_model, as_workload
 from shardwise.predict.context_balance import context_balance
 from shardwise.predict.memory.step import predict_bytes
 from shardwise.predict.step_seconds import try_step_seconds
 from shardwise.predict.traffic.ledger import predict_ledger
 from shardwise.predict.traffic.schedules import as_under_auto, predict_transport
-from shardwise.report.step_report import DTYPE_BYTES, Bytes, Role, StepReport
-from shardwise.report.units import format_bytes
+from shardwise.report.step_report import Bytes, Role, StepReport
 
 
 def estimate(
@@ -56,7 +54,7 @@ def estimate(
     timing, why = try_step_seconds(model, layout, workload, cluster, engine)
     balance = context_balance(model, layout, workload) if layout.cp > 1 else None
     notes = [
-        *unmodelled(model, layout),
+        *unmodelled(layout),
         *_notes(model, layout, backend),
         *([f"algorithm={layout.algorithm} has no schedule for {unscheduled}: as under auto"] if unscheduled else []),
         *(timing.notes if timing else ()),
@@ -111,7 +109,7 @@ def _on_device(plan: UnitPlan) -> Bytes:
     return held if plan.layout.offload == "none" else replace(held, optimizer=0)
 
 
-def unmodelled(model: ModelConfig, layout: Layout) -> list[str]:
+def unmodelled(layout: Layout) -> list[str]:
     """Omissions from the bytes of a layout that the runtime cannot run yet, a sentence each."""
     notes = []
     if layout.offload != "none":
@@ -119,12 +117,6 @@ def unmodelled(model: ModelConfig, layout: Layout) -> list[str]:
         notes.append(
             f"offload={layout.offload} does not run here yet: optimizer state (fp32 master weights, moments) is not on "
             f"the device{kept}; gradients and weights in transit, their buffers and their time are not counted"
-        )
-    if layout.hpz:
-        copy = count(model) / layout.tp / layout.pp * DTYPE_BYTES[layout.dtype] / layout.hpz
-        notes.append(
-            f"hpz={layout.hpz} does not run here yet and changes no number: neither the second copy of the parameters, "
-            f"about {format_bytes(copy)} per device, nor the traffic between nodes that it saves"
         )
     return notes
 

@@ -46,9 +46,10 @@ def _without_workspace(plan: UnitPlan) -> Bytes:
 
 def parameter_bytes(plan: UnitPlan) -> int:
     """Weights: whole, in compute precision; at stage 3 one interval of each unit in the optimizer's precision, which is
-    what gathers of bf16 weights are rounded from."""
+    what gathers of bf16 weights are rounded from, and its part of the second copy under hpz."""
     if plan.layout.stage == 3:
-        return sum(unit.shard_numel for unit in plan.units) * DTYPE_BYTES[plan.master_dtype]
+        copies = sum(unit.copy_numel for unit in plan.units) * DTYPE_BYTES[plan.layout.dtype]
+        return sum(unit.shard_numel for unit in plan.units) * DTYPE_BYTES[plan.master_dtype] + copies
     return sum(unit.padded for unit in plan.units) * DTYPE_BYTES[plan.layout.dtype]
 
 

@@ -297,7 +297,13 @@ class Comms:
                 ScheduledCollective, transport, carried, full.view(-1), self.index(axes), self.workspace,
                 timing.add if timing else _forget, maximum, piece, into,
             )  # fmt: skip
-        elif at_once and equal and self.quick and transport.shortcut(op, (full if piece is None else piece).nbytes):
+        elif (
+            at_once
+            and equal
+            and finish is None
+            and self.quick
+            and transport.shortcut(op, (full if piece is None else piece).nbytes)
+        ):
             self._shortcut(start, timing)
             return DONE
         pending = PendingCollective(self, start, timing, realization, at_once, finish)
@@ -351,15 +357,26 @@ class Comms:
         start = partial(self._transports[axes].all_reduce, tensor, maximum=maximum)
         return self._start("all_reduce", axes, unit, tensor, start, not (later and self.overlap), maximum=maximum)
 
-    def all_gather(self, out: Tensor, piece: Tensor, axes: Axes, unit: str, *, later: bool = False) -> Work:
+    def all_gather(
+        self,
+        out: Tensor,
+        piece: Tensor,
+        axes: Axes,
+        unit: str,
+        *,
+        done: Callable[[], object] | None = None,
+        later: bool = False,
+    ) -> Work:
         """Concatenate every rank's flat `piece`, in the dtype of `out`, into `out` in group order. It may be its place
-        there."""
+        there. done: called when all of it is there."""
         if axes not in self._transports:
             if out.data_ptr() != piece.data_ptr():
                 out.copy_(piece.view_as(out))
+            if done is not None:
+                done()
             return DONE
-        start = partial(self._transports[axes].all_gather, out, piece)
-        return self._start("all_gather_into", axes, unit, out, start, not (later and self.overlap), piece=piece)
+        start, at_once = partial(self._transports[axes].all_gather, out, piece), not (later and self.overlap)
+        return self._start("all_gather_into", axes, unit, out, start, at_once, finish=done, piece=piece)
 
     def reduce_scatter(
         self,

@@ -10,6 +10,9 @@ which are one rank's interval:
     2       whole                 interval           interval     reduce-scatter after each, gather of parameters
     3       interval (+ slots)    interval           interval     gather for each use, reduce-scatter after each
 
+Under hpz (ZeRO++'s hpZ) a rank also keeps its part of what a unit's first gather of a step gave, cut over few ranks
+which are near each other, and all other gathers of the step are among these. They move the same bits.
+
 At stage 3 a unit's weights always appear in the same slot, so a weight that autograd saved is right again as soon as
 the unit is gathered for its backward; `use_unit` follows the plan's list of uses and checks each step against it, and
 the collective that fills a slot is issued one use ahead when nothing in use lies there. Under a pipeline each unit has
@@ -35,7 +38,7 @@ from shardwise.decoder.modules import TiedLinear
 from shardwise.layout.axes import Axes
 from shardwise.layout.pipeline import releases_early, splits_backward
 from shardwise.layout.placement import Placed
-from shardwise.layout.units import Gather, Hop, Phase, Residency, UnitPlan, Use
+from shardwise.layout.units import Gather, Hop, Phase, Residency, StepGathers, UnitPlan, Use
 from shardwise.ops.gradients import GradSlot, WeightGradients, bind_grad_slot
 from shardwise.runtime.transport.buffers import Buffer, ByteCounter
 from shardwise.runtime.transport.comms import Comms
@@ -75,12 +78,11 @@ class Engine:
         staging = self._staging_buffers(device)
         self._reserved = self._reserve(device)
         self.units = {
-            u.name: FlatUnit(
-                u, plan, self._slots.get(u.slot), staging.get(u.name), comms.index(u.shard), device, self.tally
-            )
+            u.name: FlatUnit(u, plan, self._slots.get(u.slot), staging.get(u.name), comms.index, device, self.tally)
             for u in plan.units
         }
         self._gathers: dict[str, Work] = {}
+        self._gathers_of_step = StepGathers(plan)
         self._reductions: dict[str, Work] = {}
         self._residency = Residency(plan) if plan.layout.pp > 1 else None
         self._uses: list[Use] = []
@@ -166,6 +168,7 @@ class Engine:
     def begin_step(self) -> None:
         """A training step starts: the optimizer has forgotten the gradients, and at stage 3 nothing is resident."""
         self._micro_batches = list(self.plan.gathering_uses()) if self._residency is None else []
+        self._gathers_of_step = StepGathers(self.plan)
         self._index = -1
 
     def begin_micro_batch(self) -> None:
@@ -228,7 +231,10 @@ class Engine:
 
     def _start(self, gather: Gather) -> Work:
         flat = self.units[gather.unit]
-        return self.comms.all_gather(flat.whole, flat.interval, gather.axes, gather.unit, later=True)
+        if flat.copy is not None and gather.axes == flat.unit.again:
+            return self.comms.all_gather(flat.whole, flat.copy, gather.axes, gather.unit, later=True)
+        done = flat.keep_copy if flat.copy is not None else None
+        return self.comms.all_gather(flat.whole, flat.interval, gather.axes, gather.unit, done=done, later=True)
 
     @contextmanager
     def compile_guard(self, part: str) -> Iterator[None]:
@@ -303,7 +309,7 @@ class Engine:
             flat = self.units[unit.name]
             assert flat.slot is not None
             flat.slot.take()
-            self._gathers[unit.name] = self._start(self.plan.gather(unit))
+            self._gathers[unit.name] = self._start(self._gathers_of_step.next(unit))
 
     def reshard(self, stage: int) -> None:
         """Free them."""
@@ -374,6 +380,7 @@ class Engine:
         """Class of bytes -> the tensors whose storages belong to it, for the memory report."""
         flats = list(self.units.values())
         weights = [flat.interval if self.stage == 3 else flat.whole for flat in flats]
+        weights += [flat.copy for flat in flats if flat.copy is not None]
         buffers = [*self._slots.values(), *(flat.staging for flat in flats if flat.staging is not None)]
         return {
             "parameters": weights,

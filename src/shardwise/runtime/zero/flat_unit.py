@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from shardwise.layout.axes import Axes
 from shardwise.layout.placement import Placed
 from shardwise.layout.units import Unit, UnitPlan
 from shardwise.model.parameters import Parameter
@@ -33,6 +34,7 @@ class FlatUnit:
     whole: the flat buffer that parameters are views of, padded (a slot at stage 3). interval: this rank's ZeRO
     interval of it, the same memory as `whole` below stage 3; at stage 3 it is in the optimizer's precision (fp32 for
     bf16), and each gather sends it rounded. grads: the accumulator, whole or interval by stage.
+    copy: this rank's part of the second copy under hpz.
     staging: the full gradient in compute precision that autograd adds into, where that is not the accumulator.
     A plan without a training step has no gradients.
     """
@@ -43,19 +45,25 @@ class FlatUnit:
         plan: UnitPlan,
         slot: Buffer | None,
         staging: Buffer | None,
-        shard_index: int,
+        index: Callable[[Axes], int],
         device: torch.device,
         tally: ByteCounter,
     ) -> None:
         self.unit, self.plan, self.slot, self.staging = unit, plan, slot, staging
         n = unit.shard_numel
-        self.start, self.stop = shard_index * n, (shard_index + 1) * n
+        place = index(unit.shard)
+        self.start, self.stop = place * n, (place + 1) * n
         if slot is not None:
             self.whole = slot.tensor[: unit.padded]
             self.interval = torch.zeros(n, dtype=torch_dtype(plan.interval_dtype), device=device)
         else:
             self.whole = torch.zeros(unit.padded, dtype=torch_dtype(plan.layout.dtype), device=device)
             self.interval = self.whole[self.start : self.stop]
+        self.copy: Tensor | None = None
+        if unit.copy_ranks:
+            self.copy = torch.zeros(unit.copy_numel, dtype=self.whole.dtype, device=device)
+            at = index(unit.again) * unit.copy_numel
+            self._copied = self.whole[at : at + unit.copy_numel]
         if plan.trains:
             elements = n if plan.layout.stage >= 2 else unit.padded
             self.grads = Buffer("gradients", elements, torch_dtype(plan.grad_dtype), device, tally)
@@ -89,6 +97,11 @@ class FlatUnit:
         own = own.to(torch_dtype(self.plan.master_dtype))
         self.interval.copy_(own)
         return own
+
+    def keep_copy(self) -> None:
+        """Keep this rank's part of what is gathered."""
+        assert self.copy is not None
+        self.copy.copy_(self._copied)
 
     @property
     def full_grads(self) -> Buffer:
