@@ -87,7 +87,6 @@ def questions(draw: st.DrawFn) -> tuple[ModelConfig, str, tuple[int, int], Layou
     usual = dict.fromkeys(("virtual",) if model.experts else ("ep", "virtual"), 1) | {
         "etp": 0,
         "stages": (),
-        "hpz": 0,
         "offload": "none",
         "precision": "bf16",
     }
@@ -248,7 +247,7 @@ def test_engines_lack_what_their_sources_say():
 @settings(QUIET, max_examples=60)
 @given(any_layouts())
 def test_the_runtimes_features_are_what_it_checks(layout):
-    fixed = {"cpkind": "ring", "etp": 0, "hpz": 0, "stages": (), "offload": "none", "schedule": "1f1b", "virtual": 1}
+    fixed = {"cpkind": "ring", "etp": 0, "stages": (), "offload": "none", "schedule": "1f1b", "virtual": 1}
     try:
         layout = replace(layout, **fixed, recompute="none")
     except UserError:

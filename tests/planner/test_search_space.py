@@ -63,6 +63,7 @@ def test_candidates_are_legal_layouts(name, text, seq, batch, data):
     ("model", "cluster", "seq", "batch", "software"),
     [
         (get("tiny-llama"), "8xH100", 512, 8, "shardwise"),
+        (get("tiny-llama"), "2x4xH100", 512, 8, "shardwise"),
         (get("gpt2"), "6xH100", 384, 12, "megatron-lm-2022"),
         (get("gpt2"), "6xH100", 384, 6, "megatron-deepspeed-bf16"),
         (get("tiny-llama"), "8xH100", 512, 8, "llm-foundry"),
@@ -87,16 +88,20 @@ def every_layout(model, found: Space, tp, pp, cp, dp):
     # As many layers in each, or one in all but the first and the last.
     whole = set(divisors(model.layers)) | (set() if model.experts else {model.layers + 2})
     chunks = [v for v in range(1, model.layers + 3) if v == 1 or (pp > 1 and pp * v in whole)]
-    stages = [(0, 0)] + [(z, s) for z in (1, 2, 3) for s in range(2, dp * cp + 1)]
+    stages = [(0, 0, 0)] + [(z, s, 0) for z in (1, 2, 3) for s in range(2, dp * cp + 1)]
+    if found.features.copies and found.cluster.nodes > 1:  # the most ranks of a shard group that share a node
+        near = {s: [h for h in range(2, s) if s % h == 0 and h * tp <= 4] for s in range(2, dp * cp + 1)}
+        stages += [(3, s, max(h)) for s, h in near.items() if h]
     shapes = product((False, True), ("none", "selective", "full"), range(1, found.workload.batch + 1), stages)
     experts = range(1, model.experts.count + 1) if model.experts else (1,)
-    for (sp, recompute, micro, (zero, shard)), schedule, virtual, ep in product(shapes, SCHEDULES, chunks, experts):
+    for shape, schedule, virtual, ep in product(shapes, SCHEDULES, chunks, experts):
+        sp, recompute, micro, (zero, shard, hpz) = shape
         if (pp == 1 and schedule != "1f1b") or pp > model.layers:
             continue
         try:
             layout = Layout(
-                dp=dp, tp=tp, pp=pp, cp=cp, zero=zero, shard=shard, sp=sp, recompute=recompute, micro=micro,
-                schedule=schedule, virtual=virtual, attention=found.attention, ep=ep,
+                dp=dp, tp=tp, pp=pp, cp=cp, zero=zero, shard=shard, hpz=hpz, sp=sp, recompute=recompute,
+                micro=micro, schedule=schedule, virtual=virtual, attention=found.attention, ep=ep,
             )  # fmt: skip
             check(layout, model, found.workload, found.cluster.devices)
         except UserError:
@@ -169,7 +174,7 @@ def test_decoders_of_other_kinds_are_not_planned():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("dp=4,ep=4,etp=1,hpz=0,offload=cpu", "does not price offload=cpu"),
+        ("dp=4,ep=4,etp=1,offload=cpu", "does not price offload=cpu"),
         ("tp=2,dp=4,ep=2,etp=2", "does not price etp=2"),
     ],
 )  # fmt: skip

@@ -129,7 +129,9 @@ def _parts(
     return [{name: float(part[i]) for name, part in parts.items()} for i in range(len(splits))]
 
 
-_COLUMNS = ("micro", "micro_batches", "tp", "pp", "dp", "cp", "ep", "virtual", "shard", "zero", "sp", "recompute")
+_COLUMNS = (
+    "micro", "micro_batches", "tp", "pp", "dp", "cp", "ep", "virtual", "shard", "zero", "hpz", "sp", "recompute",
+)  # fmt: skip
 """Fields of a split that may be arrays."""
 
 
@@ -137,7 +139,7 @@ def frame_of(model: ModelConfig, layout: Layout, workload: Workload) -> LayoutCo
     """The frame that has this layout alone. Raises `UserError` where the batch does not divide, and for a layout that
     is in no search space."""
     usual = Layout()
-    for key in ("tpkind", "etp", "hpz", "stages", "offload", "compile", "precision", "grads", "order"):
+    for key in ("tpkind", "etp", "stages", "offload", "compile", "precision", "grads", "order"):
         if (value := getattr(layout, key)) != getattr(usual, key):
             raise UserError(f"the planner does not price {key}={value} yet")
     if layout.recompute not in RECOMPUTE:
@@ -152,7 +154,7 @@ def frame_of(model: ModelConfig, layout: Layout, workload: Workload) -> LayoutCo
     return LayoutColumns(
         layout.tp, layout.pp, layout.dp * layout.cp, layout.attention, workload.batch,
         (BatchChoice(layout.cp, layout.sp, layout.recompute, layout.micro),),
-        (ZeroChoice(layout.stage, layout.shard_ranks if layout.stage else 1),), (order,), layout.ep,
+        (ZeroChoice(layout.stage, layout.shard_ranks if layout.stage else 1, layout.hpz),), (order,), layout.ep,
         layout.pp * layout.virtual > model.layers,
     )  # fmt: skip
 
@@ -197,6 +199,7 @@ class Prices:
             virtual=np.array([order.virtual for order in frame.orders])[None, None, :],
             shard=np.array([sharding.ranks for sharding in frame.shardings])[None, :, None],
             zero=np.array([sharding.stage for sharding in frame.shardings])[None, :, None],
+            hpz=np.array([sharding.hpz for sharding in frame.shardings])[None, :, None],
             sp=sp,
             recompute=recompute,
         )

@@ -116,7 +116,9 @@ class RankBound:
         padded, shard = self._elements
         parameters = np.where(gathered, shard * MASTER, padded * WEIGHT)
         optimizer = shard * (OPTIMIZER_BYTES["bf16"] - np.where(gathered, MASTER, 0))
-        return parameters + optimizer + self.micro.inputs * self.counts + self._slots() + self._most()
+        copies = np.array([[1 / s.hpz if s.hpz else 0.0] for s in self.frame.shardings]) * (not self.mixture)
+        lasting = parameters + optimizer + np.floor(padded * copies) * WEIGHT
+        return lasting + self.micro.inputs * self.counts + self._slots() + self._most()
 
     @cached_property
     def _elements(self) -> tuple[Num, Num]:

@@ -39,10 +39,11 @@ class BatchChoice(NamedTuple):
 
 
 class ZeroChoice(NamedTuple):
-    """A ZeRO stage and the size of its shard group; 1 at stage 0."""
+    """A ZeRO stage, the size of its shard group (1 at stage 0), and the ranks of a second copy (`hpz`)."""
 
     stage: int
     ranks: int
+    hpz: int = 0
 
 
 class ScheduleChoice(NamedTuple):
@@ -115,7 +116,7 @@ class LayoutColumns:
         """The layout of one candidate, all three by value."""
         return Layout(
             dp=self.data // row.cp, tp=self.tp, pp=self.pp, cp=row.cp, zero=sharding.stage,
-            shard=sharding.ranks if sharding.stage else 0, sp=row.sp, schedule=order.schedule,
+            shard=sharding.ranks if sharding.stage else 0, hpz=sharding.hpz, sp=row.sp, schedule=order.schedule,
             virtual=order.virtual, micro=row.micro, recompute=row.recompute, attention=self.attention, ep=self.ep,
         )  # fmt: skip
 
@@ -198,7 +199,7 @@ class Space:
         for (tp, pp, data), of in rows.items():
             orders = tuple(self._orders(pp))
             for ep, bare in product(self._expert_degrees(tp, data), (False, True)):
-                shardings = tuple(self._shardings(data, pp))
+                shardings = tuple(self._shardings(tp, data, pp))
                 mine = tuple(order for order in orders if (pp * order.virtual > self.model.layers) == bare)
                 yield LayoutColumns(
                     tp, pp, data, self.attention, self.workload.batch, tuple(of), shardings, mine, ep, bare
@@ -234,7 +235,7 @@ class Space:
     def _expert_degrees(self, tp: int, data: int) -> Iterator[int]:
         return (ep for ep in valid_ep(self.model, data * tp) if self.allows("ep", ep))
 
-    def _shardings(self, data: int, pp: int) -> Iterator[ZeroChoice]:
+    def _shardings(self, tp: int, data: int, pp: int) -> Iterator[ZeroChoice]:
         groups = divisors(data)[1:] if self.features.hybrid else (data,)
         for stage in self.features.stages_of(pp) if data > 1 else (0,):
             if not self.allows("zero", stage):
@@ -242,7 +243,18 @@ class Space:
             for ranks in groups if stage else (1,):
                 # shard=0 is how a layout says dp x cp, and all that it says without ZeRO.
                 if self.allows("shard", ranks) or ((not stage or ranks == data) and self.allows("shard", 0)):
-                    yield ZeroChoice(stage, ranks)
+                    for hpz in self._copies(tp, ranks) if stage == 3 else (0,):
+                        if self.allows("hpz", hpz):
+                            yield ZeroChoice(stage, ranks, hpz)
+
+    def _copies(self, tp: int, ranks: int) -> tuple[int, ...]:
+        """Ranks over which a second copy may be cut: none, and those of a shard group that share a node, or what is
+        fixed. tp: ranks between two of them; ranks: of a shard group."""
+        if not self.features.copies:
+            return (0,)
+        near = self.fixed.get("hpz") or (self.cluster.devices_per_node // tp if self.cluster.nodes > 1 else 0)
+        inside = [n for n in divisors(ranks)[1:-1] if n <= near]
+        return (0, inside[-1]) if inside else (0,)
 
     def _orders(self, pp: int) -> Iterator[ScheduleChoice]:
         for schedule in self.features.schedules if pp > 1 else ("1f1b",):

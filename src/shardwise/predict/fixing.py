@@ -13,8 +13,10 @@ from shardwise.predict.time.split import SCHEDULES
 WORDS = {"schedule": SCHEDULES, "recompute": ("none", "selective", "full")}
 """Keys whose value is a word -> the words that are searched."""
 
-KEYS = ("dp", "tp", "pp", "cp", "ep", "zero", "shard", "sp", "schedule", "virtual", "micro", "recompute")
+KEYS = ("dp", "tp", "pp", "cp", "ep", "zero", "shard", "hpz", "sp", "schedule", "virtual", "micro", "recompute")
 """The keys of a layout over which a search goes."""
+_OR_NONE = ("zero", "shard", "hpz")
+"""Keys whose value may be 0."""
 
 
 def fixed_of(text: str) -> dict[str, Any]:
@@ -42,7 +44,7 @@ def check_fixed(fixed: Mapping[str, Any]) -> None:
         elif key == "sp":
             if not isinstance(value, bool):
                 raise UserError(f"sp stands alone, or is sp=true or sp=false, not {value!r}")
-        elif type(value) is not int or value < (0 if key in ("zero", "shard") else 1) or (key == "zero" and value > 3):
+        elif type(value) is not int or value < (key not in _OR_NONE) or (key == "zero" and value > 3):
             allowed = "0, 1, 2 or 3" if key == "zero" else "a positive integer"
             raise UserError(f"{key} must be {allowed}, not {value!r}")
 
@@ -57,7 +59,7 @@ def text_of(layout: Layout) -> str:
     degrees = {key: getattr(layout, key) for key in ("dp", "tp", "pp", "cp") if getattr(layout, key) > 1}
     others = {"ep": layout.ep, "zero": layout.stage, "micro": layout.micro}
     if layout.stage:
-        others["shard"] = layout.shard_ranks
+        others |= {"shard": layout.shard_ranks, "hpz": layout.hpz}
     if layout.pp > 1:
         others |= {"virtual": layout.virtual}
     words = [f"{key}={value}" for key, value in (degrees | others).items()]

@@ -39,6 +39,8 @@ class Features:
     """ZeRO stages under a pipeline."""
     hybrid: bool = True
     """Shard groups smaller than all data ranks (HSDP, `shard`)."""
+    copies: bool = False
+    """Second copies of gathered parameters near by (ZeRO++'s hpZ, `hpz`)."""
     recompute: tuple[str, ...] = ("none", "selective", "full")
     """Ways to recompute activations."""
     sources: Mapping[str, str] = field(default_factory=dict, hash=False, repr=False, compare=False)
@@ -56,9 +58,10 @@ class Features:
             "cp": ("ring" in self.context, "context parallelism"),
             "ep": (self.experts, "expert parallelism"),
             "sp": (self.sequence, "sequence parallelism"),
+            "hpz": (self.copies, "second copies of parameters"),
         }
         for key, (there, words) in degrees.items():
-            wanted = fixed.get("sp", False) if key == "sp" else fixed.get(key, 1) > 1
+            wanted = fixed.get(key, 0) > (key != "sp")
             if wanted and not there:
                 return f"it has no {words}; leave {key} out"
         choices: dict[str, tuple[Any, ...]] = {
@@ -87,10 +90,11 @@ class Features:
             or (bare and not self.bare_ends),
             f"zero={layout.zero}": layout.data_ranks > 1 and layout.stage not in self.stages_of(layout.pp),
             f"shard={layout.shard}": bool(layout.shard) and not self.hybrid,
+            f"hpz={layout.hpz}": bool(layout.hpz) and not self.copies,
             f"recompute={layout.recompute}": layout.recompute not in self.recompute,
         }
         return [word for word, lacks in checks.items() if lacks]
 
 
-EVERYTHING = Features()
+EVERYTHING = Features(copies=True)
 """All that is searched."""

@@ -20,8 +20,8 @@ have one for a rank's own span alone; nor breadth-first, which takes as long as 
 @dataclass(frozen=True)
 class StepShape:
     """Numbers of a layout and a workload that a step's time depends on. seq: tokens of a sequence; micro_batches: of
-    each data-parallel rank; shard: ranks that ZeRO shards over; schedule: the pipeline's, one of `SCHEDULES`; dtype: of
-    the matrix products."""
+    each data-parallel rank; shard: ranks that ZeRO shards over; hpz: ranks over which a second copy is cut, or 0;
+    schedule: the pipeline's, one of `SCHEDULES`; dtype: of the matrix products."""
 
     seq: int
     micro: Num = 1
@@ -34,6 +34,7 @@ class StepShape:
     virtual: Num = 1
     shard: Num = 1
     zero: Num = 0
+    hpz: Num = 0
     sp: Any = False
     tpkind: str = "megatron"
     cpkind: str = "ring"
@@ -82,6 +83,7 @@ class StepShape:
             virtual=layout.virtual,
             shard=layout.shard_ranks,
             zero=layout.stage,
+            hpz=layout.hpz,
             sp=layout.sp,
             tpkind=layout.tpkind,
             cpkind=layout.cpkind,

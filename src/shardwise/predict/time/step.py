@@ -139,7 +139,9 @@ def _table(split: StepShape, engine: EngineProfile, sent: Traffic) -> Num:
     micro-batch: the embedding's is used in one pass, and that of the head in one right after the other."""
     if engine.gather_overlap and engine.grad_overlap:
         return 0.0
-    return sent.table_gather * np.minimum(_gathers(split, engine), 1.0) + sent.table_reduce
+    gathers = np.minimum(_gathers(split, engine), 1.0)
+    nearer = (sent.table_gather - sent.table_again) * (gathers - 1 / np.asarray(split.micro_batches))
+    return sent.table_gather * gathers - nearer + sent.table_reduce
 
 
 def _narrow(array: Num) -> Num:
@@ -215,7 +217,10 @@ def _sharded(
     """
     if not np.any(np.asarray(split.zero) == 3):
         return 0.0 * busy
-    gathers, reduce = _gathers(split, engine) * sent.unit_gather, sent.unit_reduce
+    # Under hpz all gathers but the first one of a step are among few ranks.
+    count, reduce = _gathers(split, engine), sent.unit_reduce
+    nearer = (sent.unit_gather - sent.unit_again) * (count - 1 / np.asarray(split.micro_batches))
+    gathers = count * sent.unit_gather - nearer
     beside = gathers * engine.gather_overlap + reduce * engine.grad_overlap
     alone = gathers * (not engine.gather_overlap) + reduce * (not engine.grad_overlap)
     ends = (gathers / 2 * engine.gather_overlap + reduce * engine.grad_overlap) / model.layers

@@ -21,7 +21,8 @@ class Traffic:
 
     reduce, gather: all gradients to who updates them, all parameters back, below stage 3. replicas: sums over the
     groups that hold the same shards (HSDP). unit_gather, unit_reduce: of one block, at stage 3; table_gather,
-    table_reduce: of a vocabulary's table there. tied: the sum of a tied table's gradients over the ends of a pipeline.
+    table_reduce: of a vocabulary's table there; unit_again, table_again: a later gather of the step, which under hpz is
+    over fewer ranks. tied: the sum of a tied table's gradients over the ends of a pipeline.
     hop: one message between stages.
     """
 
@@ -30,8 +31,10 @@ class Traffic:
     replicas: Num
     unit_gather: Num
     unit_reduce: Num
+    unit_again: Num
     table_gather: Num
     table_reduce: Num
+    table_again: Num
     tied: Num
     hop: Num
 
@@ -53,10 +56,13 @@ def traffic(model: ModelConfig, split: StepShape, engine: EngineProfile, pricing
     unit = _parameters(model)[0] / model.layers / split.tp
     unit_gather = price("all_gather_into", unit * split.width, split_up, split.tp)
     unit_reduce = price("reduce_scatter", unit * grad_bytes, split_up, split.tp)
+    copied = np.where(np.asarray(split.hpz) > 0, split.hpz, split_up)
+    unit_again = price("all_gather_into", unit * split.width, copied, split.tp)
     if model.experts:
         of_experts = _expert_traffic(model, split, pricing, routed, grad_bytes)
         reduce, gather, replicas = reduce + of_experts[0], gather + of_experts[1], replicas + of_experts[2]
         unit_gather, unit_reduce = unit_gather + of_experts[3], unit_reduce + of_experts[4]
+        unit_again = unit_again + of_experts[3]
     table = padded_vocab(model, engine, split.tp) * model.hidden / split.tp
     return Traffic(
         reduce,
@@ -64,8 +70,10 @@ def traffic(model: ModelConfig, split: StepShape, engine: EngineProfile, pricing
         replicas,
         unit_gather,
         unit_reduce,
+        unit_again,
         price("all_gather_into", table * split.width, split_up, split.tp),
         price("reduce_scatter", table * grad_bytes, split_up, split.tp),
+        price("all_gather_into", table * split.width, copied, split.tp),
         _tied(model, split, engine, pricing),
         _hop(model, split, engine, pricing),
     )
