@@ -22,6 +22,7 @@ TESTS = (
     "tests/runtime/test_pipeline_traps.py",
     "tests/runtime/test_context_traps.py",
     "tests/runtime/test_expert_traps.py",
+    "tests/runtime/test_second_copies.py",
     "tests/serving/test_generation_engine.py",
 )
 
@@ -384,4 +385,10 @@ MISTAKES = (
     Mistake(25, "norm weights beside sequence parallelism keep the gradients of their tokens", PLACEMENT,
             "partial = layout.sp or (parameter.partial",
             "partial = (layout.sp and layout.cp == 1) or (parameter.partial", "trap_25"),
+    Mistake(26, "the second copy of an earlier step is gathered", ENGINE,
+            "        self._gathers_of_step = StepGathers(self.plan)\n", "", "trap_26"),
+    Mistake(26, "the second copy is the first rank's part on all", FLAT,
+            "at = index(unit.again) * unit.copy_numel", "at = 0", "trap_26"),
+    Mistake(26, "the second copy is never made", ENGINE,
+            "done = flat.keep_copy if flat.copy is not None else None", "done = None", "trap_26"),
 )  # fmt: skip
