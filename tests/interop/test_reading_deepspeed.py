@@ -64,6 +64,8 @@ def test_stage_3_with_offload(reading):
             "dp=8,cp=4,zero=3,cpkind=ulysses,micro=2",
         ),
         ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}, 64, "dp=64,zero=3,hpz=8,micro=2"),
+        ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 64}}, 64, "dp=64,zero=3,micro=2"),
+        ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, 64, "dp=64,zero=3,qwz,micro=2"),
         ({"zero_optimization": {"stage": 3, "mics_shard_size": 8}}, 64, "dp=64,zero=3,shard=8,micro=2"),
         (
             {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
@@ -113,7 +115,7 @@ def test_a_misspelt_key_is_said_with_the_nearest(reading):
         ({"zero_optimization": True}, 64, "zero_optimization must be a table"),
         ({"train_micro_batch_size_per_gpu": -1}, 64, "must be an integer of at least 1"),
         ({"pipeline": {"stages": 4}}, 64, "pipeline works with ZeRO stages 0 and 1"),
-        ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 7}}, 64, "hpz=7 needs zero=3 and must divide"),
+        ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 7}}, 64, "hpz=7 must cut the 64 ranks"),
     ],
 )
 def test_contradictions_are_one_line(reading, changes, ranks, line):

@@ -23,6 +23,7 @@ TESTS = (
     "tests/runtime/test_context_traps.py",
     "tests/runtime/test_expert_traps.py",
     "tests/runtime/test_second_copies.py",
+    "tests/runtime/test_quantized_gathers.py",
     "tests/serving/test_generation_engine.py",
 )
 
@@ -389,6 +390,11 @@ MISTAKES = (
             "        self._gathers_of_step = StepGathers(self.plan)\n", "", "trap_26"),
     Mistake(26, "the second copy is the first rank's part on all", FLAT,
             "at = index(unit.again) * unit.copy_numel", "at = 0", "trap_26"),
-    Mistake(26, "the second copy is never made", ENGINE,
-            "done = flat.keep_copy if flat.copy is not None else None", "done = None", "trap_26"),
+    Mistake(26, "the second copy is never made", FLAT,
+            "self.copy.copy_(self._copied)", "pass", "trap_26"),
+    Mistake(26, "packed weights of an earlier step are gathered", ENGINE,
+            "        self._packed.clear()\n        self._index = -1\n", "        self._index = -1\n", "trap_26"),
+    Mistake(26, "the last block of packed weights takes the scale before it", "runtime/zero/quantized.py",
+            "rows.mul_(scales[start // BLOCK : start // BLOCK + len(rows)][:, None])",
+            "rows.mul_(scales[start // BLOCK : start // BLOCK + len(rows)].roll(1)[:, None])", "trap_26"),
 )  # fmt: skip

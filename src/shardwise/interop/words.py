@@ -48,6 +48,8 @@ def _data(layout: Layout, cluster: Cluster | None, serves: bool) -> str:
         line += f"; {layout.replicate_ranks} such groups sum their gradients (HSDP)"
     if layout.hpz > 1:
         line += f"; backward gathers from a second copy over {layout.hpz} ranks"
+    if layout.qwz:
+        line += "; weights are gathered in 8 bits"
     return line
 
 

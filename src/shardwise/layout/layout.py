@@ -29,6 +29,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "grads": ("bf16", "fp32"),
 }  # fmt: skip
 
+FLAGS = ("sp", "qwz")
+"""Keys that stand alone."""
 ORDER = "-".join(DENSE)
 """Rank axes from slowest to fastest: tensor parallel stays inside a node."""
 
@@ -36,7 +38,8 @@ ORDER = "-".join(DENSE)
 @dataclass(frozen=True)
 class Layout:
     """One way to split a model. Fields and defaults are the keys of the layout text; `shard=0` means dp x cp, `etp=0`
-    tp where ep is 1, else 1. hpz: ranks over which a second copy of parameters is cut (ZeRO++).
+    tp where ep is 1, else 1. hpz: ranks over which a second copy of parameters is cut (ZeRO++). qwz: parameters
+    are gathered in 8 bits.
     algorithm: of all-reduce, all-gather and reduce-scatter (`layout.algorithms`). node: ranks of a node, for
     hierarchical ones.
 
@@ -52,6 +55,7 @@ class Layout:
     zero: int = 0
     shard: int = 0
     hpz: int = 0
+    qwz: bool = False
     sp: bool = False
     cpkind: str = "ring"
     tpkind: str = "megatron"
@@ -132,12 +136,16 @@ class Layout:
                 object.__setattr__(self, "shard", 0)
         if self.hpz:
             self._check_hpz()
+        if self.qwz and self.zero < 3:
+            raise LayoutError("layout: qwz gathers parameters in 8 bits for each use and needs zero=3")
 
     def _check_hpz(self) -> None:
         if self.zero < 3:
             raise LayoutError(f"layout: hpz={self.hpz} keeps second copies of gathered parameters and needs zero=3")
         ranks = self.shard_ranks
-        if not 1 < self.hpz < ranks or ranks % self.hpz:
+        if self.hpz in (1, ranks):  # DeepSpeed's word for none; and a copy of the shards as they are
+            object.__setattr__(self, "hpz", 0)
+        elif ranks % self.hpz:
             valid = ", ".join(str(n) for n in _divisors(ranks)[1:-1]) or f"none of {ranks} ranks"
             raise LayoutError(
                 f"layout: hpz={self.hpz} must cut the {ranks} ranks that ZeRO shards over into smaller groups; "
@@ -226,12 +234,12 @@ is nearest to fp64."""
 
 
 def _value(text: str, key: str, value: str | None) -> Any:
-    if key == "sp":
+    if key in FLAGS:
         if value in (None, "true", "1"):
             return True
         if value in ("false", "0"):
             return False
-        raise LayoutError(f"layout {text!r}: sp stands alone, or is sp=true or sp=false")
+        raise LayoutError(f"layout {text!r}: {key} stands alone, or is {key}=true or {key}=false")
     if not value:
         raise LayoutError(f"layout {text!r}: {key} needs a value, such as {key}={_example(key)}")
     if key in CHOICES:

@@ -36,6 +36,7 @@ from shardwise.layout.layout import Layout
 from shardwise.layout.mesh import Mesh
 from shardwise.layout.placement import Placed, place
 from shardwise.layout.transport_buffers import TransportBuffers, transport_buffers
+from shardwise.layout.wire import WIRE_DTYPE, packed_bytes
 from shardwise.layout.workload import Workload
 from shardwise.model import ModelConfig
 from shardwise.model.blueprint import Blueprint, PartKind
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
 
 Backend = Literal["gloo", "nccl", "shared"]
 """Backend of the collectives: gloo, NCCL, or the memory that processes of one host share."""
+WEIGHT_BITS = 8
+"""Bits of a weight under qwz."""
 Phase = Literal["forward", "backward", "prefill", "decode"]
 K = TypeVar("K")
 
@@ -527,6 +530,15 @@ class UnitPlan:
         return sizes
 
     @cached_property
+    def packed_slots(self) -> dict[str, int]:
+        """Bytes of each slot's buffer of packed weights; none where they are gathered as they are."""
+        sizes: dict[str, int] = {}
+        for unit in self.units:
+            if packed := self.packed(unit):
+                sizes[unit.slot] = max(sizes.get(unit.slot, 0), packed * unit.shard_ranks)
+        return sizes
+
+    @cached_property
     def transport_buffers(self) -> TransportBuffers:
         """The buffers that the transport needs to reduce gradients."""
         return transport_buffers(self)
@@ -576,7 +588,19 @@ class UnitPlan:
 
     def gather(self, unit: Unit, again: bool = False) -> Gather:
         """The gather of a unit's parameters. again: it has been gathered in this step before."""
-        return Gather(unit.name, unit.again if again else unit.shard, self.layout.dtype)
+        if again and unit.copy_ranks:
+            return Gather(unit.name, unit.again, self.layout.dtype)
+        return Gather(unit.name, unit.shard, WIRE_DTYPE if self.packed(unit) else self.layout.dtype)
+
+    def packed(self, unit: Unit) -> int:
+        """Bytes of one rank's interval in 8 bits, with its scales; 0 where a unit is not gathered so."""
+        quantized = self.layout.qwz and self.trains and unit.shard_ranks > 1
+        return packed_bytes(unit.shard_numel, WEIGHT_BITS) if quantized else 0
+
+    def gathered(self, gather: Gather) -> int:
+        """Elements of a gather's full tensor, in its own dtype."""
+        unit = self.by_name[gather.unit]
+        return self.packed(unit) * unit.shard_ranks if gather.dtype == WIRE_DTYPE else unit.padded
 
     def gather_counts(self) -> Counter[tuple[str, Gather]]:
         """(phase, gather) -> times per step: after the update at stages 1 and 2, for each use at stage 3."""

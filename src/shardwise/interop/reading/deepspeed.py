@@ -92,8 +92,9 @@ def _zero(zero: ConfigFields) -> dict[str, Any]:
         words["shard"] = mics
     if (secondary := zero.integer("zero_hpz_partition_size", 1, least=0)) > 1:
         words["hpz"] = secondary
+    if zero.flag("zero_quantized_weights") and stage == 3:
+        words["qwz"] = True
     for key, what in (
-        ("zero_quantized_weights", "weights are gathered in 8 bits (qwZ)"),
         ("zero_quantized_nontrainable_weights", "frozen weights are kept in 8 bits"),
         ("zero_quantized_gradients", "gradients are reduced in 4 bits, by all-to-alls (qgZ)"),
     ):

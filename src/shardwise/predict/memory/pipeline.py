@@ -212,7 +212,8 @@ class _Rank:
         return self.most
 
     def _whole(self, units: list[Unit]) -> int:
-        return sum(unit.padded for unit in units) * DTYPE_BYTES[self.plan.layout.dtype]
+        packed = sum(self.plan.packed(unit) * unit.shard_ranks for unit in units)
+        return packed + sum(unit.padded for unit in units) * DTYPE_BYTES[self.plan.layout.dtype]
 
     def _moves(self, kind: str, stage: int, micro: int) -> bool:
         """Whether a micro-batch comes to the first, or leaves the last, of the stages with attention that it is under

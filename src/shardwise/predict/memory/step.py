@@ -33,10 +33,10 @@ def _without_workspace(plan: UnitPlan) -> Bytes:
     units = plan.short if plan.layout.pp > 1 else plan
     lasting = {"parameters": parameter_bytes(units), "optimizer": optimizer_bytes(units)}
     if plan.layout.pp > 1:
-        held = held_by_actions(plan)
+        held, packed = held_by_actions(plan), packed_pieces(units)
         return Bytes.of(
-            sum(lasting.values()) + held.peak,
-            **lasting, gradients=held.gradients, comm=held.comm, saved=held.saved,
+            sum(lasting.values()) + packed + held.peak,
+            **lasting, gradients=held.gradients, comm=held.comm + packed, saved=held.saved,
         )  # fmt: skip
     return Bytes.of(
         sum(lasting.values()) + _weight_slots(plan) + peak_beyond_lasting(plan),
@@ -67,7 +67,13 @@ def optimizer_bytes(plan: UnitPlan) -> int:
 
 
 def _weight_slots(plan: UnitPlan) -> int:
-    return (plan.layout.stage == 3) * sum(plan.slots.values()) * DTYPE_BYTES[plan.layout.dtype]
+    packed = sum(plan.packed_slots.values()) + packed_pieces(plan)
+    return packed + (plan.layout.stage == 3) * sum(plan.slots.values()) * DTYPE_BYTES[plan.layout.dtype]
+
+
+def packed_pieces(plan: UnitPlan) -> int:
+    """Bytes of a rank's own packed weights, which stay while those that it gathers come and go."""
+    return sum(map(plan.packed, plan.units))
 
 
 def comm_bytes(plan: UnitPlan) -> int:

@@ -89,8 +89,7 @@ def _tensor_parallel(rows: Rows, plan: UnitPlan) -> None:
 def _state(rows: Rows, plan: UnitPlan, mesh: Mesh) -> None:
     """Gathers of parameters, and sums of gradients: parts over the tensor-parallel ranks, then hop by hop."""
     for (phase, gather), times in plan.gather_counts().items():
-        padded = plan.by_name[gather.unit].padded
-        rows[phase, "all_gather_into", gather.axes, gather.unit, gather.dtype, padded] += times
+        rows[phase, "all_gather_into", gather.axes, gather.unit, gather.dtype, plan.gathered(gather)] += times
     for unit in plan.units:
         for start, stop, axes in unit.partial_sums:
             rows["backward", "all_reduce", axes, unit.name, plan.wire_dtype, stop - start] += plan.reductions

@@ -39,6 +39,7 @@ from shardwise.layout.axes import Axes
 from shardwise.layout.pipeline import releases_early, splits_backward
 from shardwise.layout.placement import Placed
 from shardwise.layout.units import Gather, Hop, Phase, Residency, StepGathers, UnitPlan, Use
+from shardwise.layout.wire import WIRE_DTYPE
 from shardwise.ops.gradients import GradSlot, WeightGradients, bind_grad_slot
 from shardwise.runtime.transport.buffers import Buffer, ByteCounter
 from shardwise.runtime.transport.comms import Comms
@@ -72,16 +73,22 @@ class Engine:
         self._weights = weights
         self._splits = plan.layout.pp > 1 and splits_backward(plan.layout.schedule, releases_early(plan.layout))
         self.stage = plan.layout.stage
-        self.tally = ByteCounter()
+        self.tally = tally = ByteCounter()
         comms.workspace.tally = self.tally
         self._slots = self._weight_slots(device) if self.stage == 3 else {}
         staging = self._staging_buffers(device)
         self._reserved = self._reserve(device)
+        slots, wires = self._slots, self._packed_slots(device)
+        self._wires = wires
         self.units = {
-            u.name: FlatUnit(u, plan, self._slots.get(u.slot), staging.get(u.name), comms.index, device, self.tally)
+            u.name: FlatUnit(
+                u, plan, slots.get(u.slot), wires.get(u.slot), staging.get(u.name), comms.index, device, tally
+            )
             for u in plan.units
         }
         self._gathers: dict[str, Work] = {}
+        self._packed: set[str] = set()
+        """Units whose own packed weights are those of today."""
         self._gathers_of_step = StepGathers(plan)
         self._reductions: dict[str, Work] = {}
         self._residency = Residency(plan) if plan.layout.pp > 1 else None
@@ -98,15 +105,23 @@ class Engine:
 
     def _weight_slots(self, device: torch.device) -> dict[str, Buffer]:
         """Buffers of gathered weights. Under a pipeline they come and go."""
-        lasting = self.plan.layout.pp == 1
-        gathers = {unit.slot: self.plan.gather(unit) for unit in self.plan.units}
-        slots = {}
-        for name, elements in self.plan.slots.items():
-            dtype = torch_dtype(gathers[name].dtype)
-            memory = self._allocate(elements, dtype, device, gathers[name].axes) if lasting else None
-            slots[name] = Buffer("comm", elements, dtype, device, self.tally, memory)
-            slots[name].take().zero_()
+        slots = self._slot_buffers(self.plan.slots, torch_dtype(self.plan.layout.dtype), device)
+        for slot in slots.values():
+            slot.take().zero_()
         return slots
+
+    def _packed_slots(self, device: torch.device) -> dict[str, Buffer]:
+        """Buffers of packed weights as they are gathered, which come and go with the slots of their weights."""
+        return self._slot_buffers(self.plan.packed_slots, torch_dtype(WIRE_DTYPE), device)
+
+    def _slot_buffers(self, sizes: dict[str, int], dtype: torch.dtype, device: torch.device) -> dict[str, Buffer]:
+        """A buffer for each slot that has a size. They last, but under a pipeline."""
+        lasting, buffers = self.plan.layout.pp == 1, {}
+        axes = {unit.slot: unit.shard for unit in self.plan.units}
+        for name, elements in sizes.items():
+            memory = self._allocate(elements, dtype, device, axes[name]) if lasting else None
+            buffers[name] = Buffer("comm", elements, dtype, device, self.tally, memory)
+        return buffers
 
     def _staging_buffers(self, device: torch.device) -> dict[str, Buffer]:
         """Unit -> the buffer of its full gradients, where these are staged."""
@@ -169,6 +184,7 @@ class Engine:
         """A training step starts: the optimizer has forgotten the gradients, and at stage 3 nothing is resident."""
         self._micro_batches = list(self.plan.gathering_uses()) if self._residency is None else []
         self._gathers_of_step = StepGathers(self.plan)
+        self._packed.clear()
         self._index = -1
 
     def begin_micro_batch(self) -> None:
@@ -183,6 +199,7 @@ class Engine:
         ]
         self._at = 0
         self._gathers.clear()
+        self._packed.clear()
 
     def begin_forward(self, phase: Phase) -> None:
         """A turn of generation: a forward pass which finds in the slots what the turn before has left there."""
@@ -233,8 +250,13 @@ class Engine:
         flat = self.units[gather.unit]
         if flat.copy is not None and gather.axes == flat.unit.again:
             return self.comms.all_gather(flat.whole, flat.copy, gather.axes, gather.unit, later=True)
-        done = flat.keep_copy if flat.copy is not None else None
-        return self.comms.all_gather(flat.whole, flat.interval, gather.axes, gather.unit, done=done, later=True)
+        out, piece = flat.whole, flat.interval
+        if flat.packed is not None:
+            if gather.unit not in self._packed:
+                self._packed.add(gather.unit)
+                flat.packed.quantize(flat.interval)
+            out, piece = flat.packed.take(), flat.packed.own
+        return self.comms.all_gather(out, piece, gather.axes, gather.unit, done=flat.gathered, later=True)
 
     @contextmanager
     def compile_guard(self, part: str) -> Iterator[None]:
@@ -315,9 +337,7 @@ class Engine:
         """Free them."""
         assert self._residency is not None
         for unit in self._residency.free(stage):
-            flat = self.units[unit.name]
-            assert flat.slot is not None
-            flat.slot.free()
+            self.units[unit.name].free_slot()
 
     def reduce(self, stage: int) -> None:
         """Start the reduction of a stage's gradients over the data ranks."""
@@ -381,11 +401,13 @@ class Engine:
         flats = list(self.units.values())
         weights = [flat.interval if self.stage == 3 else flat.whole for flat in flats]
         weights += [flat.copy for flat in flats if flat.copy is not None]
-        buffers = [*self._slots.values(), *(flat.staging for flat in flats if flat.staging is not None)]
+        packed = [flat.packed.own for flat in flats if flat.packed is not None]
+        staging = [flat.staging for flat in flats if flat.staging is not None]
+        buffers = [*self._slots.values(), *self._wires.values(), *staging]
         return {
             "parameters": weights,
             "gradients": [flat.grads.tensor for flat in flats] if self.plan.trains else [],
-            "comm": [*(buffer.tensor for buffer in buffers), *self._reserved],
+            "comm": [*(buffer.tensor for buffer in buffers), *self._reserved, *packed],
         }
 
 

@@ -14,6 +14,7 @@ from shardwise.model.parameters import Parameter
 from shardwise.ops.gradients import GradSlot
 from shardwise.runtime.transport.adding import Target
 from shardwise.runtime.transport.buffers import Buffer, ByteCounter
+from shardwise.runtime.zero.packed import PackedWeights
 
 Values = Callable[[Parameter, Tensor], Tensor]
 """(parameter, row-major global positions) -> float64 values: where initial weights come from."""
@@ -34,6 +35,7 @@ class FlatUnit:
     whole: the flat buffer that parameters are views of, padded (a slot at stage 3). interval: this rank's ZeRO
     interval of it, the same memory as `whole` below stage 3; at stage 3 it is in the optimizer's precision (fp32 for
     bf16), and each gather sends it rounded. grads: the accumulator, whole or interval by stage.
+    wire: where packed weights come together under qwz.
     copy: this rank's part of the second copy under hpz.
     staging: the full gradient in compute precision that autograd adds into, where that is not the accumulator.
     A plan without a training step has no gradients.
@@ -44,6 +46,7 @@ class FlatUnit:
         unit: Unit,
         plan: UnitPlan,
         slot: Buffer | None,
+        wire: Buffer | None,
         staging: Buffer | None,
         index: Callable[[Axes], int],
         device: torch.device,
@@ -59,6 +62,9 @@ class FlatUnit:
         else:
             self.whole = torch.zeros(unit.padded, dtype=torch_dtype(plan.layout.dtype), device=device)
             self.interval = self.whole[self.start : self.stop]
+        self.packed = None
+        if wire is not None:
+            self.packed = PackedWeights(plan.packed(unit), unit.shard_ranks, wire, device, tally)
         self.copy: Tensor | None = None
         if unit.copy_ranks:
             self.copy = torch.zeros(unit.copy_numel, dtype=self.whole.dtype, device=device)
@@ -98,10 +104,19 @@ class FlatUnit:
         self.interval.copy_(own)
         return own
 
-    def keep_copy(self) -> None:
-        """Keep this rank's part of what is gathered."""
-        assert self.copy is not None
-        self.copy.copy_(self._copied)
+    def gathered(self) -> None:
+        """A gather over all shards is over: weights that came packed are unpacked, and the second copy is kept."""
+        if self.packed is not None:
+            self.packed.unpack(self.whole)
+        if self.copy is not None:
+            self.copy.copy_(self._copied)
+
+    def free_slot(self) -> None:
+        """Free the memory of gathered weights."""
+        assert self.slot is not None
+        self.slot.free()
+        if self.packed is not None:
+            self.packed.free()
 
     @property
     def full_grads(self) -> Buffer:
