@@ -92,6 +92,7 @@ def any_layouts(draw: st.DrawFn) -> Layout:
         shard=shard,
         hpz=draw(st.sampled_from([0, *inside])) if zero == 3 else 0,
         qwz=draw(st.booleans()) if zero == 3 else False,
+        qgz=draw(st.booleans()) if zero else False,
         stages=draw(st.sampled_from([(), tuple(draw(st.integers(1, 30)) for _ in range(pp * virtual))])),
         micro=draw(st.integers(1, 8)),
         order=draw(st.sampled_from(ORDERS)),

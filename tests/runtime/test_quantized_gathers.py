@@ -19,7 +19,8 @@ from harness.pool import run_ranks
 from harness.space import Point, all_cases
 from harness.today import some_of
 from shardwise.layout.wire import BLOCK, packed_bytes
-from shardwise.runtime.zero.quantized import LARGEST, pack, unpack
+from shardwise.runtime.transport.adding import Target
+from shardwise.runtime.zero.quantized import LARGEST, add_up_packed, pack, unpack
 
 POINTS = [
     point
@@ -61,7 +62,7 @@ def test_large_tensors_go_in_chunks_and_zeros_and_nans_stay(bits: int) -> None:
     added = torch.ones(len(numbers))
     packed = torch.zeros(packed_bytes(len(numbers), bits), dtype=torch.uint8)
     pack(numbers, bits, packed)
-    unpack(packed, bits, added, add=True)
+    add_up_packed([packed], bits, Target(added, True))
     assert torch.equal(added[BLOCK:], 1 + roundtrip(numbers, bits)[BLOCK:])
 
 

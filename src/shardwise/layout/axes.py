@@ -20,6 +20,8 @@ REPLICATE: Axes = ("replicate",)
 """The data ranks that hold the same shard (HSDP; all of them without ZeRO)."""
 HPZ: Axes = ("hpz",)
 """The ranks of a shard group that gather second copies of its parameters among themselves (ZeRO++'s hpZ)."""
+HPZ_ACROSS: Axes = ("hpz-across",)
+"""The ranks of a shard group with one place among those of `HPZ`."""
 KV: Axes = ("kv",)
 """The tensor-parallel ranks that hold the same key/value head."""
 

@@ -13,7 +13,22 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardwise.layout.axes import DATA, DENSE, EDP, EP, EP_ACROSS, ETP, HPZ, KV, REPLICATE, SHARD, STAGE, TP, Axes
+from shardwise.layout.axes import (
+    DATA,
+    DENSE,
+    EDP,
+    EP,
+    EP_ACROSS,
+    ETP,
+    HPZ,
+    HPZ_ACROSS,
+    KV,
+    REPLICATE,
+    SHARD,
+    STAGE,
+    TP,
+    Axes,
+)
 from shardwise.layout.experts import expert_places
 from shardwise.model import ModelConfig
 
@@ -66,6 +81,7 @@ class Mesh:
                 SHARD: _Part(data, 1, layout.shard_ranks),
                 REPLICATE: _Part(data, layout.shard_ranks, layout.replicate_ranks),
                 HPZ: _Part(data, 1, layout.hpz or 1),
+                HPZ_ACROSS: _Part(data, layout.hpz or 1, layout.shard_ranks // (layout.hpz or 1)),
                 KV: _Part(TP, 1, self.kv_replicas),
                 ETP: _Part(TP, 1, layout.expert_tp),
                 EP: _Part(spread, 1, layout.ep),

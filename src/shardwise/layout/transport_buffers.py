@@ -12,9 +12,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardwise.layout.axes import SHARD
+from shardwise.report.step_report import DTYPE_BYTES
 
 if TYPE_CHECKING:
-    from shardwise.layout.units import UnitPlan
+    from shardwise.layout.units import Unit, UnitPlan
 
 
 class TransportBuffers(NamedTuple):
@@ -28,22 +29,28 @@ class TransportBuffers(NamedTuple):
     """dtype of staged gradients."""
     lasting: bool
     """Whether staging buffers are there all through training."""
-    scratch: int
-    """Most elements in which a reduce-scatter receives the peers' pieces, in the wire dtype.
+    receives: bool
+    """Whether a reduce-scatter receives the peers' pieces in memory of its own.
 
     gloo's own reduce-scatter is slower than its all-reduce, so there it is an all-to-all and a local sum in rank order
     (in fp32 for bf16 pieces). NCCL's needs none.
     """
+
+    def room(self, plan: UnitPlan, unit: Unit) -> int:
+        """Bytes of the peers' pieces while a unit is reduced; under qgz also of its own packed ones."""
+        if packed := plan.packed_gradients(unit):
+            return 2 * unit.shard_ranks * packed
+        return unit.padded * DTYPE_BYTES[plan.wire_dtype] if self.receives and unit.shard_ranks > 1 else 0
 
 
 def transport_buffers(plan: UnitPlan) -> TransportBuffers:
     """The buffers of `plan`'s rank."""
     stage = plan.layout.stage
     if not plan.trains:
-        return TransportBuffers({}, {}, plan.layout.dtype, False, 0)
+        return TransportBuffers({}, {}, plan.layout.dtype, False, False)
     receives = stage > 0 and plan.backend == "gloo" and plan.schedules.of("reduce_scatter", SHARD) is None
-    scratch = max(unit.padded for unit in plan.units) if receives else 0
-    lasting = stage == 3 and plan.layout.pp == 1 and plan.backend == "shared"
+    # Packed gradients are sent in place of those that are staged.
+    lasting = stage == 3 and plan.layout.pp == 1 and plan.backend == "shared" and not plan.layout.qgz
     if lasting:
         staged = {"tied": "tied"} if "tied" in plan.by_name else {}
         for turn, part in enumerate(part for part in reversed(plan.parts) if part in plan.by_name):
@@ -57,4 +64,4 @@ def transport_buffers(plan: UnitPlan) -> TransportBuffers:
     sizes = dict.fromkeys(staged.values(), 0)
     for name, buffer in staged.items():
         sizes[buffer] = max(sizes[buffer], plan.by_name[name].padded)
-    return TransportBuffers(staged, sizes, plan.layout.dtype, lasting, scratch)
+    return TransportBuffers(staged, sizes, plan.layout.dtype, lasting, receives)

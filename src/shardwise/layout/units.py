@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 from shardwise.cluster import Cluster
 from shardwise.layout import pipeline
 from shardwise.layout.algorithms import Schedules
-from shardwise.layout.axes import CP, EDP, EP, HPZ, KV, PP, REPLICATE, SHARD, STAGE, TP, Axes
+from shardwise.layout.axes import CP, EDP, EP, HPZ, HPZ_ACROSS, KV, PP, REPLICATE, SHARD, STAGE, TP, Axes
 from shardwise.layout.context import SequenceCut
 from shardwise.layout.experts import RoutedRows, gathers_sequences, slice_of
 from shardwise.layout.layout import Layout
@@ -50,8 +50,8 @@ if TYPE_CHECKING:
 
 Backend = Literal["gloo", "nccl", "shared"]
 """Backend of the collectives: gloo, NCCL, or the memory that processes of one host share."""
-WEIGHT_BITS = 8
-"""Bits of a weight under qwz."""
+WEIGHT_BITS, GRADIENT_BITS = 8, 4
+"""Bits of a weight under qwz, and of a gradient under qgz."""
 Phase = Literal["forward", "backward", "prefill", "decode"]
 K = TypeVar("K")
 
@@ -87,7 +87,8 @@ class Gather(NamedTuple):
 class Hop(NamedTuple):
     """One collective on the way of a unit's gradients to their sum over the data ranks."""
 
-    op: Literal["reduce_scatter", "all_reduce"]
+    op: Literal["reduce_scatter", "all_to_all", "all_reduce"]
+    """By an all-to-all ranks exchange packed pieces, which each of them adds up (ZeRO++'s qgZ)."""
     axes: Axes
     dtype: str
     """dtype on the wire."""
@@ -297,12 +298,20 @@ class UnitPlan:
     ) -> Unit:
         hops = []
         if self.trains and shard and self.layout.stage:
-            hops.append(Hop("reduce_scatter", shard, self.wire_dtype, self.reductions))
+            hops += self._hops(shard)
         if self.trains and self.mesh.size(replicate) > 1:
             hops.append(Hop("all_reduce", replicate, self.grad_dtype, 1))
         copied = self.layout.hpz if shard == SHARD and self.trains else 0
         again = HPZ if copied else shard
         return Unit(name, placed, slot, self.mesh.size(shard), shard, replicate, again, copied, tuple(hops), copies)
+
+    def _hops(self, shard: Axes) -> list[Hop]:
+        """From full gradients to the sum over a shard group. Packed ones take two hops where a few ranks are near each
+        other: first among these, so that less is left to go further."""
+        if not self.layout.qgz or self.mesh.size(shard) == 1:
+            return [Hop("reduce_scatter", shard, self.wire_dtype, self.reductions)]
+        over = (HPZ, HPZ_ACROSS) if shard == SHARD and self.layout.hpz else (shard,)
+        return [Hop("all_to_all", axes, WIRE_DTYPE, self.reductions) for axes in over]
 
     @cached_property
     def routes(self) -> bool:
@@ -596,6 +605,12 @@ class UnitPlan:
         """Bytes of one rank's interval in 8 bits, with its scales; 0 where a unit is not gathered so."""
         quantized = self.layout.qwz and self.trains and unit.shard_ranks > 1
         return packed_bytes(unit.shard_numel, WEIGHT_BITS) if quantized else 0
+
+    def packed_gradients(self, unit: Unit) -> int:
+        """Bytes of one rank's interval of the gradients in 4 bits, with its scales; 0 where they are summed as they
+        are."""
+        quantized = any(hop.op == "all_to_all" for hop in unit.reduce)
+        return packed_bytes(unit.shard_numel, GRADIENT_BITS) if quantized else 0
 
     def gathered(self, gather: Gather) -> int:
         """Elements of a gather's full tensor, in its own dtype."""

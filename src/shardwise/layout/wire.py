@@ -11,6 +11,8 @@ BLOCK = 256
 """Elements that share a scale."""
 SCALE = 4
 """Bytes of a scale."""
+CHUNK = 128 * BLOCK
+"""Elements that are converted at a time."""
 WIRE_DTYPE = "uint8"
 """dtype of packed pieces in a ledger: each element is a byte."""
 
@@ -24,3 +26,15 @@ def packed_bytes(elements: int, bits: int) -> int:
     """Bytes of a packed piece of so many elements of `bits` bits."""
     values = -(-elements * bits // 8)
     return blocks(elements) * SCALE + -(-values // SCALE) * SCALE
+
+
+def packing_bytes(elements: int) -> int:
+    """Transient bytes while a piece is packed in 4 bits: a chunk in fp32, in bytes, and as halves of bytes."""
+    return 6 * blocks(min(elements, CHUNK)) * BLOCK
+
+
+def adding_bytes(elements: int, again: bool) -> int:
+    """Transient bytes while packed pieces of so many elements are added up: a chunk of the sum and of a piece in fp32
+    and as halves of bytes. again: the sum is packed again."""
+    chunk = blocks(min(elements, CHUNK)) * BLOCK
+    return max(8 * chunk + chunk // 2, 4 * chunk + packing_bytes(elements) if again else 0)

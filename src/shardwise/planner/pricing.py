@@ -139,7 +139,7 @@ def frame_of(model: ModelConfig, layout: Layout, workload: Workload) -> LayoutCo
     """The frame that has this layout alone. Raises `UserError` where the batch does not divide, and for a layout that
     is in no search space."""
     usual = Layout()
-    for key in ("tpkind", "etp", "qwz", "stages", "offload", "compile", "precision", "grads", "order"):
+    for key in ("tpkind", "etp", "qwz", "qgz", "stages", "offload", "compile", "precision", "grads", "order"):
         if (value := getattr(layout, key)) != getattr(usual, key):
             raise UserError(f"the planner does not price {key}={value} yet")
     if layout.recompute not in RECOMPUTE:

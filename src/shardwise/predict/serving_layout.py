@@ -33,8 +33,8 @@ def check_generation(layout: Layout, model: ModelConfig, devices: int | None = N
         raise LayoutError("sp cuts sequences, of which a turn has one token each: leave sp out")
     if layout.inner_ranks != layout.tp:
         raise LayoutError("tpkind=gathered is for training: leave it out, and tp gathers nothing but logits")
-    if layout.qwz:
-        raise LayoutError("qwz is for training: leave it out")
+    if layout.qwz or layout.qgz:
+        raise LayoutError(f"{'qwz' if layout.qwz else 'qgz'} is for training: leave it out")
     if layout.hpz:
         raise LayoutError(f"hpz={layout.hpz} is for training: generation gathers over the ranks of shard, all or some")
     if layout.virtual > 1:

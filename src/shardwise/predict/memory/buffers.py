@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from shardwise.layout.axes import SHARD
+from shardwise.layout.axes import HPZ, SHARD
 from shardwise.layout.units import Unit, UnitPlan
+from shardwise.layout.wire import adding_bytes, packing_bytes
 from shardwise.ops.limits import sum_chunk
 from shardwise.report.step_report import DTYPE_BYTES
 
@@ -58,7 +59,7 @@ class MemoryTrace:
         self.lasting = self.buffers.lasting * sum(self.buffers.sizes.values()) * DTYPE_BYTES[self.buffers.dtype]
 
     def now(self, when: When, part: str = "", arriving: int = 0, adds: bool = False) -> MemoryByClass:
-        scratch = self.flying.padded * DTYPE_BYTES[self.plan.wire_dtype] if self.flying and self.buffers.scratch else 0
+        scratch = self.buffers.room(self.plan, self.flying) if self.flying else 0
         comm = sum(self.staged.values()) + scratch + self.lasting
         return MemoryByClass(when, part, sum(self.accumulators.values()), comm, arriving, adds)
 
@@ -108,7 +109,8 @@ class MemoryTrace:
             if unit.shard_ranks == 1:  # experts that no other rank has
                 yield from self.land("reduction", part)
             else:
-                yield self.now("reduction", part)
+                packing = packing_bytes(unit.shard_numel) if self.plan.packed_gradients(unit) else 0
+                yield self.now("reduction", part, packing)
 
     def land(self, when: When, part: str = "") -> Iterator[MemoryByClass]:
         """The reduction under way ends."""
@@ -116,17 +118,19 @@ class MemoryTrace:
             return
         if self.stage >= 2:
             self.accumulate(self.flying)
-        yield self.now(when, part, added_up(self.flying.shard_numel, self.plan.grad_dtype, self.plan))
+        yield self.now(when, part, added_up(self.flying, self.plan))
         if self.staged.pop(self.flying.name, None):
             self.written.discard(self.flying.name)
         self.flying = None
 
 
-def added_up(elements: int, dtype: str, plan: UnitPlan) -> int:
-    """Bytes of the chunk in fp32 through which a sum over the data ranks of so many elements arrives in `dtype`."""
+def added_up(unit: Unit, plan: UnitPlan) -> int:
+    """Bytes of the chunks in fp32 through which the sum of a unit's gradients over the data ranks arrives."""
+    if plan.packed_gradients(unit):
+        return adding_bytes(unit.shard_numel, unit.reduce[0].axes == HPZ)
     if plan.backend == "nccl" or plan.schedules.of("reduce_scatter", SHARD):
         return 0
-    return wide_chunk(elements, dtype, plan.layout.shard_ranks)
+    return wide_chunk(unit.shard_numel, plan.grad_dtype, plan.layout.shard_ranks)
 
 
 def wide_chunk(elements: int, dtype: str, pieces: int) -> int:

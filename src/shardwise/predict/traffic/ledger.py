@@ -93,11 +93,12 @@ def _state(rows: Rows, plan: UnitPlan, mesh: Mesh) -> None:
     for unit in plan.units:
         for start, stop, axes in unit.partial_sums:
             rows["backward", "all_reduce", axes, unit.name, plan.wire_dtype, stop - start] += plan.reductions
-        elements = unit.padded
+        pieces = unit.shard_ranks
         for hop in unit.reduce:
-            rows["backward", hop.op, hop.axes, unit.name, hop.dtype, elements] += hop.times
-            if hop.op == "reduce_scatter":
-                elements //= mesh.size(hop.axes)
+            piece = plan.packed_gradients(unit) if hop.op == "all_to_all" else unit.shard_numel
+            rows["backward", hop.op, hop.axes, unit.name, hop.dtype, pieces * piece] += hop.times
+            if hop.op != "all_reduce":
+                pieces //= mesh.size(hop.axes)
 
 
 def _pipeline(plan: UnitPlan) -> Rows:

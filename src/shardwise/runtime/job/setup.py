@@ -12,13 +12,29 @@ from torch import Tensor
 from shardwise.decoder import Batch
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Mesh
-from shardwise.layout.axes import CP, DATA, EDP, EP, EP_ACROSS, ETP, HPZ, KV, PP, REPLICATE, SHARD, STAGE, TP, Axes
+from shardwise.layout.axes import (
+    CP,
+    DATA,
+    EDP,
+    EP,
+    EP_ACROSS,
+    ETP,
+    HPZ,
+    HPZ_ACROSS,
+    KV,
+    PP,
+    REPLICATE,
+    SHARD,
+    STAGE,
+    TP,
+    Axes,
+)
 from shardwise.layout.units import UnitPlan
 from shardwise.model import ModelConfig
 from shardwise.runtime.context.view import cut_sequences
 from shardwise.runtime.transport.comms import Comms
 
-AXES = (CP, DATA, SHARD, HPZ, REPLICATE, TP, KV, PP, DATA + PP, CP + TP, SHARD + TP, SHARD + TP + PP)
+AXES = (CP, DATA, SHARD, HPZ, HPZ_ACROSS, REPLICATE, TP, KV, PP, DATA + PP, CP + TP, SHARD + TP, SHARD + TP + PP)
 """Every group over which the runtime communicates."""
 OF_EXPERTS = (EP, EDP, STAGE, STAGE + PP, EP_ACROSS, EP + ETP)
 """The groups of models with experts besides."""

@@ -45,6 +45,7 @@ from shardwise.runtime.transport.buffers import Buffer, ByteCounter
 from shardwise.runtime.transport.comms import Comms
 from shardwise.runtime.transport.protocol import Work
 from shardwise.runtime.zero.flat_unit import FlatUnit, torch_dtype
+from shardwise.runtime.zero.packed_sum import PackedSum
 
 
 class Engine:
@@ -78,6 +79,9 @@ class Engine:
         self._slots = self._weight_slots(device) if self.stage == 3 else {}
         staging = self._staging_buffers(device)
         self._reserved = self._reserve(device)
+        buffers = plan.transport_buffers
+        room = max((buffers.room(plan, unit) for unit in plan.units if plan.packed_gradients(unit)), default=0)
+        self._room = Buffer("comm", room, torch_dtype(WIRE_DTYPE), device, self.tally)
         slots, wires = self._slots, self._packed_slots(device)
         self._wires = wires
         self.units = {
@@ -316,6 +320,9 @@ class Engine:
             hop = next(iter(flat.unit.reduce), None)
             if hop is None:
                 continue
+            if hop.op == "all_to_all":
+                self._sum_packed(flat, grads)
+                continue
             assert grads.tensor.dtype == torch_dtype(hop.dtype), f"the plan sends {hop}"
             if hop.op == "all_reduce":
                 self._reductions[name] = self.comms.all_reduce(grads.tensor, hop.axes, name, later=True)
@@ -371,6 +378,20 @@ class Engine:
         if full.lasting and not self.comms.settle and reduction.is_completed():
             reduction.wait()
 
+    def _sum_packed(self, flat: FlatUnit, full: Buffer) -> None:
+        """Start the reduction of a unit's full gradients in 4 bits. One room for packed pieces: the sum before must
+        have left it."""
+        for pending in self._reductions.values():
+            pending.wait()
+        room = self._room.take(self.plan.transport_buffers.room(self.plan, flat.unit))
+
+        def done() -> None:
+            self._room.free()
+            if full is flat.staging:
+                full.free()
+
+        self._reductions[flat.unit.name] = PackedSum(self.comms, flat.unit, full.tensor, room, flat.reduced, done)
+
     def finish_step(self) -> None:
         """All backwards are over: wait for the reductions, and take the hops that follow them (HSDP)."""
         for pending in self._reductions.values():
@@ -381,6 +402,7 @@ class Engine:
                 self.comms.all_reduce(flat.grads_interval, hop.axes, name, later=True)
                 for name, flat in self.units.items()
                 for hop in flat.unit.reduce[1:]
+                if hop.op == "all_reduce"
             ]
         for pending in pendings:
             pending.wait()
@@ -407,7 +429,7 @@ class Engine:
         return {
             "parameters": weights,
             "gradients": [flat.grads.tensor for flat in flats] if self.plan.trains else [],
-            "comm": [*(buffer.tensor for buffer in buffers), *self._reserved, *packed],
+            "comm": [*(buffer.tensor for buffer in buffers), *self._reserved, self._room.tensor, *packed],
         }
 
 

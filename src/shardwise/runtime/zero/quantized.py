@@ -6,51 +6,89 @@ Numbers go through in chunks, whose transients stay small. The bytes are `layout
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from shardwise.layout.wire import BLOCK, SCALE, blocks, packed_bytes
+from shardwise.layout.wire import BLOCK, CHUNK, SCALE, blocks
+from shardwise.runtime.transport.adding import Target
 
 LARGEST = {8: 127, 4: 7}
 """Bits -> the largest integer; the smallest is minus that."""
-CHUNK = 128 * BLOCK
-"""Elements that are converted at a time."""
+ZERO = 8
+"""What 0 is in 4 bits, which have no sign."""
 
 
 def pack(numbers: Tensor, bits: int, into: Tensor) -> None:
     """Quantize flat `numbers` [n]. into: uint8 [`packed_bytes(n, bits)`]. Numbers that are not finite make their whole
     block NaN."""
-    scales, values = _parts(into, len(numbers))
     for start, stop in _chunks(len(numbers)):
-        rows = _rows(numbers[start:stop].float())
-        scale = rows.abs().amax(1) / LARGEST[bits]
-        scales[start // BLOCK : start // BLOCK + len(rows)] = scale
-        # Where all are 0 the scale is too, and so is every integer.
-        integers = (rows / scale.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round_()
-        integers = integers.clamp_(-LARGEST[bits], LARGEST[bits]).view(-1)[: stop - start]
-        if bits == 8:
-            values[start:stop].copy_(integers.to(torch.int8).view(torch.uint8))
-        else:
-            _put_nibbles(integers, values[start // 2 : (stop + 1) // 2])
+        _pack_chunk(numbers[start:stop], bits, into, start, len(numbers))
 
 
-def unpack(packed: Tensor, bits: int, into: Tensor, *, add: bool = False) -> None:
-    """The numbers of a packed piece, in the dtype of flat `into` [n]; added to it with `add`."""
-    scales, values = _parts(packed, len(into))
+def unpack(packed: Tensor, bits: int, into: Tensor) -> None:
+    """The numbers of a packed piece, in the dtype of flat `into` [n]."""
     for start, stop in _chunks(len(into)):
-        if bits == 8:
-            integers = values[start:stop].view(torch.int8).float()
+        into[start:stop].copy_(_unpacked_chunk(packed, bits, start, stop, len(into)))
+
+
+def add_up_packed(pieces: Sequence[Tensor], bits: int, target: Target) -> None:
+    """Put the sum of packed pieces into a flat tensor, or add it to what is there. The sum is in fp32, in the order of
+    the pieces, and rounded once."""
+    for start, stop, total in _sums(pieces, bits, len(target.tensor)):
+        part = target.tensor[start:stop]
+        if target.adds:
+            part.copy_(total.add_(part))
         else:
-            integers = _nibbles(values[start // 2 : (stop + 1) // 2])[: stop - start]
-        rows = _rows(integers)
-        rows.mul_(scales[start // BLOCK : start // BLOCK + len(rows)][:, None])
-        numbers = rows.view(-1)[: stop - start]
-        if add:
-            into[start:stop].add_(numbers)
-        else:
-            into[start:stop].copy_(numbers)
+            part.copy_(total)
+
+
+def repack(pieces: Sequence[Tensor], bits: int, elements: int, into: Tensor) -> None:
+    """Quantize the sum of packed pieces of so many elements, in fp32, into one packed piece."""
+    for start, _, total in _sums(pieces, bits, elements):
+        _pack_chunk(total, bits, into, start, elements)
+
+
+def _sums(pieces: Sequence[Tensor], bits: int, elements: int) -> Iterator[tuple[int, int, Tensor]]:
+    """(start, stop, sum) of each chunk."""
+    for start, stop in _chunks(elements):
+        total = _unpacked_chunk(pieces[0], bits, start, stop, elements)
+        for piece in pieces[1:]:
+            total.add_(_unpacked_chunk(piece, bits, start, stop, elements))
+        yield start, stop, total
+
+
+def _pack_chunk(numbers: Tensor, bits: int, into: Tensor, start: int, elements: int) -> None:
+    """Quantize numbers that begin at `start` of a piece."""
+    (scales, values), count = _parts(into, elements), len(numbers)
+    rows = _rows(count, into.device)
+    rows.view(-1)[:count].copy_(numbers)
+    scale = torch.linalg.vector_norm(rows, torch.inf, 1) / LARGEST[bits]
+    scales[start // BLOCK : start // BLOCK + len(rows)] = scale
+    # Where all are 0 the scale is too, and so is every integer.
+    rows.div_(scale.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round_().clamp_(-LARGEST[bits], LARGEST[bits])
+    if bits == 8:
+        values[start : start + count].copy_(rows.view(-1)[:count].to(torch.int8).view(torch.uint8))
+    else:  # two to a byte, the first one in the lower half
+        positive = rows.add_(ZERO).view(-1)[: count + count % 2].to(torch.uint8)
+        values[start // 2 :][: len(positive) // 2] = positive[::2] | (positive[1::2] << 4)
+
+
+def _unpacked_chunk(packed: Tensor, bits: int, start: int, stop: int, elements: int) -> Tensor:
+    """Elements [start, stop) of a piece in fp32."""
+    (scales, values), count = _parts(packed, elements), stop - start
+    rows = _rows(count, packed.device)
+    if bits == 8:
+        rows.view(-1)[:count].copy_(values[start:stop].view(torch.int8))
+    else:
+        pairs = rows.view(-1, 2)[: (count + 1) // 2]
+        both = values[start // 2 :][: len(pairs)]
+        pairs[:, 0].copy_(both & 15)
+        pairs[:, 1].copy_(both >> 4)
+        rows.sub_(ZERO)
+    rows.mul_(scales[start // BLOCK : start // BLOCK + len(rows)][:, None])
+    return rows.view(-1)[:count]
 
 
 def _parts(packed: Tensor, elements: int) -> tuple[Tensor, Tensor]:
@@ -63,21 +101,6 @@ def _chunks(elements: int) -> Iterator[tuple[int, int]]:
     return ((start, min(start + CHUNK, elements)) for start in range(0, elements, CHUNK))
 
 
-def _rows(numbers: Tensor) -> Tensor:
-    """[blocks, BLOCK], the last one filled up with zeros."""
-    missing = -len(numbers) % BLOCK
-    return torch.nn.functional.pad(numbers, (0, missing)).view(-1, BLOCK)
-
-
-def _put_nibbles(integers: Tensor, into: Tensor) -> None:
-    """Integers from -7 to 7, two to a byte, the first one in the lower half."""
-    shifted = torch.nn.functional.pad(integers + 8, (0, len(integers) % 2)).to(torch.uint8)
-    into.copy_(shifted[::2] | (shifted[1::2] << 4))
-
-
-def _nibbles(values: Tensor) -> Tensor:
-    """The integers in fp32, two for each byte."""
-    return torch.stack((values & 15, values >> 4), 1).view(-1).float().sub_(8)
-
-
-__all__ = ["pack", "packed_bytes", "unpack"]
+def _rows(elements: int, device: torch.device) -> Tensor:
+    """Zeros in fp32, [blocks, BLOCK]."""
+    return torch.zeros(blocks(elements), BLOCK, device=device)

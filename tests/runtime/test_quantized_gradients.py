@@ -1,0 +1,113 @@
+"""Sums of gradients in 4 bits (qgz): each rank's part is rounded once a hop and added up in fp32, and no more."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from harness.checks import assert_ledger, assert_memory, assert_replicas_equal, judge
+from harness.contexts import context_cases
+from harness.experts import expert_cases
+from harness.jobs import RankOutcome, Training
+from harness.pipelines import pipeline_cases
+from harness.pool import run_ranks
+from harness.quantized_jobs import Summed, numbers
+from harness.space import MODELS, Point, all_cases, point
+from harness.today import some_of
+from shardwise.layout import Layout, Workload, unit_plan
+from shardwise.layout.units import GRADIENT_BITS
+from shardwise.layout.wire import BLOCK, packed_bytes
+
+POINTS = [
+    point
+    for points in (all_cases(), pipeline_cases(), context_cases(), expert_cases())
+    for point in [p for p in points if p.layout.stage and p.layout.precision != "fp64"][::6]
+]
+LAYOUTS = [
+    "dp=2,zero=1",
+    "dp=3,zero=2",
+    "dp=4,zero=3,hpz=2",
+    "dp=6,zero=3,hpz=2",
+    "dp=6,zero=3,hpz=3",
+    "dp=8,zero=3,hpz=4",
+]
+
+
+def rounded(values: np.ndarray) -> np.ndarray:
+    """Each block of 256 in integers from -7 to 7 times a scale, with fp32 arithmetic."""
+    found = np.empty_like(values)
+    for a in range(0, len(values), BLOCK):
+        block = values[a : a + BLOCK]
+        scale = np.float32(np.abs(block).max()) / np.float32(7)
+        found[a : a + BLOCK] = np.rint(block / scale if scale else block) * scale
+    return found
+
+
+def summed(parts: list[np.ndarray]) -> np.ndarray:
+    total = rounded(parts[0])
+    for part in parts[1:]:
+        total = total + rounded(part)
+    return total
+
+
+@pytest.mark.parametrize("text", LAYOUTS)
+def test_trap_27_the_sum_has_the_bits_of_its_hops(text: str) -> None:
+    layout = Layout.parse(f"{text},qgz,precision=fp32")
+    asked = Summed(MODELS["llama"].replace(hidden=50), layout, "blocks.0", seed=len(text), adds="hpz" in text)
+    unit = unit_plan(asked.model, layout, Workload(8, layout.dp)).by_name["blocks.0"]
+    given = [numbers(asked, rank, unit.padded).numpy().reshape(layout.dp, -1) for rank in range(layout.dp)]
+    near = layout.hpz or layout.dp
+    for rank, (found, ledger) in enumerate(run_ranks("harness.quantized_jobs:packed_sum", layout.dp, asked)):
+        groups = [[given[f * near + k][rank] for k in range(near)] for f in range(layout.dp // near)]
+        sums = [summed(group) for group in groups]
+        expected = sums[0] if len(sums) == 1 else summed(sums)
+        assert np.array_equal(found.numpy(), expected + np.float32(7) if asked.adds else expected)
+        packed = packed_bytes(unit.shard_numel, GRADIENT_BITS)
+        axes = ["dp"] if len(sums) == 1 else ["hpz", "hpz-across"]
+        sent = [layout.dp * packed, layout.dp // near * packed][: len(axes)]
+        rows = [(row.op, row.axes, row.dtype, row.elements) for row in ledger]
+        assert rows == [("all_to_all", *row) for row in zip(axes, ("uint8",) * len(axes), sent, strict=True)]
+
+
+def train(point: Point, layout: Layout) -> list[RankOutcome]:
+    asked = Training(point.case, layout, judge(point.case), transport=dict(point.choices).get("transport", "shared"))
+    return run_ranks("harness.jobs:train", layout.ranks, asked)
+
+
+@pytest.mark.parametrize("point", some_of(POINTS, 6, "quantized gradients"), ids=lambda p: p.id)
+def test_ledger_and_bytes_are_exact(point: Point) -> None:
+    layout = replace(point.layout, qgz=True)
+    ranks = train(point, layout)
+    assert_replicas_equal(ranks)
+    assert_ledger(point.case, layout, ranks)
+    assert_memory(point.case, layout, ranks)
+
+
+def test_errors_of_hops_grow_as_they_are_said_to() -> None:
+    """Relative errors of normal numbers over 8 ranks: one hop, two hops, and a ring that rounds at every hop."""
+    draw = np.random.default_rng(5)
+    parts = [draw.standard_normal(64 * BLOCK).astype(np.float32) for _ in range(8)]
+    true = np.sum(np.array(parts, dtype=np.float64), 0)
+
+    def error(found: np.ndarray) -> float:
+        return float(np.linalg.norm(found - true) / np.linalg.norm(true))
+
+    ring = parts[0]
+    for part in parts[1:]:
+        ring = rounded(ring) + part
+    one, two = error(summed(parts)), error(summed([summed(parts[:4]), summed(parts[4:])]))
+    assert one < two < error(rounded(ring))
+    assert (one, two) == pytest.approx((0.126, 0.178), rel=0.1)
+
+
+def test_a_model_learns_as_without() -> None:
+    case = point(model="llama", dp=4, zero=3, precision="fp32").case
+    case = replace(case, steps=5)
+    plain = Layout(dp=4, zero=3, precision="fp32")
+    outcomes = [
+        run_ranks("harness.jobs:train", 4, Training(case, layout, judge(case), memory=False))[0].losses
+        for layout in (plain, replace(plain, qgz=True, qwz=True, hpz=2))
+    ]
+    assert outcomes[1] != outcomes[0] and outcomes[1] == pytest.approx(outcomes[0], rel=0.02)
