@@ -66,6 +66,7 @@ def test_stage_3_with_offload(reading):
         ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}, 64, "dp=64,zero=3,hpz=8,micro=2"),
         ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 64}}, 64, "dp=64,zero=3,micro=2"),
         ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, 64, "dp=64,zero=3,qwz,micro=2"),
+        ({"zero_optimization": {"stage": 2, "zero_quantized_gradients": True}}, 64, "dp=64,zero=2,qgz,micro=2"),
         ({"zero_optimization": {"stage": 3, "mics_shard_size": 8}}, 64, "dp=64,zero=3,shard=8,micro=2"),
         (
             {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},

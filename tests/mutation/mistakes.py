@@ -24,6 +24,7 @@ TESTS = (
     "tests/runtime/test_expert_traps.py",
     "tests/runtime/test_second_copies.py",
     "tests/runtime/test_quantized_gathers.py",
+    "tests/runtime/test_quantized_gradients.py",
     "tests/serving/test_generation_engine.py",
 )
 
@@ -392,6 +393,15 @@ MISTAKES = (
             "at = index(unit.again) * unit.copy_numel", "at = 0", "trap_26"),
     Mistake(26, "the second copy is never made", FLAT,
             "self.copy.copy_(self._copied)", "pass", "trap_26"),
+    Mistake(27, "the second hop adds the first hop's pieces again", "runtime/zero/packed_sum.py",
+            "pieces = self._summands(hop, len(pieces))", "pieces = pieces[:1]", "trap_27"),
+    Mistake(27, "the first hop sends the pieces in the order of ranks", "runtime/zero/packed_sum.py",
+            "full.view(far, -1, unit.shard_numel).transpose(0, 1).flatten(0, 1)", "full.view(-1, unit.shard_numel)",
+            "trap_27"),
+    Mistake(27, "earlier micro-batches are forgotten", "runtime/zero/quantized.py",
+            "part.copy_(total.add_(part))", "part.copy_(total)", "trap_27"),
+    Mistake(27, "halves of a byte are taken in the other order", "runtime/zero/quantized.py",
+            "positive[::2] | (positive[1::2] << 4)", "positive[1::2] | (positive[::2] << 4)", "trap_27"),
     Mistake(26, "packed weights of an earlier step are gathered", ENGINE,
             "        self._packed.clear()\n        self._index = -1\n", "        self._index = -1\n", "trap_26"),
     Mistake(26, "the last block of packed weights takes the scale before it", "runtime/zero/quantized.py",

@@ -50,6 +50,8 @@ def _data(layout: Layout, cluster: Cluster | None, serves: bool) -> str:
         line += f"; backward gathers from a second copy over {layout.hpz} ranks"
     if layout.qwz:
         line += "; weights are gathered in 8 bits"
+    if layout.qgz:
+        line += "; gradients are summed in 4 bits"
     return line
 
 

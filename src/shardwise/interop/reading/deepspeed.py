@@ -94,10 +94,9 @@ def _zero(zero: ConfigFields) -> dict[str, Any]:
         words["hpz"] = secondary
     if zero.flag("zero_quantized_weights") and stage == 3:
         words["qwz"] = True
-    for key, what in (
-        ("zero_quantized_nontrainable_weights", "frozen weights are kept in 8 bits"),
-        ("zero_quantized_gradients", "gradients are reduced in 4 bits, by all-to-alls (qgZ)"),
-    ):
+    if zero.flag("zero_quantized_gradients") and stage:
+        words["qgz"] = True
+    for key, what in (("zero_quantized_nontrainable_weights", "frozen weights are kept in 8 bits"),):
         if zero.flag(key):
             zero.fact(what)
     _stage_3(zero, stage)
