@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from harness.today import of_some
+
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("docs/performance.md", "docs/collectives.md", "docs/pipelines.md")
 
@@ -37,6 +39,11 @@ def tiny(tmp_path: Path, name: str, *arguments: str) -> dict:
     return json.loads((tmp_path / "out.json").read_text())
 
 
+EXPERTS = ("training", "a step")
+"""Both start processes that import torch."""
+
+
+@of_some("training", EXPERTS, 1)
 def test_experts_train_beside_a_dense_model(tmp_path: Path) -> None:
     found = tiny(tmp_path, "experts_train", "--steps", "2", "--seeds", "1", "--data", "README.md")
     assert {(run["model"], run["seed"]) for run in found["runs"]} == {("experts", 0), ("dense", 0)}
@@ -46,6 +53,7 @@ def test_experts_train_beside_a_dense_model(tmp_path: Path) -> None:
     assert active["experts"] - active["dense"] == 8 * 16 and found["parameters"]["experts"] > active["experts"]
 
 
+@of_some("a step", EXPERTS, 1)
 def test_experts_step_beside_transformers(tmp_path: Path) -> None:
     found = tiny(tmp_path, "experts_step", "--tokens", "64", "--rounds", "2")
     (result,) = found["results"]

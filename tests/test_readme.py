@@ -69,6 +69,9 @@ def test_the_commands_run_in_the_order_given(tmp_path):
     for command in commands:
         if "--seconds" in command:  # of measuring
             command[command.index("--seconds") + 1] = "2"
+        if "--steps" in command:
+            at = command.index("--steps") + 1
+            command[at] = str(int(command[at]) * 2 // 5)
     said = [run(*command, cwd=tmp_path) for command in commands]
     assert any("14.0 GB" in out for out in said), "the ZeRO table of 7B"
     (compared,) = [line for block in blocks("text") for line in block.splitlines() if "bytes by class" in line]
