@@ -228,3 +228,20 @@ def test_norms_that_are_not_fused_cost_a_pass_for_each_operation():
         float(training_step(GPT, split, software, pricing).seconds) for software in (own, replace(own, fused_norm=True))
     ]
     assert gpt[0] == gpt[1]
+
+
+def test_what_goes_packed_saves_time_over_a_slow_network_alone() -> None:
+    """100 Mb/s between two nodes of two: all of ZeRO++ sends less than half, and what it computes takes no part of
+    that. Over NVLink packing costs more than it saves."""
+    slow = replace(Cluster.parse("2x2xH100"), inter=Link(20e-6, 12.5e6))
+    workload, plain = Workload(1024, 8), Layout(dp=4, zero=3)
+
+    def data(layout: Layout, cluster: Cluster) -> float:
+        return step_seconds(get("tiny-llama"), layout, workload, cluster).parts["data"]
+
+    ways = [plain, replace(plain, qwz=True), replace(plain, hpz=2), replace(plain, hpz=2, qwz=True)]
+    ways += [replace(ways[-1], qgz=True)]
+    assert [data(layout, slow) for layout in ways] == sorted([data(layout, slow) for layout in ways], reverse=True)
+    assert data(ways[-1], slow) < data(plain, slow) / 3
+    near = Cluster.parse("4xH100")
+    assert data(replace(plain, qgz=True), near) > data(plain, near)

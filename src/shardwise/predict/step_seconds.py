@@ -10,7 +10,7 @@ from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.model import ModelConfig
 
-UNPRICED = ("etp", "qwz", "qgz", "stages", "offload", "compile", "order")
+UNPRICED = ("etp", "stages", "offload", "compile", "order")
 """Keys of a layout of which `predict.time` knows nothing."""
 
 

@@ -20,8 +20,9 @@ have one for a rank's own span alone; nor breadth-first, which takes as long as 
 @dataclass(frozen=True)
 class StepShape:
     """Numbers of a layout and a workload that a step's time depends on. seq: tokens of a sequence; micro_batches: of
-    each data-parallel rank; shard: ranks that ZeRO shards over; hpz: ranks over which a second copy is cut, or 0;
-    schedule: the pipeline's, one of `SCHEDULES`; dtype: of the matrix products."""
+    each data-parallel rank; shard: ranks that ZeRO shards over; hpz: ranks over which a second copy is cut, or 0; qwz,
+    qgz: weights and gradients go packed, in all splits of a call; schedule: the pipeline's, one of `SCHEDULES`; dtype:
+    of the matrix products."""
 
     seq: int
     micro: Num = 1
@@ -35,6 +36,8 @@ class StepShape:
     shard: Num = 1
     zero: Num = 0
     hpz: Num = 0
+    qwz: bool = False
+    qgz: bool = False
     sp: Any = False
     tpkind: str = "megatron"
     cpkind: str = "ring"
@@ -84,6 +87,8 @@ class StepShape:
             shard=layout.shard_ranks,
             zero=layout.stage,
             hpz=layout.hpz,
+            qwz=layout.qwz,
+            qgz=layout.qgz,
             sp=layout.sp,
             tpkind=layout.tpkind,
             cpkind=layout.cpkind,

@@ -7,6 +7,8 @@ from functools import lru_cache
 
 import numpy as np
 
+from shardwise.layout.units import GRADIENT_BITS, WEIGHT_BITS
+from shardwise.layout.wire import BLOCK, SCALE
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import count_parts
 from shardwise.predict.time.block import padded_vocab
@@ -47,15 +49,15 @@ def traffic(model: ModelConfig, split: StepShape, engine: EngineProfile, pricing
     grad_bytes = max(engine.grad_bytes, split.width)
     whole, partly = np.where(zero == 0, data, 1), np.where((zero == 1) | (zero == 2), split.shard, 1)
     reduce = price("all_reduce", dense * grad_bytes, whole, split.tp)
-    reduce = reduce + price("reduce_scatter", dense * grad_bytes, partly, split.tp)
+    reduce = reduce + _reduced(dense, grad_bytes, partly, split, pricing)
     gather = price("all_gather_into", dense * split.width, partly, split.tp)
     owners = np.where(zero == 0, data, split.shard)
     shards = dense * grad_bytes / owners
     replicas = price("all_reduce", shards, np.where(zero == 0, 1, data // owners), split.tp * owners)
     split_up = np.where(zero == 3, split.shard, 1)
     unit = _parameters(model)[0] / model.layers / split.tp
-    unit_gather = price("all_gather_into", unit * split.width, split_up, split.tp)
-    unit_reduce = price("reduce_scatter", unit * grad_bytes, split_up, split.tp)
+    unit_gather = _gathered(unit, split_up, split.tp, split, pricing)
+    unit_reduce = _reduced(unit, grad_bytes, split_up, split, pricing)
     copied = np.where(np.asarray(split.hpz) > 0, split.hpz, split_up)
     unit_again = price("all_gather_into", unit * split.width, copied, split.tp)
     if model.experts:
@@ -71,8 +73,8 @@ def traffic(model: ModelConfig, split: StepShape, engine: EngineProfile, pricing
         unit_gather,
         unit_reduce,
         unit_again,
-        price("all_gather_into", table * split.width, split_up, split.tp),
-        price("reduce_scatter", table * grad_bytes, split_up, split.tp),
+        _gathered(table, split_up, split.tp, split, pricing),
+        _reduced(table, grad_bytes, split_up, split, pricing),
         price("all_gather_into", table * split.width, copied, split.tp),
         _tied(model, split, engine, pricing),
         _hop(model, split, engine, pricing),
@@ -88,7 +90,7 @@ def _expert_traffic(
     spread, owners, apart = split.expert_data, split.expert_shard, split.expert_apart
     whole, partly = np.where(zero == 0, spread, 1), np.where((zero == 1) | (zero == 2), owners, 1)
     reduce = price("all_reduce", routed * grad_bytes, whole, apart)
-    reduce = reduce + price("reduce_scatter", routed * grad_bytes, partly, apart)
+    reduce = reduce + _summed(routed, grad_bytes, partly, apart, split, pricing)
     gather = price("all_gather_into", routed * split.width, partly, apart)
     groups = np.where(zero == 0, 1, np.maximum(spread // owners, 1))
     replicas = price("all_reduce", routed * grad_bytes / owners, groups, apart * owners)
@@ -97,9 +99,43 @@ def _expert_traffic(
         reduce,
         gather,
         replicas,
-        price("all_gather_into", unit * split.width, split_up, apart),
-        price("reduce_scatter", unit * grad_bytes, split_up, apart),
+        _gathered(unit, split_up, apart, split, pricing),
+        _summed(unit, grad_bytes, split_up, apart, split, pricing),
     )
+
+
+PACKED = {bits: bits / 8 + SCALE / BLOCK for bits in (WEIGHT_BITS, GRADIENT_BITS)}
+"""Bits -> bytes of an element on the wire, its part of a scale included."""
+UNPACKING, PACKING, ADDING = 23, 54, 37
+"""Bytes that move to and from memory for each weight that is unpacked, each gradient that is packed, and each that is
+unpacked and added (runtime/zero/quantized.py, operation by operation)."""
+
+
+def _gathered(elements: Num, ranks: Num, apart: Num, split: StepShape, pricing: Pricing) -> Num:
+    """A gather of weights over all shards, under qwz packed, and unpacked again."""
+    if not split.qwz:
+        return pricing.collectives.seconds("all_gather_into", elements * split.width, ranks, apart)
+    sent = pricing.collectives.seconds("all_gather_into", elements * PACKED[WEIGHT_BITS], ranks, apart)
+    return sent + np.where(ranks > 1, pricing.kernels.pass_over(elements * UNPACKING, dtype="float32"), 0.0)
+
+
+def _reduced(elements: Num, grad_bytes: float, ranks: Num, split: StepShape, pricing: Pricing) -> Num:
+    """The sum of gradients over a shard group; packed ones take two hops where few ranks are near each other."""
+    if not split.qgz or not np.any(np.asarray(split.hpz) > 0):
+        return _summed(elements, grad_bytes, ranks, split.tp, split, pricing)
+    near = np.where((np.asarray(split.hpz) > 0) & (ranks > 1), split.hpz, 1)
+    first = _summed(elements, grad_bytes, near, split.tp, split, pricing)
+    return first + _summed(elements / near, grad_bytes, ranks // near, split.tp * near, split, pricing)
+
+
+def _summed(elements: Num, grad_bytes: float, ranks: Num, apart: Num, split: StepShape, pricing: Pricing) -> Num:
+    """One hop of it."""
+    price = pricing.collectives.seconds
+    if not split.qgz:
+        return price("reduce_scatter", elements * grad_bytes, ranks, apart)
+    sent = price("all_to_all", elements * PACKED[GRADIENT_BITS], ranks, apart)
+    passes = pricing.kernels.pass_over(elements * (PACKING + ADDING), dtype="float32")
+    return sent + np.where(ranks > 1, passes, 0.0)
 
 
 def _tied(model: ModelConfig, split: StepShape, engine: EngineProfile, pricing: Pricing) -> Num:
