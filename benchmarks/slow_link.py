@@ -1,0 +1,179 @@
+"""Training steps over a slow link between two nodes: ZeRO-3 beside each part of ZeRO++, and all of it.
+
+    python benchmarks/slow_link.py [--mbit 100] [--rounds 5] [--json FILE]
+
+Two network namespaces stand for two nodes, joined by a veth pair whose ends let `--mbit` megabits a second through (`tc
+... tbf`); it needs root and the `ip` and `tc` of iproute2, and takes down what it has set up. Two ranks are in each
+namespace: they talk to each other over its own loopback, and to the others over the link, all by gloo. The layouts take
+turns in one set of processes, every second round in the opposite order, after one step each that does not count.
+
+Printed for each layout: seconds of a step (median, from the first rank's start to the last rank's end), tokens/s, and
+the speed beside ZeRO-3; the bytes that left both namespaces in a step, as the interfaces counted them; and the loss of
+the last step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import peers
+import torch
+import torch.distributed as dist
+import train_step
+from peers import tokens
+
+from shardwise.decoder.initial import initial_values
+from shardwise.layout import Layout, Mesh, Workload, unit_plan
+from shardwise.layout.axes import DP
+from shardwise.model import ModelConfig
+from shardwise.runtime.job.config import OptimizerConfig
+from shardwise.runtime.job.setup import local_view, make_comms
+from shardwise.runtime.pipeline.step import TrainProgram
+
+MODEL = ModelConfig("slow-link", vocab=2048, hidden=384, layers=6, heads=6, kv_heads=6, ffn=1024, max_positions=256)
+WORKLOAD = Workload(seq=64, batch=4)
+PER_NODE, NODES = 2, 2
+ZERO_3 = "dp=4,zero=3"
+LAYOUTS = (ZERO_3, f"{ZERO_3},qwz", f"{ZERO_3},hpz=2", f"{ZERO_3},hpz=2,qwz", f"{ZERO_3},hpz=2,qwz,qgz")
+ADDRESS, PORT, INTERFACE = "10.77.0.{}", 29611, "link{}"
+
+
+@contextmanager
+def two_nodes(mbit: float) -> Iterator[list[str]]:
+    """The names of two namespaces with a link between them."""
+    names = [f"shardwise-{os.getpid()}-{node}" for node in range(NODES)]
+
+    def run(*words: str) -> None:
+        subprocess.run(words, check=True)
+
+    try:
+        for name in names:
+            run("ip", "netns", "add", name)
+        ends = [INTERFACE.format(node) for node in range(NODES)]
+        run("ip", "link", "add", ends[0], "netns", names[0], "type", "veth", "peer", ends[1], "netns", names[1])
+        for node, (name, end) in enumerate(zip(names, ends, strict=True)):
+            inside = ("ip", "netns", "exec", name)
+            run(*inside, "ip", "addr", "add", f"{ADDRESS.format(node + 1)}/24", "dev", end)
+            run(*inside, "ip", "link", "set", "lo", "up")
+            run(*inside, "ip", "link", "set", end, "up")
+            rate = ("rate", f"{mbit:g}mbit", "burst", "256kb", "latency", "400ms")
+            run(*inside, "tc", "qdisc", "add", "dev", end, "root", "tbf", *rate)
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(("ip", "netns", "del", name), check=False, stderr=subprocess.DEVNULL)
+
+
+def sent(node: int) -> int:
+    """Bytes that have left a namespace over its link."""
+    return int(Path(f"/sys/class/net/{INTERFACE.format(node)}/statistics/tx_bytes").read_text())
+
+
+class Contender:
+    """One layout's program, and a step of it."""
+
+    def __init__(self, text: str, rank: int) -> None:
+        layout = Layout.parse(text)
+        comms = make_comms(layout, MODEL, rank, timeout=300, transport="gloo")
+        self.plan = unit_plan(MODEL, layout, WORKLOAD, rank=rank, backend=comms.backend)
+        config = OptimizerConfig(lr=peers.LR)
+        self.program = TrainProgram(self.plan, comms, config, lambda p, i: initial_values(p, i, 1), torch.device("cpu"))
+        self.share = Mesh.of(layout, MODEL).index(DP, rank)
+
+    def step(self, index: int) -> float:
+        setting = peers.Setting(MODEL, WORKLOAD.seq, WORKLOAD.batch, "bf16", dist.get_world_size())
+        ids, targets = tokens(setting, index, slice(self.share, self.share + 1))
+        return self.program.step([local_view(peers.plain_batch(ids), targets, self.plan)], peers.LR)[0]
+
+
+def rank_main(job: dict[str, Any]) -> None:
+    """What one rank measures; the first one of each node counts the bytes of its link, and rank 0 writes all."""
+    rank, node = job["rank"], job["rank"] // PER_NODE
+    os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE.format(node)
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://{ADDRESS.format(1)}:{PORT}", rank=rank, world_size=NODES * PER_NODE,
+        timeout=timedelta(seconds=300),
+    )  # fmt: skip
+    contenders = {text: Contender(text, rank) for text in LAYOUTS}
+    found: dict[str, dict[str, Any]] = {text: {"seconds": [], "bytes": []} for text in LAYOUTS}
+    for index in range(1 + job["rounds"]):
+        for text in LAYOUTS if index % 2 else reversed(LAYOUTS):
+            dist.barrier()
+            before, started = sent(node), time.perf_counter()
+            found[text]["loss"] = contenders[text].step(index)
+            ended = time.perf_counter()
+            dist.barrier()
+            reports = train_step.everywhere((started, ended, sent(node) - before))
+            if index:
+                found[text]["seconds"].append(max(end for _, end, _ in reports) - min(start for start, *_ in reports))
+                found[text]["bytes"].append(sum(count for *_, count in reports[::PER_NODE]))
+    if rank == 0:
+        Path(job["out"]).write_text(json.dumps(found))
+    dist.barrier()
+    os._exit(0)
+
+
+def measure(mbit: float, rounds: int) -> dict[str, dict[str, Any]]:
+    with two_nodes(mbit) as names, tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "out.json")
+        ranks = []
+        for rank in range(NODES * PER_NODE):
+            job = json.dumps({"rank": rank, "rounds": rounds, "out": str(out)})
+            command = ["ip", "netns", "exec", names[rank // PER_NODE], sys.executable, __file__, "--job", job]
+            ranks.append(subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}))
+        try:
+            codes = [rank.wait(timeout=1800) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+        if any(codes):
+            sys.exit(f"ranks ended with {codes}")
+        found: dict[str, dict[str, Any]] = json.loads(out.read_text())
+        return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mbit", type=float, default=100.0, help="of the link, each way (100)")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="write seconds, rows, machine and date here")
+    parser.add_argument("--job", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.job:
+        rank_main(json.loads(args.job))
+    if os.geteuid() != 0:
+        sys.exit("network namespaces need root")
+    found = measure(args.mbit, args.rounds)
+    plain = statistics.median(found[ZERO_3]["seconds"])
+    per_step = WORKLOAD.batch * WORKLOAD.seq
+    print(
+        f"{args.mbit:g} Mb/s between two nodes of two ranks, {per_step} tokens a step, bf16, medians of {args.rounds}"
+    )
+    for text, row in found.items():
+        row["step_s"] = statistics.median(row["seconds"])
+        ratios = [a / b for a, b in zip(found[ZERO_3]["seconds"], row["seconds"], strict=True)]
+        row["speed"] = [plain / row["step_s"], min(ratios), max(ratios)]
+        print(
+            f"  {text:28} {row['step_s']:6.2f} s  {per_step / row['step_s']:6.0f} tokens/s  "
+            f"{row['speed'][0]:.2f}x ({min(ratios):.2f} to {max(ratios):.2f})  "
+            f"{statistics.median(row['bytes']) / 1e6:6.1f} MB over the link  loss {row['loss']:.4f}"
+        )
+    if args.json:
+        train_step.write_json(args.json, train_step.header("slow_link", MODEL) | {"mbit": args.mbit, "results": found})
+
+
+if __name__ == "__main__":
+    main()
