@@ -19,6 +19,8 @@ from harness.today import some_of
 from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.layout.units import GRADIENT_BITS
 from shardwise.layout.wire import BLOCK, packed_bytes
+from shardwise.model.catalog import get
+from shardwise.predict.traffic.ledger import predict_ledger
 
 POINTS = [
     point
@@ -111,3 +113,23 @@ def test_a_model_learns_as_without() -> None:
         for layout in (plain, replace(plain, qgz=True, qwz=True, hpz=2))
     ]
     assert outcomes[1] != outcomes[0] and outcomes[1] == pytest.approx(outcomes[0], rel=0.02)
+
+
+def test_all_of_it_sends_a_quarter_between_nodes() -> None:
+    """Bytes into a node of 8, by the ledger: what is gathered over all comes there once, and each of its ranks has its
+    part of what goes across."""
+    model, workload = get("llama-3-8b"), Workload(4096, 64)
+    plain = Layout(dp=64, zero=3)
+
+    def between(layout: Layout) -> int:
+        times, names = {"dp": 1, "hpz-across": 8}, {unit.name for unit in unit_plan(model, layout, workload).units}
+        rows = predict_ledger(unit_plan(model, layout, workload, backend="nccl"))
+        return sum(row.payload_bytes * times.get(row.axes, 0) for row in rows if row.unit in names)
+
+    packed = replace(plain, hpz=8, qwz=True, qgz=True)
+    units = unit_plan(model, packed, workload).units
+    gathers = sum(64 * packed_bytes(unit.shard_numel, 8) for unit in units)
+    sums = sum(8 * 8 * packed_bytes(unit.shard_numel, 4) for unit in units)
+    assert between(packed) == gathers + sums
+    assert between(packed) / between(plain) == pytest.approx(0.27, abs=0.005)  # embedding and head: one gather
+    assert between(replace(plain, hpz=8)) / between(plain) == pytest.approx(0.7, abs=0.01)
