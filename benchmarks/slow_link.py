@@ -43,7 +43,7 @@ from shardwise.runtime.job.setup import local_view, make_comms
 from shardwise.runtime.pipeline.step import TrainProgram
 
 MODEL = ModelConfig("slow-link", vocab=2048, hidden=384, layers=6, heads=6, kv_heads=6, ffn=1024, max_positions=256)
-WORKLOAD = Workload(seq=64, batch=4)
+WORKLOAD = Workload(seq=16, batch=4)
 PER_NODE, NODES = 2, 2
 ZERO_3 = "dp=4,zero=3"
 LAYOUTS = (ZERO_3, f"{ZERO_3},qwz", f"{ZERO_3},hpz=2", f"{ZERO_3},hpz=2,qwz", f"{ZERO_3},hpz=2,qwz,qgz")
