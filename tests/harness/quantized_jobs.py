@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.jobs import RankOutcome, Training, train
+from harness.jobs import RankOutcome, Training, build, micro_batches, train
 from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.layout.units import WEIGHT_BITS, Gather
 from shardwise.layout.wire import packed_bytes
@@ -75,3 +75,16 @@ def packed_sum(rank: int, asked: Summed) -> tuple[Tensor, tuple[LedgerRow, ...]]
     dist.barrier()
     comms.close()
     return into, comms.ledger()
+
+
+def evaluated(rank: int, asked: Training) -> list[float]:
+    """Losses of a micro-batch after each step."""
+    case, losses = asked.case, []
+    program = build(case, asked.layout, rank)
+    for step in range(case.steps):
+        batches = micro_batches(case, asked.layout, rank, step)
+        program.step(batches, case.optimizer.lr)
+        losses.append(program.evaluate(*batches[0])[0])
+    dist.barrier()
+    program.comms.close()
+    return losses

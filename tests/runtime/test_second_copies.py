@@ -9,7 +9,8 @@ import pytest
 from harness.checks import judge
 from harness.jobs import RankOutcome, Training
 from harness.pool import run_ranks
-from harness.space import point
+from harness.reference import Case
+from harness.space import MODELS, point
 from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.layout.axes import HPZ, SHARD
 from shardwise.model.catalog import get
@@ -29,6 +30,21 @@ def test_trap_26_a_second_copy_changes_no_bit(precision: str) -> None:
     plain = replace(PLAIN, precision=precision)
     for one, other in zip(train(plain), train(replace(plain, hpz=2)), strict=True):
         assert (one.losses, one.norms, one.pieces) == (other.losses, other.norms, other.pieces)
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_trap_26_an_evaluation_has_the_weights_of_today(pp: int) -> None:
+    """After every step, on packed weights as on second copies; a pipeline gathers for it as it does for a step."""
+    model = MODELS["llama"].replace(layers=2)
+    case = Case(model, Workload(12, 8), "fp32")
+    plain = Layout(dp=4, pp=pp, zero=3, precision="fp32")
+    ways = [plain, replace(plain, hpz=2), replace(plain, qwz=True), replace(plain, hpz=2, qwz=True)]
+    found = [
+        run_ranks("harness.quantized_jobs:evaluated", layout.ranks, Training(case, layout, judge(case)))[-1]
+        for layout in ways
+    ]
+    assert found[1] == found[0] and found[3] == found[2] == pytest.approx(found[0], rel=0.02)
+    assert len(set(found[0])) == case.steps
 
 
 NEAR = {"embedding": 3, "blocks.0": 4, "blocks.1": 7, "blocks.2": 7, "blocks.3": 3, "head": 3}

@@ -188,7 +188,6 @@ class Engine:
         """A training step starts: the optimizer has forgotten the gradients, and at stage 3 nothing is resident."""
         self._micro_batches = list(self.plan.gathering_uses()) if self._residency is None else []
         self._gathers_of_step = StepGathers(self.plan)
-        self._packed.clear()
         self._index = -1
 
     def begin_micro_batch(self) -> None:
@@ -203,7 +202,6 @@ class Engine:
         ]
         self._at = 0
         self._gathers.clear()
-        self._packed.clear()
 
     def begin_forward(self, phase: Phase) -> None:
         """A turn of generation: a forward pass which finds in the slots what the turn before has left there."""
@@ -408,8 +406,11 @@ class Engine:
             pending.wait()
 
     def all_gather_params(self) -> None:
-        """After the optimizer: stages 1 and 2 gather the new parameters, stage 3 forgets what is resident."""
+        """After the optimizer: stages 1 and 2 gather the new parameters, stage 3 forgets what is resident, packed and
+        copied."""
         self._gathers.clear()
+        self._packed.clear()
+        self._gathers_of_step = StepGathers(self.plan)
         if self.stage in (1, 2):
             with self.comms.in_phase("optimizer"):
                 pendings = [self._start(self.plan.gather(unit)) for unit in self.plan.units]
