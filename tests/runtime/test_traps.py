@@ -393,6 +393,7 @@ def test_trap_16_ranks_are_summed_in_fp32(transport: str) -> None:
         {"model": "gpt2", "dp": 2, "tp": 2, "zero": 3, "sp": True, "recompute": "input", "accumulate": 2},
         {"model": "llama", "dp": 3, "zero": 1, "accumulate": 2},
         {"model": "mqa", "dp": 4, "zero": 3, "shard": 2, "recompute": "full"},
+        {"model": "llama", "dp": 4, "zero": 3, "hpz": 2, "accumulate": 2},
         {"model": "neox", "dp": 2, "tp": 2, "accumulate": 2},
         {"model": "llama", "dp": 2, "zero": 0, "precision": "bf16", "accumulate": 2},
     ),

@@ -251,6 +251,8 @@ class Engine:
     def _start(self, gather: Gather) -> Work:
         flat = self.units[gather.unit]
         if flat.copy is not None and gather.axes == flat.unit.again:
+            # Another group's ranks may still read what they gathered from this memory before.
+            self.comms.wait_readers(flat.whole, flat.unit.shard)
             return self.comms.all_gather(flat.whole, flat.copy, gather.axes, gather.unit, later=True)
         out, piece = flat.whole, flat.interval
         if flat.packed is not None:
