@@ -25,7 +25,7 @@ from shardwise.predict.traffic.ledger import predict_ledger
 POINTS = [
     point
     for points in (all_cases(), pipeline_cases(), context_cases(), expert_cases())
-    for point in [p for p in points if p.layout.stage and p.layout.precision != "fp64"][::6]
+    for point in [p for p in points if p.layout.stage and p.layout.precision != "fp64" and p.layout.tp == 1][::6]
 ]
 LAYOUTS = [
     "dp=2,zero=1",
