@@ -157,8 +157,8 @@ def packs_beside_tp(layout: Layout) -> str:
     if layout.tp == 1 or not (layout.qwz or layout.qgz):
         return ""
     return (
-        f"{'qwz' if layout.qwz else 'qgz'} does not run beside tp={layout.tp} yet: a scale would be of what tp splits and "
-        "of what every tp rank has, so that copies of a parameter would drift apart; leave out one of them"
+        f"{'qwz' if layout.qwz else 'qgz'} does not run beside tp={layout.tp} yet: a scale would be of what tp splits "
+        "and of what every tp rank has, so that copies of a parameter would drift apart; leave out one of them"
     )
 
 
@@ -167,8 +167,8 @@ def check_runnable(layout: Layout, model: ModelConfig, workload: Workload, ranks
     check(layout, model, workload, ranks)
     if words := unsupported(layout):
         raise LayoutError(f"not runnable here yet: {', '.join(words)} (`shardwise estimate` prices what it can)")
-    if reason := packs_beside_tp(layout):
-        raise LayoutError(reason)
+    if packs := packs_beside_tp(layout):
+        raise LayoutError(packs)
     if layout.pp > 1 and layout.compile == "block" and pipeline.splits_backward(layout.schedule):
         raise LayoutError(
             f"schedule={layout.schedule} computes the weights' gradients apart, which compile=block cannot: choose "
