@@ -49,7 +49,7 @@ def transport_buffers(plan: UnitPlan) -> TransportBuffers:
     if not plan.trains:
         return TransportBuffers({}, {}, plan.layout.dtype, False, False)
     receives = stage > 0 and plan.backend == "gloo" and plan.schedules.of("reduce_scatter", SHARD) is None
-    # Packed gradients are sent in place of those that are staged.
+    # Peers do not read staged gradients in place: packed ones are sent.
     lasting = stage == 3 and plan.layout.pp == 1 and plan.backend == "shared" and not plan.layout.qgz
     if lasting:
         staged = {"tied": "tied"} if "tied" in plan.by_name else {}

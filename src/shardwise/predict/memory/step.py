@@ -72,7 +72,7 @@ def _weight_slots(plan: UnitPlan) -> int:
 
 
 def packed_pieces(plan: UnitPlan) -> int:
-    """Bytes of a rank's own packed weights, which stay while those that it gathers come and go."""
+    """Bytes of a rank's own packed weights, which stay while gathered ones come and go."""
     return sum(map(plan.packed, plan.units))
 
 
