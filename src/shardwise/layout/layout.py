@@ -23,12 +23,15 @@ CHOICES: dict[str, tuple[str, ...]] = {
     ),
     "recompute": ("none", "selective", "full", "input"),
     "attention": ("sdpa", "math"),
-    "offload": ("none", "cpu", "nvme"),
+    "offload_params": ("none", "cpu", "nvme"),
+    "offload_activations": ("none", "cpu"),
     "compile": ("off", "block"),
     "precision": ("bf16", "fp32", "fp64"),
     "grads": ("bf16", "fp32"),
 }  # fmt: skip
 
+OFFLOADS = ("none", "cpu", "nvme")
+"""Homes of optimizer state; the two beside none also with a fraction, such as `cpu:0.5`."""
 FLAGS = ("sp", "qwz", "qgz")
 """Keys that stand alone."""
 ORDER = "-".join(DENSE)
@@ -40,6 +43,8 @@ class Layout:
     """One way to split a model. Fields and defaults are the keys of the layout text; `shard=0` means dp x cp, `etp=0`
     tp where ep is 1, else 1. hpz: ranks over which a second copy of parameters is cut (ZeRO++). qwz: parameters
     are gathered in 8 bits; qgz: gradients are reduced in 4 bits.
+    offload, offload_params, offload_activations: where optimizer state, parameters and saved activations are kept
+    instead of on the device (`layout.homes`).
     algorithm: of all-reduce, all-gather and reduce-scatter (`layout.algorithms`). node: ranks of a node, for
     hierarchical ones.
 
@@ -69,6 +74,8 @@ class Layout:
     recompute: str = "none"
     attention: str = "sdpa"
     offload: str = "none"
+    offload_params: str = "none"
+    offload_activations: str = "none"
     compile: str = "off"
     precision: str = "bf16"
     grads: str = "bf16"
@@ -85,6 +92,7 @@ class Layout:
             if getattr(self, key) not in allowed:
                 raise LayoutError(f"layout: {key}={getattr(self, key)} is not one of {', '.join(allowed)}")
         self._check_order()
+        self._check_offload()
         self._check_shard()
         if self.algorithm != "auto" or self.node:
             check_algorithm(self.algorithm, self.node)
@@ -107,6 +115,32 @@ class Layout:
         if self.sp:
             raise LayoutError(
                 "layout: sp scatters the sums of row-parallel maps, and tpkind=gathered has none; leave out one of them"
+            )
+
+    def _check_offload(self) -> None:
+        home, colon, share = self.offload.partition(":")
+        if home not in OFFLOADS or (colon and home == "none"):
+            raise LayoutError(f"layout: offload={self.offload} is not one of {', '.join(OFFLOADS)}, cpu:0.5, nvme:0.5")
+        try:
+            fraction = float(share) if colon else 1.0
+        except ValueError:
+            fraction = 0.0
+        if not 0.0 < fraction <= 1.0:
+            raise LayoutError(
+                f"layout: offload={self.offload} needs a fraction of the optimizer state above 0 and up to 1, such as "
+                f"{home}:0.5"
+            )
+        object.__setattr__(self, "offload", home if fraction == 1.0 else f"{home}:{fraction:g}")
+        if self.offload_params == "none":
+            return
+        if self.zero < 3:
+            raise LayoutError(
+                f"layout: offload_params={self.offload_params} gathers parameters for each use and needs zero=3"
+            )
+        if self.offload_home == "none":
+            raise LayoutError(
+                f"layout: offload_params={self.offload_params} needs offload=cpu or offload=nvme: under zero=3 "
+                "parameters are the optimizer's own"
             )
 
     def _check_experts(self) -> None:
@@ -187,8 +221,20 @@ class Layout:
 
     @property
     def stage(self) -> int:
-        """The ZeRO stage in effect: a shard group of one rank shards nothing."""
-        return self.zero if self.shard_ranks > 1 else 0
+        """The ZeRO stage in effect: a shard group of one rank shards nothing, but what is offloaded still comes and
+        goes by the stage."""
+        return self.zero if self.shard_ranks > 1 or self.offload_home != "none" else 0
+
+    @property
+    def offload_home(self) -> str:
+        """Home of offloaded optimizer state: none, cpu or nvme."""
+        return self.offload.partition(":")[0]
+
+    @property
+    def offload_fraction(self) -> float:
+        """Fraction of the optimizer state that is there; 0 where none is."""
+        home, _, share = self.offload.partition(":")
+        return 0.0 if home == "none" else float(share or 1)
 
     @property
     def dtype(self) -> str:
@@ -252,7 +298,11 @@ def _value(text: str, key: str, value: str | None) -> Any:
             hint = f"did you mean {near[0]}? " if near else ""
             raise LayoutError(f"layout {text!r}: {key}={value} is unknown; {hint}choices: {', '.join(CHOICES[key])}")
         return value
-    if key in ("order", "algorithm"):
+    if key == "offload" and value.partition(":")[0] not in OFFLOADS:
+        near = difflib.get_close_matches(value, OFFLOADS, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise LayoutError(f"layout {text!r}: offload={value} is unknown; {hint}choices: {', '.join(OFFLOADS)}")
+    if key in ("order", "algorithm", "offload"):
         return value
     try:
         if key == "stages":
@@ -266,7 +316,8 @@ def _value(text: str, key: str, value: str | None) -> Any:
 
 
 def _example(key: str) -> str:
-    return CHOICES[key][0] if key in CHOICES else {"stages": "16/16", "order": ORDER, "algorithm": "ring"}.get(key, "2")
+    others = {"stages": "16/16", "order": ORDER, "algorithm": "ring", "offload": "cpu"}
+    return CHOICES[key][0] if key in CHOICES else others.get(key, "2")
 
 
 def _divisors(n: int) -> list[int]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Mesh, UnitPlan, Workload, unit_plan
-from shardwise.layout.layout import CHOICES
+from shardwise.layout.layout import CHOICES, OFFLOADS
 from shardwise.layout.units import usual_backend
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import count
@@ -34,6 +34,7 @@ from shardwise.studio.data.sizes import sized, sizes
 from shardwise.studio.query import Query
 
 CLUSTERS = ("8xH100", "2x8xH100", "8x8xH100", "8xA100", "8x8xA100", "8xB200", "1xH100")
+_CHOICES = CHOICES | {"offload": OFFLOADS}
 _WORDS = {"schedule": 2, "recompute": 0, "offload": 0, "precision": 0, "grads": 0, "attention": 0}
 """Word of the layout -> which of its choices is the default."""
 BATCH = 32
@@ -71,7 +72,7 @@ def data(params: Mapping[str, str]) -> View:
         query.state,
         {"model": names, "cluster": CLUSTERS, "schedule": CHOICES["schedule"], "seq": sorted({seq, *seqs(model)})}
         | sizes(model)
-        | {name: CHOICES[name] for name in ("recompute", "offload", "precision", "grads", "attention")},
+        | {name: _CHOICES[name] for name in ("recompute", "offload", "precision", "grads", "attention")},
         {
             "devices": _devices(report, cluster),
             "fits": _fits(model, layout, workload, cluster),
@@ -105,10 +106,10 @@ def _layout(query: Query, model: ModelConfig, devices: int) -> Layout:
     `UserError`, for what contradicts itself."""
     degrees = {name: query.whole(name, 1, 1, 4096) for name in ("tp", "pp", "cp")}
     degrees["dp"] = query.whole("dp", max(1, devices // prod(degrees.values())), 1, 1 << 16)
-    usual = {name: CHOICES[name][default] for name, default in _WORDS.items()}
+    usual = {name: _CHOICES[name][default] for name, default in _WORDS.items()}
     if model.attention_dropout:
         usual["attention"] = "math"
-    words = {name: query.word(name, default, CHOICES[name]) for name, default in usual.items()}
+    words = {name: query.word(name, default, _CHOICES[name]) for name, default in usual.items()}
     rest: dict[str, Any] = degrees | words
     return Layout(
         **rest,
@@ -177,7 +178,7 @@ class MemoryPoint(NamedTuple):
 def _moments(plan: UnitPlan) -> Table:
     rows = _through_pipeline(plan) if plan.layout.pp > 1 else _through_step(plan)
     lasting = {"parameters": parameter_bytes(plan), "optimizer state": optimizer_bytes(plan)}
-    if plan.layout.offload != "none":
+    if plan.layout.offload_home != "none":
         lasting["optimizer state"] = 0
     columns: dict[str, list[Any]] = {"moment": [row.words for row in rows], "phase": [row.phase for row in rows]}
     if any(row.end for row in rows):

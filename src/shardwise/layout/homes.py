@@ -1,0 +1,163 @@
+"""Homes of training state: the device, the host's memory, a file of the rank. Free of torch.
+
+Offloaded optimizer state is the last part of every unit's interval: fp32 (fp64) master weights and AdamW's two moments,
+updated on the host's cores. On disk each rank has one `StateFile`. Sources: Ren et al. 2021, ZeRO-Offload; Rajbhandari
+et al. 2021, ZeRO-Infinity.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardwise.report.step_report import DTYPE_BYTES
+
+if TYPE_CHECKING:
+    from shardwise.layout.layout import Layout
+    from shardwise.layout.units import Unit, UnitPlan
+
+PAGE = 4096
+"""Bytes at whose multiples direct reads and writes begin and end."""
+STATES = ("model", "first", "second")
+"""Arrays of offloaded state: master weights, and AdamW's two moments."""
+BUFFERS = 3
+"""Loads in memory at a time: one is read, one updated, one written."""
+LOAD = 1 << 20
+"""Elements of the longest load."""
+CHUNK = 1 << 17
+"""Elements of offloaded state that are updated at a time."""
+SLOTS = 2
+"""States in a file: that of the last step, and that of the step before, which the next update overwrites."""
+
+
+def offloaded_elements(layout: Layout, elements: int) -> int:
+    """Elements of an interval whose optimizer state is offloaded: its last ones."""
+    return math.ceil(elements * layout.offload_fraction)
+
+
+def paged(nbytes: int) -> int:
+    """So many bytes, filled up to whole pages."""
+    return -(-nbytes // PAGE) * PAGE
+
+
+class FileUnit(NamedTuple):
+    """Region of one unit in each slot of a `StateFile`."""
+
+    start: int
+    """Byte in the slot where its first array begins; the others follow, `stride` bytes apart."""
+    stride: int
+    elements: int
+
+
+class Load(NamedTuple):
+    """Elements [start, stop) of a unit's offloaded state that are read, updated and written together."""
+
+    unit: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class StateFile:
+    """Layout of one rank's file: a page of header for each slot, the slots, and the parameters that are gathered from
+    it. Every array begins at a page."""
+
+    units: tuple[tuple[str, int], ...]
+    """(unit, elements of its offloaded state)."""
+    parameters: tuple[tuple[str, int], ...]
+    """(unit, elements of its interval in compute precision), where parameters are kept there."""
+    width: int
+    """Bytes of an element of state."""
+    parameter_width: int
+    """Bytes of an element of a parameter."""
+
+    @cached_property
+    def regions(self) -> dict[str, FileUnit]:
+        """Unit -> its region in a slot."""
+        at, regions = 0, {}
+        for name, elements in self.units:
+            regions[name] = FileUnit(at, paged(elements * self.width), elements)
+            at += len(STATES) * regions[name].stride
+        return regions
+
+    @cached_property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot."""
+        return sum(len(STATES) * region.stride for region in self.regions.values())
+
+    @cached_property
+    def parameter_starts(self) -> dict[str, int]:
+        """Unit -> the byte where its parameters begin."""
+        at, starts = SLOTS * (PAGE + self.slot_bytes), {}
+        for name, elements in self.parameters:
+            starts[name] = at
+            at += paged(elements * self.parameter_width)
+        return starts
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file."""
+        parameters = sum(paged(elements * self.parameter_width) for _, elements in self.parameters)
+        return SLOTS * (PAGE + self.slot_bytes) + parameters
+
+    def start(self, slot: int, unit: str, state: int) -> int:
+        """Byte of the file where an array of a slot begins."""
+        region = self.regions[unit]
+        return SLOTS * PAGE + slot * self.slot_bytes + region.start + state * region.stride
+
+    def loads(self) -> Iterable[Load]:
+        """All loads of an update, in order."""
+        for name, elements in self.units:
+            for start in range(0, elements, LOAD):
+                yield Load(name, start, min(start + LOAD, elements))
+
+    @cached_property
+    def buffer_bytes(self) -> int:
+        """Bytes of one of the `BUFFERS` buffers: all arrays of the longest load."""
+        longest = max((load.stop - load.start for load in self.loads()), default=0)
+        return len(STATES) * paged(longest * self.width)
+
+
+def state_file(plan: UnitPlan) -> StateFile | None:
+    """The file of `plan`'s rank; None where nothing is kept on disk."""
+    layout = plan.layout
+    if not plan.trains or "nvme" not in (layout.offload_home, layout.offload_params):
+        return None
+    state = layout.offload_home == "nvme"
+    parameters = layout.offload_params == "nvme"
+    return StateFile(
+        tuple((unit.name, plan.offloaded(unit)) for unit in plan.units if state),
+        tuple((unit.name, unit.shard_numel) for unit in plan.units if parameters),
+        DTYPE_BYTES[plan.master_dtype],
+        DTYPE_BYTES[layout.dtype],
+    )
+
+
+def gradient_chunk(plan: UnitPlan) -> int:
+    """Elements of the buffer in which offloaded gradients are converted and clipped."""
+    return min(CHUNK, max(map(plan.offloaded, plan.units), default=0))
+
+
+def parameter_buffer(plan: UnitPlan) -> int:
+    """Bytes of the buffers through which parameters come from the file: each unit's in use, and the next one's."""
+    if plan.layout.offload_params != "nvme":
+        return 0
+    return max(paged(unit.shard_numel * DTYPE_BYTES[plan.layout.dtype]) for unit in plan.units)
+
+
+def accumulates_on_host(plan: UnitPlan) -> bool:
+    """Whether accumulated gradients wait in the host's memory for its cores to update from them."""
+    return plan.trains and plan.layout.offload_home != "none" and plan.layout.stage >= 2
+
+
+def own_master(plan: UnitPlan) -> bool:
+    """Whether state that stays on the device has no master weights beside the engine's own interval."""
+    return plan.interval_dtype == plan.master_dtype
+
+
+def on_device(plan: UnitPlan, unit: Unit) -> int:
+    """Elements of a unit's interval whose optimizer state stays on the device."""
+    return unit.shard_numel - plan.offloaded(unit)
