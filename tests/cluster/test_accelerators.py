@@ -6,11 +6,11 @@ from shardwise.cluster import Cluster
 from shardwise.cluster.accelerators import accelerators
 from shardwise.cluster.catalog import lookup
 
-ACCELERATORS, ALIASES = accelerators()
+ACCELERATORS, ALIASES, HOSTS = accelerators()
 
 WANTED = [
     "A100-40GB", "A100-80GB", "H100-SXM", "H100-PCIe", "H200", "B200", "GB200-NVL72", "MI300X", "L4", "L40S",
-    "RTX-4090", "A10G", "TPU-v5p",
+    "RTX-3090", "RTX-4090", "RTX-5090", "V100", "A10G", "TPU-v5p",
 ]  # fmt: skip
 
 
@@ -38,6 +38,28 @@ def test_figures_have_sources_and_plausible_units(entry):
 def test_aliases_lead_to_devices():
     assert set(ALIASES.values()) <= set(ACCELERATORS)
     assert not set(ALIASES) & set(ACCELERATORS)
+
+
+@pytest.mark.parametrize("host", HOSTS.values(), ids=HOSTS)
+def test_hosts_have_sources_and_plausible_units(host):
+    assert host.source
+    assert 1e11 < (host.memory_bytes or 1e12) < 5e12
+    assert 1e9 < (host.link_bandwidth or 1e10) < 64e9 and (host.links_bandwidth or 1e11) < 1e12
+    assert 1e8 < (host.adamw_rate or 1e9) < 1e10
+    assert 1e9 < (host.disk_read or 2e9) < 5e10 and 1e9 < (host.disk_write or 2e9) < 5e10
+
+
+@pytest.mark.parametrize("entry", ACCELERATORS.values(), ids=ACCELERATORS)
+def test_no_link_to_the_host_is_faster_than_its_slot(entry):
+    if entry.ports and entry.host.link_bandwidth:
+        assert entry.host.link_bandwidth < entry.ports.slot_bandwidth
+
+
+def test_a_node_of_fewer_devices_has_their_part_of_the_host():
+    whole, part = Cluster.parse("16xV100").host, Cluster.parse("4xV100").host
+    assert part.memory_bytes * 4 == whole.memory_bytes and part.adamw_rate * 4 == whole.adamw_rate
+    assert part.link_bandwidth == whole.link_bandwidth and "4 of 16 devices' part" in part.source
+    assert Cluster.parse("32xV100").host == whole
 
 
 def test_a_rack_is_one_node():

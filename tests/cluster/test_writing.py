@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.cluster import Cluster, Device, Link, Speed
+from shardwise.cluster import Cluster, Device, Host, Link, Speed
 from shardwise.cluster.catalog import lookup
 from shardwise.cluster.writing import to_toml
 from shardwise.errors import UserError
@@ -29,9 +30,21 @@ DEVICES = st.just(lookup("H100").device) | st.just(lookup("CPU").device) | st.bu
     st.sampled_from(["", "-1", " ü"]), st.sampled_from(["cuda", "cpu", "tpu"]), st.none() | st.integers(99, 10**15),
     st.none() | FIGURE, st.dictionaries(st.sampled_from(["float32", "bfloat16"]), FIGURE), TEXT,
 )  # fmt: skip
+HOSTS = st.just(Host()) | st.just(lookup("H100").host) | st.builds(
+    lambda rates, source: Host(None, *rates, source=source or "the cluster file"),
+    st.tuples(*[st.none() | FIGURE] * 5), TEXT,
+)  # fmt: skip
+MEMORIES = st.none() | st.integers(1, 10**15)
 
 
-@given(st.builds(Cluster, st.integers(1, 99), st.integers(1, 99), DEVICES, LINKS, LINKS))
+def of_host(nodes, devices, device, intra, inter, host, memory):
+    if device.kind == "cpu":
+        return Cluster(nodes, devices, device, intra, inter, replace(host, memory_bytes=None))
+    host = replace(host, memory_bytes=memory, source=host.source or "the cluster file") if memory else host
+    return Cluster(nodes, devices, device, intra, inter, host)
+
+
+@given(st.builds(of_host, st.integers(1, 99), st.integers(1, 99), DEVICES, LINKS, LINKS, HOSTS, MEMORIES))
 @settings(deadline=None)
 def test_what_is_written_is_read_back(cluster):
     text = to_toml(cluster, ["measured today"], {"intra.alpha": "1 to 2", "inter.speeds.0": "a remark"})
@@ -41,6 +54,36 @@ def test_what_is_written_is_read_back(cluster):
         found = Cluster.parse(str(file))
     assert found == cluster and found.device.peak_flops == cluster.device.peak_flops
     assert text.startswith("# measured today\n") and text.count("# 1 to 2") == 1
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ("memory_bytes = 0", "host.memory_bytes must be positive"),
+        ("link_bandwidth = -1.0", "host.link_bandwidth must be positive"),
+        ('adamw_rate = "fast"', "host.adamw_rate must be a finite number"),
+        ("disk_read = nan", "host.disk_read must be a finite number"),
+        ("disk_write = 1e30", "host.disk_write must be at most"),
+        ("disk = 1", "unknown field host.disk; known are host.memory_bytes, host.link_bandwidth"),
+    ],
+)
+def test_a_bad_host_gives_one_line(tmp_path, lines, words):
+    (tmp_path / "cluster.toml").write_text(f'devices_per_node = 2\ndevice = "H100"\n[host]\n{lines}\n')
+    with pytest.raises(UserError) as error:
+        Cluster.parse(str(tmp_path / "cluster.toml"))
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_table_of_the_host_is_read_in_place_of_the_catalogs(tmp_path):
+    file = tmp_path / "cluster.toml"
+    file.write_text('devices_per_node = 8\ndevice = "H100"\n[host]\nmemory_bytes = 64e9\nadamw_rate = 1e9\n')
+    assert Cluster.parse(str(file)).host == Host(64 * 10**9, None, None, 1e9, source="the cluster file")
+    file.write_text('devices_per_node = 8\ndevice = "H100"\nhost = 3\n')
+    with pytest.raises(UserError, match="host must be a table"):
+        Cluster.parse(str(file))
+    file.write_text('devices_per_node = 8\ndevice = "CPU"\n[host]\nmemory_bytes = 64e9\n')
+    with pytest.raises(UserError, match=r"write device\.memory_bytes"):
+        Cluster.parse(str(file))
 
 
 @pytest.mark.parametrize(

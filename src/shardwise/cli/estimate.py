@@ -11,6 +11,7 @@ import argparse
 import math
 from collections.abc import Iterator
 
+from shardwise.cli.clusters import add_cluster, cluster_of
 from shardwise.cli.flags import add_flags, given
 from shardwise.cli.models import add_model, model_of
 from shardwise.cli.output import print_json, print_result, show
@@ -27,7 +28,7 @@ from shardwise.report.units import format_count
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser, optional=True)
     parser.add_argument("--layout", metavar="TEXT", help="how it is split, such as tp=8,dp=8,zero=1")
-    parser.add_argument("--cluster", metavar="TEXT", help="[NODESx]GPUSxDEVICE, such as 8x8xH100, or a TOML file")
+    add_cluster(parser)
     add_flags(parser, Workload, "seq", "batch", "isolate_documents")
     parser.add_argument("--dry-run", action="store_true", help="run the runtime itself on fake tensors; needs torch")
     parser.add_argument("--zero-table", metavar="N,...", help="numbers of GPUs for the table of ZeRO stages")
@@ -45,7 +46,7 @@ def _step(args: argparse.Namespace) -> int:
 
     from shardwise.predict import estimate
 
-    model, layout, cluster = model_of(args), Layout.parse(args.layout), Cluster.parse(args.cluster)
+    model, layout, cluster = model_of(args), Layout.parse(args.layout), cluster_of(args)
     if args.seq < 1 or args.batch < 1:
         raise UserError("--seq and --batch must be positive integers")
     workload = Workload(**given(args, Workload))
@@ -90,7 +91,7 @@ def _zero_table(args: argparse.Namespace) -> int:
         raise UserError("--params needs the numbers of GPUs: add --zero-table 1,2,4,8,16")
     if (args.params is None) == (args.model is None):
         raise UserError("--zero-table needs either MODEL or --params")
-    for name in ("layout", "cluster", "seq", "batch", "isolate_documents", "dry_run"):
+    for name in ("layout", "cluster", "host_memory", "seq", "batch", "isolate_documents", "dry_run"):
         if getattr(args, name) not in (None, False):
             flag = name.replace("_", "-")
             raise UserError(f"--{flag} belongs to one step's estimate: leave it out with --zero-table")

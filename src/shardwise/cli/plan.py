@@ -17,6 +17,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from shardwise.cli.clusters import add_cluster, cluster_of
 from shardwise.cli.models import add_model, model_of
 from shardwise.cli.output import print_result, progress
 from shardwise.cli.quantities import bytes_of
@@ -39,7 +40,7 @@ BY = ("throughput", "memory", "cost", "pareto")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    parser.add_argument("--cluster", metavar="TEXT", required=True, help="[NODESx]GPUSxDEVICE, or a TOML file")
+    add_cluster(parser, required=True)
     parser.add_argument("--seq", type=int, metavar="N", help="tokens a sequence")
     parser.add_argument("--batch", type=int, metavar="N", help="sequences a step, over all devices")
     parser.add_argument("--top", type=int, default=TOP, metavar="N", help=f"how many layouts are shown ({TOP})")
@@ -89,14 +90,14 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--deadline is for --find cluster, which needs it")
     if args.find:
         _check_find(args)
-    model, cluster = model_of(args), Cluster.parse(args.cluster)
+    model, cluster = model_of(args), cluster_of(args)
     workload = Workload(seq=args.seq, batch=args.batch)
     return _find(args, model, cluster, workload) if args.find else _plan(args, model, cluster, workload)
 
 
 TRAINING = (
     "seq", "batch", "fix", "reserve", "tokens", "price", "pue", "host_watts", "mtbf", "save", "restart", "find",
-    "deadline",
+    "deadline", "host_memory",
 )  # fmt: skip
 SERVING = ("prompt", "output", "concurrency")
 

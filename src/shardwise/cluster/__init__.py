@@ -2,5 +2,6 @@
 
 from shardwise.cluster.cluster import Cluster
 from shardwise.cluster.device import KINDS, Device, Link, Speed
+from shardwise.cluster.host import Host
 
-__all__ = ["KINDS", "Cluster", "Device", "Link", "Speed"]
+__all__ = ["KINDS", "Cluster", "Device", "Host", "Link", "Speed"]

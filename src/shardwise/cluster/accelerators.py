@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardwise.cluster.device import Device, Link
+from shardwise.cluster.host import Host
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,14 @@ class Accelerator:
     driver_name: str = ""
     """The device in the words of NVIDIA's driver."""
     ports: Ports | None = None
+    host: Host = Host()
+    """Host of the machine that it is usually deployed in."""
+    of_host: int = 1
+    """Devices of that machine."""
+
+    def host_of(self, devices: int) -> Host:
+        """Host of a node of so many devices: of fewer than its machine has, their part of it."""
+        return self.host.part(devices, self.of_host)
 
 
 class Accelerators(NamedTuple):
@@ -42,6 +51,8 @@ class Accelerators(NamedTuple):
     devices: dict[str, Accelerator]
     aliases: dict[str, str]
     """Alias -> name of a device."""
+    hosts: dict[str, Host]
+    """Known hosts by name."""
 
 
 @cache
@@ -55,9 +66,14 @@ def accelerators() -> Accelerators:
         name: Ports(**row, slot_bandwidth=links[f"PCIe-{row['pcie']}"].bandwidth or 0.0)
         for name, row in table["ports"].items()
     }
+    of_host = {name: row.pop("devices", 1) for name, row in table["hosts"].items()}
+    hosts = {name: Host(**row) for name, row in table["hosts"].items()}
     devices = {}
     for name, row in table["devices"].items():
         intra, inter = links[row.pop("intra")], links[row.pop("inter")]
         driver_name, of_device = row.pop("driver_name", ""), ports.get(row.pop("ports", ""))
-        devices[name] = Accelerator(Device(name, **row), intra, inter, driver_name, of_device)
-    return Accelerators(devices, table["aliases"])
+        host = row.pop("host", "")
+        devices[name] = Accelerator(
+            Device(name, **row), intra, inter, driver_name, of_device, hosts.get(host, Host()), of_host.get(host, 1)
+        )
+    return Accelerators(devices, table["aliases"], hosts)

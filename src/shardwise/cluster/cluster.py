@@ -10,6 +10,7 @@ from typing import Any
 
 from shardwise.cluster import catalog
 from shardwise.cluster.device import MOST_OVER_PCIE, PCIE, Device, Link, Speed
+from shardwise.cluster.host import HOST_FIELDS, Host
 from shardwise.errors import UserError
 from shardwise.small_files import read_small
 
@@ -31,6 +32,8 @@ class Cluster:
     device: Device
     intra: Link
     inter: Link
+    host: Host = Host()
+    """Host of each node."""
 
     def __post_init__(self) -> None:
         for what in ("nodes", "devices_per_node"):
@@ -83,6 +86,14 @@ class Cluster:
         source = f"bandwidth given; the rest: {self.intra.source}"
         return replace(self, intra=replace(self.intra, bandwidth=bandwidth, speeds=(), source=source))
 
+    def with_host_memory(self, nbytes: int) -> Cluster:
+        """This cluster with so much host memory in each node. Raises `UserError` on CPUs, whose memory is the host's,
+        and for no memory at all."""
+        if self.device.kind == "cpu":
+            raise UserError("the ranks of a CPU have the host's memory: write device.memory_bytes of a TOML file")
+        source = "; ".join(filter(None, ("memory given", self.host.source)))
+        return replace(self, host=replace(self.host, memory_bytes=nbytes, source=source))
+
     @classmethod
     def parse(cls, text: str) -> Cluster:
         """Read `[NODESx]GPUSxDEVICE` (8xH100 is one node, 8x8xH100 eight, 4xcpu this machine), or a TOML file.
@@ -105,6 +116,13 @@ class Cluster:
             kind = "nvlink"            # or "pcie" (through switches), "host" (PCIe through the host), "network"
             [inter]
             bandwidth = 25e9
+            [host]                     # of each node, in place of the catalog's: these figures, else not known
+            memory_bytes = 512e9       # shared by the node's ranks; a CPU's is device.memory_bytes
+            link_bandwidth = 54e9      # bytes/s to one device, one direction
+            links_bandwidth = 200e9    # bytes/s to all devices of the node at once
+            adamw_rate = 4e9           # parameters/s that its cores update, all ranks together
+            disk_read = 5e9            # bytes/s, all ranks together
+            disk_write = 4e9
 
         A device may have a table `time`, which `shardwise calibrate device` writes. A link may have what `shardwise
         calibrate network` measures, too (see `Link`): startup, copy_alpha, reads, and speeds, a list of tables such as
@@ -121,7 +139,10 @@ class Cluster:
             hint = f"write 1x{text} for one device" if known else "write [NODESx]GPUSxDEVICE, such as 8xH100 or 4xcpu"
             raise UserError(f"cluster {text!r} is not understood; {hint}, or the path of a .toml file")
         entry = catalog.lookup(match[3])
-        return cls(_count(match[1] or "1", text), _count(match[2], text), entry.device, entry.intra, entry.inter)
+        devices = _count(match[2], text)
+        return cls(
+            _count(match[1] or "1", text), devices, entry.device, entry.intra, entry.inter, entry.host_of(devices)
+        )
 
 
 def _count(digits: str, text: str) -> int:
@@ -147,21 +168,35 @@ def _from_toml(path: Path) -> Cluster:
 
 
 def _from_table(data: dict[str, Any]) -> Cluster:
-    _only(data, "", "nodes", "devices_per_node", "device", "intra", "inter")
+    _only(data, "", "nodes", "devices_per_node", "device", "intra", "inter", "host")
     if "device" not in data or "devices_per_node" not in data:
         raise UserError(f"{'device' if 'device' not in data else 'devices_per_node'} is missing")
     if isinstance(data["device"], str):
         entry = catalog.lookup(data["device"])
         device, intra, inter = entry.device, entry.intra, entry.inter
     else:
+        entry = None
         device, intra, inter = _device(_table(data, "device")), Link(None, None), Link(None, None)
-    return Cluster(
+    cluster = Cluster(
         data.get("nodes", 1),
         data["devices_per_node"],
         device,
         _link(data, "intra", intra),
         _link(data, "inter", inter),
     )
+    return replace(cluster, host=_host(data, cluster, entry.host_of(cluster.devices_per_node) if entry else Host()))
+
+
+def _host(data: dict[str, Any], cluster: Cluster, usual: Host) -> Host:
+    if "host" not in data:
+        return usual
+    table = _table(data, "host")
+    _only(table, "host.", *HOST_FIELDS)
+    if cluster.device.kind == "cpu" and "memory_bytes" in table:
+        raise UserError("host.memory_bytes: the ranks of a CPU have the host's memory; write device.memory_bytes")
+    memory, *rates = (_number(table, "host.", name) for name in HOST_FIELDS[:-1])
+    source = str(table.get("source", "the cluster file")) if table else ""
+    return Host(None if memory is None else int(memory), *rates, source=source)
 
 
 def _device(table: dict[str, Any]) -> Device:

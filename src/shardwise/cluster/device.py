@@ -13,7 +13,7 @@ LEAST, MOST = 1e-15, 1e24
 """Limits of every number of a device: outside them there is no machine, and times overflow."""
 
 
-def _check(what: str, value: float | None, zero: bool = False) -> None:
+def check_number(what: str, value: float | None, zero: bool = False) -> None:
     """Raise `UserError` for a figure that no machine has. zero: whether it may be that."""
     if value is None or (0 if zero else LEAST) <= value <= MOST:
         return
@@ -50,7 +50,7 @@ class Device:
         figures = {"memory_bytes": self.memory_bytes, "memory_bandwidth": self.memory_bandwidth, "watts": self.watts}
         figures |= {f"peak_flops.{dtype}": value for dtype, value in self.peak_flops.items()}
         for what, value in figures.items():
-            _check(f"device {self.name!r}: {what}", value)
+            check_number(f"device {self.name!r}: {what}", value)
 
     def peak(self, dtype: str) -> float | None:
         """Dense FLOP/s in that dtype, None when not known."""
@@ -75,7 +75,7 @@ class Speed:
 
     def __post_init__(self) -> None:
         for what in ("nbytes", "bandwidth", "addition", "copy", "again"):
-            _check(f"a link's speed: {what}", getattr(self, what))
+            check_number(f"a link's speed: {what}", getattr(self, what))
 
 
 class LinkKind(NamedTuple):
@@ -140,8 +140,8 @@ class Link:
         if self.kind and self.kind not in KINDS:
             raise UserError(f"a link's kind must be one of {', '.join(KINDS)}, not {self.kind!r}")
         for what in ("alpha", "startup", "copy_alpha"):
-            _check(f"a link's {what}", getattr(self, what), zero=True)
-        _check("a link's bandwidth", self.bandwidth)
+            check_number(f"a link's {what}", getattr(self, what), zero=True)
+        check_number("a link's bandwidth", self.bandwidth)
         sizes = [speed.nbytes for speed in self.speeds]
         if sizes != sorted(set(sizes)):
             raise UserError("a link's speeds must stand in the order of their sizes, each size once")

@@ -156,7 +156,8 @@ def cluster_of(
     if islands:
         return _islands(topology, entry, nodes, nic_gbits)
     intra = _intra(topology, topology.gpus, entry)
-    return Cluster(nodes, len(topology.gpus), entry.device, intra, _network(topology, entry.inter, nic_gbits))
+    devices, network = len(topology.gpus), _network(topology, entry.inter, nic_gbits)
+    return Cluster(nodes, devices, entry.device, intra, network, entry.host_of(devices))
 
 
 def _islands(topology: Topology, entry: Accelerator, nodes: int, nic_gbits: float | None) -> Cluster:
@@ -169,7 +170,9 @@ def _islands(topology: Topology, entry: Accelerator, nodes: int, nic_gbits: floa
         told = "; ".join(" ".join(island) for island in found)
         raise UserError(f"--islands wants groups of equal size, one after the other, that NVLinks join; here: {told}")
     intra = min((_intra(topology, island, entry) for island in found), key=lambda link: link.bandwidth or 0.0)
-    return Cluster(len(found), sizes.pop(), entry.device, intra, _pcie(topology, topology.gpus, entry))
+    devices, between = sizes.pop(), _pcie(topology, topology.gpus, entry)
+    host = entry.host_of(len(topology.gpus)).part(devices, len(topology.gpus))
+    return Cluster(len(found), devices, entry.device, intra, between, host)
 
 
 def _intra(topology: Topology, gpus: tuple[str, ...], entry: Accelerator) -> Link:

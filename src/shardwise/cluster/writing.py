@@ -10,6 +10,7 @@ from shardwise.cluster import catalog
 from shardwise.cluster.accelerators import Accelerator
 from shardwise.cluster.cluster import Cluster
 from shardwise.cluster.device import Device, Link, Speed
+from shardwise.cluster.host import HOST_FIELDS, Host
 
 
 def to_toml(cluster: Cluster, header: Sequence[str] = (), remarks: Mapping[str, str] | None = None) -> str:
@@ -24,6 +25,9 @@ def to_toml(cluster: Cluster, header: Sequence[str] = (), remarks: Mapping[str, 
         if not (usual and link == getattr(usual, name)) and link != Link(None, None):
             # A device of the catalog brings its links' kinds.
             lines += ["", f"[{name}]", *_link(link, f"{name}.", remarks, ["kind"] if usual else [])]
+    if cluster.host != (usual.host_of(cluster.devices_per_node) if usual else Host()):
+        given = [(name, getattr(cluster.host, name)) for name in HOST_FIELDS]
+        lines += ["", "[host]", *(f"{name} = {_value(value)}" for name, value in given if value not in (None, ""))]
     return "\n".join(lines) + "\n"
 
 
