@@ -18,6 +18,7 @@ from harness.reference import Case, Outcome, reference
 from shardwise.layout import Layout, UnitPlan, unit_plan
 from shardwise.layout.placement import Placed, place
 from shardwise.model.parameters import parameters
+from shardwise.predict.memory.homes import disk_bytes, host_bytes
 from shardwise.predict.memory.step import predict_bytes
 from shardwise.predict.traffic.ledger import predict_ledger
 from shardwise.report.step_report import Bytes
@@ -216,8 +217,9 @@ def assert_ledger(case: Case, layout: Layout, ranks: list[RankOutcome]) -> None:
 def assert_memory(case: Case, layout: Layout, ranks: list[RankOutcome]) -> None:
     """Rule 3, on every rank."""
     for index, rank in enumerate(ranks):
-        predicted = predict_bytes(_plan(case, layout, index, rank))
-        observed = rank.role.bytes
+        plan = _plan(case, layout, index, rank)
+        predicted, observed = predict_bytes(plan), rank.role.bytes
+        assert (rank.role.host, rank.role.disk) == (host_bytes(plan), disk_bytes(plan)), index
         for name in EXACT:
             assert getattr(predicted, name) == getattr(observed, name), (index, name, predicted, observed)
         assert abs(peak_error(predicted, observed)) <= PEAK_TOLERANCE, (index, predicted, observed)

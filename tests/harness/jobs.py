@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from harness.reference import Case, Outcome, global_batch, make_batch, values
 from shardwise.layout import Layout, Mesh, unit_plan
 from shardwise.layout.axes import DP
 from shardwise.layout.experts import RoutedRows
+from shardwise.layout.homes import state_file
 from shardwise.layout.units import Backend
 from shardwise.report import Role
 from shardwise.report.step_report import Bytes
@@ -86,7 +89,8 @@ def build(case: Case, layout: Layout, rank: int, overlap: bool = True, transport
     torch.set_float32_matmul_precision("highest")
     comms = make_comms(layout, case.model, rank, timeout=120.0, overlap=overlap, transport=transport)
     plan = unit_plan(case.model, layout, case.workload, rank=rank, backend=comms.backend)
-    return TrainProgram(plan, comms, case.optimizer, values, torch.device("cpu"))
+    folder = Path(tempfile.mkdtemp(prefix="offload-")) if state_file(plan) else None
+    return TrainProgram(plan, comms, case.optimizer, values, torch.device("cpu"), folder)
 
 
 def train(rank: int, asked: Training) -> RankOutcome:
@@ -119,6 +123,7 @@ def train(rank: int, asked: Training) -> RankOutcome:
         outcome.pieces |= _pieces(state.flat, state.master)
     outcome.routed = program.expert_loads.routed
     dist.barrier()
+    program.close(remove=True)
     program.comms.close()
     return outcome
 

@@ -91,17 +91,26 @@ class StateFile:
     @cached_property
     def parameter_starts(self) -> dict[str, int]:
         """Unit -> the byte where its parameters begin."""
-        at, starts = SLOTS * (PAGE + self.slot_bytes), {}
+        at, starts = self.state_bytes, {}
         for name, elements in self.parameters:
             starts[name] = at
             at += paged(elements * self.parameter_width)
         return starts
 
     @property
+    def state_bytes(self) -> int:
+        """Bytes of the headers and the slots."""
+        return SLOTS * (PAGE + self.slot_bytes)
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of the parameters, which each step overwrites: they are the master weights rounded."""
+        return sum(paged(elements * self.parameter_width) for _, elements in self.parameters)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the file."""
-        parameters = sum(paged(elements * self.parameter_width) for _, elements in self.parameters)
-        return SLOTS * (PAGE + self.slot_bytes) + parameters
+        return self.state_bytes + self.parameter_bytes
 
     def start(self, slot: int, unit: str, state: int) -> int:
         """Byte of the file where an array of a slot begins."""
@@ -141,11 +150,16 @@ def gradient_chunk(plan: UnitPlan) -> int:
     return min(CHUNK, max(map(plan.offloaded, plan.units), default=0))
 
 
-def parameter_buffer(plan: UnitPlan) -> int:
-    """Bytes of the buffers through which parameters come from the file: each unit's in use, and the next one's."""
-    if plan.layout.offload_params != "nvme":
-        return 0
-    return max(paged(unit.shard_numel * DTYPE_BYTES[plan.layout.dtype]) for unit in plan.units)
+def parameter_buffers(plan: UnitPlan) -> dict[str, int]:
+    """Slot -> bytes of the buffer through which parameters come from the file: of the largest interval. Under a
+    pipeline, whose stages come as a whole, there is one for all units, under "all"."""
+    buffers: dict[str, int] = {}
+    if plan.layout.offload_params == "nvme":
+        for unit in plan.units:
+            slot = unit.slot if plan.layout.pp == 1 else "all"
+            nbytes = paged(unit.shard_numel * DTYPE_BYTES[plan.layout.dtype])
+            buffers[slot] = max(buffers.get(slot, 0), nbytes)
+    return buffers
 
 
 def accumulates_on_host(plan: UnitPlan) -> bool:
@@ -153,9 +167,9 @@ def accumulates_on_host(plan: UnitPlan) -> bool:
     return plan.trains and plan.layout.offload_home != "none" and plan.layout.stage >= 2
 
 
-def own_master(plan: UnitPlan) -> bool:
-    """Whether state that stays on the device has no master weights beside the engine's own interval."""
-    return plan.interval_dtype == plan.master_dtype
+def is_master(plan: UnitPlan) -> bool:
+    """Whether the engine's own interval holds the master weights of state that stays on the device."""
+    return plan.interval_dtype == plan.master_dtype and plan.layout.offload_params == "none"
 
 
 def on_device(plan: UnitPlan, unit: Unit) -> int:

@@ -147,8 +147,8 @@ def fewer_ranks(layout: Layout, model: ModelConfig, workload: Workload, ranks: i
 def unsupported(layout: Layout) -> list[str]:
     """The words of `layout` that are understood and priced, but not runnable here yet."""
     words = []
-    if layout.offload != "none":
-        words.append(f"offload={layout.offload}")
+    if layout.offload_activations != "none":
+        words.append(f"offload_activations={layout.offload_activations}")
     return words
 
 

@@ -32,6 +32,7 @@ from shardwise.layout.algorithms import Schedules
 from shardwise.layout.axes import CP, EDP, EP, HPZ, HPZ_ACROSS, KV, PP, REPLICATE, SHARD, STAGE, TP, Axes
 from shardwise.layout.context import SequenceCut
 from shardwise.layout.experts import RoutedRows, gathers_sequences, slice_of
+from shardwise.layout.homes import offloaded_elements
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh import Mesh
 from shardwise.layout.placement import Placed, place
@@ -505,8 +506,13 @@ class UnitPlan:
 
     @property
     def interval_dtype(self) -> str:
-        """dtype of a rank's interval of the weights: the optimizer's at stage 3, where there is one."""
-        return self.master_dtype if self.trains and self.layout.stage == 3 else self.layout.dtype
+        """dtype of a rank's interval of the weights: at stage 3 the optimizer's, where that is on the device."""
+        masters = self.trains and self.layout.stage == 3 and self.layout.offload_home == "none"
+        return self.master_dtype if masters else self.layout.dtype
+
+    def offloaded(self, unit: Unit) -> int:
+        """Elements of a unit's interval, its last ones, whose optimizer state is not on the device."""
+        return offloaded_elements(self.layout, unit.shard_numel) if self.trains else 0
 
     @cached_property
     def grad_dtype(self) -> str:

@@ -7,18 +7,19 @@ from dataclasses import replace
 
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
-from shardwise.layout import Layout, Mesh, UnitPlan, Workload, check, unit_plan
+from shardwise.layout import Layout, Mesh, Workload, check, unit_plan
 from shardwise.layout.experts import RoutedRows
 from shardwise.layout.legality import packs_beside_tp
 from shardwise.layout.units import Backend, usual_backend
 from shardwise.model import ModelConfig
 from shardwise.predict.arguments import as_cluster, as_layout, as_model, as_workload
 from shardwise.predict.context_balance import context_balance
+from shardwise.predict.memory.homes import disk_bytes, host_bytes
 from shardwise.predict.memory.step import predict_bytes
 from shardwise.predict.step_seconds import try_step_seconds
 from shardwise.predict.traffic.ledger import predict_ledger
 from shardwise.predict.traffic.schedules import as_under_auto, predict_transport
-from shardwise.report.step_report import Bytes, Role, StepReport
+from shardwise.report.step_report import Role, StepReport
 
 
 def estimate(
@@ -93,7 +94,8 @@ def _role(model: ModelConfig, layout: Layout, workload: Workload, backend: Backe
     mesh = Mesh.of(layout, model)
     plan = unit_plan(model, layout, workload, rank=mesh.rank(pp=place), backend=backend)
     ranks = mesh.stage(place)
-    return Role(plan.role, ranks, _on_device(plan), predict_ledger(plan), predict_transport(plan, ranks[0]))
+    homes = {"host": host_bytes(plan), "disk": disk_bytes(plan)}
+    return Role(plan.role, ranks, predict_bytes(plan), predict_ledger(plan), predict_transport(plan, ranks[0]), **homes)
 
 
 def _of_record(model: ModelConfig, layout: Layout, workload: Workload, backend: Backend, recorded: Role) -> Role:
@@ -102,22 +104,19 @@ def _of_record(model: ModelConfig, layout: Layout, workload: Workload, backend: 
     plan = unit_plan(model, layout, workload, rank=rank, backend=backend)
     plan = replace(plan, routed=RoutedRows.of(recorded.routed or {}))
     ledger, transport = predict_ledger(plan), predict_transport(plan, rank)
-    return Role(recorded.role, recorded.ranks, _on_device(plan), ledger, transport, routed=recorded.routed)
-
-
-def _on_device(plan: UnitPlan) -> Bytes:
-    held = predict_bytes(plan)
-    return held if plan.layout.offload == "none" else replace(held, optimizer=0)
+    return Role(
+        recorded.role, recorded.ranks, predict_bytes(plan), ledger, transport,
+        routed=recorded.routed, host=host_bytes(plan), disk=disk_bytes(plan),
+    )  # fmt: skip
 
 
 def unmodelled(layout: Layout) -> list[str]:
     """Omissions from the bytes of a layout that the runtime cannot run yet, a sentence each."""
     notes = [reason] if (reason := packs_beside_tp(layout)) else []
-    if layout.offload != "none":
-        kept = "" if layout.stage < 3 else "; the fp32 shards of the weights, which DeepSpeed moves, are still on it"
+    if layout.offload_activations != "none":
         notes.append(
-            f"offload={layout.offload} does not run here yet: optimizer state (fp32 master weights, moments) is not on "
-            f"the device{kept}; gradients and weights in transit, their buffers and their time are not counted"
+            f"offload_activations={layout.offload_activations} does not run here yet: saved tensors are counted on the "
+            "device"
         )
     return notes
 

@@ -114,6 +114,10 @@ class Role:
     ledger: tuple[LedgerRow, ...]
     transport: tuple[TransportRow, ...] = ()
     timeline: tuple[dict[str, Any], ...] = ()
+    host: Bytes = Bytes()
+    """Bytes in the host's memory: offloaded state, gradients for its update, and their buffers (`comm`)."""
+    disk: Bytes = Bytes()
+    """Bytes of the rank's file."""
     routed: dict[str, list[list[int]]] | None = None
     """Part -> [pairs sent to experts, rows received] of each micro-batch of the step; None without experts."""
 
@@ -145,7 +149,8 @@ class StepReport:
     schema_version: int = field(default=SCHEMA_VERSION)
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-ready dictionary, with `peak_bytes` written out for each role, without a `balance` that is None."""
+        """A JSON-ready dictionary, with `peak_bytes` written out for each role, without a `balance` that is None
+        and homes that hold nothing."""
         data = asdict(self)
         if self.balance is None:
             del data["balance"]
@@ -153,6 +158,9 @@ class StepReport:
             out["peak_bytes"] = role.peak_bytes
             if role.routed is None:
                 del out["routed"]
+            for home in ("host", "disk"):
+                if getattr(role, home) == Bytes():
+                    del out[home]
         return data
 
     @classmethod
@@ -225,6 +233,8 @@ def _role(data: dict[str, Any]) -> Role:
         role=data["role"],
         ranks=tuple(data["ranks"]),
         bytes=Bytes(**_checked(data["bytes"], Bytes, "bytes")),
+        host=Bytes(**_checked(data.get("host", {}), Bytes, "bytes of the host")),
+        disk=Bytes(**_checked(data.get("disk", {}), Bytes, "bytes of the disk")),
         ledger=tuple(LedgerRow(**_checked(row, LedgerRow, "ledger row")) for row in data["ledger"]),
         transport=tuple(
             TransportRow(**_checked(row, TransportRow, "transport row")) for row in data.get("transport", ())
@@ -252,7 +262,7 @@ def merge_roles(per_rank: dict[int, Role]) -> tuple[Role, ...]:
     groups: dict[Any, list[int]] = {}
     for rank in sorted(per_rank):
         role = per_rank[rank]
-        groups.setdefault((role.bytes, role.ledger, repr(role.routed)), []).append(rank)
+        groups.setdefault((role.bytes, role.host, role.disk, role.ledger, repr(role.routed)), []).append(rank)
     merged = []
     for ranks in groups.values():
         first = per_rank[ranks[0]]

@@ -37,11 +37,12 @@ from shardwise.checkpoint import (
 from shardwise.checkpoint.huggingface import HuggingFaceWeights
 from shardwise.checkpoint.manifest import NAME as MANIFEST
 from shardwise.errors import UserError
+from shardwise.layout.homes import STATES
 from shardwise.runtime.job.launch import reason
 from shardwise.runtime.job.pulse import Pulse
 from shardwise.runtime.pipeline.step import TrainProgram
 
-KINDS = ("model", "first", "second")
+KINDS = STATES
 """Stored tensors of each parameter: its (master) weights and AdamW's two moments."""
 
 
@@ -90,7 +91,7 @@ class Saver:
     def save(self, position: Position) -> None:
         """Write the state after `position.step` steps, or start to."""
         self.finish()
-        entries, tensors = self._entries()
+        entries, tensors = self._entries(), self._tensors()
         if not self.later:
             self._write(position, entries, map(_array, self._each(), tensors))
             return
@@ -111,19 +112,22 @@ class Saver:
             self.program.comms.pulse.work()
             saving.result()
 
-    def _entries(self) -> tuple[list[PartEntry], list[Tensor]]:
-        """Pieces that this rank writes, and the runs of its state that hold it, padding included."""
+    def _entries(self) -> list[PartEntry]:
+        """Pieces that this rank writes."""
+        dtype = self.program.plan.master_dtype
+        return [
+            PartEntry(f"{kind}/{held.name}", TensorSpec(shape=held.shape, dtype=dtype), held.stored)
+            for kind in KINDS
+            for held in self.writes
+        ]
+
+    def _tensors(self) -> Iterator[Tensor]:
+        """The runs of its state that hold them, padding included, one after the other: they may be on disk."""
         states = {state.flat.unit.name: state for state in self.program.optimizer.states}
-        entries, tensors = [], []
-        for kind in KINDS:
+        for kind in range(len(KINDS)):
             for held in self.writes:
                 state = states[held.unit]
-                source = {"model": state.master, "first": state.first, "second": state.second}[kind]
-                run = source[held.start - state.flat.start : held.stop - state.flat.start]
-                spec = TensorSpec(shape=held.shape, dtype=str(run.dtype).removeprefix("torch."))
-                entries.append(PartEntry(f"{kind}/{held.name}", spec, held.stored))
-                tensors.append(run)
-        return entries, tensors
+                yield state.get(kind, held.start - state.flat.start, held.stop - state.flat.start)
 
     def _each(self) -> list[LocalInterval]:
         """Elements on this rank of each entry."""
@@ -225,14 +229,8 @@ def _fill(program: TrainProgram, source: Checkpoint | HuggingFaceWeights, kinds:
     states = {state.flat.unit.name: state for state in program.optimizer.states}
     for held in needs(plan.model, plan.layout, dist.get_rank()):
         state = states[held.unit]
-        targets = {"model": state.master, "first": state.first, "second": state.second}
         for kind in kinds:
-            target = targets[kind]
-            dtype = str(target.dtype).removeprefix("torch.")
             program.comms.pulse.work(f"the reading of {held.name}")
-            values = source.read(f"{kind}/{held.name}", held.local, dtype)
-            target[held.start - state.flat.start : held.stop - state.flat.start].copy_(torch.from_numpy(values))
-    for state in program.optimizer.states:
-        if state.master is not state.flat.interval:
-            state.flat.interval.copy_(state.master)
+            values = source.read(f"{kind}/{held.name}", held.local, plan.master_dtype)
+            state.put(STATES.index(kind), held.start - state.flat.start, torch.from_numpy(values))
     program.engine.all_gather_params()

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardwise.layout.axes import HPZ, SHARD
+from shardwise.layout.homes import accumulates_on_host
 from shardwise.layout.units import Unit, UnitPlan
 from shardwise.layout.wire import adding_bytes, packing_bytes
 from shardwise.ops.limits import sum_chunk
@@ -50,6 +51,7 @@ class MemoryTrace:
 
     def __init__(self, plan: UnitPlan) -> None:
         self.plan, self.stage = plan, plan.layout.stage
+        self.on_host = accumulates_on_host(plan)
         self.accumulators: dict[str, int] = {}
         self.staged: dict[str, int] = {}
         self.flying: Unit | None = None
@@ -72,6 +74,8 @@ class MemoryTrace:
         return adds
 
     def accumulate(self, unit: Unit) -> None:
+        if self.on_host:
+            return
         elements = unit.shard_numel if self.stage >= 2 else unit.padded
         self.accumulators[unit.name] = elements * DTYPE_BYTES[self.plan.grad_dtype]
 

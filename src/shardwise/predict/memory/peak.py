@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from shardwise.layout.homes import on_device
 from shardwise.layout.units import UnitPlan
 from shardwise.ops.cpu.limits import ATTENTION_ROWS
 from shardwise.ops.limits import loss_chunk, optimizer_chunk
@@ -247,8 +248,9 @@ def stream_dropout(plan: UnitPlan, s: Sizes) -> int:
 
 
 def optimizer(plan: UnitPlan) -> int:
-    """bf16 gradients become fp32 one chunk at a time; on CUDA, where a launch costs more than a pass, one unit."""
+    """bf16 gradients become fp32 one chunk at a time; on CUDA, where a launch costs more than a pass, one unit. Those of
+    offloaded state do so in a lasting buffer of the host."""
     if plan.grad_dtype != "bfloat16":
         return 0
-    largest = max(unit.shard_numel for unit in plan.units)
+    largest = max(on_device(plan, unit) for unit in plan.units)
     return 4 * (largest if plan.backend == "nccl" else min(largest, optimizer_chunk(largest)))

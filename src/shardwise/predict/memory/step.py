@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from shardwise.layout.homes import STATES, accumulates_on_host, is_master, on_device
 from shardwise.layout.units import UnitPlan
 from shardwise.predict.memory.activations import saved_bytes
 from shardwise.predict.memory.buffers import held_through_step
@@ -46,24 +47,29 @@ def _without_workspace(plan: UnitPlan) -> Bytes:
 
 def parameter_bytes(plan: UnitPlan) -> int:
     """Weights: whole, in compute precision; at stage 3 one interval of each unit in the optimizer's precision, which is
-    what gathers of bf16 weights are rounded from, and its part of the second copy under hpz."""
+    what gathers of bf16 weights are rounded from, and its part of the second copy under hpz. With offloaded state the
+    interval is in compute precision, and it may be off the device, too."""
     if plan.layout.stage == 3:
         copies = sum(unit.copy_numel for unit in plan.units) * DTYPE_BYTES[plan.layout.dtype]
-        return sum(unit.shard_numel for unit in plan.units) * DTYPE_BYTES[plan.master_dtype] + copies
+        here = plan.layout.offload_params == "none"
+        return here * sum(unit.shard_numel for unit in plan.units) * DTYPE_BYTES[plan.interval_dtype] + copies
     return sum(unit.padded for unit in plan.units) * DTYPE_BYTES[plan.layout.dtype]
 
 
 def gradient_bytes(plan: UnitPlan) -> int:
-    """Gradient accumulators when all are there: whole, or one interval of each unit from stage 2 on."""
+    """Gradient accumulators when all are there: whole, or one interval of each unit from stage 2 on. None of those from
+    which the host's cores update."""
+    if accumulates_on_host(plan):
+        return 0
     sharded = plan.layout.stage >= 2
     elements = sum(unit.shard_numel if sharded else unit.padded for unit in plan.units)
     return elements * DTYPE_BYTES[plan.grad_dtype]
 
 
 def optimizer_bytes(plan: UnitPlan) -> int:
-    """Moments of the interval that this rank updates, and its master weights where parameters are not these."""
-    masters = DTYPE_BYTES[plan.master_dtype] if plan.layout.stage == 3 and plan.layout.dtype != plan.master_dtype else 0
-    return sum(unit.shard_numel for unit in plan.units) * (OPTIMIZER_BYTES[plan.layout.precision] - masters)
+    """Moments of what this rank updates on the device, and its master weights where parameters are not these."""
+    arrays = len(STATES) - is_master(plan)
+    return sum(on_device(plan, unit) for unit in plan.units) * arrays * DTYPE_BYTES[plan.master_dtype]
 
 
 def _weight_slots(plan: UnitPlan) -> int:

@@ -103,7 +103,8 @@ class StepMeasurement:
         self.program = program
         held = program.engine.storages()
         self._lasting = {"parameters": held["parameters"], "optimizer": program.optimizer.owned()}
-        every = [*held.values(), *self._lasting.values()]
+        every = [*held.values(), *self._lasting.values(), program.optimizer.on_host()]
+        every.append(program.optimizer.buffers_on_host())
         self._known = {t.untyped_storage()._cdata for tensors in every for t in tensors}
         self._saved: dict[int, list[int]] = {}
         """Storage -> [bytes, saved tensors on it]."""
@@ -121,6 +122,7 @@ class StepMeasurement:
             program.comms.settle = SETTLE
         tally = program.engine.tally
         tally.restart()
+        program.engine.host.restart()
         tally.changed = self._storages.change
         self._storages.change(tally.total)
         self._storages.__enter__()
@@ -173,7 +175,10 @@ class StepMeasurement:
         comms = self.program.comms
         routed = self.program.expert_loads.routed
         record = routed.to_json() if routed else None
-        return Role(f"rank {rank}", (rank,), bytes_, comms.ledger(), comms.transport(), routed=record)
+        host, disk = Bytes(**self.program.engine.host.most), self.program.bytes_on_disk
+        return Role(
+            f"rank {rank}", (rank,), bytes_, comms.ledger(), comms.transport(), routed=record, host=host, disk=disk
+        )
 
 
 def _unique_bytes(tensors: Iterable[Tensor]) -> int:

@@ -15,6 +15,7 @@ from shardwise.decoder import Batch, Decoder
 from shardwise.layout.units import UnitPlan
 from shardwise.ops.gradients import WeightGradient, WeightGradients
 from shardwise.ops.recompute import recompute
+from shardwise.runtime.offload.file import OffloadFile
 from shardwise.runtime.tensor.loss import summed_cross_entropy
 from shardwise.runtime.tensor.lowering import lower_for_training, vocabulary_range
 from shardwise.runtime.transport.comms import Comms
@@ -81,10 +82,12 @@ class StageRunner:
     """A decoder cut and bound to its buffers, whose stages on this rank can be computed.
 
     decoder: built on the meta device; device: where the buffers live. weights: when the gradients of weights are
-    computed.
+    computed. file: of what is offloaded to disk.
     """
 
-    def __init__(self, plan: UnitPlan, comms: Comms, device: torch.device) -> None:
+    def __init__(
+        self, plan: UnitPlan, comms: Comms, device: torch.device, file: OffloadFile | None = None
+    ) -> None:
         with torch.device("meta"):
             self.decoder = Decoder(plan.model)
         self.plan, self.comms, self.device = plan, comms, device
@@ -92,7 +95,7 @@ class StageRunner:
         writing: set[nn.Module] = set()
         if plan.trains:
             writing = lower_for_training(self.decoder, plan, comms, self.weights, device)
-        self.engine = Engine(self.decoder, plan, comms, device, writing, self.weights)
+        self.engine = Engine(self.decoder, plan, comms, device, writing, self.weights, file)
         self.vocabulary = vocabulary_range(plan)
         self.parts = {name: part for name, part in self.decoder.parts() if name in plan.parts}
         self.moment: Callable[[list[WeightGradient]], object] = no_moment

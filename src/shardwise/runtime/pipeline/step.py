@@ -5,14 +5,18 @@ Without a pipeline micro-batches come one after the other; with one, `pipeline.p
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
 from shardwise.decoder import Batch
 from shardwise.layout.axes import DATA
 from shardwise.layout.units import UnitPlan
+from shardwise.report.step_report import Bytes
 from shardwise.runtime.expert.loads import ExpertLoads
 from shardwise.runtime.job.config import OptimizerConfig
+from shardwise.runtime.offload.file import offload_file
 from shardwise.runtime.pipeline.executor import evaluate, train
 from shardwise.runtime.pipeline.stages import StageRunner
 from shardwise.runtime.tensor.loss import IGNORED
@@ -22,12 +26,21 @@ from shardwise.runtime.zero.optimizer import Optimizer
 
 
 class TrainProgram(StageRunner):
-    """A decoder cut, bound to its buffers and ready to step. `values` gives the initial weights."""
+    """A decoder cut, bound to its buffers and ready to step. `values` gives the initial weights.
+
+    folder: where the rank's file of offloaded state is made, if there is any. Raises `UserError` when it cannot be made.
+    """
 
     def __init__(
-        self, plan: UnitPlan, comms: Comms, optimizer: OptimizerConfig, values: Values, device: torch.device
+        self,
+        plan: UnitPlan,
+        comms: Comms,
+        optimizer: OptimizerConfig,
+        values: Values,
+        device: torch.device,
+        folder: Path | None = None,
     ) -> None:
-        super().__init__(plan, comms, device)
+        super().__init__(plan, comms, device, offload_file(plan, folder, comms.rank))
         self.optimizer = Optimizer(self.engine, comms, optimizer, values)
         self.expert_loads = ExpertLoads(self.parts, plan, comms, device)
         with comms.in_phase("optimizer"):
@@ -59,11 +72,23 @@ class TrainProgram(StageRunner):
         self.engine.finish_step()
         norm = self.optimizer.step(lr)
         self.expert_loads.finish_step(self.optimizer)
+        self.optimizer.commit()
         self.engine.all_gather_params()
         if self.plan.schedule is None:
             with self.comms.in_phase("loss"):
                 self.comms.all_reduce(total, DATA, "loss")
         return self.comms.read(total) / max(1, tokens), norm, tokens
+
+    @property
+    def bytes_on_disk(self) -> Bytes:
+        """Bytes of the rank's file, by class."""
+        file = self.engine.file
+        return Bytes() if file is None else Bytes(parameters=file.layout.parameter_bytes, optimizer=file.layout.state_bytes)
+
+    def close(self, remove: bool = False) -> None:
+        """Let go of the rank's file of offloaded state, and remove it."""
+        if self.engine.file is not None:
+            self.engine.file.close(remove)
 
     def evaluate(self, batch: Batch, targets: Tensor) -> tuple[float, int]:
         """(summed loss, valid tokens) of one micro-batch on every data rank, summed over them; nothing is trained."""

@@ -41,6 +41,8 @@ from shardwise.layout.placement import Placed
 from shardwise.layout.units import Gather, Hop, Phase, Residency, StepGathers, UnitPlan, Use
 from shardwise.layout.wire import WIRE_DTYPE
 from shardwise.ops.gradients import GradSlot, WeightGradients, bind_grad_slot
+from shardwise.runtime.offload.file import OffloadFile
+from shardwise.runtime.offload.intervals import StoredIntervals
 from shardwise.runtime.transport.buffers import Buffer, ByteCounter
 from shardwise.runtime.transport.comms import Comms
 from shardwise.runtime.transport.protocol import Work
@@ -69,12 +71,16 @@ class Engine:
         device: torch.device,
         overwriting: Collection[nn.Module],
         weights: WeightGradients,
+        file: OffloadFile | None = None,
     ) -> None:
         self.decoder, self.plan, self.comms = decoder, plan, comms
         self._weights = weights
         self._splits = plan.layout.pp > 1 and splits_backward(plan.layout.schedule, releases_early(plan.layout))
         self.stage = plan.layout.stage
         self.tally = tally = ByteCounter()
+        self.host = host = ByteCounter()
+        """Bytes of what is offloaded to the host's memory, and of the buffers for it."""
+        self.file = file
         comms.workspace.tally = self.tally
         self._slots = self._weight_slots(device) if self.stage == 3 else {}
         staging = self._staging_buffers(device)
@@ -86,10 +92,16 @@ class Engine:
         self._wires = wires
         self.units = {
             u.name: FlatUnit(
-                u, plan, slots.get(u.slot), wires.get(u.slot), staging.get(u.name), comms.index, device, tally
+                u, plan, slots.get(u.slot), wires.get(u.slot), staging.get(u.name), comms.index, device, tally,
+                host, file,
             )
             for u in plan.units
-        }
+        }  # fmt: skip
+        self._source: StoredIntervals | None = None
+        if plan.layout.offload_params != "none" and plan.trains:
+            self._source = StoredIntervals(plan, file, host)
+        for buffer in file.buffers if file is not None else []:
+            host.add("comm", buffer.nbytes)
         self._gathers: dict[str, Work] = {}
         self._packed: set[str] = set()
         """Units whose own packed weights are those of today."""
@@ -242,6 +254,18 @@ class Engine:
             if not in_use & {self.units[gather.unit].unit.slot for gather in following.gathers}:
                 with self.comms.in_phase(following.phase):
                     self._gather(following)
+        if self._source is not None and self._at + 1 < len(self._uses):
+            self._read_ahead(self._uses[self._at + 1])
+
+    def _read_ahead(self, use: Use) -> None:
+        """Read what the gathers after the next ones will need."""
+        assert self._source is not None
+        pending = {self.units[name].unit.slot for name in self._gathers}
+        for gather in use.gathers:
+            flat = self.units[gather.unit]
+            copied = flat.copy is not None and gather.axes == flat.unit.again
+            if flat.unit.slot not in pending and not copied and gather.unit not in self._packed:
+                self._source.prefetch(flat)
 
     def _gather(self, use: Use) -> None:
         for gather in use.gathers:
@@ -254,13 +278,18 @@ class Engine:
             # Another group's ranks may still read what they gathered from this memory before.
             self.comms.wait_readers(flat.whole, flat.unit.shard)
             return self.comms.all_gather(flat.whole, flat.copy, gather.axes, gather.unit, later=True)
-        out, piece = flat.whole, flat.interval
-        if flat.packed is not None:
+        if flat.packed is None:
+            out, piece = flat.whole, self._interval(flat)
+        else:
             if gather.unit not in self._packed:
                 self._packed.add(gather.unit)
-                flat.packed.quantize(flat.interval)
+                flat.packed.quantize(self._interval(flat))
             out, piece = flat.packed.take(), flat.packed.own
         return self.comms.all_gather(out, piece, gather.axes, gather.unit, done=flat.gathered, later=True)
+
+    def _interval(self, flat: FlatUnit) -> Tensor:
+        """This rank's interval of a unit, on the device."""
+        return flat.interval if self._source is None else self._source.fetch(flat)
 
     @contextmanager
     def compile_guard(self, part: str) -> Iterator[None]:
@@ -339,6 +368,8 @@ class Engine:
             assert flat.slot is not None
             flat.slot.take()
             self._gathers[unit.name] = self._start(self._gathers_of_step.next(unit))
+            if self._source is not None:
+                self._gathers[unit.name].wait()  # its buffer is the next one's
 
     def reshard(self, stage: int) -> None:
         """Free them."""
@@ -422,9 +453,10 @@ class Engine:
     # -- what it holds
 
     def storages(self) -> dict[str, list[Tensor]]:
-        """Class of bytes -> the tensors whose storages belong to it, for the memory report."""
+        """Class of bytes -> the tensors whose storages belong to it, for the memory report; "offloaded": those in the
+        host's memory, beside gradients that are."""
         flats = list(self.units.values())
-        weights = [flat.interval if self.stage == 3 else flat.whole for flat in flats]
+        weights = [flat.interval if self.stage == 3 else flat.whole for flat in flats if self._source is None]
         weights += [flat.copy for flat in flats if flat.copy is not None]
         packed = [flat.packed.own for flat in flats if flat.packed is not None]
         staging = [flat.staging for flat in flats if flat.staging is not None]
@@ -432,8 +464,16 @@ class Engine:
         return {
             "parameters": weights,
             "gradients": [flat.grads.tensor for flat in flats] if self.plan.trains else [],
+            "offloaded": [*(flat.interval for flat in flats if self._source is not None), *self._buffers_on_host()],
             "comm": [*(buffer.tensor for buffer in buffers), *self._reserved, self._room.tensor, *packed],
         }
+
+
+    def _buffers_on_host(self) -> list[Tensor]:
+        return [
+            *(self.file.buffers if self.file is not None else []),
+            *(self._source.buffers.values() if self._source is not None else []),
+        ]
 
 
 def _leaf(weight: Tensor, grad_slot: GradSlot | None) -> nn.Parameter:

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from shardwise.layout.axes import Axes
+from shardwise.layout.homes import accumulates_on_host
 from shardwise.layout.placement import Placed
 from shardwise.layout.units import Unit, UnitPlan
 from shardwise.model.parameters import Parameter
 from shardwise.ops.gradients import GradSlot
+from shardwise.runtime.offload.file import OffloadFile
 from shardwise.runtime.transport.adding import Target
 from shardwise.runtime.transport.buffers import Buffer, ByteCounter
 from shardwise.runtime.zero.packed import PackedWeights
@@ -20,6 +22,7 @@ Values = Callable[[Parameter, Tensor], Tensor]
 """(parameter, row-major global positions) -> float64 values: where initial weights come from."""
 
 
+HOST = torch.device("cpu")
 FILLED = 1 << 24
 """Elements per block of initial values: each needs several 64-bit counters."""
 
@@ -34,7 +37,8 @@ class FlatUnit:
 
     whole: the flat buffer that parameters are views of, padded (a slot at stage 3). interval: this rank's ZeRO
     interval of it, the same memory as `whole` below stage 3; at stage 3 it is in the optimizer's precision (fp32 for
-    bf16), and each gather sends it rounded. grads: the accumulator, whole or interval by stage.
+    bf16), and each gather sends it rounded; with offloaded state in compute precision, here, in the host's memory, or in
+    `file`, where it has no elements here. grads: the accumulator, whole or interval by stage.
     wire: where packed weights come together under qwz.
     copy: this rank's part of the second copy under hpz.
     staging: the full gradient in compute precision that autograd adds into, where that is not the accumulator.
@@ -51,14 +55,17 @@ class FlatUnit:
         index: Callable[[Axes], int],
         device: torch.device,
         tally: ByteCounter,
+        host: ByteCounter,
+        file: OffloadFile | None = None,
     ) -> None:
         self.unit, self.plan, self.slot, self.staging = unit, plan, slot, staging
         n = unit.shard_numel
         place = index(unit.shard)
         self.start, self.stop = place * n, (place + 1) * n
+        self.file = file if plan.layout.offload_params == "nvme" else None
         if slot is not None:
             self.whole = slot.tensor[: unit.padded]
-            self.interval = torch.zeros(n, dtype=torch_dtype(plan.interval_dtype), device=device)
+            self.interval = self._interval(device, host)
         else:
             self.whole = torch.zeros(unit.padded, dtype=torch_dtype(plan.layout.dtype), device=device)
             self.interval = self.whole[self.start : self.stop]
@@ -72,10 +79,28 @@ class FlatUnit:
             self._copied = self.whole[at : at + unit.copy_numel]
         if plan.trains:
             elements = n if plan.layout.stage >= 2 else unit.padded
-            self.grads = Buffer("gradients", elements, torch_dtype(plan.grad_dtype), device, tally)
+            at, counter = (HOST, host) if accumulates_on_host(plan) else (device, tally)
+            self.grads = Buffer("gradients", elements, torch_dtype(plan.grad_dtype), at, counter)
         self.grad_slots: list[GradSlot] = []
         self._overwritten: list[GradSlot] = []
         self._added_to: list[Tensor] = []
+
+    def _interval(self, device: torch.device, host: ByteCounter) -> Tensor:
+        """Memory for this rank's interval at stage 3; empty where it is in a file."""
+        home = self.plan.layout.offload_params
+        elements = 0 if home == "nvme" else self.unit.shard_numel
+        at = device if home == "none" else HOST
+        interval = torch.zeros(elements, dtype=torch_dtype(self.plan.interval_dtype), device=at)
+        if home != "none":
+            host.add("parameters", interval.nbytes)
+        return interval
+
+    def put(self, start: int, values: Tensor) -> None:
+        """Set elements of this rank's interval, from `start` on, to values in the optimizer's precision."""
+        if self.file is None:
+            self.interval[start : start + len(values)].copy_(values)
+        else:
+            self.file.put_parameters(self.unit.name, start, values)
 
     @property
     def grads_interval(self) -> Tensor:
@@ -88,7 +113,7 @@ class FlatUnit:
 
         Weights are those values rounded, as they will be after every update.
         """
-        own = torch.zeros(self.stop - self.start, dtype=torch.float64, device=self.interval.device)
+        own = torch.zeros(self.stop - self.start, dtype=torch.float64, device=self.whole.device)
         for start, placed in zip(self.unit.offsets, self.unit.placed, strict=True):
             for first in range(0, placed.numel, FILLED):
                 last = min(first + FILLED, placed.numel)
@@ -101,7 +126,7 @@ class FlatUnit:
                     every = local_values(placed, first, last, values, own.device)
                     self.whole[start + first : start + last].copy_(every.to(torch_dtype(self.plan.master_dtype)))
         own = own.to(torch_dtype(self.plan.master_dtype))
-        self.interval.copy_(own)
+        self.put(0, own)
         return own
 
     def gathered(self) -> None:

@@ -9,16 +9,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardwise.layout.homes import gradient_chunk, is_master
 from shardwise.layout.units import Span
 from shardwise.ops.limits import optimizer_chunk
 from shardwise.runtime.job.config import OptimizerConfig
+from shardwise.runtime.offload.file import OffloadFile
+from shardwise.runtime.offload.state import MASTER, FileState, MemoryState, OptimizerState
 from shardwise.runtime.transport.comms import Comms
 from shardwise.runtime.zero.engine import Engine
-from shardwise.runtime.zero.flat_unit import FlatUnit, Values
+from shardwise.runtime.zero.flat_unit import HOST, FlatUnit, Values, torch_dtype
+
+LANES = 16
+"""Elements of the longest vector of a CPU (fp32, AVX-512)."""
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
@@ -30,22 +37,53 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
     return config.lr * (config.final_share + (1 - config.final_share) * cosine)
 
 
-class _State:
-    """Optimizer state of one unit's interval: moments, and master weights: the engine's own interval where it is in
-    that precision."""
+class UnitState:
+    """Optimizer state of one unit's interval. It stays on the device up to an element, and is in the host's memory or in
+    `file` from there on."""
 
-    def __init__(self, flat: FlatUnit, values: Values) -> None:
-        initial = flat.fill(values)
-        self.flat = flat
-        self.master = flat.interval if flat.interval.dtype == initial.dtype else initial
-        self.first = torch.zeros_like(self.master)
-        self.second = torch.zeros_like(self.master)
+    def __init__(self, flat: FlatUnit, values: Values, file: OffloadFile | None) -> None:
+        initial, self.flat = flat.fill(values), flat
+        self.cut = len(initial) - flat.plan.offloaded(flat.unit)
+        self.here: list[MemoryState] = []
+        """On the device."""
+        self.away: list[OptimizerState] = []
+        """Off it."""
+        if self.cut:
+            engines = is_master(flat.plan)
+            self.here = [MemoryState(0, (flat.interval if engines else initial)[: self.cut], engines)]
+        if self.cut < len(initial):
+            master = initial[self.cut :]
+            on_disk = flat.plan.layout.offload_home == "nvme"
+            state: OptimizerState = MemoryState(self.cut, master.to(HOST, copy=True), engines=False)
+            if on_disk:
+                assert file is not None
+                state = FileState(file, flat.unit.name, self.cut, master)
+            self.away = [state]
         inside = (span.within(flat.start, flat.stop) for span in flat.unit.spans)
         self.spans: list[Span] = [span for span in inside if span is not None]
 
-    def owned(self) -> list[Tensor]:
-        masters = [] if self.master is self.flat.interval else [self.master]
-        return [*masters, self.first, self.second]
+    def get(self, kind: int, start: int, stop: int) -> Tensor:
+        """Elements of the interval of one of `STATES`, not to be changed."""
+        pieces = [
+            run.get(kind, max(start, run.start), min(stop, run.stop))
+            for run in (*self.here, *self.away)
+            if max(start, run.start) < min(stop, run.stop)
+        ]
+        return pieces[0] if len(pieces) == 1 else torch.cat([piece.to(HOST) for piece in pieces])
+
+    def put(self, kind: int, start: int, values: Tensor) -> None:
+        """Change elements of the interval, from `start` on; master weights become the unit's weights, too."""
+        for run in (*self.here, *self.away):
+            a, b = max(start, run.start), min(start + len(values), run.stop)
+            if a < b:
+                run.put(kind, a, values[a - start : b - start])
+        if kind == MASTER:
+            self.flat.put(start, values)
+
+    @property
+    def master(self) -> Tensor:
+        """All master weights, not to be changed."""
+        return self.get(MASTER, 0, self.flat.stop - self.flat.start)
 
 
 class Optimizer:
@@ -57,10 +95,20 @@ class Optimizer:
 
     def __init__(self, engine: Engine, comms: Comms, config: OptimizerConfig, values: Values) -> None:
         self.engine, self.comms, self.config = engine, comms, config
-        self.states = [_State(flat, values) for flat in engine.units.values()]
+        self.states = [UnitState(flat, values, engine.file) for flat in engine.units.values()]
+        self._by_unit = {state.flat.unit.name: state for state in self.states}
+        self.about: dict[str, Any] = {}
+        """What a later run must know of the step under way, beside the number of updates."""
         self.looks_at_norm = True
         self.steps = 0
-        self._step = torch.zeros((), device=self.states[0].master.device)
+        self._device = self.states[0].flat.whole.device
+        self._steps = {device: torch.zeros((), device=device) for device in {self._device, HOST}}
+        """Number of the update, on each device that updates."""
+        self._gradient = torch.empty(gradient_chunk(engine.plan), dtype=torch_dtype(engine.plan.master_dtype))
+        """A chunk of offloaded gradients, converted and clipped."""
+        for tensor in self.on_host():
+            engine.host.add("optimizer", tensor.nbytes)
+        engine.host.add("comm", self._gradient.nbytes)
 
     def step(self, lr: float) -> float:
         """Clip, update, and release the gradients; returns their global norm before clipping (L2, over the model), NaN
@@ -74,16 +122,33 @@ class Optimizer:
             # torch.nn.utils.clip_grad_norm_'s own coefficient
             coefficient = min(1.0, self.config.clip / (norm + 1e-6))
         self.steps += 1
-        self._step.fill_(self.steps)
+        for number in self._steps.values():
+            number.fill_(self.steps)
         for state in self.states:
-            self._update(state, lr, coefficient)
-            state.flat.grads.free()
+            for run in (*state.here, *state.away):
+                if isinstance(run, MemoryState):
+                    self._update(state, run.start, run.tensors, lr, coefficient, apart=not run.engines)
+            if not state.away or self.engine.file is None:
+                state.flat.grads.free()
+        if self.engine.file is not None:
+            self.engine.file.update(
+                lambda load, arrays: self._update(
+                    self._by_unit[load.unit], self._by_unit[load.unit].cut + load.start, arrays, lr, coefficient
+                )
+            )
+            for state in self.states:
+                state.flat.grads.free()
         return norm
+
+    def commit(self) -> None:
+        """The step is over: its state on disk is what counts from here on."""
+        if self.engine.file is not None and self.engine.file.buffers:
+            self.engine.file.commit({**self.about, "updates": self.steps})
 
     def _norm(self) -> float:
         """Each value counts once: replicas over tp share it, intervals over the shard group and stages of the pipeline
         add up, and of a tied table at both ends the embedding's counts."""
-        total = torch.zeros(1, dtype=torch.float64, device=self.states[0].master.device)
+        total = torch.zeros(1, dtype=torch.float64, device=self._device)
         copied = "tied" if self.engine.plan.copies_table else None
         for state in self.states:
             if state.flat.unit.name == copied:
@@ -92,48 +157,88 @@ class Optimizer:
             wide = torch.float32 if grads.dtype == torch.bfloat16 else grads.dtype
             for span in state.spans:
                 part = torch.linalg.vector_norm(grads[span.start : span.stop], dtype=wide).double()
-                total += part * part / span.replicas
+                total += (part * part / span.replicas).to(total.device)
         self.comms.all_reduce(total, self.engine.plan.norm_over, "gradient norm")
         return math.sqrt(self.comms.read(total))
 
-    def _update(self, state: _State, lr: float, coefficient: float) -> None:
-        """One fused call a chunk: low-precision gradients and weights are converted while the cache holds them."""
-        self.comms.pulse.work(f"the optimizer for {state.flat.unit.name}")
-        grads, weights = state.flat.grads_interval, state.flat.interval
-        apart = state.master is not weights
-        low = grads.dtype != state.master.dtype or apart
+    def _update(
+        self, state: UnitState, start: int, tensors: Sequence[Tensor], lr: float, coefficient: float, apart: bool = True
+    ) -> None:
+        """Update elements of an interval, from `start` on. tensors: their master weights and moments; apart: the
+        weights are not the engine's.
+
+        One fused call a chunk: low-precision gradients and weights are converted while the cache holds them.
+        """
+        flat, stop = state.flat, start + len(tensors[0])
+        self.comms.pulse.work(f"the optimizer for {flat.unit.name}")
+        away = start >= state.cut
+        low = flat.grads_interval.dtype != tensors[0].dtype or apart
         for span in state.spans:
-            step = optimizer_chunk(len(weights)) if low and not weights.is_cuda else span.stop - span.start
-            every = (grads, weights, state.master, state.first, state.second)
-            for chunk in zip(*(each[span.start : span.stop].split(step) for each in every), strict=True):
-                gradient, weight, master, first, second = chunk
-                own = gradient.to(master.dtype)
+            part = span.within(start, stop)
+            if part is None:
+                continue
+            step = part.stop - part.start
+            if low and not tensors[0].is_cuda:
+                step = len(self._gradient) if away else optimizer_chunk(len(flat.grads_interval))
+            every = (flat.grads_interval[start:stop], *tensors)
+            at = start + part.start
+            for chunk in zip(*(each[part.start : part.stop].split(step) for each in every), strict=True):
+                gradient, master, first, second = chunk
+                own = self._gradient[: len(master)].copy_(gradient) if away else gradient.to(master.dtype)
                 if coefficient < 1.0:
                     own.mul_(coefficient)
-                adamw((master, own, first, second), self._step, self.config, lr, span.decay)
-                if apart:
-                    weight.copy_(master)
+                adamw((master, own, first, second), self._steps[master.device], self.config, lr, span.decay)
+                if apart and flat.file is None:
+                    flat.put(at, master)
+                at += len(master)
                 del own  # before the next one is made
+        if flat.file is not None:
+            flat.put(start, tensors[0])
 
     def shift(self, unit: str, name: str, change: Tensor) -> None:
         """Add `change`, a vector that every rank has, to a parameter that no gradient moves."""
-        state = next(state for state in self.states if state.flat.unit.name == unit)
+        state = self._by_unit[unit]
         for start, placed in zip(state.flat.unit.offsets, state.flat.unit.placed, strict=True):
             a, b = max(start, state.flat.start), min(start + placed.numel, state.flat.stop)
             if placed.name == name and a < b:
-                here = slice(a - state.flat.start, b - state.flat.start)
-                state.master[here].add_(change[a - start : b - start].to(state.master))
-                if state.master is not state.flat.interval:
-                    state.flat.interval[here].copy_(state.master[here])
+                first, last = a - state.flat.start, b - state.flat.start
+                master = state.get(MASTER, first, last)
+                state.put(MASTER, first, master + change[a - start : b - start].to(master))
 
     def owned(self) -> list[Tensor]:
-        """The tensors that count as optimizer state."""
-        return [tensor for state in self.states for tensor in state.owned()]
+        """The tensors that count as optimizer state on the device."""
+        return [tensor for state in self.states for run in state.here for tensor in run.own]
+
+    def on_host(self) -> list[Tensor]:
+        """The tensors of optimizer state in the host's memory."""
+        runs = (run for state in self.states for run in state.away)
+        return [tensor for run in runs if isinstance(run, MemoryState) for tensor in run.own]
+
+    def buffers_on_host(self) -> list[Tensor]:
+        """The lasting buffers of offloaded updates."""
+        return [self._gradient]
 
 
 def adamw(tensors: Sequence[Tensor], step: Tensor, config: OptimizerConfig, lr: float, decay: bool) -> None:
     """AdamW's update in one fused call. tensors: flat weights, gradient, first and second moments. step: how many
-    updates there are with this one."""
+    updates there are with this one.
+
+    On CPU torch computes the last elements of a call, fewer than a vector has, in other instructions, which round
+    differently. They are filled up, so that the bits of an update do not depend on how an interval is cut.
+    """
+    rest = 0 if tensors[0].is_cuda else len(tensors[0]) % LANES
+    if rest:
+        filled = [torch.zeros(LANES, dtype=tensor.dtype) for tensor in tensors]
+        for into, tensor in zip(filled, tensors, strict=True):
+            into[:rest].copy_(tensor[-rest:])
+        _fused(filled, step, config, lr, decay)
+        for into, tensor in zip(filled, tensors, strict=True):
+            tensor[-rest:].copy_(into[:rest])
+    if rest < len(tensors[0]):
+        _fused([tensor[: len(tensor) - rest] for tensor in tensors], step, config, lr, decay)
+
+
+def _fused(tensors: Sequence[Tensor], step: Tensor, config: OptimizerConfig, lr: float, decay: bool) -> None:
     weights, gradient, first, second = ([tensor] for tensor in tensors)
     torch._fused_adamw_(
         weights,

@@ -1,0 +1,233 @@
+"""One rank's file of offloaded state, read and written past the page cache where the file system allows it.
+
+The page cache would hold what has been moved to disk in memory after all. Two threads read and write while the caller
+computes: the calls release the interpreter's lock.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import zlib
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint.direct_io import memory
+from shardwise.errors import UserError
+from shardwise.layout.homes import BUFFERS, PAGE, SLOTS, STATES, Load, StateFile, paged, state_file
+from shardwise.layout.units import UnitPlan
+
+Update = Callable[[Load, list[Tensor]], object]
+"""Change one load's arrays of state in place."""
+
+
+class OffloadFile:
+    """The file of `layout` in a folder that is made if need be.
+
+    dtypes: of state, and of the parameters. keep: use the file that is there, with the states of its last steps; else
+    it is made anew. Raises `UserError` when it cannot be made as long as it must be, or `keep` finds another one.
+    """
+
+    def __init__(
+        self, path: Path, layout: StateFile, state: torch.dtype, parameters: torch.dtype, keep: bool = False
+    ) -> None:
+        self.path, self.layout, self._dtype, self._parameters = path, layout, state, parameters
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            flags = os.O_RDWR | (0 if keep else os.O_CREAT | os.O_TRUNC)
+            self._file = os.open(path, flags, 0o600)
+            if not keep:
+                os.posix_fallocate(self._file, 0, layout.nbytes)
+            elif os.fstat(self._file).st_size != layout.nbytes:
+                raise UserError(f"{path} is the offloaded state of another layout: remove it, or give another folder")
+        except OSError as error:
+            self._remove_unfinished(keep)
+            raise UserError(
+                f"cannot keep {layout.nbytes / 1e9:.3g} GB of offloaded state in {path}: {error.strerror}; "
+                "choose another folder (--offload-dir)"
+            ) from None
+        self.direct = self._set_direct()
+        """Whether the page cache is left out."""
+        self.buffers = [pages(layout.buffer_bytes) for _ in range(BUFFERS if layout.buffer_bytes else 0)]
+        """Whole pages [bytes], uint8, that loads go through."""
+        self.slot = 0
+        """The slot that holds the state of the last step."""
+        self._reader, self._writer = (ThreadPoolExecutor(1, f"offload-{what}") for what in ("read", "write"))
+
+    def _remove_unfinished(self, keep: bool) -> None:
+        if not keep:
+            with suppress(OSError):
+                self.path.unlink()
+
+    def _set_direct(self, direct: bool = True) -> bool:
+        """Set or clear direct input and output; whether that could be done."""
+        try:
+            fcntl.fcntl(self._file, fcntl.F_SETFL, os.O_DIRECT if direct else 0)
+        except OSError:
+            return False
+        return True
+
+    # -- bytes
+
+    def _move(self, call: Callable[..., int], buffer: memoryview, at: int, what: str) -> None:
+        """Read or write a whole buffer at a byte of the file."""
+        while len(buffer):
+            try:
+                count = call(buffer, at)
+            except OSError as error:
+                if self.direct and error.errno == errno.EINVAL:  # not every file system that takes the flag does it
+                    self.direct = not self._set_direct(False)
+                    continue
+                raise UserError(f"cannot {what} offloaded state in {self.path}: {error.strerror}") from None
+            if not count:
+                raise UserError(f"{self.path} ends before its offloaded state does: it was changed while in use")
+            buffer, at = buffer[count:], at + count
+
+    def read(self, buffer: memoryview, at: int) -> None:
+        """Fill whole pages of memory from a page of the file."""
+        self._move(lambda part, start: os.preadv(self._file, [part], start), buffer, at, "read")
+
+    def write(self, buffer: memoryview, at: int) -> None:
+        """Write whole pages of memory at a page of the file."""
+        self._move(lambda part, start: os.pwrite(self._file, part, start), buffer, at, "write")
+
+    # -- one update
+
+    def update(self, change: Update) -> None:
+        """Change every load of the state: from the slot of the last step into the other one. `commit` makes that the
+        last step's. Reading, changing and writing go on at the same time, each in another buffer."""
+        reads: list[Future[None]] = []
+        writes: list[Future[None]] = []
+        loads = list(self.layout.loads())
+        for index, load in enumerate(loads):
+            for ahead in range(len(reads), min(index + BUFFERS - 1, len(loads))):
+                before = writes[ahead - BUFFERS] if ahead >= BUFFERS else None
+                reads.append(self._reader.submit(self._read_load, loads[ahead], ahead % BUFFERS, before))
+            reads[index].result()
+            change(load, self._arrays(load, index % BUFFERS))
+            writes.append(self._writer.submit(self._write_load, load, index % BUFFERS))
+        for write in writes:
+            write.result()
+
+    def _sections(self, load: Load, index: int, slot: int) -> list[tuple[memoryview, int]]:
+        """(memory, byte of the file) of each array of a load."""
+        length = paged((load.stop - load.start) * self.layout.width)
+        view = memoryview(self.buffers[index].numpy())
+        first = [self.layout.start(slot, load.unit, state) for state in range(len(STATES))]
+        at = load.start * self.layout.width
+        return [(view[i * length : (i + 1) * length], start + at) for i, start in enumerate(first)]
+
+    def _read_load(self, load: Load, index: int, before: Future[None] | None) -> None:
+        if before is not None:
+            before.result()
+        for buffer, at in self._sections(load, index, self.slot):
+            self.read(buffer, at)
+
+    def _write_load(self, load: Load, index: int) -> None:
+        for buffer, at in self._sections(load, index, 1 - self.slot):
+            self.write(buffer, at)
+
+    def _arrays(self, load: Load, index: int) -> list[Tensor]:
+        count = load.stop - load.start
+        length = paged(count * self.layout.width)
+        sections = self.buffers[index][: len(STATES) * length].view(self._dtype).chunk(len(STATES))
+        return [section[:count] for section in sections]
+
+    # -- any piece
+
+    def get(self, unit: str, state: int, start: int, stop: int) -> Tensor:
+        """A copy of elements [start, stop) of one array of the last step's state."""
+        return self._pages(self.layout.start(self.slot, unit, state), self._dtype, start, stop)[2]
+
+    def put(self, unit: str, state: int, start: int, values: Tensor) -> None:
+        """Change elements of one array of the last step's state, from `start` on."""
+        self._put(self.layout.start(self.slot, unit, state), self._dtype, start, values)
+
+    def put_parameters(self, unit: str, start: int, values: Tensor) -> None:
+        """Change elements of a unit's parameters, from `start` on."""
+        self._put(self.layout.parameter_starts[unit], self._parameters, start, values)
+
+    def _put(self, at: int, dtype: torch.dtype, start: int, values: Tensor) -> None:
+        view, byte, there = self._pages(at, dtype, start, start + len(values))
+        there.copy_(values)
+        self.write(view, byte)
+
+    def _pages(self, at: int, dtype: torch.dtype, start: int, stop: int) -> tuple[memoryview, int, Tensor]:
+        """The whole pages around elements of the array at a byte of the file: their memory, their first byte, and the
+        elements in that memory."""
+        width = dtype.itemsize
+        first = start * width // PAGE * PAGE
+        view = memoryview(memory(max(PAGE, paged(stop * width - first))))
+        self.read(view, at + first)
+        elements = torch.frombuffer(view, dtype=dtype, count=len(view) // width)
+        return view, at + first, elements[start - first // width : stop - first // width]
+
+    def start_reading(self, unit: str, buffer: Tensor) -> tuple[Future[None], Tensor]:
+        """Start to read a unit's parameters into `pages`. Returns what waits for it, and where they will be."""
+        elements = dict(self.layout.parameters)[unit]
+        view = memoryview(buffer.numpy())[: paged(elements * self.layout.parameter_width)]
+        reading = self._reader.submit(self.read, view, self.layout.parameter_starts[unit])
+        return reading, buffer.view(self._parameters)[:elements]
+
+    # -- which slot counts
+
+    def commit(self, about: dict[str, Any]) -> None:
+        """What `update` has written is the last step's state from here on, even if the process is killed.
+
+        about: what a later run must know of the step; its JSON must fit into a page.
+        """
+        os.fdatasync(self._file)
+        self.slot = 1 - self.slot
+        text = json.dumps(about).encode()
+        head = len(text).to_bytes(4, "little") + zlib.crc32(text).to_bytes(4, "little") + text
+        assert len(head) <= PAGE, "the header of a slot is longer than a page"
+        page = memory(PAGE)
+        page[: len(head)] = head
+        self.write(memoryview(page), self.slot * PAGE)
+        os.fdatasync(self._file)
+
+    def committed(self) -> dict[int, dict[str, Any]]:
+        """Slot -> what `commit` was told of its state, for slots that hold a whole one."""
+        found, page = {}, memory(PAGE)
+        for slot in range(SLOTS):
+            self.read(memoryview(page), slot * PAGE)
+            length = int.from_bytes(page[:4], "little")
+            text = page[8 : 8 + length]
+            if 0 < length <= PAGE - 8 and zlib.crc32(text) == int.from_bytes(page[4:8], "little"):
+                found[slot] = json.loads(text)
+        return found
+
+    def close(self, remove: bool = False) -> None:
+        """Wait for what is under way, and close the file."""
+        for pool in (self._reader, self._writer):
+            pool.shutdown()
+        os.close(self._file)
+        if remove:
+            with suppress(OSError):
+                self.path.unlink()
+            with suppress(OSError):
+                self.path.parent.rmdir()
+
+
+def pages(nbytes: int) -> Tensor:
+    """So many bytes of memory that begins at a page, as uint8 [nbytes]."""
+    return torch.frombuffer(memory(max(nbytes, PAGE)), dtype=torch.uint8)
+
+
+def offload_file(plan: UnitPlan, folder: Path | None, rank: int) -> OffloadFile | None:
+    """The file of a rank's offloaded state in a folder; None where nothing is kept on disk."""
+    layout = state_file(plan)
+    if layout is None:
+        return None
+    if folder is None:
+        raise UserError(f"layout {plan.layout} keeps state on disk: name a folder for it (--offload-dir)")
+    dtypes = [getattr(torch, name) for name in (plan.master_dtype, plan.layout.dtype)]
+    return OffloadFile(folder / f"rank-{rank:05d}.state", layout, *dtypes)

@@ -1,0 +1,44 @@
+"""Intervals of parameters that are kept off the device and come to it when they are gathered."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+from torch import Tensor
+
+from shardwise.layout.homes import parameter_buffers
+from shardwise.layout.units import UnitPlan
+from shardwise.runtime.offload.file import OffloadFile, pages
+from shardwise.runtime.transport.buffers import ByteCounter
+from shardwise.runtime.zero.flat_unit import FlatUnit
+
+
+class StoredIntervals:
+    """The rank's intervals in the host's memory or in `file`, which is read ahead of gathers. host: counts its buffers.
+
+    Each slot of gathered weights has a buffer of what is read for it; under a pipeline there is one for all, whose
+    gather must be over before the next is read.
+    """
+
+    def __init__(self, plan: UnitPlan, file: OffloadFile | None, host: ByteCounter) -> None:
+        self._file = file if plan.layout.offload_params == "nvme" else None
+        self.buffers = {slot: pages(nbytes) for slot, nbytes in parameter_buffers(plan).items()}
+        self._coming: dict[str, tuple[Future[None], Tensor]] = {}
+        for buffer in self.buffers.values():
+            host.add("comm", buffer.nbytes)
+
+    def prefetch(self, flat: FlatUnit) -> None:
+        """Start to read a unit's interval, unless that is under way. The gather before it in its slot must be over."""
+        if self._file is not None and flat.unit.name not in self._coming:
+            buffer = self.buffers.get(flat.unit.slot) if "all" not in self.buffers else self.buffers["all"]
+            assert buffer is not None
+            self._coming[flat.unit.name] = self._file.start_reading(flat.unit.name, buffer)
+
+    def fetch(self, flat: FlatUnit) -> Tensor:
+        """A unit's interval, on the device, until the next one of its slot is fetched."""
+        interval = flat.interval
+        if self._file is not None:
+            self.prefetch(flat)
+            reading, interval = self._coming.pop(flat.unit.name)
+            reading.result()
+        return interval.to(flat.whole.device, non_blocking=True)
