@@ -18,7 +18,15 @@ def calibrate(command, monkeypatch):
     usual = calibration.usual_job
 
     def tiny(*args):
-        return replace(usual(*args), axes=[[8, 64]] * 3, widths=[16], lengths=[16, 32], tokens=8, sizes=[1024, 4096])
+        return replace(
+            usual(*args),
+            axes=[[8, 64]] * 3,
+            widths=[16],
+            lengths=[16, 32],
+            tokens=8,
+            sizes=[1024, 4096],
+            updated=1 << 18,
+        )
 
     monkeypatch.setattr(calibration, "usual_job", tiny)
     return partial(command, "calibrate", "device", "--device", "cpu", "--seconds", 0.3)
@@ -35,6 +43,8 @@ def test_a_measured_machine_has_times(calibrate, command, tmp_path):
     cluster = Cluster.parse(str(file))
     # What the file said before stays; the link that nobody had measured is that of the messages.
     assert cluster.inter.bandwidth == 1e9 and cluster.intra.bandwidth
+    assert cluster.host.link_bandwidth and cluster.host.adamw_rate and cluster.host.memory_bytes is None
+    assert "AdamW" in out and "disk" in out
     assert cluster.device.kind == "cpu" and "calibrate device --device cpu --ranks 2" in cluster.device.source
 
     code, out, _ = command("estimate", "tiny-llama", *STEP, "dp=2,zero=1,precision=fp32", "--cluster", file)
@@ -76,6 +86,9 @@ def test_explain_times_the_engines_that_have_a_profile(command):
         (("--threads", 0), "--threads must be a positive integer"),
         (("--seconds", -1), "--seconds must be a positive number"),
         (("--out", "here.json"), "ends in .toml"),
+        (("--disk", "nowhere"), "cannot measure the disk of nowhere: there is no such directory"),
+        (("--disk", "/dev/null"), "cannot measure the disk of /dev/null: it is no directory"),
+        (("--disk", "/proc"), "cannot measure the disk of /proc"),
         (("--out", "nowhere/here.toml"), "there is no directory nowhere"),
         (("--out", "/proc/here.toml"), "cannot write /proc/here.toml"),
         (("--device", "cuda"), "torch sees no CUDA device"),

@@ -8,24 +8,35 @@ from __future__ import annotations
 import argparse
 import platform
 import shlex
+import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from shardwise.cli import collective_bench
 from shardwise.cli.cluster_file import known_cluster, write_cluster
 from shardwise.cli.output import print_json, show
-from shardwise.cluster import Cluster, Device, Link
-from shardwise.cluster.catalog import lookup
+from shardwise.cluster import Cluster, Device, Host, Link
+from shardwise.cluster.catalog import lookup, machine_memory
 from shardwise.errors import UserError
 from shardwise.report.terminal import Renderable, plain_table
-from shardwise.report.units import format_bytes, format_share, format_time
+from shardwise.report.units import format_bytes, format_count, format_share, format_time
 from shardwise.runtime import TRANSPORTS
 from shardwise.runtime.installed import require
 
+if TYPE_CHECKING:
+    from shardwise.runtime.measure.disk import DiskRates
+
 SECONDS = 60.0
+
+
+class DiskSpeeds(NamedTuple):
+    """Bytes/s of a disk; None where not known."""
+
+    read: float | None
+    write: float | None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,6 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seconds", type=float, default=SECONDS, metavar="S", help=f"of measuring, about ({SECONDS:g})"
     )
+    parser.add_argument(
+        "--disk", type=Path, metavar="DIR", help="whose disk's direct reads and writes are measured (the temporary one)"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="cluster file to write, or to bring up to date")
 
 
@@ -46,15 +60,17 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     before = known_cluster(args.out)
     kind = _kind(args)
+    disk, why = _disk(args)
     measured = _measured(args, kind)
     device = _device(measured, args, kind)
-    cluster = _cluster(before, device, args.ranks)
+    host = _host(measured["host"], disk, before, device)
+    cluster = replace(_cluster(before, device, args.ranks), host=host)
     if args.out:
         write_cluster(args.out, cluster, [f"{cluster.device.name}: {cluster.device.source}"])
     if args.json:
-        print_json({"device": asdict(device), "samples": measured["samples"]})
+        print_json({"device": asdict(device), "host": asdict(host), "samples": measured["samples"]})
         return 0
-    show(*_tables(device))
+    show(*_tables(device), *_host_lines(host, why))
     print(f"written: --cluster {shlex.quote(str(args.out))}" if args.out else "--out FILE.toml keeps it for --cluster")
     return 0
 
@@ -138,6 +154,40 @@ def _cluster(before: Cluster | None, device: Device, ranks: int) -> Cluster:
     cluster = before or Cluster(1, ranks, device, Link(None, None), Link(None, None))
     intra = cluster.intra if cluster.intra.bandwidth else _link(device) or cluster.intra
     return replace(cluster, device=device, devices_per_node=max(cluster.devices_per_node, ranks), intra=intra)
+
+
+def _disk(args: argparse.Namespace) -> tuple[DiskRates | None, str]:
+    """(speed of the disk, ""), or (None, why it could not be measured) of the temporary directory. Raises `UserError`
+    for a folder that was given."""
+    from shardwise.runtime.measure.disk import disk_rates
+
+    try:
+        return disk_rates(args.disk or Path(tempfile.gettempdir())), ""
+    except UserError as error:
+        if args.disk is not None:
+            raise
+        return None, str(error)
+
+
+def _host(measured: dict[str, float], disk: DiskRates | None, before: Cluster | None, device: Device) -> Host:
+    """The measured host. Of a CPU, whose memory is the ranks' own, without memory; without a disk, with the speeds that
+    the file had."""
+    known = before.host if before else Host()
+    rates = disk or DiskSpeeds(known.disk_read, known.disk_write)
+    memory = None if device.kind == "cpu" else machine_memory()
+    source = f"copies of {device.source}; AdamW of all its ranks together"
+    return Host(
+        memory, measured["link_bandwidth"], None, measured["adamw_rate"], rates.read, rates.write, source=source
+    )
+
+
+def _host_lines(host: Host, why: str) -> Iterator[Renderable]:
+    assert host.link_bandwidth and host.adamw_rate
+    disk = why or "disk not measured"
+    if host.disk_read and host.disk_write:
+        disk = f"disk {format_bytes(host.disk_read)}/s read, {format_bytes(host.disk_write)}/s written"
+    rates = f"copies {format_bytes(host.link_bandwidth)}/s, AdamW {format_count(host.adamw_rate)} parameters/s"
+    yield from ("", f"host: {rates}", disk)
 
 
 def _link(device: Device) -> Link | None:

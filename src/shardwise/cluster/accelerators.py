@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardwise.cluster.device import Device, Link
-from shardwise.cluster.host import Host
+from shardwise.cluster.host import UNKNOWN, Host
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Accelerator:
     driver_name: str = ""
     """The device in the words of NVIDIA's driver."""
     ports: Ports | None = None
-    host: Host = Host()
+    host: Host = UNKNOWN
     """Host of the machine that it is usually deployed in."""
     of_host: int = 1
     """Devices of that machine."""

@@ -17,7 +17,7 @@ from shardwise.errors import UserError
 
 
 def _cpu() -> Accelerator:
-    device = Device("CPU", "cpu", _machine_memory(), None, {}, "this machine: sysconf and the cgroup's memory.max")
+    device = Device("CPU", "cpu", machine_memory(), None, {}, "this machine: sysconf and the cgroup's memory.max")
     loopback = Link(None, None, "not known before it is measured")
     return Accelerator(device, loopback, loopback)
 
@@ -40,7 +40,7 @@ def lookup(name: str) -> Accelerator:
     return _cpu() if found == "CPU" else accelerators().devices[found]
 
 
-def _machine_memory() -> int | None:
+def machine_memory() -> int | None:
     """Bytes that this machine, or the container around us, lets its processes use together."""
     limits = []
     with suppress(ValueError, OSError):

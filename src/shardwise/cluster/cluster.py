@@ -10,7 +10,7 @@ from typing import Any
 
 from shardwise.cluster import catalog
 from shardwise.cluster.device import MOST_OVER_PCIE, PCIE, Device, Link, Speed
-from shardwise.cluster.host import HOST_FIELDS, Host
+from shardwise.cluster.host import HOST_FIELDS, UNKNOWN, Host
 from shardwise.errors import UserError
 from shardwise.small_files import read_small
 
@@ -32,7 +32,7 @@ class Cluster:
     device: Device
     intra: Link
     inter: Link
-    host: Host = Host()
+    host: Host = UNKNOWN
     """Host of each node."""
 
     def __post_init__(self) -> None:

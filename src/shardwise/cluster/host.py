@@ -43,4 +43,5 @@ class Host:
         return replace(self, memory_bytes=memory, source=f"{devices} of {of_all} devices' part: {self.source}", **rates)
 
 
+UNKNOWN = Host()
 HOST_FIELDS = tuple(field.name for field in fields(Host))

@@ -43,6 +43,7 @@ from shardwise.runtime.job.output import rewrite_line
 from shardwise.runtime.job.rank import RankJob, leave, main
 from shardwise.runtime.job.setup import make_comms
 from shardwise.runtime.measure.hardware import settle
+from shardwise.runtime.measure.host import host_rates, of_all_ranks
 from shardwise.runtime.measure.samples import Probed, within_limits
 from shardwise.runtime.pipeline.stages import StageRunner
 from shardwise.runtime.tensor.loss import summed_cross_entropy
@@ -57,6 +58,8 @@ DTYPES = (torch.float32, torch.bfloat16)
 TURNS = ("forward", "input", "weight")
 ROUNDS = 8
 """Blocks of calls that a probe's time is spent on."""
+HOST_SHARE = 0.05
+"""Part of all the time, beside it, that copies and updates of the host take."""
 PASSES = 2
 """Times that all is measured."""
 LEAST = 8
@@ -74,7 +77,7 @@ BETWEEN = 16 << 20
 class CalibrationJob(RankJob):
     """Settings of one calibration. device: torch's name. seconds: how long it may take, about. axes: lengths of
     products; widths, lengths: of attention's heads and sequences; tokens: of passes over memory; sizes: bytes of
-    collectives. transport: as the trainer's."""
+    collectives. transport: as the trainer's. updated: elements of the host's copies and updates."""
 
     device: str
     seconds: float
@@ -84,6 +87,7 @@ class CalibrationJob(RankJob):
     tokens: int
     sizes: list[int]
     transport: str
+    updated: int
 
 
 Probe = tuple[str, tuple[str, ...], tuple[int, ...], Callable[[], Call]]
@@ -103,6 +107,7 @@ def usual_job(device: str, seconds: float, transport: str, out: str) -> Calibrat
         tokens=1024 if small else 8192,
         sizes=[1 << k for k in range(10, 25, 2)],
         transport=transport,
+        updated=1 << (23 if small else 26),
         timeout=120.0,
         out=out,
     )
@@ -551,10 +556,12 @@ def run(rank: int, job: CalibrationJob) -> None:
     """All that is measured; rank 0 writes it."""
     bench = DeviceBench(job)
     result = bench.run()
+    dist.barrier()
+    host = of_all_ranks(host_rates(bench.device, job.updated, job.seconds * HOST_SHARE))
     if rank == 0:
         rewrite_line("")
         with suppress(OSError):
-            job.leave({"about": _about(bench.device), "samples": [asdict(sample) for sample in result]})
+            job.leave({"about": _about(bench.device), "samples": [asdict(sample) for sample in result], "host": host})
     dist.barrier()
 
 
