@@ -53,6 +53,8 @@ class Accelerators(NamedTuple):
     """Alias -> name of a device."""
     hosts: dict[str, Host]
     """Known hosts by name."""
+    slots: dict[str, float]
+    """PCIe link -> bytes/s of its slot in one direction."""
 
 
 @cache
@@ -76,4 +78,5 @@ def accelerators() -> Accelerators:
         devices[name] = Accelerator(
             Device(name, **row), intra, inter, driver_name, of_device, hosts.get(host, Host()), of_host.get(host, 1)
         )
-    return Accelerators(devices, table["aliases"], hosts)
+    slots = {name: link.bandwidth for name, link in links.items() if name.startswith("PCIe") and link.bandwidth}
+    return Accelerators(devices, table["aliases"], hosts, slots)

@@ -10,7 +10,7 @@ from typing import Any
 
 from shardwise.cluster import catalog
 from shardwise.cluster.device import MOST_OVER_PCIE, PCIE, Device, Link, Speed
-from shardwise.cluster.host import HOST_FIELDS, UNKNOWN, Host
+from shardwise.cluster.host import HOST_FIELDS, RATES, UNKNOWN, Host
 from shardwise.errors import UserError
 from shardwise.small_files import read_small
 
@@ -194,9 +194,9 @@ def _host(data: dict[str, Any], cluster: Cluster, usual: Host) -> Host:
     _only(table, "host.", *HOST_FIELDS)
     if cluster.device.kind == "cpu" and "memory_bytes" in table:
         raise UserError("host.memory_bytes: the ranks of a CPU have the host's memory; write device.memory_bytes")
-    memory, *rates = (_number(table, "host.", name) for name in HOST_FIELDS[:-1])
+    memory, rates = _number(table, "host.", "memory_bytes"), {name: _number(table, "host.", name) for name in RATES}
     source = str(table.get("source", "the cluster file")) if table else ""
-    return Host(None if memory is None else int(memory), *rates, source=source)
+    return Host(None if memory is None else int(memory), source=source, **rates)
 
 
 def _device(table: dict[str, Any]) -> Device:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardwise.cluster import Cluster
@@ -10,7 +10,7 @@ from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.model import ModelConfig
 
-UNPRICED = ("etp", "stages", "offload", "compile", "order")
+UNPRICED = ("etp", "stages", "compile", "order")
 """Keys of a layout of which `predict.time` knows nothing."""
 
 
@@ -18,7 +18,7 @@ UNPRICED = ("etp", "stages", "offload", "compile", "order")
 class StepTiming:
     """A step's time. seconds: the prediction; low, high: its 80% range; parts: where they go, adding up to `seconds`
     (`predict.time.step.StepSeconds` says what each is). engine: the profile of the software that was assumed. notes:
-    what stands in for measurements of the device."""
+    what stands in for measurements of the device, and of the host where something is offloaded."""
 
     engine: str
     seconds: float
@@ -26,10 +26,12 @@ class StepTiming:
     high: float
     parts: dict[str, float]
     notes: tuple[str, ...] = ()
+    busy: dict[str, float] = field(default_factory=dict)
+    """Seconds of the device, and of link, cores and disk of the host, hidden or not; empty without offloading."""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data, without the notes."""
-        return {name: value for name, value in vars(self).items() if name != "notes"}
+        """Plain data, without the notes, and without `busy` where it is empty."""
+        return {name: value for name, value in vars(self).items() if name != "notes" and (name != "busy" or value)}
 
 
 def own_engine(cluster: Cluster) -> str:
@@ -68,10 +70,26 @@ def step_seconds(
     name = engine or own_engine(cluster)
     pricing = Pricing(cluster, layout=layout)
     split = replace(StepShape.of(layout, workload), schedule=layout.schedule if layout.pp > 1 else "1f1b")
+    if layout.offload_activations != "none":
+        split = replace(split, saved_bytes=_saved_by_a_block(model, layout, workload, cluster))
     step = training_step(model, split, attending(engine_of(name), layout.attention), pricing)
     parts = {part: float(seconds) for part, seconds in step.parts.items()}
-    around = time_range(parts, pricing.constants, routed=bool(model.experts))
-    return StepTiming(name, sum(parts.values()), float(around.low), float(around.high), parts, pricing.constants.notes)
+    busy = {name: float(seconds) for name, seconds in step.busy.items()}
+    host = pricing.host.notes("nvme" in (layout.offload_home, layout.offload_params)) if busy else ()
+    around = time_range(parts, pricing.constants, assumed=len(host), routed=bool(model.experts))
+    notes = (*pricing.constants.notes, *host)
+    return StepTiming(name, sum(parts.values()), float(around.low), float(around.high), parts, notes, busy)
+
+
+def _saved_by_a_block(model: ModelConfig, layout: Layout, workload: Workload, cluster: Cluster) -> float:
+    """Bytes that a block of the first rank saves for backward in a micro-batch, the mean over its blocks."""
+    from shardwise.layout.units import unit_plan, usual_backend
+    from shardwise.predict.memory.activations import Sizes, saved_items
+
+    plan = unit_plan(model, layout, workload, backend=usual_backend(cluster))
+    plan = plan.as_micro_batch(0) if plan.uneven else plan
+    blocks, sizes = plan.of_kind("block"), Sizes.of(plan)
+    return float(sum(sum(saved_items(plan, sizes, part).values()) for part in blocks)) / max(1, len(blocks))
 
 
 def try_step_seconds(

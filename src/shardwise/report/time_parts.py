@@ -11,6 +11,7 @@ STEP = {
     "pipeline": "messages between stages",
     "data": "gradients and parameters over dp",
     "optimizer": "optimizer",
+    "offload": "offloading to the host or disk",
 }
 """Parts of a training step."""
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from shardwise.cluster import Cluster
 from shardwise.report import StepReport, time_parts
@@ -57,5 +57,20 @@ def timing_lines(report: StepReport, cluster: Cluster | None, tokens: int) -> li
         f"a step takes {format_time(result['seconds'])} (80% range {low} to {high}) as {result['engine']} runs it, "
         f"{tokens / result['seconds']:,.0f} tokens/s",
         table,
+        *binding(result),
         "",
+    ]
+
+
+def binding(timing: Mapping[str, Any]) -> list[str]:
+    """What binds a step that offloads, in one sentence; nothing for other steps. timing: `StepTiming.to_json`."""
+    busy: dict[str, float] = timing.get("busy", {})
+    if not busy:
+        return []
+    words = {"device": "the device", "link": "the link to the host", "cores": "the host's cores", "disk": "the disk"}
+    first, *others = sorted(busy, key=lambda name: -busy[name])
+    rest = ", ".join(f"{words[name].removeprefix('the ')} {format_time(busy[name])}" for name in others if busy[name])
+    return [
+        f"offloading: {words[first]} bind{'' if first == 'cores' else 's'}, busy for {format_time(busy[first])} of the "
+        f"step's {format_time(timing['seconds'])} ({rest})"
     ]

@@ -23,7 +23,7 @@ Z80 = 1.2816
 KIND = {
     "matmul": "compute", "attention": "compute", "memory": "compute", "optimizer": "compute", "weights": "compute",
     "host": "host", "bubble": "bubble",
-    "tensor": "network", "pipeline": "network", "data": "network", "experts": "experts",
+    "tensor": "network", "pipeline": "network", "data": "network", "experts": "experts", "offload": "network",
 }  # fmt: skip
 
 

@@ -22,7 +22,10 @@ class StepShape:
     """Numbers of a layout and a workload that a step's time depends on. seq: tokens of a sequence; micro_batches: of
     each data-parallel rank; shard: ranks that ZeRO shards over; hpz: ranks over which a second copy is cut, or 0; qwz,
     qgz: weights and gradients go packed, in all splits of a call; schedule: the pipeline's, one of `SCHEDULES`; dtype:
-    of the matrix products."""
+    of the matrix products.
+    offload, offload_params: the homes of optimizer state and of parameters, as in a layout, which may be arrays;
+    offloaded: fraction of the optimizer state that is there. saved_bytes: what a block saves in a micro-batch and
+    copies to the host and back; wide_gradients: they are accumulated in fp32 even of one micro-batch."""
 
     seq: int
     micro: Num = 1
@@ -42,6 +45,11 @@ class StepShape:
     tpkind: str = "megatron"
     cpkind: str = "ring"
     recompute: Any = "none"
+    offload: Any = "none"
+    offloaded: Num = 0.0
+    offload_params: Any = "none"
+    saved_bytes: Num = 0.0
+    wide_gradients: bool = False
     schedule: str = "1f1b"
     dtype: str = "bfloat16"
 
@@ -93,6 +101,10 @@ class StepShape:
             tpkind=layout.tpkind,
             cpkind=layout.cpkind,
             recompute=layout.recompute,
+            offload=layout.offload_home,
+            offloaded=layout.offload_fraction,
+            offload_params=layout.offload_params,
+            wide_gradients=layout.grads == "fp32",
             schedule=layout.schedule,
             dtype=dtype or layout.dtype,
         )

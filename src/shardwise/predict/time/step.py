@@ -12,17 +12,18 @@ and the pipeline (`traffic.py`), and what follows from both with a few dozen ope
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from shardwise.errors import UserError
 from shardwise.model import ModelConfig
+from shardwise.predict.time.offload import OffloadSeconds, Sharded, offload_seconds, offloads
 from shardwise.predict.time.pieces import Parts, Pieces, pieces, total
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import EngineProfile
 from shardwise.predict.time.split import SCHEDULES, Num, StepShape
-from shardwise.predict.time.traffic import Traffic, held_parameters, traffic
+from shardwise.predict.time.traffic import Traffic, held_parameters, table_parameters, traffic
 from shardwise.schedule.pipeline.closed_forms import FORMS, PipelineShape
 
 
@@ -32,11 +33,14 @@ class StepSeconds:
 
     matmul, attention, memory: of the busiest stage, all micro-batches, recomputation included. host: waiting for
     launches; on a CPU, for cores that others have. tensor, experts, pipeline, data: exposed collectives and sends.
-    bubble: idle in the pipeline. optimizer: the update.
+    bubble: idle in the pipeline. optimizer: the update on the device. offload: copies, updates and disk that nothing
+    hides.
     """
 
     seconds: Num
     parts: Mapping[str, Num]
+    busy: Mapping[str, Num] = field(default_factory=dict)
+    """Seconds of the device and of each of `offload.BOUNDS`, hidden or not; empty without offloading."""
 
 
 def training_step(model: ModelConfig, split: StepShape, engine: EngineProfile, pricing: Pricing) -> StepSeconds:
@@ -44,8 +48,13 @@ def training_step(model: ModelConfig, split: StepShape, engine: EngineProfile, p
     `UserError` for a schedule that is none of `SCHEDULES`."""
     found = pieces(model, split, engine, pricing)
     share = bubble_share(split.schedule, split.pp, split.micro_batches, split.virtual, found)
-    parts = step_parts(model, split, engine, pricing, found, traffic(model, split, engine, pricing), share)
-    return StepSeconds(sum(parts.values()), parts)
+    sent = traffic(model, split, engine, pricing)
+    parts = _on_device(model, split, engine, pricing, found, sent, share)
+    away = _offload(model, split, engine, pricing, parts)
+    device = sum(parts.values())
+    if away is None:
+        return StepSeconds(device, parts)
+    return StepSeconds(device + away.exposed, parts | {"offload": away.exposed}, {"device": device, **away.busy})
 
 
 def step_parts(
@@ -59,6 +68,21 @@ def step_parts(
 ) -> Parts:
     """Seconds of a step by part, from what `pieces`, `traffic` and `bubble_share` found for the same split. `found` may
     come with its kinds of computation added up (`Pieces.joined`); then so are the parts."""
+    parts = _on_device(model, split, engine, pricing, found, sent, share)
+    away = _offload(model, split, engine, pricing, parts)
+    return parts if away is None else parts | {"offload": away.exposed}
+
+
+def _on_device(
+    model: ModelConfig,
+    split: StepShape,
+    engine: EngineProfile,
+    pricing: Pricing,
+    found: Pieces,
+    sent: Traffic,
+    share: Num,
+) -> Parts:
+    """All parts but offloading."""
     micro, fill = _stages(model, split, engine, pricing, found, sent, share)
     parts = {name: seconds * split.micro_batches for name, seconds in micro.items()}
     parts["bubble"] = fill
@@ -68,6 +92,23 @@ def step_parts(
     parts["data"] = parts["data"] + _added(model, split, engine, pricing)
     parts["optimizer"] = _optimizer(model, split, engine, pricing)
     return parts
+
+
+def _offload(
+    model: ModelConfig, split: StepShape, engine: EngineProfile, pricing: Pricing, parts: Parts
+) -> OffloadSeconds | None:
+    """What is offloaded, beside the blocks' parts of the step; None where nothing is."""
+    if not offloads(split):
+        return None
+    inside = ("matmul", "attention", "memory", "host", "tensor", "experts")
+    micro = sum(parts[name] for name in inside if name in parts) / split.micro_batches
+    shards = np.where(np.asarray(split.zero) > 0, split.shard, 1)
+    tables = table_parameters(model, split, engine) / shards
+    elements = Sharded(_updated(model, split, engine) - tables, tables)
+    count = _gathers(split, engine)
+    gathers = Sharded(count, np.minimum(count, 1.0))
+    layers = model.layers / np.asarray(split.pp)
+    return offload_seconds(split, pricing.host, elements, gathers, layers, micro)
 
 
 def bubble_share(schedule: str, p: Num, m: Num, virtual: Num, found: Pieces) -> Num:
@@ -202,8 +243,9 @@ def _reduced(
 
 
 def _added(model: ModelConfig, split: StepShape, engine: EngineProfile, pricing: Pricing) -> Num:
-    """Stages 2 and 3 add each micro-batch's reduced gradients to their shards."""
-    numel = np.where(np.asarray(split.zero) >= 2, _updated(model, split, engine), 0.0)
+    """Stages 2 and 3 add each micro-batch's reduced gradients to their shards: offloaded ones on the host."""
+    here = np.asarray(split.offload) == "none"
+    numel = np.where((np.asarray(split.zero) >= 2) & here, _updated(model, split, engine), 0.0)
     nbytes = numel * engine.shard_add_bytes
     return np.where(nbytes > 0, pricing.kernels.pass_over(nbytes, dtype="float32"), 0.0) * split.micro_batches
 
@@ -230,7 +272,8 @@ def _sharded(
 
 def _optimizer(model: ModelConfig, split: StepShape, engine: EngineProfile, pricing: Pricing) -> Num:
     wide = split.dtype if split.dtype == "float32" else "bfloat16"
-    update = pricing.kernels.pass_over(_updated(model, split, engine) * engine.optimizer_bytes, "optimizer", wide)
+    numel = _updated(model, split, engine) * (1 - np.where(np.asarray(split.offload) == "none", 0.0, split.offloaded))
+    update = pricing.kernels.pass_over(numel * engine.optimizer_bytes, "optimizer", wide)
     return update + pricing.constants.value("step_s")
 
 

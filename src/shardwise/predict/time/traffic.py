@@ -163,9 +163,14 @@ def held_parameters(model: ModelConfig, split: StepShape, engine: EngineProfile)
     """Parameters of the busiest rank: (all but the experts', the experts')."""
     others, routed = _parameters(model)
     blocks = others / (split.pp * split.tp)
+    tables = table_parameters(model, split, engine)
+    return blocks + tables, routed / (split.pp * split.expert_apart) + 0.0 * blocks
+
+
+def table_parameters(model: ModelConfig, split: StepShape, engine: EngineProfile) -> Num:
+    """Parameters of the vocabulary's tables on the busiest rank."""
     table = padded_vocab(model, engine, split.tp) * model.hidden / split.tp
-    tables = np.where(np.asarray(split.pp) == 1, 1 if model.tied else 2, 1)
-    return blocks + table * tables, routed / (split.pp * split.expert_apart) + 0.0 * blocks
+    return table * np.where(np.asarray(split.pp) == 1, 1 if model.tied else 2, 1)
 
 
 @lru_cache
