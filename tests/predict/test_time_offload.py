@@ -106,7 +106,7 @@ def test_parameters_come_once_where_a_copy_or_packed_weights_stay():
 
 
 def test_state_is_what_the_file_has():
-    assert STATE == len(STATES) * 4 and STATE < ADAMW and LOAD > 0
+    assert len(STATES) * 4 == STATE and STATE < ADAMW and LOAD > 0
 
 
 def test_nothing_changes_without_offloading():

@@ -42,7 +42,7 @@ class HostShare:
         if not parts:
             return ()
         return (
-            f"host: {parts} not known, so those of one host, whose cores and disk the node's ranks share: {self.usual}; "
+            f"host: {parts} not known, so one host's, whose cores and disk the node's ranks share: {self.usual}; "
             "to measure another: `shardwise calibrate device --out FILE.toml`",
         )
 

@@ -9,8 +9,8 @@ gradient, w bytes of a weight, and the 12 bytes of fp32 master weight and moment
 - on disk: 12 f P read and 12 f P written, beside the update: the slower of the disk and of update with copies binds.
   Reads and writes share one disk, so that their seconds add up: AdamW of 64M parameters took 1.21 s where reads alone
   would take 0.77 s and writes 0.55 s (docs/offload.md);
-- offloaded parameters: w P up for each gather, beside computation without a pipeline, from disk at the slower of disk and
-  link; updated weights go to their home in place of the device;
+- offloaded parameters: w P up for each gather, beside computation without a pipeline, from disk at the slower of disk
+  and link; updated weights go to their home in place of the device;
 - offloaded activations: what blocks save, down in forward and up before backward, beside computation.
 
 Copies beside computation slow it by 2% of their time. Copies up and down count one after the other. Sources: Ren et al.
