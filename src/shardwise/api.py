@@ -325,7 +325,7 @@ def _check_fits(config: TrainConfig) -> None:
     if room is None or config.layout.compile != "off":
         return
     predicted = estimate(config.model, config.layout, config.workload, cluster)
-    held = sum(len(role.ranks) * role.peak_bytes for role in predicted.roles)
+    held = sum(len(role.ranks) * (role.peak_bytes + role.host.total) for role in predicted.roles)
     if held > room:
         raise UserError(
             f"{config.model.name} under {config.layout} needs {format_bytes(held)}, this machine has "

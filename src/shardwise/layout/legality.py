@@ -146,10 +146,7 @@ def fewer_ranks(layout: Layout, model: ModelConfig, workload: Workload, ranks: i
 
 def unsupported(layout: Layout) -> list[str]:
     """The words of `layout` that are understood and priced, but not runnable here yet."""
-    words = []
-    if layout.offload_activations != "none":
-        words.append(f"offload_activations={layout.offload_activations}")
-    return words
+    return []
 
 
 def packs_beside_tp(layout: Layout) -> str:
@@ -173,6 +170,11 @@ def check_runnable(layout: Layout, model: ModelConfig, workload: Workload, ranks
         raise LayoutError(
             f"schedule={layout.schedule} computes the weights' gradients apart, which compile=block cannot: choose "
             "another schedule or compile=off"
+        )
+    if layout.offload_activations != "none" and layout.compile == "block":
+        raise LayoutError(
+            "compile=block saves tensors where offload_activations=cpu does not see them: choose compile=off, or leave "
+            "offload_activations out"
         )
     if reason := model.why_not_runnable():
         raise LayoutError(f"{model.name}: {reason}")

@@ -113,11 +113,6 @@ def _of_record(model: ModelConfig, layout: Layout, workload: Workload, backend: 
 def unmodelled(layout: Layout) -> list[str]:
     """Omissions from the bytes of a layout that the runtime cannot run yet, a sentence each."""
     notes = [reason] if (reason := packs_beside_tp(layout)) else []
-    if layout.offload_activations != "none":
-        notes.append(
-            f"offload_activations={layout.offload_activations} does not run here yet: saved tensors are counted on the "
-            "device"
-        )
     return notes
 
 

@@ -30,6 +30,8 @@ from shardwise.report.strict_json import strict
 ERRORS = "errors"
 """Folder of a run in which ranks that failed leave their tracebacks."""
 LOCK = ".lock"
+OFFLOADED = "offload"
+"""Folder of state that is offloaded to disk, while the run is going."""
 """File of a run that is there while it is being written; it says by which process."""
 
 
@@ -200,8 +202,9 @@ def _json_object(text: bytes) -> dict[str, Any] | None:
 
 
 def occupied(path: Path) -> bool:
-    """Whether a folder holds anything but the tracebacks of a run that failed before it began, and its lock."""
-    return any(entry.name not in (ERRORS, LOCK) for entry in path.iterdir())
+    """Whether a folder holds anything but what a run that failed before it began may leave: its tracebacks, its lock, and
+    files for offloaded state."""
+    return any(entry.name not in (ERRORS, LOCK, OFFLOADED) for entry in path.iterdir())
 
 
 def next_free(base: Path | str) -> Path:

@@ -37,6 +37,8 @@ def dry_run(model: ModelConfig, layout: Layout, workload: Workload, cluster: Clu
     check_runnable(layout, model, workload, cluster.devices if cluster else None)
     if layout.algorithm != "auto":
         raise UserError(f"a dry run moves no data, so algorithm={layout.algorithm} cannot run in it: leave it out")
+    if "nvme" in (layout.offload_home, layout.offload_params):
+        raise UserError("a dry run has no disk, so offload=nvme cannot run in it: choose offload=cpu")
     mesh, eager = Mesh.of(layout, model), replace(layout, compile="off")
     ranks = [mesh.rank(pp=place) for place in range(layout.pp)]
     plans = [unit_plan(model, eager, workload, rank=rank, backend=usual_backend(cluster)) for rank in ranks]

@@ -181,7 +181,20 @@ def uses_blocked_attention(plan: UnitPlan) -> bool:
 
 
 def saved_items(plan: UnitPlan, s: Sizes, part: str) -> Items:
-    """Tensors of `part` that are saved at the end of the forward pass."""
+    """Tensors of `part` that are saved on the device at the end of the forward pass."""
+    offloads = plan.layout.offload_activations != "none" and plan.kind(part) == "block"
+    return {} if offloads else made_items(plan, s, part)
+
+
+def stored_bytes(plan: UnitPlan, s: Sizes, part: str | None) -> int:
+    """Bytes that a part saves in the host's memory; 0 for no part."""
+    if part is None or plan.layout.offload_activations == "none" or plan.kind(part) != "block":
+        return 0
+    return sum(made_items(plan, s, part).values())
+
+
+def made_items(plan: UnitPlan, s: Sizes, part: str) -> Items:
+    """Tensors of `part` that its forward pass saves, wherever they go."""
     if plan.kind(part) == "embedding":
         positions = {"position ids": s.stream * 8} if plan.model.positions == "learned" else {}
         norm = {"norm": (s.hidden + 2) * s.stream * s.element} if plan.model.embedding_norm else {}
@@ -286,6 +299,14 @@ def _kept_gradient(plan: UnitPlan, s: Sizes, width: int) -> int:
     """Bytes of the gradient of a map's output; of a rank's own outputs where these are gathered."""
     pieces = plan.layout.tp // plan.layout.inner_ranks
     return s.tokens * -(-width // pieces) * s.element
+
+
+def stored_activations(plan: UnitPlan) -> int:
+    """Bytes saved in the host's memory at the end of one micro-batch's forward pass, without a pipeline."""
+    if plan.uneven:
+        return max(stored_activations(plan.as_micro_batch(micro)) for micro in range(plan.micro_batches))
+    s = Sizes.of(plan)
+    return sum(stored_bytes(plan, s, part) for part in plan.parts)
 
 
 def saved_bytes(plan: UnitPlan) -> int:

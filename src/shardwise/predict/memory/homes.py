@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from shardwise.layout.homes import BUFFERS, STATES, accumulates_on_host, gradient_chunk, parameter_buffers, state_file
 from shardwise.layout.units import UnitPlan
+from shardwise.predict.memory.activations import stored_activations
+from shardwise.predict.memory.pipeline import held_by_actions
 from shardwise.report.step_report import DTYPE_BYTES, Bytes
 
 
 def host_bytes(plan: UnitPlan) -> Bytes:
-    """Bytes in the host's memory: offloaded state; gradients for its update; and, as `comm`, the buffers of the file,
-    those through which parameters come, and a chunk of gradients in the precision of the update."""
-    layout = plan.layout
-    if not plan.trains or layout.offload_home == "none":
+    """Bytes in the host's memory: offloaded state; gradients for its update; saved activations; and, as `comm`, the
+    buffers of the file, those through which parameters come, and a chunk of gradients in the precision of the update."""
+    layout, saved = plan.layout, 0
+    if not plan.trains:
         return Bytes()
+    if layout.offload_activations != "none":
+        saved = held_by_actions(plan).stored if layout.pp > 1 else stored_activations(plan)
+    if layout.offload_home == "none":
+        return Bytes(saved=saved)
     wide, elements = DTYPE_BYTES[plan.master_dtype], sum(map(plan.offloaded, plan.units))
     shards = sum(unit.shard_numel for unit in plan.units)
     file = state_file(plan)
@@ -20,6 +26,7 @@ def host_bytes(plan: UnitPlan) -> Bytes:
         parameters=shards * DTYPE_BYTES[layout.dtype] if layout.offload_params == "cpu" else 0,
         gradients=shards * DTYPE_BYTES[plan.grad_dtype] if accumulates_on_host(plan) else 0,
         optimizer=len(STATES) * wide * elements if layout.offload_home == "cpu" else 0,
+        saved=saved,
         comm=(BUFFERS * file.buffer_bytes if file else 0)
         + sum(parameter_buffers(plan).values())
         + gradient_chunk(plan) * wide,

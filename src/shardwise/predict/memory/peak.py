@@ -23,6 +23,7 @@ from shardwise.predict.memory.activations import (
     saved_bytes,
     saved_items,
     saved_mask,
+    stored_bytes,
     uses_batched_attention,
 )
 from shardwise.predict.memory.buffers import MemoryByClass, When, held_through_step
@@ -101,10 +102,15 @@ def backwards(
         for keeps in {part == parts[-1] for part in ends}
     }
     moments: dict[tuple[When, str], int] = {}
+    # Of blocks whose saved tensors are in the host's memory, those of the one in its backward and of the one before it
+    # are here.
+    before = {part: ends[index - 1] if index else None for index, part in enumerate(ends)}
     for part in parts:
-        moments["reduction", part] = saved + stream * (3 if recompute and part in ends else 1)
+        coming = stored_bytes(plan, s, before.get(part))
+        moments["reduction", part] = saved + coming + stream * (3 if recompute and part in ends else 1)
         saved += sum(saved_items(plan, s, part).values())
-        moments["begin", part] = saved + stream
+        here = stored_bytes(plan, s, part)
+        moments["begin", part] = saved + stream + (here if part in ends and part != ends[-1] else 0)
         if plan.kind(part) == "embedding":
             moments["backward", part] = stream + max(stream_dropout(plan, s), _positions(plan, s), scaled)
             if not apart:
@@ -113,7 +119,11 @@ def backwards(
             moments["backward", part] = saved + max(_projection_backward(plan, s, adds), _final_norm_backward(plan, s))
         else:
             moments["backward", part] = (
-                saved + block[plan.alike(part), part == parts[-1]] + _recomputed_from_input(plan, s, part, parts, apart)
+                saved
+                + here
+                + coming
+                + block[plan.alike(part), part == parts[-1]]
+                + _recomputed_from_input(plan, s, part, parts, apart)
             )
     return moments
 

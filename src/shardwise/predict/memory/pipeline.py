@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardwise.layout.units import Residency, Unit, UnitPlan
-from shardwise.predict.memory.activations import Sizes, kept_items, saved_items
+from shardwise.predict.memory.activations import Sizes, kept_items, saved_items, stored_bytes
 from shardwise.predict.memory.buffers import MemoryTrace
 from shardwise.predict.memory.peak import inputs, optimizer
 from shardwise.predict.memory.pipeline_action import ActionMemory, Change, Effect, StageBytes
@@ -31,15 +31,19 @@ class MemoryPeak:
     gradients: int = 0
     comm: int = 0
     peak: int = 0
+    stored: int = 0
+    """Saved activations in the host's memory."""
 
     @property
-    def bytes(self) -> tuple[int, int, int, int]:
+    def bytes(self) -> tuple[int, int, int, int, int]:
         """In the order of the fields."""
-        return self.saved, self.gradients, self.comm, self.peak
+        return self.saved, self.gradients, self.comm, self.peak, self.stored
 
     def include(self, other: MemoryPeak) -> None:
         """Count another part of the step, too."""
-        self.saved, self.gradients, self.comm, self.peak = map(max, zip(self.bytes, other.bytes, strict=True))
+        self.saved, self.gradients, self.comm, self.peak, self.stored = map(
+            max, zip(self.bytes, other.bytes, strict=True)
+        )
 
 
 def held_by_actions(plan: UnitPlan) -> MemoryPeak:
@@ -148,7 +152,7 @@ class _Rank:
         self.plan, self.s = plan, Sizes.of(plan)
         self.most = MemoryPeak()
         self.fullest: Change | None = None
-        self.gradients = self.comm = self.saved = 0
+        self.gradients = self.comm = self.saved = self.stored = 0
         self.rest = inputs(plan, self.s) if lasting is None else lasting
         self.message = self.s.stream * self.s.hidden * self.s.element
         self.gradients_of = dict.fromkeys(plan.by_name, 0)
@@ -164,7 +168,7 @@ class _Rank:
         self.like = _like(plan)
         self.bytes_of = {stage: StageBytes.of(plan, self.s, stage) for stage in set(self.like.values())}
         self.outcomes: dict[Any, _Outcome] = {}
-        self.beyond: dict[tuple[int, int], tuple[int, int]] = {}
+        self.beyond: dict[tuple[int, int], tuple[int, int, int]] = {}
 
     @property
     def now(self) -> Change:
@@ -178,8 +182,9 @@ class _Rank:
     def do(self, action: Action) -> None:
         kind, stage, micro, peer, parts = action
         if kind in _COMPUTE:
-            saved = self._routed(kind, stage, micro)
+            saved, stored = self._routed(kind, stage, micro)
             self.saved += saved
+            self.stored += stored
             self.rest += saved if kind == "F" else 0
             self._on_stage(kind, stage, self._moves(kind, stage, micro))
             self.rest += saved if kind != "F" else 0
@@ -224,16 +229,18 @@ class _Rank:
         after = self.attending[micro] = before + (1 if kind == "F" else -1)
         return not (before and after)
 
-    def _routed(self, kind: str, stage: int, micro: int) -> int:
-        """Bytes that an action saves, or lets go of, beyond those of the micro-batch whose experts have most rows."""
+    def _routed(self, kind: str, stage: int, micro: int) -> tuple[int, int]:
+        """Bytes that an action saves, or lets go of, beyond those of the micro-batch whose experts have most rows; on
+        the device, and in the host's memory."""
         if not self.plan.uneven:
-            return 0
-        saved, kept = self._beyond(stage, micro)
-        return {"F": saved, "B": -saved, "I": kept - saved, "W": -kept}[kind]
+            return 0, 0
+        saved, kept, stored = self._beyond(stage, micro)
+        here = {"F": saved, "B": -saved, "I": kept - saved, "W": -kept}[kind]
+        return here, {"F": stored, "W": 0}.get(kind, -stored)
 
-    def _beyond(self, stage: int, micro: int) -> tuple[int, int]:
-        """Bytes that a micro-batch saves on a stage, and that are kept of it for the gradients of weights, beyond those
-        of the one whose experts have most rows."""
+    def _beyond(self, stage: int, micro: int) -> tuple[int, int, int]:
+        """Bytes that a micro-batch saves on a stage, that are kept of it for the gradients of weights, and that it
+        saves in the host's memory, beyond those of the one whose experts have most rows."""
         key = stage, micro
         if key not in self.beyond:
             this = self.plan.as_micro_batch(micro)
@@ -244,7 +251,11 @@ class _Rank:
                 )
                 for items in (saved_items, kept_items)
             )
-            self.beyond[key] = saved, kept
+            stored = sum(
+                stored_bytes(this, self.s, part) - stored_bytes(self.plan, self.s, part)
+                for part in self.plan.stages[stage]
+            )
+            self.beyond[key] = saved, kept, stored
         return self.beyond[key]
 
     def _on_stage(self, kind: str, stage: int, moves: bool) -> None:
@@ -317,6 +328,8 @@ class _Rank:
         self.rest = rest + effect.after[2]
         self.saved += effect.saved
         most.saved = max(most.saved, self.saved)
+        self.stored += effect.stored
+        most.stored = max(most.stored, self.stored)
 
     def _note(self, gradients: int, comm: int, rest: int) -> None:
         most = self.most

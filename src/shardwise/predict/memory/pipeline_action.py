@@ -12,7 +12,7 @@ from functools import cache, partial
 from typing import NamedTuple
 
 from shardwise.layout.units import UnitPlan
-from shardwise.predict.memory.activations import Sizes, kept_items, saved_items, saved_mask
+from shardwise.predict.memory.activations import Sizes, kept_items, saved_items, saved_mask, stored_bytes
 from shardwise.predict.memory.buffers import MemoryByClass, MemoryTrace, When
 from shardwise.predict.memory.peak import backwards, forward, loss, of_weights, saved_inputs, tables
 
@@ -23,7 +23,9 @@ class StageBytes:
 
     parts: list[str]
     saved: int
-    """From its forward to its backward."""
+    """From its forward to its backward, on the device."""
+    stored: int
+    """Then in the host's memory."""
     kept: dict[str, int]
     """Part -> bytes from its backward to the gradients of its weights."""
     forward: int
@@ -43,6 +45,7 @@ class StageBytes:
         return cls(
             parts,
             sum(sum(saved_items(plan, s, part).values()) for part in parts),
+            sum(stored_bytes(plan, s, part) for part in parts),
             {part: sum(kept_items(plan, s, part).values()) for part in parts},
             forward(plan, s, parts),
             sum(saved_inputs(plan, s, part) for part in parts),
@@ -76,6 +79,8 @@ class Effect(NamedTuple):
     after: Change
     saved: int
     """Saved activations after it."""
+    stored: int
+    """Those in the host's memory."""
 
 
 class ActionMemory:
@@ -91,7 +96,7 @@ class ActionMemory:
         # The gradient that a message brings is one that linear maps keep, unless it is gathered or dropped out first.
         self.keeps_messages = not (plan.layout.sp or plan.model.dropout)
         self.before = walk.now("loss")
-        self.gradients = self.comm = self.rest = self.saved = 0
+        self.gradients = self.comm = self.rest = self.saved = self.stored = 0
         self.fullest: Change | None = None
         if of:
             self.of = of
@@ -110,7 +115,7 @@ class ActionMemory:
 
     def effect(self) -> Effect:
         return Effect(self.gradients, self.comm, self.fullest, self._change(self.walk.now("loss"), self.rest),
-                      self.saved)  # fmt: skip
+                      self.saved, self.stored)  # fmt: skip
 
     def _change(self, held: MemoryByClass, rest: int) -> Change:
         return Change(held.gradients - self.before.gradients, held.comm - self.before.comm, held.arriving + rest)
@@ -129,7 +134,7 @@ class ActionMemory:
         of = self.of
         now = self.walk.now("loss")
         self.note(now, self.shared + of.forward)
-        self.saved = of.saved + self.mask
+        self.saved, self.stored = of.saved + self.mask, of.stored
         # Its input, now among the saved tensors, came by a message or from a stage of this rank.
         self.rest = of.saved - of.known + self.shared + ((not of.last) - (not of.first)) * self.message
         self.note(now, self.rest + (loss(self.plan, self.s) if of.last else 0))
@@ -157,7 +162,7 @@ class ActionMemory:
                 self.note(held, beside + moments["reduction", part])
         if apart and not of.last and self.keeps_messages:
             kept += self.message
-        self.saved = kept - of.saved - self.mask
+        self.saved, self.stored = kept - of.saved - self.mask, -of.stored
         self.rest = kept - of.saved + of.known - self.shared + ((not of.first) - (not of.last)) * self.message
         self.moment()
 

@@ -70,6 +70,9 @@ class TrainConfig:
     save_every: int = option(0, "steps between checkpoints", metavar="N", least=0, shown="0: at the end")
     keep_last: int = option(3, "checkpoints to keep, 0 for all", metavar="N", least=0)
     save_async: bool = option(False, "continue training while a checkpoint is written")
+    offload_dir: str | None = option(
+        None, "folder of state that is offloaded to disk", metavar="DIR", shown="OUT/offload"
+    )
     weights: str | None = option(None, "start from a Hugging Face folder's weights, and its tokenizer", metavar="DIR")
     resume: str | None = None
     """The checkpoint, or the run, to resume from; `weights` then has no effect."""

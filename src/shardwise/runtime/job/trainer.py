@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import statistics
@@ -26,11 +27,12 @@ from shardwise.decoder.initial import initial_values
 from shardwise.errors import UserError
 from shardwise.layout import Mesh, check_runnable, unit_plan
 from shardwise.layout.axes import DP
+from shardwise.layout.units import UnitPlan
 from shardwise.model.flops import training_flops_per_token
 from shardwise.model.parameters import Parameter
 from shardwise.report.exposure import Exposure
 from shardwise.report.rank_timelines import Recorded, aligned, kept
-from shardwise.report.run_directory import RunDirectory
+from shardwise.report.run_directory import OFFLOADED, RunDirectory
 from shardwise.report.step_report import Role, StepReport, merge_roles
 from shardwise.runtime.allocator import retain_freed_memory
 from shardwise.runtime.checkpointing import Position, Saver, restore, start_from
@@ -46,6 +48,7 @@ from shardwise.runtime.job.stop import Stopped, StopRequest
 from shardwise.runtime.measure.hardware import matmul_rate
 from shardwise.runtime.measure.memory import StepMeasurement
 from shardwise.runtime.measure.timeline import TimelineRecorder
+from shardwise.runtime.offload.recovery import Kept, newest_kept
 from shardwise.runtime.pipeline.step import TrainProgram
 from shardwise.runtime.zero.flat_unit import torch_dtype
 from shardwise.runtime.zero.optimizer import learning_rate
@@ -138,8 +141,13 @@ class _Run:
             timeout=timeout, overlap=config.overlap, transport=config.transport, pulse=self.pulse,
         )  # fmt: skip
         plan = unit_plan(model, layout, config.workload, rank=self.rank, backend=self.comms.backend)
+        if config.save_async and "nvme" in (layout.offload_home, layout.offload_params):
+            raise UserError("--save-async keeps a copy of all state in memory, which offload=nvme has not: leave it out")
+        folder = Path(config.offload_dir or Path(config.out) / OFFLOADED)
+        self.name = self._name_of_run()
+        self.at, kept = Position(0, 0, 0), self._kept(plan, folder)
         self._say_compiling("compiling the blocks ...")
-        self.program = TrainProgram(plan, self.comms, config.optimizer, self._initial_values, device)
+        self.program = TrainProgram(plan, self.comms, config.optimizer, self._initial_values, device, folder, kept)
         self._say_compiling(f"compiled the blocks in {self.program.compile_seconds:.0f} s")
         corpus = Corpus.open(Path(config.corpus))
         data_rank = Mesh.of(layout, model).index(DP, self.rank)
@@ -150,8 +158,11 @@ class _Run:
         }
         self.batches = {split: Batches(plan, sampler, data_rank, device) for split, sampler in samplers.items()}
         self.entropy = corpus.unigram_entropy("validation")
-        self.at = Position(0, 0, 0)
-        if config.resume:
+        if kept is not None:
+            self.at = Position(kept.about["step"], kept.about["samples"], kept.about["updates"])
+            if self.rank == 0:
+                say(f"resuming from the offloaded state of step {self.at.step} in {folder}")
+        elif config.resume:
             self.at = self._restored(Path(config.resume))
             # A run that died after its last step has only its end to do again.
             if self.at.step > config.steps or (self.at.step == config.steps and not config.restart):
@@ -182,6 +193,21 @@ class _Run:
             return restore(self.program, Checkpoint.open(checkpoint))
         except DamagedError as error:
             raise with_older(error, checkpoint) from None
+
+    def _kept(self, plan: UnitPlan, folder: Path) -> Kept | None:
+        """State on disk of a later step than that of the checkpoint, when the run continues in its own directory."""
+        config = self.config
+        inside = config.resume and Path(config.out).resolve() in Path(config.resume).resolve().parents
+        if not (config.restart or inside):
+            return None
+        after = Checkpoint.open(Path(config.resume)).manifest.step if config.resume else -1
+        return newest_kept(plan, folder, self.rank, self.name, after)
+
+    def _name_of_run(self) -> str:
+        """A hash of what must be the same for state on disk to be this run's."""
+        config = self.config
+        same = (str(Path(config.out).resolve()), config.seed, str(config.layout), config.corpus_fingerprint)
+        return hashlib.sha256(repr((same, config.model, config.workload, self.world)).encode()).hexdigest()
 
     def _say_compiling(self, words: str) -> None:
         if self.config.layout.compile != "off" and self.rank == 0:
@@ -216,6 +242,7 @@ class _Run:
             if self.record:
                 self.record.end_line()
             self.pulse.idle()
+            self.program.close(remove=True)
             raise Stopped(self.at.step, config.out)
         return self._finish(first, self._validate(config.steps), loss)
 
@@ -290,6 +317,7 @@ class _Run:
         }
         if self.record:
             self.record.finish(result)
+        self.program.close(remove=True)
         self.pulse.collective("the last barrier")
         self.pulse.wait()
         dist.barrier()
@@ -299,6 +327,7 @@ class _Run:
     def _step(self, step: int, around: AbstractContextManager[Any]) -> tuple[float, float]:
         config, batch = self.config, self.config.workload.batch
         self.pulse.step(step + 1)
+        self.program.optimizer.about = {"run": self.name, "step": step + 1, "samples": self.at.samples + batch}
         key = random.key(config.seed, "dropout", step)
         try:
             micro_batches = self.batches["train"].step(self.at.samples, batch, key)

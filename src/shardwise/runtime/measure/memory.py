@@ -29,12 +29,13 @@ SETTLE = 1e-3
 
 
 class _Storages(TorchDispatchMode):
-    """Follows storages that appear while the mode is on. `known`: storages to leave out."""
+    """Follows storages that appear while the mode is on. known, elsewhere: storages to leave out; `elsewhere` changes."""
 
     supports_higher_order_operators = True  # as compiled graphs contain
 
-    def __init__(self, known: set[int]) -> None:
+    def __init__(self, known: set[int], elsewhere: set[int]) -> None:
         super().__init__()
+        self._elsewhere = elsewhere
         self._seen: dict[int, Any] = {}
         self._known = known
         self.live = 0
@@ -67,7 +68,7 @@ class _Storages(TorchDispatchMode):
         storage = value.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         # Last, since a fake tensor's device takes as long as an operation.
-        if key in self._seen or key in self._known or not size or value.device.type == "meta":
+        if key in self._seen or key in self._known or key in self._elsewhere or not size or value.device.type == "meta":
             return
 
         def gone(_: Any, key: int = key, size: int = size) -> None:
@@ -109,7 +110,7 @@ class StepMeasurement:
         self._saved: dict[int, list[int]] = {}
         """Storage -> [bytes, saved tensors on it]."""
         self.saved = 0
-        self._storages = _Storages(self._known)
+        self._storages = _Storages(self._known, program.offloaded.on_host if program.offloaded else set())
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved.tensor)
 
     def __enter__(self) -> StepMeasurement:

@@ -58,6 +58,8 @@ class OffloadFile:
         """Whether the page cache is left out."""
         self.buffers = [pages(layout.buffer_bytes) for _ in range(BUFFERS if layout.buffer_bytes else 0)]
         """Whole pages [bytes], uint8, that loads go through."""
+        self.kept = keep
+        """Whether it holds the state of earlier steps."""
         self.slot = 0
         """The slot that holds the state of the last step."""
         self._reader, self._writer = (ThreadPoolExecutor(1, f"offload-{what}") for what in ("read", "write"))
@@ -222,12 +224,25 @@ def pages(nbytes: int) -> Tensor:
     return torch.frombuffer(memory(max(nbytes, PAGE)), dtype=torch.uint8)
 
 
-def offload_file(plan: UnitPlan, folder: Path | None, rank: int) -> OffloadFile | None:
-    """The file of a rank's offloaded state in a folder; None where nothing is kept on disk."""
-    layout = state_file(plan)
-    if layout is None:
+def file_of(folder: Path, rank: int) -> Path:
+    """The file of a rank in a folder."""
+    return folder / f"rank-{rank:05d}.state"
+
+
+def offload_file(plan: UnitPlan, folder: Path | None, rank: int, slot: int | None = None) -> OffloadFile | None:
+    """The file of a rank's offloaded state in a folder, made anew, or as it is with the state of `slot`; None where
+    nothing is kept on disk."""
+    if state_file(plan) is None:
         return None
     if folder is None:
         raise UserError(f"layout {plan.layout} keeps state on disk: name a folder for it (--offload-dir)")
-    dtypes = [getattr(torch, name) for name in (plan.master_dtype, plan.layout.dtype)]
-    return OffloadFile(folder / f"rank-{rank:05d}.state", layout, *dtypes)
+    file = open_file(plan, file_of(folder, rank), keep=slot is not None)
+    file.slot = slot or 0
+    return file
+
+
+def open_file(plan: UnitPlan, path: Path, keep: bool = True) -> OffloadFile:
+    """A file for the state of a plan's rank. Raises as `OffloadFile`."""
+    layout = state_file(plan)
+    assert layout is not None
+    return OffloadFile(path, layout, *(getattr(torch, name) for name in (plan.master_dtype, plan.layout.dtype)), keep)

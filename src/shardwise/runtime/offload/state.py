@@ -43,12 +43,13 @@ class MemoryState:
 
 
 class FileState:
-    """State in a file, whose moments are zero where nothing has been written. master: its first weights."""
+    """State in a file: what it has kept; else no moments yet, and the weights that are given."""
 
     def __init__(self, file: OffloadFile, unit: str, start: int, master: Tensor) -> None:
         self._file, self._unit = file, unit
         self.start, self.stop = start, start + len(master)
-        file.put(unit, MASTER, 0, master)
+        if not file.kept:
+            file.put(unit, MASTER, 0, master)
 
     def get(self, state: int, start: int, stop: int) -> Tensor:
         return self._file.get(self._unit, state, start - self.start, stop - self.start)

@@ -6,6 +6,7 @@ Without a pipeline there is one stage, the whole decoder.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from shardwise.decoder import Batch, Decoder
 from shardwise.layout.units import UnitPlan
 from shardwise.ops.gradients import WeightGradient, WeightGradients
 from shardwise.ops.recompute import recompute
+from shardwise.runtime.offload.activations import OffloadedActivations, SavedTensors
 from shardwise.runtime.offload.file import OffloadFile
 from shardwise.runtime.tensor.loss import summed_cross_entropy
 from shardwise.runtime.tensor.lowering import lower_for_training, vocabulary_range
@@ -96,6 +98,9 @@ class StageRunner:
         if plan.trains:
             writing = lower_for_training(self.decoder, plan, comms, self.weights, device)
         self.engine = Engine(self.decoder, plan, comms, device, writing, self.weights, file)
+        self.offloaded: OffloadedActivations | None = None
+        if plan.layout.offload_activations != "none":
+            self.offloaded = OffloadedActivations(device, self.engine.host, self.engine.lasting())
         self.vocabulary = vocabulary_range(plan)
         self.parts = {name: part for name, part in self.decoder.parts() if name in plan.parts}
         self.moment: Callable[[list[WeightGradient]], object] = no_moment
@@ -121,28 +126,61 @@ class StageRunner:
         Its backward visits the parts of the stage; that of the embedding is over when the whole backward is.
         """
         blocks = [(name, self.parts[name]) for name in self.plan.blocks(stage)]
+        saved: SavedTensors | None = None
         for name in self.plan.stages[stage]:
+            if self.offloaded is not None and self.plan.kind(name) == "block":
+                saved = self.offloaded.block(batch, saved)
             if self.plan.layout.recompute == "input" and self.plan.kind(name) == "block":
                 if name == blocks[0][0]:
-                    x = _RecomputeFromInput.apply(x, self, blocks, batch)  # type: ignore[no-untyped-call]
+                    x = self._blocks_from_input(x, blocks, batch, saved)
                 continue
-            x = self._part(name, self.parts[name], x, batch)
+            x = self._part(name, self.parts[name], x, batch, saved if self.plan.kind(name) == "block" else None)
         assert x is not None
         return x
 
-    def _part(self, name: str, part: nn.Module, x: Tensor | None, batch: Batch) -> Tensor:
+    def _blocks_from_input(
+        self, x: Tensor | None, blocks: list[tuple[str, nn.Module]], batch: Batch, saved: SavedTensors | None
+    ) -> Tensor:
+        with nullcontext() if saved is None else saved.saving():
+            y: Tensor = _RecomputeFromInput.apply(x, self, blocks, batch)  # type: ignore[no-untyped-call]
+        if saved is not None:
+            assert y.grad_fn is not None and x is not None
+            moved = saved
+            moved.saved()
+            y.grad_fn.register_prehook(lambda grads: moved.restore(self.device))
+            x.register_hook(lambda grad: moved.drop())
+        return y
+
+    def _part(
+        self, name: str, part: nn.Module, x: Tensor | None, batch: Batch, saved: SavedTensors | None
+    ) -> Tensor:
+        """saved: where the part's saved tensors go instead of the device."""
         engine = self.engine
+
+        def finish() -> None:
+            if saved is not None:
+                saved.drop()
+            engine.finish_backward(name)
+
+        def begin() -> None:
+            engine.use_unit("backward", name)
+            if saved is not None:
+                saved.restore(self.device)
+
         if x is not None and x.is_leaf:
-            x = _BeforeForward.apply(x, lambda: engine.finish_backward(name))  # type: ignore[no-untyped-call]
+            x = _BeforeForward.apply(x, finish)  # type: ignore[no-untyped-call]
         elif x is not None:
             # Runs when the gradient of the part's input is complete, before the part that made it goes backward.
-            x.register_hook(lambda grad: engine.finish_backward(name))
+            x.register_hook(lambda grad: finish())
         engine.use_unit("forward", name)
-        if self.plan.layout.recompute == "full" and self.plan.kind(name) == "block":
-            assert x is not None
-            y = recompute(lambda x: part(x, batch), x)
-        else:
-            y = part(x, batch)
+        with nullcontext() if saved is None else saved.saving():
+            if self.plan.layout.recompute == "full" and self.plan.kind(name) == "block":
+                assert x is not None
+                y = recompute(lambda x: part(x, batch), x)
+            else:
+                y = part(x, batch)
+        if saved is not None:
+            saved.saved()
         assert y.grad_fn is not None
-        y.grad_fn.register_prehook(lambda grads: engine.use_unit("backward", name))
+        y.grad_fn.register_prehook(lambda grads: begin())
         return y

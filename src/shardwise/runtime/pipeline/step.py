@@ -17,6 +17,7 @@ from shardwise.report.step_report import Bytes
 from shardwise.runtime.expert.loads import ExpertLoads
 from shardwise.runtime.job.config import OptimizerConfig
 from shardwise.runtime.offload.file import offload_file
+from shardwise.runtime.offload.recovery import Kept
 from shardwise.runtime.pipeline.executor import evaluate, train
 from shardwise.runtime.pipeline.stages import StageRunner
 from shardwise.runtime.tensor.loss import IGNORED
@@ -28,7 +29,8 @@ from shardwise.runtime.zero.optimizer import Optimizer
 class TrainProgram(StageRunner):
     """A decoder cut, bound to its buffers and ready to step. `values` gives the initial weights.
 
-    folder: where the rank's file of offloaded state is made, if there is any. Raises `UserError` when it cannot be made.
+    folder: where the rank's file of offloaded state is made, if there is any. kept: the state in it that counts, instead
+    of initial weights. Raises `UserError` when the file cannot be made.
     """
 
     def __init__(
@@ -39,9 +41,13 @@ class TrainProgram(StageRunner):
         values: Values,
         device: torch.device,
         folder: Path | None = None,
+        kept: Kept | None = None,
     ) -> None:
-        super().__init__(plan, comms, device, offload_file(plan, folder, comms.rank))
+        file = offload_file(plan, folder, comms.rank, kept.slot if kept else None)
+        super().__init__(plan, comms, device, file)
         self.optimizer = Optimizer(self.engine, comms, optimizer, values)
+        if kept:
+            self.optimizer.use_kept(kept.about["updates"])
         self.expert_loads = ExpertLoads(self.parts, plan, comms, device)
         with comms.in_phase("optimizer"):
             self.engine.all_gather_params()

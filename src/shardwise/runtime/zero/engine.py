@@ -452,6 +452,10 @@ class Engine:
 
     # -- what it holds
 
+    def lasting(self) -> set[int]:
+        """Storages of its own, which outlive what backward saves of them."""
+        return {tensor.untyped_storage()._cdata for tensors in self.storages().values() for tensor in tensors}
+
     def storages(self) -> dict[str, list[Tensor]]:
         """Class of bytes -> the tensors whose storages belong to it, for the memory report; "offloaded": those in the
         host's memory, beside gradients that are."""

@@ -50,7 +50,8 @@ class UnitState:
         """Off it."""
         if self.cut:
             engines = is_master(flat.plan)
-            self.here = [MemoryState(0, (flat.interval if engines else initial)[: self.cut], engines)]
+            master = flat.interval if engines else initial if self.cut == len(initial) else initial[: self.cut].clone()
+            self.here = [MemoryState(0, master[: self.cut], engines)]
         if self.cut < len(initial):
             master = initial[self.cut :]
             on_disk = flat.plan.layout.offload_home == "nvme"
@@ -139,6 +140,12 @@ class Optimizer:
             for state in self.states:
                 state.flat.grads.free()
         return norm
+
+    def use_kept(self, updates: int) -> None:
+        """Continue after so many updates with the state that is on disk, which is all of it."""
+        self.steps = updates
+        for state in self.states:
+            state.flat.put(0, state.master)
 
     def commit(self) -> None:
         """The step is over: its state on disk is what counts from here on."""

@@ -1,0 +1,171 @@
+"""Saved activations in the host's memory: each block's go there in its forward pass and come back for its backward.
+
+The tensors of the block before come back, too, while a block goes backward. On CUDA copies have a stream of their own
+and pinned memory.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.decoder import Batch
+from shardwise.runtime.transport.buffers import ByteCounter
+
+
+class OffloadedActivations:
+    """The saved tensors of all blocks. host: counts their bytes. lasting: storages of tensors that stay on the device
+    anyway, such as weights."""
+
+    def __init__(self, device: torch.device, host: ByteCounter, lasting: set[int]) -> None:
+        self.host, self.lasting = host, lasting
+        self.on_host: set[int] = set()
+        """Storages in the host's memory, where that is the device's, too."""
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def allocate(self, nbytes: int) -> Tensor:
+        """Memory of the host, as uint8 [nbytes]."""
+        if self.stream is not None:
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        storage = torch.UntypedStorage(nbytes)
+        self.on_host.add(storage._cdata)  # before an operation sees it
+        return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+    def free(self, host: Tensor) -> None:
+        """Forget what `allocate` gave."""
+        self.host.add("saved", -host.nbytes)
+        self.on_host.discard(host.untyped_storage()._cdata)
+
+    def block(self, batch: Batch, before: SavedTensors | None) -> SavedTensors:
+        """What a block is about to save. before: what the block before it has saved for the same micro-batch."""
+        return SavedTensors(self, batch, before)
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        """Copies between device and host, beside what computes."""
+        if self.stream is None:
+            yield
+            return
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            yield
+
+
+class _Place:
+    """A saved tensor, as a view of a storage."""
+
+    __slots__ = ("device", "dtype", "key", "offset", "shape", "stride")
+
+    def __init__(self, key: int, tensor: Tensor) -> None:
+        self.key, self.dtype, self.device = key, tensor.dtype, tensor.device
+        self.shape, self.stride, self.offset = tensor.shape, tensor.stride(), tensor.storage_offset()
+
+
+class SavedTensors:
+    """Storages that one block has saved for one micro-batch; `saving` is around its forward pass."""
+
+    def __init__(self, of: OffloadedActivations, batch: Batch, before: SavedTensors | None) -> None:
+        self._of, self._batch, self._before = of, batch, before
+        self._away: dict[int, Tensor] = {}
+        self._here: dict[int, Tensor] = {}
+        self._left: Counter[int] = Counter()
+        """Storage -> saved tensors in it that backward has not read."""
+        self._keys: dict[int, tuple[int, Tensor]] = {}
+        """Storage, by its address among those that live -> (its key, a tensor that keeps it alive)."""
+
+    def saving(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """Hooks that move what is saved in their context."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, tensor: Tensor) -> Any:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._keys:
+            if storage._cdata in self._of.lasting | _storages(_values(self._batch)) or not storage.nbytes():
+                return tensor
+            key = len(self._away)
+            self._away[key] = self._to_host(tensor)
+            self._keys[storage._cdata] = key, tensor.detach()
+            self._of.host.add("saved", storage.nbytes())
+        key = self._keys[storage._cdata][0]
+        self._left[key] += 1
+        return _Place(key, tensor)
+
+    def saved(self) -> None:
+        """The forward pass is over: what it has saved may go from the device."""
+        self._keys.clear()
+
+    def _to_host(self, tensor: Tensor) -> Tensor:
+        flat = _bytes_of(tensor)
+        host = self._of.allocate(len(flat))
+        with self._of.copying():
+            host.copy_(flat, non_blocking=True)
+            if self._of.stream is not None:
+                flat.record_stream(self._of.stream)
+        return host
+
+    def restore(self, device: torch.device) -> None:
+        """The block is about to go backward: have its tensors on the device, and start to bring those of the block
+        before."""
+        self._start(device)
+        if self._before is not None:
+            self._before._start(device)
+        if self._of.stream is not None:
+            torch.cuda.current_stream().wait_stream(self._of.stream)
+
+    def _start(self, device: torch.device) -> None:
+        with self._of.copying():
+            for key in self._left:
+                if key not in self._here:
+                    self._here[key] = self._to_device(key, device)
+
+    def _to_device(self, key: int, device: torch.device) -> Tensor:
+        away = self._away[key]
+        return torch.empty_like(away, device=device).copy_(away, non_blocking=True)
+
+    def _unpack(self, saved: Any) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        flat = self._here.get(saved.key)
+        if flat is None:  # read again after its last reader
+            flat = self._to_device(saved.key, saved.device)
+        self._left[saved.key] -= 1
+        if self._left[saved.key] <= 0:
+            # From here on it lives as long as backward reads it.
+            del self._left[saved.key]
+            self._here.pop(saved.key, None)
+        return torch.as_strided(flat.view(saved.dtype), saved.shape, saved.stride, saved.offset)
+
+    def drop(self) -> None:
+        """The block's backward is over."""
+        for tensor in self._away.values():
+            self._of.free(tensor)
+        self._away.clear()
+        self._here.clear()
+        self._left.clear()
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """A tensor's whole storage, as uint8."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def _values(batch: Batch) -> Iterator[Any]:
+    """The values of a batch's fields."""
+    return (getattr(batch, field.name) for field in fields(batch))
+
+
+def _storages(values: Any) -> set[int]:
+    """Storages of all tensors in nested values."""
+    if isinstance(values, Tensor):
+        return {values.untyped_storage()._cdata}
+    if isinstance(values, dict):
+        values = values.values()
+    if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__"):
+        return set()
+    return set().union(*map(_storages, values))
