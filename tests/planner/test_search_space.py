@@ -174,7 +174,7 @@ def test_decoders_of_other_kinds_are_not_planned():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("dp=4,ep=4,etp=1,offload=cpu", "does not price offload=cpu"),
+        ("dp=4,ep=4,etp=1,offload_activations=cpu", "does not price offload_activations=cpu"),
         ("tp=2,dp=4,ep=2,etp=2", "does not price etp=2"),
     ],
 )  # fmt: skip

@@ -65,9 +65,10 @@ def _step(args: argparse.Namespace) -> int:
 def _lines(
     report: StepReport, model: ModelConfig, layout: Layout, workload: Workload, cluster: Cluster, observed: bool
 ) -> Iterator[Renderable]:
-    from shardwise.cli.show.estimate_table import balance_lines, kinds_table, timing_lines
+    from shardwise.cli.show.estimate_table import balance_lines, kinds_table, node_line, timing_lines
     from shardwise.predict.estimate import unmodelled
     from shardwise.predict.memory.capacity import capacity_of, explained
+    from shardwise.predict.node_bytes import node_bytes
     from shardwise.predict.tensor_kinds import tensor_kinds
 
     left_out = [] if observed else unmodelled(layout)
@@ -76,7 +77,8 @@ def _lines(
         f"{workload.batch} sequences of {workload.seq} tokens a step\n"
     )
     yield tables.memory_table(report, capacity=capacity_of(cluster))
-    yield from (f"{line}\n" for line in (explained(cluster), *left_out) if line)
+    homes = node_line(node_bytes(model, layout, workload, cluster), cluster)
+    yield from (f"{line}\n" for line in (explained(cluster), *homes, *left_out) if line)
     yield tables.ledger_table(report)
     yield from balance_lines(report)
     if layout.inner_ranks != layout.tp and (kinds := tensor_kinds(model, layout, workload, cluster)):

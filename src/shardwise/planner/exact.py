@@ -5,6 +5,8 @@ A search compares columns of candidates with a lower bound (`bounds.py`), and fo
 
 from __future__ import annotations
 
+from functools import cache
+from math import ceil, inf
 from typing import NamedTuple
 
 from shardwise.cluster import Cluster
@@ -13,6 +15,7 @@ from shardwise.layout.units import Backend, usual_backend
 from shardwise.model import ModelConfig
 from shardwise.planner.bounds import places
 from shardwise.predict.memory.step import predict_bytes
+from shardwise.predict.node_bytes import NodeBytes, node_bytes
 from shardwise.report.step_report import Bytes
 
 
@@ -28,8 +31,9 @@ class ExactMemory:
     """Memory of layouts of one model and workload on a cluster; each layout is followed once."""
 
     def __init__(self, model: ModelConfig, workload: Workload, cluster: Cluster) -> None:
-        self.model, self.workload = model, workload
+        self.model, self.workload, self.cluster = model, workload, cluster
         self.backend = usual_backend(cluster)
+        self.node = cache(self._node)
         self._fullest: dict[Layout, FullestRank] = {}
         self._over: dict[Layout, FullestRank] = {}
 
@@ -43,9 +47,19 @@ class ExactMemory:
             return fullest
         return self._fullest[layout]
 
-    def total(self, layout: Layout, usable: float = float("inf")) -> int:
-        """Bytes of the fullest rank, as `of` names it."""
-        return self.of(layout, usable).bytes.total
+    def total(self, layout: Layout, usable: float = float("inf")) -> float:
+        """Bytes of the fullest rank, as `of` names it. On a CPU with its part of what is off the device, since all is
+        in one memory; infinite where a node's host has too little memory."""
+        held, host = self.of(layout, usable).bytes.total, self.cluster.host.memory_bytes
+        if layout.offload_home == "none" or held > usable:
+            return held
+        if self.cluster.device.kind == "cpu":
+            return held + ceil(self.node(layout).host / self.cluster.devices_per_node)
+        return held if host is None or self.node(layout).host <= host else inf
+
+    def _node(self, layout: Layout) -> NodeBytes:
+        """Bytes off the devices of the fullest node."""
+        return node_bytes(self.model, layout, self.workload, self.cluster)
 
     def _followed(self, layout: Layout, usable: float) -> FullestRank:
         fullest: FullestRank | None = None

@@ -102,6 +102,7 @@ class Plan(Answer[Priced]):
             "mfu": self.utilisation(one),
             "device_seconds": self.device_seconds(one),
             "bytes": one.held.to_json() | {"total": one.held.total},
+            **({"node_bytes": one.node._asdict()} if any(one.node) else {}),
             "pipeline_rank": one.place,
             "parts": one.parts,
             "not_runnable": self.not_runnable(one),
@@ -152,7 +153,7 @@ def plan(
 def _nothing(space: Space, usable: float, reserved: float | None) -> UserError:
     leanest = shortfall.least(space)
     if leanest is None:
-        return shortfall.why_no_layout(space)
+        return shortfall.why_not_on_the_host(space) if space.size else shortfall.why_no_layout(space)
     return shortfall.why_nothing_fits(space, usable, leanest, reserved)
 
 

@@ -18,7 +18,8 @@ from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.model import ModelConfig
 from shardwise.planner.exact import ExactMemory
-from shardwise.planner.space import RECOMPUTE, BatchChoice, LayoutColumns, ScheduleChoice, ZeroChoice
+from shardwise.planner.space import RECOMPUTE, BatchChoice, Homes, LayoutColumns, ScheduleChoice, ZeroChoice
+from shardwise.predict.node_bytes import NodeBytes
 from shardwise.predict.supported import in_closed_form
 from shardwise.predict.time.pieces import Pieces, pieces
 from shardwise.predict.time.pricing import Pricing
@@ -49,6 +50,8 @@ class Priced:
     """Bytes of the fullest device."""
     place: int
     """The fullest device's place in the pipeline."""
+    node: NodeBytes = NodeBytes()
+    """Bytes off the devices of the fullest node."""
 
 
 @lru_cache
@@ -89,7 +92,9 @@ def price_all(
     for layout, _ in chosen:
         frame_of(model, layout, workload)
     parts = _each(
-        chosen, lambda of: (of[1], of[0].schedule, of[0].attention), partial(_parts, model, workload, pricing)
+        chosen,
+        lambda of: (of[1], of[0].schedule, of[0].attention, *_homes(of[0])),
+        partial(_parts, model, workload, pricing),
     )
     exact = exact or ExactMemory(model, workload, pricing.cluster)
     fullest = [exact.of(layout) for layout, _ in chosen]
@@ -99,11 +104,23 @@ def price_all(
             engine,
             sum(mine.values()),
             mine,
-            time_range(mine, pricing.constants, routed=bool(model.experts)),
+            time_range(mine, pricing.constants, len(_notes(layout, pricing)), bool(model.experts)),
             *rank,
+            exact.node(layout),
         )
         for (layout, engine), mine, rank in zip(chosen, parts, fullest, strict=True)
     ]
+
+
+def _homes(layout: Layout) -> Homes:
+    return Homes(layout.offload, layout.offload_params)
+
+
+def _notes(layout: Layout, pricing: Pricing) -> tuple[str, ...]:
+    """Assumptions about the host that this layout's time depends on."""
+    if layout.offload_home == "none":
+        return ()
+    return pricing.host.notes("nvme" in (layout.offload_home, layout.offload_params))
 
 
 def _each(things: Sequence[T], alike: Callable[[T], Any], answer: Callable[[list[T]], list[Any]]) -> list[Any]:
@@ -139,7 +156,18 @@ def frame_of(model: ModelConfig, layout: Layout, workload: Workload) -> LayoutCo
     """The frame that has this layout alone. Raises `UserError` where the batch does not divide, and for a layout that
     is in no search space."""
     usual = Layout()
-    for key in ("tpkind", "etp", "qwz", "qgz", "stages", "offload", "compile", "precision", "grads", "order"):
+    for key in (
+        "tpkind",
+        "etp",
+        "qwz",
+        "qgz",
+        "stages",
+        "offload_activations",
+        "compile",
+        "precision",
+        "grads",
+        "order",
+    ):
         if (value := getattr(layout, key)) != getattr(usual, key):
             raise UserError(f"the planner does not price {key}={value} yet")
     if layout.recompute not in RECOMPUTE:
@@ -155,7 +183,7 @@ def frame_of(model: ModelConfig, layout: Layout, workload: Workload) -> LayoutCo
         layout.tp, layout.pp, layout.dp * layout.cp, layout.attention, workload.batch,
         (BatchChoice(layout.cp, layout.sp, layout.recompute, layout.micro),),
         (ZeroChoice(layout.stage, layout.shard_ranks if layout.stage else 1, layout.hpz),), (order,), layout.ep,
-        layout.pp * layout.virtual > model.layers,
+        layout.pp * layout.virtual > model.layers, Homes(layout.offload, layout.offload_params),
     )  # fmt: skip
 
 
@@ -202,6 +230,9 @@ class Prices:
             hpz=np.array([sharding.hpz for sharding in frame.shardings])[None, :, None],
             sp=sp,
             recompute=recompute,
+            offload=(homes := frame.homes.layout).offload_home,
+            offloaded=homes.offload_fraction,
+            offload_params=homes.offload_params,
         )
 
     def _pieces(self, engine: EngineProfile) -> Pieces:

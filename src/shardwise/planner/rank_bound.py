@@ -28,6 +28,8 @@ from shardwise.report.step_report import DTYPE_BYTES
 Num = Any
 """A number, or an array of numbers: rows x shardings x orders of a frame."""
 
+MOST_ENDS = 4
+"""Most units of a rank beside its blocks'."""
 WEIGHT, MASTER = DTYPE_BYTES["bfloat16"], DTYPE_BYTES["float32"]
 
 
@@ -77,6 +79,10 @@ class RankBound:
     ) -> None:  # fmt: skip
         self.frame, self.place, self.micro, self.backend = frame, place, micro, backend
         self.layers = frame.layers(place, model.layers)
+        homes = frame.homes.layout
+        self.offload_home, self.fraction = homes.offload_home, homes.offload_fraction
+        self.on_host = homes.offload_home != "none"
+        """Whether stages 2 and 3 accumulate gradients in the host's memory."""
         self.stage = np.array([s.stage for s in frame.shardings])[:, None]
         # An array in the place of a number: a unit's sizes then are arrays.
         ranks: Any = np.array([s.ranks for s in frame.shardings])[:, None]
@@ -93,6 +99,8 @@ class RankBound:
             self.mean, (self.padded["blocks.0"], self.shard["blocks.0"]), self.lone = blocks
         self.counts = np.array(frame.counts)[:, None, None]
         self.many, self.sharded = self.counts > 1, self.stage >= 2
+        # A shard group of one rank, as offloading may have, has nothing to wait for.
+        self.flies = self.sharded & (ranks > 1)
         self.virtual = np.array([order.virtual for order in frame.orders])
         self.kinds = (
             (WHOLE,) if first and last
@@ -114,11 +122,27 @@ class RankBound:
         """At least the bytes of this rank."""
         gathered = self.stage == 3
         padded, shard = self._elements
-        parameters = np.where(gathered, shard * MASTER, padded * WEIGHT)
-        optimizer = shard * (OPTIMIZER_BYTES["bf16"] - np.where(gathered, MASTER, 0))
+        parameters = np.where(gathered, shard * self._interval, padded * WEIGHT)
+        optimizer = self._updated_here(shard, 2 * self.layers + MOST_ENDS) * OPTIMIZER_BYTES["bf16"]
+        if self.offload_home == "none":
+            optimizer = optimizer - np.where(gathered, shard * MASTER, 0)
         copies = np.array([[1 / s.hpz if s.hpz else 0.0] for s in self.frame.shardings]) * (not self.mixture)
         lasting = parameters + optimizer + np.floor(padded * copies) * WEIGHT
         return lasting + self.micro.inputs * self.counts + self._slots() + self._most()
+
+    @property
+    def _interval(self) -> int:
+        """Bytes on the device of an element of a rank's interval at stage 3 (`predict.memory.step.parameter_bytes`)."""
+        if self.offload_home == "none":
+            return MASTER
+        return WEIGHT if self.frame.homes.offload_params == "none" else 0
+
+    def _updated_here(self, shard: Num, units: int) -> Num:
+        """At least the elements of `units` units whose optimizer state is on the device: of each unit, the part that is
+        not is rounded up."""
+        if self.offload_home == "none":
+            return shard
+        return np.maximum(shard * (1 - self.fraction) - units, 0) if self.fraction < 1 else 0.0 * shard
 
     @cached_property
     def _elements(self) -> tuple[Num, Num]:
@@ -142,7 +166,7 @@ class RankBound:
 
     def _accumulated(self, name: str) -> Num:
         """Bytes of a unit's accumulator; several micro-batches are summed in fp32."""
-        elements = np.where(self.sharded, self.shard[name], self.padded[name])
+        elements = np.where(self.sharded, self.shard[name] * (not self.on_host), self.padded[name])
         return elements * np.where(self.many, MASTER, WEIGHT)
 
     def _staged(self, name: str) -> Num:
@@ -159,11 +183,11 @@ class RankBound:
     def _most(self) -> Num:
         """At least the bytes beyond what lasts through a step."""
         padded, shard = self._elements
-        most: Num = np.where(self.sharded, shard, padded) * np.where(self.many, MASTER, WEIGHT)
+        most: Num = np.where(self.sharded, shard * (not self.on_host), padded) * np.where(self.many, MASTER, WEIGHT)
         if FIRST not in self.kinds and WHOLE not in self.kinds:
-            most = most + self._under_way * self.sharded
+            most = most + self._under_way * self.flies
         if self.backend == "nccl" and not self.mixture:
-            most = most + MASTER * reduce(np.maximum, self.shard.values()) * ~self.many
+            most = most + MASTER * self._updated_here(reduce(np.maximum, self.shard.values()), 1) * ~self.many
         if self.frame.pp == 1:
             most = most + self.micro.tables - self.micro.known_embedding - self.micro.known_head
         for held in self._moments():
@@ -220,10 +244,10 @@ class RankBound:
         block, tied, head = self._staged("blocks.0"), self._staged("tied"), self._staged("head") * has_head
         in_block = np.where(apart, s.in_block_apart, s.in_block)
         # Full gradients stay until the whole stage is done; without a pipeline, a unit's until the next is complete.
-        stays = (self.sharded & piped) | (apart & self.many)
-        follows = 0.0 if piped else self._under_way * self.sharded
+        stays = (self.flies & piped) | (apart & self.many)
+        follows = 0.0 if piped else self._under_way * self.flies
         own, above = head + tied * has_head, s.head * has_head
-        waits = own * stays if piped else tied + head * self.sharded
+        waits = own * stays if piped else tied + head * self.flies
         staged = np.where(stays, blocks * block + own, block + (0 if piped else tied)) + follows * (blocks > 1)
         kept = apart * (blocks - 1) * s.kept_block
         cases = [

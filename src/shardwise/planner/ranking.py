@@ -16,6 +16,7 @@ import numpy as np
 from shardwise.layout import Layout
 from shardwise.planner.bounds import MemoryBound
 from shardwise.planner.exact import ExactMemory
+from shardwise.planner.host_bound import host_bound
 from shardwise.planner.overlaps import distinct
 from shardwise.planner.pricing import Priced, Prices, price_all
 from shardwise.planner.space import LayoutColumns, Space
@@ -130,7 +131,7 @@ def blocks(
     prices = pricing and Prices(space.model, space.workload, space.attention, pricing, space.frames)
     for frame in space.frames if frames is None else frames:
         possible = np.array(frame.possible)[:, None, :]
-        nbytes = np.where(possible, bound.total(frame), np.inf)
+        nbytes = np.where(possible & _fits_host(space, frame), bound.total(frame), np.inf)
         variants = list(distinct(frame, space.engine)) if overlaps else [(space.engine, frame.shardings)]
         for engine, shardings in variants:
             chosen = np.array([sharding in shardings for sharding in frame.shardings])[None, :, None]
@@ -139,6 +140,12 @@ def blocks(
                 seconds = np.where(np.isfinite(block.nbytes), prices.seconds(frame, engine), np.inf)
                 block = replace(block, seconds=seconds)
             yield len(shardings), block
+
+
+def _fits_host(space: Space, frame: LayoutColumns) -> Any:
+    """Whether a node's host may hold what is off its devices, an array that broadcasts to the frame's shape."""
+    memory = space.cluster.host.memory_bytes
+    return True if memory is None else host_bound(space.model, frame, space.cluster) <= memory
 
 
 def best_of(

@@ -10,10 +10,12 @@ from shardwise.cluster import Cluster, catalog
 from shardwise.errors import UserError
 from shardwise.layout import Layout
 from shardwise.planner.exact import ExactMemory
+from shardwise.planner.host_bound import host_bound
 from shardwise.planner.ranking import UNLIMITED, best_of, blocks
 from shardwise.planner.space import LayoutColumns, Space
-from shardwise.predict.fixing import words_of
+from shardwise.predict.fixing import HOMES, words_of
 from shardwise.predict.memory.capacity import reserved_bytes, usable_bytes
+from shardwise.predict.node_bytes import NodeBytes
 from shardwise.predict.supported import MOST_DEVICES
 from shardwise.report.units import format_apart, format_bytes
 
@@ -29,14 +31,19 @@ class SmallestCandidate:
     """The candidate that needs the least memory on its fullest device."""
 
     layout: Layout
-    nbytes: int
+    nbytes: float
+    """Infinite where a node's host has too little memory."""
+    node: NodeBytes = NodeBytes()
 
 
 def least(space: Space, frames: Iterable[LayoutColumns] | None = None) -> SmallestCandidate | None:
     """The candidate of a space, or of some frames of it, that needs least memory; None where there is none at all."""
     exact = ExactMemory(space.model, space.workload, space.cluster)
     found = best_of((block for _, block in blocks(space, exact, None, UNLIMITED, frames=frames)), exact, "memory")
-    return SmallestCandidate(found[0].layout, exact.total(found[0].layout)) if found else None
+    if not found:
+        return None
+    layout = found[0].layout
+    return SmallestCandidate(layout, exact.total(layout), exact.node(layout))
 
 
 def fits(space: Space, usable: float, frames: Iterable[LayoutColumns] | None = None) -> SmallestCandidate | None:
@@ -47,12 +54,26 @@ def fits(space: Space, usable: float, frames: Iterable[LayoutColumns] | None = N
 
 def why_nothing_fits(space: Space, usable: float, found: SmallestCandidate, reserved: float | None) -> UserError:
     """One line: what is missing, and the single changes that would do."""
+    if found.nbytes == UNLIMITED:
+        return why_not_on_the_host(space, found.node.host)
     needed, there = format_apart(found.nbytes, usable)
     wanted = f"{space.model.name} does not fit {space.cluster} with {space.workload.batch} sequences of "
     wanted += f"{space.workload.seq} tokens: the leanest layout{_with(space)} ({found.layout}) needs "
     wanted += f"{needed} per device, but {there} are usable{_less(space.cluster, reserved)}"
     ways = list(changes(space, usable, reserved))
     return UserError(f"{wanted}; {' or '.join(ways) if ways else 'no single change would do'}")
+
+
+def why_not_on_the_host(space: Space, needed: float | None = None) -> UserError:
+    """One line where layouts need more of the host than a node has. needed: bytes; None for the least by the bound."""
+    if needed is None:
+        needed = min(float(host_bound(space.model, frame, space.cluster).min()) for frame in space.frames)
+    wanted, there = format_apart(needed, space.cluster.host.memory_bytes or 0)
+    disk = "" if space.homes.layout.offload_home == "nvme" else ", or keep state on disk (offload=nvme)"
+    return UserError(
+        f"{space.model.name} does not fit the hosts of {space.cluster}: what{_with(space)} leaves the devices needs "
+        f"{wanted} of each node's memory, which has {there}; give --host-memory if it has more, take more nodes{disk}"
+    )
 
 
 def why_no_layout(space: Space) -> UserError:
@@ -101,6 +122,8 @@ def changes(space: Space, usable: float, reserved: float | None) -> Iterator[str
     for key, free in _freed(space):
         if found := fits(free, usable):
             yield f"leave {key} free ({found.layout} fits)"
+    if words := offloading(space, usable):
+        yield words
     if (cluster := more_devices(space, usable)) is not None:
         yield f"take {cluster}"
     if batch := _halved(space, usable, "batch", 1):
@@ -113,6 +136,29 @@ def changes(space: Space, usable: float, reserved: float | None) -> Iterator[str
         if fits(replace(space, cluster=other), usable_bytes(other, reserved)):
             yield f"take {other}"
             break
+
+
+OFFLOADS = (
+    {"offload": "cpu"},
+    {"offload": "cpu", "offload_params": "cpu"},
+    {"offload": "nvme"},
+    {"offload": "nvme", "offload_params": "nvme"},
+)
+"""Homes that are tried, nearest first."""
+
+
+def offloading(space: Space, usable: float) -> str:
+    """The nearest homes with which something fits, and what a node's host then holds; empty where none does, and where
+    the homes are fixed or the engine has no others."""
+    if any(key in space.fixed for key in HOMES) or not space.features.offload:
+        return ""
+    for homes in OFFLOADS:
+        if found := fits(replace(space, fixed={**space.fixed, **homes}), usable):
+            node, known = found.node, space.cluster.host.memory_bytes
+            held = f"{format_bytes(node.host)} of memory" + f" and {format_bytes(node.disk)} of disk" * (node.disk > 0)
+            unknown = "" if known or space.cluster.device.kind == "cpu" else ", if it has so much (--host-memory)"
+            return f"give --fix {words_of(homes)} ({found.layout} fits with {held} of each node{unknown})"
+    return ""
 
 
 def _halved(space: Space, usable: float, key: Literal["batch", "seq"], smallest: int) -> int:

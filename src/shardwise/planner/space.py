@@ -46,6 +46,18 @@ class ZeroChoice(NamedTuple):
     hpz: int = 0
 
 
+class Homes(NamedTuple):
+    """Homes of optimizer state and parameters, the same for all candidates of a space."""
+
+    offload: str = "none"
+    offload_params: str = "none"
+
+    @property
+    def layout(self) -> Layout:
+        """A layout with these homes, whose other keys mean nothing."""
+        return Layout(zero=3, offload=self.offload, offload_params=self.offload_params)
+
+
 class ScheduleChoice(NamedTuple):
     """A pipeline schedule and its chunks per rank."""
 
@@ -69,6 +81,7 @@ class LayoutColumns:
     ep: int = 1
     bare: bool = False
     """The embedding and the head are stages of their own: `orders` have two stages more than the model has layers."""
+    homes: Homes = Homes()
 
     @property
     def expert_tp(self) -> int:
@@ -116,8 +129,9 @@ class LayoutColumns:
         """The layout of one candidate, all three by value."""
         return Layout(
             dp=self.data // row.cp, tp=self.tp, pp=self.pp, cp=row.cp, zero=sharding.stage,
-            shard=sharding.ranks if sharding.stage else 0, hpz=sharding.hpz, sp=row.sp, schedule=order.schedule,
-            virtual=order.virtual, micro=row.micro, recompute=row.recompute, attention=self.attention, ep=self.ep,
+            shard=sharding.ranks if sharding.stage and self.data > 1 else 0, hpz=sharding.hpz, sp=row.sp,
+            schedule=order.schedule, virtual=order.virtual, micro=row.micro, recompute=row.recompute,
+            attention=self.attention, ep=self.ep, offload=self.homes.offload, offload_params=self.homes.offload_params,
         )  # fmt: skip
 
 
@@ -178,6 +192,11 @@ class Space:
         explicit = self.engine.attention == "scores" or self.model.attention_dropout
         return "math" if explicit else "sdpa"
 
+    @property
+    def homes(self) -> Homes:
+        """Homes of all candidates: what is fixed, else the device."""
+        return Homes(*(self.fixed.get(key, "none") for key in Homes._fields))
+
     @cached_property
     def frames(self) -> tuple[LayoutColumns, ...]:
         """The frames that have candidates."""
@@ -202,7 +221,7 @@ class Space:
                 shardings = tuple(self._shardings(tp, data, pp))
                 mine = tuple(order for order in orders if (pp * order.virtual > self.model.layers) == bare)
                 yield LayoutColumns(
-                    tp, pp, data, self.attention, self.workload.batch, tuple(of), shardings, mine, ep, bare
+                    tp, pp, data, self.attention, self.workload.batch, tuple(of), shardings, mine, ep, bare, self.homes
                 )
 
     def meshes(self, devices: int) -> Iterator[tuple[int, int, int, int]]:
@@ -236,9 +255,11 @@ class Space:
         return (ep for ep in valid_ep(self.model, data * tp) if self.allows("ep", ep))
 
     def _shardings(self, tp: int, data: int, pp: int) -> Iterator[ZeroChoice]:
-        groups = divisors(data)[1:] if self.features.hybrid else (data,)
-        for stage in self.features.stages_of(pp) if data > 1 else (0,):
-            if not self.allows("zero", stage):
+        # What is offloaded comes and goes by the stage even without other data ranks.
+        groups = (divisors(data)[1:] or (1,)) if self.features.hybrid else (data,)
+        staged = data > 1 or self.homes.offload != "none"
+        for stage in self.features.stages_of(pp) if staged else (0,):
+            if not self.allows("zero", stage) or (stage < 3 and self.homes.offload_params != "none"):
                 continue
             for ranks in groups if stage else (1,):
                 # shard=0 is how a layout says dp x cp, and all that it says without ZeRO.

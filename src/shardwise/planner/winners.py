@@ -41,7 +41,7 @@ class Winners:
             if place := best_of(blocks, self.exact, "throughput", 1, usable):
                 fastest[choice] = place[0]
             else:
-                leanest[choice] = self.exact.total(best_of(blocks, self.exact, "memory")[0].layout)
+                leanest[choice] = self.exact.of(best_of(blocks, self.exact, "memory")[0].layout).bytes.total
         priced = dict(zip(fastest, self._priced(list(fastest.values())), strict=True))
         return [
             against(winner, *choice, priced.get(choice), leanest.get(choice, 0), self.space.cluster)

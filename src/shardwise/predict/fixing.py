@@ -13,8 +13,11 @@ from shardwise.predict.time.split import SCHEDULES
 WORDS = {"schedule": SCHEDULES, "recompute": ("none", "selective", "full")}
 """Keys whose value is a word -> the words that are searched."""
 
-KEYS = ("dp", "tp", "pp", "cp", "ep", "zero", "shard", "hpz", "sp", "schedule", "virtual", "micro", "recompute")
+KEYS = ("dp", "tp", "pp", "cp", "ep", "zero", "shard", "hpz", "sp", "schedule", "virtual", "micro", "recompute",
+        "offload", "offload_params")  # fmt: skip
 """The keys of a layout over which a search goes."""
+HOMES = ("offload", "offload_params")
+"""Keys that keep their default where they are not fixed."""
 _OR_NONE = ("zero", "shard", "hpz")
 """Keys whose value may be 0."""
 
@@ -41,12 +44,25 @@ def check_fixed(fixed: Mapping[str, Any]) -> None:
                 known = ", ".join(WORDS[key])
                 real = " is a layout's, but is not searched" if value in CHOICES[key] else " is unknown"
                 raise UserError(f"{key}={value}{real}; choose one of {known}")
+        elif key in HOMES:
+            _check_home(key, value)
         elif key == "sp":
             if not isinstance(value, bool):
                 raise UserError(f"sp stands alone, or is sp=true or sp=false, not {value!r}")
         elif type(value) is not int or value < (key not in _OR_NONE) or (key == "zero" and value > 3):
             allowed = "0, 1, 2 or 3" if key == "zero" else "a positive integer"
             raise UserError(f"{key} must be {allowed}, not {value!r}")
+    if fixed.get("offload_params", "none") != "none" and fixed.get("offload", "none") == "none":
+        raise UserError(f"offload_params={fixed['offload_params']} needs offload=cpu or offload=nvme")
+
+
+def _check_home(key: str, value: Any) -> None:
+    if not isinstance(value, str):
+        raise UserError(f"{key} must be a text, such as cpu, not {value!r}")
+    if key == "offload":
+        Layout(offload=value)
+    elif value not in CHOICES[key]:
+        raise UserError(f"{key}={value} is unknown; choose one of {', '.join(CHOICES[key])}")
 
 
 def words_of(fixed: Mapping[str, Any]) -> str:
@@ -63,6 +79,7 @@ def text_of(layout: Layout) -> str:
     if layout.pp > 1:
         others |= {"virtual": layout.virtual}
     words = [f"{key}={value}" for key, value in (degrees | others).items()]
+    words += [f"{key}={value}" for key in HOMES if (value := getattr(layout, key)) != "none"]
     words += [f"sp={str(layout.sp).lower()}"] if layout.tp > 1 else []
     chosen = {"recompute": layout.recompute} | ({"schedule": layout.schedule} if layout.pp > 1 else {})
     return ",".join(words + [f"{key}={value}" for key, value in chosen.items() if value in WORDS[key]])
@@ -78,7 +95,7 @@ def _value(text: str, key: str, value: str | None) -> Any:
         raise UserError(f"--fix {text}: {key!r} cannot be fixed; {_nearest(key)}")
     if not value:
         raise UserError(f"--fix {text}: {key} needs a value")
-    if key in WORDS:
+    if key in WORDS or key in HOMES:
         return value
     try:
         return int(value)

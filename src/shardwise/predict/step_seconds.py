@@ -82,14 +82,14 @@ def step_seconds(
 
 
 def _saved_by_a_block(model: ModelConfig, layout: Layout, workload: Workload, cluster: Cluster) -> float:
-    """Bytes that a block of the first rank saves for backward in a micro-batch, the mean over its blocks."""
+    """Bytes that a block of the first rank saves in the host's memory in a micro-batch, the mean over its blocks."""
     from shardwise.layout.units import unit_plan, usual_backend
-    from shardwise.predict.memory.activations import Sizes, saved_items
+    from shardwise.predict.memory.activations import Sizes, stored_bytes
 
     plan = unit_plan(model, layout, workload, backend=usual_backend(cluster))
     plan = plan.as_micro_batch(0) if plan.uneven else plan
     blocks, sizes = plan.of_kind("block"), Sizes.of(plan)
-    return float(sum(sum(saved_items(plan, sizes, part).values()) for part in blocks)) / max(1, len(blocks))
+    return float(sum(stored_bytes(plan, sizes, part) for part in blocks)) / max(1, len(blocks))
 
 
 def try_step_seconds(

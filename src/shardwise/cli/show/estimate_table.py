@@ -11,6 +11,7 @@ from shardwise.report.terminal import Column, FittedTable, Renderable, plain_tab
 from shardwise.report.units import format_bytes, format_share, format_time
 
 if TYPE_CHECKING:
+    from shardwise.predict.node_bytes import NodeBytes
     from shardwise.predict.tensor_kinds import TensorKind
 
 LEAST = 0.002
@@ -60,6 +61,21 @@ def timing_lines(report: StepReport, cluster: Cluster | None, tokens: int) -> li
         *binding(result),
         "",
     ]
+
+
+def node_line(node: NodeBytes, cluster: Cluster) -> list[str]:
+    """What a node holds off its devices, against what its host has; nothing where that is nothing."""
+    if not any(node):
+        return []
+    memory = cluster.memory_per_device if cluster.device.kind == "cpu" else cluster.host.memory_bytes
+    if memory is None:
+        has = "; its memory is not known: give --host-memory"
+    elif cluster.device.kind == "cpu":
+        has = f", in the {format_bytes(memory * cluster.devices_per_node)} of its ranks"
+    else:
+        has = f" of its {format_bytes(memory)}" + ": does not fit" * (node.host > memory)
+    disk = f"{format_bytes(node.disk)} on disk and " if node.disk else ""
+    return [f"off the devices, a node holds {disk}{format_bytes(node.host)} of host memory{has}"]
 
 
 def binding(timing: Mapping[str, Any]) -> list[str]:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cli.show.estimate_table import LEAST
+from shardwise.cli.show.estimate_table import LEAST, node_line
 from shardwise.layout import Mesh
 from shardwise.model.parameters import count
 from shardwise.planner.alternatives import Alternative
@@ -52,6 +52,7 @@ def plan_tables(plan: Plan) -> Iterator[Renderable]:
         "predicted", plan.model.to_json(), str(winner.layout), workload.to_json(), str(plan.cluster), (role,)
     )  # fmt: skip
     yield memory_table(report, capacity=round(plan.usable))
+    yield from node_line(winner.node, plan.cluster)
     yield _time(plan)
     yield from _binding(plan)
     if plan.alternatives:
@@ -140,6 +141,8 @@ def _binding(plan: Plan) -> Iterator[str]:
 def why_not(one: Alternative, plan: Plan) -> str:
     """One alternative in one line."""
     name = one.key if one.value is True else f"{one.key}={str(one.value).lower()}"
+    if one.best is None and one.least <= plan.usable:
+        return f"{name}: does not fit the host's memory"
     if one.best is None:
         return f"{name}: does not fit; the leanest such layout needs {format_bytes(one.least)} per device"
     crosses = " crosses nodes" if one.crosses else ""

@@ -43,6 +43,9 @@ class Features:
     """Second copies of gathered parameters near by (ZeRO++'s hpZ, `hpz`)."""
     recompute: tuple[str, ...] = ("none", "selective", "full")
     """Ways to recompute activations."""
+    offload: tuple[str, ...] = ()
+    """Homes of optimizer state and parameters off the device, updated in this runtime's order (`predict.time.offload`);
+    empty without any."""
     sources: Mapping[str, str] = field(default_factory=dict, hash=False, repr=False, compare=False)
     """Field -> where it can be read."""
 
@@ -60,6 +63,8 @@ class Features:
             "sp": (self.sequence, "sequence parallelism"),
             "hpz": (self.copies, "second copies of parameters"),
         }
+        if fixed.get("offload", "none") != "none" and not self.offload:
+            return "no offloading is modelled of it; leave offload out"
         for key, (there, words) in degrees.items():
             wanted = fixed.get(key, 0) > (key != "sp")
             if wanted and not there:
@@ -93,8 +98,10 @@ class Features:
             f"hpz={layout.hpz}": bool(layout.hpz) and not self.copies,
             f"recompute={layout.recompute}": layout.recompute not in self.recompute,
         }
+        homes = {"offload": layout.offload_home, "offload_params": layout.offload_params}
+        checks |= {f"{key}={home}": home not in ("none", *self.offload) for key, home in homes.items()}
         return [word for word, lacks in checks.items() if lacks]
 
 
-EVERYTHING = Features(copies=True)
+EVERYTHING = Features(copies=True, offload=("cpu", "nvme"))
 """All that is searched."""

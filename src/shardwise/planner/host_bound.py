@@ -1,0 +1,36 @@
+"""A lower bound of a node's host memory, for many candidates at once: what no exact count (`exact.py`) falls below.
+
+Every parameter has at least one owner in each group of data ranks that holds all shards, so the nodes together hold at
+least that, and the fullest one at least the mean.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from shardwise.cluster import Cluster
+from shardwise.layout.homes import STATES
+from shardwise.model import ModelConfig
+from shardwise.model.parameters import count
+from shardwise.planner.space import LayoutColumns
+from shardwise.report.step_report import DTYPE_BYTES
+
+WEIGHT, MASTER = DTYPE_BYTES["bfloat16"], DTYPE_BYTES["float32"]
+
+
+def host_bound(model: ModelConfig, frame: LayoutColumns, cluster: Cluster) -> Any:
+    """At least the bytes of the fullest node's host memory, an array that broadcasts to the frame's shape."""
+    homes = frame.homes.layout
+    if homes.offload_home == "none":
+        return np.zeros((1, 1, 1))
+    stage = np.array([sharding.stage for sharding in frame.shardings])[None, :, None]
+    ranks = np.array([sharding.ranks for sharding in frame.shardings])[None, :, None]
+    many = np.array(frame.counts)[:, None, None] > 1
+    state = len(STATES) * MASTER * homes.offload_fraction * (homes.offload_home == "cpu")
+    gradient = np.where(stage >= 2, np.where(many, MASTER, WEIGHT), 0)
+    parameters = WEIGHT * (homes.offload_params == "cpu")
+    # Of experts, other ranks hold copies.
+    copies = 1 if model.experts else frame.data / ranks
+    return (state + gradient + parameters) * count(model) * copies / cluster.nodes
