@@ -10,10 +10,12 @@ import errno
 import fcntl
 import json
 import os
+import time
 import zlib
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from torch import Tensor
 
 from shardwise.checkpoint.direct_io import memory
 from shardwise.errors import UserError
-from shardwise.layout.homes import BUFFERS, PAGE, SLOTS, STATES, Load, StateFile, paged, state_file
+from shardwise.layout.homes import BUFFERS, DISK_READ, DISK_WRITE, PAGE, SLOTS, STATES, Load, StateFile, paged, state_file
 from shardwise.layout.units import UnitPlan
 
 Update = Callable[[Load, list[Tensor]], object]
@@ -61,7 +63,9 @@ class OffloadFile:
         self.kept = keep
         """Whether it holds the state of earlier steps."""
         self.slot = 0
-        """The slot that holds the state of the last step."""
+        """The slot of the last step's state."""
+        self.seconds: defaultdict[tuple[tuple[str, str], str], float] = defaultdict(float)
+        """(operation, unit) -> seconds of the last update's reads and writes."""
         self._reader, self._writer = (ThreadPoolExecutor(1, f"offload-{what}") for what in ("read", "write"))
 
     def _remove_unfinished(self, keep: bool) -> None:
@@ -104,11 +108,13 @@ class OffloadFile:
     # -- one update
 
     def update(self, change: Update) -> None:
-        """Change every load of the state: from the slot of the last step into the other one. `commit` makes that the
-        last step's. Reading, changing and writing go on at the same time, each in another buffer."""
+        """Change every load of the state, from the slot of the last step into the other one, which then is the last
+        step's; on disk `commit` makes it so. Reading, changing and writing go on at the same time, each in another
+        buffer."""
         reads: list[Future[None]] = []
         writes: list[Future[None]] = []
         loads = list(self.layout.loads())
+        self.seconds.clear()
         for index, load in enumerate(loads):
             for ahead in range(len(reads), min(index + BUFFERS - 1, len(loads))):
                 before = writes[ahead - BUFFERS] if ahead >= BUFFERS else None
@@ -118,6 +124,7 @@ class OffloadFile:
             writes.append(self._writer.submit(self._write_load, load, index % BUFFERS))
         for write in writes:
             write.result()
+        self.slot = 1 - self.slot
 
     def _sections(self, load: Load, index: int, slot: int) -> list[tuple[memoryview, int]]:
         """(memory, byte of the file) of each array of a load."""
@@ -130,12 +137,20 @@ class OffloadFile:
     def _read_load(self, load: Load, index: int, before: Future[None] | None) -> None:
         if before is not None:
             before.result()
-        for buffer, at in self._sections(load, index, self.slot):
-            self.read(buffer, at)
+        with self._timed(DISK_READ, load.unit):
+            for buffer, at in self._sections(load, index, self.slot):
+                self.read(buffer, at)
 
     def _write_load(self, load: Load, index: int) -> None:
-        for buffer, at in self._sections(load, index, 1 - self.slot):
-            self.write(buffer, at)
+        with self._timed(DISK_WRITE, load.unit):
+            for buffer, at in self._sections(load, index, 1 - self.slot):
+                self.write(buffer, at)
+
+    @contextmanager
+    def _timed(self, op: tuple[str, str], unit: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.seconds[op, unit] += time.perf_counter() - started
 
     def _arrays(self, load: Load, index: int) -> list[Tensor]:
         count = load.stop - load.start
@@ -182,12 +197,11 @@ class OffloadFile:
     # -- which slot counts
 
     def commit(self, about: dict[str, Any]) -> None:
-        """What `update` has written is the last step's state from here on, even if the process is killed.
+        """The last step's state is whole from here on, even if the process is killed.
 
         about: what a later run must know of the step; its JSON must fit into a page.
         """
         os.fdatasync(self._file)
-        self.slot = 1 - self.slot
         text = json.dumps(about).encode()
         head = len(text).to_bytes(4, "little") + zlib.crc32(text).to_bytes(4, "little") + text
         assert len(head) <= PAGE, "the header of a slot is longer than a page"
