@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import cast
 
 from shardwise.layout.homes import DISK_READ, DISK_WRITE, STATES, TO_DEVICE, TO_HOST, accumulates_on_host
 from shardwise.layout.units import Unit, UnitPlan
@@ -55,12 +56,12 @@ def _update(rows: Counter[tuple[Phase, tuple[str, str], str, str, int]], plan: U
 def _fetches(plan: UnitPlan) -> Counter[tuple[Phase, Unit]]:
     """Times that a unit's own interval is read for a gather: not from second copies, and once where it stays packed."""
     found: Counter[tuple[Phase, Unit]] = Counter()
-    for (phase, gather), times in plan.gather_counts().items():
-        unit = plan.by_name[gather.unit]
+    for (when, gather), times in plan.gather_counts().items():
+        phase, unit = cast(Phase, when), plan.by_name[gather.unit]
         if unit.copy_ranks and gather.axes == unit.again:
             continue
         if not plan.packed(unit):
-            found[phase, unit] += times  # type: ignore[index]
+            found[phase, unit] += times
         elif phase == "forward":
             found[phase, unit] = 1
     return found

@@ -142,7 +142,9 @@ class _Run:
         )  # fmt: skip
         plan = unit_plan(model, layout, config.workload, rank=self.rank, backend=self.comms.backend)
         if config.save_async and "nvme" in (layout.offload_home, layout.offload_params):
-            raise UserError("--save-async keeps a copy of all state in memory, which offload=nvme has not: leave it out")
+            raise UserError(
+                "--save-async keeps a copy of all state in memory, which offload=nvme has not: leave it out"
+            )
         folder = Path(config.offload_dir or Path(config.out) / OFFLOADED)
         self.name = self._name_of_run()
         self.at, kept = Position(0, 0, 0), self._kept(plan, folder)

@@ -24,7 +24,18 @@ from torch import Tensor
 
 from shardwise.checkpoint.direct_io import memory
 from shardwise.errors import UserError
-from shardwise.layout.homes import BUFFERS, DISK_READ, DISK_WRITE, PAGE, SLOTS, STATES, Load, StateFile, paged, state_file
+from shardwise.layout.homes import (
+    BUFFERS,
+    DISK_READ,
+    DISK_WRITE,
+    PAGE,
+    SLOTS,
+    STATES,
+    Load,
+    StateFile,
+    paged,
+    state_file,
+)
 from shardwise.layout.units import UnitPlan
 
 Update = Callable[[Load, list[Tensor]], object]
@@ -129,7 +140,7 @@ class OffloadFile:
     def _sections(self, load: Load, index: int, slot: int) -> list[tuple[memoryview, int]]:
         """(memory, byte of the file) of each array of a load."""
         length = paged((load.stop - load.start) * self.layout.width)
-        view = memoryview(self.buffers[index].numpy())
+        view = _view(self.buffers[index])
         first = [self.layout.start(slot, load.unit, state) for state in range(len(STATES))]
         at = load.start * self.layout.width
         return [(view[i * length : (i + 1) * length], start + at) for i, start in enumerate(first)]
@@ -190,7 +201,7 @@ class OffloadFile:
     def start_reading(self, unit: str, buffer: Tensor) -> tuple[Future[None], Tensor]:
         """Start to read a unit's parameters into `pages`. Returns what waits for it, and where they will be."""
         elements = dict(self.layout.parameters)[unit]
-        view = memoryview(buffer.numpy())[: paged(elements * self.layout.parameter_width)]
+        view = _view(buffer)[: paged(elements * self.layout.parameter_width)]
         reading = self._reader.submit(self.read, view, self.layout.parameter_starts[unit])
         return reading, buffer.view(self._parameters)[:elements]
 
@@ -238,6 +249,11 @@ def pages(nbytes: int) -> Tensor:
     return torch.frombuffer(memory(max(nbytes, PAGE)), dtype=torch.uint8)
 
 
+def _view(buffer: Tensor) -> memoryview:
+    """The memory of a CPU tensor of bytes."""
+    return memoryview(buffer.numpy())  # type: ignore[arg-type]
+
+
 def file_of(folder: Path, rank: int) -> Path:
     """The file of a rank in a folder."""
     return folder / f"rank-{rank:05d}.state"
@@ -259,4 +275,5 @@ def open_file(plan: UnitPlan, path: Path, keep: bool = True) -> OffloadFile:
     """A file for the state of a plan's rank. Raises as `OffloadFile`."""
     layout = state_file(plan)
     assert layout is not None
-    return OffloadFile(path, layout, *(getattr(torch, name) for name in (plan.master_dtype, plan.layout.dtype)), keep)
+    state, parameters = getattr(torch, plan.master_dtype), getattr(torch, plan.layout.dtype)
+    return OffloadFile(path, layout, state, parameters, keep)

@@ -87,9 +87,7 @@ class StageRunner:
     computed. file: of what is offloaded to disk.
     """
 
-    def __init__(
-        self, plan: UnitPlan, comms: Comms, device: torch.device, file: OffloadFile | None = None
-    ) -> None:
+    def __init__(self, plan: UnitPlan, comms: Comms, device: torch.device, file: OffloadFile | None = None) -> None:
         with torch.device("meta"):
             self.decoder = Decoder(plan.model)
         self.plan, self.comms, self.device = plan, comms, device
@@ -152,9 +150,7 @@ class StageRunner:
             x.register_hook(lambda grad: moved.drop())
         return y
 
-    def _part(
-        self, name: str, part: nn.Module, x: Tensor | None, batch: Batch, saved: SavedTensors | None
-    ) -> Tensor:
+    def _part(self, name: str, part: nn.Module, x: Tensor | None, batch: Batch, saved: SavedTensors | None) -> Tensor:
         """saved: where the part's saved tensors go instead of the device."""
         engine = self.engine
 

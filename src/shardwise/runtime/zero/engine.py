@@ -485,7 +485,6 @@ class Engine:
             "comm": [*(buffer.tensor for buffer in buffers), *self._reserved, self._room.tensor, *packed],
         }
 
-
     def _buffers_on_host(self) -> list[Tensor]:
         return [
             *(self.file.buffers if self.file is not None else []),

@@ -48,8 +48,8 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
 
 
 class UnitState:
-    """Optimizer state of one unit's interval. It stays on the device up to an element, and is in the host's memory or in
-    `file` from there on."""
+    """Optimizer state of one unit's interval. It stays on the device up to element `cut`, and is in the host's memory
+    or in `file` from there on."""
 
     def __init__(self, flat: FlatUnit, values: Values, file: OffloadFile | None) -> None:
         initial, self.flat = flat.fill(values), flat
