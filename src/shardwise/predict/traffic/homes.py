@@ -41,7 +41,7 @@ def _update(rows: Counter[tuple[Phase, tuple[str, str], str, str, int]], plan: U
     """Gradients to the host's cores, their state from and to the disk, and new parameters to where these are kept."""
     layout, moved = plan.layout, plan.offloaded(unit)
     if accumulates_on_host(plan):
-        rows["backward", TO_HOST, unit.name, plan.grad_dtype, unit.shard_numel] += plan.reductions
+        rows["backward", TO_HOST, unit.name, plan.wire_dtype, unit.shard_numel] += plan.reductions
     else:
         rows["optimizer", TO_HOST, unit.name, plan.grad_dtype, moved] += 1
     if layout.offload_home == "nvme":

@@ -358,7 +358,7 @@ class Engine:
             for start, stop, axes in flat.unit.partial_sums:
                 self.comms.all_reduce(grads.tensor[start:stop], axes, name)
             if self._sums_on_host:
-                self.comms.copied(TO_HOST, name, flat.grads.tensor.dtype, flat.unit.shard_numel)
+                self.comms.copied(TO_HOST, name, torch_dtype(self.plan.wire_dtype), flat.unit.shard_numel)
             hop = next(iter(flat.unit.reduce), None)
             if hop is None:
                 continue
