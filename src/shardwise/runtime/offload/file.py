@@ -261,7 +261,7 @@ def file_of(folder: Path, rank: int) -> Path:
 
 def offload_file(plan: UnitPlan, folder: Path | None, rank: int, slot: int | None = None) -> OffloadFile | None:
     """The file of a rank's offloaded state in a folder, made anew, or as it is with the state of `slot`; None where
-    nothing is kept on disk."""
+    nothing is kept on disk. Raises `UserError` without a folder, and as `OffloadFile`."""
     if state_file(plan) is None:
         return None
     if folder is None:
