@@ -97,17 +97,6 @@ def test_every_target_and_file_that_is_named_exists():
         assert link.removeprefix("#") in anchors if link.startswith("#") else (ROOT / link).is_file(), link
 
 
-def test_what_is_said_not_to_run_is_refused():
-    from shardwise import Layout
-    from shardwise.layout.legality import unsupported
-
-    (keys,) = re.findall(r"their keys \(([^)]+)\)", README)
-    examples = {"offload": "offload=cpu", "compile": "compile=block", "virtual": "pp=2,virtual=2"}
-    examples |= {"ep": "dp=2,ep=2", "etp": "tp=2,etp=2"}
-    for key in re.findall(r"`(\w+)`", keys):
-        assert any(word.startswith(f"{key}=") for word in unsupported(Layout.parse(examples.get(key, f"{key}=2")))), key
-
-
 def test_every_layout_key_that_runs_is_explained():
     from dataclasses import fields
 

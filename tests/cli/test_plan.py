@@ -227,22 +227,6 @@ def test_what_one_device_lacks_is_more_devices_of_its_node_or_a_smaller_batch(ca
 
 
 @pytest.mark.parametrize(
-    ("layout", "words"),
-    [
-        ("dp=8,zero=1,offload=cpu", "offload=cpu does not run here yet"),
-        ("dp=8,zero=3,offload=cpu", "the fp32 shards of the weights, which DeepSpeed moves, are still on it"),
-    ],
-)
-def test_numbers_of_what_does_not_run_yet_say_so_beside_them(layout, words, capsys):
-    asked = ["estimate", "llama-3-8b", "--cluster", "8xH100", "--seq", "8192", "--batch", "128", "--layout", layout]
-    assert main(asked) == 0
-    out = " ".join(capsys.readouterr().out.split())
-    assert out.index("memory per rank") < out.index(words) < out.index("ledger of one step")
-    assert main([*asked, "--json"]) == 0
-    assert any(words in note for note in json.loads(capsys.readouterr().out)["notes"])
-
-
-@pytest.mark.parametrize(
     "layout", ["dp=2,tp=4,pp=8,zero=1,sp,recompute=full", "tp=4,pp=8,cp=2,zero=1,sp,schedule=interleaved,virtual=9"]
 )
 def test_estimate_names_the_command_that_has_a_model_that_does_not_run(layout, capsys):

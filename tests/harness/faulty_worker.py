@@ -1,7 +1,8 @@
 """A rank that gets into trouble on purpose: `python faulty_worker.py FAULT CONFIG.json`, a worker for the launcher.
 
 FAULT is JSON. what: what goes wrong, a key of `TROUBLES` or "file limit". rank, step (from 1), where: whose, and when.
-once: a file; while it exists, trouble has come already and does not come again (again: it does). pids: a folder in
+calls: of the
+calls at this place and step, the one before which it comes, from 1. once: a file; while it exists, trouble has come already and does not come again (again: it does). pids: a folder in
 which each rank leaves its process id. The program itself knows nothing of all this.
 """
 
@@ -26,6 +27,7 @@ def main(fault: Fault, argv: list[str]) -> int:
     from shardwise.runtime import checkpointing
     from shardwise.runtime.data import batches
     from shardwise.runtime.job import pulse, worker
+    from shardwise.runtime.offload import file
     from shardwise.runtime.zero import engine, optimizer
 
     (Path(fault["pids"]) / str(os.getpid())).touch()
@@ -34,14 +36,18 @@ def main(fault: Fault, argv: list[str]) -> int:
     if fault["what"] == "file limit":
         resource.setrlimit(resource.RLIMIT_FSIZE, (fault["bytes"], fault["bytes"]))
         return worker.main(argv)
-    step = 0
+    step = calls = 0
 
     def note(_: Any, number: int) -> None:
-        nonlocal step
-        step = number
+        nonlocal step, calls
+        step, calls = number, 0
 
     def trouble(*_: Any) -> None:
+        nonlocal calls
         once = Path(fault["once"])
+        calls += 1
+        if calls < fault.get("calls", 1):
+            return
         if step == fault["step"] and (fault.get("again") or not once.exists()):
             once.write_text(str(time.time()))
             if fault.get("unlink"):
@@ -55,6 +61,8 @@ def main(fault: Fault, argv: list[str]) -> int:
         "backward": (engine.Engine, "finish_backward"),
         "optimizer": (optimizer.Optimizer, "_update"),
         "save": (checkpointing, "write_part"),
+        "write of state": (file.OffloadFile, "_write_load"),
+        "commit of state": (file.OffloadFile, "commit"),
     }
     before(*places[fault["where"]], trouble)
     return worker.main(argv)

@@ -23,6 +23,8 @@ WAYS = (
     "offload=nvme,offload_params=nvme",
     "offload=cpu:0.3,offload_params=nvme",
     "offload=nvme,offload_params=cpu",
+    "offload_activations=cpu",
+    "offload=nvme,offload_params=nvme,offload_activations=cpu",
 )
 SPACES = {"dense": all_cases, "pipelines": pipeline_cases, "contexts": context_cases, "experts": expert_cases}
 OF_EACH = 2

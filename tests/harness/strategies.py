@@ -81,6 +81,9 @@ def any_layouts(draw: st.DrawFn) -> Layout:
     etp = draw(st.sampled_from([n for n in (0, 1, tp) if n < 2 or data % ep == 0]))
     sp = draw(st.booleans()) if tp > 1 else False
     words = {key: draw(st.sampled_from(values)) for key, values in CHOICES.items()}
+    words["offload"] = draw(st.sampled_from(["none", "none", "cpu", "nvme", "cpu:0.5", "nvme:0.25"]))
+    if words["offload"] == "none" or zero < 3:
+        words["offload_params"] = "none"
     if tp == 1 or sp:
         words["tpkind"] = "megatron"
     shard = draw(st.sampled_from([0, *divisors])) if zero else 0

@@ -79,6 +79,7 @@ def test_a_model_with_experts_or_without_sizes_is_not_described():
         ("--bf16 --use-megatron-fsdp --use-distributed-optimizer", "dp=64,zero=3,grads=fp32"),
         ("--bf16 --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads", "dp=64,zero=2,grads=fp32"),
         ("--bf16 --optimizer-cpu-offload", "dp=64,offload=cpu,grads=fp32"),
+        ("--bf16 --optimizer-cpu-offload --optimizer-offload-fraction 0.5", "dp=64,offload=cpu:0.5,grads=fp32"),
         ("--bf16 --use-tp-pp-dp-mapping --pipeline-model-parallel-size 2", "dp=32,pp=2,grads=fp32,order=dp-pp-cp-tp"),
         (
             "--bf16 --pipeline-model-parallel-size 4 --num-layers 32 --num-layers-per-virtual-pipeline-stage 4",

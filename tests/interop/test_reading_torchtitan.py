@@ -90,7 +90,7 @@ def test_a_whole_file(reading):
         ("--parallelism.expert_parallel_degree 8", "dp=64,ep=8,zero=3,micro=2,grads=fp32"),
         ("--compile.enable true", "dp=64,zero=3,micro=2,compile=block,grads=fp32"),
         ("--training.mixed_precision_param float32", "dp=64,zero=3,micro=2,precision=fp32"),
-        ("--training.enable_cpu_offload true", "dp=64,zero=3,micro=2,offload=cpu,grads=fp32"),
+        ("--training.enable_cpu_offload true", "dp=64,zero=3,micro=2,offload=cpu,offload_params=cpu,grads=fp32"),
     ],
 )
 def test_layouts(arguments, layout):

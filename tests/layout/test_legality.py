@@ -73,11 +73,10 @@ def test_packed_numbers_do_not_run_beside_tensor_parallelism(word: str) -> None:
         check_runnable(layout, LLAMA, Workload(8, 2))
 
 
-@pytest.mark.parametrize("word", ["offload=cpu"])
-def test_legal_is_not_runnable(word: str) -> None:
-    layout = Layout.parse(f"dp=2,{word}")
+def test_compiled_blocks_save_where_hooks_do_not_see() -> None:
+    layout = Layout.parse("dp=2,offload_activations=cpu,compile=block")
     check(layout, LLAMA, Workload(8, 2))
-    with pytest.raises(LayoutError, match=f"not runnable here yet: .*{word.split(',')[-1]}"):
+    with pytest.raises(LayoutError, match=r"compile=block saves tensors .*; choose|leave .* out"):
         check_runnable(layout, LLAMA, Workload(8, 2))
 
 

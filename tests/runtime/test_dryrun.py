@@ -87,8 +87,8 @@ def test_observed_at_scale_equals_the_closed_form(model: str, layout: str, seq: 
 
 
 def test_what_cannot_run_is_refused() -> None:
-    with pytest.raises(LayoutError, match="offload=cpu"):
-        dry_run(get("tiny-llama"), Layout.parse("offload=cpu"), Workload(seq=64, batch=2))
+    with pytest.raises(UserError, match="a dry run has no disk"):
+        dry_run(get("tiny-llama"), Layout.parse("offload=nvme"), Workload(seq=64, batch=2))
 
 
 @pytest.mark.parametrize(

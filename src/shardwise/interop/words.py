@@ -13,6 +13,10 @@ _SHARDED = {
 }
 
 
+_HOMES = {"cpu": "in the host's memory", "nvme": "on disk"}
+"""Where offloaded state is, in words."""
+
+
 def in_words(layout: Layout, cluster: Cluster | None = None, serves: bool = False) -> list[str]:
     """One line for each way in which the layout splits or saves. cluster: says what crosses nodes. serves: replicas
     answer requests of their own, and nothing is accumulated."""
@@ -67,8 +71,13 @@ def _numbers(layout: Layout) -> list[str]:
             "input": "all blocks from the first one's input",
         }
         lines.append(f"recomputes {what[layout.recompute]} in backward")
-    if layout.offload != "none":
-        lines.append(f"optimizer state on {'NVMe' if layout.offload == 'nvme' else 'the CPU'}")
+    if layout.offload_home != "none":
+        share = "" if layout.offload_fraction == 1 else f"{layout.offload_fraction:.0%} of the "
+        lines.append(f"{share}optimizer state {_HOMES[layout.offload_home]}, updated by the host's cores")
+    if layout.offload_params != "none":
+        lines.append(f"parameters {_HOMES[layout.offload_params]}, gathered from there")
+    if layout.offload_activations != "none":
+        lines.append("saved activations of blocks in the host's memory")
     if layout.compile != "off":
         lines.append("blocks are compiled")
     return lines

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from shardwise.layout.layout import Layout
     from shardwise.layout.units import Unit, UnitPlan
 
+TO_HOST, TO_DEVICE = ("to_host", "host"), ("to_device", "host")
+DISK_READ, DISK_WRITE = ("read", "disk"), ("write", "disk")
+"""Operation of a copy between homes, and where the ledger has axes: the home beside which it goes."""
 PAGE = 4096
 """Bytes at whose multiples direct reads and writes begin and end."""
 STATES = ("model", "first", "second")
@@ -29,6 +32,8 @@ LOAD = 1 << 20
 """Elements of the longest load."""
 CHUNK = 1 << 17
 """Elements of offloaded state that are updated at a time."""
+ALL = "all"
+"""Name of a buffer for the parameters of all units."""
 SLOTS = 2
 """States in a file: that of the last step, and that of the step before, which the next update overwrites."""
 
@@ -152,11 +157,11 @@ def gradient_chunk(plan: UnitPlan) -> int:
 
 def parameter_buffers(plan: UnitPlan) -> dict[str, int]:
     """Slot -> bytes of the buffer through which parameters come from the file: of the largest interval. Under a
-    pipeline, whose stages come as a whole, there is one for all units, under "all"."""
+    pipeline, whose stages come as a whole, there is one for all units."""
     buffers: dict[str, int] = {}
     if plan.layout.offload_params == "nvme":
         for unit in plan.units:
-            slot = unit.slot if plan.layout.pp == 1 else "all"
+            slot = unit.slot if plan.layout.pp == 1 else ALL
             nbytes = paged(unit.shard_numel * DTYPE_BYTES[plan.layout.dtype])
             buffers[slot] = max(buffers.get(slot, 0), nbytes)
     return buffers

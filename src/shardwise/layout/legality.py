@@ -144,11 +144,6 @@ def fewer_ranks(layout: Layout, model: ModelConfig, workload: Workload, ranks: i
     return None
 
 
-def unsupported(layout: Layout) -> list[str]:
-    """The words of `layout` that are understood and priced, but not runnable here yet."""
-    return []
-
-
 def packs_beside_tp(layout: Layout) -> str:
     """Why packed weights or gradients do not run here under tensor parallelism; empty where nothing is packed so."""
     if layout.tp == 1 or not (layout.qwz or layout.qgz):
@@ -162,8 +157,6 @@ def packs_beside_tp(layout: Layout) -> str:
 def check_runnable(layout: Layout, model: ModelConfig, workload: Workload, ranks: int | None = None) -> None:
     """Raise `LayoutError` if the runtime cannot run `layout` yet, or if `check` rejects it."""
     check(layout, model, workload, ranks)
-    if words := unsupported(layout):
-        raise LayoutError(f"not runnable here yet: {', '.join(words)} (`shardwise estimate` prices what it can)")
     if packs := packs_beside_tp(layout):
         raise LayoutError(packs)
     if layout.pp > 1 and layout.compile == "block" and pipeline.splits_backward(layout.schedule):

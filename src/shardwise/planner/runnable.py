@@ -10,7 +10,6 @@ from typing import Any
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload, check_runnable
-from shardwise.layout.legality import unsupported
 from shardwise.model import ModelConfig
 from shardwise.planner.space import Space
 from shardwise.predict.step_seconds import own_engine
@@ -32,11 +31,6 @@ def why_none_runs(model: ModelConfig, fixed: Mapping[str, Any]) -> str:
     return re.sub(r" (is|are) counted but not runnable here( yet)?$", "", model.why_not_runnable() or "")
 
 
-def needs(layout: Layout) -> str:
-    """The features of a layout that `train` lacks, by name; empty where it has all."""
-    return " and ".join(word.partition("=")[0] for word in unsupported(layout))
-
-
 def why_not_trained(layout: Layout, model: ModelConfig, workload: Workload) -> str | None:
     """Reason why `train` rejects a layout, with the fix, worded to follow the layout; None if it runs."""
     try:
@@ -44,9 +38,7 @@ def why_not_trained(layout: Layout, model: ModelConfig, workload: Workload) -> s
     except UserError as error:
         if reason := model.why_not_runnable():
             return f"not runnable by `train` yet: {reason}"
-        if not (words := needs(layout)):
-            return f"not runnable by `train`: {error}"
-        return f"not runnable by `train` yet: {words}"
+        return f"not runnable by `train`: {error}"
     return None
 
 

@@ -94,8 +94,10 @@ def _role(model: ModelConfig, layout: Layout, workload: Workload, backend: Backe
     mesh = Mesh.of(layout, model)
     plan = unit_plan(model, layout, workload, rank=mesh.rank(pp=place), backend=backend)
     ranks = mesh.stage(place)
-    homes = {"host": host_bytes(plan), "disk": disk_bytes(plan)}
-    return Role(plan.role, ranks, predict_bytes(plan), predict_ledger(plan), predict_transport(plan, ranks[0]), **homes)
+    return Role(
+        plan.role, ranks, predict_bytes(plan), predict_ledger(plan), predict_transport(plan, ranks[0]),
+        host=host_bytes(plan), disk=disk_bytes(plan),
+    )  # fmt: skip
 
 
 def _of_record(model: ModelConfig, layout: Layout, workload: Workload, backend: Backend, recorded: Role) -> Role:

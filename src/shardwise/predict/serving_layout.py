@@ -9,7 +9,6 @@ from shardwise.errors import LayoutError, UserError
 from shardwise.layout import Layout, Mesh, UnitPlan, Workload, check, unit_plan
 from shardwise.layout.axes import CP, EP, ETP, SHARD, STAGE, TP, Axes
 from shardwise.layout.experts import experts_across
-from shardwise.layout.legality import unsupported
 from shardwise.model import ModelConfig
 
 
@@ -19,8 +18,9 @@ def check_generation(layout: Layout, model: ModelConfig, devices: int | None = N
     if reason := model.why_not_runnable():
         raise UserError(f"{model.name}: {reason}")
     check(layout, model.replace(attention_dropout=0.0))  # nothing is dropped when generating
-    if words := unsupported(layout):
-        raise LayoutError(f"generation does not support {', '.join(words)}: it has tp, cp, ep, pp, dp and zero=3")
+    for key in ("offload", "offload_params", "offload_activations"):
+        if (home := getattr(layout, key)) != "none":
+            raise LayoutError(f"{key}={home} is for training: leave it out, generation has tp, cp, ep, pp, dp and zero=3")
     if layout.cpkind != "ring":
         raise LayoutError(f"cpkind={layout.cpkind} is for training: leave it out, generation cuts the cache's pages")
     if layout.cp > 1 and layout.stage == 3:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from shardwise.errors import UserError
 from shardwise.report.exposure import Exposure, exposures
-from shardwise.report.step_report import DTYPE_BYTES, Bytes, LedgerRow, Role, StepReport
+from shardwise.report.step_report import DTYPE_BYTES, HOMES, Bytes, LedgerRow, Role, StepReport
 from shardwise.report.units import format_ranks
 
 EXACT_CLASSES = ("parameters", "gradients", "optimizer", "saved", "comm", "cache")
@@ -71,7 +71,8 @@ class ComparedRow:
 class ComparedBytes:
     """Bytes of one class, or of their sum ("peak"), on each rank of one role pair.
 
-    free: this class cannot be predicted, as with the activations of compiled blocks.
+    free: this class cannot be predicted, as with the activations of compiled blocks. home: "host" or "disk" for what is
+    not on the device.
     """
 
     role: str
@@ -79,6 +80,7 @@ class ComparedBytes:
     a: int
     b: int
     free: bool = False
+    home: str = ""
 
     @property
     def equal(self) -> bool:
@@ -103,7 +105,8 @@ class ComparedBytes:
     def to_json(self) -> dict[str, Any]:
         sides = {"a": self.a, "b": self.b, "equal": self.equal}
         relative = self.relative if math.isfinite(self.relative) else None
-        return {"role": self.role, "class": self.byte_class, **sides, "relative": relative}
+        home = {"home": self.home} if self.home else {}
+        return {"role": self.role, "class": self.byte_class, **home, **sides, "relative": relative}
 
 
 @dataclass(frozen=True)
@@ -237,6 +240,11 @@ def _byte_rows(pair: RolePair, compiled: bool) -> Iterator[ComparedBytes]:
             continue
         yield ComparedBytes(pair.role, name, a[name], b[name], free=compiled and name == "saved")
     yield ComparedBytes(pair.role, "peak", pair.a.peak_bytes, pair.b.peak_bytes, free=compiled)
+    for home in HOMES:
+        a, b = asdict(getattr(pair.a, home)), asdict(getattr(pair.b, home))
+        for name in EXACT_CLASSES:
+            if a[name] or b[name]:
+                yield ComparedBytes(pair.role, name, a[name], b[name], home=home)
 
 
 def _heading(report: StepReport) -> dict[str, Any]:

@@ -202,8 +202,8 @@ def _json_object(text: bytes) -> dict[str, Any] | None:
 
 
 def occupied(path: Path) -> bool:
-    """Whether a folder holds anything but what a run that failed before it began may leave: its tracebacks, its lock, and
-    files for offloaded state."""
+    """Whether a folder holds anything but what a run that failed before it began may leave: its tracebacks, its lock,
+    and files for offloaded state."""
     return any(entry.name not in (ERRORS, LOCK, OFFLOADED) for entry in path.iterdir())
 
 

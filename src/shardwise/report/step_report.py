@@ -104,6 +104,10 @@ class Bytes:
         return asdict(self)
 
 
+HOMES = ("host", "disk")
+"""Where a rank has bytes beside its device: fields of `Role`."""
+
+
 @dataclass(frozen=True)
 class Role:
     """Ranks whose bytes and ledger are equal. `peak_bytes` is what the classes take together at the worst moment."""
@@ -158,7 +162,7 @@ class StepReport:
             out["peak_bytes"] = role.peak_bytes
             if role.routed is None:
                 del out["routed"]
-            for home in ("host", "disk"):
+            for home in HOMES:
                 if getattr(role, home) == Bytes():
                     del out[home]
         return data

@@ -13,7 +13,7 @@ from shardwise.report.compare import PEAK_TOLERANCE, ComparedBytes, ComparedRow,
 from shardwise.report.exposure import Exposure
 from shardwise.report.grouping import compared_ledgers, group_compared, group_ledger, ledgers
 from shardwise.report.palette import KINDS, classes_of
-from shardwise.report.step_report import LedgerRow, Role, StepReport
+from shardwise.report.step_report import HOMES, Bytes, LedgerRow, Role, StepReport
 from shardwise.report.terminal import Column, FittedTable, new_table
 from shardwise.report.units import format_bytes, format_ranks, format_role, format_share, format_time
 
@@ -53,13 +53,29 @@ def _add_role_memory(table: FittedTable, role: Role, longest: int, capacity: int
             share,
             _bar(held, longest, kind.light),
         )
+    elsewhere = any(getattr(role, home) != Bytes() for home in HOMES)
     if capacity is None:
-        table.add_row("", _text("peak", "bold"), _text(format_bytes(peak), "bold"), "", "", end_section=True)
-        return
-    size = format_bytes(capacity)
-    verdict = _mark(peak <= capacity, f"fits {size}", f"does not fit {size}")
-    cells = (_text(text, "bold") for text in ("peak", format_bytes(peak), format_share(peak / capacity)))
-    table.add_row("", *cells, verdict, end_section=True)
+        table.add_row("", _text("peak", "bold"), _text(format_bytes(peak), "bold"), "", "", end_section=not elsewhere)
+    else:
+        size = format_bytes(capacity)
+        verdict = _mark(peak <= capacity, f"fits {size}", f"does not fit {size}")
+        cells = (_text(text, "bold") for text in ("peak", format_bytes(peak), format_share(peak / capacity)))
+        table.add_row("", *cells, verdict, end_section=not elsewhere)
+    if elsewhere:
+        _add_other_homes(table, role)
+
+
+def _add_other_homes(table: FittedTable, role: Role) -> None:
+    """Bytes in the host's memory and on disk, by class."""
+    for home in HOMES:
+        held: Bytes = getattr(role, home)
+        classes = {kind.label: getattr(held, field) for field, kind in classes_of([held]).items()}
+        for label, nbytes in classes.items():
+            if nbytes:
+                table.add_row("", f"{home}: {label}", format_bytes(nbytes), "", "")
+        if held.total:
+            table.add_row("", _text(f"{home}", "bold"), _text(format_bytes(held.total), "bold"), "", "")
+    table.ends.add(len(table.rows) - 1)
 
 
 def ledger_table(report: StepReport) -> Group:
@@ -121,6 +137,7 @@ def _compared_memory(comparison: ReportComparison) -> Table:
         name = "" if row.role == shown else format_role(row.role, ranks_of[row.role])
         shown = row.role
         label = KINDS[row.byte_class].label if row.byte_class in KINDS else row.byte_class
+        label = f"{row.home}: {label}" if row.home else label
         sides = (format_bytes(row.a), format_bytes(row.b))
         peak = row.byte_class == "peak"
         mark = _text("") if row.accepted is None else _mark(row.accepted)

@@ -101,10 +101,7 @@ def _fsdp(table: ConfigFields, processes: int, machines: int) -> dict[str, Any]:
     if table.flag("fsdp_activation_checkpointing"):
         words["recompute"] = "full"
     if table.flag("fsdp_offload_params"):
-        words["offload"] = "cpu"
-        table.fact(
-            "fsdp_offload_params: parameters and gradients are kept on the CPU, too; the optimizer alone counts so"
-        )
+        words |= {"offload": "cpu"} | ({"offload_params": "cpu"} if words["zero"] == 3 else {})
     return words
 
 

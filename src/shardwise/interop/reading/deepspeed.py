@@ -84,10 +84,12 @@ def _zero(zero: ConfigFields) -> dict[str, Any]:
         raise UserError(f"{zero.name('offload_param')} needs stage 3, not stage {stage}")
     if devices["optimizer"] != "none" and stage == 0:
         raise UserError(f"{zero.name('offload_optimizer')} needs stage 1, 2 or 3")
-    if devices["param"] != "none":
-        zero.fact(f"parameters, too, are kept on {devices['param']} and come to the GPU when they are used")
     words: dict[str, Any] = {"zero": stage}
-    words |= {"offload": place} if (place := max(devices.values(), key=("none", "cpu", "nvme").index)) != "none" else {}
+    if devices["param"] != "none" and devices["optimizer"] == "none":
+        zero.fact("optimizer state stays on the GPU; counted where the parameters are, for it has the fp32 ones")
+        devices["optimizer"] = devices["param"]
+    words |= {key: place for key, place in (("offload", devices["optimizer"]), ("offload_params", devices["param"]))
+              if place != "none"}  # fmt: skip
     if (mics := zero.integer("mics_shard_size", 0, least=-1)) > 0:
         words["shard"] = mics
     if (secondary := zero.integer("zero_hpz_partition_size", 1, least=0)) > 1:

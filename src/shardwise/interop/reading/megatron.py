@@ -183,6 +183,4 @@ def _cpu(fields: ConfigFields) -> dict[str, Any]:
     share = fields.number("optimizer_offload_fraction", 1.0)
     if not fields.flag("optimizer_cpu_offload"):
         return {}
-    if share < 1:
-        fields.fact(f"{share:.0%} of the optimizer state is offloaded; counted as all of it")
-    return {"offload": "cpu"}
+    return {"offload": f"cpu:{share:g}"} if share > 0 else {}

@@ -125,10 +125,7 @@ def _numbers(training: ConfigFields) -> dict[str, Any]:
             "training.dtype is bfloat16: weights, gradients and moments are kept in 16 bits, less than counted here"
         )
     if training.flag("enable_cpu_offload"):
-        training.fact(
-            "parameters, gradients and optimizer state are kept on the CPU; the optimizer state alone is counted so"
-        )
-        words["offload"] = "cpu"
+        words |= {"offload": "cpu", "offload_params": "cpu"}  # with FSDP, without which it has no effect
     return words
 
 

@@ -11,7 +11,7 @@ from shardwise.report.step_report import DTYPE_BYTES, Bytes
 
 def host_bytes(plan: UnitPlan) -> Bytes:
     """Bytes in the host's memory: offloaded state; gradients for its update; saved activations; and, as `comm`, the
-    buffers of the file, those through which parameters come, and a chunk of gradients in the precision of the update."""
+    buffers of the file, those of parameters on their way, and a chunk of gradients in the precision of the update."""
     layout, saved = plan.layout, 0
     if not plan.trains:
         return Bytes()

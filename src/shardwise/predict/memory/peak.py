@@ -258,8 +258,8 @@ def stream_dropout(plan: UnitPlan, s: Sizes) -> int:
 
 
 def optimizer(plan: UnitPlan) -> int:
-    """bf16 gradients become fp32 one chunk at a time; on CUDA, where a launch costs more than a pass, one unit. Those of
-    offloaded state do so in a lasting buffer of the host."""
+    """bf16 gradients become fp32 one chunk at a time; on CUDA, where a launch costs more than a pass, one unit.
+    Those of offloaded state do so in a lasting buffer of the host."""
     if plan.grad_dtype != "bfloat16":
         return 0
     largest = max(on_device(plan, unit) for unit in plan.units)

@@ -15,6 +15,7 @@ from shardwise.layout.tensor import collectives, edges
 from shardwise.layout.units import UnitPlan
 from shardwise.predict.traffic.context import context_rows
 from shardwise.predict.traffic.experts import expert_rows, load_row
+from shardwise.predict.traffic.homes import home_rows
 from shardwise.report.step_report import LedgerRow
 
 Rows = Counter[tuple[str, str, Axes, str, str, int]]
@@ -42,7 +43,7 @@ def predict_ledger(plan: UnitPlan) -> tuple[LedgerRow, ...]:
     rows["loss", "all_reduce", DATA + PP, "loss", "float64", 1] += 1
     rows["optimizer", "all_reduce", plan.norm_over, "gradient norm", "float64", 1] += 1
     rows.update(load_row(plan) if plan.routes else ())
-    return ledger_of(rows, mesh)
+    return tuple(sorted([*ledger_of(rows, mesh), *home_rows(plan)]))
 
 
 def ledger_of(rows: Rows, mesh: Mesh) -> tuple[LedgerRow, ...]:

@@ -92,6 +92,11 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.save_async and "nvme" in (self.layout.offload_home, self.layout.offload_params):
+            raise UserError(
+                "an asynchronous save keeps a copy of all state in memory, which state on disk may be too large for: "
+                "leave out --save-async"
+            )
 
     def to_json(self) -> dict[str, Any]:
         return vars(self) | {

@@ -141,23 +141,13 @@ class _Run:
             timeout=timeout, overlap=config.overlap, transport=config.transport, pulse=self.pulse,
         )  # fmt: skip
         plan = unit_plan(model, layout, config.workload, rank=self.rank, backend=self.comms.backend)
-        if config.save_async and "nvme" in (layout.offload_home, layout.offload_params):
-            raise UserError("--save-async keeps a copy of all state in memory, which offload=nvme has not: leave it out")
         folder = Path(config.offload_dir or Path(config.out) / OFFLOADED)
         self.name = self._name_of_run()
         self.at, kept = Position(0, 0, 0), self._kept(plan, folder)
         self._say_compiling("compiling the blocks ...")
         self.program = TrainProgram(plan, self.comms, config.optimizer, self._initial_values, device, folder, kept)
         self._say_compiling(f"compiled the blocks in {self.program.compile_seconds:.0f} s")
-        corpus = Corpus.open(Path(config.corpus))
-        data_rank = Mesh.of(layout, model).index(DP, self.rank)
-        eos = corpus.eos if config.workload.isolate_documents else None
-        samplers = {
-            split: Sampler(corpus.tokens(split), config.workload.seq, config.seed, eos=eos)
-            for split in ("train", "validation")
-        }
-        self.batches = {split: Batches(plan, sampler, data_rank, device) for split, sampler in samplers.items()}
-        self.entropy = corpus.unigram_entropy("validation")
+        self._open_corpus(plan)
         if kept is not None:
             self.at = Position(kept.about["step"], kept.about["samples"], kept.about["updates"])
             if self.rank == 0:
@@ -193,6 +183,17 @@ class _Run:
             return restore(self.program, Checkpoint.open(checkpoint))
         except DamagedError as error:
             raise with_older(error, checkpoint) from None
+
+    def _open_corpus(self, plan: UnitPlan) -> None:
+        config, corpus = self.config, Corpus.open(Path(self.config.corpus))
+        data_rank = Mesh.of(config.layout, config.model).index(DP, self.rank)
+        eos = corpus.eos if config.workload.isolate_documents else None
+        samplers = {
+            split: Sampler(corpus.tokens(split), config.workload.seq, config.seed, eos=eos)
+            for split in ("train", "validation")
+        }
+        self.batches = {split: Batches(plan, sampler, data_rank, self.device) for split, sampler in samplers.items()}
+        self.entropy = corpus.unigram_entropy("validation")
 
     def _kept(self, plan: UnitPlan, folder: Path) -> Kept | None:
         """State on disk of a later step than that of the checkpoint, when the run continues in its own directory."""

@@ -29,7 +29,8 @@ SETTLE = 1e-3
 
 
 class _Storages(TorchDispatchMode):
-    """Follows storages that appear while the mode is on. known, elsewhere: storages to leave out; `elsewhere` changes."""
+    """Follows storages that appear while the mode is on. known, elsewhere: storages to leave out, which may
+    change."""
 
     supports_higher_order_operators = True  # as compiled graphs contain
 

@@ -7,7 +7,7 @@ and pinned memory.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
@@ -16,15 +16,17 @@ import torch
 from torch import Tensor
 
 from shardwise.decoder import Batch
+from shardwise.layout.homes import TO_DEVICE, TO_HOST
 from shardwise.runtime.transport.buffers import ByteCounter
+from shardwise.runtime.transport.comms import Comms
 
 
 class OffloadedActivations:
-    """The saved tensors of all blocks. host: counts their bytes. lasting: storages of tensors that stay on the device
-    anyway, such as weights."""
+    """The saved tensors of all blocks. comms: has the ledger of their copies. host: counts their bytes. lasting:
+    storages of tensors that stay on the device anyway, such as weights."""
 
-    def __init__(self, device: torch.device, host: ByteCounter, lasting: set[int]) -> None:
-        self.host, self.lasting = host, lasting
+    def __init__(self, device: torch.device, comms: Comms, host: ByteCounter, lasting: set[int]) -> None:
+        self.comms, self.host, self.lasting = comms, host, lasting
         self.on_host: set[int] = set()
         """Storages in the host's memory, where that is the device's, too."""
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -42,9 +44,9 @@ class OffloadedActivations:
         self.host.add("saved", -host.nbytes)
         self.on_host.discard(host.untyped_storage()._cdata)
 
-    def block(self, batch: Batch, before: SavedTensors | None) -> SavedTensors:
+    def block(self, part: str, batch: Batch, before: SavedTensors | None) -> SavedTensors:
         """What a block is about to save. before: what the block before it has saved for the same micro-batch."""
-        return SavedTensors(self, batch, before)
+        return SavedTensors(self, part, batch, before)
 
     @contextmanager
     def copying(self) -> Iterator[None]:
@@ -70,8 +72,8 @@ class _Place:
 class SavedTensors:
     """Storages that one block has saved for one micro-batch; `saving` is around its forward pass."""
 
-    def __init__(self, of: OffloadedActivations, batch: Batch, before: SavedTensors | None) -> None:
-        self._of, self._batch, self._before = of, batch, before
+    def __init__(self, of: OffloadedActivations, part: str, batch: Batch, before: SavedTensors | None) -> None:
+        self._of, self._part, self._batch, self._before = of, part, batch, before
         self._away: dict[int, Tensor] = {}
         self._here: dict[int, Tensor] = {}
         self._left: Counter[int] = Counter()
@@ -99,6 +101,7 @@ class SavedTensors:
     def saved(self) -> None:
         """The forward pass is over: what it has saved may go from the device."""
         self._keys.clear()
+        self._of.comms.copied(TO_HOST, self._part, torch.uint8, self._nbytes)
 
     def _to_host(self, tensor: Tensor) -> Tensor:
         flat = _bytes_of(tensor)
@@ -112,6 +115,7 @@ class SavedTensors:
     def restore(self, device: torch.device) -> None:
         """The block is about to go backward: have its tensors on the device, and start to bring those of the block
         before."""
+        self._of.comms.copied(TO_DEVICE, self._part, torch.uint8, self._nbytes)
         self._start(device)
         if self._before is not None:
             self._before._start(device)
@@ -140,6 +144,10 @@ class SavedTensors:
             del self._left[saved.key]
             self._here.pop(saved.key, None)
         return torch.as_strided(flat.view(saved.dtype), saved.shape, saved.stride, saved.offset)
+
+    @property
+    def _nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._away.values())
 
     def drop(self) -> None:
         """The block's backward is over."""

@@ -10,10 +10,12 @@ import errno
 import fcntl
 import json
 import os
+import time
 import zlib
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,18 @@ from torch import Tensor
 
 from shardwise.checkpoint.direct_io import memory
 from shardwise.errors import UserError
-from shardwise.layout.homes import BUFFERS, PAGE, SLOTS, STATES, Load, StateFile, paged, state_file
+from shardwise.layout.homes import (
+    BUFFERS,
+    DISK_READ,
+    DISK_WRITE,
+    PAGE,
+    SLOTS,
+    STATES,
+    Load,
+    StateFile,
+    paged,
+    state_file,
+)
 from shardwise.layout.units import UnitPlan
 
 Update = Callable[[Load, list[Tensor]], object]
@@ -61,7 +74,9 @@ class OffloadFile:
         self.kept = keep
         """Whether it holds the state of earlier steps."""
         self.slot = 0
-        """The slot that holds the state of the last step."""
+        """The slot of the last step's state."""
+        self.seconds: defaultdict[tuple[tuple[str, str], str], float] = defaultdict(float)
+        """(operation, unit) -> seconds of the last update's reads and writes."""
         self._reader, self._writer = (ThreadPoolExecutor(1, f"offload-{what}") for what in ("read", "write"))
 
     def _remove_unfinished(self, keep: bool) -> None:
@@ -104,11 +119,13 @@ class OffloadFile:
     # -- one update
 
     def update(self, change: Update) -> None:
-        """Change every load of the state: from the slot of the last step into the other one. `commit` makes that the
-        last step's. Reading, changing and writing go on at the same time, each in another buffer."""
+        """Change every load of the state, from the slot of the last step into the other one, which then is the last
+        step's; on disk `commit` makes it so. Reading, changing and writing go on at the same time, each in another
+        buffer."""
         reads: list[Future[None]] = []
         writes: list[Future[None]] = []
         loads = list(self.layout.loads())
+        self.seconds.clear()
         for index, load in enumerate(loads):
             for ahead in range(len(reads), min(index + BUFFERS - 1, len(loads))):
                 before = writes[ahead - BUFFERS] if ahead >= BUFFERS else None
@@ -118,11 +135,12 @@ class OffloadFile:
             writes.append(self._writer.submit(self._write_load, load, index % BUFFERS))
         for write in writes:
             write.result()
+        self.slot = 1 - self.slot
 
     def _sections(self, load: Load, index: int, slot: int) -> list[tuple[memoryview, int]]:
         """(memory, byte of the file) of each array of a load."""
         length = paged((load.stop - load.start) * self.layout.width)
-        view = memoryview(self.buffers[index].numpy())
+        view = _view(self.buffers[index])
         first = [self.layout.start(slot, load.unit, state) for state in range(len(STATES))]
         at = load.start * self.layout.width
         return [(view[i * length : (i + 1) * length], start + at) for i, start in enumerate(first)]
@@ -130,12 +148,20 @@ class OffloadFile:
     def _read_load(self, load: Load, index: int, before: Future[None] | None) -> None:
         if before is not None:
             before.result()
-        for buffer, at in self._sections(load, index, self.slot):
-            self.read(buffer, at)
+        with self._timed(DISK_READ, load.unit):
+            for buffer, at in self._sections(load, index, self.slot):
+                self.read(buffer, at)
 
     def _write_load(self, load: Load, index: int) -> None:
-        for buffer, at in self._sections(load, index, 1 - self.slot):
-            self.write(buffer, at)
+        with self._timed(DISK_WRITE, load.unit):
+            for buffer, at in self._sections(load, index, 1 - self.slot):
+                self.write(buffer, at)
+
+    @contextmanager
+    def _timed(self, op: tuple[str, str], unit: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.seconds[op, unit] += time.perf_counter() - started
 
     def _arrays(self, load: Load, index: int) -> list[Tensor]:
         count = load.stop - load.start
@@ -175,19 +201,18 @@ class OffloadFile:
     def start_reading(self, unit: str, buffer: Tensor) -> tuple[Future[None], Tensor]:
         """Start to read a unit's parameters into `pages`. Returns what waits for it, and where they will be."""
         elements = dict(self.layout.parameters)[unit]
-        view = memoryview(buffer.numpy())[: paged(elements * self.layout.parameter_width)]
+        view = _view(buffer)[: paged(elements * self.layout.parameter_width)]
         reading = self._reader.submit(self.read, view, self.layout.parameter_starts[unit])
         return reading, buffer.view(self._parameters)[:elements]
 
     # -- which slot counts
 
     def commit(self, about: dict[str, Any]) -> None:
-        """What `update` has written is the last step's state from here on, even if the process is killed.
+        """The last step's state is whole from here on, even if the process is killed.
 
         about: what a later run must know of the step; its JSON must fit into a page.
         """
         os.fdatasync(self._file)
-        self.slot = 1 - self.slot
         text = json.dumps(about).encode()
         head = len(text).to_bytes(4, "little") + zlib.crc32(text).to_bytes(4, "little") + text
         assert len(head) <= PAGE, "the header of a slot is longer than a page"
@@ -224,6 +249,11 @@ def pages(nbytes: int) -> Tensor:
     return torch.frombuffer(memory(max(nbytes, PAGE)), dtype=torch.uint8)
 
 
+def _view(buffer: Tensor) -> memoryview:
+    """The memory of a CPU tensor of bytes."""
+    return memoryview(buffer.numpy())  # type: ignore[arg-type]
+
+
 def file_of(folder: Path, rank: int) -> Path:
     """The file of a rank in a folder."""
     return folder / f"rank-{rank:05d}.state"
@@ -231,7 +261,7 @@ def file_of(folder: Path, rank: int) -> Path:
 
 def offload_file(plan: UnitPlan, folder: Path | None, rank: int, slot: int | None = None) -> OffloadFile | None:
     """The file of a rank's offloaded state in a folder, made anew, or as it is with the state of `slot`; None where
-    nothing is kept on disk."""
+    nothing is kept on disk. Raises `UserError` without a folder, and as `OffloadFile`."""
     if state_file(plan) is None:
         return None
     if folder is None:
@@ -245,4 +275,5 @@ def open_file(plan: UnitPlan, path: Path, keep: bool = True) -> OffloadFile:
     """A file for the state of a plan's rank. Raises as `OffloadFile`."""
     layout = state_file(plan)
     assert layout is not None
-    return OffloadFile(path, layout, *(getattr(torch, name) for name in (plan.master_dtype, plan.layout.dtype)), keep)
+    state, parameters = getattr(torch, plan.master_dtype), getattr(torch, plan.layout.dtype)
+    return OffloadFile(path, layout, state, parameters, keep)

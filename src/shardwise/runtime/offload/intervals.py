@@ -6,7 +6,7 @@ from concurrent.futures import Future
 
 from torch import Tensor
 
-from shardwise.layout.homes import parameter_buffers
+from shardwise.layout.homes import ALL, parameter_buffers
 from shardwise.layout.units import UnitPlan
 from shardwise.runtime.offload.file import OffloadFile, pages
 from shardwise.runtime.transport.buffers import ByteCounter
@@ -23,22 +23,26 @@ class StoredIntervals:
     def __init__(self, plan: UnitPlan, file: OffloadFile | None, host: ByteCounter) -> None:
         self._file = file if plan.layout.offload_params == "nvme" else None
         self.buffers = {slot: pages(nbytes) for slot, nbytes in parameter_buffers(plan).items()}
-        self._coming: dict[str, tuple[Future[None], Tensor]] = {}
+        self._coming: dict[str, tuple[str, Future[None], Tensor]] = {}
+        """Slot -> the unit that its buffer is read for."""
         for buffer in self.buffers.values():
             host.add("comm", buffer.nbytes)
 
     def prefetch(self, flat: FlatUnit) -> None:
         """Start to read a unit's interval, unless that is under way. The gather before it in its slot must be over."""
-        if self._file is not None and flat.unit.name not in self._coming:
-            buffer = self.buffers.get(flat.unit.slot) if "all" not in self.buffers else self.buffers["all"]
-            assert buffer is not None
-            self._coming[flat.unit.name] = self._file.start_reading(flat.unit.name, buffer)
+        slot = self._slot(flat)
+        if self._file is not None and self._coming.get(slot, ("",))[0] != flat.unit.name:
+            name = flat.unit.name
+            self._coming[slot] = name, *self._file.start_reading(name, self.buffers[slot])
 
     def fetch(self, flat: FlatUnit) -> Tensor:
         """A unit's interval, on the device, until the next one of its slot is fetched."""
         interval = flat.interval
         if self._file is not None:
             self.prefetch(flat)
-            reading, interval = self._coming.pop(flat.unit.name)
+            _, reading, interval = self._coming.pop(self._slot(flat))
             reading.result()
         return interval.to(flat.whole.device, non_blocking=True)
+
+    def _slot(self, flat: FlatUnit) -> str:
+        return flat.unit.slot if flat.unit.slot in self.buffers else ALL

@@ -15,7 +15,7 @@ from typing import Any
 from shardwise.errors import UserError
 from shardwise.layout.homes import state_file
 from shardwise.layout.units import UnitPlan
-from shardwise.runtime.offload.file import OffloadFile, file_of, open_file
+from shardwise.runtime.offload.file import file_of, open_file
 from shardwise.runtime.transport.process_group import gather_objects
 
 

@@ -10,7 +10,6 @@ from torch import Tensor
 from shardwise.layout.homes import STATES
 from shardwise.runtime.offload.file import OffloadFile
 
-
 MASTER = STATES.index("model")
 
 

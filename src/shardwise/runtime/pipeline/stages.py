@@ -87,9 +87,7 @@ class StageRunner:
     computed. file: of what is offloaded to disk.
     """
 
-    def __init__(
-        self, plan: UnitPlan, comms: Comms, device: torch.device, file: OffloadFile | None = None
-    ) -> None:
+    def __init__(self, plan: UnitPlan, comms: Comms, device: torch.device, file: OffloadFile | None = None) -> None:
         with torch.device("meta"):
             self.decoder = Decoder(plan.model)
         self.plan, self.comms, self.device = plan, comms, device
@@ -100,7 +98,7 @@ class StageRunner:
         self.engine = Engine(self.decoder, plan, comms, device, writing, self.weights, file)
         self.offloaded: OffloadedActivations | None = None
         if plan.layout.offload_activations != "none":
-            self.offloaded = OffloadedActivations(device, self.engine.host, self.engine.lasting())
+            self.offloaded = OffloadedActivations(device, comms, self.engine.host, self.engine.lasting())
         self.vocabulary = vocabulary_range(plan)
         self.parts = {name: part for name, part in self.decoder.parts() if name in plan.parts}
         self.moment: Callable[[list[WeightGradient]], object] = no_moment
@@ -128,8 +126,9 @@ class StageRunner:
         blocks = [(name, self.parts[name]) for name in self.plan.blocks(stage)]
         saved: SavedTensors | None = None
         for name in self.plan.stages[stage]:
-            if self.offloaded is not None and self.plan.kind(name) == "block":
-                saved = self.offloaded.block(batch, saved)
+            from_input = self.plan.layout.recompute == "input"
+            if self.offloaded is not None and self.plan.kind(name) == "block" and (not from_input or saved is None):
+                saved = self.offloaded.block(name, batch, saved)
             if self.plan.layout.recompute == "input" and self.plan.kind(name) == "block":
                 if name == blocks[0][0]:
                     x = self._blocks_from_input(x, blocks, batch, saved)
@@ -151,9 +150,7 @@ class StageRunner:
             x.register_hook(lambda grad: moved.drop())
         return y
 
-    def _part(
-        self, name: str, part: nn.Module, x: Tensor | None, batch: Batch, saved: SavedTensors | None
-    ) -> Tensor:
+    def _part(self, name: str, part: nn.Module, x: Tensor | None, batch: Batch, saved: SavedTensors | None) -> Tensor:
         """saved: where the part's saved tensors go instead of the device."""
         engine = self.engine
 

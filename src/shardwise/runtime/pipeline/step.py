@@ -29,8 +29,8 @@ from shardwise.runtime.zero.optimizer import Optimizer
 class TrainProgram(StageRunner):
     """A decoder cut, bound to its buffers and ready to step. `values` gives the initial weights.
 
-    folder: where the rank's file of offloaded state is made, if there is any. kept: the state in it that counts, instead
-    of initial weights. Raises `UserError` when the file cannot be made.
+    folder: where the rank's file of offloaded state is made, if there is any. kept: the state in it that counts,
+    instead of initial weights. Raises `UserError` when the file cannot be made.
     """
 
     def __init__(
@@ -89,7 +89,11 @@ class TrainProgram(StageRunner):
     def bytes_on_disk(self) -> Bytes:
         """Bytes of the rank's file, by class."""
         file = self.engine.file
-        return Bytes() if file is None else Bytes(parameters=file.layout.parameter_bytes, optimizer=file.layout.state_bytes)
+        return (
+            Bytes()
+            if file is None
+            else Bytes(parameters=file.layout.parameter_bytes, optimizer=file.layout.state_bytes)
+        )
 
     def close(self, remove: bool = False) -> None:
         """Let go of the rank's file of offloaded state, and remove it."""

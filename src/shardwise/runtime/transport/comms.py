@@ -257,6 +257,16 @@ class Comms:
             TransportRow(i, t.algorithm, *t.sent, t.time, t.wait) for i, t in enumerate(self.timings[k] for k in keys)
         )
 
+    def copied(self, op: tuple[str, str], unit: str, dtype: torch.dtype, elements: int, seconds: float = 0.0) -> None:
+        """Enter a copy between homes into the ledger. op: one of `layout.homes`; seconds: that the rank stood still for
+        it."""
+        if self._recording:
+            key = (self.phase, *op, unit, str(dtype).removeprefix("torch."), elements)
+            timing = self.timings.setdefault(key, Timing(key, "copy"))
+            timing.count += 1
+            timing.time += seconds
+            timing.wait += seconds
+
     def _record(self, op: str, axes: Axes, unit: str, full: Tensor, algorithm: str) -> Timing | None:
         named = op, axes, unit, self.phase
         self.last = self._words.get(named)

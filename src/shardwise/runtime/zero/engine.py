@@ -26,6 +26,7 @@ them (`UnitPlan.transport_buffers`).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -36,6 +37,7 @@ from torch import Tensor, nn
 from shardwise.decoder import Decoder
 from shardwise.decoder.modules import TiedLinear
 from shardwise.layout.axes import Axes
+from shardwise.layout.homes import DISK_READ, TO_DEVICE, TO_HOST, accumulates_on_host
 from shardwise.layout.pipeline import releases_early, splits_backward
 from shardwise.layout.placement import Placed
 from shardwise.layout.units import Gather, Hop, Phase, Residency, StepGathers, UnitPlan, Use
@@ -82,6 +84,7 @@ class Engine:
         """Bytes of what is offloaded to the host's memory, and of the buffers for it."""
         self.file = file
         comms.workspace.tally = self.tally
+        self._sums_on_host = accumulates_on_host(plan)
         self._slots = self._weight_slots(device) if self.stage == 3 else {}
         staging = self._staging_buffers(device)
         self._reserved = self._reserve(device)
@@ -289,7 +292,15 @@ class Engine:
 
     def _interval(self, flat: FlatUnit) -> Tensor:
         """This rank's interval of a unit, on the device."""
-        return flat.interval if self._source is None else self._source.fetch(flat)
+        if self._source is None:
+            return flat.interval
+        started = time.perf_counter()
+        interval = self._source.fetch(flat)
+        moved, seconds = (flat.unit.name, interval.dtype, flat.unit.shard_numel), time.perf_counter() - started
+        self.comms.copied(TO_DEVICE, *moved, seconds)
+        if flat.file is not None:
+            self.comms.copied(DISK_READ, *moved, seconds)
+        return interval
 
     @contextmanager
     def compile_guard(self, part: str) -> Iterator[None]:
@@ -346,6 +357,8 @@ class Engine:
             name = flat.unit.name
             for start, stop, axes in flat.unit.partial_sums:
                 self.comms.all_reduce(grads.tensor[start:stop], axes, name)
+            if self._sums_on_host:
+                self.comms.copied(TO_HOST, name, torch_dtype(self.plan.wire_dtype), flat.unit.shard_numel)
             hop = next(iter(flat.unit.reduce), None)
             if hop is None:
                 continue
@@ -471,7 +484,6 @@ class Engine:
             "offloaded": [*(flat.interval for flat in flats if self._source is not None), *self._buffers_on_host()],
             "comm": [*(buffer.tensor for buffer in buffers), *self._reserved, self._room.tensor, *packed],
         }
-
 
     def _buffers_on_host(self) -> list[Tensor]:
         return [

@@ -37,8 +37,8 @@ class FlatUnit:
 
     whole: the flat buffer that parameters are views of, padded (a slot at stage 3). interval: this rank's ZeRO
     interval of it, the same memory as `whole` below stage 3; at stage 3 it is in the optimizer's precision (fp32 for
-    bf16), and each gather sends it rounded; with offloaded state in compute precision, here, in the host's memory, or in
-    `file`, where it has no elements here. grads: the accumulator, whole or interval by stage.
+    bf16), and each gather sends it rounded; with offloaded state it is in compute precision, here, in the host's memory,
+    or in `file` and then empty here. grads: the accumulator, whole or interval by stage.
     wire: where packed weights come together under qwz.
     copy: this rank's part of the second copy under hpz.
     staging: the full gradient in compute precision that autograd adds into, where that is not the accumulator.
@@ -79,8 +79,10 @@ class FlatUnit:
             self._copied = self.whole[at : at + unit.copy_numel]
         if plan.trains:
             elements = n if plan.layout.stage >= 2 else unit.padded
-            at, counter = (HOST, host) if accumulates_on_host(plan) else (device, tally)
-            self.grads = Buffer("gradients", elements, torch_dtype(plan.grad_dtype), at, counter)
+            if accumulates_on_host(plan):
+                self.grads = Buffer("gradients", elements, torch_dtype(plan.grad_dtype), HOST, host)
+            else:
+                self.grads = Buffer("gradients", elements, torch_dtype(plan.grad_dtype), device, tally)
         self.grad_slots: list[GradSlot] = []
         self._overwritten: list[GradSlot] = []
         self._added_to: list[Tensor] = []

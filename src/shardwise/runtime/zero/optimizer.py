@@ -14,7 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.layout.homes import gradient_chunk, is_master
+from shardwise.layout.homes import (
+    DISK_READ,
+    DISK_WRITE,
+    STATES,
+    TO_DEVICE,
+    TO_HOST,
+    Load,
+    accumulates_on_host,
+    gradient_chunk,
+    is_master,
+)
 from shardwise.layout.units import Span
 from shardwise.ops.limits import optimizer_chunk
 from shardwise.runtime.job.config import OptimizerConfig
@@ -38,8 +48,8 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
 
 
 class UnitState:
-    """Optimizer state of one unit's interval. It stays on the device up to an element, and is in the host's memory or in
-    `file` from there on."""
+    """Optimizer state of one unit's interval. It stays on the device up to element `cut`, and is in the host's memory
+    or in `file` from there on."""
 
     def __init__(self, flat: FlatUnit, values: Values, file: OffloadFile | None) -> None:
         initial, self.flat = flat.fill(values), flat
@@ -131,15 +141,34 @@ class Optimizer:
                     self._update(state, run.start, run.tensors, lr, coefficient, apart=not run.engines)
             if not state.away or self.engine.file is None:
                 state.flat.grads.free()
-        if self.engine.file is not None:
-            self.engine.file.update(
-                lambda load, arrays: self._update(
-                    self._by_unit[load.unit], self._by_unit[load.unit].cut + load.start, arrays, lr, coefficient
-                )
-            )
+        if (file := self.engine.file) is not None:
+            file.update(lambda load, arrays: self._update_load(load, arrays, lr, coefficient))
             for state in self.states:
                 state.flat.grads.free()
+        self._enter_copies()
         return norm
+
+    def _update_load(self, load: Load, arrays: list[Tensor], lr: float, coefficient: float) -> None:
+        """Update what has been read from the file."""
+        state = self._by_unit[load.unit]
+        self._update(state, state.cut + load.start, arrays, lr, coefficient)
+
+    def _enter_copies(self) -> None:
+        """Enter the copies of an update into the ledger."""
+        plan, file = self.engine.plan, self.engine.file
+        with self.comms.in_phase("optimizer"):
+            for state in self.states:
+                flat, wide = state.flat, torch_dtype(plan.master_dtype)
+                name, narrow, moved = flat.unit.name, torch_dtype(plan.layout.dtype), plan.offloaded(flat.unit)
+                if moved and not accumulates_on_host(plan):
+                    self.comms.copied(TO_HOST, name, torch_dtype(plan.grad_dtype), moved)
+                if moved and plan.layout.offload_home == "nvme" and file is not None:
+                    for op in (DISK_READ, DISK_WRITE):
+                        self.comms.copied(op, name, wide, len(STATES) * moved, file.seconds[op, name])
+                if moved and plan.layout.offload_params == "none":
+                    self.comms.copied(TO_DEVICE, name, narrow, moved)
+                if flat.file is not None:
+                    self.comms.copied(DISK_WRITE, name, narrow, flat.unit.shard_numel)
 
     def use_kept(self, updates: int) -> None:
         """Continue after so many updates with the state that is on disk, which is all of it."""

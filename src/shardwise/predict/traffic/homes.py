@@ -1,0 +1,67 @@
+"""Copies of one step between a rank's device, its host's memory and its file, as rows of the ledger."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import cast
+
+from shardwise.layout.homes import DISK_READ, DISK_WRITE, STATES, TO_DEVICE, TO_HOST, accumulates_on_host
+from shardwise.layout.units import Unit, UnitPlan
+from shardwise.predict.memory.activations import Sizes, stored_bytes
+from shardwise.report.step_report import LedgerRow, Phase
+
+
+def home_rows(plan: UnitPlan) -> list[LedgerRow]:
+    """Rows of what the layout offloads: gradients and parameters of every unit, optimizer state, saved activations."""
+    rows: Counter[tuple[Phase, tuple[str, str], str, str, int]] = Counter()
+    if plan.layout.offload_home != "none":
+        for unit in plan.units:
+            _update(rows, plan, unit)
+    if plan.layout.offload_params != "none":
+        for (phase, unit), times in _fetches(plan).items():
+            moved = unit.name, plan.layout.dtype, unit.shard_numel
+            rows[phase, TO_DEVICE, *moved] += times
+            if plan.layout.offload_params == "nvme":
+                rows[phase, DISK_READ, *moved] += times
+    if plan.layout.offload_activations != "none":
+        each = [plan.as_micro_batch(micro) for micro in range(plan.micro_batches)] if plan.routed else [plan]
+        for one in each:
+            for part in one.parts:
+                nbytes = stored_bytes(one, Sizes.of(one), part)
+                rows["forward", TO_HOST, part, "uint8", nbytes] += plan.micro_batches // len(each)
+                rows["backward", TO_DEVICE, part, "uint8", nbytes] += plan.micro_batches // len(each)
+    return [
+        LedgerRow(phase, op, axes, unit, dtype, elements, times)
+        for (phase, (op, axes), unit, dtype, elements), times in rows.items()
+        if elements
+    ]
+
+
+def _update(rows: Counter[tuple[Phase, tuple[str, str], str, str, int]], plan: UnitPlan, unit: Unit) -> None:
+    """Gradients to the host's cores, their state from and to the disk, and new parameters to where these are kept."""
+    layout, moved = plan.layout, plan.offloaded(unit)
+    if accumulates_on_host(plan):
+        rows["backward", TO_HOST, unit.name, plan.wire_dtype, unit.shard_numel] += plan.reductions
+    else:
+        rows["optimizer", TO_HOST, unit.name, plan.grad_dtype, moved] += 1
+    if layout.offload_home == "nvme":
+        for op in (DISK_READ, DISK_WRITE):
+            rows["optimizer", op, unit.name, plan.master_dtype, len(STATES) * moved] += 1
+    if layout.offload_params == "none":
+        rows["optimizer", TO_DEVICE, unit.name, layout.dtype, moved] += 1
+    elif layout.offload_params == "nvme":
+        rows["optimizer", DISK_WRITE, unit.name, layout.dtype, unit.shard_numel] += 1
+
+
+def _fetches(plan: UnitPlan) -> Counter[tuple[Phase, Unit]]:
+    """Times that a unit's own interval is read for a gather: not from second copies, and once where it stays packed."""
+    found: Counter[tuple[Phase, Unit]] = Counter()
+    for (when, gather), times in plan.gather_counts().items():
+        phase, unit = cast(Phase, when), plan.by_name[gather.unit]
+        if unit.copy_ranks and gather.axes == unit.again:
+            continue
+        if not plan.packed(unit):
+            found[phase, unit] += times
+        elif phase == "forward":
+            found[phase, unit] = 1
+    return found
