@@ -442,14 +442,17 @@ class Engine:
             pending.wait()
         self._reductions.clear()
         with self.comms.in_phase("backward"):
-            pendings = [
-                self.comms.all_reduce(flat.grads_interval, hop.axes, name, later=True)
+            sums = [
+                (flat.grads_interval, self.comms.reachable(flat.grads_interval), hop, name)
                 for name, flat in self.units.items()
                 for hop in flat.unit.reduce[1:]
                 if hop.op == "all_reduce"
             ]
-        for pending in pendings:
+            pendings = [self.comms.all_reduce(moved, hop.axes, name, later=True) for _, moved, hop, name in sums]
+        for pending, (own, moved, *_) in zip(pendings, sums, strict=True):
             pending.wait()
+            if moved is not own:
+                own.copy_(moved)
 
     def all_gather_params(self) -> None:
         """After the optimizer: stages 1 and 2 gather the new parameters, stage 3 forgets what is resident, packed and
