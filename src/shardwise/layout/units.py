@@ -612,6 +612,19 @@ class UnitPlan:
         quantized = any(hop.op == "all_to_all" for hop in unit.reduce)
         return packed_bytes(unit.shard_numel, GRADIENT_BITS) if quantized else 0
 
+    def residuals(self, unit: Unit) -> tuple[int, int]:
+        """Elements of the errors that a rank keeps, in fp32, and adds to a unit's next gradients: of its own gradient,
+        and of the sums that it packs again where there is a second hop."""
+        if not (self.layout.feedback and self.packed_gradients(unit)):
+            return 0, 0
+        first, *second = (hop for hop in unit.reduce if hop.op == "all_to_all")
+        return unit.padded, unit.padded // self.mesh.size(first.axes) if second else 0
+
+    @property
+    def feeds_back(self) -> bool:
+        """Whether errors of packed gradients are a part of the training state."""
+        return self.layout.feedback and self.layout.stage > 0
+
     def gathered(self, gather: Gather) -> int:
         """Elements of a gather's full tensor, in its own dtype."""
         unit = self.by_name[gather.unit]

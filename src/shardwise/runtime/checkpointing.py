@@ -40,6 +40,7 @@ from shardwise.errors import UserError
 from shardwise.runtime.job.launch import reason
 from shardwise.runtime.job.pulse import Pulse
 from shardwise.runtime.pipeline.step import TrainProgram
+from shardwise.runtime.residual_state import RESIDUAL, folded_residuals, restore_residuals
 
 KINDS = ("model", "first", "second")
 """Stored tensors of each parameter: its (master) weights and AdamW's two moments."""
@@ -81,6 +82,7 @@ class Saver:
         self.rank = dist.get_rank()
         plan = program.plan
         self.writes = writes(plan.model, plan.layout, self.rank)
+        self._kinds = (*KINDS, RESIDUAL) if plan.feeds_back else KINDS
         self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         self._image: PartImage | None = None
         self._whole: set[Path] = set()
@@ -114,11 +116,16 @@ class Saver:
     def _entries(self) -> tuple[list[PartEntry], list[Tensor]]:
         """Pieces that this rank writes, and the runs of its state that hold it, padding included."""
         states = {state.flat.unit.name: state for state in self.program.optimizer.states}
+        sources: dict[str, dict[str, Tensor]] = {
+            unit: {"model": state.master, "first": state.first, "second": state.second}
+            for unit, state in states.items()
+        }
+        for unit, errors in folded_residuals(self.program).items() if self.program.plan.feeds_back else ():
+            sources[unit][RESIDUAL] = errors
         entries, tensors = [], []
-        for kind in KINDS:
+        for kind in self._kinds:
             for held in self.writes:
-                state = states[held.unit]
-                source = {"model": state.master, "first": state.first, "second": state.second}[kind]
+                state, source = states[held.unit], sources[held.unit][kind]
                 run = source[held.start - state.flat.start : held.stop - state.flat.start]
                 spec = TensorSpec(shape=held.shape, dtype=str(run.dtype).removeprefix("torch."))
                 entries.append(PartEntry(f"{kind}/{held.name}", spec, held.stored))
@@ -127,7 +134,7 @@ class Saver:
 
     def _each(self) -> list[LocalInterval]:
         """Elements on this rank of each entry."""
-        return [*self.writes] * len(KINDS)
+        return [*self.writes] * len(self._kinds)
 
     def _write(
         self, position: Position, entries: list[PartEntry], arrays: Iterable[np.ndarray], image: PartImage | None = None
@@ -206,9 +213,12 @@ def _array(held: LocalInterval, tensor: Tensor) -> np.ndarray:
 def restore(program: TrainProgram, checkpoint: Checkpoint) -> Position:
     """Set weights, moments and the update count from a checkpoint, reading only what this rank holds.
 
-    Raises `UserError` when it is of another model, or damaged.
+    Residuals of error feedback are zero where it has none, and are dropped where the layout has no feedback. Raises
+    `UserError` when it is of another model, or damaged.
     """
-    _fill(program, checkpoint, KINDS)
+    has_residuals = any(name.startswith(f"{RESIDUAL}/") for name in checkpoint.tensors)
+    _fill(program, checkpoint, KINDS, (RESIDUAL,) if has_residuals else ())
+    restore_residuals(program, checkpoint if has_residuals else None)
     manifest = checkpoint.manifest
     program.optimizer.steps = manifest.optimizer_steps
     return Position(manifest.step, manifest.samples, manifest.optimizer_steps)
@@ -219,9 +229,12 @@ def start_from(program: TrainProgram, weights: HuggingFaceWeights) -> None:
     _fill(program, weights, ("model",))
 
 
-def _fill(program: TrainProgram, source: Checkpoint | HuggingFaceWeights, kinds: Sequence[str]) -> None:
+def _fill(
+    program: TrainProgram, source: Checkpoint | HuggingFaceWeights, kinds: Sequence[str], others: Sequence[str] = ()
+) -> None:
+    """Set weights, and what else `kinds` names. others: stored tensors that are not read."""
     plan = program.plan
-    source.require(shapes(plan.model, kinds))
+    source.require(shapes(plan.model, (*kinds, *others)))
     states = {state.flat.unit.name: state for state in program.optimizer.states}
     for held in needs(plan.model, plan.layout, dist.get_rank()):
         state = states[held.unit]
