@@ -117,12 +117,13 @@ class Account:
     """Of each unit, this rank's interval: |true sum - sent sum - residuals| over all steps, the largest element; and
     the largest residual, and the largest element of the true sum."""
 
+    unit: str
     apart: float
     residual: float
     true: float
 
 
-def accounted(rank: int, asked: Training) -> dict[str, Account]:
+def accounted(rank: int, asked: Training) -> list[Account]:
     """Train, and account for every packed gradient of every micro-batch: what went in, what came out, what is left."""
     case, layout = asked.case, asked.layout
     program = build(case, layout, rank, transport=asked.transport)
@@ -147,7 +148,7 @@ def accounted(rank: int, asked: Training) -> dict[str, Account]:
     with patch.object(PackedSum, "__init__", init), patch.object(PackedSum, "wait", wait):
         for step in range(case.steps):
             program.step(micro_batches(case, layout, rank, step), case.optimizer.lr)
-    found = {}
+    found = []
     for name, flat in program.engine.units.items():
         if flat.residuals is None:
             continue
@@ -156,7 +157,7 @@ def accounted(rank: int, asked: Training) -> dict[str, Account]:
         total = torch.stack([true[name][flat.start : flat.stop], sent[name]])
         program.comms.all_reduce(total.view(-1), flat.unit.replicate, name)
         apart = total[0] - total[1] - folded
-        found[name] = Account(*(float(each.abs().max()) for each in (apart, folded, total[0])))
+        found.append(Account(name, *(float(each.abs().max()) for each in (apart, folded, total[0]))))
     dist.barrier()
     program.comms.close()
     return found

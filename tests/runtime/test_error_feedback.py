@@ -13,7 +13,7 @@ import torch
 from harness.jobs import Training
 from harness.pool import run_ranks
 from harness.quantized import GRADIENT_POINTS, rounded
-from harness.quantized_jobs import FedBack, Summed, numbers
+from harness.quantized_jobs import Account, FedBack, Summed, numbers
 from harness.reference import Case
 from harness.space import MODELS
 from harness.today import some_of
@@ -28,7 +28,7 @@ STEPS = 4
 LAYOUTS = ["dp=2,zero=1", "dp=3,zero=2", "dp=6,zero=3,hpz=2", "dp=6,zero=3,hpz=3"]
 
 
-class Account:
+class NumpyResiduals:
     """Sums with error feedback in NumPy. given: step -> the gradient of every rank, a row for each rank's interval."""
 
     def __init__(self, ranks: int, near: int, elements: int) -> None:
@@ -76,7 +76,7 @@ def test_trap_27_true_sums_are_what_was_sent_and_what_is_left(text: str) -> None
     layout = Layout.parse(f"{text},qgz,feedback,precision=fp32")
     asked = Summed(MODELS["llama"].replace(hidden=50), layout, "blocks.0", seed=len(text), adds=False, steps=STEPS)
     unit = unit_plan(asked.model, layout, Workload(8, layout.dp)).by_name["blocks.0"]
-    account = Account(layout.dp, layout.hpz or layout.dp, unit.shard_numel)
+    account = NumpyResiduals(layout.dp, layout.hpz or layout.dp, unit.shard_numel)
     ranks: list[FedBack] = run_ranks("harness.quantized_jobs:fed_back", layout.dp, asked)
     true, sent = np.zeros((2, layout.dp, unit.shard_numel))
     for step in range(STEPS):
@@ -102,11 +102,11 @@ def test_trap_27_true_sums_are_what_was_sent_and_what_is_left(text: str) -> None
 def test_trap_27_every_gradient_of_a_training_is_accounted_for(point) -> None:
     layout = replace(point.layout, qgz=True, feedback=True)
     asked = Training(point.case, layout, None, transport=dict(point.choices).get("transport", "shared"))  # type: ignore[arg-type]
-    for rank in run_ranks("harness.quantized_jobs:accounted", layout.ranks, asked):
-        for name, account in rank.items():
-            assert account.apart <= 1e-5 * max(account.true, account.residual), (name, account)
-        # Where steps have no gradient (positions that no document reaches), they send what was left.
-        assert any(account.residual > 1e-3 * account.true for account in rank.values())
+    accounts: list[Account] = sum(run_ranks("harness.quantized_jobs:accounted", layout.ranks, asked), [])
+    for account in accounts:
+        assert account.apart <= 1e-5 * max(account.true, account.residual), account
+    # Not much of it: micro-batches without a gradient, where all labels are ignored, send what was left.
+    assert any(account.residual > 1e-5 * account.true for account in accounts)
 
 
 def test_errors_of_two_hundred_steps_do_not_add_up() -> None:

@@ -21,8 +21,8 @@ have one for a rank's own span alone; nor breadth-first, which takes as long as 
 class StepShape:
     """Numbers of a layout and a workload that a step's time depends on. seq: tokens of a sequence; micro_batches: of
     each data-parallel rank; shard: ranks that ZeRO shards over; hpz: ranks over which a second copy is cut, or 0; qwz,
-    qgz: weights and gradients go packed, in all splits of a call; schedule: the pipeline's, one of `SCHEDULES`; dtype:
-    of the matrix products."""
+    qgz: weights and gradients go packed, in all splits of a call; feedback: with the errors of packed gradients;
+    schedule: the pipeline's, one of `SCHEDULES`; dtype: of the matrix products."""
 
     seq: int
     micro: Num = 1
@@ -38,6 +38,7 @@ class StepShape:
     hpz: Num = 0
     qwz: bool = False
     qgz: bool = False
+    feedback: bool = False
     sp: Any = False
     tpkind: str = "megatron"
     cpkind: str = "ring"
@@ -89,6 +90,7 @@ class StepShape:
             hpz=layout.hpz,
             qwz=layout.qwz,
             qgz=layout.qgz,
+            feedback=layout.feedback,
             sp=layout.sp,
             tpkind=layout.tpkind,
             cpkind=layout.cpkind,

@@ -106,9 +106,10 @@ def _expert_traffic(
 
 PACKED = {bits: bits / 8 + SCALE / BLOCK for bits in (WEIGHT_BITS, GRADIENT_BITS)}
 """Bits -> bytes of an element on the wire, its part of a scale included."""
-UNPACKING, PACKING, ADDING = 23, 54, 37
-"""Bytes that move to and from memory for each weight that is unpacked, each gradient that is packed, and each that is
-unpacked and added (runtime/zero/quantized.py, operation by operation)."""
+UNPACKING, PACKING, ADDING, FEEDING = 23, 54, 37, 49
+"""Bytes that move to and from memory for each weight that is unpacked, each gradient that is packed, each that is
+unpacked and added, and each whose error is fed back, which unpacks it once more (runtime/zero/quantized.py, one
+operation after the other)."""
 
 
 def _gathered(elements: Num, ranks: Num, apart: Num, split: StepShape, pricing: Pricing) -> Num:
@@ -134,7 +135,8 @@ def _summed(elements: Num, grad_bytes: float, ranks: Num, apart: Num, split: Ste
     if not split.qgz:
         return price("reduce_scatter", elements * grad_bytes, ranks, apart)
     sent = price("all_to_all", elements * PACKED[GRADIENT_BITS], ranks, apart)
-    passes = pricing.kernels.pass_over(elements * (PACKING + ADDING), dtype="float32")
+    moved = PACKING + ADDING + FEEDING * split.feedback
+    passes = pricing.kernels.pass_over(elements * moved, dtype="float32")
     return sent + np.where(ranks > 1, passes, 0.0)
 
 
