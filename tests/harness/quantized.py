@@ -13,7 +13,7 @@ from shardwise.layout.wire import BLOCK
 GRADIENT_POINTS = [
     point
     for points in (all_cases(), pipeline_cases(), context_cases(), expert_cases())
-    for point in [p for p in points if p.layout.stage and p.layout.precision != "fp64" and p.layout.tp == 1][::6]
+    for point in [p for p in points if p.layout.stage and p.layout.precision != "fp64"][::9]
 ]
 """Points whose gradients can be packed."""
 

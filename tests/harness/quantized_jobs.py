@@ -3,7 +3,9 @@ packed gradients."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 from unittest.mock import patch
 
@@ -23,6 +25,7 @@ from shardwise.runtime.transport.buffers import ByteCounter
 from shardwise.runtime.transport.comms import Comms
 from shardwise.runtime.transport.protocol import Work
 from shardwise.runtime.zero.engine import Engine
+from shardwise.runtime.zero.flat_unit import FlatUnit
 from shardwise.runtime.zero.packed_sum import PackedSum
 from shardwise.runtime.zero.quantized import pack, unpack
 from shardwise.runtime.zero.residuals import Residuals
@@ -33,17 +36,28 @@ def rounded(rank: int, asked: Training) -> RankOutcome:
 
     def start(engine: Engine, gather: Gather) -> Work:
         flat = engine.units[gather.unit]
-        piece = torch.empty(flat.unit.shard_numel, dtype=flat.whole.dtype)
+        piece = torch.zeros(flat.unit.shard_numel, dtype=flat.whole.dtype)
         if flat.unit.shard_ranks > 1:
-            packed = torch.zeros(packed_bytes(len(piece), WEIGHT_BITS), dtype=torch.uint8)
-            pack(flat.interval, WEIGHT_BITS, packed)
-            unpack(packed, WEIGHT_BITS, piece)
+            for part in _alike(flat):
+                packed = torch.zeros(packed_bytes(part.stop - part.start, WEIGHT_BITS), dtype=torch.uint8)
+                pack(flat.interval[part], WEIGHT_BITS, packed)
+                unpack(packed, WEIGHT_BITS, piece[part])
         else:
             piece.copy_(flat.interval)
         return engine.comms.all_gather(flat.whole, piece, gather.axes, gather.unit, later=True)
 
     with patch.object(Engine, "_start", start):
         return train(rank, asked)
+
+
+def _alike(flat: FlatUnit) -> Iterator[slice]:
+    """Elements of a rank's interval in blocks of their own: neighbors that as many tensor-parallel ranks have."""
+    parameters = zip(flat.unit.offsets, flat.unit.placed, strict=True)
+    for _, run in groupby(parameters, key=lambda each: each[1].replicas):
+        together = list(run)
+        first, last = together[0][0], together[-1][0] + together[-1][1].numel
+        if max(first, flat.start) < min(last, flat.stop):
+            yield slice(max(first - flat.start, 0), min(last, flat.stop) - flat.start)
 
 
 @dataclass(frozen=True)

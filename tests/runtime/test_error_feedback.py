@@ -102,7 +102,8 @@ def test_trap_27_true_sums_are_what_was_sent_and_what_is_left(text: str) -> None
 def test_trap_27_every_gradient_of_a_training_is_accounted_for(point) -> None:
     layout = replace(point.layout, qgz=True, feedback=True)
     asked = Training(point.case, layout, None, transport=dict(point.choices).get("transport", "shared"))  # type: ignore[arg-type]
-    accounts: list[Account] = sum(run_ranks("harness.quantized_jobs:accounted", layout.ranks, asked), [])
+    ranks: list[list[Account]] = run_ranks("harness.quantized_jobs:accounted", layout.ranks, asked)
+    accounts = [account for rank in ranks for account in rank]
     for account in accounts:
         assert account.apart <= 1e-5 * max(account.true, account.residual), account
     # Not much of it: micro-batches without a gradient, where all labels are ignored, send what was left.

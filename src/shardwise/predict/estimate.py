@@ -9,7 +9,6 @@ from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Mesh, UnitPlan, Workload, check, unit_plan
 from shardwise.layout.experts import RoutedRows
-from shardwise.layout.legality import packs_beside_tp
 from shardwise.layout.units import Backend, usual_backend
 from shardwise.model import ModelConfig
 from shardwise.predict.arguments import as_cluster, as_layout, as_model, as_workload
@@ -112,7 +111,7 @@ def _on_device(plan: UnitPlan) -> Bytes:
 
 def unmodelled(layout: Layout) -> list[str]:
     """Omissions from the bytes of a layout that the runtime cannot run yet, a sentence each."""
-    notes = [reason] if (reason := packs_beside_tp(layout)) else []
+    notes = []
     if layout.offload != "none":
         kept = "" if layout.stage < 3 else "; the fp32 shards of the weights, which DeepSpeed moves, are still on it"
         notes.append(

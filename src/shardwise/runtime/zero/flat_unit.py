@@ -65,7 +65,7 @@ class FlatUnit:
             self.interval = self.whole[self.start : self.stop]
         self.packed = None
         if wire is not None:
-            self.packed = PackedWeights(plan.packed(unit), unit.shard_ranks, wire, device, tally)
+            self.packed = PackedWeights(unit, place, wire, device, tally)
         sizes = plan.residuals(unit)
         self.residuals = Residuals(unit, sizes, device, tally) if any(sizes) else None
         self.copy: Tensor | None = None

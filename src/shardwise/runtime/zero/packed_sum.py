@@ -9,8 +9,7 @@ Under error feedback the error of each piece that a rank packs is added to the p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -41,16 +40,17 @@ class PackedSum:
         residuals: Residuals | None = None,
     ) -> None:
         self._comms, self._unit, self._into, self._done = comms, unit, into, done
+        self._residuals = residuals
         self._hops = [hop for hop in unit.reduce if hop.op == "all_to_all"]
         self._sent, self._received = room.view(2, unit.shard_ranks, -1)
-        self._errors: list[Sequence[Tensor | None]] = [[None] * unit.shard_ranks] * 2
-        far = unit.shard_ranks // comms.size(self._hops[0].axes)
+        near = comms.size(self._hops[0].axes)
+        far, full = unit.shard_ranks // near, full.view(unit.shard_ranks, -1)
         # Rank (f, k) is the k-th near one of the f-th group: first all pieces for k = 0 go to the near rank 0.
-        pieces = partial(_in_order_sent, far=far, elements=unit.shard_numel)
-        if residuals is not None:
-            self._errors = [pieces(residuals.first), residuals.second.view(-1, unit.shard_numel).unbind()]
-        for piece, packed, error in zip(pieces(full), self._sent, self._errors[0], strict=True):
-            pack(piece, GRADIENT_BITS, packed, error)
+        order = [f * near + k for k in range(near) for f in range(far)]
+        for rank, packed in zip(order, self._sent, strict=True):
+            for run in unit.packed_runs(rank, GRADIENT_BITS):
+                error = None if residuals is None else residuals.first.view(full.shape)[rank, run.elements]
+                pack(full[rank, run.elements], GRADIENT_BITS, packed[run.packed], error)
         self._work: Work | None = self._exchange(self._hops[0], unit.shard_ranks)
 
     def wait(self) -> None:
@@ -59,14 +59,28 @@ class PackedSum:
         self._work.wait()
         pieces = self._summands(self._hops[0], self._unit.shard_ranks)
         for hop in self._hops[1:]:
-            for place, summands in enumerate(pieces):
-                repack(summands, GRADIENT_BITS, self._unit.shard_numel, self._sent[place], self._errors[1][place])
+            self._repack(pieces)
             self._exchange(hop, len(pieces)).wait()
             pieces = self._summands(hop, len(pieces))
         (summands,) = pieces
-        add_up_packed(summands, GRADIENT_BITS, self._into())
+        into, own = self._into(), self._comms.index(self._unit.shard)
+        for run in self._unit.packed_runs(own, GRADIENT_BITS):
+            target = Target(into.tensor[run.elements], into.adds)
+            add_up_packed([piece[run.packed] for piece in summands], GRADIENT_BITS, target)
         self._work = None
         self._done()
+
+    def _repack(self, pieces: list[list[Tensor]]) -> None:
+        """Pack the sums among near ranks, one for each group's rank with this rank's place."""
+        near, place = (of(self._hops[0].axes) for of in (self._comms.size, self._comms.index))
+        for group, summands in enumerate(pieces):
+            for run in self._unit.packed_runs(group * near + place, GRADIENT_BITS):
+                error = None
+                if self._residuals is not None:
+                    error = self._residuals.second.view(len(pieces), -1)[group, run.elements]
+                elements = run.elements.stop - run.elements.start
+                packed = [piece[run.packed] for piece in summands]
+                repack(packed, GRADIENT_BITS, elements, self._sent[group, run.packed], error)
 
     def is_completed(self) -> bool:
         return self._work is None
@@ -81,8 +95,3 @@ class PackedSum:
         """For each piece that this rank is to add up, what every rank of the hop has sent of it."""
         by_rank = self._received[:pieces].view(self._comms.size(hop.axes), -1, self._received.shape[1])
         return [list(each) for each in by_rank.transpose(0, 1)]
-
-
-def _in_order_sent(full: Tensor, far: int, elements: int) -> Sequence[Tensor]:
-    """Views of the interval of each rank, those of each near rank's places together."""
-    return [piece for places in full.view(far, -1, elements).unbind(1) for piece in places.unbind()]
