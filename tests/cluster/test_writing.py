@@ -31,7 +31,7 @@ DEVICES = st.just(lookup("H100").device) | st.just(lookup("CPU").device) | st.bu
 )  # fmt: skip
 
 
-@given(st.builds(Cluster, st.integers(1, 99), st.integers(1, 99), DEVICES, LINKS, LINKS))
+@given(st.builds(Cluster, st.integers(1, 99), st.integers(1, 99), DEVICES, LINKS, LINKS, st.integers(0, 9)))
 @settings(deadline=None)
 def test_what_is_written_is_read_back(cluster):
     text = to_toml(cluster, ["measured today"], {"intra.alpha": "1 to 2", "inter.speeds.0": "a remark"})
