@@ -434,7 +434,9 @@ class Engine:
             if full is flat.staging:
                 full.free()
 
-        self._reductions[flat.unit.name] = PackedSum(self.comms, flat.unit, full.tensor, room, flat.reduced, done)
+        self._reductions[flat.unit.name] = PackedSum(
+            self.comms, flat.unit, full.tensor, room, flat.reduced, done, flat.residuals
+        )
 
     def finish_step(self) -> None:
         """All backwards are over: wait for the reductions, and take the hops that follow them (HSDP)."""
@@ -479,6 +481,8 @@ class Engine:
         weights = [flat.interval if self.stage == 3 else flat.whole for flat in flats if self._source is None]
         weights += [flat.copy for flat in flats if flat.copy is not None]
         packed = [flat.packed.own for flat in flats if flat.packed is not None]
+        for errors in (flat.residuals for flat in flats if flat.residuals is not None):
+            packed += [errors.first, errors.second]
         staging = [flat.staging for flat in flats if flat.staging is not None]
         buffers = [*self._slots.values(), *self._wires.values(), *staging]
         return {
