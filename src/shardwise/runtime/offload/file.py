@@ -37,6 +37,7 @@ from shardwise.layout.homes import (
     state_file,
 )
 from shardwise.layout.units import UnitPlan
+from shardwise.report.units import format_bytes
 
 Update = Callable[[Load, list[Tensor]], object]
 """Change one load's arrays of state in place."""
@@ -64,7 +65,7 @@ class OffloadFile:
         except OSError as error:
             self._remove_unfinished(keep)
             raise UserError(
-                f"cannot keep {layout.nbytes / 1e9:.3g} GB of offloaded state in {path}: {error.strerror}; "
+                f"cannot keep {format_bytes(layout.nbytes)} of offloaded state in {path}: {error.strerror}; "
                 "choose another folder (--offload-dir)"
             ) from None
         self.direct = self._set_direct()
@@ -184,6 +185,8 @@ class OffloadFile:
         self._put(self.layout.parameter_starts[unit], self._parameters, start, values)
 
     def _put(self, at: int, dtype: torch.dtype, start: int, values: Tensor) -> None:
+        if not len(values):
+            return
         view, byte, there = self._pages(at, dtype, start, start + len(values))
         there.copy_(values)
         self.write(view, byte)
@@ -194,7 +197,8 @@ class OffloadFile:
         width = dtype.itemsize
         first = start * width // PAGE * PAGE
         view = memoryview(memory(max(PAGE, paged(stop * width - first))))
-        self.read(view, at + first)
+        if start < stop:
+            self.read(view, at + first)
         elements = torch.frombuffer(view, dtype=dtype, count=len(view) // width)
         return view, at + first, elements[start - first // width : stop - first // width]
 
