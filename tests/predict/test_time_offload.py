@@ -109,6 +109,24 @@ def test_state_is_what_the_file_has():
     assert len(STATES) * 4 == STATE and STATE < ADAMW and LOAD > 0
 
 
+@pytest.mark.parametrize("batch", [8, 32])
+@pytest.mark.parametrize("layout", ["zero=1,offload=cpu", "zero=2,offload=cpu", "zero=2,offload=nvme",
+                                    "zero=3,offload=cpu,offload_params=cpu", "zero=3,offload=nvme,offload_params=nvme",
+                                    "zero=3,hpz=2,offload=cpu,offload_params=cpu", "zero=1,offload=nvme:0.5",
+                                    "zero=3,offload=cpu,offload_params=cpu,offload_activations=cpu"])  # fmt: skip
+def test_bytes_are_those_of_the_ledger(layout, batch):
+    report = estimate(LLAMA, f"dp=8,{layout}", Workload(4096, batch), H100)
+    share, (role,) = host_share(H100), report.roles
+    assert report.timing
+    of = {(op, axes): sum(row.payload_bytes for row in role.ledger if (row.op, row.axes) == (op, axes))
+          for op, axes in (("to_host", "host"), ("to_device", "host"), ("read", "disk"), ("write", "disk"))}  # fmt: skip
+    link = (of["to_host", "host"] + of["to_device", "host"]) / share.link
+    disk = of["read", "disk"] / share.read + of["write", "disk"] / share.write
+    # The first or last block is gathered once, which the closed form of gathers does not know.
+    assert report.timing["busy"]["link"] == pytest.approx(link, rel=0.02)
+    assert report.timing["busy"]["disk"] == pytest.approx(disk, rel=0.02)
+
+
 def test_nothing_changes_without_offloading():
     found = seconds_of("dp=8,zero=3")
     assert "offload" not in found.parts and not found.busy and "busy" not in found.to_json()
